@@ -27,6 +27,7 @@ from spmdkit.checkpoint import location
 from spmdkit.checkpoint.object_store import Remote
 from spmdkit.errors import ConfigError, Unreachable
 from spmdkit.foundation import run_status as attempts
+from spmdkit.foundation.deadline import Deadline
 from spmdkit.foundation.timeouts import LEASE_POLL_S, LEASE_RENEW_S, LEASE_SETTLE_S, LEASE_STALE_S
 
 
@@ -80,14 +81,13 @@ class Lease:
         (self._folder / "lease.json").write_bytes(json.dumps(mine).encode())
 
     def _wait_until_stale(self, before: dict[str, Any]) -> None:
-        beat, since = self._beat(before), self._clock()
+        beat = self._beat(before)
         if beat is None:  # given back, or never begun
             return
         self._say(
             f"{self.directory} was last of {_owner(before)}; waiting up to {LEASE_STALE_S:g} s to see whether it lives"
         )
-        while self._clock() - since < LEASE_STALE_S:
-            self._sleep(LEASE_POLL_S)
+        for _ in Deadline(LEASE_STALE_S, self._clock, self._sleep).polls(LEASE_POLL_S):
             if self._beat(before) != beat or self._read().get("attempt") != before["attempt"]:
                 raise self._in_use(self._read())
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import files
+from spmdkit.foundation.deadline import Deadline
 from spmdkit.foundation.timeouts import RUN_DIRECTORY_POLL_S
 
 ATTEMPT_FILE = "attempt.json"
@@ -83,12 +84,7 @@ def claim(directory: Path, attempt: str | None = None) -> Fence:
 def wait_to_see(directory: Path, attempt: str, timeout_s: float) -> bool:
     """Returns whether this process sees in `directory` what process 0 has claimed; a file system of a network may need
     a moment."""
-    deadline = time.monotonic() + timeout_s
-    while _read(directory).get("attempt") != attempt:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(RUN_DIRECTORY_POLL_S)
-    return True
+    return Deadline(timeout_s).wait_for(lambda: _read(directory).get("attempt") == attempt, RUN_DIRECTORY_POLL_S)
 
 
 def owner(directory: Path) -> str:

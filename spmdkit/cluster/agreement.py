@@ -27,6 +27,7 @@ from collections.abc import Callable
 from spmdkit.cluster.store import Store
 from spmdkit.errors import RendezvousError
 from spmdkit.foundation import phase
+from spmdkit.foundation.deadline import Deadline
 from spmdkit.foundation.timeouts import AGREEMENT_INTERVAL_S
 
 MOST_STEPS_AHEAD = 1024
@@ -114,7 +115,7 @@ class Agreement:
 
     def _read_until(self, step: int) -> None:
         """Waits for a horizon that covers `step`; process 0 is at most `lag` + stride steps behind when it has to."""
-        deadline, pause = self._clock() + self._timeout_s, 0.0005
+        deadline, pause = Deadline(self._timeout_s, self._clock), 0.0005
         while True:
             board = self._store.try_get(f"{self._folder}/board")
             if board is not None:
@@ -126,7 +127,7 @@ class Agreement:
                 self._num_decided = num_decided
                 if step <= self._horizon:
                     return
-            if self._clock() > deadline:
+            if deadline.expired:
                 found = "never asked" if self._horizon is None else f"allows steps up to {self._horizon}"
                 raise RendezvousError(
                     f"process {self._process_index} waited {self._timeout_s:g} s at step {step} for process 0, which "

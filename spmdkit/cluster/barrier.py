@@ -9,12 +9,13 @@ Cost: five short requests of each process instead of one, 0.7 ms on loopback.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from threading import Lock
 from typing import Any
+
+from spmdkit.foundation.deadline import Deadline
 
 OPEN, LATE, GIVEN_UP = "open", "late", "given up: "
 SLICE_MS = 200
@@ -53,10 +54,10 @@ class Client:
 
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> Any:
         """Returns the value, waiting for it. Raises RuntimeError: DEADLINE_EXCEEDED, or CANCELLED."""
-        deadline = time.monotonic() + timeout_in_ms / 1000
+        deadline = Deadline(timeout_in_ms / 1000)
         while True:
             self._check()
-            left_ms = max(1, int(1000 * (deadline - time.monotonic())))
+            left_ms = round(1000 * deadline.remaining_s)
             is_last = not self.can_end or left_ms <= SLICE_MS
             try:
                 return self._client.blocking_key_value_get(key, left_ms if is_last else SLICE_MS)

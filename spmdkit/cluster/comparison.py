@@ -21,6 +21,7 @@ from typing import Any
 from spmdkit.cluster.store import Store
 from spmdkit.errors import ConfigError, RendezvousError
 from spmdkit.foundation import phase
+from spmdkit.foundation.deadline import Deadline
 from spmdkit.foundation.timeouts import COMPARISON_END_S, COMPARISON_LINGER_S, COMPARISON_REPLY_S
 
 Facts = Mapping[str, str]
@@ -76,11 +77,11 @@ class Comparison:
 
     def _judge(self, what: str, digest: str) -> dict[str, Any]:
         """Process 0: publishes and returns what the digests of all come to."""
-        deadline, differing = time.monotonic() + self._timeout_s, []
+        deadline, differing = Deadline(self._timeout_s), []
         verdict: dict[str, Any] = {}
         for process in range(1, self._num):
             try:
-                answer = self._get(f"digest/{process}", max(0.001, deadline - time.monotonic()), process, what)
+                answer = self._get(f"digest/{process}", deadline.remaining_s, process, what)
             except RendezvousError as error:
                 answer = {"failed": str(error)}
             if "failed" in answer:
@@ -123,9 +124,8 @@ class Comparison:
             if self._me:
                 self._put(f"told/{self._me}", {})
                 return
-            deadline = time.monotonic() + COMPARISON_END_S
-            while len(self._store.entries(f"{self._folder}/told")) < self._num - 1 and time.monotonic() < deadline:
-                time.sleep(0.01)
+            know = lambda: len(self._store.entries(f"{self._folder}/told")) == self._num - 1
+            Deadline(COMPARISON_END_S).wait_for(know, 0.01)
             time.sleep(COMPARISON_LINGER_S)
 
     # ---- the store ---------------------------------------------------------------------------------------------------

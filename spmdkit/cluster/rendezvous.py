@@ -9,6 +9,7 @@ already there, which saves gRPC's one-second back-off at every start.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import json
@@ -19,7 +20,8 @@ from typing import Any
 from spmdkit.cluster.comparison import name_processes
 from spmdkit.cluster.spec import ClusterSpec, split_address
 from spmdkit.errors import ConfigError, RendezvousError
-from spmdkit.foundation.timeouts import RENDEZVOUS_REPLY_MARGIN_S, RENDEZVOUS_RETRY_S
+from spmdkit.foundation.deadline import Deadline
+from spmdkit.foundation.timeouts import RENDEZVOUS_CONNECT_S, RENDEZVOUS_REPLY_MARGIN_S, RENDEZVOUS_RETRY_S
 
 MOST_LINE_BYTES = 4096
 
@@ -31,7 +33,7 @@ def roll_call(spec: ClusterSpec) -> str:
     contradict each other (two with one number, different counts).
     """
     assert spec.coordinator is not None
-    deadline = time.monotonic() + spec.rendezvous_timeout_s
+    deadline = Deadline(spec.rendezvous_timeout_s)
     if spec.process_id == 0:
         return _call(spec, deadline)
     _answer(spec, deadline)
@@ -46,7 +48,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _call(spec: ClusterSpec, deadline: float) -> str:
+def _call(spec: ClusterSpec, deadline: Deadline) -> str:
     """Process 0: collects one line from every other process, then tells all of them the outcome."""
     assert spec.coordinator is not None
     listener, bound = _listen(spec)
@@ -55,10 +57,9 @@ def _call(spec: ClusterSpec, deadline: float) -> str:
     try:
         with listener:
             while error is None and len(present) < spec.num_processes - 1:
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
+                if deadline.expired:
                     break
-                listener.settimeout(remaining)
+                listener.settimeout(deadline.remaining_s)
                 try:
                     connection, _ = listener.accept()
                 except TimeoutError:
@@ -143,7 +144,7 @@ def _register(connection: socket.socket, spec: ClusterSpec, present: dict[int, s
     return error
 
 
-def _answer(spec: ClusterSpec, deadline: float) -> None:
+def _answer(spec: ClusterSpec, deadline: Deadline) -> None:
     """Every other process: reaches process 0, says who it is, and waits for the outcome."""
     assert spec.coordinator is not None
     host, port = split_address(spec.coordinator)
@@ -151,22 +152,23 @@ def _answer(spec: ClusterSpec, deadline: float) -> None:
     found = "nothing was tried"
     reply: dict[str, Any] = {}
     while "error" not in reply:
-        remaining = deadline - time.monotonic()
-        if remaining <= 0:
+        if deadline.expired:
             raise RendezvousError(
                 f"process {spec.process_id} could not reach process 0 at {spec.coordinator} within "
                 f"{spec.rendezvous_timeout_s:g} s ({found}); missing: process 0. It must run and its port must be "
                 f"reachable from here. See why process 0 did not start, or correct SPMDKIT_COORDINATOR.{_words(spec)}"
             )
         try:
-            with socket.create_connection((host, port), timeout=min(remaining, 5.0)) as connection:
+            with socket.create_connection(
+                (host, port), timeout=min(deadline.remaining_s, RENDEZVOUS_CONNECT_S)
+            ) as connection:
                 connection.sendall(hello)
-                reply = _receive(connection, timeout_s=remaining + RENDEZVOUS_REPLY_MARGIN_S)
+                reply = _receive(connection, timeout_s=deadline.remaining_s + RENDEZVOUS_REPLY_MARGIN_S)
                 found = "it hung up without an answer"
         except OSError as error:
             found = error.strerror or str(error)
         if "error" not in reply:
-            time.sleep(min(RENDEZVOUS_RETRY_S, remaining))
+            time.sleep(min(RENDEZVOUS_RETRY_S, deadline.remaining_s))
     if reply["error"] is not None:
         raise ConfigError(reply["error"]) if reply.get("kind") == "config" else RendezvousError(reply["error"])
     _wait_for_service(*(split_address(spec.service) if spec.service else (host, port)), deadline)
@@ -176,26 +178,24 @@ def wait_for_service(spec: ClusterSpec, timeout_s: float) -> str:
     """Returns the address of the service that a launcher holds as soon as it accepts: all processes are known to be
     there."""
     assert spec.service is not None
-    _wait_for_service(*split_address(spec.service), time.monotonic() + timeout_s)
+    _wait_for_service(*split_address(spec.service), Deadline(timeout_s))
     return spec.service
 
 
-def _wait_for_service(host: str, port: int, deadline: float) -> None:
+def _wait_for_service(host: str, port: int, deadline: Deadline) -> None:
     """Waits until JAX's service accepts; without this, gRPC would find the port closed and back off a whole second."""
-    while time.monotonic() < deadline:
-        try:
+    for _ in deadline.polls(0.01):
+        with contextlib.suppress(OSError):
             socket.create_connection((host, port), timeout=1.0).close()
             return
-        except OSError:
-            time.sleep(0.01)
 
 
 def _receive(connection: socket.socket, timeout_s: float) -> dict[str, Any]:
     """Returns one line of JSON from the other side, or an empty dict for silence, hang-up or anything else."""
-    deadline, data = time.monotonic() + timeout_s, b""
+    deadline, data = Deadline(timeout_s), b""
     try:
         while not data.endswith(b"\n") and len(data) < MOST_LINE_BYTES:
-            connection.settimeout(max(0.001, deadline - time.monotonic()))
+            connection.settimeout(deadline.remaining_s)
             part = connection.recv(MOST_LINE_BYTES)
             if not part:
                 break

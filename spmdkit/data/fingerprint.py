@@ -21,6 +21,7 @@ import numpy as np
 from spmdkit.data.permutation import permuted
 from spmdkit.data.source import Source
 from spmdkit.errors import ConfigError, UserCodeError
+from spmdkit.foundation.deadline import Deadline
 from spmdkit.foundation.timeouts import FINGERPRINT_S
 from spmdkit.foundation.trees import describe, named_leaves, tree_bytes
 
@@ -71,9 +72,9 @@ def fingerprint(source: Source, retries: int = 0, clock: Callable[[], float] = t
 def _read_in_time(source: Source, sampled: list[int], readings: int, clock: Callable[[], float]) -> dict[str, str]:
     """Returns "row 17" -> digest of the rows that could be read, in an order in which also the first few are spread
     over all."""
-    deadline, found = clock() + FINGERPRINT_S, dict[int, str]()
+    deadline, found = Deadline(FINGERPRINT_S, clock), dict[int, str]()
     for place, row in enumerate(_spread(sampled)):
-        if place >= LEAST_READ and clock() > deadline:
+        if place >= LEAST_READ and deadline.expired:
             break
         if (digest := _row(source, row, readings)) is not None:
             found[row] = digest

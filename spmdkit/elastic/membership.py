@@ -43,6 +43,7 @@ from spmdkit.errors import (
     UserCodeError,
 )
 from spmdkit.faults import lost_peer
+from spmdkit.foundation.deadline import Deadline
 from spmdkit.foundation.timeouts import DISCONNECT_AGAIN_S, MEMBERSHIP_NOTICE_S, MEMBERSHIP_POLL_S, MEMBERSHIP_UPDATE_S
 from spmdkit.launch.membership_file import MembershipFiles, MembershipUpdate, open_membership_files
 
@@ -100,11 +101,11 @@ class Membership:
 
     def _awaited(self) -> MembershipUpdate:
         """Says for which generation this process is ready, and returns the order of the one that begins."""
-        deadline, ready = time.monotonic() + MEMBERSHIP_UPDATE_S, 0
-        while time.monotonic() < deadline:
+        deadline, ready = Deadline(MEMBERSHIP_UPDATE_S), 0
+        while not deadline.expired:
             order = self._orders.read()
             if order is not None and self._orders.member < 0:  # a standby: nobody has died yet
-                deadline = time.monotonic() + MEMBERSHIP_UPDATE_S
+                deadline = Deadline(MEMBERSHIP_UPDATE_S)
                 self._orders.member = order.process_of(self._orders.member)
             newest = max(self._orders.born, 0 if order is None else order.number)
             if newest > ready:
@@ -167,9 +168,8 @@ class Membership:
             self.keep(run, step, state)
         if ends:
             run.cluster.barrier("the last step of the generation")  # nobody leaves while another one is still in it
-            deadline = time.monotonic() + MEMBERSHIP_NOTICE_S
-            while self._order is None and time.monotonic() < deadline:  # another one has asked, and heard it first
-                time.sleep(MEMBERSHIP_POLL_S)
+            # Another process may have read the update, and requested the end, before this one has read it.
+            Deadline(MEMBERSHIP_NOTICE_S).wait_for(lambda: self._order is not None, MEMBERSHIP_POLL_S)
             raise MembershipChanged("more processes have come")
 
     def keep(self, run: Any, step: int, state: Any) -> None:

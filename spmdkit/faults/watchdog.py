@@ -39,6 +39,7 @@ from spmdkit.faults.heartbeat import Beat, Limits, Stragglers, culprits, from_te
 from spmdkit.faults.launcher_channel import launcher_of
 from spmdkit.foundation import phase
 from spmdkit.foundation.clock import RunningClock
+from spmdkit.foundation.deadline import Deadline
 from spmdkit.foundation.timeouts import (
     HANG_SUSPECT_S,
     HEARTBEAT_INTERVAL_S,
@@ -298,12 +299,12 @@ class Watchdog:
 
         if self._me != 0 or self._board is None or self._num == 1 or not compat.holds_coordination_service():
             return
-        board, deadline = self._board, time.monotonic() + patience_s
+        board = self._board
         missed = {int(p) for p in self._alarm["processes"]} if self._alarm else set()
         others = set(range(1, self._num)) - missed
         with suppress(SpmdkitError):
-            while time.monotonic() < deadline and others - {int(p) for p in board.entries(f"{self._folder}/left")}:
-                time.sleep(WATCHDOG_TICK_S / 4)
+            exited = lambda: others <= {int(p) for p in board.entries(f"{self._folder}/left")}
+            Deadline(patience_s).wait_for(exited, WATCHDOG_TICK_S / 4)
             time.sleep(WATCHDOG_TICK_S / 4)  # they have said so, and now do it
 
     def _end(self, verdict: dict[str, Any]) -> None:
@@ -334,7 +335,7 @@ class Watchdog:
 
     def _gather(self, verdict: dict[str, Any], beats: dict[int, Beat], told: dict[int, str]) -> None:
         """Raises the alarm, and reads where all others stand and their stacks, into `beats` and `told`."""
-        board, deadline = self._board, time.monotonic() + STACKS_GATHER_S
+        board = self._board
         assert board is not None
         with suppress(SpmdkitError):
             if "alarm" not in board.entries(self._folder):
@@ -343,11 +344,12 @@ class Watchdog:
                 return
             mine = json.dumps([to_text(self._mine), told[self._me]])
             board.put(f"{self._folder}/stacks/{self._me}", mine, overwrite=True)
-            while len(told) < self._num and time.monotonic() < deadline:
+            for _ in Deadline(STACKS_GATHER_S).polls(WATCHDOG_TICK_S / 4):
                 for process, text in board.entries(f"{self._folder}/stacks").items():
                     beat, stack = json.loads(text)
                     beats[int(process)], told[int(process)] = from_text(beat), stack
-                time.sleep(WATCHDOG_TICK_S / 4)
+                if len(told) == self._num:
+                    break
 
 
 def _within(seconds: float, act: Callable[[], Any]) -> None:

@@ -24,14 +24,13 @@ class Deadline:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ):
-        self.timeout_s = timeout_s
         self._clock, self._sleep = clock, sleep
         self._end = clock() + timeout_s
 
     @property
     def remaining_s(self) -> float:
-        """The seconds that remain, at least 0."""
-        return max(0.0, self._end - self._clock())
+        """The seconds that remain, at least 1 ms: a socket with a timeout of 0 does not block."""
+        return max(0.001, self._end - self._clock())
 
     @property
     def expired(self) -> bool:

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from spmdkit.cluster.comparison import name_processes
 from spmdkit.cluster.store import Store
 from spmdkit.errors import ExitCode, RendezvousError
+from spmdkit.foundation.deadline import Deadline
 from spmdkit.foundation.timeouts import NEGOTIATION_POLL_S
 
 JOIN = "join"
@@ -120,11 +121,10 @@ class Rounds:
     def _collect(self, folder: str, wants: list[dict[str, Any]]) -> str:
         """The first rank: waits for the lists of all others, answers, and removes the round before, which everybody has
         read."""
-        asked, deadline = {self._ranks[0]: wants}, time.monotonic() + self._board.patience.at_most_s
+        asked, deadline = {self._ranks[0]: wants}, Deadline(self._board.patience.at_most_s)
         try:
             for rank in self._ranks[1:]:
-                remaining = max(0.001, deadline - time.monotonic())
-                asked[rank] = json.loads(self._wait(f"{folder}/{rank}", [rank], wants, remaining))
+                asked[rank] = json.loads(self._wait(f"{folder}/{rank}", [rank], wants, deadline.remaining_s))
         except HorovodInternalError as error:
             answer = json.dumps({"error": str(error)})
         else:

@@ -17,7 +17,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -40,6 +39,7 @@ from spmdkit.foundation.constants import (
     STEP_FILE,
     is_step_name,
 )
+from spmdkit.foundation.deadline import Deadline
 from spmdkit.foundation.run_status import directory_of, newest_saved
 from spmdkit.foundation.timeouts import LAUNCH_POLL_S
 from spmdkit.launch import gpu_assignment
@@ -174,10 +174,7 @@ def _say(line: str) -> None:
 
 def _asked_within(seconds: float, signals: deque[int]) -> bool:
     """Waits, and returns whether the launcher was told to stop meanwhile."""
-    deadline = time.monotonic() + seconds
-    while not signals and time.monotonic() < deadline:
-        time.sleep(LAUNCH_POLL_S)
-    return bool(signals)
+    return Deadline(seconds).wait_for(lambda: bool(signals), LAUNCH_POLL_S)
 
 
 def _attempt(job: Job, signals: deque[int]) -> Outcome:

@@ -20,6 +20,8 @@ import jax
 import numpy as np
 
 from spmdkit import errors
+from spmdkit.foundation.deadline import Deadline
+from spmdkit.foundation.timeouts import SERVER_POLL_S
 from spmdkit.parameter_server.completed_batches import dealt
 from spmdkit.parameter_server.partition import Arrays, joined, shard, to_arrays
 from spmdkit.parameter_server.transport import Ending, Endpoint, Running, Transport, Unavailable, ask
@@ -145,12 +147,12 @@ class Coordinator:
     def wait_for_workers(self, longest_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
         """Returns once all workers are ready to compute, after `longest_s` at the latest, or when one has ended: nobody
         begins far ahead of the others."""
-        end = time.monotonic() + longest_s
-        while time.monotonic() < end and not self._give_up():
+        for _ in Deadline(longest_s, sleep=sleep).polls(SERVER_POLL_S):
+            if self._give_up():
+                return
             here = self._ask(self.endpoints[0], "status", sys.maxsize)["here"]
             if len(here) == len(self._running) or any(running.ended() for running in self._running.values()):
                 return
-            sleep(0.05)
 
     def _start(self, number: int) -> WorkerEvent:
         incarnation = self._incarnations[number]

@@ -12,6 +12,7 @@ from spmdkit.checkpoint.ownership import Fence, claim, wait_to_see
 from spmdkit.cluster import Cluster
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import files
+from spmdkit.foundation.deadline import Deadline
 from spmdkit.foundation.timeouts import RUN_DIRECTORY_POLL_S, RUN_DIRECTORY_VISIBLE_S
 
 WRITTEN_BY_OTHERS = ("report.html",)
@@ -62,12 +63,12 @@ def _take_own(directory: Path, attempt: str, stack: ExitStack) -> None:
     Raises:
         ConfigError: another run holds it.
     """
-    deadline = time.monotonic() + RUN_DIRECTORY_VISIBLE_S
+    deadline = Deadline(RUN_DIRECTORY_VISIBLE_S)
     while not wait_to_see(directory, attempt, 0):
         try:
             stack.enter_context(RunLock(directory))
         except ConfigError:  # held by process 0, whose claim comes to be seen, or by another run
-            if time.monotonic() > deadline:
+            if deadline.expired:
                 raise
             time.sleep(RUN_DIRECTORY_POLL_S)
         else:

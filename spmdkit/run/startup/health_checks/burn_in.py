@@ -22,6 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmdkit.foundation.deadline import Deadline
+
 SIZES = {"cpu": 256}
 SIZE = 4096
 """Rows of the square factors, by platform and elsewhere: as long as a product keeps all units of the chip busy."""
@@ -62,8 +64,8 @@ def _burn_one(device: jax.Device, seconds: float, ready: threading.Barrier) -> d
     a, b = (jax.device_put(x, device) for x in operands(size, device))
     digests, rates = {f"{int(_chain(a, b)):08x}": None}, list[float]()  # the first chain compiles
     ready.wait()
-    deadline = time.monotonic() + seconds
-    while not rates or time.monotonic() < deadline:
+    deadline = Deadline(seconds)
+    while not rates or not deadline.expired:
         begun = time.perf_counter()
         digest = f"{int(_chain(a, b)):08x}"
         rates.append(PRODUCTS * 2 * size**3 / (time.perf_counter() - begun) / 1e9)
