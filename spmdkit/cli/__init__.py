@@ -136,7 +136,9 @@ def plan(
     json_: AsJson = False,
     html: Annotated[Path | None, typer.Option(help="Also write the plan as a page.", metavar="FILE")] = None,
     search: Annotated[bool, typer.Option("--search", help="Look for the fastest mesh that fits.")] = False,
-    vary: Annotated[str, typer.Option(help="What a search varies: mesh, microbatches, remat, zero.")] = "mesh",
+    search_over: Annotated[
+        str, typer.Option(help="What a search varies, comma-separated: mesh, microbatches, remat, zero.")
+    ] = "mesh",
     compile: Annotated[int, typer.Option(help="How many of a search's candidates are compiled.")] = 8,
     write: Annotated[Path | None, typer.Option(help="Write the winning config.", metavar="FILE")] = None,
     diff: Annotated[
@@ -157,7 +159,7 @@ def plan(
         html=html,
         calibrate=calibrate,
         search=search,
-        vary=vary,
+        search_over=search_over,
         compile=compile,
         write=write,
         diff=diff,

@@ -1,6 +1,6 @@
 """Which strategy asked for a collective.
 
-Told from, in this order: the innermost scope in its name (`spmdkit/reduce`, or that of an op;
+Determined from, in this order: the innermost scope in its name (`spmdkit/reduce`, or that of an op;
 `spmdkit.step.trace_context`), the arrays (do they come from the parameters, are they all scalars), and the axes with
 the op. What nothing explains is `other`.
 
@@ -39,7 +39,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from spmdkit.plan.hlo.collectives import FoundCollective
+from spmdkit.plan.hlo.collectives import HloCollective
 from spmdkit.plan.hlo.loops import Visit
 from spmdkit.plan.hlo.text import Instruction, Module
 from spmdkit.step import trace_context
@@ -100,9 +100,9 @@ def leaves_of(program: Program) -> tuple[Leaf, ...]:
     return tuple(found)
 
 
-def cause_of(module: Module, found: FoundCollective, visit: Visit, leaves: Sequence[Leaf]) -> str:
+def strategy_of(module: Module, found: HloCollective, visit: Visit, leaves: Sequence[Leaf]) -> str:
     """Returns one of `CAUSES`."""
-    axes, op, name = set(found.spans), found.stands_for or found.op, found.op_name
+    axes, op, name = set(found.spans), found.emulated_op or found.op, found.op_name
     if op == "all_reduce" and all(shape.size == 1 for shape in found.shapes):
         return "metrics"
     scopes = _SCOPE.findall(first_path(name))[::-1]  # the innermost first
@@ -156,7 +156,7 @@ def _by_axes(axes: set[str], op: str, in_loss: bool) -> str:
     return "other"
 
 
-def _like_parameters(found: FoundCollective, leaves: Sequence[Leaf]) -> bool:
+def _like_parameters(found: HloCollective, leaves: Sequence[Leaf]) -> bool:
     """Returns whether most of the bytes are arrays with as many elements as a parameter (or a layer's part of one)."""
     known = {size for leaf in leaves for size in leaf.sizes}
     factor = found.group_size if found.op == "all_gather" else 1

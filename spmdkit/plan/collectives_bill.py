@@ -30,9 +30,9 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from spmdkit.plan.attribution import Leaf, cause_of
+from spmdkit.plan.attribution import Leaf, strategy_of
 from spmdkit.plan.hlo import loops
-from spmdkit.plan.hlo.collectives import OPS, found_collectives
+from spmdkit.plan.hlo.collectives import OPS, hlo_collectives
 from spmdkit.plan.hlo.groups import Groups
 from spmdkit.plan.hlo.text import Module, Shape
 
@@ -68,7 +68,7 @@ class Collective:
         loop_names: the HLO `while` instructions around it, outermost first.
         shapes: the arrays that each device puts in.
         algorithm: what the backend says about how it is sent, where it does.
-        stands_for: the cheaper op whose work this all_reduce does (`all_gather`, `reduce_scatter`), or None.
+        emulated_op: the cheaper op whose work this all_reduce does (`all_gather`, `reduce_scatter`), or None.
     """
 
     op: str
@@ -93,7 +93,7 @@ class Collective:
     loop_names: tuple[str, ...] = ()
     shapes: tuple[Shape, ...] = ()
     algorithm: str | None = None
-    stands_for: str | None = None
+    emulated_op: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Returns the row of `plan --json`."""
@@ -112,7 +112,7 @@ class Collective:
             "cause": self.cause,
             "branch": self.branch,
             "counted": self.counted,
-            "stands_for": self.stands_for,
+            "emulated_op": self.emulated_op,
         }
 
 
@@ -159,7 +159,7 @@ class Bill:
                 c.branch,
                 c.counted,
                 c.is_async,
-                c.stands_for,
+                c.emulated_op,
             )
             together.setdefault(key, []).append(c)
         return tuple(sorted(map(_merge, together.values()), key=lambda c: -c.bytes_at_least))
@@ -199,7 +199,7 @@ def read_bill(
         scans: op_name -> length of the scans in the jaxpr, for loops whose text tells no trip count.
     """
     found = []
-    for visit, c in found_collectives(module, sizes, loops.walk(module, scans)):
+    for visit, c in hlo_collectives(module, sizes, loops.walk(module, scans)):
         factor = _factor(c.op, c.group_size)
         if not factor:
             continue
@@ -221,7 +221,7 @@ def read_bill(
                     group_size=c.group_size,
                     source=c.source,
                     op_name=c.op_name,
-                    cause=cause_of(module, c, visit, leaves),
+                    cause=strategy_of(module, c, visit, leaves),
                     is_async=c.is_async,
                     branch=bool(visit.branches),
                     spans=c.spans,
@@ -230,7 +230,7 @@ def read_bill(
                     loop_names=tuple(loop.name for loop in visit.loops),
                     shapes=c.shapes,
                     algorithm=c.algorithm,
-                    stands_for=c.stands_for,
+                    emulated_op=c.emulated_op,
                 ),
             )
         )

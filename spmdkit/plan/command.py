@@ -31,7 +31,7 @@ class PlanOptions:
         html: file to write the page to.
         calibrate: measure this machine first.
         search: look for the fastest mesh that fits.
-        vary: what a search varies.
+        search_over: what a search varies.
         compile: how many candidates a search compiles.
         write: file to write the winning config to.
         diff: another config or plan to compare with.
@@ -42,7 +42,7 @@ class PlanOptions:
     html: Path | None = None
     calibrate: bool = False
     search: bool = False
-    vary: str = "mesh"
+    search_over: str = "mesh"
     compile: int = 8
     write: Path | None = None
     diff: Path | None = None
@@ -77,7 +77,7 @@ def run_plan(path: Path, overrides: list[str], options: PlanOptions) -> None:
 
 def _check(path: Path, overrides: list[str], options: PlanOptions) -> None:
     """Refuses options that have no effect together."""
-    for given, name in ((options.write is not None, "--write"), (options.vary != "mesh", "--vary")):
+    for given, name in ((options.write is not None, "--write"), (options.search_over != "mesh", "--search-over")):
         if given and not options.search:
             raise ConfigError(f"{name} has no effect without --search: it is about what a search finds. Add --search.")
     if options.diff is not None and (options.search or options.calibrate or options.html is not None):
@@ -114,11 +114,11 @@ def make_plan(config: Config, target: str | None = None) -> Document:
 def plan_on(config: Config, machine: Target) -> Document:
     """Returns the plan of a config on an opened target, with measured rates where there are some."""
     machine, call_s = with_measured(machine)
-    program = open_program(config, task_of(config), machine.devices, machine.memory_limit_bytes, _tell)
+    program = open_program(config, task_of(config), machine.devices, machine.memory_limit_bytes, _log)
     return plan_program(program, machine, call_s)
 
 
-def _tell(line: str) -> None:
+def _log(line: str) -> None:
     print(visible(line), file=sys.stderr, flush=True)
 
 
@@ -150,8 +150,8 @@ def _run_search(config: Config, machine: Target, options: PlanOptions) -> tuple[
     from spmdkit.plan.search.search import search, winner
 
     machine, call_s = with_measured(machine)
-    vary = [name.strip() for name in options.vary.split(",") if name.strip()]
-    found = search(config, machine, vary, options.compile, _tell, call_s)
+    search_over = [name.strip() for name in options.search_over.split(",") if name.strip()]
+    found = search(config, machine, search_over, options.compile, _log, call_s)
     rows: list[dict[str, Any]] = [candidate.as_json() for candidate in found.candidates]
     if found.best is None or found.best.document is None:
         if options.as_json:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Reading:
+class StepAnalysis:
     """A compiled step, read.
 
     Attributes:
@@ -38,7 +38,7 @@ class Reading:
     scans: Mapping[str, int]
 
 
-def read_program(program: Program, target: Target | None = None) -> Reading:
+def read_program(program: Program, target: Target | None = None) -> StepAnalysis:
     """Returns what the compiled step of a program costs. Compiles it where that has not been done.
 
     Args:
@@ -51,4 +51,4 @@ def read_program(program: Program, target: Target | None = None) -> Reading:
     bill = read_bill(module, program.sizes, leaves_of(program), scans)
     memory = read_memory(program, module)
     found = find_all(CompiledStep(program, module, bill, memory, target, scans))
-    return Reading(module, bill, memory, found, scans)
+    return StepAnalysis(module, bill, memory, found, scans)

@@ -40,12 +40,12 @@ from spmdkit.mesh.chips import Chip
 from spmdkit.plan.attribution import leaves_of
 from spmdkit.plan.budget import exceeded
 from spmdkit.plan.collectives_bill import Bill, Collective, read_bill
-from spmdkit.plan.compiled_step import Reading, read_program
+from spmdkit.plan.compiled_step import StepAnalysis, read_program
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.flops import Arithmetic, count
 from spmdkit.plan.hlo.text import parse
-from spmdkit.plan.lower_bound import least_bytes
-from spmdkit.plan.machine.links import way_of
+from spmdkit.plan.lower_bound import lower_bound_bytes
+from spmdkit.plan.machine.links import link_path_of
 from spmdkit.plan.machine.target import Target
 from spmdkit.plan.roofline import Time, predict_time
 from spmdkit.program.memory import shard_bytes
@@ -71,25 +71,30 @@ def plan_program(program: Program, target: Target, call_s: float = 0.0) -> Docum
         ) from error
     if needed.refused:
         return _without_program(program, target, arithmetic, model)
-    reading = read_program(program, target)
+    analysis = read_program(program, target)
     devices = list(program.mesh.devices.flat)
     time = predict_time(
         target,
-        reading.module,
-        reading.bill,
+        analysis.module,
+        analysis.bill,
         devices,
-        scans=reading.scans,
-        host_bytes=reading.memory.host_bytes,
+        scans=analysis.scans,
+        host_bytes=analysis.memory.host_bytes,
         call_s=call_s,
     )
-    return _document(program, target, arithmetic, model, reading, time)
+    return _document(program, target, arithmetic, model, analysis, time)
 
 
 def _document(
-    program: Program, target: Target, arithmetic: Arithmetic, model: Arithmetic, reading: Reading, time: Time
+    program: Program, target: Target, arithmetic: Arithmetic, model: Arithmetic, analysis: StepAnalysis, time: Time
 ) -> Document:
-    bill, memory, limit, of_phases = reading.bill, reading.memory, target.memory_limit_bytes, phases(program, reading)
-    findings = [*reading.findings]
+    bill, memory, limit, of_phases = (
+        analysis.bill,
+        analysis.memory,
+        target.memory_limit_bytes,
+        phases(program, analysis),
+    )
+    findings = [*analysis.findings]
     devices = list(program.mesh.devices.flat)
     if memory.peak_bytes > limit:
         findings.insert(0, _does_not_fit(memory.peak_bytes, limit, target.chip))
@@ -119,7 +124,7 @@ def _document(
         "wire": {
             "by_axes": {" x ".join(axes) or "all": num for axes, num in bill.by_axes().items()},
             "by_cause": bill.by_cause(),
-            "least": least_bytes(program),
+            "least": lower_bound_bytes(program),
         }
         | over_a_run(program, of_phases),
         "findings": [finding.as_json() for finding in findings],
@@ -129,7 +134,7 @@ def _document(
     return _close(document, program)
 
 
-def phases(program: Program, reading: Reading) -> list[tuple[Document, Bill]]:
+def phases(program: Program, analysis: StepAnalysis) -> list[tuple[Document, Bill]]:
     """Returns (phase, bill) of each program that a run calls; a single one has no phase.
 
     A phase is its name, `every`: the steps from one call to the next, and of one that takes the step's place at the
@@ -138,10 +143,10 @@ def phases(program: Program, reading: Reading) -> list[tuple[Document, Bill]]:
     others = list[tuple[Document, Bill]]()
     for phase in program.phases:
         until = {} if phase.until is None else {"until": phase.until}
-        scans = reading.scans if phase.in_place else {}
+        scans = analysis.scans if phase.in_place else {}
         of_phase = {"phase": phase.name, "every": phase.every} | until
         others.append((of_phase, _bill_of(program, phase.compiled, scans)))
-    return [({"phase": "step", "every": 1}, reading.bill), *others] if others else [({}, reading.bill)]
+    return [({"phase": "step", "every": 1}, analysis.bill), *others] if others else [({}, analysis.bill)]
 
 
 def over_a_run(program: Program, of_phases: Sequence[tuple[Document, Bill]]) -> Document:
@@ -171,7 +176,7 @@ def _bill_of(program: Program, compiled: jax.stages.Compiled, scans: Mapping[str
 
 def _over(target: Target, devices: Sequence[Any], row: Collective) -> Document:
     """Returns the link of a row of the bill, whether it leads between hosts or slices, and how long it is busy."""
-    found = way_of(target, devices, row)
+    found = link_path_of(target, devices, row)
     seconds = found.seconds(row.bytes_at_least, row.op, row.group_size, (row.trip_count or 1) * row.count)
     return {"link": found.link, "crosses": found.crosses, "seconds": seconds, "async": row.is_async}
 
@@ -205,7 +210,7 @@ def _without_program(program: Program, target: Target, arithmetic: Arithmetic, m
         "collective_bytes": None,
         "collective_bytes_at_least": 0,
         "collectives_in_loops": 0,
-        "wire": {"by_axes": {}, "by_cause": {}, "least": least_bytes(program)},
+        "wire": {"by_axes": {}, "by_cause": {}, "least": lower_bound_bytes(program)},
         "findings": [] if fits else [_does_not_fit(peak, limit, target.chip).as_json()],
         "predicted_step_s": None,
         "time": None,
@@ -346,8 +351,8 @@ def refuse(document: Mapping[str, Any], what: str) -> None:
             f"{format_bytes(memory['limit_bytes'])}",
         )
     if problems:
-        raise NotAllowed(f"{what}: {'; '.join(problems)}.")
+        raise PlanRejected(f"{what}: {'; '.join(problems)}.")
 
 
-class NotAllowed(ConfigError):
+class PlanRejected(ConfigError):
     """A plan that does not fit or exceeds its budget."""

@@ -118,7 +118,7 @@ def _over_budget(program: Program, cluster: Cluster, directory: Path) -> str:
     Raises:
         ConfigError: the step cannot be read.
     """
-    from spmdkit.plan.document import NotAllowed, refuse
+    from spmdkit.plan.document import PlanRejected, refuse
 
     try:
         document = _write_plan(program, cluster, directory)
@@ -129,15 +129,15 @@ def _over_budget(program: Program, cluster: Cluster, directory: Path) -> str:
         ) from error
     try:
         refuse(document, "train does not begin")
-    except NotAllowed as error:
+    except PlanRejected as error:
         return f"{error} A step has to keep to its budget. spmdkit plan CONFIG shows the plan, --search looks for one."
     return ""
 
 
 def _not_allowed(text: str) -> ConfigError:
-    from spmdkit.plan.document import NotAllowed
+    from spmdkit.plan.document import PlanRejected
 
-    return NotAllowed(text)
+    return PlanRejected(text)
 
 
 def _name(cluster: Cluster) -> str:
@@ -147,7 +147,7 @@ def _name(cluster: Cluster) -> str:
 # ---- the plan ----------------------------------------------------------------------------------------------------------
 
 
-def plan_beside(
+def start_plan_thread(
     program: Program, cluster: Cluster, directory: Path, say: Callable[[str], None], note: Callable[..., None]
 ) -> Callable[[], None]:
     """Begins to write the plan of a compiled step beside its run, and returns a function that waits for it, for a

@@ -1,4 +1,4 @@
-"""`least_bytes`: what a device sends in a step by the formulas of data parallelism and ZeRO, over the replica and fsdp
+"""`lower_bound_bytes`: what a device sends in a step by the formulas of data parallelism and ZeRO, over the replica and fsdp
 axes.
 
 With P the parameter bytes of one device when fsdp is gathered, in the dtype of computation, and G those of its
@@ -37,7 +37,7 @@ from spmdkit.program.memory import shard_bytes
 from spmdkit.program.program import Program
 
 
-def least_bytes(program: Program) -> dict[str, int]:
+def lower_bound_bytes(program: Program) -> dict[str, int]:
     """Returns axes -> bytes that one device sends in a step by the formulas, for the replica axes and for fsdp."""
     config = program.config
     sizes = program.sizes if program.groups is None else program.groups.inner(program.sizes)

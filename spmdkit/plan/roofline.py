@@ -29,7 +29,7 @@ from spmdkit.plan.collectives_bill import Bill, Collective
 from spmdkit.plan.costs import Costs
 from spmdkit.plan.hlo import loops
 from spmdkit.plan.hlo.text import Module
-from spmdkit.plan.machine.links import way_of
+from spmdkit.plan.machine.links import link_path_of
 from spmdkit.plan.machine.target import Target
 
 _DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "s8": "int8", "f64": "float32"}
@@ -234,6 +234,6 @@ def _overlaps(target: Target, c: Collective) -> bool:
 
 
 def _collective(target: Target, devices: Sequence[Any], c: Collective) -> tuple[str, float]:
-    found = way_of(target, devices, c)
+    found = link_path_of(target, devices, c)
     name = f"{found.link} {' x '.join(c.axes) or 'all'}"
     return name, found.seconds(c.bytes_at_least, c.op, c.group_size, c.trip_count or 1)

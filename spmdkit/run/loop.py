@@ -30,7 +30,7 @@ from spmdkit.foundation.formatting import visible
 from spmdkit.foundation.run_status import unfinished
 from spmdkit.foundation.trees import tree_bytes
 from spmdkit.mesh.mesh import describe_mesh
-from spmdkit.plan.fit_check import check_start, check_state, common_limit, plan_beside
+from spmdkit.plan.fit_check import check_start, check_state, common_limit, start_plan_thread
 from spmdkit.program import allocator
 from spmdkit.program.compile_cache import Programs, kept
 from spmdkit.program.opening import open_program, task_of, with_hooks
@@ -216,7 +216,7 @@ def _compiled_and_run(
         run.events.write("compiled", step=run.step, **cache.programs())
         if one_arena and cluster.devices[0].platform == "cpu":
             allocator.keep_memory()
-        wait_for_plan = plan_beside(program, cluster, run.directory, run.message, run.events.write)
+        wait_for_plan = start_plan_thread(program, cluster, run.directory, run.message, run.events.write)
         unsaved.close()
         state, stopped = run_steps(run, state, run.batches)
     if run.step == run.config.steps:

@@ -54,7 +54,7 @@ def choose_devices(config: Config, asked: int | None) -> int:
     return math.prod(sizes) if sizes and -1 not in sizes else DEFAULT_DEVICES
 
 
-def own_mesh(config: Config, num_devices: int) -> dict[str, int]:
+def config_mesh(config: Config, num_devices: int) -> dict[str, int]:
     """Returns the config's own mesh as the sizes larger than one.
 
     Raises:
@@ -93,7 +93,7 @@ def describe_case(mesh: dict[str, int], microbatches: int) -> str:
     return name if microbatches == 1 else f"{name} / {microbatches}"
 
 
-def provable(config: Config) -> str | dict[str, Any]:
+def exact_reducer(config: Config) -> str | dict[str, Any]:
     """Returns the choice of a reducer under which a run can equal one device: an inexact one at the options at which it
     loses nothing.
 
@@ -108,9 +108,9 @@ def provable(config: Config) -> str | dict[str, Any]:
     return "sum" if made.exact_options is None else {name: options | cold | dict(made.exact_options)}
 
 
-def about_reducer(config: Config) -> str | None:
+def reducer_note(config: Config) -> str | None:
     """Returns what a report says of a reducer that is not compared as it is; None where it is, at its own options."""
-    asked, proven = plugins.without_common("reducers", config.reducer)[0], provable(config)
+    asked, proven = plugins.without_common("reducers", config.reducer)[0], exact_reducer(config)
     if plugins.without_common("reducers", proven)[0] == asked:
         return None
     made, name = reducer_of(config), plugins.split(asked)[0]

@@ -20,7 +20,7 @@ from spmdkit.foundation.trees import canonical_dtype, named_leaves
 from spmdkit.foundation.user_code import call_user
 
 
-def placing(
+def shard_arguments(
     step: Callable[..., Any], arguments: Sequence[Any], specs: Sequence[Any] | None, axes: Sequence[str]
 ) -> Any:
     """Returns the `make` of a step that holds no device: its arguments cut by their specs, the mesh set while it
@@ -68,7 +68,7 @@ def check_holds_no_device(
         with jax.set_mesh(mesh):
             return jax.make_jaxpr(step)(*shapes)
 
-    held = _held_by(step)
+    held = _captured_mesh(step)
     if held is None:
         held = next(_meshes_in(call_user(trace, "the step"), frozenset([device])), None)
     if held is not None:
@@ -133,7 +133,7 @@ def _of_params(values: Sequence[Any]) -> Iterator[Mesh]:
             yield from _of_params(value)
 
 
-def _held_by(step: Callable[..., Any]) -> tuple[int, str] | None:
+def _captured_mesh(step: Callable[..., Any]) -> tuple[int, str] | None:
     """Returns (devices, where it is made) of a mesh among the variables of a function and of those that it calls by
     name."""
     seen: set[int] = set()
@@ -149,7 +149,7 @@ def _held_by(step: Callable[..., Any]) -> tuple[int, str] | None:
         for name, value in names.items():
             mesh = getattr(value, "mesh", value) if isinstance(value, NamedSharding) else value
             if isinstance(mesh, Mesh):
-                return mesh.devices.size, _made_at(fn, name)
+                return mesh.devices.size, _assignment_line(fn, name)
         todo += [v for v in names.values() if inspect.isfunction(v) and v.__module__ == fn.__module__]
     return None
 
@@ -161,7 +161,7 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def _made_at(fn: Any, name: str) -> str:
+def _assignment_line(fn: Any, name: str) -> str:
     """Returns `made at train.py:12: mesh = ...`, the last line before the function that gives the name a value, or the
     variable's name."""
     file = inspect.getsourcefile(fn)

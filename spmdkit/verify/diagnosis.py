@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from spmdkit.mesh.mesh import MODEL_AXES, REPLICA_AXES
-from spmdkit.verify.difference import Deviation
+from spmdkit.verify.difference import Difference
 
 NEAR = 0.02
 """Relative distance at which a factor is taken for a whole number."""
@@ -31,7 +31,7 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(
-    finding: Deviation,
+    finding: Difference,
     mesh: Mapping[str, int],
     microbatches: int,
     key_matters: Callable[[], bool],
@@ -57,7 +57,7 @@ def diagnose(
             "What leaves a step has to be reduced on every replica in the same way; this is a bug of spmdkit, of a reducer, or of JAX.",
         )
     if finding.quantity in ("loss", "gradient"):
-        return _of_gradient(finding, where, mesh, microbatches, key_matters, examples_interact)
+        return _diagnose_gradient(finding, where, mesh, microbatches, key_matters, examples_interact)
     if finding.quantity == "update":
         factor = "" if finding.factor is None else f"; it is {finding.factor:.4g} times the right one"
         return Diagnosis(
@@ -90,8 +90,8 @@ def diagnose(
 LEAVE_MICROBATCHES = " If only cases with microbatches differ, it is so already: leave microbatches at 1."
 
 
-def _of_gradient(
-    finding: Deviation,
+def _diagnose_gradient(
+    finding: Difference,
     where: str,
     mesh: Mapping[str, int],
     microbatches: int,
@@ -99,7 +99,7 @@ def _of_gradient(
     examples_interact: Callable[[], bool],
 ) -> Diagnosis:
     if finding.counts is not None:
-        return _of_counts(*finding.counts, where, mesh, microbatches, finding.only_short)
+        return _diagnose_counts(*finding.counts, where, mesh, microbatches, finding.only_short)
     if key_matters():
         return Diagnosis(
             "key folded by device",
@@ -114,7 +114,7 @@ def _of_gradient(
             "Replicas hold unequal numbers of examples there. Sum and count have to be added before they are divided: return "
             "sk.mean(per_example_loss), or leave padding out with sk.example_mask().",
         )
-    factor = _reduced(finding.factor, mesh, microbatches)
+    factor = _reduction_error(finding.factor, mesh, microbatches)
     if factor is not None:
         return Diagnosis(factor[0], f"{where}; {factor[1]}", factor[2])
     if examples_interact():
@@ -150,7 +150,7 @@ def _of_gradient(
     )
 
 
-def _of_counts(
+def _diagnose_counts(
     found: float, expected: float, where: str, mesh: Mapping[str, int], microbatches: int, only_short: bool
 ) -> Diagnosis:
     counted = f"{where}; the loss counts {found:.6g}, on one device {expected:.6g}"
@@ -167,7 +167,7 @@ def _of_counts(
             counted,
             "Rows that only fill up a short batch count as examples. Give sk.mean one value per example, or multiply by sk.example_mask().",
         )
-    if reduced := _reduced(found / expected, mesh, microbatches):
+    if reduced := _reduction_error(found / expected, mesh, microbatches):
         return Diagnosis(reduced[0], counted, reduced[2])
     return Diagnosis(
         "uneven counts",
@@ -177,7 +177,7 @@ def _of_counts(
     )
 
 
-def _where(finding: Deviation) -> str:
+def _where(finding: Difference) -> str:
     if finding.quantity == "loss":
         return f"the loss differs by {finding.error:.1e} ({finding.leaf})"
     leaves = (
@@ -187,7 +187,7 @@ def _where(finding: Deviation) -> str:
     return f"{name} differs by {finding.error:.1e} ({leaves} '{finding.leaf}')"
 
 
-def _reduced(factor: float | None, mesh: Mapping[str, int], microbatches: int) -> tuple[str, str, str] | None:
+def _reduction_error(factor: float | None, mesh: Mapping[str, int], microbatches: int) -> tuple[str, str, str] | None:
     """Returns (kind, found, repair) where the factor is one of the mesh's own numbers."""
     if factor is None:
         return None

@@ -21,7 +21,7 @@ it."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Deviation:
+class Difference:
     """How a case differs from one device.
 
     Attributes:
@@ -51,7 +51,7 @@ class Deviation:
 
 def find(
     found: Results, expected: Results, errors: Errors, tolerance: Mapping[str, float], noise: Noise, short: bool
-) -> Deviation:
+) -> Difference:
     """Returns how `found` differs, for a case that failed.
 
     Args:
@@ -65,7 +65,7 @@ def find(
     if quantity not in ("gradient", "update", "parameter", "state"):
         value, leaf = errors.worst[quantity], errors.leaf[quantity]
         only_short = quantity == "loss" and short and leaf == "batch 2"
-        return Deviation(
+        return Difference(
             quantity,
             leaf,
             float(value or 0.0),
@@ -78,7 +78,7 @@ def find(
     which = next(i for i, by_leaf in enumerate(wrong) if by_leaf)
     (_, mine, right), by_leaf = trees[which], wrong[which]
     leaf = next(path for path in right if path in by_leaf)
-    return Deviation(
+    return Difference(
         quantity,
         leaf,
         by_leaf[leaf],

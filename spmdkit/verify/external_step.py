@@ -34,7 +34,7 @@ from spmdkit.cluster import detect_cluster, join
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import is_key, named_leaves
 from spmdkit.foundation.user_code import call_user
-from spmdkit.verify.device_binding import check_devices, check_holds_no_device, placing
+from spmdkit.verify.device_binding import check_devices, check_holds_no_device, shard_arguments
 from spmdkit.verify.difference import boundary_of, factor_of
 from spmdkit.verify.dtypes import HALF_ULPS, eps, is_half, is_inexact, wide
 from spmdkit.verify.locate_step import Traced, locate_step
@@ -70,13 +70,13 @@ class Report(dict[str, Any]):
 
     def __str__(self) -> str:
         good = sum(case["passed"] for case in self["cases"])
-        lines = [line for case in self["cases"] for line in _said(case)]
+        lines = [line for case in self["cases"] for line in _format_case(case)]
         lines += [f"note: {note}" for note in self["notes"]]
         verdict = "passed" if self["passed"] else "failed"
         return "\n".join([*lines, f"{verdict}: {good} of {len(self['cases'])} meshes equal to one device."])
 
 
-def _said(case: Mapping[str, Any]) -> Iterator[str]:
+def _format_case(case: Mapping[str, Any]) -> Iterator[str]:
     errors = ", ".join(f"{q} {e:.1e}" for q in QUANTITIES if (e := case[f"{q}_error"]) is not None)
     yield f"{_named(case['mesh'])}: {'equal' if case['passed'] else 'DIFFERS'} ({errors})"
     if not case["passed"]:
@@ -118,7 +118,7 @@ def verify_step(
     devices = join(detect_cluster({}), f"cpu:{num}").devices
     if arguments is not None:
         check_holds_no_device(make, arguments, devices[0], axes)
-        make = placing(make, arguments, specs, axes)
+        make = shard_arguments(make, arguments, specs, axes)
     elif specs is not None:
         raise ConfigError(
             "sk.verify_step was given specs and no arguments. They belong to a step that is given directly; make(devices) places its own. "

@@ -31,10 +31,10 @@ from spmdkit.foundation.trees import is_key, named_leaves
 from spmdkit.program import compiler
 from spmdkit.program.program import Program
 from spmdkit.verify.probes import one_ulp
-from spmdkit.verify.search import Node, Search, Taps
+from spmdkit.verify.search import Node, Search, TapValues
 from spmdkit.verify.sharding_relation import PARTS
-from spmdkit.verify.task_runner import Setting, Subject
-from spmdkit.verify.tracing import Place, Tapped
+from spmdkit.verify.task_runner import Setting, TaskRunner
+from spmdkit.verify.tracing import TappedProgram, ValuePath
 
 PACKAGE = Path(__file__).parents[1]
 NUM_MOVED = 2
@@ -62,7 +62,7 @@ REORDERING = ("context", "expert", "pipeline")
 """Axes over which rows or positions go round; microbatches are cut in another order, too."""
 
 
-class Located(NamedTuple):
+class Location(NamedTuple):
     """Where the first difference is.
 
     Attributes:
@@ -83,15 +83,15 @@ class Located(NamedTuple):
         return f"{self.line}: {self.primitive} {list(self.shape)} {self.how}"
 
 
-def tapped(closed: Any, wanted: Sequence[int] | None = None) -> Callable[[Sequence[Any]], Taps]:
+def tapped(closed: Any, wanted: Sequence[int] | None = None) -> Callable[[Sequence[Any]], TapValues]:
     """Returns the function that runs a traced step with taps, on a flat list of arrays on their devices. It compiles
     once.
 
     Args:
         wanted: numbers of the results that are asked for; None: all.
     """
-    program = Tapped(closed, wanted)
-    order: list[Place] = []
+    program = TappedProgram(closed, wanted)
+    order: list[ValuePath] = []
 
     @functools.partial(jax.jit, compiler_options={**compiler.quick_options()})
     def run(*given: Any) -> Any:
@@ -100,24 +100,24 @@ def tapped(closed: Any, wanted: Sequence[int] | None = None) -> Callable[[Sequen
         plain = [jax.random.key_data(x) if is_key(x) else x for x in results]
         return plain, list(taps.values())
 
-    def side(arguments: Sequence[Any]) -> Taps:
+    def side(arguments: Sequence[Any]) -> TapValues:
         results, values = jax.device_get(run(*arguments))
         by_number = dict(zip(program.wanted, results, strict=True))
-        return Taps(program, by_number, dict(zip(order, map(np.asarray, values), strict=True)))
+        return TapValues(program, by_number, dict(zip(order, map(np.asarray, values), strict=True)))
 
     return side
 
 
 class Locator:
-    """Locates the first differences of one subject; the values of one device are kept for the setting that was asked
+    """Locates the first differences of one task_runner; the values of one device are kept for the setting that was asked
     for last."""
 
-    def __init__(self, subject: Subject):
-        self._subject = subject
+    def __init__(self, task_runner: TaskRunner):
+        self._task_runner = task_runner
         self._program: tuple[Setting, Program] | None = None
-        self._right: dict[tuple[str, int], tuple[Taps, list[Taps]]] = {}
+        self._right: dict[tuple[str, int], tuple[TapValues, list[TapValues]]] = {}
 
-    def __call__(self, setting: Setting, many: Program, quantity: str, batch: int) -> Located | None:
+    def __call__(self, setting: Setting, many: Program, quantity: str, batch: int) -> Location | None:
         """Returns where a program on a mesh first differs from one device; None where it cannot be told.
 
         Where the loss differs too, what it is made of is enough: the way back from the gradient is several times as
@@ -126,26 +126,26 @@ class Locator:
         Args:
             many: the program; its jaxpr is evaluated, so that a mutant's mistake is in it.
             quantity: the first that differs.
-            batch: which of the subject's batches it does in.
+            batch: which of the task_runner's batches it does in.
         """
         quantities = dict.fromkeys(["loss", quantity]) if quantity in ("loss", "gradient") else [quantity]
         return next((found for q in quantities if (found := self._from(setting, many, q, batch)) is not None), None)
 
-    def _from(self, setting: Setting, many: Program, quantity: str, batch: int) -> Located | None:
+    def _from(self, setting: Setting, many: Program, quantity: str, batch: int) -> Location | None:
         found = tapped(many.traced.jaxpr, _roots(many, quantity))(_given(many, batch, lambda tree: tree))
         axes = {axis: size for axis, size in setting.mesh.items() if size > 1}
         reordered = setting.microbatches > 1 or not axes.keys().isdisjoint(REORDERING)
         return locate(*self._one_device(setting, quantity, batch), found, axes, reordered)
 
-    def _one_device(self, setting: Setting, quantity: str, batch: int) -> tuple[Taps, list[Taps]]:
+    def _one_device(self, setting: Setting, quantity: str, batch: int) -> tuple[TapValues, list[TapValues]]:
         """Returns the values that a quantity is made of on one device, and the same with its input moved by an ulp."""
         one = dataclasses.replace(setting, mesh={}, plain=True)
         if self._program is None or self._program[0] != one:
-            self._program, self._right = (one, self._subject.program(one, evaluated=False)), {}
+            self._program, self._right = (one, self._task_runner.program(one, evaluated=False)), {}
         if (quantity, batch) not in self._right:
             program = self._program[1]
             run = tapped(program.traced.jaxpr, _roots(program, quantity))
-            ulps = (one_ulp(np.random.default_rng(i), self._subject.dtype) for i in range(NUM_MOVED))
+            ulps = (one_ulp(np.random.default_rng(i), self._task_runner.dtype) for i in range(NUM_MOVED))
             first, *moved = (run(_given(program, batch, move)) for move in (lambda tree: tree, *ulps))
             self._right[quantity, batch] = first, moved
         return self._right[quantity, batch]
@@ -173,8 +173,8 @@ def _roots(program: Program, quantity: str) -> list[int]:
 
 
 def locate(
-    one: Taps, moved: Sequence[Taps], many: Taps, axes: Mapping[str, int], reordered: bool = False
-) -> Located | None:
+    one: TapValues, moved: Sequence[TapValues], many: TapValues, axes: Mapping[str, int], reordered: bool = False
+) -> Location | None:
     """Returns where `many`, on a mesh, first differs from `one`; None where no single line is to blame.
 
     Args:
@@ -182,37 +182,37 @@ def locate(
         axes: sizes of the mesh axes that are larger than one.
         reordered: rows may stand in another order on the mesh.
     """
-    return _told(Search(one, moved, many, axes, reordered))
+    return _single_location(Search(one, moved, many, axes, reordered))
 
 
-def _told(search: Search) -> Located | None:
+def _single_location(search: Search) -> Location | None:
     """Returns the one place in the text that all first differences are about."""
     values = search.many.program.values
     first = search.first()
     forward = [node for node in first if not values[node.place].backward] or list(first)
-    blamed = [at for node in sorted(forward) for at in _blamed(search, node, first[node])]
-    if not blamed or not _together([values[at.place].line for at in blamed]):
+    blamed = [at for node in sorted(forward) for at in _candidates_of(search, node, first[node])]
+    if not blamed or not _is_one_statement([values[at.place].line for at in blamed]):
         return None
     node = min(blamed)
     how, axis = search.how(node)
     value = values[node.place]
-    return Located(value.line, value.primitive, value.shape, how, axis)
+    return Location(value.line, value.primitive, value.shape, how, axis)
 
 
-def _blamed(search: Search, node: Node, between: list[Node]) -> list[Node]:
+def _candidates_of(search: Search, node: Node, between: list[Node]) -> list[Node]:
     """Returns the values that a first difference comes from."""
     values, relation = search.many.program.values, search.relation(node)
     if relation is not None and relation.kind == "open":
         return []
-    if misplaced := search.misplaced(node):
-        return misplaced
+    if wrong_key_positions := search.wrong_key_positions(node):
+        return wrong_key_positions
     if unknown := [n for n in between if not values[n.place].is_key]:
         places = {n.place for n in unknown}
         made = [
             n for n in unknown if not (values[n.place].primitive in MOVES and set(values[n.place].parents) & places)
         ]
         return [n for n in made if values[n.place].own] or made
-    elsewhere = [n for n in search.misindexed(node) if values[n.place].line != values[node.place].line]
+    elsewhere = [n for n in search.wrong_indices(node) if values[n.place].line != values[node.place].line]
     if elsewhere:
         return elsewhere
     # A sum that is still to come, used beside what is whole: the line that leaves it so.
@@ -221,17 +221,17 @@ def _blamed(search: Search, node: Node, between: list[Node]) -> list[Node]:
     return parts if parts and len(parts) < len(values[node.place].parents) else [node]
 
 
-def _together(lines: Sequence[str]) -> bool:
+def _is_one_statement(lines: Sequence[str]) -> bool:
     """Returns whether lines `file.py:12 (function)` are of one statement."""
     places = [line.partition(" ")[0].rpartition(":") for line in lines]
     if any(not file for file, _, _ in places) or len({file for file, _, _ in places}) != 1:
         return False
     file, numbers = places[0][0], {int(number) for _, _, number in places}
-    return len(numbers) == 1 or any(numbers <= set(lines) for lines in _statements(file))
+    return len(numbers) == 1 or any(numbers <= set(lines) for lines in _statement_lines(file))
 
 
 @functools.cache
-def _statements(file: str) -> list[range]:
+def _statement_lines(file: str) -> list[range]:
     """Returns the lines of every statement of a file that holds no others; none of a file that cannot be read."""
     try:
         tree = ast.parse(

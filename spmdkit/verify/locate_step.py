@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from spmdkit.verify.locate import Located, locate, tapped
+from spmdkit.verify.locate import Location, locate, tapped
 
 
 class Traced(NamedTuple):
@@ -22,7 +22,7 @@ class Traced(NamedTuple):
     mesh: Mesh | None = None
 
 
-def locate_step(one: Traced, moved: Sequence[Sequence[Any]], many: Traced, axes: Mapping[str, int]) -> Located | None:
+def locate_step(one: Traced, moved: Sequence[Sequence[Any]], many: Traced, axes: Mapping[str, int]) -> Location | None:
     """Returns where a step on a mesh first differs from one device; None where it cannot be traced from outside, or no
     single line is to blame.
 

@@ -1,4 +1,4 @@
-"""`check_room`: whether a task is small enough to be run on fake devices, which all share this machine's memory."""
+"""`check_memory`: whether a task is small enough to be run on fake devices, which all share this machine's memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ are small."""
 MEMINFO = Path("/proc/meminfo")
 
 
-def check_room(task: Task, num_devices: int, jobs: int) -> None:
+def check_memory(task: Task, num_devices: int, jobs: int) -> None:
     """Refuses a task whose state, whole on every fake device of every process, does not fit into the memory that is
     free.
 

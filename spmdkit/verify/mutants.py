@@ -16,12 +16,12 @@ from spmdkit.ops import ring_attention, vocab
 from spmdkit.step import gradient, replica_collectives
 from spmdkit.step.metrics import mean
 from spmdkit.verify import mutations, user_mistakes
-from spmdkit.verify.mutations import Acting
+from spmdkit.verify.mutations import MutationContext
 from spmdkit.verify.task_runner import Setting
 
 
 @dataclasses.dataclass(frozen=True)
-class Known:
+class TaskFacts:
     """What a mutant may know about the task, from its reference run.
 
     Attributes:
@@ -35,7 +35,7 @@ class Known:
     gradient_norm: float
 
 
-Settings = Callable[[Known], list[Setting] | str]
+Settings = Callable[[TaskFacts], list[Setting] | str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Mutant:
     name: str
     does: str
     settings: Settings
-    apply: Callable[[Setting], Acting]
+    apply: Callable[[Setting], MutationContext]
     unused: str = "the task's own step reduces by itself"
     idle: str = ""
     restore: bool = False
@@ -69,40 +69,40 @@ class Mutant:
 
 
 def _replicas(short: bool = False) -> Settings:
-    def settings(known: Known) -> list[Setting] | str:
+    def settings(known: TaskFacts) -> list[Setting] | str:
         return [Setting({axis: known.num_devices}, short=short) for axis in ("data", "replica")]
 
     return settings
 
 
-def _two_replica_axes(known: Known) -> list[Setting] | str:
+def _two_replica_axes(known: TaskFacts) -> list[Setting] | str:
     half = known.num_devices // 2
     return [Setting({"replica": 2, "data": half})] if half > 1 else "two replica axes need at least four devices"
 
 
-def _with_example_keys(known: Known) -> list[Setting] | str:
+def _with_example_keys(known: TaskFacts) -> list[Setting] | str:
     return _replicas()(known) if "example_keys" in known.uses else "the task draws nothing from sk.example_keys"
 
 
-def _with_gathered_rows(known: Known) -> list[Setting] | str:
+def _with_gathered_rows(known: TaskFacts) -> list[Setting] | str:
     return _replicas(short=True)(known) if "all_gather" in known.uses else "the loss gathers no rows by sk.all_gather"
 
 
-def _with_example_mask(known: Known) -> list[Setting] | str:
+def _with_example_mask(known: TaskFacts) -> list[Setting] | str:
     return _replicas(short=True)(known) if "example_mask" in known.uses else "the task does not use sk.example_mask"
 
 
-def _replicas_clipped(known: Known) -> list[Setting] | str:
+def _replicas_clipped(known: TaskFacts) -> list[Setting] | str:
     return [Setting({"data": known.num_devices}, clip_norm=known.gradient_norm / 2)]
 
 
-def _shards_clipped(known: Known) -> list[Setting] | str:
+def _shards_clipped(known: TaskFacts) -> list[Setting] | str:
     num, clip_norm = known.num_devices, known.gradient_norm / 2
     meshes = [{"fsdp": num}, {"data": num // 2, "fsdp": 2}]
     return [Setting(mesh, clip_norm=clip_norm) for mesh in meshes]
 
 
-def _accumulating(known: Known) -> list[Setting] | str:
+def _accumulating(known: TaskFacts) -> list[Setting] | str:
     return [Setting({axis: known.num_devices}, microbatches=2) for axis in ("data", "fsdp")]
 
 
@@ -110,7 +110,7 @@ def _cut(axis: str, needs: str = "", otherwise: str = "") -> Settings:
     """Returns the settings in which a model axis is larger than one; of a task that does not call `needs`, what it is
     `otherwise`."""
 
-    def settings(known: Known) -> list[Setting] | str:
+    def settings(known: TaskFacts) -> list[Setting] | str:
         if needs and needs not in known.uses:
             return otherwise
         num = known.num_devices
@@ -136,7 +136,7 @@ MUTANTS = (
         "reduction_over_wrong_axis",
         "one replica axis is forgotten",
         _two_replica_axes,
-        mutations.reducing(mutations.over_wrong_axis),
+        mutations.reducing(mutations.reduce_over_wrong_axis),
     ),
     Mutant(
         "mean_of_means",
@@ -154,7 +154,7 @@ MUTANTS = (
         "constant_summed",
         "a derivative with respect to a constant is added up over replicas",
         _replicas(),
-        mutations.typed_replicas,
+        mutations.type_replicas,
         unused="the loss takes no derivative with respect to a constant",
         idle="what is added up in the loss's derivatives with respect to constants is zero, or the same without",
     ),
@@ -169,33 +169,33 @@ MUTANTS = (
         "state_averaged",
         "counters, maxima and keys of the model state are averaged",
         _replicas(),
-        mutations.averaged_state,
+        mutations.average_state,
         unused="the model state has no counter, maximum or key that an average would change",
     ),
     Mutant(
         "key_shared_by_replicas",
         "every replica draws the same",
         _with_example_keys,
-        mutations.seam(gradient, "positions", mutations.shared_positions),
+        mutations.seam(gradient, "positions", mutations.share_positions),
     ),
     Mutant(
         "key_folded_by_device",
         "what is drawn depends on the device",
         _with_example_keys,
-        mutations.seam(gradient, "positions", mutations.folded_positions),
+        mutations.seam(gradient, "positions", mutations.fold_positions),
     ),
     Mutant(
         "duplicate_padding",
         "rows that fill up a short batch count",
         _replicas(short=True),
-        mutations.seam(feed, "place", mutations.without_mask),
+        mutations.seam(feed, "place", mutations.drop_mask),
         traced=False,
     ),
     Mutant(
         "padding_gathered",
         "rows that fill up a short batch are among everybody's, as negatives",
         _with_gathered_rows,
-        mutations.seam(replica_collectives, "gathered_mask", mutations.all_real),
+        mutations.seam(replica_collectives, "gathered_mask", mutations.mark_padding_real),
         unused="the loss asks for no mask of everybody's rows",
     ),
     Mutant(
@@ -225,7 +225,7 @@ MUTANTS = (
         "example_keys_forgotten",
         "examples draw from the loss's plain key",
         _with_example_keys,
-        user_mistakes.in_loss(user_mistakes.forgotten_key),
+        user_mistakes.in_loss(user_mistakes.fold_by_local_row),
     ),
     Mutant(
         "padding_among_examples",
@@ -237,46 +237,46 @@ MUTANTS = (
         "microbatch_twice",
         "the last microbatch is the first one again",
         _accumulating,
-        mutations.seam(gradient, "cut_microbatches", mutations.first_microbatch_twice),
+        mutations.seam(gradient, "cut_microbatches", mutations.repeat_first_microbatch),
     ),
     Mutant(
         "clip_by_replica_norm",
         "each replica clips by the norm of its own gradient",
         _replicas_clipped,
-        mutations.reducing(mutations.clipped_by_replica),
+        mutations.reducing(mutations.clip_by_replica_norm),
     ),
     Mutant(
         "clip_by_shard_norm",
         "each device clips by the norm of its shard",
         _shards_clipped,
-        mutations.seam(optax, "clip_by_global_norm", mutations.clip_by_shard),
+        mutations.seam(optax, "clip_by_global_norm", mutations.clip_by_shard_norm),
     ),
     Mutant(
         "vocabulary_offset",
         "each device takes its part of the vocabulary for the first",
         _cut("tensor"),
-        mutations.seam(vocab, "axis_index", mutations.first_part),
+        mutations.seam(vocab, "axis_index", mutations.use_first_vocab_shard),
         unused="the loss uses neither sk.embed nor sk.cross_entropy",
     ),
     Mutant(
         "wrong_ring_step",
         "keys and values skip a device of the ring",
         _cut("context", "attention", NO_RING),
-        mutations.seam(ring_attention, "ring_shift", mutations.one_step_too_far),
+        mutations.seam(ring_attention, "ring_shift", mutations.shift_ring_twice),
         unused=NO_RING,
     ),
     Mutant(
         "stage_gradient_dropped",
         "the layers of the last stage get no gradient",
         _cut("pipeline", "pipeline", NO_PIPELINE),
-        mutations.last_stage_without_gradient,
+        mutations.drop_last_stage_gradient,
         unused=NO_PIPELINE,
     ),
     Mutant(
         "checkpoint_loses_leaf",
         "one leaf comes back as zeros",
         lambda known: [Setting({"data": known.num_devices})],
-        mutations.losing_a_leaf,
+        mutations.lose_checkpoint_leaf,
         restore=True,
         traced=False,
     ),

@@ -51,7 +51,7 @@ from spmdkit.step.metrics.mean import Mean, Means
 from spmdkit.step.model_state import agreement
 from spmdkit.verify.task_runner import Setting
 
-Acting = contextlib.AbstractContextManager[list[Any]]
+MutationContext = contextlib.AbstractContextManager[list[Any]]
 """A context with a mistake in the program. Gives a list that holds something once the seam was used."""
 
 
@@ -66,7 +66,7 @@ def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]
     Raises:
         AttributeError, KeyError: the seam is not there any more.
     """
-    owner, name = place_of(owner, name)
+    owner, name = resolve_seam(owner, name)
     original = getattr(owner, name)
     setattr(owner, name, make(original))
     try:
@@ -75,7 +75,7 @@ def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]
         setattr(owner, name, original)
 
 
-def place_of(owner: Any, name: str) -> tuple[Any, str]:
+def resolve_seam(owner: Any, name: str) -> tuple[Any, str]:
     """Returns (module or class, the name in it) of a seam."""
     table = getattr(owner, "SEAMS", None)
     if table is None:
@@ -84,7 +84,7 @@ def place_of(owner: Any, name: str) -> tuple[Any, str]:
     return functools.reduce(getattr, classes, owner), own_name
 
 
-def seam(owner: Any, name: str, wrong: Callable[..., Any]) -> Callable[[Setting], Acting]:
+def seam(owner: Any, name: str, wrong: Callable[..., Any]) -> Callable[[Setting], MutationContext]:
     """Returns a mutant's `apply`: `wrong(original, *arguments)` instead of the seam's `original(*arguments)`."""
 
     @contextlib.contextmanager
@@ -92,11 +92,11 @@ def seam(owner: Any, name: str, wrong: Callable[..., Any]) -> Callable[[Setting]
         acted: list[Any] = []
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            def instead(*args: Any, **kwargs: Any) -> Any:
+            def replacement(*args: Any, **kwargs: Any) -> Any:
                 acted.append(name)
                 return wrong(original, *args, **kwargs)
 
-            return instead
+            return replacement
 
         with patched(owner, name, make):
             yield acted
@@ -112,7 +112,7 @@ Reduce = Callable[[Sums, Any, tuple[str, ...]], tuple[Sums, Any, Any]]
 
 def reducing(
     mistake: Callable[[Reduce, Sums, Any, tuple[str, ...], Setting], tuple[Sums, Any, Any]],
-) -> Callable[[Setting], Acting]:
+) -> Callable[[Setting], MutationContext]:
     """Returns a mutant's `apply`: `mistake(reduce, sums, added, axes, setting)` instead of `reduce(sums, added,
     axes)`."""
 
@@ -121,12 +121,12 @@ def reducing(
         acted: list[Any] = []
 
         def make(reduced: Callable[..., Any]) -> Callable[..., Any]:
-            def instead(context: Any, sums: Sums, added: Any, axes: tuple[str, ...], *rest: Any) -> Any:
+            def replacement(context: Any, sums: Sums, added: Any, axes: tuple[str, ...], *rest: Any) -> Any:
                 acted.append(axes)
                 reduce = lambda sums, added, axes: reduced(context, sums, added, axes, *rest)
                 return mistake(reduce, sums, added, axes, setting)
 
-            return instead
+            return replacement
 
         with patched(reduction, "reduced", make):
             yield acted
@@ -153,7 +153,7 @@ def doubled(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], _: Se
     return _on_gradient(lambda x: x * lax.axis_size(axes), sums), added, kept
 
 
-def over_wrong_axis(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], _: Setting) -> Any:
+def reduce_over_wrong_axis(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], _: Setting) -> Any:
     """Adds over the last of the replica axes alone; along the others the first device's part is what is read."""
     *partial, kept = reduce(sums, added, axes[-1:])
     return *jax.tree.map(lambda x: _first_only(x, axes[:-1]), tuple(partial)), kept
@@ -179,7 +179,7 @@ def _own_counts(_: Any, context: trace_context.Context, loss: Means, with_sums: 
     return Means(tuple(Mean(part.sum * num, part.count * num, part.num) for part in loss.parts))
 
 
-def clipped_by_replica(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], setting: Setting) -> Any:
+def clip_by_replica_norm(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], setting: Setting) -> Any:
     """Clips each replica's own mean gradient, before it is added."""
     if sums.loss is None:
         return reduce(sums, added, axes)
@@ -202,13 +202,13 @@ def apart(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], _: Sett
 
 
 @contextlib.contextmanager
-def typed_replicas(setting: Setting) -> Iterator[list[Any]]:
+def type_replicas(setting: Setting) -> Iterator[list[Any]]:
     """The manual form is typed: JAX adds up over replicas whatever the loss differentiates with respect to
     constants."""
     acted: list[Any] = []
 
     def make(shard_map: Callable[..., Any]) -> Callable[..., Any]:
-        def instead(body: Callable[..., Any], *, check_vma: bool = True, **specs: Any) -> Any:
+        def replacement(body: Callable[..., Any], *, check_vma: bool = True, **specs: Any) -> Any:
             if check_vma:
                 return shard_map(body, **specs)
 
@@ -225,7 +225,7 @@ def typed_replicas(setting: Setting) -> Iterator[list[Any]]:
 
             return checked
 
-        return instead
+        return replacement
 
     with patched(jax, "shard_map", make):
         yield acted
@@ -238,40 +238,40 @@ def count_without_gradient(setting: Setting) -> Iterator[list[Any]]:
     acted: list[Any] = []
 
     def make_shares(shares: Callable[..., Any]) -> Callable[..., Any]:
-        def instead(whole: Means, primals: Any, depends: bool) -> Any:
+        def replacement(whole: Means, primals: Any, depends: bool) -> Any:
             acted.extend([True] * bool(depends))
             return shares(whole, primals, False)
 
-        return instead
+        return replacement
 
     def make(of_mean: Callable[..., Any]) -> Callable[..., Any]:
-        def instead(sums: Sums, loss: Mean) -> Any:
+        def replacement(sums: Sums, loss: Mean) -> Any:
             acted.extend([True] * (sums.count_gradient is not None))
             return of_mean(dataclasses.replace(sums, count_gradient=None), loss)
 
-        return instead
+        return replacement
 
     with patched(sums_module, "mean_gradient", make), patched(multi_term_loss, "shares", make_shares):
         yield acted
 
 
 @contextlib.contextmanager
-def averaged_state(setting: Setting) -> Iterator[list[Any]]:
+def average_state(setting: Setting) -> Iterator[list[Any]]:
     """Every leaf of the model state is added in its own dtype and divided by the replicas: counters, maxima and keys
     too."""
     acted: list[Any] = []
     data = lambda x: jax.random.key_data(x) if is_key(x) else x
 
     def make_crossing(crossing: Callable[..., Any]) -> Callable[..., Any]:
-        def instead(kinds: Any, old: Any, new: Any, first: Any) -> Any:
+        def replacement(kinds: Any, old: Any, new: Any, first: Any) -> Any:
             leaves = named_leaves(new)
             acted.extend(p for p, x in leaves if kinds[p] in ("sum", "max") or data(x).dtype == jnp.uint32)
             return {path: data(x) for path, x in leaves}, {}
 
-        return instead
+        return replacement
 
     def make_agreed(agreed: Callable[..., Any]) -> Callable[..., Any]:
-        def instead(kinds: Any, old: Any, new: Any, added: Any, largest: Any, num: int) -> Any:
+        def replacement(kinds: Any, old: Any, new: Any, added: Any, largest: Any, num: int) -> Any:
             def leaf(path: str, like: Any) -> Any:
                 mean = added[path] / num if jnp.issubdtype(data(like).dtype, jnp.inexact) else added[path] // num
                 return (
@@ -282,7 +282,7 @@ def averaged_state(setting: Setting) -> Iterator[list[Any]]:
 
             return jax.tree.unflatten(jax.tree.structure(new), [leaf(path, x) for path, x in named_leaves(new)])
 
-        return instead
+        return replacement
 
     with patched(agreement, "crossing", make_crossing), patched(agreement, "agreed", make_agreed):
         yield acted
@@ -292,23 +292,23 @@ def averaged_state(setting: Setting) -> Iterator[list[Any]]:
 # ------------------------------------------------------------------------------------------
 
 
-def shared_positions(positions: Any, context: Any, replica: Any, micro: Any, num: int) -> Any:
+def share_positions(positions: Any, context: Any, replica: Any, micro: Any, num: int) -> Any:
     return positions(context, 0, micro, num)
 
 
-def folded_positions(positions: Any, context: Any, replica: Any, micro: Any, num: int) -> Any:
+def fold_positions(positions: Any, context: Any, replica: Any, micro: Any, num: int) -> Any:
     return positions(context, replica, micro, num) + jnp.asarray(replica, jnp.int32) * 2**16
 
 
-def without_mask(place: Any, own: feed.Feed, local: Any) -> Any:
+def drop_mask(place: Any, own: feed.Feed, local: Any) -> Any:
     return place(own, local._replace(mask=None))
 
 
-def all_real(gathered_mask: Any, axes: tuple[str, ...], num: int | None) -> jax.Array:
+def mark_padding_real(gathered_mask: Any, axes: tuple[str, ...], num: int | None) -> jax.Array:
     return jnp.ones_like(gathered_mask(axes, num))
 
 
-def first_microbatch_twice(cut_microbatches: Any, context: Any, x: jax.Array) -> jax.Array:
+def repeat_first_microbatch(cut_microbatches: Any, context: Any, x: jax.Array) -> jax.Array:
     parts = cut_microbatches(context, x)
     return jnp.concatenate([parts[:-1], parts[:1]])
 
@@ -317,7 +317,7 @@ def first_microbatch_twice(cut_microbatches: Any, context: Any, x: jax.Array) ->
 # -----------------------------------------------------------------------------------------
 
 
-def clip_by_shard(_: Any, max_norm: float) -> optax.GradientTransformation:
+def clip_by_shard_norm(_: Any, max_norm: float) -> optax.GradientTransformation:
     """Returns a clipping in which each device scales its shard of the gradient by the norm of that shard."""
 
     def update(grads: Any, state: Any, params: Any = None) -> Any:
@@ -336,18 +336,18 @@ def clip_by_shard(_: Any, max_norm: float) -> optax.GradientTransformation:
 
 
 @contextlib.contextmanager
-def losing_a_leaf(setting: Setting) -> Iterator[list[Any]]:
+def lose_checkpoint_leaf(setting: Setting) -> Iterator[list[Any]]:
     lost: list[Any] = []
 
     def make(pick: Callable[..., Any]) -> Callable[..., Any]:
-        def instead(tree: Any, path: str) -> Any:
+        def replacement(tree: Any, path: str) -> Any:
             leaf = pick(tree, path)
             if not lost and path.startswith("params") and leaf.any():
                 lost.append(path)
                 return jnp.zeros_like(leaf)
             return leaf
 
-        return instead
+        return replacement
 
     with patched(state_dict, "pick", make):
         yield lost
@@ -356,26 +356,26 @@ def losing_a_leaf(setting: Setting) -> Iterator[list[Any]]:
 # ---- ops --------------------------------------------------------------------------------------------------------------
 
 
-def first_part(axis_index: Any, names: Any) -> Any:
+def use_first_vocab_shard(axis_index: Any, names: Any) -> Any:
     return 0 * axis_index(names)
 
 
-def one_step_too_far(ring_shift: Any, x: jax.Array, name: str) -> jax.Array:
+def shift_ring_twice(ring_shift: Any, x: jax.Array, name: str) -> jax.Array:
     return ring_shift(x, name, 2)
 
 
 @contextlib.contextmanager
-def last_stage_without_gradient(setting: Setting) -> Iterator[list[Any]]:
+def drop_last_stage_gradient(setting: Setting) -> Iterator[list[Any]]:
     """The layers of the last stage get no gradient, in a loop that JAX differentiates and in one that does it by
     hand."""
     acted: list[Any] = []
 
     def stop(chunks: Callable[..., Any]) -> Callable[..., Any]:
-        def instead(own: Any, layers: Any) -> Any:
+        def replacement(own: Any, layers: Any) -> Any:
             acted.append("chunks")
             return jax.tree.map(lambda w: w.at[-1].set(lax.stop_gradient(w[-1])), chunks(own, layers))
 
-        return instead
+        return replacement
 
     def drop(joined: Callable[..., Any]) -> Callable[..., Any]:
         return lambda own, chunks, layers: joined(own, jax.tree.map(lambda g: g.at[-1].set(0), chunks), layers)

@@ -22,7 +22,7 @@ from spmdkit.launch.process import start
 SHOWN_LINES = 3
 
 Job = dict[str, Any]
-Answer = dict[str, Any]
+Response = dict[str, Any]
 
 
 class Pool:
@@ -43,20 +43,20 @@ class Pool:
         environment["NPROC"] = str(num_threads(spec["devices"]))
         self._workers = [_Worker(self._spec, folder / f"worker-{i}.log", environment) for i in range(num)]
 
-    def ask(self, job: Job) -> Answer:
+    def ask(self, job: Job) -> Response:
         """Returns the answer to one job, from the first worker; the others start meanwhile, and open the task."""
         for worker in self._workers[1:]:
             threading.Thread(target=worker.ask, args=({"kind": "open"},), daemon=True).start()
         return self._workers[0].ask(job)
 
-    def run(self, jobs: Iterable[Job], done: Callable[[Job, Answer], None]) -> None:
+    def run(self, jobs: Iterable[Job], done: Callable[[Job, Response], None]) -> None:
         """Runs all jobs, and calls `done` in this thread as each one ends."""
         todo: queue.SimpleQueue[Job] = queue.SimpleQueue()
         num = 0
         for job in jobs:
             todo.put(job)
             num += 1
-        answers: queue.SimpleQueue[tuple[Job, Answer]] = queue.SimpleQueue()
+        responses: queue.SimpleQueue[tuple[Job, Response]] = queue.SimpleQueue()
 
         def work(worker: _Worker) -> None:
             while True:
@@ -64,12 +64,12 @@ class Pool:
                     job = todo.get_nowait()
                 except queue.Empty:
                     return
-                answers.put((job, worker.ask(job)))
+                responses.put((job, worker.ask(job)))
 
         for worker in self._workers[: max(1, num)]:
             threading.Thread(target=work, args=(worker,), daemon=True).start()
         for _ in range(num):
-            done(*answers.get())
+            done(*responses.get())
 
     def __enter__(self) -> Pool:
         return self
@@ -88,13 +88,13 @@ class _Worker:
         self.closed = False
         self._turn = threading.Lock()
 
-    def ask(self, job: Job) -> Answer:
+    def ask(self, job: Job) -> Response:
         """Returns the worker's answer, or an error where it died or took too long; the next job gets a new process."""
         with self._turn:
             return self._ask(job)
 
-    def _ask(self, job: Job) -> Answer:
-        interrupted: Answer = {"error": {"code": 70, "message": "interrupted"}}
+    def _ask(self, job: Job) -> Response:
+        interrupted: Response = {"error": {"code": 70, "message": "interrupted"}}
         if self.closed:
             return interrupted
         process = self._process or self._start()
@@ -117,7 +117,7 @@ class _Worker:
             return json.loads(line)
         if self.closed:
             return interrupted
-        return {"error": {"code": 70, "message": self._last_words(timed_out)}}
+        return {"error": {"code": 70, "message": self._describe_exit(timed_out)}}
 
     def _start(self) -> subprocess.Popen[str]:
         log: IO[str] = self._log.open("w", encoding="utf-8")
@@ -127,7 +127,7 @@ class _Worker:
         log.close()
         return self._process
 
-    def _last_words(self, timed_out: bool) -> str:
+    def _describe_exit(self, timed_out: bool) -> str:
         code = self.end(kill=False)
         if timed_out:
             return f"the process took longer than {VERIFY_JOB_S:.0f} s and was ended"

@@ -33,7 +33,7 @@ COUNT = "verify_count"
 """Name of the metric that carries the count of the loss; taken out before anybody sees it."""
 
 
-class Watched(NamedTuple):
+class RecordingState(NamedTuple):
     """Optimizer state around the user's own: the last gradient before it, the last update after it."""
 
     gradient: Any
@@ -49,22 +49,22 @@ class Watched(NamedTuple):
         raise TypeError(f"the optimizer's state is watched by verify and has no item {key!r}")
 
 
-def keeping(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def recording_optimizer(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Returns `optimizer` with its last gradient and its last update kept in the state."""
     inner = optax.with_extra_args_support(optimizer)
 
-    def init(params: Any) -> Watched:
+    def init(params: Any) -> RecordingState:
         zeros = jax.tree.map(jnp.zeros_like, params)
-        return Watched(zeros, inner.init(params), jax.tree.map(jnp.zeros_like, params))
+        return RecordingState(zeros, inner.init(params), jax.tree.map(jnp.zeros_like, params))
 
-    def update(grads: Any, state: Watched, params: Any = None, **extra: Any) -> tuple[Any, Watched]:
+    def update(grads: Any, state: RecordingState, params: Any = None, **extra: Any) -> tuple[Any, RecordingState]:
         updates, own = inner.update(grads, state.inner, params, **extra)
-        return updates, Watched(grads, own, updates)
+        return updates, RecordingState(grads, own, updates)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def counting(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+def with_count_metric(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the loss with one more metric: its count, summed over everything."""
 
     @functools.wraps(loss_fn)
@@ -78,7 +78,7 @@ def counting(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
-def with_constants(task: Task, seed: int, dtype: str = "float32") -> Task:
+def with_constant_init(task: Task, seed: int, dtype: str = "float32") -> Task:
     """Returns the task with the arrays of `init` as constants, the model state in 64 bits where that is asked for.
 
     A model whose own code casts (flax's `BatchNorm` computes in the wider of its input's type and float32) gives back

@@ -23,7 +23,7 @@ SYNCS = {"stale": "gradients are applied late"}
 SHOWN_NOISY = 4
 
 Report = dict[str, Any]
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class VerifyOptions:
     locate: bool = False
 
 
-def verify_config(config: Config, options: VerifyOptions, say: Say = lambda text: None) -> Report:
+def verify_config(config: Config, options: VerifyOptions, say: Log = lambda text: None) -> Report:
     """Returns the report of a config: cases, skipped ones, mutants, tolerances, and `passed`.
 
     Raises:
@@ -74,7 +74,7 @@ def verify_config(config: Config, options: VerifyOptions, say: Say = lambda text
     if options.all_meshes:
         meshes = cases.all_meshes(num_devices, options.max_axis)
     else:
-        meshes = [cases.own_mesh(config, num_devices)]
+        meshes = [cases.config_mesh(config, num_devices)]
     if not meshes:
         raise ConfigError(
             f"--all finds no mesh of {num_devices} devices with axes of at most {options.max_axis}. "
@@ -98,7 +98,7 @@ def verify_config(config: Config, options: VerifyOptions, say: Say = lambda text
         from spmdkit.verify.mutants import MUTANTS
 
         jobs += [{"kind": "mutant", "name": mutant.name} for mutant in MUTANTS]
-    results = _Results(
+    results = _CaseResults(
         jobs,
         options.resume,
         _digest([spec, identity, source_digest.package_digests()]),
@@ -113,7 +113,7 @@ def verify_config(config: Config, options: VerifyOptions, say: Say = lambda text
             f"one ulp in the input moves the gradient by {known['moved']['gradient']:.1e}: tolerance {known['tolerances']['gradient']:.1e}"
         )
         pool.run(results.missing, results.add)
-    report = _report(results.in_order(), known, spec | {"about_reducer": cases.about_reducer(config)})
+    report = _report(results.in_order(), known, spec | {"reducer_note": cases.reducer_note(config)})
     if not options.all_meshes and not any(case["mesh"] == meshes[0] for case in report["cases"]):
         raise ConfigError(report["skipped"][-1]["reason"])
     return report | {"seconds": round(time.perf_counter() - begin, 1)} | identity
@@ -157,10 +157,10 @@ def _finished(resume: Path, digest: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-class _Results:
+class _CaseResults:
     """Outcomes by job, some of them from a file of an earlier run."""
 
-    def __init__(self, jobs: list[dict[str, Any]], resume: Path | None, digest: str, say: Say):
+    def __init__(self, jobs: list[dict[str, Any]], resume: Path | None, digest: str, say: Log):
         self._jobs, self._resume, self._digest, self._say = jobs, resume, digest, say
         self._outcomes: dict[str, dict[str, Any]] = {}
         if resume is not None and resume.exists():
@@ -239,8 +239,8 @@ def _report(outcomes: list[dict[str, Any]], known: dict[str, Any], spec: dict[st
         notes.append(
             f"sync {plugins.split(sync)[0]} is other mathematics ({SYNCS.get(plugins.split(sync)[0], GROUPS)}): what is compared is every_step"
         )
-    if spec["about_reducer"]:
-        notes.append(spec["about_reducer"])
+    if spec["reducer_note"]:
+        notes.append(spec["reducer_note"])
     if all(not c["mesh"] for c in ran):
         notes.append("every case is on one device: name a mesh, or use --all")
     return {

@@ -1,4 +1,4 @@
-"""`Judge`: runs cases and mutants of one subject in this process, and says what came out as plain values.
+"""`CaseRunner`: runs cases and mutants of one task_runner in this process, and says what came out as plain values.
 
 References are made once. With a folder they are shared with other processes, which run the other cases.
 """
@@ -20,14 +20,14 @@ from spmdkit.foundation import files
 from spmdkit.program.program import Program
 from spmdkit.step import gradient
 from spmdkit.verify import compare, mutants, mutations
-from spmdkit.verify.cases import provable
+from spmdkit.verify.cases import exact_reducer
 from spmdkit.verify.diagnosis import diagnose
-from spmdkit.verify.difference import Deviation, find
+from spmdkit.verify.difference import Difference, find
 from spmdkit.verify.locate import Locator
 from spmdkit.verify.noise import Noise, leaf_errors
 from spmdkit.verify.plain_jax import plain
 from spmdkit.verify.probes import one_ulp, working_dtype
-from spmdkit.verify.task_runner import Results, Setting, Subject
+from spmdkit.verify.task_runner import Results, Setting, TaskRunner
 from spmdkit.verify.unpadded_reference import Unpadded
 
 
@@ -42,19 +42,19 @@ class Reference(NamedTuple):
     dtype: str
 
 
-class Judge:
-    """Compares settings of a subject with one device.
+class CaseRunner:
+    """Compares settings of a task_runner with one device.
 
     Args:
         folder: where references are shared with other processes.
         locate: `cases` that differ are located, or `all`: mutants too.
     """
 
-    def __init__(self, subject: Subject, folder: Path | None = None, locate: Literal["", "cases", "all"] = ""):
-        self.subject, self._folder, self.locate = subject, folder, locate
+    def __init__(self, task_runner: TaskRunner, folder: Path | None = None, locate: Literal["", "cases", "all"] = ""):
+        self.task_runner, self._folder, self.locate = task_runner, folder, locate
         self._references: dict[str, Reference] = {}
         self._base: Program | Unpadded | None = None  # of the first reference, until it is compared with plain JAX
-        self._locator = Locator(subject)
+        self._locator = Locator(task_runner)
 
     # ---- references --------------------------------------------------------------------------------------------------
 
@@ -94,14 +94,14 @@ class Judge:
         return pickle.loads(path.read_bytes()) if path is not None and path.exists() else None
 
     def _make(self, setting: Setting, evaluate: bool, path: Path | None) -> Reference:
-        subject = self.subject
+        task_runner = self.task_runner
         program = self._plain_program(setting, evaluate)
-        results = subject.run(program, evaluate=evaluate)
+        results = task_runner.run(program, evaluate=evaluate)
 
         def probe(i: int) -> Results:
-            return subject.run(program, evaluate=evaluate, moved=one_ulp(np.random.default_rng(i), dtype))
+            return task_runner.run(program, evaluate=evaluate, moved=one_ulp(np.random.default_rng(i), dtype))
 
-        dtype = working_dtype(program) if subject.dtype == "float64" else subject.dtype
+        dtype = working_dtype(program) if task_runner.dtype == "float64" else task_runner.dtype
         probes = [probe(i) for i in range(compare.NUM_PROBES)]
         made = Reference(results, *compare.tolerances(results, probes, float(np.finfo(dtype).eps)), dtype)
         if path is not None:
@@ -112,9 +112,9 @@ class Judge:
 
     def _plain_program(self, setting: Setting, evaluated: bool) -> Program | Unpadded:
         # A mutant's short batches are not the user's: a loss that only ever has full ones may mix examples as it likes.
-        as_configured = setting.short == self.subject.short
+        as_configured = setting.short == self.task_runner.short
         first = self._is_first(setting)
-        program = self.subject.program(setting, probe=first, evaluated=evaluated)
+        program = self.task_runner.program(setting, probe=first, evaluated=evaluated)
         if not (as_configured and setting.short and setting.microbatches == 1) or program.schedule.always_full:
             return program
         if first:
@@ -124,20 +124,20 @@ class Judge:
 
     def _is_of_cases(self, setting: Setting) -> bool:
         """Returns whether cases are compared with a setting, and not mutants alone, which evaluate nothing."""
-        return setting.short == self.subject.short and setting.clip_norm is None
+        return setting.short == self.task_runner.short and setting.clip_norm is None
 
     def _is_first(self, setting: Setting) -> bool:
         return self._is_of_cases(setting) and setting.microbatches == 1
 
-    def against_plain_jax(self) -> dict[str, Any]:
+    def compare_with_plain_jax(self) -> dict[str, Any]:
         """Returns how far one device of spmdkit is from `jax.value_and_grad` of the user's loss, or `not_applicable`
         with the reason."""
-        loss_fn = self.subject.loss_fn
+        loss_fn = self.task_runner.loss_fn
         if loss_fn is None:
             return {"not_applicable": "the task's own train_step differentiates; there is no loss to compare it with"}
-        setting = Setting({}, short=self.subject.short, plain=True)
+        setting = Setting({}, short=self.task_runner.short, plain=True)
         reference = self.reference(setting)
-        program, self._base = self._base or self.subject.program(setting, evaluated=False), None
+        program, self._base = self._base or self.task_runner.program(setting, evaluated=False), None
         (_, batch), *_ = program.batches(stop=1)
         right, taken = plain(program, loss_fn, program.init(), batch), reference.results.batches[0]
         errors = leaf_errors(taken.gradient, right.gradient)
@@ -158,7 +158,7 @@ class Judge:
             SpmdkitError: the task does not run on one device either.
         """
         begin = time.perf_counter()
-        setting = Setting(mesh, microbatches, short=self.subject.short)
+        setting = Setting(mesh, microbatches, short=self.task_runner.short)
         name = self._name(setting)
         try:
             reference = self.reference(setting, evaluated=whole)
@@ -169,10 +169,10 @@ class Judge:
         if not mesh and microbatches > 1 and (why := _of_a_microbatch(reference.results)):
             return name | {"skipped": f"this is the reference itself: {why} are those of a microbatch"}
         try:
-            program = self.subject.program(setting, evaluated=whole)
+            program = self.task_runner.program(setting, evaluated=whole)
         except ConfigError as error:
             return name | {"skipped": _first_line(error)}
-        found = self.subject.run(program, evaluate=whole, restore=whole)
+        found = self.task_runner.run(program, evaluate=whole, restore=whole)
         errors = compare.compare(found, reference.results, reference.noise)
         failed = errors.failed(reference.tolerance)
         outcome = name | compare.as_numbers(errors)
@@ -186,7 +186,7 @@ class Judge:
         jax.clear_caches()
         return outcome | {"seconds": round(time.perf_counter() - begin, 2)}
 
-    def _located(self, setting: Setting, program: Program, finding: Deviation) -> dict[str, Any]:
+    def _located(self, setting: Setting, program: Program, finding: Difference) -> dict[str, Any]:
         """Returns `located`: the first value of the step that differs, or the reason why there is no single line to
         tell."""
         try:
@@ -198,9 +198,9 @@ class Judge:
         return {"located": {**found._asdict(), "text": found.text}}
 
     def _name(self, setting: Setting) -> dict[str, Any]:
-        config = self.subject.config
+        config = self.task_runner.config
         zero = {"zero": config.layout.zero} if setting.mesh.get("fsdp", 1) > 1 else {}
-        reducer = provable(config)
+        reducer = exact_reducer(config)
         return {
             "mesh": setting.mesh,
             "microbatches": setting.microbatches,
@@ -226,9 +226,9 @@ class Judge:
         return self._differs(Setting({}, 2, plain=True))
 
     def _differs(self, setting: Setting) -> bool:
-        expected = self.reference(Setting({}, short=self.subject.short))
+        expected = self.reference(Setting({}, short=self.task_runner.short))
         try:
-            found = self.subject.run(self.subject.program(setting, evaluated=False))
+            found = self.task_runner.run(self.task_runner.program(setting, evaluated=False))
         except SpmdkitError:
             return False
         found.batches, results = found.batches[:1], expected.results
@@ -256,21 +256,21 @@ class Judge:
                 break  # a program that is legal, and calls nothing of what is changed: no more on the other meshes
         return outcome | {"not_applicable": reason}
 
-    def _known(self, num_devices: int) -> mutants.Known:
-        results = self.reference(Setting({}, short=self.subject.short)).results
+    def _known(self, num_devices: int) -> mutants.TaskFacts:
+        results = self.reference(Setting({}, short=self.task_runner.short)).results
         squares = [float(np.sum(np.asarray(x, np.float64) ** 2)) for x in results.batches[0].gradient.values()]
-        return mutants.Known(num_devices, results.uses, float(np.sqrt(sum(squares))))
+        return mutants.TaskFacts(num_devices, results.uses, float(np.sqrt(sum(squares))))
 
     def _try(self, mutant: mutants.Mutant, setting: Setting) -> dict[str, Any]:
-        short = setting.short or self.subject.short
+        short = setting.short or self.task_runner.short
         asked, setting = setting, Setting(setting.mesh, setting.microbatches, short, setting.clip_norm)
         try:
             jax.clear_caches()  # a part of the step that JAX has traced without the mistake would be taken again
             with mutant.apply(setting) as acted:
-                program = self.subject.program(setting, evaluated=False)
+                program = self.task_runner.program(setting, evaluated=False)
                 if mutant.traced and not acted:
                     return {"not_applicable": mutant.unused}
-                found = self.subject.run(program, restore=mutant.restore)
+                found = self.task_runner.run(program, restore=mutant.restore)
         except ConfigError as error:
             return self._refused(asked, acted, _first_line(error))
         finally:
@@ -292,14 +292,14 @@ class Judge:
 
     def _changes_nothing(self, setting: Setting, found: Results, reference: Reference) -> bool:
         """Returns whether a mutant's results are those of the same mesh without the mistake."""
-        right = self.subject.run(self.subject.program(setting, evaluated=False))
+        right = self.task_runner.run(self.task_runner.program(setting, evaluated=False))
         floor = compare.FLOOR_ULPS * float(np.finfo(reference.dtype).eps)
         return not compare.compare(found, right, reference.noise).failed(dict.fromkeys(compare.QUANTITIES, floor))
 
     def _refused(self, setting: Setting, acted: list[Any], why: str) -> dict[str, Any]:
         """Returns the outcome of a mutant that was refused: caught, where the program without it is legal."""
         try:
-            self.subject.program(setting)
+            self.task_runner.program(setting)
         except ConfigError as error:
             return {"not_applicable": _first_line(error)}
         return {"caught": True, "by": f"refused: {why}"} if acted else {"not_applicable": why}

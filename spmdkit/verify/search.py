@@ -13,25 +13,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spmdkit.verify.sharding_relation import FAR, PARTS, Relation, difference, distance, noise_of, related
-from spmdkit.verify.tracing import Place, Tapped, Value
+from spmdkit.verify.sharding_relation import FAR, PARTS, Relation, difference, distance, find_relation, noise_of
+from spmdkit.verify.tracing import TappedProgram, Value, ValuePath
 
 SUMS = ("psum", "reduce_scatter")
 """What operations that add over devices begin with."""
 
 
-class Taps(NamedTuple):
+class TapValues(NamedTuple):
     """A program with taps, and what they gave: results by number."""
 
-    program: Tapped
+    program: TappedProgram
     results: Mapping[int, Any]
-    taps: Mapping[Place, np.ndarray]
+    taps: Mapping[ValuePath, np.ndarray]
 
 
 class Node(NamedTuple):
     """A value in one turn of each loop that it is inside of, counted as they run."""
 
-    place: Place
+    place: ValuePath
     turns: tuple[int, ...] = ()
 
 
@@ -45,14 +45,21 @@ class Search:
         reordered: rows may stand in another order on the mesh.
     """
 
-    def __init__(self, one: Taps, moved: Sequence[Taps], many: Taps, axes: Mapping[str, int], reordered: bool = False):
+    def __init__(
+        self,
+        one: TapValues,
+        moved: Sequence[TapValues],
+        many: TapValues,
+        axes: Mapping[str, int],
+        reordered: bool = False,
+    ):
         self.one, self.moved, self.many, self.axes, self._reordered = one, moved, many, axes, reordered
         self._match = _matched(one.program.values, many.program.values)
-        self._alike: dict[Any, list[Place]] = {}
+        self._alike: dict[Any, list[ValuePath]] = {}
         for place in one.taps:
             self._alike.setdefault(one.program.values[place].key, []).append(place)
         self._right: tuple[str, ...] = ("same", *PARTS)
-        self._relations: dict[Node, tuple[Relation | None, Place | None]] = {}
+        self._relations: dict[Node, tuple[Relation | None, ValuePath | None]] = {}
 
     # ---- the walk ----------------------------------------------------------------------------------------------------
 
@@ -110,7 +117,7 @@ class Search:
 
         return {node: between for node, between in first.items() if not is_later(node)}
 
-    def _wrong_results(self) -> list[Place]:
+    def _wrong_results(self) -> list[ValuePath]:
         """Returns the places of the results that differ from those of one device."""
         found = []
         for i, x in self.many.results.items():
@@ -135,7 +142,7 @@ class Search:
             found += self._nodes(parent, value.loops, turns)
         return found
 
-    def _nodes(self, place: Place, loops: Sequence[Any], turns: tuple[int, ...]) -> list[Node]:
+    def _nodes(self, place: ValuePath, loops: Sequence[Any], turns: tuple[int, ...]) -> list[Node]:
         """Returns a value in the turns that are seen from others: of a loop that has ended, the first that differs, or
         the last."""
         own = self.many.program.values[place].loops
@@ -167,7 +174,7 @@ class Search:
                 below.append(parent)
         return between, below
 
-    def misplaced(self, node: Node) -> list[Node]:
+    def wrong_key_positions(self, node: Node) -> list[Node]:
         """Returns the places of rows that the keys behind a draw are made of, where these begin to be other ones than
         on one device."""
         values, found, seen = self.many.program.values, list[Node](), set[Node]()
@@ -184,7 +191,7 @@ class Search:
                 found += self._begins(parent)
         return found
 
-    def misindexed(self, node: Node) -> list[Node]:
+    def wrong_indices(self, node: Node) -> list[Node]:
         """Returns the user's own counts, indices and masks that a value is made of, where these begin to be other ones
         than on one device."""
         values = self.many.program.values
@@ -216,19 +223,19 @@ class Search:
         """Returns how a value of the mesh is made of that of one device; None where nothing there stands for it."""
         return self._known(node)[0]
 
-    def _known(self, node: Node) -> tuple[Relation | None, Place | None]:
+    def _known(self, node: Node) -> tuple[Relation | None, ValuePath | None]:
         """Returns (relation, the place on one device whose value it is made of)."""
         if node not in self._relations:
             self._relations[node] = (None, None)  # what a loop hands on as it was
             self._relations[node] = self._look(node)
         return self._relations[node]
 
-    def _look(self, node: Node) -> tuple[Relation | None, Place | None]:
+    def _look(self, node: Node) -> tuple[Relation | None, ValuePath | None]:
         if self.many.program.values[node.place].is_index:
             return Relation("same"), None  # another on each device by its nature
         return self._compared(node)
 
-    def _compared(self, node: Node) -> tuple[Relation | None, Place | None]:
+    def _compared(self, node: Node) -> tuple[Relation | None, ValuePath | None]:
         value = self.many.program.values[node.place]
         if value.is_key or node.place not in self.many.taps:
             return None, None
@@ -246,22 +253,24 @@ class Search:
                 return found, other
         return first, match
 
-    def _against(self, node: Node, other: Place) -> Relation | None:
+    def _against(self, node: Node, other: ValuePath) -> Relation | None:
         if (found := self._found(node, other)) is None:
             return None
         right = self._of_one(self.one, node, other)
         ulps = [self._of_one(side, node, other) for side in self.moved if other in side.taps]
         stacked = self.many.program.values[node.place].stacked
-        return related(found, right, stacked, self.axes, lambda least: noise_of(right, ulps, least), self._reordered)
+        return find_relation(
+            found, right, stacked, self.axes, lambda least: noise_of(right, ulps, least), self._reordered
+        )
 
-    def _found(self, node: Node, other: Place) -> np.ndarray | None:
+    def _found(self, node: Node, other: ValuePath) -> np.ndarray | None:
         """Returns a value of the mesh in its turn, stacked over devices; None where one device's loops are others."""
         value, here = self.many.program.values[node.place], self.many.taps[node.place]
         if [loop.length for loop in value.loops] != [loop.length for loop in self.one.program.values[other].loops]:
             return None
         return here[(slice(None),) * bool(value.stacked) + _index(value, node.turns)]
 
-    def _of_one(self, side: Taps, node: Node, other: Place) -> np.ndarray:
+    def _of_one(self, side: TapValues, node: Node, other: ValuePath) -> np.ndarray:
         value, here = side.program.values[other], side.taps[other]
         return (here[0] if value.stacked else here)[_index(value, node.turns)]
 
@@ -304,9 +313,9 @@ def _index(value: Value, turns: Sequence[int]) -> tuple[int, ...]:
     return tuple(n.length - 1 - turn if n.reverse else turn for n, turn in zip(value.loops, turns, strict=True))
 
 
-def _matched(one: Mapping[Place, Value], many: Mapping[Place, Value]) -> dict[Place, Place]:
+def _matched(one: Mapping[ValuePath, Value], many: Mapping[ValuePath, Value]) -> dict[ValuePath, ValuePath]:
     """Returns place on the mesh -> place on one device, of values of the same text in the same order."""
-    found: dict[Place, Place] = {}
+    found: dict[ValuePath, ValuePath] = {}
     for backward in (False, True):
         a = [(p, v.key) for p, v in one.items() if v.backward == backward]
         b = [(p, v.key) for p, v in many.items() if v.backward == backward]

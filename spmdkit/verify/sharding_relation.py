@@ -37,7 +37,7 @@ class Relation(NamedTuple):
     axes: str = ""
 
 
-def related(
+def find_relation(
     found: np.ndarray,
     right: np.ndarray,
     stacked: Mapping[str, int],

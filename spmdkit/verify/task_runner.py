@@ -1,4 +1,4 @@
-"""`Subject`: the user's task made ready to be compared, and run on one mesh at a time.
+"""`TaskRunner`: the user's task made ready to be compared, and run on one mesh at a time.
 
 What is changed, and why it changes no mathematics: `init` gives constants (compiling a random init costs more than a
 step), the data are the first rows, gradients and updates are kept by transformations around the optimizer, small leaves
@@ -31,8 +31,8 @@ from spmdkit.program.program import Program
 from spmdkit.program.task import Task
 from spmdkit.step.model_state import agreement
 from spmdkit.step.state import TrainState
-from spmdkit.verify.cases import provable
-from spmdkit.verify.probes import COUNT, Watched, counting, keeping, with_constants
+from spmdkit.verify.cases import exact_reducer
+from spmdkit.verify.probes import COUNT, RecordingState, recording_optimizer, with_constant_init, with_count_metric
 from spmdkit.verify.unpadded_reference import Unpadded
 
 NUM_BATCHES = 2
@@ -43,7 +43,7 @@ Tree = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass
-class Taken:
+class StepResult:
     """What one step from the initial parameters gave. Trees are path -> array."""
 
     loss: float
@@ -57,7 +57,7 @@ class Taken:
 
 @dataclasses.dataclass
 class Results:
-    """What a run of the subject gave, as numbers on the host.
+    """What a run of the task_runner gave, as numbers on the host.
 
     Attributes:
         batches: single steps, each from the initial parameters.
@@ -71,7 +71,7 @@ class Results:
         uses: names of spmdkit's functions that the task called.
     """
 
-    batches: list[Taken]
+    batches: list[StepResult]
     losses: list[float]
     metrics: dict[str, float]
     params: Tree
@@ -85,7 +85,7 @@ class Results:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One way to cut the subject.
+    """One way to cut the task_runner.
 
     Attributes:
         mesh: sizes of the axes that are larger than one; empty is one device.
@@ -101,7 +101,7 @@ class Setting:
     plain: bool = False
 
 
-class Subject:
+class TaskRunner:
     """A task and its config, prepared.
 
     Args:
@@ -112,7 +112,7 @@ class Subject:
 
     def __init__(self, config: Config, task: Task, batch_size: int, steps: int = 3, dtype: str = "float32"):
         self.config, self.steps, self.batch_size, self.dtype = config, steps, batch_size, dtype
-        self._task = with_constants(task, config.seed, dtype)
+        self._task = with_constant_init(task, config.seed, dtype)
         self._watched = True if task.train_step is None else None  # a step of one's own may read its optimizer's state
         self._sources = {name: getattr(task, name) for name in ("train_data", "eval_data")}
         self._cut: dict[tuple[str, int], ArraySource] = {}
@@ -178,7 +178,7 @@ class Subject:
             "data.drop_remainder": self.config.data.drop_remainder and not setting.short,
         }
         changes |= _without_effect(self.config, setting.mesh)
-        changes["reducer"] = provable(self.config)
+        changes["reducer"] = exact_reducer(self.config)
         changes["sync"] = "every_step"  # groups that train alone are other mathematics
         if setting.mesh.get("fsdp", 1) > 1 and self.config.layout.fsdp == "auto":
             changes["layout.min_shard_bytes"] = 1
@@ -200,11 +200,11 @@ class Subject:
         optimizer = make_optimizer(config, self._task)
         task = dataclasses.replace(
             self._task,
-            optimizer=keeping(optimizer) if watched else optimizer,
+            optimizer=recording_optimizer(optimizer) if watched else optimizer,
             train_data=self._rows("train_data", self._num_train(setting)),
             eval_data=self._rows("eval_data", self._num_eval()) if evaluated else None,
         )
-        return task if task.loss_fn is None else dataclasses.replace(task, loss_fn=counting(task.loss_fn))
+        return task if task.loss_fn is None else dataclasses.replace(task, loss_fn=with_count_metric(task.loss_fn))
 
     def _num_train(self, setting: Setting) -> int:
         if setting.short or self.short:
@@ -276,7 +276,7 @@ class Subject:
         for batch in batches[:NUM_BATCHES]:
             state, metrics = program.step(begin(), batch)
             of_groups = _of_all_groups(state.model_state, program)
-            taken.append(_taken(state, jax.device_get(metrics), of_groups, start.params))
+            taken.append(_step_result(state, jax.device_get(metrics), of_groups, start.params))
         state, losses, last = begin(), list[float](), dict[str, Any]()
         for batch in batches[: self.steps]:
             state, last = program.step(state, batch)
@@ -360,12 +360,12 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _taken(state: TrainState, metrics: Mapping[str, Any], model_state: Any, before: Any) -> Taken:
+def _step_result(state: TrainState, metrics: Mapping[str, Any], model_state: Any, before: Any) -> StepResult:
     kept = state.opt_state
-    if not isinstance(kept, Watched):
+    if not isinstance(kept, RecordingState):
         moved = jax.tree.map(lambda x, y: x - y, jax.device_get(state.params), before)
-        kept = Watched(moved, kept, moved)
-    return Taken(
+        kept = RecordingState(moved, kept, moved)
+    return StepResult(
         loss=float(metrics.get("loss", np.nan)),
         count=float(metrics[COUNT]) if COUNT in metrics else None,
         metrics=_numbers(metrics),

@@ -1,6 +1,6 @@
 """A step of which every intermediate value is a result too: its jaxpr, evaluated again with taps.
 
-    values = Tapped(closed_jaxpr)        what there is, and what comes from what, read from the jaxpr
+    values = TappedProgram(closed_jaxpr)        what there is, and what comes from what, read from the jaxpr
     values(*arguments)                   {place: array}, one compiled program
 
 Calls (`jit`, `remat`, custom rules) are evaluated in line, and so are parts of `sk.manual`, each a `shard_map`. A value
@@ -29,7 +29,7 @@ from spmdkit.foundation.trees import is_key
 from spmdkit.ops.part import Part
 from spmdkit.step.step import global_step, replica_step
 
-Place = tuple[int, ...]
+ValuePath = tuple[int, ...]
 
 IN_LINE = frozenset(
     ["jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"]
@@ -46,7 +46,7 @@ class Line(NamedTuple):
     is_jit: bool = False
 
 
-NOWHERE = Line("", False, ())
+NO_LINE = Line("", False, ())
 
 
 class Loop(NamedTuple):
@@ -57,14 +57,14 @@ class Loop(NamedTuple):
     reverse: bool
 
 
-class _Around(NamedTuple):
+class _Enclosing(NamedTuple):
     """What is around an equation: the line of the call, the axes of the `shard_map`, the loops, and by input what the
     turn before has left."""
 
     line: Line
     stacked: dict[str, int]
     loops: tuple[Loop, ...]
-    carried: list[list[Place]]
+    carried: list[list[ValuePath]]
 
 
 @dataclasses.dataclass
@@ -87,16 +87,16 @@ class Value:
             counted, a replica's place.
     """
 
-    place: Place
+    place: ValuePath
     line: str
     own: bool
     primitive: str
     shape: tuple[int, ...]
     backward: bool
-    parents: list[Place]
+    parents: list[ValuePath]
     stacked: dict[str, int]
     loops: tuple[Loop, ...]
-    carried: frozenset[Place]
+    carried: frozenset[ValuePath]
     is_key: bool
     is_index: bool
 
@@ -106,7 +106,7 @@ class Value:
         return self.line, self.primitive, self.backward, len(self.loops)
 
 
-class Tapped:
+class TappedProgram:
     """A traced function with taps.
 
     Args:
@@ -119,16 +119,16 @@ class Tapped:
     """
 
     def __init__(self, closed: Any, wanted: Sequence[int] | None = None):
-        self._closed, self.values = closed, dict[Place, Value]()
+        self._closed, self.values = closed, dict[ValuePath, Value]()
         self._parts: dict[int, Any] = {}
-        arguments: list[Place | None] = [(-1, i) for i in range(len(closed.jaxpr.invars))]
-        self.results = self._read(closed.jaxpr, arguments, (), _Around(NOWHERE, {}, (), []))
+        arguments: list[ValuePath | None] = [(-1, i) for i in range(len(closed.jaxpr.invars))]
+        self.results = self._read(closed.jaxpr, arguments, (), _Enclosing(NO_LINE, {}, (), []))
         self.wanted = list(range(len(self.results))) if wanted is None else list(wanted)
         self._tapped = self.ancestors(p for i in self.wanted for p in self.results[i])
 
-    def ancestors(self, places: Iterable[Place]) -> set[Place]:
+    def ancestors(self, places: Iterable[ValuePath]) -> set[ValuePath]:
         """Returns the places of all that some values are computed from, and their own."""
-        seen, todo = set[Place](), list(places)
+        seen, todo = set[ValuePath](), list(places)
         while todo:
             place = todo.pop()
             if place not in seen and place in self.values:
@@ -139,9 +139,9 @@ class Tapped:
     # ---- what comes from what
     # ------------------------------------------------------------------------------------------
 
-    def _read(self, jaxpr: Any, given: Sequence[Any], path: Place, at: _Around) -> list[Any]:
+    def _read(self, jaxpr: Any, given: Sequence[Any], path: ValuePath, at: _Enclosing) -> list[Any]:
         """Returns the sources of a jaxpr's results: each a list of places."""
-        known: dict[Any, list[Place]] = {v: _list(p) for v, p in zip(jaxpr.invars, given, strict=True)}
+        known: dict[Any, list[ValuePath]] = {v: _list(p) for v, p in zip(jaxpr.invars, given, strict=True)}
         carried = dict(zip(jaxpr.invars, at.carried, strict=True)) if at.carried else {}
         read = lambda v: [] if isinstance(v, Literal) else known.get(v, [])
         for number, eqn in enumerate(jaxpr.eqns):
@@ -155,7 +155,7 @@ class Tapped:
             known.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _own(self, eqn: Any, sources: list[Any], here: Place, at: _Around) -> list[list[Place]]:
+    def _own(self, eqn: Any, sources: list[Any], here: ValuePath, at: _Enclosing) -> list[list[ValuePath]]:
         """Keeps the values of an equation that holds no others, and returns their places."""
         parents = list(dict.fromkeys(p for source in sources for p in source))
         by_index = all(p[0] != -1 and self.values[p].is_index for p in parents)
@@ -179,7 +179,7 @@ class Tapped:
             )
         return [[(*here, i)] for i in range(len(eqn.outvars))]
 
-    def _inside(self, eqn: Any, sources: list[Any], here: Place, at: _Around) -> list[Any] | None:
+    def _inside(self, eqn: Any, sources: list[Any], here: ValuePath, at: _Enclosing) -> list[Any] | None:
         name = eqn.primitive.name
         if (body := self._in_line(eqn)) is not None:
             return self._read(body.jaxpr, sources, here, at)
@@ -191,7 +191,7 @@ class Tapped:
             loop = Loop(here, eqn.params["length"], eqn.params["reverse"])
             at = at._replace(loops=(*at.loops, loop))
             outs = self._read(body, sources, here, at)
-            given, carried = list(sources), [list[Place]() for _ in sources]
+            given, carried = list(sources), [list[ValuePath]() for _ in sources]
             for i in range(num):  # what a turn reads is what the turn before has left, too
                 given[first + i] = [*given[first + i], *outs[i]]
                 carried[first + i] = outs[i]
@@ -200,10 +200,10 @@ class Tapped:
 
     # ---- values ----------------------------------------------------------------------------------------------------------
 
-    def __call__(self, *arguments: Any) -> tuple[list[Any], dict[Place, Any]]:
+    def __call__(self, *arguments: Any) -> tuple[list[Any], dict[ValuePath, Any]]:
         """Returns (the results that are wanted, every value that they come from and that is an array of numbers); to be
         traced."""
-        taps: dict[Place, Any] = {}
+        taps: dict[ValuePath, Any] = {}
         outs = self._evaluate(self._closed.jaxpr, self._closed.consts, arguments, (), taps, True)
         return [outs[i] for i in self.wanted], {p: x for p, x in taps.items() if p in self._tapped}
 
@@ -226,8 +226,8 @@ class Tapped:
         jaxpr: Any,
         consts: Sequence[Any],
         arguments: Sequence[Any],
-        path: Place,
-        taps: dict[Place, Any],
+        path: ValuePath,
+        taps: dict[ValuePath, Any],
         at_top: bool,
     ) -> list[Any]:
         """Returns a jaxpr's results, and puts its values into `taps`; `at_top`: it is inside of no `shard_map`."""
@@ -252,8 +252,8 @@ class Tapped:
             known.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _shard_map(self, eqn: Any, given: Sequence[Any], here: Place, taps: dict[Place, Any]) -> list[Any]:
-        params, own = eqn.params, dict[Place, Any]()
+    def _shard_map(self, eqn: Any, given: Sequence[Any], here: ValuePath, taps: dict[ValuePath, Any]) -> list[Any]:
+        params, own = eqn.params, dict[ValuePath, Any]()
         axes = tuple(_sizes(eqn))
 
         def body(*shards: Any) -> Any:
@@ -272,9 +272,11 @@ class Tapped:
         taps.update(zip(own, tapped, strict=True))
         return list(found)
 
-    def _scan(self, eqn: Any, given: Sequence[Any], here: Place, taps: dict[Place, Any], at_top: bool) -> list[Any]:
+    def _scan(
+        self, eqn: Any, given: Sequence[Any], here: ValuePath, taps: dict[ValuePath, Any], at_top: bool
+    ) -> list[Any]:
         first, num = compat.carried_inputs(eqn)
-        body, own = eqn.params["jaxpr"], dict[Place, Any]()
+        body, own = eqn.params["jaxpr"], dict[ValuePath, Any]()
         consts, carry, xs = given[:first], list(given[first : first + num]), list(given[first + num :])
 
         def turn(carry: Any, x: Any) -> Any:
@@ -297,7 +299,7 @@ def _is_numbers(x: Any) -> bool:
     return hasattr(x, "dtype") and (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_)
 
 
-def _list(place: Any) -> list[Place]:
+def _list(place: Any) -> list[ValuePath]:
     return list(place) if isinstance(place, list) else [] if place is None else [place]
 
 

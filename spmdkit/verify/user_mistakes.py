@@ -18,11 +18,11 @@ from jax import lax
 from spmdkit.mesh.mesh import REPLICA_AXES
 from spmdkit.step import gradient, trace_context
 from spmdkit.step.metrics.mean import Mean, Means
-from spmdkit.verify.mutations import Acting, patched
+from spmdkit.verify.mutations import MutationContext, patched
 from spmdkit.verify.task_runner import Setting
 
 
-def in_loss(wrong: Callable[..., Any]) -> Callable[[Setting], Acting]:
+def in_loss(wrong: Callable[..., Any]) -> Callable[[Setting], MutationContext]:
     """Returns a mutant's `apply`: `wrong(acted, loss_fn, *arguments)` instead of the user's `loss_fn(*arguments)`."""
 
     @contextlib.contextmanager
@@ -38,7 +38,7 @@ def in_loss(wrong: Callable[..., Any]) -> Callable[[Setting], Acting]:
     return apply
 
 
-def _instead_of_sums(of_replica: Callable[..., Any]) -> Callable[[Setting], Acting]:
+def _replacing_sums(of_replica: Callable[..., Any]) -> Callable[[Setting], MutationContext]:
     """Returns a mutant's `apply`: `of_replica(psum, x, names)` instead of the sums and means over replicas that the
     user's loss asks for."""
 
@@ -46,14 +46,14 @@ def _instead_of_sums(of_replica: Callable[..., Any]) -> Callable[[Setting], Acti
         psum = lax.psum
 
         def make(collective: Callable[..., Any]) -> Callable[..., Any]:
-            def instead(x: Any, axis_name: Any, **kwargs: Any) -> Any:
+            def replacement(x: Any, axis_name: Any, **kwargs: Any) -> Any:
                 names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
                 if not set(names) <= set(REPLICA_AXES):
                     return collective(x, axis_name, **kwargs)
                 acted.append(names)
                 return jax.tree.map(lambda leaf: of_replica(psum, leaf, names), x)
 
-            return instead
+            return replacement
 
         with patched(lax, "psum", make), patched(lax, "pmean", make):
             return loss_fn(*args)
@@ -61,10 +61,10 @@ def _instead_of_sums(of_replica: Callable[..., Any]) -> Callable[[Setting], Acti
     return in_loss(wrong)
 
 
-local_statistics = _instead_of_sums(lambda psum, x, names: x)
+local_statistics = _replacing_sums(lambda psum, x, names: x)
 """Sums and means over replicas give the replica's own value."""
 
-first_statistics = _instead_of_sums(
+first_statistics = _replacing_sums(
     lambda psum, x, names: psum(jnp.where(lax.axis_index(names) == 0, x, jnp.zeros_like(x)), names)
 )
 """Sums and means over replicas give the first replica's value, on all of them."""
@@ -82,7 +82,7 @@ def shard_mean(acted: list[Any], loss_fn: Callable[..., Any], *args: Any) -> Any
     return (own, *rest) if rest else own
 
 
-def forgotten_key(acted: list[Any], loss_fn: Callable[..., Any], *args: Any) -> Any:
+def fold_by_local_row(acted: list[Any], loss_fn: Callable[..., Any], *args: Any) -> Any:
     """Example keys are made from the loss's plain key and the place among the replica's own examples."""
     examples, key = trace_context.current_examples(), args[-1]
     if examples is None or key is None:

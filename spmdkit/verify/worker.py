@@ -1,4 +1,4 @@
-"""A process that judges: reads one job a line from its input, writes one answer a line to its output.
+"""A process that runs jobs: reads one job a line from its input, writes one answer a line to its output.
 
     python -m spmdkit.verify.worker SPEC
 
@@ -17,21 +17,21 @@ from typing import Any
 
 def main(path: str) -> None:
     """Answers jobs until the input ends."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    responses = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what the user's code prints is no answer
     spec = json.loads(Path(path).read_text(encoding="utf-8"))
-    judge: Any = None
+    case_runner: Any = None
     for line in sys.stdin:
         job = json.loads(line)
         try:
-            judge = judge or _open(spec)
-            answer = {"outcome": _answer(judge, job, spec)}
+            case_runner = case_runner or _open(spec)
+            answer = {"outcome": _answer(case_runner, job, spec)}
         except BaseException as error:  # noqa: BLE001 - said by the process that asked
             from spmdkit.faults.exit_handler import describe
 
             code, text = describe(error)
             answer = {"error": {"code": code, "message": text}}
-        print(json.dumps(answer), file=answers, flush=True)
+        print(json.dumps(answer), file=responses, flush=True)
 
 
 def _open(spec: dict[str, Any]) -> Any:
@@ -40,9 +40,9 @@ def _open(spec: dict[str, Any]) -> Any:
     from spmdkit.cluster import detect_cluster, join
     from spmdkit.config import parse_config
     from spmdkit.program.task import load_task
-    from spmdkit.verify.memory_check import check_room
-    from spmdkit.verify.runner import Judge
-    from spmdkit.verify.task_runner import Subject
+    from spmdkit.verify.memory_check import check_memory
+    from spmdkit.verify.runner import CaseRunner
+    from spmdkit.verify.task_runner import TaskRunner
 
     jax.config.update("jax_enable_x64", spec["dtype"] == "float64")
     # XLA's expensive passes: twice the processor time, and the same collectives (GPT on 8 devices, 2026-11-20).
@@ -51,30 +51,30 @@ def _open(spec: dict[str, Any]) -> Any:
     config = parse_config(spec["config"], source=spec["source"], name=spec["name"])
     target, name = config.task_reference()
     task = load_task(target, name, config.folder, config.task_args)
-    check_room(task, spec["devices"], spec["jobs"])
-    subject = Subject(config, task, spec["batch_size"], spec["steps"], spec["dtype"])
-    return Judge(subject, Path(spec["folder"]), spec["locate"])
+    check_memory(task, spec["devices"], spec["jobs"])
+    task_runner = TaskRunner(config, task, spec["batch_size"], spec["steps"], spec["dtype"])
+    return CaseRunner(task_runner, Path(spec["folder"]), spec["locate"])
 
 
-def _answer(judge: Any, job: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
+def _answer(case_runner: Any, job: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
     from spmdkit.verify.task_runner import Setting
 
     if job["kind"] == "open":
         return {}
     if job["kind"] == "reference":
-        reference = judge.reference(Setting({}, short=judge.subject.short))
-        plain = judge.against_plain_jax()
+        reference = case_runner.reference(Setting({}, short=case_runner.task_runner.short))
+        plain = case_runner.compare_with_plain_jax()
         outcome = {
             "tolerances": reference.tolerance,
             "moved": reference.moved,
             "dtype": reference.dtype,
             "plain": plain,
-            "watched": judge.subject.watched,
+            "watched": case_runner.task_runner.watched,
         }
         return outcome | {"below_noise": reference.noise.leaves}
     if job["kind"] == "mutant":
-        return judge.mutant(job["name"], spec["devices"])
-    return judge.case(job["mesh"], job["microbatches"], job["whole"])
+        return case_runner.mutant(job["name"], spec["devices"])
+    return case_runner.case(job["mesh"], job["microbatches"], job["whole"])
 
 
 if __name__ == "__main__":

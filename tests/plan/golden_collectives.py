@@ -133,17 +133,17 @@ def rows_of(bill: Any) -> list[Row]:
     together = collections.defaultdict(list)
     for c in bill.collectives:
         if c.counted:
-            together[c.op, c.stands_for or "", "x".join(c.axes), c.in_loop].append(c)
+            together[c.op, c.emulated_op or "", "x".join(c.axes), c.in_loop].append(c)
     return [
         {
             "op": op,
-            "for": stands_for,
+            "for": emulated_op,
             "axes": axes,
             "in_loop": in_loop,
             "count": len(same),
             **_bytes_of(same),
         }
-        for (op, stands_for, axes, in_loop), same in sorted(together.items())
+        for (op, emulated_op, axes, in_loop), same in sorted(together.items())
     ]
 
 

@@ -11,7 +11,7 @@ import spmdkit as sk
 from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.hlo.loops import trip_count, walk
 from spmdkit.plan.hlo.text import parse
-from spmdkit.plan.lower_bound import least_bytes
+from spmdkit.plan.lower_bound import lower_bound_bytes
 from spmdkit.plan.machine.target import open_target, parse_target
 from tests.plan.known_traffic import PROGRAMS, SIZES, compiled
 from tests.support.core_runs import program_of
@@ -89,6 +89,6 @@ def test_the_formulas_count_a_gradient_of_float64_in_its_own_bytes(reducer):
         settings = {"mesh": {"replica": 2, "data": 4}, "reducer": reducer, "batch_size": 16}
         program = program_of(task, precision={"compute": "float64", "params": "float64"}, **settings)
         sent = read_bill(parse(program.compiled.as_text()), program.sizes).bytes
-        assert least_bytes(program)["replica x data"] == pytest.approx(sent, abs=400)
-        assert f"{least_bytes(program)['replica x data']} B sent" in program.explain()
+        assert lower_bound_bytes(program)["replica x data"] == pytest.approx(sent, abs=400)
+        assert f"{lower_bound_bytes(program)['replica x data']} B sent" in program.explain()
     jax.clear_caches()

@@ -147,8 +147,8 @@ def test_an_array_with_a_short_last_dim_is_padding():
     """65536 x 4 x 2 float32 are 2 MiB; in tiles of 8 x 128 they take 65536 x 8 x 128 x 4 bytes = 256 MiB."""
     module = parse(PADDED)
     assert module.entry.root.shapes[0].padded_bytes == 2**28
-    subject = SimpleNamespace(module=module, memory=SimpleNamespace(peak_bytes=2**30))
-    found = list(padding.find(subject))
+    step = SimpleNamespace(module=module, memory=SimpleNamespace(peak_bytes=2**30))
+    found = list(padding.find(step))
     assert [f.source for f in found][-1] == "model.py:7" or found[0].source == "model.py:7"
     assert all("2.0 MiB and takes 256.0 MiB" in f.message for f in found)
 
@@ -173,8 +173,8 @@ def test_a_part_of_a_copy_is_cut_at_the_number_of_the_device_not_of_the_layer(at
     """XLA takes out what it recognises, so this one is written by hand."""
     module = parse(CUT.format(at=at))
     bill = read_bill(module, {"fsdp": 8})
-    subject = SimpleNamespace(module=module, bill=bill, scans={}, matters=lambda c: True)
-    messages = [f.message for f in pointless_gather.find(subject)]
+    step = SimpleNamespace(module=module, bill=bill, scans={}, matters=lambda c: True)
+    messages = [f.message for f in pointless_gather.find(step)]
     assert len(messages) == found and all("cut from an array that every device holds" in m for m in messages)
 
 
@@ -222,8 +222,8 @@ def test_a_gather_in_a_loop_costs_as_often_as_the_scan_is_long(scans, times, mon
     seen = lambda *given: (visits.append(visit) or visit for visit in walk(*given))
     monkeypatch.setattr(pointless_gather.loops, "walk", seen)
     bill = read_bill(module, {"fsdp": 8}, scans=scans)
-    subject = SimpleNamespace(module=module, bill=bill, scans=scans, matters=lambda c: True)
-    (finding,) = pointless_gather.find(subject)
+    step = SimpleNamespace(module=module, bill=bill, scans=scans, matters=lambda c: True)
+    (finding,) = pointless_gather.find(step)
     assert f"({format_bytes(times * 7 * 64 * 64 * 4)} sent a step)" in finding.message
     assert {visit.runs for visit in visits if visit.instruction.name == "all-gather"} == {times if scans else None}
 

@@ -44,7 +44,7 @@ def test_the_guises_of_the_saved_texts_are_those_that_they_were_saved_for():
 def test_a_gather_that_is_sent_as_an_all_reduce_is_billed_as_sent_and_says_what_it_stands_for():
     """4096 x 4096 bfloat16 over 64 devices, zeros around each shard: 2 * 63/64 of all of it."""
     (c,) = read_bill(saved("gather_over_a_torus"), {"data": 1, "fsdp": 64}).collectives
-    assert (c.op, c.stands_for, c.axes, c.bytes) == (
+    assert (c.op, c.emulated_op, c.axes, c.bytes) == (
         "all_reduce",
         "all_gather",
         ("fsdp",),

@@ -26,8 +26,8 @@ CASES = {
 def test_the_parts_add_up_to_the_peak_that_the_compiler_reserves(case):
     settings, parts = CASES[case]
     program = program_of(task(good_loss, rules=RULES), batch_size=512, **settings)
-    reading = read_program(program)
-    memory, stats = reading.memory, program.compiled.memory_analysis()
+    analysis = read_program(program)
+    memory, stats = analysis.memory, program.compiled.memory_analysis()
     assert sum(memory.parts.values()) == memory.peak_bytes
     assert memory.parts["parameters"] == PARAMETERS // parts
     assert memory.parts["inputs"] == 2 * 512 * 256 * 4 // (8 if case != "tensor" else 2)
@@ -38,7 +38,7 @@ def test_the_parts_add_up_to_the_peak_that_the_compiler_reserves(case):
         - stats.alias_size_in_bytes
         + (stats.temp_size_in_bytes + stats.generated_code_size_in_bytes)
     )
-    alive = sum(buffer.bytes for buffer in live_at_peak(reading.module, limit=10**6))
+    alive = sum(buffer.bytes for buffer in live_at_peak(analysis.module, limit=10**6))
     assert 0.8 < alive / memory.temp_bytes < 1.25
     assert [b.bytes for b in memory.live] == sorted((b.bytes for b in memory.live), reverse=True)
     assert any(b.source and "bad_programs.py" in b.source for b in memory.live)

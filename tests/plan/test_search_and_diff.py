@@ -14,9 +14,9 @@ from spmdkit.program.opening import task_of
 from tests.support.plan_files import config, write
 
 
-def found(vary, **changes):
+def found(search_over, **changes):
     asked = config(**changes)
-    return candidates(asked, task_of(asked), choose_target(asked, None), vary)
+    return candidates(asked, task_of(asked), choose_target(asked, None), search_over)
 
 
 def test_every_legal_mesh_is_a_candidate_once_and_the_others_say_why_not():
@@ -33,7 +33,7 @@ def test_microbatches_remat_and_zero_vary_where_asked():
     rows = found(["microbatches", "remat", "zero"], batch_size=32)
     kinds = {(c.changes.get("microbatches", 1), c.changes.get("remat", "none"), c.changes["layout.zero"]) for c in rows}
     assert kinds == {(m, r, z) for m in (1, 2, 4) for r in ("none", "dots", "full") for z in (1, 2, 3)}
-    with pytest.raises(ConfigError, match="--vary names 'meshes'"):
+    with pytest.raises(ConfigError, match="--search-over names 'meshes'"):
         found(["meshes"])
 
 
@@ -92,7 +92,7 @@ def test_the_difference_of_two_plans_is_what_moved(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (PlanOptions(vary="mesh,remat"), "--vary has no effect without --search"),
+        (PlanOptions(search_over="mesh,remat"), "--search-over has no effect without --search"),
         (PlanOptions(diff="x.json", search=True), "--diff compares two plans"),
         (PlanOptions(diff="absent.json"), "absent.json cannot be read as a plan"),
         (PlanOptions(search=True, compile=0), "--compile is 0"),

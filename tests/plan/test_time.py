@@ -12,7 +12,7 @@ from spmdkit.plan.collectives_bill import Bill
 from spmdkit.plan.command import choose_target, make_plan
 from spmdkit.plan.hlo.text import parse
 from spmdkit.plan.machine.calibrate import calibrate, with_measured
-from spmdkit.plan.machine.links import Way, hops, way
+from spmdkit.plan.machine.links import LinkPath, hops, link_path
 from spmdkit.plan.machine.target import parse_target, target_of
 from spmdkit.plan.roofline import predict_time
 from tests.support.plan_files import config
@@ -114,10 +114,10 @@ def test_a_convolution_counts_what_meets_the_input():
 def test_a_group_inside_a_host_uses_its_links_and_one_across_hosts_the_network():
     target = parse_target("gpu:h100:2x8")
     devices = list(range(16))
-    inside, across = way(target, devices, range(8)), way(target, devices, range(16))
+    inside, across = link_path(target, devices, range(8)), link_path(target, devices, range(16))
     assert (inside.link, inside.bytes_per_s, inside.crosses) == ("nvlink", 450e9, False)
     assert (across.link, across.bytes_per_s, across.crosses) == ("network", 400e9, True)
-    assert way(target, devices, [0, 8]).bytes_per_s == 50e9
+    assert link_path(target, devices, [0, 8]).bytes_per_s == 50e9
 
 
 class Chip:
@@ -128,18 +128,18 @@ class Chip:
 def test_on_a_torus_every_axis_adds_its_links_and_a_ring_has_two():
     target = parse_target("tpu:v5p:4x4x4")
     devices = [Chip(x, y, z) for z in range(4) for y in range(4) for x in range(4)]
-    assert way(target, devices, range(4)).bytes_per_s == 2 * 90e9  # x, a whole ring of four
-    assert way(target, devices, range(2)).bytes_per_s == 90e9  # half of it: a line
-    assert way(target, devices, range(16)).bytes_per_s == 4 * 90e9  # x and y
-    assert way(target, devices, range(64)).bytes_per_s == 6 * 90e9
+    assert link_path(target, devices, range(4)).bytes_per_s == 2 * 90e9  # x, a whole ring of four
+    assert link_path(target, devices, range(2)).bytes_per_s == 90e9  # half of it: a line
+    assert link_path(target, devices, range(16)).bytes_per_s == 4 * 90e9  # x and y
+    assert link_path(target, devices, range(64)).bytes_per_s == 6 * 90e9
     two = parse_target("tpu:v5p:4x4x4*2")
-    crossing = way(two, [Chip(0, 0, 0), Chip(0, 0, 0, 1)], range(2))
+    crossing = link_path(two, [Chip(0, 0, 0), Chip(0, 0, 0, 1)], range(2))
     assert (crossing.link, crossing.bytes_per_s, crossing.crosses) == ("dcn", 6.25e9, True)
 
 
 def test_a_collective_takes_its_bytes_and_its_hops():
     assert (hops("all_reduce", 8), hops("all_gather", 8), hops("collective_permute", 8)) == (8, 4, 1)
-    assert Way("ici", 1e9, 0.5, 1e-6).seconds(1e9, "all_gather", 8, runs=3) == pytest.approx(2 + 3 * 4e-6)
+    assert LinkPath("ici", 1e9, 0.5, 1e-6).seconds(1e9, "all_gather", 8, runs=3) == pytest.approx(2 + 3 * 4e-6)
 
 
 def test_what_the_machine_does_is_measured_kept_and_used(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ ROWS, EVAL_ROWS = 40, 50
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
-class Deviation:
+class Difference:
     """The standard deviation of values, by the parts' counts, means and sums of squares around them (Chan, Golub,
     LeVeque 1979)."""
 
@@ -42,7 +42,7 @@ class Deviation:
         apart = other.mean - self.mean
         mean = self.mean + apart * other.count / count
         squares = self.squares + other.squares + apart**2 * self.count * other.count / count
-        return Deviation(self.count + other.count, mean, squares)
+        return Difference(self.count + other.count, mean, squares)
 
     def compute(self):
         return jnp.sqrt(self.squares / self.count.clip(1))
@@ -66,9 +66,9 @@ def measured(params, batch):
     error = jnp.abs(batch["x"] @ params["w"] - batch["y"])
     mask = sk.example_mask()
     return {
-        "deviation": Deviation.from_model_output(5 + error[:, 0], mask),
+        "deviation": Difference.from_model_output(5 + error[:, 0], mask),
         "smallest": Smallest(jnp.where(mask[:, None], error, jnp.inf).min(0)),
-        "variance": sk.derived(lambda part: part.compute() ** 2, Deviation.from_model_output(error[:, 0], mask)),
+        "variance": sk.derived(lambda part: part.compute() ** 2, Difference.from_model_output(error[:, 0], mask)),
     }
 
 

@@ -221,10 +221,10 @@ def test_dropout_of_nnx_keeps_its_keys_in_the_model_state():
 
 def test_verify_and_plan_take_keys_in_the_state():
     from spmdkit.plan.memory import shard_bytes
-    from spmdkit.verify.task_runner import Setting, Subject, flat
+    from spmdkit.verify.task_runner import Setting, TaskRunner, flat
 
-    subject = Subject(sk.Config(task="t.py:t"), noisy(OPTIMIZERS["noisy_sgd"]()), 16)
-    record = subject.run(subject.program(Setting({"data": 2}, 1)), evaluate=True, restore=True)
+    task_runner = TaskRunner(sk.Config(task="t.py:t"), noisy(OPTIMIZERS["noisy_sgd"]()), 16)
+    record = task_runner.run(task_runner.program(Setting({"data": 2}, 1)), evaluate=True, restore=True)
     assert record.restored[0] == 0 and len(record.losses) == 3
 
     program = program_of(noisy(keys_for_each_row()), mesh={"fsdp": 8}, layout={"min_shard_bytes": 1}, **SETTINGS)

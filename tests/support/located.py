@@ -31,8 +31,8 @@ from spmdkit.step.row_order import RowOrder
 from spmdkit.verify import mutations, user_mistakes
 from spmdkit.verify.locate import Locator
 from spmdkit.verify.mutants import MUTANTS
-from spmdkit.verify.runner import Judge
-from spmdkit.verify.task_runner import Setting, Subject
+from spmdkit.verify.runner import CaseRunner
+from spmdkit.verify.task_runner import Setting, TaskRunner
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tests" / "verify" / "located"
@@ -127,17 +127,17 @@ TOOLKITS = {
     "reduction_dropped": [mutations._first_only],
     "reduction_doubled": [mutations.doubled],
     "reduction_over_wrong_axis": [mutations._first_only],
-    "microbatch_twice": [mutations.first_microbatch_twice],
+    "microbatch_twice": [mutations.repeat_first_microbatch],
     "key_shared_by_replicas": [
-        mutations.shared_positions,
+        mutations.share_positions,
         RowOrder.of_microbatch,
         RowOrder.position,
         RowOrder.of_shards,
         gradient._positions,
     ],
-    "key_folded_by_device": [mutations.folded_positions],
+    "key_folded_by_device": [mutations.fold_positions],
     "mean_over_shard": [user_mistakes.shard_mean],
-    "example_keys_forgotten": [user_mistakes.forgotten_key],
+    "example_keys_forgotten": [user_mistakes.fold_by_local_row],
 }
 """Mutants of `verify` that act on every task, with the functions that make the mistake, or are called by it with what
 is wrong."""
@@ -157,17 +157,17 @@ def told(task: str, name: str, mesh: dict[str, int] | None = None) -> Told:
         return _told_of_mutant(_judge_of(task), name)
     mistake, mesh = (OF_LONG[name], mesh or CONTEXT) if task == "long" else (USERS[name], mesh or USERS[name].mesh)
     text, wrong = changed(text_of(task), mistake)
-    subject = judge_of(task, text, mistake.short).subject
+    task_runner = runner_of(task, text, mistake.short).task_runner
     setting = Setting(mesh, mistake.microbatches, mistake.short)
-    found = Locator(subject)(setting, subject.program(setting), "gradient", int(mistake.short))
+    found = Locator(task_runner)(setting, task_runner.program(setting), "gradient", int(mistake.short))
     if found is None:
         return Told("silent", "")
     file, _, number = found.line.partition(" ")[0].rpartition(":")
     return Told("right" if file.endswith(f"{task}_task.py") and int(number) in wrong else "wrong", found.text)
 
 
-def _told_of_mutant(judge: Judge, name: str) -> Told:
-    found = judge.mutant(name, 4)
+def _told_of_mutant(case_runner: CaseRunner, name: str) -> Told:
+    found = case_runner.mutant(name, 4)
     if not found.get("caught"):
         return Told("missed", str(found.get("not_applicable", found)))
     if (located := found["located"]) is None:
@@ -198,13 +198,13 @@ def changed(text: str, mistake: Mistake) -> tuple[str, set[int]]:
 
 
 @functools.cache
-def _judge_of(task: str) -> Judge:
-    """Returns the judge of a task as it is; it keeps the references of those before."""
-    return judge_of(task, text_of(task))
+def _judge_of(task: str) -> CaseRunner:
+    """Returns the case_runner of a task as it is; it keeps the references of those before."""
+    return runner_of(task, text_of(task))
 
 
-def judge_of(task: str, text: str, short: bool = False) -> Judge:
-    """Returns the judge of a task's text, in this process."""
+def runner_of(task: str, text: str, short: bool = False) -> CaseRunner:
+    """Returns the case_runner of a task's text, in this process."""
     path = Path(tempfile.mkdtemp(dir=_TEXTS.name)) / f"{task}_task.py"
     path.write_text(text, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(f"located_{task}_{len(sys.modules)}", path)
@@ -212,7 +212,7 @@ def judge_of(task: str, text: str, short: bool = False) -> Judge:
     spec.loader.exec_module(module)
     data = {"shuffle": False} | ({"drop_remainder": False} if short else {})
     config = sk.Config(task="t.py:t", batch_size=BATCH, steps=2, data=data)
-    return Judge(Subject(config, module.task, BATCH, steps=2), locate="all")
+    return CaseRunner(TaskRunner(config, module.task, BATCH, steps=2), locate="all")
 
 
 # ---- the table ----------------------------------------------------------------------------------------------------------

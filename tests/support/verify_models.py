@@ -11,8 +11,8 @@ import numpy as np
 import optax
 
 import spmdkit as sk
-from spmdkit.verify.runner import Judge
-from spmdkit.verify.task_runner import Subject
+from spmdkit.verify.runner import CaseRunner
+from spmdkit.verify.task_runner import TaskRunner
 
 VOCAB, WIDTH, HEADS, LENGTH, NUM = 13, 8, 2, 6, 96
 
@@ -138,12 +138,12 @@ def equinox_attention(optimizer):
 MODELS = {"gpt2": gpt2, "flax_cnn": cnn, "equinox": equinox_attention}
 
 
-def new_judge(task, dtype="float32", **settings):
-    """Returns the judge of a task in this process."""
-    return Judge(Subject(sk.Config(task="t.py:t", **settings), task, 16, 3, dtype))
+def new_case_runner(task, dtype="float32", **settings):
+    """Returns the case_runner of a task in this process."""
+    return CaseRunner(TaskRunner(sk.Config(task="t.py:t", **settings), task, 16, 3, dtype))
 
 
 @functools.cache
-def judge(model, optimizer="adam", rate=1e-3):
-    """Returns the judge of one of these models, the same for all who ask."""
-    return new_judge(MODELS[model](getattr(optax, optimizer)(rate)))
+def case_runner(model, optimizer="adam", rate=1e-3):
+    """Returns the case_runner of one of these models, the same for all who ask."""
+    return new_case_runner(MODELS[model](getattr(optax, optimizer)(rate)))

@@ -9,8 +9,8 @@ import optax
 from jax import lax
 
 import spmdkit as sk
-from spmdkit.verify.runner import Judge
-from spmdkit.verify.task_runner import Subject
+from spmdkit.verify.runner import CaseRunner
+from spmdkit.verify.task_runner import TaskRunner
 
 REPLICAS = ("replica", "data")
 BATCH = 32
@@ -207,27 +207,27 @@ def language_task():
 
 @functools.cache
 def language_judge():
-    """Returns the judge of a model with an embedding and a head that are cut over the vocabulary."""
-    return Judge(Subject(sk.Config(task="t.py:t"), language_task(), BATCH, steps=2))
+    """Returns the case_runner of a model with an embedding and a head that are cut over the vocabulary."""
+    return CaseRunner(TaskRunner(sk.Config(task="t.py:t"), language_task(), BATCH, steps=2))
 
 
 @functools.cache
 def natural_judge():
-    """Returns the judge of `natural`."""
-    return new_natural_judge()
+    """Returns the case_runner of `natural`."""
+    return new_natural_runner()
 
 
-def new_natural_judge():
+def new_natural_runner():
     task = sk.Task(natural_init, natural, optax.adam(1e-2), train_data=data(), state_reduction=NATURAL_AGREE)
-    return Judge(Subject(sk.Config(task="t.py:t"), task, BATCH, steps=2))
+    return CaseRunner(TaskRunner(sk.Config(task="t.py:t"), task, BATCH, steps=2))
 
 
 # ---- judging ----------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
-def judge(loss_fn, drop_remainder=True, stateful=False, steps=2, **settings):
-    """Returns the judge of a task in this process."""
+def case_runner(loss_fn, drop_remainder=True, stateful=False, steps=2, **settings):
+    """Returns the case_runner of a task in this process."""
     task = sk.Task(
         init=stateful_init if stateful else init,
         loss_fn=loss_fn,
@@ -237,4 +237,4 @@ def judge(loss_fn, drop_remainder=True, stateful=False, steps=2, **settings):
         rules=[("w", ["embed", "mlp"])],
     )
     config = sk.Config(task="t.py:t", data={"drop_remainder": drop_remainder}, **settings)
-    return Judge(Subject(config, task, BATCH, steps))
+    return CaseRunner(TaskRunner(config, task, BATCH, steps))

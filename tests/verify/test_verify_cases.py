@@ -9,12 +9,12 @@ from spmdkit.errors import ConfigError
 from spmdkit.program import padding_check
 from spmdkit.verify import compare, memory_check
 from spmdkit.verify.diagnosis import diagnose, pattern
-from spmdkit.verify.difference import Deviation
+from spmdkit.verify.difference import Difference
 from spmdkit.verify.noise import leaf_errors
 from spmdkit.verify.probes import one_ulp
 from spmdkit.verify.task_runner import Setting
 from tests.support import verify_tasks as tasks
-from tests.support.verify_tasks import judge
+from tests.support.verify_tasks import case_runner
 
 pytestmark = pytest.mark.promotes("tasks as users write them: masks of bools times numbers")
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.promotes("tasks as users write them: masks of bools tim
 @pytest.mark.parametrize("drop_remainder", [True, False])
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
 def test_a_right_task_is_equal_to_one_device(mesh, drop_remainder):
-    found = judge(tasks.right, drop_remainder).case(mesh, 1, whole=mesh == {"data": 8})
+    found = case_runner(tasks.right, drop_remainder).case(mesh, 1, whole=mesh == {"data": 8})
     assert found["passed"], found
     assert found["gradient_error"] < 2e-6
     if mesh == {"data": 8}:
@@ -44,7 +44,7 @@ def test_a_right_task_is_equal_to_one_device(mesh, drop_remainder):
     ids=lambda x: getattr(x, "__name__", None),
 )
 def test_a_wrong_task_is_told_what_kind_of_mistake_it_is(loss_fn, kind, says):
-    found = judge(loss_fn).case({"data": 4}, 1, whole=False)
+    found = case_runner(loss_fn).case({"data": 4}, 1, whole=False)
     assert not found["passed"]
     diagnosis = found["diagnosis"]
     assert diagnosis["kind"] == kind
@@ -52,47 +52,47 @@ def test_a_wrong_task_is_told_what_kind_of_mistake_it_is(loss_fn, kind, says):
 
 
 def test_a_mistake_with_uneven_counts_is_seen_in_the_short_batch_only():
-    assert judge(tasks.own_normalisation).case({"data": 4}, 1, whole=False)["passed"]
-    found = judge(tasks.own_normalisation, drop_remainder=False).case({"data": 4}, 1, whole=False)
+    assert case_runner(tasks.own_normalisation).case({"data": 4}, 1, whole=False)["passed"]
+    found = case_runner(tasks.own_normalisation, drop_remainder=False).case({"data": 4}, 1, whole=False)
     assert found["diagnosis"]["kind"] == "uneven counts"
     assert "only in the short batch" in found["diagnosis"]["found"]
 
 
 def test_padding_that_counts_is_refused_by_the_reference():
-    assert judge(tasks.counts_padding).case({"data": 4}, 1, whole=False)["passed"]
+    assert case_runner(tasks.counts_padding).case({"data": 4}, 1, whole=False)["passed"]
     with pytest.raises(ConfigError, match="in loss_fn padding rows count: metric 'loss' is"):
-        judge(tasks.counts_padding, drop_remainder=False).case({"data": 4}, 1, whole=False)
+        case_runner(tasks.counts_padding, drop_remainder=False).case({"data": 4}, 1, whole=False)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"data": 4}], ids=str)
 def test_padding_that_counts_differs_from_the_reference_where_nothing_else_looks_for_it(mesh, monkeypatch):
     """The reference of a short batch has no padding: the mistake is not made on both sides."""
     monkeypatch.setattr(padding_check, "changes", lambda *args: [])
-    found = judge.__wrapped__(tasks.counts_padding, "mask").case(mesh, 1, whole=False)
+    found = case_runner.__wrapped__(tasks.counts_padding, "mask").case(mesh, 1, whole=False)
     assert not found["passed"] and found["gradient_error"] > 1e-3
     assert found["diagnosis"]["kind"] == "uneven counts"
     assert "only in the short batch" in found["diagnosis"]["found"]
 
 
 def test_model_state_of_one_replicas_examples_is_told():
-    found = judge(tasks.state_of_a_replica, stateful=True).case({"data": 4}, 1, whole=False)
+    found = case_runner(tasks.state_of_a_replica, stateful=True).case({"data": 4}, 1, whole=False)
     assert found["diagnosis"]["kind"] == "model state"
     assert found["failed"] == ["state"]
 
 
 def test_accumulation_on_one_device_is_a_case_of_its_own():
-    diagnosis = judge(tasks.own_statistics).case({}, 2, whole=False)["diagnosis"]
+    diagnosis = case_runner(tasks.own_statistics).case({}, 2, whole=False)["diagnosis"]
     assert diagnosis["kind"] == "batch statistics" and "leave microbatches at 1" in diagnosis["repair"]
-    assert judge(tasks.summed_twice).case({}, 2, whole=False)["passed"]
+    assert case_runner(tasks.summed_twice).case({}, 2, whole=False)["passed"]
 
 
 def test_everybodys_rows_are_those_of_a_microbatch_on_one_device_too():
-    assert judge(tasks.right).case({"data": 4}, 2, whole=False)["passed"]
-    assert "everybody's rows are those of a microbatch" in judge(tasks.right).case({}, 2, whole=False)["skipped"]
+    assert case_runner(tasks.right).case({"data": 4}, 2, whole=False)["passed"]
+    assert "everybody's rows are those of a microbatch" in case_runner(tasks.right).case({}, 2, whole=False)["skipped"]
 
 
 def test_a_mesh_that_the_task_cannot_use_is_skipped_with_the_reason():
-    found = judge(tasks.right).case({"pipeline": 2}, 1, whole=False)
+    found = case_runner(tasks.right).case({"pipeline": 2}, 1, whole=False)
     assert "pipeline" in found["skipped"] and "passed" not in found
 
 
@@ -102,9 +102,9 @@ def test_a_task_too_large_for_this_machines_memory_is_refused_with_the_numbers(t
     init = lambda key: {"w": jax.numpy.zeros((1000, 100))}
     task = sk.Task(init, tasks.right, train_data=tasks.data())
     with pytest.raises(sk.SpmdkitError, match=r"390.6 KiB need about 9.2 MiB, 1000.0 KiB are free"):
-        memory_check.check_room(task, 4, 1)
+        memory_check.check_memory(task, 4, 1)
     monkeypatch.setattr(memory_check, "MEMINFO", tmp_path / "none")
-    memory_check.check_room(task, 4, 1)
+    memory_check.check_memory(task, 4, 1)
 
 
 # ---- numbers and words
@@ -129,7 +129,7 @@ def test_one_ulp_moves_floating_point_numbers_by_one_ulp_and_leaves_integers():
 
 
 def test_the_tolerance_grows_with_what_one_ulp_does_and_has_a_floor_and_a_ceiling():
-    reference = judge(tasks.right).reference(Setting({}))
+    reference = case_runner(tasks.right).reference(Setting({}))
     results = reference.results
     floor = compare.FLOOR_ULPS * np.finfo(np.float32).eps
     still, _, _ = compare.tolerances(results, [results], np.finfo(np.float32).eps)
@@ -147,13 +147,13 @@ def test_the_tolerance_grows_with_what_one_ulp_does_and_has_a_floor_and_a_ceilin
     ],
 )
 def test_a_factor_names_the_axes_that_it_is_the_size_of(factor, mesh, microbatches, kind, names):
-    finding = Deviation("gradient", "w", 1.0, factor=factor)
+    finding = Difference("gradient", "w", 1.0, factor=factor)
     found = diagnose(finding, mesh, microbatches, lambda: False, lambda: False)
     assert found.kind == kind and f"the size of {names}" in found.found
 
 
 def test_a_right_gradient_with_a_wrong_update_is_the_optimizers_mistake():
-    finding = Deviation("update", "w", 0.5, factor=0.7)
+    finding = Difference("update", "w", 0.5, factor=0.7)
     found = diagnose(finding, {"fsdp": 4}, 1, lambda: False, lambda: False)
     assert found.kind == "optimizer" and "0.7 times" in found.found
 

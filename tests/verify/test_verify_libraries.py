@@ -6,8 +6,8 @@ import importlib
 import pytest
 
 import spmdkit as sk
-from spmdkit.verify.runner import Judge
-from spmdkit.verify.task_runner import Setting, Subject
+from spmdkit.verify.runner import CaseRunner
+from spmdkit.verify.task_runner import Setting, TaskRunner
 
 pytestmark = pytest.mark.promotes("natural code of the libraries' own examples")
 
@@ -23,9 +23,9 @@ QUICK = ["equinox frozen_layer", "optax lookahead_mnist"]
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in TASKS])
 def test_there_is_no_false_alarm(name):
     config = sk.Config(task="t.py:t", batch_size=16, steps=3, data={"shuffle": False})
-    judge = Judge(Subject(config, TASKS[name](), 16, 3))
-    judge.reference(Setting({}, short=judge.subject.short))
-    assert judge.against_plain_jax().get("passed", True)
+    case_runner = CaseRunner(TaskRunner(config, TASKS[name](), 16, 3))
+    case_runner.reference(Setting({}, short=case_runner.task_runner.short))
+    assert case_runner.compare_with_plain_jax().get("passed", True)
     for mesh in ({"data": 4}, {"data": 2, "fsdp": 2}):
-        found = judge.case(mesh, 1, whole=True)
+        found = case_runner.case(mesh, 1, whole=True)
         assert found.get("passed"), (mesh, found)

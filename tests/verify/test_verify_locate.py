@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spmdkit.verify import locate, mutations
-from spmdkit.verify.sharding_relation import FAR, FLOOR, difference, noise_of, related
+from spmdkit.verify.sharding_relation import FAR, FLOOR, difference, find_relation, noise_of
 from spmdkit.verify.task_runner import Setting
 from tests.support import verify_tasks as tasks
 
@@ -19,9 +19,9 @@ AXES = {"data": 4}
 
 def located(loss_fn):
     """Returns what `verify` tells of a user's loss on data 4."""
-    subject = tasks.judge(loss_fn).subject
-    program = subject.program(SETTING)
-    return locate.Locator(subject)(SETTING, program, "gradient", 0)
+    task_runner = tasks.case_runner(loss_fn).task_runner
+    program = task_runner.program(SETTING)
+    return locate.Locator(task_runner)(SETTING, program, "gradient", 0)
 
 
 def is_in(line, function):
@@ -59,9 +59,9 @@ def test_a_right_task_has_no_line():
     ("name", "function"), [("reduction_dropped", mutations._first_only), ("reduction_doubled", mutations.doubled)]
 )
 def test_a_mistake_of_the_toolkit_is_told_with_its_line(name, function, monkeypatch):
-    judge = tasks.judge(tasks.metric_of_a_replica)
-    monkeypatch.setattr(judge, "locate", "all")
-    found = judge.mutant(name, 4)
+    case_runner = tasks.case_runner(tasks.metric_of_a_replica)
+    monkeypatch.setattr(case_runner, "locate", "all")
+    found = case_runner.mutant(name, 4)
     assert found["caught"] and is_in(found["located"]["line"], function), found
 
 
@@ -73,7 +73,7 @@ PARTS = np.random.default_rng(1).normal(size=(4, 3))
 
 
 def relation(found, right, stacked=AXES, reordered=False):
-    return related(found, right, stacked, AXES, lambda least: noise_of(right, [], least), reordered)
+    return find_relation(found, right, stacked, AXES, lambda least: noise_of(right, [], least), reordered)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_what_is_not_finite_is_the_same_where_it_is_in_both():
 def test_a_sum_over_one_axis_of_two_is_a_part():
     stacked = {"replica": 2, "data": 2}
     parts = np.repeat(PARTS[:2], 2, axis=0)
-    assert related(parts, PARTS[:2].sum(0), stacked, stacked, lambda least: least) == ("sum", "replica")
+    assert find_relation(parts, PARTS[:2].sum(0), stacked, stacked, lambda least: least) == ("sum", "replica")
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ from spmdkit.step import accumulator, gradient, multi_term_loss, reduction, repl
 from spmdkit.step.metrics import mean
 from spmdkit.step.model_state import agreement
 from spmdkit.verify import mutations
-from spmdkit.verify.mutants import MUTANTS, Known, Mutant
-from spmdkit.verify.mutations import patched, place_of
-from spmdkit.verify.runner import Judge
+from spmdkit.verify.mutants import MUTANTS, Mutant, TaskFacts
+from spmdkit.verify.mutations import patched, resolve_seam
+from spmdkit.verify.runner import CaseRunner
 from spmdkit.verify.task_runner import Setting
 from tests.support import verify_tasks as tasks
-from tests.support.verify_tasks import judge
+from tests.support.verify_tasks import case_runner
 
 pytestmark = pytest.mark.promotes("tasks as users write them: masks of bools times numbers")
 
@@ -57,7 +57,7 @@ OF_COUNTS = ("mean_of_means", "mean_over_shard", "count_without_gradient", "clip
 
 @pytest.mark.parametrize("name", [mutant.name for mutant in MUTANTS if mutant.name not in OF_OPS | OF_NATURAL_TASKS])
 def test_a_mutant_is_caught(name):
-    found = judge(tasks.right, drop_remainder=False).mutant(name, 4)
+    found = case_runner(tasks.right, drop_remainder=False).mutant(name, 4)
     assert found.get("caught"), found
 
 
@@ -75,12 +75,12 @@ def test_a_mutant_of_a_natural_task_is_caught(name):
 
 @pytest.mark.parametrize("name", OF_COUNTS)
 def test_a_mutant_of_counts_is_caught_where_the_loss_is_a_sum_of_two_means(name):
-    found = judge(tasks.two_means, drop_remainder=False).mutant(name, 4)
+    found = case_runner(tasks.two_means, drop_remainder=False).mutant(name, 4)
     assert found.get("caught"), found
 
 
 def test_a_mutant_of_padding_is_caught_in_a_metric_alone_which_the_last_step_does_not_show():
-    found = judge(tasks.real_rows_counted, drop_remainder=False, steps=3).mutant("padding_among_examples", 4)
+    found = case_runner(tasks.real_rows_counted, drop_remainder=False, steps=3).mutant("padding_among_examples", 4)
     assert found.get("caught") and found["by"].startswith("metric"), found
 
 
@@ -88,23 +88,23 @@ def test_a_mutant_of_padding_is_caught_in_a_metric_alone_which_the_last_step_doe
 def test_a_natural_task_is_equal_to_one_device_and_one_device_to_plain_jax(mesh):
     found = tasks.natural_judge().case(mesh, 1, whole=mesh == {"data": 4})
     assert found["passed"], found
-    plain = tasks.natural_judge().against_plain_jax()
+    plain = tasks.natural_judge().compare_with_plain_jax()
     assert plain["passed"] and plain["gradient_error"] < 1e-6, plain
 
 
 @pytest.mark.parametrize(
     ("mistake", "quantity"),
     [
-        (mutations.typed_replicas, "gradient"),
-        (mutations.averaged_state, "loss"),
+        (mutations.type_replicas, "gradient"),
+        (mutations.average_state, "loss"),
         (mutations.count_without_gradient, None),
     ],
 )
 def test_verify_finds_by_itself_that_a_repair_of_the_toolkit_was_taken_out(mistake, quantity):
     """The mistake is in the toolkit for every program, one device too, as it was before the repair."""
     with mistake(None) as acted:
-        judge = tasks.new_natural_judge()
-        case, plain = judge.case({"data": 4}, 1, whole=False), judge.against_plain_jax()
+        case_runner = tasks.new_natural_runner()
+        case, plain = case_runner.case({"data": 4}, 1, whole=False), case_runner.compare_with_plain_jax()
     assert acted
     if quantity is None:  # wrong on every mesh alike: only plain JAX knows
         assert not plain["passed"] and plain["gradient_error"] > 1e-2
@@ -120,7 +120,7 @@ def test_a_model_with_ops_is_equal_to_one_device(axis):
 
 @pytest.mark.parametrize("name", ["batch_statistics_per_replica", "statistics_of_first_replica"])
 def test_a_sum_over_replicas_that_nothing_is_made_of_is_no_mutant_that_was_missed(name):
-    found = judge(tasks.counts_devices).mutant(name, 4)
+    found = case_runner(tasks.counts_devices).mutant(name, 4)
     assert "changes no number" in found["not_applicable"], found
 
 
@@ -142,7 +142,7 @@ def test_a_sum_over_replicas_that_nothing_is_made_of_is_no_mutant_that_was_misse
     ],
 )
 def test_a_mutant_that_cannot_act_says_why(name, reason):
-    found = judge(tasks.metric_of_a_replica).mutant(name, 4)
+    found = case_runner(tasks.metric_of_a_replica).mutant(name, 4)
     assert "caught" not in found and reason in found["not_applicable"]
 
 
@@ -150,7 +150,7 @@ def test_the_page_of_mutants_has_the_reasons_that_the_program_gives():
     """docs/verify.md is written from docs/verify.json; a reason there is one that `verify` says today, of the task as
     it is now."""
     page = (ROOT / "docs" / "verify.md").read_text(encoding="utf-8")
-    nothing = Known(num_devices=8, uses=frozenset(), gradient_norm=1.0)
+    nothing = TaskFacts(num_devices=8, uses=frozenset(), gradient_norm=1.0)
     for name, sweeps in json.loads((ROOT / "docs" / "verify.json").read_text(encoding="utf-8"))["configs"].items():
         found = next(iter(sweeps.values()))
         tried, not_tried = found["mutants"], found["not_applicable"]
@@ -167,7 +167,7 @@ def test_the_page_of_mutants_has_the_reasons_that_the_program_gives():
 
 def test_a_blunt_comparison_lets_a_mutant_through_and_says_so(monkeypatch):
     monkeypatch.setattr("spmdkit.verify.compare.Errors.failed", lambda *_: [])
-    assert judge(tasks.right, drop_remainder=False).mutant("reduction_doubled", 4)["caught"] is False
+    assert case_runner(tasks.right, drop_remainder=False).mutant("reduction_doubled", 4)["caught"] is False
 
 
 def test_there_are_twenty_kinds_of_mistakes_those_of_users_too():
@@ -188,7 +188,7 @@ def test_a_mutant_that_changes_no_number_is_not_applicable_where_that_can_be(idl
     apply = lambda setting: contextlib.nullcontext(["acted"])
     mutant = Mutant("idle", "nothing", lambda known: [Setting({"data": 2})], apply, idle=idle)
     monkeypatch.setattr("spmdkit.verify.mutants.by_name", lambda name: mutant)
-    found = judge(tasks.right).mutant("idle", 2)
+    found = case_runner(tasks.right).mutant("idle", 2)
     assert outcome.items() <= found.items()
 
 
@@ -200,7 +200,7 @@ def test_a_mutant_leaves_the_package_as_it_was():
     assert before == {name: vars(owner)[name] for owner, name in seams()}
 
 
-@pytest.mark.parametrize("owner", [Judge, gradient])
+@pytest.mark.parametrize("owner", [CaseRunner, gradient])
 def test_a_seam_that_is_gone_is_an_error(owner):
     with pytest.raises((AttributeError, KeyError)), patched(owner, "no_such_function", lambda f: f):
         pass
@@ -224,4 +224,4 @@ def test_a_seam_is_found_whatever_its_function_is_called(module, monkeypatch):
 
 def seams():
     yield from ((jax, "shard_map"), (optax, "clip_by_global_norm"), (lax, "psum"), (lax, "pmean"))
-    yield from (place_of(module, role) for module in TABLES for role in module.SEAMS)
+    yield from (resolve_seam(module, role) for module in TABLES for role in module.SEAMS)

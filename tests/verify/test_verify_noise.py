@@ -26,19 +26,19 @@ BELOW = {
 
 @pytest.mark.parametrize("model", models.MODELS)
 def test_a_model_with_parameters_that_have_no_gradient_is_equal_to_one_device_and_they_are_named(model):
-    judge = models.judge(model)
-    found = judge.case({"data": 4}, 1, whole=True)
+    case_runner = models.case_runner(model)
+    found = case_runner.case({"data": 4}, 1, whole=True)
     assert found["passed"], str(found)
-    reference = judge.reference(Setting({}))
+    reference = case_runner.reference(Setting({}))
     assert reference.noise.leaves == BELOW[model]
     assert reference.tolerance["parameter"] < 1e-4  # of all others as sharp as ever
     assert found["update_error"] < 1e-3 and found["parameter_error"] < 1e-5
 
 
 def test_sgd_makes_no_steps_of_noise_and_everything_is_compared():
-    judge = models.judge("gpt2", "sgd", 0.1)
-    assert judge.case({"data": 2, "fsdp": 2}, 1, whole=False)["passed"]
-    noisy = judge.reference(Setting({})).noise
+    case_runner = models.case_runner("gpt2", "sgd", 0.1)
+    assert case_runner.case({"data": 2, "fsdp": 2}, 1, whole=False)["passed"]
+    noisy = case_runner.reference(Setting({})).noise
     assert noisy.leaves == {}
 
 
@@ -59,10 +59,10 @@ def wrong_rate(optimizer, leaf):
 @pytest.mark.parametrize("leaf", ["layer0/out", "layer0/qkv_bias"])
 def test_a_fault_of_the_optimizer_beside_noise_and_in_the_same_leaf_is_seen(leaf):
     optimizer, devices = wrong_rate(optax.adam(1e-3), leaf)
-    judge = models.new_judge(models.gpt2(optimizer))
-    judge.reference(Setting({}))
+    case_runner = models.new_case_runner(models.gpt2(optimizer))
+    case_runner.reference(Setting({}))
     devices.append(1)
-    found = judge.case({"data": 2}, 1, whole=False)
+    found = case_runner.case({"data": 2}, 1, whole=False)
     assert not found["passed"] and "gradient" not in found["failed"]
     assert found["worst_leaf"] == leaf and found["diagnosis"]["kind"] == "optimizer"
 
@@ -75,14 +75,14 @@ def test_a_wrong_gradient_of_a_leaf_that_has_none_is_seen():
         replica = lax.axis_index("data")  # 0 on one device
         return right.loss_fn(params, batch, key) * (1 + replica * jnp.sum(params["layer0"]["qkv_bias"][8:16]))
 
-    found = models.new_judge(dataclasses.replace(right, loss_fn=loss_fn)).case({"data": 2}, 1, whole=False)
+    found = models.new_case_runner(dataclasses.replace(right, loss_fn=loss_fn)).case({"data": 2}, 1, whole=False)
     assert not found["passed"] and "gradient" in found["failed"] and found["worst_leaf"] == "layer0/qkv_bias"
 
 
 def test_mutants_are_caught_with_parameters_that_have_no_gradient():
-    judge = models.judge("gpt2")
+    case_runner = models.case_runner("gpt2")
     for name in ("reduction_doubled", "clip_by_replica_norm"):
-        found = judge.mutant(name, 2)
+        found = case_runner.mutant(name, 2)
         assert found.get("caught"), found
 
 
@@ -100,9 +100,9 @@ def test_in_64_bits_a_model_whose_own_code_casts_is_verified(dtype):
     """flax's batch norm computes its statistics in float32 at least, whatever its state was made in."""
     jax.config.update("jax_enable_x64", True)
     try:
-        judge = models.new_judge(models.cnn(optax.sgd(0.1), dtype), "float64")
-        found = judge.case({"data": 2}, 1, whole=False)
-        reference = judge.reference(Setting({}))
+        case_runner = models.new_case_runner(models.cnn(optax.sgd(0.1), dtype), "float64")
+        found = case_runner.case({"data": 2}, 1, whole=False)
+        reference = case_runner.reference(Setting({}))
     finally:
         jax.config.update("jax_enable_x64", False)
     assert found["passed"], str(found)

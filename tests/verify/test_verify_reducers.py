@@ -7,9 +7,9 @@ import pytest
 import spmdkit as sk
 from spmdkit.foundation import plugins
 from spmdkit.program.step_context import reducer_of
-from spmdkit.verify.cases import about_reducer, provable
+from spmdkit.verify.cases import exact_reducer, reducer_note
 from tests.support import verify_tasks as tasks
-from tests.support.verify_tasks import judge
+from tests.support.verify_tasks import case_runner
 
 pytestmark = pytest.mark.promotes("tasks as users write them: masks of bools times numbers")
 
@@ -24,21 +24,21 @@ def config(reducer):
 def test_every_reducer_is_compared_as_it_is_or_at_options_at_which_it_loses_nothing_but_adasum_which_is_no_sum():
     assert {*EXACT, *ROUNDED, "adasum"} == {*plugins.names("reducers")}
     for name, choice in EXACT.items():
-        assert plugins.split(provable(config(choice)))[0] == name and about_reducer(config(choice)) is None
+        assert plugins.split(exact_reducer(config(choice)))[0] == name and reducer_note(config(choice)) is None
     for name in ROUNDED:
-        proven = provable(config(name))
+        proven = exact_reducer(config(name))
         assert proven == {name: dict(reducer_of(config(name)).exact_options)}
         said = rf"reducer {name} is not exact: what is compared is {re.escape(str(proven))}, at which it loses nothing"
-        assert re.match(said, about_reducer(config(name)))
-        assert about_reducer(config(proven)) is None
-    assert provable(config("adasum")) == "sum"
+        assert re.match(said, reducer_note(config(name)))
+        assert reducer_note(config(proven)) is None
+    assert exact_reducer(config("adasum")) == "sum"
     said = "reducer adasum makes of the means of the replicas something that is not their mean: what is compared is sum, and of adasum nothing"
-    assert about_reducer(config("adasum")).startswith(said)
+    assert reducer_note(config("adasum")).startswith(said)
 
 
 @pytest.mark.parametrize("name", ["int8", "adasum"])
 def test_a_right_task_passes_and_a_wrong_one_does_not_under_a_reducer_that_is_no_sum(name):
-    found = judge(tasks.right, reducer=name).case({"data": 2}, 1, whole=False)
-    assert found["passed"] and found["reducer"] == provable(config(name)), found
-    found = judge(tasks.summed_twice, reducer=name).case({"data": 2}, 1, whole=False)
+    found = case_runner(tasks.right, reducer=name).case({"data": 2}, 1, whole=False)
+    assert found["passed"] and found["reducer"] == exact_reducer(config(name)), found
+    found = case_runner(tasks.summed_twice, reducer=name).case({"data": 2}, 1, whole=False)
     assert found["diagnosis"]["kind"] == "reduced twice"

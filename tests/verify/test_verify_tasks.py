@@ -5,8 +5,8 @@ import pytest
 
 from spmdkit.verify.mutants import MUTANTS
 from tests.support.forms import slow_except
-from tests.support.judged_tasks import CAUGHT, MISSED, NAMES, ONE_OF_EACH, PAGE, judge_of, mutants_of
 from tests.support.tasks import MESHES
+from tests.support.verified_tasks import CAUGHT, MISSED, NAMES, ONE_OF_EACH, PAGE, mutants_of, runner_of
 
 pytestmark = pytest.mark.promotes("natural code of people who have their own models")
 
@@ -15,10 +15,10 @@ CASES = [("data 4", 1), ("data 2 x fsdp 2", 1), ("data 2 x tensor 2", 1), ("data
 
 @pytest.mark.parametrize("name", slow_except(("byol_ema", "optimizers apply_if_finite"), NAMES))
 def test_there_is_no_false_alarm(name):
-    judge = judge_of(name)
-    assert judge.against_plain_jax().get("passed", True)
+    case_runner = runner_of(name)
+    assert case_runner.compare_with_plain_jax().get("passed", True)
     for mesh, microbatches in CASES:
-        found = judge.case(MESHES[mesh], microbatches, whole=microbatches == 1)
+        found = case_runner.case(MESHES[mesh], microbatches, whole=microbatches == 1)
         skipped = microbatches > 1 and "train_step" in found.get("skipped", "")  # which takes none
         assert found.get("passed") or skipped, (mesh, found)
 

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import spmdkit as sk
 from spmdkit.verify.noise import leaf_errors
-from spmdkit.verify.runner import Judge
-from spmdkit.verify.task_runner import Setting, Subject
+from spmdkit.verify.runner import CaseRunner
+from spmdkit.verify.task_runner import Setting, TaskRunner
 from tests.natural import test_odd_leaves as odd
 
 pytestmark = pytest.mark.promotes("natural code of people who have their own models")
@@ -33,7 +33,7 @@ def test_a_task_with_complex_half_and_empty_leaves(loss_fn):
     agree = {"spectrum": "mean"} if loss_fn is own_phase else {}  # without it the task is refused
     task = sk.Task(odd.init, loss_fn, optax.sgd(0.1), train_data=odd.DATA, state_reduction=agree)
     config = sk.Config(task="t.py:t", batch_size=16, data={"shuffle": False})
-    found = Judge(Subject(config, task, 16, 2), locate="cases").case({"data": 4}, 1, whole=True)
+    found = CaseRunner(TaskRunner(config, task, 16, 2), locate="cases").case({"data": 4}, 1, whole=True)
     if loss_fn is odd.loss_fn:
         assert found["passed"] and found["state_error"] < 1e-6, found
     else:
@@ -72,9 +72,9 @@ def test_in_64_bits_complex_numbers_are_wide_too(cast):
     jax.config.update("jax_enable_x64", True)
     try:
         config = sk.Config(task="t.py:t", batch_size=16, data={"shuffle": False})
-        judge = Judge(Subject(config, of_a_wave(cast), 16, 2, dtype="float64"))
-        found = judge.case({"data": 2}, 1, whole=False)
-        dtype = judge.reference(Setting({})).dtype
+        case_runner = CaseRunner(TaskRunner(config, of_a_wave(cast), 16, 2, dtype="float64"))
+        found = case_runner.case({"data": 2}, 1, whole=False)
+        dtype = case_runner.reference(Setting({})).dtype
     finally:
         jax.config.update("jax_enable_x64", False)
     assert found["passed"] and found["gradient_error"] < 1e-14, found

@@ -1,6 +1,6 @@
 """What costs more than it needs to: one detector for each finding, a file each, found by its name.
 
-A detector is a module with `find(subject) -> iterable of Finding`. It reads the compiled program, its jaxpr and the
+A detector is a module with `find(step) -> iterable of Finding`. It reads the compiled program, its jaxpr and the
 layout;
 it runs nothing. A bound on the size keeps small arrays out: a finding is something that is worth an hour of work.
 """
@@ -63,9 +63,9 @@ def names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
-def find_all(subject: CompiledStep) -> tuple[Finding, ...]:
+def find_all(step: CompiledStep) -> tuple[Finding, ...]:
     """Returns what all detectors find, most severe first, each thing once."""
     found: dict[Finding, None] = {}
     for name in names():
-        found |= dict.fromkeys(importlib.import_module(f"{__name__}.{name}").find(subject))
+        found |= dict.fromkeys(importlib.import_module(f"{__name__}.{name}").find(step))
     return tuple(sorted(found, key=lambda f: SEVERITIES.index(f.severity)))

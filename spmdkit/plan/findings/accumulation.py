@@ -16,13 +16,13 @@ from spmdkit.plan.findings import CompiledStep
 from spmdkit.plan.hlo.text import Shape
 
 
-def find(subject: CompiledStep) -> Iterator[Finding]:
+def find(step: CompiledStep) -> Iterator[Finding]:
     """Yields one finding for each reduction of gradients over replicas that a step makes more than once."""
-    replicas = {"replica", *subject.program.data_axes}
-    for c in subject.bill.rows:
+    replicas = {"replica", *step.program.data_axes}
+    for c in step.bill.rows:
         if c.op not in ("all_reduce", "reduce_scatter") or not c.in_loop or not replicas & set(c.axes):
             continue
-        times = max((_times(subject, c, shape) for shape in c.shapes), default=0)
+        times = max((_times(step, c, shape) for shape in c.shapes), default=0)
         if times < 2:
             continue
         sent = "an unknown number of" if c.trip_count is None else f"{c.trip_count}"
@@ -36,18 +36,18 @@ def find(subject: CompiledStep) -> Iterator[Finding]:
         )
 
 
-def _times(subject: CompiledStep, c: Collective, shape: Shape) -> int:
+def _times(step: CompiledStep, c: Collective, shape: Shape) -> int:
     """Returns how often a step reduces the same parameter, as far as its number of elements tells; 0 for other
     arrays."""
     most = 0
-    for leaf in subject.program.layout:
+    for leaf in step.program.layout:
         if not leaf.path.startswith("params") or shape.size < 2:
             continue
         full = 1
         for n in leaf.shape:
             full *= n
         runs = c.trip_count or 2
-        parts = subject.program.sizes["fsdp"]
+        parts = step.program.sizes["fsdp"]
         if shape.size in (full, full // parts):
             most = max(most, runs)
         elif len(leaf.shape) > 1 and shape.size in (full // leaf.shape[0], full // leaf.shape[0] // parts):

@@ -15,18 +15,18 @@ from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import CompiledStep
 
 
-def find(subject: CompiledStep) -> Iterator[Finding]:
+def find(step: CompiledStep) -> Iterator[Finding]:
     """Yields one finding for each op and axes, with the bytes of all such operations together."""
-    first = next(iter(subject.program.mesh.devices.flat))
-    if first.platform == "cpu" or subject.program.zero == 1:  # ZeRO 1 asks for the whole sum
+    first = next(iter(step.program.mesh.devices.flat))
+    if first.platform == "cpu" or step.program.zero == 1:  # ZeRO 1 asks for the whole sum
         return
     together: dict[tuple[str, tuple[str, ...]], list] = {}
-    for c in subject.bill.rows:
-        if c.stands_for is not None and c.op == "all_reduce":
-            together.setdefault((c.stands_for, c.axes), []).append(c)
+    for c in step.bill.rows:
+        if c.emulated_op is not None and c.op == "all_reduce":
+            together.setdefault((c.emulated_op, c.axes), []).append(c)
     for (meant, axes), rows in together.items():
         sent = sum(c.bytes_at_least for c in rows)
-        if sent < max(2**20, subject.bill.bytes_at_least // 10):
+        if sent < max(2**20, step.bill.bytes_at_least // 10):
             continue
         largest = max(rows, key=lambda c: c.bytes_at_least)
         yield Finding(

@@ -19,9 +19,9 @@ from spmdkit.plan.hlo.source import source_of
 MIN_BYTES = 2**16
 
 
-def find(subject: CompiledStep) -> Iterator[Finding]:
+def find(step: CompiledStep) -> Iterator[Finding]:
     """Yields one finding for each field of the state with leaves that lie twice on a device."""
-    module, program = subject.module, subject.program
+    module, program = step.module, step.program
     reused = {int(n) for n in re.findall(r"\{(\d+)\}: \(\d+,", module.header)}
     root = module.entry.root
     twice: dict[str, list[tuple[str, int, str | None]]] = {}

@@ -21,9 +21,9 @@ MOST = 3
 _NO_BUFFER = ("get-tuple-element", "tuple", "bitcast", "while", "constant")
 
 
-def find(subject: CompiledStep) -> Iterator[Finding]:
+def find(step: CompiledStep) -> Iterator[Finding]:
     """Yields the arrays that waste most, one for each line."""
-    module = subject.module
+    module = step.module
     inside = {
         name
         for i in module.instructions()
@@ -40,7 +40,7 @@ def find(subject: CompiledStep) -> Iterator[Finding]:
             continue
         for shape in i.shapes:
             waste = shape.padded_bytes - shape.bytes
-            if shape.space or waste < max(MIN_BYTES, subject.memory.peak_bytes // 50):
+            if shape.space or waste < max(MIN_BYTES, step.memory.peak_bytes // 50):
                 continue
             if shape.padded_bytes < MIN_FACTOR * shape.bytes:
                 continue

@@ -18,18 +18,18 @@ from spmdkit.plan.hlo.readers import SAME
 from spmdkit.plan.hlo.text import Computation, Instruction, Module
 
 
-def find(subject: CompiledStep) -> Iterator[Finding]:
+def find(step: CompiledStep) -> Iterator[Finding]:
     """Yields a finding for each gather of what was never used in parts."""
     wanted: dict[str, Collective] = {
-        c.names[0]: c for c in subject.bill.collectives if (c.stands_for or c.op) == "all_gather" and subject.matters(c)
+        c.names[0]: c for c in step.bill.collectives if (c.emulated_op or c.op) == "all_gather" and step.matters(c)
     }
     if not wanted:
         return
-    for visit in loops.walk(subject.module, subject.scans):
+    for visit in loops.walk(step.module, step.scans):
         c = wanted.pop(visit.instruction.name, None)
         if c is None:
             continue
-        argument = origin_of(subject.module, visit)
+        argument = origin_of(step.module, visit)
         if argument and "params" not in argument and "opt_state" not in argument:
             yield Finding(
                 "warning",
@@ -39,7 +39,7 @@ def find(subject: CompiledStep) -> Iterator[Finding]:
                 c.source,
                 "Use each device's own rows, or keep it out of the batch (Task arguments, model state) if every device needs all of it.",
             )
-        elif _cut_from_whole(subject.module, visit.instruction, c.group_size):
+        elif _cut_from_whole(step.module, visit.instruction, c.group_size):
             yield Finding(
                 "warning",
                 "gather-of-unsharded",

@@ -23,16 +23,16 @@ from spmdkit.plan.jaxpr_lines import first_use, line
 MIN_BYTES = 2**16
 
 
-def find(subject: CompiledStep) -> Iterator[Finding]:
+def find(step: CompiledStep) -> Iterator[Finding]:
     """Yields a finding for each large constant of the program, and one for weakly typed leaves of the state."""
-    closed = subject.jaxpr
+    closed = step.jaxpr
     for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
         size = int(np.prod(np.shape(value), dtype=np.int64)) * getattr(getattr(value, "dtype", None), "itemsize", 4)
         if size >= MIN_BYTES:
             yield _baked(describe(value), size, first_use(closed.jaxpr, var))
     for value, source in _literals(closed.jaxpr):
         yield _baked(describe(value), value.nbytes, source)
-    leaves = named_leaves(subject.program._abstract_state)
+    leaves = named_leaves(step.program._abstract_state)
     if weak := [path for path, leaf in leaves if getattr(leaf, "weak_type", False)]:
         yield Finding(
             "note",

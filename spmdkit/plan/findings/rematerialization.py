@@ -24,13 +24,13 @@ MIN_BYTES = 2**16
 _FIX = "Say in between how the array is cut: sk.shard(x, ...) with one dim whole, or cut the producer and the consumer along the same dim."
 
 
-def find(subject: CompiledStep) -> Iterator[Finding]:
+def find(step: CompiledStep) -> Iterator[Finding]:
     """Yields a finding for each array that the log names, and for each gather whose result is read in parts."""
     seen: set[str | None] = set()
-    for line in subject.program.compile_log:
+    for line in step.program.compile_log:
         array = re.search(r"%?([\w.\-]+) = (\w+)\[([\d,]*)\]", line)
         name = re.search(r'op_name="([^"]*)"', line)
-        source = _source(subject, line, name[1] if name else "")
+        source = _source(step, line, name[1] if name else "")
         size = 0
         if array is not None:
             size = _global_size(array, line)
@@ -47,11 +47,11 @@ def find(subject: CompiledStep) -> Iterator[Finding]:
             source,
             _FIX,
         )
-    for c in subject.bill.collectives:
-        if c.op != "all_gather" or c.source in seen or not subject.matters(c):
+    for c in step.bill.collectives:
+        if c.op != "all_gather" or c.source in seen or not step.matters(c):
             continue
-        gather = next(i for i in subject.module.instructions() if i.name == c.names[0])
-        if only_parts_read(subject.module, gather, c.group_size):
+        gather = next(i for i in step.module.instructions() if i.name == c.names[0])
+        if only_parts_read(step.module, gather, c.group_size):
             seen.add(c.source)
             yield Finding(
                 "warning",
@@ -63,16 +63,16 @@ def find(subject: CompiledStep) -> Iterator[Finding]:
             )
 
 
-def _source(subject: CompiledStep, line: str, op_name: str) -> str | None:
+def _source(step: CompiledStep, line: str, op_name: str) -> str | None:
     """Returns the user's line of a log line: its own metadata, or the equation of the jaxpr with its name.
 
     Several equations can have one name; the log's stack frame then decides, where the compiled program's table has it.
     """
     if found := re.search(r'source_file="([^"]*)" source_line=(\d+)', line):
         return line_of((Frame(found[1], int(found[2]), ""),))
-    candidates = lines_of(subject.jaxpr, subject.program.traced.fun_name, op_name)
+    candidates = lines_of(step.jaxpr, step.program.traced.fun_name, op_name)
     found = re.search(r"stack_frame_id=(\d+)", line)
-    framed = line_of(subject.module.stacks.get(int(found[1]), ())) if found else None
+    framed = line_of(step.module.stacks.get(int(found[1]), ())) if found else None
     return framed if framed in candidates else next(iter(candidates), framed)
 
 

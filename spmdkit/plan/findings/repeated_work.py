@@ -36,16 +36,16 @@ SHARE = 0.1
 """Of what one device computes: below it, nothing is won."""
 
 
-def find(subject: CompiledStep) -> Iterator[Finding]:
+def find(step: CompiledStep) -> Iterator[Finding]:
     """Yields at most one finding: the line that repeats most, and how many others do."""
-    program = subject.program
+    program = step.program
     shards, num = program.batch_shards, program.mesh.size
     if shards < 2:
         return
     replicas = program.sizes["replica"] * program.sizes["data"]
     times, others = replicas if replicas > 1 else shards, num // shards
-    asked = products_by_line(subject.jaxpr, line)
-    computed = _computed_by_line(subject)
+    asked = products_by_line(step.jaxpr, line)
+    computed = _computed_by_line(step)
     whole = sum(computed.values())
     repeated = {
         at: flops
@@ -70,14 +70,14 @@ def find(subject: CompiledStep) -> Iterator[Finding]:
     )
 
 
-def _computed_by_line(subject: CompiledStep) -> dict[str, float]:
+def _computed_by_line(step: CompiledStep) -> dict[str, float]:
     """Returns the FLOPs of products that one device computes, by the line of the user's; those of an optimizer left out
     (ZeRO shares them out)."""
-    costs, found = Costs(subject.module), defaultdict[str, float](float)
-    for visit in loops.walk(subject.module, subject.scans):
+    costs, found = Costs(step.module), defaultdict[str, float](float)
+    for visit in loops.walk(step.module, step.scans):
         i = visit.instruction
         if i.opcode not in ("dot", "convolution") or trace_context.OPTIMIZER in i.op_name:
             continue
-        if at := source_of(subject.module, i):
+        if at := source_of(step.module, i):
             found[at] += visit.known_runs * sum(costs.flops(i).values())
     return dict(found)

@@ -23,17 +23,17 @@ from spmdkit.plan.jaxpr_lines import depending, first_use, line
 _NO_BUFFER = ("get-tuple-element", "tuple", "bitcast", "while", "constant", "parameter", "copy-start", "copy-done")
 
 
-def find(subject: CompiledStep) -> Iterator[Finding]:
+def find(step: CompiledStep) -> Iterator[Finding]:
     """Yields the parameters and the activations that are whole on every device."""
-    yield from _parameters(subject)
-    yield from _activations(subject)
+    yield from _parameters(step)
+    yield from _activations(step)
 
 
-def _parameters(subject: CompiledStep) -> Iterator[Finding]:
-    program = subject.program
+def _parameters(step: CompiledStep) -> Iterator[Finding]:
+    program = step.program
     axes = [a for a in MODEL_AXES if program.sizes[a] > 1 and a not in program.data_axes]
     bound = program.config.layout.replicate_above_bytes
-    for leaf, var in zip(program.layout, subject.jaxpr.jaxpr.invars, strict=False):
+    for leaf, var in zip(program.layout, step.jaxpr.jaxpr.invars, strict=False):
         if not axes or not leaf.path.startswith(("params", "model_state")) or leaf.num_bytes <= bound or len(leaf.spec):
             continue
         if "rule" in leaf.reason or "metadata" in leaf.reason:
@@ -42,18 +42,18 @@ def _parameters(subject: CompiledStep) -> Iterator[Finding]:
             "warning",
             "silent-replication",
             f"{leaf.path} ({format_bytes(leaf.num_bytes)}) is whole on every device of {' x '.join(axes)}: {leaf.reason}",
-            first_use(subject.jaxpr.jaxpr, var),
+            first_use(step.jaxpr.jaxpr, var),
             f"Add a rule that cuts it: layout.rules: [['{leaf.path.removeprefix('params/')}', [...]]], or one of nulls to ask for the copy.",
         )
 
 
-def _activations(subject: CompiledStep) -> Iterator[Finding]:
-    program, module = subject.program, subject.module
+def _activations(step: CompiledStep) -> Iterator[Finding]:
+    program, module = step.program, step.module
     if program.form == "manual" or program.mesh.size == 1:
         return
     bound = program.config.layout.replicate_above_bytes
     num_state = len(jax.tree.leaves(program.abstract_state))
-    jaxpr = subject.jaxpr.jaxpr
+    jaxpr = step.jaxpr.jaxpr
     whole: dict[tuple[str, int], tuple[int, ...]] = {}
     for eqn, out in depending(jaxpr, [n >= num_state for n in range(len(jaxpr.invars))]):
         shape = getattr(out.aval, "shape", ())

@@ -13,18 +13,18 @@ from spmdkit.foundation.formatting import format_bytes
 from spmdkit.mesh.mesh import MODEL_AXES
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import CompiledStep
-from spmdkit.plan.machine.links import way_of
+from spmdkit.plan.machine.links import link_path_of
 
 
-def find(subject: CompiledStep) -> Iterator[Finding]:
+def find(step: CompiledStep) -> Iterator[Finding]:
     """Yields one finding for each model axis that crosses and whose size the number of hosts or slices divides."""
-    target = subject.target
+    target = step.target
     if target is None or target.hosts_or_slices < 2:
         return
-    devices, parts, sizes = list(subject.program.mesh.devices.flat), target.hosts_or_slices, subject.program.sizes
+    devices, parts, sizes = list(step.program.mesh.devices.flat), target.hosts_or_slices, step.program.sizes
     crossing: dict[str, list] = {}
-    for c in subject.bill.rows:
-        if subject.matters(c) and way_of(target, devices, c).crosses:
+    for c in step.bill.rows:
+        if step.matters(c) and link_path_of(target, devices, c).crosses:
             for axis in set(c.axes) & set(MODEL_AXES):
                 crossing.setdefault(axis, []).append(c)
     for axis, rows in crossing.items():
@@ -42,6 +42,6 @@ def find(subject: CompiledStep) -> Iterator[Finding]:
             "axis-crosses-slow-links",
             f"{axis} ({sizes[axis]}) spans {kind}: {format_bytes(sent)} a step and device over {target.chip.outer.name}, "
             f"{target.chip.outer.bytes_per_s / 1e9:.3g} GB/s instead of {target.chip.inner.bytes_per_s / 1e9:.3g}",
-            subject.config_line(f"mesh.{axis}") or max(rows, key=lambda c: c.bytes_at_least).source,
+            step.config_line(f"mesh.{axis}") or max(rows, key=lambda c: c.bytes_at_least).source,
             fix,
         )

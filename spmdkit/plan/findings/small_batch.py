@@ -17,28 +17,28 @@ from spmdkit.mesh.mesh import BATCH_AXES
 from spmdkit.plan.finding import Finding
 from spmdkit.plan.findings import CompiledStep
 from spmdkit.plan.flops import count
-from spmdkit.plan.machine.links import way_of
+from spmdkit.plan.machine.links import link_path_of
 
 _CAUSES = {"gradient reduction", "gradient scatter", "parameter gather", "update gather"}
 FACTOR = 1.5
 """How much longer than the arithmetic the wire has to take: both are estimates."""
 
 
-def find(subject: CompiledStep) -> Iterator[Finding]:
+def find(step: CompiledStep) -> Iterator[Finding]:
     """Yields at most one finding."""
-    target, program = subject.target, subject.program
+    target, program = step.target, step.program
     if target is None or target.chip.kind == "cpu" or program.batch_shards < 2:
         return
-    arithmetic = count(subject.jaxpr)
+    arithmetic = count(step.jaxpr)
     chip = target.chip
     computing = sum(
         flops / (chip.peak(dtype) * chip.reached.matmul) for dtype, flops in arithmetic.by_dtype.items()
     ) / len(target.devices or program.mesh.devices.flat)
     devices = list(program.mesh.devices.flat)
     sending, largest = 0.0, None
-    for c in subject.bill.rows:
+    for c in step.bill.rows:
         if c.counted and c.cause in _CAUSES and set(c.axes) <= set(BATCH_AXES):
-            way = way_of(target, devices, c)
+            way = link_path_of(target, devices, c)
             sending += c.bytes_at_least / (way.bytes_per_s * way.reached)
             largest = largest if largest and largest.bytes_at_least >= c.bytes_at_least else c
     if not computing or largest is None or sending < FACTOR * computing or sending < 1e-3:
@@ -49,7 +49,7 @@ def find(subject: CompiledStep) -> Iterator[Finding]:
         "batch-too-small",
         f"{program.config.batch_size} examples on {program.batch_shards} shards are {rows:g} for each: {computing * 1e3:.3g} ms of "
         f"arithmetic a step, while weights and gradients take {sending * 1e3:.3g} ms on the wire",
-        subject.config_line("batch_size") or largest.source,
+        step.config_line("batch_size") or largest.source,
         f"batch_size: {_round_up(program.config.batch_size * sending / computing, program.config.batch_size)} would balance both; or use "
         "fewer devices, or give some of them to tensor or context.",
     )

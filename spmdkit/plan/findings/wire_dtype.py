@@ -20,15 +20,15 @@ _RENAMES = ("copy", "copy-start", "copy-done", "bitcast", "reshape", "transpose"
             "collective-permute-done", "slice", "dynamic-slice")  # fmt: skip
 
 
-def find(subject: CompiledStep) -> Iterator[Finding]:
+def find(step: CompiledStep) -> Iterator[Finding]:
     """Yields a finding for each movement of float32 of which only the bfloat16 cast is read."""
-    if subject.program.config.precision.compute != "bfloat16":
+    if step.program.config.precision.compute != "bfloat16":
         return
-    instructions = {i.name: i for i in subject.module.instructions()}
-    for c in subject.bill.collectives:
-        if (c.stands_for or c.op) not in _MOVES or c.dtype != "f32" or not subject.matters(c):
+    instructions = {i.name: i for i in step.module.instructions()}
+    for c in step.bill.collectives:
+        if (c.emulated_op or c.op) not in _MOVES or c.dtype != "f32" or not step.matters(c):
             continue
-        if all_readers(subject.module, instructions[c.names[0]], _is_cast, 12):
+        if all_readers(step.module, instructions[c.names[0]], _is_cast, 12):
             yield Finding(
                 "warning",
                 "float32-on-the-wire",

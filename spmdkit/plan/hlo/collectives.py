@@ -32,7 +32,7 @@ OPS = tuple(OPCODES.values())
 
 
 @dataclass(frozen=True)
-class FoundCollective:
+class HloCollective:
     """A collective as it stands in the text; fields as in `bill.Collective`."""
 
     instruction: Instruction
@@ -47,14 +47,14 @@ class FoundCollective:
     source: str | None
     op_name: str
     algorithm: str | None
-    stands_for: str | None
+    emulated_op: str | None
 
 
-def found_collectives(
+def hlo_collectives(
     module: Module, sizes: Mapping[str, int], visits: Iterable[Visit]
-) -> Iterator[tuple[Visit, FoundCollective]]:
+) -> Iterator[tuple[Visit, HloCollective]]:
     """Yields every collective at every place where it runs, also those over groups of one device."""
-    read: dict[tuple[int, int], FoundCollective] = {}
+    read: dict[tuple[int, int], HloCollective] = {}
     for visit in visits:
         i = visit.instruction
         base = i.opcode.removesuffix("-start")
@@ -74,7 +74,7 @@ def found_collectives(
 
 def _read(
     module: Module, i: Instruction, op: str, caller: Instruction | None, sizes: Mapping[str, int]
-) -> FoundCollective:
+) -> HloCollective:
     computation = module.computations[i.computation]
     put_in = [computation.by_name[name] for name in i.operands if name in computation.by_name]
     if op == "ragged_all_to_all":
@@ -101,13 +101,13 @@ def _read(
         and _sliced(module, i, caller, group_size)
     ):
         op = "reduce_scatter"
-    stands_for = _stands_for(module, i, put_in, group_size) if op == "all_reduce" else None
+    emulated_op = _stands_for(module, i, put_in, group_size) if op == "all_reduce" else None
     largest = max(shapes, key=lambda shape: shape.bytes, default=None)
     named = caller if caller is not None and not i.op_name and not module.frames(i) and caller.opcode != "while" else i
     config = i.backend_config.get("collective_algorithm_config") or {}
     if not config and caller is not None and caller.opcode == "fusion":
         config = caller.backend_config.get("collective_algorithm_config") or {}
-    return FoundCollective(
+    return HloCollective(
         instruction=i,
         op=op,
         size=size,
@@ -122,19 +122,19 @@ def _read(
         source=source_of(module, named),
         op_name=op_name_of(module, named),
         algorithm=config.get("emitter"),
-        stands_for=stands_for,
+        emulated_op=emulated_op,
     )
 
 
 def _read_between_slices(
     module: Module, i: Instruction, op: str, groups: Groups, sizes: Mapping[str, int]
-) -> FoundCollective:
+) -> HloCollective:
     """Returns a collective between slices; what is sent is its first operand."""
     put_in = module.computations[i.computation].operand(i)
     shapes = put_in.shapes if put_in is not None else i.shapes[:1]
     size = sum(shape.bytes for shape in shapes)
     group_size = len(groups[0]) if groups else 1
-    return FoundCollective(
+    return HloCollective(
         instruction=i,
         op=op,
         size=size * group_size if op == "all_gather" else size,
@@ -147,7 +147,7 @@ def _read_between_slices(
         source=source_of(module, i),
         op_name=op_name_of(module, i),
         algorithm="megascale",
-        stands_for=None,
+        emulated_op=None,
     )
 
 

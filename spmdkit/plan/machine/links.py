@@ -34,7 +34,7 @@ from spmdkit.plan.machine.target import Target
 
 
 @dataclass(frozen=True)
-class Way:
+class LinkPath:
     """How a group of devices is joined.
 
     Attributes:
@@ -64,7 +64,7 @@ def hops(op: str, group_size: int) -> int:
     return 2 * steps if op == "all_reduce" else steps
 
 
-def way(target: Target, devices: Sequence[Any], group: Sequence[int]) -> Way:
+def link_path(target: Target, devices: Sequence[Any], group: Sequence[int]) -> LinkPath:
     """Returns the way between the devices of a group; `group` are places in the flattened mesh `devices`."""
     members = [devices[i] for i in group]
     if target.chip.kind == "tpu":
@@ -72,19 +72,19 @@ def way(target: Target, devices: Sequence[Any], group: Sequence[int]) -> Way:
     if target.chip.kind == "gpu":
         return _hosts(target, group)
     inner = target.chip.inner
-    return Way(inner.name, inner.bytes_per_s, target.chip.reached.link, inner.latency_s)
+    return LinkPath(inner.name, inner.bytes_per_s, target.chip.reached.link, inner.latency_s)
 
 
-def way_of(target: Target, devices: Sequence[Any], collective: Collective) -> Way:
+def link_path_of(target: Target, devices: Sequence[Any], collective: Collective) -> LinkPath:
     """Returns the way of a collective: that of its first group, of a permutation's slowest pair."""
     if collective.op == "collective_permute":
-        ways = [way(target, devices, pair) for pair in collective.groups] or [way(target, devices, (0,))]
+        ways = [link_path(target, devices, pair) for pair in collective.groups] or [link_path(target, devices, (0,))]
         return min(ways, key=lambda found: found.bytes_per_s)
     group = collective.groups[0] if collective.groups else range(collective.group_size)
-    return way(target, devices, group)
+    return link_path(target, devices, group)
 
 
-def _hosts(target: Target, group: Sequence[int]) -> Way:
+def _hosts(target: Target, group: Sequence[int]) -> LinkPath:
     chip = target.chip
     per_host: dict[int, int] = {}
     for place in group:
@@ -92,14 +92,14 @@ def _hosts(target: Target, group: Sequence[int]) -> Way:
     if len(per_host) == 1:
         return _over(chip.inner, chip.reached.link)
     rate = min(chip.inner.bytes_per_s, chip.outer.bytes_per_s * min(per_host.values()))
-    return Way(chip.outer.name, rate, chip.reached.link, chip.outer.latency_s, crosses=True)
+    return LinkPath(chip.outer.name, rate, chip.reached.link, chip.outer.latency_s, crosses=True)
 
 
-def _over(link: Link, reached: float) -> Way:
-    return Way(link.name, link.bytes_per_s, reached, link.latency_s)
+def _over(link: Link, reached: float) -> LinkPath:
+    return LinkPath(link.name, link.bytes_per_s, reached, link.latency_s)
 
 
-def _torus(target: Target, members: Sequence[Any]) -> Way:
+def _torus(target: Target, members: Sequence[Any]) -> LinkPath:
     chip = target.chip
     slices: dict[int, int] = {}
     for device in members:
@@ -108,7 +108,7 @@ def _torus(target: Target, members: Sequence[Any]) -> Way:
     if len(slices) > 1:
         rate = chip.outer.bytes_per_s * min(slices.values())
         fastest = 2 * chip.torus_dims * chip.inner.bytes_per_s
-        return Way(chip.outer.name, min(rate, fastest), chip.reached.link, chip.outer.latency_s, crosses=True)
+        return LinkPath(chip.outer.name, min(rate, fastest), chip.reached.link, chip.outer.latency_s, crosses=True)
     coords = {tuple(device.coords)[: chip.torus_dims] for device in members}
     rate = 0.0
     for axis in range(chip.torus_dims):
@@ -120,5 +120,5 @@ def _torus(target: Target, members: Sequence[Any]) -> Way:
         rings = whole and length % chip.wraps_at == 0
         rate += chip.inner.bytes_per_s * (2 if rings else 1)
     if not rate:  # the two devices of one chip
-        return Way("on chip", chip.memory_bytes_per_s, chip.reached.memory, chip.inner.latency_s / 10)
-    return Way(chip.inner.name, rate, chip.reached.link, chip.inner.latency_s)
+        return LinkPath("on chip", chip.memory_bytes_per_s, chip.reached.memory, chip.inner.latency_s / 10)
+    return LinkPath(chip.inner.name, rate, chip.reached.link, chip.inner.latency_s)

@@ -25,8 +25,8 @@ from spmdkit.foundation.formatting import format_bytes
 from spmdkit.mesh.mesh import AXES, BATCH_AXES, REPLICA_AXES, count, describe_mesh
 from spmdkit.plan.document import tokens_of_batch
 from spmdkit.plan.flops import count as count_flops
-from spmdkit.plan.lower_bound import least_bytes
-from spmdkit.plan.machine.links import way
+from spmdkit.plan.lower_bound import lower_bound_bytes
+from spmdkit.plan.machine.links import link_path
 from spmdkit.plan.machine.target import Target
 from spmdkit.program.auto import microbatch_counts
 from spmdkit.program.program import Program
@@ -82,25 +82,25 @@ class Candidate:
         }
 
 
-def candidates(config: Config, task: Task, target: Target, vary: Sequence[str]) -> list[Candidate]:
+def candidates(config: Config, task: Task, target: Target, search_over: Sequence[str]) -> list[Candidate]:
     """Returns every candidate, the refused ones too: the legal ones first, by the model's estimate.
 
     Raises:
-        ConfigError: `vary` names something that cannot be varied.
+        ConfigError: `search_over` names a setting that a search cannot vary.
     """
-    if unknown := [name for name in vary if name not in VARIED]:
+    if unknown := [name for name in search_over if name not in VARIED]:
         raise ConfigError(
-            f"--vary names {unknown[0]!r}. What can vary is {', '.join(VARIED)}. Try --vary mesh,microbatches."
+            f"--search-over names {unknown[0]!r}. A search can vary {', '.join(VARIED)}. Try --search-over mesh,microbatches."
         )
     found: list[Candidate] = []
-    zeros: Sequence[int | None] = (1, 2, 3) if "zero" in vary else (None,)
-    for sizes, zero in itertools.product(_meshes(config, target, "mesh" in vary), zeros):
+    zeros: Sequence[int | None] = (1, 2, 3) if "zero" in search_over else (None,)
+    for sizes, zero in itertools.product(_meshes(config, target, "mesh" in search_over), zeros):
         if zero not in (None, 3) and sizes["fsdp"] == 1:
             continue
         changes: dict[str, Any] = {"mesh": {axis: n for axis, n in sizes.items() if n > 1} or {"data": 1}}
         if zero is not None and sizes["fsdp"] > 1:
             changes["layout.zero"] = zero
-        found += _of_mesh(config, task, target, sizes, changes, vary)
+        found += _of_mesh(config, task, target, sizes, changes, search_over)
     legal = [c for c in found if c.estimate_s is not None]
     return sorted(legal, key=lambda c: c.estimate_s or 0.0) + [c for c in found if c.estimate_s is None]
 
@@ -136,7 +136,12 @@ def _splits(num: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def _of_mesh(
-    config: Config, task: Task, target: Target, sizes: dict[str, int], changes: dict[str, Any], vary: Sequence[str]
+    config: Config,
+    task: Task,
+    target: Target,
+    sizes: dict[str, int],
+    changes: dict[str, Any],
+    search_over: Sequence[str],
 ) -> list[Candidate]:
     """Returns the candidates of one mesh and ZeRO stage: built once, since microbatches and remat move no leaf."""
     shards = count(sizes, BATCH_AXES)
@@ -153,10 +158,10 @@ def _of_mesh(
         reason = f"parameters and optimizer state alone need {format_bytes(state)} of {format_bytes(target.memory_limit_bytes)}"
         return [Candidate(changes, sizes, "does not fit", reason, state_bytes=state)]
     counts: Sequence[int] = [config.microbatches] if isinstance(config.microbatches, int) else [1]
-    if "microbatches" in vary or config.microbatches == "auto":
+    if "microbatches" in search_over or config.microbatches == "auto":
         counts = [m for m in microbatch_counts(config, shards) if m <= 16]
     remats: Sequence[Any] = [config.remat]
-    if "remat" in vary or config.remat == "auto":
+    if "remat" in search_over or config.remat == "auto":
         remats = ["none", "dots", "full"]
     work = _work(program, target)
     found = []
@@ -179,7 +184,7 @@ def _work(program: Program, target: Target) -> Mapping[str, float]:
     arithmetic = count_flops(program.traced.jaxpr)
     by_dtype = arithmetic.by_dtype or {"float32": arithmetic.elementwise}
     devices = list(program.mesh.devices.flat)
-    least = least_bytes(program)
+    least = lower_bound_bytes(program)
     state = program.held.state_bytes + program.held.host_bytes
     return {
         "arithmetic": sum(f / num / (chip.peak(d) * chip.reached.matmul) for d, f in by_dtype.items()),
@@ -202,7 +207,7 @@ def _over(target: Target, program: Program, devices: Sequence[Any], axes: Sequen
         stride *= sizes[axis]
     if len(group) < 2:
         return 0.0
-    return way(target, devices, group).seconds(num_bytes, "all_reduce", len(group))
+    return link_path(target, devices, group).seconds(num_bytes, "all_reduce", len(group))
 
 
 def _tensor_bytes(program: Program) -> float:

@@ -35,7 +35,7 @@ from spmdkit.program.opening import task_of
 from spmdkit.program.program import Program
 
 MOST_WORKERS = 4
-Told = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -53,20 +53,20 @@ class Ranking:
 
 
 def search(
-    config: Config, target: Target, vary: Sequence[str], most_compiled: int, tell: Told, call_s: float = 0.0
+    config: Config, target: Target, search_over: Sequence[str], most_compiled: int, tell: Log, call_s: float = 0.0
 ) -> Ranking:
     """Returns the candidates of a config on an opened target, compiled and ranked.
 
     Args:
-        vary: of `candidates.VARIED`; what the config leaves `auto` varies too.
+        search_over: of `candidates.VARIED`; what the config leaves `auto` varies too.
         most_compiled: how many of the best are compiled.
         tell: takes a line of progress.
 
     Raises:
-        ConfigError: nothing can vary, or no mesh is legal.
+        ConfigError: a search cannot vary the named setting, or no mesh is legal.
     """
     task = task_of(config)
-    found = candidates(config, task, target, vary)
+    found = candidates(config, task, target, search_over)
     legal = [c for c in found if c.estimate_s is not None]
     tell(f"{len(found)} candidates, {len(legal)} legal; compiling the best {min(most_compiled, len(legal))}")
     in_process = target.is_here and target.chip.kind != "cpu"
@@ -146,7 +146,7 @@ def _needs_as_much(a: Candidate, b: Candidate) -> bool:
     return others(a) == others(b) and a.changes.get("microbatches", 1) <= b.changes.get("microbatches", 1)
 
 
-def _work_off(queue: _Queue, plan: Callable[[Candidate], dict[str, Any] | str], tell: Told) -> None:
+def _work_off(queue: _Queue, plan: Callable[[Candidate], dict[str, Any] | str], tell: Log) -> None:
     while (candidate := queue.take()) is not None:
         result = plan(candidate)
         if isinstance(result, str):
@@ -239,5 +239,5 @@ def winner(config: Config, found: Ranking) -> Config:
     said = f" The smallest is {nearest.name}: {nearest.reason}." if nearest is not None else ""
     raise ConfigError(
         f"--search found nothing that fits among {len(found.candidates)} candidates, {found.num_compiled} of them compiled.{said} "
-        "A step has to fit. Vary more (--vary mesh,microbatches,remat), compile more (--compile), or take more devices."
+        "A step has to fit. Vary more (--search-over mesh,microbatches,remat), compile more (--compile), or take more devices."
     )

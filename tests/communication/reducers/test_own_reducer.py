@@ -7,7 +7,7 @@ import pytest
 import spmdkit as sk
 from spmdkit.foundation import plugins
 from spmdkit.program import source_digest
-from spmdkit.verify.cases import about_reducer, provable
+from spmdkit.verify.cases import exact_reducer, reducer_note
 from tests.support.core_runs import assert_close
 from tests.support.messages import Says, refused
 from tests.support.own_files import config_by_choice
@@ -93,11 +93,9 @@ def test_what_it_keeps_is_in_the_train_state_and_nothing_is_lost(config):
 def test_a_config_is_checked_without_importing_the_reducer_and_verify_knows_what_it_can_prove(config, tmp_path):
     asked = config("mine.py:coarse")
     assert not (tmp_path / "imported").exists()
-    assert provable(asked) == "sum"
-    assert about_reducer(asked).startswith(
-        "reducer mine.py:coarse is not exact, and names no options at which it loses"
-    )
-    assert provable(config("mine.py:scaled")) == "mine.py:scaled"
+    assert exact_reducer(asked) == "sum"
+    assert reducer_note(asked).startswith("reducer mine.py:coarse is not exact, and names no options at which it loses")
+    assert exact_reducer(config("mine.py:scaled")) == "mine.py:scaled"
     assert (tmp_path / "imported").read_text() == "1"
 
 

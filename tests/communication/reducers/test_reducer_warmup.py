@@ -18,7 +18,7 @@ from spmdkit.plan.document import plan_program
 from spmdkit.plan.machine.target import target_of
 from spmdkit.program.restore import restored
 from spmdkit.program.step_context import reducer_of
-from spmdkit.verify.cases import provable
+from spmdkit.verify.cases import exact_reducer
 from tests.support.reducer_runs import loss_fn, program, task, train
 
 WARMUP = 3
@@ -164,7 +164,7 @@ def test_what_is_explained_names_the_steps_of_sum():
 )
 def test_verify_proves_the_reducer_with_its_options_and_not_its_warm_up(choice, proven):
     config = sk.Config(task="t.py:t", reducer=choice, steps=9, mesh={"data": 2})
-    assert reducer_of(config).warmup == 5 and provable(config) == proven
+    assert reducer_of(config).warmup == 5 and exact_reducer(config) == proven
 
 
 # ---- a user's own, and mistakes
@@ -202,7 +202,7 @@ def test_a_reducer_of_the_users_own_warms_up_without_knowing_of_it(choice, warmu
     (tmp_path / "mine.py").write_text(MINE)
     config = parse_config({"task": "t.py:t", "reducer": choice, "steps": 9}, tmp_path / "config.yaml")
     assert reducer_of(config).warmup == warmup
-    proven = parse_config({"task": "t.py:t", "reducer": provable(config), "steps": 9}, tmp_path / "config.yaml")
+    proven = parse_config({"task": "t.py:t", "reducer": exact_reducer(config), "steps": 9}, tmp_path / "config.yaml")
     assert reducer_of(proven).warmup == 0
 
 

@@ -1,7 +1,7 @@
 """Judges of the natural programs of tests/tasks, and what they say of `verify`'s mutants.
 
-python -m tests.support.judged_tasks --write    every mutant on every task -> docs/mutants.md
-python -m tests.support.judged_tasks mlm_nsp    on one
+python -m tests.support.verified_tasks --write    every mutant on every task -> docs/mutants.md
+python -m tests.support.verified_tasks mlm_nsp    on one
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import jax
 
 import spmdkit as sk
 from spmdkit.verify.mutants import MUTANTS
-from spmdkit.verify.runner import Judge
-from spmdkit.verify.task_runner import Setting, Subject
+from spmdkit.verify.runner import CaseRunner
+from spmdkit.verify.task_runner import Setting, TaskRunner
 from tests.support.strangers import let_optax_promote
 from tests.support.tasks import FOLDER, all_counted
 
@@ -59,19 +59,19 @@ def task_of(name: str) -> sk.Task:
     return module.task
 
 
-def judge_of(name: str) -> Judge:
-    """Returns the judge of a task, with its reference."""
+def runner_of(name: str) -> CaseRunner:
+    """Returns the case_runner of a task, with its reference."""
     settings = {"data": {"shuffle": False}} | SETTINGS.get(name, {})
     config = sk.Config(task="t.py:t", batch_size=BATCH, steps=STEPS, **settings)
-    judge = Judge(Subject(config, task_of(name), BATCH, STEPS))
-    judge.reference(Setting({}, short=judge.subject.short))
-    return judge
+    case_runner = CaseRunner(TaskRunner(config, task_of(name), BATCH, STEPS))
+    case_runner.reference(Setting({}, short=case_runner.task_runner.short))
+    return case_runner
 
 
 def mutants_of(name: str) -> dict[str, str]:
     """Returns mutant -> what caught it on a task, MISSED, or why it has no place there."""
-    judge = judge_of(name)
-    found = {mutant.name: judge.mutant(mutant.name, DEVICES) for mutant in MUTANTS}
+    case_runner = runner_of(name)
+    found = {mutant.name: case_runner.mutant(mutant.name, DEVICES) for mutant in MUTANTS}
     said = lambda o: o["not_applicable"] if "not_applicable" in o else CAUGHT + o["by"] if o["caught"] else MISSED
     return {mutant: said(outcome) for mutant, outcome in found.items()}
 
@@ -80,7 +80,7 @@ def mutants_of(name: str) -> dict[str, str]:
 
 HEAD = """# Mutants on forty tasks
 
-Written by `python -m tests.support.judged_tasks --write`: every mistake that `verify` makes on purpose, in every task of [tests/tasks](../tests/tasks), on four devices in three steps of 16 rows, float32. A
+Written by `python -m tests.support.verified_tasks --write`: every mistake that `verify` makes on purpose, in every task of [tests/tasks](../tests/tasks), on four devices in three steps of 16 rows, float32. A
 mutant has no place in a task that does not use what it changes, with the reason in the report of `verify`. One that is not caught is a failed test
 ([tests/verify/test_verify_tasks.py](../tests/verify/test_verify_tasks.py)). Those that have no place in any of these tasks are caught in others
 ([tests/verify/test_verify_mutants.py](../tests/verify/test_verify_mutants.py)).
