@@ -31,7 +31,12 @@ let_optax_promote()
 
 for name, examples in (("default", 50), ("thorough", 1000)):
     hypothesis.settings.register_profile(
-        name, derandomize=True, deadline=None, database=None, max_examples=examples, print_blob=False
+        name,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        max_examples=examples,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],  # on a busy machine
     )
 
 
