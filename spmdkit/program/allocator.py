@@ -1,16 +1,16 @@
-"""The C library's allocator while a run trains on CPU devices: the block of a step's temporaries is kept for the next
+"""The C library's allocator while a run trains on CPU devices: it reuses the block of a step's temporaries for the next
 step.
 
-XLA:CPU asks for all temporaries of a step as one block and gives it back at the end. glibc maps a block above 32 MiB
-anew each time: 65,000 page faults a step for 260 MiB, a third of its time (docs/benchmarks.md). Three settings of
-`mallopt` keep the block in the heap, and none does it alone. One arena: a thread with an arena of its own cannot hold
-so large a block in it and maps it, whatever the others say; this counts only before threads have theirs, so it is set
-before a run joins. No mapping, and no giving back at the top of the heap: set once the step is compiled, or what
-compiling needed would stay as well.
+XLA:CPU allocates all temporaries of a step as one block and frees it at the end. glibc maps a block above 32 MiB again
+each time: 65,000 page faults per step for 260 MiB, a third of its time (docs/benchmarks.md). Three settings of
+`mallopt` together keep the block in the heap. One arena: a thread with a separate arena cannot hold so large a block in
+it and maps it. This has to be set before threads have arenas, so it is set before a run joins. No mapping, and no
+trimming at the top of the heap: set after the step is compiled, since otherwise the memory of the compilation would
+stay allocated as well.
 
-Never at import, and in no command but `train` and `bench communication`, which times what `train` does. It stays for
-the life of the process. SPMDKIT_ALLOCATOR=system leaves the allocator alone, and so does any setting of it that the
-environment has for the C library itself. Other C libraries (musl, macOS) are left alone.
+Never set at import, and only by `train` and `bench communication`, which times what `train` does. The settings last for
+the life of the process. SPMDKIT_ALLOCATOR=system disables them, and so does any setting of the C library's allocator in
+the environment. Other C libraries (musl, macOS) are not changed.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _VARIABLES = (
     "MALLOC_TOP_PAD_",
     "MALLOC_TRIM_THRESHOLD_",
 )
-"""By which glibc itself is told (mallopt(3))."""
+"""Environment variables that configure glibc's allocator (mallopt(3))."""
 _ACCELERATORS = ("nvidia0", "kfd", "accel0", "vfio/0")
 """Device files of GPUs and TPUs, below /dev."""
 
 
 def one_arena(devices: str | Sequence[int], environ: Mapping[str, str]) -> bool:
-    """Lets all threads that come share one arena, where `devices` of a config mean CPU devices; returns whether it did.
+    """Makes all later threads share one arena if `devices` of a config are CPU devices; returns whether it did.
 
     Raises:
-        ConfigError: SPMDKIT_ALLOCATOR has a value that is not known.
+        ConfigError: SPMDKIT_ALLOCATOR has an unknown value.
     """
     if not _asked(environ) or not _on_cpu(devices, environ) or glibc() is None:
         return False
@@ -53,15 +53,15 @@ def one_arena(devices: str | Sequence[int], environ: Mapping[str, str]) -> bool:
 
 
 def keep_memory() -> bool:
-    """Gives back what is free now, and from here on nothing; returns whether the allocator took it. After `one_arena`
-    only."""
+    """Trims the heap now and disables trimming afterwards; returns whether the allocator accepted it. Call `one_arena`
+    first."""
     taken = _set(_MMAP_MAX, 0) and _set(_TRIM_THRESHOLD, -1)
     ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
     return taken
 
 
 def glibc() -> str | None:
-    """Returns the version of glibc that this process runs on, None on any other C library."""
+    """Returns the version of glibc of this process, or None on any other C library."""
     try:
         name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
     except (AttributeError, OSError, ValueError):
@@ -70,18 +70,18 @@ def glibc() -> str | None:
 
 
 def describe(environ: Mapping[str, str]) -> str:
-    """Returns what `train` on CPU devices does with the allocator, in one line.
+    """Returns a one-line description of the allocator settings of `train` on CPU devices.
 
     Raises:
-        ConfigError: SPMDKIT_ALLOCATOR has a value that is not known.
+        ConfigError: SPMDKIT_ALLOCATOR has an unknown value.
     """
     version = glibc()
     if version is None:
-        return "not glibc: left alone"
+        return "not glibc: unchanged"
     if _asked(environ):
-        return f"glibc {version}, train on CPU keeps a step's memory for the next ({SWITCH}=system: not)"
+        return f"glibc {version}, train on CPU reuses a step's memory for the next ({SWITCH}=system disables this)"
     why = f"{SWITCH}=system" if SWITCH in environ else f"{_own_setting(environ)} is set"
-    return f"glibc {version}, left alone ({why})"
+    return f"glibc {version}, unchanged ({why})"
 
 
 def _asked(environ: Mapping[str, str]) -> bool:
@@ -90,21 +90,21 @@ def _asked(environ: Mapping[str, str]) -> bool:
         return _own_setting(environ) is None
     if choice not in CHOICES:
         raise ConfigError(
-            f"{SWITCH} is {choice!r}.{nearest(choice, CHOICES)} It is one of {', '.join(CHOICES)}. Set {SWITCH}=system to leave the "
-            "allocator alone."
+            f"{SWITCH} is {choice!r}.{nearest(choice, CHOICES)} It is one of {', '.join(CHOICES)}. Set "
+            f"{SWITCH}=system to use the system allocator unchanged."
         )
     return choice == "keep"
 
 
 def _own_setting(environ: Mapping[str, str]) -> str | None:
-    """Returns the variable by which the environment sets glibc's allocator, or None."""
+    """Returns the variable that configures glibc's allocator in the environment, or None."""
     if "glibc.malloc" in environ.get("GLIBC_TUNABLES", ""):
         return "GLIBC_TUNABLES"
     return next((name for name in _VARIABLES if name in environ), None)
 
 
 def _on_cpu(devices: str | Sequence[int], environ: Mapping[str, str]) -> bool:
-    """Returns whether a config's devices are CPU devices, which is not certain for `auto` before JAX has looked."""
+    """Returns whether a config's devices are CPU devices; for `auto` this is a guess until JAX has initialized."""
     if isinstance(devices, str) and fake_devices(devices):
         return True
     if platforms := environ.get("JAX_PLATFORMS"):

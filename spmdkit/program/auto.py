@@ -1,9 +1,8 @@
-"""`microbatches: auto` and `remat: auto`: the mildest step whose compiled memory fits the device.
+"""`microbatches: auto` and `remat: auto`: the cheapest step that fits the device by its compiled memory.
 
-Nothing runs and nothing runs out of memory: each candidate is compiled, and the compiler says what it needs
-(`memory.step_bytes`). Memory falls with the number of microbatches, so the smallest that fits is found by halving; less
-is kept for the backward pass (remat: none, dots, full) only where no number of microbatches is enough, since that costs
-arithmetic: about a third more at `full`.
+Nothing runs. Each candidate is compiled, and the compiler reports its memory (`memory.step_bytes`). Memory falls with
+the number of microbatches, so the smallest number that fits is found by bisection. A stronger remat policy (none, dots,
+full) is used only if no number of microbatches fits, since it costs arithmetic: about a third more at `full`.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ MOST_MICROBATCHES = 64
 
 
 def is_auto(config: Config) -> bool:
-    """Returns whether a config leaves something to be chosen by memory."""
+    """Returns whether a config leaves a setting to be chosen by memory."""
     return "auto" in (config.microbatches, config.remat)
 
 
 class Trial(Protocol):
-    """A program that is tried: what its step needs, and remarks for the user."""
+    """A candidate program: what its step needs, and notes for the user."""
 
     notes: list[str]
 
@@ -41,10 +40,11 @@ Say = Callable[[str], None]
 
 
 def choices(config: Config, batch_shards: int) -> list[list[dict[str, Any]]]:
-    """Returns what can be chosen, as changes of the config: a list for each remat, in each the most memory first.
+    """Returns the choices as changes of the config: one list per remat policy, each sorted from the most memory to the
+    least.
 
     Args:
-        batch_shards: parts into which the mesh cuts a batch.
+        batch_shards: number of shards of a batch on the mesh.
     """
     remats = REMATS if config.remat == "auto" else (None,)
     counts = microbatch_counts(config, batch_shards) if config.microbatches == "auto" else [None]
@@ -57,19 +57,19 @@ def choose(among: Sequence[Sequence[Changes]], limit_bytes: int | None, make: Ca
 
     Args:
         among: of `choices`.
-        limit_bytes: of one device; None where nobody knows, and everything fits.
-        make: the program of a choice.
-        say: takes one line for each program that is tried.
+        limit_bytes: of one device; None if it is unknown, and everything fits.
+        make: returns the program of a choice.
+        say: receives one line for each candidate.
 
     Raises:
-        ConfigError: no choice fits; says what the smallest needs.
+        ConfigError: no choice fits; the message has the memory of the smallest.
     """
     limit = "" if limit_bytes is None else f" of {format_bytes(limit_bytes)}"
 
     def tried(changes: Changes) -> T:
         program = make(changes)
         verdict = "fits" if program.step_bytes.fits(limit_bytes) else "does not fit"
-        say(f"auto: {_described(changes)}: a step needs {_needs(program.step_bytes)}{limit} a device, {verdict}")
+        say(f"auto: {_described(changes)}: a step needs {_needs(program.step_bytes)}{limit} per device, {verdict}")
         return program
 
     smallest: StepBytes | None = None
@@ -77,20 +77,21 @@ def choose(among: Sequence[Sequence[Changes]], limit_bytes: int | None, make: Ca
         chosen, program = _mildest(variants, limit_bytes, tried)
         if program.step_bytes.fits(limit_bytes):
             program.notes.append(
-                f"auto chose {_described(chosen)}: a step needs {_needs(program.step_bytes)}{limit} a device"
+                f"auto chose {_described(chosen)}: a step needs {_needs(program.step_bytes)}{limit} per device"
             )
             return program
         smallest = min((x for x in (smallest, program.step_bytes) if x is not None), key=_order)
     assert smallest is not None
     raise ConfigError(
-        f"{' and '.join(among[0][0])}: auto found no step that fits: the smallest of {len(among)} x {len(among[0])} choices needs "
-        f"{_needs(smallest)} a device, the limit is {format_bytes(limit_bytes) if limit_bytes else 'what the compiler allows'}. Use more devices, a larger mesh.fsdp or "
-        "mesh.tensor, a smaller batch_size, or offload: [optimizer]."
+        f"{' and '.join(among[0][0])}: auto found no step that fits: the smallest of {len(among)} x {len(among[0])} "
+        f"choices needs {_needs(smallest)} per device, the limit is "
+        f"{format_bytes(limit_bytes) if limit_bytes else 'what the compiler allows'}. Use more devices, a larger "
+        "mesh.fsdp or mesh.tensor, a smaller batch_size, or offload: [optimizer]."
     )
 
 
 def _mildest(variants: Sequence[Changes], limit: int | None, tried: Callable[[Changes], T]) -> tuple[Changes, T]:
-    """Returns the first variant that fits with its program, or the last one; each needs less than the one before."""
+    """Returns the first variant that fits with its program, or the last one. Variants are sorted by decreasing memory."""
     first = tried(variants[0])
     if first.step_bytes.fits(limit) or len(variants) == 1:
         return variants[0], first
@@ -117,12 +118,12 @@ def _order(needed: StepBytes) -> tuple[bool, int]:
 
 
 def _needs(needed: StepBytes) -> str:
-    """Returns the bytes in words: of a step that the compiler refuses at least those that it speaks of."""
+    """Returns the bytes as text; for a step that the compiler rejects, the lower bound that it reports."""
     return f"{'more than ' if needed.refused else ''}{format_bytes(needed.peak_bytes)}"
 
 
 def microbatch_counts(config: Config, batch_shards: int) -> list[int]:
-    """Returns the microbatch counts, powers of two, that cut the batch evenly over so many shards."""
+    """Returns the microbatch counts, powers of two, that divide the batch evenly over so many shards."""
     rows = config.batch_size // batch_shards
     powers = (2**i for i in range(MOST_MICROBATCHES.bit_length()))
     return [m for m in powers if m <= MOST_MICROBATCHES and rows % m == 0] or [1]

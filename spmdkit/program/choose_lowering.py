@@ -1,8 +1,8 @@
-"""How a step is compiled: the first form of the mesh's in which the user's functions can be traced, and what it needs
-to be kept.
+"""How a step is compiled: the first form of the mesh in which the user's functions can be traced, and the reducer state
+that it needs.
 
-forms of the mesh -> the first that is traced -> the reducer's place in the train state -> what the step has used ->
-remat
+forms of the mesh -> the first that can be traced -> the reducer state in the train state -> the ops that the step uses
+-> remat
 """
 
 from __future__ import annotations

@@ -1,24 +1,24 @@
-"""The persistent compile cache: what XLA has compiled is kept on this machine's disk, so that a restart compiles
-nothing again.
+"""The persistent compile cache: compiled programs are cached on the machine's disk, so that a restart compiles nothing
+again.
 
-JAX has such a cache (`jax_compilation_cache_dir`) and leaves it off. On by default it has to be private, since what is
-read from it is run; whole, since runs are killed; and right on a machine of another kind, since a home directory is
-shared. So `train` and `eval` give JAX a store of their own, while they run:
+JAX has such a cache (`jax_compilation_cache_dir`), off by default. To be on by default it has to be private, since its
+entries are executed; atomic, since runs are killed; and correct on another kind of machine, since home directories are
+shared. `train` and `eval` therefore give JAX their own store while they run:
 
-- a folder that only its owner can enter (0700), below ~/.cache/spmdkit/compile; one that belongs to somebody else, or
-  that others can write, is not used, and a note says so;
-- in it one folder for each *kind of machine*: jaxlib's version and size, Python's word size, the CPU's model and
-  features, the number of cores (XLA:CPU cuts loops by it, so the bits of a sum depend on it). XLA:CPU checks features
-  as it loads, and then goes on: SIGILL (openxla/xla#44565, uwplasma/vmex#142);
-- an entry is written beside its place and renamed, with a digest in front; one that was torn or changed is removed, and
-  compiled again. (JAX 0.10.2 writes in place, and never replaces an entry that it cannot read.)
-- every process writes, where JAX lets process 0 alone: on CPU each process has keys of its own, and hosts have disks of
-  their own;
+- a folder that only its owner can access (0700), below ~/.cache/spmdkit/compile. A folder of another user, or one that
+  others can write, is not used, and a note is logged;
+- in it one folder per *kind of machine*: jaxlib's version and size, Python's word size, the CPU's model and features,
+  the number of cores (XLA:CPU splits loops by it, so the rounding of a sum depends on it). XLA:CPU checks features on
+  load and then continues: SIGILL (openxla/xla#44565, uwplasma/vmex#142);
+- an entry is written to a temporary file and renamed, with a digest at the beginning; a torn or changed entry is
+  removed and compiled again. (JAX 0.10.2 writes in place, and never replaces an entry that it cannot read.)
+- every process writes, while JAX lets only process 0 write: on CPU each process has its own keys, and hosts have their
+  own disks;
 - source lines are part of the key, since plans and findings name them;
-- the least recently used entries go when the folder is larger than `max_bytes`.
+- the least recently used entries are removed when the folder is larger than `max_bytes`.
 
 The rest of the key is JAX's: the program, the compiler's options, XLA_FLAGS, devices and their arrangement. Programs
-with host callbacks are not kept (JAX's rule). `plan` and `verify` compile always: what the compiler warns of is said
+with host callbacks are not cached (JAX's rule). `plan` and `verify` always compile: the compiler prints its warnings
 only when it compiles. Source: docs.jax.dev/en/latest/persistent_compilation_cache.html; jax/_src/lru_cache.py,
 compiler.py (0.10.2).
 """
@@ -46,14 +46,14 @@ FILE_MODE, FOLDER_MODE = 0o600, 0o700
 SUFFIX = ".executable"
 _DIGEST_BYTES = 32
 JAX_SETTINGS = ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE")
-"""Variables of JAX's own by which somebody has decided already."""
+"""JAX's own variables; if one is set, JAX's settings are used."""
 
 
 class Executables:
-    """Compiled programs by key, in one folder; what JAX asks of a cache, and what it asked for.
+    """Compiled programs by key, in one folder: JAX's cache interface, with a record of hits and misses.
 
     Attributes:
-        found, missed: names of the programs that were asked for and were there, and were not.
+        found, missed: names of the requested programs that were in the cache, and that were not.
     """
 
     def __init__(self, folder: Path, max_bytes: int):
@@ -64,21 +64,21 @@ class Executables:
         self.missed: list[str] = []
 
     def get(self, key: str) -> bytes | None:
-        """Returns what was kept under a key; None where it is not there, or not as it was written."""
+        """Returns the cached value of a key; None if there is none, or if it is damaged."""
         path = self._file(key)
         value = None
         with contextlib.suppress(OSError):
             content = path.read_bytes()
             if content[:_DIGEST_BYTES] == _digest(key, content[_DIGEST_BYTES:]):
                 value = content[_DIGEST_BYTES:]
-                os.utime(path)  # used now, for whoever makes room
+                os.utime(path)  # marks the entry as recently used
             else:
                 path.unlink(missing_ok=True)
         (self.missed if value is None else self.found).append(_program(key))
         return value
 
     def put(self, key: str, value: bytes) -> None:
-        """Keeps a value, unless the disk takes none: a cache is no reason to fail."""
+        """Stores a value; a failed write is ignored, since a cache must not fail a run."""
         path = self._file(key)
         beside = path.with_name(f".{secrets.token_hex(8)}.partial")
         with self._lock, contextlib.suppress(OSError):
@@ -93,11 +93,11 @@ class Executables:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Removes the entries that were used longest ago, until the rest is no larger than may be; and what killed
-        processes have left half written."""
+        """Removes the least recently used entries until the rest fits `max_bytes`, and partial files of killed
+        processes."""
         entries = []
         for path in self.folder.iterdir():
-            with contextlib.suppress(OSError):  # another process makes room too
+            with contextlib.suppress(OSError):  # another process evicts too
                 found = path.stat()
                 if path.suffix in (SUFFIX, ".partial") and stat.S_ISREG(found.st_mode):
                     entries.append((found.st_mtime, found.st_size, path))
@@ -113,7 +113,7 @@ class Executables:
 
 
 def _program(key: str) -> str:
-    """Returns the name of the program that a key of JAX's begins with: `train_step` of `jit_train_step-6936e5...`."""
+    """Returns the program name at the beginning of a key of JAX: `train_step` of `jit_train_step-6936e5...`."""
     return key.rpartition("-")[0].removeprefix("jit_")[:80]
 
 
@@ -122,11 +122,11 @@ def _digest(key: str, value: bytes) -> bytes:
 
 
 def place(folder: str | Path | None, environ: Mapping[str, str]) -> tuple[Path | None, str]:
-    """Returns (the folder for this kind of machine, what to say of it); the folder is None where there is no cache, and
-    the text says why.
+    """Returns (the folder for this kind of machine, its description); the folder is None if there is no cache, and the
+    text gives the reason.
 
     Args:
-        folder: the parent that the config names; None: the environment's, or below the user's cache.
+        folder: the parent folder of the config; None: the environment's, or below the user's cache folder.
     """
     given = environ.get(COMPILE_CACHE, "")
     if given in ("0", "off"):
@@ -143,7 +143,7 @@ def place(folder: str | Path | None, environ: Mapping[str, str]) -> tuple[Path |
         if why := _not_private(own):
             return None, f"off: {own} {why}. Remove it"
     except (OSError, RuntimeError, ValueError) as error:
-        return None, f"off: {parent} cannot be made ({error}). Name another folder in compile_cache.directory"
+        return None, f"off: {parent} cannot be created ({error}). Name another folder in compile_cache.directory"
     return own, str(own)
 
 
@@ -153,10 +153,11 @@ def _users(environ: Mapping[str, str]) -> Path:
 
 
 def _not_private(folder: Path) -> str:
-    """Returns why what is in a folder cannot be trusted, or an empty text. Who may write there runs code here."""
+    """Returns why the contents of a folder cannot be trusted, or an empty text. A user who can write there can run code
+    here."""
     found = folder.lstat()
     if stat.S_ISLNK(found.st_mode) or not stat.S_ISDIR(found.st_mode):
-        return "is no folder of its own"
+        return "is not a directory"
     if hasattr(os, "getuid") and found.st_uid != os.getuid():
         return f"belongs to user {found.st_uid}"
     if found.st_mode & 0o077:
@@ -165,7 +166,7 @@ def _not_private(folder: Path) -> str:
 
 
 def machine() -> str:
-    """Returns a short name of everything here, beside the program, on which compiled code depends."""
+    """Returns a short name of everything on this machine, apart from the program, that compiled code depends on."""
     facts = [
         *(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib")),
         _size_of_jaxlib(),
@@ -177,7 +178,7 @@ def machine() -> str:
 
 
 def _size_of_jaxlib() -> str:
-    """Returns the sizes of jaxlib's libraries: a version that was built again is another compiler."""
+    """Returns the sizes of jaxlib's libraries: a rebuilt version is another compiler."""
     import jaxlib
 
     folder = Path(jaxlib.__file__).parent
@@ -185,7 +186,7 @@ def _size_of_jaxlib() -> str:
 
 
 def _cpu() -> str:
-    """Returns the model and features of the CPU; without /proc what Python knows of it."""
+    """Returns the model and features of the CPU; without /proc, what Python reports."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
         told = dict(line.partition(":")[::2] for line in lines)
@@ -199,9 +200,9 @@ class Programs:
     """The cache of a run.
 
     Attributes:
-        store: what keeps the programs; None where there is no cache.
+        store: the store of the programs; None if there is no cache.
         said: where it is, or why there is none.
-        is_refused: there should be one, and its folder cannot be used.
+        is_refused: a cache is configured, and its folder cannot be used.
     """
 
     store: Executables | None
@@ -209,7 +210,7 @@ class Programs:
     is_refused: bool = False
 
     def programs(self) -> dict[str, Any]:
-        """Returns the fields of an event: which programs came from the cache, and which were compiled, until now."""
+        """Returns the fields of an event: the programs loaded from the cache, and those compiled, so far."""
         if self.store is None:
             return {"cache": self.said}
         return {"cache": self.said, "from_cache": list(self.store.found), "compiled": list(self.store.missed)}
@@ -217,18 +218,18 @@ class Programs:
 
 @contextlib.contextmanager
 def kept(options: Any, base: Path, environ: Mapping[str, str] = os.environ) -> Iterator[Programs]:
-    """While the body runs, JAX keeps what it compiles.
+    """Context in which JAX caches what it compiles.
 
     Args:
-        options: `compile_cache` of a config; None: nothing is kept.
-        base: the config's folder, from which a relative directory counts.
+        options: `compile_cache` of a config; None: nothing is cached.
+        base: the config's folder, to which a relative directory refers.
     """
     if options is None:
         yield Programs(None, "off: compile_cache is null")
         return
     folder, said = place(base / options.directory if options.directory else None, environ)
     if folder is not None and compat_cache.has_compilation_cache():
-        folder, said = None, "JAX's own, as its settings say"
+        folder, said = None, "JAX's own, as configured"
     if folder is None:
         yield Programs(None, said, is_refused=said.startswith("off: "))
         return

@@ -1,8 +1,8 @@
-"""What XLA writes to the error stream while it compiles: the partitioner's warnings are log lines and nothing else.
+"""What XLA writes to stderr while it compiles: the partitioner's warnings are log lines and nothing else.
 
-"[SPMD] Involuntary full rematerialization" is the one that a user most needs to be told: an array is gathered whole on
-every device because the partitioner found no other way between two shardings. The lines are written by C++ to file
-descriptor 2, so that is where they are read; everything still goes on to the stream, at once, also if the process dies.
+"[SPMD] Involuntary full rematerialization" matters most to a user: an array is gathered on every device because the
+partitioner found no other way between two shardings. C++ writes the lines to file descriptor 2, so they are read there.
+Everything is forwarded to the stream immediately, also if the process dies.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Iterator
 MARK = b"ematerialization"
 MOST_LINES = 64
 MOST_BYTES = 4096
-"""Of one line: bounds, so that a compiler that logs without end costs no memory."""
+"""Maximum length of a line, so that a compiler that logs without end costs no memory."""
 
 
 @contextlib.contextmanager
 def collected() -> Iterator[list[str]]:
     """Yields a list that holds, after the block, the lines about rematerialization that were logged in it.
 
-    A stream that cannot be duplicated (closed, no descriptor) leaves the list empty: a log is no reason to fail.
+    If the stream cannot be duplicated (closed, no descriptor), the list stays empty: a log must not fail a run.
     """
     lines: list[str] = []
     try:

@@ -1,12 +1,13 @@
-"""What spmdkit asks of the compiler, in one place: options of XLA for each platform, each with its measured reason.
+"""The compiler options that spmdkit sets, in one place: options of XLA for each platform, each with its measured
+reason.
 
 TPU. By default (libtpu 0.0.42) the compiler decomposes an all_gather over a whole wrapped torus (v5p 4x4x4, fsdp 64)
-into an all_reduce of a buffer of zeros, and every reduce_scatter into an all_reduce and a slice, of which it fuses back
-those that it has not combined: twice the bytes of ZeRO 3. In time that is right there, since its all_reduce drives all
-six links of a chip, and the TensorCore's own all_gather one ring. Cutting the gather into stages in the program gives
-the bytes, and one ring.
+into an all_reduce of a buffer of zeros, and every reduce_scatter into an all_reduce and a slice. It fuses back those
+that it has not combined: twice the bytes of ZeRO 3. In time this is right there, since its all_reduce drives all six
+links of a chip, and the TensorCore's all_gather one ring. Splitting the gather into stages in the program gives the
+bytes, and one ring.
 The options send both to the SparseCores (v5p, v6e, 7x), which drive several rings and leave the TensorCore to the
-arithmetic; on v5e they stay on the TensorCore, native.
+arithmetic. On v5e they stay on the TensorCore, native.
 
 | bytes over the formula, layers of `column_row_parallel` | default           | with the options      |
 | ---------------------------------------------- | ----------------- | --------------------- |
@@ -17,11 +18,11 @@ arithmetic; on v5e they stay on the TensorCore, native.
 | v5e 8x8, fsdp 64                               | 2.00              | 1.00, half of the gathers asynchronous |
 | v6e 8x8, fsdp 64                               | 2.00              | 1.00, asynchronous    |
 
-The whole step of configs/llama_8b_v5p.yaml on v5p 4x4x4 sends 40.4 GiB a device, of configs/llama_70b_v5p.yaml on
+The whole step of configs/llama_8b_v5p.yaml on v5p 4x4x4 sends 40.4 GiB per device, of configs/llama_70b_v5p.yaml on
 8x8x16 262 GiB, without an all_reduce of more than a MiB (289 GiB with the legalizer's constraints).
 
-Ahead-of-time compilations, 2026-11-21 (the first again in tests/ops/test_tensor_tpu.py); no TPU has run them.
-`compiler_options` of the config overrules each.
+Ahead-of-time compilations, 2026-11-21 (the first also in tests/ops/test_tensor_tpu.py); not run on a TPU.
+`compiler_options` of the config overrides each.
 Source: AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py (the same options, for v6e and 7x).
 """
 
@@ -44,16 +45,16 @@ _TPU: Mapping[str, Value] = {
     "xla_enable_async_all_gather": True,
     "xla_tpu_prefer_async_allgather_to_allreduce": True,
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
-    "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": True,  # v5e has no SparseCore, and keeps it native
+    "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": True,  # v5e has no SparseCore; it stays native there
 }
 _SPARSE_CORE: Mapping[str, Value] = {
-    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False,  # it would keep all_gathers on the TensorCore
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False,  # otherwise all_gathers stay on the TensorCore
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
     "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": True,
     "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": True,
     "xla_tpu_enable_sparse_core_reduce_scatter_v2": True,
-    # The TensorCore's constraints on shapes, which would make all_reduces of some: 8192 x 7168 over 256, 4096 x 128256
-    # over 64.
+    # The TensorCore's constraints on shapes, which would turn some into all_reduces: 8192 x 7168 over 256, 4096 x
+    # 128256 over 64.
     "xla_tpu_check_legacy_constraints_in_reduce_scatter_legalizer": False,
     "xla_tpu_use_tc_device_shape_on_sc": True,
     "xla_sc_disable_megacore_partitioning": True,
@@ -63,22 +64,22 @@ _WITH_SPARSE_CORE = ("v5p", "v6e", "7x")
 
 _DETERMINISTIC_GPU: Mapping[str, Value] = {
     "xla_gpu_deterministic_ops": True,  # and no autotuning, which chooses by time
-    "xla_gpu_exclude_nondeterministic_ops": True,  # what has no such form ends the compilation
+    "xla_gpu_exclude_nondeterministic_ops": True,  # an operation without a deterministic form fails the compilation
 }
 
 
 _QUICK: Mapping[str, Value] = {
     "xla_cpu_use_fusion_emitters": False,  # the older emitter
-    "xla_cpu_parallel_codegen_split_count": 1,  # one LLVM module a program
+    "xla_cpu_parallel_codegen_split_count": 1,  # one LLVM module per program
 }
 
 
 @functools.cache
 def quick_options() -> Mapping[str, Value]:
-    """Returns options with which XLA's CPU backend compiles a small program in a fraction of the time, those that it
-    knows in this version.
+    """Returns options with which XLA's CPU backend compiles a small program in a fraction of the time, as far as this
+    version knows them.
 
-    There are none where JAX computes on something else.
+    Empty if JAX computes on another platform.
     """
 
     def is_known(name: str) -> bool:
@@ -95,10 +96,10 @@ def quick_options() -> Mapping[str, Value]:
 
 
 def own_options(device: Any, deterministic: bool = False) -> Mapping[str, Value]:
-    """Returns the options that spmdkit gives a program on devices of this kind.
+    """Returns the options that spmdkit sets for a program on devices of this kind.
 
     Args:
-        deterministic: the same bits each time. XLA's CPU and TPU backends do so anyway.
+        deterministic: bitwise reproducible. XLA's CPU and TPU backends are so anyway.
     """
     if device.platform in ("gpu", "cuda", "rocm") and deterministic:
         return _DETERMINISTIC_GPU
@@ -112,14 +113,14 @@ def options(devices: Sequence[Any], own: Mapping[str, Value | None], determinist
     """Returns the options of a program on `devices`: spmdkit's for their platform, then the config's; null removes one.
 
     Raises:
-        ConfigError: null for an option that spmdkit sets nowhere.
+        ConfigError: null for an option that spmdkit does not set.
     """
     known = {**_TPU, **_SPARSE_CORE}
     for name, value in own.items():
         if value is None and name not in known:
             raise ConfigError(
-                f"compiler_options.{name} is null, and spmdkit does not set it, so that has no effect. null removes one of spmdkit's own "
-                f"options.{nearest(name, known)} Remove the line, or give a value."
+                f"compiler_options.{name} is null, and spmdkit does not set it, so this has no effect. null removes "
+                f"an option that spmdkit sets.{nearest(name, known)} Remove the line, or give a value."
             )
     merged = {**own_options(devices[0], deterministic), **own}
     return {name: value for name, value in merged.items() if value is not None}
@@ -131,10 +132,12 @@ def compile(
     """Returns the compiled program.
 
     Raises:
-        ConfigError: the compiler does not know one of the config's options, refuses its value, or has no deterministic
+        ConfigError: the compiler does not know one of the config's options, rejects its value, or has no deterministic
             form of an operation.
     """
-    chosen: Any = options(devices, own, deterministic) or None  # JAX's type says text and flags, and takes numbers too
+    chosen: Any = (
+        options(devices, own, deterministic) or None
+    )  # JAX's type hint allows text and flags; numbers work too
     try:
         with phase.during("compile"):  # each of several (auto, an evaluation) has the whole limit
             return lowered.compile(compiler_options=chosen)
@@ -143,25 +146,27 @@ def compile(
         named = [name for name in own if name in text]
         if not named and deterministic and "determinis" in str(error).lower():
             raise ConfigError(
-                f"deterministic is true, and the compiler of {devices[0].platform} answers: {text}. An operation of the step has no form that gives the "
-                "same bits each time. Write it otherwise (a scatter-add as a one-hot product or a sorted segment sum), or set deterministic: false."
+                f"deterministic is true, and the compiler of {devices[0].platform} reports: {text}. An operation of "
+                "the step has no deterministic form. Rewrite it (a scatter-add as a one-hot product or a sorted "
+                "segment sum), or set deterministic: false."
             ) from None
         if not named:
             raise
         raise ConfigError(
-            f"compiler_options.{named[0]}: {own[named[0]]!r}, and the compiler of {devices[0].platform} answers: {text}. It is "
-            "an option of XLA on that platform, with a value of its type. Remove it, or fix its name or value."
+            f"compiler_options.{named[0]}: {own[named[0]]!r}, and the compiler of {devices[0].platform} reports: "
+            f"{text}. It must be an option of XLA on that platform, with a value of its type. Remove it, or fix its "
+            "name or value."
         ) from None
 
 
 def temp_bytes(stats: Any, platform: str) -> int:
     """Returns the bytes of temporaries that a program reserves on one device.
 
-    TPU: `temp_size_in_bytes` counts buffers of loops more than once (libtpu 0.0.42): a program of 1.34 GiB arguments
-        and outputs with
-    `temp_size_in_bytes` 18.3 GB compiles for a chip of 16.9 GB, and is refused only when arguments, outputs and the
-    buffer assignment's temporaries exceed the chip. `peak_memory_in_bytes` is those three without fragmentation: 1.3 %
-    below the buffer assignment for configs/llama_8b_v5p.yaml, 3.5 % for configs/llama_70b_v5p.yaml (2026-11-22).
+    TPU: `temp_size_in_bytes` counts buffers of loops more than once (libtpu 0.0.42). A program of 1.34 GiB arguments
+    and outputs with `temp_size_in_bytes` 18.3 GB compiles for a chip of 16.9 GB, and is rejected only if arguments,
+    outputs and the buffer assignment's temporaries exceed the chip. `peak_memory_in_bytes` is the sum of those three
+    without fragmentation: 1.3 % below the buffer assignment for configs/llama_8b_v5p.yaml, 3.5 % for
+    configs/llama_70b_v5p.yaml (2026-11-22).
 
     Args:
         stats: `compiled.memory_analysis()`.

@@ -33,12 +33,12 @@ from spmdkit.step.step import Batch
 
 
 class Evaluator:
-    """The evaluation of one program: traced when it is made, so that a mistake is told before training, compiled when
-    called.
+    """The evaluation of one program: traced when it is created, so that a mistake is reported before training, and
+    compiled when called.
 
     Attributes:
         names: of the metrics that are one number.
-        note: a remark for the user, or None.
+        note: a note for the user, or None.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Evaluator:
                 sums = evaluate(eval_fn, stateful)(params, model_state, batch.examples, key, number)
             return number + 1, sums if before is None else merged(before, sums)
 
-        evaluate_batch.__name__ = "evaluate"  # in profiles and in XLA's texts
+        evaluate_batch.__name__ = "evaluate"  # the name in profiles and in XLA's texts
 
         def trace() -> Any:
             return jax.eval_shape(lambda s, b: evaluate_batch(None, s, b), abstract_state, abstract_batch)
@@ -97,7 +97,7 @@ class Evaluator:
 
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
-        """The program of a batch as it is given to the compiler; forgotten when it is compiled."""
+        """The abstract batch for the compiler; deleted after the compilation."""
         return self._lower()
 
     @functools.cached_property
@@ -105,10 +105,10 @@ class Evaluator:
         return self._compile(self.__dict__.pop("lowered", None) or self._lower())
 
     def __call__(self, state: TrainState) -> dict[str, Any]:
-        """Returns the metrics over the whole set: numbers, and of `sk.bincount` arrays. Waits for the device.
+        """Returns the metrics over the whole set: numbers, and arrays of `sk.bincount`. Waits for the device.
 
         Raises:
-            ConfigError: padding rows of the last batch would count; seen at the first batch of the first call.
+            ConfigError: padding rows of the last batch would count; checked at the first batch of the first call.
         """
         totals = zeros = jax.device_put(nothing(self._totals, np.full), self._whole)
         with self._feed.stream(1, self._feed.schedule.num_batches) as batches:
@@ -117,7 +117,8 @@ class Evaluator:
                 if batch.mask is not None and self._probe:
                     self._check_padding(functools.partial(self._compiled, zeros, state), batch)
                     self._probe = False
-                # Waiting each time bounds what is in flight: several processes with several CPU devices deadlock else.
+                # Waiting each time limits the work in flight: several processes with several CPU devices deadlock
+                # otherwise.
                 totals = jax.block_until_ready(self._compiled(totals, state, batch))
         return {name: _value(metric) for name, metric in jax.device_get(totals[1]).items()}
 
@@ -146,7 +147,7 @@ def _values(metrics: dict[str, Metric]) -> dict[str, Any]:
 
 
 def _value(mean: Metric) -> Any:
-    """Returns `mean.value` of numbers that are on the host: a float, or an array of counts."""
+    """Returns `mean.value` of numbers on the host: a float, or an array of counts."""
     if not isinstance(mean, Mean):
         value = np.asarray(mean.value)
         return value if value.ndim else float(value)
@@ -169,12 +170,12 @@ def _function(
         one = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if groups is not None else x
         model_state = (jax.tree.map(one, state.model_state),)
     note = None
-    # Without placements: parameters on the host would be refused in a trace of the loss alone.
+    # Without placements: a trace of the loss alone would reject parameters on the host.
     needs_key = _refuses_none_key(loss_fn, abstract((state.params, *model_state, batch.examples)))
     if needs_key:
         note = (
-            "evaluation runs loss_fn with random keys that are the same at every evaluation, since it does not accept key=None: dropout stays on. "
-            "Give Task(eval_fn=...) for a deterministic evaluation."
+            "evaluation runs loss_fn with random keys that are the same at every evaluation, since it does not "
+            "accept key=None: dropout stays on. Pass Task(eval_fn=...) for a deterministic evaluation."
         )
 
     def eval_fn(*args: Any) -> dict[str, Metric]:
@@ -185,7 +186,7 @@ def _function(
 
 
 def _refuses_none_key(loss_fn: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
-    """Returns whether `loss_fn(*arguments, None)` fails to trace, while other things are as in training."""
+    """Returns whether `loss_fn(*arguments, None)` fails to trace, with everything else as in training."""
     num = jax.tree.leaves(arguments[-1])[0].shape[0]
 
     def loss_of_rows(*args: Any) -> Any:
@@ -200,10 +201,10 @@ def _refuses_none_key(loss_fn: Callable[..., Any], arguments: tuple[Any, ...]) -
 
 
 def check_best(options: Checkpoint | None, names: Sequence[str]) -> None:
-    """Raises ConfigError where the best checkpoint is to be chosen by a metric that the evaluation does not give."""
+    """Raises ConfigError if the best checkpoint is selected by a metric that the evaluation does not have."""
     best = options and options.best
     if best and best.metric not in names:
         raise ConfigError(
-            f"checkpoint.best.metric is {best.metric}, and the evaluation gives {', '.join(names)}. The best checkpoint is chosen "
-            f"by a metric of the evaluation.{nearest(best.metric, names)} Name one of them."
+            f"checkpoint.best.metric is {best.metric}, and the evaluation has {', '.join(names)}. The best checkpoint "
+            f"is selected by a metric of the evaluation.{nearest(best.metric, names)} Use one of them."
         )

@@ -1,5 +1,5 @@
-"""What was applied to a step, in the order in which a gradient meets it, and why: a line each, of `program.explain()`
-and `spmdkit layout`.
+"""What was applied to a step, in the order in which a gradient meets it, and why: one line each, for
+`program.explain()` and `spmdkit layout`.
 
 Read from the context of the step and the layout; nothing is compiled.
 """
@@ -22,7 +22,7 @@ from spmdkit.program.task_step import TaskStep
 from spmdkit.step import reducer_state, trace_context
 
 LARGEST = 3
-"""Parameters that get a line of their own."""
+"""Number of parameters with a line each."""
 
 Line = tuple[str, str]
 Refused = Sequence[tuple[trace_context.Form, str]]
@@ -32,9 +32,9 @@ def explain(task_step: TaskStep, context: trace_context.Context, refused: Refuse
     """Returns the lines as text.
 
     Args:
-        context: of the step, its form chosen.
-        refused: forms that were tried before, and what each said.
-        notes: of the program, as they stand.
+        context: of the step, with its form.
+        refused: rejected forms, each with its reason.
+        notes: of the program, unchanged.
     """
     lines = [
         ("mesh", f"{describe_mesh(task_step.sizes)}: {math.prod(task_step.sizes.values())} devices"),
@@ -62,7 +62,7 @@ def _layout(task_step: TaskStep) -> Iterator[Line]:
     zero = ""
     if task_step.sizes["fsdp"] > 1:
         what = ("optimizer state", "gradients", "parameters")[: task_step.config.layout.zero]
-        zero = f"; zero {task_step.config.layout.zero}: fsdp cuts {', '.join(what)}"
+        zero = f"; zero {task_step.config.layout.zero}: fsdp shards {', '.join(what)}"
     counts = ", ".join(f"{reason} {num}" for reason, num in reasons.most_common())
     yield "layout", f"{len(leaves)} parameters, {format_bytes(sum(p.num_bytes for p in leaves))}: {counts}{zero}"
     for p in sorted(leaves, key=lambda p: -p.num_bytes)[:LARGEST]:
@@ -70,7 +70,7 @@ def _layout(task_step: TaskStep) -> Iterator[Line]:
 
 
 def _short(reason: str) -> str:
-    """Returns a reason without what is said of one leaf."""
+    """Returns a reason without the part about one leaf."""
     return reason.partition(" '")[0].partition(":")[0]
 
 
@@ -87,9 +87,10 @@ def _form(task_step: TaskStep, context: trace_context.Context, refused: Refused)
     replicas, model = context.sharding.num_replicas, _model_axes(context)
     inside = "" if task_step.groups is None else " inside of each group"
     why = {
-        "plain": f"one replica{inside}, so nothing is added; the partitioner cuts the rest",
-        "mapped": f"vmap over {_many(replicas, 'replica')}{inside}; the partitioner cuts the rest{f' ({model})' if model else ''}",
-        "manual": f"shard_map over {_many(replicas, 'replica')}; the mesh has no model axis that cuts anything else",
+        "plain": f"one replica{inside}, so nothing is reduced; the partitioner shards the rest",
+        "mapped": f"vmap over {_many(replicas, 'replica')}{inside}; the partitioner shards the "
+        f"rest{f' ({model})' if model else ''}",
+        "manual": f"shard_map over {_many(replicas, 'replica')}; the mesh has no larger model axis",
     }[context.sharding.form]
     if task_step.task.view == "replica":
         why = f"shard_map over {_many(replicas, 'replica')}, since the task has view='replica'"
@@ -115,22 +116,20 @@ def _precision(task_step: TaskStep) -> str:
     if {asked.compute, asked.params} != {"float32"}:
         cast = {"compute": "cast too", "given": "as they are"}
         inputs = f", floats of a batch {cast.get(str(asked.inputs or 'compute'), f'cast where {asked.inputs}')}"
-    return f"compute {asked.compute}, parameters {asked.params}, gradients added in {asked.reduce}{inputs}"
+    return f"compute {asked.compute}, parameters {asked.params}, gradients summed in {asked.reduce}{inputs}"
 
 
 def _microbatches(context: trace_context.Context, batch_size: int) -> str:
     num = context.sharding.microbatches
     if num == 1:
-        return f"1: the whole batch of {batch_size} at once"
-    return (
-        f"{num} of {batch_size // num} examples, one after the other; their gradients are added up before the reducer"
-    )
+        return f"1: the whole batch of {batch_size}"
+    return f"{num} of {batch_size // num} examples, in sequence; their gradients are summed before the reducer"
 
 
 def _remat(task_step: TaskStep, context: trace_context.Context) -> str:
     asked = task_step.config.remat
     if context.options.remat is None:
-        return "none: all that the backward pass needs is kept"
+        return "none: all residuals of the backward pass are saved"
     name = asked if isinstance(asked, str) else f"save {asked.save}, offload {asked.offload}"
     where = (
         "the whole loss, since the step calls no sk.remat"
@@ -141,7 +140,7 @@ def _remat(task_step: TaskStep, context: trace_context.Context) -> str:
 
 
 def _parts(task_step: TaskStep, context: trace_context.Context) -> Iterator[Line]:
-    """Yields what ops of the model were told, where the step uses them."""
+    """Yields the settings of ops of the model, if the step uses them."""
     if context.usage.has_called("pipeline") and task_step.sizes["pipeline"] > 1:
         yield "pipeline", f"{context.options.pipeline.schedule} in {task_step.sizes['pipeline']} stages"
     if context.usage.has_called("attention"):
@@ -155,10 +154,10 @@ def _reducer(task_step: TaskStep, context: trace_context.Context) -> str:
     by_partitioner = (
         ""
         if task_step.sizes["fsdp"] == 1 or "fsdp" in context.sharding.data_axes
-        else "; over fsdp the partitioner adds"
+        else "; over fsdp the partitioner reduces"
     )
     if not added:
-        return f"{name}: not used, since nothing is added over replicas{by_partitioner}"
+        return f"{name}: not used, since nothing is reduced over replicas{by_partitioner}"
     if not context.usage.has_called("value_and_grad"):
         return f"{name}: not used, since train_step never calls sk.value_and_grad{by_partitioner}"
     itemsize = jnp.dtype(task_step.config.precision.reduce).itemsize
@@ -171,12 +170,15 @@ def _reducer(task_step: TaskStep, context: trace_context.Context) -> str:
     options = {option: value for option, value in options.items() if option != "warmup"}
     given = f" {options}" if options else ""
     first = f"sum to step {reducer.warmup}, then " if reducer.warmup else ""
-    keeps = "" if reducer.init is stateless else "; keeps what it owes in the train state"
-    return f"{first}{name}{given}: {over}, {sent:.0f} B sent by a device for each gradient; input scale {reducer.input_scale}{keeps}{by_partitioner}"
+    keeps = "" if reducer.init is stateless else "; stores its error in the train state"
+    return (
+        f"{first}{name}{given}: {over}, {sent:.0f} B sent per device for each gradient; input scale "
+        f"{reducer.input_scale}{keeps}{by_partitioner}"
+    )
 
 
 def _added(context: trace_context.Context) -> dict[tuple[str, ...], int]:
-    """Returns replica axes -> values of the gradient that a device adds over them."""
+    """Returns replica axes -> number of gradient values that a device reduces over them."""
     found: Counter[tuple[str, ...]] = Counter()
     for leaf in reducer_state.added(context):
         found[tuple(leaf.axes)] += leaf.size
@@ -194,7 +196,7 @@ def _update(task_step: TaskStep) -> str:
     name = "the task's optimizer" if config.optimizer is None else config.optimizer["name"]
     clip = "" if config.clip_norm is None else f"gradient clipped to a global norm of {config.clip_norm:g}, then "
     ema = "" if config.ema is None else f", then a moving average of the parameters ({config.ema:g})"
-    own = " as train_step says" if task_step.task.train_step is not None else ""
+    own = " in train_step" if task_step.task.train_step is not None else ""
     return f"{clip}{name}{own}{ema}"
 
 
@@ -203,23 +205,24 @@ def _guard(task_step: TaskStep) -> str:
     by_policy = {p: [name for name, other in policies.items() if other == p] for p in ("stop", "skip", "rollback")}
     looks = "; ".join(f"{policy} at {', '.join(names)}" for policy, names in by_policy.items() if names)
     if not looks:
-        return "none: nothing is looked at in the step"
-    return f"{looks}{'; one all-reduce of a scalar more' if by_policy['skip'] or by_policy['rollback'] else ', and nothing is sent for it'}"
+        return "none: the step checks nothing"
+    return f"{looks}{'; one more all-reduce of a scalar' if by_policy['skip'] or by_policy['rollback'] else ', without communication'}"
 
 
 def _hooks(task_step: TaskStep) -> str:
     hooks = sorted(task_step.task.hooks, key=lambda hook: hook.order)
     inside, beside = ([hook.name for hook in hooks if (hook.in_step is not None) is wanted] for wanted in (True, False))
     text = f"in the step, in this order: {', '.join(inside)}" if inside else "none in the step"
-    return text + (f"; beside it: {', '.join(beside)}" if beside else "")
+    return text + (f"; outside of the step: {', '.join(beside)}" if beside else "")
 
 
 def _sync(task_step: TaskStep) -> str:
     name, groups = plugins.split(task_step.config.sync)[0], task_step.groups
     if groups is None:
         says = sync_of(task_step.config).says
-        return f"{name}: replicas agree in every step{', ' if says else ''}{says}"
+        return f"{name}: replicas are synchronous in every step{', ' if says else ''}{says}"
     return (
-        f"{name}: {groups.num} groups along {' x '.join(groups.axes)} train alone, and agree after every {_many(groups.sync.every or 1, 'step')} "
-        f"in a program of its own{'; ' if groups.sync.says else ''}{groups.sync.says}"
+        f"{name}: {groups.num} groups along {' x '.join(groups.axes)} train alone, and are averaged after every "
+        f"{_many(groups.sync.every or 1, 'step')} in a separate "
+        f"program{'; ' if groups.sync.says else ''}{groups.sync.says}"
     )

@@ -1,4 +1,4 @@
-"""What a config and a task say about data, opened: the batches of training and of the evaluation on one mesh."""
+"""The data of a config and a task: the batches of training and of the evaluation on one mesh."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from spmdkit.step.step import Batch
 
 
 class Feeds(NamedTuple):
-    """The batches of training, and of the evaluation or None where the task has nothing to evaluate."""
+    """The batches of training, and of the evaluation or None if the task has nothing to evaluate."""
 
     train: Feed
     eval: Feed | None
 
 
 def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -> Feeds:
-    """Returns the feeds of a config whose microbatches are a number.
+    """Returns the feeds of a config with a fixed number of microbatches.
 
     Raises:
-        ConfigError: there are no data, they are no source, or the mesh does not cut a batch evenly.
+        ConfigError: there are no data, they are not a source, or the mesh does not divide a batch evenly.
     """
     assert isinstance(config.microbatches, int)
     options = config.data
     if task.train_data is None:
         raise ConfigError(
-            "Task.train_data is missing. It is what train reads. Give a mapping of arrays, a source or a grain dataset."
+            "Task.train_data is missing. train reads it. Pass a mapping of arrays, a source or a grain dataset."
         )
     access = functools.partial(data.Access, options.threads, options.retries)
     ledger = data.Ledger(options.max_bad_examples)
@@ -57,7 +57,7 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
     feed = functools.partial(Feed, mesh=on, sizes=sizes, prefetch=options.prefetch, threads=options.threads)
     train = feed(source, schedule, microbatches=config.microbatches, padded=not schedule.always_full, ledger=ledger)
     if task.eval_data is not None:
-        ledger = data.Ledger(what="eval_data")  # an evaluation is of all its rows, or none
+        ledger = data.Ledger(what="eval_data")  # an evaluation uses all its rows
         source = data.open_source(task.eval_data, "eval_data", access(ledger))
         num = sum(getattr(task.eval_data, "lengths", ())) or len(source)
         size = eval_batch_size(config.eval.batch_size or config.batch_size, num, mesh.count(sizes, mesh.BATCH_AXES))
@@ -65,7 +65,7 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
         return Feeds(train, feed(source, schedule, microbatches=1, padded=not schedule.always_full, ledger=ledger))
     if config.eval.every_steps is not None:
         raise ConfigError(
-            "eval.every_steps has no effect: the task has no eval_data. Remove it, or give Task(eval_data=...)."
+            "eval.every_steps has no effect: the task has no eval_data. Remove it, or pass Task(eval_data=...)."
         )
     return Feeds(train, None)
 
@@ -73,15 +73,15 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
 def _shares(
     given: Any, size: int, microbatches: int, what: str, *, on: Mesh, sizes: Mapping[str, int]
 ) -> tuple[data.Share, ...]:
-    """Returns what each process gives to a batch where data are its own, otherwise nothing."""
+    """Returns each process's part of a batch if data are per process, otherwise nothing."""
     if not isinstance(given, data.PerProcess) or jax.process_count() == 1:
         return ()
     return data.shares(given, rows_of_processes(on, sizes, size, microbatches), what)
 
 
 def limited(config: Config, batch: Batch, on: Mesh) -> tuple[Batch, jax.Array | None]:
-    """Returns (the abstract batch of a step, the first limit of its loss, which nothing is above): without one where
-    spikes are let be."""
+    """Returns (the abstract batch of a step, the initial limit of its loss, infinity); without a limit if spikes are
+    not checked."""
     if config.on_spike is None:
         return batch, None
     limit = placed_limit(on, None)
