@@ -69,7 +69,10 @@ def common_problem(folder: str, choice: str | Mapping[str, Any]) -> str | None:
     """Returns what is wrong with the options that all kinds of the folder take, or None."""
     for key, value in without_common(folder, choice)[1].items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            return f"{split(choice)[0]}.{key} is {reprlib.repr(value)}. It is a number of steps, from 0 on. Write {key}: 100."
+            return (
+                f"{split(choice)[0]}.{key} is {reprlib.repr(value)}. It is a number of steps, from 0 on. Write "
+                f"{key}: 100."
+            )
     return None
 
 

@@ -117,8 +117,9 @@ class Attempt:
             return f"the run is going on: process {self.pid}, at step {self.step}"
         where = "" if self.alive is False else f" (or is still going on, as process {self.pid} on {self.host})"
         return (
-            f"the run left at step {self.step} without a word{where}: no end is in {EVENTS}. os._exit, SIGKILL or a loss of power do that, and "
-            "an exit code of 0 then says nothing. Start the same command again to go on from its newest checkpoint"
+            f"the run left at step {self.step} without a word{where}: no end is in {EVENTS}. os._exit, SIGKILL or a "
+            "loss of power do that, and an exit code of 0 then says nothing. Start the same command again to go on "
+            "from its newest checkpoint"
         )
 
 

@@ -80,7 +80,8 @@ def call_user(fn: Callable[[], T], what: str) -> T:
         if who == "spmdkit":
             raise ConfigError(f"{what}: {shortened(error)}{_shown(frame)}") from error
         raise ConfigError(
-            f"{what} cannot be traced: {who} raised {type(error).__name__}: {shortened(error)}{_shown(frame)}\n{_repair(error, what)}"
+            f"{what} cannot be traced: {who} raised {type(error).__name__}: "
+            f"{shortened(error)}{_shown(frame)}\n{_repair(error, what)}"
         ) from error
 
 
@@ -111,8 +112,8 @@ def _refused_by(error: BaseException) -> str | None:
 def _repair(error: BaseException, what: str) -> str:
     if isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
         return (
-            f"While {what} is compiled its arrays have shapes and no values. Use jnp.where or jax.lax.cond for `if`, and jnp for "
-            "np, float() and int()."
+            f"While {what} is compiled its arrays have shapes and no values. Use jnp.where or jax.lax.cond for `if`, "
+            "and jnp for np, float() and int()."
         )
     parts = (
         "The shapes and dtypes in it" if what == "init" else "The parameters, the data and what is computed from them"
@@ -144,7 +145,8 @@ def declared(kind: str) -> Callable[[T], T]:
             setattr(fn, _MARK, (kind, module))
         except (AssertionError, AttributeError, TypeError):
             raise ConfigError(
-                f"@sk.{kind} is given {_described(fn)}. It declares a function of yours. Write it above `def make(...):`."
+                f"@sk.{kind} is given {_described(fn)}. It declares a function of yours. Write it above `def "
+                "make(...):`."
             ) from None
         return fn
 
@@ -200,9 +202,8 @@ def named(asked: str | Mapping[str, Any], kind: str, folder: Path, returns: type
         return call_declared(found, text, kind, options or {}, returns, f"{key}: {text}")
     if options:
         raise ConfigError(
-            f"{key}: {text} is a {kind}, and the options {sorted(options)} have no effect. Options are for a function under "
-            f"@sk.{kind}. "
-            "Write one that takes them, or leave them out."
+            f"{key}: {text} is a {kind}, and the options {sorted(options)} have no effect. Options are for a function "
+            f"under @sk.{kind}. Write one that takes them, or leave them out."
         )
     return found
 
@@ -223,7 +224,8 @@ def call_declared(fn: Any, text: str, kind: str, options: Mapping[str, Any], ret
         else:
             hint = f" Give {options_key}: {{{', '.join(f'{name}: ...' for name in known)}}}."
         raise ConfigError(
-            f"{options_key} {dict(options)} do not fit {text}{signature}: {error}. They are its keyword arguments.{hint}"
+            f"{options_key} {dict(options)} do not fit {text}{signature}: {error}. They are its keyword "
+            f"arguments.{hint}"
         ) from None
     try:
         made = fn(**options)
@@ -233,8 +235,8 @@ def call_declared(fn: Any, text: str, kind: str, options: Mapping[str, Any], ret
         raise _not_to_its_end(kind, f"{text}(...)", error) from error
     if not isinstance(made, returns):
         raise ConfigError(
-            f"{KEYS.get(kind, kind)}: {text}(...) returned {type(made).__name__}. It must return a spmdkit.{returns.__name__}. "
-            f"Write return sk.{returns.__name__}(...) at its end."
+            f"{KEYS.get(kind, kind)}: {text}(...) returned {type(made).__name__}. It must return a "
+            f"spmdkit.{returns.__name__}. Write return sk.{returns.__name__}(...) at its end."
         )
     return made
 
@@ -287,7 +289,8 @@ def _import(target: str, kind: str, folder: Path) -> ModuleType:
     if not path.is_file():
         siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
         raise ConfigError(
-            f"{key}: file {path} does not exist. Paths are relative to the config's folder.{nearest(path.name, siblings)}"
+            f"{key}: file {path} does not exist. Paths are relative to the config's "
+            f"folder.{nearest(path.name, siblings)}"
         )
     name = _LOADED_AS + path.stem
     before = sys.modules.get(name)

@@ -125,7 +125,8 @@ def _match(rules: Sequence[Rule], leaves: Sequence[tuple[str, Any]], where: str)
                 nearest(pattern, known) or f" The parameters are: {', '.join(known[:6])}{', ...' * (len(known) > 6)}."
             )
             raise ConfigError(
-                f"{where}: pattern '{pattern}' matches none of the {len(known)} parameters. A pattern has to match a whole path.{close}"
+                f"{where}: pattern '{pattern}' matches none of the {len(known)} parameters. A pattern has to match a "
+                f"whole path.{close}"
             )
         for path in paths:
             if path in claimed:
@@ -147,8 +148,8 @@ def _spec_of(
 ) -> PartitionSpec:
     if len(dims) != len(leaf.shape):
         raise ConfigError(
-            f"layout: {reason} names {len(dims)} dims {list(dims)} for parameter '{path}' of shape {tuple(leaf.shape)}. "
-            f"One name (or null) for each of the {len(leaf.shape)} dims."
+            f"layout: {reason} names {len(dims)} dims {list(dims)} for parameter '{path}' of shape "
+            f"{tuple(leaf.shape)}. One name (or null) for each of the {len(leaf.shape)} dims."
         )
     spec: list[tuple[str, ...] | None] = []
     owner: dict[str, int] = {}
@@ -157,8 +158,8 @@ def _spec_of(
         for name in (dim,) if isinstance(dim, str) else dim or ():
             if name not in table:
                 raise ConfigError(
-                    f"layout: {reason} cuts dim {i} of '{path}' by '{name}', which is no mesh axis and no logical axis. "
-                    f"Known: {', '.join(sorted(table))}.{nearest(name, table)} New names go into layout.axes."
+                    f"layout: {reason} cuts dim {i} of '{path}' by '{name}', which is no mesh axis and no logical "
+                    f"axis. Known: {', '.join(sorted(table))}.{nearest(name, table)} New names go into layout.axes."
                 )
             axes += [a for a in table[name] if sizes[a] > 1]
         for axis in axes:
@@ -171,8 +172,9 @@ def _spec_of(
         parts = _product(sizes, axes)
         if length % parts:
             raise ConfigError(
-                f"layout: {reason} cuts dim {i} of '{path}' (length {length}) over {' x '.join(axes)} = {parts}: {length} is not "
-                f"divisible by {parts}. Try length {(length // parts + 1) * parts}, or null for this dim."
+                f"layout: {reason} cuts dim {i} of '{path}' (length {length}) over {' x '.join(axes)} = {parts}: "
+                f"{length} is not divisible by {parts}. Try length {(length // parts + 1) * parts}, or null for this "
+                "dim."
             )
         spec.append(tuple(axes) or None)
     return canonical(spec, sizes)
@@ -198,9 +200,10 @@ def _refuse_large_copy(path: str, leaf: Any, options: LayoutOptions, sizes: Mapp
     if leaf_bytes(leaf) > options.replicate_above_bytes:
         nulls = ", ".join(["null"] * len(leaf.shape))
         raise ConfigError(
-            f"layout: parameter '{path}' ({format_bytes(leaf_bytes(leaf))}, shape {tuple(leaf.shape)}) would be copied to all "
-            f"{sizes['fsdp']} fsdp devices ({reason}). A copy above layout.replicate_above_bytes "
-            f"({format_bytes(options.replicate_above_bytes)}) has to be asked for. Add the rule ['{path}', [{nulls}]], or one that cuts it."
+            f"layout: parameter '{path}' ({format_bytes(leaf_bytes(leaf))}, shape {tuple(leaf.shape)}) would be "
+            f"copied to all {sizes['fsdp']} fsdp devices ({reason}). A copy above layout.replicate_above_bytes "
+            f"({format_bytes(options.replicate_above_bytes)}) has to be asked for. Add the rule ['{path}', "
+            f"[{nulls}]], or one that cuts it."
         )
 
 
@@ -278,8 +281,9 @@ def check_axes_used(placements: Sequence[LeafPlacement], sizes: Mapping[str, int
     for axis in ("tensor", "pipeline"):
         if sizes[axis] > 1 and axis not in used:
             raise ConfigError(
-                f"mesh.{axis} is {sizes[axis]}, but no parameter is cut over {axis}: {sizes[axis]} devices would repeat each other's work. "
-                f"Name it in layout.rules (e.g. a dim 'mlp' or '{axis}'), or use data: {sizes[axis]}."
+                f"mesh.{axis} is {sizes[axis]}, but no parameter is cut over {axis}: {sizes[axis]} devices would "
+                f"repeat each other's work. Name it in layout.rules (e.g. a dim 'mlp' or '{axis}'), or use data: "
+                f"{sizes[axis]}."
             )
 
 

@@ -42,28 +42,32 @@ def groups_of(config: Config, sizes: Mapping[str, int], per_replica: bool) -> Gr
     axis = "replica" if sizes["replica"] > 1 else "data"
     if sizes[axis] == 1:
         raise ConfigError(
-            f"sync: {name} has no effect on the mesh {describe_mesh(sizes)}: there is one group of replicas, which has nobody to agree with. Groups lie "
-            "along replica, or data where replica is one. Try mesh: {replica: 2, ...}, or sync: every_step."
+            f"sync: {name} has no effect on the mesh {describe_mesh(sizes)}: there is one group of replicas, which "
+            "has nobody to agree with. Groups lie along replica, or data where replica is one. Try mesh: "
+            "{replica: 2, ...}, or sync: every_step."
         )
     if per_replica:
         raise ConfigError(
-            f"sync: {name} with view='replica': there the user's own sums cross all replicas in every step. Use the global view "
-            "(sk.value_and_grad), or sync: every_step."
+            f"sync: {name} with view='replica': there the user's own sums cross all replicas in every step. Use the "
+            "global view (sk.value_and_grad), or sync: every_step."
         )
     if config.model_state != "global":
         raise ConfigError(
-            f"sync: {name} with model_state: {config.model_state}: each group has a model state of its own already. Use model_state: global."
+            f"sync: {name} with model_state: {config.model_state}: each group has a model state of its own already. "
+            "Use model_state: global."
         )
     if config.checkpoint is not None and (steps := config.checkpoint.every_steps) is not None and steps % sync.every:
         near = max(sync.every, steps // sync.every * sync.every)
         raise ConfigError(
-            f"checkpoint.every_steps is {steps}, and groups agree every {sync.every} steps ({name}). A checkpoint stands at the end of a round, so "
-            f"that it can be restored onto another number of groups. Try checkpoint: {{every_steps: {near}}}."
+            f"checkpoint.every_steps is {steps}, and groups agree every {sync.every} steps ({name}). A checkpoint "
+            "stands at the end of a round, so that it can be restored onto another number of groups. Try checkpoint: "
+            f"{{every_steps: {near}}}."
         )
     in_place = "start" if sync.start else "overlap" if any(turn.beside for turn in sync.turns) else ""
     if in_place and plugins.without_common("reducers", config.reducer)[1].get("warmup"):
         raise ConfigError(
-            f"sync: {name} with {in_place}, and a reducer with warmup: both take the place of steps. Set warmup: 0, or leave out {in_place}."
+            f"sync: {name} with {in_place}, and a reducer with warmup: both take the place of steps. Set warmup: 0, "
+            f"or leave out {in_place}."
         )
     return Groups((axis,), sizes[axis], sync, _outer_reducer(sync, config, name))
 
@@ -90,13 +94,15 @@ def _outer_reducer(sync: Sync, config: Config, name: str) -> Reducer | None:
     if made.init is not stateless or made.warmup:
         what = "warms up" if made.warmup else "keeps something from one sum to the next"
         raise ConfigError(
-            f"sync: {name}: its reducer {plugins.split(asked)[0]} {what}, and outer gradients are added without a memory. Use a reducer without a state, for "
-            f"example sync: {{{name}: {{every: {sync.every}, reducer: int8}}}}."
+            f"sync: {name}: its reducer {plugins.split(asked)[0]} {what}, and outer gradients are added without a "
+            "memory. Use a reducer without a state, for example sync: "
+            f"{{{name}: {{every: {sync.every}, reducer: int8}}}}."
         )
     if made.apply_with_metrics is not None:
         raise ConfigError(
-            f"sync: {name}: its reducer {plugins.split(asked)[0]} tells of each step what it has sent, and between groups nobody hears it. It is for gradients. "
-            f"Write it as the config's reducer, and sync: {{{name}: {{every: {sync.every}, reducer: int8}}}}."
+            f"sync: {name}: its reducer {plugins.split(asked)[0]} tells of each step what it has sent, and between "
+            "groups nobody hears it. It is for gradients. Write it as the config's reducer, and sync: "
+            f"{{{name}: {{every: {sync.every}, reducer: int8}}}}."
         )
     return made
 
@@ -189,8 +195,9 @@ def check_reducer(groups: Groups, config: Config) -> None:
     forgets = plugins.has_option("reducers", config.reducer, "error_feedback")
     without = f", {{{name}: {{error_feedback: false}}}}," if forgets else ""
     raise ConfigError(
-        f"reducer: {name} keeps something from step to step, and sync: {plugins.split(config.sync)[0]} lets the groups along {axis} train alone. Inside a "
-        f"group only a reducer without a state can add. Use reducer: sum{without} or sync: every_step."
+        f"reducer: {name} keeps something from step to step, and sync: {plugins.split(config.sync)[0]} lets the "
+        f"groups along {axis} train alone. Inside a group only a reducer without a state can add. Use reducer: "
+        f"sum{without} or sync: every_step."
     )
 
 

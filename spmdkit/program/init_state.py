@@ -57,8 +57,8 @@ def abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Var
     for path, leaf in named_leaves(shapes.state):
         if leaf.dtype == jax.dtypes.float0:
             raise ConfigError(
-                f"init returned model state '{path}' as float0, which is what JAX gives for the gradient of an integer: it holds nothing, and "
-                "cannot be saved. Leave it out."
+                f"init returned model state '{path}' as float0, which is what JAX gives for the gradient of an "
+                "integer: it holds nothing, and cannot be saved. Leave it out."
             )
     stored = jax.eval_shape(init_as_stored, jax.random.key(config.seed))
     return init_as_stored, stored.params, stored.state, _cast_notes(made, stored, config)
@@ -80,9 +80,9 @@ def _check_parameter(path: str, dtype: Any) -> None:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         name = path.rpartition("/")[2]
         raise ConfigError(
-            f"init returned parameter '{path}' as {dtype}. Parameters are real: Adam and others square the gradient, and precision casts "
-            f"by real dtypes. Keep two real leaves, {{'re': {name}.real, 'im': {name}.imag}}, and write jax.lax.complex({name}['re'], {name}['im']) "
-            "in the loss."
+            f"init returned parameter '{path}' as {dtype}. Parameters are real: Adam and others square the gradient, "
+            f"and precision casts by real dtypes. Keep two real leaves, {{'re': {name}.real, 'im': {name}.imag}}, and "
+            f"write jax.lax.complex({name}['re'], {name}['im']) in the loss."
         )
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ConfigError(
@@ -102,11 +102,13 @@ def _cast_notes(made: dict[str, Any], stored: Variables, config: Config) -> list
     notes = []
     if params:
         notes.append(
-            f"these parameters are kept in {config.precision.params} (precision.params), and were made in another dtype by init: {_some(params)}."
+            f"these parameters are kept in {config.precision.params} (precision.params), and were made in another "
+            f"dtype by init: {_some(params)}."
         )
     if state:
         notes.append(
-            f"this model state is kept in 32 bits, half of what init made, since JAX has no more unless JAX_ENABLE_X64=1 is set: {_some(state)}."
+            "this model state is kept in 32 bits, half of what init made, since JAX has no more unless "
+            f"JAX_ENABLE_X64=1 is set: {_some(state)}."
         )
     return notes
 
@@ -124,8 +126,8 @@ def check_precision(config: Config) -> None:
     wide = [name for name, dtype in config.precision if dtype == "float64"]
     if wide and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise ConfigError(
-            f"precision.{wide[0]} is float64, and JAX has been started without 64-bit types: it would compute in float32. "
-            "Set the environment variable JAX_ENABLE_X64=1, or use float32."
+            f"precision.{wide[0]} is float64, and JAX has been started without 64-bit types: it would compute in "
+            "float32. Set the environment variable JAX_ENABLE_X64=1, or use float32."
         )
 
 
@@ -144,17 +146,17 @@ def input_notes(config: Config, batches: Sequence[Any]) -> list[str]:
     for pattern in asked if isinstance(asked, list) else ():
         if not any(is_cast([pattern], path) for path in floats):
             raise ConfigError(
-                f"precision.inputs: pattern '{pattern}' matches none of the {len(floats)} floating point arrays of a batch: "
-                f"{', '.join(sorted(floats)) or 'there is none'}. A pattern has to match a whole path.{nearest(pattern, floats)} "
-                "Fix it, or remove it."
+                f"precision.inputs: pattern '{pattern}' matches none of the {len(floats)} floating point arrays of a "
+                f"batch: {', '.join(sorted(floats)) or 'there is none'}. A pattern has to match a whole "
+                f"path.{nearest(pattern, floats)} Fix it, or remove it."
             )
     rounded = sorted(path or "(the whole)" for path, x in floats.items() if common_dtype(x.dtype, compute) != compute)
     if asked is not None or compute == config.precision.params == "float32" or not rounded:
         return []
     note = (
-        f"these arrays of a batch are rounded to {compute} before the loss sees them (precision.compute): {', '.join(rounded)}. "
-        "Targets may need more. Set precision.inputs: given to hand all over as they are, [patterns of paths] to cast only those, "
-        "or compute if this is meant."
+        f"these arrays of a batch are rounded to {compute} before the loss sees them (precision.compute): "
+        f"{', '.join(rounded)}. Targets may need more. Set precision.inputs: given to hand all over as they are, "
+        "[patterns of paths] to cast only those, or compute if this is meant."
     )
     return [note]
 

@@ -177,9 +177,10 @@ def check_first_dims(
     found, expected = context.usage.num_masked, other.usage.num_masked
     if found != expected:
         raise ConfigError(
-            f"data.drop_remainder is false, and {what} gives {found} times values to sk.mean whose first dim is as long as the rows, but "
-            f"{expected} times with twice as many rows: some first dim is no dim of examples and has that length by chance. sk.mean leaves "
-            "padding rows out along the first dim, which must be the examples. Put them first (values.T), or add up to one number before."
+            f"data.drop_remainder is false, and {what} gives {found} times values to sk.mean whose first dim is as "
+            f"long as the rows, but {expected} times with twice as many rows: some first dim is no dim of examples "
+            "and has that length by chance. sk.mean leaves padding rows out along the first dim, which must be the "
+            "examples. Put them first (values.T), or add up to one number before."
         )
 
 
@@ -234,19 +235,20 @@ def _floating(tree: Any, shapes: Any) -> dict[str, Any]:
 def refused_step(found: list[PaddingEffect], what: str) -> ConfigError:
     """Returns the error of a step, called `what`, in which padding rows count."""
     return ConfigError(
-        f"data.drop_remainder is false, and in {what} padding rows count: {_said(found)}. Rows that only fill up a short batch must not "
-        "change anything: what mixes examples before there is one value for each (batch statistics, pairs, ranking) has to leave "
-        "them out. Use sk.example_mask() there, or set data.drop_remainder: true."
+        f"data.drop_remainder is false, and in {what} padding rows count: {_said(found)}. Rows that only fill up a "
+        "short batch must not change anything: what mixes examples before there is one value for each (batch "
+        "statistics, pairs, ranking) has to leave them out. Use sk.example_mask() there, or set data.drop_remainder: "
+        "true."
     )
 
 
 def refused_evaluation(found: list[PaddingEffect], what: str, num_examples: int, batch_size: int) -> ConfigError:
     """Returns the error of an evaluation, whose function is called `what`, in which padding rows count."""
     return ConfigError(
-        f"eval_data has {num_examples} examples, in batches of {batch_size} the last one is filled up, and in {what} padding rows "
-        f"count: {_said(found)}. Rows that only fill up a short batch must not change anything: what mixes examples before there is one "
-        "value for each (batch statistics, pairs, ranking) has to leave them out. Use sk.example_mask() there, or an "
-        f"eval.batch_size that divides {num_examples}."
+        f"eval_data has {num_examples} examples, in batches of {batch_size} the last one is filled up, and in {what} "
+        f"padding rows count: {_said(found)}. Rows that only fill up a short batch must not change anything: what "
+        "mixes examples before there is one value for each (batch statistics, pairs, ranking) has to leave them out. "
+        f"Use sk.example_mask() there, or an eval.batch_size that divides {num_examples}."
     )
 
 

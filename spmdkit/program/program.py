@@ -73,7 +73,8 @@ class Program:
         check_precision(config)
         if not isinstance(config.microbatches, int) or auto.is_auto(config):
             raise ConfigError(
-                "microbatches: auto and remat: auto are chosen when a program is opened. Use sk.build(config), or give numbers."
+                "microbatches: auto and remat: auto are chosen when a program is opened. Use sk.build(config), or "
+                "give numbers."
             )
         self.microbatches, self.zero = config.microbatches, config.layout.zero
         self.sizes = mesh.resolve(config.mesh.sizes(), len(devices), mesh.slices(devices))

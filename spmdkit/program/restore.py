@@ -49,8 +49,8 @@ def restored(checkpoints: Checkpoints, step: int, program: Program) -> tuple[Tra
     dropped = any(path.startswith("sync/") for path in table) and not kept
     if num != asked:
         lines.append(
-            f"note: step {step} was saved by {num or 'no'} groups of replicas that train alone, here are {asked or 'none'}: "
-            + ("all go on from their mean" if num else "each begins with the same parameters")
+            f"note: step {step} was saved by {num or 'no'} groups of replicas that train alone, here are "
+            f"{asked or 'none'}: " + ("all go on from their mean" if num else "each begins with the same parameters")
         )
     if late != wanted:
         waited = f"{late} gradients that waited in step {step} are dropped" if late else f"in step {step} none waited"
@@ -195,7 +195,7 @@ def _lines(
         )
     if dropped := sum(path not in found for path in saved):
         lines.append(
-            f"note: {dropped} arrays of the reducer's state in step {step} are dropped: on this mesh and with this reducer nothing "
-            "keeps them, and what they owed is lost"
+            f"note: {dropped} arrays of the reducer's state in step {step} are dropped: on this mesh and with this "
+            "reducer nothing keeps them, and what they owed is lost"
         )
     return lines

@@ -54,13 +54,14 @@ def state_groups(config: Config, stateful: bool, per_replica: bool, num_replicas
         )
     if per_replica:
         raise ConfigError(
-            "model_state other than global needs the global view; this task has view='replica'. Use model_state: global."
+            "model_state other than global needs the global view; this task has view='replica'. Use model_state: "
+            "global."
         )
     size = 1 if asked == "replica" else asked.group
     if num_replicas % size:
         raise ConfigError(
-            f"model_state.group is {size}, the mesh has {num_replicas} replicas. Groups have to be equal: {size} must divide "
-            f"{num_replicas}."
+            f"model_state.group is {size}, the mesh has {num_replicas} replicas. Groups have to be equal: {size} must "
+            f"divide {num_replicas}."
         )
     return num_replicas // size
 

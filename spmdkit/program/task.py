@@ -95,13 +95,14 @@ class Task:
         for hook in self.hooks:
             if not isinstance(hook, HookLike):
                 raise ConfigError(
-                    f"Task.hooks holds {type(hook).__name__}. A hook says what is due around a step. Write hooks=[sk.Hook('mine', ...)]."
+                    f"Task.hooks holds {type(hook).__name__}. A hook says what is due around a step. Write "
+                    "hooks=[sk.Hook('mine', ...)]."
                 )
         for pattern, kind in self.state_reduction.items():
             if kind not in KINDS:
                 raise ConfigError(
-                    f"Task.state_reduction says {kind!r} for '{pattern}'. Valid: {', '.join(KINDS)}.{nearest(str(kind), KINDS)} Write for example "
-                    "{'seen': 'sum'}."
+                    f"Task.state_reduction says {kind!r} for '{pattern}'. Valid: "
+                    f"{', '.join(KINDS)}.{nearest(str(kind), KINDS)} Write for example {{'seen': 'sum'}}."
                 )
 
     def check_functions(self, stateful: bool) -> None:

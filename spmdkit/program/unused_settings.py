@@ -31,25 +31,26 @@ def check_used(
     _check_own_step(config, context)
     if context.sharding.microbatches > 1 and not context.usage.has_called("value_and_grad"):
         raise ConfigError(
-            f"microbatches: {config.microbatches} has no effect: train_step never calls sk.value_and_grad, which is what "
-            "accumulates. Use it, or set microbatches: 1."
+            f"microbatches: {config.microbatches} has no effect: train_step never calls sk.value_and_grad, which is "
+            "what accumulates. Use it, or set microbatches: 1."
         )
     if not always_full and not context.usage.has_called("value_and_grad", "mean", "example_mask"):
         raise ConfigError(
-            "data.drop_remainder is false, but train_step uses neither sk.value_and_grad, sk.mean nor sk.example_mask: padding rows of "
-            "the short batch would count as examples. Use one of them, or set data.drop_remainder: true."
+            "data.drop_remainder is false, but train_step uses neither sk.value_and_grad, sk.mean nor "
+            "sk.example_mask: padding rows of the short batch would count as examples. Use one of them, or set "
+            "data.drop_remainder: true."
         )
     if sizes["context"] > 1 and not any("context" in p.axes for p in layout) and "context" not in context.usage.axes:
         raise ConfigError(
-            f"mesh.context is {sizes['context']}, but {what} cuts nothing over context: {sizes['context']} devices would "
-            "repeat each other's work. Name the sequence dim of its activations (sk.shard(x, 'batch', 'sequence', None), sk.attention), "
-            f"or use data: {sizes['context']}."
+            f"mesh.context is {sizes['context']}, but {what} cuts nothing over context: {sizes['context']} devices "
+            "would repeat each other's work. Name the sequence dim of its activations (sk.shard(x, 'batch', "
+            f"'sequence', None), sk.attention), or use data: {sizes['context']}."
         )
     if sizes["pipeline"] > 1 and not context.usage.has_called("pipeline"):
         raise ConfigError(
-            f"mesh.pipeline is {sizes['pipeline']}, but {what} never calls sk.pipeline: {sizes['pipeline']} devices would "
-            "repeat each other's work. Run its layers through sk.pipeline(embed, layer, head), or use another axis of the mesh "
-            f"(data: {sizes['pipeline']})."
+            f"mesh.pipeline is {sizes['pipeline']}, but {what} never calls sk.pipeline: {sizes['pipeline']} devices "
+            "would repeat each other's work. Run its layers through sk.pipeline(embed, layer, head), or use another "
+            f"axis of the mesh (data: {sizes['pipeline']})."
         )
     if context.options.attention != trace_context.AttentionSettings() and not context.usage.has_called("attention"):
         changed = [
@@ -58,8 +59,8 @@ def check_used(
             if v != getattr(trace_context.AttentionSettings(), k)
         ]
         raise ConfigError(
-            f"attention.{changed[0]} is {getattr(context.options.attention, changed[0])}, but {what} never calls sk.attention, so it has "
-            "no effect. Use sk.attention in the model, or remove the section attention."
+            f"attention.{changed[0]} is {getattr(context.options.attention, changed[0])}, but {what} never calls "
+            "sk.attention, so it has no effect. Use sk.attention in the model, or remove the section attention."
         )
 
 
@@ -72,27 +73,28 @@ def _check_own_step(config: Config, context: trace_context.Context) -> None:
     called, precision = context.usage.has_called, config.precision
     if config.ema is not None and not called("ema"):
         raise ConfigError(
-            f"ema: {config.ema} has no effect: train_step never calls state.apply_gradients, which is what averages, nor returns another "
-            "state.ema: it would stay what init gave, and with it eval.params: ema and an export of it. Update through "
-            "state.apply_gradients(grads), or remove ema."
+            f"ema: {config.ema} has no effect: train_step never calls state.apply_gradients, which is what averages, "
+            "nor returns another state.ema: it would stay what init gave, and with it eval.params: ema and an export "
+            "of it. Update through state.apply_gradients(grads), or remove ema."
         )
     if config.clip_norm is not None and not called("optimizer"):
         raise ConfigError(
-            f"clip_norm: {config.clip_norm} has no effect: train_step calls neither state.apply_gradients nor state.optimizer.update, before "
-            "which the gradient is clipped. Use one, clip in the step (optax.clip_by_global_norm), or remove clip_norm."
+            f"clip_norm: {config.clip_norm} has no effect: train_step calls neither state.apply_gradients nor "
+            "state.optimizer.update, before which the gradient is clipped. Use one, clip in the step "
+            "(optax.clip_by_global_norm), or remove clip_norm."
         )
     if sync_of(config).optimizer is not None and not called("optimizer"):
         raise ConfigError(
-            f"sync: {plugins.split(config.sync)[0]} has no effect: train_step calls neither state.apply_gradients nor state.optimizer.update, where "
-            "gradients wait. Use one, or sync: every_step."
+            f"sync: {plugins.split(config.sync)[0]} has no effect: train_step calls neither state.apply_gradients nor "
+            "state.optimizer.update, where gradients wait. Use one, or sync: every_step."
         )
     if precision.compute != precision.params and not called("value_and_grad"):
         raise ConfigError(
-            f"precision.compute: {precision.compute} has no effect: train_step never calls sk.value_and_grad, which is what computes in it. "
-            f"Use it, cast in the step, or set precision: {precision.params}."
+            f"precision.compute: {precision.compute} has no effect: train_step never calls sk.value_and_grad, which "
+            f"is what computes in it. Use it, cast in the step, or set precision: {precision.params}."
         )
     if context.options.remat is not None and not called("value_and_grad", "remat"):
         raise ConfigError(
-            f"remat: {config.remat} has no effect: train_step never calls sk.value_and_grad, around whose loss it goes, nor sk.remat. Wrap "
-            "the blocks of the model in sk.remat, use jax.checkpoint, or set remat: none."
+            f"remat: {config.remat} has no effect: train_step never calls sk.value_and_grad, around whose loss it "
+            "goes, nor sk.remat. Wrap the blocks of the model in sk.remat, use jax.checkpoint, or set remat: none."
         )

@@ -47,11 +47,13 @@ def check_pools(jaxpr: Any, sizes: Mapping[str, int], what: str) -> None:
             if axes := _axes_along(dim, len(window), spec, cuts, sizes):
                 shape = eqn.outvars[0].aval.shape
                 raise ConfigError(
-                    f"{what} pools an array of shape {shape} in windows of {window[dim]} every {stride[dim]} along dim {dim}, and the mesh may "
-                    f"cut that dim over {', '.join(axes)} ({', '.join(str(sizes[a]) for a in axes)}). XLA gets the gradient of a max or min "
-                    "pool wrong, without a word, where its windows are at least twice the stride and the dim is cut (docs/xla_pool.md). Leave "
-                    'that dim whole just before the pool, x = sk.shard(x, "batch", None, None, None), take a stride of more than half the '
-                    f"window, or a mesh that does not cut it.\n  {compat.source_line(eqn)}"
+                    f"{what} pools an array of shape {shape} in windows of {window[dim]} every {stride[dim]} along "
+                    f"dim {dim}, and the mesh may cut that dim over {', '.join(axes)} "
+                    f"({', '.join(str(sizes[a]) for a in axes)}). XLA gets the gradient of a max or min pool wrong, "
+                    "without a word, where its windows are at least twice the stride and the dim is cut "
+                    '(docs/xla_pool.md). Leave that dim whole just before the pool, x = sk.shard(x, "batch", None, '
+                    "None, None), take a stride of more than half the window, or a mesh that does not cut it.\n  "
+                    f"{compat.source_line(eqn)}"
                 )
 
 
