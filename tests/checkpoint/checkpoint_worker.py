@@ -6,7 +6,6 @@ import os
 import resource
 import signal
 import sys
-import time
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -186,11 +185,10 @@ def run_lose_one(checkpoints: Checkpoints, process_id: int) -> None:
         broken()
 
     def ends(step: int) -> None:
-        begin = time.monotonic()
         checkpoints.save(step, global_state(step), {})
         ended = checkpoints.settle()
         print(ended.why, ended.committed, flush=True)
-        assert ended.why and not ended.committed and time.monotonic() - begin < 20, time.monotonic() - begin
+        assert ended.why and not ended.committed
 
     def works(step: int) -> None:
         checkpoints.save(step, global_state(step), {})

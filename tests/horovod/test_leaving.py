@@ -1,7 +1,6 @@
 """A rank that raises ends the others within seconds, by name; real processes without a launcher."""
 
 import sys
-import time
 
 import pytest
 
@@ -25,9 +24,7 @@ except hvd.HorovodInternalError as error:
 
 
 def test_a_rank_that_raises_is_named_by_the_others_which_do_not_wait():
-    begin = time.monotonic()
-    first, second = run_ranks([sys.executable, "-c", SCRIPT], 2, timeout_s=100)
+    first, second = run_ranks([sys.executable, "-c", SCRIPT], 2, timeout_s=60)
     assert (first.code, second.code) == (1, 1)
     assert "told: rank 1 ended (ValueError: no data here) while rank 0 waits in allreduce Average" in first.output
     assert "ValueError: no data here" in second.output
-    assert time.monotonic() - begin < 60

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -101,12 +100,10 @@ def test_no_repository_no_commit_and_no_git_are_fine(tmp_path, monkeypatch):
 
 
 def test_a_git_that_hangs_is_given_up(tmp_path, monkeypatch):
-    (tmp_path / "git").write_text("#!/bin/sh\nexec /bin/sleep 30\n")
+    (tmp_path / "git").write_text("#!/bin/sh\nexec /bin/sleep 3600\n")
     (tmp_path / "git").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    begun = time.monotonic()
     assert git_state(tmp_path, timeout_s=0.2) is None
-    assert time.monotonic() - begun < 10
 
 
 @pytest.mark.parametrize(

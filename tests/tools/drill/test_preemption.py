@@ -33,11 +33,8 @@ def start(forks, folder, num, *overrides, variables=lambda process: {}):
 
 
 def left(started, folder):
-    """Returns the events of a run all of whose processes have left with 42, and saved the last step alone, within 20
-    s."""
-    begin = time.monotonic()
+    """Returns the events of a run all of whose processes have left with 42, and saved the last step alone."""
     assert [child.wait(60) for child in started] == [42] * len(started), [child.text() for child in started]
-    assert time.monotonic() - begin < 20
     events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
     saved = [int(p.name) for p in (folder / "run" / "checkpoints").iterdir() if p.name.isdigit()]
     assert events[-1]["event"] == "preempted" and saved == [events[-1]["step"]]
