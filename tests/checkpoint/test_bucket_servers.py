@@ -141,7 +141,7 @@ print(json.dumps([reader.steps(), ignored_entries(reader.directory)]))
 
 
 @pytest.mark.parametrize("num", KILLS)
-def test_kills_while_saving_lose_no_committed_step_and_leave_none_that_cannot_be_restored(store, url, num):
+def test_kills_during_saves_lose_no_committed_step(store, url, num):
     delays, newest, unfinished, kills = random.Random(0), 0, 0, 0
     while kills < num or (not unfinished and kills < 6 * num):  # a quick store is seldom met while it takes a save
         kills += 1
@@ -166,9 +166,7 @@ def test_kills_while_saving_lose_no_committed_step_and_leave_none_that_cannot_be
     assert unfinished > 0, "no kill hit a save: this test has shown nothing"
 
 
-def test_a_killed_run_goes_on_from_the_bucket_on_an_empty_disk_and_ends_as_the_undisturbed_one(
-    store, url, undisturbed, tmp_path
-):
+def test_killed_run_resumes_from_bucket_on_empty_disk(store, url, undisturbed, tmp_path):
     first, second = host(tmp_path / "first", url), host(tmp_path / "second", url)
     run = spmdkit(store, first, "train", "run.yaml")
     wait_for_step(first, 23, run)
@@ -268,9 +266,7 @@ def start_two(store, folders, *overrides):
     ]
 
 
-def test_two_processes_that_share_no_disk_train_into_one_bucket_and_go_on_after_a_kill(
-    store, url, undisturbed, tmp_path
-):
+def test_two_processes_without_shared_disk_resume_from_bucket(store, url, undisturbed, tmp_path):
     """Every tenth step: where the kill meets a save, the other takes `watchdog.heartbeat_timeout_s` (30 s) to leave, and on a
     busy machine a save takes 5 s; 300 s are the limit."""
     folders = [host(tmp_path / name, url) for name in ("a", "b")]
@@ -293,7 +289,7 @@ def test_two_processes_that_share_no_disk_train_into_one_bucket_and_go_on_after_
     np.testing.assert_allclose(*both, rtol=1e-5)
 
 
-def test_a_second_run_is_refused_while_the_first_lives(store, url, tmp_path):
+def test_second_run_in_same_bucket_folder_is_refused(store, url, tmp_path):
     first, second = host(tmp_path / "first", url), host(tmp_path / "second", url)
     holder = """
 import sys, json
@@ -310,7 +306,7 @@ with Lease(location.of(sys.argv[1]), "held"):
     assert first.exists()
 
 
-def test_a_bucket_that_is_not_there_ends_the_run_with_a_message(store, tmp_path):
+def test_missing_bucket_ends_run_with_a_message(store, tmp_path):
     folder = host(tmp_path / "first", f"{store[0]}://no-such-bucket/run")
     process = spmdkit(store, folder, "train", "run.yaml", "steps=2")
     _, errors = process.communicate(timeout=90)
@@ -319,7 +315,7 @@ def test_a_bucket_that_is_not_there_ends_the_run_with_a_message(store, tmp_path)
 
 
 @pytest.mark.parametrize("scheme", [pytest.param("gs", marks=pytest.mark.slow), "s3"])
-def test_a_store_that_does_not_answer_is_told_without_a_traceback(scheme, tmp_path):
+def test_unresponsive_store_gives_a_message_without_traceback(scheme, tmp_path):
     """The clients try for 16 s and 51 s."""
     at = f"http://127.0.0.1:{free_port()}"
     keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}

@@ -37,7 +37,7 @@ def client(folder, monkeypatch):
     return client
 
 
-def test_what_two_saved_apart_is_whole_and_any_number_restores_it_bit_for_bit(client):
+def test_step_saved_apart_restores_bitwise_on_any_mesh(client):
     checkpoints = Checkpoints(URL, is_main=False)
     assert checkpoints.steps() == [2, 3, 4] and ignored_entries(checkpoints.directory) == []
     assert inspect(URL)["num_processes"] == 2
@@ -50,7 +50,7 @@ def test_what_two_saved_apart_is_whole_and_any_number_restores_it_bit_for_bit(cl
     run_processes(URL, 3, "restore")
 
 
-def test_orbax_alone_opens_a_copy_and_a_flipped_bit_of_any_process_is_found(client, tmp_path):
+def test_orbax_opens_copy_and_detects_flipped_bits(client, tmp_path):
     with location.fetched(location.of(URL), 4, tmp_path) as here:
         shape = jax.ShapeDtypeStruct(
             (24, 4096), np.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -72,9 +72,7 @@ def test_orbax_alone_opens_a_copy_and_a_flipped_bit_of_any_process_is_found(clie
     [(0, f"/2/{location.MARKER}"), (1, "/2/state/ocdbt.process_1/manifest.ocdbt")],
     ids=["marker", "upload"],
 )
-def test_a_kill_between_the_first_object_and_the_marker_leaves_no_step_that_is_offered(
-    monkeypatch, tmp_path, victim, at
-):
+def test_kill_before_the_marker_leaves_no_step(monkeypatch, tmp_path, victim, at):
     client = shared_client(tmp_path)
     monkeypatch.setattr(object_store, "_client", lambda scheme: client)
     for name, value in {"BUCKET_FOLDER": tmp_path, "VICTIM": victim, "DIES_AT": at}.items():
@@ -88,9 +86,7 @@ def test_a_kill_between_the_first_object_and_the_marker_leaves_no_step_that_is_o
     assert again.close() == [2]
 
 
-def test_a_save_that_one_process_cannot_write_has_failed_on_both_within_seconds_and_the_next_one_works(
-    monkeypatch, tmp_path
-):
+def test_failed_part_fails_save_on_both_within_seconds(monkeypatch, tmp_path):
     monkeypatch.setenv("BUCKET_FOLDER", str(tmp_path))
     for output in run_processes(URL, 2, "lose_one", 60):
         for words in (
@@ -103,7 +99,7 @@ def test_a_save_that_one_process_cannot_write_has_failed_on_both_within_seconds_
             assert words in output, (words, output)
 
 
-def test_files_of_another_run_among_those_of_a_part_are_not_committed(client, tmp_path):
+def test_files_of_another_run_are_not_committed(client, tmp_path):
     staging = Staging(location.of("s3://bucket-one/other"), tmp_path / "stage")
     (staging.written / "1").mkdir()
     with pytest.raises(CheckpointWriteError, match="process 1 in s3://bucket-one/other/1 are not those that it has"):

@@ -19,9 +19,7 @@ ABSTRACT = {"params": {"w": jax.ShapeDtypeStruct((8, 4096), jnp.float32)}}
 
 
 @pytest.mark.processes
-def test_what_is_listed_restored_or_exported_beside_quick_retention_is_whole_and_stays_until_it_is_read(
-    directory, tmp_path
-):
+def test_steps_being_read_survive_quick_retention(directory, tmp_path):
     worker = subprocess.Popen([sys.executable, WORKER, "quick", directory])
     reader, deadline = Checkpoints(directory, is_main=False), time.monotonic() + 90
     try:

@@ -58,7 +58,7 @@ def check_restores(checkpoints, step):
     assert np.array_equal(state["params"]["w"], state_of(step)["params"]["w"])
 
 
-def test_what_is_saved_is_listed_inspected_verified_exported_and_restored_and_old_steps_go(client, tmp_path):
+def test_bucket_steps_are_listed_verified_exported_and_restored(client, tmp_path):
     checkpoints = opened(tmp_path, keep=2, best=("loss", "max"))
     save(checkpoints, 1, 2, 3, 4)
     assert checkpoints.steps() == [1, 3, 4] and best_step(checkpoints.directory) == 1
@@ -76,7 +76,7 @@ def test_what_is_saved_is_listed_inspected_verified_exported_and_restored_and_ol
     checkpoints.close()
 
 
-def test_wherever_a_save_or_a_deletion_is_cut_off_no_committed_step_is_lost_and_no_half_one_offered(client, tmp_path):
+def test_interrupted_save_or_deletion_loses_no_committed_step(client, tmp_path):
     checkpoints = opened(tmp_path, keep=2)
     save(checkpoints, 1, 2)
     before, already = dict(client.objects), client.changes
@@ -104,7 +104,7 @@ def test_wherever_a_save_or_a_deletion_is_cut_off_no_committed_step_is_lost_and_
         again.close()
 
 
-def test_what_is_damaged_is_found_set_aside_and_passed_over_and_what_is_foreign_stays(client, tmp_path):
+def test_damaged_bucket_steps_are_quarantined_and_skipped(client, tmp_path):
     checkpoints = opened(tmp_path, keep=5)
     save(checkpoints, 1, 2, 3)
     data = max((n for n in client.objects if "/3/state/" in n), key=lambda name: len(client.objects[name]))
@@ -128,7 +128,7 @@ def test_what_is_damaged_is_found_set_aside_and_passed_over_and_what_is_foreign_
     again.close()
 
 
-def test_a_save_that_failed_is_made_up_for_at_the_same_step_whatever_it_left(client, tmp_path, monkeypatch):
+def test_failed_save_is_retried_at_the_same_step(client, tmp_path, monkeypatch):
     checkpoints, right = opened(tmp_path), client.put_file
 
     def broken(path, key):
@@ -152,7 +152,7 @@ def test_a_save_that_failed_is_made_up_for_at_the_same_step_whatever_it_left(cli
     checkpoints.close()
 
 
-def test_metrics_are_copied_before_a_step_is_committed_and_only_whole_lines(client, tmp_path):
+def test_metrics_are_copied_before_a_step_is_committed(client, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 1}\n{"st')
     checkpoints = opened(tmp_path, beside=[metrics, tmp_path / "not there"])
@@ -163,7 +163,7 @@ def test_metrics_are_copied_before_a_step_is_committed_and_only_whole_lines(clie
     checkpoints.close()
 
 
-def test_a_run_whose_folder_was_taken_commits_nothing_more(client, tmp_path):
+def test_run_without_its_lease_commits_nothing(client, tmp_path):
     lease = Lease(location.of(URL), "a", sleep=lambda s: None).acquire()
     checkpoints = opened(tmp_path, is_ours=lease.is_ours)
     save(checkpoints, 1)
@@ -176,7 +176,7 @@ def test_a_run_whose_folder_was_taken_commits_nothing_more(client, tmp_path):
     lease.release()
 
 
-def test_a_folder_that_is_taken_while_a_step_is_uploaded_does_not_get_its_marker(client, tmp_path):
+def test_lease_lost_during_upload_writes_no_marker(client, tmp_path):
     answers = iter([True, False, False])
     checkpoints = opened(tmp_path, is_ours=lambda: next(answers))
     checkpoints.save(1, state_of(1), {"step": 1})
@@ -187,7 +187,7 @@ def test_a_folder_that_is_taken_while_a_step_is_uploaded_does_not_get_its_marker
 
 
 @pytest.mark.parametrize("how", ["lives", "was killed", "was killed elsewhere", "gave it back"])
-def test_a_lease_is_refused_while_its_run_lives_and_taken_when_it_does_not(client, monkeypatch, how):
+def test_lease_is_refused_while_its_run_lives(client, monkeypatch, how):
     now = [0.0]
     beat = "bucket-one/runs/first/run/alive-a"
 
@@ -218,19 +218,19 @@ def test_a_lease_is_refused_while_its_run_lives_and_taken_when_it_does_not(clien
         assert beat not in client.objects
 
 
-def test_of_two_who_take_a_lease_at_once_one_has_it(client):
+def test_one_of_two_concurrent_claims_gets_the_lease(client):
     first = Lease(location.of(URL), "a", sleep=lambda s: Lease(location.of(URL), "b", sleep=lambda s: None)._claim())
     with pytest.raises(ConfigError, match="is in use by"):
         first.acquire()
 
 
-def test_this_process_is_not_gone_and_one_of_before_is():
+def test_is_gone_distinguishes_this_process_from_earlier_ones():
     mine = run_status.this_process()
     assert not run_status.is_gone(mine)
     assert run_status.is_gone(mine | {"born": 1}) and not run_status.is_gone(mine | {"born": 1, "host": "another"})
 
 
-def test_a_storage_that_cannot_be_reached_is_no_damage_and_its_error_holds_no_secret(client, tmp_path, monkeypatch):
+def test_unreachable_storage_error_is_no_damage_or_secret(client, tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-of-a-secret")
     checkpoints = opened(tmp_path)
     save(checkpoints, 1)
@@ -250,7 +250,7 @@ def test_a_storage_that_cannot_be_reached_is_no_damage_and_its_error_holds_no_se
     checkpoints.close()
 
 
-def test_a_bucket_that_is_not_there_is_told_by_the_first_write(client, tmp_path, monkeypatch):
+def test_first_write_reports_a_missing_bucket(client, tmp_path, monkeypatch):
     def missing(*_):
         raise FileNotFoundError("The specified bucket does not exist")
 
@@ -261,7 +261,7 @@ def test_a_bucket_that_is_not_there_is_told_by_the_first_write(client, tmp_path,
         Lease(location.of(URL), "a").acquire()
 
 
-def test_without_the_clients_it_is_said_what_to_install(monkeypatch, tmp_path):
+def test_missing_client_package_names_the_extra(monkeypatch, tmp_path):
     import fsspec
 
     def missing(*_, **__):

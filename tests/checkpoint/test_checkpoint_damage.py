@@ -45,7 +45,7 @@ def grow(path):
 
 
 @pytest.mark.parametrize("damage", [cut_in_half, cut_one_byte, empty, delete, grow])
-def test_every_damaged_file_is_found_out_or_does_no_harm(saved, directory, tmp_path, damage):
+def test_every_damaged_file_is_detected_or_harmless(saved, directory, tmp_path, damage):
     checkpoints, state = saved
     whole = tmp_path / "whole"
     shutil.copytree(directory / "40", whole)
@@ -71,7 +71,7 @@ def test_every_damaged_file_is_found_out_or_does_no_harm(saved, directory, tmp_p
     )
 
 
-def test_a_damaged_step_is_still_the_latest_so_that_nobody_trains_from_an_older_one_unaware(saved, directory):
+def test_damaged_step_is_still_the_latest(saved, directory):
     checkpoints, _ = saved
     empty(directory / "40" / "record.json")
     assert checkpoints.latest() == 40
@@ -80,7 +80,7 @@ def test_a_damaged_step_is_still_the_latest_so_that_nobody_trains_from_an_older_
     assert "record.json cannot be read" in rows[1]["problem"]
 
 
-def test_a_damaged_only_step_says_that_there_is_no_earlier_one(saved, directory):
+def test_damaged_only_step_names_no_earlier_one(saved, directory):
     checkpoints, state = saved
     shutil.rmtree(directory / "20")
     delete(next((directory / "40").rglob("manifest.ocdbt")))
@@ -92,7 +92,7 @@ def overwrite(path):
     path.write_bytes(bytes(255 - byte for byte in path.read_bytes()))
 
 
-def test_rubbish_of_the_right_size_gives_a_named_error_and_no_traceback_of_the_storage(saved, directory):
+def test_garbage_of_the_right_size_gives_damaged_error(saved, directory):
     checkpoints, state = saved
     for path in (directory / "40" / "state").rglob("*"):
         if path.is_file():
@@ -134,7 +134,7 @@ def test_a_record_with_a_wrong_field_is_damage(saved, directory, field, value):
         checkpoints.restore(40, abstract_on(state, mesh_of(1)))
 
 
-def test_a_record_of_a_newer_schema_is_not_guessed_at(saved, directory):
+def test_record_of_a_newer_schema_is_refused(saved, directory):
     checkpoints, state = saved
     path = directory / "40" / "record.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": 3}))
@@ -161,7 +161,7 @@ def test_running_out_of_memory_is_not_called_damage(saved, monkeypatch):
         checkpoints.restore(40, abstract_on(state, mesh_of(1)))
 
 
-def test_a_large_array_that_lies_in_many_files_is_covered(directory):
+def test_array_in_many_files_is_covered(directory):
     state = {"w": jax.random.normal(jax.random.key(0), (512, 1024))}
     checkpoints = Checkpoints(directory)
     checkpoints.save(1, state, {})

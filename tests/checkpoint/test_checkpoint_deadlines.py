@@ -9,9 +9,7 @@ from spmdkit.checkpoint import Checkpoints, orbax_backend
 
 
 @pytest.mark.parametrize("shift_s", [86400, -86400])
-def test_a_clock_that_is_set_by_a_day_again_and_again_while_a_save_is_written_does_not_end_it(
-    directory, monkeypatch, shift_s
-):
+def test_clock_changes_do_not_end_a_save(directory, monkeypatch, shift_s):
     checkpoints, real, asked = Checkpoints(directory, timeout_s=60), time.time, []
 
     def set_clock():
@@ -27,7 +25,7 @@ def test_a_clock_that_is_set_by_a_day_again_and_again_while_a_save_is_written_do
     checkpoints.close()
 
 
-def test_what_is_left_of_a_deadline_counts_from_the_first_question_and_ends(monkeypatch):
+def test_remaining_time_counts_from_the_first_call(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(orbax_backend.time, "monotonic", lambda: now[0])
     assert orbax_backend._remaining_s(1e9, None) is None

@@ -32,7 +32,7 @@ def read_safetensors(path):
 
 @pytest.mark.parametrize("step", [None, 1])
 @pytest.mark.parametrize("which", ["params", "ema"])
-def test_safetensors_holds_every_parameter_bit_for_bit_under_its_path(saved, directory, tmp_path, step, which):
+def test_safetensors_holds_every_parameter_bitwise(saved, directory, tmp_path, step, which):
     out = tmp_path / "new" / "model.safetensors"
     assert export(directory, step, out, which=which) == (step or 2)
     arrays, metadata = read_safetensors(out)
@@ -73,7 +73,7 @@ def test_nothing_is_overwritten(saved, directory, tmp_path):
 
 
 @pytest.mark.parametrize("format", ["safetensors", "orbax"])
-def test_a_place_that_cannot_be_written_is_a_write_error(saved, directory, tmp_path, format):
+def test_unwritable_export_is_a_write_error(saved, directory, tmp_path, format):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointWriteError, match=r"export to .*failed"):
         export(directory, None, tmp_path / "file" / "out", format)
@@ -111,7 +111,7 @@ def test_a_dtype_that_safetensors_lacks_is_named(directory, tmp_path):
 
 @pytest.mark.parametrize("format", ["safetensors", "orbax"])
 @pytest.mark.parametrize("target", ["file", "folder", "nothing"])
-def test_an_export_over_a_link_is_refused_and_what_it_leads_to_stays(saved, directory, tmp_path, format, target):
+def test_export_over_a_link_is_refused(saved, directory, tmp_path, format, target):
     mine, out = tmp_path / "mine", tmp_path / "out"
     if target == "file":
         mine.write_text("precious")

@@ -90,7 +90,7 @@ def unnoticed_flips(directory, layout, num, seed=0):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_twenty_flips_of_twenty_are_found_on_each_layout(directory, layout):
+def test_twenty_flips_are_detected_on_each_layout(directory, layout):
     assert unnoticed_flips(directory, layout, 20) == []
 
 
@@ -152,7 +152,7 @@ ZSTD = {"name": "zstd", "configuration": {"level": 1, "checksum": True}}
 
 
 @pytest.mark.parametrize(("layout", "large"), [("one device", ["kernel"]), ("fsdp 8", [])])
-def test_each_chunk_on_the_disk_has_a_checksum_for_any_reader(directory, layout, large):
+def test_each_chunk_on_disk_has_a_checksum(directory, layout, large):
     shape, spec = LAYOUTS[layout]
     state = large_state(mesh_of(*shape), spec)
     checkpoints = Checkpoints(directory)
@@ -198,13 +198,13 @@ def frame(data):
 
 
 @pytest.mark.parametrize("num", [8, pytest.param(64, marks=pytest.mark.slow)])
-def test_each_flip_in_the_ends_of_a_large_chunk_is_found_or_changes_no_value(directory, num):
+def test_flips_at_chunk_ends_are_detected_or_harmless(directory, num):
     silent, harmless = flips_of_the_ends(directory, num)
     assert silent == []
     assert 0 < harmless <= 16, "some ten bits of the head are not used"
 
 
-def test_a_checkpoint_whose_checksums_are_all_crc32c_is_restored_and_its_flips_are_found(directory, monkeypatch):
+def test_crc32c_checkpoint_restores_and_detects_flips(directory, monkeypatch):
     """As all were before zstd's own took their place."""
 
     def as_before(build, *args, **kwargs):
@@ -221,7 +221,7 @@ def test_a_checkpoint_whose_checksums_are_all_crc32c_is_restored_and_its_flips_a
     assert {name: codecs_of(directory, name) for name in state} == dict.fromkeys(state, before)
 
 
-def test_a_checkpoint_of_before_there_were_checksums_is_restored(directory):
+def test_checkpoint_without_checksums_is_restored(directory):
     state = large_state(mesh_of(8), ("data",))
     checkpoints = Checkpoints(directory)
     checkpoints.save(1, state, {"seed": 1})

@@ -40,7 +40,7 @@ def test_no_metric_of_tensorstore_stays_behind_a_save(directory, only_the_new):
     assert metrics_of_tensorstore() < SAVES
 
 
-def test_a_folder_is_described_as_tensorstore_does_and_tensorstore_is_not_asked(directory, monkeypatch):
+def test_folder_spec_is_built_without_tensorstore(directory, monkeypatch):
     import tensorstore as ts
     from orbax.checkpoint._src.serialization import tensorstore_utils
 
@@ -75,7 +75,7 @@ def test_indexes_of_arrays_are_not_compressed(directory):
         ts.KvStore.open(index | {"config": {"compression": {"id": "zstd"}}}).result().list().result()
 
 
-def test_the_names_of_a_saves_files_take_no_place_in_the_table_of_interned_strings(tmp_path, monkeypatch):
+def test_file_names_do_not_grow_the_interned_table(tmp_path, monkeypatch):
     interned, real = [], sys.intern
     monkeypatch.setattr(sys, "intern", lambda text: interned.append(text) or real(text))
     (tmp_path / "state/d").mkdir(parents=True)
@@ -89,7 +89,7 @@ def test_the_names_of_a_saves_files_take_no_place_in_the_table_of_interned_strin
     assert not [text for text in interned if "00ffab" in text]
 
 
-def test_the_names_that_every_save_asks_for_again_are_held(directory):
+def test_names_used_by_every_save_stay_interned(directory):
     checkpoints = Checkpoints(directory, keep=1)
     checkpoints.save(1, {"layer": {"kernel": jnp.ones(4)}}, {})
     checkpoints.close()

@@ -21,7 +21,7 @@ ABSTRACT = {"w": jax.ShapeDtypeStruct((8, 4096), jnp.float32), "step": jax.Shape
 
 @pytest.mark.processes
 @pytest.mark.parametrize("num", [3, pytest.param(100, marks=pytest.mark.slow)])
-def test_kills_while_saving_lose_no_committed_step_and_leave_none_that_cannot_be_restored(directory, num):
+def test_local_kills_during_saves_lose_no_committed_step(directory, num):
     delays = random.Random(0)
     unfinished = 0
     newest = 0

@@ -21,7 +21,7 @@ def refusal(directory, saved, asked):
     return str(caught.value)
 
 
-def test_another_width_names_the_leaves_with_both_shapes_and_the_repair(directory):
+def test_mismatch_names_leaves_both_shapes_and_repair(directory):
     text = refusal(directory, train_state(width=16), train_state(width=32))
     assert f"restoring {directory}/40 into this task's state: 12 leaves differ" in text
     assert "params/blocks/0/kernel: saved float32[8,16], asked float32[8,32]" in text
@@ -63,7 +63,7 @@ def test_another_kind_of_random_key_is_refused(directory):
 
 
 @pytest.mark.parametrize("steps", [[], [3, 20]])
-def test_a_step_that_is_not_there_is_named_with_those_that_are(directory, steps):
+def test_missing_step_error_lists_existing_steps(directory, steps):
     checkpoints = Checkpoints(directory)
     for step in steps:
         checkpoints.save(step, {"w": jnp.ones(1)}, {})

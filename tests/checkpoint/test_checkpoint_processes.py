@@ -68,7 +68,7 @@ def test_what_two_processes_saved_any_number_restores(saved_by_two, directory, n
     run_processes(directory, num_readers, "restore")
 
 
-def test_what_two_processes_saved_this_process_restores_on_eight_devices(saved_by_two, directory):
+def test_two_process_checkpoint_restores_on_eight_devices(saved_by_two, directory):
     shutil.copytree(saved_by_two, directory, dirs_exist_ok=True)
     checkpoints = Checkpoints(directory)
     want = global_state(4)
@@ -88,12 +88,12 @@ def test_what_this_process_saved_two_processes_restore(directory):
     run_processes(directory, 2, "restore")
 
 
-def test_a_save_that_process_0_refuses_is_refused_on_every_process_at_once(directory):
+def test_refusal_of_process_0_is_raised_everywhere(directory):
     for output in run_processes(directory, 2, "full_disk"):
         assert "CheckpointWriteError no room" in output, output
 
 
-def test_a_save_that_one_process_cannot_write_has_failed_on_all_with_its_cause_and_the_next_one_works(directory):
+def test_failed_write_of_one_process_fails_all(directory):
     for output in run_processes(directory, 2, "lose_one", 60):
         for words in ("saving step 2", "No space left on device", "intact are 1", "saving step 3", "intact are 1, 2"):
             assert words in output, (words, output)

@@ -27,7 +27,7 @@ def test_the_last_k_stay(directory):
 
 
 @pytest.mark.parametrize(("mode", "best"), [("min", 2), ("max", 3)])
-def test_the_best_stays_besides_the_last_k_also_after_a_restart(directory, mode, best):
+def test_best_survives_retention_and_a_restart(directory, mode, best):
     losses = {1: 5.0, 2: 1.0, 3: 9.0, 4: float("nan"), 5: None, 6: 3.0}
     first = Checkpoints(directory, keep=1, best=("loss", mode))
     save_all(first, dict(list(losses.items())[:4]))
@@ -38,11 +38,11 @@ def test_the_best_stays_besides_the_last_k_also_after_a_restart(directory, mode,
     second.close()
 
 
-def test_of_equally_good_steps_the_newest_is_the_best():
+def test_newest_of_equal_scores_is_the_best():
     assert steps_to_delete([1, 2, 3, 4], 4, 1, {1: 0.5, 2: 0.5, 3: 0.7}, "min") == [1, 3]
 
 
-def test_the_step_just_written_is_never_deleted_even_if_later_ones_exist():
+def test_step_just_written_is_never_deleted():
     assert steps_to_delete([30, 40], 30, 1, {}, "min") == []
 
 
@@ -52,7 +52,7 @@ def test_keeping_none_is_refused(directory, keep):
         Checkpoints(directory, keep=keep)
 
 
-def test_empty_and_foreign_entries_are_no_steps_and_are_named(directory):
+def test_foreign_entries_are_ignored_and_listed(directory):
     directory.mkdir()
     (directory / "9").mkdir()
     (directory / "1e3").mkdir()
@@ -82,7 +82,7 @@ def test_a_taken_name_is_never_overwritten(directory, step):
     checkpoints.close()
 
 
-def test_what_a_killed_run_left_is_removed_at_the_start_by_the_main_process_only(directory):
+def test_main_process_removes_unfinished_saves_at_start(directory):
     directory.mkdir()
     for name in ("5.orbax-checkpoint-tmp", "4.deleted.orbax-checkpoint-tmp"):
         (directory / name / "state").mkdir(parents=True)
@@ -92,7 +92,7 @@ def test_what_a_killed_run_left_is_removed_at_the_start_by_the_main_process_only
     assert list(directory.iterdir()) == []
 
 
-def test_a_link_out_of_the_directory_is_not_followed(directory, tmp_path):
+def test_link_out_of_the_directory_is_not_followed(directory, tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
     directory.mkdir()
@@ -113,7 +113,7 @@ def test_committed_steps_are_reported_once(directory):
     assert checkpoints.close() == []
 
 
-def test_ls_and_inspect_tell_what_is_there_as_plain_data(directory):
+def test_ls_and_inspect_return_plain_data(directory):
     checkpoints = Checkpoints(directory, clock=lambda: 1234.5)
     checkpoints.save(1, STATE, {"seed": 3}, {"loss": 0.25, "bad": float("inf")})
     checkpoints.save(2, STATE, {"seed": 3})

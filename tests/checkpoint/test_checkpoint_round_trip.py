@@ -24,7 +24,7 @@ def round_trip(directory, state, target):
 
 @pytest.mark.parametrize("shape", [(1,), (8,), (2, 4), (3,)])
 @pytest.mark.parametrize("memory_kind", [None, "pinned_host"])
-def test_a_train_state_comes_back_bit_for_bit_on_another_mesh_and_memory(directory, shape, memory_kind):
+def test_train_state_restores_bitwise_on_another_mesh(directory, shape, memory_kind):
     mesh = mesh_of(*shape)
     state = place(train_state(), mesh_of(4, 2))
     restored = round_trip(directory, state, abstract_on(state, mesh, memory_kind))
@@ -40,7 +40,7 @@ def test_a_state_in_host_memory_can_be_saved(directory):
     assert_same(round_trip(directory, state, abstract_on(state, mesh_of(2))), state)
 
 
-def test_without_a_sharding_the_state_comes_back_on_one_device(directory):
+def test_state_without_sharding_restores_on_one_device(directory):
     state = train_state()
     assert_same(round_trip(directory, state, jax.eval_shape(lambda: state)), state)
 
@@ -63,7 +63,7 @@ def test_typed_random_keys_come_back_as_keys(directory):
     assert_same(restored, state)
 
 
-def test_an_equinox_module_is_restored_into_its_own_type(directory):
+def test_equinox_module_is_restored_into_its_type(directory):
     eqx = pytest.importorskip("equinox")
     params = eqx.filter(eqx.nn.MLP(3, 2, 4, 2, key=jax.random.key(0)), eqx.is_array)
     state = State(step=jnp.int32(1), params=params, opt_state=())
@@ -72,7 +72,7 @@ def test_an_equinox_module_is_restored_into_its_own_type(directory):
     assert_same(restored, state)
 
 
-def test_an_nnx_state_is_restored_into_its_own_type(directory):
+def test_nnx_state_is_restored_into_its_type(directory):
     nnx = pytest.importorskip("flax.nnx")
 
     class Net(nnx.Module):
@@ -108,7 +108,7 @@ def test_odd_but_distinct_keys_are_saved(directory):
         ({"a": 1.0, "a/b": 2.0}, "is also the folder of the leaf `a/b`"),
     ],
 )
-def test_leaves_that_would_meet_on_disk_are_refused_before_anything_is_written(directory, state, word):
+def test_colliding_leaf_names_are_refused_before_writing(directory, state, word):
     checkpoints = Checkpoints(directory)
     with pytest.raises(ConfigError, match=word):
         checkpoints.save(1, jax.tree.map(jnp.asarray, state), {})

@@ -22,7 +22,7 @@ def test_a_directory_is_made_and_left_empty(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["/proc/run", "{tmp}/file", "{tmp}/file/run", "/proc", "/dev/null/run"])
-def test_a_directory_that_cannot_be_written_is_a_config_error(tmp_path, place):
+def test_unwritable_directory_is_a_config_error(tmp_path, place):
     (tmp_path / "file").write_text("")
     for use in (prepare_run_dir, lambda path: RunLock(path).acquire()):
         with pytest.raises(ConfigError, match=r"run_dir is .*cannot be written .*Set run_dir to one") as caught:
@@ -62,7 +62,7 @@ def test_releasing_twice_or_without_the_lock_does_nothing(tmp_path):
     RunLock(tmp_path).acquire().release()
 
 
-def test_an_owner_that_has_not_signed_yet_still_excludes(tmp_path):
+def test_lock_without_owner_record_still_excludes(tmp_path):
     with RunLock(tmp_path) as lock:
         os.truncate(lock.path, 0)
         with pytest.raises(ConfigError, match="another process that has just started"):
@@ -76,7 +76,7 @@ def test_a_lock_that_is_a_folder_is_told(tmp_path):
 
 
 @pytest.mark.processes
-def test_the_lock_of_another_process_holds_until_that_process_is_killed(tmp_path):
+def test_lock_holds_until_its_process_is_killed(tmp_path):
     owner = subprocess.Popen([sys.executable, WORKER, "lock", tmp_path], stdout=subprocess.PIPE, text=True)
     try:
         assert owner.stdout.readline() == "held\n"

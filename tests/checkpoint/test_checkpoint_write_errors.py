@@ -44,7 +44,7 @@ def wait_done(checkpoints):
 
 
 @pytest.mark.parametrize("call", ["save", "check", "wait", "close", "restore"])
-def test_a_failed_save_is_told_once_at_the_next_call_with_its_cause(directory, full_disk, call, capfd):
+def test_failed_save_is_raised_once_with_its_cause(directory, full_disk, call, capfd):
     checkpoints = Checkpoints(directory)
     checkpoints.save(1, STATE, {})
     wait_done(checkpoints)
@@ -64,7 +64,7 @@ def test_a_failed_save_is_told_once_at_the_next_call_with_its_cause(directory, f
     checkpoints.close()
 
 
-def test_parts_that_a_failed_save_has_not_begun_are_ended_with_it():
+def test_failed_save_cancels_parts_not_yet_begun():
     orbax_backend.cancel_what_a_failure_leaves()
 
     async def begins_another():  # so that there is one that has not begun, whenever it ends
@@ -86,7 +86,7 @@ def test_parts_that_a_failed_save_has_not_begun_are_ended_with_it():
     assert not [str(each.message) for each in said if "never awaited" in str(each.message)]
 
 
-def test_after_a_failure_earlier_steps_are_intact_and_the_next_save_works(directory, full_disk):
+def test_save_after_a_failure_works(directory, full_disk):
     full_disk.clear()
     checkpoints = Checkpoints(directory)
     checkpoints.save(1, STATE, {})
@@ -104,7 +104,7 @@ def test_after_a_failure_earlier_steps_are_intact_and_the_next_save_works(direct
 
 
 @pytest.mark.processes
-def test_a_disk_that_takes_no_more_bytes_gives_code_74_and_no_traceback(directory):
+def test_full_disk_exits_with_74_without_traceback(directory):
     done = subprocess.run(
         [sys.executable, WORKER, "small", directory], capture_output=True, text=True, timeout=120, check=True
     )
@@ -117,7 +117,7 @@ def test_a_disk_that_takes_no_more_bytes_gives_code_74_and_no_traceback(director
     assert "Traceback" not in done.stderr
 
 
-def test_too_little_room_is_refused_before_anything_is_written(directory, monkeypatch):
+def test_save_that_would_fill_the_disk_is_refused(directory, monkeypatch):
     checkpoints = Checkpoints(directory)
     real = os.statvfs(directory)
     values = [value if name != "f_bavail" else 100 for name, value in zip(STATVFS_FIELDS, real, strict=True)]
@@ -152,7 +152,7 @@ def test_a_directory_that_went_away_is_named(directory):
     checkpoints.close()
 
 
-def test_what_orbax_refuses_at_once_is_a_write_error_too(directory, monkeypatch):
+def test_immediate_orbax_error_is_a_write_error(directory, monkeypatch):
     def refuse(*_):
         raise ValueError("orbax says no\nand more")
 
@@ -163,7 +163,7 @@ def test_what_orbax_refuses_at_once_is_a_write_error_too(directory, monkeypatch)
     checkpoints.close()
 
 
-def test_an_old_step_that_cannot_be_deleted_is_told_and_the_new_one_counts(directory, monkeypatch):
+def test_undeletable_old_step_is_reported_after_the_save(directory, monkeypatch):
     from spmdkit.checkpoint import retention
 
     def refuse(directory, step):
@@ -180,14 +180,14 @@ def test_an_old_step_that_cannot_be_deleted_is_told_and_the_new_one_counts(direc
 
 
 @pytest.mark.parametrize("place", ["/proc/checkpoints", "{tmp}/file/checkpoints"])
-def test_a_place_that_cannot_hold_checkpoints_is_a_config_error(tmp_path, place):
+def test_unusable_directory_is_a_config_error(tmp_path, place):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"checkpoints go to .*cannot be used.*Set run_dir") as caught:
         Checkpoints(place.format(tmp=tmp_path))
     assert caught.value.exit_code == 78
 
 
-def test_a_record_that_json_cannot_hold_is_our_own_bug_and_said_at_once(directory):
+def test_record_that_json_cannot_hold_raises_immediately(directory):
     checkpoints = Checkpoints(directory)
     with pytest.raises(ValueError, match="JSON"):
         checkpoints.save(1, STATE, {"loss": float("nan")})

@@ -8,7 +8,7 @@ from spmdkit.errors import CheckpointWriteError, ConfigError
 from spmdkit.metrics import EventLog
 
 
-def test_an_attempt_that_was_followed_by_another_writes_no_event_and_is_told_whose_it_is(tmp_path):
+def test_superseded_attempt_writes_no_event(tmp_path):
     first = claim(tmp_path)
     log = EventLog(tmp_path / "events.jsonl", 1, is_ours=first.is_ours)
     log.write("before")
@@ -22,7 +22,7 @@ def test_an_attempt_that_was_followed_by_another_writes_no_event_and_is_told_who
     log.close()
 
 
-def test_what_was_found_a_moment_ago_holds_and_a_process_that_was_stopped_since_looks_again(tmp_path):
+def test_recent_ownership_check_holds_until_the_process_stops(tmp_path):
     first = claim(tmp_path)
     first.check(every_s=60)
     claim(tmp_path)
@@ -35,7 +35,7 @@ def test_what_was_found_a_moment_ago_holds_and_a_process_that_was_stopped_since_
         first.check(every_s=60)  # that it is not ours does not hold for a moment alone
 
 
-def test_a_save_that_began_before_is_not_committed_and_removes_nothing(tmp_path):
+def test_save_of_superseded_attempt_is_not_committed(tmp_path):
     first = claim(tmp_path)
     checkpoints = Checkpoints(tmp_path / "checkpoints", is_ours=first.is_ours)
     claim(tmp_path)
@@ -51,13 +51,13 @@ def test_a_save_that_began_before_is_not_committed_and_removes_nothing(tmp_path)
     checkpoints.close()
 
 
-def test_what_process_0_has_claimed_is_seen_or_not(tmp_path):
+def test_claim_of_process_0_is_visible_or_not(tmp_path):
     fence = claim(tmp_path)
     assert wait_to_see(tmp_path, fence.attempt, 0.0)
     assert not wait_to_see(tmp_path / "elsewhere", fence.attempt, 0.1)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"attempt": null}'[:-1]])
-def test_a_record_that_cannot_be_read_is_no_other_run(tmp_path, content):
+def test_unreadable_record_is_not_another_run(tmp_path, content):
     (tmp_path / "attempt.json").write_text(content)
     Fence(tmp_path, "mine").check()

@@ -124,7 +124,7 @@ def test_a_row_gives_what_one_device_gives(title, tmp_path, one_device, monkeypa
             exec(text, {"tf_config": tf_config, "config": tmp_path / "row.yaml"})
 
 
-def test_the_six_steps_of_horovod_give_what_one_device_gives(tmp_path, monkeypatch):
+def test_six_horovod_steps_match_one_device(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ((_, text),) = ROWS["The six steps with hvd's names"]
     names = {}

@@ -29,7 +29,7 @@ def calls_of_hvd(text):
     return [call for *_, call in sorted(found)]
 
 
-def test_every_call_of_hvd_has_the_name_the_arguments_and_the_order_of_the_original():
+def test_every_call_matches_names_and_arguments_of_horovod():
     original = json.loads((HERE / "calls_of_pytorch_mnist.json").read_text())["calls"]
     assert calls_of_hvd(EXAMPLE.read_text()) == original
 
@@ -80,7 +80,7 @@ def test_fifty_steps_on_several_processes_equal_one_device(size, tmp_path):
 
 
 @pytest.mark.processes
-def test_launch_starts_a_script_of_ones_own_with_its_arguments(tmp_path):
+def test_launch_starts_a_script_with_its_arguments(tmp_path):
     script = "import os, sys; print('rank', os.environ['SPMDKIT_PROCESS_ID'], 'of', os.environ['SPMDKIT_NUM_PROCESSES'], sys.argv[1:])"
     (tmp_path / "script.py").write_text(script)
     command = [sys.executable, "-m", "spmdkit", "launch", "-n", "2", "--", "script.py", "--lr", "0.1"]

@@ -23,7 +23,7 @@ except hvd.HorovodInternalError as error:
 """
 
 
-def test_a_rank_that_raises_is_named_by_the_others_which_do_not_wait():
+def test_rank_that_raises_is_named_without_waiting():
     first, second = run_ranks([sys.executable, "-c", SCRIPT], 2, timeout_s=60)
     assert (first.code, second.code) == (1, 1)
     assert "told: rank 1 ended (ValueError: no data here) while rank 0 waits in allreduce Average" in first.output

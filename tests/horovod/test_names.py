@@ -49,7 +49,7 @@ def test_what_is_here_is_no_refusal():
 
 
 @pytest.mark.parametrize("path", [*RAISE, *(f"DistributedOptimizer.{name}" for name in METHODS)])
-def test_what_means_nothing_raises_with_the_reason_and_what_to_use(path):
+def test_unsupported_name_raises_with_reason_and_alternative(path):
     owner, _, name = path.rpartition(".")
     of_optimizer = owner == "DistributedOptimizer"
     call = getattr(hvd.DistributedOptimizer(optax.sgd(0.1)), name) if of_optimizer else found(path)
@@ -63,7 +63,7 @@ def test_every_refusal_is_of_a_name_of_horovod():
     assert ABSENT.keys() == {*RAISE, *(f"DistributedOptimizer.{name}" for name in METHODS)}
 
 
-def test_the_optimizer_is_one_of_optax_and_what_a_refusal_names_works():
+def test_optimizer_is_from_optax_and_suggested_names_work():
     optimizer, params = hvd.DistributedOptimizer(optax.sgd(0.1, momentum=0.9)), {"w": jnp.ones(2)}
     assert isinstance(optimizer, optax.GradientTransformationExtraArgs) and not hasattr(optimizer, "param_groups")
     assert not hasattr(hvd.DistributedOptimizer, "nothing")
@@ -80,7 +80,7 @@ NO_ROW = words("""allreduce_inplace grouped_allreduce_inplace broadcast_inplace 
 change what they want."""
 
 
-def test_the_rows_of_the_table_name_tests_of_horovod_and_leave_out_those_of_what_is_not_here_alone():
+def test_table_rows_name_tests_of_horovod():
     tests = {
         file: words(names)
         for file, names in json.loads(Path(__file__).with_name("names_of_tests.json").read_text()).items()

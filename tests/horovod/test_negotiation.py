@@ -17,17 +17,17 @@ def want(name, op="allreduce", reduce="Sum", **said):
 JOINED = {"name": "join", "op": "join"}
 
 
-def test_what_all_ask_for_runs_in_the_order_of_the_lowest_rank():
+def test_common_requests_run_in_order_of_lowest_rank():
     decision = decide({0: [want("b"), want("a")], 1: [want("a"), want("b"), want("c")]})
     assert [name for name, _ in decision.run] == ["b", "a"]
     assert (decision.errors, decision.stuck) == ({}, None)
 
 
-def test_what_one_has_not_asked_for_waits_as_long_as_something_runs():
+def test_missing_request_waits_while_something_runs():
     assert decide({0: [want("a"), want("x")], 1: [want("a")]}).stuck is None
 
 
-def test_ranks_that_wait_for_different_names_wait_for_ever():
+def test_ranks_with_different_names_wait_indefinitely():
     stuck = decide({0: [want("a")], 2: [want("b", op="barrier", reduce=None, dtypes=[], shapes=[])]}).stuck
     assert "rank 0: allreduce Sum float32[3] 'a'; rank 2: barrier 'b'" in stuck
 
@@ -44,13 +44,13 @@ def test_ranks_that_wait_for_different_names_wait_for_ever():
         (want("a", leaves=["['head']"]), "mismatched names of leaves"),
     ],
 )
-def test_what_ranks_describe_differently_is_an_error_that_says_what_each_has_asked(other, what):
+def test_differing_descriptions_are_an_error_per_rank(other, what):
     decision = decide({0: [want("a")], 1: [other]})
     assert not decision.run
     assert what in decision.errors["a"] and "rank 0:" in decision.errors["a"] and "rank 1:" in decision.errors["a"]
 
 
-def test_of_other_names_of_leaves_each_rank_is_told_its_own():
+def test_differing_leaf_names_are_reported_per_rank():
     names = (["['w']", "['head']"], ["['w']", "['tail']"])
     error = decide({rank: [want("a", leaves=list(of))] for rank, of in enumerate(names)}).errors["a"]
     assert (
@@ -60,12 +60,12 @@ def test_of_other_names_of_leaves_each_rank_is_told_its_own():
     )
 
 
-def test_an_error_of_one_name_leaves_the_others_alone():
+def test_error_of_one_name_affects_no_other():
     decision = decide({0: [want("a"), want("b")], 1: [want("a", reduce="Max"), want("b")]})
     assert list(decision.errors) == ["a"] and [name for name, _ in decision.run] == ["b"]
 
 
-def test_a_rank_that_has_joined_takes_part_in_sums_alone():
+def test_joined_rank_takes_part_in_sums_only():
     decision = decide({0: [want("a")], 1: [JOINED]})
     assert decision.run == [("a", {0: want("a"), 1: None})]
     for op, reduce in (("allreduce", "Max"), ("allgather", None), ("reducescatter", "Sum"), ("barrier", None)):
@@ -100,7 +100,7 @@ def on_ranks(size, body, patience=SHORT, present=None):
     return found, store
 
 
-def test_every_rank_gets_the_same_table_and_old_rounds_are_removed():
+def test_every_rank_gets_the_same_table():
     def body(rounds, board):
         return [rounds.exchange([want(f"{step} {board.rank}")]) for step in range(5)]
 
@@ -110,7 +110,7 @@ def test_every_rank_gets_the_same_table_and_old_rounds_are_removed():
     assert {key.split("/")[1] for key in store.entries("hvd")} == {"4"}
 
 
-def test_a_rank_that_does_not_come_is_named_on_every_rank_also_on_itself_when_it_comes_late():
+def test_missing_rank_is_named_on_every_rank():
     begun = threading.Event()
 
     def body(rounds, board):
@@ -128,7 +128,7 @@ def test_a_rank_that_does_not_come_is_named_on_every_rank_also_on_itself_when_it
     )
 
 
-def test_a_rank_that_fails_ends_the_wait_of_the_others_at_once():
+def test_failing_rank_ends_the_wait_of_others():
     def body(rounds, board):
         if board.rank == 1:
             return board.say_failed("ValueError: no data")
@@ -147,7 +147,7 @@ def test_a_long_wait_is_told_once(capfd):
     assert err.count("rank(s) [1] have not called it") == 1
 
 
-def test_horovods_variables_set_the_limits_and_no_limit_is_ten_minutes():
+def test_horovod_variables_set_the_stall_limits():
     assert Patience.of({}) == (60.0, 600.0)
     asked = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "5", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "30"}
     assert Patience.of(asked) == (5.0, 30.0)

@@ -56,7 +56,7 @@ def alone(program, steps):
     [(1, {}), (3, {"mesh": {"data": 2}, "microbatches": 2, "clip_norm": 0.5, "ema": 0.9})],
     ids=["one server", "three, on a mesh"],
 )
-def test_one_worker_without_staleness_is_training_on_one_device(servers, changes):
+def test_one_worker_without_staleness_equals_one_device(servers, changes):
     asked = config(**changes)
     job, program = of_task(asked, model(optax.adam(0.05)), Rules(12, ema=asked.ema), servers=servers)
     state = job.run()
@@ -71,7 +71,7 @@ def test_one_worker_without_staleness_is_training_on_one_device(servers, changes
     assert int(state.step) == 12
 
 
-def test_all_of_two_workers_together_are_training_on_batches_of_twice_the_size():
+def test_two_synchronous_workers_equal_twice_the_batch():
     """Batches of 6 of 60 rows: two in a row are one of 12. Rows are cut off by a mask of the task, so that counts
     weigh."""
 
@@ -87,7 +87,7 @@ def test_all_of_two_workers_together_are_training_on_batches_of_twice_the_size()
     assert {record["worker"] for record in job.records} == {0, 1} and len(job.records) == 16
 
 
-def test_of_three_workers_two_are_enough_and_the_slow_one_is_dropped():
+def test_slowest_of_three_workers_is_dropped():
     job = Job(Rules(30, aggregate=2), workers=3, seconds=lambda worker: 0.05 if worker == 2 else 0.002)
     state = job.run()
     counts = -np.asarray(state.params["a"])
@@ -96,7 +96,7 @@ def test_of_three_workers_two_are_enough_and_the_slow_one_is_dropped():
     assert job.last.progress[0] > 5 * job.last.progress.get(2, 0)
 
 
-def test_two_workers_that_push_as_they_like_are_stale_and_reach_the_minimum():
+def test_two_asynchronous_workers_reach_the_minimum():
     task = sk.Task(
         lambda key: {"w": jnp.zeros(3)},
         lambda params, batch, key: sk.mean((batch["x"] @ params["w"] - batch["x"] @ jnp.array([1.0, -2.0, 0.5])) ** 2),
@@ -126,7 +126,7 @@ def at_their_last(coordinator):
 
 
 @pytest.mark.parametrize("workers, steps", [(3, 400), pytest.param(5, 3000, marks=pytest.mark.slow)])
-def test_under_kills_of_workers_and_servers_and_lost_answers_nothing_is_applied_twice(workers, steps):
+def test_kills_and_lost_replies_apply_nothing_twice(workers, steps):
     """20 workers and 5 servers are killed at random moments, and one answer in ten is lost."""
     dice, goes_back, dead = random.Random(workers), [], []
     kills = sorted(dice.sample(range(10, steps - 40), 25))
@@ -178,7 +178,7 @@ def test_a_worker_that_joins_works_along():
     assert joined[0]["worker"] == 1 and job.last.progress[1] > 10
 
 
-def test_a_worker_that_always_dies_ends_the_run_with_its_name():
+def test_worker_that_always_dies_ends_the_run():
     class Dies(Counting):
         def __call__(self, *args):
             raise Killed

@@ -22,7 +22,7 @@ def benchmark():
 @pytest.mark.parametrize(
     "task, seeds", [("line", 1), *(pytest.param(task, 3, marks=pytest.mark.slow) for task in ("line", "digits"))]
 )
-def test_two_workers_reach_the_loss_of_sgd_after_as_many_updates_most_of_them_stale(benchmark, task, seeds):
+def test_two_stale_workers_reach_the_loss_of_sgd(benchmark, task, seeds):
     found = benchmark.converge(argparse.Namespace(tasks=[task], seeds=seeds, transport="threads"))
     assert len(found[task]["seeds"]) == seeds and benchmark.missed("converge", found) == [], found
 
@@ -47,7 +47,7 @@ def test_two_workers_reach_the_loss_of_sgd_after_as_many_updates_most_of_them_st
         ),
     ],
 )
-def test_the_command_fails_where_a_number_is_beyond_its_bound(benchmark, what, found, said, monkeypatch, capsys):
+def test_command_fails_when_a_bound_is_exceeded(benchmark, what, found, said, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, what, lambda options: found)
     monkeypatch.setattr("sys.argv", ["parameter_server.py", what])
     assert benchmark.main() == bool(said)

@@ -13,7 +13,7 @@ from spmdkit.parameter_server.ray_local import GUARD, MARK
 pytestmark = pytest.mark.processes
 
 
-def test_what_carries_the_mark_of_the_run_ends_with_its_driver_and_nothing_else(tmp_path):
+def test_marked_processes_end_with_their_driver(tmp_path):
     folder, token = tmp_path / "ray", tmp_path / "token"
     folder.mkdir()
     token.write_text("secret")

@@ -55,7 +55,7 @@ def working(driver):
     return {event["worker"]: event for event in driver.events("worker_running") if event["where"]}
 
 
-def test_one_command_trains_the_line_by_three_processes_and_leaves_nothing(start):
+def test_line_example_trains_with_three_processes(start):
     driver = start("steps=1000")
     driver.wait_for(lambda: len(working(driver)) == 2)
     token = driver.run / "ray.token"
@@ -73,7 +73,7 @@ def test_one_command_trains_the_line_by_three_processes_and_leaves_nothing(start
     assert not token.exists()
 
 
-def test_one_command_reads_the_digits_by_two_workers_of_two_devices_each(start):
+def test_digits_example_trains_with_two_workers(start):
     """A worker whose process had one device would refuse its mesh."""
     driver = start("steps=24", "eval.every_steps=24", "log.every_steps=8", "task_args={width: 8}", config=DIGITS)
     assert driver.ends(240) == 0, driver.said()
@@ -89,9 +89,7 @@ def test_one_command_reads_the_digits_by_two_workers_of_two_devices_each(start):
 @pytest.mark.parametrize(
     "workers, servers", [(1, 1), pytest.param(20, 5, marks=pytest.mark.slow)], ids=["one each", "twenty and five"]
 )
-def test_under_kills_of_workers_and_servers_every_batch_is_applied_once_and_training_ends(
-    start, tmp_path, workers, servers
-):
+def test_kills_apply_every_batch_once_and_training_ends(start, tmp_path, workers, servers):
     """Parameters count how often the batch of each example was applied (tests/support/counted_batches.py).
 
     A worker is killed at a random moment after its life has had an effect: three that have none end a run.
@@ -148,7 +146,7 @@ def test_under_kills_of_workers_and_servers_every_batch_is_applied_once_and_trai
 
 
 @pytest.mark.slow
-def test_a_driver_that_is_killed_leaves_no_process_and_no_port(start):
+def test_killed_driver_leaves_no_process_or_port(start):
     driver = start("steps=1000000")
     driver.wait_for(lambda: driver.metrics())
     pids = driver.started()
@@ -159,7 +157,7 @@ def test_a_driver_that_is_killed_leaves_no_process_and_no_port(start):
     wait_for(lambda: not driver.started() and not ports & ports_in_use() and not token.exists(), 90)
 
 
-def test_a_run_that_is_asked_to_stop_saves_and_goes_on_from_there(start):
+def test_stopped_run_saves_and_resumes(start):
     driver = start("steps=1000000", "checkpoint.every_steps=1000000")
     driver.wait_for(lambda: driver.metrics())
     driver.send(signal.SIGTERM)
@@ -170,7 +168,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_from_there(start):
     assert again.ends() == 0 and again.events("restored")[-1]["step"] == saved, again.said()
 
 
-def test_a_ray_cluster_that_is_there_trains_the_line_by_its_address_and_goes_on_afterwards(start, cluster):
+def test_existing_ray_cluster_is_used_by_address(start, cluster):
     driver = start(f"sync={{parameter_server: {{workers: 2, address: '{cluster.address}'}}}}", cluster=cluster)
     driver.wait_for(lambda: len(working(driver)) == 2)
     places = {pid_of(event) for event in (*driver.events("server_running"), *working(driver).values())}
@@ -182,7 +180,7 @@ def test_a_ray_cluster_that_is_there_trains_the_line_by_its_address_and_goes_on_
     assert cluster.runs() and not (driver.run / "ray.token").exists()
 
 
-def test_an_address_where_nobody_listens_is_refused_at_once(start):
+def test_unreachable_ray_address_is_refused_immediately(start):
     """Ray itself knocks there for minutes."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

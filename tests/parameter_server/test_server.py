@@ -40,7 +40,7 @@ def value(server):
     return server.pull().params["w"].tolist()
 
 
-def test_a_push_sent_again_is_answered_and_not_applied():
+def test_repeated_push_is_acknowledged_and_not_applied():
     server = server_of(Rules(10))
     first = server.push(push(0, 0))
     assert first == server.push(push(0, 0)) == ("applied", 1, 0)
@@ -62,7 +62,7 @@ def test_staleness_is_the_updates_since_the_pull():
     assert server.status(0)["histogram"] == {0: 4, 4: 1} and server.status(0)["progress"] == {0: 4, 1: 1}
 
 
-def test_a_mean_of_two_weighs_by_counts_and_what_comes_later_is_dropped():
+def test_mean_weighs_by_counts_and_drops_late_pushes():
     server = server_of(Rules(10, aggregate=2))
     assert server.push(push(0, 0, weight=3.0)).outcome == "held"
     assert server.pull((1, 0)) is None and value(server) == [0, 0]
@@ -72,7 +72,7 @@ def test_a_mean_of_two_weighs_by_counts_and_what_comes_later_is_dropped():
     assert server.push(push(0, 0)).outcome == "applied" and server.applied == 1  # sent again
 
 
-def test_the_dead_are_not_waited_for_and_their_late_pushes_are_refused():
+def test_dead_workers_are_not_awaited():
     server = server_of(Rules(10, aggregate=2), members={0: 0, 1: 0})
     assert server.push(push(0, 0)).outcome == "held"
     assert server.take(1, 0, 0) == 1
@@ -84,7 +84,7 @@ def test_the_dead_are_not_waited_for_and_their_late_pushes_are_refused():
     assert server.take(0, 0, 1) == server.take(0, 0, 1) == 2
 
 
-def test_a_snapshot_knows_what_was_applied_and_a_held_gradient_is_not():
+def test_snapshot_excludes_a_held_gradient():
     server = server_of(Rules(10, aggregate=2), optax.adam(0.1))
     for worker in (0, 1):
         server.take(worker, 0, 0)
@@ -110,7 +110,7 @@ def test_after_the_last_update_nothing_is_applied():
     assert server.pull().done and value(server) == [-1, 0]
 
 
-def test_what_a_worker_skips_is_counted_and_moves_nothing():
+def test_skipped_pushes_are_counted_and_change_nothing():
     server = server_of(Rules(5))
     assert server.push(Push(0, 0, 0, 1, 0, 1, None)).outcome == "skipped"
     assert value(server) == [0, 0] and server.status(0)["dropped"] == {"skipped": 1}
@@ -156,7 +156,7 @@ def by_hand(owned, workers, zeros=2, optimizer=None, saved=None):
 
 @pytest.mark.parametrize("loss", ["servers go back", "the worker dies"])
 @pytest.mark.parametrize("reached", [0, 1])
-def test_a_push_that_reached_one_of_two_servers_is_applied_once_on_each(reached, loss):
+def test_push_to_one_server_is_applied_once_everywhere(reached, loss):
     coordinator, transport, saved = by_hand({"v": 0, "w": 1}, workers=2)
 
     def pushed(server, worker, batch, generation):
@@ -180,7 +180,7 @@ def test_a_push_that_reached_one_of_two_servers_is_applied_once_on_each(reached,
     assert state.params["v"].tolist() == state.params["w"].tolist() == [-1, 0]
 
 
-def test_a_push_that_reached_some_leaves_is_applied_once_to_each_by_other_servers_too():
+def test_push_to_some_leaves_survives_a_new_partition():
     """Leaf v has taken the batches 1, 2, 4, w and x have taken 1, 3, 5: a leaf counts the times that it takes each."""
     found = {}
     one_of = lambda batch: np.eye(8, dtype=np.float32)[batch]
@@ -223,7 +223,7 @@ def test_a_push_that_reached_some_leaves_is_applied_once_to_each_by_other_server
     assert all(other == one for other in others)
 
 
-def test_a_leaf_that_has_enough_updates_takes_none_while_others_of_its_server_catch_up():
+def test_leaf_with_enough_updates_waits_for_others():
     server = Server(
         optax.with_extra_args_support(optax.sgd(1.0)), abstract({"a": 0.0, "b": 0.0}), Rules(3), donate=True
     )
@@ -239,7 +239,7 @@ def test_a_leaf_that_has_enough_updates_takes_none_while_others_of_its_server_ca
     assert dealt([table], {"a": 0, "b": 0}, 1)[0]["again"] == [3, 4, 5, 6]
 
 
-def test_a_worker_whose_gradients_were_lost_with_a_server_has_not_died_for_nothing():
+def test_progress_lost_with_a_server_is_no_failure():
     coordinator, transport, _ = by_hand({"w": 0}, workers=1)
     for life in range(4):
         sent = Push(0, life, 0, life + 1, 0, 1, {"w": np.float32([1, 0])})
@@ -252,7 +252,7 @@ def test_a_worker_whose_gradients_were_lost_with_a_server_has_not_died_for_nothi
         assert [event.event for event in coordinator.watch().events] == ["worker_lost", "worker_started"]
 
 
-def test_batches_that_are_settled_are_known_by_a_number_and_a_few_above():
+def test_completed_batches_are_a_number_and_a_set():
     one, other = Settled(1), Settled(3, [5])
     for batch in (2, 4, 1, 7):
         one.add(batch)
@@ -293,7 +293,7 @@ def test_more_servers_than_leaves_are_refused():
         owners(TREE, 5, "greedy")
 
 
-def test_an_optimizer_that_looks_at_the_whole_tree_is_refused_on_several_servers():
+def test_whole_tree_optimizer_is_refused_on_several_servers():
     clipped = optax.with_extra_args_support(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)))
     check_separable(clipped, TREE, owners(TREE, 1, "greedy"))
     with pytest.raises(ConfigError, match=r"the update of a leaf of server 0 looks at '.*', which server 1 holds"):

@@ -1,4 +1,4 @@
-"""Fault injection inside of a process: which faults there are, how one is ordered, and what carries it out.
+"""Fault injection inside of a process: the kinds of faults, their specification, and the code that injects them.
 
-Enters: an order of the drill. Leaves: a process that exits, hangs or writes damaged files.
+Enters: a request of the drill. Leaves: a process that exits, hangs or computes with damaged values.
 """

@@ -1,34 +1,37 @@
-"""What is ordered: `KIND:PROCESS@WHEN`, as `kill:2@120`, `stop:0@30s`, `kill:random@random`. Pure.
+"""Faults of a drill, specified as `KIND:PROCESS@WHEN`: `kill:2@120`, `stop:0@30s`, `kill:random@random`.
 
-| kind | what is done | how it is meant to go on |
+| kind | what is injected | expected recovery |
 | --- | --- | --- |
 | kill | SIGKILL | a restart from the newest checkpoint |
-| stop | SIGSTOP: it lives, and gives no sign | the others end with 75 after `watchdog.heartbeat_timeout_s`, a restart |
-| term | SIGTERM to this one alone | all save at one step and leave with 42, a restart that loses nothing |
-| hang | its training thread sleeps for ever before a step, as in data that do not come | 76 after `watchdog.step_timeout_s`, a
-restart |
-| slow | each of its steps takes 0.25 s longer, for 5 s | no restart: all go on, slowly |
-| nan | a NaN in its rows of one batch | what `on_nonfinite` says; `stop` ends the run |
-| bit-flip | one bit of its copy of the largest parameter | `replica_check` finds it; without that, or a copy, nothing
-does |
-| truncate | killed, and a file of the newest checkpoint is cut in half | a restart from the checkpoint before |
-| corrupt | killed, and one bit of the newest checkpoint is flipped | a restart from the checkpoint before |
-| disk-full | no file of any process can grow beyond 2 KiB until that is noticed: they share a disk | told, and made up
-for at the next interval |
-| partition | its host neither sends nor gets a frame until all have ended | 75 after `watchdog.heartbeat_timeout_s`, a restart |
-| partition-send | what its host sends is lost until all have ended; what is sent to it comes | as partition |
-| partition-peer | nothing passes between its host and that of the next process; both reach the coordination service,
-until all have ended | 76 after `watchdog.step_timeout_s`, a restart |
-| delay | what its host sends and gets comes 50 ms later, for 5 s | no restart |
-| loss | 2 % of what its host sends and gets is lost, for 5 s | no restart |
-| rate | between its host and each other 1 MB/s pass each way, for 5 s | no restart |
+| stop | SIGSTOP: the process lives and sends no heartbeat | exit code 75 after `watchdog.heartbeat_timeout_s`, a restart |
+| term | SIGTERM to this process alone | all save at one step and exit with 42, a restart that loses no step |
+| hang | its training thread sleeps before a step, like a stalled data source | 76 after `watchdog.step_timeout_s`, a restart |
+| slow | each of its steps takes 0.25 s longer, for 5 s | no restart |
+| nan | a NaN in its rows of one batch | the action of `on_nonfinite`; `stop` ends the run |
+| bit-flip | one bit of its replica of the largest parameter | `replica_check` detects it |
+| truncate | SIGKILL, then a file of the newest checkpoint is truncated to half | a restart from the previous checkpoint |
+| corrupt | SIGKILL, then one bit of the newest checkpoint is flipped | a restart from the previous checkpoint |
+| disk-full | no file of any process can grow beyond 2 KiB until a save has failed | the next interval saves again |
+| partition | its host sends and receives nothing until the attempt has ended | 75 after `watchdog.heartbeat_timeout_s` |
+| partition-send | what its host sends is lost until the attempt has ended | as partition |
+| partition-peer | nothing passes between its host and the next process's host | 76 after `watchdog.step_timeout_s` |
+| delay | 50 ms more latency each way, for 5 s | no restart |
+| loss | 2 % of its host's frames are lost, for 5 s | no restart |
+| rate | 1 MB/s between its host and each other host, for 5 s | no restart |
 
-The last six put each process into a network namespace of its own (tools/drill/network.py): Linux, as root.
+The last six run each process in a network namespace (tools/drill/network.py): Linux, as root.
+The rest of this file is the protocol between the drill and a process, a file without a name that both have open:
+
+bytes 0 to 511   the request, as JSON: `number`, `kind`, `at` ("step", "save", "now"), `moment` (number of the step or
+                 save), `delay_s`, `seed`
+from byte 1024   the result, as JSON: `number`, `time` (the machine's monotonic clock), `step`, `phase`, `failed`
+                 (why the fault could not be injected)
 """
 
 from __future__ import annotations
 
 import re
+import signal
 from dataclasses import dataclass
 
 from spmdkit.errors import ConfigError
@@ -36,18 +39,23 @@ from spmdkit.foundation.formatting import nearest
 
 NETWORK = ("partition", "delay", "loss", "partition-send", "partition-peer", "rate")
 KINDS = ("kill", "stop", "term", "hang", "slow", "nan", "bit-flip", "truncate", "corrupt", "disk-full", *NETWORK)
-ENDS = ("kill", "stop", "term", "hang", "truncate", "corrupt", "partition", "partition-send", "partition-peer")
-"""What ends the attempt in which it comes."""
-LASTS = ("slow", "delay", "loss", "rate")
-"""What lasts for a while, and ends nothing."""
-BY_POLICY = ("nan", "bit-flip")
-"""What may change the numbers, as the config says."""
+ENDS_ATTEMPT = ("kill", "stop", "term", "hang", "truncate", "corrupt", "partition", "partition-send", "partition-peer")
+TEMPORARY = ("slow", "delay", "loss", "rate")
+"""Faults that last a few seconds and end nothing."""
+CHANGES_RESULTS = ("nan", "bit-flip")
+"""Faults that may change the results of the run, depending on its config."""
+CHECKPOINT_FAULTS = ("truncate", "corrupt")
+"""Faults that damage the newest checkpoint after all processes have exited."""
+INJECTED_BY_DRILL = ("disk-full", *NETWORK)
+"""Faults that a process cannot inject into itself."""
 
-OF_CHECKPOINTS = ("truncate", "corrupt")
-"""What comes to the newest checkpoint, when all have ended."""
+REQUEST_BYTES, RESULT_OFFSET = 512, 1024
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+SIGNALS |= dict.fromkeys(CHECKPOINT_FAULTS, signal.SIGKILL)  # the checkpoint is damaged after all have exited
 
-FROM_HERE = ("disk-full", *NETWORK)
-"""What no process can do to itself: the drill does it."""
+STEP_DELAY_S, TEMPORARY_FOR_S = 0.25, 5.0
+DISK_FULL_BYTES = 2048
+"""File size limit of `disk-full`: enough for the notes to the launcher, too small for a checkpoint."""
 
 RANDOM = "random"
 _SPEC = re.compile(
@@ -57,13 +65,13 @@ _SPEC = re.compile(
 
 @dataclass(frozen=True)
 class Fault:
-    """One order.
+    """One requested fault.
 
     Attributes:
-        process: which; None: any, drawn each time.
-        step: comes before this step is begun, in the process itself.
-        seconds: comes so long after the first process was started, and again each time after as long.
-        count: how often. With neither `step` nor `seconds` at a random moment; see tools/drill/timing.py.
+        process: the process; None: drawn at random, each time.
+        step: injected before this step, in the process itself.
+        seconds: injected this long after the first process was started, and again after the same time.
+        count: number of injections. With neither `step` nor `seconds` at random moments (tools/drill/timing.py).
     """
 
     kind: str
@@ -80,33 +88,35 @@ class Fault:
 
 
 def parse(text: str, num_processes: int, count: int = 1) -> Fault:
-    """Returns the fault of `KIND:PROCESS@STEP`, `KIND:PROCESS@Ts` or `KIND:PROCESS@random`; the process may be `random`
-    too.
+    """Returns the fault of `KIND:PROCESS@STEP`, `KIND:PROCESS@Ts` or `KIND:PROCESS@random`; PROCESS may be `random`.
 
     Raises:
-        ConfigError: it is none, or there is no such process or kind.
+        ConfigError: invalid syntax, or an unknown kind or process.
     """
     kind = text.partition(":")[0]
     if kind not in KINDS:
         raise ConfigError(
-            f"--fault {text[:60]}: {kind[:30]!r} is no kind of fault. There are {', '.join(KINDS)}.{nearest(kind, KINDS)} Try --fault kill:1@20."
+            f"--fault {text[:60]}: unknown kind {kind[:30]!r}. The kinds are {', '.join(KINDS)}."
+            f"{nearest(kind, KINDS)} Try --fault kill:1@20."
         )
-    found = _SPEC.fullmatch(text)
-    if found is None:
+    match = _SPEC.fullmatch(text)
+    if match is None:
         raise ConfigError(
-            f"--fault {text[:60]}: not understood. It is KIND:PROCESS@WHEN, where WHEN is a step (120), seconds (30s) or random, and PROCESS a number or "
-            f"random. Try --fault {kind}:1@20."
+            f"--fault {text[:60]}: invalid syntax. It is KIND:PROCESS@WHEN, where WHEN is a step (120), seconds (30s) "
+            f"or random, and PROCESS a number or random. Try --fault {kind}:1@20."
         )
-    process = None if found["process"] == RANDOM else int(found["process"])
+    process = None if match["process"] == RANDOM else int(match["process"])
     if process is not None and process >= num_processes:
         raise ConfigError(
-            f"--fault {text[:60]}: there is no process {process}. With -n {num_processes} they are 0 to {num_processes - 1}. Try --fault {kind}:"
-            f"{num_processes - 1}{text[found.end('process') :]}, or -n {process + 1}."
+            f"--fault {text[:60]}: there is no process {process}. With -n {num_processes} they are 0 to "
+            f"{num_processes - 1}. Try --fault {kind}:{num_processes - 1}{text[match.end('process') :]}, or "
+            f"-n {process + 1}."
         )
-    step = int(found["step"]) if found["step"] else None
-    seconds = float(found["seconds"]) if found["seconds"] else None
+    step = int(match["step"]) if match["step"] else None
+    seconds = float(match["seconds"]) if match["seconds"] else None
     if step == 0 or seconds == 0:
         raise ConfigError(
-            f"--fault {text[:60]}: the first step is 1, and a time is more than 0 s. Try --fault {kind}:{found['process']}@1."
+            f"--fault {text[:60]}: the first step is 1, and a time is more than 0 s. "
+            f"Try --fault {kind}:{match['process']}@1."
         )
     return Fault(kind, process, step, seconds, count)

@@ -1,6 +1,7 @@
-"""What a drill does inside of a process: at a step, at a save, or at once (protocol.py says how it is ordered).
+"""`FaultInjector`: injects the faults of a drill into this process, at a step, at a save, or now.
 
-Arrays are changed on this process alone, by no collective: what the others hold is as it was, which is the point.
+fault.py describes the protocol. Arrays are changed on this process alone, without a collective: the other replicas keep
+their values.
 """
 
 from __future__ import annotations
@@ -20,148 +21,149 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmdkit.faults.injection.fault import FROM_HERE
-from spmdkit.faults.injection.protocol import ORDER_BYTES, SAID_AT, SIGNALS, SLOW_FOR_S, SLOWER_S
-from spmdkit.foundation import phase as foundation_phase
+from spmdkit.faults.injection.fault import (
+    INJECTED_BY_DRILL,
+    REQUEST_BYTES,
+    RESULT_OFFSET,
+    SIGNALS,
+    STEP_DELAY_S,
+    TEMPORARY_FOR_S,
+)
+from spmdkit.foundation import phase
 
 
-class Inside:
-    """The orders of one process. `before_step`, `after_save` and `step` are called by the run."""
+class FaultInjector:
+    """The requested faults of one process. The run calls `before_step` and `after_save`, and wraps its step."""
 
     def __init__(self, path: str):
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self._raw, self._order, self._saves, self._step = b"", dict[str, Any](), 0, 0
-        self._done = self._last_said()  # by this process in an epoch before
+        self._raw, self._request, self._saves, self._step = b"", dict[str, Any](), 0, 0
+        self._last_injected = self._read_result()  # by this process, under an earlier membership
         self._slow_until = 0.0
-        self._spoil: Callable[[Any, Any], tuple[Any, Any]] | None = None
+        self._corrupt: Callable[[Any, Any], tuple[Any, Any]] | None = None
 
     def before_step(self, step: int) -> None:
-        """Does what is ordered for this step, or for now."""
+        """Injects a fault that is due at this step, or now."""
         self._step = step
-        raw = os.pread(self._descriptor, ORDER_BYTES, 0)
+        raw = os.pread(self._descriptor, REQUEST_BYTES, 0)
         if raw != self._raw:
             with suppress(ValueError):  # half written: the rest is there at the next step
-                self._order, self._raw = json.loads(raw.rstrip(b" \0") or b"{}"), raw
-                if self._order.get("number") == self._done:
-                    self._order = {}
-        order = self._order
-        if order and (order["at"] == "now" or (order["at"] == "step" and step >= order["moment"])):
-            self._do(order)
+                self._request, self._raw = json.loads(raw.rstrip(b" \0") or b"{}"), raw
+                if self._request.get("number") == self._last_injected:
+                    self._request = {}
+        request = self._request
+        if request and (request["at"] == "now" or (request["at"] == "step" and step >= request["moment"])):
+            self._inject(request)
         if time.monotonic() < self._slow_until:
-            time.sleep(SLOWER_S)
+            time.sleep(STEP_DELAY_S)
 
     def after_save(self) -> None:
-        """Does what is ordered for a save, which has begun."""
+        """Injects a fault that is due at this save, which has begun."""
         self._saves += 1
-        if self._order and self._order["at"] == "save" and self._saves >= self._order["moment"]:
-            self._do(self._order)
+        if self._request and self._request["at"] == "save" and self._saves >= self._request["moment"]:
+            self._inject(self._request)
 
-    def step(self, real: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        """Returns a step that may be given another state or batch, here alone."""
+    def wrap_step(self, step: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """Returns a step that gets a corrupted state or batch where a fault is due."""
 
-        def stepped(state: Any, batch: Any) -> Any:
-            spoil, self._spoil = self._spoil, None
-            return real(*(spoil(state, batch) if spoil is not None else (state, batch)))
+        def injected_step(state: Any, batch: Any) -> Any:
+            corrupt, self._corrupt = self._corrupt, None
+            return step(*(corrupt(state, batch) if corrupt is not None else (state, batch)))
 
-        return stepped
+        return injected_step
 
-    def _last_said(self) -> int | None:
-        """Returns the number of the order that was carried out last."""
+    def _read_result(self) -> int | None:
+        """Returns the number of the fault that was injected last."""
         with suppress(ValueError):
-            said = json.loads(os.pread(self._descriptor, ORDER_BYTES, SAID_AT).rstrip(b" \0") or b"{}")
-            return int(said["number"]) if said else None
+            result = json.loads(os.pread(self._descriptor, REQUEST_BYTES, RESULT_OFFSET).rstrip(b" \0") or b"{}")
+            return int(result["number"]) if result else None
         return None
 
-    def _do(self, order: dict[str, Any]) -> None:
-        self._order = {}
-        kind, number = order["kind"], order["number"]
+    def _inject(self, request: dict[str, Any]) -> None:
+        self._request = {}
+        kind, number = request["kind"], request["number"]
         if kind in SIGNALS:
-            self._later(order["delay_s"], lambda: self._signal(number, SIGNALS[kind]))
-        elif kind in FROM_HERE:  # and now is the moment for it
-            self._later(order["delay_s"], lambda: self._said(number))
+            self._after(request["delay_s"], lambda: self._send_signal(number, SIGNALS[kind]))
+        elif kind in INJECTED_BY_DRILL:  # the drill waits for this moment
+            self._after(request["delay_s"], lambda: self._write_result(number))
         elif kind == "hang":
-            self._said(number)
-            with foundation_phase.during("data"):
+            self._write_result(number)
+            with phase.during("data"):
                 while True:
                     time.sleep(60)
         elif kind == "slow":
-            self._slow_until = time.monotonic() + SLOW_FOR_S
-            self._said(number)
+            self._slow_until = time.monotonic() + TEMPORARY_FOR_S
+            self._write_result(number)
         else:
-            spoiled = {"nan": _with_nan, "bit-flip": _with_flip}[kind]
-            self._spoil = lambda state, batch: self._spoiled(
-                number, spoiled, state, batch, random.Random(order["seed"])
-            )
+            corrupt, rng = {"nan": _with_nan, "bit-flip": _with_bit_flip}[kind], random.Random(request["seed"])
+            self._corrupt = lambda state, batch: self._corrupted(number, corrupt, state, batch, rng)
 
-    def _later(self, delay_s: float, act: Callable[[], None]) -> None:
+    def _after(self, delay_s: float, action: Callable[[], None]) -> None:
         if delay_s <= 0:
-            return act()
-        timer = threading.Timer(delay_s, act)
+            return action()
+        timer = threading.Timer(delay_s, action)
         timer.daemon = True
         timer.start()
 
-    def _signal(self, number: int, which: signal.Signals) -> None:
-        self._said(number)
+    def _send_signal(self, number: int, which: signal.Signals) -> None:
+        self._write_result(number)
         os.kill(os.getpid(), which)
 
-    def _spoiled(self, number: int, spoil: Callable[..., Any], state: Any, batch: Any, rng: random.Random) -> Any:
+    def _corrupted(self, number: int, corrupt: Callable[..., Any], state: Any, batch: Any, rng: random.Random) -> Any:
         try:
-            spoiled = spoil(state, batch, rng)
+            corrupted = corrupt(state, batch, rng)
         except ValueError as error:
-            self._said(number, failed=str(error))
+            self._write_result(number, failed=str(error))
             return state, batch
-        self._said(number)
-        return spoiled
+        self._write_result(number)
+        return corrupted
 
-    def _said(self, number: int, failed: str = "") -> None:
-        phase = foundation_phase.current_phase().phase
-        said = {"number": number, "time": time.monotonic(), "step": self._step, "phase": phase, "failed": failed}
-        os.pwrite(self._descriptor, json.dumps(said).ljust(ORDER_BYTES).encode(), SAID_AT)
+    def _write_result(self, number: int, failed: str = "") -> None:
+        name = phase.current_phase().phase
+        result = {"number": number, "time": time.monotonic(), "step": self._step, "phase": name, "failed": failed}
+        os.pwrite(self._descriptor, json.dumps(result).ljust(REQUEST_BYTES).encode(), RESULT_OFFSET)
 
 
 def _with_nan(state: Any, batch: Any, rng: random.Random) -> tuple[Any, Any]:
-    """Returns (state, batch) with a NaN in the first row that this process holds."""
+    """Returns (state, batch) with a NaN in the first row on this process."""
     leaves, treedef = jax.tree.flatten(batch.examples)
-    number = next((n for n, leaf in enumerate(leaves) if _has_rows_of_floats(leaf)), None)
+    number = next((n for n, leaf in enumerate(leaves) if _has_float_rows(leaf)), None)
     if number is None:
-        raise ValueError(
-            "nan: the batch has no leaf with rows of floating-point numbers that could be one. Try bit-flip."
-        )
+        raise ValueError("nan: the batch has no leaf of floating-point rows that could hold a NaN. Try bit-flip.")
 
-    def spoil(part: np.ndarray) -> None:
-        part.reshape(part.shape[0], -1)[0] = np.nan
+    def corrupt(shard: np.ndarray) -> None:
+        shard.reshape(shard.shape[0], -1)[0] = np.nan
 
-    leaves[number] = _changed(leaves[number], spoil)
+    leaves[number] = _corrupted_shard(leaves[number], corrupt)
     return state, dataclasses.replace(batch, examples=jax.tree.unflatten(treedef, leaves))
 
 
-def _has_rows_of_floats(leaf: jax.Array) -> bool:
+def _has_float_rows(leaf: jax.Array) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.ndim > 0 and leaf.size > 0
 
 
-def _with_flip(state: Any, batch: Any, rng: random.Random) -> tuple[Any, Any]:
-    """Returns (state, batch) with one bit of the fraction flipped in this process's first copy of the largest
+def _with_bit_flip(state: Any, batch: Any, rng: random.Random) -> tuple[Any, Any]:
+    """Returns (state, batch) with one bit of the fraction flipped in this process's first shard of the largest
     parameter."""
     leaves, treedef = jax.tree.flatten(state.params)
     floats = [n for n, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size]
     if not floats:
-        raise ValueError("bit-flip: there is no parameter of floating-point numbers.")
+        raise ValueError("bit-flip: the task has no floating-point parameter.")
     number = max(floats, key=lambda n: leaves[n].size)
 
-    def spoil(part: np.ndarray) -> None:
-        flat = part.reshape(-1).view(np.uint8)
-        size = part.dtype.itemsize
-        flat[rng.randrange(part.size) * size + max(0, size - 3 if size > 2 else 0)] ^= 1 << rng.randrange(6)
+    def corrupt(shard: np.ndarray) -> None:
+        flat = shard.reshape(-1).view(np.uint8)
+        size = shard.dtype.itemsize
+        flat[rng.randrange(shard.size) * size + max(0, size - 3 if size > 2 else 0)] ^= 1 << rng.randrange(6)
 
-    leaves[number] = _changed(leaves[number], spoil)
+    leaves[number] = _corrupted_shard(leaves[number], corrupt)
     return state.replace(params=jax.tree.unflatten(treedef, leaves)), batch
 
 
-def _changed(array: jax.Array, spoil: Callable[[np.ndarray], None]) -> jax.Array:
-    """Returns an array whose shard on this process's first device is changed in place by `spoil`; the other shards are
-    those of `array`."""
+def _corrupted_shard(array: jax.Array, corrupt: Callable[[np.ndarray], None]) -> jax.Array:
+    """Returns the array with its shard on this process's first device changed in place by `corrupt`."""
     first, *others = array.addressable_shards
-    part = np.array(first.data)
-    spoil(part)
-    shards = [jax.device_put(part, first.device), *(shard.data for shard in others)]
+    shard = np.array(first.data)
+    corrupt(shard)
+    shards = [jax.device_put(shard, first.device), *(other.data for other in others)]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)

@@ -1,5 +1,5 @@
-"""`drill.html`: a drill on one page: what came when, what each process did, and what it cost. Made from `drill.json`
-alone; nothing is loaded or run."""
+"""`drill.html`: a drill on one page: when faults were injected, what each process did, and what it cost. Made from
+`drill.json` alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WORDS = {
     "evaluate": "evaluating",
     "save": "saving",
     "end": "ending",
-    "left": "has left",
+    "left": "exited",
     "dead": "dead",
     "restart": "until the next start",
 }
@@ -62,7 +62,7 @@ def drill_page(result: Mapping[str, Any]) -> str:
 
 def _lead(result: Mapping[str, Any]) -> str:
     return (
-        f"{result['processes']} processes, {result['steps']} steps, {result['fired']} of {result['asked']} faults came, {result['attempts']} starts, seed "
+        f"{result['processes']} processes, {result['steps']} steps, {result['fired']} of {result['requested']} faults injected, {result['attempts']} starts, seed "
         f"{result['seed']}"
     )
 
@@ -72,11 +72,11 @@ def _summary(result: Mapping[str, Any]) -> str:
     same = result["same_parameters"] and result["same_metrics"]
     return cards(
         [
-            ("noticed after, median", seconds("detection_s")),
-            ("goes on after, median", seconds("recovery_s")),
-            ("steps done again", str(result["steps_lost"])),
+            ("detection, median", seconds("detection_s")),
+            ("recovery, median", seconds("recovery_s")),
+            ("steps repeated", str(result["steps_lost"])),
             ("goodput", f"{result['goodput']:.1%}" if result["goodput"] is not None else ""),
-            ("bits of state and metrics", "the same" if same else "others"),
+            ("state and metrics", "bitwise equal" if same else "different"),
         ]
     )
 
@@ -86,7 +86,7 @@ def _failures(why: Sequence[str]) -> str:
 
 
 def _legend(bars: Sequence[Sequence[Sequence[Any]]]) -> str:
-    """Returns what the colours of a time line mean, and the part of each in the time of all processes."""
+    """Returns the legend of a time line, with the share of each kind in the time of all processes."""
     seconds = {kind: sum(bar[2] - bar[1] for row in bars for bar in row if bar[0] == kind) for kind in COLOURS}
     total = sum(seconds.values()) or 1.0
     keys = (
@@ -103,7 +103,7 @@ def time_line(bars: Sequence[Sequence[Sequence[Any]]], faults: Sequence[Mapping[
 
     Args:
         bars: of each process `[kind, begin_s, end_s]`.
-        faults: with `at_s`, `process`, `asked`.
+        faults: with `at_s`, `process`, `fault`.
     """
     end = max((bar[2] for row in bars for bar in row), default=1.0) or 1.0
     across = (WIDTH - LEFT - RIGHT) / end
@@ -133,7 +133,7 @@ def time_line(bars: Sequence[Sequence[Sequence[Any]]], faults: Sequence[Mapping[
         parts.append(
             f'<g class="fault"><line class="bad" x1="{x:.1f}" x2="{x:.1f}" y1="{y - 3}" y2="{y + ROW - 3}"/>'
             f'<path d="M{x - 4:.1f} {y - 9} h8 l-4 7 z" fill="#dc2626"/>'
-            f"<title>{escape(str(fault['asked']))} at {fault['at_s']:.1f} s, step {fault['step']}</title></g>"
+            f"<title>{escape(str(fault['fault']))} at {fault['at_s']:.1f} s, step {fault['step']}</title></g>"
         )
     return "".join([*parts, "</svg>"])
 
@@ -149,7 +149,7 @@ def _faults(faults: Sequence[Mapping[str, Any]]) -> str:
     seconds = lambda x: "" if x is None else format_seconds(x)
     rows = [
         "<tr>"
-        + "".join(f'<td class="keep">{escape(str(text))}</td>' for text in (f["asked"], f"p{f['process']}", f["phase"]))
+        + "".join(f'<td class="keep">{escape(str(text))}</td>' for text in (f["fault"], f"p{f['process']}", f["phase"]))
         + "".join(
             f"<td{number}>{escape(str(text))}</td>"
             for text in (

@@ -1,4 +1,4 @@
-"""Does in this process what a drill orders; nothing outside of `spmdkit drill`, which sets the variable."""
+"""Injects the faults that a drill requests for this process; does nothing outside `spmdkit drill`."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any
 from spmdkit.foundation.constants import DRILL_FILE
 from spmdkit.run.hooks.base import Hook
 
-AFTER_THE_WATCHDOG = 2000
-"""So that the phase that it says itself stands."""
+AFTER_WATCHDOG = 2000
+"""The fault's own phase then stays the current one."""
 
 
 def make(config: Any) -> Hook | None:
-    """Returns the hook that takes a drill's orders, None where there is no drill."""
+    """Returns the hook that injects faults, None where no drill runs."""
     path = os.environ.get(DRILL_FILE)
     if not path:
         return None
-    from spmdkit.faults.injection.inject import Inside
+    from spmdkit.faults.injection.inject import FaultInjector
 
-    inside = Inside(path)
+    injector = FaultInjector(path)
 
     def begin(run: Any, step: int, state: Any) -> None:
-        run.program.step = inside.step(run.program.step)
+        run.program.step = injector.wrap_step(run.program.step)
 
     return Hook(
         "drill",
-        order=AFTER_THE_WATCHDOG,
+        order=AFTER_WATCHDOG,
         begin=begin,
-        before_step=lambda run, step, state: inside.before_step(step),
-        after_save=lambda run, step: inside.after_save(),
+        before_step=lambda run, step, state: injector.before_step(step),
+        after_save=lambda run, step: injector.after_save(),
     )

@@ -1,8 +1,5 @@
-"""Practised disasters: the user's own job on this machine, hurt on order, and what became of it.
+"""Fault-injection drills: the user's own job with injected faults, compared with the same job without them.
 
-faults/injection/fault.py  what is ordered: `kill:2@120`              timeline.py  what was seen: faults, bars, events
-timing.py    when a random one comes                   figures.py   detection, recovery, goodput of that
-driver.py    looks on from the launcher, and hurts     compare.py   the same bits as if nobody had touched it
-faults/injection/inject.py  what happens inside of a process          command.py   the two runs, and the answer
-corrupt.py   what happens to a checkpoint
+Enters: a config and faults (`kill:2@120`). Leaves: detection time, recovery time, repeated work, and whether the end is
+bitwise equal. command.py runs both jobs, driver.py injects from the launcher, network.py simulates hosts.
 """

@@ -1,12 +1,12 @@
-"""`spmdkit drill`: the user's job without a fault, and again with the faults that were asked for; what they cost, and
-whether the end is the same.
+"""`spmdkit drill`: the user's job without faults, and again with the requested faults; what they cost, and whether both
+end the same.
 
-Both are runs of our launcher on this machine, in a folder beside the run's own, which is not touched:
+Both are runs of the launcher on this machine, in a folder next to the run directory, which is not touched:
 `<run_dir>_drill/1/undisturbed` and `.../disturbed`.
 
-A drill passes where every fault came, the run ended with 0, no committed step was lost, and state and metrics are those
-of the undisturbed run, bit for bit.
-What the config decides is told and no failure: a batch that `on_nonfinite` leaves out makes other numbers.
+A drill passes when every fault was injected, the run exited with 0, no committed step was lost, and state and metrics
+equal those of the undisturbed run bitwise. Differences that the config allows are reported and are no failure: a batch
+that `on_nonfinite` skips changes the results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from spmdkit.config import Config, load_config
 from spmdkit.elastic.sizes import Elastic
 from spmdkit.errors import ConfigError, ExitCode, outcome
-from spmdkit.faults.injection.fault import BY_POLICY, NETWORK, OF_CHECKPOINTS, Fault, parse
+from spmdkit.faults.injection.fault import CHANGES_RESULTS, CHECKPOINT_FAULTS, NETWORK, Fault, parse
 from spmdkit.foundation.constants import is_step_name
 from spmdkit.foundation.files import write_json, write_text
 from spmdkit.foundation.formatting import format_seconds, visible
@@ -37,8 +37,8 @@ SPARE_RESTARTS = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Drill:
-    """What is asked: `spmdkit drill CONFIG ...`."""
+class DrillRequest:
+    """The arguments of `spmdkit drill CONFIG ...`."""
 
     config: Path
     overrides: Sequence[str]
@@ -50,45 +50,47 @@ class Drill:
     as_json: bool = False
 
 
-def run_drill(asked: Drill) -> int:
-    """Runs a drill and says how it went. Returns 0 where it passed, 1 where not, and the run's own code where that
-    cannot even run undisturbed.
+def run_drill(request: DrillRequest) -> int:
+    """Runs a drill and prints its result. Returns 0 if it passed, 1 if not, and the exit code of the undisturbed run
+    if that one failed.
 
     Raises:
-        ConfigError: the config, or what is asked, cannot work.
+        ConfigError: the config or the request is invalid.
     """
-    config = load_config(asked.config, list(asked.overrides))
-    faults = _checked(asked, config)
+    config = load_config(request.config, list(request.overrides))
+    faults = _checked(request, config)
     if (
         config.checkpoint is not None and config.checkpoint.directory is not None
     ):  # the run's own, which is not disturbed
-        _say(f"note: the drill's checkpoints stay on this machine; {config.checkpoint.directory} is left alone")
-        asked = dataclasses.replace(asked, overrides=[*asked.overrides, "checkpoint.directory=null"])
-    with network_for(faults, asked.num_processes) as network:
-        return _run_both(asked, config, faults, network)
+        _report(
+            f"note: the drill saves its checkpoints on this machine and does not touch {config.checkpoint.directory}"
+        )
+        request = dataclasses.replace(request, overrides=[*request.overrides, "checkpoint.directory=null"])
+    with network_for(faults, request.num_processes) as network:
+        return _run_both(request, config, faults, network)
 
 
-def _run_both(asked: Drill, config: Config, faults: Sequence[Fault], network: Network | None) -> int:
-    """Runs the job without and with its faults, and says how that went."""
+def _run_both(request: DrillRequest, config: Config, faults: Sequence[Fault], network: Network | None) -> int:
+    """Runs the job without and with its faults, and prints the result."""
     folder = _new_folder(config)
-    _say(f"without a fault, in {folder / 'undisturbed'}")
-    clean = Driver(folder / "undisturbed", asked.num_processes, network=network)
-    code = _run(asked, config, folder / "undisturbed", clean, 0)
+    _report(f"without faults, in {folder / 'undisturbed'}")
+    clean = Driver(folder / "undisturbed", request.num_processes, network=network)
+    code = _run(request, config, folder / "undisturbed", clean, 0)
     if code != 0:
-        _say(f"the drill ends: the run does not get to its end undisturbed (exit code {code}, {outcome(code)})")
+        _report(f"the drill ends: the run without faults failed (exit code {code}, {outcome(code)})")
         return code
     pace = figures.pace_of(clean.attempts, config.steps, clean.num_saves)
-    _say(f"with {', '.join(map(str, faults))}{f' (each {asked.count} times)' if asked.count > 1 else ''}")
+    _report(f"with {', '.join(map(str, faults))}{f' (each {request.count} times)' if request.count > 1 else ''}")
     disturbed = Driver(
-        folder / "disturbed", asked.num_processes, faults, asked.seed, pace, config.steps, network=network
+        folder / "disturbed", request.num_processes, faults, request.seed, pace, config.steps, network=network
     )
-    code = _run(asked, config, folder / "disturbed", disturbed, disturbed.num_asked + SPARE_RESTARTS)
-    if disturbed.asked is not None:
+    code = _run(request, config, folder / "disturbed", disturbed, disturbed.num_requested + SPARE_RESTARTS)
+    if disturbed.stop_signal is not None:
         return code
-    result = _result(asked, config, folder, clean, disturbed, code)
+    result = _result(request, config, folder, clean, disturbed, code)
     write_json(folder / "drill.json", result)
     write_text(folder / "drill.html", drill_page(result))
-    if asked.as_json:
+    if request.as_json:
         print(json.dumps(result))
     else:
         for line in summary_lines(result):
@@ -96,37 +98,40 @@ def _run_both(asked: Drill, config: Config, faults: Sequence[Fault], network: Ne
     return 0 if result["passed"] else int(ExitCode.CHECK_FAILED)
 
 
-def _checked(asked: Drill, config: Config) -> list[Fault]:
-    """Returns the faults. Raises ConfigError where a drill with them can show nothing."""
-    if not asked.faults:
+def _checked(request: DrillRequest, config: Config) -> list[Fault]:
+    """Returns the faults. Raises ConfigError where a drill with them proves nothing."""
+    if not request.faults:
         raise ConfigError(
-            "drill: nothing is to happen. A drill is of faults. Try --fault kill:1@20, or --fault kill:random --count 5."
+            "drill: no fault is requested. A drill injects faults. Try --fault kill:1@20, or --fault kill:random --count 5."
         )
-    if asked.count < 1 or asked.num_processes < 1:
+    if request.count < 1 or request.num_processes < 1:
         raise ConfigError(
-            f"drill -n {asked.num_processes} --count {asked.count}: both are at least 1. Try -n 2 --count 1."
+            f"drill -n {request.num_processes} --count {request.count}: both are at least 1. Try -n 2 --count 1."
         )
     if config.checkpoint is None:
         raise ConfigError(
-            f"{config.where('checkpoint')} is null: nothing is saved, so no fault can be survived. Set checkpoint: {{every_steps: 20}}."
+            f"{config.where('checkpoint')} is null: without checkpoints no fault can be survived. "
+            "Set checkpoint: {every_steps: 20}."
         )
-    faults = [parse(text, asked.num_processes, asked.count) for text in asked.faults]
+    faults = [parse(text, request.num_processes, request.count) for text in request.faults]
     for fault in faults:
         if fault.step is not None and fault.step > config.steps:
             raise ConfigError(
-                f"--fault {fault}: the run has {config.steps} steps, and the fault would never come. Try a smaller step, or steps={2 * fault.step}."
+                f"--fault {fault}: the run has {config.steps} steps, so the fault would never be injected. "
+                f"Try a smaller step, or steps={2 * fault.step}."
             )
-        if config.elastic.in_process and fault.kind in (*OF_CHECKPOINTS, *NETWORK):
+        if config.elastic.in_process and fault.kind in (*CHECKPOINT_FAULTS, *NETWORK):
             what = (
-                "a checkpoint is damaged while no process lives"
-                if fault.kind in OF_CHECKPOINTS
-                else "epochs begin on one host"
+                "a checkpoint is damaged while no process runs"
+                if fault.kind in CHECKPOINT_FAULTS
+                else "memberships change on one host"
             )
             raise ConfigError(
-                f"--fault {fault} and {config.where('elastic.in_process')}: {what}, and this job goes on in the processes that are left. Add elastic.in_process=false to the drill."
+                f"--fault {fault} and {config.where('elastic.in_process')}: {what}, and this job continues in the "
+                "remaining processes. Add elastic.in_process=false to the drill."
             )
         if fault.kind == "bit-flip" and config.replica_check is None:
-            _say("note: replica_check is null in the config, so that nothing will notice a flipped bit")
+            _report("note: replica_check is null in the config, so nothing detects a flipped bit")
     return faults
 
 
@@ -139,16 +144,17 @@ def _new_folder(config: Config) -> Path:
         folder.mkdir(parents=True)
     except OSError as error:
         raise ConfigError(
-            f"{folder} cannot be made ({error.strerror}). A drill writes beside the run's directory. Set run_dir to a folder that can be written."
+            f"{folder} cannot be created ({error.strerror}). A drill writes next to the run directory. "
+            "Set run_dir to a folder that can be written."
         ) from None
     return folder
 
 
-def _run(asked: Drill, config: Config, folder: Path, driver: Driver, max_restarts: int) -> int:
-    """Returns how the job ended under our launcher, with `driver` looking on. A job that goes on in process has the
-    dead replaced, so that there are as many again."""
-    num, devices = asked.num_processes, asked.devices_per_process
-    train, more = ["train", str(asked.config), *asked.overrides, f"run_dir={folder}"], dict[str, Any]()
+def _run(request: DrillRequest, config: Config, folder: Path, driver: Driver, max_restarts: int) -> int:
+    """Returns the exit code of the job under the launcher, observed by `driver`. With in-process elasticity lost processes are
+    replaced, so that the number stays the same."""
+    num, devices = request.num_processes, request.devices_per_process
+    train, more = ["train", str(request.config), *request.overrides, f"run_dir={folder}"], dict[str, Any]()
     if config.elastic.in_process:
         sizes = Elastic(train, f"{num}:{num}", num, devices)
         devices, more = (
@@ -162,24 +168,24 @@ def _run(asked: Drill, config: Config, folder: Path, driver: Driver, max_restart
         driver.close()
 
 
-def _result(asked: Drill, config: Config, folder: Path, clean: Driver, disturbed: Driver, code: int) -> dict[str, Any]:
-    """Returns what `--json` prints; also what the page is made of."""
+def _result(
+    request: DrillRequest, config: Config, folder: Path, clean: Driver, disturbed: Driver, code: int
+) -> dict[str, Any]:
+    """Returns the result, as `--json` prints it and the page shows it."""
     begin = disturbed.attempts[0].begin
     leaf = (
-        compare.different_leaf(folder / "undisturbed", folder / "disturbed")
-        if code == 0
-        else "the run did not come to its end"
+        compare.different_leaf(folder / "undisturbed", folder / "disturbed") if code == 0 else "the run did not finish"
     )
     record = compare.different_record(folder / "undisturbed", folder / "disturbed") if code == 0 else leaf
     why = _failures(disturbed, code, leaf, record)
     return {
         "passed": not why,
         "why": why,
-        "config": str(asked.config),
-        "processes": asked.num_processes,
+        "config": str(request.config),
+        "processes": request.num_processes,
         "steps": config.steps,
-        "seed": asked.seed,
-        "asked": disturbed.num_asked,
+        "seed": request.seed,
+        "requested": disturbed.num_requested,
         "fired": len([injection for injection in disturbed.injections if not injection.failed]),
         "attempts": len(disturbed.attempts),
         "exit_code": code,
@@ -198,29 +204,31 @@ def _result(asked: Drill, config: Config, folder: Path, clean: Driver, disturbed
 
 
 def _failures(disturbed: Driver, code: int, leaf: str, record: str) -> list[str]:
-    """Returns why a drill has not passed, () where it has."""
+    """Returns why a drill failed, an empty list where it passed."""
     why = [
-        f"fault {injection.number}, {injection.fault}, could not be done: {injection.failed}"
+        f"fault {injection.number}, {injection.fault}, could not be injected: {injection.failed}"
         for injection in disturbed.injections
         if injection.failed
     ]
-    missing = disturbed.num_asked - len(disturbed.injections)
+    missing = disturbed.num_requested - len(disturbed.injections)
     if missing:
         why.append(
-            f"{missing} of {disturbed.num_asked} faults did not come before the run was over: that proves nothing. Give the run more steps (steps=...), or ask "
-            "for fewer or earlier faults."
+            f"{missing} of {disturbed.num_requested} faults were not injected before the run finished, so the drill proves nothing. Set "
+            "more steps (steps=...), or request fewer or earlier faults."
         )
     if code != 0:
-        why.append(f"the run ended with exit code {code} ({outcome(code)}), and not with 0")
-    why += [f"step {newest} was committed, and the run went on from step {step}" for newest, step in disturbed.gone]
-    if code == 0 and not any(injection.fault.kind in BY_POLICY for injection in disturbed.injections):
+        why.append(f"the run exited with {code} ({outcome(code)}), not with 0")
+    why += [
+        f"step {newest} was committed, and the run resumed from step {step}" for newest, step in disturbed.lost_commits
+    ]
+    if code == 0 and not any(injection.fault.kind in CHANGES_RESULTS for injection in disturbed.injections):
         why += [
-            f"{what} not the same as without a fault: {text}"
+            f"{what} not bitwise equal to the run without faults: {text}"
             for what, text in (("the state is", leaf), ("metrics are", record))
             if text
         ]
     why += [
-        f"fault {injection.number}, {injection.fault}, was never noticed"
+        f"fault {injection.number}, {injection.fault}, was never detected"
         + (": set replica_check" if injection.fault.kind == "bit-flip" else "")
         for injection in disturbed.injections
         if injection.fault.kind in ("bit-flip", "disk-full") and injection.detected is None and not injection.failed
@@ -233,27 +241,30 @@ def _bars(bars: Bars, begin: float) -> list[list[Any]]:
 
 
 def summary_lines(result: dict[str, Any]) -> list[str]:
-    """Returns what a person reads in the terminal."""
+    """Returns the lines for the terminal."""
     seconds = lambda x: "-" if x is None else format_seconds(x)
-    lines = ["fault             process  at        phase       noticed after  goes on after  lost steps"]
+    lines = ["fault             process  at        phase       detected after  recovered after  steps lost"]
     for fault in result["faults"][:40]:
         lost = "-" if fault["steps_lost"] is None else fault["steps_lost"]
         after = "overtaken" if fault["overtaken"] else seconds(fault["recovery_s"])
         lines.append(
-            f"{fault['asked'][:16]:16}  {fault['process']:7}  {'step ' + str(fault['step']):8}  {fault['phase'][:10]:10}  {seconds(fault['detection_s']):>13}  {after:>13}  {lost:>10}"
+            f"{fault['fault'][:16]:16}  {fault['process']:7}  {'step ' + str(fault['step']):8}  {fault['phase'][:10]:10}  {seconds(fault['detection_s']):>14}  {after:>15}  {lost:>10}"
         )
     if len(result["faults"]) > 40:
         lines.append(f"... and {len(result['faults']) - 40} more")
-    told = [f"goodput {result['goodput']:.1%}"] if result["goodput"] is not None else []
-    for name, word in (("detection_s", "noticed"), ("recovery_s", "goes on")):
+    figures_line = [f"goodput {result['goodput']:.1%}"] if result["goodput"] is not None else []
+    for name, word in (("detection_s", "detected"), ("recovery_s", "recovered")):
         if result[name]:
-            told.append(
+            figures_line.append(
                 f"{word} after {format_seconds(result[name]['median'])} (median), {format_seconds(result[name]['max'])} (longest)"
             )
-    told.append(f"{result['steps_lost']} steps done again")
-    lines += ["; ".join(told), f"{result['fired']} of {result['asked']} faults came, {result['attempts']} starts"]
+    figures_line.append(f"{result['steps_lost']} steps repeated")
+    lines += [
+        "; ".join(figures_line),
+        f"{result['fired']} of {result['requested']} faults injected, {result['attempts']} starts",
+    ]
     same = (
-        "the same bits as without a fault"
+        "bitwise equal to the run without faults"
         if result["same_parameters"] and result["same_metrics"]
         else "; ".join(result["different"])
     )
@@ -265,5 +276,5 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
     return [*lines, f"page {result['page']}"]
 
 
-def _say(line: str) -> None:
+def _report(line: str) -> None:
     print(visible(f"drill: {line}"), file=sys.stderr, flush=True)

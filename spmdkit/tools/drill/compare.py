@@ -1,5 +1,4 @@
-"""Whether a run that was disturbed has ended as one that was not: every bit of the state of its last step, and every
-number that it has told."""
+"""Compares a run with faults and one without: the state of the last step bitwise, and every logged metric."""
 
 from __future__ import annotations
 
@@ -14,17 +13,17 @@ from spmdkit.tools.drill.corrupt import newest
 
 
 def different_leaf(clean: Path, disturbed: Path) -> str:
-    """Returns what differs in the states that two runs have ended with, an empty text where nothing does."""
+    """Returns what differs between the last states of two runs, an empty text where they are bitwise equal."""
     steps = [newest(run) for run in (clean, disturbed)]
     if steps[0] != steps[1]:
-        return f"the last step is {steps[1]}, and {steps[0]} without a fault"
+        return f"the last step is {steps[1]}, without faults {steps[0]}"
     theirs, ours = (saved_state(run / "checkpoints", steps[0]) for run in (clean, disturbed))
     if theirs.keys() != ours.keys():
-        return f"other leaves: {', '.join(sorted(theirs.keys() ^ ours.keys())[:3])}"
+        return f"different leaves: {', '.join(sorted(theirs.keys() ^ ours.keys())[:3])}"
     for path, leaf in theirs.items():
         other = ours[path]
         if (leaf.shape, leaf.dtype) != (other.shape, other.dtype):
-            return f"{path} is {other.dtype}{list(other.shape)}, and {leaf.dtype}{list(leaf.shape)} without a fault"
+            return f"{path} is {other.dtype}{list(other.shape)}, without faults {leaf.dtype}{list(leaf.shape)}"
         if leaf.tobytes() != other.tobytes():
             return f"{path} differs by {_distance(leaf, other):.2g} of its norm"
     return ""
@@ -37,14 +36,13 @@ def _distance(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def different_record(clean: Path, disturbed: Path) -> str:
-    """Returns the first record of metrics.jsonl that differs, an empty text where none does. What a clock has measured
-    is left out."""
+    """Returns the first line of metrics.jsonl that differs, an empty text where none does. Measured times are left out."""
     theirs, ours = (_records(run) for run in (clean, disturbed))
     for a, b in zip(theirs, ours, strict=False):
         if a != b:
             keys = sorted(key for key in {*a, *b} if a.get(key) != b.get(key))
-            return f"step {b.get('step')}: {', '.join(f'{k} is {b.get(k)} and not {a.get(k)}' for k in keys[:3])}"
-    return "" if len(theirs) == len(ours) else f"{len(ours)} records, and {len(theirs)} without a fault"
+            return f"step {b.get('step')}: {', '.join(f'{k} is {b.get(k)}, not {a.get(k)}' for k in keys[:3])}"
+    return "" if len(theirs) == len(ours) else f"{len(ours)} records, without faults {len(theirs)}"
 
 
 def _records(run: Path) -> list[dict[str, str]]:

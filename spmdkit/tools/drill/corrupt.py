@@ -1,5 +1,4 @@
-"""What a drill does to the newest checkpoint, while no process of the run lives: a file cut in half, or one bit flipped
-in its data."""
+"""Damages the newest checkpoint while no process of the run is alive: truncates a file, or flips one bit of it."""
 
 from __future__ import annotations
 
@@ -17,14 +16,14 @@ def newest(run_dir: Path) -> int:
 
 
 def unfinished(run_dir: Path) -> str:
-    """Returns the name of what is there of a save that did not come to its end, an empty text where there is none."""
+    """Returns the name of an unfinished save, an empty text where there is none."""
     return max((path.name for path in (run_dir / "checkpoints").glob(f"*{TEMPORARY_MARK}")), default="")
 
 
 def damage(run_dir: Path, kind: str, rng: random.Random) -> str:
-    """Damages the largest file of the newest checkpoint, and returns which; an empty text where there is none.
+    """Damages the largest file of the newest checkpoint and returns its path; an empty text where there is none.
 
-    `kind`: "truncate", to half of its length, or "corrupt", one bit anywhere in it.
+    `kind`: "truncate" halves its length, "corrupt" flips one bit anywhere in it.
     """
     folder = run_dir / "checkpoints" / str(newest(run_dir))
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()] if folder.is_dir() else []

@@ -1,10 +1,10 @@
-"""Figures of a drill, from what was seen. Pure.
+"""The figures of a drill, computed from what was observed.
 
-detection   from the fault until the launcher or the run noticed it
-recovery    from the fault until every process had begun a step that none had begun before; not of faults that another
-            one overtook
-lost        steps that were begun and not kept, all of which are done again
-goodput     seconds from the first step to the end without a fault / the same with them
+detection   from the fault until the launcher or the run detected it
+recovery    from the fault until every process had begun a step that none had begun before; without faults that were
+            followed by another one before that
+lost        steps that were begun and not restored, all of which are repeated
+goodput     seconds from the first step to the end without faults / the same with faults
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spmdkit.tools.drill.timing import Pace
 
 
 def pace_of(attempts: Sequence[Start], steps: int, num_saves: int) -> Pace:
-    """Returns what an undisturbed run took."""
+    """Returns the durations of an undisturbed run."""
     start_s, work_s = start_seconds(attempts), work_seconds(attempts)
     return Pace(start_s, work_s / steps, max(1, steps // max(1, num_saves)))
 
@@ -36,7 +36,7 @@ def work_seconds(attempts: Sequence[Start]) -> float:
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Returns median, ninth decile, largest and number of some seconds, None of none."""
+    """Returns median, 90th percentile, maximum and count, None of no values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -47,11 +47,11 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def injection_row(injection: InjectionResult, begin: float) -> dict[str, Any]:
-    """Returns a fault as JSON values; times are seconds since the first process was started."""
+    """Returns an injected fault as JSON values; times are seconds since the first process was started."""
     fired = injection.fired if injection.fired is not None else begin
     since = lambda when: None if when is None else round(when - fired, 3)
     return {
-        "asked": str(injection.fault),
+        "fault": str(injection.fault),
         "kind": injection.fault.kind,
         "process": injection.process,
         "attempt": injection.attempt,
@@ -73,7 +73,7 @@ def injection_row(injection: InjectionResult, begin: float) -> dict[str, Any]:
 
 
 def summary(injections: Sequence[InjectionResult], attempts: Sequence[Start], clean: Sequence[Start]) -> dict[str, Any]:
-    """Returns the figures of all faults together."""
+    """Returns the figures over all faults."""
     detection = [h.detected - h.fired for h in injections if h.detected is not None and h.fired is not None]
     recovery = [h.recovered - h.fired for h in injections if h.recovered is not None and h.fired is not None]
     lost = sum(h.lost or 0 for h in injections if not h.overtaken)
@@ -91,7 +91,7 @@ def summary(injections: Sequence[InjectionResult], attempts: Sequence[Start], cl
 
 
 def shares(bars: Sequence[Bars]) -> dict[str, float]:
-    """Returns kind of bar -> its part of the time of all processes."""
+    """Returns each kind of bar -> its share of the time of all processes."""
     seconds = {kind: sum(b.end - b.begin for each in bars for b in each.bars if b.kind == kind) for kind in BARS}
     total = sum(seconds.values()) or 1.0
     return {kind: round(s / total, 4) for kind, s in seconds.items() if s > 0}

@@ -1,10 +1,12 @@
-"""Hosts on one machine for a drill of the network: each process of the job in a network namespace of its own, joined by
-a switch in user space (virtual_switch.py).
+"""Simulated hosts for network faults: each process of the job runs in its own network namespace, connected by a switch
+in user space (virtual_switch.py).
 
-The namespaces have no names and no files: they are held by open descriptors, and end with the drill, however that ends.
-The machine's own network is not touched:
-the launcher too is in one of them meanwhile. Linux, as root: a namespace and a TAP device need CAP_SYS_ADMIN and
-CAP_NET_ADMIN.
+The namespaces have no names and no files: open descriptors hold them, so they end with the drill however it ends. The
+machine's own network is not touched; the launcher also runs in a namespace. Linux, as root: a namespace and a TAP device
+need CAP_SYS_ADMIN and CAP_NET_ADMIN.
+
+`ip netns` and `tc netem` would replace this only in part: not every kernel has netem, and netem has no rules for pairs
+of hosts.
 """
 
 from __future__ import annotations
@@ -32,17 +34,16 @@ SIOCGIFFLAGS, SIOCSIFFLAGS, SIOCSIFADDR, SIOCSIFNETMASK = 0x8913, 0x8914, 0x8916
 TUN = "/dev/net/tun"
 LAUNCHER = "10.77.0.254"
 MOST_HOSTS = 200
-CUT, LOSS, DELAY_S, RATE_BYTES_PER_S = 1.0, 0.02, 0.05, 1e6
+ALL_LOST, LOSS, DELAY_S, RATE_BYTES_PER_S = 1.0, 0.02, 0.05, 1e6
 
 Rules = list[tuple[int, int, float, float, float]]
-"""(from, to, part that is lost, seconds more, bytes a second at most, 0: as many as come), as virtual_switch.py takes
-them."""
+"""(from, to, fraction lost, added seconds, bytes per second or 0 for no limit), as virtual_switch.py reads them."""
 
 
-def missing() -> str:
-    """Returns why this machine can play no hosts, or an empty text."""
+def missing_support() -> str:
+    """Returns why this machine cannot simulate hosts, or an empty text."""
     if not sys.platform.startswith("linux"):
-        return "network namespaces are Linux's"
+        return "network namespaces exist on Linux only"
     if os.geteuid() != 0:
         return "network namespaces need root"
     return "" if os.access(TUN, os.R_OK | os.W_OK) else f"there is no {TUN}"
@@ -54,15 +55,15 @@ def host_address(process: int) -> str:
 
 
 def rules_of(kind: str, process: int, num_processes: int) -> Rules:
-    """Returns what the switch does to the frames of a process; port `num_processes` is the launcher's, who keeps the
+    """Returns the rules of the switch for the frames of a process; port `num_processes` is the launcher, which hosts the
     coordination service."""
     others = [port for port in range(num_processes + 1) if port != process]
     if kind == "partition-send":
-        return [(process, other, CUT, 0.0, 0.0) for other in others]
+        return [(process, other, ALL_LOST, 0.0, 0.0) for other in others]
     if kind == "partition-peer":
         others = [(process + 1) % num_processes]
     mild = {"loss": (LOSS, 0.0, 0.0), "delay": (0.0, DELAY_S, 0.0), "rate": (0.0, 0.0, RATE_BYTES_PER_S)}
-    what = mild.get(kind, (CUT, 0.0, 0.0))
+    what = mild.get(kind, (ALL_LOST, 0.0, 0.0))
     return [rule for other in others for rule in ((process, other, *what), (other, process, *what))]
 
 
@@ -75,7 +76,7 @@ class Network:
 
     @contextlib.contextmanager
     def host(self, process: int) -> Iterator[None]:
-        """What this thread starts meanwhile is on the host of a process."""
+        """Enters the host of a process: children started by this thread run there."""
         _enter(self._spaces[process])
         try:
             yield
@@ -83,40 +84,42 @@ class Network:
             _enter(self._own)
 
     def inject(self, kind: str, process: int) -> str:
-        """Lets a fault come to the network of a process; returns why it could not be, or an empty text."""
-        return self._say(rules_of(kind, process, len(self._spaces)))
+        """Injects a fault into the network of a process; returns why it failed, or an empty text."""
+        return self._set_rules(rules_of(kind, process, len(self._spaces)))
 
-    def heal(self) -> None:
-        """Lets all frames pass."""
-        self._say([])
+    def restore(self) -> None:
+        """Removes all network faults."""
+        self._set_rules([])
 
-    def _say(self, rules: Rules) -> str:
+    def _set_rules(self, rules: Rules) -> str:
         assert self._switch.stdin is not None
         try:
             # Unbuffered: closing it then raises nothing.
             os.write(self._switch.stdin.fileno(), json.dumps(rules).encode() + b"\n")
         except OSError:
-            return "the switch between the hosts has ended, so that no frame passes any more"
+            return "the switch between the hosts has exited, so no frame passes"
         return ""
 
 
 @contextlib.contextmanager
 def network_for(faults: Sequence[Fault], num_processes: int) -> Iterator[Network | None]:
-    """Yields hosts for the processes of a drill, None where no fault is of the network. The calling thread is in a
-    namespace of the drill meanwhile.
+    """Yields simulated hosts for the processes of a drill, None without network faults. The calling thread runs in a
+    namespace of the drill until the end.
 
     Raises:
-        ConfigError: there is a fault of the network, and this machine can play no hosts.
+        ConfigError: there is a network fault, and this machine cannot simulate hosts.
     """
-    asked = next((fault for fault in faults if fault.kind in NETWORK), None)
-    if asked is None:
+    network_fault = next((fault for fault in faults if fault.kind in NETWORK), None)
+    if network_fault is None:
         yield None
         return
-    why = missing() or ("" if 2 <= num_processes <= MOST_HOSTS else f"-n {num_processes} makes no network to be hurt")
+    why = missing_support() or (
+        "" if 2 <= num_processes <= MOST_HOSTS else f"-n {num_processes} has no network between processes"
+    )
     if why:
         raise ConfigError(
-            f"--fault {asked}: {why}. Faults of the network come to processes on hosts of their own. Try it as root on Linux, with -n 2, or --fault stop:{asked.process or 0}"
-            "@20, which is as silent."
+            f"--fault {network_fault}: {why}. Network faults need one simulated host per process. Run as root on Linux with "
+            f"-n 2 or more, or try --fault stop:{network_fault.process or 0}@20, which also stops heartbeats."
         )
     with contextlib.ExitStack() as stack:
         home = _this_space()
@@ -138,8 +141,7 @@ def network_for(faults: Sequence[Fault], num_processes: int) -> Iterator[Network
 
 
 def _device(address: str) -> int:
-    """Makes the loopback and a TAP device of this thread's namespace work; returns what reads and writes the frames of
-    the latter."""
+    """Sets up the loopback and a TAP device in this thread's namespace; returns the descriptor of the TAP device."""
     tap = os.open(TUN, os.O_RDWR | os.O_CLOEXEC)
     fcntl.ioctl(tap, TUNSETIFF, struct.pack("16sH22x", b"tap0", IFF_TAP | IFF_NO_PI))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:

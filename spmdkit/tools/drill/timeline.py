@@ -1,5 +1,5 @@
-"""What a drill sees: faults that came, bars of each process, events of the run. Times are of the machine's monotonic
-clock, in seconds."""
+"""What a drill observes: injected faults, a time line of each process, and events of the run. Times are seconds of the
+machine's monotonic clock."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from spmdkit.metrics.events import parse_time
 from spmdkit.tools.drill.timing import Moment
 
 BARS = ("start", "compile", "restore", "step", "wait", "evaluate", "save", "end", "left", "dead", "restart")
-"""What a process does, as it is drawn: `left` by itself, `dead` until all are gone, `restart` until it is started
-again."""
+"""What a process does, as the page draws it: `left` exited by itself, `dead` until all have exited, `restart` until it is
+started again."""
 
 _OF_PHASE = {"begin": "start", "import": "start", "init": "compile", "evaluation": "evaluate", "waiting": "wait"}
 _OF_PHASE |= {name: name for name in ("compile", "restore", "save", "end")}
 
 
 def bar_of(phase: str | None) -> str:
-    """Returns the bar of a phase of the journal; None: nothing was heard yet."""
+    """Returns the bar of a phase ; None: the process has not reported yet."""
     return "start" if phase is None else _OF_PHASE.get(phase, "step")
 
 
 @dataclass
-class Stretch:
-    """What a process did for a while."""
+class Interval:
+    """What a process did from `begin` to `end`."""
 
     kind: str
     begin: float
@@ -37,35 +37,35 @@ class Stretch:
 
 
 class Bars:
-    """The bars of one process, from what it is seen doing now and then."""
+    """The time line of one process, from samples of what it does."""
 
     def __init__(self) -> None:
-        self.bars: list[Stretch] = []
+        self.bars: list[Interval] = []
 
     def at(self, kind: str, now: float) -> None:
-        """Says what it does now: it has done what was said before until then."""
+        """Records what the process does now; the previous interval ends here."""
         if self.bars:
             self.bars[-1].end = now
         if not self.bars or self.bars[-1].kind != kind:
-            self.bars.append(Stretch(kind, now, now))
+            self.bars.append(Interval(kind, now, now))
 
 
 @dataclass
 class InjectionResult:
-    """One fault: that it came, and what followed. Times are None until they are known.
+    """One injected fault and what followed. Times are None until they are known.
 
     Attributes:
-        process: whom it injection.
-        moment: when it was to come; None: `fault.seconds`.
+        process: where it was injected.
+        moment: when it was due; None: `fault.seconds`.
         reached: the newest step that any process had begun by then.
-        phase: what the process did.
-        failed: why it could not be done.
-        detected, detected_by: when the launcher or the run first noticed, and what said so.
-        restored: the step from which training went on.
+        phase: what the process did then.
+        failed: why it could not be injected.
+        detected, detected_by: when the launcher or the run first detected it, and by what.
+        restored: the step from which training resumed.
         recovered: when every process had begun a step that none had begun before.
-        overtaken: another fault came before that.
-        in_process: the others went on without it in the same start, by another epoch.
-        unfinished: the save that the end of the attempt has left half written, if there was one.
+        overtaken: another fault was injected before that.
+        in_process: the others continued without it in the same start, under another membership.
+        unfinished: the save that the end of the attempt left half written, if any.
     """
 
     fault: Fault
@@ -88,7 +88,7 @@ class InjectionResult:
 
     @property
     def lost(self) -> int | None:
-        """The steps that were begun and not kept, which are done again."""
+        """The steps that were begun and not restored, which are repeated."""
         return None if self.restored is None else max(0, self.reached - self.restored)
 
 
@@ -103,14 +103,14 @@ class Start:
 
 
 class Events:
-    """The lines of `events.jsonl` as they come, each once, with their time on the monotonic clock."""
+    """The lines of `events.jsonl` as they are written, each once, with their time on the monotonic clock."""
 
     def __init__(self, run_dir: Path):
         self._path, self._at = run_dir / "events.jsonl", 0
         self._offset = time.time() - time.monotonic()
 
     def new(self) -> Iterator[tuple[float, dict[str, Any]]]:
-        """Yields (time, event) of the lines that are whole by now."""
+        """Yields (time, event) of the new complete lines."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._at)
@@ -123,7 +123,7 @@ class Events:
             try:
                 event = json.loads(line)
             except ValueError:
-                continue  # torn by a kill
+                continue  # half written by a killed process
             when = parse_time(event.get("time"))
             if when is not None:
                 yield when - self._offset, event

@@ -1,9 +1,9 @@
-"""When a random fault comes: any process, any phase. Pure, from a seed.
+"""When a random fault is injected: any process, any phase, drawn from a seed.
 
-A quarter comes while the processes start (import, rendezvous, compile, restore), a quarter while a save is written, and
-half at a step, at once or a part of a step later, so in the middle of a collective too. Of three attempts in a row that
-commit no step the launcher takes the third for the last (launch/restart_policy.py), and rightly: so two such are hurt
-as they come, and the third only once it has committed.
+A quarter is injected while the processes start (import, rendezvous, compile, restore), a quarter while a save is
+written, and half at a step or a fraction of a step later, so also during a collective. The launcher gives up after
+three attempts in a row that commit no step (launch/restart_policy.py). After two such attempts the next fault is
+therefore injected only after a commit.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-MOST_IDLE = 2
-LATE_STEPS = 2.0
-"""A delay within a step is drawn up to so many steps' time: several may be in flight."""
+MAX_ATTEMPTS_WITHOUT_COMMIT = 2
+MAX_DELAY_STEPS = 2.0
+"""Maximum delay after the beginning of a step, in step times: several steps may be in flight."""
 SAVE_S = 0.3
-"""A delay after the beginning of a save is drawn up to this."""
+"""Maximum delay after the beginning of a save."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """What the undisturbed run took: seconds until the first step, of a step, and steps between two saves."""
+    """The undisturbed run: seconds until the first step, seconds per step, and steps between two saves."""
 
     start_s: float
     step_s: float
@@ -29,7 +29,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Moment:
-    """When a fault comes within an attempt.
+    """When a fault is injected within an attempt.
 
     Attributes:
         at: "start" (`delay_s` after the processes were started), "step" (`delay_s` after step `number` was begun), or
@@ -45,14 +45,14 @@ def draw(rng: random.Random, pace: Pace, newest: int, steps_left: int, faults_le
     """Returns the moment of the next random fault.
 
     Args:
-        newest: the step from which the attempt goes on.
+        newest: the step from which the attempt resumes.
         steps_left: of the run.
-        faults_left: that are still to come, this one too.
-        idle: attempts in a row that have committed nothing.
+        faults_left: not injected yet, this one included.
+        idle: attempts in a row without a commit.
     """
     kind = rng.random()
-    late_s = rng.uniform(0, LATE_STEPS * pace.step_s)
-    if idle >= MOST_IDLE:
+    late_s = rng.uniform(0, MAX_DELAY_STEPS * pace.step_s)
+    if idle >= MAX_ATTEMPTS_WITHOUT_COMMIT:
         return Moment("save", rng.uniform(0, SAVE_S), 2)
     if kind < 0.25:
         return Moment("start", rng.uniform(0, pace.start_s))

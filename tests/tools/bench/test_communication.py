@@ -48,7 +48,7 @@ def named(result, name):
     return next(row for row in result["rows"] if row["name"] == name)
 
 
-def test_the_json_has_a_row_for_sum_and_each_that_was_asked_for(measured, result):
+def test_json_has_a_row_per_reducer(measured, result):
     assert measured[0] == 0
     assert [row["name"] for row in result["rows"]] == ["sum", "int8", "topk", "local_sgd(every=4)"]
     assert (result["replicas"], result["steps"], result["seeds"], result["loss_is"]) == (4, 40, [0, 1], "evaluation")
@@ -78,7 +78,7 @@ def test_a_sync_is_shared_out_over_its_steps(result):
     assert row["most_bytes_in_a_step"] == 4 * row["bytes_per_step"] > row["bytes_per_step"] == row["run_bytes_per_step"]
 
 
-def test_what_the_task_refuses_is_a_row_with_its_reason(result):
+def test_refused_reducer_is_a_row_with_its_reason(result):
     row = named(result, "topk")
     assert "fewer than 1,024" in row["refused"] and "\n" not in row["refused"] and "loss" not in row
 
@@ -93,7 +93,7 @@ def test_losses_are_those_of_a_run_alone(result):
     assert float(program.eval(state)["loss"]) == named(result, "int8")["loss"][1]
 
 
-def test_the_page_and_the_report_of_a_run_show_it(measured, result):
+def test_page_and_run_report_show_the_comparison(measured, result):
     page = (measured[1] / "communication.html").read_text()
     assert "local_sgd(every=4)" in page and page.count('<svg class="chart"') == 2 and "topk: refused" in page
     assert 'aria-label="loss over bytes of a step"' in report_body("run", [], [], None, None, None, result)
@@ -108,7 +108,7 @@ def test_the_png_is_a_picture_of_all_rows(measured):
     assert (measured[1] / "communication.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_a_loss_above_what_is_allowed_is_exit_code_1(tmp_path, capsys):
+def test_loss_above_the_bound_exits_with_1(tmp_path, capsys):
     code, found = bench(capsys, tmp_path, reducers="int8", steps=4, within=-1.0)  # no loss is that far below
     assert (code, found["above"]) == (1, ["int8"])
     assert figures.above([{"name": "a", "refused": None, "loss_more_mean": 0.02}], 0.01) == ["a"]
@@ -152,7 +152,7 @@ def test_what_is_no_choice_is_said(text, option, parts):
     assert all(part in str(error.value) for part in parts)
 
 
-def test_what_the_config_has_itself_is_compared_too_and_nothing_twice():
+def test_configured_reducer_is_compared_once():
     own = Row("int8", {"local_sgd": {"every": 4}})
     rows = rows_of("sum,int8,int8", "every_step", own)
     assert rows == [BASELINE, Row("int8"), own]
@@ -172,7 +172,7 @@ def test_a_block_holds_whole_rounds():
     assert block_steps(SimpleNamespace(phases=[]), 7) == 1
 
 
-def test_time_is_the_ratio_of_neighbouring_blocks_that_count():
+def test_time_is_the_median_ratio_of_blocks():
     """A machine that gets three times as slow half-way leaves the ratio as it is; the cold first block is left out."""
     slow = [1, 1, 3, 3]
     plain = SimpleNamespace(blocks=[Block(10, 1.0 * s, i > 0) for i, s in enumerate(slow)])
@@ -186,7 +186,7 @@ def test_the_interval_is_of_ranks():
     assert (low, high) == (40.0, 60.0)
 
 
-def test_a_loss_that_is_not_finite_is_told_and_compared_with_nothing():
+def test_nonfinite_loss_is_reported_and_not_compared():
     program = SimpleNamespace(config=SimpleNamespace(seed=0))
     bad = SimpleNamespace(loss=math.nan, losses=[1.0, math.nan], program=program)
     notes = []

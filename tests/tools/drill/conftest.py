@@ -1,4 +1,4 @@
-"""A job to hurt, and drills of it: real processes, forked where nothing depends on how they are started."""
+"""A job and drills of it: real processes, forked where the start does not matter."""
 
 import json
 import subprocess
@@ -52,7 +52,7 @@ log: {every_steps: 5, progress: plain}
 
 
 class Drills:
-    """A folder with a job, and drills of it."""
+    """A folder with a job, and its drills."""
 
     def __init__(self, path: Path, forks: Forks):
         self.path, self._forks = path, forks
@@ -62,7 +62,7 @@ class Drills:
         self._temporary.mkdir()
 
     def left_behind(self) -> list[str]:
-        """Returns what the drills have left beside their folders."""
+        """Returns the files that the drills left outside their folders."""
         return left_behind(self.path, self._temporary, ["task.py", "run.yaml", "run_drill", "cache", "__pycache__"])
 
     def run(self, *arguments: str, timeout_s: float = 240, cache: str = "off") -> tuple[int, str]:
@@ -74,11 +74,11 @@ class Drills:
         return ended.code, ended.output
 
     def result(self, number: int = 1) -> dict:
-        """Returns what a drill has written."""
+        """Returns drill.json of a drill."""
         return json.loads((self.path / "run_drill" / str(number) / "drill.json").read_text())
 
-    def by_hand(self, *arguments: str, timeout_s: float = 240) -> subprocess.CompletedProcess:
-        """Runs it as a person does."""
+    def by_command(self, *arguments: str, timeout_s: float = 240) -> subprocess.CompletedProcess:
+        """Runs a drill by the command line."""
         return subprocess.run(
             [sys.executable, "-m", "spmdkit", "drill", "run.yaml", *arguments],
             cwd=self.path,
@@ -97,6 +97,6 @@ def drills(tmp_path, forks):
 
 @pytest.fixture(scope="session")
 def forks():
-    """What starts real processes in a tenth of the time."""
+    """Starts real processes in a tenth of the time."""
     with Forks() as started:
         yield started

@@ -24,7 +24,7 @@ RESULT = {
     "processes": 2,
     "steps": 100,
     "seed": 7,
-    "asked": 2,
+    "requested": 2,
     "fired": 2,
     "attempts": 3,
     "exit_code": 0,
@@ -41,7 +41,7 @@ RESULT = {
     "shares": {"start": 0.3, "step": 0.6, "dead": 0.1},
     "faults": [
         {
-            "asked": f"kill:{process}@random",
+            "fault": f"kill:{process}@random",
             "process": process,
             "phase": "save",
             "failed": None,
@@ -68,9 +68,18 @@ RESULT = {
 }
 
 
-def test_the_page_says_what_came_what_it_cost_and_why_it_failed():
+def test_page_shows_faults_cost_and_failures():
     text = drill_page(RESULT)
-    for part in ("failed", "87.0%", "60 ms", "4.5 s", "overtaken", "step 40 was committed", "kill:1@random", "others"):
+    for part in (
+        "failed",
+        "87.0%",
+        "60 ms",
+        "4.5 s",
+        "overtaken",
+        "step 40 was committed",
+        "kill:1@random",
+        "different",
+    ):
         assert part in text, part
     assert text.count("<rect") == 9 and text.count('class="fault"') == 2
     first, second = text.split("Without a fault, the same job")

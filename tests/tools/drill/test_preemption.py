@@ -1,4 +1,4 @@
-"""A signal or a notice to one of several processes: all save at one step and leave with 42."""
+"""A signal or a notice to one of several processes: all save at one step and exit with 42."""
 
 import json
 import signal
@@ -32,8 +32,8 @@ def start(forks, folder, num, *overrides, variables=lambda process: {}):
     return started
 
 
-def left(started, folder):
-    """Returns the events of a run all of whose processes have left with 42, and saved the last step alone."""
+def events_after_exit(started, folder):
+    """Returns the events of a run; all its processes must exit with 42 and save the last step only."""
     assert [child.wait(60) for child in started] == [42] * len(started), [child.text() for child in started]
     events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
     saved = [int(p.name) for p in (folder / "run" / "checkpoints").iterdir() if p.name.isdigit()]
@@ -42,27 +42,25 @@ def left(started, folder):
 
 
 @pytest.mark.parametrize(("number", "process"), [(signal.SIGTERM, 1), (signal.SIGUSR1, 2)])
-def test_a_signal_to_one_process_that_is_not_the_first_has_all_save_at_one_step_and_leave_with_42(
-    drills, forks, number, process
-):
-    """The only checkpoint is of one step, and a checkpoint is of all: they agreed."""
+def test_signal_to_one_process_saves_on_all(drills, forks, number, process):
+    """There is one checkpoint, so all processes agreed on its step."""
     started = start(forks, drills.path, 3, "devices=cpu:3", "batch_size=12")
     started[process].send_signal(number)
-    events = left(started, drills.path)
-    told = {event["process"]: event["signal"] for event in events if event["event"] == "preempted"}
+    events = events_after_exit(started, drills.path)
+    signals = {event["process"]: event["signal"] for event in events if event["event"] == "preempted"}
     others = {other: "a signal to another process" for other in range(3) if other != process}
-    assert told == others | {process: number.name}
+    assert signals == others | {process: number.name}
 
 
-def test_a_notice_of_the_cloud_to_one_process_saves_and_leaves_with_42_and_names_it(drills, forks, cloud):  # noqa: F811
+def test_cloud_notice_to_one_process_saves_on_all(drills, forks, cloud):  # noqa: F811
     host = f"127.0.0.1:{cloud.server_port}"
     variables = lambda process: {"GCE_METADATA_HOST": host if process == 1 else "127.0.0.1:9"}
     started = start(forks, drills.path, 2, "preemption=[{gce: {every_s: 0.2}}]", variables=variables)
     cloud.state["preempted"] = "TRUE"
-    events = left(started, drills.path)
+    events = events_after_exit(started, drills.path)
     assert {event["process"] for event in events if event["event"] == "preemption_notice"} == {1}
     assert {event["process"] for event in events if event["event"] == "preemption_source_failed"} == {0}, (
-        "nobody answers there, which ends nothing"
+        "an unreachable server does not end the run"
     )
     assert events[-1]["signal"] == "Google Cloud preempts this machine"
     assert "by Google Cloud preempts this machine; saved" in started[0].text()

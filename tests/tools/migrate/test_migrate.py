@@ -167,7 +167,7 @@ def test_accelerates_ways_to_distribute(tmp_path, text, expected):
     assert migrated(tmp_path, "a.yaml", text)[0] == {"task": "task.py:task", **expected}
 
 
-def test_a_deepspeed_file_is_read_where_accelerate_names_it(tmp_path):
+def test_accelerate_file_names_a_deepspeed_file(tmp_path):
     (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "gradient_clipping": 0.5}))
     text = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: zero.json, zero3_init_flag: true}"
     config, kinds = migrated(tmp_path, "a.yaml", text)
@@ -208,12 +208,12 @@ def test_a_schedule_holds_wherever_it_stands(tmp_path, kind):
     )
 
 
-def test_what_the_trainer_fills_in_is_not_said_to_be_off(tmp_path):
+def test_trainer_defaults_are_not_reported_as_off(tmp_path):
     _, kinds = migrated(tmp_path, "ds.json", json.dumps({"train_batch_size": 8, "bf16": {"enabled": "auto"}}))
     assert "bf16.enabled: auto -> the trainer's own value: set precision" in kinds["automatic here"]
 
 
-def test_deepspeeds_batch_for_each_device_and_a_rate_that_is_elsewhere(tmp_path):
+def test_deepspeed_batch_per_device_and_external_learning_rate(tmp_path):
     settings = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 2,
@@ -286,13 +286,13 @@ def test_every_setting_has_one_line_whatever_it_is(tmp_path):
         ("a.yaml", {"base_config": "base.yml", "ici_data_parallelism": "all"}),
     ],
 )  # fmt: skip
-def test_a_value_of_another_form_is_told_and_nothing_is_done_about_it(tmp_path, name, settings):
+def test_value_of_wrong_form_is_reported_and_skipped(tmp_path, name, settings):
     _, kinds = migrated(tmp_path, name, json.dumps(settings) if name.endswith("json") else yaml.safe_dump(settings))
     last = list(settings)[-1]
     assert any(line.startswith(last) for line in kinds[UNKNOWN]), kinds
 
 
-def test_a_number_that_cannot_be_is_said_at_the_top(tmp_path):
+def test_impossible_number_is_reported_at_the_top(tmp_path):
     (tmp_path / "a.yaml").write_text("distributed_type: MULTI_GPU\ngradient_accumulation_steps: -4\n")
     second = migrate(tmp_path / "a.yaml").splitlines()[1]
     assert second.startswith("# NOT ACCEPTED YET: microbatches") and "-4" in second
@@ -305,12 +305,12 @@ def test_a_number_that_cannot_be_is_said_at_the_top(tmp_path):
         ("a.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 9}"),
     ],
 )
-def test_a_stage_of_zero_that_there_is_not_is_told(tmp_path, name, text):
+def test_unknown_zero_stage_is_reported(tmp_path, name, text):
     _, kinds = migrated(tmp_path, name, text)
     assert any("stage: 9 -> there are stages 0 to 3" in line for line in kinds[UNKNOWN])
 
 
-def test_a_deepspeed_file_that_accelerate_names_and_that_is_none_is_told(tmp_path):
+def test_invalid_deepspeed_file_of_accelerate_is_reported(tmp_path):
     (tmp_path / "zero.json").write_text("{]")
     text = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: zero.json}"
     _, kinds = migrated(tmp_path, "a.yaml", text)
