@@ -1,18 +1,28 @@
-"""Natural programs of people who have their own models, each beside the plain JAX of one device that it has to equal.
+"""Natural programs of people who have their own models, each next to the plain JAX script of one device that it equals.
 
-A file of tests/tasks has four parts, told apart by their headings: what both share (model and data), the plain script,
-the task of spmdkit, the test. `python -m tests.support.tasks --write` counts the lines of the second and third part and
-writes docs/tasks.md.
+A file of tests/tasks has three parts with headings: what both share (model and data), the plain script, the task of
+spmdkit. It may have a fourth, `checks`. The names that the runner (tests/tasks/test_tasks.py) reads:
+
+    task, plain()               the task, and (losses, parameters, optimizer state, ...) of the plain script
+    SETTINGS                    settings of the config
+    run(mesh)                   trains the task, where it has a loop of its own
+    check(trained, *more)       further assertions; `more` is what `plain` returns beyond the first three
+    VARIANTS                    name -> (task, plain), where a file has several tasks
+
+`python -m tests.support.tasks --write` counts the lines of the second and third part and writes docs/tasks.md.
 """
 
 import ast
+import importlib
+import inspect
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import pytest
+import optax
 
 import spmdkit as sk
 from spmdkit.plan.compiled_step import read_program
@@ -29,9 +39,6 @@ MESHES: dict[str, dict[str, int]] = {
     "data 2 x fsdp 2": {"data": 2, "fsdp": 2},
     "data 2 x tensor 2": {"data": 2, "tensor": 2},
 }
-QUICK = [name if name.startswith("data 2 x fsdp") else pytest.param(name, marks=pytest.mark.slow) for name in MESHES]
-"""Every mesh; in the quick suite the one that runs the mapped form, with cut parameters."""
-
 BATCH, STEPS, TOLERANCE = 16, 4, 1e-5
 
 
@@ -47,6 +54,36 @@ class Trained(NamedTuple):
 def batches(data: Any, steps: int = STEPS, size: int = BATCH) -> list[Any]:
     """Returns the batches of a plain script: rows in their order."""
     return [jax.tree.map(lambda x: x[i * size : (i + 1) * size], data) for i in range(steps)]  # noqa: B023 - used at once
+
+
+def train_plain(
+    init: Callable[..., Any],
+    loss_of: Callable[..., jax.Array],
+    optimizer: optax.GradientTransformation,
+    data: Any,
+    keys_of: Callable[[int], Any] | None = None,
+) -> tuple[list[Any], Any, Any]:
+    """Returns (losses, parameters, optimizer state) of the plain JAX training loop on one device.
+
+    Args:
+        loss_of: `loss_of(params, batch)`, and the keys of the step where `keys_of` is set.
+    """
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    @jax.jit
+    def step(params: Any, opt_state: Any, *batch: Any) -> tuple[Any, Any, Any]:
+        loss_fn = lambda params: loss_of(params, *batch)
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss, grad=grads, value_fn=loss_fn)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    params, losses = init(jax.random.key(0)), []
+    opt_state = optimizer.init(params)
+    for number, batch in enumerate(batches(data)):
+        keys = () if keys_of is None else (keys_of(number),)
+        params, opt_state, loss = step(params, opt_state, batch, *keys)
+        losses.append(loss)
+    return losses, params, opt_state
 
 
 def step_key(step: int) -> jax.Array:
@@ -78,6 +115,43 @@ def train(task: sk.Task, mesh: str, loss: str = "loss", **settings: Any) -> Trai
         state, metrics = program.step(state, batch)
         losses.append(float(metrics[loss]))
     return Trained(losses, jax.device_get(state.params), jax.device_get(state), program)
+
+
+class NaturalTask(NamedTuple):
+    """A task, its plain script, how it is trained on a mesh, and what else is checked."""
+
+    task: sk.Task
+    plain: Callable[[], tuple[Any, ...]]
+    run: Callable[[str], Trained]
+    check: Callable[..., None]
+    settings: Mapping[str, Any]
+
+
+def natural_task(name: str) -> NaturalTask:
+    """Returns a task by the name of its file, with the variant after a space where the file has several."""
+    file, _, variant = name.partition(" ")
+    module = importlib.import_module(f"tests.tasks.{file}")
+    if variant:
+        task, plain = module.VARIANTS[variant]
+    else:
+        task, plain = module.task, module.plain
+    settings = getattr(module, "SETTINGS", {})
+    run = getattr(module, "run", lambda mesh: train(task, mesh, **settings))
+    return NaturalTask(task, plain, run, getattr(module, "check", lambda trained: None), settings)
+
+
+def task_names() -> Iterator[str]:
+    """Yields the name of every task, with the variants of a file that has several."""
+    for counted in all_counted():
+        variants = getattr(importlib.import_module(f"tests.tasks.{counted.name}"), "VARIANTS", None)
+        yield from [counted.name] if variants is None else (f"{counted.name} {variant}" for variant in variants)
+
+
+def check_evaluation(trained: Trained, expected: Mapping[str, Any]) -> None:
+    """Asserts that the evaluation of the last state has the expected metrics."""
+    found = trained.program.eval(jax.device_put(trained.state, trained.program.state_sharding))
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
 
 
 def assert_same(found: Trained, expected: tuple[Any, Any, Any], tolerance: float = TOLERANCE) -> None:
@@ -129,7 +203,7 @@ def line_of(source: str) -> str:
 
 # ---- lines ------------------------------------------------------------------------------------------------------------
 
-HEADINGS = ("shared", "plain JAX, one device", "spmdkit", "test")
+HEADINGS = ("shared", "plain JAX, one device", "spmdkit")
 
 
 class Counted(NamedTuple):
@@ -142,44 +216,61 @@ class Counted(NamedTuple):
 
 
 def counted(path: Path) -> Counted:
-    """Returns the lines of code of a file's parts, without empty ones, comments and docstrings."""
+    """Returns the lines of code of a file's parts. The loop of `train_plain` counts as lines of the plain script."""
     text = path.read_text()
-    tree, lines = ast.parse(text), text.splitlines()
+    lines = text.splitlines()
     starts = [i for i, line in enumerate(lines) if line.startswith("# ---- ")]
     names = tuple(lines[i].removeprefix("# ---- ").rstrip("- ") for i in starts)
-    assert names == HEADINGS, f"{path.name} has the headings {names}, not {HEADINGS}"
+    assert names[:3] == HEADINGS, f"{path.name} has the headings {names}, not {HEADINGS}"
+    code = _code_lines(text)
+    of_part = [sum(a < i < b for i in code) for a, b in zip(starts, [*starts[1:], len(lines)], strict=True)]
+    loop = len(_code_lines(inspect.getsource(train_plain))) - _SIGNATURE if "train_plain(" in text else 0
+    title = (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
+    return Counted(path.stem, title, of_part[1] + loop, of_part[2])
+
+
+_SIGNATURE = 7
+"""Lines of the signature of `train_plain`, which a script does not have."""
+
+
+def _code_lines(text: str) -> list[int]:
+    """Returns the numbers of the lines with code, without empty ones, comments and docstrings."""
     prose = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             prose.update(range(node.lineno - 1, node.end_lineno or node.lineno))
-    code = [i for i, line in enumerate(lines) if line.strip() and not line.strip().startswith("#") and i not in prose]
-    of_part = [sum(a < i < b for i in code) for a, b in zip(starts, [*starts[1:], len(lines)], strict=True)]
-    title = (ast.get_docstring(tree) or "").splitlines()[0]
-    return Counted(path.stem.removeprefix("test_"), title, of_part[1], of_part[2])
+    lines = enumerate(text.splitlines())
+    return [i for i, line in lines if line.strip() and not line.strip().startswith("#") and i not in prose]
 
 
 def all_counted() -> list[Counted]:
-    """Returns every file of tests/tasks that has the four parts."""
-    return [counted(path) for path in sorted(FOLDER.glob("test_*.py")) if path.name != "test_lines.py"]
+    """Returns every task file of tests/tasks."""
+    paths = sorted(path for path in FOLDER.glob("*.py") if "# ---- spmdkit" in path.read_text())
+    return [counted(path) for path in paths]
 
 
 def page() -> str:
     """Returns docs/tasks.md."""
     rows = "\n".join(
-        f"| [{c.name.replace('_', ' ')}](../tests/tasks/test_{c.name}.py) | {c.title.rstrip('.')} | {c.plain} | {c.task} |"
+        f"| [{c.name.replace('_', ' ')}](../tests/tasks/{c.name}.py) | {c.title.rstrip('.')} | {c.plain} | {c.task} |"
         for c in all_counted()
     )
     return f"""# Tasks
 
-Programs as people write them, each in one file: the model, the plain JAX script of one device, and the same as a task of spmdkit. Losses, parameters and the optimizer's state are those of the plain script
-to {TOLERANCE:.0e} (relative, float32; where a file says so in another way, with its reason) on one device, {{data: 4}}, {{data: 2, fsdp: 2}} and {{data: 2, tensor: 2}}. Lines are those of code, without what
-both share; a task is at most ten longer than the script. Written by `python -m tests.support.tasks --write`.
+Forty programs of published kinds. Each file of [tests/tasks](../tests/tasks) has the model, the plain JAX script for one
+device, and the same program as a task of spmdkit. Losses, parameters and optimizer state equal those of the plain script
+to {TOLERANCE:.0e} (relative, float32) on one device, {{data: 4}}, {{data: 2, fsdp: 2}} and {{data: 2, tensor: 2}}.
 
-`verify` says of each (all eighteen optimizers, both phases of `two phases`) that {{data: 4}}, {{data: 2, fsdp: 2}}, {{data: 2, tensor: 2}} and two microbatches on {{data: 4}} are equal to one device: no false
-alarm, in three steps of 16 rows, float32, without mutants ([tests/verify/test_verify_tasks.py](../tests/verify/test_verify_tasks.py)); and the same of the models of equinox's, flax's and optax's own examples, small
+The table counts lines of code without the shared part. The training loop that several scripts share counts for each. A
+task is at most ten lines longer than its script. The page is written by `python -m tests.support.tasks --write`.
+
+`verify` reports {{data: 4}}, {{data: 2, fsdp: 2}}, {{data: 2, tensor: 2}} and two microbatches on {{data: 4}} as equal to
+one device for every task (all eighteen optimizers, both phases of `two phases`): three steps of 16 rows, float32,
+without mutants ([tests/verify/test_verify_tasks.py](../tests/verify/test_verify_tasks.py)). The same holds for small
+forms of the examples of equinox, flax and optax
 ([tests/verify/test_verify_libraries.py](../tests/verify/test_verify_libraries.py)).
 
-| task | what it is | plain JAX | spmdkit |
+| task | description | plain JAX | spmdkit |
 | --- | --- | --- | --- |
 {rows}
 """

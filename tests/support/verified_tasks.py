@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import importlib
 import json
 import sys
 import time
@@ -21,7 +20,7 @@ from spmdkit.verify.mutants import MUTANTS
 from spmdkit.verify.runner import CaseRunner
 from spmdkit.verify.task_runner import Setting, TaskRunner
 from tests.support.strangers import let_optax_promote
-from tests.support.tasks import FOLDER, all_counted
+from tests.support.tasks import FOLDER, all_counted, natural_task, task_names
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "mutants.md"
@@ -29,41 +28,21 @@ DEVICES, BATCH, STEPS = 4, 16, 3
 MISSED = "NOT CAUGHT"
 CAUGHT = "caught by "
 
-SETTINGS = {
-    "byol_ema": {"ema": 0.9},
-    "cnn_linen": {"ema": 0.9, "clip_norm": 0.5},
-    "ranking": {"data": {"shuffle": False, "drop_remainder": False}},
-    "tagging": {"data": {"shuffle": False, "drop_remainder": False}},
+NAMES = list(task_names())
+FIRST_VARIANT = {
+    "optimizers": next(n for n in NAMES if n.startswith("optimizers ")),
+    "two_phases": "two_phases finetuning",
 }
-"""The configs of those that train with other than the common one."""
-
-OPTIMIZERS = [*importlib.import_module("tests.tasks.test_optimizers").OPTIMIZERS]
-FILES = [c.name for c in all_counted()]
-ONE_OF_EACH = [
-    {"optimizers": f"optimizers {OPTIMIZERS[0]}", "two_phases": "two_phases finetuning"}.get(n, n) for n in FILES
-]
+ONE_OF_EACH = [FIRST_VARIANT.get(c.name, c.name) for c in all_counted()]
 """Names of tasks, one of each file."""
-
-NAMES = [n for n in FILES if n not in ("optimizers", "two_phases")]
-NAMES += ["two_phases pretraining", "two_phases finetuning", *(f"optimizers {name}" for name in OPTIMIZERS)]
-
-
-def task_of(name: str) -> sk.Task:
-    """Returns the task of a file, by its name; of the two that have several with theirs behind."""
-    file, _, which = name.partition(" ")
-    module = importlib.import_module(f"tests.tasks.test_{file}")
-    if file == "optimizers":
-        return module.task(module.OPTIMIZERS[which])
-    if file == "two_phases":
-        return module.pretraining if which == "pretraining" else module.finetuning(module.init(jax.random.key(0)))
-    return module.task
 
 
 def runner_of(name: str) -> CaseRunner:
     """Returns the case_runner of a task, with its reference."""
-    settings = {"data": {"shuffle": False}} | SETTINGS.get(name, {})
+    task = natural_task(name)
+    settings = {"data": {"shuffle": False}, **task.settings}
     config = sk.Config(task="t.py:t", batch_size=BATCH, steps=STEPS, **settings)
-    case_runner = CaseRunner(TaskRunner(config, task_of(name), BATCH, STEPS))
+    case_runner = CaseRunner(TaskRunner(config, task.task, BATCH, STEPS))
     case_runner.reference(Setting({}, short=case_runner.task_runner.short))
     return case_runner
 

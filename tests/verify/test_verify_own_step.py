@@ -7,7 +7,7 @@ import pytest
 import spmdkit as sk
 from spmdkit.verify.runner import CaseRunner
 from spmdkit.verify.task_runner import TaskRunner
-from tests.tasks import test_gan as gan
+from tests.tasks import gan
 
 pytestmark = pytest.mark.promotes("natural code of people who have their own models")
 
