@@ -43,7 +43,7 @@ def varying_aval(shape: Sequence[int], dtype: Any, axes: frozenset[str]) -> Any:
 
 @contextlib.contextmanager
 def untyped_axes() -> Iterator[None]:
-    """While the body traces, arrays carry no mesh axes along which they differ: `check_vma=False` for one kernel."""
+    """Context in which arrays carry no mesh axes along which they differ: `check_vma=False` for one kernel."""
     from jax._src import config
 
     with config._check_vma(False):
@@ -52,10 +52,10 @@ def untyped_axes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def outside_of_spmd_vmaps() -> Iterator[None]:
-    """While the body traces, an enclosing `vmap(spmd_axis_name=)` names no axes.
+    """Context in which an enclosing `vmap(spmd_axis_name=)` names no axes.
 
-    Its names reach into a `shard_map` that is traced inside of it: what an inner vmap batches is then typed as
-    differing along them too, and JAX refuses its own cotangents ("Expected cotangent type float32[6] but got
+    Its names reach into a `shard_map` that is traced inside of it: the values of an inner vmap are then typed as
+    differing along them too, and JAX rejects its own cotangents ("Expected cotangent type float32[6] but got
     float32[6]", jax 0.10.2).
     """
     from jax._src import core
@@ -70,12 +70,11 @@ def outside_of_spmd_vmaps() -> Iterator[None]:
 
 @contextlib.contextmanager
 def where_values_are_known(args: Any) -> Iterator[None]:
-    """While the body of a `custom_jvp` rule traces what depends on `args` alone, operations are those of the trace
-    around the rule.
+    """Context in which a `custom_jvp` rule traces operations that depend on `args` alone in the trace around the rule.
 
-    `jax.linearize` and reverse mode run a rule under a trace that tells known values from tangents. It takes loops
-    apart, also one of known values alone (jax 0.10.2: what a turn does not change is made before the loop), so that
-    they are another program.
+    `jax.linearize` and reverse mode run a rule under a trace that separates known values from tangents. It splits
+    loops, also one of known values alone (jax 0.10.2: loop-invariant values are computed before the loop), so that they
+    become another program.
     """
     from jax._src import core
     from jax._src.interpreters import partial_eval
@@ -106,7 +105,7 @@ def without_axes(ctx: Any) -> Any:
 
 
 def as_varying(tree: T, axes: Sequence[str]) -> T:
-    """Returns `tree` with each leaf typed as varying over `axes`; leaves that already vary are left alone."""
+    """Returns `tree` with each leaf typed as varying over `axes`; leaves that already vary are unchanged."""
 
     def cast(x):
         missing = tuple(a for a in axes if a not in varying_axes(x))
@@ -116,17 +115,16 @@ def as_varying(tree: T, axes: Sequence[str]) -> T:
 
 
 def all_gather_invarying(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Returns the parts of all devices along `axes` one after the other along dim 0, typed as the same on each of
-    them."""
+    """Returns the parts of all devices along `axes` concatenated along dim 0, typed as the same on each of them."""
     gathered: jax.Array = lax.all_gather(x, tuple(axes), axis=0, tiled=True, to="invarying")
     return gathered
 
 
 def map_gathers_over_several_axes() -> None:
-    """Gives `lax.all_gather` and `lax.psum_scatter` over a tuple of axes a rule for `vmap`: one axis after the other.
+    """Adds a `vmap` rule to `lax.all_gather` and `lax.psum_scatter` over a tuple of axes: one axis after the other.
 
-    JAX (0.10.2) has none where a `vmap` binds one of them ("Please open a feature request!"); in a `shard_map` it needs
-    none. What has a rule keeps it. Called again, it changes nothing.
+    JAX (0.10.2) has none if a `vmap` binds one of them ("Please open a feature request!"); in a `shard_map` it needs
+    none. Existing rules stay. A second call changes nothing.
     """
     from jax._src.lax import parallel
     from jax.interpreters import batching
@@ -138,8 +136,8 @@ def map_gathers_over_several_axes() -> None:
 
 
 def _names(axis_data: Any, axis_name: Any) -> tuple[tuple[Any, int], ...] | None:
-    """Returns (name, size) of several axes of a collective, one of which the `vmap` binds; None where its own rule
-    does."""
+    """Returns (name, size) of several axes of a collective, one of which the `vmap` binds; None if JAX's own rule
+    applies."""
     if not isinstance(axis_name, tuple) or len(axis_name) < 2 or axis_data.name not in axis_name:
         return None
     return tuple((name, axis_data.size if name == axis_data.name else lax.axis_size(name)) for name in axis_name)
@@ -178,13 +176,13 @@ def _scattered(
 
 
 def send_no_reduce_scatter() -> None:
-    """From now on a program for CPU devices sends a reduce-scatter as an all-to-all and adds the parts where they
-    arrive; from jax 0.12 on, nothing.
+    """Makes programs for CPU devices send a reduce-scatter as an all-to-all and a local sum; no effect from jax 0.12
+    on.
 
     Between processes one reduce-scatter of a few bytes makes every later all-reduce of the same devices a hundred times
     slower, and ignores the collectives' time-out (jax 0.10.2 to 0.11.2 over Gloo,
-    https://github.com/jax-ml/jax/issues/40831). Also where it is the derivative of an all-gather, or the user's own.
-    The same bytes are sent; they are added in the order of the devices.
+    https://github.com/jax-ml/jax/issues/40831). This includes derivatives of an all-gather, and the user's own. The
+    bytes are the same; the sum is in device order.
     """
     from jax._src.lax import parallel
     from jax.interpreters import mlir
@@ -207,7 +205,7 @@ def send_no_reduce_scatter() -> None:
 
 
 def current_trace() -> Any:
-    """Returns what tells one trace from another: a loop, a branch, `vmap`, `grad` and `jit` each have their own."""
+    """Returns a token of the current trace: a loop, a branch, `vmap`, `grad` and `jit` each have their own."""
     from jax._src import core
 
     return core.trace_ctx.trace
@@ -249,8 +247,7 @@ def carried_inputs(scan: Any) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def whole_tracebacks() -> Iterator[None]:
-    """While the body runs, exceptions keep JAX's own frames: without them, what JAX refuses looks raised by the
-    caller."""
+    """Context in which exceptions keep JAX's own frames: without them, an error of JAX seems raised by the caller."""
     before: str = jax.config.jax_traceback_filtering  # type: ignore[attr-defined]
     jax.config.update("jax_traceback_filtering", "off")
     try:
@@ -270,23 +267,22 @@ def coordination_client() -> Any | None:
 
 
 def num_joined_processes() -> int:
-    """Returns how many processes `jax.distributed.initialize` was told of. `jax.process_count` would create the
-    devices."""
+    """Returns the number of processes of `jax.distributed.initialize`. `jax.process_count` would create the devices."""
     from jax._src import distributed
 
     return int(distributed.global_state.num_processes or 1)
 
 
 def replace_coordination_client(client: Any) -> None:
-    """Puts `client` in the place of JAX's own for all Python code of this process. After JAX has its devices, which
-    need the own one."""
+    """Replaces JAX's own coordination client with `client` for all Python code of this process. Call after JAX has its
+    devices, which need the original one."""
     from jax._src import distributed
 
     distributed.global_state.client = client
 
 
 class _Elsewhere:
-    """In the place of JAX's coordination service, which another process holds."""
+    """Replaces JAX's coordination service, which runs in another process."""
 
     def __init__(self, end: Callable[[], Any] | None):
         self._end = end
@@ -298,11 +294,10 @@ class _Elsewhere:
 
 @contextlib.contextmanager
 def service_elsewhere(end: Callable[[], Any] | None = None) -> Iterator[None]:
-    """While the body runs, `jax.distributed.initialize` starts no coordination service on process 0;
+    """Context in which `jax.distributed.initialize` starts no coordination service on process 0;
     `jax.distributed.shutdown` calls `end` there.
 
-    JAX has no option for that (0.10.2 to 0.12): whoever is process 0 holds the service, and its death is the end of all
-    others by SIGABRT.
+    JAX has no option for this (0.10.2 to 0.12): process 0 runs the service, and its death ends all others by SIGABRT.
     """
     from jax._src.lib import _jax
 
@@ -316,7 +311,7 @@ def service_elsewhere(end: Callable[[], Any] | None = None) -> Iterator[None]:
 
 
 def holds_coordination_service() -> bool:
-    """Returns whether JAX's coordination service lives in this process, so that all others end with it."""
+    """Returns whether JAX's coordination service runs in this process, so that all others end with it."""
     from jax._src import distributed
 
     return distributed.global_state.service is not None and not isinstance(distributed.global_state.service, _Elsewhere)
@@ -330,11 +325,11 @@ def backends_initialized() -> bool:
 
 
 def set_cpu_collective_timeout(seconds: int) -> None:
-    """Lets XLA's CPU collectives over processes fail after `seconds`, unless the environment says something else.
-    Before JAX has devices.
+    """Sets the timeout of XLA's CPU collectives over processes to `seconds`, unless the environment sets another. Call
+    before JAX has devices.
 
-    A flag of XLA from jaxlib 0.10.2 to 0.12.0 at least, which no option of a compilation replaces; psum_scatter ignores
-    it before 0.12.
+    A flag of XLA from jaxlib 0.10.2 to 0.12.0 at least, which no compiler option replaces; psum_scatter ignores it
+    before 0.12.
     """
     flag, flags = "--xla_cpu_collective_timeout_seconds", os.environ.get("XLA_FLAGS", "")
     if flag not in flags:
@@ -342,7 +337,7 @@ def set_cpu_collective_timeout(seconds: int) -> None:
 
 
 def kernel_cost(flops: int, num_bytes: int) -> Any:
-    """Returns what a `pallas_call` costs, as its own parameter says it."""
+    """Returns the cost estimate of a `pallas_call` from its own parameter."""
     from jax.experimental import pallas
 
     return pallas.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=num_bytes)
@@ -353,9 +348,8 @@ def cudnn_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out [B, T, N, H], logsumexp float32[B, N, T]) of cuDNN's flash attention.
 
-    `jax.nn.dot_product_attention(return_residual=True)` rounds the logsumexp to the dtype of `out` and gives no
-    gradient from one over more keys (jax 0.10.2), so the operation below it is bound. It is not partitioned: use it
-    where arrays are shards.
+    `jax.nn.dot_product_attention(return_residual=True)` rounds the logsumexp to the dtype of `out` and has no gradient
+    of one over more keys (jax 0.10.2), so the operation below it is bound. It is not partitioned: use it on shards.
     """
     cudnn, none, options = _cudnn(q, causal, scale)
     out, logsumexp = cudnn._dot_product_attention_fwd_p.bind(q, k, v, *none, is_training=True, **options)
@@ -413,5 +407,5 @@ def splash_attention_gradient(
 
 
 CALLBACK_LOGGERS = ("jax._src.debugging", "jax._src.callback")
-"""Loggers through which JAX prints the traceback of a callback that raised, beside the error that it gives to the
-caller (jax 0.10.2)."""
+"""Loggers through which JAX prints the traceback of a callback that raised, in addition to the error for the caller
+(jax 0.10.2)."""

@@ -1,5 +1,5 @@
-"""What of JAX's persistent compile cache is private (jax 0.10.2 to 0.12): which object holds it, and who writes. As the
-package for everything else."""
+"""Private parts of JAX's persistent compile cache (jax 0.10.2 to 0.12): the object that holds it, and which process
+writes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import jax
 
 
 def has_compilation_cache() -> bool:
-    """Returns whether somebody has given JAX a cache, or switched its caches off."""
+    """Returns whether JAX already has a cache, or its caches are disabled."""
     config: Any = jax.config
     return bool(config.jax_compilation_cache_dir) or not config.jax_enable_compilation_cache
 
 
 @contextlib.contextmanager
 def compilation_cache(store: Any, path: str, min_s: float) -> Iterator[None]:
-    """While the body runs, JAX keeps what took `min_s` or longer to compile in `store` (`get(key)`, `put(key, bytes)`),
-    on every process.
+    """Context in which JAX stores programs that took `min_s` or longer to compile in `store` (`get(key)`,
+    `put(key, bytes)`), on every process.
 
-    `path` is where XLA's own cache of autotuning goes, in a folder of its own.
+    `path` is a separate folder for XLA's autotuning cache.
     """
     from jax._src import compilation_cache, compiler
 
@@ -52,15 +52,15 @@ def compilation_cache(store: Any, path: str, min_s: float) -> Iterator[None]:
 def _written_by_all(own: Any) -> Any:
     """Returns `_cache_write` of jax/_src/compiler.py without its first condition, that this is process 0.
 
-    In jax 0.10 its last argument is the program's callbacks into Python, with which it is not kept. Later there is
-    none: such programs are kept too, and get the callbacks of the process that reads them.
+    In jax 0.10 its last argument is the program's callbacks into Python, and such programs are not cached. Later
+    versions have no such argument: they cache such programs too, with the callbacks of the process that reads them.
     """
     from jax._src import compilation_cache
 
     names = ("cache_key", "compile_time_secs", "module_name", "backend", "executable")
     signature = inspect.signature(own)
     if tuple(signature.parameters) not in (names, (*names, "host_callbacks")):
-        return own  # another JAX: process 0 alone, as it has it
+        return own  # another JAX: only process 0 writes, as JAX does
 
     def write(*args: Any, **named: Any) -> None:
         key, seconds, module, backend, executable, *callbacks = signature.bind(*args, **named).args
@@ -70,6 +70,6 @@ def _written_by_all(own: Any) -> Any:
         try:
             compilation_cache.put_executable_and_time(key, module, executable, backend, int(seconds))
         except Exception as error:  # noqa: BLE001  what cannot be kept is compiled again
-            warnings.warn(f"{module} is not kept in the compile cache: {type(error).__name__}: {error}", stacklevel=2)
+            warnings.warn(f"{module} is not stored in the compile cache: {type(error).__name__}: {error}", stacklevel=2)
 
     return write

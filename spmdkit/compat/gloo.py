@@ -1,5 +1,5 @@
-"""What XLA's CPU collectives tell other processes: JAX calls `make_gloo_tcp_collectives` without saying on which
-address (jax 0.10.2 to 0.12). As the package for everything else."""
+"""The address that XLA's CPU collectives advertise: JAX calls `make_gloo_tcp_collectives` without an address (jax
+0.10.2 to 0.12)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _own: Any = None
 
 
 def advertise(address: str | None) -> None:
-    """Lets Gloo, in this process, give `address` to the others; None: what the host's name resolves to. Before JAX has
-    devices."""
+    """Makes Gloo, in this process, advertise `address` to the others; None: what the host's name resolves to. Call
+    before JAX has devices."""
     global _own
     from jax._src import xla_bridge
 

@@ -1,5 +1,4 @@
-"""What of JAX lets a process leave one job and join another (jax 0.10.2 to 0.12). As the package for everything
-else."""
+"""Private parts of JAX that let a process leave one job and join another (jax 0.10.2 to 0.12)."""
 
 from __future__ import annotations
 
@@ -10,28 +9,29 @@ import jax
 
 
 def let_others_die() -> None:
-    """Before `jax.distributed.initialize`: that another process dies is no end of this one by JAX's own doing (0.10.2
-    to 0.12)."""
+    """Disables JAX's abort of this process when another process dies (0.10.2 to 0.12). Call before
+    `jax.distributed.initialize`."""
     jax.config.update("jax_enable_recoverability", True)
 
 
 def reduce_one_by_one() -> None:
-    """Lets XLA's CPU collectives over processes end at the first that fails. Before JAX has devices.
+    """Disables the combination of all-reduces, so that XLA's CPU collectives end at the first failure. Call before JAX
+    has devices.
 
-    XLA joins all all-reduces of a step to one of many arrays. When another process dies, that of one array fails and
-    those of the others begin all the same (jaxlib 0.10.2): the next process of the ring then waits for ever for what
-    nobody sends, or takes one array for another and is aborted by Gloo. Not joined, each is a collective of its own,
-    and after the first that fails none begins. Bytes and bits are the same.
+    XLA combines all all-reduces of a step into one of many arrays. When another process dies, the all-reduce of one
+    array fails and those of the others start anyway (jaxlib 0.10.2): the next process of the ring then waits
+    indefinitely, or receives another array and is aborted by Gloo. Without combination none starts after the first
+    failure. Bytes and results are the same.
     """
     flag, joins, flags = "--xla_disable_hlo_passes=", "cpu-all-reduce-combiner", os.environ.get("XLA_FLAGS", "").split()
     if not any(joins in each for each in flags):
-        own = [each.removeprefix(flag) for each in flags if each.startswith(flag)][-1:]  # XLA takes the last one alone
+        own = [each.removeprefix(flag) for each in flags if each.startswith(flag)][-1:]  # XLA uses the last one only
         os.environ["XLA_FLAGS"] = " ".join([*flags, flag + ",".join([*own, joins])])
 
 
 def leave_backend() -> None:
-    """Leaves the job that this process has joined, and gives up its devices and all that was compiled for them: it may
-    join another one."""
+    """Leaves the job of this process, and releases its devices and all their compiled programs: it may join another
+    job."""
     from jax._src import distributed
     from jax.extend.backend import clear_backends
 

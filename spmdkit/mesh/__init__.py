@@ -1,4 +1,4 @@
-"""The device mesh: its axes, which dimension of an array goes over which axis, and the table of chips.
+"""The device mesh: its axes, which mesh axes shard which dim of an array, and the table of chips.
 
-Enters: the sizes that a config names, and devices. Leaves: a `Mesh`, and a `PartitionSpec` for each leaf.
+Enters: the sizes of the config, and devices. Leaves: a `Mesh`, and a `PartitionSpec` for each leaf.
 """

@@ -1,8 +1,8 @@
-"""The table of chips: peak arithmetic, memory, links. What a plan's time and "does it fit" are computed from.
+"""The table of chips: peak arithmetic, memory, links. A plan computes its time and its memory limit from it.
 
-All figures are of one *device*, as JAX counts devices: a TPU 7x chip is two devices, and its figures are the chip's,
-halved. Rates are of one direction. Peak means peak: what a program reaches of it is `Chip.reached`, a rule of thumb
-until `spmdkit plan --calibrate` measures it on the machine itself.
+All figures are per *device*, as JAX counts devices: a TPU 7x chip is two devices, and its figures are half the chip's.
+Rates are of one direction. All rates are peaks; the share that a program reaches is `Chip.reached`, an estimate until
+`spmdkit plan --calibrate` measures it on the machine.
 
 | chip | bf16 FLOP/s | memory      | bytes/s | link, one way        | between hosts or slices |
 | ---- | ----------- | ----------- | ------- | -------------------- | ----------------------- |
@@ -16,9 +16,9 @@ until `spmdkit plan --calibrate` measures it on the machine itself.
 
 Source: TPU: cloud.google.com/tpu/docs, pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU7x (Ironwood)" (compute,
 memory, DCN); jax-ml.github.io/scaling-book, chapters "How to Think About TPUs" (ICI bytes/s of a link, wrap-around of
-axes, DCN, about 1 us a hop) and "How to Think About GPUs" (NVLink, network of a DGX). GPU: NVIDIA data sheets "H100
+axes, DCN, about 1 us per hop) and "How to Think About GPUs" (NVLink, network of a DGX). GPU: NVIDIA data sheets "H100
 Tensor Core GPU" and "H200 Tensor Core GPU", SXM form, without sparsity; DGX H100/H200: eight GPUs and eight 400 Gb/s
-ports a host.
+ports per host.
 TPU float32: the matrix unit multiplies bfloat16, and XLA makes a float32 product (Precision.HIGHEST) of six such
 passes; with the default precision it is one. GPU float32: TF32 with JAX's default precision, half of bfloat16.
 """
@@ -36,10 +36,10 @@ Kind = Literal["tpu", "gpu", "cpu"]
 
 @dataclass(frozen=True)
 class Link:
-    """A way between devices. Rates are one direction, of one device (one link of it, for a torus).
+    """A link between devices. Rates are one direction, of one device (one link of it, for a torus).
 
     Attributes:
-        name: how plans call it: `ici`, `dcn`, `nvlink`, `network`, `cpu`.
+        name: in plans: `ici`, `dcn`, `nvlink`, `network`, `cpu`.
         bytes_per_s: peak.
         latency_s: of one hop.
     """
@@ -64,7 +64,7 @@ class Chip:
 
     Attributes:
         name: as in a target, `v5p`.
-        device_kinds: what JAX calls it, for `here`.
+        device_kinds: JAX's names of it, for `here`.
         flops_per_s: dtype of a matrix product -> peak.
         memory_bytes: of one device.
         memory_bytes_per_s: of one device.
@@ -73,15 +73,15 @@ class Chip:
         host_link: between a device and its host's memory, for offloaded state.
         reached: shares of the peaks that are reached.
         devices_per_chip: JAX devices of one chip.
-        torus_dims: number of ICI axes; 0 where every device reaches every other alike.
+        torus_dims: number of ICI axes; 0 if all devices are equally far from each other.
         devices_per_host: devices that share the inner link of a host (GPU).
-        topologies: shapes of a slice that are offered, in chips, the small ones.
-        cube: beyond the small ones: every dim a multiple of this; 0 where the list is complete.
+        topologies: available shapes of a slice, in chips, the small ones.
+        cube: beyond the small ones: every dim a multiple of this; 0 if the list is complete.
         largest: largest length of each dim, sorted.
-        wraps_at: an axis of a slice closes to a ring where its length is a multiple of this.
+        wraps_at: an axis of a slice is a ring if its length is a multiple of this.
         reserved_bytes: of the memory, not for a program.
-        launch_s: what starting one instruction costs.
-        cache_bytes: an instruction that moves fewer is served by caches (CPU); 0: there are none to speak of.
+        launch_s: cost of starting one instruction.
+        cache_bytes: an instruction that moves fewer is served by caches (CPU); 0: no caches.
         cache_bytes_per_s: of the caches.
     """
 
@@ -118,7 +118,7 @@ class Chip:
         return num_bytes / ((self.cache_bytes_per_s if cached else self.memory_bytes_per_s) * self.reached.memory)
 
     def peak(self, dtype: str) -> float:
-        """Returns the peak FLOP/s of matrix products of a dtype; of float32 for one that the table does not know."""
+        """Returns the peak FLOP/s of matrix products of a dtype; of float32 for an unknown one."""
         return self.flops_per_s.get(dtype, self.flops_per_s["float32"])
 
 
@@ -145,8 +145,7 @@ def _tpu(
 ) -> Chip:
     """Returns a TPU from the figures of its chip.
 
-    `limit_gib` is what libtpu 0.0.42 lets a program use of a device: its message to a program that is too large says
-    it.
+    `limit_gib` is what libtpu 0.0.42 lets a program use of a device, from its message to a program that is too large.
     """
     share = 1 / devices_per_chip
     return Chip(
@@ -184,8 +183,8 @@ def _gpu(name: str, device_kinds: tuple[str, ...], memory_bytes: int, memory_byt
         host_link=Link("host", 64e9, _PCIE_S),
         reached=_GPU_REACHED,
         devices_per_host=8,
-        # JAX takes 75 % of the memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says more; CUDA itself and NCCL need 1 to 2
-        # GiB.
+        # JAX reserves 75 % of the memory unless XLA_PYTHON_CLIENT_MEM_FRACTION sets another share; CUDA itself and NCCL
+        # need 1 to 2 GiB.
         reserved_bytes=2 * GIB,
         launch_s=2e-6,
     )
@@ -201,7 +200,8 @@ CHIPS: Mapping[str, Chip] = {
         _tpu("7x", ("TPU7x",), 2307e12, 192, 7.38e12, 90e9, 12.5e9, 32e9, 3, (16, 24, 24), 94.75, 2),
         _gpu("h100", ("NVIDIA H100 80GB HBM3", "NVIDIA H100"), 80 * GIB, 3.35e12),
         _gpu("h200", ("NVIDIA H200",), 141_000_000_000, 4.8e12),
-        # A stand-in for one fake device on a laptop's core; `--calibrate` replaces it by what this machine does.
+        # A placeholder for one fake device on a laptop's core; `--calibrate` replaces it with measurements of this
+        # machine.
         Chip(
             name="cpu",
             kind="cpu",
@@ -223,7 +223,7 @@ CHIPS: Mapping[str, Chip] = {
 
 
 def chip_of_device_kind(device_kind: str, platform: str) -> Chip | None:
-    """Returns the chip of a device as JAX describes it, or None for one that the table does not hold."""
+    """Returns the chip of a JAX device, or None if the table does not have it."""
     for chip in CHIPS.values():
         if device_kind in chip.device_kinds:
             return chip
@@ -241,7 +241,7 @@ def with_rates(
     launch_s: float,
     cache_bytes_per_s: float,
 ) -> Chip:
-    """Returns the chip with measured rates in the place of the peaks; what was measured is reached in full."""
+    """Returns the chip with measured rates in place of the peaks; measured rates are reached in full."""
     inner = chip.inner
     if link_bytes_per_s is not None and link_latency_s is not None:
         inner = replace(inner, bytes_per_s=link_bytes_per_s, latency_s=link_latency_s)

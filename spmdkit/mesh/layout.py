@@ -1,11 +1,11 @@
-"""The layout: where every leaf of the train state lives, and why. A table that can be printed.
+"""The layout: the sharding of every leaf of the train state, with a reason. A printable table.
 
-A leaf's placement comes from the first of these that speaks about it:
-  1. a rule of the config, 2. a rule of the task, 3. metadata that linen or nnx put on it,
-  4. `fsdp: auto`, the largest dim that the fsdp axis divides, from a size on; 5. a copy on every device.
+The first match decides the placement of a leaf:
+  1. a rule of the config, 2. a rule of the task, 3. metadata of linen or nnx on the leaf,
+  4. `fsdp: auto`, the largest dim that the fsdp axis divides, above a minimum size; 5. replicated on every device.
 
 ZeRO stages (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section
-5) say what the fsdp axis cuts: 1 the optimizer state, 2 also the gradients, 3 also the parameters.
+5) define what the fsdp axis shards: 1 the optimizer state, 2 also the gradients, 3 also the parameters.
 
     stage 3: W[D_fsdp, F]  all_gather before use, forward and backward; reduce_scatter of the gradient
     stage 2: W[D, F]       reduce_scatter of the gradient, all_gather of the new parameters
@@ -34,7 +34,7 @@ Rule = tuple[str, Sequence[Dim]]
 
 @dataclass(frozen=True)
 class LeafPlacement:
-    """Where one leaf lives. `spec` is canonical; `reason` says which rule, metadata or tactic put it there."""
+    """The placement of one leaf. `spec` is canonical; `reason` names the rule, metadata or heuristic behind it."""
 
     path: str
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class LeafPlacement:
 
     @property
     def axes(self) -> frozenset[str]:
-        """The mesh axes that cut the leaf."""
+        """The mesh axes that shard the leaf."""
         return frozenset(a for d in self.spec for a in ((d,) if isinstance(d, str) else d or ()))
 
     @property
@@ -71,21 +71,21 @@ class LayoutOptions:
 
 
 def logical_axes(own: Mapping[str, Dim]) -> dict[str, tuple[str, ...]]:
-    """Returns name of a dim -> mesh axes: the mesh axes under their own names, the defaults, then the config's own."""
+    """Returns name of a dim -> mesh axes: the mesh axes under their own names, the defaults, then those of the config."""
     table = {axis: (axis,) for axis in AXES} | dict(LOGICAL_AXES)
     return table | {n: (v,) if isinstance(v, str) else tuple(v or ()) for n, v in own.items()}
 
 
 def lay_out(params: Any, options: LayoutOptions, sizes: Mapping[str, int]) -> list[LeafPlacement]:
-    """Returns the placement of every parameter as ZeRO 3 cuts it, in flattening order.
+    """Returns the placement of every parameter under ZeRO 3, in flattening order.
 
     Args:
         params: abstract parameters (`jax.ShapeDtypeStruct` leaves), possibly boxed with linen or nnx metadata.
         sizes: size of every mesh axis.
 
     Raises:
-        ConfigError: a rule that matches nothing, a leaf that two rules of one table claim, an indivisible dim, an
-            unknown name, a mesh axis used twice on a leaf, or a large leaf that nobody asked to replicate.
+        ConfigError: a rule that matches nothing, a leaf that two rules of one table match, an indivisible dim, an
+            unknown name, a mesh axis used twice on a leaf, or a large leaf that would be replicated without a rule.
     """
     leaves = named_leaves(params)
     table = options.axes
@@ -117,7 +117,7 @@ def _match(rules: Sequence[Rule], leaves: Sequence[tuple[str, Any]], where: str)
         try:
             compiled = re.compile(pattern)
         except re.error as error:
-            raise ConfigError(f"{where}: pattern '{pattern}' is no regular expression ({error}). Fix it.") from error
+            raise ConfigError(f"{where}: pattern '{pattern}' is not a regular expression ({error}). Fix it.") from error
         paths = [path for path, _ in leaves if compiled.fullmatch(path)]
         if not paths:
             known = [path for path, _ in leaves]
@@ -131,8 +131,8 @@ def _match(rules: Sequence[Rule], leaves: Sequence[tuple[str, Any]], where: str)
         for path in paths:
             if path in claimed:
                 raise ConfigError(
-                    f"{where}: parameter '{path}' is claimed by '{claimed[path][0]}' and by '{pattern}'. "
-                    "One rule for a parameter. Make one of the patterns narrower."
+                    f"{where}: parameter '{path}' matches '{claimed[path][0]}' and '{pattern}'. A parameter has one "
+                    "rule. Make one of the patterns narrower."
                 )
             claimed[path] = (pattern, dims)
     return claimed
@@ -149,7 +149,7 @@ def _spec_of(
     if len(dims) != len(leaf.shape):
         raise ConfigError(
             f"layout: {reason} names {len(dims)} dims {list(dims)} for parameter '{path}' of shape "
-            f"{tuple(leaf.shape)}. One name (or null) for each of the {len(leaf.shape)} dims."
+            f"{tuple(leaf.shape)}. It needs one name (or null) for each of the {len(leaf.shape)} dims."
         )
     spec: list[tuple[str, ...] | None] = []
     owner: dict[str, int] = {}
@@ -158,21 +158,22 @@ def _spec_of(
         for name in (dim,) if isinstance(dim, str) else dim or ():
             if name not in table:
                 raise ConfigError(
-                    f"layout: {reason} cuts dim {i} of '{path}' by '{name}', which is no mesh axis and no logical "
-                    f"axis. Known: {', '.join(sorted(table))}.{nearest(name, table)} New names go into layout.axes."
+                    f"layout: {reason} shards dim {i} of '{path}' by '{name}', which is neither a mesh axis nor a "
+                    f"logical axis. Known: {', '.join(sorted(table))}.{nearest(name, table)} Add new names to "
+                    "layout.axes."
                 )
             axes += [a for a in table[name] if sizes[a] > 1]
         for axis in axes:
             if axis in owner:
                 raise ConfigError(
-                    f"layout: {reason} uses mesh axis '{axis}' twice on '{path}' (dims {owner[axis]} and {i}). "
-                    "An axis can cut one dim of a leaf. Set one of the two dims to null."
+                    f"layout: {reason} uses mesh axis '{axis}' twice on '{path}' (dims {owner[axis]} and {i}). An "
+                    "axis can shard one dim of a leaf. Set one of the two dims to null."
                 )
             owner[axis] = i
         parts = _product(sizes, axes)
         if length % parts:
             raise ConfigError(
-                f"layout: {reason} cuts dim {i} of '{path}' (length {length}) over {' x '.join(axes)} = {parts}: "
+                f"layout: {reason} shards dim {i} of '{path}' (length {length}) over {' x '.join(axes)} = {parts}: "
                 f"{length} is not divisible by {parts}. Try length {(length // parts + 1) * parts}, or null for this "
                 "dim."
             )
@@ -185,12 +186,12 @@ def _automatic(leaf: Any, options: LayoutOptions, sizes: Mapping[str, int]) -> t
     if size == 1:
         return PartitionSpec(), "no fsdp axis"
     if options.fsdp != "auto":
-        return PartitionSpec(), "copy: layout.fsdp is off"
+        return PartitionSpec(), "replicated: layout.fsdp is off"
     if num_bytes < options.min_shard_bytes:
         return PartitionSpec(), f"small: {format_bytes(num_bytes)} is below layout.min_shard_bytes"
     divisible = [i for i, length in enumerate(leaf.shape) if length % size == 0 and length]
     if not divisible:
-        return PartitionSpec(), f"copy: no dim of {tuple(leaf.shape)} is divisible by fsdp({size})"
+        return PartitionSpec(), f"replicated: no dim of {tuple(leaf.shape)} is divisible by fsdp({size})"
     best = max(divisible, key=lambda i: leaf.shape[i])
     spec = canonical([("fsdp",) if i == best else None for i in range(len(leaf.shape))], sizes)
     return spec, f"fsdp auto: dim {best} is the largest divisible"
@@ -201,14 +202,14 @@ def _refuse_large_copy(path: str, leaf: Any, options: LayoutOptions, sizes: Mapp
         nulls = ", ".join(["null"] * len(leaf.shape))
         raise ConfigError(
             f"layout: parameter '{path}' ({format_bytes(leaf_bytes(leaf))}, shape {tuple(leaf.shape)}) would be "
-            f"copied to all {sizes['fsdp']} fsdp devices ({reason}). A copy above layout.replicate_above_bytes "
-            f"({format_bytes(options.replicate_above_bytes)}) has to be asked for. Add the rule ['{path}', "
-            f"[{nulls}]], or one that cuts it."
+            f"replicated on all {sizes['fsdp']} fsdp devices ({reason}). A replicated parameter above "
+            f"layout.replicate_above_bytes ({format_bytes(options.replicate_above_bytes)}) needs a rule. Add the rule "
+            f"['{path}', [{nulls}]], or one that shards it."
         )
 
 
 def without_fsdp(spec: PartitionSpec, sizes: Mapping[str, int]) -> PartitionSpec:
-    """Returns `spec` with the fsdp axis taken out: the whole leaf on each fsdp device."""
+    """Returns `spec` without the fsdp axis: the leaf is replicated over fsdp."""
     dims = [tuple(a for a in ((d,) if isinstance(d, str) else d or ()) if a != "fsdp") for d in spec]
     return canonical([d or None for d in dims], sizes)
 
@@ -216,10 +217,10 @@ def without_fsdp(spec: PartitionSpec, sizes: Mapping[str, int]) -> PartitionSpec
 def follow(
     tree: Any, params: Sequence[LeafPlacement], options: LayoutOptions, sizes: Mapping[str, int], memory_kind: str
 ):
-    """Returns the placements of a tree that holds copies of the parameters (optimizer state, moving averages).
+    """Returns the placements of a tree with copies of the parameters (optimizer state, moving averages).
 
-    A leaf whose path ends with a parameter's path and has its shape lives as that parameter does under ZeRO 3; any
-    other leaf (counters, factored moments) is placed by `fsdp: auto` from its own shape.
+    A leaf with a path that ends with a parameter's path, and with its shape, has that parameter's placement under ZeRO
+    3. Any other leaf (counters, factored moments) is placed by `fsdp: auto` from its shape.
     """
     by_path = {p.path: p for p in params}
     result = []
@@ -244,7 +245,7 @@ def _twin(path: str, shape: tuple[int, ...], by_path: Mapping[str, LeafPlacement
 
 
 def model_annotations(params: Any) -> dict[str, Sequence[Dim]]:
-    """Returns path -> dim names for the leaves whose model carries them (`nn.with_partitioning`,
+    """Returns path -> dim names for the leaves with metadata of the model (`nn.with_partitioning`,
     `nnx.with_partitioning`)."""
     found: dict[str, Sequence[Dim]] = {}
     boxed = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: _names_of(x) is not None)[0]
@@ -270,18 +271,18 @@ def _names_of(x: Any) -> Sequence[Dim] | None:
 
 
 def check_axes_used(placements: Sequence[LeafPlacement], sizes: Mapping[str, int]) -> None:
-    """Refuses a mesh axis that cuts no parameter: its devices would repeat each other's work.
+    """Rejects a mesh axis that shards no parameter: its devices would repeat each other's work.
 
-    The `context` axis cuts activations only; whether the model does so is known once it is traced.
+    The `context` axis shards activations only; whether the model does so is known once it is traced.
 
     Raises:
-        ConfigError: a model axis larger than one, other than those that also cut the batch, is in no placement.
+        ConfigError: a model axis larger than one, other than those that also shard the batch, is in no placement.
     """
     used = {a for p in placements for a in p.axes}
     for axis in ("tensor", "pipeline"):
         if sizes[axis] > 1 and axis not in used:
             raise ConfigError(
-                f"mesh.{axis} is {sizes[axis]}, but no parameter is cut over {axis}: {sizes[axis]} devices would "
+                f"mesh.{axis} is {sizes[axis]}, but no parameter is sharded over {axis}: {sizes[axis]} devices would "
                 f"repeat each other's work. Name it in layout.rules (e.g. a dim 'mlp' or '{axis}'), or use data: "
                 f"{sizes[axis]}."
             )

@@ -1,9 +1,9 @@
-"""The device mesh: which axes exist, how large each is, and which device stands where.
+"""The device mesh: its axes, their sizes, and the position of each device.
 
-Replica axes (`replica` between hosts or slices, `data`) cut the work: each replica computes the gradient of its own
-examples and a reducer adds them. Model axes (`fsdp`, `expert`, `context`, `tensor`, `pipeline`) cut the arrays: the XLA
-partitioner follows the layout. Every mesh carries all axes, those of size one too, so that their names are always
-bound and one program text serves every mesh.
+Replica axes (`replica` between hosts or slices, `data`) divide the work: each replica computes the gradient of its
+examples, and a reducer reduces them. Model axes (`fsdp`, `expert`, `context`, `tensor`, `pipeline`) shard the arrays:
+the XLA partitioner follows the layout. Every mesh has all axes, also those of size one, so that their names are always
+bound and one program serves every mesh.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from spmdkit.foundation.constants import REPLICA_AXES as REPLICA_AXES
 
 
 def resolve(asked: Mapping[str, int], num_devices: int, num_slices: int = 1) -> dict[str, int]:
-    """Returns the size of every axis in `AXES`; one -1 in `asked` takes what the others leave of `num_devices`.
+    """Returns the size of every axis in `AXES`; one -1 in `asked` fills with the remaining part of `num_devices`.
 
-    An empty `asked` is one device, the debugging default. Where devices are in several slices and `replica` is not
-    asked for, it is their number if the other sizes leave room for that: slices are joined by the slowest links, and
-    this is the axis for those.
+    An empty `asked` is one device, the debugging default. If devices are in several slices and `replica` is not set, it
+    is their number if the other sizes permit: the slowest links join slices, and this axis is for those.
 
     Raises:
         ConfigError: the product of the sizes is not the number of devices.
@@ -43,12 +42,12 @@ def resolve(asked: Mapping[str, int], num_devices: int, num_slices: int = 1) -> 
     named = " x ".join(f"{axis}({size})" for axis, size in asked.items())
     open_axes = [axis for axis, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
-        raise ConfigError(f"mesh asks {named}: two axes are -1. One -1 at most can fill. Give one of them a number.")
+        raise ConfigError(f"mesh has {named}: two axes are -1. At most one -1 can fill. Give one of them a number.")
     if open_axes:
         if num_devices % fixed:
             raise ConfigError(
-                f"mesh asks {named}, found {num_devices} devices: {fixed} does not divide {num_devices}. "
-                f"The axis that is -1 takes what the others leave. {_repair(asked, fixed, num_devices)}"
+                f"mesh has {named}, found {num_devices} devices: {fixed} does not divide {num_devices}. The axis that "
+                f"is -1 fills the rest. {_repair(asked, fixed, num_devices)}"
             )
         sizes[open_axes[0]] = num_devices // fixed
     elif fixed != num_devices:
@@ -74,15 +73,15 @@ def _repair(asked: Mapping[str, int], fixed: int, num_devices: int) -> str:
 
 
 def slices(devices: Sequence[jax.Device]) -> int:
-    """Returns in how many TPU slices devices are; 1 for all others. (Devices of a GPU have the index of their host or
-    NVLink domain there.)"""
+    """Returns the number of TPU slices of the devices; 1 for all others. (On GPUs this index is that of the host or
+    NVLink domain.)"""
     if not devices or devices[0].platform != "tpu":
         return 1
     return len({getattr(device, "slice_index", 0) for device in devices})
 
 
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
-    """Returns the mesh of `sizes` over the first devices, laid out by the machine's own links where JAX knows them."""
+    """Returns the mesh of `sizes` over the first devices, arranged by the machine's links if JAX knows them."""
     shape = tuple(sizes[axis] for axis in AXES)
     used = list(devices)[: math.prod(shape)]
     return compat.auto_mesh(_arrange(shape, used), AXES)
@@ -108,9 +107,9 @@ def _arrange(shape: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
 
 
 def canonical(spec: Sequence[str | tuple[str, ...] | None], sizes: Mapping[str, int]) -> PartitionSpec:
-    """Returns the one spelling of a spec: axes of size one dropped, no trailing None, no tuple of one.
+    """Returns the canonical form of a spec: without axes of size one, trailing None, and tuples of one.
 
-    Two spellings of the same sharding are two entries of JAX's cache, and the second step would compile again.
+    Two forms of the same sharding are two entries of JAX's cache, and the second step would compile again.
     """
     dims: list[str | tuple[str, ...] | None] = []
     for dim in spec:

@@ -1,1 +1,4 @@
-"""Where everything meets: `build(config, task, devices) -> Program`, and what it is made of."""
+"""A task and a config become one compiled program: `build(config, task, devices) -> Program`.
+
+Enters: a config, a task, devices. Leaves: a `Program` with the compiled step, its layout, its feeds and its evaluation.
+"""

@@ -1,4 +1,4 @@
-"""The groups that a config asks for on a mesh, and where their copies of the train state live."""
+"""The groups of a sync on a mesh, and where their copies of the train state live."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from spmdkit.step.state import TrainState
 
 
 def groups_of(config: Config, sizes: Mapping[str, int], per_replica: bool) -> Groups | None:
-    """Returns the groups that the config's `sync` asks for, or None where replicas agree in every step.
+    """Returns the groups of the config's `sync`, or None if replicas are synchronous in every step.
 
     Raises:
-        ConfigError: there is only one group, or something else in the config needs all replicas in every step.
+        ConfigError: there is only one group, or another setting needs all replicas in every step.
     """
     sync = sync_of(config)
     if sync.every is None:
@@ -42,42 +42,41 @@ def groups_of(config: Config, sizes: Mapping[str, int], per_replica: bool) -> Gr
     axis = "replica" if sizes["replica"] > 1 else "data"
     if sizes[axis] == 1:
         raise ConfigError(
-            f"sync: {name} has no effect on the mesh {describe_mesh(sizes)}: there is one group of replicas, which "
-            "has nobody to agree with. Groups lie along replica, or data where replica is one. Try mesh: "
-            "{replica: 2, ...}, or sync: every_step."
+            f"sync: {name} has no effect on the mesh {describe_mesh(sizes)}: there is only one group of replicas. "
+            "Groups lie along replica, or along data if replica is one. Try mesh: {replica: 2, ...}, or sync: "
+            "every_step."
         )
     if per_replica:
         raise ConfigError(
-            f"sync: {name} with view='replica': there the user's own sums cross all replicas in every step. Use the "
+            f"sync: {name} with view='replica': there the user's sums cross all replicas in every step. Use the "
             "global view (sk.value_and_grad), or sync: every_step."
         )
     if config.model_state != "global":
         raise ConfigError(
-            f"sync: {name} with model_state: {config.model_state}: each group has a model state of its own already. "
-            "Use model_state: global."
+            f"sync: {name} with model_state: {config.model_state}: each group already has a model state. Use "
+            "model_state: global."
         )
     if config.checkpoint is not None and (steps := config.checkpoint.every_steps) is not None and steps % sync.every:
         near = max(sync.every, steps // sync.every * sync.every)
         raise ConfigError(
-            f"checkpoint.every_steps is {steps}, and groups agree every {sync.every} steps ({name}). A checkpoint "
-            "stands at the end of a round, so that it can be restored onto another number of groups. Try checkpoint: "
-            f"{{every_steps: {near}}}."
+            f"checkpoint.every_steps is {steps}, and groups are averaged every {sync.every} steps ({name}). A "
+            "checkpoint is saved at the end of a round, so that it can be restored onto another number of groups. "
+            f"Try checkpoint: {{every_steps: {near}}}."
         )
     in_place = "start" if sync.start else "overlap" if any(turn.beside for turn in sync.turns) else ""
     if in_place and plugins.without_common("reducers", config.reducer)[1].get("warmup"):
         raise ConfigError(
-            f"sync: {name} with {in_place}, and a reducer with warmup: both take the place of steps. Set warmup: 0, "
-            f"or leave out {in_place}."
+            f"sync: {name} with {in_place}, and a reducer with warmup: both replace steps. Set warmup: 0, or remove "
+            f"{in_place}."
         )
     return Groups((axis,), sizes[axis], sync, _outer_reducer(sync, config, name))
 
 
 def _outer_reducer(sync: Sync, config: Config, name: str) -> Reducer | None:
-    """Returns the reducer by which a sync has groups agree; one with error feedback without it, unless that is asked
-    for.
+    """Returns the reducer of a sync's averages; one with error feedback runs without it, unless it is requested.
 
     Raises:
-        ConfigError: there is no such reducer, or it keeps something from one agreement to the next, or tells something.
+        ConfigError: there is no such reducer, or it has a state or metrics.
     """
     asked = sync.reducer
     if asked is None:
@@ -92,26 +91,26 @@ def _outer_reducer(sync: Sync, config: Config, name: str) -> Reducer | None:
         if "error_feedback" not in options:
             made = reducer_named({reducer: options | {"error_feedback": False}}, config.folder)
     if made.init is not stateless or made.warmup:
-        what = "warms up" if made.warmup else "keeps something from one sum to the next"
+        what = "warms up" if made.warmup else "has a state"
         raise ConfigError(
-            f"sync: {name}: its reducer {plugins.split(asked)[0]} {what}, and outer gradients are added without a "
-            "memory. Use a reducer without a state, for example sync: "
+            f"sync: {name}: its reducer {plugins.split(asked)[0]} {what}, and outer gradients are reduced without a "
+            "state. Use a reducer without a state, for example sync: "
             f"{{{name}: {{every: {sync.every}, reducer: int8}}}}."
         )
     if made.apply_with_metrics is not None:
         raise ConfigError(
-            f"sync: {name}: its reducer {plugins.split(asked)[0]} tells of each step what it has sent, and between "
-            "groups nobody hears it. It is for gradients. Write it as the config's reducer, and sync: "
+            f"sync: {name}: its reducer {plugins.split(asked)[0]} reports metrics of each step, and metrics of an "
+            "outer reducer cannot be logged. It is for gradients. Write it as the config's reducer, and sync: "
             f"{{{name}: {{every: {sync.every}, reducer: int8}}}}."
         )
     return made
 
 
 def sync_of(config: Config) -> Sync:
-    """Returns the sync that a config names: one of the package, or a user's own.
+    """Returns the sync that a config names: one of the package, or a user-defined one.
 
     Raises:
-        ConfigError: there is none of that name, it is not declared, or the options are not its.
+        ConfigError: it does not exist, is not registered, or does not have these options.
     """
     parameter_server.refuse(config)
     if plugins.is_own(config.sync):
@@ -126,7 +125,7 @@ def sync_of(config: Config) -> Sync:
 
 
 def optimizer_of(config: Config, task: Task) -> optax.GradientTransformationExtraArgs:
-    """Returns the optimizer of a config and its task, as the config's sync has it: by itself, or behind a delay line.
+    """Returns the optimizer of a config and its task under the config's sync: unchanged, or behind a delay line.
 
     Raises:
         ConfigError: see `make_optimizer`.
@@ -144,12 +143,11 @@ def optimizer_of(config: Config, task: Task) -> optax.GradientTransformationExtr
 
 
 def check_agreement(groups: Groups, params: Any, name: str) -> Any:
-    """Returns what the sync keeps, abstract, after its functions were traced on `params`, one copy.
+    """Returns the abstract state of the sync, after tracing its functions on `params`, one copy.
 
     Raises:
-        ConfigError: what it agrees on or shows is not one copy of the parameters, or it does not keep what it began
-            with.
-        UserCodeError: a function of it raised.
+        ConfigError: `agree` or `view` does not return one copy of the parameters, or the state changes its structure.
+        UserCodeError: a function of the sync raised.
     """
     sync, what = groups.sync, f"sync {name}"
     view = sync.view
@@ -158,7 +156,7 @@ def check_agreement(groups: Groups, params: Any, name: str) -> Any:
     traced = lambda function, fn, *args: user_code.call_user(lambda: jax.eval_shape(fn, *args), f"{what}: {function}")
     kept = traced("init", sync.init, params)
     shown = traced("view", lambda params, kept: view(params, kept, mean), of_all, kept)
-    rule = "agree returns (one copy of the parameters, what is kept) and view one copy, as mean(params) is"
+    rule = "agree returns (one copy of the parameters, the sync state) and view one copy, as mean(params) is"
     shapes = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), tree)  # dtypes are cast
     rows = [("view: the parameters", shapes(params), shapes(shown))]
     for turn in range(len(sync.turns)):
@@ -166,26 +164,25 @@ def check_agreement(groups: Groups, params: Any, name: str) -> Any:
         agreed = traced("agree", lambda params, kept, call=call: call(params, kept, mean), of_all, kept)
         if not (isinstance(agreed, tuple) and len(agreed) == 2):
             raise ConfigError(
-                f"{what}: agree returned {type(agreed).__name__}. {rule}. Write return new, kept at its end."
+                f"{what}: agree returned {type(agreed).__name__}. {rule}. Write return new, state at its end."
             )
         given = shapes(agreed[0])
-        if sync.schedule:  # a leaf may stay, or be mixed: [groups, ...]
+        if sync.schedule:  # a leaf may be unchanged, or averaged: [groups, ...]
             given = jax.tree.map(functools.partial(_one_of, groups.num), given, params)
-        rows += [("agree: the parameters", shapes(params), given), ("agree: what is kept", kept, agreed[1])]
+        rows += [("agree: the parameters", shapes(params), given), ("agree: the sync state", kept, agreed[1])]
     for function, expected, found in rows:
         if difference := first_difference(expected, found):
-            raise ConfigError(f"{what}: {function}: {difference}. {rule}. Keep the shapes as they are.")
+            raise ConfigError(f"{what}: {function}: {difference}. {rule}. Do not change the shapes.")
     return kept
 
 
 def _one_of(num: int, x: jax.ShapeDtypeStruct, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns one copy of a leaf of `num` groups; any other as it is."""
+    """Returns one copy of a leaf of `num` groups; other leaves unchanged."""
     return jax.ShapeDtypeStruct(like.shape, x.dtype) if x.shape == (num, *like.shape) else x
 
 
 def check_reducer(groups: Groups, config: Config) -> None:
-    """Refuses a reducer that keeps something while groups train alone: what becomes of it when they agree is not
-    defined.
+    """Rejects a reducer with a state while groups train alone: the average of such states is not defined.
 
     Raises:
         ConfigError: always.
@@ -195,19 +192,19 @@ def check_reducer(groups: Groups, config: Config) -> None:
     forgets = plugins.has_option("reducers", config.reducer, "error_feedback")
     without = f", {{{name}: {{error_feedback: false}}}}," if forgets else ""
     raise ConfigError(
-        f"reducer: {name} keeps something from step to step, and sync: {plugins.split(config.sync)[0]} lets the "
-        f"groups along {axis} train alone. Inside a group only a reducer without a state can add. Use reducer: "
-        f"sum{without} or sync: every_step."
+        f"reducer: {name} has a state, and with sync: {plugins.split(config.sync)[0]} the groups along {axis} train "
+        f"alone. Inside a group only a reducer without a state is possible. Use reducer: sum{without} or sync: "
+        "every_step."
     )
 
 
 def place(
     groups: Groups, placed: StateLayout, params: Any, mesh: Mesh, sizes: Mapping[str, int], name: str
 ) -> tuple[TrainState, StateLayout]:
-    """Returns (the abstract train state of all groups, where its leaves live) from the layout of one copy.
+    """Returns (the abstract train state of all groups, the placement of its leaves) from the layout of one copy.
 
     Args:
-        name: of the sync, as messages call it.
+        name: of the sync in messages.
     """
     sync_keeps = check_agreement(groups, params, name)
     abstract = jax.eval_shape(functools.partial(stacked, groups), placed.abstract)

@@ -1,5 +1,4 @@
-"""What a task brings to the train state, before any array is made: its variables, checked and traced, and its
-optimizer."""
+"""The task's part of the train state, before any array exists: its variables, checked and traced, and its optimizer."""
 
 from __future__ import annotations
 
@@ -25,13 +24,13 @@ from spmdkit.step.state import Variables
 
 
 def abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Variables], Any, Any, list[str]]:
-    """Returns (init that always gives `Variables`, parameters in `precision.params`; abstract parameters, model state;
-    notes).
+    """Returns (init that always returns `Variables`, parameters in `precision.params`; abstract parameters, model
+    state; notes).
 
     Raises:
-        ConfigError: `init` returns no arrays, or some that cannot be trained or kept.
+        ConfigError: `init` returns no arrays, or arrays that cannot be trained or saved.
     """
-    made: dict[str, Any] = {}  # path -> the dtype that init gave, which JAX without 64-bit types may halve
+    made: dict[str, Any] = {}  # path -> the dtype of init, which JAX without 64-bit types may halve
 
     def init(key: jax.Array) -> Variables:
         out = task.init(key)
@@ -39,8 +38,8 @@ def abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Var
         for path, leaf in named_leaves(variables):
             if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
                 raise ConfigError(
-                    f"init returned {type(leaf).__name__} at '{path}'. Every leaf of the parameters is an array. "
-                    "Use jnp.asarray for numbers, and keep what is no array out of the pytree."
+                    f"init returned {type(leaf).__name__} at '{path}'. Every leaf of the parameters is an array. Use "
+                    "jnp.asarray for numbers, and remove everything that is not an array from the pytree."
                 )
             made[path] = leaf.dtype
         return jax.tree.map_with_path(lambda path, x: jnp.asarray(_narrowed(path_name(path), x)), variables)
@@ -57,15 +56,15 @@ def abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Var
     for path, leaf in named_leaves(shapes.state):
         if leaf.dtype == jax.dtypes.float0:
             raise ConfigError(
-                f"init returned model state '{path}' as float0, which is what JAX gives for the gradient of an "
-                "integer: it holds nothing, and cannot be saved. Leave it out."
+                f"init returned model state '{path}' as float0, which is JAX's gradient of an integer: it holds no "
+                "data, and cannot be saved. Remove it."
             )
     stored = jax.eval_shape(init_as_stored, jax.random.key(config.seed))
     return init_as_stored, stored.params, stored.state, _cast_notes(made, stored, config)
 
 
 def _narrowed(path: str, leaf: Any) -> Any:
-    """Returns a leaf of `init` in the dtype that JAX holds, where it is an array of numpy's.
+    """Returns a leaf of `init` in the dtype that JAX uses, if it is a numpy array.
 
     Raises:
         ConfigError: an integer does not fit.
@@ -81,7 +80,7 @@ def _check_parameter(path: str, dtype: Any) -> None:
         name = path.rpartition("/")[2]
         raise ConfigError(
             f"init returned parameter '{path}' as {dtype}. Parameters are real: Adam and others square the gradient, "
-            f"and precision casts by real dtypes. Keep two real leaves, {{'re': {name}.real, 'im': {name}.imag}}, and "
+            f"and precision casts by real dtypes. Use two real leaves, {{'re': {name}.real, 'im': {name}.imag}}, and "
             f"write jax.lax.complex({name}['re'], {name}['im']) in the loss."
         )
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -92,7 +91,7 @@ def _check_parameter(path: str, dtype: Any) -> None:
 
 
 def _cast_notes(made: dict[str, Any], stored: Variables, config: Config) -> list[str]:
-    """Returns notes about the leaves that are kept in another dtype than `init` gave them (`made`, by path)."""
+    """Returns notes about the leaves that have another dtype than `init` returned (`made`, by path)."""
     params: dict[str, list[str]] = {}
     state: dict[str, list[str]] = {}
     for path, leaf in named_leaves(stored):
@@ -102,19 +101,19 @@ def _cast_notes(made: dict[str, Any], stored: Variables, config: Config) -> list
     notes = []
     if params:
         notes.append(
-            f"these parameters are kept in {config.precision.params} (precision.params), and were made in another "
-            f"dtype by init: {_some(params)}."
+            f"these parameters are converted to {config.precision.params} (precision.params); init made them in "
+            f"another dtype: {_some(params)}."
         )
     if state:
         notes.append(
-            "this model state is kept in 32 bits, half of what init made, since JAX has no more unless "
+            "this model state is stored in 32 bits, half of what init made, since JAX uses 32 bits unless "
             f"JAX_ENABLE_X64=1 is set: {_some(state)}."
         )
     return notes
 
 
 def _some(by_dtype: dict[str, list[str]]) -> str:
-    """Returns the first four paths of each dtype, and how many more there are."""
+    """Returns the first four paths of each dtype, and the number of the others."""
     return "; ".join(
         f"{', '.join(paths[:4])}{f' and {len(paths) - 4} more' if len(paths) > 4 else ''} ({dtype})"
         for dtype, paths in by_dtype.items()
@@ -122,18 +121,17 @@ def _some(by_dtype: dict[str, list[str]]) -> str:
 
 
 def check_precision(config: Config) -> None:
-    """Raises ConfigError where the config asks for 64 bits and JAX has none."""
+    """Raises ConfigError if the config requests 64 bits and JAX has disabled them."""
     wide = [name for name, dtype in config.precision if dtype == "float64"]
     if wide and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise ConfigError(
-            f"precision.{wide[0]} is float64, and JAX has been started without 64-bit types: it would compute in "
-            "float32. Set the environment variable JAX_ENABLE_X64=1, or use float32."
+            f"precision.{wide[0]} is float64, and JAX was started without 64-bit types: it would compute in float32. "
+            "Set the environment variable JAX_ENABLE_X64=1, or use float32."
         )
 
 
 def input_notes(config: Config, batches: Sequence[Any]) -> list[str]:
-    """Returns a note about the arrays of a batch that are rounded before the loss sees them, unless `precision.inputs`
-    is set.
+    """Returns a note about the arrays of a batch that are rounded before the loss, unless `precision.inputs` is set.
 
     Args:
         batches: abstract examples of training and of the evaluation.
@@ -147,25 +145,25 @@ def input_notes(config: Config, batches: Sequence[Any]) -> list[str]:
         if not any(is_cast([pattern], path) for path in floats):
             raise ConfigError(
                 f"precision.inputs: pattern '{pattern}' matches none of the {len(floats)} floating point arrays of a "
-                f"batch: {', '.join(sorted(floats)) or 'there is none'}. A pattern has to match a whole "
+                f"batch: {', '.join(sorted(floats)) or 'none'}. A pattern has to match a whole "
                 f"path.{nearest(pattern, floats)} Fix it, or remove it."
             )
     rounded = sorted(path or "(the whole)" for path, x in floats.items() if common_dtype(x.dtype, compute) != compute)
     if asked is not None or compute == config.precision.params == "float32" or not rounded:
         return []
     note = (
-        f"these arrays of a batch are rounded to {compute} before the loss sees them (precision.compute): "
-        f"{', '.join(rounded)}. Targets may need more. Set precision.inputs: given to hand all over as they are, "
-        "[patterns of paths] to cast only those, or compute if this is meant."
+        f"these arrays of a batch are rounded to {compute} before the loss (precision.compute): {', '.join(rounded)}. "
+        "Targets may need more. Set precision.inputs: given to cast none, [patterns of paths] to cast only those, or "
+        "compute if this is intended."
     )
     return [note]
 
 
 def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationExtraArgs:
-    """Returns the config's optimizer, otherwise the task's, behind the clipping of the true global norm.
+    """Returns the config's optimizer, otherwise the task's, after clipping by the true global norm.
 
     Raises:
-        ConfigError: neither has one, or a learning rate has nowhere to go.
+        ConfigError: neither has one, or a learning rate is not used.
     """
     optimizer = call_user(
         lambda: choose_optimizer(config.optimizer, config.learning_rate, task.optimizer, config.where), "Task.optimizer"
@@ -179,17 +177,16 @@ def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationEx
         trace_context.current().usage.called("optimizer")
         clipped, _ = clip.update(
             grads, clip.init(params), params
-        )  # which has no state: the optimizer's stays as its author knows it
+        )  # stateless, so the structure of the optimizer state does not change
         return inner.update(clipped, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def _with_any_extra(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer that may be given anything beside a gradient, and takes of it what it knows.
+    """Returns an optimizer that accepts any extra argument and passes on those that it knows.
 
-    optax asks that of every one that takes more than a gradient; `optax.contrib.sam` (0.2.8) takes `grad_fn` and
-    nothing else.
+    optax requires this of every optimizer with extra arguments; `optax.contrib.sam` (0.2.8) accepts `grad_fn` only.
     """
     inner = optax.with_extra_args_support(optimizer)
     parameters = inspect.signature(inner.update).parameters.values()

@@ -1,12 +1,12 @@
-"""`step_bytes`: what one device holds while a step runs. One formula, for `auto`, for a plan and for the start of a
+"""`step_bytes`: the memory of one device while a step runs. One formula, for `auto`, for a plan and for the start of a
 run.
 
     peak = arguments + outputs that are no donated argument + temporaries + code
 
-all of which are allocated while the step runs (the state is donated, so the new state lies in the old one's place). The
-compiler says the four sums (`compiled.memory_analysis()`, read by `compiler.temp_bytes`). Arguments are at least what
-the layout says is there: a leaf that the step never reads is no argument of the program. The CPU backend counts what
-lives on the host as its own; it is taken out.
+All of these are allocated while the step runs (the state is donated, so the new state reuses its memory). The compiler
+reports the four sums (`compiled.memory_analysis()`, read by `compiler.temp_bytes`). Arguments are at least the bytes of
+the layout: a leaf that the step never reads is not an argument of the program. The CPU backend counts host memory as
+device memory; it is subtracted.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ _FIELDS = {
 
 
 class Held(NamedTuple):
-    """What a step is given, as the layout says: name -> bytes, on one device and in the host's memory for it."""
+    """The inputs of a step, from the layout: name -> bytes, on one device and in host memory for it."""
 
     device: Mapping[str, int]
     host: Mapping[str, int]
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of one device."""
+        """Bytes per device."""
         return sum(self.device.values())
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one device without the batch."""
+        """Bytes per device without the batch."""
         return self.device_bytes - self.device.get("inputs", 0)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes in the host's memory for this device."""
+        """Bytes in host memory for this device."""
         return sum(self.host.values())
 
 
@@ -79,17 +79,17 @@ def shard_bytes(shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Shard
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes of one device (the same on each).
+    """Bytes per device (the same on each).
 
     Attributes:
-        argument_bytes: the state and the batch, as the compiler lays them out.
-        output_bytes: new arrays that come out.
-        alias_bytes: outputs that lie in a donated argument's place.
-        temp_bytes: gradients, activations and work space at their largest.
-        code_bytes: the program itself, where it lives in the device's memory.
-        host_temp_bytes: temporaries in the host's memory.
-        refused: what the compiler said, where it refused the step for its size; then `temp_bytes` is what it says it
-            needs, 0 where it gives no number.
+        argument_bytes: the state and the batch in the compiler's layout.
+        output_bytes: new arrays.
+        alias_bytes: outputs in the memory of a donated argument.
+        temp_bytes: maximum of gradients, activations and work space.
+        code_bytes: the program itself, if it is in device memory.
+        host_temp_bytes: temporaries in host memory.
+        refused: the compiler's message, if it rejected the step for its size; `temp_bytes` is then the size in the
+            message, or 0.
     """
 
     argument_bytes: int
@@ -107,20 +107,19 @@ class StepBytes:
 
     @property
     def peak_bytes(self) -> int:
-        """All that is allocated while the step runs."""
+        """All memory that is allocated while the step runs."""
         return self.argument_bytes + self.new_bytes + self.temp_bytes + self.code_bytes
 
     def fits(self, limit_bytes: int | None) -> bool:
-        """Returns whether the step can run where a program may use so much of a device; None: nobody knows, and
-        everything fits."""
+        """Returns whether the step can run with this limit per device; None: unknown, and everything fits."""
         return not self.refused and (limit_bytes is None or self.peak_bytes <= limit_bytes)
 
 
 def step_bytes(make: Callable[[], jax.stages.Compiled], given: Held, platform: str) -> StepBytes:
-    """Returns what one device holds while a step runs.
+    """Returns the memory of one device while a step runs.
 
     Args:
-        make: compiles the step, or returns what was compiled.
+        make: compiles the step, or returns the compiled step.
         given: the state and the batch.
         platform: of the devices.
     """
@@ -131,7 +130,7 @@ def step_bytes(make: Callable[[], jax.stages.Compiled], given: Held, platform: s
             raise
         state, needed = given.state_bytes, _needed(str(error))
         return StepBytes(given.device_bytes, state, state, needed, refused=str(error))
-    assert stats is not None, "this backend does not say what its programs need"
+    assert stats is not None, "this backend does not report the memory of its programs"
     elsewhere = 0 if stats.host_argument_size_in_bytes else given.host_bytes
     return StepBytes(
         argument_bytes=max(stats.argument_size_in_bytes - elsewhere, given.device_bytes),
@@ -144,7 +143,7 @@ def step_bytes(make: Callable[[], jax.stages.Compiled], given: Held, platform: s
 
 
 def _needed(said: str) -> int:
-    """Returns the bytes that the compiler's message says it needs; the largest of its numbers in front of the limit."""
+    """Returns the bytes that the compiler's message requires; the largest of its numbers before the limit."""
     units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "": 1}
     found = [float(n) * units[unit] for n, unit in re.findall(r"([\d.]+)([KMGT]?)\)? (?:exceeds|of)", said)]
     found += [float(n) * units[unit] for n, unit in re.findall(r"\(([\d.]+)([KMGT]?)\)", said)[:1]]
@@ -155,8 +154,8 @@ def _needed(said: str) -> int:
 
 
 def memory_limit(devices: Sequence[Any]) -> int | None:
-    """Returns the bytes of one device that a program may use: as the backend says, the machine's share (CPU), or the
-    chip's."""
+    """Returns the bytes of one device that a program may use: reported by the backend, a share of the machine (CPU), or
+    the chip's."""
     first = devices[0]
     if first.platform == "cpu":
         local = sum(d.process_index == jax.process_index() for d in devices)
@@ -164,7 +163,7 @@ def memory_limit(devices: Sequence[Any]) -> int | None:
     mine = next((d for d in devices if hasattr(d, "memory_stats") and d.process_index == jax.process_index()), None)
     try:
         stats = mine.memory_stats() if mine is not None else None
-    except jax.errors.JaxRuntimeError:  # a device that is only described
+    except jax.errors.JaxRuntimeError:  # an abstract device
         stats = None
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"])

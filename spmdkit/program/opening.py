@@ -1,4 +1,4 @@
-"""From a config to its program: the task that it names with its hooks, the devices, and what it leaves `auto`."""
+"""From a config to its program: the task with its hooks, the devices, and the `auto` settings."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def build(
     """Returns the program of a config: a path to YAML or a `Config`.
 
     Args:
-        task: instead of the one that the config names.
-        devices: instead of all of JAX's.
+        task: replaces the config's task.
+        devices: replaces all of JAX's devices.
         overrides: `key=value` strings, as on the command line; only with a path.
 
     Raises:
-        ConfigError: something in the config, the task or the data cannot work; said before any array is made.
+        ConfigError: the config, the task or the data cannot work; raised before any array exists.
         UserCodeError: a function of the task raised.
     """
     if not isinstance(config, Config):
@@ -42,13 +42,13 @@ def build(
 
 
 def task_of(config: Config) -> Task:
-    """Returns the task that a config names, with the hooks that it names."""
+    """Returns the task of a config with the config's hooks."""
     target, name = config.task_reference()
     return with_hooks(load_task(target, name, config.folder, config.task_args), config)
 
 
 def with_hooks(task: Task, config: Config) -> Task:
-    """Returns the task with the config's hooks after its own."""
+    """Returns the task with the config's hooks after its own hooks."""
     own = load_hooks(config.hooks, config.folder)
     return dataclasses.replace(task, hooks=(*task.hooks, *own)) if own else task
 
@@ -60,11 +60,11 @@ def open_program(
     limit_bytes: int | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Program:
-    """Returns the program of a config; what it leaves `auto` is chosen by compiled memory.
+    """Returns the program of a config; `auto` settings are chosen by compiled memory.
 
     Args:
-        limit_bytes: of one device; default: what the devices say.
-        say: takes a line for each program that `auto` tries.
+        limit_bytes: per device; default: as reported by the devices.
+        say: receives a line for each candidate of `auto`.
     """
     if not auto.is_auto(config):
         return Program(config, task, devices)

@@ -1,20 +1,20 @@
-"""Whether what padding rows contain changes what a step or an evaluation gives: seen by running a short batch twice.
+"""Checks that the contents of padding rows do not change the result of a step or an evaluation, by running a short
+batch twice.
 
-A row that only fills up a short batch must not count. `sk.mean` leaves such rows out of the values that it is given,
-but it cannot see whether those were made from padding rows too: batch statistics, a loss over pairs, a ranking, a sum
-along the wrong dim. So the same short batch runs twice, its padding filled with other numbers, and nothing that comes
-out may change.
+A row that only fills up a short batch must not count. `sk.mean` omits such rows from the values that it receives, but
+it cannot detect that a value was computed from padding rows: batch statistics, a loss over pairs, a ranking, a sum
+along the wrong dim. So the same short batch runs twice with different padding, and no output may change.
 
-    short    some rows of every shard and microbatch are marked as padding, beside those that are
-    first    padding rows hold what they held
+    short    some more rows of every shard and microbatch are marked as padding
+    first    padding rows are unchanged
     second   they hold other rows of the batch, floating point numbers times LARGE: integers and pairs (example, label)
-             stay legal
+    stay valid
 
-A loss that leaves padding out gives the same bits twice: the program and its keys are the same. What counts rows by
-their number alone (`x.shape[0]`) does not follow the contents and is not seen here; `spmdkit verify` compares with a
+A loss that omits padding is bitwise the same twice: the program and its keys are the same. Code that uses only the
+number of rows (`x.shape[0]`) does not depend on the contents and is not detected here; `spmdkit verify` compares with a
 batch without padding.
 
-Cost: two forward passes, and in training one more compilation, of what is left of the step without gradient and update.
+Cost: two forward passes, and in training one more compilation, of the step without gradient and update.
 """
 
 from __future__ import annotations
@@ -37,22 +37,21 @@ from spmdkit.step import trace_context
 from spmdkit.step.step import Batch
 
 LARGE = 8.0
-"""Times the numbers of other rows: large enough to show, small enough that `exp` of what is usual stays finite."""
+"""Factor for the numbers of other rows: large enough to show, small enough that `exp` of usual values stays finite."""
 
 TOLERANCE = 1e-4
-"""Relative change that is none. Rounding does not reach it: what leaves padding out is equal to the bit on most
-devices."""
+"""Relative change below which values are equal. Rounding does not reach it: a loss that omits padding is bitwise equal
+on most devices."""
 
 MOVED = 0.01
-"""By at most how much parameters are larger while the step is probed."""
+"""Maximum relative increase of the parameters in the check."""
 
 Grid = tuple[int, int, int]
-"""(shards, microbatches, rows): how the rows of a global batch are laid out; see `Feed`."""
+"""(shards, microbatches, rows): the layout of the rows of a global batch; see `Feed`."""
 
 
 class PaddingEffect(NamedTuple):
-    """A number that follows the contents of padding rows: its path, and its value with the one filling and with the
-    other."""
+    """A number that depends on the contents of padding rows: its path, and its values with the two fillings."""
 
     path: str
     first: float
@@ -60,12 +59,13 @@ class PaddingEffect(NamedTuple):
 
 
 def changes(run: Callable[[Batch], Any], batch: Batch, grid: Grid, whole: jax.sharding.Sharding) -> list[PaddingEffect]:
-    """Returns what of `run(batch)`, a tree of arrays, follows the contents of padding rows. Waits for the device.
+    """Returns the leaves of `run(batch)`, a tree of arrays, that depend on the contents of padding rows. Waits for the
+    device.
 
     Args:
         run: a compiled function of the batch; it must not donate.
         batch: on the devices; any of its rows may be padding.
-        whole: places a scalar on every device of the mesh.
+        whole: replicates a scalar on every device of the mesh.
     """
     placed = jax.tree.map(lambda x: x.sharding, batch)
     fill = jax.jit(lambda batch, factor: _filled(batch, factor, grid), out_shardings=placed)
@@ -80,21 +80,20 @@ def changes(run: Callable[[Batch], Any], batch: Batch, grid: Grid, whole: jax.sh
     first = filled(0.0)
     found = with_first(LARGE)
     if any(c.broken for c in found.values()):
-        # Large numbers may leave the domain of a function (a logarithm) whose values at padding rows are multiplied by
-        # zero.
+        # Large numbers may be outside of the domain of a function (a logarithm) with values at padding rows multiplied
+        # by zero.
         found = with_first(1.0)
     changed = {path: c for path, c in found.items() if c.broken or c.difference > TOLERANCE * c.size}
     if changed:
-        noise = with_first(0.0)  # of a device that adds in another order each time
+        noise = with_first(0.0)  # a device that sums in another order each time
         changed = {path: c for path, c in changed.items() if c.broken or c.difference > 10 * noise[path].difference}
     return [PaddingEffect(path, float(c.first), float(c.second)) for path, c in changed.items()]
 
 
 def _filled(batch: Batch, factor: jax.Array, grid: Grid) -> Batch:
-    """Returns the batch made short, its padding filled with `factor` times other rows, or as it is where `factor` is
-    zero.
+    """Returns the short batch, its padding filled with `factor` times other rows, or unchanged if `factor` is zero.
 
-    Rows move between devices only where a shard has one row of a microbatch.
+    Rows move between devices only if a shard has one row of a microbatch.
     """
     assert batch.mask is not None
     is_last, shift, dim = _last_rows(grid)
@@ -111,11 +110,10 @@ def _filled(batch: Batch, factor: jax.Array, grid: Grid) -> Batch:
 
 
 def _last_rows(grid: Grid) -> tuple[np.ndarray, int, int]:
-    """Returns (bool[batch] of rows to take for padding; shift, dim: the place of another row for each, counted
-    backwards).
+    """Returns (bool[batch] of the padding rows; shift, dim: the position of the replacement row, counted backwards).
 
-    The last half of the rows of each microbatch on each shard, as padding is the end of a batch; where there is one
-    row, every second shard, else every second microbatch.
+    The last half of the rows of each microbatch on each shard, since padding is at the end of a batch; with one row,
+    every second shard, else every second microbatch.
     """
     dim = 2 if grid[2] > 1 else 0 if grid[0] > 1 else 1
     index = np.arange(math.prod(grid)).reshape(grid)
@@ -125,8 +123,8 @@ def _last_rows(grid: Grid) -> tuple[np.ndarray, int, int]:
 
 
 class _Compared(NamedTuple):
-    """Two arrays: the largest change of an element, the largest element, whether one stopped being finite, an element
-    of each."""
+    """Two arrays: the largest change of an element, the largest element, whether one became non-finite, an element of
+    each."""
 
     difference: jax.Array
     size: jax.Array
@@ -155,14 +153,14 @@ def _compared_leaf(first: jax.Array, second: jax.Array) -> _Compared:
 def check_first_dims(
     context: trace_context.Context, trace: Callable[[trace_context.Context, Batch], Any], batch: Batch, what: str
 ) -> None:
-    """Refuses a `sk.mean` of values whose first dim is not the examples, though it is as long as they are many.
+    """Rejects a `sk.mean` of values with a first dim that is not the examples, though it has the same length.
 
-    Where padding was left out of the values by `sk.example_mask()`, no filling shows that time steps are then taken for
-    padding rows. So the step is traced once more with twice the rows: as many means have to leave padding out. Other
+    If padding was omitted from the values by `sk.example_mask()`, no filling shows that other dims are then used as
+    padding rows. So the step is traced once more with twice the rows: the same number of means must omit padding. Other
     losses are not traced again.
 
     Args:
-        context: of the step as it was traced.
+        context: of the traced step.
         trace: traces the step with another context and another abstract batch.
     """
     if not (context.usage.has_called("example_mask") and context.usage.has_called("mean")):
@@ -177,10 +175,10 @@ def check_first_dims(
     found, expected = context.usage.num_masked, other.usage.num_masked
     if found != expected:
         raise ConfigError(
-            f"data.drop_remainder is false, and {what} gives {found} times values to sk.mean whose first dim is as "
-            f"long as the rows, but {expected} times with twice as many rows: some first dim is no dim of examples "
-            "and has that length by chance. sk.mean leaves padding rows out along the first dim, which must be the "
-            "examples. Put them first (values.T), or add up to one number before."
+            f"data.drop_remainder is false, and {what} passes {found} times values to sk.mean with a first dim as "
+            f"long as the rows, but {expected} times with twice as many rows: a first dim is not the examples and has "
+            "that length by chance. sk.mean omits padding rows along the first dim, which must be the examples. Put "
+            "them first (values.T), or reduce to one number before."
         )
 
 
@@ -188,11 +186,11 @@ def check_first_dims(
 
 
 def lowered_forward(traced: jax.stages.Traced, state: Any, batch: Batch, placed: Any, whole: Any) -> jax.stages.Lowered:
-    """Returns `(state, batch) -> tree of what must not follow padding` from the trace of the step; nothing is donated.
+    """Returns `(state, batch) -> tree that must not depend on padding` from the trace of the step; nothing is donated.
 
-    That is the metrics (what a reducer tells asks for the gradient) and the floating point leaves of the model state,
-    or of the parameters where a step has no metrics. Gradient and update are not computed: nothing asks for them. It
-    computes with parameters that have been moved a little.
+    These are the metrics (those of a reducer need the gradient) and the floating point leaves of the model state, or of
+    the parameters if a step has no metrics. Gradient and update are not computed, since no output needs them. The
+    parameters are perturbed a little.
 
     Args:
         placed: shardings of the state.
@@ -218,8 +216,8 @@ def lowered_forward(traced: jax.stages.Traced, state: Any, batch: Batch, placed:
 
 
 def _moved(x: jax.Array, placed: NamedSharding) -> jax.Array:
-    """Returns a parameter a little larger, each element by another number: a head that begins at zero hides all that is
-    before it."""
+    """Returns a slightly larger parameter, each element by another factor: a head initialized to zero would hide all
+    differences before it."""
     if placed.memory_kind == "pinned_host" or not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     angles = [lax.broadcasted_iota(jnp.float32, x.shape, dim) * (dim + 1.3) for dim in range(x.ndim)]
@@ -227,7 +225,7 @@ def _moved(x: jax.Array, placed: NamedSharding) -> jax.Array:
 
 
 def _floating(tree: Any, shapes: Any) -> dict[str, Any]:
-    """Returns path -> leaf of those whose shape has a floating point dtype."""
+    """Returns path -> leaf of those with a floating point dtype."""
     pairs = zip(named_leaves(tree), jax.tree.leaves(shapes), strict=True)
     return {path: x for (path, x), shape in pairs if jnp.issubdtype(shape.dtype, jnp.inexact)}
 
@@ -236,18 +234,18 @@ def refused_step(found: list[PaddingEffect], what: str) -> ConfigError:
     """Returns the error of a step, called `what`, in which padding rows count."""
     return ConfigError(
         f"data.drop_remainder is false, and in {what} padding rows count: {_said(found)}. Rows that only fill up a "
-        "short batch must not change anything: what mixes examples before there is one value for each (batch "
-        "statistics, pairs, ranking) has to leave them out. Use sk.example_mask() there, or set data.drop_remainder: "
+        "short batch must not change anything: code that mixes examples before there is one value for each (batch "
+        "statistics, pairs, ranking) has to omit them. Use sk.example_mask() there, or set data.drop_remainder: "
         "true."
     )
 
 
 def refused_evaluation(found: list[PaddingEffect], what: str, num_examples: int, batch_size: int) -> ConfigError:
-    """Returns the error of an evaluation, whose function is called `what`, in which padding rows count."""
+    """Returns the error of an evaluation with the function `what`, in which padding rows count."""
     return ConfigError(
-        f"eval_data has {num_examples} examples, in batches of {batch_size} the last one is filled up, and in {what} "
-        f"padding rows count: {_said(found)}. Rows that only fill up a short batch must not change anything: what "
-        "mixes examples before there is one value for each (batch statistics, pairs, ranking) has to leave them out. "
+        f"eval_data has {num_examples} examples, in batches of {batch_size} the last one is padded, and in {what} "
+        f"padding rows count: {_said(found)}. Rows that only fill up a short batch must not change anything: code "
+        "that mixes examples before there is one value for each (batch statistics, pairs, ranking) has to omit them. "
         f"Use sk.example_mask() there, or an eval.batch_size that divides {num_examples}."
     )
 

@@ -1,5 +1,5 @@
-"""The programs that a run calls beside its step: that of the reducer's warm-up, that of the steps before groups train
-alone, those in which they agree."""
+"""The programs of a run other than its step: the reducer's warm-up, the synchronous steps before groups train alone,
+and the averages of groups."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from spmdkit.step.state import TrainState
 
 
 class Phase:
-    """A program of a run beside its step.
+    """A program of a run other than its step.
 
     Attributes:
-        name: what a plan calls it.
+        name: in a plan.
         every: steps from one call to the next.
-        in_place: it takes the place of a step; otherwise it runs after one.
+        in_place: it replaces a step; otherwise it runs after one.
         first: the first such step.
-        until: the last such step; None: it never ends.
+        until: the last such step; None: no end.
 
     Args:
-        lower: gives the program as it is handed to the compiler.
+        lower: returns the program as passed to the compiler.
         compile: compiles it.
     """
 
@@ -53,16 +53,16 @@ class Phase:
 
     @property
     def lowered(self) -> jax.stages.Lowered:
-        """The program as it is given to the compiler."""
+        """The program as passed to the compiler."""
         return self._lower()
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
-        """The compiled program; the state that it is given is donated."""
+        """The compiled program; it donates its state."""
         return self._compile(self._lower())
 
     def runs(self, step: int) -> bool:
-        """Returns whether it takes the place of `step`, or runs after it."""
+        """Returns whether it replaces `step`, or runs after it."""
         ended = self.until is not None and step > self.until
         return step >= self.first and not ended and (step - self.first) % self.every == 0
 
@@ -70,8 +70,8 @@ class Phase:
 Whole = tuple[
     StateLayout, Callable[[], trace_context.Context], int, Callable[[], Any], Callable[[], trace_context.Context]
 ]
-"""Of a step of the whole mesh: where one copy of its state lives, its context, the number of replicas; and what the
-guard of a step of groups gives, and the context of that step."""
+"""A step of the whole mesh: the layout of one copy of its state, its context, the number of replicas; and the result of
+the finite check of a step of groups, and the context of that step."""
 
 
 def phases_of(
@@ -80,7 +80,7 @@ def phases_of(
     warmup: tuple[int, Callable[[], jax.stages.Lowered]],
     whole: Whole,
 ) -> tuple[Phase, ...]:
-    """Returns the programs that a run calls beside its step, those in its place first.
+    """Returns the programs of a run other than its step, those that replace a step first.
 
     Args:
         warmup: the last step of the reducer's warm-up, or 0; its program.
@@ -101,17 +101,17 @@ def phases_of(
 
 
 def lowered_agreement(task_step: TaskStep, whole: Whole, turn: int) -> jax.stages.Lowered:
-    """Returns the program of a turn in which groups agree, state -> state."""
+    """Returns the program of an average of groups, state -> state."""
     agree = _agree(task_step, whole, turn)
     jitted = jax.jit(agree, out_shardings=task_step.state.sharding, donate_argnums=0)
     return jitted.lower(task_step.state.abstract)
 
 
 def lowered_beside(task_step: TaskStep, whole: Whole, turn: int) -> jax.stages.Lowered:
-    """Returns the step of groups with a turn that crosses beside it: of the state before the step, whose parameters
-    neither changes for the other.
+    """Returns the step of groups with an overlapped average: both use the state before the step, and neither changes
+    the parameters of the other.
 
-    Nothing that the turn computes is used in the step, so that the compiler can send while it computes.
+    The step uses no result of the average, so the compiler can overlap the communication with it.
     """
     agree, step = _agree(task_step, whole, turn), task_step.function(whole[4]())
 
@@ -140,7 +140,7 @@ def _agree(task_step: TaskStep, whole: Whole, turn: int) -> Callable[[TrainState
 
 
 def lowered_start(task_step: TaskStep, whole: Whole) -> jax.stages.Lowered:
-    """Returns the step in which all replicas agree, on the state of all groups."""
+    """Returns the synchronous step of all replicas, on the state of all groups."""
     groups = task_step.groups
     assert groups is not None
     single, context, num_replicas, code, _ = whole

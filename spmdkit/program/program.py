@@ -1,8 +1,8 @@
-"""`Program`: the one place where everything meets. Abstract first, arrays last.
+"""`Program`: a task and a config on a mesh. Abstract first, arrays last.
 
 config -> mesh -> shapes of the state -> layout -> batch -> form of the step -> compiled step -> arrays. `train`,
-`eval`, `plan`, `verify` and a user's own loop all use the same `Program`; nothing is allocated before it is known to
-fit together, and what is wrong is said in that order.
+`eval`, `plan`, `verify` and a user's own loop all use the same `Program`. Nothing is allocated before all parts fit
+together, and errors are raised in that order.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ class Program:
         config, task, mesh: the resolved config, the user's task, the device mesh.
         layout: placement and reason of every leaf of the train state.
         form: how the step is compiled: `plain`, `mapped` or `manual` (see `spmdkit.step.lowering`).
-        notes: remarks for the user that are no errors; ledgers: what was done about rows that could not be read, of
-            training and of the evaluation.
-        refused_forms: forms that were tried before `form`, with what refused each.
+        notes: notes for the user; ledgers: unreadable rows of training and of the evaluation, and what was done about
+            them.
+        refused_forms: forms that were rejected before `form`, each with its reason.
         compile_log: lines about rematerialization that XLA logged while it compiled the step.
-        code: what of the last step was not finite, on the devices (`spmdkit.step.finite_check`), or None; feed: batches
+        code: what was not finite in the last step, on the devices (`spmdkit.step.finite_check`), or None; feed: batches
             of training; limit: of `on_spike`.
-        may_be_donated: whether a step looks if its state was given to an earlier one: not where nobody but the loop has
-            it.
-        probe_padding: whether the first step and the first evaluation look if padding rows count, where batches can be
-            short.
+        may_be_donated: whether a step checks that its state was not donated before; False if only the loop has the
+            state.
+        probe_padding: whether the first step and the first evaluation check that padding rows do not count, if batches
+            can be short.
     """
 
     def __init__(self, config: Config, task: Task, devices: Sequence[jax.Device], probe_padding: bool = True):
@@ -74,7 +74,7 @@ class Program:
         if not isinstance(config.microbatches, int) or auto.is_auto(config):
             raise ConfigError(
                 "microbatches: auto and remat: auto are chosen when a program is opened. Use sk.build(config), or "
-                "give numbers."
+                "set numbers."
             )
         self.microbatches, self.zero = config.microbatches, config.layout.zero
         self.sizes = mesh.resolve(config.mesh.sizes(), len(devices), mesh.slices(devices))
@@ -90,12 +90,12 @@ class Program:
         self._abstract_state: Any = None
         self._abstract_state = jax.eval_shape(self._create_state, jax.random.key(0))
         placed = place_state(config, task.rules, self._abstract_state, abstract_params, self.mesh, self.sizes)
-        self._single = placed  # of one copy
+        self._single = placed  # one copy
         if self.groups is not None:
             self._abstract_state, placed = program_groups.place(
                 self.groups, placed, abstract_params, self.mesh, self.sizes, plugins.split(config.sync)[0]
             )
-        self._placed = placed  # before the reducer gets its place
+        self._placed = placed  # before the reducer state is added
         self._open_data()
         self._choose_form()
         trained = [self.abstract_batch] if self._step_context.usage.has_called("value_and_grad") else []
@@ -108,27 +108,27 @@ class Program:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """The mesh axes whose devices are replicas under the name `data`: with ZeRO 1 and 2 `fsdp` is one of them."""
+        """The mesh axes of the replicas: with ZeRO 1 and 2 `fsdp` is one of them."""
         return ("data",) if self.zero == 3 else ("data", "fsdp")
 
     @property
     def reducer(self) -> Reducer:
-        """How gradients are added over replicas."""
+        """The reducer of the gradients."""
         return self._step_context.options.reducer
 
     @property
     def said_of_state(self) -> agreement.Kinds:
-        """How the task says that replicas agree on leaves of the model state."""
+        """How replicas reduce leaves of the model state, by the task."""
         return self._state_reduction
 
     @property
     def num_replicas(self) -> int:
-        """The number of replicas that compute a gradient of their own."""
+        """The number of replicas that compute a gradient."""
         return mesh.count(self.sizes, ("replica", *self.data_axes))
 
     @property
     def batch_shards(self) -> int:
-        """The number of parts into which the mesh cuts a batch."""
+        """The number of shards of a batch."""
         return mesh.count(self.sizes, mesh.BATCH_AXES)
 
     def _place(self, placed: StateLayout) -> None:
@@ -152,7 +152,7 @@ class Program:
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     def _context(self) -> trace_context.Context:
-        """Returns the context of a step of the whole mesh, its form not chosen yet."""
+        """Returns the context of a step of the whole mesh, without a form."""
         return step_context(
             self.config,
             self.mesh,
@@ -164,7 +164,7 @@ class Program:
         )
 
     def _choose_form(self) -> None:
-        """Sets the context of the step, its form, and the place of what the reducer keeps in the train state."""
+        """Sets the context of the step, its form, and the reducer state in the train state."""
         self._place(self._placed)
         chosen = choose_form(self._task_step, self._context(), self.num_replicas, self.probe_padding)
         self._step_context, self._traced, self.refused_forms = chosen.context, chosen.traced, chosen.refused
@@ -189,17 +189,17 @@ class Program:
 
     @functools.cached_property
     def traced(self) -> jax.stages.Traced:
-        """The step traced on its shardings: its jaxpr, and what is compiled."""
+        """The step traced on its shardings: its jaxpr, and its lowering."""
         return self._task_step.trace(self._step_context) if self._traced is None else self._traced
 
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
-        """The step as it is given to the compiler."""
+        """The step as passed to the compiler."""
         return self.traced.lower()
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
-        """The compiled step `(state, batch) -> (state, metrics, code of the guard)`; the state is donated."""
+        """The compiled step `(state, batch) -> (state, metrics, code of the finite check)`; the state is donated."""
         with compile_log.collected() as self.compile_log:
             return self._compile(self.__dict__.pop("lowered", None) or self.traced.lower())
 
@@ -208,18 +208,18 @@ class Program:
 
     @functools.cached_property
     def held(self) -> memory.Held:
-        """What the step is given: the state and a batch, in bytes of one device."""
+        """The inputs of the step: the state and a batch, in bytes per device."""
         return memory.held(self.layout, self.mesh, self.abstract_batch)
 
     @functools.cached_property
     def step_bytes(self) -> memory.StepBytes:
-        """What one device holds while the step runs. Compiles it where that was not done; it may be refused for its
+        """The memory of one device while the step runs. Compiles the step if necessary; it may be rejected for its
         size."""
         return memory.step_bytes(lambda: self.compiled, self.held, self._devices[0].platform)
 
     def with_step(self, changes: Mapping[str, Any]) -> Program:
-        """Returns this program with other `microbatches` or another `remat`: the step alone is traced again, all else
-        is shared."""
+        """Returns this program with other `microbatches` or another `remat`: only the step is traced again, everything
+        else is shared."""
         assert changes.keys() <= {"microbatches", "remat"}, f"{sorted(changes)} change more than the step"
         other = copy.copy(self)
         for name in ("traced", "lowered", "compiled", "phases", "step_bytes", "lowered_init", "_compiled_init"):
@@ -233,12 +233,12 @@ class Program:
 
     @property
     def computes_twice(self) -> bool:
-        """Whether a step computes more than the model asks for: with remat, and in stages, which idle and repeat."""
+        """Whether a step computes more than the model: with remat, and in pipeline stages, which idle and repeat."""
         return self.config.remat != "none" or self.sizes["pipeline"] > 1
 
     def traced_once(self) -> jax.stages.Traced:
-        """Returns the step traced with nothing computed twice: what the model itself asks for. Stages are put together
-        on one device."""
+        """Returns the step traced without recomputation: the arithmetic of the model itself. Stages are combined on one
+        device."""
         context = self._step_context.with_options(remat=None, remat_whole=False).for_new_trace()
         if self.sizes["pipeline"] > 1:
             ones = dict.fromkeys(self.sizes, 1)
@@ -246,18 +246,17 @@ class Program:
         return jax.jit(self._task_step.function(context)).trace(self._abstract_state, self.abstract_batch)
 
     def explain(self) -> str:
-        """Returns what was applied to the step, in order, and why: a line each. Compiles nothing."""
+        """Returns what was applied to the step, in order, and why: one line each. Compiles nothing."""
         return explain(self._task_step, self._step_context, self.refused_forms, self.notes)
 
     def step(self, state: TrainState, batch: Batch | Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Returns the state after one step, and its metrics as device scalars. The given state is donated: it is gone.
+        """Returns the state after one step, and its metrics as device scalars. The input state is donated.
 
-        `batch` comes from `batches` or `put`. Never waits for the device, but the first time: for short batches, groups
-        that train alone, a reducer's warm-up or look.
+        `batch` comes from `batches` or `put`. Never waits for the device, except the first time: for short batches,
+        groups that train alone, a reducer's warm-up or validation.
 
         Raises:
-            ConfigError: padding rows of a short batch would count, or the reducer sees in the first one that it is the
-                wrong one.
+            ConfigError: padding rows of a short batch would count, or the reducer rejects the first step.
         """
         if self.may_be_donated:
             check_not_donated(state, "program.step")
@@ -269,7 +268,7 @@ class Program:
         if self.phases:
             last = self._stepped if self._stepped is not None and self._stepped[0] is state.step else None
             number = 1 + (int(state.step) if last is None else last[1])
-            compiled = [(p, p.compiled) for p in self.phases]  # before the first step: nobody waits later
+            compiled = [(p, p.compiled) for p in self.phases]  # before the first step, so that no later step waits
             due = [(p.in_place, program) for p, program in compiled if p.runs(number)]
         step = next((program for in_its_place, program in due if in_its_place), self.compiled)
         state, metrics, self.code = step(state, batch)
@@ -281,12 +280,12 @@ class Program:
 
     @property
     def warmup(self) -> int:
-        """The last step in which gradients are added by `sum`, whatever the reducer; 0 where nothing is added."""
+        """The last step with `sum` in place of the reducer; 0 if nothing is reduced."""
         return self.reducer.warmup if self._step_context.sharding.num_replicas > 1 else 0
 
     @functools.cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """The programs that a run calls beside the step, those in its place first."""
+        """The programs of a run other than the step, those that replace a step first."""
         warm, code = (self.warmup, lambda: self.lowered_by(plain_sum())), lambda: self.traced.out_info[2]
         whole = self._single, self._context, self.num_replicas, code, self._step_context.for_new_trace
         return phases.phases_of(self._task_step, self._compile, warm, whole)
@@ -296,7 +295,7 @@ class Program:
         return self._compile(self.lowered_by(reducer))
 
     def lowered_by(self, reducer: Reducer) -> jax.stages.Lowered:
-        """Returns the step with another reducer, as it is given to the compiler."""
+        """Returns the step with another reducer, as passed to the compiler."""
         return self._task_step.trace(self._step_context.with_options(reducer=reducer).for_new_trace()).lower()
 
     @functools.cached_property
@@ -304,22 +303,21 @@ class Program:
         return jax.jit(groups.added, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
 
     def metrics(self, metrics: Mapping[str, Any]) -> Mapping[str, jax.Array]:
-        """Returns the metrics of a step as device scalars over all groups; where all replicas have agreed they are that
-        already.
+        """Returns the metrics of a step as device scalars over all groups; unchanged if replicas are synchronous.
 
-        A program of its own, on all processes: call it at the steps whose metrics are read.
+        A separate program, on all processes: call it at the steps at which metrics are read.
         """
         of_groups = self.groups is not None and any(map(is_metric, metrics.values()))
         return self._add_metrics(dict(metrics)) if of_groups else metrics
 
     def _one_copy(self, current: TrainState) -> TrainState:
-        """Returns the state that is evaluated: on the devices, one copy of all groups."""
+        """Returns the state to evaluate: on the devices, one copy of all groups."""
         current = to_device(self.layout, self.mesh, current)
         return current if self.groups is None else groups.whole(self.groups, current, self._state_reduction)
 
     def check_padding(self, state: TrainState, batch: Batch) -> None:
-        """Refuses a step in which the contents of padding rows change what it gives; see
-        `spmdkit.program.padding_check`. Waits for the device."""
+        """Rejects a step with results that depend on the contents of padding rows; see `spmdkit.program.padding_check`.
+        Waits for the device."""
         whole, shapes = NamedSharding(self.mesh, PartitionSpec()), (self.abstract_state, self.abstract_batch)
         forward = self._compile(padding_check.lowered_forward(self.traced, *shapes, self.state_sharding, whole))
         if found := padding_check.changes(functools.partial(forward, state), batch, self.feed.grid, whole):
@@ -328,12 +326,12 @@ class Program:
     # ---- arrays ------------------------------------------------------------------------------------------------------
 
     def init(self) -> TrainState:
-        """Returns the state before the first step, each leaf made in its place; the same bits on every mesh."""
+        """Returns the state before the first step, each leaf created with its sharding; bitwise the same on every mesh."""
         return call_user(lambda: self._compiled_init(jax.random.key(self.config.seed)), "init")
 
     @functools.cached_property
     def lowered_init(self) -> jax.stages.Lowered:
-        """The program that makes the state before the first step, key -> state, as it is given to the compiler."""
+        """The program that creates the state before the first step, key -> state, as passed to the compiler."""
         return jax.jit(self._create_state, out_shardings=self.state_sharding).lower(jax.random.key(self.config.seed))
 
     @functools.cached_property
@@ -341,7 +339,7 @@ class Program:
         return self._compile(self.__dict__.pop("lowered_init", None) or self.lowered_init)
 
     def batches(self, start: int = 1, stop: int | None = None) -> Iterator[tuple[int, Batch]]:
-        """Yields `(step, batch)` for steps `start` to `stop` (included, default `config.steps`), loaded ahead on the
+        """Yields `(step, batch)` for steps `start` to `stop` (inclusive, default `config.steps`), prefetched on the
         devices."""
         with self.stream(start, stop) as stream:
             yield from ((number, batch) for number, batch, _ in stream)
@@ -351,13 +349,12 @@ class Program:
         return self.feed.stream(start, self.config.steps if stop is None else stop)
 
     def skip_batches(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Leaves batches out of the schedule beside those of the config: numbers (first, last), counted as if none were
-        left out."""
+        """Skips batches in addition to those of the config: numbers (first, last), counted as if none were skipped."""
         skipped = data.merged([*self.config.data.left_out(), *ranges])
         self.schedule = self.feed.schedule = dataclasses.replace(self.schedule, skipped=skipped)
 
     def put(self, examples: Any, mask: Any = None) -> Batch:
-        """Returns a batch on the devices from whole host arrays (the same on every process), for a loop with its own
+        """Returns a batch on the devices from global host arrays (the same on every process), for a loop with its own
         data."""
         return self.feed.put(examples, mask)
 
@@ -369,7 +366,7 @@ class Program:
         return self._eval_feed is not None
 
     def _check_evaluation(self) -> None:
-        """Traces the evaluation now: a mistake in it would otherwise end a run at its first evaluation."""
+        """Traces the evaluation now: otherwise a mistake in it would end a run at its first evaluation."""
         if self.evaluator.note:
             self.notes.append(self.evaluator.note)
         check_best(self.config.checkpoint, self.evaluator.names)
@@ -382,7 +379,7 @@ class Program:
             ConfigError: the task has no evaluation data, or its function does not return means.
         """
         if self._eval_feed is None:
-            raise ConfigError("evaluation needs data: the task has no eval_data. Give Task(eval_data=...).")
+            raise ConfigError("evaluation needs data: the task has no eval_data. Pass Task(eval_data=...).")
         return Evaluator(
             self.task,
             self._eval_feed,
@@ -401,7 +398,7 @@ class Program:
         return whole if self.groups is None else whole.with_sharding(sizes=self.sizes, form="mapped")
 
     def eval(self, current: TrainState) -> dict[str, Any]:
-        """Returns the metrics over the whole evaluation set, of any size: numbers, and of `sk.bincount` arrays. Waits
+        """Returns the metrics over the whole evaluation set, of any size: numbers, and arrays of `sk.bincount`. Waits
         for the device."""
         check_not_donated(current, "program.eval")
         return self.evaluator(current)
@@ -416,6 +413,5 @@ class Program:
         return jax.jit(check, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
 
     def non_finite_leaf(self, current: TrainState) -> str | None:
-        """Returns the path of the first leaf of the state that holds a NaN or an infinity, or None. Waits for the
-        device."""
+        """Returns the path of the first leaf of the state with a NaN or an infinity, or None. Waits for the device."""
         return next((path for path, ok in jax.device_get(self._finite(current)).items() if not ok), None)

@@ -12,10 +12,10 @@ from spmdkit.foundation import plugins, user_code
 
 
 def reducer_named(choice: str | Mapping[str, Any], folder: Path) -> Reducer:
-    """Returns the reducer that a choice names: one of the package, or a user's own, in a file below `folder`.
+    """Returns the reducer of a choice: one of the package, or a user-defined one, in a file below `folder`.
 
     Raises:
-        ConfigError: there is none of that name, it is not declared, or the options are not its.
+        ConfigError: it does not exist, is not registered, or does not have these options.
     """
     if plugins.is_own(choice):
         choice, common = plugins.without_common("reducers", choice)

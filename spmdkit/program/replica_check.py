@@ -1,15 +1,14 @@
-"""Copies of the train state on several devices: whether their bits are the same, which one is the odd one, and how it
-gets the bits of the others.
+"""Compares the copies of the train state on several devices bitwise, finds the outlier, and repairs it from the others.
 
-    hash[device, leaf] = checksum of the device's own part of the leaf         spmdkit.foundation.checksum, 64 bits
-    copies             = devices that hold the same part: equal positions along the axes that cut the leaf
+    hash[device, leaf] = checksum of the device's part of the leaf             spmdkit.foundation.checksum, 64 bits
+    copies             = devices with the same part: equal positions along the axes that shard the leaf
 
-    three or more   the majority is right, the odd one is named
-    two             they differ, and nobody knows which is right; an audit may: the same inputs twice on each device,
-                    bits compared
-    one             nothing to compare with (fsdp with zero: 3)
+    three or more   the majority is right, the outlier is reported
+    two             they differ, and either may be right; an audit decides: the same inputs twice on each device,
+    compared bitwise
+    one             no copy to compare with (fsdp with zero: 3)
 
-Wire: one all_gather of 8 bytes for each leaf and device. A leaf that is mended: one all_reduce of it over its copies.
+Wire: one all_gather of 8 bytes for each leaf and device. Repair of a leaf: one all_reduce of it over its copies.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from spmdkit.step.step import Batch
 
 
 class Difference(NamedTuple):
-    """Copies of one part of a leaf whose bits differ.
+    """Copies of one part of a leaf that differ.
 
     Attributes:
         leaf: its number, in flattening order.
         path: of the leaf.
-        odd: places in the mesh, counted row by row, of the devices outside of the majority; without one, of all of
-            them.
-        source: place of a device of the majority; None where there is none.
+        odd: positions in the mesh, in row-major order, of the devices outside of the majority; without a majority, of
+            all of them.
+        source: position of a device of the majority; None if there is none.
         num: of copies.
     """
 
@@ -56,7 +55,7 @@ class Difference(NamedTuple):
 
 
 class Copies:
-    """The copies that a program's mesh makes of its train state."""
+    """The copies of a train state on the mesh of a program."""
 
     def __init__(self, program: Program):
         self._program, self._mesh = program, program.mesh
@@ -66,12 +65,12 @@ class Copies:
         self._paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(program.abstract_state)]
 
     def axes_of(self, leaf: int) -> tuple[str, ...]:
-        """Returns the mesh axes larger than one along which a leaf is copied."""
+        """Returns the mesh axes larger than one along which a leaf is replicated."""
         cut = {a for dim in self._table[leaf].spec for a in ((dim,) if isinstance(dim, str) else dim or ())}
         return tuple(a for a, size in zip(self._axes, self._shape, strict=True) if size > 1 and a not in cut)
 
     def without(self) -> list[str]:
-        """Returns the paths of leaves of which every device holds the only copy of its part."""
+        """Returns the paths of leaves without a second copy of any part."""
         return [path for i, path in enumerate(self._paths) if not self.axes_of(i)]
 
     # ---- comparing ---------------------------------------------------------------------------------------------------
@@ -100,7 +99,7 @@ class Copies:
         return np.asarray(jax.device_get(self._hash(state)))
 
     def differences(self, hashes: np.ndarray) -> list[Difference]:
-        """Returns where copies differ."""
+        """Returns the copies that differ."""
         found = []
         for leaf, path in enumerate(self._paths):
             for group in self._groups(leaf):
@@ -115,21 +114,21 @@ class Copies:
         return found
 
     def _groups(self, leaf: int) -> np.ndarray:
-        """Returns [parts, copies], the places of the devices that hold each part of a leaf."""
+        """Returns [parts, copies], the positions of the devices that hold each part of a leaf."""
         axes = [self._axes.index(a) for a in self.axes_of(leaf)]
         rest = [i for i in range(len(self._shape)) if i not in axes]
         places = np.arange(math.prod(self._shape)).reshape(self._shape)
         return places.transpose(*rest, *axes).reshape(-1, math.prod(self._shape[i] for i in axes))
 
     def device(self, place: int) -> jax.Device:
-        """Returns the device at a place in the mesh."""
+        """Returns the device at a position in the mesh."""
         found: jax.Device = self._mesh.devices.reshape(-1)[place]
         return found
 
     # ---- mending -----------------------------------------------------------------------------------------------------
 
     def mended(self, state: TrainState, differences: Sequence[Difference]) -> TrainState:
-        """Returns the state in which every copy of what differs has the bits of its source; the given one is gone.
+        """Returns the state in which every differing copy has the bytes of its source; the input state is donated.
 
         Every difference has a source.
         """
@@ -164,11 +163,10 @@ class Copies:
     # ---- the audit ---------------------------------------------------------------------------------------------------
 
     def audit(self, state: TrainState, batch: Batch) -> list[int]:
-        """Returns the places of the devices that compute other bits from the same inputs a second time; the state stays
-        as it is.
+        """Returns the positions of the devices with different results for the same inputs; the state does not change.
 
-        In the manual form no gradient is added over replicas for it, so that a device shows its own arithmetic. In
-        other forms sums carry one device's mistake to all.
+        In the manual form no gradient is reduced over replicas in the audit, so that a device shows its own arithmetic.
+        In other forms reductions spread one device's mistake to all.
         """
         copy = jax.jit(lambda s: jax.tree.map(jnp.copy, s), out_shardings=self._program.state_sharding)
         step = self._audit_step
@@ -185,7 +183,7 @@ class Copies:
 
 
 def _of_source(x: jax.Array, is_source: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns the bits of the copy at which `is_source`, on all copies along `axes`."""
+    """Returns the bytes of the copy at which `is_source`, on all copies along `axes`."""
     data = jax.random.key_data(x) if is_key(x) else x
     if data.dtype == jnp.bool_:
         bits = data.astype(jnp.uint8)

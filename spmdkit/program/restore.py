@@ -1,12 +1,12 @@
-"""Restoring what is kept once for each replica or group of replicas, where their number, the reducer or the sync has
-changed.
+"""Restores state that exists once per replica or group of replicas, after a change of their number, the reducer or the
+sync.
 
 Everything else in a train state has one shape on every mesh; `Checkpoints.restore` puts it on the new one. The
-reducer's state is [replicas, *leaf]: what is missing begins at zero, what is left over is dropped with one line, and
-another number of replicas is the reducer's `reshard_state`, leaf by leaf. With groups, parameters and all that follows
-them are [groups, *leaf]: groups of another number begin with the mean of those that were saved; what their sync keeps,
-one copy for all (an outer optimizer), goes on. Gradients that wait in a delay line (`sync: stale`) are dropped where
-another number of them is to wait.
+reducer's state is [replicas, *leaf]: missing arrays begin at zero, extra ones are dropped with one line, and another
+number of replicas uses the reducer's `reshard_state`, leaf by leaf. With groups, parameters and everything that follows
+them are [groups, *leaf]: another number of groups begins with the mean of the saved ones; the state of their sync, one
+copy for all (an outer optimizer), continues. Gradients in a delay line (`sync: stale`) are dropped if the delay
+changes.
 
 While a leaf of another number is read, each device holds the copies of all old replicas or groups of its part of it.
 """
@@ -28,7 +28,7 @@ from spmdkit.step.state import TrainState
 
 FIELD, LINE = "reducer/", "opt_state/delay_line/"
 OPTIONAL = (FIELD, "sync/", LINE, "opt_state/waiting")
-"""What begins the paths of leaves that another run may not ask for."""
+"""Prefixes of the paths of leaves that another run may not need."""
 
 
 def restored(checkpoints: Checkpoints, step: int, program: Program) -> tuple[TrainState, dict[str, Any], list[str]]:
@@ -49,14 +49,21 @@ def restored(checkpoints: Checkpoints, step: int, program: Program) -> tuple[Tra
     dropped = any(path.startswith("sync/") for path in table) and not kept
     if num != asked:
         lines.append(
-            f"note: step {step} was saved by {num or 'no'} groups of replicas that train alone, here are "
-            f"{asked or 'none'}: " + ("all go on from their mean" if num else "each begins with the same parameters")
+            f"note: step {step} was saved by {num or 'no'} groups of replicas that train alone, this run has "
+            f"{asked or 'none'}: " + ("all continue from their mean" if num else "each begins with the same parameters")
         )
     if late != wanted:
-        waited = f"{late} gradients that waited in step {step} are dropped" if late else f"in step {step} none waited"
-        lines.append(f"note: gradients are {wanted} steps late here: {waited}, and for {wanted} steps nothing moves")
+        waited = (
+            f"{late} pending gradients of step {step} are dropped"
+            if late
+            else (f"step {step} has no pending gradients")
+        )
+        lines.append(
+            f"note: gradients are delayed by {wanted} steps in this run: {waited}, and the first {wanted} "
+            "steps change nothing"
+        )
     if (begins and num) or dropped:
-        said = [f"what the sync of step {step} kept is dropped"] * dropped + ["this one's begins anew"] * begins
+        said = [f"the sync state of step {step} is dropped"] * dropped + ["this one's is initialized"] * begins
         lines.append(f"note: {', and '.join(said)}")
     if num == asked and late == wanted and not begins:
         return state, record, lines
@@ -80,15 +87,15 @@ def restored(checkpoints: Checkpoints, step: int, program: Program) -> tuple[Tra
 
 
 def _sync_kept(program: Program, saved: Mapping[str, tuple[int, ...]]) -> tuple[bool, bool]:
-    """Returns (whether a checkpoint holds what the program's sync keeps, whether that begins anew); a sync may keep
-    nothing."""
+    """Returns (whether a checkpoint has the state of the program's sync, whether that state is initialized again); a
+    sync may have no state."""
     asked = {path: leaf.shape for path, leaf in named_leaves(program.abstract_state) if path.startswith("sync/")}
     held = all(saved.get(path) == shape for path, shape in asked.items())
     return bool(asked) and held, bool(asked) and not held
 
 
 def _saved_late(saved: Mapping[str, tuple[int, ...]]) -> int:
-    """Returns by how many steps the gradients of a checkpoint are late (`sync: stale`)."""
+    """Returns the delay of the gradients of a checkpoint in steps (`sync: stale`)."""
     found = {path.removeprefix(LINE).split("/")[0] for path in saved if path.startswith(LINE)}
     return len(found)
 
@@ -99,14 +106,14 @@ def _late(program: Program) -> int:
 
 
 def _without_line(opt_state: Any, delayed: bool) -> Any:
-    """Returns the abstract state of the optimizer, of which the gradients that wait are not read, as it was saved:
-    behind a delay line or not."""
+    """Returns the abstract state of the optimizer as it was saved, with or without a delay line; pending gradients are
+    not read."""
     alone = opt_state.optimizer if isinstance(opt_state, Delayed) else opt_state
     return Delayed(alone, (), None) if delayed else alone  # type: ignore[arg-type]
 
 
 def _saved_groups(program: Program, saved: Mapping[str, tuple[int, ...]]) -> int | None:
-    """Returns the number of groups whose parameters a checkpoint holds, None where it holds one copy."""
+    """Returns the number of groups in a checkpoint, or None if it holds one copy."""
     lead = 0 if program.groups is None else 1
     for path, leaf in named_leaves(program.abstract_state.params):
         shape = saved.get(f"params/{path}" if path else "params")
@@ -116,7 +123,7 @@ def _saved_groups(program: Program, saved: Mapping[str, tuple[int, ...]]) -> int
 
 
 def _of_groups(program: Program, num: int | None) -> TrainState:
-    """Returns the abstract state of `num` groups, each leaf cut as the program's is but for the groups' axes."""
+    """Returns the abstract state of `num` groups, each leaf sharded as in the program except over the groups' axes."""
     lead = 0 if program.groups is None else 1
 
     def leaf(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -135,7 +142,7 @@ def _of_groups(program: Program, num: int | None) -> TrainState:
 def _with_reducer(
     checkpoints: Checkpoints, step: int, program: Program, abstract: TrainState, table: Mapping[str, tuple[int, ...]]
 ) -> tuple[TrainState, dict[str, Any], list[str]]:
-    """Returns what `restored` does, where all but the reducer's state is saved as it is asked for."""
+    """Returns what `restored` does if only the reducer's state differs."""
     saved = {path: shape for path, shape in table.items() if path.startswith(FIELD)}
     asked = {path: leaf for path, leaf in named_leaves(abstract) if path.startswith(FIELD)}
     found = {
@@ -152,8 +159,8 @@ def _with_reducer(
 
 
 def _as_saved(leaf: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """Returns what to read for a leaf that was saved as `shape`: the copies of all replicas on every new one, cut as
-    the leaf is."""
+    """Returns what to read for a leaf that was saved as `shape`: the copies of all replicas on every new one, sharded
+    like the leaf."""
     if shape == leaf.shape:
         return leaf
     placed: Any = leaf.sharding
@@ -164,8 +171,7 @@ def _as_saved(leaf: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDt
 def _on_this_mesh(
     program: Program, asked: Mapping[str, jax.ShapeDtypeStruct], old: Mapping[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """Returns path -> array for every leaf that is asked for; those of one leaf of the gradient are carried over
-    together."""
+    """Returns path -> array for every requested leaf; those of one leaf of the gradient are resharded together."""
     by_leaf: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
     for path, x in asked.items():
         leaf, _, name = path.rpartition("/")
@@ -195,7 +201,7 @@ def _lines(
         )
     if dropped := sum(path not in found for path in saved):
         lines.append(
-            f"note: {dropped} arrays of the reducer's state in step {step} are dropped: on this mesh and with this "
-            "reducer nothing keeps them, and what they owed is lost"
+            f"note: {dropped} arrays of the reducer's state in step {step} are dropped: this mesh and this reducer do "
+            "not use them, and their error is lost"
         )
     return lines

@@ -1,10 +1,9 @@
-"""The text of a user's project: the files that a config names, and every module of their own project that they import.
+"""The source text of a user's project: the files that a config names, and every module of the project that they import.
 
-One function for all who ask whether two texts are one: processes before the first step, `verify --resume`, a start beside the
-one before.
-Read from the imports as they are written, in functions too; nothing is imported or run. A module belongs to the project
-where its file lies outside of Python, of installed packages and of spmdkit; where the task itself is installed, the
-package that it is in belongs to it.
+One function for all comparisons of source text: between processes before the first step, by `verify --resume`, and
+between two starts of a run. Imports are read from the source, also inside functions; nothing is imported or run. A
+module belongs to the project if its file is outside of Python, of installed packages and of spmdkit. If the task itself
+is installed, its package belongs to the project.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ _PYTHON = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "pl
 
 
 class _File(NamedTuple):
-    """One file of a project: its name for people, which is the same on every host, and the package that its relative
-    imports start from."""
+    """One file of a project: its display name, which is the same on every host, and the package of its relative
+    imports."""
 
     name: str
     path: Path
@@ -37,11 +36,11 @@ class _File(NamedTuple):
 
 
 def texts(config: Config) -> dict[str, str]:
-    """Returns `{name: text}` of all files that the config's task, reducer, hooks and trackers stand in and import,
+    """Returns `{name: text}` of all files of the config's task, reducer, hooks and trackers and of their imports,
     sorted by name.
 
-    Names are those of the config (`tasks/mine.py`) or follow from the module's (`models/net.py`). A file that cannot be
-    read has no text: whoever imports it says so.
+    Names are those of the config (`tasks/mine.py`) or derived from the module's (`models/net.py`). A file that cannot
+    be read has no text; its import reports the error.
     """
     named = [_target(entry) for entry in _named_by(config)]
     files_named = [target for target in named if target.endswith(".py")]
@@ -81,7 +80,7 @@ def package_digests() -> dict[str, str]:
 
 
 def _named_by(config: Config) -> Iterator[str]:
-    """Yields what the config names of the user's own: `file.py:name` or `module:name`."""
+    """Yields the user-defined objects of the config: `file.py:name` or `module:name`."""
     yield config.task
     choices: list[Any] = [config.reducer, config.sync, *config.hooks, *config.log.trackers]
     yield from (plugins.split(choice)[0] for choice in choices if plugins.is_own(choice))
@@ -100,7 +99,7 @@ def imported(text: str, package: str) -> list[str]:
     a module.
 
     Args:
-        package: the package that the module is in, for relative imports.
+        package: the package of the module, for relative imports.
     """
     try:
         tree = ast.parse(text)
@@ -123,7 +122,7 @@ def _names(node: ast.AST, package: str) -> Iterator[str]:
 
 
 def _absolute(name: str, package: str) -> str:
-    """Returns a dotted name without leading dots; empty where there is no package that it starts from."""
+    """Returns a dotted name without leading dots; empty if there is no package to resolve it."""
     rest = name.lstrip(".")
     level = len(name) - len(rest)
     if level == 0:
@@ -142,7 +141,7 @@ class _Finder:
     """Finds files of modules as Python would, without importing the packages around them.
 
     Args:
-        folders: those of the files that the config names, which Python looks into first.
+        folders: those of the files that the config names, which Python searches first.
         own: top-level packages that belong to the project wherever they are.
     """
 
@@ -151,8 +150,8 @@ class _Finder:
         self._found: dict[str, list[_File]] = {}
 
     def files_of(self, name: str) -> list[_File]:
-        """Returns the files that importing a dotted name runs: those of the packages around it, then its own. None of a
-        library."""
+        """Returns the files that the import of a dotted name runs: those of the packages around it, then its own. Empty
+        for a library."""
         if name not in self._found:
             self._found[name] = list(self._search(name))
         return self._found[name]
@@ -186,8 +185,7 @@ class _Finder:
         return top in self._own or not _is_library(str(path))
 
     def _by_python(self, top: str) -> tuple[str, list[Path]]:
-        """Returns what Python itself knows of a top-level name: packages installed for editing have finders of their
-        own."""
+        """Returns the spec that Python itself has for a top-level name: editable installs have their own finders."""
         try:
             spec = None if top in sys.stdlib_module_names else importlib.util.find_spec(top)
         except (ImportError, ValueError, AttributeError):
@@ -198,7 +196,7 @@ class _Finder:
 
 
 def _look(part: str, places: Iterable[Path]) -> tuple[str, list[Path]]:
-    """Returns (package, its __init__), (module, its file), (folder, those without an __init__) or (nothing, none)."""
+    """Returns (package, its __init__), (module, its file), (folder, those without an __init__) or (empty, none)."""
     folders = []
     for place in places:
         package, module = place / part / "__init__.py", place / f"{part}.py"

@@ -1,4 +1,4 @@
-"""The layout of the whole train state: the parameters' own table, and what follows it."""
+"""The layout of the whole train state: the table of the parameters, and the leaves that follow it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spmdkit.step.state import FIELDS, TrainState
 
 
 class StateLayout(NamedTuple):
-    """Where every leaf of a train state lives.
+    """The placement of every leaf of a train state.
 
     Attributes:
         table: placement and reason of each leaf, in flattening order.
@@ -36,14 +36,14 @@ class StateLayout(NamedTuple):
 
 
 def state_groups(config: Config, stateful: bool, per_replica: bool, num_replicas: int) -> int | None:
-    """Returns the number of groups of replicas that keep a model state of their own; None where all share one.
+    """Returns the number of groups of replicas with a separate model state; None if all share one.
 
     Args:
         stateful: `init` returns model state.
         per_replica: the task has the per-replica view.
 
     Raises:
-        ConfigError: there is no state to keep, the view has no groups, or they would not be equal.
+        ConfigError: there is no model state, the view has no groups, or they would not be equal.
     """
     asked = config.model_state
     if asked == "global":
@@ -77,7 +77,7 @@ def place_state(
     """Returns the layout of `abstract`, the train state without shardings.
 
     Args:
-        params: the abstract parameters, with the metadata that the model has put on them.
+        params: the abstract parameters, with the metadata of the model.
 
     Raises:
         ConfigError: see `layout.lay_out`.
@@ -140,7 +140,7 @@ def _options(config: Config, task_rules: Sequence[tuple[str, Sequence[Any]]]) ->
 def laid_out(
     table: list[LeafPlacement], abstract: TrainState, mesh: Mesh, placements: trace_context.Placements
 ) -> StateLayout:
-    """Returns the layout of `abstract` whose leaves are placed as `table` says, in flattening order."""
+    """Returns the layout of `abstract` with the placements of `table`, in flattening order."""
     treedef = jax.tree.structure(abstract)
     shardings = [p.sharding(mesh) for p in table]
     leaves = [jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s) for p, s in zip(table, shardings, strict=True)]
@@ -148,7 +148,7 @@ def laid_out(
 
 
 def to_device(table: Sequence[LeafPlacement], mesh: Mesh, state: TrainState) -> TrainState:
-    """Returns the state with the leaves that live on the host brought to the devices, inside a step."""
+    """Returns the state with its host leaves copied to the devices, inside a step."""
 
     def bring(x: Any, placement: LeafPlacement) -> Any:
         if placement.memory_kind == "device":

@@ -1,5 +1,5 @@
-"""What the config says about one step, as the context that functions see while they are traced; and the forms that a
-mesh allows."""
+"""The context of one step from the config, which functions read while they are traced; and the possible forms of a
+mesh."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def step_context(
     state_groups: int | None,
     state_reduction: Mapping[str, Any],
 ) -> trace_context.Context:
-    """Returns the context of the step of a config, whose microbatches are a number; its form is still to be chosen."""
+    """Returns the context of the step of a config with a fixed number of microbatches, without a form."""
     dtypes, remat, pipeline = config.precision, config.remat, config.pipeline
     assert isinstance(config.microbatches, int)
     chosen = trace_context.StepOptions(
@@ -62,7 +62,7 @@ def step_context(
 
 
 def guard_of(config: Config) -> trace_context.GuardSettings | None:
-    """Returns what the step looks at, None where the config lets everything be."""
+    """Returns the finite checks of the step, or None if the config disables all."""
     policies = config.policies()
     bits = lambda *which: sum(finite_check.KINDS[name] for name, policy in policies.items() if policy in which)
     looks = bits("stop", "skip", "rollback")
@@ -86,8 +86,8 @@ def forms_of(
     if view == "replica":
         if model_axes:
             raise ConfigError(
-                f"view='replica' on a mesh with model axes {model_axes}: a per-replica step sees whole parameters. "
-                "Use only replica and data in the mesh, or the global view (sk.value_and_grad)."
+                f"view='replica' on a mesh with model axes {model_axes}: a per-replica step uses unsharded "
+                "parameters. Use only replica and data in the mesh, or the global view (sk.value_and_grad)."
             )
         return ("manual",)
     if num_replicas == 1:

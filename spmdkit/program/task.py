@@ -1,4 +1,4 @@
-"""`Task`: the user's functions and data, and nothing about parallelism. Loading one from `file.py:name`."""
+"""`Task`: the user's functions and data, without parallelism. Loads one from `file.py:name`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spmdkit.step.model_state.agreement import KINDS
 
 @runtime_checkable
 class HookLike(Protocol):
-    """What the step needs of a `sk.Hook`, which is defined with the loop, above."""
+    """The part of `sk.Hook` that a step uses. `sk.Hook` is defined in `spmdkit.run.hooks`."""
 
     name: str
     order: int
@@ -27,30 +27,28 @@ class HookLike(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, on what. Every function is pure.
+    """The functions and data of a training task. Every function is pure.
 
     Attributes:
         init: `init(key) -> params`, or `-> sk.Variables(params, state)` for a model with mutable state.
         loss_fn: `loss_fn(params, batch, key) -> sk.mean(...)` or `(sk.mean(...), {name: sk.mean(...)})`; with model
-            state `loss_fn(params, state, batch, key) -> (sk.mean(...), metrics, new_state)`. Sees one replica's
+            state `loss_fn(params, state, batch, key) -> (sk.mean(...), metrics, new_state)`. Receives one replica's
             examples.
         optimizer: an optax transformation, or a function of the learning rate (a number or schedule) that returns one;
-            then the config's `learning_rate` is passed in.
+            the function receives the config's `learning_rate`.
         train_data: a mapping (or any pytree) of arrays with equal first dim, a random-access source, or a grain
             MapDataset.
-        eval_data: the same; evaluated whole, any size.
+        eval_data: the same; all of it is evaluated, any size.
         eval_fn: `eval_fn(params, batch) -> {name: sk.mean(...)}`, with model state `eval_fn(params, state, batch)`;
-            default:
-            `loss_fn` with `key=None`.
-        train_step: `train_step(state, batch) -> (state, metrics)`, instead of the default step around `loss_fn`.
-        view: the dialect of `train_step`: `global` (global arrays) or `replica` (inside `shard_map`, own reductions).
+            default: `loss_fn` with `key=None`.
+        train_step: `train_step(state, batch) -> (state, metrics)`, replaces the default step around `loss_fn`.
+        view: of `train_step`: `global` (global arrays) or `replica` (inside `shard_map`, with explicit reductions).
         rules: layout rules of the model, as in `layout.rules` of a config.
-        state_reduction: how replicas agree on the model state: pattern of a leaf's whole path -> `mean`, `sum` (what
-            each replica adds), `max`, or `same` (checked). Default: what is the same anyway, or the mean; where that
-            may be wrong it is asked for. See `spmdkit.step.model_state.agreement`.
-        hooks: `sk.Hook`s: what is due around a step beside logging, evaluating and saving; see
-            `spmdkit/run/hooks/base.py`.
-        unit: what one example is called in messages.
+        state_reduction: how replicas reduce the model state: pattern of a leaf's whole path -> `mean`, `sum` (of what
+            each replica adds), `max`, or `identical` (checked). Default: `identical` or `mean`, by what the leaf
+            depends on; other leaves need an entry. See `spmdkit.step.model_state.agreement`.
+        hooks: `sk.Hook`s, in addition to logging, evaluation and saving; see `spmdkit/run/hooks/base.py`.
+        unit: the name of one example in messages.
     """
 
     init: Callable[..., Any]
@@ -75,14 +73,12 @@ class Task:
                 )
         if self.loss_fn is None and self.train_step is None:
             raise ConfigError(
-                "Task has neither loss_fn nor train_step. One of them says what is trained. Give loss_fn."
+                "Task has neither loss_fn nor train_step. One of them defines the training. Pass loss_fn."
             )
         if self.view not in ("global", "replica"):
             raise ConfigError(f"Task.view is {self.view!r}. Valid: 'global', 'replica'.")
         if self.view == "replica" and self.train_step is None:
-            raise ConfigError(
-                "Task.view is 'replica', but there is no train_step. The view is the dialect of train_step."
-            )
+            raise ConfigError("Task.view is 'replica', but there is no train_step. The view is that of train_step.")
         for name, args in (("init", ("key",)), ("train_step", ("state", "batch"))):
             check_arity(name, getattr(self, name), args)
         for rule in self.rules:
@@ -95,21 +91,20 @@ class Task:
         for hook in self.hooks:
             if not isinstance(hook, HookLike):
                 raise ConfigError(
-                    f"Task.hooks holds {type(hook).__name__}. A hook says what is due around a step. Write "
-                    "hooks=[sk.Hook('mine', ...)]."
+                    f"Task.hooks holds {type(hook).__name__}. A hook is a sk.Hook. Write hooks=[sk.Hook('mine', ...)]."
                 )
         for pattern, kind in self.state_reduction.items():
             if kind not in KINDS:
                 raise ConfigError(
-                    f"Task.state_reduction says {kind!r} for '{pattern}'. Valid: "
+                    f"Task.state_reduction has {kind!r} for '{pattern}'. Valid: "
                     f"{', '.join(KINDS)}.{nearest(str(kind), KINDS)} Write for example {{'seen': 'sum'}}."
                 )
 
     def check_functions(self, stateful: bool) -> None:
-        """Checks how many arguments `loss_fn` and `eval_fn` take.
+        """Checks the number of arguments of `loss_fn` and `eval_fn`.
 
         Raises:
-            ConfigError: another number than this kind of model needs.
+            ConfigError: it differs from the number for this kind of model.
         """
         state = ("state",) if stateful else ()
         check_arity("loss_fn", self.loss_fn, ("params", *state, "batch", "key"))
@@ -138,27 +133,27 @@ def check_arity(name: str, fn: Callable[..., Any] | None, args: tuple[str, ...])
 
 
 def load_hooks(asked: Sequence[str | Mapping[str, Any]], folder: Path) -> list[HookLike]:
-    """Returns the hooks that a config names, each as `module:name` or `{module:name: options}`: a hook, or a function
-    that makes one.
+    """Returns the hooks of a config, each as `module:name` or `{module:name: options}`: a hook, or a function that
+    makes one.
 
     Raises:
-        ConfigError: it is not found, not declared, or no hook.
+        ConfigError: it does not exist, is not registered, or is not a hook.
     """
     return [user_code.named(entry, "hook", folder, HookLike) for entry in asked]  # type: ignore[type-abstract]
 
 
 def load_task(target: str, name: str, folder: Path, args: Mapping[str, Any]) -> Task:
-    """Returns the `Task` that `target:name` names.
+    """Returns the `Task` of `target:name`.
 
     Args:
         target: `path/to/file.py` relative to `folder`, or `package.module`.
         name: a `Task`, or a function under `@sk.task` that returns one.
-        folder: the config's own folder.
+        folder: the config's folder.
         args: keyword arguments of the function (`task_args`).
 
     Raises:
-        ConfigError: no such file, module or name; it is not declared; the import raised; the function refused its
-            arguments.
+        ConfigError: no such file, module or name; it is not registered; the import raised; the function does not accept
+            its arguments.
     """
     text = f"{target}:{name}"
     found = user_code.find(text, "task", folder, Task)

@@ -1,4 +1,4 @@
-"""`TaskStep`: the step of a task on a mesh, as a function and traced, in whichever form a context says."""
+"""`TaskStep`: the step of a task on a mesh, as a function and traced, in the form of a context."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from spmdkit.step.step import Batch
 
 @dataclass(frozen=True)
 class TaskStep:
-    """The user's step, and what it is given.
+    """The user's step and its inputs.
 
     Attributes:
-        sizes: of the whole mesh; the context's are those of one group where groups train alone.
+        sizes: of the whole mesh; the context's are those of one group if groups train alone.
         stateful: `init` returns model state.
         groups: that train alone, or None.
-        state: where every leaf of the train state lives.
+        state: the layout of the train state.
         batch: with its shardings, abstract.
         always_full: every batch has all its rows.
     """
@@ -48,15 +48,15 @@ class TaskStep:
 
     @property
     def what(self) -> str:
-        """The user's function, as messages call it."""
+        """The name of the user's function in messages."""
         return "train_step" if self.task.train_step is not None else "loss_fn"
 
     def function(self, context: trace_context.Context, discover: bool = False, typed: bool = True) -> Any:
-        """Returns `(state, batch) -> (state, metrics, code of the guard)`.
+        """Returns `(state, batch) -> (state, metrics, code of the finite check)`.
 
         Args:
             discover: the new state's `reducer` holds the gradient of each call of `sk.value_and_grad`.
-            typed: False leaves out the types of what varies over replicas (`view: replica`).
+            typed: False omits the types of values that vary over replicas (`view: replica`).
         """
         train_step = self.task.train_step or step.default_step(self.task.loss_fn, self.stateful)  # type: ignore[arg-type]
         train_step = step.with_hooks(train_step, self.task.hooks)
@@ -67,11 +67,11 @@ class TaskStep:
         return step.global_step(train_step, context, self.to_device, discover)
 
     def to_device(self, current: TrainState) -> TrainState:
-        """Brings the leaves that live on the host to the devices, inside the step."""
+        """Copies the leaves in host memory to the devices, inside the step."""
         return to_device(self.state.table, self.mesh, current)
 
     def shapes(self, context: trace_context.Context, batch: Batch | None = None) -> Any:
-        """Returns what the step returns, abstract."""
+        """Returns the abstract result of the step."""
         return jax.eval_shape(self.function(context), self.state.abstract, batch or self.batch)
 
     def gradient_shapes(self, context: trace_context.Context) -> tuple[Any, ...]:
@@ -82,10 +82,10 @@ class TaskStep:
         return gradients
 
     def trace(self, context: trace_context.Context) -> jax.stages.Traced:
-        """Returns the step traced on its shardings; what only the whole trace can tell is checked.
+        """Returns the step traced on its shardings, with the checks that need the whole trace.
 
         Raises:
-            ConfigError: replicas would not agree, or groups would not be alone.
+            ConfigError: replicas would diverge, or groups would communicate.
         """
         of_metrics = PartitionSpec() if self.groups is None else PartitionSpec(self.groups.axes)
         out_shardings = (self.state.sharding, NamedSharding(self.mesh, of_metrics), None)

@@ -1,4 +1,4 @@
-"""What the config asks for and the user's step does not use: refused, since it would change nothing, or repeat work."""
+"""Rejects settings that the user's step does not use: they would have no effect, or repeat work."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from spmdkit.step import trace_context
 def check_used(
     config: Config, context: trace_context.Context, layout: Sequence[LeafPlacement], always_full: bool, what: str
 ) -> None:
-    """Refuses a part of the config that the traced step has no use for.
+    """Rejects a part of the config that the traced step does not use.
 
     Args:
-        context: of the step after it was traced: `noticed` says what the user's functions called.
+        context: of the step after it was traced: `noticed` records what the user's functions called.
         always_full: every batch has all its rows.
         what: the name of the user's function.
 
     Raises:
-        ConfigError: microbatches that nothing accumulates, short batches whose padding would count, an axis that cuts
-            nothing, settings of an attention that is not there, or what a step of the user's own leaves out.
+        ConfigError: microbatches that nothing accumulates, short batches in which padding would count, an axis that
+            shards nothing, settings of an attention that is not used, or a setting that a custom step ignores.
     """
     sizes = context.sharding.sizes
     _check_own_step(config, context)
     if context.sharding.microbatches > 1 and not context.usage.has_called("value_and_grad"):
         raise ConfigError(
-            f"microbatches: {config.microbatches} has no effect: train_step never calls sk.value_and_grad, which is "
-            "what accumulates. Use it, or set microbatches: 1."
+            f"microbatches: {config.microbatches} has no effect: train_step never calls sk.value_and_grad, which "
+            "accumulates. Use it, or set microbatches: 1."
         )
     if not always_full and not context.usage.has_called("value_and_grad", "mean", "example_mask"):
         raise ConfigError(
@@ -42,7 +42,7 @@ def check_used(
         )
     if sizes["context"] > 1 and not any("context" in p.axes for p in layout) and "context" not in context.usage.axes:
         raise ConfigError(
-            f"mesh.context is {sizes['context']}, but {what} cuts nothing over context: {sizes['context']} devices "
+            f"mesh.context is {sizes['context']}, but {what} shards nothing over context: {sizes['context']} devices "
             "would repeat each other's work. Name the sequence dim of its activations (sk.shard(x, 'batch', "
             f"'sequence', None), sk.attention), or use data: {sizes['context']}."
         )
@@ -65,7 +65,7 @@ def check_used(
 
 
 def _check_own_step(config: Config, context: trace_context.Context) -> None:
-    """Refuses settings that reach a step through functions that it does not call.
+    """Rejects settings of functions that a step does not call.
 
     Raises:
         ConfigError: ema, clip_norm, precision or remat without effect.
@@ -73,9 +73,9 @@ def _check_own_step(config: Config, context: trace_context.Context) -> None:
     called, precision = context.usage.has_called, config.precision
     if config.ema is not None and not called("ema"):
         raise ConfigError(
-            f"ema: {config.ema} has no effect: train_step never calls state.apply_gradients, which is what averages, "
-            "nor returns another state.ema: it would stay what init gave, and with it eval.params: ema and an export "
-            "of it. Update through state.apply_gradients(grads), or remove ema."
+            f"ema: {config.ema} has no effect: train_step neither calls state.apply_gradients, which averages, nor "
+            "returns another state.ema. It would keep the value of init, and so would eval.params: ema and an export "
+            "of it. Update with state.apply_gradients(grads), or remove ema."
         )
     if config.clip_norm is not None and not called("optimizer"):
         raise ConfigError(
@@ -86,15 +86,15 @@ def _check_own_step(config: Config, context: trace_context.Context) -> None:
     if sync_of(config).optimizer is not None and not called("optimizer"):
         raise ConfigError(
             f"sync: {plugins.split(config.sync)[0]} has no effect: train_step calls neither state.apply_gradients nor "
-            "state.optimizer.update, where gradients wait. Use one, or sync: every_step."
+            "state.optimizer.update, where gradients are delayed. Use one, or sync: every_step."
         )
     if precision.compute != precision.params and not called("value_and_grad"):
         raise ConfigError(
             f"precision.compute: {precision.compute} has no effect: train_step never calls sk.value_and_grad, which "
-            f"is what computes in it. Use it, cast in the step, or set precision: {precision.params}."
+            f"computes in it. Use it, cast in the step, or set precision: {precision.params}."
         )
     if context.options.remat is not None and not called("value_and_grad", "remat"):
         raise ConfigError(
-            f"remat: {config.remat} has no effect: train_step never calls sk.value_and_grad, around whose loss it "
-            "goes, nor sk.remat. Wrap the blocks of the model in sk.remat, use jax.checkpoint, or set remat: none."
+            f"remat: {config.remat} has no effect: train_step never calls sk.value_and_grad, which applies it to the "
+            "loss, nor sk.remat. Wrap the blocks of the model in sk.remat, use jax.checkpoint, or set remat: none."
         )

@@ -1,13 +1,12 @@
-"""Programs that XLA is known to compile into wrong numbers without a word: refused when the step is traced.
+"""Programs that XLA is known to compile silently into wrong numbers; rejected when the step is traced.
 
-One so far (jaxlib 0.10.2): the gradient of a max or min pool whose windows overlap by half or more, along a dim that is
-cut. In JAX it is `select_and_scatter_add` with window >= 2 * stride; the partitioner exchanges too few rows there.
-docs/xla_pool.md has a reproduction in plain JAX, what was measured wrong and what right.
+One so far (jaxlib 0.10.2): the gradient of a max or min pool with windows that overlap by half or more, along a sharded
+dim. In JAX it is `select_and_scatter_add` with window >= 2 * stride; the partitioner exchanges too few rows there.
+docs/xla_pool.md has a reproduction in plain JAX and the measured cases.
 
-A dim is cut where an activation constraint (`sk.shard`) says so, or where the partitioner carries such a cut along. So
-a pool is right only if its operand is made whole there just before, or if no constraint cuts that dim of an array of so
-many dims, nor any dim over `context` (a reshape may have moved it). Inside `shard_map` arrays are shards and nothing is
-partitioned.
+A dim is sharded by an activation constraint (`sk.shard`), or by propagation of one. So a pool is right only if its
+operand is gathered just before, or if no constraint shards that dim of an array of so many dims, nor any dim over
+`context` (a reshape may have moved it). Inside `shard_map` arrays are shards and nothing is partitioned.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from spmdkit.errors import ConfigError
 from spmdkit.foundation import jaxprs
 
 MANUAL = ("shard_map", "spmdkit_manual")
-"""Equations whose inner arrays are shards."""
+"""Primitives with shards as their inner arrays."""
 
 
 def check_pools(jaxpr: Any, sizes: Mapping[str, int], what: str) -> None:
-    """Refuses a step whose gradient of a pool XLA would get wrong.
+    """Rejects a step with a pool that XLA would differentiate wrongly.
 
     Args:
         jaxpr: of the step, closed or not.
@@ -34,7 +33,7 @@ def check_pools(jaxpr: Any, sizes: Mapping[str, int], what: str) -> None:
         what: the name of the user's function.
 
     Raises:
-        ConfigError: a pool with overlapping windows along a dim that is cut.
+        ConfigError: a pool with overlapping windows along a sharded dim.
     """
     if all(size == 1 for size in sizes.values()):
         return
@@ -48,11 +47,11 @@ def check_pools(jaxpr: Any, sizes: Mapping[str, int], what: str) -> None:
                 shape = eqn.outvars[0].aval.shape
                 raise ConfigError(
                     f"{what} pools an array of shape {shape} in windows of {window[dim]} every {stride[dim]} along "
-                    f"dim {dim}, and the mesh may cut that dim over {', '.join(axes)} "
-                    f"({', '.join(str(sizes[a]) for a in axes)}). XLA gets the gradient of a max or min pool wrong, "
-                    "without a word, where its windows are at least twice the stride and the dim is cut "
-                    '(docs/xla_pool.md). Leave that dim whole just before the pool, x = sk.shard(x, "batch", None, '
-                    "None, None), take a stride of more than half the window, or a mesh that does not cut it.\n  "
+                    f"dim {dim}, and the mesh may shard that dim over {', '.join(axes)} "
+                    f"({', '.join(str(sizes[a]) for a in axes)}). XLA silently computes a wrong gradient of a max or "
+                    "min pool if its windows are at least twice the stride and the dim is sharded "
+                    '(docs/xla_pool.md). Replicate that dim just before the pool, x = sk.shard(x, "batch", None, '
+                    "None, None), use a stride of more than half the window, or a mesh that does not shard it.\n  "
                     f"{compat.source_line(eqn)}"
                 )
 
@@ -64,10 +63,10 @@ def _axes_along(
     cuts: list[tuple[int, dict[int, list[str]]]],
     sizes: Mapping[str, int],
 ) -> list[str]:
-    """Returns the mesh axes that may cut `dim` of a pool's operand.
+    """Returns the mesh axes that may shard `dim` of a pool's operand.
 
     Args:
-        spec: that of the constraint that made the operand, None where another equation did.
+        spec: that of the constraint that made the operand, None if another equation made it.
     """
     if spec is not None:
         return _cut_dims(spec, sizes).get(dim, [])
@@ -77,7 +76,7 @@ def _axes_along(
 
 
 def _cut_dims(spec: PartitionSpec, sizes: Mapping[str, int]) -> dict[int, list[str]]:
-    """Returns dim -> the mesh axes larger than one that cut it."""
+    """Returns dim -> the mesh axes larger than one that shard it."""
     names = {dim: (axes,) if isinstance(axes, str) else axes for dim, axes in enumerate(spec)}
     large = {
         dim: [a for a in axes if sizes.get(a, 1) > 1] for dim, axes in names.items() if isinstance(axes, tuple | list)
@@ -104,7 +103,7 @@ def _pools(jaxpr: Any) -> Iterator[tuple[Any, PartitionSpec | None]]:
 
 
 def _partitioned(jaxpr: Any) -> Iterator[Any]:
-    """Yields the jaxpr and those inside of it whose arrays are global."""
+    """Yields the jaxpr and its inner jaxprs with global arrays."""
     return jaxprs.bodies(jaxpr, into=lambda eqn: eqn.primitive.name not in MANUAL)
 
 
