@@ -2,22 +2,20 @@
 
     checksum(leaf) = sum over the words of the leaf of mix(position in the whole leaf, bits)        64 bits
 
-Added up over shards, so that each device reads its own shard once and one number crosses the wire. One definition for
-the agreement on parameters before the first step and for the vote on copies while training (the chunks of a checkpoint
-have checksums of their own):
+The sum is over shards, so that each device reads its shard once and sends one number. The comparison of parameters
+before the first step and the replica check use it (the chunks of a checkpoint have other checksums):
 
 - A word is up to 32 bits of one element: one for 8, 16 and 32 bits and below (booleans are 0 and 1), two for 64 bits
   and complex64, four for complex128, the low half first, real before imaginary. Typed keys are the uint32 of their
-  data. Bits count, not values: 0.0 and -0.0 differ, and so do two NaNs of other bits.
+  data. Bits count, not values: 0.0 and -0.0 differ, and so do two NaNs with other bits.
 - The position of a word is a pair of uint32: (`outer`, `inner`), the row-major index of the element over the leading
-  and over the trailing dims, times the words of an element, plus the word's own number. The trailing dims are as many
-  as hold fewer than 2^32 words:
-  all of them but for enormous leaves, where `outer` is then 0.
-- JAX without x64 has no uint64, so the 64 bits are two lanes of 32 bits, each added modulo 2^32 by itself; the number
-  is `high * 2^32 + low`. `low` is a bijection of the word at its position: one changed word, however it changed, always
-  changes the sum. `high` mixes `low` once more, so that several changes cancel in both lanes with a chance of 2^-64.
+  and over the trailing dims, times the words of an element, plus the word's number. The trailing dims are as many as
+  hold fewer than 2^32 words: all of them except for enormous leaves, so `outer` is usually 0.
+- JAX without x64 has no uint64, so the 64 bits are two lanes of 32 bits, each summed modulo 2^32; the number is
+  `high * 2^32 + low`. `low` is a bijection of the word at its position: one changed word always changes the sum. `high`
+  mixes `low` once more, so that several changes cancel in both lanes with a probability of 2^-64.
 
-It finds accidents, not forgers. Wire: 8 bytes a leaf, added over all devices.
+It detects accidents, not attacks. Wire: 8 bytes per leaf, summed over all devices.
 """
 
 from __future__ import annotations
@@ -43,14 +41,14 @@ _FIRST, _SECOND, _THIRD = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35), np.uint3
 def checksums(tree: Any) -> dict[str, int]:
     """Returns {path of the leaf: its checksum, 0 <= n < 2^64} of a tree of jax arrays. Waits for the device.
 
-    Every process of a run calls it at the same moment: a leaf that is cut over processes is added up by all. Compiles
-    once for each kind of leaf (shape, dtype, sharding).
+    Every process of a run calls it at the same time: all processes sum a leaf that is sharded over them. Compiles once
+    for each kind of leaf (shape, dtype, sharding).
     """
     return values(lanes_of(tree))
 
 
 def lanes_of(tree: Any) -> dict[str, jax.Array]:
-    """Returns {path: uint32[2]} without waiting: for a state that is about to be donated. See `values`."""
+    """Returns {path: uint32[2]} without waiting: for a state that is donated next. See `values`."""
     return {path: _whole_leaf(leaf) for path, leaf in named_leaves(tree)}
 
 
@@ -60,20 +58,20 @@ def values(lanes: dict[str, jax.Array]) -> dict[str, int]:
 
 
 def as_int(lanes: Any) -> int:
-    """Returns the checksum that the host's uint32[2] (low, high) stand for."""
+    """Returns the checksum of the host's uint32[2] (low, high)."""
     low, high = (int(lane) for lane in np.asarray(lanes))
     return high << 32 | low
 
 
 def leaf_lanes(leaf: jax.Array) -> jax.Array:
-    """Returns uint32[2], (low, high), of a whole leaf; pure, for any jitted program. The partitioner sees to the
+    """Returns uint32[2], (low, high), of a global leaf; pure, for any jitted program. The partitioner handles the
     shards."""
     return shard_lanes(leaf, (0,) * leaf.ndim, leaf.shape)
 
 
 def shard_lanes(shard: jax.Array, start: Sequence[Any], shape: Sequence[int]) -> jax.Array:
-    """Returns uint32[2] of one shard of a leaf: what it adds to the leaf's lanes. For `shard_map`; `psum` over the
-    shards gives the leaf's.
+    """Returns uint32[2] of one shard of a leaf: its part of the leaf's lanes. For `shard_map`; `psum` over the shards
+    gives the leaf's.
 
     Args:
         start: index of the shard's first element in the whole leaf, a number or traced integer for each dim.
@@ -144,7 +142,7 @@ def _whole_leaf(leaf: jax.Array) -> jax.Array:
     sharding = leaf.sharding
     if not isinstance(sharding, NamedSharding):
         return _program(None)(leaf)
-    if sharding.memory_kind not in (None, "device"):  # XLA computes on what the device holds
+    if sharding.memory_kind not in (None, "device"):  # XLA computes on each device's shard
         leaf = jax.device_put(leaf, sharding.with_memory_kind("device"))
     return _program(sharding.mesh)(leaf)
 

@@ -1,5 +1,4 @@
-"""Names that several parts of spmdkit share, each written once: mesh axes, logical axes, `cpu:N`, our environment
-variables, keys of metrics.jsonl."""
+"""Names that several packages share: mesh axes, logical axes, `cpu:N`, environment variables, keys of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -7,12 +6,12 @@ import re
 from collections.abc import Mapping
 
 AXES = ("replica", "data", "pipeline", "fsdp", "expert", "context", "tensor")
-"""All mesh axes, the slowest links first: neighbours along `tensor` are the closest devices."""
+"""All mesh axes, the slowest links first: neighbors along `tensor` are the closest devices."""
 
 REPLICA_AXES = ("replica", "data")
 MODEL_AXES = tuple(axis for axis in AXES if axis not in REPLICA_AXES)
 BATCH_AXES = ("replica", "data", "fsdp", "expert")
-"""The axes over which the examples of a batch are cut, in row order."""
+"""The axes that shard the examples of a batch, in row order."""
 
 LOGICAL_AXES: Mapping[str, tuple[str, ...]] = {
     "batch": BATCH_AXES,
@@ -43,7 +42,7 @@ _STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
 def is_step_name(name: str) -> bool:
-    """Returns whether a folder of this name would be a step, or another number that we gave."""
+    """Returns whether a folder of this name is a step, or another number of spmdkit."""
     return _STEP.fullmatch(name) is not None
 
 
@@ -53,44 +52,43 @@ PROCESS_ID = "SPMDKIT_PROCESS_ID"
 DEVICES_PER_PROCESS = "SPMDKIT_DEVICES_PER_PROCESS"
 RENDEZVOUS_TIMEOUT_S = "SPMDKIT_RENDEZVOUS_TIMEOUT_S"
 SERVICE = "SPMDKIT_SERVICE"
-"""The address of JAX's coordination service where a launcher holds it, which also keeps the port of COORDINATOR
-free."""
+"""The address of JAX's coordination service if a launcher runs it; the launcher also reserves the port of COORDINATOR.
+"""
 
 ERROR_FILE = "SPMDKIT_ERROR_FILE"
-"""Names the file into which a process that fails writes its message, for the launcher that set the variable."""
+"""The file into which a failing process writes its message, for the launcher that set the variable."""
 
 BEAT_FILE = "SPMDKIT_BEAT_FILE"
-"""Names the file in which a process says several times a second that Python runs in it, for the launcher that set the
+"""The file into which a process writes several times a second while Python runs in it, for the launcher that set the
 variable."""
 
 DEATHS_FILE = "SPMDKIT_DEATHS_FILE"
-"""Names the file in which the launcher says which processes are dead, and how they ended."""
+"""The file in which the launcher lists the dead processes, and how they ended."""
 
 STEP_FILE = "SPMDKIT_STEP_FILE"
-"""Names the file in which a process keeps the number of the step that was last dispatched, for the launcher that set
-the variable."""
+"""The file with the number of the last dispatched step of a process, for the launcher that set the variable."""
 
 MEMBERSHIP_FILE = "SPMDKIT_MEMBERSHIP_FILE"
-"""Names the file in which the launcher says who the processes of the next epoch are (launch/membership_file.py)."""
+"""The file in which the launcher lists the processes of the next generation (launch/membership_file.py)."""
 
 READY_FILE = "SPMDKIT_READY_FILE"
-"""Names the file in which a process says for which epoch it is ready."""
+"""The file in which a process publishes the generation that it is ready for."""
 
 MEMBER, GENERATION = "SPMDKIT_MEMBER", "SPMDKIT_GENERATION"
-"""The number that the launcher gave to a process, and that of the epoch for which it was started."""
+"""The number that the launcher gave to a process, and the generation for which it was started."""
 
 COMPILE_CACHE = "SPMDKIT_COMPILE_CACHE"
-"""off: no compile cache; otherwise the folder of it, where the config names none."""
+"""off: no compile cache; otherwise its folder, if the config names none."""
 
 COMPILE_ONLY = "SPMDKIT_COMPILE_ONLY"
-"""Lets `train` end when its step is compiled: set by a launcher that fills the compile cache for another number of
+"""Ends `train` when its step is compiled: set by a launcher that fills the compile cache for another number of
 processes (launch/precompile.py)."""
 
 DRILL_FILE = "SPMDKIT_DRILL_FILE"
-"""Names the file in which a drill orders a fault of one process, and the process says when it came."""
+"""The file through which a drill requests a fault of one process, and the process reports its injection."""
 
 NAMELESS = "/dev/fd/"
-"""Begins the name of a file that has none on the disk and was handed down open."""
+"""Prefix of a file without a name on the disk that was inherited open."""
 
 OUR_VARIABLES = frozenset(
     {
@@ -115,10 +113,10 @@ OUR_VARIABLES = frozenset(
         "SPMDKIT_RATES",
     }
 )
-"""All variables that spmdkit reads."""
+"""All environment variables of spmdkit."""
 
 MEASURED = ("examples_per_s", "step_time_s", "input_wait_s")
-"""What a clock gives to each line of metrics.jsonl."""
+"""Keys with times in each line of metrics.jsonl."""
 
 RESERVED_METRICS = ("step", "split", *MEASURED)
-"""Keys of metrics.jsonl that no metric of a task may have."""
+"""Keys of metrics.jsonl that a metric of a task must not use."""

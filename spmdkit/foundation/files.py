@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all: written beside their place, forced to the disk, renamed over it."""
+"""Atomic files: written to a temporary file, synced to the disk, renamed."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from typing import Any
 from spmdkit.errors import CheckpointWriteError, ConfigError
 
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
-"""The folder of spmdkit itself, to tell its own frames in a traceback from the user's."""
+"""The folder of spmdkit, to separate its frames in a traceback from the user's."""
 
 
 _PARTIAL = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.partial")
 
 FILE_MODE, FOLDER_MODE = 0o640, 0o750
-"""The most rights that a file or folder of a run has."""
+"""The maximum permissions of a file or folder of a run."""
 
 
 @contextlib.contextmanager
 def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields a path beside `path`, for a file or a folder; what is there at the end takes its place. After an exception
-    nothing is left.
+    """Yields a temporary path for a file or a folder, which replaces `path` at the end. After an exception it is
+    deleted.
 
-    A file replaces one that is there. Readers see the old or the new.
+    A file replaces an existing one. Readers see the old or the new file.
     """
     path = Path(path)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
@@ -45,8 +45,8 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def remove_unfinished(folder: Path, besides: tuple[str, ...]) -> None:
-    """Removes what writers that were killed have left beside their files in a folder, which the caller alone writes;
-    `besides`: files that others write there too."""
+    """Removes the partial files of killed writers in a folder that only the caller writes; `besides`: files that others
+    write there too."""
     for path in folder.glob(".*.partial"):
         found = _PARTIAL.fullmatch(path.name)
         if found is not None and found["name"] not in besides:
@@ -62,8 +62,8 @@ def _remove(path: Path) -> None:
 
 
 def tighten(path: Path) -> None:
-    """Takes all rights from others, and those to write from the group, of a file or of a folder and what is in it.
-    Links are not followed."""
+    """Removes all permissions of others, and write permission of the group, from a file or from a folder and its
+    contents. Links are not followed."""
     for parent, folders, names in os.walk(path):
         for name in (*folders, *names):
             _chmod(os.path.join(parent, name))
@@ -71,10 +71,10 @@ def tighten(path: Path) -> None:
 
 
 def below(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yields (path, path below `folder`) of every file in it. Texts: a new name in a `Path` costs a place in CPython's
-    table of interned strings.
+    """Yields (path, path below `folder`) of every file in it, as strings: a new name in a `Path` takes an entry in
+    CPython's table of interned strings.
 
-    The names of a save are new each time. Up to Python 3.11 they fill the table until it is made anew, twice as large;
+    The names of a save are new each time. Up to Python 3.11 they fill the table until it is rebuilt, twice as large;
     3.12 never frees one.
     """
     top = os.fspath(folder)
@@ -85,7 +85,7 @@ def below(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _chmod(path: str | Path) -> None:
-    with contextlib.suppress(OSError):  # of another owner, or gone
+    with contextlib.suppress(OSError):  # another owner, or deleted
         found = os.lstat(path)
         most = FOLDER_MODE if stat.S_ISDIR(found.st_mode) else FILE_MODE
         if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode):
@@ -95,7 +95,7 @@ def _chmod(path: str | Path) -> None:
 
 
 def replace(path: str | os.PathLike[str], content: bytes, mode: int = FILE_MODE) -> None:
-    """Replaces `path` by `content`, which is on the disk when this returns. Raises OSError where that cannot be."""
+    """Replaces `path` by `content`, which is synced to the disk on return. Raises OSError if that fails."""
     with whole(path) as beside:
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         with os.fdopen(descriptor, "wb") as file:
@@ -106,7 +106,7 @@ def replace(path: str | os.PathLike[str], content: bytes, mode: int = FILE_MODE)
 
 
 def sync_folder(folder: Path) -> None:
-    """Forces the names in `folder` to the disk: a rename survives a loss of power only after this."""
+    """Syncs the names in `folder` to the disk: a rename survives a loss of power only after this."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -115,13 +115,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def digest(content: bytes) -> str:
-    """Returns 64 bits of BLAKE2b as 16 hex digits: for files of kilobytes. Arrays have `checksum.py`, and the checksums
+    """Returns 64 bits of BLAKE2b as 16 hex digits: for files of kilobytes. Arrays use `checksum.py`, and the checksums
     of checkpoint/orbax_backend.py."""
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Replaces `path` by `text` (UTF-8). Raises ConfigError where it cannot be written."""
+    """Replaces `path` by `text` (UTF-8). Raises ConfigError if it cannot be written."""
     try:
         replace(path, text.encode("utf-8", errors="replace"))
     except OSError as error:
@@ -129,7 +129,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Replaces `path` by `value` as indented strict JSON. Raises ConfigError where it cannot be written."""
+    """Replaces `path` by `value` as indented strict JSON. Raises ConfigError if it cannot be written."""
     write_text(path, json.dumps(strict_json(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
@@ -152,15 +152,14 @@ def strict_json(value: Any) -> Any:
 
 
 def not_writable(path: Path, error: OSError) -> ConfigError:
-    """Returns the error of a run's file that cannot be written."""
+    """Returns the error for a run's file that cannot be written."""
     return ConfigError(
-        f"{path}: cannot be written: {error.strerror or error} (error {error.errno})."
-        " A run needs a folder that it can write and space for its files; what was written before is intact."
-        " Free space or fix the permissions, or set run_dir to another folder, and start the same command again."
+        f"{path}: cannot be written: {error.strerror or error} (error {error.errno}). A run needs a writable folder "
+        "with space for its files; earlier files are intact. Free space or fix the permissions, or set run_dir to "
+        "another folder, and start the same command again."
     )
 
 
 def not_written(path: Path, error: OSError) -> CheckpointWriteError:
-    """Returns the error of a run's file that was written until now, and cannot be any more: the disk is full or has
-    gone."""
+    """Returns the error for a run's file that can no longer be written: the disk is full or missing."""
     return CheckpointWriteError(str(not_writable(path, error)))

@@ -1,5 +1,5 @@
-"""What people read: losses, rates, durations, sizes and counts in one form everywhere, and the name that was probably
-meant."""
+"""Text for people: losses, rates, durations, sizes and counts in one format everywhere, and suggestions for misspelled
+names."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def format_count(value: float) -> str:
 
 
 def _three_digits(value: float, units: Sequence[tuple[float, str]]) -> str:
-    """Returns a value in the largest of its units, given from large to small, in which it is at least one as
-    written."""
+    """Returns a value in the largest of its units, sorted from large to small, in which it is at least one as
+    formatted."""
     size, unit = next((u for u in units if value >= 0.9995 * u[0]), units[-1])
     return f"{value / size:.3g}{unit}"
 
@@ -76,18 +76,18 @@ def format_bytes(num_bytes: float) -> str:
 
 
 _INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What a terminal obeys, or turns round, instead of showing: control characters but newline and tab, marks of
-direction, half characters."""
+"""Characters that a terminal interprets instead of showing: control characters except newline and tab, direction marks,
+surrogates."""
 
 
 def visible(text: str) -> str:
-    """Returns a text that a terminal shows as it is: what it would obey is written out, as `\\x1b`. For names of files,
-    leaves and metrics."""
+    """Returns a text that a terminal shows unchanged: interpreted characters are escaped, as `\\x1b`. For names of
+    files, leaves and metrics."""
     return _INVISIBLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def all_visible(value: Any) -> Any:
-    """Returns plain values with every text in them made `visible`, keys too."""
+    """Returns plain values with every text in them made `visible`, also keys."""
     if isinstance(value, str):
         return visible(value)
     if isinstance(value, Mapping):
@@ -99,8 +99,8 @@ MOST_LINES, MOST_COLUMNS = 24, 1000
 
 
 def bounded(text: str) -> str:
-    """Returns a message that fits on a screen: of too many lines, and of a line that is too long, the beginning and the
-    end."""
+    """Returns a message that fits on a screen: too many lines, and a line that is too long, are shortened in the
+    middle."""
     lines = [_cut(line) for line in text.splitlines()]
     if len(lines) > MOST_LINES:
         left_out = len(lines) - MOST_LINES + 1
@@ -113,6 +113,6 @@ def _cut(line: str) -> str:
 
 
 def nearest(word: str, options: Iterable[str]) -> str:
-    """Returns ` Did you mean 'x'?` for the closest of `options`, or an empty string where none is close."""
+    """Returns ` Did you mean 'x'?` for the closest of `options`, or an empty string if none is close."""
     match = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
     return f" Did you mean '{match[0]}'?" if match else ""

@@ -1,8 +1,8 @@
-"""One walker of jaxprs: an equation's own jaxprs, all equations of a program, each body by itself, equations with what
-is around them.
+"""Walks over jaxprs: the jaxprs of an equation, all equations of a program, each body separately, equations with their
+context.
 
-A jaxpr may be closed or open here; what comes back is open. Rules that depend on an operation's meaning (which inputs a
-scan carries, how often a body runs) stay with those who ask.
+A jaxpr may be closed or open; results are open. Rules that depend on the meaning of a primitive (which inputs a scan
+carries, how often a body runs) belong to the callers.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 T = TypeVar("T")
 
 Into = Callable[[Any], bool]
-"""Whether a walk goes into the jaxprs of an equation."""
+"""Whether a walk enters the jaxprs of an equation."""
 
 
 def everywhere(eqn: Any) -> bool:
-    """Returns True: a walk that leaves nothing out."""
+    """Returns True: a walk over everything."""
     return True
 
 
 def opened(jaxpr: Any) -> Any:
-    """Returns a jaxpr without its constants; one that is open as it is."""
+    """Returns a jaxpr without its constants; an open one unchanged."""
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
 def inner(eqn: Any) -> Iterator[Any]:
-    """Yields the jaxprs in an equation's parameters: bodies, branches, what a call calls. Of a custom rule, the
-    function itself."""
+    """Yields the jaxprs in an equation's parameters: bodies, branches, called functions. Of a custom rule, the function
+    itself."""
     for value in eqn.params.values():
         for one in value if isinstance(value, tuple | list) else (value,):
             if isinstance(one, ClosedJaxpr | Jaxpr):
@@ -67,11 +67,11 @@ def needed(eqns: Sequence[Any], wanted: Iterable[Any]) -> list[Any]:
 
 
 def equations_within(jaxpr: Any, around: T, enter: Callable[[Any, T], tuple[T, T]]) -> Iterator[tuple[Any, T]]:
-    """Yields (equation, what is known of it), in the order of `equations`.
+    """Yields (equation, its context), in the order of `equations`.
 
     Args:
-        around: what is known outside.
-        enter: `(equation, what is known around it) -> (what is known of it, what is known around those inside of it)`.
+        around: the context outside.
+        enter: `(equation, context around it) -> (its context, context of the equations inside of it)`.
     """
     for eqn in opened(jaxpr).eqns:
         here, inside = enter(eqn, around)

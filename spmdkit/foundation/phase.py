@@ -1,10 +1,8 @@
-"""Where training stands in this process: phase, step, since when. Whoever watches reads it; whoever works says `at`,
-`during` or `waiting`.
+"""The phase of training in this process: phase, step, start time. The training thread sets it with `at`, `during` or
+`waiting`; the watchdog and the messages of a hang read it.
 
-There is one, as there is one stack: a watcher in another thread, and the messages of a hang, look at it without being
-handed anything.
-Only the thread that called `begin` is listened to: a reader, a saver, a second training in a notebook's thread change
-nothing.
+There is one per process, as there is one stack, so that a watchdog in another thread can read it without a reference.
+Only the thread that called `begin` sets it: a reader, a saver, a second training in a notebook's thread change nothing.
 """
 
 from __future__ import annotations
@@ -18,15 +16,15 @@ from typing import NamedTuple
 
 
 class Phase(NamedTuple):
-    """What the training thread is doing.
+    """The current activity of the training thread.
 
     Attributes:
         phase: `import`, `compile`, `restore`, `data`, `step`, `evaluation`, `save`, `hook NAME`, or `waiting` (for
-            other processes, who say themselves where they stand).
-        detail: what is waited for.
+            other processes, which publish their own phases).
+        detail: what the process waits for.
         step: the step that is trained, 0 before the first.
         since: monotonic seconds.
-        number: of changes, so that one can be seen.
+        number: of changes, to detect one.
     """
 
     phase: str
@@ -38,19 +36,19 @@ class Phase(NamedTuple):
 
 WAITING = "waiting"
 EVALUATION, READING = "evaluation", "reading data"
-"""The phase, and its detail while this process is on its own in it; otherwise all compute a batch together."""
+"""The phase, with its detail if this process alone is in it; otherwise all compute a batch together."""
 
 _phase = Phase("begin", "", 0, time.monotonic(), 0)
 _owner: int | None = None
 seconds_by_phase: dict[str, float] = defaultdict(float)
-"""Phase -> seconds in it so far, of those that are left."""
+"""Phase -> seconds in it so far, of completed phases."""
 
 
 _ends_since = float("-inf")
 
 
 def begin() -> None:
-    """From now on the calling thread is the one that trains."""
+    """Makes the calling thread the training thread."""
     global _owner, _phase, _ends_since
     _ends_since = float("-inf")
     _owner = threading.get_ident()
@@ -59,30 +57,29 @@ def begin() -> None:
 
 
 def end() -> None:
-    """Nobody is listened to any more."""
+    """Ends the training thread: later changes have no effect."""
     global _owner
     _owner = None
 
 
 def mark_ending() -> None:
-    """Says that this process ends by itself, for a reason that it shares with others: that they have left need not end
-    it."""
+    """Records that this process exits for a reason that it shares with others, so that their exit need not end it."""
     global _ends_since
     _ends_since = time.monotonic()
 
 
 def is_ending(within_s: float) -> bool:
-    """Returns whether this process said so, no longer ago than `within_s`."""
+    """Returns whether this was recorded in the last `within_s` seconds."""
     return time.monotonic() - _ends_since < within_s
 
 
 def current_phase() -> Phase:
-    """Returns where training stands."""
+    """Returns the current phase."""
     return _phase
 
 
 def enter(phase: str, step: int | None = None, detail: str = "") -> None:
-    """Says that this thread is in another phase now. Costs 0.4 us."""
+    """Sets the phase of this thread. Costs 0.4 us."""
     global _phase
     if threading.get_ident() != _owner:
         return
@@ -93,7 +90,7 @@ def enter(phase: str, step: int | None = None, detail: str = "") -> None:
 
 @contextmanager
 def during(phase: str, detail: str = "") -> Iterator[None]:
-    """The body is this phase; after it, the one before goes on, as if it began then."""
+    """Context of a phase; afterwards the previous phase starts again."""
     before = _phase
     enter(phase, detail=detail)
     try:
@@ -103,5 +100,5 @@ def during(phase: str, detail: str = "") -> Iterator[None]:
 
 
 def waiting(what: str) -> AbstractContextManager[None]:
-    """The body waits for other processes, at `what`."""
+    """Context in which this process waits for other processes, at `what`."""
     return during(WAITING, what)

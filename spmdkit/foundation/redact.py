@@ -1,9 +1,8 @@
-"""What looks like a secret, and its text without it: `***` in every file that a run writes, in its record and in what
-it says.
+"""Detects secrets and replaces them by `***` in every file that a run writes, in its record and in its messages.
 
-A value is secret by its name (`api_token`, `password`, `AWS_SECRET_ACCESS_KEY`), or by its look (a login in a URL,
-`Bearer ...`, the tokens of well-known services, a private key). What a name has told is remembered, so that the same
-text is hidden in a message too.
+A value is secret by its name (`api_token`, `password`, `AWS_SECRET_ACCESS_KEY`), or by its form (a login in a URL,
+`Bearer ...`, the tokens of well-known services, a private key). Values that are secret by name are remembered, so that
+the same text is redacted in messages too.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from typing import Any
 
 HIDDEN = "***"
 SHORTEST = 6
-"""Characters of a value that is looked for in other texts: shorter ones are words that stand anywhere."""
+"""Minimum length of a value that is searched in other texts: shorter ones are common words."""
 
 DEEPEST = 64
 LONGEST_CONFIG = 2**16
-"""Characters of a config file that a launcher reads: it has little time."""
+"""Maximum number of characters of a config file that a launcher reads: it has little time."""
 
 _PARTS = re.compile(r"passw|passphrase|secret|credential|apikey", re.IGNORECASE)
 _WORDS = {"token", "tokens", "pwd", "auth", "authorization", "bearer", "cookie", "dsn"}
 _KEYS = {"api", "access", "private", "secret", "signing", "encryption", "ssh", "license", "account", "storage"}
-"""Words that make a `key` a secret one: without them it is a name in a mapping."""
+"""Words that make a `key` secret: without them it is a name in a mapping."""
 _OF_TEXT = {"pad", "eos", "bos", "mask", "unk", "sep", "cls", "start", "end", "stop", "special", "begin", "separator"}
 """Words that make a `token` a piece of text."""
 
@@ -43,13 +42,12 @@ _IN_TEXT = re.compile(
 )
 
 _known: set[str] = set()
-"""Values that a name has told. Texts are searched for them."""
+"""Values that are secret by name. Texts are searched for them."""
 
 
 @functools.lru_cache(maxsize=4096)
 def named(name: str) -> bool:
-    """Returns whether a value of this name is a secret. Kept: each text that is written asks for all variables of the
-    environment."""
+    """Returns whether a value of this name is a secret. Cached: each written text checks all environment variables."""
     words = {word.lower() for word in _SPLIT.split(name) if word}
     if words & {"token", "tokens"} and words & _OF_TEXT:
         return False
@@ -57,9 +55,9 @@ def named(name: str) -> bool:
 
 
 def without(value: Any, name: str = "") -> Any:
-    """Returns plain values with `***` in place of the secrets among them; `name` is the key that `value` stands under.
+    """Returns plain values with `***` in place of secrets; `name` is the key of `value`.
 
-    Numbers, true and false stay what they are, unless they stand under a password.
+    Numbers and booleans are unchanged, unless their key is a password.
     """
     if isinstance(value, Mapping):
         return {key: without(inner, f"{name}_{key}" if named(name) else str(key)) for key, inner in value.items()}
@@ -72,7 +70,7 @@ def without(value: Any, name: str = "") -> Any:
 
 
 def remember(value: Any, name: str = "", depth: int = 0) -> None:
-    """Takes note of the secrets among plain values: from now on `in_text` hides them wherever they stand."""
+    """Registers the secrets among plain values: `in_text` redacts them from now on."""
     if depth > DEEPEST:
         return
     if isinstance(value, Mapping):
@@ -86,8 +84,8 @@ def remember(value: Any, name: str = "", depth: int = 0) -> None:
 
 
 def remember_command(words: Sequence[str], files: bool = True) -> None:
-    """Takes note of the secrets in a command's `key=value` and, where `files`, in the YAML files that it names, as far
-    as they can be read."""
+    """Registers the secrets in a command's `key=value` and, with `files`, in its YAML files, as far as they can be
+    read."""
     import yaml  # 20 ms
 
     for word in words:
@@ -96,12 +94,12 @@ def remember_command(words: Sequence[str], files: bool = True) -> None:
             if not equals and not (files and word.endswith((".yaml", ".yml"))):
                 continue
             text = text if equals else Path(word).read_text()[:LONGEST_CONFIG]
-            if not any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # which can grow without end
+            if not any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # it can grow without end
                 remember(yaml.safe_load(text), key if equals else "")
 
 
 def in_text(text: str) -> str:
-    """Returns a text with `***` in place of what looks like a secret in it, or is known as one."""
+    """Returns a text with `***` in place of secrets, by form or registered."""
     for value in sorted(_known | _of_environment(), key=len, reverse=True):
         text = text.replace(value, HIDDEN)
     return _IN_TEXT.sub(_hidden, text)
@@ -113,8 +111,8 @@ def _hidden(found: re.Match[str]) -> str:
 
 
 def _of_environment() -> set[str]:
-    """Returns the values of variables whose names say that they are secret. `PWD` is the current folder."""
+    """Returns the values of environment variables with secret names. `PWD` is the current folder."""
     found = {
         name: os.environ.get(name, "") for name in list(os.environ) if named(name)
-    }  # a thread may change them meanwhile
+    }  # a thread may change them concurrently
     return {value for name, value in found.items() if len(value) >= 8 and name not in ("PWD", "OLDPWD")}

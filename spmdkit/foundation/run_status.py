@@ -1,9 +1,9 @@
-"""The last start of a run: how far it came, and whether it said how it ended. Known also when its process is gone
-without a word.
+"""The last start of a run: its last step, and whether it recorded how it ended. Available also if its process was
+killed.
 
-`events.jsonl` holds `running` from the start of each, and `stopped`, `preempted` or `fault` at its end; `last_step` the
-step that was last dispatched, in a page of memory that the kernel keeps for a process that dies. A run that left by
-`os._exit(0)` has the exit code of one that is done, and is told apart by them.
+`events.jsonl` holds `running` from each start, and `stopped`, `preempted` or `fault` at its end. `last_step` holds the
+last dispatched step, in a memory page that the kernel retains for a dead process. A run that ended by `os._exit(0)` has
+the exit code of a finished one; these two files distinguish them.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _WIDTH = 20
 
 
 class StepMark:
-    """The number of the step that was last dispatched, in each of some files; writing it costs less than a microsecond
-    and waits for no disk.
+    """The number of the last dispatched step, in one or more files; writing it costs less than a microsecond and waits
+    for no disk.
 
-    A file that cannot be mapped is left out: what it holds is for a message.
+    A file that cannot be mapped is ignored: its content is for a message only.
     """
 
     def __init__(self, paths: Iterable[Path]):
         self._maps = [opened for path in paths if (opened := _mapped(path)) is not None]
 
     def at(self, step: int) -> None:
-        """Notes that `step` was dispatched."""
+        """Records that `step` was dispatched."""
         for each in self._maps:
             each[:_WIDTH] = b"%20d" % step
 
@@ -63,7 +63,7 @@ def _mapped(path: Path) -> mmap.mmap | None:
 
 
 def last_step(path: Path) -> int | None:
-    """Returns the step of a `StepMark`, None where there is none."""
+    """Returns the step of a `StepMark` file, or None without one."""
     try:
         return step_of(path.read_bytes())
     except OSError:
@@ -71,7 +71,7 @@ def last_step(path: Path) -> int | None:
 
 
 def step_of(content: bytes) -> int | None:
-    """Returns the step that the content of a `StepMark` says, None where it says none."""
+    """Returns the step in the content of a `StepMark` file, or None."""
     try:
         return int(content[:64].partition(b"\n")[0])
     except ValueError:
@@ -82,7 +82,7 @@ _DIRECTORY_AT = 64
 
 
 def tell_directory(path: Path, directory: Path) -> None:
-    """Writes where the run is behind a `StepMark`, for who reads its file (`launch`)."""
+    """Writes the directory of the run behind a `StepMark`, for the reader of its file (`launch`)."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
@@ -92,18 +92,18 @@ def tell_directory(path: Path, directory: Path) -> None:
 
 
 def directory_of(content: bytes) -> Path | None:
-    """Returns where the run is that has written `content`, None where it has not said so yet."""
+    """Returns the directory of the run that has written `content`, or None if it is not written yet."""
     told, ended, _ = content[_DIRECTORY_AT:].partition(b"\n")
     return Path(os.fsdecode(told)) if ended and told else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """A start of a run that did not say how it ended.
+    """A start of a run without a recorded end.
 
     Attributes:
-        step: the last step that it dispatched, as far as is known.
-        alive: it is running, on this machine; None: that cannot be known here, since it ran on another.
+        step: the last dispatched step, as far as known.
+        alive: it is running, on this machine; None: unknown, since it ran on another.
     """
 
     step: int
@@ -114,12 +114,12 @@ class Attempt:
     def told(self) -> str:
         """Returns a sentence for people."""
         if self.alive:
-            return f"the run is going on: process {self.pid}, at step {self.step}"
-        where = "" if self.alive is False else f" (or is still going on, as process {self.pid} on {self.host})"
+            return f"the run is still running: process {self.pid}, at step {self.step}"
+        where = "" if self.alive is False else f" (or is still running, as process {self.pid} on {self.host})"
         return (
-            f"the run left at step {self.step} without a word{where}: no end is in {EVENTS}. os._exit, SIGKILL or a "
-            "loss of power do that, and an exit code of 0 then says nothing. Start the same command again to go on "
-            "from its newest checkpoint"
+            f"the previous attempt ended at step {self.step} without an exit event{where} (os._exit, killed, or the "
+            "machine lost power), so an exit code of 0 proves nothing. Run the same command to resume from the "
+            "newest checkpoint"
         )
 
 
@@ -129,26 +129,24 @@ def running(step: int) -> dict[str, Any]:
 
 
 def newest_saved(run_dir: Path) -> int | None:
-    """Returns the newest step that a run has said to be committed, wherever its checkpoints are; None where it has said
-    so of none."""
+    """Returns the newest step that a run has recorded as committed, wherever its checkpoints are; None without one."""
     saved = (event.get("step") for event in _events(run_dir / EVENTS) if event.get("event") == "saved")
     return max((step for step in saved if isinstance(step, int)), default=None)
 
 
 def this_process() -> dict[str, Any]:
-    """Returns by what `is_gone` knows this process again."""
+    """Returns the identity of this process, for `is_gone`."""
     return {"pid": os.getpid(), "host": socket.gethostname(), "boot": _boot(), "born": _born(os.getpid())}
 
 
 def is_gone(found: dict[str, Any]) -> bool:
-    """Returns whether the process that `this_process` described has ended for certain: it was of this machine, since
-    the machine was started."""
+    """Returns whether the process of `this_process` has certainly ended: it ran on this machine, since the last boot."""
     here = found.get("host") == socket.gethostname() and found.get("boot") == _boot() is not None
     return here and isinstance(found.get("pid"), int) and _born(found["pid"]) != found.get("born")
 
 
 def _boot() -> str | None:
-    """Returns an id of this start of the machine."""
+    """Returns an id of this boot of the machine."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -156,7 +154,7 @@ def _boot() -> str | None:
 
 
 def unfinished(run_dir: Path) -> Attempt | None:
-    """Returns the last start of a run where it has no end, or None: it ended, or there was none."""
+    """Returns the last start of a run if it has no recorded end, otherwise None."""
     started: dict[str, Any] | None = None
     for event in _events(run_dir / EVENTS):
         if event.get("process", 0) == 0 and event.get("event") == RUNNING:
@@ -190,8 +188,7 @@ def _events(path: Path) -> Iterable[dict[str, Any]]:
 
 
 def _born(pid: int) -> int | None:
-    """Returns when a process was started, in ticks since the machine was: the number of one that is gone may be
-    another's by now."""
+    """Returns when a process was started, in ticks since boot: the kernel reuses process numbers."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
         return int(text.rpartition(")")[2].split()[19])

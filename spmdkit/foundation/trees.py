@@ -1,4 +1,4 @@
-"""Pytrees seen as a flat list of (path, leaf): the names that layouts, checkpoints and messages use."""
+"""Pytrees as a flat list of (path, leaf): the names that layouts, checkpoints and messages use."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
 
 
 def is_key(x: Any) -> bool:
-    """Returns whether an array, abstract or not, holds typed random keys: what numpy has no form for."""
+    """Returns whether an array, abstract or not, holds typed random keys, which numpy cannot represent."""
     return hasattr(x, "dtype") and bool(jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
 def canonical_dtype(dtype: Any) -> Any:
-    """Returns the dtype that JAX makes of `dtype` (64 bits may become 32); that of typed keys stays."""
+    """Returns the dtype that JAX uses for `dtype` (64 bits may become 32); typed keys are unchanged."""
     return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 
 
 def common_dtype(*dtypes: Any) -> Any:
-    """Returns the dtype to which JAX promotes all of them, also where the user has forbidden promotion that nobody
-    asked for."""
+    """Returns the dtype to which JAX promotes all of them, also if the user has disabled implicit promotion."""
     with jax.numpy_dtype_promotion("standard"):
         return functools.reduce(jax.numpy.promote_types, dtypes)
 
@@ -59,7 +58,7 @@ def describe(leaf: Any) -> str:
 
 
 def first_difference(before: Any, after: Any) -> str | None:
-    """Returns the first leaf whose path, shape or dtype differs between two trees, in words, or None."""
+    """Returns the first leaf with another path, shape or dtype in two trees as text, or None."""
     old, new = ({path: describe(_canonical(leaf)) for path, leaf in named_leaves(tree)} for tree in (before, after))
     for path in [*old, *(p for p in new if p not in old)]:
         if old.get(path) != new.get(path):
