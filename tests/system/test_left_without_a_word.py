@@ -65,17 +65,17 @@ def test_alone_the_code_is_0_and_everything_that_is_asked_afterwards_says_where_
     code, output = leaving("exit", "train", "run.yaml")
     assert code == 0, output
     assert "stopped" not in events(folder) and "running" in events(folder)
-    said = "the run left at step 9 without a word"
+    message = "the previous attempt ended at step 9 without an exit event"
     for command in (("checkpoint", "ls", "run"), ("eval", "run.yaml")):
         code, output = leaving("", *command)
-        assert code == 0 and said in output, output
+        assert code == 0 and message in output, output
     code, output = leaving("", "checkpoint", "ls", "run", "--json")
     assert json.loads(output)["left_at_step"] == 9
     code, output = leaving("", "report", "run")
     page = (folder.path / "run/report.html").read_text()
-    assert code == 0 and "exited at step 9</span>" in page and said in page
+    assert code == 0 and "exited at step 9</span>" in page and message in page
     code, output = leaving("", "train", "run.yaml")
-    assert code == 0 and said in output and "continuing at step" in output, output
+    assert code == 0 and message in output and "continuing at step" in output, output
     assert events(folder)[-1] == "stopped" and "exited" in events(folder)
     code, output = leaving("", "checkpoint", "ls", "run")
     assert "left at" not in output
