@@ -51,8 +51,8 @@ from spmdkit.cluster import detect_cluster, join
 from spmdkit.data import DeviceBatches
 from spmdkit.faults import StopSignals
 from spmdkit.program.program import Program
-from spmdkit.run.loop import run_steps
 from spmdkit.run.run import Run
+from spmdkit.run.trainer import run_steps
 
 BATCH, FEATURES, CLASSES, NUM_EXAMPLES = 64, 64, 16, 4096
 LOG_EVERY = 10

@@ -33,8 +33,9 @@ import spmdkit as sk
 from spmdkit.cluster import detect_cluster, join
 from spmdkit.faults import StopSignals
 from spmdkit.program.program import Program
-from spmdkit.run.loop import run_steps, watched
+from spmdkit.run.loop import watched
 from spmdkit.run.run import Run
+from spmdkit.run.trainer import run_steps
 
 MOST_S = 50e-6
 BLOCKS = 20

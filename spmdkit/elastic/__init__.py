@@ -1,5 +1,3 @@
-"""Membership: a job that loses or wins processes goes on in the same processes, with the state from their memory."""
-
-from spmdkit.elastic.membership import Membership, ending, membership_from_env
-
-__all__ = ["Membership", "ending", "membership_from_env"]
+"""In-process elasticity: a job that loses or gains processes continues in the same processes, with the state from their
+memory. The orders of the launcher and snapshots of the state enter; a driver of `spmdkit.run` (driver.py) leaves.
+"""

@@ -21,12 +21,12 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from spmdkit import compat
-from spmdkit.checkpoint import storage_counters
+from spmdkit.checkpoint import Checkpoints, storage_counters
 from spmdkit.cluster import Cluster
 from spmdkit.cluster.join import Generation
 from spmdkit.cluster.spec import ClusterSpec
@@ -46,6 +46,9 @@ from spmdkit.faults import lost_peer
 from spmdkit.foundation.deadline import Deadline
 from spmdkit.foundation.timeouts import DISCONNECT_AGAIN_S, MEMBERSHIP_NOTICE_S, MEMBERSHIP_POLL_S, MEMBERSHIP_UPDATE_S
 from spmdkit.launch.membership_file import MembershipFiles, MembershipUpdate, open_membership_files
+from spmdkit.program.program import Program
+from spmdkit.program.restore import restored
+from spmdkit.run.recovery.restore import Restored, latest_for_all
 
 LAG = 16
 """Steps that may be in flight when processes agree on the last step of a generation."""
@@ -185,22 +188,20 @@ class Membership:
             )
         self.memory.put(snapshot)
 
-    def restored(
-        self, cluster: Cluster, program: Any, least: int, restore: Any
-    ) -> tuple[int, Any, dict[str, Any], list[str]] | None:
-        """Returns (step, state, record, lines for the user) from the memory of all processes, None where a checkpoint
-        of step `least` is newer or nothing is there."""
+    def restored(self, cluster: Cluster, program: Program, checkpoints: Checkpoints | None) -> Restored | None:
+        """Returns the state in the memory of all processes; None if a checkpoint is newer or no state is there."""
         if self.number == 1:
             return None
-        where = found(cluster, self.memory, least)
-        if where is None:
+        on_disk = None if checkpoints is None else latest_for_all(cluster, checkpoints)
+        newest = found(cluster, self.memory, on_disk or 0)
+        if newest is None:
             self.memory.forget()
             return None
-        step, holders = where
+        step, holders = newest
         snapshot = completed(cluster, self.memory, step, holders, program.abstract_state)
-        state, record, lines = restore(FromMemory(snapshot), step, program)
-        self.memory.forget()  # what is kept next is of the new mesh
-        return step, state, record, lines
+        state, record, lines = restored(FromMemory(snapshot), step, program)
+        self.memory.forget()  # the next snapshot is of the new mesh
+        return Restored(step, state, record, lines, {}, is_saved=step == on_disk)
 
     # ---- leaving -------------------------------------------------------------------------------------------------------
 
@@ -243,23 +244,7 @@ def _clear_caches() -> None:
                         clear()
 
 
-def membership_from_env(env: Mapping[str, str], options: Any) -> Membership | None:
-    """Returns the membership of this process, None where no launcher orders any."""
-    if not options.in_process:
-        return None
+def membership_from_env(env: Mapping[str, str], snapshot_every: int) -> Membership | None:
+    """Returns the membership of this process; None if no launcher controls it."""
     orders = open_membership_files(env)
-    return None if orders is None else Membership(orders, options.snapshot_every)
-
-
-@contextmanager
-def ending(membership: Membership | None, watchdog: Any, signals: Any) -> Iterator[None]:
-    """The body is one generation; where it ends for the next one, nobody watches it any more, and nothing else holds
-    it."""
-    try:
-        yield
-    except Exception as error:
-        if membership is not None and membership.takes(error):
-            if watchdog is not None:
-                watchdog.stop()
-            signals.then = None
-        raise
+    return None if orders is None else Membership(orders, snapshot_every)

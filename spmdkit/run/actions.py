@@ -147,8 +147,7 @@ def go_back(run: Run, asked: Rollback, batches: DeviceBatches) -> tuple[TrainSta
             "again. Leave some out, as in sk.Rollback(skip_batches=10), or stop."
         )
     run.ways_back.add(way)
-    run.batches = run.program.stream(run.step + 1)
-    return state, run.batches
+    return state, run.read_batches()
 
 
 def _failure(stop: Stop) -> SpmdkitError:

@@ -21,7 +21,7 @@ from spmdkit.step.state import TrainState
 NOTHING_TO_KEEP = (CheckpointWriteError, HangError, NonFiniteError, Preempted, RendezvousError)
 
 
-def keep_work(run: Run, state: TrainState, error: BaseException) -> None:
+def save_before_exit(run: Run, state: TrainState, error: BaseException) -> None:
     """Saves `state`, that of `run.step`, before `error` ends the run, and says so. Never raises, and never takes longer
     than asked."""
     options = run.config.checkpoint

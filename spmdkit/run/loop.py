@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
@@ -14,40 +15,32 @@ from typing import Any
 
 import jax
 
-from spmdkit import compat
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.cluster import Cluster, detect_cluster, join
-from spmdkit.compat import membership as compat_membership
-from spmdkit.config import Config, load_config, replace_keys
-from spmdkit.data import DeviceBatches
-from spmdkit.elastic import Membership, ending, membership_from_env
+from spmdkit.config import Config, load_config
 from spmdkit.errors import CheckpointError, ConfigError, Preempted
 from spmdkit.faults import StopSignals, Watchdog, leave, report_and_leave, watching
-from spmdkit.faults.error_mapping import callbacks_that_raise
 from spmdkit.foundation import phase
 from spmdkit.foundation.constants import COMPILE_ONLY
 from spmdkit.foundation.formatting import visible
 from spmdkit.foundation.run_status import unfinished
 from spmdkit.foundation.trees import tree_bytes
 from spmdkit.mesh.mesh import describe_mesh
-from spmdkit.plan.fit_check import check_start, check_state, common_limit, start_plan_thread
+from spmdkit.plan.fit_check import check_state, common_limit
 from spmdkit.program import allocator
 from spmdkit.program.compile_cache import Programs, kept
 from spmdkit.program.opening import open_program, task_of, with_hooks
 from spmdkit.program.program import Program
 from spmdkit.program.restore import restored
 from spmdkit.program.task import Task
-from spmdkit.run import parameter_server
-from spmdkit.run.actions import check_last, perform, save
-from spmdkit.run.emergency_save import keep_work
-from spmdkit.run.hook_runner import NOTHING
-from spmdkit.run.hooks.base import Decision, Stop
+from spmdkit.run.actions import check_last, save
+from spmdkit.run.driver import NO_DRIVER, Driver, TrainJob
+from spmdkit.run.hooks.base import Stop
 from spmdkit.run.recovery import restore, resume_check
 from spmdkit.run.run import Run
 from spmdkit.run.startup import bucket, consistency
 from spmdkit.run.startup.health import devices_are_well
-from spmdkit.run.startup.standby import warm_up
-from spmdkit.run.watchdog_callbacks import leave_stuck_callback
+from spmdkit.run.trainer import Trainer, trainer_of
 from spmdkit.step.state import TrainState
 
 
@@ -96,177 +89,96 @@ def train(
     if not isinstance(config, Config):
         config = load_config(config)
     resume_check.check_allowed(allow_change)
-    one_arena = allocator.one_arena(config.devices, os.environ)
-    membership = membership_from_env(os.environ, config.elastic) if cluster is None else None
-    if config.elastic.in_process and not compat.backends_initialized():
-        compat_membership.reduce_one_by_one()
+    keeps_memory = allocator.one_arena(config.devices, os.environ)
     with StopSignals() as signals:
-        while True:
-            try:
-                return _train_generation(config, cluster, task, allow_change, signals, one_arena, membership)
-            except Exception as error:
-                if membership is None or not membership.takes(error):
-                    raise
-            membership.leave()  # now that nobody holds the frames of the error
+        job = TrainJob(config, cluster, task, tuple(allow_change), signals, keeps_memory)
+        if config.elastic.in_process:
+            result: Result = importlib.import_module("spmdkit.elastic.driver").train(job, train_once)
+            return result
+        return train_once(job, partial(join_cluster, job))
 
 
-def _train_generation(
-    config: Config,
-    cluster: Cluster | None,
-    task: Task | None,
-    allow_change: Sequence[str],
-    signals: StopSignals,
-    one_arena: bool,
-    membership: Membership | None,
-) -> Result:
-    """Trains as long as the processes stay the same."""
+def train_once(job: TrainJob, join: Callable[[], tuple[Cluster, Config]], driver: Driver = NO_DRIVER) -> Result:
+    """Trains with the processes that `join` returns: join, check, open, restore or initialize, compile, loop, finish."""
+    signals = job.signals
     with signals.nothing_to_save(report_and_leave):
-        if membership is None:
-            cluster = cluster or join_as(config)
-        else:
-            cluster, config = _join_generation(config, membership)
-        signals.again()  # JAX has just taken SIGTERM
+        cluster, config = join()
+        signals.again()  # JAX has just replaced the handler of SIGTERM
     signals.announce = cluster.is_main
-    with (
-        watched(config, cluster) as watchdog,
-        kept(config.compile_cache, config.folder) as cache,
-        ending(membership, watchdog, signals),
-    ):
-        if membership is not None:
-            membership.joined(cluster)
-        return _trained(config, cluster, task, allow_change, signals, watchdog, one_arena, cache, membership)
-
-
-def _join_generation(config: Config, membership: Membership) -> tuple[Cluster, Config]:
-    """Returns the processes of the next generation, joined, and the config as it is with so many."""
-    spec, generation, overrides = membership.place(
-        detect_cluster(os.environ, config.cluster.environment), lambda: warm_up(config)
-    )
-    limit_s = config.watchdog.longest_timeout_s if config.watchdog else None
-    cluster = join(spec, config.devices, limit_s, config.cluster.interface, generation)
-    return cluster, replace_keys(config, {key: int(value) for key, value in (each.split("=") for each in overrides)})
-
-
-def _trained(
-    config: Config,
-    cluster: Cluster,
-    task: Task | None,
-    allow_change: Sequence[str],
-    signals: StopSignals,
-    watchdog: Watchdog | None,
-    one_arena: bool,
-    cache: Programs,
-    membership: Membership | None = None,
-) -> Result:
-    with signals.nothing_to_save(report_and_leave), phase.during("import"):
-        consistency.same_start(cluster, config)
-        found_well = devices_are_well(cluster, config)
-        limit_bytes = common_limit(cluster)
-        program = open_on_all_processes(config, cluster, task, limit_bytes)
-        servers = parameter_server.opened(config, cluster, program, task)
-        config = parameter_server.settled(config, program)  # with auto settled
-        check_state(program, cluster, limit_bytes)
-        if os.environ.get(COMPILE_ONLY):
-            _ = program.step_bytes  # before anything of the run is opened
-            cluster.barrier("compiled")
-            leave(0)
-    with (
-        ExitStack() as unsaved,
-        Run(config, cluster, program, signals, watchdog, membership=membership, allow_change=allow_change) as run,
-    ):
+    with ExitStack() as stack:
+        watchdog = stack.enter_context(watched(config, cluster))
+        cache = stack.enter_context(kept(config.compile_cache, config.folder))
+        stack.enter_context(driver.session(cluster, watchdog, signals))
+        unsaved = stack.enter_context(ExitStack())
+        unsaved.enter_context(signals.nothing_to_save(report_and_leave))
+        with phase.during("import"):
+            trainer = trainer_of(config)
+            health, limit_bytes = check_processes(cluster, config)
+            program = open_on_all_processes(config, cluster, job.task, limit_bytes, trainer)
+            config = trainer.open(config, cluster, program, job.task)
+            check_state(program, cluster, limit_bytes)
+            if os.environ.get(COMPILE_ONLY):
+                _leave_compiled(cluster, program)
+        run = stack.enter_context(
+            Run(config, cluster, program, signals, watchdog, driver=driver, allow_change=job.allow_change)
+        )
         unsaved.enter_context(signals.nothing_to_save(report_and_leave, run_is_open=True))
-        if found_well is not None:
-            run.events.write("health_check", why=found_well)
+        if health is not None:
+            run.events.write("health_check", why=health)
         with phase.during("restore"):
             state = run.restore_or_init()
             consistency.same_state(cluster, run.step, state)
-        if run.step >= config.steps or run.finished is not None:
-            _say_finished(run)
+        if run.is_complete:
+            _report_already_finished(run)
             return Result(state, program, run, already_finished=True)
         _introduce(run, state)
-        if servers is not None:
-            unsaved.close()
-            state, stopped = parameter_server.run_servers(run, state, servers)
-        else:
-            state, stopped = _compiled_and_run(run, state, unsaved, limit_bytes, one_arena, cache)
-        if stopped is None or stopped.code == 0:
-            check_last(run, state)
-        run.finish(lambda: save(run, run.step, state))
-        run.part()
-        if stopped is not None and stopped.code == Preempted.exit_code:
-            raise _preempted(run, stopped)
-        if stopped is not None:
-            run.message(f"stopped at step {run.step}: {stopped.why}")
-        run.events.write("compiled", step=run.step, **cache.programs())
-        run.tell("stopped", code=0, **({"why": stopped.why} if stopped else {}))
-        _conclude(run)
-    return Result(state, program, run)
-
-
-def _compiled_and_run(
-    run: Run, state: TrainState, unsaved: ExitStack, limit_bytes: int | None, one_arena: bool, cache: Programs
-) -> tuple[TrainState, Stop | None]:
-    program, cluster = run.program, run.cluster
-    if cache.is_refused:
-        run.message(f"note: compile cache {cache.said}")
-    # Opened first, so that the data is read while the step compiles.
-    with program.stream(run.step + 1) as run.batches:
-        with run.reporter.progress.compiling(), phase.during("compile"):
-            check_start(program, cluster, run.directory, limit_bytes)
-        run.events.write("compiled", step=run.step, **cache.programs())
-        if one_arena and cluster.devices[0].platform == "cpu":
-            allocator.keep_memory()
-        wait_for_plan = start_plan_thread(program, cluster, run.directory, run.message, run.events.write)
+        trainer.compile(run, cache, limit_bytes, job.keeps_memory)
         unsaved.close()
-        state, stopped = run_steps(run, state, run.batches)
-    if run.step == run.config.steps:
-        wait_for_plan()
-    return state, stopped
+        state, stopped = trainer.train(run, state)
+        finish(run, state, stopped, cache)
+        return Result(state, program, run)
 
 
-STOP_AND_SAVE = Decision(save=True, turn=Stop(Preempted.exit_code))
+def check_processes(cluster: Cluster, config: Config) -> tuple[str | None, int | None]:
+    """Returns (result of the health check if the config requests one, the memory limit of the devices). Checks that all
+    processes start from the same config, code and versions."""
+    consistency.same_start(cluster, config)
+    return devices_are_well(cluster, config), common_limit(cluster)
 
 
-def _say_finished(run: Run) -> None:
+def _leave_compiled(cluster: Cluster, program: Program) -> None:
+    """Ends the process once the step is compiled, before anything of the run is opened."""
+    _ = program.step_bytes
+    cluster.barrier("compiled")
+    leave(0)
+
+
+def finish(run: Run, state: TrainState, stopped: Stop | None, cache: Programs) -> None:
+    """Ends a run: the last state is finite and committed, the processes have left the cluster, the records are closed.
+
+    Raises:
+        Preempted: a signal or a hook stopped the run before its last step.
+    """
+    is_done = stopped is None or stopped.code == 0
+    if is_done:
+        check_last(run, state)
+    run.finish(lambda: save(run, run.step, state))
+    run.part()
+    if stopped is not None and stopped.code == Preempted.exit_code:
+        raise _preempted(run, stopped)
+    if stopped is not None:
+        run.message(f"stopped at step {run.step}: {stopped.why}")
+    run.events.write("compiled", step=run.step, **cache.programs())
+    run.tell("stopped", code=0, **({"why": stopped.why} if stopped else {}))
+    if run.cluster.is_main and run.config.log.progress != "off":
+        print(visible(f"report {run.directory / 'report.html'}"), flush=True)
+
+
+def _report_already_finished(run: Run) -> None:
     end = f", where it stopped: {run.finished}" if run.finished else ""
     run.message(f"already finished: step {run.step} of {run.config.steps} is saved in {run.directory}{end}")
     run.part()
     run.events.write("stopped", step=run.step, code=0, why="finished before")
-
-
-def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[TrainState, Stop | None]:
-    """Returns the state after the last step, or after the step at which all processes agreed to stop, and what stopped
-    it."""
-    program, due, stop = run.program, run.hook_runner, None
-    run.reporter.throughput.start()
-    due.call("begin", run, run.step, state)
-    looks, program.may_be_donated = program.may_be_donated, program.may_be_donated and due.has_own
-    membership = run.membership
-    try:
-        if membership is not None:
-            membership.after_step(run, run.step, state)
-        with callbacks_that_raise(partial(leave_stuck_callback, run)):
-            while stop is None and (taken := next(batches, None)) is not None:
-                step, batch, wait_s = taken
-                due.before_step(run, step, state)
-                state, metrics = program.step(state, batch)
-                run.dispatched(step, metrics, wait_s)
-                due.after_step(run, step, state, metrics)
-                if (decision := due.decision(step)) is not NOTHING:
-                    state, batches, stop = perform(run, step, state, batches, decision)
-                if membership is not None and stop is None:
-                    membership.after_step(run, run.step, state)
-        if stop is None and run.input_given_up:
-            state, batches, stop = perform(run, run.step, state, batches, STOP_AND_SAVE)
-    except Exception as error:
-        if membership is None or not membership.takes(error):
-            keep_work(run, state, error)
-        raise
-    finally:
-        program.may_be_donated = looks
-        batches.close()
-    due.call("end", run, run.step, state)
-    return state, stop
 
 
 def _introduce(run: Run, state: TrainState) -> None:
@@ -281,15 +193,9 @@ def _introduce(run: Run, state: TrainState) -> None:
         f"{'es' * (run.cluster.num_processes > 1)}"
     )
     progress.message(f"run directory {run.directory}")
-    alone = ["elastic.in_process has no effect: this is not started by spmdkit launch --elastic MIN:MAX"]
-    for note in (*run.cluster.notes, *program.notes, *alone * (config.elastic.in_process and run.membership is None)):
+    for note in (*run.cluster.notes, *program.notes, *run.driver.notes):
         progress.message(f"note: {note}")
     progress.start()
-
-
-def _conclude(run: Run) -> None:
-    if run.cluster.is_main and run.config.log.progress != "off":
-        print(visible(f"report {run.directory / 'report.html'}"), flush=True)
 
 
 def _preempted(run: Run, stopped: Stop) -> Preempted:
@@ -303,8 +209,11 @@ def _preempted(run: Run, stopped: Stop) -> Preempted:
     return Preempted(f"stopped after step {run.step} by {name}; saved. Start the same command again to go on.")
 
 
-def join_as(config: Config) -> Cluster:
-    """Returns the processes that the environment names, joined as a config asks for."""
+def join_cluster(job: TrainJob) -> tuple[Cluster, Config]:
+    """Returns the processes of a job, joined as its config requests, and its config."""
+    config = job.config
+    if job.cluster is not None:
+        return job.cluster, config
     spec = detect_cluster(os.environ, config.cluster.environment)
     if spec.role == "evaluator":
         raise ConfigError(
@@ -312,7 +221,7 @@ def join_as(config: Config) -> Cluster:
             "spmdkit.run.evaluator.evaluate_each(config), or set cluster: {environment: none} to train alone."
         )
     limit_s = config.watchdog.longest_timeout_s if config.watchdog else None
-    return join(spec, config.devices, collective_timeout_s=limit_s, interface=config.cluster.interface)
+    return join(spec, config.devices, collective_timeout_s=limit_s, interface=config.cluster.interface), config
 
 
 def watched(config: Config, cluster: Cluster) -> AbstractContextManager[Watchdog | None]:
@@ -322,15 +231,19 @@ def watched(config: Config, cluster: Cluster) -> AbstractContextManager[Watchdog
 
 
 def open_on_all_processes(
-    config: Config, cluster: Cluster, task: Task | None = None, limit_bytes: int | None = None
+    config: Config,
+    cluster: Cluster,
+    task: Task | None = None,
+    limit_bytes: int | None = None,
+    trainer: Trainer | None = None,
 ) -> Program:
-    """Returns the program of a config, the same on all processes; what `auto` tries is said on standard error, unless
-    progress is off."""
+    """Returns the program of a config, the same on all processes. The attempts of `auto` are printed to standard error,
+    unless progress is off."""
     quiet = not cluster.is_main or config.log.progress == "off"
     say = lambda line: None if quiet else print(visible(line), file=sys.stderr, flush=True)
     made = lambda: task_of(config) if task is None else with_hooks(task, config)
     found = consistency.same_data(cluster, made, config.data.retries)
-    opened = parameter_server.one_step(config)
+    opened = (trainer or trainer_of(config)).program_config(config)
     return consistency.same_program(cluster, lambda: open_program(opened, found, cluster.devices, limit_bytes, say))
 
 

@@ -25,8 +25,7 @@ def go_back(run: Run, to_step: int | None, skip_batches: int, batches: Sequence[
     """
     left, before = run.step, run.program.schedule.skipped
     run.hook_runner.went_back()
-    if run.membership is not None:
-        run.membership.memory.forget()
+    run.driver.rolled_back()
     run.forget_numbers()
     target, found = 0, None
     if run.checkpoints is not None and run.saves is not None:

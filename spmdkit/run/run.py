@@ -24,7 +24,6 @@ from spmdkit.checkpoint import Checkpoints, Remote
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, to_yaml
 from spmdkit.data import DeviceBatches
-from spmdkit.elastic import Membership
 from spmdkit.errors import CheckpointWriteError, Preempted
 from spmdkit.faults import ExitRequested, StopSignals, Watchdog, describe, taken_over
 from spmdkit.foundation.run_status import StepMark
@@ -34,6 +33,7 @@ from spmdkit.metrics.report.run import write_report
 from spmdkit.program.dispatch_limit import most_in_flight
 from spmdkit.program.program import Program
 from spmdkit.run import hooks, watchdog_callbacks
+from spmdkit.run.driver import NO_DRIVER, Driver
 from spmdkit.run.hook_runner import HookRunner
 from spmdkit.run.recovery import restore, resume_check, skipped_batches
 from spmdkit.run.recovery.save_retries import Saves
@@ -59,7 +59,7 @@ class Run:
         signals: StopSignals | None = None,
         watchdog: Watchdog | None = None,
         *,
-        membership: Membership | None = None,
+        driver: Driver = NO_DRIVER,
         allow_change: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -68,7 +68,7 @@ class Run:
         self.directory = config.resolved_run_dir()
         self.step, self.first_step = 0, 1
         self.finished: str | None = None
-        self.signals, self.watchdog, self.membership = signals, watchdog, membership
+        self.signals, self.watchdog, self.driver = signals, watchdog, driver
         self.batches: DeviceBatches | None = None  # those that are read now
         self.input_given_up = False
         self._stack = ExitStack()
@@ -118,13 +118,8 @@ class Run:
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if kind is not None and issubclass(kind, ExitRequested):
             self.events.write("preempted", step=self.step, code=error.exit_code, why=str(error))
-        elif self.membership is not None and self.membership.takes(error):
-            self.events.write(
-                "membership_changed",
-                step=self.step,
-                generation=self.membership.number,
-                why=f"{kind.__name__}: {error}"[:200],
-            )
+        elif kind is not None and (change := self.driver.ends(error)) is not None:
+            self.events.write("membership_changed", step=self.step, **change)
             restore.abandon(self)
         elif kind is not None and not issubclass(kind, Preempted) and not taken_over.is_set():
             code = describe(error)[0]
@@ -133,6 +128,8 @@ class Run:
         waits = not self.left_saving and (
             kind is None or issubclass(kind, Preempted) or self.cluster.num_processes == 1
         )
+        if self.batches is not None:
+            self.batches.close()
         try:
             if waits and self.checkpoints is not None:
                 self.events_of(self.checkpoints.close())
@@ -149,6 +146,16 @@ class Run:
     def last_evaluation(self) -> dict[str, Any] | None:
         """The metrics of the last evaluation in this process, or None."""
         return self.last_eval[1] if self.last_eval else None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the restored state is that of the last step, or of a run that a hook ended."""
+        return self.step >= self.config.steps or self.finished is not None
+
+    def read_batches(self) -> DeviceBatches:
+        """Starts to read the batches after `step`, and returns them."""
+        self.batches = self.program.stream(self.step + 1)
+        return self.batches
 
     # ---- begin -------------------------------------------------------------------------------------------------------
 

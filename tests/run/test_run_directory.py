@@ -17,8 +17,8 @@ from spmdkit.checkpoint.record import read_record, write_record
 from spmdkit.cluster import detect_cluster, join
 from spmdkit.errors import CheckpointWriteError, NonFiniteError
 from spmdkit.program.program import Program
-from spmdkit.run.loop import run_steps
 from spmdkit.run.run import Run
+from spmdkit.run.trainer import run_steps
 from tests.support.small_runs import config_of
 
 RNG = np.random.default_rng(0)

@@ -41,14 +41,10 @@ class Restored(NamedTuple):
 def newest(run: Any) -> Restored | None:
     """Returns what the memory of the processes holds, where that is newer than every checkpoint, otherwise the newest
     that can be restored, None where there is neither."""
-    checkpoints, membership = run.checkpoints, run.membership
-    if membership is not None and membership.number > 1:
-        on_disk = None if checkpoints is None else latest_for_all(run.cluster, checkpoints)
-        found = membership.restored(run.cluster, run.program, (on_disk or 0), restored)
-        if found is not None:
-            step, state, record, lines = found
-            return Restored(step, state, record, lines, {}, is_saved=step == on_disk)
-    return None if checkpoints is None else newest_good(run.cluster, checkpoints, run.program)
+    in_memory = run.driver.restored(run.cluster, run.program, run.checkpoints)
+    if in_memory is not None or run.checkpoints is None:
+        return in_memory
+    return newest_good(run.cluster, run.checkpoints, run.program)
 
 
 def abandon(run: Any) -> None:

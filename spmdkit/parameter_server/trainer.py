@@ -17,7 +17,7 @@ import jax
 
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, replace_keys
-from spmdkit.config.parameter_server import is_chosen, options
+from spmdkit.config.parameter_server import options
 from spmdkit.errors import CheckpointError, ConfigError, NonFiniteError, Preempted, RendezvousError
 from spmdkit.foundation import phase
 from spmdkit.foundation.timeouts import SERVER_POLL_S, SERVER_WORKERS_S
@@ -27,6 +27,7 @@ from spmdkit.parameter_server.gradient import synchronous
 from spmdkit.parameter_server.roles import Roles
 from spmdkit.parameter_server.threads import Threads
 from spmdkit.parameter_server.transport import Transport, Unavailable
+from spmdkit.program.compile_cache import Programs
 from spmdkit.program.program import Program
 from spmdkit.program.task import Task
 from spmdkit.run import rollback
@@ -42,35 +43,57 @@ JOIN = "workers"
 """A file of the run's directory: how many workers there are to be, so that others join."""
 
 
-def one_step(config: Config) -> Config:
-    """Returns the config of the program that a run evaluates and saves by: without servers."""
-    return synchronous(config) if is_chosen(config) else config
+class ParameterServerTrainer:
+    """Trains with servers and workers; this process is the coordinator. See `spmdkit.run.trainer.Trainer`."""
+
+    _roles: Roles
+
+    def program_config(self, config: Config) -> Config:
+        """Returns the config without servers."""
+        return synchronous(config)
+
+    def open(self, config: Config, cluster: Cluster, program: Program, task: Task | None) -> Config:
+        """Returns the config with the values that the program has chosen for `auto`.
+
+        Raises:
+            ConfigError: the task cannot be trained so, Ray is not installed, or several processes were started.
+        """
+        _check(config, cluster, task)
+        chosen = program.config
+        config = replace_keys(config, {"microbatches": chosen.microbatches, "remat": chosen.model_dump()["remat"]})
+        self._roles = Roles(config, program.task)
+        return config
+
+    def compile(self, run: Run, cache: Programs, limit_bytes: int | None, keeps_memory: bool) -> None:
+        """Does nothing: workers compile their steps."""
+
+    def train(self, run: Run, state: TrainState) -> tuple[TrainState, Stop | None]:
+        """Returns the state after the last update, or when a signal requests a stop, and the action that stopped it."""
+        roles = self._roles
+        transport = _transport(run, roles)
+        if run.signals is not None:
+            run.signals.again()  # Ray has just replaced the handler of SIGTERM
+        try:
+            return _Watch(run, state, transport, roles, roles.asked.servers, roles.asked.workers).until_the_end()
+        except Unavailable as error:
+            raise RendezvousError(
+                f"a stop was requested while a server was down ({error}), so its state is lost. {run.newest()} Start the same command again."
+            ) from error
+        finally:
+            transport.close()
 
 
-def settled(config: Config, program: Program) -> Config:
-    """Returns the config with what the program has chosen for `auto`."""
-    if not is_chosen(config):
-        return program.config
-    chosen = program.config
-    return replace_keys(config, {"microbatches": chosen.microbatches, "remat": chosen.model_dump()["remat"]})
+def trainer() -> ParameterServerTrainer:
+    """Returns the trainer of `sync: parameter_server`."""
+    return ParameterServerTrainer()
 
 
-def opened(config: Config, cluster: Cluster, program: Program, task: Task | None) -> Roles | None:
-    """Returns what servers and workers are made of, None where the config asks for none.
-
-    Args:
-        task: that was handed to `train` instead of the config's.
-
-    Raises:
-        ConfigError: the task cannot be trained so, Ray is not there, or several processes were started.
-    """
-    if not is_chosen(config):
-        return None
+def _check(config: Config, cluster: Cluster, task: Task | None) -> None:
     if options(config).transport == "ray":
         from spmdkit.parameter_server.actors import imported
 
         if importlib.util.find_spec("ray") is None:
-            imported()  # says how to install it
+            imported()  # raises, with the command that installs it
         if task is not None:
             raise ConfigError(
                 "sync: parameter_server on Ray, and train was given a task: servers and workers are other processes, which find the task by the "
@@ -81,24 +104,6 @@ def opened(config: Config, cluster: Cluster, program: Program, task: Task | None
             f"sync: parameter_server in {cluster.num_processes} processes: it starts its servers and workers itself. Start one process, without launch: "
             "spmdkit train CONFIG."
         )
-    return Roles(settled(config, program), program.task)
-
-
-def run_servers(run: Run, state: TrainState, roles: Roles) -> tuple[TrainState, Stop | None]:
-    """Returns the state after the last update, or when the run is asked to stop, and what stopped it; as `run_steps` of
-    a synchronous run."""
-    asked = options(run.config)
-    transport = _transport(run, roles)
-    if run.signals is not None:
-        run.signals.again()  # Ray has just taken SIGTERM
-    try:
-        return _Watch(run, state, transport, roles, asked.servers, asked.workers).until_the_end()
-    except Unavailable as error:
-        raise RendezvousError(
-            f"the run was asked to stop while a server was away ({error}), so what it held is lost. {run.newest()} Start the same command again."
-        ) from error
-    finally:
-        transport.close()
 
 
 def _transport(run: Run, roles: Roles) -> Transport:

@@ -14,8 +14,8 @@ import pytest
 
 import spmdkit as sk
 from spmdkit.errors import NonFiniteError
+from spmdkit.parameter_server import trainer as parameter_server
 from spmdkit.plan.command import make_plan
-from spmdkit.run import parameter_server
 from spmdkit.verify.report import VerifyOptions, verify_config
 from tests.support.small_runs import X, config_of, events, line_task, lines, train
 

@@ -1,0 +1,80 @@
+"""The outer driver of in-process elasticity: trains a run once for each membership of its job, in the same process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from spmdkit import compat
+from spmdkit.cluster import Cluster, detect_cluster, join
+from spmdkit.compat import membership as compat_membership
+from spmdkit.config import Config, replace_keys
+from spmdkit.elastic.membership import Membership, membership_from_env
+from spmdkit.faults import StopSignals, Watchdog
+from spmdkit.run.driver import Driver, TrainJob
+from spmdkit.run.loop import Result, join_cluster
+from spmdkit.run.startup.standby import warm_up
+
+NO_EFFECT = "elastic.in_process has no effect: this is not started by spmdkit launch --elastic MIN:MAX"
+
+
+def train(job: TrainJob, train_once: Callable[..., Result]) -> Result:
+    """Returns the result of the last membership.
+
+    Args:
+        train_once: `(job, join, driver) -> Result`, one training.
+    """
+    if not compat.backends_initialized():
+        compat_membership.reduce_one_by_one()
+    membership = membership_from_env(os.environ, job.config.elastic.snapshot_every) if job.cluster is None else None
+    if membership is None:
+        return train_once(job, partial(join_cluster, job), Driver(notes=(NO_EFFECT,)))
+    driver = Driver(
+        session=partial(_session, membership),
+        after_step=membership.after_step,
+        restored=membership.restored,
+        rolled_back=membership.memory.forget,
+        ends=partial(_ends, membership),
+    )
+    while True:
+        try:
+            return train_once(job, partial(_join, membership, job.config), driver)
+        except Exception as error:
+            if not membership.takes(error):
+                raise
+        membership.leave()  # here nothing refers to the frames of the error any more
+
+
+def _join(membership: Membership, config: Config) -> tuple[Cluster, Config]:
+    """Returns the processes of the next membership, joined, and the config for this number of processes."""
+    spec, generation, overrides = membership.place(
+        detect_cluster(os.environ, config.cluster.environment), lambda: warm_up(config)
+    )
+    limit_s = config.watchdog.longest_timeout_s if config.watchdog else None
+    cluster = join(spec, config.devices, limit_s, config.cluster.interface, generation)
+    return cluster, replace_keys(config, {key: int(value) for key, value in (each.split("=") for each in overrides)})
+
+
+@contextmanager
+def _session(
+    membership: Membership, cluster: Cluster, watchdog: Watchdog | None, signals: StopSignals
+) -> Iterator[None]:
+    """Listens to the launcher; when the membership changes, stops the watchdog and drops what refers to the run."""
+    membership.joined(cluster)
+    try:
+        yield
+    except Exception as error:
+        if membership.takes(error):
+            if watchdog is not None:
+                watchdog.stop()
+            signals.then = None
+        raise
+
+
+def _ends(membership: Membership, error: BaseException) -> Mapping[str, Any] | None:
+    if not membership.takes(error):
+        return None
+    return {"generation": membership.number, "why": f"{type(error).__name__}: {error}"[:200]}

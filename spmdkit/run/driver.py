@@ -1,0 +1,73 @@
+"""`Driver`: what an outer driver adds to one training of a run. In-process elasticity (`spmdkit.elastic`) is one: it
+trains the same run again each time the members of its job change.
+
+`train` finds the driver by the config, calls `driver.train(job, train_once)`, and knows nothing else of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from spmdkit.checkpoint import Checkpoints
+from spmdkit.cluster import Cluster
+from spmdkit.config import Config
+from spmdkit.faults import StopSignals, Watchdog
+from spmdkit.program.program import Program
+from spmdkit.program.task import Task
+from spmdkit.step.state import TrainState
+
+if TYPE_CHECKING:
+    from spmdkit.run.recovery.restore import Restored
+    from spmdkit.run.run import Run
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainJob:
+    """The arguments of `train`, and what it opened before JAX has devices.
+
+    Attributes:
+        cluster: the joined processes; None: joins those that the environment names.
+        task: replaces the task that the config names.
+        allow_change: settings that may have changed since the checkpoint although they change the run.
+        keeps_memory: whether freed memory stays with the process (program/allocator.py).
+    """
+
+    config: Config
+    cluster: Cluster | None
+    task: Task | None
+    allow_change: tuple[str, ...]
+    signals: StopSignals
+    keeps_memory: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Driver:
+    """The callbacks of an outer driver. The default is no driver: it does nothing.
+
+    Attributes:
+        session: the context of one training, entered after `join`.
+        after_step: called before the first step and after each step, on all processes. An exception that `ends`
+            recognizes ends this training.
+        restored: returns the state in the memory of the processes if it is newer than each checkpoint.
+        rolled_back: called when training goes back to an earlier step.
+        ends: returns the fields of the event `membership_changed` for an exception that ends this training and not the
+            run; None for all other exceptions.
+        notes: lines for the user.
+    """
+
+    session: Callable[[Cluster, Watchdog | None, StopSignals], AbstractContextManager[Any]] = (
+        lambda cluster, watchdog, signals: nullcontext()
+    )
+    after_step: Callable[[Run, int, TrainState], None] = lambda run, step, state: None
+    restored: Callable[[Cluster, Program, Checkpoints | None], Restored | None] = lambda cluster, program, checkpoints: (
+        None
+    )
+    rolled_back: Callable[[], None] = lambda: None
+    ends: Callable[[BaseException], Mapping[str, Any] | None] = lambda error: None
+    notes: tuple[str, ...] = ()
+
+
+NO_DRIVER = Driver()

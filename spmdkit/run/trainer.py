@@ -1,0 +1,128 @@
+"""`Trainer`: how a run gets from its first state to its last. The config's `sync` selects it: one SPMD step for all
+processes, or a parameter server (`spmdkit.parameter_server.trainer`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from spmdkit.cluster import Cluster
+from spmdkit.config import Config
+from spmdkit.data import DeviceBatches
+from spmdkit.errors import Preempted
+from spmdkit.faults.error_mapping import callbacks_that_raise
+from spmdkit.foundation import phase, plugins
+from spmdkit.plan.fit_check import check_start, start_plan_thread
+from spmdkit.program import allocator
+from spmdkit.program.compile_cache import Programs
+from spmdkit.program.program import Program
+from spmdkit.program.task import Task
+from spmdkit.run.actions import perform
+from spmdkit.run.emergency_save import save_before_exit
+from spmdkit.run.hook_runner import NOTHING
+from spmdkit.run.hooks.base import Decision, Stop
+from spmdkit.run.run import Run
+from spmdkit.run.watchdog_callbacks import leave_stuck_callback
+from spmdkit.step.state import TrainState
+
+TRAINERS = {"parameter_server": "spmdkit.parameter_server.trainer"}
+"""Name of a `sync` -> the module whose `trainer()` trains with it. All other syncs are part of the SPMD step."""
+
+STOP_AND_SAVE = Decision(save=True, turn=Stop(Preempted.exit_code))
+
+
+class Trainer(Protocol):
+    """The methods are called in this order, once each."""
+
+    def program_config(self, config: Config) -> Config:
+        """Returns the config of the program that evaluates and saves, and takes the steps of the SPMD trainer."""
+
+    def open(self, config: Config, cluster: Cluster, program: Program, task: Task | None) -> Config:
+        """Returns the config with the values that the program has chosen for `auto`.
+
+        Raises:
+            ConfigError: this trainer cannot train the task.
+        """
+
+    def compile(self, run: Run, cache: Programs, limit_bytes: int | None, keeps_memory: bool) -> None:
+        """Prepares the first step: after this, a signal saves the state."""
+
+    def train(self, run: Run, state: TrainState) -> tuple[TrainState, Stop | None]:
+        """Returns the last state, and the action that stopped training before the last step, or None."""
+
+
+def trainer_of(config: Config) -> Trainer:
+    """Returns the trainer of the config's `sync`."""
+    module = None if plugins.is_own(config.sync) else TRAINERS.get(plugins.split(config.sync)[0])
+    if module is None:
+        return SpmdTrainer()
+    trainer: Trainer = importlib.import_module(module).trainer()
+    return trainer
+
+
+class SpmdTrainer:
+    """All processes take each step together, as one program."""
+
+    def __init__(self) -> None:
+        self._wait_for_plan: Callable[[], object] = lambda: None
+
+    def program_config(self, config: Config) -> Config:
+        return config
+
+    def open(self, config: Config, cluster: Cluster, program: Program, task: Task | None) -> Config:
+        return program.config
+
+    def compile(self, run: Run, cache: Programs, limit_bytes: int | None, keeps_memory: bool) -> None:
+        program, cluster = run.program, run.cluster
+        if cache.is_refused:
+            run.message(f"note: compile cache {cache.said}")
+        run.read_batches()  # while the step compiles
+        with run.reporter.progress.compiling(), phase.during("compile"):
+            check_start(program, cluster, run.directory, limit_bytes)
+        run.events.write("compiled", step=run.step, **cache.programs())
+        if keeps_memory and cluster.devices[0].platform == "cpu":
+            allocator.keep_memory()
+        self._wait_for_plan = start_plan_thread(program, cluster, run.directory, run.message, run.events.write)
+
+    def train(self, run: Run, state: TrainState) -> tuple[TrainState, Stop | None]:
+        assert run.batches is not None
+        state, stopped = run_steps(run, state, run.batches)
+        if run.step == run.config.steps:
+            self._wait_for_plan()
+        return state, stopped
+
+
+def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[TrainState, Stop | None]:
+    """Returns the state after the last step, or after the step at which all processes agreed to stop, and the action
+    that stopped training."""
+    program, hooks, stop = run.program, run.hook_runner, None
+    run.reporter.throughput.start()
+    hooks.call("begin", run, run.step, state)
+    # Only hooks of the user may keep a state whose memory the next step takes.
+    looks, program.may_be_donated = program.may_be_donated, program.may_be_donated and hooks.has_own
+    try:
+        run.driver.after_step(run, run.step, state)
+        with callbacks_that_raise(partial(leave_stuck_callback, run)):
+            while stop is None and (item := next(batches, None)) is not None:
+                step, batch, wait_s = item
+                hooks.before_step(run, step, state)
+                state, metrics = program.step(state, batch)
+                run.dispatched(step, metrics, wait_s)
+                hooks.after_step(run, step, state, metrics)
+                if (decision := hooks.decision(step)) is not NOTHING:
+                    state, batches, stop = perform(run, step, state, batches, decision)
+                if stop is None:
+                    run.driver.after_step(run, run.step, state)
+        if stop is None and run.input_given_up:
+            state, batches, stop = perform(run, run.step, state, batches, STOP_AND_SAVE)
+    except Exception as error:
+        save_before_exit(run, state, error)
+        raise
+    finally:
+        program.may_be_donated = looks
+        batches.close()
+    hooks.call("end", run, run.step, state)
+    return state, stop
