@@ -154,7 +154,7 @@ def params(result):
 
 def test_skip_leaves_out_one_step_and_names_the_batch_and_its_row(tmp_path, capfd):
     data = poisoned()
-    result = train(tmp_path, make_task(data), on_nonfinite={**SKIP, "dump": True}, steps=10)
+    result = train(tmp_path, make_task(data), on_nonfinite={**SKIP, "save_batch": True}, steps=10)
     np.testing.assert_allclose(params(result), by_hand({BAD}, 10), rtol=1e-6)
     assert int(result.state.step) == 10
     events = [e for e in lines(tmp_path, "events.jsonl") if e["event"] == "skipped"]
@@ -183,7 +183,7 @@ def test_an_infinite_loss_between_log_steps_stops_the_run_though_the_gradient_is
 
 def test_a_run_in_which_every_step_is_left_out_does_not_end_well(tmp_path):
     with pytest.raises(NonFiniteError, match="3 steps in a row were left out"):
-        train(tmp_path, make_task(np.full_like(CLEAN, np.nan)), on_nonfinite={**SKIP, "most": 3})
+        train(tmp_path, make_task(np.full_like(CLEAN, np.nan)), on_nonfinite={**SKIP, "max_consecutive": 3})
 
 
 ROLLBACK = {"loss": "rollback", "gradient": "rollback", "metrics": "rollback"}
@@ -241,7 +241,7 @@ def test_batches_that_were_trained_on_cannot_be_left_out_any_more(tmp_path):
 
 def test_ways_back_that_lead_nowhere_end_the_run(tmp_path):
     with pytest.raises(NonFiniteError, match="after 2 ways back"):
-        train(tmp_path, make_task(np.full_like(CLEAN, np.nan)), on_nonfinite={**ROLLBACK, "most": 2})
+        train(tmp_path, make_task(np.full_like(CLEAN, np.nan)), on_nonfinite={**ROLLBACK, "max_consecutive": 2})
 
 
 # ---- spikes ------------------------------------------------------------------------------------------------------------
