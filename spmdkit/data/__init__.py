@@ -14,24 +14,24 @@ Resuming is `host_batches(start=step + 1)`: nothing is replayed and no iterator 
 
 from spmdkit.data.host_batch import HostBatch, read_step
 from spmdkit.data.per_process import PerProcess, per_process, shares
-from spmdkit.data.row_errors import Access, Ledger
-from spmdkit.data.schedule import Schedule, Share, eval_schedule, merged
+from spmdkit.data.row_errors import ReadPolicy, SkippedRows
+from spmdkit.data.schedule import ProcessRows, Schedule, eval_schedule, merge_ranges
 from spmdkit.data.source import Source, open_source
 from spmdkit.data.stream import DeviceBatches, device_batches, host_batches
 
 __all__ = [
-    "Access",
     "DeviceBatches",
     "HostBatch",
-    "Ledger",
     "PerProcess",
+    "ProcessRows",
+    "ReadPolicy",
     "Schedule",
-    "Share",
+    "SkippedRows",
     "Source",
     "device_batches",
     "eval_schedule",
     "host_batches",
-    "merged",
+    "merge_ranges",
     "open_source",
     "per_process",
     "read_step",

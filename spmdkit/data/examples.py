@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from spmdkit.data.dtypes import device_dtype, narrow
-from spmdkit.data.row_errors import ALONE, Access
+from spmdkit.data.row_errors import DEFAULT_POLICY, ReadPolicy
 from spmdkit.errors import ConfigError, SpmdkitError, UserCodeError
 from spmdkit.foundation.trees import path_name
 
@@ -31,7 +31,9 @@ class ExampleSource:
 
     in_memory = False
 
-    def __init__(self, data: Any, what: str = "train_data", is_grain: bool = False, access: Access = ALONE):
+    def __init__(
+        self, data: Any, what: str = "train_data", is_grain: bool = False, access: ReadPolicy = DEFAULT_POLICY
+    ):
         self._data = data
         self._what = what
         self._access = access
@@ -48,7 +50,7 @@ class ExampleSource:
         arrays = [self._array(0, name, leaf) for name, leaf in zip(self._names, leaves, strict=True)]
         self._specs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
 
-    def read_by(self, access: Access) -> ExampleSource:
+    def read_by(self, access: ReadPolicy) -> ExampleSource:
         """Returns this source, read in another way."""
         other = copy.copy(self)
         other._access = access
@@ -77,16 +79,16 @@ class ExampleSource:
         previous = -1
         for row, index in enumerate(indices.tolist()):
             if index == previous:
-                _put(rows, row, [out[row - 1] for out in rows])
+                _copy_example(rows, row, [out[row - 1] for out in rows])
             else:
                 self._read_into(rows, row, index, epoch, batch)
             previous = index
         return self._treedef.unflatten(rows)
 
-    def left_out(self, indices: np.ndarray, batch: int) -> np.ndarray | None:
+    def skipped(self, indices: np.ndarray, batch: int) -> np.ndarray | None:
         """Returns bool[len(indices)] of those in whose place `gather` has given another one, None where none may be
         left out."""
-        ledger = self._access.ledger
+        ledger = self._access.skipped_rows
         if ledger is None or not ledger.limit:
             return None
         return np.array([ledger.has(batch, index) for index in indices.tolist()], bool)
@@ -95,9 +97,9 @@ class ExampleSource:
         """Writes into `rows` at `row` example `index`, or the next one that can be read where some may be left out."""
 
         def read(index: int) -> None:
-            self._read(index, epoch, lambda example: _put(rows, row, self._leaves(index, example)))
+            self._read(index, epoch, lambda example: _copy_example(rows, row, self._leaves(index, example)))
 
-        ledger = self._access.ledger
+        ledger = self._access.skipped_rows
         if ledger is None or not ledger.limit or batch is None:
             return read(index)
         while True:
@@ -105,7 +107,7 @@ class ExampleSource:
                 try:
                     return read(index)
                 except (ConfigError, UserCodeError) as error:
-                    if _wants_to_leave(error) or not ledger.leave_out(batch, index, error.__cause__ or error):
+                    if _is_exit(error) or not ledger.skip(batch, index, error.__cause__ or error):
                         raise
             index = (index + 1) % self._length
 
@@ -149,7 +151,7 @@ class ExampleSource:
             raise
         except (Exception, SystemExit, GeneratorExit) as error:
             if isinstance(error, SystemExit | GeneratorExit):
-                raise UserCodeError(_left(f"{self._what}[{index}]", error)) from error
+                raise UserCodeError(_exit_message(f"{self._what}[{index}]", error)) from error
             raise UserCodeError(
                 f"{self._what}[{index}] raised {type(error).__name__}: {error}. Every index from 0 to "
                 f"{self._length - 1} must give an example, because len() says {self._length}. Fix the data's "
@@ -186,16 +188,16 @@ class ExampleSource:
                 )
 
 
-def _put(rows: list[np.ndarray], row: int, leaves: list[np.ndarray]) -> None:
+def _copy_example(rows: list[np.ndarray], row: int, leaves: list[np.ndarray]) -> None:
     for out, leaf in zip(rows, leaves, strict=True):
         out[row] = leaf
 
 
-def _wants_to_leave(error: BaseException) -> bool:
+def _is_exit(error: BaseException) -> bool:
     return isinstance(error.__cause__, SystemExit | GeneratorExit)
 
 
-def _left(what: str, error: BaseException) -> str:
+def _exit_message(what: str, error: BaseException) -> str:
     """Returns the message of data that ask the whole process to end."""
     asked = f"SystemExit({error.code!r})" if isinstance(error, SystemExit) else type(error).__name__
     return (
@@ -208,7 +210,7 @@ def _length(data: Any, what: str) -> int:
     try:
         length = len(data)
     except (SystemExit, GeneratorExit) as error:
-        raise UserCodeError(_left(f"len({what})", error)) from error
+        raise UserCodeError(_exit_message(f"len({what})", error)) from error
     except Exception as error:
         raise UserCodeError(
             f"len({what}) raised {type(error).__name__}: {error}. Data must know its number of examples before the "

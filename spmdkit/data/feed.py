@@ -26,7 +26,7 @@ class Feed:
 
     Attributes:
         grid: (shards, microbatches, rows).
-        ledger: which rows this process has left out, and what it has tried again.
+        skipped_rows: which rows this process has left out, and what it has tried again.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class Feed:
         prefetch: int,
         threads: int,
         padded: bool,
-        ledger: data.Ledger,
+        skipped_rows: data.SkippedRows,
     ):
-        self.schedule, self.ledger = schedule, ledger
+        self.schedule, self.skipped_rows = schedule, skipped_rows
         self._source, self._prefetch, self._threads, self._padded = source, prefetch, threads, padded
         self._shards = count(sizes, BATCH_AXES)
         self._sharding = NamedSharding(mesh, canonical([BATCH_AXES], sizes))

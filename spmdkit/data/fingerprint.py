@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from spmdkit.data.permutation import permuted
+from spmdkit.data.permutation import permute
 from spmdkit.data.source import Source
 from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.foundation.deadline import Deadline
@@ -99,7 +99,7 @@ def sample(length: int, most: int) -> list[int]:
     """Returns the rows to look at, ascending: all of them up to `most`, otherwise the ends and others between."""
     if length <= most:
         return list(range(length))
-    between = permuted(np.arange(most - 2, dtype=np.int64), length, 0, 0)
+    between = permute(np.arange(most - 2, dtype=np.int64), length, 0, 0)
     return sorted({0, length - 1, *map(int, between)})
 
 

@@ -34,5 +34,5 @@ def read_step(
         raise type(error)(f"the batch of step {step} could not be read: {error}") from error.__cause__
     if schedule.always_full:
         return examples, None
-    left_out = source.left_out(indices, schedule.number(step))
+    left_out = source.skipped(indices, schedule.number(step))
     return examples, mask if left_out is None else mask & ~left_out

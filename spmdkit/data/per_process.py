@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from spmdkit.data.schedule import Share
+from spmdkit.data.schedule import ProcessRows
 from spmdkit.errors import ConfigError
 
 
@@ -36,7 +36,7 @@ def per_process(source: Any) -> PerProcess:
     return PerProcess(source)
 
 
-def shares(given: PerProcess, rows: Sequence[np.ndarray], what: str) -> tuple[Share, ...]:
+def shares(given: PerProcess, rows: Sequence[np.ndarray], what: str) -> tuple[ProcessRows, ...]:
     """Returns the shares of a schedule of several processes.
 
     Args:
@@ -58,4 +58,4 @@ def shares(given: PerProcess, rows: Sequence[np.ndarray], what: str) -> tuple[Sh
             f"{what} is sk.per_process, and the {len(rows)} processes have not told each other how many examples they have. sk.train does that. Use "
             "it, or give all processes the same data."
         )
-    return tuple(Share(length, tuple(map(int, own))) for length, own in zip(given.lengths, rows, strict=True))
+    return tuple(ProcessRows(length, tuple(map(int, own))) for length, own in zip(given.lengths, rows, strict=True))

@@ -21,7 +21,7 @@ ROUNDS = 8
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # the increment of splitmix64
 
 
-def permuted(positions: np.ndarray, num_examples: int, seed: int, epoch: int) -> np.ndarray:
+def permute(positions: np.ndarray, num_examples: int, seed: int, epoch: int) -> np.ndarray:
     """Returns int64 indices: where the order of (seed, epoch) puts each of `positions`, all in [0, num_examples)."""
     keys = _round_keys(seed, epoch)
     if num_examples <= SORTED_UP_TO:

@@ -19,11 +19,11 @@ from typing import Any
 from spmdkit.errors import SpmdkitError
 from spmdkit.foundation.timeouts import ROW_RETRY_FIRST_S, ROW_RETRY_LONGEST_S
 
-_one_at_a_time = threading.RLock()
+_read_lock = threading.RLock()
 """Of all data of this process: training and evaluation may share a file, and so a position in it."""
 
 
-class Ledger:
+class SkippedRows:
     """Rows that are left out of batches, and what was tried again. For the threads of one process.
 
     Args:
@@ -46,7 +46,7 @@ class Ledger:
         """Returns whether `row` is left out of batch number `batch`."""
         return (batch, row) in self._places
 
-    def leave_out(self, batch: int, row: int, error: BaseException) -> bool:
+    def skip(self, batch: int, row: int, error: BaseException) -> bool:
         """Returns whether `row` is left out now: not where that would be one row more than the limit."""
         with self._lock:
             rows = {known for _, known in self._places} | {row}
@@ -57,12 +57,12 @@ class Ledger:
         self._news.append({"batch": batch, "row": row, "error": _short(error), "done": said})
         return True
 
-    def tried_again(self, row: int, times: int, error: BaseException) -> None:
+    def record_retry(self, row: int, times: int, error: BaseException) -> None:
         """Takes note of a row that could be read after all."""
         said = f"read at attempt {times + 1}"
         self._news.append({"row": row, "error": _short(error), "done": said})
 
-    def news(self) -> list[dict[str, Any]]:
+    def take_events(self) -> list[dict[str, Any]]:
         """Returns what has happened since the last call: data, row, error, what was done, and of a row left out its
         batch."""
         if not self._news:
@@ -70,7 +70,7 @@ class Ledger:
         told, self._news = self._news, []
         return [{"data": self.what, **each} for each in told]
 
-    def places(self) -> list[list[int]]:
+    def positions(self) -> list[list[int]]:
         """Returns [number of the batch, row] of all that is left out, for a checkpoint."""
         with self._lock:
             return [list(place) for place in sorted(self._places)]
@@ -82,25 +82,25 @@ class Ledger:
 
 
 @dataclasses.dataclass(frozen=True)
-class Access:
+class ReadPolicy:
     """How examples are read.
 
     Attributes:
         threads: how many may read at once; with one, nothing else reads data of this process meanwhile.
         retries: how often a row that raised is read again.
-        ledger: rows that may be left out; None: none.
+        skipped_rows: rows that may be left out; None: none.
     """
 
     threads: int = 1
     retries: int = 0
-    ledger: Ledger | None = None
+    skipped_rows: SkippedRows | None = None
     sleep: Callable[[float], None] = time.sleep
 
     def read(self, row: int, call: Callable[[], Any]) -> Any:
         """Returns `call()`, which reads `row`. What it raises at the last attempt is raised, also an exit."""
         for attempt in range(self.retries + 1):
             try:
-                with _one_at_a_time if self.threads == 1 else contextlib.nullcontext():
+                with _read_lock if self.threads == 1 else contextlib.nullcontext():
                     found = call()
             except SpmdkitError:
                 raise
@@ -110,13 +110,13 @@ class Access:
                 last = error
                 self.sleep(min(ROW_RETRY_FIRST_S * 2**attempt, ROW_RETRY_LONGEST_S))
                 continue
-            if attempt and self.ledger is not None:
-                self.ledger.tried_again(row, attempt, last)
+            if attempt and self.skipped_rows is not None:
+                self.skipped_rows.record_retry(row, attempt, last)
             return found
         raise AssertionError("unreachable")
 
 
-def described(news: Mapping[str, Any], process: int) -> str:
+def describe_event(news: Mapping[str, Any], process: int) -> str:
     """Returns a line about one piece of `Ledger.news`."""
     batch = f" of batch {news['batch']}" if "batch" in news else ""
     return (
@@ -128,4 +128,4 @@ def _short(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:200]
 
 
-ALONE = Access()
+DEFAULT_POLICY = ReadPolicy()

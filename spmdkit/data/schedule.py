@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmdkit.data.permutation import permuted
+from spmdkit.data.permutation import permute
 from spmdkit.errors import ConfigError
 
 # Indices are made this many at a time: one by one the fixed cost of some 60 numpy calls would be paid at every step.
 CHUNK_EXAMPLES = 8192
 
 
-class Share(NamedTuple):
+class ProcessRows(NamedTuple):
     """What one process gives to every batch out of data of its own (`sk.per_process`).
 
     Attributes:
@@ -40,7 +40,7 @@ class Schedule:
     With `drop_remainder` an epoch has `num_examples // batch_size` full batches and leaves the rest of its own order
     out; without it every example is in every epoch and the last batch may be short.
 
-    `skipped`: batches (first, last) that are left out, in order and apart, counted as if none were; see `merged`.
+    `skipped`: batches (first, last) that are left out, in order and apart, counted as if none were; see `merge_ranges`.
     `shares`: of the processes, where each has data of its own: a batch takes of each the next rows of its own order,
         and an epoch ends with the
     longest; the rows of those that have no more are missing. `local` is what one of them reads.
@@ -58,7 +58,7 @@ class Schedule:
     what: str = "train_data"
     finite: bool = False
     skipped: tuple[tuple[int, int], ...] = ()
-    shares: tuple[Share, ...] = ()
+    shares: tuple[ProcessRows, ...] = ()
     epoch_steps: int | None = None
 
     def __post_init__(self) -> None:
@@ -172,7 +172,7 @@ class Schedule:
             )
 
 
-def merged(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def merge_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Returns ranges (first, last) in order, those that meet as one."""
     found: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
@@ -184,7 +184,7 @@ def merged(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def eval_schedule(
-    num_examples: int, batch_size: int, what: str = "eval_data", shares: tuple[Share, ...] = ()
+    num_examples: int, batch_size: int, what: str = "eval_data", shares: tuple[ProcessRows, ...] = ()
 ) -> Schedule:
     """Returns one pass in the data's own order in which every example counts exactly once, at any batch size."""
     return Schedule(
@@ -197,7 +197,7 @@ def _chunk(schedule: Schedule, epoch: int, chunk: int, chunk_steps: int) -> np.n
     first = chunk * chunk_steps * schedule.batch_size
     last = min(first + chunk_steps * schedule.batch_size, schedule.num_examples)
     positions = np.arange(first, last, dtype=np.int64)
-    indices = permuted(positions, schedule.num_examples, schedule.seed, epoch) if schedule.shuffle else positions
+    indices = permute(positions, schedule.num_examples, schedule.seed, epoch) if schedule.shuffle else positions
     indices.flags.writeable = False  # shared by every caller of the cache
     return indices
 

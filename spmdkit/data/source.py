@@ -26,14 +26,14 @@ import numpy as np
 from spmdkit.data.dtypes import device_dtype, narrow
 from spmdkit.data.examples import ExampleSource
 from spmdkit.data.per_process import PerProcess
-from spmdkit.data.row_errors import ALONE, Access
+from spmdkit.data.row_errors import DEFAULT_POLICY, ReadPolicy
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import describe, named_leaves
 
 
 class Source(Protocol):
     """Random access by rows. `gather` may be called from several threads at once; a user's examples are then read in
-    turn, or as `Access` says."""
+    turn, or as `ReadPolicy` says."""
 
     @property
     def in_memory(self) -> bool:
@@ -46,7 +46,7 @@ class Source(Protocol):
         """Returns a pytree of numpy arrays with first dim `len(indices)`; `indices` are int64 in [0, len), of the batch
         of that number."""
 
-    def left_out(self, indices: np.ndarray, batch: int) -> np.ndarray | None:
+    def skipped(self, indices: np.ndarray, batch: int) -> np.ndarray | None:
         """Returns bool[len(indices)] of those that `gather` has left out of the batch of that number, None where none
         may be."""
 
@@ -54,7 +54,7 @@ class Source(Protocol):
         """Returns a pytree of `jax.ShapeDtypeStruct` of one example, without the batch dim."""
 
 
-def open_source(data: Any, what: str = "train_data", access: Access | None = None) -> Source:
+def open_source(data: Any, what: str = "train_data", access: ReadPolicy | None = None) -> Source:
     """Returns `data` as a `Source`, checked; `what` names it in errors. The module's head says how data is read.
 
     Args:
@@ -72,7 +72,7 @@ def open_source(data: Any, what: str = "train_data", access: Access | None = Non
     if isinstance(data, (ArraySource, ExampleSource)):
         return data
     if _is_grain_dataset(data):
-        return ExampleSource(data, what, is_grain=True, access=access or ALONE)
+        return ExampleSource(data, what, is_grain=True, access=access or DEFAULT_POLICY)
     if isinstance(data, (np.ndarray, jax.Array)):
         return ArraySource(data, what)
     if hasattr(data, "__array__"):
@@ -83,7 +83,7 @@ def open_source(data: Any, what: str = "train_data", access: Access | None = Non
     if isinstance(data, Mapping) and jax.tree_util.all_leaves([data]):
         data = dict(data)  # a mapping that is no pytree, such as np.load("file.npz"): each value is read once, here
     if _is_sequence_of_examples(data):
-        return ExampleSource(data, what, is_grain=False, access=access or ALONE)
+        return ExampleSource(data, what, is_grain=False, access=access or DEFAULT_POLICY)
     if jax.tree_util.all_leaves([data]):
         raise ConfigError(
             f"{what} is a {_type_name(data)}. Data must be arrays (a dict or tuple of "
@@ -140,7 +140,7 @@ class ArraySource:
             rows = [narrow(*args) for args in zip(self._where, rows, self._dtypes, strict=True)]
         return self._treedef.unflatten(rows)
 
-    def left_out(self, indices: np.ndarray, batch: int) -> None:
+    def skipped(self, indices: np.ndarray, batch: int) -> None:
         """Returns None: every row of an array can be read."""
 
     def element(self) -> Any:

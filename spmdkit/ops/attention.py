@@ -47,7 +47,7 @@ from spmdkit.ops.attention_blocks import XLA, Implementation, Keys
 from spmdkit.ops.both_modes import both_modes
 from spmdkit.ops.collectives import axes, axis_index, axis_size
 from spmdkit.ops.context import chunks, order
-from spmdkit.ops.manual import cuts, manual
+from spmdkit.ops.manual import is_sharded, manual
 from spmdkit.step import trace_context
 
 IMPLEMENTATIONS = {"xla": XLA, "cudnn": attention_cudnn.CUDNN, "splash": attention_splash.SPLASH}
@@ -92,7 +92,7 @@ def attention(
             tokens that were not put into the order of the mesh.
     """
     context = trace_context.current()
-    context.usage.called("attention")
+    context.usage.record_call("attention")
     _check_shapes(q_BTNH, k_BSKH, v_BSKH, causal, positions_BT, segment_ids_BT)
     _check_mesh(context, q_BTNH, causal, positions_BT)
     call = _Call(
@@ -283,7 +283,7 @@ def _block_lengths(context: trace_context.Context, *lengths: int) -> tuple[int, 
     num = axis_size("sequence")
     if context.options.attention.context == "all_to_all":
         return tuple(length * (num if context.in_manual else 1) for length in lengths)
-    own = [length // (1 if context.in_manual or not cuts(context) else num) for length in lengths]
+    own = [length // (1 if context.in_manual or not is_sharded(context) else num) for length in lengths]
     return tuple(own) if order() == "contiguous" else tuple(length // 2 for length in own)
 
 

@@ -47,7 +47,7 @@ def axes(*names: str) -> tuple[str, ...]:
                 f"unknown name '{name}'.{nearest(name, context.options.logical_axes)} Known: {', '.join(sorted(context.options.logical_axes))}."
             )
         own = context.sharding.inner_axes if name == "batch" else context.options.logical_axes[name]
-        context.usage.axis(*own)
+        context.usage.record_axes(*own)
         found += [a for a in own if context.sharding.size(a) > 1 and a in MODEL_AXES and a not in taken]
     return tuple(dict.fromkeys(found))
 

@@ -58,7 +58,7 @@ def context_order(tree: Any, dim: int = 1) -> Any:
     Raises:
         ConfigError: the length is not divisible by twice the context axis (contiguous: by the axis).
     """
-    trace_context.current().usage.called("context_order")
+    trace_context.current().usage.record_call("context_order")
     num, unit = _parts(tree, dim, "sk.context_order")
     if num == 1:
         return tree

@@ -73,7 +73,7 @@ class Linearized:
         self._wanted = sorted(wanted, key=lambda var: made[var][:2])
         self.kept = [var.aval for var in self._wanted]
         self.made_by = [(n, i, eqn.primitive.name) for n, i, eqn in (made[var] for var in self._wanted)]
-        self.marks = [_mark(var, made) for var in self._wanted]
+        self.marks = [_saved_name(var, made) for var in self._wanted]
 
     def forward(self, args: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         """Returns (the function's results, what is kept)."""
@@ -124,11 +124,11 @@ def _dependents(jaxpr: Any) -> set[Any]:
     return found
 
 
-def _mark(var: Any, made: dict[Any, Any]) -> str:
+def _saved_name(var: Any, made: dict[Any, Any]) -> str:
     """Returns the name of a value, which JAX may round to its own precision on its way out."""
     if not isinstance(var, jax.extend.core.Var) or var not in made:
         return KEPT
     eqn = made[var][2]
     if eqn.primitive.name == "name":
         return str(eqn.params["name"])
-    return _mark(eqn.invars[0], made) if eqn.primitive.name in _PASSES else KEPT
+    return _saved_name(eqn.invars[0], made) if eqn.primitive.name in _PASSES else KEPT

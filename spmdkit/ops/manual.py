@@ -71,7 +71,7 @@ def manual(
     @functools.wraps(fn)
     def manual_fn(*args: Any) -> Any:
         context = trace_context.current()
-        if not cuts(context, kernel):
+        if not is_sharded(context, kernel):
             with trace_context.in_part():
                 return fn(*args)
         assert context.sharding.mesh is not None
@@ -89,7 +89,7 @@ def manual(
             specs = _flat_specs(context, out_dims, out)
             seen[:] = [jax.tree.structure(out), specs]
             return tuple(
-                _typed(context, f"{name}: result {path}", x, spec)
+                _as_declared(context, f"{name}: result {path}", x, spec)
                 for (path, x), spec in zip(named_leaves(out), specs, strict=True)
             )
 
@@ -102,7 +102,7 @@ def manual(
     return manual_fn
 
 
-def cuts(context: trace_context.Context, kernel: bool = False) -> bool:
+def is_sharded(context: trace_context.Context, kernel: bool = False) -> bool:
     """Returns whether `manual` has anything to cut: a mesh with model axes (a `kernel`: any axes), and no manual part
     around it."""
     if context.in_manual or context.sharding.form == "manual" or context.sharding.mesh is None:
@@ -149,11 +149,11 @@ def _check_divisible(context: trace_context.Context, what: str, shape: tuple[int
             )
 
 
-def _named(spec: PartitionSpec) -> tuple[str, ...]:
+def _spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
     return tuple(a for names in spec for a in ((names,) if isinstance(names, str) else names or ()))
 
 
-def _typed(context: trace_context.Context, what: str, x: Any, spec: PartitionSpec) -> jax.Array:
+def _as_declared(context: trace_context.Context, what: str, x: Any, spec: PartitionSpec) -> jax.Array:
     """Returns a result typed as varying over the axes of its spec.
 
     Raises:
@@ -161,7 +161,9 @@ def _typed(context: trace_context.Context, what: str, x: Any, spec: PartitionSpe
     """
     x = jnp.asarray(x)
     extra = [
-        a for a in compat.varying_axes(x) if a in MODEL_AXES and a not in _named(spec) and context.sharding.size(a) > 1
+        a
+        for a in compat.varying_axes(x)
+        if a in MODEL_AXES and a not in _spec_axes(spec) and context.sharding.size(a) > 1
     ]
     # Axes of a pipeline's stages and of ZeRO 1 and 2 belong to an enclosing vmap: there a result may differ.
     if extra := sorted(a for a in extra if a not in context.mapped_axes and a not in context.sharding.data_axes):
@@ -169,7 +171,7 @@ def _typed(context: trace_context.Context, what: str, x: Any, spec: PartitionSpe
             f"sk.manual: {what} is {describe(x)} and differs along {extra}, which its dims do not name. Devices along "
             "them would disagree. Reduce it (all_reduce, reduce_scatter), or name the dim that they cut."
         )
-    return compat.as_varying(x, _named(spec))
+    return compat.as_varying(x, _spec_axes(spec))
 
 
 def _trace_once(

@@ -89,7 +89,7 @@ def policy_of_names(save: Sequence[str], offload: Sequence[str]) -> Remat:
 
     def noting(policy: Any, prim: Any, *args: Any, **params: Any) -> Any:
         if prim.name == "name" and params["name"] != KEPT:
-            trace_context.current().usage.mark(params["name"])
+            trace_context.current().usage.record_name(params["name"])
         return policy(prim, *args, **params)
 
     in_parts = jax.checkpoint_policies.save_only_these_names(*save, *offload)
@@ -123,7 +123,7 @@ def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def wrapped(*args: Any) -> Any:
         context = trace_context.current()
-        context.usage.called("remat")
+        context.usage.record_call("remat")
         if context.options.remat is None:
             return fn(*args)
         return jax.checkpoint(fn, policy=context.options.remat.of_block)(*args)

@@ -31,7 +31,7 @@ import math
 
 import jax.numpy as jnp
 
-from spmdkit.communication.reducers.base import Added, value_bytes
+from spmdkit.communication.reducers.base import ReducedLeaf, value_bytes
 from spmdkit.mesh.mesh import REPLICA_AXES, count
 from spmdkit.program.memory import shard_bytes
 from spmdkit.program.program import Program
@@ -42,7 +42,7 @@ def lower_bound_bytes(program: Program) -> dict[str, int]:
     config = program.config
     sizes = program.sizes if program.groups is None else program.groups.inner(program.sizes)
     replicas, f = count(sizes, REPLICA_AXES), sizes["fsdp"]
-    of_replicas, by_reducer = {a: sizes[a] for a in REPLICA_AXES if sizes[a] > 1}, list[Added]()
+    of_replicas, by_reducer = {a: sizes[a] for a in REPLICA_AXES if sizes[a] > 1}, list[ReducedLeaf]()
     compute = jnp.dtype(config.precision.compute).itemsize
     reduce = jnp.dtype(config.precision.reduce).itemsize
     found = {"replica x data": 0.0, "fsdp": 0.0}
@@ -59,7 +59,7 @@ def lower_bound_bytes(program: Program) -> dict[str, int]:
             part = leaf.sharding(program.mesh).shard_shape(leaf.shape)
             shape = part if math.prod(part) == round(values) else (round(values),)
             by_reducer.append(
-                Added(leaf.path, shape, of_replicas, (), value_bytes=value_bytes(config.precision.reduce))
+                ReducedLeaf(leaf.path, shape, of_replicas, (), value_bytes=value_bytes(config.precision.reduce))
             )
         else:
             found["replica x data"] += 2 * (replicas - 1) / replicas * values * reduce
@@ -68,5 +68,5 @@ def lower_bound_bytes(program: Program) -> dict[str, int]:
             found["fsdp"] += share * (2 * p + min(p, g)) if is_cut else share * 2 * g
         else:
             found["fsdp"] += share * ((2 if config.layout.zero == 1 else 1) * g + s)
-    found["replica x data"] += program.reducer.sent(by_reducer)
+    found["replica x data"] += program.reducer.bytes_sent(by_reducer)
     return {name: round(num) for name, num in found.items() if num}

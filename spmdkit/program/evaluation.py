@@ -25,7 +25,7 @@ from spmdkit.program.task import Task
 from spmdkit.step import rng, trace_context
 from spmdkit.step.checks.return_values import checked_loss
 from spmdkit.step.gradient import evaluate
-from spmdkit.step.metrics.base import Metric, merged, nothing
+from spmdkit.step.metrics.base import Metric, empty_parts, merge_trees
 from spmdkit.step.metrics.mean import Mean
 from spmdkit.step.model_state import agreement
 from spmdkit.step.state import TrainState
@@ -76,11 +76,11 @@ class Evaluator:
             params = current.ema if which == "ema" else current.params
             model_state = current.model_state
             if groups is not None:
-                model_state = agreement.of_groups(context.options.state_reduction, model_state)
+                model_state = agreement.merge_groups(context.options.state_reduction, model_state)
             with trace_context.tracing(dataclasses.replace(context, mask=batch.mask)):
                 key = rng.evaluation_key(seed) if needs_key else None
                 sums = evaluate(eval_fn, stateful)(params, model_state, batch.examples, key, number)
-            return number + 1, sums if before is None else merged(before, sums)
+            return number + 1, sums if before is None else merge_trees(before, sums)
 
         evaluate_batch.__name__ = "evaluate"  # the name in profiles and in XLA's texts
 
@@ -110,7 +110,7 @@ class Evaluator:
         Raises:
             ConfigError: padding rows of the last batch would count; checked at the first batch of the first call.
         """
-        totals = zeros = jax.device_put(nothing(self._totals, np.full), self._whole)
+        totals = zeros = jax.device_put(empty_parts(self._totals, np.full), self._whole)
         with self._feed.stream(1, self._feed.schedule.num_batches) as batches:
             while (taken := _next(batches)) is not None:
                 _, batch, _ = taken
@@ -190,7 +190,7 @@ def _refuses_none_key(loss_fn: Callable[..., Any], arguments: tuple[Any, ...]) -
     num = jax.tree.leaves(arguments[-1])[0].shape[0]
 
     def loss_of_rows(*args: Any) -> Any:
-        with trace_context.over(trace_context.Examples(num, None, jnp.arange(num), None)):
+        with trace_context.with_examples(trace_context.Examples(num, None, jnp.arange(num), None)):
             return loss_fn(*args, None)
 
     try:

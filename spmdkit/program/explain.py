@@ -166,7 +166,7 @@ def _reducer(task_step: TaskStep, context: trace_context.Context) -> str:
         f"{values} values over {' x '.join(axes)} ({context.sharding.size(*axes)} replicas)"
         for axes, values in added.items()
     )
-    sent = (plain if reducer.is_sum else reducer.sent)(reducer_state.added(context))
+    sent = (plain if reducer.is_sum else reducer.bytes_sent)(reducer_state.reduced_leaves(context))
     options = {option: value for option, value in options.items() if option != "warmup"}
     given = f" {options}" if options else ""
     first = f"sum to step {reducer.warmup}, then " if reducer.warmup else ""
@@ -180,7 +180,7 @@ def _reducer(task_step: TaskStep, context: trace_context.Context) -> str:
 def _added(context: trace_context.Context) -> dict[tuple[str, ...], int]:
     """Returns replica axes -> number of gradient values that a device reduces over them."""
     found: Counter[tuple[str, ...]] = Counter()
-    for leaf in reducer_state.added(context):
+    for leaf in reducer_state.reduced_leaves(context):
         found[tuple(leaf.axes)] += leaf.size
     return dict(found)
 
@@ -219,10 +219,10 @@ def _hooks(task_step: TaskStep) -> str:
 def _sync(task_step: TaskStep) -> str:
     name, groups = plugins.split(task_step.config.sync)[0], task_step.groups
     if groups is None:
-        says = sync_of(task_step.config).says
+        says = sync_of(task_step.config).description
         return f"{name}: replicas are synchronous in every step{', ' if says else ''}{says}"
     return (
         f"{name}: {groups.num} groups along {' x '.join(groups.axes)} train alone, and are averaged after every "
         f"{_many(groups.sync.every or 1, 'step')} in a separate "
-        f"program{'; ' if groups.sync.says else ''}{groups.sync.says}"
+        f"program{'; ' if groups.sync.description else ''}{groups.sync.description}"
     )

@@ -39,8 +39,8 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
         raise ConfigError(
             "Task.train_data is missing. train reads it. Pass a mapping of arrays, a source or a grain dataset."
         )
-    access = functools.partial(data.Access, options.threads, options.retries)
-    ledger = data.Ledger(options.max_bad_examples)
+    access = functools.partial(data.ReadPolicy, options.threads, options.retries)
+    ledger = data.SkippedRows(options.max_bad_examples)
     source = data.open_source(task.train_data, "train_data", access(ledger))
     check_batch(config, sizes)
     own = functools.partial(_shares, on=on, sizes=sizes)
@@ -51,18 +51,22 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
         seed=config.seed,
         shuffle=options.shuffle,
         drop_remainder=options.drop_remainder,
-        skipped=data.merged(options.left_out()),
+        skipped=data.merge_ranges(options.left_out()),
         shares=shares,
     )
     feed = functools.partial(Feed, mesh=on, sizes=sizes, prefetch=options.prefetch, threads=options.threads)
-    train = feed(source, schedule, microbatches=config.microbatches, padded=not schedule.always_full, ledger=ledger)
+    train = feed(
+        source, schedule, microbatches=config.microbatches, padded=not schedule.always_full, skipped_rows=ledger
+    )
     if task.eval_data is not None:
-        ledger = data.Ledger(what="eval_data")  # an evaluation uses all its rows
+        ledger = data.SkippedRows(what="eval_data")  # an evaluation uses all its rows
         source = data.open_source(task.eval_data, "eval_data", access(ledger))
         num = sum(getattr(task.eval_data, "lengths", ())) or len(source)
         size = eval_batch_size(config.eval.batch_size or config.batch_size, num, mesh.count(sizes, mesh.BATCH_AXES))
         schedule = data.eval_schedule(num, size, shares=own(task.eval_data, size, 1, "eval_data"))
-        return Feeds(train, feed(source, schedule, microbatches=1, padded=not schedule.always_full, ledger=ledger))
+        return Feeds(
+            train, feed(source, schedule, microbatches=1, padded=not schedule.always_full, skipped_rows=ledger)
+        )
     if config.eval.every_steps is not None:
         raise ConfigError(
             "eval.every_steps has no effect: the task has no eval_data. Remove it, or pass Task(eval_data=...)."
@@ -72,7 +76,7 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
 
 def _shares(
     given: Any, size: int, microbatches: int, what: str, *, on: Mesh, sizes: Mapping[str, int]
-) -> tuple[data.Share, ...]:
+) -> tuple[data.ProcessRows, ...]:
     """Returns each process's part of a batch if data are per process, otherwise nothing."""
     if not isinstance(given, data.PerProcess) or jax.process_count() == 1:
         return ()

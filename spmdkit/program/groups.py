@@ -25,7 +25,7 @@ from spmdkit.program.reducer import reducer_named
 from spmdkit.program.state_layout import StateLayout, laid_out
 from spmdkit.program.task import Task
 from spmdkit.step import trace_context
-from spmdkit.step.groups.groups import GROUPED, Groups, agreement, mean, stacked
+from spmdkit.step.groups.groups import GROUPED, Groups, agreement_fn, mean, stack_state
 from spmdkit.step.state import TrainState
 
 
@@ -63,7 +63,7 @@ def groups_of(config: Config, sizes: Mapping[str, int], per_replica: bool) -> Gr
             "checkpoint is saved at the end of a round, so that it can be restored onto another number of groups. "
             f"Try checkpoint: {{every_steps: {near}}}."
         )
-    in_place = "start" if sync.start else "overlap" if any(turn.beside for turn in sync.turns) else ""
+    in_place = "start" if sync.start else "overlap" if any(turn.overlapped for turn in sync.agreements) else ""
     if in_place and plugins.without_common("reducers", config.reducer)[1].get("warmup"):
         raise ConfigError(
             f"sync: {name} with {in_place}, and a reducer with warmup: both replace steps. Set warmup: 0, or remove "
@@ -136,7 +136,7 @@ def optimizer_of(config: Config, task: Task) -> optax.GradientTransformationExtr
     made = optax.with_extra_args_support(sync.optimizer(optimizer))
 
     def update(*args: Any, **extra: Any) -> Any:
-        trace_context.current().usage.called("optimizer")
+        trace_context.current().usage.record_call("optimizer")
         return made.update(*args, **extra)
 
     return optax.GradientTransformationExtraArgs(made.init, update)
@@ -159,8 +159,8 @@ def check_agreement(groups: Groups, params: Any, name: str) -> Any:
     rule = "agree returns (one copy of the parameters, the sync state) and view one copy, as mean(params) is"
     shapes = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), tree)  # dtypes are cast
     rows = [("view: the parameters", shapes(params), shapes(shown))]
-    for turn in range(len(sync.turns)):
-        call = agreement(sync, turn)
+    for turn in range(len(sync.agreements)):
+        call = agreement_fn(sync, turn)
         agreed = traced("agree", lambda params, kept, call=call: call(params, kept, mean), of_all, kept)
         if not (isinstance(agreed, tuple) and len(agreed) == 2):
             raise ConfigError(
@@ -207,7 +207,7 @@ def place(
         name: of the sync in messages.
     """
     sync_keeps = check_agreement(groups, params, name)
-    abstract = jax.eval_shape(functools.partial(stacked, groups), placed.abstract)
+    abstract = jax.eval_shape(functools.partial(stack_state, groups), placed.abstract)
     axes: Any = groups.axes[0] if len(groups.axes) == 1 else groups.axes
     table = []
     for leaf in placed.table:

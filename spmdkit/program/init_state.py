@@ -174,7 +174,7 @@ def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationEx
     clip = optax.clip_by_global_norm(config.clip_norm)
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        trace_context.current().usage.called("optimizer")
+        trace_context.current().usage.record_call("optimizer")
         clipped, _ = clip.update(
             grads, clip.init(params), params
         )  # stateless, so the structure of the optimizer state does not change

@@ -16,9 +16,9 @@ from spmdkit.program.choose_lowering import choose_form
 from spmdkit.program.state_layout import StateLayout
 from spmdkit.program.task_step import TaskStep
 from spmdkit.step import trace_context
-from spmdkit.step.groups.groups import agreed, mean
-from spmdkit.step.groups.mean import mean_by
-from spmdkit.step.groups.synchronous_start import together_step
+from spmdkit.step.groups.groups import agreed_state, mean
+from spmdkit.step.groups.mean import mean_with_reducer
+from spmdkit.step.groups.synchronous_start import synchronous_step
 from spmdkit.step.state import TrainState
 
 
@@ -92,11 +92,11 @@ def phases_of(
         return tuple(found)
     if start := groups.sync.start:
         found.insert(0, phase("start", lambda: lowered_start(task_step, whole), in_place=True, until=start))
-    for number, turn in enumerate(groups.sync.turns):
-        lower = lowered_beside if turn.beside else lowered_agreement
-        agreed = functools.partial(lower, task_step, whole, number)
-        first = turn.first + turn.beside
-        found.append(phase(turn.name, agreed, every=turn.every, in_place=turn.beside, first=first))
+    for number, turn in enumerate(groups.sync.agreements):
+        lower = lowered_beside if turn.overlapped else lowered_agreement
+        agreed_state = functools.partial(lower, task_step, whole, number)
+        first = turn.first + turn.overlapped
+        found.append(phase(turn.name, agreed_state, every=turn.every, in_place=turn.overlapped, first=first))
     return tuple(found)
 
 
@@ -133,8 +133,8 @@ def _agree(task_step: TaskStep, whole: Whole, turn: int) -> Callable[[TrainState
     def agreement(current: TrainState) -> TrainState:
         current = task_step.to_device(current)
         by = groups.reducer
-        over = mean if by is None else mean_by(by, groups, specs, task_step.mesh, current.key)
-        return agreed(groups, current, turn, over)
+        over = mean if by is None else mean_with_reducer(by, groups, specs, task_step.mesh, current.key)
+        return agreed_state(groups, current, turn, over)
 
     return agreement
 
@@ -146,7 +146,7 @@ def lowered_start(task_step: TaskStep, whole: Whole) -> jax.stages.Lowered:
     single, context, num_replicas, code, _ = whole
     of_all = dataclasses.replace(task_step, groups=None, state=single)
     chosen = choose_form(of_all, context(), num_replicas, probe_padding=False)
-    step = together_step(of_all.function(chosen.context), groups, single.abstract, code())
+    step = synchronous_step(of_all.function(chosen.context), groups, single.abstract, code())
 
     def train_step(state: TrainState, batch: Any) -> Any:
         return step(task_step.to_device(state), batch)

@@ -85,7 +85,7 @@ class Program:
         self.groups = program_groups.groups_of(config, self.sizes, task.view == "replica")
         self._stepped: tuple[Any, int] | None = None
         self._state_groups = state_groups(config, self.stateful, task.view == "replica", self.num_replicas)
-        self._state_reduction = agreement.said_of(task.state_reduction, abstract_model_state)
+        self._state_reduction = agreement.declared_reductions(task.state_reduction, abstract_model_state)
         self._kept_by_reducer: tuple[Any, ...] = ()
         self._abstract_state: Any = None
         self._abstract_state = jax.eval_shape(self._create_state, jax.random.key(0))
@@ -139,15 +139,15 @@ class Program:
         model_state = variables.state
         if (num := self._state_groups) is not None:
             model_state = jax.tree.map(lambda x: jnp.stack([x] * num), model_state)
-        kept = reducer_state.zeros(self._kept_by_reducer)
+        kept = reducer_state.zero_state(self._kept_by_reducer)
         made = state.create(variables.params, model_state, self.optimizer, self.config.seed, self.config.ema, kept)
-        return made if self.groups is None or self._abstract_state is None else groups.stacked(self.groups, made)
+        return made if self.groups is None or self._abstract_state is None else groups.stack_state(self.groups, made)
 
     def _open_data(self) -> None:
         self.feed, self._eval_feed = open_feeds(self.config, self.task, self.mesh, self.sizes)
         self.schedule = self.feed.schedule
         self.abstract_batch, self.limit = limited(self.config, self.feed.abstract(), self.mesh)
-        self.ledgers = [feed.ledger for feed in (self.feed, self._eval_feed) if feed is not None]
+        self.skipped_rows = [feed.skipped_rows for feed in (self.feed, self._eval_feed) if feed is not None]
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class Program:
         chosen = choose_form(self._task_step, self._context(), self.num_replicas, self.probe_padding)
         self._step_context, self._traced, self.refused_forms = chosen.context, chosen.traced, chosen.refused
         self.form, self._kept_by_reducer = chosen.context.sharding.form, chosen.kept
-        self._first_look = reducer_state.FirstLook(chosen.context)
+        self._first_look = reducer_state.FirstStepValidator(chosen.context)
         self._abstract_state = self._abstract_state.replace(reducer=chosen.kept)
         self._place(chosen.state)
 
@@ -300,7 +300,7 @@ class Program:
 
     @functools.cached_property
     def _add_metrics(self) -> Any:
-        return jax.jit(groups.added, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
+        return jax.jit(groups.merged_metrics, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
 
     def metrics(self, metrics: Mapping[str, Any]) -> Mapping[str, jax.Array]:
         """Returns the metrics of a step as device scalars over all groups; unchanged if replicas are synchronous.
@@ -313,7 +313,7 @@ class Program:
     def _one_copy(self, current: TrainState) -> TrainState:
         """Returns the state to evaluate: on the devices, one copy of all groups."""
         current = to_device(self.layout, self.mesh, current)
-        return current if self.groups is None else groups.whole(self.groups, current, self._state_reduction)
+        return current if self.groups is None else groups.merged_state(self.groups, current, self._state_reduction)
 
     def check_padding(self, state: TrainState, batch: Batch) -> None:
         """Rejects a step with results that depend on the contents of padding rows; see `spmdkit.program.padding_check`.
@@ -350,7 +350,7 @@ class Program:
 
     def skip_batches(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Skips batches in addition to those of the config: numbers (first, last), counted as if none were skipped."""
-        skipped = data.merged([*self.config.data.left_out(), *ranges])
+        skipped = data.merge_ranges([*self.config.data.left_out(), *ranges])
         self.schedule = self.feed.schedule = dataclasses.replace(self.schedule, skipped=skipped)
 
     def put(self, examples: Any, mask: Any = None) -> Batch:

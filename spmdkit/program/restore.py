@@ -20,7 +20,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit.checkpoint import Checkpoints, nest
-from spmdkit.communication.sync.stale import Delayed
+from spmdkit.communication.sync.stale import DelayLineState
 from spmdkit.foundation.trees import named_leaves
 from spmdkit.program.program import Program
 from spmdkit.step.groups import groups
@@ -73,7 +73,7 @@ def restored(checkpoints: Checkpoints, step: int, program: Program) -> tuple[Tra
         if late != wanted and late:
             state = state.replace(opt_state=state.opt_state.optimizer)
         if num != asked:
-            state = groups.regrouped(state, num is not None, program.groups, program.said_of_state)
+            state = groups.regroup_state(state, num is not None, program.groups, program.said_of_state)
         elif begins and program.groups is not None:
             state = state.replace(sync=program.groups.sync.init(groups.mean(state.params)))
         if kept:
@@ -102,14 +102,14 @@ def _saved_late(saved: Mapping[str, tuple[int, ...]]) -> int:
 
 def _late(program: Program) -> int:
     held = program.abstract_state.opt_state
-    return len(held.delay_line) if isinstance(held, Delayed) else 0
+    return len(held.delay_line) if isinstance(held, DelayLineState) else 0
 
 
 def _without_line(opt_state: Any, delayed: bool) -> Any:
     """Returns the abstract state of the optimizer as it was saved, with or without a delay line; pending gradients are
     not read."""
-    alone = opt_state.optimizer if isinstance(opt_state, Delayed) else opt_state
-    return Delayed(alone, (), None) if delayed else alone  # type: ignore[arg-type]
+    alone = opt_state.optimizer if isinstance(opt_state, DelayLineState) else opt_state
+    return DelayLineState(alone, (), None) if delayed else alone  # type: ignore[arg-type]
 
 
 def _saved_groups(program: Program, saved: Mapping[str, tuple[int, ...]]) -> int | None:

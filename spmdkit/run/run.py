@@ -205,7 +205,7 @@ class Run:
         """Gives the schedule and the hooks what was saved of them; the step is that of the checkpoint."""
         on_disk = skipped_batches.read_for_all(self.directory, self.cluster)
         skipped_batches.take(self.program, on_disk, found.step, found.record)
-        self.program.ledgers[0].restore(found.record.get("left_out_rows", []))
+        self.program.skipped_rows[0].restore(found.record.get("left_out_rows", []))
         for name in self.hook_runner.restore(found.record.get("hooks", {})):
             self.events.write("hook_removed", step=found.step, hook=name)
         self.step = found.step

@@ -1,4 +1,4 @@
-"""`unless`: a step whose state is left as it was where a flag says so, each leaf chosen where it is made and not at the
+"""`conditional_update`: a step whose state is left as it was where a flag says so, each leaf chosen where it is made and not at the
 end.
 
     mu' = b mu + (1 - b) g                 mu' = skip ? mu : b mu + (1 - b) g
@@ -27,7 +27,7 @@ Kept = TypeVar("Kept")
 Rest = TypeVar("Rest")
 
 
-def unless(step: Callable[..., tuple[Kept, Rest, jax.Array]], old: Kept, *args: Any) -> tuple[Kept, Rest]:
+def conditional_update(step: Callable[..., tuple[Kept, Rest, jax.Array]], old: Kept, *args: Any) -> tuple[Kept, Rest]:
     """Returns (new, rest) of `step(*args) -> (new, rest, skip)`, with the leaves of `old` where `skip` is true.
 
     Args:

@@ -38,7 +38,7 @@ KINDS = {"loss": LOSS, "gradient": GRADIENT, "metrics": METRICS, "spike": SPIKE}
 """What is looked at, as the config calls it -> its bit in a code."""
 
 
-def guarded(
+def apply_guard(
     context: trace_context.Context,
     old: TrainState,
     new: TrainState,
@@ -53,8 +53,8 @@ def guarded(
         gradients: what the optimizer was given, a tree for each call; None: look at the new parameters.
         limit: above which a loss is a spike.
     """
-    code = code_of(context, new.params, metrics, gradients, limit)
-    if code is not None and skips(context):
+    code = guard_code(context, new.params, metrics, gradients, limit)
+    if code is not None and guard_skips(context):
         with jax.named_scope(trace_context.GUARD):
             skip = is_skipped(context, code)
             kept = jax.tree.map(lambda a, b: jnp.where(skip, a, b), old, new)
@@ -62,7 +62,7 @@ def guarded(
     return new, code
 
 
-def skips(context: trace_context.Context) -> bool:
+def guard_skips(context: trace_context.Context) -> bool:
     """Returns whether a step may have to leave everything as it was."""
     return context.options.guard is not None and bool(context.options.guard.skips)
 
@@ -73,28 +73,28 @@ def is_skipped(context: trace_context.Context, code: jax.Array) -> jax.Array:
     return code & context.options.guard.skips != 0
 
 
-def code_of(
+def guard_code(
     context: trace_context.Context,
     params: Any,
     metrics: Mapping[str, Any],
     gradients: Sequence[Any] | None,
     limit: jax.Array | None = None,
 ) -> jax.Array | None:
-    """Returns the code of a step, as `guarded`; None where nobody looks."""
+    """Returns the code of a step, as `apply_guard`; None where nobody looks."""
     asked = context.options.guard
     if asked is None:
         return None
     with jax.named_scope(trace_context.GUARD):
-        code = jnp.int32(_of_metrics(asked, metrics))
+        code = jnp.int32(_metrics_code(asked, metrics))
         if limit is not None and "loss" in metrics:
             loss = metrics["loss"].value if is_metric(metrics["loss"]) else metrics["loss"]
             code = code | jnp.where(jnp.isfinite(loss) & (loss.astype(jnp.float32) > limit), SPIKE, 0)
         if asked.looks & GRADIENT:
-            code = _with_gradients(context, code, [params] if gradients is None else gradients)
+            code = _gradient_code(context, code, [params] if gradients is None else gradients)
     return code
 
 
-def _of_metrics(asked: trace_context.GuardSettings, metrics: Mapping[str, Any]) -> Any:
+def _metrics_code(asked: trace_context.GuardSettings, metrics: Mapping[str, Any]) -> Any:
     """Returns the bits of the loss and the other metrics, which are the same on every device."""
     code: Any = 0
     for name, metric in metrics.items():
@@ -105,7 +105,7 @@ def _of_metrics(asked: trace_context.GuardSettings, metrics: Mapping[str, Any]) 
     return code
 
 
-def _with_gradients(context: trace_context.Context, code: jax.Array, gradients: Sequence[Any]) -> jax.Array:
+def _gradient_code(context: trace_context.Context, code: jax.Array, gradients: Sequence[Any]) -> jax.Array:
     """Returns the code with the gradient's bit: of this device's parts, or joined over all devices."""
     asked, placements = context.options.guard, context.sharding.placements
     assert asked is not None
@@ -119,7 +119,7 @@ def _with_gradients(context: trace_context.Context, code: jax.Array, gradients: 
     if context.inside or not every:
         # What other axes cut is not to be taken apart here: the partitioner would send it.
         is_whole = all(a in REPLICA_AXES for a in every)
-        bad = _any_bad(leaves, platform if is_whole else None)
+        bad = _any_nonfinite(leaves, platform if is_whole else None)
         # Of a gradient that is the same everywhere only axes of size one are left to add over, and nothing is sent.
         axes = REPLICA_AXES if asked.joins else tuple(compat.varying_axes(bad))
         return code | GRADIENT * (lax.pmax(compat.as_varying(bad, axes), axes) if context.inside and axes else bad)
@@ -130,7 +130,7 @@ def _with_gradients(context: trace_context.Context, code: jax.Array, gradients: 
     axes = every if asked.joins else tuple(a for a in every if a in cutting)
 
     def of_device(leaves: Sequence[jax.Array], code: jax.Array) -> jax.Array:
-        bad = _any_bad(leaves, platform)
+        bad = _any_nonfinite(leaves, platform)
         bad = compat.as_varying(bad, axes)
         if asked.joins:
             return code | GRADIENT * lax.pmax(bad, axes)
@@ -142,12 +142,12 @@ def _with_gradients(context: trace_context.Context, code: jax.Array, gradients: 
     return mapped(leaves, code)
 
 
-def _any_bad(leaves: Sequence[jax.Array], platform: str | None) -> jax.Array:
+def _any_nonfinite(leaves: Sequence[jax.Array], platform: str | None) -> jax.Array:
     finite = (is_finite(x, platform) for x in leaves)
     return jnp.logical_not(functools.reduce(jnp.logical_and, finite, jnp.array(True))).astype(jnp.int32)
 
 
-AT_ONCE = 8
+FIRST_PARTS = 8
 """Parts of numbers that are joined in one loop; of more LLVM makes no loop of vectors."""
 
 MOST_PARTS = 31
@@ -173,7 +173,7 @@ def is_finite(x: jax.Array, platform: str | None = None) -> jax.Array:
         return jnp.array(True)
     if platform != "cpu" or x.size <= WINDOW:
         return jnp.isfinite(x).all()
-    joined = functools.reduce(jnp.logical_and, map(jnp.isfinite, _parts(x, AT_ONCE)))
+    joined = functools.reduce(jnp.logical_and, map(jnp.isfinite, _parts(x, FIRST_PARTS)))
     while joined.size > FEW and max(joined.shape) > WINDOW:
         joined = functools.reduce(jnp.logical_and, _parts(joined, MOST_PARTS))
     return joined.all()

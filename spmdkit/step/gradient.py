@@ -30,11 +30,11 @@ from spmdkit.step.accumulator import LossFacts, Sums
 from spmdkit.step.checks.return_values import checked_loss, checked_metrics
 from spmdkit.step.lowering import as_local, constrain, map_replicas
 from spmdkit.step.metrics.aggregates import Bincount, Derived
-from spmdkit.step.metrics.base import Metric, merged, nothing
+from spmdkit.step.metrics.base import Metric, empty_parts, merge_trees
 from spmdkit.step.metrics.mean import Means
 from spmdkit.step.metrics.user_metric import CustomMetric
 from spmdkit.step.model_state import agreement
-from spmdkit.step.multi_term_loss import of_microbatches, pulled
+from spmdkit.step.multi_term_loss import microbatch_gradients, over_microbatches
 from spmdkit.step.reduction import Call
 from spmdkit.step.row_order import RowOrder, split
 
@@ -76,7 +76,7 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
 
     def means_and_gradient(params: Any, *args: Any) -> Any:
         context = trace_context.current()
-        context.usage.called("value_and_grad")
+        context.usage.record_call("value_and_grad")
         if len(args) not in (2, 3):
             raise ConfigError(
                 f"sk.value_and_grad(loss_fn) was called with {1 + len(args)} arguments. It takes (params, batch, key), with model "
@@ -84,7 +84,7 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
             )
         model_state, batch, key = args if len(args) == 3 else (None, *args)
         _check_differentiable(params)
-        kinds = _kinds(loss_fn, context, params, model_state, batch, key) if len(args) == 3 else {}
+        kinds = _state_reductions(loss_fn, context, params, model_state, batch, key) if len(args) == 3 else {}
         local = _local_gradient(loss_fn, len(args) == 3, context, key)
         call = Call(context.slots.take(_gradient_shapes(context, params)), key)
         sums, new_state, kept = map_replicas(context, local, params, model_state, batch, kinds, call)
@@ -96,7 +96,7 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
             {name: metric.value for name, metric in sums.metrics.items() if name not in facts.names}
         )
         metrics = {name: total(metric, name) for name, metric in sums.metrics.items() if name in facts.names}
-        grads = sums.mean_gradient(loss) if context.gives_sums else sums.gradient
+        grads = sums.mean_gradient(loss) if context.reducer_returns_sums else sums.gradient
         return (loss, metrics, new_state)[: len(args)], grads
 
     return means_and_gradient
@@ -116,7 +116,7 @@ def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Metric]]:
         def local(index: Any, params: Any, state: Any, rows: Any, mask: Any) -> Any:
             num = _num_rows(rows)
             places = _positions(context, index, 0, num) + number * (num * replicas)
-            with trace_context.over(trace_context.Examples(num, mask, places, key)):
+            with trace_context.with_examples(trace_context.Examples(num, mask, places, key)):
                 metrics = eval_fn(
                     _cast(params, context.options.compute_dtype),
                     *((state,) if stateful else ()),
@@ -141,10 +141,12 @@ def _local_gradient(loss_fn: Loss, stateful: bool, context: trace_context.Contex
         num = _num_rows(rows)
         group, _ = context.group
         folded = _loss_key(key, group * context.sharding.num_replicas + index, micro)
-        with trace_context.over(trace_context.Examples(num, mask, _positions(context, index, micro, num), key)):
+        with trace_context.with_examples(
+            trace_context.Examples(num, mask, _positions(context, index, micro, num), key)
+        ):
             out = loss_fn(params, *((state,) if stateful else ()), _cast_inputs(context, rows), folded)
         loss, metrics, new_state = checked_loss(out, stateful)
-        new_state = _same_kind(state, new_state) if stateful else None
+        new_state = _checked_state(state, new_state) if stateful else None
         return loss, metrics, new_state, LossFacts.of({**metrics, "loss": loss})
 
     def local(index: Any, params: Any, state: Any, rows: Any, mask: Any) -> Any:
@@ -161,8 +163,8 @@ def _local_gradient(loss_fn: Loss, stateful: bool, context: trace_context.Contex
         def one(state: Any, rows: Any, mask: Any, micro: Any, whole: Means | None = None) -> Any:
             loss_of = lambda params: body(params, state, rows, mask, index, micro)
             primals, pull, (loss, metrics, new_state, facts), depends = _vjp(loss_of, computed)
-            parts = pulled(context, loss, whole, primals, pull, depends)
-            grads, of_count = (None if tree is None else _as_reduced(context, tree, params) for tree in parts)
+            parts = microbatch_gradients(context, loss, whole, primals, pull, depends)
+            grads, of_count = (None if tree is None else _in_reduce_dtype(context, tree, params) for tree in parts)
             facts = dataclasses.replace(facts, count_has_gradient=depends)
             return Sums(loss, metrics, grads, of_count, facts), new_state
 
@@ -174,7 +176,7 @@ def _local_gradient(loss_fn: Loss, stateful: bool, context: trace_context.Contex
             total, state = carry
             rows, mask, micro = xs
             sums, state = one(state, rows, mask, micro, whole)
-            return as_local(context, (merged(total, sums), state)), None
+            return as_local(context, (merge_trees(total, sums), state)), None
 
         shapes = jax.eval_shape(one, state, *jax.tree.map(lambda x: x[0], (cut_rows, cut_mask)), 0)[0]
         micros = jnp.arange(context.sharding.microbatches, dtype=jnp.int32)
@@ -183,7 +185,7 @@ def _local_gradient(loss_fn: Loss, stateful: bool, context: trace_context.Contex
             of_one = shapes.facts.with_static_counts(shapes.loss, "loss")
             of_micro = lambda state, xs: one_microbatch(computed, state, xs[0], xs[1], index, xs[2])[:3]
             depends = shapes.facts.count_has_gradient
-            whole = of_microbatches(context, of_one, of_micro, state, (cut_rows, cut_mask, micros), depends)
+            whole = over_microbatches(context, of_one, of_micro, state, (cut_rows, cut_mask, micros), depends)
         zeros = _zeros(context, shapes)
         return lax.scan(add, as_local(context, (zeros, state)), (cut_rows, cut_mask, micros))[0]
 
@@ -192,7 +194,7 @@ def _local_gradient(loss_fn: Loss, stateful: bool, context: trace_context.Contex
 
 def _zeros(context: trace_context.Context, shapes: Sums) -> Sums:
     """Returns the sums of no microbatch, gradients cut as the parameters are."""
-    zeros = nothing(shapes)
+    zeros = empty_parts(shapes)
     constrained = lambda tree: None if tree is None else _constrain_gradient(context, tree)
     gradients: dict[str, Any] = {name: constrained(getattr(zeros, name)) for name in ("gradient", "count_gradient")}
     return dataclasses.replace(zeros, **gradients)
@@ -227,13 +229,13 @@ def _gradient_shapes(context: trace_context.Context, params: Any) -> Any:
     )
 
 
-def _as_reduced(context: trace_context.Context, grads: Any, params: Any) -> Any:
+def _in_reduce_dtype(context: trace_context.Context, grads: Any, params: Any) -> Any:
     """Returns a replica's gradient in the dtype in which it is added, cut as its parameters are."""
     grads = jax.tree.map(lambda g, p: g.astype(context.options.reduce_dtype or p.dtype), grads, params)
     return _constrain_gradient(context, grads)
 
 
-def _kinds(
+def _state_reductions(
     loss_fn: Loss, context: trace_context.Context, params: Any, state: Any, batch: Any, key: Any
 ) -> agreement.Kinds:
     """Returns how replicas agree on each leaf of the model state that the loss returns."""
@@ -253,17 +255,17 @@ def _kinds(
 
     def new_state(state: Any, shared: Any, own: Any) -> Any:
         (params, key), (rows, mask, loss_key, positions) = shared, own
-        with trace_context.over(trace_context.Examples(_num_rows(rows), mask, positions, key)):
+        with trace_context.with_examples(trace_context.Examples(_num_rows(rows), mask, positions, key)):
             out = loss_fn(_cast(params, context.options.compute_dtype), state, _cast_inputs(context, rows), loss_key)
-        return _same_kind(state, checked_loss(out, True)[2])
+        return _checked_state(state, checked_loss(out, True)[2])
 
     axes = (("replica", context.sharding.size("replica")), ("data", context.sharding.size(*context.sharding.data_axes)))
-    return agreement.kinds_of(
+    return agreement.state_reductions(
         context.options.state_reduction, new_state, of_one, whole, [own(num), own(2 * num)], axes, context.inside
     )
 
 
-def _same_kind(state: Any, new_state: Any) -> Any:
+def _checked_state(state: Any, new_state: Any) -> Any:
     """Returns the new model state.
 
     Raises:
@@ -285,7 +287,7 @@ def _loss_key(key: Any, replica: Any, micro: Any) -> Any:
     return None if key is None else rng.loss_key(key, replica, micro)
 
 
-def _order(context: trace_context.Context, rows: int) -> RowOrder:
+def _row_order(context: trace_context.Context, rows: int) -> RowOrder:
     """Returns the order of the rows of the global batch, of which one shard has `rows` in a microbatch."""
     _, groups = context.group
     return RowOrder(
@@ -302,10 +304,10 @@ def _first_shard(context: trace_context.Context, replica: Any) -> Any:
 def _positions(context: trace_context.Context, replica: Any, micro: Any, num: int) -> jax.Array:
     """Returns int32[num], the global positions of a microbatch's rows on one replica: those of its inner shards."""
     inner = context.sharding.num_shards
-    return _order(context, num // inner).of_microbatch(_first_shard(context, replica), inner, micro)
+    return _row_order(context, num // inner).of_microbatch(_first_shard(context, replica), inner, micro)
 
 
-def whole_rows(
+def step_examples(
     context: trace_context.Context, examples: Any, mask: Any, key: Any, replica: Any = None
 ) -> trace_context.Examples:
     """Returns the rows that a whole `train_step` sees: all of the global batch (of its group), or those of one replica.
@@ -315,7 +317,7 @@ def whole_rows(
     """
     num = _num_rows(examples)
     own = context.sharding.num_shards * (context.sharding.num_replicas if replica is None else 1)
-    order = _order(context, num // (own * context.sharding.microbatches))
+    order = _row_order(context, num // (own * context.sharding.microbatches))
     positions = order.of_shards(_first_shard(context, 0 if replica is None else replica), own)
     return trace_context.Examples(num, mask, positions, key, whole=replica is None, of_step=True)
 

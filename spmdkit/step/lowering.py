@@ -68,7 +68,7 @@ def map_replicas(
         state = jax.tree.map(lambda x: jnp.repeat(x, context.sharding.num_replicas // groups, axis=0), state)
     sums, new_state, kept = run(context, local, params, state, batch, kinds, call)
     if groups is not None and new_state is not None:
-        new_state = agreement.by_group(kinds, old, new_state, groups)
+        new_state = agreement.reduce_by_group(kinds, old, new_state, groups)
     return sums, new_state, kept
 
 
@@ -106,12 +106,16 @@ def _inside_replica(
     if context.sharding.state_groups is not None:
         sums, _, kept = reduction.reduced(context, as_local(context, sums), {}, REPLICA_AXES, call)
         return sums, new_state, kept
-    added, largest = agreement.crossing(kinds, own_state, new_state, index == 0)
+    added, largest = agreement.values_to_reduce(kinds, own_state, new_state, index == 0)
     sums, added = as_local(context, (sums, added))
     sums, added, kept = reduction.reduced(context, sums, added, REPLICA_AXES, call)
     with jax.named_scope(trace_context.REDUCE):
         largest = lax.pmax(as_local(context, largest), REPLICA_AXES) if largest else largest
-    return sums, agreement.agreed(kinds, state, new_state, added, largest, context.sharding.size(*REPLICA_AXES)), kept
+    return (
+        sums,
+        agreement.reduced_state(kinds, state, new_state, added, largest, context.sharding.size(*REPLICA_AXES)),
+        kept,
+    )
 
 
 def _manual(
@@ -137,7 +141,7 @@ def _manual(
         return sums, new_state, jax.tree.map(lambda x: x[None], kept)
 
     states = rows if own_state else PartitionSpec()
-    kept_specs = rows if call is None else whole_kept_specs(context, call.kept)
+    kept_specs = rows if call is None else whole_state_specs(context, call.kept)
     run = jax.shard_map(
         body,
         mesh=context.sharding.mesh,
@@ -193,10 +197,10 @@ def _mapped(
         sums, _, kept = _reduce_stacked(context, sums, {}, call)
         return sums, new_state, kept
     first = jnp.arange(num_replica * num_data).reshape(num_replica, num_data) == 0
-    added, largest = agreement.crossing(kinds, state, new_state, first)
+    added, largest = agreement.values_to_reduce(kinds, state, new_state, first)
     sums, added, kept = _reduce_stacked(context, sums, added, call)
     largest = {path: x.max((0, 1)) for path, x in largest.items()}
-    return sums, agreement.agreed(kinds, state, new_state, added, largest, num_replica * num_data), kept
+    return sums, agreement.reduced_state(kinds, state, new_state, added, largest, num_replica * num_data), kept
 
 
 def _reduce_stacked(context: trace_context.Context, sums: Sums, added: Any, call: Call | None) -> Any:
@@ -211,12 +215,12 @@ def _reduce_stacked(context: trace_context.Context, sums: Sums, added: Any, call
     dims = None
     if call is not None and "fsdp" in axes and before != after:
         dims = jax.tree.map(_scatter_dim, before[0].gradient, after[0].gradient)
-    if not context.gives_sums:
+    if not context.reducer_returns_sums:
         after = (dataclasses.replace(after[0], count_gradient=None), after[1])
     if call is not None:  # a prefix of the metrics: a reducer may tell more
         after = (dataclasses.replace(after[0], metrics=PartitionSpec()), after[1])
     kept = None if call is None else call.kept
-    kept_specs = None if kept is None else _kept_specs(context, after[0].gradient, kept)
+    kept_specs = None if kept is None else _reducer_state_specs(context, after[0].gradient, kept)
 
     def body(tree: Any, kept: Any) -> Any:
         sums, added = jax.tree.map(lambda x: x[0, 0], tree)
@@ -234,26 +238,28 @@ def _reduce_stacked(context: trace_context.Context, sums: Sums, added: Any, call
     return sums, added, kept
 
 
-def _kept_specs(context: trace_context.Context, gradient: Any, kept: Any) -> Any:
+def _reducer_state_specs(context: trace_context.Context, gradient: Any, kept: Any) -> Any:
     """Returns the specs of a reducer's state: the replicas of each leaf first, then as its gradient is cut."""
     specs = jax.tree.leaves(gradient)
     structure: Any = jax.tree.structure(gradient)
     of_leaf = [
-        jax.tree.map(lambda x, spec=spec: kept_spec(context, spec, x.shape[1:]), state)  # type: ignore[misc]
+        jax.tree.map(lambda x, spec=spec: reducer_state_spec(context, spec, x.shape[1:]), state)  # type: ignore[misc]
         for spec, state in zip(specs, structure.flatten_up_to(kept), strict=True)
     ]
     return jax.tree.unflatten(structure, of_leaf)
 
 
-def whole_kept_specs(context: trace_context.Context, kept: Any) -> Any:
+def whole_state_specs(context: trace_context.Context, kept: Any) -> Any:
     """Returns the specs of a reducer's state where no gradient is cut: of one that goes by shards leaf by leaf,
     otherwise one for all."""
     if not context.options.reducer.per_shard_state:
         return PartitionSpec(_non_trivial(context, REPLICA_AXES))
-    return jax.tree.map(lambda x: kept_spec(context, PartitionSpec(), x.shape[1:]), kept)
+    return jax.tree.map(lambda x: reducer_state_spec(context, PartitionSpec(), x.shape[1:]), kept)
 
 
-def kept_spec(context: trace_context.Context, gradient: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
+def reducer_state_spec(
+    context: trace_context.Context, gradient: PartitionSpec, shape: tuple[int, ...]
+) -> PartitionSpec:
     """Returns the spec of the state that a reducer has for a leaf whose gradient is cut as `gradient`."""
     axes = replica_axes_of(context, gradient)
     if (dim := shard_dim_of(context, gradient, shape)) is None:

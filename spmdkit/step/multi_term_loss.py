@@ -30,7 +30,7 @@ from spmdkit.step.lowering import as_local
 from spmdkit.step.metrics.mean import Mean, Means
 
 
-def of_all(context: trace_context.Context, loss: Means, with_sums: bool) -> Means:
+def over_replicas(context: trace_context.Context, loss: Means, with_sums: bool) -> Means:
     """Returns one replica's part of a sum of means as that of all replicas; without sums, those are zero.
 
     What a reducer takes as each replica's own mean (`input_scale="mean"`) is divided by its own counts.
@@ -53,7 +53,7 @@ def of_all(context: trace_context.Context, loss: Means, with_sums: bool) -> Mean
         return Means(tuple(part(mean) for mean in loss.parts))
 
 
-def of_microbatches(
+def over_microbatches(
     context: trace_context.Context,
     of_one: Means,
     compute: Callable[[Any, Any], Any],
@@ -71,7 +71,7 @@ def of_microbatches(
     """
     times = context.sharding.microbatches
     if all(isinstance(part.count, np.floating) for part in of_one.parts):
-        return of_all(context, Means(tuple(_times(part, times) for part in of_one.parts)), False)
+        return over_replicas(context, Means(tuple(_times(part, times) for part in of_one.parts)), False)
 
     def add(carry: Any, xs: Any) -> Any:
         total, state = carry
@@ -82,7 +82,7 @@ def of_microbatches(
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), of_one)
     (total, _), _ = lax.scan(add, as_local(context, (zeros, state)), microbatches)
-    return of_all(context, total, depends)
+    return over_replicas(context, total, depends)
 
 
 def _times(part: Mean, times: int) -> Mean:
@@ -93,7 +93,7 @@ def _times(part: Mean, times: int) -> Mean:
     return Mean(jnp.zeros(part.sum.shape, part.sum.dtype), alike(part.count), num)
 
 
-def pulled(
+def microbatch_gradients(
     context: trace_context.Context,
     loss: Mean | Means,
     whole: Means | None,
@@ -111,14 +111,14 @@ def pulled(
         depends: a count depends on the parameters.
     """
     if isinstance(loss, Means):
-        whole = of_all(context, loss, depends) if whole is None else whole
-        return pull(_shares(whole, primals, depends))[0], None
+        whole = over_replicas(context, loss, depends) if whole is None else whole
+        return pull(_cotangents(whole, primals, depends))[0], None
     ones, zeros = (jax.tree.map(fill, primals) for fill in (jnp.ones_like, jnp.zeros_like))
     of_sum = pull((ones[0], zeros[1]))[0]
     return of_sum, pull((zeros[0], ones[1]))[0] if depends else None
 
 
-def _shares(whole: Means, primals: Any, depends: bool) -> Any:
+def _cotangents(whole: Means, primals: Any, depends: bool) -> Any:
     """Returns the cotangents of the sums and counts of one microbatch: what each counts for in the sum of means over
     everything."""
     (totals, counted), scales = primals, [1 / part.divisor for part in whole.parts]
@@ -131,5 +131,5 @@ def _shares(whole: Means, primals: Any, depends: bool) -> Any:
     return of_sums, tuple(like(r, c) for r, c in zip(ratios, counted, strict=True))
 
 
-SEAMS = {"of_all": of_all, "shares": _shares}
+SEAMS = {"of_all": over_replicas, "shares": _cotangents}
 """What `verify` replaces (verify/mutations.py)."""

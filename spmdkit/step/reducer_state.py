@@ -16,13 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmdkit.communication.reducers.base import METRIC_PREFIX, Added, Reducer, inner_axes, value_bytes
+from spmdkit.communication.reducers.base import METRIC_PREFIX, ReducedLeaf, Reducer, inner_axes, value_bytes
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import named_leaves
 from spmdkit.mesh.layout import LeafPlacement
 from spmdkit.mesh.mesh import describe_mesh
 from spmdkit.step import trace_context
-from spmdkit.step.lowering import kept_spec, part_shape, replica_axes_of, shard_dim_of
+from spmdkit.step.lowering import part_shape, reducer_state_spec, replica_axes_of, shard_dim_of
 
 
 def check_effect(
@@ -63,11 +63,11 @@ def check_leaves(reducer: Reducer, context: trace_context.Context) -> None:
     Raises:
         ConfigError: it cannot.
     """
-    if found := added(context):
+    if found := reduced_leaves(context):
         reducer.check(found)
 
 
-class FirstLook:
+class FirstStepValidator:
     """Has the reducer look, once, at what it tells of the first step in which it adds; that is waited for."""
 
     def __init__(self, context: trace_context.Context):
@@ -82,10 +82,13 @@ class FirstLook:
         if self._look is not None and any(name.startswith(METRIC_PREFIX) for name in metrics):
             look, self._look = self._look, None
             numbers = {name: x for name, x in read(metrics).items() if name.startswith(METRIC_PREFIX)}
-            look(added(self._context), {name.removeprefix(METRIC_PREFIX): float(x) for name, x in numbers.items()})
+            look(
+                reduced_leaves(self._context),
+                {name.removeprefix(METRIC_PREFIX): float(x) for name, x in numbers.items()},
+            )
 
 
-def added(context: trace_context.Context) -> list[Added]:
+def reduced_leaves(context: trace_context.Context) -> list[ReducedLeaf]:
     """Returns the leaves of the gradient that are added over replicas, in flattening order."""
     assert context.sharding.placements is not None
     found, each = [], value_bytes(context.options.reduce_dtype or "float32")
@@ -96,7 +99,7 @@ def added(context: trace_context.Context) -> list[Added]:
         if sizes:
             cut = tuple(a for a in names if context.sharding.size(a) > 1)
             before = tuple(a for a in cut if a in context.sharding.data_axes)
-            found.append(Added(path, part_shape(context, spec, shape), sizes, cut, before, each))
+            found.append(ReducedLeaf(path, part_shape(context, spec, shape), sizes, cut, before, each))
     return found
 
 
@@ -133,7 +136,7 @@ def shapes(
                     f"reducer/{call}/{path}/{name}",
                     x.shape,
                     x.dtype,
-                    kept_spec(context, spec, x.shape[1:]),
+                    reducer_state_spec(context, spec, x.shape[1:]),
                     "device",
                     "reducer",
                 )
@@ -143,6 +146,6 @@ def shapes(
     return tuple(entries), table
 
 
-def zeros(state: Any) -> Any:
+def zero_state(state: Any) -> Any:
     """Returns the state before the first step."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)

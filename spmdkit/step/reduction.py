@@ -19,7 +19,7 @@ from spmdkit.foundation.trees import named_leaves
 from spmdkit.step import rng, trace_context
 from spmdkit.step.accumulator import Sums
 from spmdkit.step.metrics.aggregates import Sum
-from spmdkit.step.metrics.base import Metric, crossed
+from spmdkit.step.metrics.base import Metric, reduce_parts
 from spmdkit.step.metrics.mean import Mean, Means
 
 
@@ -64,7 +64,7 @@ def reduced(
 def _exact(reducer: Reducer, tree: Any, axes: tuple[str, ...]) -> Any:
     """Returns what is no gradient, of all replicas: sums added, maxima (`sk.max`) in one more all-reduce where there
     are any, and gathered what has a way of its own to merge."""
-    return crossed(
+    return reduce_parts(
         tree,
         lambda sums: reducer.add(sums, axes),
         lambda maxima: lax.pmax(maxima, axes),

@@ -28,8 +28,8 @@ from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import describe, named_leaves
 from spmdkit.mesh.mesh import REPLICA_AXES
 from spmdkit.step import trace_context
-from spmdkit.step.metrics.base import crossed, is_metric
-from spmdkit.step.metrics.user_metric import CustomMetric, is_own, taken
+from spmdkit.step.metrics.base import is_metric, reduce_parts
+from spmdkit.step.metrics.user_metric import CustomMetric, as_metric, is_user_metric
 
 
 def all_gather(tree: Any, with_mask: bool = False) -> Any:
@@ -48,7 +48,7 @@ def all_gather(tree: Any, with_mask: bool = False) -> Any:
             global.
     """
     axes = _axes("sk.all_gather")
-    trace_context.current().usage.called("all_gather")
+    trace_context.current().usage.record_call("all_gather")
     examples = trace_context.current_examples()
     num = None if examples is None else examples.num
     for path, leaf in named_leaves(tree):
@@ -136,7 +136,9 @@ def pmean(tree: Any) -> Any:
 
 def _taken(tree: Any) -> Any:
     """Returns a tree in which metrics of the user's own are this replica's parts, which merge."""
-    tree = jax.tree.map(lambda x: taken(x, "a metric in sk.pmean"), tree, is_leaf=lambda x: is_metric(x) or is_own(x))
+    tree = jax.tree.map(
+        lambda x: as_metric(x, "a metric in sk.pmean"), tree, is_leaf=lambda x: is_metric(x) or is_user_metric(x)
+    )
     if not trace_context.current().inside:
         return tree
     own = lambda x: (
@@ -158,9 +160,9 @@ def _reduced(name: str, tree: Any) -> Any:
     gather: Callable[[Any], jax.Array] = lambda x: compat.all_gather_invarying(x[None], axes)
     examples = trace_context.current_examples()
     if examples is None or not examples.of_step:  # a loss's own: that name is what a step reduces by
-        return crossed(tree, reduce, largest, gather)
+        return reduce_parts(tree, reduce, largest, gather)
     with jax.named_scope(trace_context.REDUCE):
-        return crossed(tree, reduce, largest, gather)
+        return reduce_parts(tree, reduce, largest, gather)
 
 
 def _axes(name: str) -> tuple[str, ...]:

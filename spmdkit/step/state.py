@@ -34,7 +34,7 @@ class Variables(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Mirrored:
+class ReplicaCopy:
     """The parameters of a per-replica step: the replica's own copy, and that of which it is a copy, which is the same
     on all.
 
@@ -49,7 +49,7 @@ class Mirrored:
 
     own: Any
     whole: Any
-    before: Mirrored | None = None
+    before: ReplicaCopy | None = None
 
     def of(self, tree: Any) -> Any:
         """Returns `tree` with each leaf that is an own copy replaced by what it is a copy of.
@@ -82,7 +82,7 @@ class TrainState:
             the order in which they are traced; empty where it keeps nothing. `spmdkit.step.reducer_state`.
         sync: what the config's sync keeps for all groups, or None. With groups, `params`, `opt_state`, `model_state`
             and `ema` are [groups, ...]. `spmdkit.step.groups.groups`.
-        mirrored: inside of a per-replica step, what the parameters are a copy of; else None. It goes with the
+        replica_copy: inside of a per-replica step, what the parameters are a copy of; else None. It goes with the
             parameters through the user's own `jit` and `jax.tree.map`, leaf by leaf.
     """
 
@@ -96,16 +96,16 @@ class TrainState:
     ema_decay: float | None = None
     reducer: tuple[Any, ...] = ()
     sync: Any = None
-    mirrored: Mirrored | None = None
+    replica_copy: ReplicaCopy | None = None
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[Any, Any]]:
-        """Returns the fields with arrays, by name; of `mirrored` only what the parameters are a copy of."""
+        """Returns the fields with arrays, by name; of `replica_copy` only what the parameters are a copy of."""
         arrays, static = self.tree_flatten()
         return list(zip(_KEYS, arrays, strict=True)), static
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
         """Returns the same without names, for JAX, which asks for them at every step."""
-        whole = None if self.mirrored is None else self.mirrored.of(self.params)
+        whole = None if self.replica_copy is None else self.replica_copy.of(self.params)
         return (*_arrays(self), whole), (self.optimizer, self.ema_decay)
 
     @classmethod
@@ -113,7 +113,7 @@ class TrainState:
         """Returns the state of such fields."""
         *arrays, whole = arrays
         step, params, opt_state, model_state, ema, rng, reducer, sync = arrays
-        mirrored = None if whole is None else Mirrored(params, whole)
+        mirrored = None if whole is None else ReplicaCopy(params, whole)
         return cls(step, params, opt_state, model_state, ema, rng, *static, reducer, sync, mirrored)
 
     @property
@@ -140,7 +140,7 @@ class TrainState:
                 the optimizer needs more than it is given.
         """
         context = trace_context.current()
-        params = originals(self).params
+        params = without_copies(self).params
         _check_gradient(context, grads, params)
         as_stored = lambda tree: jax.tree.map(lambda g, p: g.astype(p.dtype), tree, params)
         grads = constrain_update(context, as_stored(grads))
@@ -156,7 +156,7 @@ class TrainState:
             decay = self.ema_decay
             ema = jax.tree.map(lambda e, p: decay * e + (1 - decay) * p.astype(e.dtype), ema, new_params)
         return self.replace(
-            mirrored=None if self.mirrored is None else Mirrored(new_params, new_params, self.mirrored),
+            replica_copy=None if self.replica_copy is None else ReplicaCopy(new_params, new_params, self.replica_copy),
             step=self.step + 1,
             # The program sets both back: so a second update within the step draws from another key, and from that of no
             # other step.
@@ -250,10 +250,10 @@ def constrain_update(context: trace_context.Context, tree: Any) -> Any:
     )
 
 
-def originals(state: TrainState) -> TrainState:
+def without_copies(state: TrainState) -> TrainState:
     """Returns the state with each leaf that is the replica's own copy of a parameter replaced by what it is a copy
     of."""
-    return state if state.mirrored is None else state.mirrored.of(state.replace(mirrored=None))
+    return state if state.replica_copy is None else state.replica_copy.of(state.replace(replica_copy=None))
 
 
 def _check_gradient(context: trace_context.Context, grads: Any, params: Any) -> None:

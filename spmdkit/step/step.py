@@ -18,14 +18,14 @@ from spmdkit.foundation.trees import describe, first_difference, is_key, named_l
 from spmdkit.mesh.mesh import REPLICA_AXES
 from spmdkit.step import trace_context
 from spmdkit.step.checks.return_values import RULE, check_metric_names, is_array, shape_of
-from spmdkit.step.conditional_update import unless
-from spmdkit.step.finite_check import code_of, guarded, is_skipped, skips
-from spmdkit.step.gradient import means_and_grad, whole_rows
-from spmdkit.step.lowering import whole_kept_specs
+from spmdkit.step.conditional_update import conditional_update
+from spmdkit.step.finite_check import apply_guard, guard_code, guard_skips, is_skipped
+from spmdkit.step.gradient import means_and_grad, step_examples
+from spmdkit.step.lowering import whole_state_specs
 from spmdkit.step.metrics.base import is_metric
-from spmdkit.step.metrics.user_metric import taken
+from spmdkit.step.metrics.user_metric import as_metric
 from spmdkit.step.reducer_io import ReducerSlots
-from spmdkit.step.state import FIELDS, Mirrored, TrainState, originals
+from spmdkit.step.state import FIELDS, ReplicaCopy, TrainState, without_copies
 
 COMPILED_NAME = "train_step"
 """What the compiled step is called, in profiles and in XLA's texts."""
@@ -103,10 +103,10 @@ def with_hooks(train_step: StepFn, hooks: Sequence[Any]) -> StepFn:
 
     def hooked(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         new_state, metrics = _checked(state, train_step(state, batch))
-        out = owned(state, new_state), metrics
-        old = originals(state)
+        out = with_program_fields(state, new_state), metrics
+        old = without_copies(state)
         for call in calls:
-            out = _checked(old, call(old, originals(out[0]), out[1]))
+            out = _checked(old, call(old, without_copies(out[0]), out[1]))
         return out
 
     return hooked
@@ -127,17 +127,17 @@ def global_step(
     """
 
     def stepped(state: TrainState, batch: Batch) -> Stepped:
-        rows = whole_rows(context, batch.examples, batch.mask, state.key)
+        rows = step_examples(context, batch.examples, batch.mask, state.key)
         slots = ReducerSlots(None if discover else state.reducer)
         with (
             trace_context.tracing(dataclasses.replace(context, mask=batch.mask, slots=slots)),
-            trace_context.over(rows),
+            trace_context.with_examples(rows),
         ):
             out = train_step(state, batch.examples)
         new_state, metrics = _checked(state, out)
         metrics = {**metrics, **slots.metrics}
-        new_state = owned(state, new_state, context).replace(reducer=slots.collected())
-        return new_state, metrics, code_of(context, new_state.params, metrics, slots.update_gradients, batch.limit)
+        new_state = with_program_fields(state, new_state, context).replace(reducer=slots.collected())
+        return new_state, metrics, guard_code(context, new_state.params, metrics, slots.update_gradients, batch.limit)
 
     def skippable(state: TrainState, batch: Batch) -> tuple[TrainState, Any, jax.Array]:
         new, metrics, code = stepped(state, batch)
@@ -146,9 +146,9 @@ def global_step(
 
     def whole_step(state: TrainState, batch: Batch) -> Stepped:
         state = to_device(state)
-        if not skips(context):
+        if not guard_skips(context):
             return stepped(state, batch)
-        kept, rest = unless(skippable, state.replace(step=None, rng=None), state, batch)
+        kept, rest = conditional_update(skippable, state.replace(step=None, rng=None), state, batch)
         step, rng, metrics, code = rest
         return kept.replace(step=step, rng=rng), metrics, code
 
@@ -181,12 +181,12 @@ def replica_step(
         own, examples, mask = compat.as_varying((state.params, examples, mask), REPLICA_AXES)
         slots = ReducerSlots(None if discover else jax.tree.map(lambda x: x[0], state.reducer))
         inner = dataclasses.replace(context.with_sharding(form="manual"), inside=True, mask=mask, slots=slots)
-        own_rows = whole_rows(inner, examples, mask, state.key, lax.axis_index(REPLICA_AXES))
-        with trace_context.tracing(inner), trace_context.over(own_rows):
-            handed = state.replace(params=own, mirrored=Mirrored(own, state.params))
+        own_rows = step_examples(inner, examples, mask, state.key, lax.axis_index(REPLICA_AXES))
+        with trace_context.tracing(inner), trace_context.with_examples(own_rows):
+            handed = state.replace(params=own, replica_copy=ReplicaCopy(own, state.params))
             new_state, metrics = _checked(state, train_step(handed, examples))
             metrics = {**metrics, **slots.metrics}
-        new_state = originals(owned(state, new_state, inner)).replace(reducer=())
+        new_state = without_copies(with_program_fields(state, new_state, inner)).replace(reducer=())
         for what, tree in (("state leaf", new_state), ("metric", metrics)):
             for path, leaf in named_leaves(tree):
                 if axes := trace_context.differing_axes(inner, leaf):
@@ -197,14 +197,16 @@ def replica_step(
                     )
         new_state, metrics = jax.tree.map(_untype_trivial, (new_state, metrics))
         kept = compat.as_varying(jax.tree.map(lambda x: x[None], slots.collected()), REPLICA_AXES)
-        new_state, code = guarded(inner, state, new_state.replace(reducer=kept), metrics, slots.update_gradients, limit)
+        new_state, code = apply_guard(
+            inner, state, new_state.replace(reducer=kept), metrics, slots.update_gradients, limit
+        )
         return new_state, metrics, code
 
     def whole_step(state: TrainState, batch: Batch) -> Stepped:
         whole = PartitionSpec()
         kept = PartitionSpec(REPLICA_AXES)
         if context.options.reducer.per_shard_state:
-            kept = whole_kept_specs(context, state.reducer)
+            kept = whole_state_specs(context, state.reducer)
         states = state.replace(**dict.fromkeys(FIELDS, whole) | {"reducer": kept})
         in_specs, out_specs = (states, rows, rows, whole), (states, whole, whole)
         mapped = jax.shard_map(
@@ -219,7 +221,9 @@ def replica_step(
     return whole_step
 
 
-def owned(state: TrainState, new_state: TrainState, context: trace_context.Context | None = None) -> TrainState:
+def with_program_fields(
+    state: TrainState, new_state: TrainState, context: trace_context.Context | None = None
+) -> TrainState:
     """Returns the new state with what is the program's and not the step's: the number of steps, and the root of all
     keys.
 
@@ -232,7 +236,7 @@ def owned(state: TrainState, new_state: TrainState, context: trace_context.Conte
     if context is not None:
         averages = zip(jax.tree.leaves(state.ema), jax.tree.leaves(new_state.ema), strict=True)
         if any(new is not old for old, new in averages):
-            context.usage.called("ema")
+            context.usage.record_call("ema")
     return new_state.replace(step=state.step + 1, rng=state.rng)
 
 
@@ -271,14 +275,14 @@ def checked(state: TrainState, out: Any) -> tuple[TrainState, dict[str, Any]]:
         )
     new_state, metrics = out
     check_metric_names(metrics, "train_step")
-    difference = first_difference(originals(state), originals(new_state))
+    difference = first_difference(without_copies(state), without_copies(new_state))
     if difference:
         raise ConfigError(
             f"train_step changed the state: {difference}. Shapes and dtypes of the state stay the same over all steps."
         )
     alike: dict[str, Any] = {}
     for name, given in metrics.items():
-        metric = taken(given, f"train_step: metric '{name}'")
+        metric = as_metric(given, f"train_step: metric '{name}'")
         is_number = isinstance(metric, int | float) or hasattr(metric, "dtype")
         alike[name] = jnp.asarray(metric) if is_number else metric
         if not (is_number or is_metric(metric)) or (jnp.ndim(alike[name]) if is_number else is_array(metric)):

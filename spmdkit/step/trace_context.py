@@ -243,7 +243,7 @@ class Context:
         return self.sharding.microbatches * self.sharding.num_replicas
 
     @property
-    def gives_sums(self) -> bool:
+    def reducer_returns_sums(self) -> bool:
         """Whether what the reducer gives back is still to be divided by the count of the whole batch."""
         return self.options.reducer.input_scale == "sum" or self.sharding.num_replicas == 1
 
@@ -302,7 +302,7 @@ def tracing(context: Context) -> Iterator[Context]:
 
 
 @contextlib.contextmanager
-def over(examples: Examples) -> Iterator[None]:
+def with_examples(examples: Examples) -> Iterator[None]:
     """Puts `examples` in place while a loss is traced."""
     before = _examples.set(examples)
     try:
@@ -367,10 +367,10 @@ def shard(x: jax.Array, *dims: str | None) -> jax.Array:
             known = ", ".join(sorted({**context.options.logical_axes, **special}))
             raise ValueError(f"sk.shard: unknown name '{dim}'. Known: {known}.")
         if dim == "rows" and of_step:
-            spec.append(_dividing(context, rows, length))
+            spec.append(_dividing_axes(context, rows, length))
             continue
         axes = special[dim] if dim in special else context.options.logical_axes[dim] if dim else ()
-        context.usage.axis(*axes)
+        context.usage.record_axes(*axes)
         axes = tuple(
             a
             for a in axes
@@ -383,7 +383,7 @@ def shard(x: jax.Array, *dims: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(context.sharding.mesh, PartitionSpec(*spec)))
 
 
-def _dividing(context: Context, axes: tuple[str, ...], length: int) -> tuple[str, ...] | None:
+def _dividing_axes(context: Context, axes: tuple[str, ...], length: int) -> tuple[str, ...] | None:
     """Returns those of `axes` that can cut `length` rows evenly: all that are larger than one, or as many from the
     first on."""
     many = tuple(a for a in axes if context.sharding.size(a) > 1)

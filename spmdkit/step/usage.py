@@ -44,7 +44,7 @@ class UsageTracker:
     marks: set[str] = field(default_factory=set)
     num_masked: int = 0
 
-    def called(self, function: Function) -> None:
+    def record_call(self, function: Function) -> None:
         """Notes a call."""
         assert function in get_args(Function), f"'{function}' stands in no table: nobody would ask for it"
         self.functions.add(function)
@@ -53,15 +53,15 @@ class UsageTracker:
         """Returns whether any of the functions was called."""
         return not self.functions.isdisjoint(functions)
 
-    def axis(self, *names: str) -> None:
+    def record_axes(self, *names: str) -> None:
         """Notes mesh axes that were named for activations."""
         self.axes.update(names)
 
-    def mark(self, name: str) -> None:
+    def record_name(self, name: str) -> None:
         """Notes the name of a value inside of what is computed again."""
         self.marks.add(name)
 
-    def masked(self) -> None:
+    def record_masked_metric(self) -> None:
         """Notes a metric that has left padding rows out of values whose first dim is as long as the rows."""
         self.num_masked += 1
 
@@ -69,7 +69,7 @@ class UsageTracker:
         """Returns a copy that has not noticed calls of `function`."""
         return UsageTracker(self.functions - {function}, set(self.axes), set(self.marks), self.num_masked)
 
-    def include(self, other: UsageTracker) -> None:
+    def merge_from(self, other: UsageTracker) -> None:
         """Takes over what a copy of this has noticed since."""
         self.functions |= other.functions
         self.axes |= other.axes

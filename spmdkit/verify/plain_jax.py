@@ -38,7 +38,7 @@ def plain(program: Program | Unpadded, loss_fn: Callable[..., Any], state: Train
 
     def value(params: Any, rows: Any) -> jax.Array:
         given = (params, *((state.model_state,) if program.stateful else ()), rows, gradient._loss_key(state.key, 0, 0))
-        with trace_context.over(examples):
+        with trace_context.with_examples(examples):
             loss, _, _ = checked_loss(loss_fn(*given), program.stateful)
         return loss.value
 

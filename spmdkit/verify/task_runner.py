@@ -347,7 +347,7 @@ def _of_all_groups(model_state: Any, program: Program | Unpadded) -> Any:
     """Returns the model state as an evaluation sees it: the mean over the groups that have one each."""
     if program.config.model_state == "global":
         return model_state
-    return agreement.of_groups(program._step_context.options.state_reduction, model_state)
+    return agreement.merge_groups(program._step_context.options.state_reduction, model_state)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -89,7 +89,7 @@ def fold_by_local_row(acted: list[Any], loss_fn: Callable[..., Any], *args: Any)
         return loss_fn(*args)
     acted.append(key)
     places = jnp.arange(examples.num, dtype=jnp.int32)
-    with trace_context.over(dataclasses.replace(examples, positions=places, key=key)):
+    with trace_context.with_examples(dataclasses.replace(examples, positions=places, key=key)):
         return loss_fn(*args)
 
 

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from spmdkit.data import Access, Ledger, Schedule, host_batches, open_source
+from spmdkit.data import ReadPolicy, Schedule, SkippedRows, host_batches, open_source
 from spmdkit.errors import UserCodeError
 
 NUM = 12
@@ -43,7 +43,7 @@ def read_together(threads):
     """Returns what two sources with one handle gave, read at the same time, and the most threads that were inside of
     it."""
     handle, wrong = Handle(), []
-    sources = [open_source(Rows(handle), name, Access(threads)) for name in ("train_data", "eval_data")]
+    sources = [open_source(Rows(handle), name, ReadPolicy(threads)) for name in ("train_data", "eval_data")]
 
     def read(source, step):
         indices = np.roll(np.arange(NUM), step)
@@ -124,27 +124,27 @@ def batches(source, start=1, stop=4, size=4):
 
 
 def test_a_row_that_fails_for_a_moment_is_read_again_after_growing_pauses():
-    slept, ledger = [], Ledger()
-    source = open_source(Flaky(3), "train_data", Access(1, 3, ledger, slept.append))
+    slept, ledger = [], SkippedRows()
+    source = open_source(Flaky(3), "train_data", ReadPolicy(1, 3, ledger, slept.append))
     assert batches(source) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert slept == [0.1, 0.2, 0.4]
-    (news,) = ledger.news()
+    (news,) = ledger.take_events()
     assert news["row"] == 5 and news["done"] == "read at attempt 4" and "bad sector" in news["error"]
-    assert ledger.news() == [] and ledger.places() == []
+    assert ledger.take_events() == [] and ledger.positions() == []
 
 
 def test_without_a_retry_or_with_too_few_the_row_is_an_error():
     for retries in (0, 2):
         with pytest.raises(UserCodeError, match=r"step 2 .*train_data\[5\] raised OSError: bad sector"):
-            batches(open_source(Flaky(99), "train_data", Access(1, retries, Ledger(), lambda s: None)))
+            batches(open_source(Flaky(99), "train_data", ReadPolicy(1, retries, SkippedRows(), lambda s: None)))
 
 
 def test_the_next_row_takes_the_place_of_one_that_is_left_out():
-    ledger = Ledger(1)
-    source = open_source(Flaky(10**6), "train_data", Access(1, 1, ledger, lambda s: None))
+    ledger = SkippedRows(1)
+    source = open_source(Flaky(10**6), "train_data", ReadPolicy(1, 1, ledger, lambda s: None))
     assert batches(source, stop=7) == 2 * [[0, 1, 2, 3], [4, 6, 6, 7], [8, 9, 10, 11]]
-    assert ledger.rows == [5] and ledger.places() == [[2, 5], [5, 5]]
-    assert ledger.news()[0]["done"] == "left out, 1 of at most 1 rows (data.max_bad_examples)"
+    assert ledger.rows == [5] and ledger.positions() == [[2, 5], [5, 5]]
+    assert ledger.take_events()[0]["done"] == "left out, 1 of at most 1 rows (data.max_bad_examples)"
 
 
 def test_one_row_more_than_may_be_left_out_is_an_error():
@@ -154,25 +154,25 @@ def test_one_row_more_than_may_be_left_out_is_an_error():
                 raise OSError(f"bad row {i}")
             return np.float32(i)
 
-    assert batches(open_source(Two(0), "train_data", Access(1, 0, Ledger(2))))[1] == [4, 7, 7, 7]
+    assert batches(open_source(Two(0), "train_data", ReadPolicy(1, 0, SkippedRows(2))))[1] == [4, 7, 7, 7]
     with pytest.raises(UserCodeError, match=r"train_data\[6\] raised OSError: bad row 6"):
-        batches(open_source(Two(0), "train_data", Access(1, 0, Ledger(1))))
+        batches(open_source(Two(0), "train_data", ReadPolicy(1, 0, SkippedRows(1))))
 
 
 def test_what_was_left_out_once_is_left_out_again_after_a_restart_though_it_can_be_read_by_now():
-    first = Ledger(1)
-    before = batches(open_source(Flaky(1), "train_data", Access(1, 0, first)), stop=6)
+    first = SkippedRows(1)
+    before = batches(open_source(Flaky(1), "train_data", ReadPolicy(1, 0, first)), stop=6)
     assert before[1] == [4, 6, 6, 7] and before[4] == [4, 5, 6, 7], "it failed once, and not in the next epoch"
-    again = Ledger(1)
-    again.restore(first.places())
-    source = open_source(Flaky(0), "train_data", Access(1, 0, again))
+    again = SkippedRows(1)
+    again.restore(first.positions())
+    source = open_source(Flaky(0), "train_data", ReadPolicy(1, 0, again))
     assert batches(source, start=2, stop=6) == before[1:]
-    assert batches(open_source(Flaky(0), "train_data", Access(1, 0, Ledger(1))), start=2, stop=6) != before[1:]
+    assert batches(open_source(Flaky(0), "train_data", ReadPolicy(1, 0, SkippedRows(1))), start=2, stop=6) != before[1:]
 
 
 def test_a_source_that_is_opened_again_is_read_as_was_asked_then():
     opened = open_source(Flaky(10**6), "train_data")
-    again = open_source(opened, "train_data", Access(1, 0, Ledger(1)))
+    again = open_source(opened, "train_data", ReadPolicy(1, 0, SkippedRows(1)))
     assert batches(again)[1] == [4, 6, 6, 7]
     with pytest.raises(UserCodeError):
         batches(open_source(opened))
@@ -187,4 +187,4 @@ def test_data_cannot_end_the_run_and_are_not_left_out_for_trying(error):
             return np.float32(i)
 
     with pytest.raises(UserCodeError, match=rf"step 2 .*train_data\[5\] raised {type(error).__name__}"):
-        batches(open_source(Leaving(0), "train_data", Access(1, 2, Ledger(3), lambda s: None)))
+        batches(open_source(Leaving(0), "train_data", ReadPolicy(1, 2, SkippedRows(3), lambda s: None)))

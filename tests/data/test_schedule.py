@@ -8,34 +8,34 @@ import hashlib
 import numpy as np
 import pytest
 
-from spmdkit.data import Schedule, Share, eval_schedule, merged
-from spmdkit.data.permutation import SORTED_UP_TO, permuted
+from spmdkit.data import ProcessRows, Schedule, eval_schedule, merge_ranges
+from spmdkit.data.permutation import SORTED_UP_TO, permute
 from spmdkit.errors import ConfigError
 
 
 @pytest.mark.parametrize("num_examples", [1, 2, 3, 5, 64, 97, 1797, SORTED_UP_TO, SORTED_UP_TO + 1, 20_000])
 def test_every_epoch_is_a_permutation(num_examples):
     for seed, epoch in [(0, 0), (0, 1), (7, 3), (2**70, 10**6)]:
-        order = permuted(np.arange(num_examples), num_examples, seed, epoch)
+        order = permute(np.arange(num_examples), num_examples, seed, epoch)
         assert order.dtype == np.int64
         np.testing.assert_array_equal(np.sort(order), np.arange(num_examples))
 
 
 def test_any_part_of_an_order_can_be_asked_for_alone():
     for num_examples in (100, 20_000):
-        order = permuted(np.arange(num_examples), num_examples, 3, 5)
+        order = permute(np.arange(num_examples), num_examples, 3, 5)
         part = np.array([99, 4, 4, 0])
-        np.testing.assert_array_equal(permuted(part, num_examples, 3, 5), order[part])
+        np.testing.assert_array_equal(permute(part, num_examples, 3, 5), order[part])
 
 
 def test_ten_billion_examples_need_no_table():
-    indices = permuted(np.arange(1000), 10**10, 0, 0)
+    indices = permute(np.arange(1000), 10**10, 0, 0)
     assert len(np.unique(indices)) == 1000
     assert indices.min() >= 0 and 2**32 < indices.max() < 10**10
 
 
 def test_small_orders_are_all_equally_likely():
-    seen = [tuple(permuted(np.arange(4), 4, seed=1, epoch=epoch)) for epoch in range(4800)]
+    seen = [tuple(permute(np.arange(4), 4, seed=1, epoch=epoch)) for epoch in range(4800)]
     _, counts = np.unique(np.array(seen), axis=0, return_counts=True)
     assert len(counts) == 24
     chi_square = float(((counts - 200) ** 2 / 200).sum())
@@ -45,20 +45,20 @@ def test_small_orders_are_all_equally_likely():
 @pytest.mark.parametrize("num_examples", [1000, 20_000])
 def test_epochs_seeds_and_neighbours_are_not_correlated(num_examples):
     positions = np.arange(num_examples)
-    order = permuted(positions, num_examples, 0, 0)
+    order = permute(positions, num_examples, 0, 0)
     for other in (
         positions,
         np.roll(order, 1),
-        permuted(positions, num_examples, 0, 1),
-        permuted(positions, num_examples, 1, 0),
+        permute(positions, num_examples, 0, 1),
+        permute(positions, num_examples, 1, 0),
     ):
         assert abs(np.corrcoef(order, other)[0, 1]) < 4 / np.sqrt(num_examples)
 
 
 def test_the_order_of_a_seed_never_changes_between_versions():
     """Golden values: a change here changes the batches of every run that resumes, so it is a breaking change."""
-    assert permuted(np.arange(6), 10, 0, 0).tolist() == [4, 2, 1, 5, 7, 0]
-    assert permuted(np.arange(4), 10**6, 1, 2).tolist() == [506219, 85284, 546460, 422460]
+    assert permute(np.arange(6), 10, 0, 0).tolist() == [4, 2, 1, 5, 7, 0]
+    assert permute(np.arange(4), 10**6, 1, 2).tolist() == [506219, 85284, 546460, 422460]
     assert Schedule(1797, 64, seed=0).digest(100) == "fd4890e7801d"
 
 
@@ -73,7 +73,7 @@ def test_an_epoch_visits_each_example_once(num_examples, batch_size, drop_remain
         assert len(np.unique(seen)) == len(seen)
         rest = num_examples % batch_size
         assert len(seen) == (num_examples if not drop_remainder else num_examples - rest)
-        np.testing.assert_array_equal(seen, permuted(np.arange(len(seen)), num_examples, 5, epoch))
+        np.testing.assert_array_equal(seen, permute(np.arange(len(seen)), num_examples, 5, epoch))
 
 
 def test_epochs_differ_from_one_another_and_by_seed():
@@ -180,20 +180,20 @@ def test_impossible_schedules_are_config_errors(num_examples, batch_size, drop_r
 
 def test_batches_that_are_left_out_are_those_named_and_all_others_keep_their_order():
     whole = Schedule(64, 8, seed=3)
-    short = dataclasses.replace(whole, skipped=merged([(9, 10), (3, 3), (4, 4), (10, 12)]))
+    short = dataclasses.replace(whole, skipped=merge_ranges([(9, 10), (3, 3), (4, 4), (10, 12)]))
     assert short.skipped == ((3, 4), (9, 12))
     assert [short.number(step) for step in range(1, 9)] == [1, 2, 5, 6, 7, 8, 13, 14]
     for step, number in ((2, 2), (3, 5), (7, 13)):
         np.testing.assert_array_equal(short.batch(step)[0], whole.batch(number)[0])
         assert short.epoch(step) == whole.epoch(number)
     assert short.numbers(6, 2) == [(8, 8), (13, 13)]
-    assert dataclasses.replace(short, skipped=merged([*short.skipped, *short.numbers(6, 2)])).number(6) == 14
+    assert dataclasses.replace(short, skipped=merge_ranges([*short.skipped, *short.numbers(6, 2)])).number(6) == 14
 
 
 @pytest.mark.parametrize(("drop_remainder", "steps"), [(False, 6), (True, 5)])
 def test_where_each_process_has_data_of_its_own_every_row_comes_once_and_the_short_one_is_padded(drop_remainder, steps):
     """Process 0 has 22 rows and gives rows 0, 1, 4, 5 of a batch; process 1 has 10 and gives the others."""
-    shares = (Share(22, (0, 1, 4, 5)), Share(10, (2, 3, 6, 7)))
+    shares = (ProcessRows(22, (0, 1, 4, 5)), ProcessRows(10, (2, 3, 6, 7)))
     schedule = Schedule(32, 8, seed=3, drop_remainder=drop_remainder, shares=shares, skipped=((2, 2),))
     assert (schedule.steps_per_epoch, schedule.always_full) == (steps, False)
     whole = dataclasses.replace(schedule, skipped=())
@@ -215,4 +215,4 @@ def test_where_each_process_has_data_of_its_own_every_row_comes_once_and_the_sho
 
 def test_a_process_with_less_than_its_rows_of_a_batch_is_refused_where_short_batches_are_dropped():
     with pytest.raises(ConfigError, match="train_data of process 1 has 3 examples, batch_size is 4"):
-        Schedule(23, 8, shares=(Share(20, (0, 1, 2, 3)), Share(3, (4, 5, 6, 7))))
+        Schedule(23, 8, shares=(ProcessRows(20, (0, 1, 2, 3)), ProcessRows(3, (4, 5, 6, 7))))

@@ -26,7 +26,7 @@ MESHES = [{"context": 4, "fsdp": 2}, {"context": 2, "tensor": 2, "fsdp": 2}, {"c
 
 def attend(segments):
     def op(q, k, v, ids=None):
-        trace_context.current().usage.called("context_order")
+        trace_context.current().usage.record_call("context_order")
         return sk.attention(q, k, v, segment_ids_BT=ids)
 
     ids = [((B, T), ("batch", "sequence"), "int32")] if segments else []

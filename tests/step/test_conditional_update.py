@@ -1,4 +1,4 @@
-"""`unless`: what choosing at the end gives, for every optimizer, and without the copies of it."""
+"""`conditional_update`: what choosing at the end gives, for every optimizer, and without the copies of it."""
 
 import re
 
@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from spmdkit.step.conditional_update import unless
+from spmdkit.step.conditional_update import conditional_update
 
 pytestmark = [pytest.mark.optimized, pytest.mark.promotes("optax")]
 
@@ -39,7 +39,7 @@ def steps(optimizer):
         new, rest, skip = step(state, batch)
         return jax.tree.map(lambda a, b: jnp.where(skip, a, b), state, new), rest
 
-    return lambda state, batch: unless(step, state, state, batch), at_the_end
+    return lambda state, batch: conditional_update(step, state, state, batch), at_the_end
 
 
 def start(optimizer):
@@ -81,7 +81,7 @@ def test_effects_keep_their_order(capfd):
         jax.debug.callback(lambda v: print("second", v), y, ordered=True)
         return y, (), y > 3
 
-    run = jax.jit(lambda x: unless(step, x, x)[0])
+    run = jax.jit(lambda x: conditional_update(step, x, x)[0])
     assert [float(run(jnp.float32(x))) for x in (0, 5)] == [1.0, 5.0]
     jax.effects_barrier()
     assert capfd.readouterr().out.split() == ["first", "0.0", "second", "1.0", "first", "5.0", "second", "6.0"]

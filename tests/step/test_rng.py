@@ -97,7 +97,7 @@ def keys_of_a_run(seed):
     found = {name: x.reshape(-1, x.shape[-1]) for name, x in found.items()}
 
     def of_examples(key_data):
-        with trace_context.over(trace_context.Examples(32, None, jnp.arange(32), wrap(key_data))):
+        with trace_context.with_examples(trace_context.Examples(32, None, jnp.arange(32), wrap(key_data))):
             return data_of(sk.example_keys(0)), data_of(sk.example_keys(1))
 
     few = jnp.concatenate([step_keys[:100], data_of(evaluation)[None]])

@@ -10,7 +10,7 @@ import pytest
 import spmdkit as sk
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.foundation.trees import describe, leaf_bytes, named_leaves, tree_bytes
-from spmdkit.step.model_state.agreement import of_groups
+from spmdkit.step.model_state.agreement import merge_groups
 from tests.support.core_runs import program_of
 
 X = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
@@ -162,7 +162,7 @@ def test_an_evaluation_takes_the_keys_counters_and_flags_of_the_first_group():
         "seen": jnp.array([True, False]),
     }
     state["mean"] = jnp.array([60000.0, 60000.0], jnp.float16)
-    found = comparable(of_groups({}, state))
+    found = comparable(merge_groups({}, state))
     np.testing.assert_array_equal(found["key"], jax.random.key_data(state["key"])[0])
     assert found["n"] == 2**30 and found["seen"] and found["mean"] == 60000 and found["mean"].dtype == np.float16
 

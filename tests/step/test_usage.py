@@ -7,22 +7,22 @@ from spmdkit.step.usage import UsageTracker
 
 def test_it_knows_what_was_called_and_named():
     noticed = UsageTracker()
-    noticed.called("mean")
-    noticed.axis("tensor", "context")
-    noticed.mark("attention")
-    noticed.masked()
+    noticed.record_call("mean")
+    noticed.record_axes("tensor", "context")
+    noticed.record_name("attention")
+    noticed.record_masked_metric()
     assert noticed.has_called("mean") and noticed.has_called("pipeline", "mean") and not noticed.has_called("pipeline")
     assert noticed == UsageTracker({"mean"}, {"tensor", "context"}, {"attention"}, 1)
     with pytest.raises(AssertionError, match="stands in no table"):
-        noticed.called("men")
+        noticed.record_call("men")
 
 
 def test_a_copy_notices_for_itself_until_it_is_included():
     noticed = UsageTracker({"mean", "remat"}, num_masked=2)
     own = noticed.without("remat")
-    own.called("attention")
-    own.axis("tensor")
-    own.masked()
+    own.record_call("attention")
+    own.record_axes("tensor")
+    own.record_masked_metric()
     assert noticed == UsageTracker({"mean", "remat"}, num_masked=2)
-    noticed.include(own)
+    noticed.merge_from(own)
     assert noticed == UsageTracker({"mean", "remat", "attention"}, {"tensor"}, num_masked=3)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit.communication.reducers.base import Added, LeafShapes, ReduceGroup, Reducer, inner_axes, shard_dim
+from spmdkit.communication.reducers.base import LeafShapes, ReducedLeaf, ReduceGroup, Reducer, inner_axes, shard_dim
 from spmdkit.config import load_config
 from spmdkit.foundation import plugins
 from spmdkit.foundation.trees import named_leaves
@@ -84,4 +84,4 @@ def _state_spec(reducer: Reducer, shape: Sequence[int], sizes: Mapping[str, int]
 def sent_by_formula(name: str, sizes: Mapping[str, int]) -> float:
     """Returns the bytes of the reducer's own formula."""
     axes = {axis: size for axis, size in sizes.items() if size > 1}
-    return reducer_of(name).sent([Added(path, x.shape, axes, ()) for path, x in gradient().items()])
+    return reducer_of(name).bytes_sent([ReducedLeaf(path, x.shape, axes, ()) for path, x in gradient().items()])

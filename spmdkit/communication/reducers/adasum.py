@@ -34,15 +34,15 @@ from jax import lax
 from spmdkit import compat
 from spmdkit.communication.reducers.base import (
     PAD,
-    Added,
     LeafState,
     Leaves,
+    ReducedLeaf,
     ReduceGroup,
     Reducer,
-    buffers,
-    by_axes,
-    exchanged,
-    gathered,
+    buffer_groups,
+    exchange_parts,
+    gather_parts,
+    group_by_axes,
 )
 from spmdkit.errors import ConfigError
 
@@ -52,14 +52,14 @@ def make() -> Reducer:
 
     def apply(leaves: Leaves, states: list[LeafState], over: ReduceGroup) -> tuple[Leaves, list[LeafState]]:
         out = list(leaves)
-        for group in buffers(leaves):
+        for group in buffer_groups(leaves):
             for i, leaf in zip(group, _of_group([leaves[i] for i in group], over), strict=True):
                 out[i] = leaf
         return out, states
 
-    def wire_of(added: Sequence[Added]) -> float:
+    def wire_of(added: Sequence[ReducedLeaf]) -> float:
         sent = 0.0
-        for group in by_axes(added):
+        for group in group_by_axes(added):
             num = group[0].num
             part = sum(-(-leaf.size // num) for leaf in group)
             sent += 8 * (num - 1) * (part + -part % PAD) + 8 * (num - 1) / num * 3 * (num - 1) * len(group)
@@ -68,14 +68,14 @@ def make() -> Reducer:
     return Reducer(
         exact=False,
         apply=apply,
-        wire=lambda values, num: wire_of([Added("", (values,), {"data": num}, ())]),
+        wire=lambda values, num: wire_of([ReducedLeaf("", (values,), {"data": num}, ())]),
         wire_of=wire_of,
         input_scale="mean",
         check=_check,
     )
 
 
-def _check(added: Sequence[Added]) -> None:
+def _check(added: Sequence[ReducedLeaf]) -> None:
     for leaf in added:
         if leaf.num & (leaf.num - 1):
             axes = " x ".join(f"{axis} {size}" for axis, size in leaf.axes.items())
@@ -97,7 +97,7 @@ def _of_group(leaves: Sequence[jax.Array], over: ReduceGroup) -> Leaves:
     rows = [_rows(x.astype(jnp.float32), num) for x in leaves]
     buffer = jnp.concatenate(rows, 1)
     buffer = jnp.pad(buffer, [(0, 0), (0, -buffer.shape[1] % PAD)])
-    parts = exchanged(buffer, over.axes)  # [replicas, part]: everyone's of the part that is owned here
+    parts = exchange_parts(buffer, over.axes)  # [replicas, part]: everyone's of the part that is owned here
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     everywhere = (*over.axes, *sorted(compat.varying_axes(leaves[0]) - set(over.axes)))
     while parts.shape[0] > 1:
@@ -108,7 +108,7 @@ def _of_group(leaves: Sequence[jax.Array], over: ReduceGroup) -> Leaves:
             _spread(_factor(both, of_a), lengths, a.shape[1]) * a
             + _spread(_factor(both, of_b), lengths, a.shape[1]) * b
         )
-    whole = gathered(parts[0], over.axes).reshape(num, -1)
+    whole = gather_parts(parts[0], over.axes).reshape(num, -1)
     return [
         whole[:, start : start + length].reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype)
         for x, start, length in zip(leaves, starts, lengths, strict=True)

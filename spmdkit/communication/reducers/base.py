@@ -47,7 +47,7 @@ class ReduceGroup:
     paths: tuple[str, ...] = ()
 
 
-class Added(NamedTuple):
+class ReducedLeaf(NamedTuple):
     """A leaf of the gradient as it is added, known before the first step.
 
     Attributes:
@@ -77,20 +77,20 @@ class Added(NamedTuple):
         return math.prod(self.shape)
 
     @property
-    def summed(self) -> float:
+    def allreduce_bytes(self) -> float:
         """Bytes that one device sends for it by a ring all-reduce, or a reduce_scatter and an all_gather."""
         return 2 * (self.num - 1) / self.num * self.value_bytes * self.size
 
 
-def by_axes(leaves: Sequence[Added]) -> list[list[Added]]:
+def group_by_axes(leaves: Sequence[ReducedLeaf]) -> list[list[ReducedLeaf]]:
     """Returns the leaves that are added over the same axes, together."""
-    groups: dict[Any, list[Added]] = {}
+    groups: dict[Any, list[ReducedLeaf]] = {}
     for leaf in leaves:
         groups.setdefault(tuple(leaf.axes), []).append(leaf)
     return list(groups.values())
 
 
-def accepts_all(leaves: Sequence[Added]) -> None:
+def accept_all(leaves: Sequence[ReducedLeaf]) -> None:
     """Refuses nothing."""
 
 
@@ -116,11 +116,11 @@ class Reducer:
             leaves: this device's shard of each leaf of one replica's gradient, dtype `precision.reduce`, [*shard of the
                 leaf]; some of the tree's leaves, in flattening order: a step may call `apply` several times, over other
                 axes (ZeRO 2). The same shapes and dtypes come back, summed over `over.axes`, bitwise the same on every
-                replica and typed so: end with `psum` or `gathered`.
+                replica and typed so: end with `psum` or `gather_parts`.
             states: one mapping for each leaf, as `init` gave it, [*shard of the leaf], typed varying along `over.axes`.
                 Float32 whatever the leaves are.
             What leaves a replica may depend on a leaf's own buffer alone: never mix leaves that differ over other mesh
-            axes (`buffers`).
+            axes (`buffer_groups`).
             Called once for each leaf and step, after the last microbatch, never in a loop.
         wire: bytes that one device sends for leaves of so many values over so many replicas: `(values, replicas)`, the
             formula of its documentation, and what the compiled program is held to.
@@ -157,19 +157,19 @@ class Reducer:
     exact: bool
     apply: Callable[[Leaves, list[LeafState], ReduceGroup], tuple[Leaves, list[LeafState]]]
     wire: Callable[[int, int], float]
-    wire_of: Callable[[Sequence[Added]], float] | None = None
+    wire_of: Callable[[Sequence[ReducedLeaf]], float] | None = None
     init: Callable[[jax.ShapeDtypeStruct], LeafShapes] = stateless
     reshard_state: Callable[[LeafState, int], LeafState] = split_evenly
     input_scale: Literal["sum", "weighted", "mean"] = "sum"
     per_shard_state: bool = False
     add: Callable[[Any, tuple[str, ...]], Any] = lax.psum
     warmup: int = 0
-    check: Callable[[Sequence[Added]], None] = accepts_all
+    check: Callable[[Sequence[ReducedLeaf]], None] = accept_all
     exact_options: Mapping[str, Any] | None = None
     apply_with_metrics: (
         Callable[[Leaves, list[LeafState], ReduceGroup], tuple[Leaves, list[LeafState], ReducerMetrics]] | None
     ) = None
-    validate_first_step: Callable[[Sequence[Added], Mapping[str, float]], None] | None = None
+    validate_first_step: Callable[[Sequence[ReducedLeaf], Mapping[str, float]], None] | None = None
 
     def __post_init__(self) -> None:
         if self.init is not stateless and self.input_scale == "sum":
@@ -177,11 +177,11 @@ class Reducer:
                 "a reducer with a state takes shares: a batch of another count would pay back in another unit"
             )
 
-    def sent(self, leaves: Sequence[Added]) -> float:
+    def bytes_sent(self, leaves: Sequence[ReducedLeaf]) -> float:
         """Returns the bytes that one device sends for these leaves."""
         if self.wire_of is not None:
             return self.wire_of(leaves)
-        return sum(self.wire(sum(leaf.size for leaf in group), group[0].num) for group in by_axes(leaves))
+        return sum(self.wire(sum(leaf.size for leaf in group), group[0].num) for group in group_by_axes(leaves))
 
     @property
     def is_sum(self) -> bool:
@@ -205,7 +205,7 @@ def value_bytes(dtype: Any) -> int:
     return max(4, jnp.dtype(dtype).itemsize)
 
 
-def buffers(leaves: Sequence[jax.Array]) -> list[list[int]]:
+def buffer_groups(leaves: Sequence[jax.Array]) -> list[list[int]]:
     """Returns the indices of the leaves that may share a buffer: those that differ over the same mesh axes, and have
     the same dtype."""
     groups: dict[Any, list[int]] = {}
@@ -214,7 +214,7 @@ def buffers(leaves: Sequence[jax.Array]) -> list[list[int]]:
     return list(groups.values())
 
 
-def flat(leaves: Sequence[jax.Array], multiple: int) -> jax.Array:
+def flatten(leaves: Sequence[jax.Array], multiple: int) -> jax.Array:
     """Returns [length], the leaves one after the other in their dtype (float32 at least), then zeros up to a
     multiple."""
     dtype = common_dtype(*(x.dtype for x in leaves), jnp.float32)
@@ -222,7 +222,7 @@ def flat(leaves: Sequence[jax.Array], multiple: int) -> jax.Array:
     return jnp.pad(buffer, (0, -len(buffer) % multiple))
 
 
-def unflat(buffer: jax.Array, like: Sequence[jax.Array], dtype: Any = None) -> Leaves:
+def unflatten(buffer: jax.Array, like: Sequence[jax.Array], dtype: Any = None) -> Leaves:
     """Returns the leaves of a flat buffer, shaped (and unless `dtype` is given, typed) as `like`."""
     ends = [0]
     for leaf in like:
@@ -233,12 +233,12 @@ def unflat(buffer: jax.Array, like: Sequence[jax.Array], dtype: Any = None) -> L
     ]
 
 
-def exchanged(parts: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def exchange_parts(parts: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Returns [replicas, part]: part r of every replica, on replica r. `parts` is [replicas, part], the replica's
     own."""
     return lax.all_to_all(parts, axes, 0, 0, tiled=True)
 
 
-def gathered(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def gather_parts(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Returns [replicas * part], the parts of all replicas in their order, typed as the same on each of them."""
     return compat.all_gather_invarying(part, axes)

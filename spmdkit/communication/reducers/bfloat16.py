@@ -2,7 +2,7 @@
 
     c_r = g_r / C + e_r,   s_r = round(c_r)       all_to_all, sum on the owner, all_gather       bfloat16 bits as uint16
 
-The exchange, and the one residual for both roundings: `coded`. The residual is one of *means*: a short batch pays in
+The exchange, and the one residual for both roundings: `coded_reducer`. The residual is one of *means*: a short batch pays in
 its own coin otherwise (7.6e-4 for sums, 3.3e-5 for means, of the sum of 100 gradients with batches of 32 and 4 rows;
 2026-11-22).
 
@@ -11,7 +11,7 @@ state.
 Forward: all_to_all and all_gather over the replica axes. Backward: none. Wire: with `p` the values that a replica owns,
 `V / N` rounded up to a multiple of 1,024, a device sends `2 (N-1) * 2 p` bytes in a step: `2 (N-1)/N * 2` bytes per
 value, 0.5 of `sum`, and the filling.
-Source: those of `coded`.
+Source: those of `coded_reducer`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmdkit.communication.reducers.base import Reducer
-from spmdkit.communication.reducers.coded import Code, coded
+from spmdkit.communication.reducers.coded import Code, coded_reducer
 from spmdkit.errors import ConfigError
 
 
@@ -44,7 +44,7 @@ def make(error_feedback: bool = True, terms: int = 1) -> Reducer:
             f"bfloat16.terms is {terms!r}. A value is sent as 1, 2 or 3 bfloat16 numbers. Write terms: 1."
         )
     code = Code(lambda x: _encode(x, terms), _decode, lambda length: 2 * terms * length)
-    return coded(code, error_feedback, {"terms": 3})
+    return coded_reducer(code, error_feedback, {"terms": 3})
 
 
 def _encode(x: jax.Array, num: int) -> list[jax.Array]:

@@ -38,16 +38,16 @@ from spmdkit.communication.reducers.base import (
     Leaves,
     ReduceGroup,
     Reducer,
-    buffers,
-    exchanged,
-    flat,
-    gathered,
+    buffer_groups,
+    exchange_parts,
+    flatten,
+    gather_parts,
     stateless,
-    unflat,
+    unflatten,
 )
 from spmdkit.errors import ConfigError
 
-Sent = Sequence[jax.Array]
+Encoded = Sequence[jax.Array]
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ class Code:
         multiple: what `length` is a multiple of.
     """
 
-    encode: Callable[[jax.Array], Sent]
-    decode: Callable[[Sent, int], jax.Array]
+    encode: Callable[[jax.Array], Encoded]
+    decode: Callable[[Encoded, int], jax.Array]
     row_bytes: Callable[[int], int]
     multiple: int = PAD
 
 
-def coded(code: Code, error_feedback: bool, exact_options: Mapping[str, Any]) -> Reducer:
+def coded_reducer(code: Code, error_feedback: bool, exact_options: Mapping[str, Any]) -> Reducer:
     """Returns the reducer that sends by `code`.
 
     Args:
@@ -77,7 +77,7 @@ def coded(code: Code, error_feedback: bool, exact_options: Mapping[str, Any]) ->
 
     def apply(leaves: Leaves, states: list[LeafState], over: ReduceGroup) -> tuple[Leaves, list[LeafState]]:
         out, new = list(leaves), list(states)
-        for group in buffers(leaves):
+        for group in buffer_groups(leaves):
             owed = [states[i]["error"] for i in group] if error_feedback else None
             total, left = coded_sum([leaves[i] for i in group], owed, over, code)
             for i, leaf in zip(group, total, strict=True):
@@ -110,23 +110,23 @@ def coded_sum(
 ) -> tuple[Leaves, Leaves]:
     """Returns (the sums, what each replica owes now; nothing where nothing was)."""
     multiple = over.num * code.multiple
-    own = flat(leaves, multiple)
+    own = flatten(leaves, multiple)
     if owed is not None:
-        own = own + flat(owed, multiple).astype(own.dtype)
+        own = own + flatten(owed, multiple).astype(own.dtype)
     own = own.reshape(over.num, -1)
     length = own.shape[1]
     to_owner = code.encode(own.astype(jnp.float32))
-    part = code.decode([exchanged(x, over.axes) for x in to_owner], length).sum(0)
+    part = code.decode([exchange_parts(x, over.axes) for x in to_owner], length).sum(0)
     to_all = code.encode(part)
-    total = code.decode([gathered(x, over.axes).reshape(over.num, -1) for x in to_all], length).reshape(-1)
+    total = code.decode([gather_parts(x, over.axes).reshape(over.num, -1) for x in to_all], length).reshape(-1)
     if owed is None:
-        return unflat(total, leaves), []
+        return unflatten(total, leaves), []
     left = own - code.decode(to_owner, length).astype(own.dtype)
-    owner = _on_owner(part - code.decode(to_all, length), over).astype(own.dtype)
-    return unflat(total, leaves), unflat((left + owner).reshape(-1), leaves, jnp.float32)
+    owner = _place_owned_part(part - code.decode(to_all, length), over).astype(own.dtype)
+    return unflatten(total, leaves), unflatten((left + owner).reshape(-1), leaves, jnp.float32)
 
 
-def _on_owner(part: jax.Array, over: ReduceGroup) -> jax.Array:
+def _place_owned_part(part: jax.Array, over: ReduceGroup) -> jax.Array:
     """Returns [replicas, part], zeros but for what belongs to the part that this replica owns."""
     is_mine = (jnp.arange(over.num, dtype=jnp.int32) == lax.axis_index(over.axes))[:, None]
     return jnp.where(is_mine, part, 0)
@@ -136,7 +136,7 @@ def _on_owner(part: jax.Array, over: ReduceGroup) -> jax.Array:
 # ---------------------------------------------------------------------------------------------
 
 
-def blocks(name: str, block: int, encode: Any, decode: Any, bits: int = 8) -> Code:
+def block_code(name: str, block: int, encode: Any, decode: Any, bits: int = 8) -> Code:
     """Returns the code that sends each block of values as integers and one float32 scale.
 
     Args:
@@ -155,13 +155,13 @@ def blocks(name: str, block: int, encode: Any, decode: Any, bits: int = 8) -> Co
         )
     multiple = math.lcm(PAD, block)
 
-    def encode_row(x: jax.Array) -> Sent:
+    def encode_row(x: jax.Array) -> Encoded:
         lead = x.shape[:-1]
         payload, scales = encode(x.astype(jnp.float32).reshape(*lead, -1, block))
         row = jnp.concatenate([payload.reshape(*lead, -1), _bytes_of(scales)], -1)
         return [jnp.pad(row, [(0, 0)] * len(lead) + [(0, -row.shape[-1] % PAD)])]
 
-    def decode_row(sent: Sent, length: int) -> jax.Array:
+    def decode_row(sent: Encoded, length: int) -> jax.Array:
         row, num = sent[0], length // block
         payload, scales = row[..., : length * bits // 8], row[..., length * bits // 8 :][..., : 4 * num]
         return decode(payload, _float32_of(scales)[..., None]).reshape(*row.shape[:-1], length)

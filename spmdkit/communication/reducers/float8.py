@@ -5,14 +5,14 @@ is added to the next step's gradient.
 
 Three bits of mantissa and four of exponent: values much smaller than the largest of their block keep a relative error
 of 1/16, where `int8` rounds them to nothing; the largest are coarser. The exchange, and the one residual for both
-roundings: `coded`. The bits are computed with integers, since a compiler may widen a float8 or leave a rounding out.
+roundings: `coded_reducer`. The bits are computed with integers, since a compiler may widen a float8 or leave a rounding out.
 
 Use it like `int8`, where blocks have values of very different size. Memory: 4 bytes a value on each replica, in the
 train state.
 Forward: all_to_all and all_gather over the replica axes. Backward: none. Wire: that of `int8`: with `p` the values that
 a replica owns, `V / N` rounded up to a multiple of 1,024 (and of the block), `2 (N-1) * r(p + 4 p / block)` bytes in a
 step, `r` rounding up to a multiple of 1,024: 0.254 of `sum` for large gradients.
-Source: Micikevicius et al., "FP8 formats for deep learning" (2022), section 3, table 1; those of `coded` for the rest.
+Source: Micikevicius et al., "FP8 formats for deep learning" (2022), section 3, table 1; those of `coded_reducer` for the rest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmdkit.communication.reducers.base import Reducer
-from spmdkit.communication.reducers.coded import blocks, coded
+from spmdkit.communication.reducers.coded import block_code, coded_reducer
 
 LARGEST = 448
 """1.75 * 2**8, the largest number of e4m3fn."""
@@ -40,7 +40,7 @@ def make(block: int = 256, error_feedback: bool = True) -> Reducer:
     Raises:
         ConfigError: `block` is no positive integer.
     """
-    return coded(blocks("float8", block, _encode, _decode), error_feedback, {"block": 1})
+    return coded_reducer(block_code("float8", block, _encode, _decode), error_feedback, {"block": 1})
 
 
 def _encode(x: jax.Array) -> tuple[jax.Array, jax.Array]:

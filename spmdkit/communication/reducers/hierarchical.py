@@ -34,13 +34,13 @@ from jax import lax
 
 from spmdkit.communication.reducers.base import (
     PAD,
-    Added,
     LeafState,
     Leaves,
+    ReducedLeaf,
     ReduceGroup,
     Reducer,
-    buffers,
-    gathered,
+    buffer_groups,
+    gather_parts,
     inner_axes,
     shard_dim,
 )
@@ -68,15 +68,15 @@ def make(inner: str = "sum", outer: Choice = "int8") -> Reducer:
         )
     name, between = _outer(outer)
 
-    def wire_of(leaves: Sequence[Added]) -> float:
+    def wire_of(leaves: Sequence[ReducedLeaf]) -> float:
         inside = 0.0
         for leaf in leaves:
             num = math.prod(leaf.axes[a] for a in inner_axes(tuple(leaf.axes)))
             total = num if shard_dim(leaf.shape, num) is not None else leaf.num
             inside += 2 * (total - 1) / total * leaf.value_bytes * leaf.size
-        return inside + between.sent([x for leaf in leaves if (x := _as_shard(leaf))])
+        return inside + between.bytes_sent([x for leaf in leaves if (x := _as_shard(leaf))])
 
-    def check(leaves: Sequence[Added]) -> None:
+    def check(leaves: Sequence[ReducedLeaf]) -> None:
         sizes = {axis: size for leaf in leaves for axis, size in leaf.axes.items()}
         _check_axes(sizes, name)
         between.check([x for leaf in leaves if (x := _as_shard(leaf))])
@@ -113,12 +113,12 @@ def _apply(
         out[i] = total
     chosen = [i for i, dim in enumerate(dims) if dim is not None]
     cut = [_Sharding(leaves[i].shape, dims[i] or 0, num) for i in chosen]
-    for group in buffers([leaves[i] for i in chosen]):
+    for group in buffer_groups([leaves[i] for i in chosen]):
         of_group, of_leaf = [cut[j] for j in group], [chosen[j] for j in group]
-        shards = _scattered([leaves[i] for i in of_leaf], of_group, axes)
+        shards = _scatter([leaves[i] for i in of_leaf], of_group, axes)
         paths = tuple(over.paths[i] for i in of_leaf) if over.paths else ()
         shards, kept = between.apply(shards, [states[i] for i in of_leaf], dataclasses.replace(outside, paths=paths))
-        for i, leaf, state in zip(of_leaf, _whole(shards, of_group, axes), kept, strict=True):
+        for i, leaf, state in zip(of_leaf, _gather(shards, of_group, axes), kept, strict=True):
             out[i], new[i] = leaf, state
     return out, new
 
@@ -163,7 +163,7 @@ def _check_axes(sizes: Mapping[str, int], name: str) -> None:
         )
 
 
-def _as_shard(leaf: Added) -> Added | None:
+def _as_shard(leaf: ReducedLeaf) -> ReducedLeaf | None:
     """Returns what the outer reducer is given of a leaf, or None."""
     num = math.prod(leaf.axes[a] for a in inner_axes(tuple(leaf.axes)))
     dim = shard_dim(leaf.shape, num)
@@ -200,7 +200,7 @@ class _Sharding:
         return jnp.moveaxis(rows.reshape(length, *others), 0, self.dim)
 
 
-def _scattered(leaves: Sequence[jax.Array], cuts: Sequence[_Sharding], axes: tuple[str, ...]) -> Leaves:
+def _scatter(leaves: Sequence[jax.Array], cuts: Sequence[_Sharding], axes: tuple[str, ...]) -> Leaves:
     """Returns this device's shard of the sum of each leaf over `axes`: one reduce_scatter.
 
     In lines of 128 values: of a few long rows the TPU compiler makes an all_reduce (libtpu 0.0.42, v5e).
@@ -211,11 +211,11 @@ def _scattered(leaves: Sequence[jax.Array], cuts: Sequence[_Sharding], axes: tup
     return _leaves(own.reshape(1, -1), cuts)
 
 
-def _whole(shards: Sequence[jax.Array], cuts: Sequence[_Sharding], axes: tuple[str, ...]) -> Leaves:
+def _gather(shards: Sequence[jax.Array], cuts: Sequence[_Sharding], axes: tuple[str, ...]) -> Leaves:
     """Returns the leaves of which each device along `axes` has a shard: one all_gather."""
     row = jnp.concatenate([jnp.moveaxis(x, cut.dim, 0).reshape(-1) for x, cut in zip(shards, cuts, strict=True)])
     row = jnp.pad(row, (0, -len(row) % PAD))
-    return _leaves(gathered(row, axes).reshape(cuts[0].num, -1), cuts)
+    return _leaves(gather_parts(row, axes).reshape(cuts[0].num, -1), cuts)
 
 
 def _leaves(rows: jax.Array, cuts: Sequence[_Sharding]) -> Leaves:

@@ -3,7 +3,7 @@ to the next step's gradient.
 
     s_b = max |c_b| / 127,   q = round(c_b / s_b)       of each block of 256 values                int8, scale float32
 
-The exchange, the one residual for both roundings, and why integers travel: `coded`.
+The exchange, the one residual for both roundings, and why integers travel: `coded_reducer`.
 
 Use it where the gradient's all-reduce is what a step waits for and half the bytes (`bfloat16`) are too many. Memory: 4
 bytes a value on each replica, in the train state.
@@ -12,7 +12,7 @@ Forward: all_to_all and all_gather over the replica axes. Backward: none. Wire: 
 step, `r` rounding up to a multiple of 1,024:
 for large gradients `2 (N-1)/N * (1 + 4 / block)` bytes per value, 0.254 of `sum`.
 Source: Dettmers, "8-bit approximations for parallelism in deep learning" (2016); Dettmers et al., "8-bit optimizers via
-block-wise quantization" (2022), section 2, blocks; those of `coded` for the feedback.
+block-wise quantization" (2022), section 2, blocks; those of `coded_reducer` for the feedback.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmdkit.communication.reducers.base import Reducer
-from spmdkit.communication.reducers.coded import blocks, coded
+from spmdkit.communication.reducers.coded import block_code, coded_reducer
 
 
 def make(block: int = 256, error_feedback: bool = True) -> Reducer:
@@ -35,7 +35,7 @@ def make(block: int = 256, error_feedback: bool = True) -> Reducer:
     Raises:
         ConfigError: `block` is no positive integer.
     """
-    return coded(blocks("int8", block, _encode, _decode), error_feedback, {"block": 1})
+    return coded_reducer(block_code("int8", block, _encode, _decode), error_feedback, {"block": 1})
 
 
 def _encode(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -26,17 +26,17 @@ from jax import lax
 
 from spmdkit.communication.reducers.base import (
     PAD,
-    Added,
     LeafState,
     Leaves,
+    ReducedLeaf,
     ReduceGroup,
     Reducer,
-    buffers,
-    by_axes,
-    exchanged,
-    flat,
-    gathered,
-    unflat,
+    buffer_groups,
+    exchange_parts,
+    flatten,
+    gather_parts,
+    group_by_axes,
+    unflatten,
 )
 
 
@@ -45,11 +45,11 @@ def make() -> Reducer:
 
     def apply(leaves: Leaves, states: list[LeafState], over: ReduceGroup) -> tuple[Leaves, list[LeafState]]:
         out = list(leaves)
-        for group in buffers(leaves):
+        for group in buffer_groups(leaves):
             own = [leaves[i] for i in group]
-            parts = flat(own, over.num * PAD).reshape(over.num, -1)
-            total = gathered(_in_order(exchanged(parts, over.axes)), over.axes)
-            for i, leaf in zip(group, unflat(total, own), strict=True):
+            parts = flatten(own, over.num * PAD).reshape(over.num, -1)
+            total = gather_parts(_in_order(exchange_parts(parts, over.axes)), over.axes)
+            for i, leaf in zip(group, unflatten(total, own), strict=True):
                 out[i] = leaf
         return out, states
 
@@ -60,8 +60,8 @@ def _wire(values: int, num: int) -> float:
     return 2 * (num - 1) / num * 4 * (values + -values % (num * PAD))
 
 
-def _wire_of(leaves: Sequence[Added]) -> float:
-    groups = by_axes(leaves)
+def _wire_of(leaves: Sequence[ReducedLeaf]) -> float:
+    groups = group_by_axes(leaves)
     return sum(_wire(sum(leaf.size for leaf in group), group[0].num) * group[0].value_bytes / 4 for group in groups)
 
 
@@ -70,11 +70,11 @@ def add(tree: Any, axes: tuple[str, ...]) -> Any:
     dtype."""
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
     out = list(leaves)
-    for group in buffers(leaves):
+    for group in buffer_groups(leaves):
         own = [leaves[i] for i in group]
         buffer = jnp.concatenate([x.reshape(-1) for x in own])
-        total = _in_order(gathered(buffer[None], axes))
-        for i, leaf in zip(group, unflat(total, own), strict=True):
+        total = _in_order(gather_parts(buffer[None], axes))
+        for i, leaf in zip(group, unflatten(total, own), strict=True):
             out[i] = leaf
     return jax.tree.unflatten(structure, out)
 

@@ -41,16 +41,16 @@ from jax import lax
 
 from spmdkit import compat
 from spmdkit.communication.reducers.base import (
-    Added,
     LeafShapes,
     LeafState,
     Leaves,
+    ReducedLeaf,
     ReduceGroup,
     Reducer,
-    buffers,
-    flat,
+    buffer_groups,
+    flatten,
     split_evenly,
-    unflat,
+    unflatten,
 )
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import common_dtype
@@ -86,21 +86,21 @@ def make(rank: int = 4, warm_start: bool = True, stacked: Sequence[str] = STACKE
 
     def apply(leaves: Leaves, states: list[LeafState], over: ReduceGroup) -> tuple[Leaves, list[LeafState]]:
         out, new = list(leaves), list(states)
-        for group in buffers(leaves):
+        for group in buffer_groups(leaves):
             views = {i: v for i in group if (v := view(over.paths[i] if over.paths else "", leaves[i].shape))}
             for i, leaf, state in _of_group(leaves, states, group, views, over, rank):
                 out[i], new[i] = leaf, state
         return out, new
 
-    def wire_of(added: Sequence[Added]) -> float:
+    def wire_of(added: Sequence[ReducedLeaf]) -> float:
         sent = 0.0
         for leaf in added:
             found = view(leaf.path, leaf.shape)
             factors = found[0] * min(rank, *found[1:]) * (found[1] + found[2]) if found else 0
-            sent += 8 * (leaf.num - 1) / leaf.num * factors if found else leaf.summed
+            sent += 8 * (leaf.num - 1) / leaf.num * factors if found else leaf.allreduce_bytes
         return sent
 
-    def check(added: Sequence[Added]) -> None:
+    def check(added: Sequence[ReducedLeaf]) -> None:
         if not any(view(leaf.path, leaf.shape) for leaf in added):
             largest = max(added, key=lambda leaf: leaf.size)
             raise ConfigError(
@@ -114,7 +114,7 @@ def make(rank: int = 4, warm_start: bool = True, stacked: Sequence[str] = STACKE
         wire=lambda values, num: 8 * (num - 1) / num * values,
         wire_of=wire_of,
         init=init,
-        reshard_state=_carried_over,
+        reshard_state=_reshard_state,
         input_scale="weighted",
         check=check,
         exact_options={"rank": 1 << 20, "least": 0},
@@ -148,7 +148,7 @@ def matrices(shape: Sequence[int], rank: int, is_stacked: bool, least: float) ->
     return (math.prod(shape[:lead]), m, n) if least * min(rank, m, n) * (m + n) <= m * n else None
 
 
-def _carried_over(state: LeafState, num: int) -> dict[str, jax.Array]:
+def _reshard_state(state: LeafState, num: int) -> dict[str, jax.Array]:
     """Returns the state on another number of replicas: what is owed stays owed, the product is the same everywhere."""
     product = {name: jnp.broadcast_to(x[0], (num, *x.shape[1:])) for name, x in state.items() if name == "product"}
     return split_evenly({name: x for name, x in state.items() if name != "product"}, num) | product
@@ -163,7 +163,7 @@ def _of_group(
     rank: int,
 ) -> list[tuple[int, jax.Array, LeafState]]:
     """Returns (index, sum, state) of the leaves of one buffer."""
-    owing = {i: _with_owed(leaves[i], states[i]) for i in group}
+    owing = {i: _add_error(leaves[i], states[i]) for i in group}
     own = {i: owing[i].astype(jnp.float32).reshape(v) for i, v in views.items()}
     exact = [i for i in group if i not in views]
     starts = [_start(states[i].get("product"), v, min(rank, *v[1:]), i, over) for i, v in views.items()]
@@ -184,7 +184,7 @@ def _of_group(
     return found
 
 
-def _with_owed(leaf: jax.Array, state: LeafState) -> jax.Array:
+def _add_error(leaf: jax.Array, state: LeafState) -> jax.Array:
     """Returns the leaf and what this replica owes of it, in the wider of the two dtypes."""
     if "error" not in state:
         return leaf
@@ -194,7 +194,7 @@ def _with_owed(leaf: jax.Array, state: LeafState) -> jax.Array:
 
 def _sum(leaves: Sequence[jax.Array], over: ReduceGroup) -> Leaves:
     """Returns the sums of leaves over the replicas: one all_reduce."""
-    return unflat(lax.psum(flat(leaves, 1), over.axes), leaves) if leaves else []
+    return unflatten(lax.psum(flatten(leaves, 1), over.axes), leaves) if leaves else []
 
 
 def _start(

@@ -3,7 +3,7 @@ to the next step's gradient.
 
     s_b = mean |c_b|,   q = sign(c_b)       of each block of 1,024 values                          1 bit, scale float32
 
-The exchange, and the one residual for both roundings: `coded`. The sign of zero is sent as plus, so that a value that
+The exchange, and the one residual for both roundings: `coded_reducer`. The sign of zero is sent as plus, so that a value that
 is zero in a block that is not becomes `s_b` in this step and is paid back in the next.
 
 Use it on slow links, with `warmup: N`: in the first steps gradients change fast, and what is owed is old by the time it
@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from spmdkit.communication.reducers.base import Reducer
-from spmdkit.communication.reducers.coded import blocks, coded
+from spmdkit.communication.reducers.coded import block_code, coded_reducer
 
 
 def make(block: int = 1024, error_feedback: bool = True) -> Reducer:
@@ -37,7 +37,7 @@ def make(block: int = 1024, error_feedback: bool = True) -> Reducer:
     Raises:
         ConfigError: `block` is no positive integer.
     """
-    return coded(blocks("sign", block, _encode, _decode, bits=1), error_feedback, {"block": 1})
+    return coded_reducer(block_code("sign", block, _encode, _decode, bits=1), error_feedback, {"block": 1})
 
 
 def _encode(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -37,13 +37,13 @@ from jax import lax
 from spmdkit import compat
 from spmdkit.communication.reducers.base import (
     PAD,
-    Added,
     LeafState,
     Leaves,
+    ReducedLeaf,
     ReduceGroup,
     Reducer,
     ReducerMetrics,
-    gathered,
+    gather_parts,
 )
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import common_dtype
@@ -82,16 +82,16 @@ def make(leaves: str | Sequence[str], rows: int, most: float | None = 1.0) -> Re
             told[name] = jnp.maximum(told.get(name, 0), rounds.astype(jnp.float32))
         return out, states, told
 
-    def wire_of(added: Sequence[Added]) -> float:
-        return sum(_of_round(x, rows) if is_table(x.path) and len(x.shape) > 1 else x.summed for x in added)
+    def wire_of(added: Sequence[ReducedLeaf]) -> float:
+        return sum(_of_round(x, rows) if is_table(x.path) and len(x.shape) > 1 else x.allreduce_bytes for x in added)
 
-    def check(added: Sequence[Added]) -> None:
+    def check(added: Sequence[ReducedLeaf]) -> None:
         for pattern in patterns:
             _check_named(pattern, added)
         for table in (x for x in added if is_table(x.path)):
             _check_table(table, rows, most)
 
-    def validate_first_step(added: Sequence[Added], found: Mapping[str, float]) -> None:
+    def validate_first_step(added: Sequence[ReducedLeaf], found: Mapping[str, float]) -> None:
         for table in added:
             _check_first(table, rows, most, found.get(f"rounds/{table.path}", 0))
 
@@ -136,7 +136,7 @@ def _summed(leaf: jax.Array, rounds: jax.Array, rows: int, over: ReduceGroup) ->
         i, total = carry
         own = lax.dynamic_slice_in_dim(places, i * rows, rows)
         sent = _packed(own, table.at[own].get(mode="fill", fill_value=0))
-        of_all = gathered(sent, over.axes).reshape(over.num, -1)
+        of_all = gather_parts(sent, over.axes).reshape(over.num, -1)
         return i + 1, lax.scan(add, total, of_all)[0]
 
     def add(total: jax.Array, sent: jax.Array) -> tuple[jax.Array, None]:
@@ -168,7 +168,7 @@ def _unpacked(sent: jax.Array, rows: int, table: jax.Array) -> tuple[jax.Array, 
 # ----------------------------------------------------------------------------------
 
 
-def _of_round(leaf: Added, rows: int) -> float:
+def _of_round(leaf: ReducedLeaf, rows: int) -> float:
     """Returns the bytes that a device sends for a table in one round."""
     words = min(rows, leaf.shape[0]) * (1 + leaf.size // leaf.shape[0] * leaf.value_bytes // 4)
     return (leaf.num - 1) * (4 * (words + -words % PAD) + 8 / leaf.num)
@@ -196,7 +196,7 @@ def _check_options(leaves: object, rows: object, most: object) -> None:
         raise ConfigError(f"sparse_rows.most is {most!r}. It is a share of the bytes of sum, or null. Write most: 1.")
 
 
-def _check_named(pattern: str, added: Sequence[Added]) -> None:
+def _check_named(pattern: str, added: Sequence[ReducedLeaf]) -> None:
     found = [x for x in added if re.fullmatch(pattern, x.path)]
     if not found:
         largest = sorted((x for x in added if len(x.shape) > 1), key=lambda x: -x.shape[0])[:3]
@@ -210,14 +210,14 @@ def _check_named(pattern: str, added: Sequence[Added]) -> None:
         )
 
 
-def _check_table(table: Added, rows: int, most: float | None) -> None:
-    if most is None or _of_round(table, rows) < most * table.summed:
+def _check_table(table: ReducedLeaf, rows: int, most: float | None) -> None:
+    if most is None or _of_round(table, rows) < most * table.allreduce_bytes:
         return
-    fitting = next((n for n in _smaller(rows) if _of_round(table, n) < most * table.summed), None)
+    fitting = next((n for n in _smaller(rows) if _of_round(table, n) < most * table.allreduce_bytes), None)
     repair = f"rows: {fitting}, or leave it out of leaves" if fitting else "reducer: sum, or leave it out of leaves"
     raise ConfigError(
         f"reducer: sparse_rows with rows: {rows} on {table.num} replicas: {table.path!r} is {list(table.shape)} on a device, and one round sends "
-        f"{_of_round(table, rows) / table.summed:.2f} of what sum sends for it; at most {most:g} is allowed (most). Try {repair}."
+        f"{_of_round(table, rows) / table.allreduce_bytes:.2f} of what sum sends for it; at most {most:g} is allowed (most). Try {repair}."
     )
 
 
@@ -227,12 +227,12 @@ def _smaller(rows: int) -> Iterator[int]:
         yield rows
 
 
-def _check_first(table: Added, rows: int, most: float | None, rounds: float) -> None:
+def _check_first(table: ReducedLeaf, rows: int, most: float | None, rounds: float) -> None:
     rounds = round(rounds)
-    if most is None or rounds * _of_round(table, rows) < most * table.summed:
+    if most is None or rounds * _of_round(table, rows) < most * table.allreduce_bytes:
         return
     at_least = (rounds - 1) * min(rows, table.shape[0]) + 1
-    share = rounds * _of_round(table, rows) / table.summed
+    share = rounds * _of_round(table, rows) / table.allreduce_bytes
     raise ConfigError(
         f"reducer: sparse_rows: in the first batch a replica's gradient of {table.path!r} has {at_least:,} touched rows of {table.shape[0]:,} or more on a "
         f"device: it is dense, and {rounds} rounds of {rows} rows send {share:.2f} of what sum sends for it (most: {most:g}). A table that also is the head of the "

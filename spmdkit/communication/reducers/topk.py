@@ -32,15 +32,15 @@ from jax import lax
 from spmdkit import compat
 from spmdkit.communication.reducers.base import (
     PAD,
-    Added,
     LeafState,
     Leaves,
+    ReducedLeaf,
     ReduceGroup,
     Reducer,
-    buffers,
-    flat,
-    gathered,
-    unflat,
+    buffer_groups,
+    flatten,
+    gather_parts,
+    unflatten,
 )
 from spmdkit.communication.reducers.coded import error_like
 from spmdkit.errors import ConfigError
@@ -68,7 +68,7 @@ def make(fraction: float = 0.01, most: float | None = 0.5) -> Reducer:
 
     def apply(leaves: Leaves, states: list[LeafState], over: ReduceGroup) -> tuple[Leaves, list[LeafState]]:
         out, new = list(leaves), list(states)
-        for group in buffers(leaves):
+        for group in buffer_groups(leaves):
             own, owed = [leaves[i] for i in group], [states[i]["error"] for i in group]
             k = num_sent(sum(x.size for x in own), over.num)
             total, left = (_largest if k else _all)(own, owed, over, k)
@@ -80,7 +80,7 @@ def make(fraction: float = 0.01, most: float | None = 0.5) -> Reducer:
         k = num_sent(values, num)
         return 8.0 * (num - 1) * k if k else 8 * (num - 1) / num * values
 
-    def check(leaves: Sequence[Added]) -> None:
+    def check(leaves: Sequence[ReducedLeaf]) -> None:
         together: Counter[tuple[tuple[str, ...], tuple[str, ...], int]] = Counter()
         for leaf in leaves:
             together[tuple(leaf.axes), leaf.cut, leaf.num] += leaf.size
@@ -128,11 +128,11 @@ def _largest(
     leaves: Sequence[jax.Array], owed: Sequence[jax.Array], over: ReduceGroup, k: int
 ) -> tuple[Leaves, Leaves]:
     """Returns (the sums of the k largest of each replica, what each replica owes now)."""
-    own = flat(leaves, PAD)
-    own = (own + flat(owed, PAD).astype(own.dtype)).astype(jnp.float32)
+    own = flatten(leaves, PAD)
+    own = (own + flatten(owed, PAD).astype(own.dtype)).astype(jnp.float32)
     _, places = lax.top_k(jnp.where(jnp.isnan(own), jnp.inf, jnp.abs(own)), k)
     values = lax.bitcast_convert_type(own[places], jnp.uint32)
-    sent = gathered(jnp.concatenate([values, places.astype(jnp.uint32)]), over.axes).reshape(over.num, 2, k)
+    sent = gather_parts(jnp.concatenate([values, places.astype(jnp.uint32)]), over.axes).reshape(over.num, 2, k)
 
     def add(total: jax.Array, of_replica: jax.Array) -> tuple[jax.Array, None]:
         values = lax.bitcast_convert_type(of_replica[0], jnp.float32)
@@ -141,7 +141,7 @@ def _largest(
     nothing = compat.as_varying(jnp.zeros(own.shape, own.dtype), tuple(compat.varying_axes(sent)))
     total, _ = lax.scan(add, nothing, sent)
     left = own.at[places].set(0, unique_indices=True)
-    return unflat(total, leaves), unflat(left, leaves, jnp.float32)
+    return unflatten(total, leaves), unflatten(left, leaves, jnp.float32)
 
 
 def _all(leaves: Sequence[jax.Array], owed: Sequence[jax.Array], over: ReduceGroup, _: int) -> tuple[Leaves, Leaves]:

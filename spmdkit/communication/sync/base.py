@@ -20,21 +20,21 @@ Mean = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
-class Turn:
+class Agreement:
     """A program in which groups agree, on all or on a part of what they have.
 
     Attributes:
         name: what a plan calls it.
         every: steps from one run of it to the next.
         first: the step after which it runs first.
-        beside: what it sends crosses beside the compute of the next step, in one program with it; it leaves the
+        overlapped: what it sends crosses beside the compute of the next step, in one program with it; it leaves the
             parameters as they are.
     """
 
     name: str
     every: int
     first: int
-    beside: bool = False
+    overlapped: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Sync:
             argument `outer`, an optax transformation.
         reducer: by which `mean` adds what crosses in `agree`, as `config.reducer` names it; None: exactly. It is then
             given trees like the parameters alone, float32, with None for leaves that do not cross.
-        says: what else the sync does, for `program.explain()`.
+        description: what else the sync does, for `program.explain()`.
     """
 
     every: int | None
@@ -68,10 +68,10 @@ class Sync:
     view: Callable[[Any, Any, Mean], Any] | None = None
     optimizer: Callable[[optax.GradientTransformation], optax.GradientTransformation] | None = None
     outer_optimizer: Mapping[str, Any] | None = None
-    schedule: tuple[Turn, ...] = ()
+    schedule: tuple[Agreement, ...] = ()
     start: int = 0
     reducer: str | Mapping[str, Any] | None = None
-    says: str = ""
+    description: str = ""
 
     def __post_init__(self) -> None:
         is_number = isinstance(self.every, int) and not isinstance(self.every, bool) and self.every >= 1
@@ -81,8 +81,8 @@ class Sync:
             raise ValueError(f"a sync of groups (every: {self.every}) needs agree and view")
 
     @property
-    def turns(self) -> tuple[Turn, ...]:
+    def agreements(self) -> tuple[Agreement, ...]:
         """The programs in which groups agree."""
         if self.every is None or self.schedule:
             return self.schedule
-        return (Turn("agreement", self.every, self.start // self.every * self.every + self.every),)
+        return (Agreement("agreement", self.every, self.start // self.every * self.every + self.every),)

@@ -44,7 +44,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spmdkit.communication.sync.base import Mean, Sync, Turn
+from spmdkit.communication.sync.base import Agreement, Mean, Sync
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import plugins
 from spmdkit.foundation.trees import common_dtype
@@ -81,25 +81,25 @@ def make(
 
     def init(params: Any, outer: optax.GradientTransformation) -> Any:
         agreed = jax.tree.map(lambda x: jnp.asarray(x, common_dtype(x.dtype, jnp.float32)), params)
-        kept = {"agreed": agreed, "outer": tuple(outer.init(part(agreed, fragments, i)) for i in range(fragments))}
+        kept = {"agreed": agreed, "outer": tuple(outer.init(fragment(agreed, fragments, i)) for i in range(fragments))}
         return kept | {"taken": jax.tree.map(jnp.zeros_like, agreed)} if overlap else kept
 
     def agree(
         params: Any, kept: Any, mean: Mean, turn: int = 0, *, outer: optax.GradientTransformation
     ) -> tuple[Any, Any]:
         number = turn % fragments
-        agreed, mine = (part(tree, fragments, number) for tree in (kept["agreed"], params))
+        agreed, mine = (fragment(tree, fragments, number) for tree in (kept["agreed"], params))
         if turn < fragments:
             gradient = mean(jax.tree.map(lambda a, p: a - p.astype(a.dtype), agreed, mine))
             if overlap:
-                return params, kept | {"taken": with_part(kept["taken"], gradient)}
+                return params, kept | {"taken": with_fragment(kept["taken"], gradient)}
         else:
-            gradient = part(kept["taken"], fragments, number)
+            gradient = fragment(kept["taken"], fragments, number)
         updates, state = outer.update(gradient, kept["outer"][number], agreed)
         new = optax.apply_updates(agreed, updates)
         mixed = jax.tree.map(lambda p, a: own * p.astype(a.dtype) + (1 - own) * a, mine, new) if own else new
         states = tuple(state if i == number else other for i, other in enumerate(kept["outer"]))
-        return with_part(params, mixed), kept | {"agreed": with_part(kept["agreed"], new), "outer": states}
+        return with_fragment(params, mixed), kept | {"agreed": with_fragment(kept["agreed"], new), "outer": states}
 
     return Sync(
         every,
@@ -110,7 +110,7 @@ def make(
         reducer=reducer,
         schedule=_schedule(every, fragments, overlap, start // every * every),
         start=start,
-        says=_says(start, fragments),
+        description=_description(start, fragments),
     )
 
 
@@ -141,7 +141,7 @@ def _check(every: Any, fragments: Any, overlap: Any, alpha: Any, start: Any) -> 
         )
 
 
-def _says(start: int, fragments: int) -> str:
+def _description(start: int, fragments: int) -> str:
     found = [f"to step {start} all replicas agree in every step"] * bool(start)
     return ", ".join([*found, *[f"{fragments} fragments in turn"] * (fragments > 1)])
 
@@ -149,7 +149,7 @@ def _says(start: int, fragments: int) -> str:
 # ---- fragments ----------------------------------------------------------------------------------------------------------
 
 
-def _schedule(every: int, fragments: int, overlap: int, before: int) -> tuple[Turn, ...]:
+def _schedule(every: int, fragments: int, overlap: int, before: int) -> tuple[Agreement, ...]:
     """Returns when each fragment sends, spread evenly over a round; with an overlap also when each is applied.
     `before`: steps of which no round is."""
     if fragments == 1 and not overlap:
@@ -157,9 +157,9 @@ def _schedule(every: int, fragments: int, overlap: int, before: int) -> tuple[Tu
     first = [before + every + i * every // fragments for i in range(fragments)]
     of = [f" {i + 1} of {fragments}" if fragments > 1 else "" for i in range(fragments)]
     if not overlap:
-        return tuple(Turn(f"agreement{name}", every, step) for name, step in zip(of, first, strict=True))
-    sends = [Turn(f"send{name}", every, step, beside=True) for name, step in zip(of, first, strict=True)]
-    return (*sends, *(Turn(f"apply{name}", every, step + overlap) for name, step in zip(of, first, strict=True)))
+        return tuple(Agreement(f"agreement{name}", every, step) for name, step in zip(of, first, strict=True))
+    sends = [Agreement(f"send{name}", every, step, overlapped=True) for name, step in zip(of, first, strict=True)]
+    return (*sends, *(Agreement(f"apply{name}", every, step + overlap) for name, step in zip(of, first, strict=True)))
 
 
 def fragments_of(sizes: Sequence[int], num: int) -> list[int]:
@@ -180,13 +180,13 @@ def fragments_of(sizes: Sequence[int], num: int) -> list[int]:
     return owner
 
 
-def part(tree: Any, num: int, number: int) -> Any:
+def fragment(tree: Any, num: int, number: int) -> Any:
     """Returns a tree like the parameters, one copy or [groups, ...], with None for the leaves of other fragments."""
     leaves, structure = jax.tree.flatten(tree)
     owner = fragments_of([x.size for x in leaves], num)
     return jax.tree.unflatten(structure, [x if i == number else None for x, i in zip(leaves, owner, strict=True)])
 
 
-def with_part(tree: Any, fragment: Any) -> Any:
+def with_fragment(tree: Any, fragment: Any) -> Any:
     """Returns the tree with the leaves of a fragment in place of its own."""
     return jax.tree.map(lambda x, old: old if x is None else x, fragment, tree, is_leaf=lambda x: x is None)

@@ -41,4 +41,4 @@ def make(start: int, every: int = 16) -> Sync:
             f"post_local.every is {every!r}. It is the number of steps between two means. Write every: 16."
         )
     says = f"to step {start} all replicas agree in every step"
-    return dataclasses.replace(local_sgd.make(every), start=start, says=says)
+    return dataclasses.replace(local_sgd.make(every), start=start, description=says)

@@ -31,7 +31,7 @@ from spmdkit.communication.sync.base import Sync
 from spmdkit.errors import ConfigError
 
 
-class Delayed(NamedTuple):
+class DelayLineState(NamedTuple):
     """The state of an optimizer behind a delay line.
 
     Attributes:
@@ -53,34 +53,36 @@ def make(k: int) -> Sync:
     """
     if isinstance(k, bool) or not isinstance(k, int) or k < 0:
         raise ConfigError(f"stale.k is {k!r}. It is the number of steps that a gradient is late. Write k: 2.")
-    return Sync(every=None, optimizer=(lambda tx: late(tx, k)) if k else None, says=f"each gradient {k} steps late")
+    return Sync(
+        every=None, optimizer=(lambda tx: late(tx, k)) if k else None, description=f"each gradient {k} steps late"
+    )
 
 
 def late(tx: optax.GradientTransformation, k: int) -> optax.GradientTransformationExtraArgs:
     """Returns the optimizer behind a line of `k` gradients."""
     tx = optax.with_extra_args_support(tx)
 
-    def init(params: Any) -> Delayed:
+    def init(params: Any) -> DelayLineState:
         line = tuple(jax.tree.map(jnp.zeros_like, params) for _ in range(k))
-        return Delayed(tx.init(params), line, jnp.zeros((), jnp.int32))
+        return DelayLineState(tx.init(params), line, jnp.zeros((), jnp.int32))
 
-    def update(grads: Any, state: Delayed, params: Any = None, **extra: Any) -> tuple[Any, Delayed]:
+    def update(grads: Any, state: DelayLineState, params: Any = None, **extra: Any) -> tuple[Any, DelayLineState]:
         due = state.delay_line[-1]
         if "grad" in extra:
             extra["grad"] = due
         if "value_fn" in extra:
-            extra["value_fn"] = _refused
+            extra["value_fn"] = _refuse_value_optimizer
         updates, moved = tx.update(due, state.optimizer, params, **extra)
         begun = state.waiting == k
         moved = jax.tree.map(lambda new, old: jnp.where(begun, new, old), moved, state.optimizer)
         updates = jax.tree.map(lambda u: jnp.where(begun, u, jnp.zeros_like(u)), updates)
         line = (grads, *state.delay_line[:-1])
-        return updates, Delayed(moved, line, jnp.minimum(state.waiting + 1, k))
+        return updates, DelayLineState(moved, line, jnp.minimum(state.waiting + 1, k))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _refused(params: Any) -> Any:
+def _refuse_value_optimizer(params: Any) -> Any:
     raise ConfigError(
         "sync: stale with an optimizer that evaluates the loss itself (a line search): it would search along a gradient of older parameters with the "
         "loss of today's batch. Use an optimizer that takes the gradient alone, or sync: every_step."

@@ -96,8 +96,8 @@ def pipeline(
     @jax.named_scope(trace_context.PIPELINE)
     def pipelined(embed_params: Any, layers: Any, head_params: Any, rows: Any) -> Any:
         context = trace_context.current()
-        context.usage.called("pipeline")
-        context.usage.axis(AXIS)
+        context.usage.record_call("pipeline")
+        context.usage.record_axes(AXIS)
         check_place(context)
         num_stages, settings = context.sharding.size(AXIS), context.options.pipeline
         check_layers(layers, stacked_dims, num_stages, settings.chunks)

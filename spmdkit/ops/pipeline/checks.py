@@ -94,7 +94,7 @@ def checked(
     if not own.usage.has_called("remat"):
         model = model._replace(layer=remat(model.layer))
     traced("head", lambda x, params, rows: model.head(x, params, rows), x, head_params)
-    context.usage.include(own.usage)
+    context.usage.merge_from(own.usage)
     return model, x
 
 

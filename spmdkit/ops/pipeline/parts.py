@@ -62,7 +62,7 @@ def working_on(context: trace_context.Context, rows: Rows) -> Iterator[None]:
         stack.enter_context(trace_context.tracing(context))
         if rows.positions is not None:
             stack.enter_context(
-                trace_context.over(trace_context.Examples(rows.num, rows.mask, rows.positions, rows.key))
+                trace_context.with_examples(trace_context.Examples(rows.num, rows.mask, rows.positions, rows.key))
             )
         yield
 

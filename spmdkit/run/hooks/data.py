@@ -14,9 +14,9 @@ def make(config: Any) -> Hook | None:
         return None
 
     def tell(run: Any, step: int, *_: Any) -> None:
-        for ledger in run.program.ledgers:
-            for news in ledger.news():
+        for ledger in run.program.skipped_rows:
+            for news in ledger.take_events():
                 run.events.write("unreadable_row", step=step, **news)
-                run.message(row_errors.described(news, run.cluster.process_index))
+                run.message(row_errors.describe_event(news, run.cluster.process_index))
 
     return Hook("data", order=42, after_step=tell, after_eval=tell, end=tell)

@@ -62,7 +62,7 @@ def take(program: Program, on_disk: Ranges, step: int, record: Mapping[str, Any]
         ConfigError: the config names what was trained on already.
     """
     saved = saved_in(record)
-    check(program.schedule, step, saved, data.merged(program.config.data.left_out()))
+    check(program.schedule, step, saved, data.merge_ranges(program.config.data.left_out()))
     program.skip_batches(ahead(program.schedule, step, saved, on_disk))
 
 
@@ -86,14 +86,14 @@ def as_saved(schedule: data.Schedule, record: Mapping[str, Any]) -> data.Schedul
 
 def saved_in(record: Mapping[str, Any]) -> Ranges:
     """Returns what the record of a checkpoint says was left out until then."""
-    return data.merged((int(first), int(last)) for first, last in record.get("skipped_batches", []))
+    return data.merge_ranges((int(first), int(last)) for first, last in record.get("skipped_batches", []))
 
 
 def ahead(schedule: data.Schedule, step: int, saved: Ranges, asked: Ranges) -> Ranges:
     """Returns what is left out after `step`: what was when it was saved, and of what is asked for the batches that are
     still to come."""
     last = dataclasses.replace(schedule, skipped=saved).number(step)
-    return data.merged([*saved, *((max(a, last + 1), b) for a, b in asked if b > last)])
+    return data.merge_ranges([*saved, *((max(a, last + 1), b) for a, b in asked if b > last)])
 
 
 def check(schedule: data.Schedule, step: int, saved: Ranges, asked: Ranges) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 def left_out_rows(run: Any) -> list[list[int]]:
     """Returns [batch, row] of what any process has left out, on process 0. Where rows may be left out, all processes
     ask for each save."""
-    mine, cluster = run.program.ledgers[0].places(), run.cluster
+    mine, cluster = run.program.skipped_rows[0].positions(), run.cluster
     if not run.config.data.max_bad_examples or cluster.num_processes == 1:
         return mine
     return sorted(place for places in cluster.gather("left out rows", mine) for place in places)

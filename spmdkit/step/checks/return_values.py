@@ -14,7 +14,7 @@ from spmdkit.foundation.trees import describe
 from spmdkit.step.metrics.aggregates import Bincount, Derived
 from spmdkit.step.metrics.base import Metric, is_metric
 from spmdkit.step.metrics.mean import Mean, Means
-from spmdkit.step.metrics.user_metric import CustomMetric, taken
+from spmdkit.step.metrics.user_metric import CustomMetric, as_metric
 
 RULE = "A metric is a sk.mean, sk.sum, sk.max or sk.bincount, a sk.derived of them, a class of yours with merge and compute"
 
@@ -63,7 +63,7 @@ def checked_metrics(metrics: Any, who: str) -> dict[str, Metric]:
     if not isinstance(metrics, dict):
         raise ConfigError(f"{who} returned {shape_of(metrics)}. It must return a dict {{name: sk.mean(...)}}.")
     check_metric_names(metrics, who)
-    found = {name: taken(metric, f"{who}: metric '{name}'") for name, metric in metrics.items()}
+    found = {name: as_metric(metric, f"{who}: metric '{name}'") for name, metric in metrics.items()}
     for name, metric in found.items():
         if not is_metric(metric) or is_array(metric):
             raise ConfigError(

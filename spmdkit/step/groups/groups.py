@@ -22,7 +22,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.foundation.jaxprs import equations
 from spmdkit.foundation.trees import common_dtype
 from spmdkit.step import trace_context
-from spmdkit.step.metrics.base import Metric, crossed
+from spmdkit.step.metrics.base import Metric, reduce_parts
 from spmdkit.step.model_state import agreement as model_state_agreement
 from spmdkit.step.state import TrainState
 
@@ -71,7 +71,7 @@ def check_alone(groups: Groups, jaxpr: Any, what: str) -> None:
 # ----------------------------------------------------------------------------------------------------
 
 
-def stacked(groups: Groups, state: TrainState) -> TrainState:
+def stack_state(groups: Groups, state: TrainState) -> TrainState:
     """Returns the train state of all groups from that of one: the same copy for each."""
     copies = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (groups.num, *x.shape)), tree)
     own = {name: copies(getattr(state, name)) for name in GROUPED}
@@ -92,21 +92,21 @@ def mean(tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
-def agreement(sync: Sync, turn: int) -> Callable[[Any, Any, Mean], tuple[Any, Any]]:
+def agreement_fn(sync: Sync, turn: int) -> Callable[[Any, Any, Mean], tuple[Any, Any]]:
     """Returns `(params, kept, mean) -> (params, kept)` of a turn."""
     assert sync.agree is not None
     return functools.partial(sync.agree, turn=turn) if sync.schedule else sync.agree
 
 
-def agreed(groups: Groups, state: TrainState, turn: int, mean: Mean) -> TrainState:
+def agreed_state(groups: Groups, state: TrainState, turn: int, mean: Mean) -> TrainState:
     """Returns the state in which all groups have what they agree on in a turn; `mean` is over the groups."""
     with jax.named_scope(trace_context.SYNC):
-        params, kept = agreement(groups.sync, turn)(state.params, state.sync, mean)
+        params, kept = agreement_fn(groups.sync, turn)(state.params, state.sync, mean)
     same = jax.tree.map(lambda x, p: jnp.broadcast_to(x, p.shape).astype(p.dtype), params, state.params)
     return state.replace(params=same, sync=kept)
 
 
-def whole(groups: Groups, state: TrainState, said: model_state_agreement.Kinds) -> TrainState:
+def merged_state(groups: Groups, state: TrainState, said: model_state_agreement.Kinds) -> TrainState:
     """Returns the one copy of the state that is evaluated and exported.
 
     Args:
@@ -116,20 +116,20 @@ def whole(groups: Groups, state: TrainState, said: model_state_agreement.Kinds) 
     return state.replace(
         params=groups.sync.view(state.params, state.sync, mean),
         opt_state=mean(state.opt_state),
-        model_state=model_state_agreement.of_groups(said, state.model_state),
+        model_state=model_state_agreement.merge_groups(said, state.model_state),
         ema=mean(state.ema),
     )
 
 
-def added(metrics: Mapping[str, Metric]) -> dict[str, jax.Array]:
+def merged_metrics(metrics: Mapping[str, Metric]) -> dict[str, jax.Array]:
     """Returns the metrics over all groups from those of each, [groups, ...]."""
     add, largest = (
         functools.partial(jax.tree.map, over) for over in (lambda x: x.sum(0).astype(x.dtype), lambda x: x.max(0))
     )
-    return {name: metric.value for name, metric in crossed(dict(metrics), add, largest, lambda x: x).items()}
+    return {name: metric.value for name, metric in reduce_parts(dict(metrics), add, largest, lambda x: x).items()}
 
 
-def regrouped(
+def regroup_state(
     state: TrainState, had_groups: bool, groups: Groups | None, said: model_state_agreement.Kinds
 ) -> TrainState:
     """Returns the state of these groups (None: of replicas that agree in every step) from one of another number of
@@ -140,5 +140,5 @@ def regrouped(
     """
     if had_groups:
         fields = {name: mean(getattr(state, name)) for name in ("params", "opt_state", "ema")}
-        state = state.replace(**fields, model_state=model_state_agreement.of_groups(said, state.model_state))
-    return state if groups is None else stacked(groups, state)
+        state = state.replace(**fields, model_state=model_state_agreement.merge_groups(said, state.model_state))
+    return state if groups is None else stack_state(groups, state)

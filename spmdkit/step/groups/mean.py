@@ -20,7 +20,9 @@ from spmdkit.step import rng, trace_context
 from spmdkit.step.groups.groups import Groups
 
 
-def mean_by(reducer: Reducer, groups: Groups, specs: Mapping[str, PartitionSpec], mesh: Mesh, key: jax.Array) -> Any:
+def mean_with_reducer(
+    reducer: Reducer, groups: Groups, specs: Mapping[str, PartitionSpec], mesh: Mesh, key: jax.Array
+) -> Any:
     """Returns `tree [groups, ...] -> tree [...]`, the mean over the groups; of trees like the parameters, whose left
     out leaves are None.
 

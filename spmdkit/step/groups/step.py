@@ -23,14 +23,14 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit.step import trace_context
-from spmdkit.step.finite_check import guarded
-from spmdkit.step.gradient import whole_rows
+from spmdkit.step.finite_check import apply_guard
+from spmdkit.step.gradient import step_examples
 from spmdkit.step.groups.groups import GROUPED, Groups
 from spmdkit.step.metrics.base import Metric, is_metric
 from spmdkit.step.metrics.mean import Mean
 from spmdkit.step.reducer_io import ReducerSlots
 from spmdkit.step.state import FIELDS, TrainState
-from spmdkit.step.step import COMPILED_NAME, Batch, StepFn, Stepped, checked, owned
+from spmdkit.step.step import COMPILED_NAME, Batch, StepFn, Stepped, checked, with_program_fields
 
 
 def group_step(
@@ -46,13 +46,13 @@ def group_step(
     def one(state: TrainState, examples: Any, mask: Any, index: Any) -> tuple[TrainState, dict[str, Metric], Any]:
         slots = ReducerSlots(())
         own = dataclasses.replace(context, mask=mask, group=(index, groups.num), slots=slots)
-        rows = whole_rows(own, examples, mask, state.key)
-        with trace_context.tracing(own), trace_context.over(rows):
+        rows = step_examples(own, examples, mask, state.key)
+        with trace_context.tracing(own), trace_context.with_examples(rows):
             new_state, metrics = checked(state, train_step(state, examples))
-            new_state, metrics = owned(state, new_state, own), {**metrics, **slots.metrics}
+            new_state, metrics = with_program_fields(state, new_state, own), {**metrics, **slots.metrics}
             num = jnp.float32(rows.num) if mask is None else mask.sum(dtype=jnp.float32)
-            new_state, code = guarded(own, state, new_state, metrics, slots.update_gradients)
-            return new_state, {name: _part(metric, num) for name, metric in metrics.items()}, code
+            new_state, code = apply_guard(own, state, new_state, metrics, slots.update_gradients)
+            return new_state, {name: _group_metric(metric, num) for name, metric in metrics.items()}, code
 
     alone = all(size == 1 for size in context.sharding.sizes.values())
     spread = _by_device if alone else _by_vmap
@@ -66,7 +66,7 @@ def group_step(
     return whole_step
 
 
-def _part(metric: Any, num: jax.Array) -> Metric:
+def _group_metric(metric: Any, num: jax.Array) -> Metric:
     """Returns a group's metric as arrays that merge; a plain number of a group counts as often as the group has
     examples."""
     if not is_metric(metric):

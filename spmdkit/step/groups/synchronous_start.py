@@ -26,7 +26,7 @@ from spmdkit.step.state import TrainState
 from spmdkit.step.step import Batch, Stepped
 
 
-def together_step(
+def synchronous_step(
     whole: Callable[[TrainState, Batch], Stepped], groups: Groups, single: TrainState, code: Any
 ) -> Callable[[TrainState, Batch], Stepped]:
     """Returns the function to compile.

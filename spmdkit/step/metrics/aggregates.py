@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from spmdkit.errors import ConfigError
-from spmdkit.step.metrics.base import Metric, is_metric, merged
-from spmdkit.step.metrics.mean import broadcast, in_float, included_in
-from spmdkit.step.metrics.user_metric import CustomMetric, taken
+from spmdkit.step.metrics.base import Metric, is_metric, merge_trees
+from spmdkit.step.metrics.mean import as_float, broadcast, inclusion_mask
+from spmdkit.step.metrics.user_metric import CustomMetric, as_metric
 
 
 @jax.tree_util.register_dataclass
@@ -99,13 +99,13 @@ class Derived(Metric):
     @property
     def value(self) -> Any:
         """What the function gives: a number, or an array."""
-        return self.function.fn(*map(_given, self.parts))
+        return self.function.fn(*map(_part_value, self.parts))
 
     def merge(self, other: Derived) -> Derived:
-        return Derived(merged(self.parts, other.parts), self.function)
+        return Derived(merge_trees(self.parts, other.parts), self.function)
 
 
-def _given(part: Any) -> Any:
+def _part_value(part: Any) -> Any:
     """Returns what the function is given for a part: the value of a metric, and anything else as it was handed over."""
     return part.part if isinstance(part, CustomMetric) else part.value if is_metric(part) else part
 
@@ -130,7 +130,7 @@ def derived(fn: Callable[..., Any], *parts: Any) -> Derived:
         raise ConfigError(
             "sk.derived got a function and nothing that adds up. A metric is finished from parts that do. Write sk.derived(jnp.exp, sk.mean(losses))."
         )
-    own = [taken(part, "a part of sk.derived") for part in parts]
+    own = [as_metric(part, "a part of sk.derived") for part in parts]
     return Derived(
         tuple(part if is_metric(part) else jax.tree.map(jnp.asarray, part) for part in own), _DerivedFunction(fn)
     )
@@ -139,15 +139,15 @@ def derived(fn: Callable[..., Any], *parts: Any) -> Derived:
 def sum(values: ArrayLike, where: ArrayLike | None = None) -> Sum:
     """Returns the sum of `values` over this replica's examples, as a part that adds. Padding and `where` as in
     `sk.mean`."""
-    values = in_float(values)
-    included = included_in("sk.sum", values, where)
+    values = as_float(values)
+    included = inclusion_mask("sk.sum", values, where)
     return Sum(values.sum() if included is None else jnp.where(included, values, 0).sum())
 
 
 def max(values: ArrayLike, where: ArrayLike | None = None) -> Max:
     """Returns the largest of `values` over this replica's examples. Padding and `where` as in `sk.mean`."""
-    values = in_float(values)
-    included = included_in("sk.max", values, where)
+    values = as_float(values)
+    included = inclusion_mask("sk.max", values, where)
     values = values if included is None else jnp.where(included, values, -jnp.inf)
     is_nan = jnp.isnan(values)
     return Max(jnp.where(is_nan, -jnp.inf, values).max(initial=-jnp.inf), is_nan.astype(values.dtype).max(initial=0))
@@ -185,11 +185,11 @@ def bincount(
         raise ConfigError(
             f"sk.bincount: indices of dtype {wrong[0]}. An index is an integer. Round first: jnp.floor(x).astype(jnp.int32)."
         )
-    padded = included_in("sk.bincount", parts[0], where)
+    padded = inclusion_mask("sk.bincount", parts[0], where)
     included = jnp.ones(parts[0].shape, bool) if padded is None else padded
     for x, length in zip(parts, dims, strict=True):
         included = included & (x >= 0) & (x < length)
-    one = jnp.ones((), jnp.int32) if weights is None else in_float(weights)
+    one = jnp.ones((), jnp.int32) if weights is None else as_float(weights)
     counted = jnp.where(included, broadcast("sk.bincount: weights", one, parts[0]), jnp.zeros((), one.dtype))
     places = tuple(jnp.clip(x, 0, length - 1) for x, length in zip(parts, dims, strict=True))
     return Bincount(jnp.zeros(dims, one.dtype).at[places].add(counted))

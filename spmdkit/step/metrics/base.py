@@ -24,7 +24,7 @@ class Metric(ABC):
     """A part of a metric, of some rows. A registered dataclass of arrays.
 
     Attributes:
-        crosses: how parts of replicas become one, leaf by leaf: `added`, or the `largest`; `merged`: by `merge` alone;
+        crosses: how parts of replicas become one, leaf by leaf: `added`, or the `largest`; `merge_trees`: by `merge` alone;
             `by part`: each of its parts as that says. `merge` does the same with two.
     """
 
@@ -48,13 +48,13 @@ def _is_leaf(x: Any) -> bool:
     return is_metric(x) and x.crosses != "by part"
 
 
-def merged(own: Tree, other: Tree) -> Tree:
+def merge_trees(own: Tree, other: Tree) -> Tree:
     """Returns two alike trees as one: metrics merged, every other leaf added."""
     one = lambda x, y: x.merge(y) if is_metric(x) else jnp.add(x, y)
     return jax.tree.map(one, own, other, is_leaf=_is_leaf)
 
 
-def nothing(shapes: Tree, full: Callable[..., Any] = jnp.full) -> Tree:
+def empty_parts(shapes: Tree, full: Callable[..., Any] = jnp.full) -> Tree:
     """Returns a tree of parts of no rows, which change nothing they are merged with. `shapes` has shapes and dtypes."""
 
     def zeros(x: Any) -> Any:
@@ -67,7 +67,7 @@ def nothing(shapes: Tree, full: Callable[..., Any] = jnp.full) -> Tree:
     return jax.tree.map(fill, shapes, is_leaf=_is_leaf)
 
 
-def crossed(
+def reduce_parts(
     tree: Tree, add: Callable[[Any], Any], largest: Callable[[Any], Any], gather: Callable[[Any], jax.Array]
 ) -> Tree:
     """Returns a tree of parts as those of all.
@@ -83,11 +83,11 @@ def crossed(
         if chosen := [i for i, x in enumerate(leaves) if kind_of(x) == kind]:
             for i, x in zip(chosen, cross([leaves[i] for i in chosen]), strict=True):
                 leaves[i] = x
-    one_by_one = [_one_of(jax.tree.map(gather, x)) if kind_of(x) == "merged" else x for x in leaves]
+    one_by_one = [_merge_in_order(jax.tree.map(gather, x)) if kind_of(x) == "merged" else x for x in leaves]
     return jax.tree.unflatten(structure, one_by_one)  # type: ignore[no-any-return]
 
 
-def _one_of(parts: Any) -> Any:
+def _merge_in_order(parts: Any) -> Any:
     """Returns the metric of all of [parts, ...], merged in their order."""
     first, rest = (jax.tree.map(lambda x, of=of: x[of], parts) for of in (0, slice(1, None)))
     return jax.lax.scan(lambda total, part: (total.merge(part), None), first, rest)[0]

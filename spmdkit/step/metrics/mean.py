@@ -176,22 +176,22 @@ def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike |
     """
     if isinstance(values, Mean):
         raise TypeError("sk.mean of a sk.mean: it is a mean already. Return it as it is, or give sk.mean the values.")
-    values = in_float(values)
-    included = included_in("sk.mean", values, where)
+    values = as_float(values)
+    included = inclusion_mask("sk.mean", values, where)
     counted = jnp.ones((), values.dtype) if weights is None else jnp.asarray(weights, values.dtype)
     counted = broadcast("sk.mean: weights", counted, values)
     if included is not None:
         counted = jnp.where(included, counted, 0)
         values = jnp.where(included, values, 0)
     if weights is None and included is None:
-        return Mean(_own_sum(values), values.dtype.type(values.size))
+        return Mean(_local_sum(values), values.dtype.type(values.size))
     if weights is None:
-        return Mean(_own_sum(values), counted.sum())
+        return Mean(_local_sum(values), counted.sum())
     num = values.dtype.type(values.size) if included is None else included.sum(dtype=values.dtype)
-    return Mean(_own_sum(values * counted), _own_sum(counted), num)
+    return Mean(_local_sum(values * counted), _local_sum(counted), num)
 
 
-def _own_sum(values: jax.Array) -> jax.Array:
+def _local_sum(values: jax.Array) -> jax.Array:
     """Returns the sum of a replica's values.
 
     In the loss of a per-replica step those that are the same on every replica (made of `sk.psum`) are each replica's
@@ -217,22 +217,22 @@ def scalar(value: ArrayLike) -> Mean:
     Raises:
         ConfigError: `value` is no single number.
     """
-    value = in_float(value)
+    value = as_float(value)
     if value.ndim:
         raise ConfigError(
             f"sk.scalar got an array of shape {value.shape}. It takes one number. Of examples write sk.mean(values), of others "
             "sk.scalar(values.mean())."
         )
-    return Mean(_own_sum(value), value.dtype.type(1))
+    return Mean(_local_sum(value), value.dtype.type(1))
 
 
-def in_float(values: ArrayLike) -> jax.Array:
+def as_float(values: ArrayLike) -> jax.Array:
     """Returns values in the dtype in which they are added: float32, or float64 where they are."""
     values = jnp.asarray(values)
     return values.astype(common_dtype(values.dtype, jnp.float32))
 
 
-def included_in(name: str, values: jax.Array, where: ArrayLike | None) -> jax.Array | None:
+def inclusion_mask(name: str, values: jax.Array, where: ArrayLike | None) -> jax.Array | None:
     """Returns bool like `values`: those that count, by `where` and without padding rows; None where all do. `name` is
     the caller's.
 
@@ -242,10 +242,10 @@ def included_in(name: str, values: jax.Array, where: ArrayLike | None) -> jax.Ar
     included = None if where is None else broadcast(f"{name}: where", jnp.asarray(where, bool), values)
     examples = trace_context.current_examples()
     noticed = trace_context.current().usage
-    noticed.called("mean")
+    noticed.record_call("mean")
     if examples is not None and examples.mask is not None:
         if values.ndim and values.shape[0] == examples.num:
-            noticed.masked()
+            noticed.record_masked_metric()
             rows = _left(examples.mask, values.ndim)
             included = rows if included is None else rows & included
         elif not noticed.has_called("example_mask"):
@@ -284,7 +284,7 @@ def example_mask() -> jax.Array:
         RuntimeError: called outside of a loss that spmdkit runs.
     """
     examples = _required("sk.example_mask()")
-    trace_context.current().usage.called("example_mask")
+    trace_context.current().usage.record_call("example_mask")
     return jnp.ones(examples.num, bool) if examples.mask is None else examples.mask
 
 
@@ -309,7 +309,7 @@ def example_keys(salt: int = 0) -> jax.Array:
         raise RuntimeError(
             "sk.example_keys() in an evaluation: there is no randomness. Draw only when key is not None."
         )
-    trace_context.current().usage.called("example_keys")
+    trace_context.current().usage.record_call("example_keys")
     return rng.example_keys(examples.key, salt, examples.positions)
 
 
@@ -324,7 +324,7 @@ def _required(name: str) -> trace_context.Examples:
 
 def examples(num: int, key: jax.Array | None = None, mask: jax.Array | None = None):
     """Returns a context in which a loss can be called by hand: `num` rows at positions 0..num-1."""
-    return trace_context.over(
+    return trace_context.with_examples(
         trace_context.Examples(num=num, mask=mask, positions=jnp.arange(num, dtype=jnp.int32), key=key)
     )
 

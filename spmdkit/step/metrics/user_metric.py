@@ -58,18 +58,18 @@ class CustomMetric(Metric):
         return CustomMetric(jax.tree.map(chosen, self.part, other.part, both), jnp.maximum(self.some, other.some))
 
 
-def is_own(x: Any) -> bool:
+def is_user_metric(x: Any) -> bool:
     """Returns whether a metric is of a class of the user's: it has `merge` and `compute`."""
     return not isinstance(x, Metric) and all(callable(getattr(type(x), name, None)) for name in ("merge", "compute"))
 
 
-def taken(x: Any, what: str) -> Any:
+def as_metric(x: Any, what: str) -> Any:
     """Returns a metric of the user's own as one that merges, anything else as it is. `what` is said of it in messages.
 
     Raises:
         ConfigError: it is no pytree of arrays, or its `merge` or `compute` does not give what they have to.
     """
-    if not is_own(x):
+    if not is_user_metric(x):
         return x
     name = type(x).__name__
     if jax.tree_util.all_leaves([x]):

@@ -38,7 +38,7 @@ Kinds = Mapping[str, Kind]
 # -----------------------------------------------------------------------
 
 
-def said_of(patterns: Mapping[str, str], state: Any) -> dict[str, Kind]:
+def declared_reductions(patterns: Mapping[str, str], state: Any) -> dict[str, Kind]:
     """Returns path -> kind for the leaves of a model state that the task speaks of; the first pattern that fits a whole
     path decides.
 
@@ -78,7 +78,7 @@ def _check_kind(path: str, dtype: Any, kind: str) -> None:
         )
 
 
-def kinds_of(
+def state_reductions(
     said: Kinds,
     one_replica: Callable[..., Any],
     state: Any,
@@ -117,7 +117,7 @@ def kinds_of(
         by_rows = bool(depends.all & rows)
         if path in said:
             if said[path] == "identical" and by_rows:
-                raise ConfigError(_not_the_same(path, leaf))
+                raise ConfigError(_not_identical(path, leaf))
             kinds[path] = said[path]
         elif not by_rows:
             kinds[path] = "identical"
@@ -125,22 +125,22 @@ def kinds_of(
         elif inexact and not depends.other & (1 << i):
             kinds[path] = "mean"
         else:
-            raise ConfigError(_asked(path, leaf, "by the rows or the key of a replica"))
-    if counting and (other := _traced_or_none(lambda: make(own[1]))) is not None:
+            raise ConfigError(_undecided(path, leaf, "by the rows or the key of a replica"))
+    if counting and (other := _trace_or_none(lambda: make(own[1]))) is not None:
         for i in counting:
             if compat.jaxpr_of_result(traced, i) != compat.jaxpr_of_result(other, i):
-                raise ConfigError(_asked(*leaves[i], "by the number of rows of a replica"))
+                raise ConfigError(_undecided(*leaves[i], "by the number of rows of a replica"))
     return kinds
 
 
-def _traced_or_none(make: Callable[[], Any]) -> Any:
+def _trace_or_none(make: Callable[[], Any]) -> Any:
     try:
         return make()
     except Exception:  # noqa: BLE001 - a loss that is written for one number of rows: nothing to compare
         return None
 
 
-def _asked(path: str, leaf: Any, how: str) -> str:
+def _undecided(path: str, leaf: Any, how: str) -> str:
     what = f"loss_fn changes model state '{path}' ({describe(leaf)}) {how}"
     if not jnp.issubdtype(leaf.dtype, jnp.number):
         return (
@@ -158,7 +158,7 @@ def _asked(path: str, leaf: Any, how: str) -> str:
     )
 
 
-def _not_the_same(path: str, leaf: Any) -> str:
+def _not_identical(path: str, leaf: Any) -> str:
     return (
         f"Task.state_reduction says that model state '{path}' ({describe(leaf)}) is the same on every replica, and loss_fn computes it from a replica's "
         "own rows or key. Reduce it in the loss over ('replica', 'data') (lax.pmean, lax.psum, lax.pmax), or say mean, sum or max."
@@ -168,7 +168,9 @@ def _not_the_same(path: str, leaf: Any) -> str:
 # ---- what crosses -------------------------------------------------------------------------------------------------------
 
 
-def crossing(kinds: Kinds, old: Any, new: Any, first: jax.Array) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+def values_to_reduce(
+    kinds: Kinds, old: Any, new: Any, first: jax.Array
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """Returns (what is added, what the largest is taken of) over replicas, by path.
 
     Shapes: leaves of `new` are [*replicas, ...] with `first` bool[*replicas], True on one of them; those of `old`
@@ -192,7 +194,7 @@ def crossing(kinds: Kinds, old: Any, new: Any, first: jax.Array) -> tuple[dict[s
     return added, largest
 
 
-def agreed(
+def reduced_state(
     kinds: Kinds, old: Any, new: Any, added: Mapping[str, jax.Array], largest: Mapping[str, jax.Array], num: int
 ) -> Any:
     """Returns the model state of all `num` replicas from what has crossed; `new` says of which dtypes it is."""
@@ -210,7 +212,7 @@ def agreed(
     return jax.tree.unflatten(jax.tree.structure(new), [leaf(path, like) for path, like in named_leaves(new)])
 
 
-def by_group(kinds: Kinds, old: Any, new: Any, groups: int) -> Any:
+def reduce_by_group(kinds: Kinds, old: Any, new: Any, groups: int) -> Any:
     """Returns [groups, ...] from the state of all replicas [replicas, ...]: each group of neighbours agrees; `old` is
     [groups, ...]."""
     before = dict(named_leaves(old))
@@ -230,7 +232,7 @@ def by_group(kinds: Kinds, old: Any, new: Any, groups: int) -> Any:
     return jax.tree.unflatten(jax.tree.structure(new), [leaf(path, x) for path, x in named_leaves(new)])
 
 
-def of_groups(said: Kinds, state: Any) -> Any:
+def merge_groups(said: Kinds, state: Any) -> Any:
     """Returns one state [...] from those of the groups [groups, ...], for an evaluation.
 
     Floats are averaged, or as the task says. A `sum` is that of all groups, which is what a counter that began at zero
@@ -269,5 +271,5 @@ def _from_bits(bits: jax.Array, like: jax.Array) -> jax.Array:
     return bits.astype(like.dtype)
 
 
-SEAMS = {"crossing": crossing, "agreed": agreed}
+SEAMS = {"crossing": values_to_reduce, "agreed": reduced_state}
 """What `verify` replaces (verify/mutations.py)."""

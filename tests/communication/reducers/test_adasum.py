@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from spmdkit.communication.reducers import adasum
-from spmdkit.communication.reducers.base import Added, ReduceGroup
+from spmdkit.communication.reducers.base import ReducedLeaf, ReduceGroup
 from tests.support.core_runs import assert_close
 from tests.support.messages import refused
 from tests.support.reducer_runs import program, task, train
@@ -101,6 +101,6 @@ def test_what_it_cannot_do_is_refused_with_the_reason():
         "no power of two",
         ("2 replicas, or 4", "reducer: sum"),
     ):
-        adasum.make().check([Added("up", (8,), {"data": 3}, ())])
+        adasum.make().check([ReducedLeaf("up", (8,), {"data": 3}, ())])
     with refused("takes the mean of each replica", "zero: 2 adds", "over fsdp before", "{zero: 1}"):
         program("data 2 x fsdp 4 zero 2", "adasum")

@@ -27,8 +27,8 @@ def test_values_become_the_nearest_float8_ties_to_even():
 
 
 CODES = {
-    "int8": (coded.blocks("int8", 256, int8._encode, int8._decode), 1 / 254),
-    "float8": (coded.blocks("float8", 256, float8._encode, float8._decode), 1 / 28),
+    "int8": (coded.block_code("int8", 256, int8._encode, int8._decode), 1 / 254),
+    "float8": (coded.block_code("float8", 256, float8._encode, float8._decode), 1 / 28),
 }
 
 
@@ -46,7 +46,7 @@ def test_a_value_comes_back_within_half_a_step_of_its_block(name):
 
 
 def test_a_sign_comes_back_with_the_mean_size_of_its_block():
-    code = coded.blocks("sign", 1024, sign._encode, sign._decode, bits=1)
+    code = coded.block_code("sign", 1024, sign._encode, sign._decode, bits=1)
     x = np.random.default_rng(0).normal(size=(2, 3072)).astype(np.float32)
     back = code.decode(code.encode(jnp.asarray(x)), 3072)
     size = np.abs(x.reshape(2, 3, 1024)).mean(-1, keepdims=True)
@@ -57,7 +57,7 @@ def test_a_sign_comes_back_with_the_mean_size_of_its_block():
 @pytest.mark.parametrize("name", ["int8", "float8", "sign"])
 def test_a_number_that_is_not_finite_makes_its_whole_block_so_and_no_other(name, bad):
     module = {"int8": int8, "float8": float8, "sign": sign}[name]
-    code = coded.blocks(name, 256, module._encode, module._decode, bits=1 if name == "sign" else 8)
+    code = coded.block_code(name, 256, module._encode, module._decode, bits=1 if name == "sign" else 8)
     x = np.ones((1, 1024), np.float32)
     x[0, 300] = bad
     finite = np.isfinite(np.asarray(code.decode(code.encode(jnp.asarray(x)), 1024))).reshape(4, 256)

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import spmdkit as sk
-from spmdkit.communication.reducers.base import Added
+from spmdkit.communication.reducers.base import ReducedLeaf
 from spmdkit.foundation import plugins
 from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.hlo.text import parse
@@ -72,7 +72,9 @@ def test_over_replica_goes_what_the_outer_reducer_sends_for_one_over_the_size_of
     sent = {axis: sum(c.bytes for c in bill.collectives if c.axes == (axis,) and c.bytes > 1024) for axis in made.sizes}
     assert sent["replica"] == plugins.make("reducers", "int8").wire(NUM_VALUES // num, 2)
     assert sent["data"] == pytest.approx(2 * (num - 1) / num * 4 * NUM_VALUES, rel=2e-3)
-    total = plugins.make("reducers", "hierarchical").sent([Added("up", (128, 128), {"replica": 2, "data": num}, ())])
+    total = plugins.make("reducers", "hierarchical").bytes_sent(
+        [ReducedLeaf("up", (128, 128), {"replica": 2, "data": num}, ())]
+    )
     assert sum(sent.values()) == pytest.approx(total, rel=2e-3)
     assert f"{total:.0f} B sent" in made.explain()
 

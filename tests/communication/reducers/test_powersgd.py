@@ -8,7 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import spmdkit as sk
 from spmdkit.communication.reducers import powersgd
-from spmdkit.communication.reducers.base import Added, ReduceGroup
+from spmdkit.communication.reducers.base import ReducedLeaf, ReduceGroup
 from tests.support.messages import refused
 from tests.support.reducer_runs import program, task
 
@@ -109,7 +109,7 @@ def test_a_leaf_is_parted_where_its_factors_are_smallest_and_stacked_ones_are_ba
     assert powersgd.matrices((128,), 4, False, 1) is None
     assert powersgd.matrices((128, 4), 4, False, 1) is None
     assert powersgd.matrices((128, 4), 4, False, 0) == (1, 128, 4)
-    sent = lambda path: powersgd.make().sent([Added(path, (6, 128, 512), {"data": 4}, ())])
+    sent = lambda path: powersgd.make().bytes_sent([ReducedLeaf(path, (6, 128, 512), {"data": 4}, ())])
     batch, one = 6 * 4 * 6 * (128 + 512), 6 * 4 * (6 * 128 + 512)
     assert [sent(path) for path in ("blocks/up", "a/layers/up", "blocks/0/up", "up")] == [batch, batch, one, one]
 
@@ -170,12 +170,12 @@ def resnet18():
 def test_the_formula_gives_the_papers_compression_of_resnet18(rank, times, megabytes):
     """Vogels et al. (2019), table 3: sent per epoch and how many times less than SGD's 1,023 MB; appendix F: 43 MB, 38
     KB of vectors."""
-    leaves = [Added(path, shape, {"data": 16}, ()) for path, shape in resnet18().items()]
+    leaves = [ReducedLeaf(path, shape, {"data": 16}, ()) for path, shape in resnet18().items()]
     values = sum(leaf.size for leaf in leaves)
     vectors = sum(leaf.size for leaf in leaves if len(leaf.shape) == 1)
     assert (round(values * 4 / 2**20), round(vectors * 4 / 2**10)) == (43, 38)
     plain = 2 * 15 / 16 * 4 * values
-    sent = powersgd.make(rank=rank).sent(leaves)
+    sent = powersgd.make(rank=rank).bytes_sent(leaves)
     assert round(plain / sent) == times
     assert round(1023 * sent / plain) == megabytes
 

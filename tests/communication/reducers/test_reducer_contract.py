@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from spmdkit.communication.reducers import coded
-from spmdkit.communication.reducers.base import Added, stateless
+from spmdkit.communication.reducers.base import ReducedLeaf, stateless
 from spmdkit.foundation import plugins
 from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.hlo.text import parse
@@ -254,7 +254,7 @@ def check_wire(choice, num, microbatches, row):
         f"{sum(in_loop)} of {len(in_loop)} collectives stand in a loop"
     )
     assert {c.op for c in large} == row.kinds
-    expected = made.reducer.sent([Added("up", (128, 128), {"data": num}, ())])
+    expected = made.reducer.bytes_sent([ReducedLeaf("up", (128, 128), {"data": num}, ())])
     assert sum(c.bytes_at_least for c in large) == pytest.approx(
         expected, rel=2e-3, abs=32
     )  # the loss may travel along

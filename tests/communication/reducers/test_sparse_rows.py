@@ -11,7 +11,7 @@ import pytest
 
 import spmdkit as sk
 from spmdkit.communication.reducers import sparse_rows
-from spmdkit.communication.reducers.base import Added
+from spmdkit.communication.reducers.base import ReducedLeaf
 from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.hlo.text import parse
 from tests.support.core_runs import assert_close
@@ -112,7 +112,7 @@ def test_a_round_sends_what_the_formula_says_in_one_loop_and_the_rest_outside(nu
     assert in_loop[0].bytes_at_least == (num - 1) * 4 * 1024  # 8 rows of 16 values, and their numbers
     assert sum(c.op == "all_reduce" for c in bill.collectives) == 2  # the rounds; other leaves with the loss
     leaves = [("bias", (8,)), ("head", (WIDTH, 8)), ("table", (NUM_ROWS, WIDTH))]
-    sent = made.reducer.sent([Added(path, shape, {"data": num}, ()) for path, shape in leaves])
+    sent = made.reducer.bytes_sent([ReducedLeaf(path, shape, {"data": num}, ()) for path, shape in leaves])
     loss = 8 * (num - 1) / num
     assert bill.bytes is None and bill.bytes_at_least == pytest.approx(sent + loss, abs=loss + 1)
 

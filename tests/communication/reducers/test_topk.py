@@ -8,7 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import spmdkit as sk
 from spmdkit.communication.reducers import topk
-from spmdkit.communication.reducers.base import Added, ReduceGroup
+from spmdkit.communication.reducers.base import ReducedLeaf, ReduceGroup
 from tests.support.messages import refused
 from tests.support.reducer_runs import program
 
@@ -47,12 +47,12 @@ def test_it_is_refused_where_it_would_send_half_of_what_the_sum_sends_or_nothing
         program("data 8", {"topk": {"fraction": 0.12}})
     program("data 8", {"topk": {"fraction": 0.056}})
     with refused("fraction: 0.01", "16,384 from each", "0.63", "Try fraction: 0.007, or reducer: int8"):
-        topk.make().check([Added("w", (1_668_000,), {"replica": 2, "data": 32}, ())])
-    topk.make(fraction=0.007).check([Added("w", (1_668_000,), {"replica": 2, "data": 32}, ())])
+        topk.make().check([ReducedLeaf("w", (1_668_000,), {"replica": 2, "data": 32}, ())])
+    topk.make(fraction=0.007).check([ReducedLeaf("w", (1_668_000,), {"replica": 2, "data": 32}, ())])
 
 
 def test_a_vector_that_is_too_short_crosses_as_a_sum_next_to_one_that_is_not():
-    leaves = [Added("w", (1 << 20,), {"data": 4}, ("tensor",)), Added("b", (8,), {"data": 4}, ())]
+    leaves = [ReducedLeaf("w", (1 << 20,), {"data": 4}, ("tensor",)), ReducedLeaf("b", (8,), {"data": 4}, ())]
     topk.make().check(leaves)
     with refused("8 values"):
         topk.make().check(leaves[1:])
