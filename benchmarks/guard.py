@@ -69,8 +69,8 @@ def main() -> int:
             continue
         for policy, (process, thread) in cost.items():
             print(
-                f"{devices} devices, {policy:5} {process * 1e6:+7.1f} us a step of the process, {thread * 1e6:+7.1f} us of the training thread "
-                f"({base[1] * 1e6:.0f} without)"
+                f"{devices} devices, {policy:5} {process * 1e6:+7.1f} us a step of the process, {thread * 1e6:+7.1f} "
+                f"us of the training thread ({base[1] * 1e6:.0f} without)"
             )
     return int(worst > MOST_S)
 

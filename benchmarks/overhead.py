@@ -428,10 +428,12 @@ def main() -> None:
         medians = ", ".join(f"{x:.3f}" for x in row["wall"]["sittings"])
         print(f"{_line(row)}  sittings {medians}  memory ratio {row['memory_ratio']:.4f}")
     print(
-        f"command to first step: {first['toolkit_s']:.2f} s, by hand {first['by_hand_s']:.2f} s, {first['more_s']:+.2f} s"
+        f"command to first step: {first['toolkit_s']:.2f} s, by hand {first['by_hand_s']:.2f} s, "
+        f"{first['more_s']:+.2f} s"
     )
     print(
-        f"import spmdkit adds {imported['import_s']:.3f} s to import jax; every public name {imported['every_name_s']:.3f} s"
+        f"import spmdkit adds {imported['import_s']:.3f} s to import jax; every public name "
+        f"{imported['every_name_s']:.3f} s"
     )
 
 

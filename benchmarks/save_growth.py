@@ -92,7 +92,8 @@ def saving(num: int, leaves: int, worked_around: bool) -> None:
         grown = growth(save, num)
         checkpoints.close()
     print(
-        f"Checkpoints.save, {leaves} arrays, {'as it is' if worked_around else 'as orbax asks'}  {grown:6.2f} KiB a save"
+        f"Checkpoints.save, {leaves} arrays, {'as it is' if worked_around else 'as orbax asks'}  {grown:6.2f} KiB a "
+        "save"
     )
 
 

@@ -90,7 +90,10 @@ def main():
             continue
         made = environment(python, BUILD / name, jax)
         code, counts = tested(made, arguments or QUICK, BUILD / f"{name}.log")
-        show = "import json, platform, jax, jaxlib; print(json.dumps([platform.python_version(), jax.__version__, jaxlib.__version__]))"
+        show = (
+            "import json, platform, jax, jaxlib; print(json.dumps([platform.python_version(), jax.__version__, "
+            "jaxlib.__version__]))"
+        )
         versions = json.loads(subprocess.run([made, "-c", show], capture_output=True, text=True, check=True).stdout)
         numbers = [counts.get(kind, 0) for kind in ("passed", "failed", "skipped")]
         print(f"| {datetime.date.today()} | " + " | ".join(map(str, [*versions, *numbers])) + " |", flush=True)

@@ -1,4 +1,5 @@
-"""What replicas send each other: reducers/ (how gradients are added) and sync/ (when groups of replicas agree).
+"""Communication between replicas: reducers/ (how gradients are reduced) and sync/ (when groups of replicas
+synchronize).
 
-Enters: gradients or parameters of each replica. Leaves: those of all.
+Input: gradients or parameters of each replica. Output: those of all replicas.
 """

@@ -26,8 +26,8 @@ def device_dtype(where: str, dtype: Any) -> np.dtype:
     """
     if not _is_numeric(dtype):
         raise ConfigError(
-            f"{where} has dtype {dtype}, which no device can hold. Data must be numbers or booleans. {_encoding(dtype)}, or leave "
-            f"it out."
+            f"{where} has dtype {dtype}, which no device can hold. Data must be numbers or booleans. "
+            f"{_encoding(dtype)}, or leave it out."
         )
     native = dtype.newbyteorder("=")
     canonical = np.dtype(jax.dtypes.canonicalize_dtype(native))

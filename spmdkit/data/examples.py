@@ -140,8 +140,9 @@ class ExampleSource:
             example = self._data[epoch * self._epoch_stride + index]
             if example is None:
                 raise ConfigError(
-                    f"{self._what}[{index}] is None, no example. grain's filter leaves such holes, and a batch of a fixed "
-                    f"size cannot have them. Filter beforehand: keep the indices to use, and give MapDataset.source(kept)."
+                    f"{self._what}[{index}] is None, no example. grain's filter leaves such holes, and a batch of a "
+                    "fixed size cannot have them. Filter beforehand: keep the indices to use, and give "
+                    "MapDataset.source(kept)."
                 )
             return take(example)
 
@@ -201,8 +202,9 @@ def _exit_message(what: str, error: BaseException) -> str:
     """Returns the message of data that ask the whole process to end."""
     asked = f"SystemExit({error.code!r})" if isinstance(error, SystemExit) else type(error).__name__
     return (
-        f"{what} raised {asked}. A run ends when its steps are done, and data cannot end it: with code 0 it would pass for one that has trained to "
-        "its last step. Return the example, or raise an error that says what is wrong with it."
+        f"{what} raised {asked}. A run ends when its steps are done, and data cannot end it: with code 0 it would "
+        "pass for one that has trained to its last step. Return the example, or raise an error that says what is "
+        "wrong with it."
     )
 
 

@@ -90,7 +90,8 @@ class Feed:
         for leaf in jax.tree.leaves(examples):
             if np.shape(leaf)[:1] != (self.schedule.batch_size,):
                 raise ConfigError(
-                    f"put: an array has shape {np.shape(leaf)}, batch_size is {self.schedule.batch_size}. A step takes whole batches."
+                    f"put: an array has shape {np.shape(leaf)}, batch_size is {self.schedule.batch_size}. A step "
+                    "takes whole batches."
                 )
         if mask is None and self._padded:
             mask = np.ones(self.schedule.batch_size, bool)

@@ -49,13 +49,14 @@ def shares(given: PerProcess, rows: Sequence[np.ndarray], what: str) -> tuple[Pr
     held = np.concatenate(rows)
     if len(held) != len(np.unique(held)):
         raise ConfigError(
-            f"{what} is sk.per_process, and several of the {len(rows)} processes hold the same rows of a batch: the mesh cuts something else than "
-            "the batch between them. Data of one process can only be rows that it alone holds. Set mesh.replica, data or fsdp to a multiple of "
-            "the number of processes, or give all processes the same data."
+            f"{what} is sk.per_process, and several of the {len(rows)} processes hold the same rows of a batch: the "
+            "mesh cuts something else than the batch between them. Data of one process can only be rows that it "
+            "alone holds. Set mesh.replica, data or fsdp to a multiple of the number of processes, or give all "
+            "processes the same data."
         )
     if len(given.lengths) != len(rows):
         raise ConfigError(
-            f"{what} is sk.per_process, and the {len(rows)} processes have not told each other how many examples they have. sk.train does that. Use "
-            "it, or give all processes the same data."
+            f"{what} is sk.per_process, and the {len(rows)} processes have not told each other how many examples they "
+            "have. sk.train does that. Use it, or give all processes the same data."
         )
     return tuple(ProcessRows(length, tuple(map(int, own))) for length, own in zip(given.lengths, rows, strict=True))

@@ -71,8 +71,8 @@ class Schedule:
         if self.drop_remainder and self.num_examples < self.batch_size:
             raise ConfigError(
                 f"{self.what} has {self.num_examples} examples, batch_size is {self.batch_size}: not one full batch, "
-                f"and data.drop_remainder: true uses full batches only. Try a batch_size of at most {self.num_examples}, or "
-                f"data.drop_remainder: false."
+                "and data.drop_remainder: true uses full batches only. Try a batch_size of at most "
+                f"{self.num_examples}, or data.drop_remainder: false."
             )
 
     def local(self, process: int) -> Schedule:

@@ -86,10 +86,10 @@ def open_source(data: Any, what: str = "train_data", access: ReadPolicy | None =
         return ExampleSource(data, what, is_grain=False, access=access or DEFAULT_POLICY)
     if jax.tree_util.all_leaves([data]):
         raise ConfigError(
-            f"{what} is a {_type_name(data)}. Data must be arrays (a dict or tuple of "
-            f"them), a grain.MapDataset, or have __len__ and __getitem__: a batch is looked up by index, so a run can "
-            f"resume at any step. Try list(data) for an iterator, np.load(path) for a file, MapDataset for a grain IterDataset, "
-            f"jax.tree_util.register_dataclass for a dataclass of arrays."
+            f"{what} is a {_type_name(data)}. Data must be arrays (a dict or tuple of them), a grain.MapDataset, or "
+            "have __len__ and __getitem__: a batch is looked up by index, so a run can resume at any step. Try "
+            "list(data) for an iterator, np.load(path) for a file, MapDataset for a grain IterDataset, "
+            "jax.tree_util.register_dataclass for a dataclass of arrays."
         )
     return ArraySource(data, what)
 

@@ -295,20 +295,21 @@ def _check_shapes(q: Any, k: Any, v: Any, causal: bool, positions: Any, segment_
     shapes = f"q {q.dtype}{list(q.shape)}, k {k.dtype}{list(k.shape)}, v {v.dtype}{list(v.shape)}"
     if not (q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]):
         raise ConfigError(
-            f"sk.attention: {shapes}. They are q [B, T, N, H] and k, v [B, S, K, H], with the same B and H. Reshape them."
+            f"sk.attention: {shapes}. They are q [B, T, N, H] and k, v [B, S, K, H], with the same B and H. Reshape "
+            "them."
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ConfigError(f"sk.attention: {shapes}. They have one dtype. Cast them, for example k.astype(q.dtype).")
     if q.shape[2] % k.shape[2]:
         raise ConfigError(
-            f"sk.attention: {shapes}. Each key head serves the same number of query heads, and {q.shape[2]} is not divisible by "
-            f"{k.shape[2]}. Change the number of heads."
+            f"sk.attention: {shapes}. Each key head serves the same number of query heads, and {q.shape[2]} is not "
+            f"divisible by {k.shape[2]}. Change the number of heads."
         )
     same_tokens = causal or positions is not None or segment_ids is not None
     if same_tokens and q.shape[1] != k.shape[1]:
         raise ConfigError(
-            f"sk.attention: {shapes}. A causal mask, positions and segment ids are those of the same tokens, found {q.shape[1]} queries and "
-            f"{k.shape[1]} keys. Use causal=False without ids for keys of other tokens."
+            f"sk.attention: {shapes}. A causal mask, positions and segment ids are those of the same tokens, found "
+            f"{q.shape[1]} queries and {k.shape[1]} keys. Use causal=False without ids for keys of other tokens."
         )
     for name, ids, fits in (
         ("segment_ids_BT", segment_ids, (q.shape[:2],)),
@@ -316,8 +317,8 @@ def _check_shapes(q: Any, k: Any, v: Any, causal: bool, positions: Any, segment_
     ):
         if ids is not None and (ids.shape not in fits or not jnp.issubdtype(ids.dtype, jnp.integer)):
             raise ConfigError(
-                f"sk.attention: {name} is {ids.dtype}{list(ids.shape)}, and q has {q.shape[0]} x {q.shape[1]} tokens. It is one whole number "
-                f"for each, int32{list(fits[0])}. Reshape or cast it."
+                f"sk.attention: {name} is {ids.dtype}{list(ids.shape)}, and q has {q.shape[0]} x {q.shape[1]} tokens. "
+                f"It is one whole number for each, int32{list(fits[0])}. Reshape or cast it."
             )
     if positions is not None and not causal:
         raise ConfigError("sk.attention: positions_BT has no effect with causal=False. Remove it.")
@@ -333,21 +334,22 @@ def _check_mesh(context: trace_context.Context, q: jax.Array, causal: bool, posi
         and not context.usage.has_called("context_order")
     ):
         raise ConfigError(
-            f"sk.attention: mesh.context is {num}, in zigzag order, and the model has not put its tokens into that order. A causal mask would "
-            "hide the wrong keys. Call sk.context_order on tokens, targets, masks and segment ids first, and take positions from "
-            "sk.context_positions; or set attention: {order: contiguous}."
+            f"sk.attention: mesh.context is {num}, in zigzag order, and the model has not put its tokens into that "
+            "order. A causal mask would hide the wrong keys. Call sk.context_order on tokens, targets, masks and "
+            "segment ids first, and take positions from sk.context_positions; or set attention: "
+            "{order: contiguous}."
         )
     unit = 1 if num == 1 else chunks(num) // (num if context.in_manual else 1)
     if q.shape[1] % unit:
         raise ConfigError(
-            f"sk.attention: q has {q.shape[1]} tokens; mesh.context {num} in {order()} order cuts them into {unit} chunks. The number of "
-            f"tokens is a multiple of {unit}. Try {-(-q.shape[1] // unit) * unit}."
+            f"sk.attention: q has {q.shape[1]} tokens; mesh.context {num} in {order()} order cuts them into {unit} "
+            f"chunks. The number of tokens is a multiple of {unit}. Try {-(-q.shape[1] // unit) * unit}."
         )
     cut = tensor * (num if context.options.attention.context == "all_to_all" else 1)
     if q.shape[2] % cut:
         ring = ", or attention: {context: ring}" if cut > tensor and q.shape[2] % tensor == 0 else ""
         by = f"mesh.tensor {tensor} x mesh.context {num}" if cut > tensor else f"mesh.tensor {tensor}"
         raise ConfigError(
-            f"sk.attention: {q.shape[2]} query heads are cut over {by} = {cut} devices, and {q.shape[2]} is not divisible by {cut}. "
-            f"Change the number of heads to a multiple of {cut}{ring}, or use a smaller axis."
+            f"sk.attention: {q.shape[2]} query heads are cut over {by} = {cut} devices, and {q.shape[2]} is not "
+            f"divisible by {cut}. Change the number of heads to a multiple of {cut}{ring}, or use a smaller axis."
         )

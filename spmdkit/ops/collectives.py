@@ -44,7 +44,8 @@ def axes(*names: str) -> tuple[str, ...]:
     for name in names:
         if name not in context.options.logical_axes:
             raise ValueError(
-                f"unknown name '{name}'.{nearest(name, context.options.logical_axes)} Known: {', '.join(sorted(context.options.logical_axes))}."
+                f"unknown name '{name}'.{nearest(name, context.options.logical_axes)} Known: "
+                f"{', '.join(sorted(context.options.logical_axes))}."
             )
         own = context.sharding.inner_axes if name == "batch" else context.options.logical_axes[name]
         context.usage.record_axes(*own)
@@ -83,7 +84,8 @@ def all_reduce(x: jax.Array, names: Names) -> jax.Array:
     if same := [a for a in found if compat.axes_are_typed() and a not in compat.varying_axes(x)]:
         raise ConfigError(
             f"all_reduce over {list(found)}: the operand is already the same along {same}, and a sum would make it "
-            f"{trace_context.current().sharding.size(*same)} times too large. Remove the reduction, or name only the axes along which it differs."
+            f"{trace_context.current().sharding.size(*same)} times too large. Remove the reduction, or name only the "
+            "axes along which it differs."
         )
     return lax.psum(x, found)
 
@@ -137,8 +139,9 @@ def _axes_in_part(name: str, names: Names) -> tuple[str, ...]:
     mesh = context.sharding.mesh
     if not trace_context.is_in_part() and mesh is not None and mesh.size > 1:
         raise ConfigError(
-            f"spmdkit.ops.collectives.{name} over {names!r} is called outside of sk.manual, on a mesh of {mesh.size} devices. Outside of a part "
-            "an array is no shard, and nothing would be sent: the result would be another one on each mesh. Over replicas write sk.all_gather(x), "
-            "sk.psum(x), sk.pmean(x) or sk.num_replicas() in the loss; over model axes put the lines into sk.manual(fn, in_dims, out_dims)."
+            f"spmdkit.ops.collectives.{name} over {names!r} is called outside of sk.manual, on a mesh of {mesh.size} "
+            "devices. Outside of a part an array is no shard, and nothing would be sent: the result would be another "
+            "one on each mesh. Over replicas write sk.all_gather(x), sk.psum(x), sk.pmean(x) or sk.num_replicas() in "
+            "the loss; over model axes put the lines into sk.manual(fn, in_dims, out_dims)."
         )
     return _axes(names)

@@ -125,7 +125,8 @@ def _parts(tree: Any, dim: int, what: str) -> tuple[int, int]:
         return 1, 1
     if len(found := axes("sequence")) > 1:
         raise ConfigError(
-            f"{what}: layout.axes.sequence means the mesh axes {list(found)}. A sequence runs along one axis. Name context alone."
+            f"{what}: layout.axes.sequence means the mesh axes {list(found)}. A sequence runs along one axis. Name "
+            "context alone."
         )
     for path, leaf in named_leaves(tree):
         length = jnp.shape(leaf)[dim] if jnp.ndim(leaf) > dim else None
@@ -133,8 +134,8 @@ def _parts(tree: Any, dim: int, what: str) -> tuple[int, int]:
             shape = tuple(jnp.shape(leaf))
             at = f" '{path}'" if path else ""
             raise ConfigError(
-                f"{what}(dim={dim}): the array{at} has shape {shape}; mesh.context {num} in {order()} order cuts dim {dim} into "
-                f"{unit} chunks. The dim exists and is a multiple of {unit}. Try a length of "
+                f"{what}(dim={dim}): the array{at} has shape {shape}; mesh.context {num} in {order()} order cuts dim "
+                f"{dim} into {unit} chunks. The dim exists and is a multiple of {unit}. Try a length of "
                 f"{-(-(length or 1) // unit) * unit}."
             )
     return num, unit

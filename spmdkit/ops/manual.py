@@ -144,8 +144,9 @@ def _check_divisible(context: trace_context.Context, what: str, shape: tuple[int
         cut = (names,) if isinstance(names, str) else names or ()
         if length % context.sharding.size(*cut):
             raise ConfigError(
-                f"sk.manual: {what} has shape {shape}; dim {i} is cut over {' x '.join(cut)} = {context.sharding.size(*cut)}, and {length} is not "
-                f"divisible by it. Make the dim a multiple of {context.sharding.size(*cut)}, or use another mesh."
+                f"sk.manual: {what} has shape {shape}; dim {i} is cut over {' x '.join(cut)} = "
+                f"{context.sharding.size(*cut)}, and {length} is not divisible by it. Make the dim a multiple of "
+                f"{context.sharding.size(*cut)}, or use another mesh."
             )
 
 
@@ -193,8 +194,8 @@ def _trace_once(
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in locals_]
     if any(isinstance(c, jax.core.Tracer) for c in closed.consts):
         raise ConfigError(
-            "sk.manual: fn closes over a traced array. Inside, arrays are shards, and what comes from outside has to say how it "
-            "is cut. Pass it as an argument, with its dims in in_dims."
+            "sk.manual: fn closes over a traced array. Inside, arrays are shards, and what comes from outside has to "
+            "say how it is cut. Pass it as an argument, with its dims in in_dims."
         )
     has_derivative = takes_derivative(closed)
     if has_derivative:

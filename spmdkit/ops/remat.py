@@ -107,9 +107,9 @@ def check_names(key: str, names: Sequence[str], marks: Collection[str], what: st
         if name not in marked:
             found = f"the marks there are {', '.join(marked)}" if marked else "there are no marks"
             raise ConfigError(
-                f"remat.{key} names '{name}', and no rematerialised part of {what} marks it ({found}), so it has no effect."
-                f"{nearest(name, marked)} Write jax.ad_checkpoint.checkpoint_name(x, '{name}') inside of sk.remat, or "
-                "remove the name."
+                f"remat.{key} names '{name}', and no rematerialised part of {what} marks it ({found}), so it has no "
+                f"effect.{nearest(name, marked)} Write jax.ad_checkpoint.checkpoint_name(x, '{name}') inside of "
+                "sk.remat, or remove the name."
             )
 
 

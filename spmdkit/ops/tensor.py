@@ -91,8 +91,8 @@ def column_row_parallel(
     in_column = _column_dims(columns, hidden, column_dims)
     if len(in_column) != len(columns) or len(extra) != len(extra_dims):
         raise ConfigError(
-            f"sk.column_row_parallel: {len(columns)} columns with {len(in_column)} column_dims, {len(extra)} extra with {len(extra_dims)} "
-            "extra_dims. Each array says how it is cut. Give one tuple of names for each."
+            f"sk.column_row_parallel: {len(columns)} columns with {len(in_column)} column_dims, {len(extra)} extra "
+            f"with {len(extra_dims)} extra_dims. Each array says how it is cut. Give one tuple of names for each."
         )
     in_row = row_dims or (hidden, *(None,) * (row.ndim - 2), "embed")
 
@@ -144,8 +144,9 @@ def _row(h: jax.Array, w: jax.Array, dims: Dims, w_dims: Dims) -> jax.Array:
     whole = gather_weight(w, w_dims, dims, contracted, h)
     if h.shape[len(dims) - 1 :] != whole.shape[:-1]:
         raise ConfigError(
-            f"the function between the products returned a shard {h.shape}, and the row weight's shard is {whole.shape}. The dims of "
-            f"the result after the first {len(dims) - 1} are those of the weight before its last. Check both shapes and the names of their dims."
+            f"the function between the products returned a shard {h.shape}, and the row weight's shard is "
+            f"{whole.shape}. The dims of the result after the first {len(dims) - 1} are those of the weight before "
+            "its last. Check both shapes and the names of their dims."
         )
     return reduce_rows(product(h, whole, contracted), dims, kept_axes(w_dims[:-1], dims))
 
@@ -177,8 +178,9 @@ def gather_weight(w: jax.Array, w_dims: Dims, dims: Dims, width_dim: int, x: jax
             stored = cut if dim == width_dim else tuple(a for a in cut if a in _rows_axes(dims))
             if stored and cut[-len(stored) :] != stored:
                 raise ConfigError(
-                    f"layout.axes.{name} is {list(cut)}: {list(stored)} also cuts the examples, so it only stores the weight. Such axes "
-                    f"come last. Write {name}: [{', '.join([a for a in cut if a not in stored] + list(stored))}]."
+                    f"layout.axes.{name} is {list(cut)}: {list(stored)} also cuts the examples, so it only stores the "
+                    f"weight. Such axes come last. Write {name}: "
+                    f"[{', '.join([a for a in cut if a not in stored] + list(stored))}]."
                 )
             if stored and dim == w.ndim - 1 > 0:
                 w = jnp.moveaxis(lax.optimization_barrier(all_gather(jnp.moveaxis(w, -1, 0), stored, 0)), 0, -1)
@@ -236,8 +238,8 @@ def _shared(name: str | None, hidden_axes: Sequence[str]) -> tuple[str, ...]:
     shared = tuple(a for a in finer if a in hidden_axes)
     if shared and (shared != finer or cut[-len(finer) :] != finer):
         raise ConfigError(
-            f"layout.axes.norm_sequence is {list(cut)}, sequence {list(axes('sequence'))} and the hidden dim {list(hidden_axes)}. "
-            "norm_sequence is the axes of sequence, then axes of the hidden dim alone. Try "
+            f"layout.axes.norm_sequence is {list(cut)}, sequence {list(axes('sequence'))} and the hidden dim "
+            f"{list(hidden_axes)}. norm_sequence is the axes of sequence, then axes of the hidden dim alone. Try "
             f"norm_sequence: [{', '.join((*axes('sequence'), *shared))}]."
         )
     return shared

@@ -89,8 +89,9 @@ def embed(
         movable = bool(stores) and set(stores) <= set(batch) and not set(axes("vocab")) - set(vocab_axes)
         if by == "tokens" and stores and not movable:
             raise ConfigError(
-                f"sk.embed(by='tokens'): the table's width is cut over {list(stores)}, the examples over {list(batch)}. Ids can be "
-                "sent to the devices that store the width only along axes that cut the examples. Use by='table'."
+                f"sk.embed(by='tokens'): the table's width is cut over {list(stores)}, the examples over "
+                f"{list(batch)}. Ids can be sent to the devices that store the width only along axes that cut the "
+                "examples. Use by='table'."
             )
         smaller = tokens.size // axis_size(vocab_axes) < table.shape[0]
         smaller &= tokens.size * max(table.shape[1], LANES) <= table.size
@@ -179,8 +180,9 @@ def _check_ids(what: str, ids: Any) -> None:
     ids = ids if hasattr(ids, "dtype") else jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ConfigError(
-            f"{what} is {describe(ids)}. Ids count the rows of the vocabulary: they are integers of any width, and a fraction would be cut off "
-            "without a word. Cast them where they are whole numbers, ids.astype(jnp.int32)."
+            f"{what} is {describe(ids)}. Ids count the rows of the vocabulary: they are integers of any width, and a "
+            "fraction would be cut off without a word. Cast them where they are whole numbers, "
+            "ids.astype(jnp.int32)."
         )
 
 
@@ -190,13 +192,14 @@ def _check(num: int, vocab_size: int | None, chunk: int | None, vocab_axes: tupl
         num *= parts
     if num % parts:
         raise ConfigError(
-            f"sk.cross_entropy: the head has {num} columns, cut over {' x '.join(vocab_axes)} = {parts}. Each device holds as many as the others. "
-            f"Make it padded_vocab({num}, {parts}) = {padded_vocab(num, parts)} columns long and give vocab_size={vocab_size or num}."
+            f"sk.cross_entropy: the head has {num} columns, cut over {' x '.join(vocab_axes)} = {parts}. Each device "
+            f"holds as many as the others. Make it padded_vocab({num}, {parts}) = {padded_vocab(num, parts)} columns "
+            f"long and give vocab_size={vocab_size or num}."
         )
     if vocab_size is not None and not 0 < vocab_size <= num:
         raise ConfigError(
-            f"sk.cross_entropy: vocab_size is {vocab_size}, and the head has {num} columns. It counts the columns that are ids, the first "
-            f"ones. Give a number from 1 to {num}."
+            f"sk.cross_entropy: vocab_size is {vocab_size}, and the head has {num} columns. It counts the columns "
+            f"that are ids, the first ones. Give a number from 1 to {num}."
         )
     if chunk is not None and chunk < 1:
         raise ConfigError(

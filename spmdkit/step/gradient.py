@@ -79,8 +79,8 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
         context.usage.record_call("value_and_grad")
         if len(args) not in (2, 3):
             raise ConfigError(
-                f"sk.value_and_grad(loss_fn) was called with {1 + len(args)} arguments. It takes (params, batch, key), with model "
-                "state (params, model_state, batch, key). The key is state.key."
+                f"sk.value_and_grad(loss_fn) was called with {1 + len(args)} arguments. It takes (params, batch, "
+                "key), with model state (params, model_state, batch, key). The key is state.key."
             )
         model_state, batch, key = args if len(args) == 3 else (None, *args)
         _check_differentiable(params)
@@ -273,8 +273,8 @@ def _checked_state(state: Any, new_state: Any) -> Any:
     """
     if difference := first_difference(state, new_state):
         raise ConfigError(
-            f"loss_fn returned another model state than it was given: {difference}. Its tree, shapes and dtypes stay the same "
-            "over all steps. Return the whole new state, cast where needed."
+            f"loss_fn returned another model state than it was given: {difference}. Its tree, shapes and dtypes stay "
+            "the same over all steps. Return the whole new state, cast where needed."
         )
     return new_state
 
@@ -372,8 +372,9 @@ def _check_differentiable(params: Any) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             raise ConfigError(
-                f"parameter {jax.tree_util.keystr(path, simple=True, separator='/')} is {describe(leaf)}: only floating point "
-                "leaves have a gradient. Keep it in the model state (sk.Variables) or out of the parameters."
+                f"parameter {jax.tree_util.keystr(path, simple=True, separator='/')} is {describe(leaf)}: only "
+                "floating point leaves have a gradient. Keep it in the model state (sk.Variables) or out of the "
+                "parameters."
             )
 
 

@@ -51,17 +51,19 @@ class ReducerSlots:
             return None
         if compat.current_trace() is not self._trace:
             raise ConfigError(
-                f"sk.value_and_grad is called inside of a loop, a branch, a vmap or a jit of its own, at {_calling_line()}, and the "
-                "config's reducer keeps something from step to step, once for each call. Call it outside (microbatches: N accumulates "
-                "gradients without a loop of yours), or use reducer: sum."
+                "sk.value_and_grad is called inside of a loop, a branch, a vmap or a jit of its own, at "
+                f"{_calling_line()}, and the config's reducer keeps something from step to step, once for each call. "
+                "Call it outside (microbatches: N accumulates gradients without a loop of yours), or use reducer: "
+                "sum."
             )
         if self._discovers:
             self._put.append(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), gradient))
             return None
         if len(self._put) == len(self._states):
             raise ConfigError(
-                f"sk.value_and_grad is called more often in this trace than in the first one ({len(self._states)} times), at "
-                f"{_calling_line()}. The reducer's state has one entry for each call. Call it the same number of times in every trace."
+                f"sk.value_and_grad is called more often in this trace than in the first one ({len(self._states)} "
+                f"times), at {_calling_line()}. The reducer's state has one entry for each call. Call it the same "
+                "number of times in every trace."
             )
         return self._states[len(self._put)]
 
@@ -97,8 +99,9 @@ class ReducerSlots:
         """
         if len(self._put) != len(self._states) and not self._discovers:
             raise ConfigError(
-                f"sk.value_and_grad is called {len(self._put)} times in this trace and {len(self._states)} times in the "
-                "first one. The reducer's state has one entry for each call. Call it the same number of times in every trace."
+                f"sk.value_and_grad is called {len(self._put)} times in this trace and {len(self._states)} times in "
+                "the first one. The reducer's state has one entry for each call. Call it the same number of times in "
+                "every trace."
             )
         return tuple(self._put)
 

@@ -42,9 +42,9 @@ def check_effect(
     assert context.sharding.placements is not None
     if not context.usage.has_called("value_and_grad"):
         raise ConfigError(
-            f"reducer: {name} has no effect: {what} never calls sk.value_and_grad, the place where gradients are reduced. What jax.grad or "
-            "sk.pmean(grads) give is not its. Compute the gradient with sk.value_and_grad(loss_fn)(params, batch, state.key), or use "
-            "reducer: sum."
+            f"reducer: {name} has no effect: {what} never calls sk.value_and_grad, the place where gradients are "
+            "reduced. What jax.grad or sk.pmean(grads) give is not its. Compute the gradient with "
+            "sk.value_and_grad(loss_fn)(params, batch, state.key), or use reducer: sum."
         )
     several = any(size > 1 for size in sizes.values())
     if several and not any(
@@ -52,8 +52,9 @@ def check_effect(
     ):
         zero = f", zero: {3 if 'fsdp' not in context.sharding.data_axes else 2}" if sizes["fsdp"] > 1 else ""
         raise ConfigError(
-            f"reducer: {name} has no effect on the mesh {describe_mesh(sizes)}{zero}: nothing is added over replicas, and what ZeRO and the "
-            f"model axes send is not the reducer's. Try mesh: {_with_replicas(sizes)}, or reducer: sum."
+            f"reducer: {name} has no effect on the mesh {describe_mesh(sizes)}{zero}: nothing is added over replicas, "
+            f"and what ZeRO and the model axes send is not the reducer's. Try mesh: {_with_replicas(sizes)}, or "
+            "reducer: sum."
         )
 
 

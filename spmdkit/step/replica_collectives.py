@@ -62,9 +62,10 @@ def all_gather(tree: Any, with_mask: bool = False) -> Any:
         unmasked = not with_mask and not trace_context.current().usage.has_called("example_mask")
         if unmasked and examples is not None and examples.mask is not None and leaf.shape[0] == num:
             raise ConfigError(
-                f"sk.all_gather: {what} is {describe(leaf)}, while some of the {num} examples may be padding: they would count among everybody's. "
-                "The mask says which rows are real. Write `rows, mask = sk.all_gather(x, with_mask=True)` and leave out rows where it is "
-                "False (jnp.where(mask, logits, -jnp.inf))."
+                f"sk.all_gather: {what} is {describe(leaf)}, while some of the {num} examples may be padding: they "
+                "would count among everybody's. The mask says which rows are real. Write `rows, mask = "
+                "sk.all_gather(x, with_mask=True)` and leave out rows where it is False (jnp.where(mask, logits, "
+                "-jnp.inf))."
             )
     gathered = jax.tree.map(lambda x: _joined(jnp.asarray(x), axes), tree)
     return (gathered, _gathered_mask(axes, num)) if with_mask else gathered
@@ -175,15 +176,16 @@ def _axes(name: str) -> tuple[str, ...]:
     context, examples = trace_context.current(), trace_context.current_examples()
     if trace_context.is_in_part():
         raise ConfigError(
-            f"{name} was called inside of sk.manual, where arrays are the shards of one device and not the rows of a replica. Call it "
-            "before or after the part, and pass what it gives as an argument."
+            f"{name} was called inside of sk.manual, where arrays are the shards of one device and not the rows of a "
+            "replica. Call it before or after the part, and pass what it gives as an argument."
         )
     if context.inside:
         return REPLICA_AXES
     if examples is not None and examples.whole:
         raise ConfigError(
-            f"{name} was called outside of a per-replica step and of a loss. In the global view arrays are global: they hold the rows of all "
-            "replicas, and nothing is left to cross. Remove it, move it into the loss of sk.value_and_grad, or give the task view='replica'."
+            f"{name} was called outside of a per-replica step and of a loss. In the global view arrays are global: "
+            "they hold the rows of all replicas, and nothing is left to cross. Remove it, move it into the loss of "
+            "sk.value_and_grad, or give the task view='replica'."
         )
     return () if context.sharding.form == "plain" else REPLICA_AXES
 
@@ -191,9 +193,10 @@ def _axes(name: str) -> tuple[str, ...]:
 def reduced_twice(name: str, what: str) -> str:
     """Returns the message about a sum over replicas of what is already the same on all of them."""
     return (
-        f"{name}: {what} is already the same on every replica: it was reduced twice. Another sum would make it N times too "
-        "large. Remove one of the two reductions (sk.value_and_grad has already reduced; one number of all is a sk.scalar). If it is a derivative with respect to a constant, "
-        "JAX has added it up: differentiate with respect to something of the replica's own, `x * 0` instead of `jnp.zeros(...)`."
+        f"{name}: {what} is already the same on every replica: it was reduced twice. Another sum would make it N "
+        "times too large. Remove one of the two reductions (sk.value_and_grad has already reduced; one number of all "
+        "is a sk.scalar). If it is a derivative with respect to a constant, JAX has added it up: differentiate with "
+        "respect to something of the replica's own, `x * 0` instead of `jnp.zeros(...)`."
     )
 
 

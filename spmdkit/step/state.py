@@ -212,10 +212,10 @@ def _updated(optimizer: Any, grads: Any, opt_state: Any, params: Any, extra: dic
         known = {"value": "loss", "grad": "grads", "value_fn": "the loss as a function of the parameters"}
         given = f"is given {', '.join(sorted(extra))}" if extra else "is given the gradient alone"
         raise ConfigError(
-            f"apply_gradients: the optimizer needs {', '.join(names)} (optax's {missing[1]}) and {given}. Some optimizers take "
-            "more than a gradient. Write state.apply_gradients(grads, "
-            f"{', '.join(f'{name}={known.get(name, chr(46) * 3)}' for name in names)}) in the train_step; the default step of a "
-            "loss_fn gives value, grad and value_fn."
+            f"apply_gradients: the optimizer needs {', '.join(names)} (optax's {missing[1]}) and {given}. Some "
+            "optimizers take more than a gradient. Write state.apply_gradients(grads, "
+            f"{', '.join(f'{name}={known.get(name, chr(46) * 3)}' for name in names)}) in the train_step; the default "
+            "step of a loss_fn gives value, grad and value_fn."
         ) from error
 
 
@@ -232,9 +232,9 @@ def check_not_donated(state: Any, what: str) -> None:
     if any(map(is_deleted, jax.tree.leaves(state))):
         path = next(path for path, x in named_leaves(state) if is_deleted(x))
         raise ConfigError(
-            f"{what}: the state was given to an earlier step, which took its memory ('{path}' is deleted). A step donates its state: "
-            "only the one that it returns can be used. Write `state, metrics = program.step(state, batch)`, and copy what must stay "
-            "(jax.tree.map(jnp.copy, state)) before the step."
+            f"{what}: the state was given to an earlier step, which took its memory ('{path}' is deleted). A step "
+            "donates its state: only the one that it returns can be used. Write `state, metrics = "
+            "program.step(state, batch)`, and copy what must stay (jax.tree.map(jnp.copy, state)) before the step."
         )
 
 
@@ -263,7 +263,8 @@ def _check_gradient(context: trace_context.Context, grads: Any, params: Any) -> 
         words = [f"lacks {', '.join(missing[:4])}"] * bool(missing) + [f"has {', '.join(extra[:4])} more"] * bool(extra)
         raise ConfigError(
             f"apply_gradients: the gradient {' and '.join(words) or 'is another kind of tree than the parameters'}. "
-            f"It must be a tree like the parameters ({', '.join(asked[:6])}). Differentiate with respect to state.params."
+            f"It must be a tree like the parameters ({', '.join(asked[:6])}). Differentiate with respect to "
+            "state.params."
         )
     for (path, grad), (_, leaf) in zip(named_leaves(grads), named_leaves(params), strict=True):
         if jnp.shape(grad) != jnp.shape(leaf):

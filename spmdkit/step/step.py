@@ -192,8 +192,9 @@ def replica_step(
                 if axes := trace_context.differing_axes(inner, leaf):
                     raise ConfigError(
                         f"train_step: {what} '{path}' differs between the replicas of axes {list(axes)}: a reduction "
-                        "is missing. What leaves a per-replica step must be the same on every replica. "
-                        f"Apply sk.pmean to it{' and update through state.apply_gradients' if what == 'state leaf' else ''}."
+                        "is missing. What leaves a per-replica step must be the same on every replica. Apply "
+                        "sk.pmean to "
+                        f"it{' and update through state.apply_gradients' if what == 'state leaf' else ''}."
                     )
         new_state, metrics = jax.tree.map(_untype_trivial, (new_state, metrics))
         kept = compat.as_varying(jax.tree.map(lambda x: x[None], slots.collected()), REPLICA_AXES)
@@ -287,6 +288,7 @@ def checked(state: TrainState, out: Any) -> tuple[TrainState, dict[str, Any]]:
         alike[name] = jnp.asarray(metric) if is_number else metric
         if not (is_number or is_metric(metric)) or (jnp.ndim(alike[name]) if is_number else is_array(metric)):
             raise ConfigError(
-                f"train_step returned metric '{name}' as {shape_of(metric)}. {RULE}, or a scalar. Write '{name}': sk.mean(...)."
+                f"train_step returned metric '{name}' as {shape_of(metric)}. {RULE}, or a scalar. Write '{name}': "
+                "sk.mean(...)."
             )
     return new_state, alike

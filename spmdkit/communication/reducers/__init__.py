@@ -1,2 +1,5 @@
-"""How the gradients of the replicas become one: a file each, found by its name (`spmdkit.foundation.plugins`);
-`base.Reducer` is what it makes."""
+"""Gradient reduction over replicas: one file per reducer, found by name (`spmdkit.foundation.plugins`).
+
+Input: the gradient leaves of one replica and the reducer's state. Output: the reduced leaves and the new state
+(`base.Reducer`).
+"""

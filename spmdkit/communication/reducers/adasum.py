@@ -1,20 +1,19 @@
-"""Adaptive summation: replicas that agree are averaged, replicas whose gradients are orthogonal are added, leaf by
-leaf.
+"""Adaptive summation: gradients that point the same way are averaged, orthogonal gradients are added, leaf by leaf.
 
     adasum(a, b) = (1 - a.b / 2 |a|^2) a + (1 - a.b / 2 |b|^2) b             in a tree over the replicas: (0,1) (2,3),
     then (01,23), ...
 
-What comes back takes the place of the mean, and is longer than it where replicas see different things: with the
-learning rate of one replica, not of N. The order is fixed, replicas in the order of the mesh, so that their number is a
-power of two. Dot products are those of whole leaves, of what is cut over model axes too.
+The result replaces the mean. It is longer than the mean where replicas differ, so use the learning rate of one replica,
+not of N. The order of the tree is the order of replicas in the mesh, so their number is a power of two. Dot products
+are over whole leaves, including leaves that are sharded over model axes.
 
-Each replica owns a part of every leaf: it gets everyone's, the dot products of parts are added in one small all_reduce
-for each level of the tree, and each owner climbs the tree on its part. The bytes are those of `sum`, where Horovod's
-halving of vectors has the same and exchanging whole vectors log2(N) / 2 times as many.
+Each replica owns a part of every leaf and receives this part from all replicas. One small all_reduce per level of the
+tree adds the dot products of the parts; then each owner combines its part. The bytes are those of `sum` and of
+Horovod's vector halving. Exchanging whole vectors would send log2(N) / 2 times as many.
 
-Use it for many replicas where a larger learning rate, or batch, stops to converge. Each replica hands over its own
-mean: an example counts by how many others its replica has in a short batch. Not with ZeRO 2, whose scatter adds shards
-before a mean could be seen.
+Use it for many replicas where a larger learning rate or batch no longer converges. Each replica contributes its own
+mean, so in a short batch an example weighs more on a replica with fewer examples. Not with ZeRO 2, whose scatter adds
+shards before the mean is known.
 Memory: none. Forward: all_to_all, log2(N) all_reduces of 3 N / 2^level numbers a leaf, all_gather over the replica
 axes. Backward: none.
 Wire: with `p` the sum over leaves of `V / N` rounded up, rounded up to a multiple of 1,024, a device sends `2 (N-1) * 4
@@ -81,13 +80,14 @@ def _check(added: Sequence[ReducedLeaf]) -> None:
             axes = " x ".join(f"{axis} {size}" for axis, size in leaf.axes.items())
             below = 1 << (leaf.num.bit_length() - 1)
             raise ConfigError(
-                f"reducer: adasum adds in pairs, and {leaf.path!r} is added over {axes}: {leaf.num} replicas are no power of two. Try "
-                f"{below} replicas, or {2 * below}, or reducer: sum."
+                f"reducer: adasum combines replicas in pairs, and {leaf.path!r} is reduced over {axes}: {leaf.num} "
+                f"replicas are not a power of two. Try {below} replicas, or {2 * below}, or reducer: sum."
             )
         if leaf.before:
             raise ConfigError(
-                f"reducer: adasum takes the mean of each replica, and layout.zero: 2 adds {leaf.path!r} over {leaf.before[0]} before: no replica's own is left. "
-                "Write layout: {zero: 1}, or reducer: sum."
+                f"reducer: adasum needs the mean of each replica, and layout.zero: 2 reduces {leaf.path!r} over "
+                f"{leaf.before[0]} before it, so that mean is not available. Write layout: {{zero: 1}}, or reducer: "
+                "sum."
             )
 
 
@@ -97,7 +97,7 @@ def _of_group(leaves: Sequence[jax.Array], over: ReduceGroup) -> Leaves:
     rows = [_rows(x.astype(jnp.float32), num) for x in leaves]
     buffer = jnp.concatenate(rows, 1)
     buffer = jnp.pad(buffer, [(0, 0), (0, -buffer.shape[1] % PAD)])
-    parts = exchange_parts(buffer, over.axes)  # [replicas, part]: everyone's of the part that is owned here
+    parts = exchange_parts(buffer, over.axes)  # [replicas, part]: the part that this replica owns, of all replicas
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     everywhere = (*over.axes, *sorted(compat.varying_axes(leaves[0]) - set(over.axes)))
     while parts.shape[0] > 1:
@@ -116,7 +116,7 @@ def _of_group(leaves: Sequence[jax.Array], over: ReduceGroup) -> Leaves:
 
 
 def _rows(x: jax.Array, num: int) -> jax.Array:
-    """Returns [num, size / num rounded up]: a row for each owner."""
+    """Returns [num, size / num rounded up]: one row per owner."""
     return jnp.pad(x.reshape(-1), (0, -x.size % num)).reshape(num, -1)
 
 
@@ -131,7 +131,7 @@ def _factor(both: jax.Array, own: jax.Array) -> jax.Array:
 
 
 def _spread(factors: jax.Array, lengths: Sequence[int], part: int) -> jax.Array:
-    """Returns [pairs, part] of [pairs, leaves]: each leaf's factor at its values."""
+    """Returns [pairs, part] from [pairs, leaves]: the factor of each value's leaf."""
     pairs = factors.shape[0]
     each = [jnp.broadcast_to(factors[:, i : i + 1], (pairs, n)) for i, n in enumerate(lengths)]
     return jnp.pad(jnp.concatenate(each, 1), [(0, 0), (0, part - sum(lengths))])

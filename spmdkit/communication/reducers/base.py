@@ -1,5 +1,5 @@
-"""What a reducer is: how the gradients of the replicas become one. A file each in this folder, `make(**options) ->
-Reducer`, found by its name."""
+"""The `Reducer` interface: how the gradients of all replicas are reduced. One file per reducer in this folder,
+`make(**options) -> Reducer`, found by its name."""
 
 from __future__ import annotations
 
@@ -18,27 +18,31 @@ from spmdkit.foundation.trees import common_dtype
 Leaves = list[jax.Array]
 LeafState = Mapping[str, jax.Array]
 ReducerMetrics = Mapping[str, jax.Array]
-"""name -> float32[], the same on every device of the mesh: what a reducer tells of one step."""
+"""name -> float32[], the same on every device of the mesh: metrics that a reducer reports for one step."""
 LeafShapes = Mapping[str, jax.ShapeDtypeStruct]
 
 METRIC_PREFIX = "reducer/"
-"""Begins the names of metrics that are what a reducer tells."""
+"""The prefix of the names of reducer metrics."""
 
 PAD = 1024
-"""A buffer has a multiple of this many values for each replica: the TPU compiler turns shorter gathers into all-reduces
-(libtpu 0.0.42)."""
+"""A buffer has a multiple of this many values per replica. The TPU compiler turns shorter gathers into all-reduces
+(libtpu
+0.0.42)."""
 
 
 @dataclass(frozen=True)
 class ReduceGroup:
-    """Where one call of `apply` runs: inside a `shard_map` that is manual over all mesh axes.
+    """The replicas of one call of `apply`, which runs inside a `shard_map` that is manual over all mesh axes.
 
     Attributes:
-        axes: mesh axes to reduce over. Hand them whole to every collective, size-one axes too: what comes out must be
-            typed as the same along all of them.
+        axes: mesh axes to reduce over. Pass all of them to every collective, size-one axes too: the result must be
+            typed
+            as invariant along each of them.
         num: the product of their sizes, at least 2.
-        key: makes the key of this step, the same on every replica; fold in `lax.axis_index(axes)` for a replica's own.
-        paths: of the leaves, in their order; empty where they have none.
+        key: returns the random key of this step, the same on every replica; fold in `lax.axis_index(axes)` for a key
+            per
+            replica.
+        paths: of the leaves, in their order; empty if they have none.
     """
 
     axes: tuple[str, ...]
@@ -48,15 +52,15 @@ class ReduceGroup:
 
 
 class ReducedLeaf(NamedTuple):
-    """A leaf of the gradient as it is added, known before the first step.
+    """A leaf of the gradient that is reduced over replicas, known before the first step.
 
     Attributes:
         path: of the parameter.
-        shape: of one device's part of it.
-        axes: replica axis -> size, of those larger than one over which it is added.
-        cut: mesh axes that cut it: leaves of the same share a buffer.
-        before: replica axes over which ZeRO 2 has added it, before the reducer.
-        value_bytes: of a value that crosses as it is: 4, with `precision.reduce: float64` 8.
+        shape: of one device's shard.
+        axes: replica axis -> size, of the axes larger than one over which the leaf is reduced.
+        cut: mesh axes that shard the leaf. Leaves with the same axes share a buffer.
+        before: replica axes over which ZeRO 2 has reduced the leaf before the reducer.
+        value_bytes: of an uncompressed value: 4, or 8 with `precision.reduce: float64`.
     """
 
     path: str
@@ -68,7 +72,7 @@ class ReducedLeaf(NamedTuple):
 
     @property
     def num(self) -> int:
-        """The replicas over which it is added."""
+        """The number of replicas over which the leaf is reduced."""
         return math.prod(self.axes.values())
 
     @property
@@ -78,12 +82,12 @@ class ReducedLeaf(NamedTuple):
 
     @property
     def allreduce_bytes(self) -> float:
-        """Bytes that one device sends for it by a ring all-reduce, or a reduce_scatter and an all_gather."""
+        """Bytes that one device sends for the leaf in a ring all-reduce, or in a reduce_scatter and an all_gather."""
         return 2 * (self.num - 1) / self.num * self.value_bytes * self.size
 
 
 def group_by_axes(leaves: Sequence[ReducedLeaf]) -> list[list[ReducedLeaf]]:
-    """Returns the leaves that are added over the same axes, together."""
+    """Returns the leaves grouped by the axes over which they are reduced."""
     groups: dict[Any, list[ReducedLeaf]] = {}
     for leaf in leaves:
         groups.setdefault(tuple(leaf.axes), []).append(leaf)
@@ -91,67 +95,75 @@ def group_by_axes(leaves: Sequence[ReducedLeaf]) -> list[list[ReducedLeaf]]:
 
 
 def accept_all(leaves: Sequence[ReducedLeaf]) -> None:
-    """Refuses nothing."""
+    """Accepts all leaves."""
 
 
 def stateless(leaf: jax.ShapeDtypeStruct) -> LeafShapes:
-    """Returns no state."""
+    """Returns an empty state."""
     return {}
 
 
 def split_evenly(state: LeafState, num: int) -> dict[str, jax.Array]:
-    """Returns [num, ...] from [old, ...] with the same sum: what is owed stays owed."""
+    """Returns [num, ...] from [old, ...] with the same sum, so that no error feedback is lost."""
     return {name: jnp.broadcast_to(x.sum(0) / num, (num, *x.shape[1:])).astype(x.dtype) for name, x in state.items()}
 
 
 @dataclass(frozen=True)
 class Reducer:
-    """How gradients are added over replicas.
+    """How gradients are reduced over replicas.
 
     Attributes:
-        exact: the result is the sum up to rounding in the leaves' own dtype. `verify` compares exact ones bit for bit
-            over replicas and with one device; of the others it proves everything but the reducer itself, whose contract
-            test bounds it.
+        exact: the result is the sum up to rounding in the dtype of the leaves. `verify` compares exact reducers bitwise
+            over replicas and with one device. For the others it proves everything but the reducer, which its contract
+            test
+            bounds.
         apply: `(leaves, states, over) -> (leaves, states)`.
             leaves: this device's shard of each leaf of one replica's gradient, dtype `precision.reduce`, [*shard of the
-                leaf]; some of the tree's leaves, in flattening order: a step may call `apply` several times, over other
-                axes (ZeRO 2). The same shapes and dtypes come back, summed over `over.axes`, bitwise the same on every
-                replica and typed so: end with `psum` or `gather_parts`.
-            states: one mapping for each leaf, as `init` gave it, [*shard of the leaf], typed varying along `over.axes`.
-                Float32 whatever the leaves are.
-            What leaves a replica may depend on a leaf's own buffer alone: never mix leaves that differ over other mesh
-            axes (`buffer_groups`).
-            Called once for each leaf and step, after the last microbatch, never in a loop.
-        wire: bytes that one device sends for leaves of so many values over so many replicas: `(values, replicas)`, the
-            formula of its documentation, and what the compiled program is held to.
-        wire_of: `(leaves)`, where it depends on their shapes or on which axes they are added over; `wire` is then what
-            it sends at most.
-        init: shapes of one replica's state of one leaf, all zeros at the start. Every array has the leaf's shape: it
-            lives in the train state as [replicas of the leaf, *leaf], cut as the gradient of the leaf is, so that it
-            can be restored on any mesh.
-        reshard_state: the state of one leaf on another number of replicas, [old, *leaf] -> [num, *leaf]. Runs in a
+                leaf]. These are some of the tree's leaves, in flattening order: a step may call `apply` several times,
+                over
+                different axes (ZeRO 2). The results have the same shapes and dtypes, are summed over `over.axes`,
+                bitwise
+                equal on every replica and typed as invariant: end with `psum` or `gather_parts`.
+            states: one mapping per leaf, as `init` describes it, [*shard of the leaf], typed varying along `over.axes`.
+                Float32 for leaves of any dtype.
+            What a replica sends may depend on one buffer only: never mix leaves that vary over different mesh axes
+            (`buffer_groups`).
+            Called once per leaf and step, after the last microbatch, never in a loop.
+        wire: `(values, replicas) -> bytes` that one device sends. This is the documented formula, and tests compare it
+            with
+            the compiled program.
+        wire_of: `(leaves) -> bytes`, if the bytes depend on the shapes of the leaves or on the axes. `wire` is then an
+            upper bound.
+        init: shapes of one replica's state of one leaf, all zeros at the start. Every array has the leaf's shape: the
+            train
+            state stores it as [replicas of the leaf, *leaf], sharded as the gradient of the leaf, so that it can be
+            restored on any mesh.
+        reshard_state: the state of one leaf for another number of replicas, [old, *leaf] -> [num, *leaf]. Runs in a
             compiled program, leaf by leaf.
-        input_scale: what the leaves are. "sum": sums; the step divides once, afterwards, by the count of the whole
-            batch (`sum`, `ordered`).
-            "weighted": this replica's part of the mean (divided by the count of the whole batch before): for all that
-            is not linear, and all that keeps something for the next batch, whose count may be another. "mean": this
-            replica's own mean; what comes back is final (Adasum).
-        per_shard_state: what a leaf's state belongs to is a shard of it, one for each position along the replica axes
-            other than `replica`: the state is cut over these along `shard_dim` of the leaf, and a leaf without such a
-            dim has none.
-        add: `(tree, axes) -> tree`, the exact sum of what is no gradient: loss, counts, metrics and model state.
-        warmup: steps at the start in which `sum` is used instead, while the state stays as it is: another program,
-            chosen on the host. In a config it is an option of every reducer: `{bfloat16: {warmup: 100}}`.
-        check: `(leaves)`: raises a `ConfigError` where these leaves cannot be added so, or not with less than `sum`
-            sends: what asks for it, what is found, and the smallest change that works.
-        exact_options: options at which the result equals `sum` (rank full, fraction 1), or None.
-        apply_with_metrics: `apply` with a third result, `ReducerMetrics`: metrics of the step, `reducer/NAME`. Where it
-            is given it is what is called in a step.
-            None: there is nothing to tell. A reducer that tells is not taken where nobody would hear it: between groups
-                that agree, as `outer`
-            of `hierarchical`.
-        validate_first_step: `(leaves, name -> number)`: raises a `ConfigError` where what it tells of the first step in
-            which it adds shows a mistake.
+        input_scale: the scale of the leaves.
+            "sum": sums. The step divides once, afterwards, by the count of the whole batch (`sum`, `ordered`).
+            "weighted": this replica's part of the mean, divided by the count of the whole batch before the reduction.
+            For
+                all reducers that are not linear or have a state: the count of the next batch may differ.
+            "mean": this replica's own mean. The result is final (Adasum).
+        per_shard_state: the state belongs to shards of a leaf, one per position along the replica axes other than
+            `replica`. The state is sharded over these axes along `shard_dim` of the leaf. A leaf without such a dim has
+            no
+            state.
+        add: `(tree, axes) -> tree`, the exact sum of everything but gradients: loss, counts, metrics and model state.
+        warmup: steps at the start that use `sum` and do not change the state. This is a second program, chosen on the
+            host.
+            In a config it is an option of every reducer: `{bfloat16: {warmup: 100}}`.
+        check: `(leaves)`: raises a `ConfigError` if these leaves cannot be reduced in this way, or not with fewer bytes
+            than `sum`. The message names the setting, the cause, and the smallest change that works.
+        exact_options: options at which the result equals `sum` (full rank, fraction 1), or None.
+        apply_with_metrics: `apply` with a third result, `ReducerMetrics`: metrics of the step, `reducer/NAME`. If it is
+            set, the step calls it instead of `apply`. A reducer with metrics cannot be used between groups, as `outer`
+            of
+            `hierarchical`: the metrics could not be logged there.
+        validate_first_step: `(leaves, name -> number)`: raises a `ConfigError` if the metrics of the first step that
+            uses
+            the reducer show a mistake.
     """
 
     exact: bool
@@ -174,7 +186,8 @@ class Reducer:
     def __post_init__(self) -> None:
         if self.init is not stateless and self.input_scale == "sum":
             raise ValueError(
-                "a reducer with a state takes shares: a batch of another count would pay back in another unit"
+                "a reducer with a state needs input_scale weighted: the count of the next batch may differ, and the "
+                "state of sums would have another scale"
             )
 
     def bytes_sent(self, leaves: Sequence[ReducedLeaf]) -> float:
@@ -185,29 +198,29 @@ class Reducer:
 
     @property
     def is_sum(self) -> bool:
-        """Whether gradients are added as everything else is: a step without a call of `sk.value_and_grad` loses nothing
-        by it."""
+        """Whether gradients are reduced like everything else. A step that never calls `sk.value_and_grad` is then still
+        correct."""
         return self.exact and self.input_scale == "sum" and self.add is lax.psum and self.apply_with_metrics is None
 
 
 def inner_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    """Returns the replica axes inside of a position along `replica`."""
+    """Returns the replica axes within one position along `replica`."""
     return tuple(a for a in axes if a != "replica")
 
 
 def shard_dim(shape: Sequence[int], num: int) -> int | None:
-    """Returns the first dim of (a device's part of) a leaf that `num` divides, None where none is."""
+    """Returns the first dim of (one device's shard of) a leaf that `num` divides, or None."""
     return next((dim for dim, size in enumerate(shape) if size and size % num == 0), None)
 
 
 def value_bytes(dtype: Any) -> int:
-    """Returns the bytes in which a value of the gradient crosses as it is: float32 at least."""
+    """Returns the bytes of an uncompressed gradient value: float32 at least."""
     return max(4, jnp.dtype(dtype).itemsize)
 
 
 def buffer_groups(leaves: Sequence[jax.Array]) -> list[list[int]]:
-    """Returns the indices of the leaves that may share a buffer: those that differ over the same mesh axes, and have
-    the same dtype."""
+    """Returns the indices of the leaves that may share a buffer: they vary over the same mesh axes and have the same
+    dtype."""
     groups: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
         groups.setdefault((compat.varying_axes(leaf), leaf.dtype), []).append(i)
@@ -215,7 +228,7 @@ def buffer_groups(leaves: Sequence[jax.Array]) -> list[list[int]]:
 
 
 def flatten(leaves: Sequence[jax.Array], multiple: int) -> jax.Array:
-    """Returns [length], the leaves one after the other in their dtype (float32 at least), then zeros up to a
+    """Returns [length]: the leaves one after the other in their dtype (float32 at least), padded with zeros to a
     multiple."""
     dtype = common_dtype(*(x.dtype for x in leaves), jnp.float32)
     buffer = jnp.concatenate([x.astype(dtype).reshape(-1) for x in leaves])
@@ -223,7 +236,7 @@ def flatten(leaves: Sequence[jax.Array], multiple: int) -> jax.Array:
 
 
 def unflatten(buffer: jax.Array, like: Sequence[jax.Array], dtype: Any = None) -> Leaves:
-    """Returns the leaves of a flat buffer, shaped (and unless `dtype` is given, typed) as `like`."""
+    """Returns the leaves of a flat buffer with the shapes of `like`, and with its dtypes unless `dtype` is set."""
     ends = [0]
     for leaf in like:
         ends.append(ends[-1] + math.prod(leaf.shape))
@@ -234,11 +247,11 @@ def unflatten(buffer: jax.Array, like: Sequence[jax.Array], dtype: Any = None) -
 
 
 def exchange_parts(parts: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns [replicas, part]: part r of every replica, on replica r. `parts` is [replicas, part], the replica's
-    own."""
+    """Returns [replicas, part]: on replica r, part r of every replica. `parts` is [replicas, part], those of this
+    replica."""
     return lax.all_to_all(parts, axes, 0, 0, tiled=True)
 
 
 def gather_parts(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns [replicas * part], the parts of all replicas in their order, typed as the same on each of them."""
+    """Returns [replicas * part]: the parts of all replicas in their order, typed as invariant."""
     return compat.all_gather_invarying(part, axes)

@@ -1,16 +1,17 @@
-"""The sum sent as bfloat16, half the bytes of `sum`; what rounding takes away is added to the next step's gradient.
+"""The sum in bfloat16: half the bytes of `sum`. The rounding error is added to the next step's gradient (error
+feedback).
 
     c_r = g_r / C + e_r,   s_r = round(c_r)       all_to_all, sum on the owner, all_gather       bfloat16 bits as uint16
 
-The exchange, and the one residual for both roundings: `coded_reducer`. The residual is one of *means*: a short batch pays in
-its own coin otherwise (7.6e-4 for sums, 3.3e-5 for means, of the sum of 100 gradients with batches of 32 and 4 rows;
-2026-11-22).
+The exchange, and the one residual for both roundings: `coded_reducer`. The residual is one of *means*. A residual of
+sums has the wrong scale after a short batch (error of the sum of 100 gradients with batches of 32 and 4 rows: 7.6e-4
+for sums, 3.3e-5 for means; 2026-11-22).
 
-Use it where the gradient's all-reduce is what a step waits for. Memory: 4 bytes a value on each replica, in the train
+Use it where a step waits for the all-reduce of the gradient. Memory: 4 bytes a value on each replica, in the train
 state.
 Forward: all_to_all and all_gather over the replica axes. Backward: none. Wire: with `p` the values that a replica owns,
 `V / N` rounded up to a multiple of 1,024, a device sends `2 (N-1) * 2 p` bytes in a step: `2 (N-1)/N * 2` bytes per
-value, 0.5 of `sum`, and the filling.
+value, 0.5 of `sum`, and the padding.
 Source: those of `coded_reducer`.
 """
 
@@ -32,9 +33,10 @@ def make(error_feedback: bool = True, terms: int = 1) -> Reducer:
     """Returns the reducer.
 
     Args:
-        error_feedback: False rounds and forgets: no memory, and a bias that does not average out.
-        terms: how many bfloat16 numbers each value is sent as, each the rest of those before it. Three hold all of a
-            float32, with more bytes than `sum`: for proofs.
+        error_feedback: False drops the rounding error: no memory, and a bias that does not average out.
+        terms: number of bfloat16 numbers per value, each the rest of those before it. Three represent a float32
+            exactly,
+            with more bytes than `sum`: for tests of exactness.
 
     Raises:
         ConfigError: `terms` is not 1, 2 or 3.
@@ -48,9 +50,9 @@ def make(error_feedback: bool = True, terms: int = 1) -> Reducer:
 
 
 def _encode(x: jax.Array, num: int) -> list[jax.Array]:
-    """Returns the bits of `num` terms: the first `x` rounded, each further one what is then left of it.
+    """Returns the bits of `num` terms: `x` rounded, then each time the remainder rounded.
 
-    Not by `astype` twice, which XLA may take for nothing.
+    Not with two calls of `astype`, which XLA may simplify away.
     """
     terms = []
     for _ in range(num):

@@ -1,18 +1,17 @@
-"""Sums that are sent in few bits, with error feedback on both roundings: what `bfloat16`, `int8`, `float8` and `sign`
-share.
+"""Compressed sums with error feedback on both roundings, for `bfloat16`, `int8`, `float8` and `sign`.
 
-    c_r = g_r / C + e_r                this replica's part of the mean, and what it owes                  float32
-    s_r = decode(encode(c_r))          all_to_all: the owner of a part gets everyone's                    integers
+    c_r = g_r / C + e_r                this replica's part of the mean, and its residual                  float32
+    s_r = decode(encode(c_r))          all_to_all: the owner of a part receives it from all               integers
     p   = sum_r s_r,  q = decode(encode(p))     the owner adds in float32; all_gather                     integers
     e_r = c_r - s_r  (+ p - q on the owner of a part)
 
-One residual holds both roundings: the owner of a part also owes what rounding the sum took. Nothing is lost, only late:
-over any number of steps, what was applied and what is still owed add up to the true sum. The whole gradient is one
-vector. What travels are unsigned integers and never narrow floats, which a compiler may widen, with the scales of
-blocks in the same array as their values, filled up to a multiple of 1,024: the TPU compiler turns a shorter all_gather
+One residual holds both roundings: the owner of a part adds the rounding error of the sum to its residual. Nothing is
+lost, only delayed: over any number of steps, the applied updates and the residuals add up to the true sum. The whole
+gradient is one vector. Devices send unsigned integers, never narrow floats, which a compiler may widen. The scales of
+blocks are in the same array as their values, padded to a multiple of 1,024: the TPU compiler turns a shorter all_gather
 into an all_reduce of twice its bytes (libtpu 0.0.42).
 
-A number that is not finite makes its whole block so, on all replicas.
+A value that is not finite makes its whole block non-finite, on all replicas.
 
 Source: Seide et al., "1-bit stochastic gradient descent" (2014), section 2, error feedback; Karimireddy et al., "Error
 feedback fixes SignSGD" (2019); Tang et al., "DoubleSqueeze" (2019), compensation on both sides; Dettmers, "8-bit
@@ -52,13 +51,13 @@ Encoded = Sequence[jax.Array]
 
 @dataclass(frozen=True)
 class Code:
-    """How a row of values travels.
+    """How a row of values is encoded.
 
     Attributes:
         encode: float32[..., length] -> arrays of unsigned integers [..., n], each n a multiple of `PAD`.
         decode: `(the same arrays, length)` -> float32[..., length].
         row_bytes: length -> bytes of an encoded row.
-        multiple: what `length` is a multiple of.
+        multiple: `length` is a multiple of it.
     """
 
     encode: Callable[[jax.Array], Encoded]
@@ -68,11 +67,11 @@ class Code:
 
 
 def coded_reducer(code: Code, error_feedback: bool, exact_options: Mapping[str, Any]) -> Reducer:
-    """Returns the reducer that sends by `code`.
+    """Returns the reducer that sends values encoded by `code`.
 
     Args:
-        error_feedback: False rounds and forgets: no memory, and a bias that does not average out.
-        exact_options: options of the kind at which nothing is rounded.
+        error_feedback: False drops the rounding error: no memory, and a bias that does not average out.
+        exact_options: options at which nothing is rounded.
     """
 
     def apply(leaves: Leaves, states: list[LeafState], over: ReduceGroup) -> tuple[Leaves, list[LeafState]]:
@@ -101,14 +100,14 @@ def coded_reducer(code: Code, error_feedback: bool, exact_options: Mapping[str, 
 
 
 def error_like(leaf: jax.ShapeDtypeStruct) -> LeafShapes:
-    """Returns the state of a reducer that owes something of each value."""
+    """Returns the state of a reducer with a residual for each value."""
     return {"error": jax.ShapeDtypeStruct(leaf.shape, jnp.float32)}
 
 
 def coded_sum(
     leaves: Sequence[jax.Array], owed: Sequence[jax.Array] | None, over: ReduceGroup, code: Code
 ) -> tuple[Leaves, Leaves]:
-    """Returns (the sums, what each replica owes now; nothing where nothing was)."""
+    """Returns (the sums, the new residuals; no residuals without error feedback)."""
     multiple = over.num * code.multiple
     own = flatten(leaves, multiple)
     if owed is not None:
@@ -127,7 +126,7 @@ def coded_sum(
 
 
 def _place_owned_part(part: jax.Array, over: ReduceGroup) -> jax.Array:
-    """Returns [replicas, part], zeros but for what belongs to the part that this replica owns."""
+    """Returns [replicas, part]: zeros except for the part that this replica owns."""
     is_mine = (jnp.arange(over.num, dtype=jnp.int32) == lax.axis_index(over.axes))[:, None]
     return jnp.where(is_mine, part, 0)
 
@@ -140,18 +139,18 @@ def block_code(name: str, block: int, encode: Any, decode: Any, bits: int = 8) -
     """Returns the code that sends each block of values as integers and one float32 scale.
 
     Args:
-        name: of the kind, for messages.
+        name: of the reducer, for messages.
         block: values in a block.
         encode: float32[..., blocks, block] -> (uint8[..., blocks * block * bits / 8] in any shape, scales float32[...,
             blocks]).
         decode: (uint8[..., length * bits / 8], scales float32[..., blocks, 1]) -> float32[..., blocks, block].
 
     Raises:
-        ConfigError: `block` is no positive integer.
+        ConfigError: `block` is not a positive integer.
     """
     if isinstance(block, bool) or not isinstance(block, int) or block < 1:
         raise ConfigError(
-            f"{name}.block is {block!r}. It is the number of values that share a scale, from 1 on. Write block: 256."
+            f"{name}.block is {block!r}. It is the number of values that share a scale, at least 1. Write block: 256."
         )
     multiple = math.lcm(PAD, block)
 

@@ -1,18 +1,21 @@
-"""The sum sent as float8 (e4m3) in blocks with a scale each, a quarter of the bytes of `sum`; what rounding takes away
-is added to the next step's gradient.
+"""The sum in float8 (e4m3) with one scale per block: a quarter of the bytes of `sum`. The rounding error is added to
+the
+next step's gradient.
 
     s_b = max |c_b| / 448,   q = float8_e4m3fn(c_b / s_b)       of each block of 256 values        8 bits, scale float32
 
-Three bits of mantissa and four of exponent: values much smaller than the largest of their block keep a relative error
-of 1/16, where `int8` rounds them to nothing; the largest are coarser. The exchange, and the one residual for both
-roundings: `coded_reducer`. The bits are computed with integers, since a compiler may widen a float8 or leave a rounding out.
+Three bits of mantissa and four of exponent: values much smaller than the largest of their block have a relative error
+of 1/16, where `int8` rounds them to zero; the largest are coarser. The exchange, and the one residual for both
+roundings: `coded_reducer`. The encoding is computed with integers, since a compiler may widen a float8 or skip a
+rounding.
 
-Use it like `int8`, where blocks have values of very different size. Memory: 4 bytes a value on each replica, in the
+Use it like `int8`, where the values of a block differ much in size. Memory: 4 bytes a value on each replica, in the
 train state.
 Forward: all_to_all and all_gather over the replica axes. Backward: none. Wire: that of `int8`: with `p` the values that
 a replica owns, `V / N` rounded up to a multiple of 1,024 (and of the block), `2 (N-1) * r(p + 4 p / block)` bytes in a
 step, `r` rounding up to a multiple of 1,024: 0.254 of `sum` for large gradients.
-Source: Micikevicius et al., "FP8 formats for deep learning" (2022), section 3, table 1; those of `coded_reducer` for the rest.
+Source: Micikevicius et al., "FP8 formats for deep learning" (2022), section 3, table 1; those of `coded_reducer` for
+the rest.
 """
 
 from __future__ import annotations
@@ -34,11 +37,12 @@ def make(block: int = 256, error_feedback: bool = True) -> Reducer:
     """Returns the reducer.
 
     Args:
-        block: values that share a scale. 1 sends each value whole, with more bytes than `sum`: for proofs.
-        error_feedback: False rounds and forgets: no memory, and a bias that does not average out.
+        block: values that share a scale. 1 sends each value exactly, with more bytes than `sum`: for tests of
+            exactness.
+        error_feedback: False drops the rounding error: no memory, and a bias that does not average out.
 
     Raises:
-        ConfigError: `block` is no positive integer.
+        ConfigError: `block` is not a positive integer.
     """
     return coded_reducer(block_code("float8", block, _encode, _decode), error_feedback, {"block": 1})
 
@@ -54,7 +58,7 @@ def _decode(payload: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 def float8_bits(x: jax.Array) -> jax.Array:
-    """Returns the bits of the nearest e4m3fn, ties to even: uint8 of float32 from -448 to 448."""
+    """Returns the encoding of the nearest e4m3fn, ties to even: uint8 of float32 from -448 to 448."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     exponent = jnp.maximum((bits >> F32_MANTISSA & 0xFF).astype(jnp.int32) - F32_BIAS, 1 - BIAS)  # below: subnormal
     steps = jnp.round(jnp.abs(x) * _power_of_two(MANTISSA - exponent)).astype(
@@ -64,7 +68,7 @@ def float8_bits(x: jax.Array) -> jax.Array:
 
 
 def float8_values(bits: jax.Array) -> jax.Array:
-    """Returns float32 of the bits of e4m3fn that are not NaN."""
+    """Returns float32 of encoded e4m3fn numbers that are not NaN."""
     whole = bits.astype(jnp.int32)
     field, low = whole >> MANTISSA & 0xF, whole & 0x7
     steps = jnp.where(field > 0, low + (1 << MANTISSA), low)

@@ -1,17 +1,18 @@
-"""Two levels: the sum inside of each position along `replica`, on fast links, and another reducer between them, on slow
-ones, for a part of the bytes.
+"""Two levels: an exact sum within each position along `replica`, on fast links, and a second reducer between positions,
+on
+slow links, for a fraction of the bytes.
 
     g[D F] -> reduce_scatter over data -> g[D F/data] -> outer over replica, on the shard -> all_gather over data -> g[D
     F]
 
-Each device hands `1 / size(inner)` of the gradient to the outer reducer, whose state belongs to the shard: it lives in
-the train state cut over the inner axes, and takes `1 / size(inner)` of the memory that it would alone. Inner are all
-replica axes but `replica`: `data`, with ZeRO 1 and 2 `fsdp` too. A leaf of which no dim is a multiple of their size (a
-bias of three) crosses as one exact sum over all.
+Each device passes `1 / size(inner)` of the gradient to the outer reducer. The outer state belongs to the shard: the
+train state shards it over the inner axes, so it takes `1 / size(inner)` of the memory. The inner axes are all replica
+axes except `replica`: `data`, with ZeRO 1 and 2 also `fsdp`. A leaf without a dim divisible by their size (a bias of
+three) is reduced by one exact sum over all axes.
 
-Use it on slices or hosts with fast links inside and slow ones between: mesh {replica: slices, data: chips of one}. It
-is refused where either is 1: the outer reducer alone does the same. What ZeRO 2 has cut over `fsdp` where `data` is 1
-is a shard already: only `outer` sees it.
+Use it on slices or hosts with fast links inside and slow links between: mesh {replica: slices, data: chips of a slice}.
+It is rejected where either is 1: the outer reducer alone does the same. What ZeRO 2 has sharded over `fsdp` where
+`data` is 1 is a shard already: only `outer` reduces it.
 Memory: that of `outer`, divided by the size of inner.
 Forward: reduce_scatter over inner, the outer's collectives over `replica`, all_gather over inner. Backward: none. Wire:
 of V values, with n the size of inner: over inner `2 (n-1)/n * 4 V` bytes, over `replica` what `outer` sends for `V / n`
@@ -49,22 +50,22 @@ from spmdkit.foundation import plugins
 
 Choice = str | dict[str, Any]
 LANES = 128
-"""Values in a line of a TPU's tile."""
+"""Values in a row of a TPU's tile."""
 
 
 def make(inner: str = "sum", outer: Choice = "int8") -> Reducer:
     """Returns the reducer.
 
     Args:
-        inner: how shards are added inside: `sum`.
+        inner: how shards are added within a position: `sum`.
         outer: the reducer between the positions along `replica`, with its options: `int8`, `{topk: {fraction: 0.05}}`.
 
     Raises:
-        ConfigError: `inner` is another one, or `outer` cannot be between.
+        ConfigError: `inner` is not `sum`, or `outer` cannot be used between positions.
     """
     if inner != "sum":
         raise ConfigError(
-            f"hierarchical.inner is {inner!r}. What stands before the outer reducer is exact, a reduce_scatter. Write inner: sum."
+            f"hierarchical.inner is {inner!r}. The inner reduction is exact, a reduce_scatter. Write inner: sum."
         )
     name, between = _outer(outer)
 
@@ -124,18 +125,19 @@ def _apply(
 
 
 def _outer(choice: Choice) -> tuple[str, Reducer]:
-    """Returns the name and the reducer of `outer`."""
+    """Returns the name of `outer` and its reducer."""
     if not isinstance(choice, str | dict) or (isinstance(choice, dict) and len(choice) != 1):
         raise ConfigError(
-            f"hierarchical.outer is {choice!r}. It is the name of a reducer, or a mapping of one to its options. Write outer: int8."
+            f"hierarchical.outer is {choice!r}. It is the name of a reducer, or a mapping from a name to options. "
+            "Write outer: int8."
         )
     name, options = plugins.split(choice)
-    fits = "between positions along replica a reducer of the package adds shares of the mean"
+    fits = "between positions along replica a reducer of the package with input_scale weighted is needed"
     if plugins.is_own(choice) or name in ("hierarchical", "adasum"):
-        raise ConfigError(f"hierarchical.outer is {name}: {fits}, which {name} does not. Write outer: int8.")
+        raise ConfigError(f"hierarchical.outer is {name}: {fits}, and {name} is not one. Write outer: int8.")
     if isinstance(options, dict) and "warmup" in options:
         raise ConfigError(
-            f"hierarchical.outer: {name} has warmup: {options['warmup']!r}, and it is the whole that warms up. "
+            f"hierarchical.outer: {name} has warmup: {options['warmup']!r}, and warm-up applies to the whole reducer. "
             f"Write {{hierarchical: {{outer: {name}, warmup: {options['warmup']!r}}}}}."
         )
     if wrong := plugins.problem("reducers", choice):
@@ -143,8 +145,8 @@ def _outer(choice: Choice) -> tuple[str, Reducer]:
     made: Reducer = plugins.make("reducers", choice)
     if made.apply_with_metrics is not None:
         raise ConfigError(
-            f"hierarchical.outer is {name}: what it sends depends on the gradient and is told as a metric, which nobody hears between positions. Write "
-            f"outer: int8, or reducer: {name} alone."
+            f"hierarchical.outer is {name}: its bytes depend on the gradient and are a metric, and metrics of an "
+            f"outer reducer cannot be logged. Write outer: int8, or reducer: {name} alone."
         )
     return name, made
 
@@ -153,18 +155,20 @@ def _check_axes(sizes: Mapping[str, int], name: str) -> None:
     if "replica" not in sizes:
         other = next(iter(sizes))
         raise ConfigError(
-            f"reducer: hierarchical: nothing is added over replica here, only over {' x '.join(f'{a} {n}' for a, n in sizes.items())}: {name} would "
-            f"have nothing to do. Try mesh: {{replica: 2, {other}: {max(sizes[other] // 2, 1)}}}, or reducer: sum."
+            "reducer: hierarchical has no effect over replica: gradients are reduced only over "
+            f"{' x '.join(f'{a} {n}' for a, n in sizes.items())}, so {name} would never run. Try mesh: "
+            f"{{replica: 2, {other}: {max(sizes[other] // 2, 1)}}}, or reducer: sum."
         )
     if len(sizes) == 1:
         raise ConfigError(
-            f"reducer: hierarchical: gradients are added over replica {sizes['replica']} alone, and no data axis is inside of it: nothing is cut into "
-            f"shards. Try reducer: {name}, or mesh: {{replica: 2, data: {max(sizes['replica'] // 2, 2)}}}."
+            f"reducer: hierarchical: gradients are reduced over replica {sizes['replica']} alone. There is no data "
+            f"axis within it, so nothing is sharded. Try reducer: {name}, or mesh: "
+            f"{{replica: 2, data: {max(sizes['replica'] // 2, 2)}}}."
         )
 
 
 def _as_shard(leaf: ReducedLeaf) -> ReducedLeaf | None:
-    """Returns what the outer reducer is given of a leaf, or None."""
+    """Returns the shard of a leaf that the outer reducer receives, or None."""
     num = math.prod(leaf.axes[a] for a in inner_axes(tuple(leaf.axes)))
     dim = shard_dim(leaf.shape, num)
     if "replica" not in leaf.axes or dim is None:
@@ -178,7 +182,7 @@ def _as_shard(leaf: ReducedLeaf) -> ReducedLeaf | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Sharding:
-    """A leaf that is cut into `num` shards along `dim`."""
+    """A leaf that is split into `num` shards along `dim`."""
 
     shape: tuple[int, ...]
     dim: int
@@ -190,7 +194,7 @@ class _Sharding:
         return math.prod(self.shape) // self.num
 
     def rows(self, leaf: jax.Array) -> jax.Array:
-        """Returns [num, size], a shard a row."""
+        """Returns [num, size], one shard per row."""
         return jnp.moveaxis(leaf, self.dim, 0).reshape(self.num, -1)
 
     def leaf(self, rows: jax.Array) -> jax.Array:
@@ -203,7 +207,7 @@ class _Sharding:
 def _scatter(leaves: Sequence[jax.Array], cuts: Sequence[_Sharding], axes: tuple[str, ...]) -> Leaves:
     """Returns this device's shard of the sum of each leaf over `axes`: one reduce_scatter.
 
-    In lines of 128 values: of a few long rows the TPU compiler makes an all_reduce (libtpu 0.0.42, v5e).
+    In rows of 128 values: for a few long rows the TPU compiler makes an all_reduce (libtpu 0.0.42, v5e).
     """
     rows = jnp.concatenate([cut.rows(x) for x, cut in zip(leaves, cuts, strict=True)], 1)
     rows = jnp.pad(rows, [(0, 0), (0, -rows.shape[1] % PAD)])
@@ -212,7 +216,7 @@ def _scatter(leaves: Sequence[jax.Array], cuts: Sequence[_Sharding], axes: tuple
 
 
 def _gather(shards: Sequence[jax.Array], cuts: Sequence[_Sharding], axes: tuple[str, ...]) -> Leaves:
-    """Returns the leaves of which each device along `axes` has a shard: one all_gather."""
+    """Returns the whole leaves from the shards of the devices along `axes`: one all_gather."""
     row = jnp.concatenate([jnp.moveaxis(x, cut.dim, 0).reshape(-1) for x, cut in zip(shards, cuts, strict=True)])
     row = jnp.pad(row, (0, -len(row) % PAD))
     return _leaves(gather_parts(row, axes).reshape(cuts[0].num, -1), cuts)

@@ -1,11 +1,11 @@
-"""The sum sent as int8 in blocks with a scale each, a quarter of the bytes of `sum`; what rounding takes away is added
-to the next step's gradient.
+"""The sum in int8 with one scale per block: a quarter of the bytes of `sum`. The rounding error is added to the next
+step's gradient.
 
     s_b = max |c_b| / 127,   q = round(c_b / s_b)       of each block of 256 values                int8, scale float32
 
-The exchange, the one residual for both roundings, and why integers travel: `coded_reducer`.
+The exchange, the one residual for both roundings, and the reason for integers: `coded_reducer`.
 
-Use it where the gradient's all-reduce is what a step waits for and half the bytes (`bfloat16`) are too many. Memory: 4
+Use it where a step waits for the all-reduce of the gradient and half the bytes (`bfloat16`) are too many. Memory: 4
 bytes a value on each replica, in the train state.
 Forward: all_to_all and all_gather over the replica axes. Backward: none. Wire: with `p` the values that a replica owns,
 `V / N` rounded up to a multiple of 1,024 (and of the block), a device sends `2 (N-1) * r(p + 4 p / block)` bytes in a
@@ -29,11 +29,12 @@ def make(block: int = 256, error_feedback: bool = True) -> Reducer:
     """Returns the reducer.
 
     Args:
-        block: values that share a scale. 1 sends each value whole, with more bytes than `sum`: for proofs.
-        error_feedback: False rounds and forgets: no memory, and a bias that does not average out.
+        block: values that share a scale. 1 sends each value exactly, with more bytes than `sum`: for tests of
+            exactness.
+        error_feedback: False drops the rounding error: no memory, and a bias that does not average out.
 
     Raises:
-        ConfigError: `block` is no positive integer.
+        ConfigError: `block` is not a positive integer.
     """
     return coded_reducer(block_code("int8", block, _encode, _decode), error_feedback, {"block": 1})
 

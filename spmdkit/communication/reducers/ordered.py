@@ -1,18 +1,17 @@
-"""The sum over the replica axes in the order of the replicas: the same bits whatever the devices and processes behind
-them.
+"""The sum over the replica axes in the order of the replicas: bitwise the same for any order of devices and processes.
 
     part_r[N, b] -> all_to_all -> [N, b] of one part -> sum over N, first to last -> all_gather -> g
 
-An all-reduce adds in the order that suits the links: another order of devices, another number of processes or another
-version of the library gives other last bits, which training makes large. Here the order is that of the mesh. Loss,
-counts, metrics and model state are added in the same order.
+An all-reduce adds in the order that suits the links: another order of devices, number of processes or library version
+changes the last bits, and training amplifies them. Here the order is that of the mesh. Loss, counts, metrics and model
+state are added in the same order.
 
-Use it to compare runs bit for bit over machines. Not for speed: the same bytes as `sum`, in two collectives that no
-reduction hardware helps, and a copy of the gradient for the buffer.
+Use it to compare runs bitwise over machines. Not for speed: it sends the bytes of `sum` in two collectives without
+hardware reduction, and copies the gradient into a buffer.
 Forward: all_to_all and all_gather over the replica axes. Backward: none. Wire: `2 (N-1)/N * 4 bytes` per value
-(float64: 8), device and step, of the values filled up to a multiple of `1,024 N`.
-Source: the layout of a ring all-reduce's two halves, with the additions of each part on its owner; Demmel and Nguyen,
-"Parallel reproducible summation" (2015), for why order is what matters.
+(float64: 8), device and step, of the values padded to a multiple of `1,024 N`.
+Source: the two halves of a ring all-reduce, with the additions of each part on its owner; Demmel and Nguyen, "Parallel
+reproducible summation" (2015), on the order of additions.
 """
 
 from __future__ import annotations
@@ -66,8 +65,7 @@ def _wire_of(leaves: Sequence[ReducedLeaf]) -> float:
 
 
 def add(tree: Any, axes: tuple[str, ...]) -> Any:
-    """Returns the sum of a small tree, added on every replica in the order of the replicas: an all_gather for each
-    dtype."""
+    """Returns the sum of a small tree, added on every replica in the order of the replicas: one all_gather per dtype."""
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
     out = list(leaves)
     for group in buffer_groups(leaves):

@@ -1,32 +1,31 @@
-"""Each matrix of the gradient as a product of two thin ones, found by one step of the power method; what the product
-lacks is owed.
+"""Each matrix of the gradient as a product of two thin factors, from one step of the power method, with error feedback.
 
-    C_r[m n] = G_r / C + E_r        this replica's part of the mean, and what it owes
-    P[m r] = orth(sum_r C_r Q)      all_reduce of m r values; Q[n r] spans what the last step's product did
+    C_r[m n] = G_r / C + E_r        this replica's part of the mean, and its residual
+    P[m r] = orth(sum_r C_r Q)      all_reduce of m r values; Q[n r] spans the product of the last step
     R[n r] = sum_r C_r^T P          all_reduce of n r values
     G = P R^T,   E_r = C_r - P (C_r^T P)^T
 
-A leaf is one matrix, its dims parted where m + n is least (a convolution [height, width, in, out] into height x width x
-in rows, a projection [embed, heads, head] into embed rows). The first dim of a leaf of stacked layers (`stacked`) is a
-batch of matrices, and it alone: of [layers, heads, in, out] each layer is one matrix, heads x in rows or whatever makes
-its factors smallest. A leaf of one dim, or whose factors have more values than it, crosses exactly, in the first
-all_reduce. What is cut over model axes is compressed part by part: a matrix is what one device holds of it.
+A leaf is one matrix: its dims are split where m + n is least (a convolution [height, width, in, out] into height x
+width x in rows, a projection [embed, heads, head] into embed rows). The first dim of a leaf of stacked layers
+(`stacked`) is a batch of matrices: of [layers, heads, in, out] each layer is one matrix, with heads x in rows or the
+split with the smallest factors. A leaf of one dim, or with fewer values than its factors, is reduced exactly, in the
+first all_reduce. What is sharded over model axes is compressed shard by shard.
 
-Warm start: the subspace of Q comes from the product `P R^T` of the step before, which is kept in the leaf's shape, so
-that any mesh can go on with it; without it Q is drawn anew in each step, the same on all replicas. It is what makes one
-step of the power method enough.
+Warm start: the subspace of Q comes from the product `P R^T` of the step before. The state stores the product in the
+leaf's shape, so that a run can resume on any mesh. Without it Q is drawn again in each step, the same on all replicas.
+With warm start one step of the power method is enough.
 
-Use it where matrices are large and the links slow: bytes grow with m + n and not with m n, and all_reduces do not grow
-with the replicas. Not for small models, and not where gradients have no few directions (early steps: `warmup: N`).
-Under Adam take a higher rank than under momentum SGD: what is owed comes late to an optimizer that divides by what it
-has seen (docs/benchmarks.md: 400 steps of a small GPT, rank 16 for 1 %).
+Use it where matrices are large and links slow: the bytes grow with m + n instead of m n, and an all_reduce does not
+grow with the number of replicas. Not for small models, and not while gradients have no low-rank structure (early steps:
+`warmup: N`). Under Adam use a higher rank than under momentum SGD: the residual arrives late at an optimizer that
+divides by past gradients (docs/benchmarks.md: 400 steps of a small GPT, rank 16 for 1 %).
 Memory: 8 bytes a value on each replica (4 without warm start), in the train state. Arithmetic: 8 r products and sums a
 value (6 without).
 Forward: two all_reduces over the replica axes, one after the other. Backward: none. Wire: `2 (N-1)/N * 4 * (sum over
 matrices of r (m + n) + the values of all other leaves)` bytes for a device and step.
-Source: Vogels, Karimireddy, Jaggi, "PowerSGD" (2019), algorithms 1 and 2, section 4.2 (warm start); the owed part is
-each replica's own, as in algorithm 2. Its compression of ResNet-18, 243 / 136 / 72 at rank 1 / 2 / 4 (table 3, appendix
-F), is that of the formula above.
+Source: Vogels, Karimireddy, Jaggi, "PowerSGD" (2019), algorithms 1 and 2, section 4.2 (warm start); the residual
+belongs to each replica, as in algorithm 2. Its compression of ResNet-18, 243 / 136 / 72 at rank 1 / 2 / 4 (table 3,
+appendix F), is that of the formula above.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import common_dtype
 
 STACKED = (r"(.*/)?(blocks|layers|experts)/(?!\d+/).*",)
-"""Leaves below one of these names and no number: `blocks/query`, and not `blocks/0/query`."""
+"""Leaves below one of these names, with no number after it: `blocks/query`, not `blocks/0/query`."""
 
 
 def make(rank: int = 4, warm_start: bool = True, stacked: Sequence[str] = STACKED, least: float = 1.0) -> Reducer:
@@ -64,13 +63,13 @@ def make(rank: int = 4, warm_start: bool = True, stacked: Sequence[str] = STACKE
 
     Args:
         rank: columns of the factors, at most those of the matrix.
-        warm_start: False draws Q anew in each step, with half of the memory.
-        stacked: patterns for the whole paths of leaves whose first dim is a batch of matrices.
-        least: how many times the factors' values a leaf has at least; others cross exactly. 0 compresses every matrix:
-            for proofs.
+        warm_start: False draws Q again in each step, with half of the memory.
+        stacked: patterns for whole paths of leaves with a first dim that is a batch of matrices.
+        least: a leaf is compressed if it has at least this many times the values of its factors; others are reduced
+            exactly. 0 compresses every matrix: for tests of exactness.
 
     Raises:
-        ConfigError: an option is none of these.
+        ConfigError: an option is out of its range.
     """
     _check_options(rank, stacked, least)
 
@@ -104,8 +103,9 @@ def make(rank: int = 4, warm_start: bool = True, stacked: Sequence[str] = STACKE
         if not any(view(leaf.path, leaf.shape) for leaf in added):
             largest = max(added, key=lambda leaf: leaf.size)
             raise ConfigError(
-                f"reducer: powersgd with rank: {rank}: no leaf of the gradient is a matrix with more values than its factors; the largest is "
-                f"{largest.path!r}, {list(largest.shape)} on a device. Write a smaller rank, or reducer: int8."
+                f"reducer: powersgd with rank: {rank}: no leaf of the gradient is a matrix with more values than its "
+                f"factors; the largest is {largest.path!r}, {list(largest.shape)} on a device. Write a smaller rank, "
+                "or reducer: int8."
             )
 
     return Reducer(
@@ -123,9 +123,9 @@ def make(rank: int = 4, warm_start: bool = True, stacked: Sequence[str] = STACKE
 
 def _check_options(rank: object, stacked: object, least: object) -> None:
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ConfigError(f"powersgd.rank is {rank!r}. It is a number of columns, from 1 on. Write rank: 4.")
+        raise ConfigError(f"powersgd.rank is {rank!r}. It is a number of columns, at least 1. Write rank: 4.")
     if isinstance(least, bool) or not isinstance(least, int | float) or least < 0:
-        raise ConfigError(f"powersgd.least is {least!r}. It is a number from 0 on. Write least: 1.")
+        raise ConfigError(f"powersgd.least is {least!r}. It is a number of at least 0. Write least: 1.")
     if isinstance(stacked, str) or not isinstance(stacked, Sequence):
         raise ConfigError(f"powersgd.stacked is {stacked!r}. It is a list of patterns. Write stacked: ['blocks/.*'].")
     for pattern in stacked:
@@ -133,12 +133,13 @@ def _check_options(rank: object, stacked: object, least: object) -> None:
             re.compile(pattern)
         except (re.error, TypeError) as error:
             raise ConfigError(
-                f"powersgd.stacked: {pattern!r} is no pattern ({error}). It is a regular expression for the whole path of a leaf."
+                f"powersgd.stacked: {pattern!r} is not a valid pattern ({error}). It is a regular expression for the "
+                "whole path of a leaf."
             ) from None
 
 
 def matrices(shape: Sequence[int], rank: int, is_stacked: bool, least: float) -> tuple[int, int, int] | None:
-    """Returns (matrices, rows, columns) of a leaf, None of one that crosses exactly."""
+    """Returns (matrices, rows, columns) of a leaf, or None if it is reduced exactly."""
     lead = 1 if is_stacked and len(shape) > 2 else 0
     of_one = shape[lead:]
     if len(of_one) < 2 or not math.prod(shape):
@@ -149,7 +150,7 @@ def matrices(shape: Sequence[int], rank: int, is_stacked: bool, least: float) ->
 
 
 def _reshard_state(state: LeafState, num: int) -> dict[str, jax.Array]:
-    """Returns the state on another number of replicas: what is owed stays owed, the product is the same everywhere."""
+    """Returns the state for another number of replicas: the residuals are split, the product is the same everywhere."""
     product = {name: jnp.broadcast_to(x[0], (num, *x.shape[1:])) for name, x in state.items() if name == "product"}
     return split_evenly({name: x for name, x in state.items() if name != "product"}, num) | product
 
@@ -185,7 +186,7 @@ def _of_group(
 
 
 def _add_error(leaf: jax.Array, state: LeafState) -> jax.Array:
-    """Returns the leaf and what this replica owes of it, in the wider of the two dtypes."""
+    """Returns the sum of the leaf and this replica's residual, in the wider of the two dtypes."""
     if "error" not in state:
         return leaf
     dtype = common_dtype(leaf.dtype, state["error"].dtype)
@@ -201,10 +202,11 @@ def _start(
     product: jax.Array | None, view: tuple[int, int, int], rank: int, index: int, over: ReduceGroup
 ) -> jax.Array:
     """Returns Q, float32[matrices, n, rank], orthonormal and the same on all replicas: the subspace of the last step's
-    product, or one at random.
+    product, or a random one.
 
-    Orthonormal also where the product had fewer directions than `rank` (a batch of two rows): those that are missing
-    are then looked for.
+    Orthonormal also if the product had fewer directions than `rank` (a batch of two rows): random directions replace
+    the
+    missing ones.
     """
     num, m, n = view
     key = over.key() if product is None else jax.random.key(0, impl="threefry2x32")
@@ -218,11 +220,13 @@ def _start(
 
 
 def orthonormal(x: jax.Array, index: int) -> jax.Array:
-    """Returns [..., n, rank], orthonormal columns that span those of `x`; one that depends on those before it becomes a
+    """Returns [..., n, rank], orthonormal columns that span those of `x`. A column that depends on those before it
+    becomes a
     random one.
 
     Gram-Schmidt, each column twice ("twice is enough": Giraud et al., 2005), in XLA alone: LAPACK's QR, called by eight
-    devices of one process at once, took 12 s of processor time for 40 matrices of 128 x 128 (jaxlib 0.10.2, two cores,
+    devices of one process concurrently, took 12 s of processor time for 40 matrices of 128 x 128 (jaxlib 0.10.2, two
+    cores,
     2026-11-23).
     """
     spare = jax.random.normal(jax.random.fold_in(jax.random.key(1, impl="threefry2x32"), index), x.shape, jnp.float32)
@@ -246,6 +250,6 @@ def orthonormal(x: jax.Array, index: int) -> jax.Array:
 
 
 def _product(dims: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns a product of float32: with fewer bits (the default of a TPU) what is owed would not be what is left
-    out."""
+    """Returns a float32 product. With the default precision of a TPU the residual would not equal the compression
+    error."""
     return jnp.einsum(dims, a, b, precision=lax.Precision.HIGHEST)

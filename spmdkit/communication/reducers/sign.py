@@ -1,14 +1,15 @@
-"""One bit a value, a thirtieth of the bytes of `sum`: the sign, with the mean size of its block; what is lost is added
+"""One bit per value, a thirtieth of the bytes of `sum`: the sign, with the mean magnitude of its block. The error is
+added
 to the next step's gradient.
 
     s_b = mean |c_b|,   q = sign(c_b)       of each block of 1,024 values                          1 bit, scale float32
 
-The exchange, and the one residual for both roundings: `coded_reducer`. The sign of zero is sent as plus, so that a value that
-is zero in a block that is not becomes `s_b` in this step and is paid back in the next.
+The exchange, and the one residual for both roundings: `coded_reducer`. The sign of zero is plus: a zero value in a
+nonzero block becomes `s_b` in this step, and error feedback corrects it in the next.
 
-Use it on slow links, with `warmup: N`: in the first steps gradients change fast, and what is owed is old by the time it
-is paid (1-bit Adam warms up for a tenth to a fifth of its steps). Not with a small batch or an optimizer that divides
-by what it has seen of late (Adam with a small `b2`): the noise of one bit is of the size of the gradient.
+Use it on slow links, with `warmup: N`: in the first steps gradients change fast, and a residual is outdated when it is
+applied (1-bit Adam warms up for a tenth to a fifth of its steps). Not with a small batch or an optimizer that divides
+by recent gradients (Adam with a small `b2`): the noise of one bit is as large as the gradient.
 Memory: 4 bytes a value on each replica, in the train state.
 Forward: all_to_all and all_gather over the replica axes. Backward: none. Wire: with `p` the values that a replica owns,
 `V / N` rounded up to a multiple of 1,024 (and of the block), a device sends `2 (N-1) * r(p / 8 + 4 p / block)` bytes in
@@ -31,11 +32,12 @@ def make(block: int = 1024, error_feedback: bool = True) -> Reducer:
     """Returns the reducer.
 
     Args:
-        block: values that share a scale. 1 sends each value whole, with more bytes than `sum`: for proofs.
-        error_feedback: False rounds and forgets: no memory, and a bias that does not average out.
+        block: values that share a scale. 1 sends each value exactly, with more bytes than `sum`: for tests of
+            exactness.
+        error_feedback: False drops the rounding error: no memory, and a bias that does not average out.
 
     Raises:
-        ConfigError: `block` is no positive integer.
+        ConfigError: `block` is not a positive integer.
     """
     return coded_reducer(block_code("sign", block, _encode, _decode, bits=1), error_feedback, {"block": 1})
 

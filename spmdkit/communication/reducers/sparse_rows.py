@@ -1,21 +1,23 @@
-"""Rows of embedding gradients alone: a step's tokens touch few rows of a table, and only these are sent, with their
-numbers. Exact.
+"""Sparse reduction of embedding gradients: the tokens of a step touch few rows of a table, and only these rows are
+sent,
+with their indices. Exact.
 
     rounds = max_r ceil(touched_r / N)               touched_r: rows of g_r[V D] that are not all zero; one all_reduce
                                                      of a maximum
     in round i: all_gather over the replicas of (row numbers [N], rows [N D])  ->  g[V D] += rows, replica by replica
 
-Each replica sends at most N rows of a table in a round, and as many rounds follow as the replica with the most touched
-rows needs: all replicas agree on their number before, so that none waits in a collective that another does not enter.
-At most `V / N` rounds, in one loop. What comes out is the sum of all rows, whatever N is; leaves that `leaves` does not
-name cross as `sum` has them. The rounds of each table are a metric of the step, `reducer/rounds/PATH`: a number above
-one that stays says that N is too small, since each round costs the latency of an all_gather.
+In a round each replica sends at most N rows of a table. The replica with the most touched rows determines the number of
+rounds, and an all_reduce before the loop makes it known to all, so that no replica waits in a collective that another
+one does not enter. There are at most `V / N` rounds, in one loop. The result is the sum of all rows for any N. Leaves
+that `leaves` does not name are reduced as by `sum`. The rounds of each table are a metric of the step,
+`reducer/rounds/PATH`. A number that stays above one shows that N is too small, since each round costs the latency of an
+all_gather.
 
-Use it for tables with many more rows than a batch has tokens. Not for one whose gradient is dense: one that also is the
-head of the model (tied weights), or one under a decay that is added to the gradient. A table whose rounds in the first
-batch would send `most` of what `sum` sends is refused.
-What is cut over model axes, or scattered by ZeRO 2, goes by the rows that one device holds. With accumulation all
-microbatches' rows are touched.
+Use it for tables with many more rows than a batch has tokens. Not for a dense gradient: a table that is also the head
+of the model (tied weights), or one under a decay that is added to the gradient. A table that would send more than
+`most` of the bytes of `sum` in the first batch is rejected.
+A table that is sharded over model axes, or scattered by ZeRO 2, is reduced by the rows of each device. With gradient
+accumulation the touched rows are those of all microbatches.
 Memory: none. Forward: one all_reduce of a number a table, all_gathers over the replica axes, one all_reduce of the
 other leaves. Backward: none.
 Wire: a device sends `(n-1) * 4 p` bytes for a table and round, with n replicas and `p = N (D + 1)` rounded up to a
@@ -53,13 +55,14 @@ def make(leaves: str | Sequence[str], rows: int, most: float | None = 1.0) -> Re
     """Returns the reducer.
 
     Args:
-        leaves: patterns for the whole paths of the tables, whose first dim is rows.
-        rows: N, of a table that a replica sends in a round.
-        most: what the rounds of a table may send in the first batch, as a share of what `sum` sends for it; null:
-            anything.
+        leaves: patterns for the whole paths of the tables. Their first dim is rows.
+        rows: N, the rows of a table that a replica sends in a round.
+        most: the bytes that the rounds of a table may send in the first batch, as a fraction of those of `sum`; null:
+            no
+            limit.
 
     Raises:
-        ConfigError: an option is none of these.
+        ConfigError: an option is out of its range.
     """
     _check_options(leaves, rows, most)
     patterns = [leaves] if isinstance(leaves, str) else list(leaves)
@@ -111,12 +114,12 @@ def make(leaves: str | Sequence[str], rows: int, most: float | None = 1.0) -> Re
 
 
 def _touched(leaf: jax.Array) -> jax.Array:
-    """Returns bool[V], the rows that are not all zero; one with a NaN is touched."""
+    """Returns bool[V], the rows that are not all zero; a row with a NaN is touched."""
     return jnp.any(leaf.reshape(leaf.shape[0], -1) != 0, axis=1)
 
 
 def _rounds(leaves: Sequence[jax.Array], rows: int, over: ReduceGroup) -> list[jax.Array]:
-    """Returns int32[] of each leaf, the same on every device of the mesh: all that send in a loop enter it as often."""
+    """Returns int32[] for each leaf, the same on every device: all devices run the same number of rounds."""
     if not leaves:
         return []
     cut = sorted({axis for x in leaves for axis in compat.varying_axes(x)} - set(over.axes))
@@ -130,7 +133,7 @@ def _summed(leaf: jax.Array, rounds: jax.Array, rows: int, over: ReduceGroup) ->
     num, rows = leaf.shape[0], min(rows, leaf.shape[0])
     table = leaf.reshape(num, -1).astype(common_dtype(leaf.dtype, jnp.float32))
     places = jnp.sort(jnp.where(_touched(leaf), jnp.arange(num, dtype=jnp.uint32), num))
-    places = jnp.pad(places, (0, -num % rows), constant_values=num)  # the touched first; `num` is no row
+    places = jnp.pad(places, (0, -num % rows), constant_values=num)  # the touched rows first; `num` is no row
 
     def one_round(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         i, total = carry
@@ -144,14 +147,14 @@ def _summed(leaf: jax.Array, rounds: jax.Array, rows: int, over: ReduceGroup) ->
         return total.at[numbers].add(values, mode="drop"), None
 
     cut = tuple(compat.varying_axes(leaf) - set(over.axes))
-    first = 0 * rounds  # of this group alone, as all in the loop is where a `vmap` over groups is around it
+    first = 0 * rounds  # typed for this group only, as everything in the loop under a `vmap` over groups
     nothing = compat.as_varying(jnp.zeros(table.shape, table.dtype) + first.astype(table.dtype), cut)
     _, total = lax.while_loop(lambda carry: carry[0] < rounds, one_round, (first, nothing))
     return total.reshape(leaf.shape).astype(leaf.dtype)
 
 
 def _packed(numbers: jax.Array, values: jax.Array) -> jax.Array:
-    """Returns uint32[p], the numbers and the bits of the values, with zeros up to a multiple of 1,024."""
+    """Returns uint32[p], the row numbers and the bits of the values, padded with zeros to a multiple of 1,024."""
     bits = lax.bitcast_convert_type(values, jnp.uint32).reshape(-1)
     row = jnp.concatenate([numbers, bits])
     return jnp.pad(row, (0, -len(row) % PAD))
@@ -178,35 +181,42 @@ def _check_options(leaves: object, rows: object, most: object) -> None:
     patterns = [leaves] if isinstance(leaves, str) else leaves
     if not isinstance(patterns, Sequence) or not patterns or not all(isinstance(x, str) for x in patterns):
         raise ConfigError(
-            f"sparse_rows.leaves is {leaves!r}. It is a pattern for the whole paths of the tables, or a list of them. Write leaves: [embed]."
+            f"sparse_rows.leaves is {leaves!r}. It is a pattern for the whole paths of the tables, or a list of "
+            "patterns. Write leaves: [embed]."
         )
     for pattern in patterns:
         try:
             re.compile(pattern)
         except re.error as error:
             raise ConfigError(
-                f"sparse_rows.leaves: {pattern!r} is no pattern ({error}). It is a regular expression for the whole path of a leaf."
+                f"sparse_rows.leaves: {pattern!r} is not a valid pattern ({error}). It is a regular expression for "
+                "the whole path of a leaf."
             ) from None
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
         raise ConfigError(
-            f"sparse_rows.rows is {rows!r}. It is the number of rows of a table that a replica sends in a round. Write rows: 1024."
+            f"sparse_rows.rows is {rows!r}. It is the number of rows of a table that a replica sends in a round. "
+            "Write rows: 1024."
         )
     is_number = isinstance(most, int | float) and not isinstance(most, bool)
     if most is not None and (not is_number or most <= 0):  # type: ignore[operator]
-        raise ConfigError(f"sparse_rows.most is {most!r}. It is a share of the bytes of sum, or null. Write most: 1.")
+        raise ConfigError(
+            f"sparse_rows.most is {most!r}. It is a fraction of the bytes of sum, or null. Write most: 1."
+        )
 
 
 def _check_named(pattern: str, added: Sequence[ReducedLeaf]) -> None:
     found = [x for x in added if re.fullmatch(pattern, x.path)]
     if not found:
         largest = sorted((x for x in added if len(x.shape) > 1), key=lambda x: -x.shape[0])[:3]
-        known = f" Those with the most rows are {', '.join(repr(x.path) for x in largest)}." if largest else ""
+        known = f" The leaves with the most rows are {', '.join(repr(x.path) for x in largest)}." if largest else ""
         raise ConfigError(
-            f"sparse_rows.leaves: {pattern!r} is the whole path of no leaf that is added over replicas.{known} Write such a path, or reducer: sum."
+            f"sparse_rows.leaves: {pattern!r} matches no leaf that is reduced over replicas.{known} Write such a "
+            "path, or reducer: sum."
         )
     if short := next((x for x in found if len(x.shape) < 2 or not x.size), None):
         raise ConfigError(
-            f"sparse_rows.leaves: {pattern!r} names {short.path!r}, {list(short.shape)} on a device, which has no rows. Name tables alone, [rows, width]."
+            f"sparse_rows.leaves: {pattern!r} matches {short.path!r}, {list(short.shape)} on a device, which has no "
+            "rows. Name tables only, [rows, width]."
         )
 
 
@@ -214,10 +224,11 @@ def _check_table(table: ReducedLeaf, rows: int, most: float | None) -> None:
     if most is None or _of_round(table, rows) < most * table.allreduce_bytes:
         return
     fitting = next((n for n in _smaller(rows) if _of_round(table, n) < most * table.allreduce_bytes), None)
-    repair = f"rows: {fitting}, or leave it out of leaves" if fitting else "reducer: sum, or leave it out of leaves"
+    repair = f"rows: {fitting}, or remove it from leaves" if fitting else "reducer: sum, or remove it from leaves"
     raise ConfigError(
-        f"reducer: sparse_rows with rows: {rows} on {table.num} replicas: {table.path!r} is {list(table.shape)} on a device, and one round sends "
-        f"{_of_round(table, rows) / table.allreduce_bytes:.2f} of what sum sends for it; at most {most:g} is allowed (most). Try {repair}."
+        f"reducer: sparse_rows with rows: {rows} on {table.num} replicas: {table.path!r} is {list(table.shape)} on a "
+        f"device, and one round sends {_of_round(table, rows) / table.allreduce_bytes:.2f} of the bytes of sum; the "
+        f"limit is {most:g} (most). Try {repair}."
     )
 
 
@@ -234,7 +245,9 @@ def _check_first(table: ReducedLeaf, rows: int, most: float | None, rounds: floa
     at_least = (rounds - 1) * min(rows, table.shape[0]) + 1
     share = rounds * _of_round(table, rows) / table.allreduce_bytes
     raise ConfigError(
-        f"reducer: sparse_rows: in the first batch a replica's gradient of {table.path!r} has {at_least:,} touched rows of {table.shape[0]:,} or more on a "
-        f"device: it is dense, and {rounds} rounds of {rows} rows send {share:.2f} of what sum sends for it (most: {most:g}). A table that also is the head of the "
-        "model, or one of fewer rows than a batch has tokens, is no case for it. Take it out of sparse_rows.leaves, or write reducer: sum."
+        f"reducer: sparse_rows: in the first batch a replica's gradient of {table.path!r} has {at_least:,} touched "
+        f"rows of {table.shape[0]:,} or more on a device: it is dense, and {rounds} rounds of {rows} rows send "
+        f"{share:.2f} of the bytes of sum (most: {most:g}). sparse_rows does not suit a table that is also the head "
+        "of the model, or one with fewer rows than a batch has tokens. Remove it from sparse_rows.leaves, or write "
+        "reducer: sum."
     )

@@ -1,19 +1,19 @@
-"""The largest values of the gradient with their places; the rest is owed, and added to the next step's gradient.
+"""The largest values of the gradient with their indices. The other values are added to the next step's gradient.
 
-    c_r = g_r / C + e_r,   places = the k largest |c_r|,   g = sum_r c_r[places of r],   e_r = c_r but for its places
+    c_r = g_r / C + e_r,   indices = the k largest |c_r|,   g = sum_r c_r[indices of r],   e_r = c_r except at indices
 
-The whole gradient is one vector (one for each way in which leaves are cut over model axes), so that k is shared out
-where the gradient is large. Values and places travel as one array of 32-bit integers, and are added replica by replica,
-so that the bits are the same on all.
+The whole gradient is one vector (one per set of mesh axes over which leaves are sharded), so that the largest values of
+all leaves compete. Values and indices are sent as one array of 32-bit integers, and added replica by replica, so that
+the result is bitwise the same on all replicas.
 
-Use it where few values carry the gradient (large embeddings, late in training) over slow links. Each replica sends
-other places, so that what arrives grows with the replicas: it is refused where `N k` is not below half of the
-gradient's values, which is half of what `sum` sends.
+Use it where few values dominate the gradient (large embeddings, late in training) over slow links. Each replica sends
+different indices, so the received bytes grow with the number of replicas: it is rejected unless `N k` is below half of
+the gradient's values, which is half of the bytes of `sum`.
 Memory: 4 bytes a value on each replica, in the train state.
 Forward: all_gather over the replica axes. Backward: none. Wire: with `L` the values rounded up to a multiple of 1,024,
-and `k = fraction * L` rounded down to one, a device sends `8 (N-1) k` bytes in a step: `N k / V` of `sum`, 0.08 for 1 %
-and 8 replicas. A vector of which `k` is zero, or that would send more than `most` allows, crosses as a sum: `8 (N-1)/N
-V`.
+and `k = fraction * L` rounded down to a multiple of 1,024, a device sends `8 (N-1) k` bytes in a step: `N k / V` of
+`sum`, 0.08 for 1 % and 8 replicas. A vector with k zero, or that would exceed `most`, is reduced as by `sum`: `8
+(N-1)/N V`.
 Source: Aji and Heafield, "Sparse communication for distributed gradient descent" (2017); Stich et al., "Sparsified SGD
 with memory" (2018), algorithm 1; Lin et al., "Deep gradient compression" (2018), section 3 (without its momentum
 correction: the optimizer sees the sum).
@@ -51,18 +51,20 @@ def make(fraction: float = 0.01, most: float | None = 0.5) -> Reducer:
 
     Args:
         fraction: of the values that a replica sends in a step.
-        most: what it may send, as a share of what `sum` sends; null: anything.
+        most: the bytes that it may send, as a fraction of those of `sum`; null: no limit.
 
     Raises:
-        ConfigError: `fraction` is no share, or `most` no positive number.
+        ConfigError: `fraction` is not in (0, 1], or `most` is not a positive number.
     """
     if not _is_number(fraction) or not 0 < fraction <= 1:
-        raise ConfigError(f"topk.fraction is {fraction!r}. It is a share of the values, up to 1. Write fraction: 0.01.")
+        raise ConfigError(
+            f"topk.fraction is {fraction!r}. It is a fraction of the values, at most 1. Write fraction: 0.01."
+        )
     if most is not None and (not _is_number(most) or most <= 0):
-        raise ConfigError(f"topk.most is {most!r}. It is a share of the bytes of sum, or null. Write most: 0.5.")
+        raise ConfigError(f"topk.most is {most!r}. It is a fraction of the bytes of sum, or null. Write most: 0.5.")
 
     def num_sent(values: int, num: int) -> int:
-        """Returns k; zero: all values cross as a sum."""
+        """Returns k; zero: all values are reduced as by `sum`."""
         k = math.floor(fraction * _padded(values) / PAD + 1e-9) * PAD
         return k if most is None or num * k < most * values else 0
 
@@ -110,24 +112,26 @@ def _padded(values: int) -> int:
 def _refusal(fraction: float, most: float, values: int, num: int) -> str:
     k = math.floor(fraction * _padded(values) / PAD + 1e-9) * PAD
     asked = (
-        f"reducer: topk with fraction: {fraction:g} on {num} replicas, whose gradient has {values:,} values on a device"
+        f"reducer: topk with fraction: {fraction:g} on {num} replicas, with a gradient of {values:,} values on a device"
     )
     if k == 0:
         repair = f"fraction: {math.ceil(PAD / _padded(values) * 1000) / 1000:g}, or "
         repair = repair if num * PAD < most * values else ""
-        return f"{asked}: that are fewer than {PAD:,}, the smallest number that is sent. Try {repair}reducer: int8."
+        return (
+            f"{asked}: that is fewer than {PAD:,} values, the smallest number that is sent. Try {repair}reducer: int8."
+        )
     largest = math.floor(most * values / num / PAD) * PAD / _padded(values)
     repair = f"fraction: {math.floor(largest * 1000) / 1000:g}, or " if largest * 1000 >= 1 else ""
     return (
-        f"{asked}: {k:,} from each replica are {num * k / values:.2f} of what sum sends, and at most {most:g} is allowed (most). "
-        f"Try {repair}reducer: int8."
+        f"{asked}: {k:,} values from each replica are {num * k / values:.2f} of the bytes of sum; the limit is "
+        f"{most:g} (most). Try {repair}reducer: int8."
     )
 
 
 def _largest(
     leaves: Sequence[jax.Array], owed: Sequence[jax.Array], over: ReduceGroup, k: int
 ) -> tuple[Leaves, Leaves]:
-    """Returns (the sums of the k largest of each replica, what each replica owes now)."""
+    """Returns (the sums of the k largest of each replica, the new residuals)."""
     own = flatten(leaves, PAD)
     own = (own + flatten(owed, PAD).astype(own.dtype)).astype(jnp.float32)
     _, places = lax.top_k(jnp.where(jnp.isnan(own), jnp.inf, jnp.abs(own)), k)
@@ -145,6 +149,6 @@ def _largest(
 
 
 def _all(leaves: Sequence[jax.Array], owed: Sequence[jax.Array], over: ReduceGroup, _: int) -> tuple[Leaves, Leaves]:
-    """Returns (the sums with all that was owed, nothing)."""
+    """Returns (the sums including all residuals, zero residuals)."""
     own = [(x + error).astype(x.dtype) for x, error in zip(leaves, owed, strict=True)]
     return lax.psum(own, over.axes), [jnp.zeros_like(error) for error in owed]

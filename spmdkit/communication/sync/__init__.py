@@ -1,2 +1,5 @@
-"""When groups of replicas agree: a file each, found by its name (`spmdkit.foundation.plugins`); `base.Sync` is what it
-makes."""
+"""Synchronization of groups of replicas: one file per sync, found by name (`spmdkit.foundation.plugins`).
+
+Input: the parameters of each group and the sync's state. Output: one copy of the parameters for all groups
+(`base.Sync`).
+"""

@@ -1,37 +1,37 @@
-"""Groups train alone; every `every` steps an outer optimizer takes the mean of how far they moved for a gradient.
+"""Groups train separately; every `every` steps an outer optimizer uses the mean of their moves as a gradient.
 
     w_g <- w_g - inner(g_g)              in every step, nothing sent between groups
-    D = a - mean_h w_h                   after `every` steps: the outer gradient; a is what all agreed on last
+    D = a - mean_h w_h                   after `every` steps: the outer gradient; a is the last synchronized copy
     a <- a - outer(D),  w_g <- a         Nesterov momentum by default
 
-Each group keeps its own inner optimizer state. The outer gradients may cross in few bytes: `reducer: int8` sends them
-rounded. What rounding takes is lost, there is no error feedback: the mean of many steps is small beside it only where a
-reducer keeps several bits.
+Each group has its own inner optimizer state. The outer gradients may be compressed: `reducer: int8` rounds them. There
+is no error feedback, so the rounding error is lost. It is small relative to the mean of many steps only for a reducer
+with several bits per value.
 
-Streaming: `fragments: P` cuts the tree of parameters, leaf by leaf, into P parts of about the same bytes, each of which
-agrees every `every` steps at a time of its own, so that the most that one step sends is the largest fragment. With
-`overlap: t` the outer gradient crosses beside the compute of the next step, in one program with it, and is applied t
-steps after it was taken; groups then keep `alpha` of what they have learned since:
-w_g <- alpha w_g + (1 - alpha) a.
+Streaming: `fragments: P` splits the tree of parameters, leaf by leaf, into P parts of about the same bytes. Each
+synchronizes every `every` steps, at different steps, so that one step sends at most the largest fragment. With
+`overlap: t` the outer gradient is sent during the compute of the next step, in one program with it, and is applied t
+steps after it was computed. Groups then keep the fraction `alpha` of their own parameters: w_g <- alpha w_g + (1 -
+alpha) a.
 
-With `start: s` the first s steps are synchronous training, and what is agreed on begins with their parameters: DiLoCo's
-authors begin with a model that is trained, and from a random start with few steps in a round it loses much more.
+With `start: s` the first s steps are synchronous training, and the outer parameters start from their result: DiLoCo's
+authors start from a trained model. From a random start with few steps in a round the loss is much higher.
 
 Class: up to `start` equal to synchronous training, for every optimizer. With `optimizer: {name: sgd, learning_rate:
 1.0}` equal to `local_sgd`, and so with `every: 1` to synchronous training for sgd, momentum, Nesterov and decoupled
-weight decay without clipping. Otherwise another method, which converges; the outer learning rate and momentum are tuned
-(0.7 and 0.9 are the paper's, for hundreds of steps between agreements; with 16 between them 1.0 and 0.5 were best:
-docs/benchmarks.md).
+weight decay without clipping. Otherwise another method, which converges. Tune the outer learning rate and momentum: 0.7
+and 0.9 are the paper's, for hundreds of steps between synchronizations; with 16 steps 1.0 and 0.5 were best
+(docs/benchmarks.md).
 Use it where links between groups are slow and training is long: between data centers. Not where they are fast.
-Memory: `a` in float32 and the outer optimizer's state, once, cut as the parameters are; with `overlap` the outer
+Memory: `a` in float32 and the outer optimizer's state, once, sharded as the parameters are; with `overlap` the outer
 gradient too.
-Forward: none between groups after `start`. At an agreement: one all-reduce of the outer gradient over the groups, or
-what the reducer sends.
+Forward: none between groups after `start`. At a synchronization: one all-reduce of the outer gradient over the groups,
+or the collectives of the reducer.
 Wire: `2 (G-1)/G * 4 bytes` per parameter and device every `every` steps, or `wire` of the reducer; at most that of a
 fragment in one step.
 Source: Douillard et al., "DiLoCo: Distributed low-communication training of language models" (2023, arXiv 2311.08105),
 algorithm 1; Douillard et al., "Streaming DiLoCo with overlapping communication" (2025, arXiv 2501.18512), algorithm 2,
-whose fragments are layers; Reddi et al., "Adaptive federated optimization" (2020), algorithm 1, for outer optimizers
+with layers as fragments; Reddi et al., "Adaptive federated optimization" (2020), algorithm 1, for outer optimizers
 other than sgd.
 """
 
@@ -65,14 +65,15 @@ def make(
 
     Args:
         optimizer: the outer one, as `config.optimizer`; None: Nesterov momentum, `NESTEROV`.
-        reducer: by which outer gradients are added, as `config.reducer`; None: the exact mean.
-        fragments: parts that agree in turn.
-        overlap: steps from taking an outer gradient to applying it; 0: at once.
-        alpha: how much of their own parameters groups keep when they agree; None: 0.5 with an overlap, otherwise 0.
-        start: steps at the start in which all replicas agree in every step, as in `post_local`.
+        reducer: for the outer gradients, as `config.reducer`; None: the exact mean.
+        fragments: parts of the parameters that synchronize at different steps.
+        overlap: steps from computing an outer gradient to applying it; 0: immediately.
+        alpha: the fraction of its own parameters that a group keeps at a synchronization; None: 0.5 with an overlap,
+            otherwise 0.
+        start: steps at the start with synchronous training, as in `post_local`.
 
     Raises:
-        ConfigError: a number is out of its range, or there is no such optimizer or reducer.
+        ConfigError: a number is out of its range, or there is no such reducer.
     """
     _check(every, fragments, overlap, alpha, start)
     if reducer is not None and not plugins.is_own(reducer) and (wrong := plugins.problem("reducers", reducer)):
@@ -118,40 +119,42 @@ def _check(every: Any, fragments: Any, overlap: Any, alpha: Any, start: Any) -> 
     whole = lambda x: isinstance(x, int) and not isinstance(x, bool)
     if not whole(every) or every < 1:
         raise ConfigError(
-            f"diloco.every is {every!r}. It is the number of steps between two agreements. Write every: 100."
+            f"diloco.every is {every!r}. It is the number of steps between two synchronizations. Write every: 100."
         )
     if not whole(fragments) or not 1 <= fragments <= every:
         raise ConfigError(
-            f"diloco.fragments is {fragments!r}, with every: {every}. Fragments agree after different steps, so there are 1 to {every}. Write fragments: "
-            f"{min(4, every)}."
+            f"diloco.fragments is {fragments!r}, with every: {every}. Fragments synchronize after different steps, so "
+            f"there are 1 to {every}. Write fragments: {min(4, every)}."
         )
     if not whole(overlap) or not 0 <= overlap < every:
         raise ConfigError(
-            f"diloco.overlap is {overlap!r}, with every: {every}. What a fragment has sent is applied before it sends again, 0 to {every - 1} steps later. "
-            f"Write overlap: {min(1, every - 1)}."
+            f"diloco.overlap is {overlap!r}, with every: {every}. An outer gradient is applied before the next one of "
+            f"its fragment is sent, 0 to {every - 1} steps later. Write overlap: {min(1, every - 1)}."
         )
     if not whole(start) or start < 0:
         raise ConfigError(
-            f"diloco.start is {start!r}. It is the number of steps in which all replicas agree in every step. Write start: 500."
+            f"diloco.start is {start!r}. It is the number of synchronous steps at the start. Write start: 500."
         )
     is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
     if alpha is not None and not (is_number and 0 <= alpha < 1):
         raise ConfigError(
-            f"diloco.alpha is {alpha!r}. It is the part of its own parameters that a group keeps, from 0 to below 1. Write alpha: 0.5."
+            f"diloco.alpha is {alpha!r}. It is the fraction of its own parameters that a group keeps, from 0 to below "
+            "1. Write alpha: 0.5."
         )
 
 
 def _description(start: int, fragments: int) -> str:
-    found = [f"to step {start} all replicas agree in every step"] * bool(start)
-    return ", ".join([*found, *[f"{fragments} fragments in turn"] * (fragments > 1)])
+    found = [f"to step {start} all replicas are synchronous in every step"] * bool(start)
+    return ", ".join([*found, *[f"{fragments} fragments at different steps"] * (fragments > 1)])
 
 
-# ---- fragments ----------------------------------------------------------------------------------------------------------
+# ---- fragments
 
 
 def _schedule(every: int, fragments: int, overlap: int, before: int) -> tuple[Agreement, ...]:
     """Returns when each fragment sends, spread evenly over a round; with an overlap also when each is applied.
-    `before`: steps of which no round is."""
+    `before`: steps
+    before the first round."""
     if fragments == 1 and not overlap:
         return ()
     first = [before + every + i * every // fragments for i in range(fragments)]
@@ -170,8 +173,8 @@ def fragments_of(sizes: Sequence[int], num: int) -> list[int]:
     """
     if len(sizes) < num:
         raise ConfigError(
-            f"diloco.fragments is {num}, and there are {len(sizes)} arrays of parameters. A fragment is made of whole arrays. Write fragments: {len(sizes)}, "
-            "or keep layers in arrays of their own."
+            f"diloco.fragments is {num}, and there are {len(sizes)} arrays of parameters. A fragment consists of "
+            f"whole arrays. Write fragments: {len(sizes)}, or store layers in separate arrays."
         )
     owner, filled = [0] * len(sizes), [0] * num
     for leaf in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -188,5 +191,5 @@ def fragment(tree: Any, num: int, number: int) -> Any:
 
 
 def with_fragment(tree: Any, fragment: Any) -> Any:
-    """Returns the tree with the leaves of a fragment in place of its own."""
+    """Returns the tree with the leaves of a fragment replaced."""
     return jax.tree.map(lambda x, old: old if x is None else x, fragment, tree, is_leaf=lambda x: x is None)

@@ -1,4 +1,4 @@
-"""Replicas agree in every step, by their reducer: there are no groups."""
+"""Synchronous training: the reducer runs in every step, and there are no groups."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
-"""Groups of replicas train alone; after every `every` steps their parameters become the mean of all groups'.
+"""Groups of replicas train separately; after every `every` steps their parameters are averaged.
 
     w_g <- w_g - update(g_g)        in every step, nothing sent between groups
     w_g <- mean_h w_h               after `every` steps
 
-Each group keeps its own optimizer state.
+Each group has its own optimizer state.
 
 Class: equal to synchronous training at `every: 1` for sgd, momentum, Nesterov and decoupled weight decay without
-clipping, where each group sees as many examples; for Adam it is another method, since each group has its own second
-moments. Otherwise converging.
+clipping, if each group has the same number of examples. For Adam it is another method, since each group has its own
+second moments. Otherwise converging.
 
 Use it where the links between groups are slow: between data centers, over Ethernet. Not where they are fast: at the
 same number of steps the loss is higher, the more so the larger `every` is.
-Forward: none between groups. At an agreement: one all-reduce of the parameters over the groups. Wire: `2 (G-1)/G * 4
-bytes` per parameter and device, every `every` steps.
+Forward: none between groups. At a synchronization: one all-reduce of the parameters over the groups. Wire: `2 (G-1)/G *
+4 bytes` per parameter and device, every `every` steps.
 Source: Stich, "Local SGD converges fast and communicates little" (2019), algorithm 1.
 """
 
@@ -28,7 +28,7 @@ def make(every: int) -> Sync:
     """Returns the sync.
 
     Raises:
-        ConfigError: `every` is no whole number from 1 on.
+        ConfigError: `every` is not a positive integer.
     """
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ConfigError(

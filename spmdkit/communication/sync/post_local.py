@@ -1,14 +1,15 @@
-"""Synchronous training for the first `start` steps, then local SGD: groups train alone and take the mean of their
-parameters every `every` steps.
+"""Synchronous training for the first `start` steps, then local SGD: groups train separately and average their
+parameters
+every `every` steps.
 
-    steps 1 to start     the step of the whole mesh: all replicas agree in every step, on the optimizer's state too
-    later                w_g <- w_g - update(g_g) alone, and w_g <- mean_h w_h after each step that `every` divides
+    steps 1 to start     the step of the whole mesh: all replicas are synchronous, with one optimizer state
+    later                w_g <- w_g - update(g_g) per group, and w_g <- mean_h w_h after each step that `every` divides
 
-The loss falls fastest at the start, where the gradients of groups differ from their mean's the most; later, with a
-smaller learning rate, groups that train alone lose little, and often generalise better. Set `start` to the first decay
-of the learning rate, as its authors do.
+The loss falls fastest at the start, where the gradients of groups differ most from their mean. Later, with a smaller
+learning rate, groups that train separately lose little and often generalize better. Set `start` to the first decay of
+the learning rate, as its authors do.
 
-Class: equal to synchronous training where `start` is not below the number of steps, for every optimizer; equal to
+Class: equal to synchronous training if `start` is not below the number of steps, for every optimizer; equal to
 `local_sgd` with `start: 0`.
 Otherwise converging.
 Use it where local SGD from the first step costs too much loss. The first phase sends as much as `every_step`.
@@ -30,15 +31,15 @@ def make(start: int, every: int = 16) -> Sync:
     """Returns the sync.
 
     Raises:
-        ConfigError: `start` is no whole number from 0 on, or `every` none from 1 on.
+        ConfigError: `start` is not an integer of at least 0, or `every` not of at least 1.
     """
     if isinstance(start, bool) or not isinstance(start, int) or start < 0:
         raise ConfigError(
-            f"post_local.start is {start!r}. It is the number of steps in which all replicas agree in every step. Write start: 500."
+            f"post_local.start is {start!r}. It is the number of synchronous steps at the start. Write start: 500."
         )
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ConfigError(
             f"post_local.every is {every!r}. It is the number of steps between two means. Write every: 16."
         )
-    says = f"to step {start} all replicas agree in every step"
+    says = f"to step {start} all replicas are synchronous in every step"
     return dataclasses.replace(local_sgd.make(every), start=start, description=says)

@@ -3,20 +3,18 @@
     g_t = grad L(w_t)                              as in every other step, added over all replicas
     w_{t+1} = w_t + update(g_{t-k}, w_t)           the first k steps move nothing
 
-What a worker of an asynchronous parameter server does when k updates of others come between its pull and its push,
-without the chance in it: so that asynchronous training can be studied, and repeated bit for bit. The optimizer
-(clipping included) sees late gradients, one for each of its updates; its own decay and momentum act on today's
-parameters. A step that is skipped moves nothing, the line of waiting gradients included.
+It models a worker of an asynchronous parameter server with k updates of others between its pull and its push, without
+the randomness: asynchronous training can be studied and repeated bitwise. The optimizer (clipping included) sees late
+gradients, one per update; its decay and momentum act on the current parameters. A skipped step changes nothing,
+including the delay line.
 
 Class: equal to synchronous training at `k: 0`, the same program. Otherwise another method, which converges for learning
-rates that shrink with k:
-`learning_rate * k` bounds how far the parameters move between a gradient and its use.
-Use it to find out what staleness costs a task. Not to be faster: nothing overlaps, every step waits for its own
-gradient's sum.
-Memory: k gradients in the dtype of the parameters, cut as the optimizer's state is. Wire: that of `every_step`.
-Source: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server" (2013), whose bound
-is met exactly here;
-Zinkevich et al., "Slow learners are fast" (2009), delayed SGD, algorithm 1.
+rates that shrink with k: `learning_rate * k` bounds how far the parameters move between a gradient and its use.
+Use it to measure the cost of staleness for a task. It is not faster: nothing overlaps, and every step waits for the sum
+of its gradient.
+Memory: k gradients in the dtype of the parameters, sharded as the optimizer's state is. Wire: that of `every_step`.
+Source: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server" (2013), with its
+bound met exactly; Zinkevich et al., "Slow learners are fast" (2009), delayed SGD, algorithm 1.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ class DelayLineState(NamedTuple):
 
     Attributes:
         optimizer: the state of the optimizer itself.
-        delay_line: k gradients that wait, the newest first.
-        waiting: int32[], how many of them are gradients: 0 before the first step, k from the k-th on.
+        delay_line: k pending gradients, the newest first.
+        waiting: int32[], the number of gradients in it: 0 before the first step, k from the k-th on.
     """
 
     optimizer: Any
@@ -49,7 +47,7 @@ def make(k: int) -> Sync:
     """Returns the sync.
 
     Raises:
-        ConfigError: `k` is no whole number from 0 on.
+        ConfigError: `k` is not an integer of at least 0.
     """
     if isinstance(k, bool) or not isinstance(k, int) or k < 0:
         raise ConfigError(f"stale.k is {k!r}. It is the number of steps that a gradient is late. Write k: 2.")
@@ -59,7 +57,7 @@ def make(k: int) -> Sync:
 
 
 def late(tx: optax.GradientTransformation, k: int) -> optax.GradientTransformationExtraArgs:
-    """Returns the optimizer behind a line of `k` gradients."""
+    """Returns the optimizer behind a delay line of `k` gradients."""
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> DelayLineState:
@@ -84,6 +82,7 @@ def late(tx: optax.GradientTransformation, k: int) -> optax.GradientTransformati
 
 def _refuse_value_optimizer(params: Any) -> Any:
     raise ConfigError(
-        "sync: stale with an optimizer that evaluates the loss itself (a line search): it would search along a gradient of older parameters with the "
-        "loss of today's batch. Use an optimizer that takes the gradient alone, or sync: every_step."
+        "sync: stale with an optimizer that evaluates the loss itself (a line search): it would combine a gradient "
+        "of older parameters with the loss of the current batch. Use an optimizer that uses the gradient alone, or "
+        "sync: every_step."
     )

@@ -153,18 +153,19 @@ def _check(
 ) -> None:
     if x_BTD.ndim != 3 or router_DE.ndim != 2:
         raise ConfigError(
-            f"sk.moe: x has shape {x_BTD.shape} and the router {router_DE.shape}. They are [examples, tokens, width] and [width, experts]. "
-            "Reshape them; one token per example is a T of 1."
+            f"sk.moe: x has shape {x_BTD.shape} and the router {router_DE.shape}. They are [examples, tokens, width] "
+            "and [width, experts]. Reshape them; one token per example is a T of 1."
         )
     num_experts = router_DE.shape[1]
     if not 1 <= top_k <= num_experts:
         raise ConfigError(
-            f"sk.moe: top_k is {top_k} with {num_experts} experts. A token goes to at least one expert and to each at most once. "
-            f"Use a top_k from 1 to {num_experts}."
+            f"sk.moe: top_k is {top_k} with {num_experts} experts. A token goes to at least one expert and to each at "
+            f"most once. Use a top_k from 1 to {num_experts}."
         )
     if capacity is not None and not capacity > 0:
         raise ConfigError(
-            f"sk.moe: capacity is {capacity}. It is the places of an expert over its mean load, above 0. Use 1.25, or None to drop nothing."
+            f"sk.moe: capacity is {capacity}. It is the places of an expert over its mean load, above 0. Use 1.25, or "
+            "None to drop nothing."
         )
     for name, value, known in (
         ("score", score, ("softmax", "sigmoid")),
@@ -179,7 +180,8 @@ def _check(
         )
     if capacity is None and priority != "position":
         raise ConfigError(
-            f"sk.moe: priority {priority!r} has no effect without a capacity: nothing is dropped. Leave it out, or give a capacity."
+            f"sk.moe: priority {priority!r} has no effect without a capacity: nothing is dropped. Leave it out, or "
+            "give a capacity."
         )
     if (noise > 0) != (keys_B is not None):
         found = f"noise is {noise} and keys_B is {'not given' if keys_B is None else 'given'}"
@@ -197,12 +199,14 @@ def _check_experts(experts: Any, dims: Any, num_experts: int) -> None:
         fits = [n for n in range(1, num_devices) if num_experts % n == 0 and num_devices % n == 0]
         raise ConfigError(
             f"sk.moe: {num_experts} experts on mesh axis expert = {num_devices}. Each device holds equally many. Use "
-            f"{-(-num_experts // num_devices) * num_devices} experts, or expert: {fits[-1]} and the rest as data or fsdp."
+            f"{-(-num_experts // num_devices) * num_devices} experts, or expert: {fits[-1]} and the rest as data or "
+            "fsdp."
         )
     here = num_experts // num_devices if in_manual else num_experts
     for leaf in jax.tree.leaves(experts):
         if jnp.ndim(leaf) == 0 or leaf.shape[0] != here:
             raise ConfigError(
-                f"sk.moe: the router knows {num_experts} experts, a weight of experts has shape {jnp.shape(leaf)}. Its first dim is the "
-                f"experts'{' of this device' if in_manual else ''}. Stack {here} experts' weights on dim 0."
+                f"sk.moe: the router knows {num_experts} experts, a weight of experts has shape {jnp.shape(leaf)}. "
+                f"Its first dim is the experts'{' of this device' if in_manual else ''}. Stack {here} experts' "
+                "weights on dim 0."
             )

@@ -69,8 +69,9 @@ def dims_of(experts: Any, dims: Any) -> Any:
         if not isinstance(experts, Mapping) or set(experts) - set(MLP_DIMS) or {"up", "down"} - set(experts):
             found = sorted(experts) if isinstance(experts, Mapping) else type(experts).__name__
             raise ConfigError(
-                f"sk.moe: experts hold {found} and dims is not given. The default holds for up, down and gate only; other weights "
-                "have to say how their dims are cut. Give dims, a tree like experts, e.g. {'w': ('expert', 'embed', 'mlp')}."
+                f"sk.moe: experts hold {found} and dims is not given. The default holds for up, down and gate only; "
+                "other weights have to say how their dims are cut. Give dims, a tree like experts, e.g. "
+                "{'w': ('expert', 'embed', 'mlp')}."
             )
         dims = {name: MLP_DIMS[name] for name in experts}
     whole = jax.tree.map(lambda d, sub: jax.tree.map(lambda _: d, sub), dims, experts, is_leaf=is_dims)

@@ -24,7 +24,8 @@ def check_place(context: trace_context.Context) -> None:
     """Raises ConfigError inside of `sk.manual`."""
     if context.in_manual:
         raise ConfigError(
-            "sk.pipeline was called inside of sk.manual. Its stages may hold manual parts, not the other way. Call it outside."
+            "sk.pipeline was called inside of sk.manual. Its stages may hold manual parts, not the other way. Call "
+            "it outside."
         )
 
 
@@ -35,16 +36,18 @@ def check_layers(layers: Any, stacked_dims: int, num_stages: int, num_chunks: in
     if not leaves or 0 in lengths.values() or len(set(lengths.values())) > 1:
         found = ", ".join(f"{path} {describe(x)}" for path, x in leaves[:4]) or "no array"
         raise ConfigError(
-            f"sk.pipeline: layers hold {found}. Every array has the layers as its first dim{'s' * (stacked_dims > 1)}, all the same number. Stack the layers' "
-            "parameters: jax.vmap(init_layer)(keys)."
+            f"sk.pipeline: layers hold {found}. Every array has the layers as its first "
+            f"dim{'s' * (stacked_dims > 1)}, all the same number. Stack the layers' parameters: "
+            "jax.vmap(init_layer)(keys)."
         )
     num, cut = next(iter(lengths.values())), num_stages * (num_chunks if num_stages > 1 else 1)
     if num % cut:
         chunks = f" x {num_chunks} chunks = {cut}" if cut > num_stages else ""
         below = max((d for d in range(1, num_stages) if num % (d * cut // num_stages) == 0), default=1)
         raise ConfigError(
-            f"sk.pipeline: {num} layers over {num_stages} stages{chunks}, found a rest of {num % cut}. Each holds the same number of "
-            f"layers. Try {num // cut * cut or cut} or {-(-num // cut) * cut} layers, or mesh.pipeline: {below}."
+            f"sk.pipeline: {num} layers over {num_stages} stages{chunks}, found a rest of {num % cut}. Each holds the "
+            f"same number of layers. Try {num // cut * cut or cut} or {-(-num // cut) * cut} layers, or "
+            f"mesh.pipeline: {below}."
         )
 
 
@@ -68,22 +71,23 @@ def checked(
         closed, out = jax.make_jaxpr(on_rows, return_shape=True)(rows, *args)
         if any(isinstance(c, jax.core.Tracer) for c in closed.consts):
             raise ConfigError(
-                f"sk.pipeline: {name} closes over a traced array. It runs on one microbatch of one stage, and what comes from outside has no "
-                "place there. Pass it in the parameters or in rows, or compute it inside (sk.example_keys() too)."
+                f"sk.pipeline: {name} closes over a traced array. It runs on one microbatch of one stage, and what "
+                "comes from outside has no place there. Pass it in the parameters or in rows, or compute it inside "
+                "(sk.example_keys() too)."
             )
         return out
 
     x = traced("embed", lambda params, rows: model.embed(params, rows), embed_params)
     if wrong := [f"{path} {describe(s)}" for path, s in named_leaves(x) if not jnp.issubdtype(s.dtype, jnp.floating)]:
         raise ConfigError(
-            f"sk.pipeline: embed returned {', '.join(wrong)}. The activation is floating point, since its gradient flows back. Leave what "
-            "does not change in rows, which every layer sees."
+            f"sk.pipeline: embed returned {', '.join(wrong)}. The activation is floating point, since its gradient "
+            "flows back. Leave what does not change in rows, which every layer sees."
         )
     num = rows.num
     if wrong := [f"{path} {describe(s)}" for path, s in named_leaves(x) if not s.shape or s.shape[0] != num]:
         raise ConfigError(
-            f"sk.pipeline: embed returned {', '.join(wrong)} for {num} rows. The first dim of every array of the activation is the rows: they "
-            f"are cut into microbatches. Return [{num}, ...]."
+            f"sk.pipeline: embed returned {', '.join(wrong)} for {num} rows. The first dim of every array of the "
+            f"activation is the rows: they are cut into microbatches. Return [{num}, ...]."
         )
     y = traced("layer", lambda x, weights, rows: model.layer(x, weights, rows), x, weights)
     if difference := first_difference(x, y):
@@ -111,14 +115,14 @@ def loss_and_metrics(out: Any, one_sum: bool) -> tuple[Mean | Means, dict[str, M
     named = metrics if isinstance(metrics, dict) else {} if metrics is None else {"": None}
     if not all(isinstance(m, Mean | Means) for m in (loss, *named.values())):
         raise ConfigError(
-            f"sk.pipeline: head returned {describe(out)}. Its loss adds up over microbatches, so it returns sk.mean(...), or "
-            "(sk.mean(...), {name: sk.mean(...)})."
+            f"sk.pipeline: head returned {describe(out)}. Its loss adds up over microbatches, so it returns "
+            "sk.mean(...), or (sk.mean(...), {name: sk.mean(...)})."
         )
     if one_sum and isinstance(loss, Means):
         raise ConfigError(
-            f"sk.pipeline: head returned a sum of {len(loss.parts)} means, each with a count of its own. The schedules 1f1b and interleaved compute "
-            "the gradient of one sum, before the counts of all microbatches are known. Use pipeline.schedule: gpipe, or one sk.mean in which "
-            "weights share out what counts."
+            f"sk.pipeline: head returned a sum of {len(loss.parts)} means, each with a count of its own. The "
+            "schedules 1f1b and interleaved compute the gradient of one sum, before the counts of all microbatches "
+            "are known. Use pipeline.schedule: gpipe, or one sk.mean in which weights share out what counts."
         )
     return loss, lax.stop_gradient(metrics)
 
@@ -136,9 +140,9 @@ def constant_count(count: jax.Array) -> jax.Array:
 @constant_count.defjvp
 def _refuse_learned_count(primals: Any, tangents: Any) -> Any:
     raise ConfigError(
-        "sk.pipeline: the count of the loss depends on the parameters (sk.mean with learned weights). The schedules 1f1b and interleaved "
-        "compute the gradient of the loss's sum alone. Use pipeline.schedule: gpipe, or weights without a gradient "
-        "(jax.lax.stop_gradient)."
+        "sk.pipeline: the count of the loss depends on the parameters (sk.mean with learned weights). The schedules "
+        "1f1b and interleaved compute the gradient of the loss's sum alone. Use pipeline.schedule: gpipe, or weights "
+        "without a gradient (jax.lax.stop_gradient)."
     )
 
 
@@ -159,8 +163,8 @@ def _without_gradient(x: jax.Array) -> jax.Array:
 def _refuse_gradient(primals: Any, tangents: Any) -> Any:
     if not isinstance(tangents[0], SymbolicZero):
         raise ConfigError(
-            f"sk.pipeline: rows hold {describe(primals[0])} that depends on the parameters, and rows have no gradient. Compute it in embed, "
-            "which has parameters."
+            f"sk.pipeline: rows hold {describe(primals[0])} that depends on the parameters, and rows have no "
+            "gradient. Compute it in embed, which has parameters."
         )
     return primals[0], tangents[0]
 

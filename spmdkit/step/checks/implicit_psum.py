@@ -58,9 +58,10 @@ def refuse_summed(what: str, typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Col
     """
     if (line := summed_by_types(typed, untyped, axes)) is not None:
         raise ConfigError(
-            f"{what} takes a derivative with respect to a value that is the same along {sorted(axes)}, at {line}. JAX adds such a derivative "
-            "up over those devices, so each would get that of all devices' examples. Differentiate with respect to something of the "
-            "shard's own: `x * 0` instead of a constant or `jnp.zeros(...)`, `jax.lax.pcast(w, axes, to='varying')` instead of `w`."
+            f"{what} takes a derivative with respect to a value that is the same along {sorted(axes)}, at {line}. JAX "
+            "adds such a derivative up over those devices, so each would get that of all devices' examples. "
+            "Differentiate with respect to something of the shard's own: `x * 0` instead of a constant or "
+            "`jnp.zeros(...)`, `jax.lax.pcast(w, axes, to='varying')` instead of `w`."
         )
 
 

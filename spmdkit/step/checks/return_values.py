@@ -16,7 +16,10 @@ from spmdkit.step.metrics.base import Metric, is_metric
 from spmdkit.step.metrics.mean import Mean, Means
 from spmdkit.step.metrics.user_metric import CustomMetric, as_metric
 
-RULE = "A metric is a sk.mean, sk.sum, sk.max or sk.bincount, a sk.derived of them, a class of yours with merge and compute"
+RULE = (
+    "A metric is a sk.mean, sk.sum, sk.max or sk.bincount, a sk.derived of them, a class of yours with merge and "
+    "compute"
+)
 
 
 def checked_loss(out: Any, stateful: bool) -> tuple[Mean | Means, dict[str, Metric], Any]:
@@ -34,13 +37,13 @@ def checked_loss(out: Any, stateful: bool) -> tuple[Mean | Means, dict[str, Metr
         loss, metrics, state = (*out, None) if isinstance(out, tuple) and len(out) == 2 else (out, {}, None)
     if isinstance(loss, tuple) and loss and isinstance(loss[0], Mean | Means):
         raise ConfigError(
-            f"loss_fn returned {shape_of(loss)}. It must return {form}. Only a task whose init returns sk.Variables(params, state) "
-            "returns a model state too. Drop the third value, or give init a state."
+            f"loss_fn returned {shape_of(loss)}. It must return {form}. Only a task whose init returns "
+            "sk.Variables(params, state) returns a model state too. Drop the third value, or give init a state."
         )
     if not isinstance(loss, Mean | Means):
         raise ConfigError(
-            f"loss_fn returned {shape_of(loss)} as its loss. It must return {form}: a plain number cannot be averaged over "
-            "uneven replicas. Return sk.mean(per_example_loss)."
+            f"loss_fn returned {shape_of(loss)} as its loss. It must return {form}: a plain number cannot be averaged "
+            "over uneven replicas. Return sk.mean(per_example_loss)."
         )
     for mean in loss.parts if isinstance(loss, Means) else (loss,):
         if jnp.ndim(mean.sum) != 0:
@@ -49,7 +52,8 @@ def checked_loss(out: Any, stateful: bool) -> tuple[Mean | Means, dict[str, Metr
         raise ConfigError(f"loss_fn returned {shape_of(metrics)} as its metrics. Give a dict {{name: sk.mean(...)}}.")
     if "loss" in metrics:
         raise ConfigError(
-            "loss_fn returned a metric called 'loss', which is the name of its first value. Names are used once. Rename the metric."
+            "loss_fn returned a metric called 'loss', which is the name of its first value. Names are used once. "
+            "Rename the metric."
         )
     return loss, checked_metrics(metrics, "loss_fn"), state
 
@@ -67,8 +71,8 @@ def checked_metrics(metrics: Any, who: str) -> dict[str, Metric]:
     for name, metric in found.items():
         if not is_metric(metric) or is_array(metric):
             raise ConfigError(
-                f"{who} returned metric '{name}' as {shape_of(metric)}. {RULE}, or a sk.scalar, so that it adds over replicas "
-                f"and steps. Write '{name}': sk.mean(...)."
+                f"{who} returned metric '{name}' as {shape_of(metric)}. {RULE}, or a sk.scalar, so that it adds over "
+                f"replicas and steps. Write '{name}': sk.mean(...)."
             )
     if who == "eval_fn" and not metrics:
         raise ConfigError(
@@ -82,8 +86,8 @@ def check_metric_names(metrics: dict[Any, Any], who: str) -> None:
     for name in metrics:
         if not isinstance(name, str) or name in RESERVED_METRICS:
             raise ConfigError(
-                f"{who} returned a metric called {name!r}. A name is text other than {', '.join(RESERVED_METRICS)}, which metrics.jsonl "
-                "uses itself. Rename it."
+                f"{who} returned a metric called {name!r}. A name is text other than {', '.join(RESERVED_METRICS)}, "
+                "which metrics.jsonl uses itself. Rename it."
             )
 
 

@@ -62,8 +62,9 @@ def check_alone(groups: Groups, jaxpr: Any, what: str) -> None:
         names = (named,) if isinstance(named, str) else tuple(named) if isinstance(named, tuple | list) else ()
         if set(names) & set(groups.axes) and eqn.primitive.name not in ("axis_index", "pvary", "pcast"):
             raise ConfigError(
-                f"{what}: {eqn.primitive.name} over {groups.axes[0]} at {compat.source_line(eqn)}: with this sync the groups along "
-                f"{groups.axes[0]} train alone, and nothing crosses them in a step. Remove it, or use sync: every_step."
+                f"{what}: {eqn.primitive.name} over {groups.axes[0]} at {compat.source_line(eqn)}: with this sync the "
+                f"groups along {groups.axes[0]} train alone, and nothing crosses them in a step. Remove it, or use "
+                "sync: every_step."
             )
 
 

@@ -128,7 +128,8 @@ def derived(fn: Callable[..., Any], *parts: Any) -> Derived:
     """
     if not parts or not jax.tree.leaves(parts):
         raise ConfigError(
-            "sk.derived got a function and nothing that adds up. A metric is finished from parts that do. Write sk.derived(jnp.exp, sk.mean(losses))."
+            "sk.derived got a function and nothing that adds up. A metric is finished from parts that do. Write "
+            "sk.derived(jnp.exp, sk.mean(losses))."
         )
     own = [as_metric(part, "a part of sk.derived") for part in parts]
     return Derived(
@@ -178,12 +179,14 @@ def bincount(
     parts = [jnp.asarray(x) for x in (indices if isinstance(indices, tuple | list) else (indices,))]
     if len(parts) != len(dims) or any(x.shape != parts[0].shape for x in parts):
         raise ConfigError(
-            f"sk.bincount: indices of shapes {[x.shape for x in parts]} for counts of shape {dims}. It takes one array of indices for each dim, all of "
-            "one shape. Write sk.bincount(labels, 10), or sk.bincount((labels, predictions), (10, 10))."
+            f"sk.bincount: indices of shapes {[x.shape for x in parts]} for counts of shape {dims}. It takes one "
+            "array of indices for each dim, all of one shape. Write sk.bincount(labels, 10), or sk.bincount((labels, "
+            "predictions), (10, 10))."
         )
     if wrong := [str(x.dtype) for x in parts if not jnp.issubdtype(x.dtype, jnp.integer)]:
         raise ConfigError(
-            f"sk.bincount: indices of dtype {wrong[0]}. An index is an integer. Round first: jnp.floor(x).astype(jnp.int32)."
+            f"sk.bincount: indices of dtype {wrong[0]}. An index is an integer. Round first: "
+            "jnp.floor(x).astype(jnp.int32)."
         )
     padded = inclusion_mask("sk.bincount", parts[0], where)
     included = jnp.ones(parts[0].shape, bool) if padded is None else padded

@@ -220,8 +220,8 @@ def scalar(value: ArrayLike) -> Mean:
     value = as_float(value)
     if value.ndim:
         raise ConfigError(
-            f"sk.scalar got an array of shape {value.shape}. It takes one number. Of examples write sk.mean(values), of others "
-            "sk.scalar(values.mean())."
+            f"sk.scalar got an array of shape {value.shape}. It takes one number. Of examples write sk.mean(values), "
+            "of others sk.scalar(values.mean())."
         )
     return Mean(_local_sum(value), value.dtype.type(1))
 
@@ -251,9 +251,9 @@ def inclusion_mask(name: str, values: jax.Array, where: ArrayLike | None) -> jax
         elif not noticed.has_called("example_mask"):
             raise ConfigError(
                 f"{name} got values of shape {values.shape} while some of the {examples.num} examples are padding. "
-                "The first dim must be the examples, so that padding rows can be left out. "
-                "Pass one value per example (or per example and token), or apply sk.example_mask() yourself. A number that is no mean of "
-                "examples (a norm, a penalty) is a sk.scalar."
+                "The first dim must be the examples, so that padding rows can be left out. Pass one value per "
+                "example (or per example and token), or apply sk.example_mask() yourself. A number that is no mean "
+                "of examples (a norm, a penalty) is a sk.scalar."
             )
     return None if included is None else jnp.broadcast_to(_left(included, values.ndim), values.shape)
 
@@ -317,7 +317,8 @@ def _required(name: str) -> trace_context.Examples:
     examples = trace_context.current_examples()
     if examples is None:
         raise RuntimeError(
-            f"{name} was called outside of a loss that spmdkit runs. To call a loss by hand, wrap it in `with sk.examples(num, key=key):`."
+            f"{name} was called outside of a loss that spmdkit runs. To call a loss by hand, wrap it in `with "
+            "sk.examples(num, key=key):`."
         )
     return examples
 

@@ -74,19 +74,20 @@ def as_metric(x: Any, what: str) -> Any:
     name = type(x).__name__
     if jax.tree_util.all_leaves([x]):
         raise ConfigError(
-            f"{what} is a {name}, which has merge and compute and is no pytree. A metric of your own travels as its arrays. Write "
-            f"@jax.tree_util.register_dataclass above {name}."
+            f"{what} is a {name}, which has merge and compute and is no pytree. A metric of your own travels as its "
+            f"arrays. Write @jax.tree_util.register_dataclass above {name}."
         )
     part = jax.tree.map(jnp.asarray, x)
     both = jax.eval_shape(lambda a, b: a.merge(b), part, part)
     if difference := first_difference(part, both):
         raise ConfigError(
-            f"{what}: merge of {name} gives another part than it is called on: {difference}. Parts of all rows are merged one after the other, "
-            f"so shapes and dtypes stay. Return a {name} with the same arrays."
+            f"{what}: merge of {name} gives another part than it is called on: {difference}. Parts of all rows are "
+            f"merged one after the other, so shapes and dtypes stay. Return a {name} with the same arrays."
         )
     value = jax.eval_shape(lambda a: a.compute(), part)
     if not hasattr(value, "dtype"):
         raise ConfigError(
-            f"{what}: compute of {name} gives {describe(value)}. A metric is one number or an array. Return several under names of their own."
+            f"{what}: compute of {name} gives {describe(value)}. A metric is one number or an array. Return several "
+            "under names of their own."
         )
     return CustomMetric(part, jnp.ones((), jnp.int32))

@@ -53,7 +53,8 @@ def declared_reductions(patterns: Mapping[str, str], state: Any) -> dict[str, Ki
             paths = [path for path, _ in leaves]
             found = f"The model state has {', '.join(paths[:8])}" if paths else "There is no model state"
             raise ConfigError(
-                f"Task.state_reduction: '{pattern}' fits no leaf. {found}.{nearest(pattern, paths)} Remove it, or name a leaf."
+                f"Task.state_reduction: '{pattern}' fits no leaf. {found}.{nearest(pattern, paths)} Remove it, or "
+                "name a leaf."
             )
         for path, leaf in fitting:
             _check_kind(path, leaf.dtype, kind)
@@ -65,16 +66,18 @@ def _check_kind(path: str, dtype: Any, kind: str) -> None:
     number = jnp.issubdtype(dtype, jnp.number)
     if kind == "mean" and not jnp.issubdtype(dtype, jnp.inexact):
         raise ConfigError(
-            f"Task.state_reduction says mean for model state '{path}', which is {dtype}. Integers, booleans and keys are never averaged. Say "
-            f"{'sum, max or identical' if number else 'identical'}."
+            f"Task.state_reduction says mean for model state '{path}', which is {dtype}. Integers, booleans and keys "
+            f"are never averaged. Say {'sum, max or identical' if number else 'identical'}."
         )
     if kind == "max" and jnp.issubdtype(dtype, jnp.complexfloating):
         raise ConfigError(
-            f"Task.state_reduction says max for model state '{path}', which is {dtype}. Complex numbers have no order. Say mean, sum or identical."
+            f"Task.state_reduction says max for model state '{path}', which is {dtype}. Complex numbers have no "
+            "order. Say mean, sum or identical."
         )
     if kind in ("sum", "max") and not number:
         raise ConfigError(
-            f"Task.state_reduction says {kind} for model state '{path}', which is {dtype}. Only numbers have one. Say identical."
+            f"Task.state_reduction says {kind} for model state '{path}', which is {dtype}. Only numbers have one. Say "
+            "identical."
         )
 
 
@@ -144,24 +147,26 @@ def _undecided(path: str, leaf: Any, how: str) -> str:
     what = f"loss_fn changes model state '{path}' ({describe(leaf)}) {how}"
     if not jnp.issubdtype(leaf.dtype, jnp.number):
         return (
-            f"{what}. Replicas would disagree, and it has no mean. Make it the same on all of them in the loss, with lax.pmax or lax.psum over "
-            "('replica', 'data'), or compute it from what they share."
+            f"{what}. Replicas would disagree, and it has no mean. Make it the same on all of them in the loss, with "
+            "lax.pmax or lax.psum over ('replica', 'data'), or compute it from what they share."
         )
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
         return (
-            f"{what}, not linearly in its old value, so the mean over replicas may be wrong. Say how they agree: Task(state_reduction={{'{path}': "
-            "'max'}), 'mean', 'sum' (what each replica adds), or 'identical' after a reduction of your own."
+            f"{what}, not linearly in its old value, so the mean over replicas may be wrong. Say how they agree: "
+            f"Task(state_reduction={{'{path}': 'max'}}), 'mean', 'sum' (what each replica adds), or 'identical' after "
+            "a reduction of your own."
         )
     return (
-        f"{what}. Integers are never averaged. Say how replicas agree: Task(state_reduction={{'{path}': 'sum'}}) (what each replica adds), 'max', or "
-        "'identical' after a reduction of your own."
+        f"{what}. Integers are never averaged. Say how replicas agree: Task(state_reduction={{'{path}': 'sum'}}) "
+        "(what each replica adds), 'max', or 'identical' after a reduction of your own."
     )
 
 
 def _not_identical(path: str, leaf: Any) -> str:
     return (
-        f"Task.state_reduction says that model state '{path}' ({describe(leaf)}) is the same on every replica, and loss_fn computes it from a replica's "
-        "own rows or key. Reduce it in the loss over ('replica', 'data') (lax.pmean, lax.psum, lax.pmax), or say mean, sum or max."
+        f"Task.state_reduction says that model state '{path}' ({describe(leaf)}) is the same on every replica, and "
+        "loss_fn computes it from a replica's own rows or key. Reduce it in the loss over ('replica', 'data') "
+        "(lax.pmean, lax.psum, lax.pmax), or say mean, sum or max."
     )
 
 
