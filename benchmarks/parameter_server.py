@@ -146,7 +146,7 @@ def converge(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-# ---- slow ----------------------------------------------------------------------------------------------------------------
+# ---- slow
 
 WAIT_S, FAST_READS = 0.4, 40
 
@@ -192,7 +192,7 @@ def slow(options: argparse.Namespace) -> dict[str, Any]:
     return {"pushes per s": of, "intervals": {kind: len(found) for kind, found in kinds.items()}, "ratio": ratios}
 
 
-# ---- wire ----------------------------------------------------------------------------------------------------------------
+# ---- wire
 
 LEAVES, FLOATS = 8, 1_600_000
 

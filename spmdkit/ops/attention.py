@@ -123,7 +123,6 @@ def own_kv_heads(x_BSKH: jax.Array) -> jax.Array:
 
 
 # ---- two parts, forward and backward
-# ------------------------------------------------------------------------------------
 
 
 class _Call(NamedTuple):
@@ -240,7 +239,7 @@ def _repeated(context: trace_context.Context, x_BSKH: jax.Array) -> jax.Array:
     return x_BSKH if num % cut == 0 else jnp.repeat(x_BSKH, math.lcm(num, cut) // num, axis=2)
 
 
-# ---- the choice ----------------------------------------------------------------------------------------------------------
+# ---- the choice
 
 
 def _implementation(
@@ -288,7 +287,6 @@ def _block_lengths(context: trace_context.Context, *lengths: int) -> tuple[int, 
 
 
 # ---- what cannot be
-# --------------------------------------------------------------------------------------------------------
 
 
 def _check_shapes(q: Any, k: Any, v: Any, causal: bool, positions: Any, segment_ids: Any) -> None:

@@ -114,7 +114,7 @@ def is_sharded(context: trace_context.Context, kernel: bool = False) -> bool:
     )
 
 
-# ---- specs ------------------------------------------------------------------------------------------------------------
+# ---- specs
 
 
 def _is_dims(x: Any) -> bool:

@@ -136,7 +136,7 @@ def row(h_BTF: jax.Array, weight: jax.Array, *, hidden: str = "mlp", dims: Dims 
     return manual(lambda h, w: _row(h, w, dims, w_dims), (in_dims, w_dims), dims, "row")(h_BTF, weight)
 
 
-# ---- on shards --------------------------------------------------------------------------------------------------------
+# ---- on shards
 
 
 def _row(h: jax.Array, w: jax.Array, dims: Dims, w_dims: Dims) -> jax.Array:
@@ -221,7 +221,7 @@ def reduce_rows(y: jax.Array, dims: Dims, hidden_axes: Sequence[str]) -> jax.Arr
     return all_reduce(y, left) if left else y
 
 
-# ---- which axes -------------------------------------------------------------------------------------------------------
+# ---- which axes
 
 
 def _column_dims(columns: Sequence[jax.Array], hidden: str, given: Sequence[Dims] | None) -> list[Dims]:

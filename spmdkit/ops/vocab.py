@@ -207,7 +207,7 @@ def _check(num: int, vocab_size: int | None, chunk: int | None, vocab_axes: tupl
         )
 
 
-# ---- on shards --------------------------------------------------------------------------------------------------------
+# ---- on shards
 
 
 def _look_up(tokens: jax.Array, table_VD: jax.Array, vocab_axes: tuple[str, ...]) -> jax.Array:

@@ -1,2 +1,4 @@
-"""What is computed in one step: records a trace may ask, means, the gradient and its forms, the train state, what
-leaves."""
+"""The mathematics of one training step: trace context, metrics, gradient, lowering, reduction, train state.
+
+Input: a user's loss or step function, a train state and a batch. Output: the next state and the metrics.
+"""

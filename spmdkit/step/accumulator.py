@@ -20,8 +20,8 @@ class LossFacts:
     """Facts about the loss and metrics of one microbatch that are known after tracing. A pytree without leaves.
 
     Attributes:
-        names: the loss and the metrics of the user's loss function.
-        counts: for each of them the (count, num) of each of its means; None for a number that is an array.
+        names: of the loss and the metrics of the user's loss function.
+        counts: for each name the (count, num) of each of its means; None for a number that is an array.
         count_has_gradient: whether a count of the loss depends on the parameters.
     """
 
@@ -58,14 +58,15 @@ def _means(metric: Any) -> tuple[Mean, ...]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sums:
-    """Sums over examples. Each part adds over microbatches and replicas, or merges where it is a metric.
+    """Sums over examples. Each part adds over microbatches and replicas; metrics merge.
 
     Attributes:
         loss: the loss as (sum, count); None in an evaluation.
         metrics: name -> mean, sum, maximum, ...
-        gradient: of `loss.sum`, a tree like the parameters; of a sum of means that of its value (multi_term_loss.py).
-            None in an evaluation.
-        count_gradient: of `loss.count`, where the count depends on the parameters; otherwise None.
+        gradient: of `loss.sum`, a tree like the parameters; for a sum of means, of its value (multi_term_loss.py). None
+            in
+            an evaluation.
+        count_gradient: of `loss.count` if the count depends on the parameters, otherwise None.
         facts: static facts about the loss; None in an evaluation.
     """
 
@@ -76,8 +77,8 @@ class Sums:
     facts: LossFacts | None = None
 
     def mean_gradient(self, loss: Mean | Means) -> Any:
-        """Returns the gradient of `S / C` from those of its sum S and its count C, `G_s / C - S / C^2 G_c`; S and C are
-        `loss`.
+        """Returns the gradient of `S / C`, with S and C from `loss`, from the gradients of S and C:
+        `G_s / C - S / C^2 G_c`.
 
         One division here, not one per element and use: the optimizer's fused loops would each repeat it.
         """
@@ -92,4 +93,4 @@ class Sums:
 
 
 SEAMS = {"mean_gradient": Sums.mean_gradient}
-"""What `verify` replaces (verify/mutations.py)."""
+"""Replaced by `verify` (verify/mutations.py)."""

@@ -1,15 +1,15 @@
-"""`conditional_update`: a step whose state is left as it was where a flag says so, each leaf chosen where it is made and not at the
-end.
+"""`conditional_update`: a step that leaves its state unchanged if a flag is set. Each leaf is selected where it is
+computed, not at the end of the step.
 
     mu' = b mu + (1 - b) g                 mu' = skip ? mu : b mu + (1 - b) g
     p'  = p - r mu'                        p'  = skip ? p  : p - r mu'
-    mu' = skip ? mu : mu'                  (what is computed from mu' is itself left out, or metrics of a step that is
-                                           skipped)
+    mu' = skip ? mu : mu'                  (anything computed from mu' is itself selected, or a metric of a skipped
+                                           step)
     p'  = skip ? p  : p'
 
-The two columns give the same state. On the left the old and the new `mu` live at once, so that XLA copies what it could
-have updated in place: Adam under `skip` read six more gradients than without (four of them copies of mu and nu), on the
-right none (XLA's CPU compiler, jaxlib 0.10.2, 2026-11-23).
+The two columns compute the same state. On the left the old and the new `mu` are live together, so XLA copies them
+instead of updating in place: Adam under `skip` read six more gradients than without (four of them copies of mu and nu),
+on the right none (XLA's CPU compiler, jaxlib 0.10.2, 2026-11-23).
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ def conditional_update(step: Callable[..., tuple[Kept, Rest, jax.Array]], old: K
     """Returns (new, rest) of `step(*args) -> (new, rest, skip)`, with the leaves of `old` where `skip` is true.
 
     Args:
-        step: traced once. `rest` is what it is: of a step that is skipped it may be computed from old leaves in place
-            of new ones.
-        old: of the structure of `new`, whose leaves may be among `args`.
+        step: traced once. `rest` is returned unchanged: in a skipped step it may be computed from old leaves instead of
+            new
+            ones.
+        old: has the structure of `new`; its leaves may be among `args`.
     """
     closed, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
     jaxpr, olds = closed.jaxpr, jax.tree.leaves(old)
@@ -42,7 +43,7 @@ def conditional_update(step: Callable[..., tuple[Kept, Rest, jax.Array]], old: K
     outs, flag = jaxpr.outvars[: len(olds)], jaxpr.outvars[-1]
     read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
     first = needed(jaxpr.eqns, [flag])
-    if jaxpr.effects:  # in their own order
+    if jaxpr.effects:  # effects keep their order
         first = list(jaxpr.eqns)
     at_once = {id(eqn) for eqn in first}
     later = [eqn for eqn in jaxpr.eqns if id(eqn) not in at_once]
@@ -61,15 +62,16 @@ def conditional_update(step: Callable[..., tuple[Kept, Rest, jax.Array]], old: K
 
 
 def _chosen_early(outs: Sequence[Any], olds: Sequence[Any], later: Sequence[Any]) -> tuple[dict[Var, Any], set[Var]]:
-    """Returns (variable -> what it is where the step is skipped, the results that need no choice of their own any
-    more)."""
+    """Returns (variable -> its value in a skipped step, the results that need no selection at the end)."""
     made = {v: eqn for eqn in later for v in eqn.outvars}
     choose, done = dict[Var, Any](), set[Var]()
     for v, old in zip(outs, olds, strict=True):
         if isinstance(v, Literal) or outs.count(v) > 1:
             continue
         of = v
-        while of in made and made[of].primitive.name == "sharding_constraint":  # where it lives is no other value
+        while (
+            of in made and made[of].primitive.name == "sharding_constraint"
+        ):  # a sharding constraint does not change the value
             of = made[of].invars[0]
         if isinstance(of, Var) and of in made and of not in choose and (of is v or of not in outs):
             choose[of] = old
@@ -78,7 +80,7 @@ def _chosen_early(outs: Sequence[Any], olds: Sequence[Any], later: Sequence[Any]
 
 
 def _run(jaxpr: Any, eqns: Sequence[Any], wanted: Iterable[Any], env: dict[Var, Any]) -> None:
-    """Computes equations, and adds to `env` those results that are wanted."""
+    """Evaluates equations, and adds the wanted results to `env`."""
     made = {v for eqn in eqns for v in eqn.outvars}
     takes = list(dict.fromkeys(v for eqn in eqns for v in eqn.invars if isinstance(v, Var) and v not in made))
     gives = list(dict.fromkeys(v for v in wanted if isinstance(v, Var) and v in made))

@@ -1,16 +1,15 @@
-"""The guard of a step: whether its loss, its gradient and its metrics are finite, as a code for each device, and what a
-step that is not leaves.
+"""The guard of a step: a code for each device that shows whether loss, gradient and metrics are finite, and the state
+after a non-finite step.
 
-    code    0, or the sum of what is not finite, LOSS, GRADIENT, METRICS, and of SPIKE, a loss above the limit that the
-            host has set
-    stop    each device looks at its own part of the gradient, and the host joins the codes where it reads them: nothing
-            is sent
-    skip    the code is joined in the step, and a step that is not finite leaves everything but its number as it was
-    rollback  joined too: every process knows at which step to go back
+    code      0, or the sum of LOSS, GRADIENT and METRICS (not finite) and SPIKE (a loss above the limit of the host)
+    stop      each device checks its part of the gradient, and the host joins the codes where it reads them: no
+              communication
+    skip      the code is joined in the step; a non-finite step leaves everything but its number unchanged
+    rollback  joined too: every process knows the step to return to
 
-The gradient is what the optimizer is given, in the cut in which it updates (`state.apply_gradients`). A step that calls
-it inside of a loop, branch or `jit` of its own, or never, is looked at by its new parameters, where a gradient that is
-not finite ends.
+The checked gradient is that of `state.apply_gradients`, in the sharding of the update. If a step calls
+`apply_gradients` inside its own loop, branch or `jit`, or never, the guard checks the new parameters instead, which a
+non-finite gradient makes non-finite.
 
 Wire: nothing, or one all-reduce of a scalar over all devices. Reads the gradient once.
 """
@@ -35,7 +34,7 @@ from spmdkit.step.state import TrainState
 
 LOSS, GRADIENT, METRICS, SPIKE = 1, 2, 4, 8
 KINDS = {"loss": LOSS, "gradient": GRADIENT, "metrics": METRICS, "spike": SPIKE}
-"""What is looked at, as the config calls it -> its bit in a code."""
+"""Name of a check in the config -> its bit in a code."""
 
 
 def apply_guard(
@@ -46,29 +45,30 @@ def apply_guard(
     gradients: Sequence[Any] | None,
     limit: jax.Array | None = None,
 ) -> tuple[TrainState, jax.Array | None]:
-    """Returns (the state that the step leaves, its code): int32[]; where it is not joined and devices hold parts of the
-    gradient, int32[parts].
+    """Returns (the state after the step, its code): int32[], or int32[parts] if it is not joined and devices hold parts
+    of the
+    gradient.
 
     Args:
-        gradients: what the optimizer was given, a tree for each call; None: look at the new parameters.
-        limit: above which a loss is a spike.
+        gradients: those passed to the optimizer, one tree per call; None: check the new parameters.
+        limit: a larger loss is a spike.
     """
     code = guard_code(context, new.params, metrics, gradients, limit)
     if code is not None and guard_skips(context):
         with jax.named_scope(trace_context.GUARD):
             skip = is_skipped(context, code)
             kept = jax.tree.map(lambda a, b: jnp.where(skip, a, b), old, new)
-        new = kept.replace(step=new.step, rng=new.rng)  # of all groups, and the same for ever
+        new = kept.replace(step=new.step, rng=new.rng)  # shared by all groups; rng never changes
     return new, code
 
 
 def guard_skips(context: trace_context.Context) -> bool:
-    """Returns whether a step may have to leave everything as it was."""
+    """Returns whether the guard may skip a step."""
     return context.options.guard is not None and bool(context.options.guard.skips)
 
 
 def is_skipped(context: trace_context.Context, code: jax.Array) -> jax.Array:
-    """Returns bool[], whether a step of this code leaves everything as it was."""
+    """Returns bool[], whether a step with this code leaves the state unchanged."""
     assert context.options.guard is not None
     return code & context.options.guard.skips != 0
 
@@ -80,7 +80,7 @@ def guard_code(
     gradients: Sequence[Any] | None,
     limit: jax.Array | None = None,
 ) -> jax.Array | None:
-    """Returns the code of a step, as `apply_guard`; None where nobody looks."""
+    """Returns the code of a step, as `apply_guard`; None without a guard."""
     asked = context.options.guard
     if asked is None:
         return None
@@ -95,7 +95,7 @@ def guard_code(
 
 
 def _metrics_code(asked: trace_context.GuardSettings, metrics: Mapping[str, Any]) -> Any:
-    """Returns the bits of the loss and the other metrics, which are the same on every device."""
+    """Returns the bits of the loss and the metrics, which are the same on every device."""
     code: Any = 0
     for name, metric in metrics.items():
         bit = asked.looks & (LOSS if name == "loss" else METRICS)
@@ -117,10 +117,10 @@ def _gradient_code(context: trace_context.Context, code: jax.Array, gradients: S
         if context.sharding.size(a) > 1
     )
     if context.inside or not every:
-        # What other axes cut is not to be taken apart here: the partitioner would send it.
+        # Values that other axes shard are not sliced here: the partitioner would communicate.
         is_whole = all(a in REPLICA_AXES for a in every)
         bad = _any_nonfinite(leaves, platform if is_whole else None)
-        # Of a gradient that is the same everywhere only axes of size one are left to add over, and nothing is sent.
+        # For a gradient that is invariant, only axes of size one are left to reduce over, and nothing is sent.
         axes = REPLICA_AXES if asked.joins else tuple(compat.varying_axes(bad))
         return code | GRADIENT * (lax.pmax(compat.as_varying(bad, axes), axes) if context.inside and axes else bad)
     whole = [PartitionSpec()] * len(leaves)
@@ -148,26 +148,29 @@ def _any_nonfinite(leaves: Sequence[jax.Array], platform: str | None) -> jax.Arr
 
 
 FIRST_PARTS = 8
-"""Parts of numbers that are joined in one loop; of more LLVM makes no loop of vectors."""
+"""Parts that are combined in one loop; with more parts LLVM does not vectorize the loop."""
 
 MOST_PARTS = 31
-"""Parts of what is joined already: more than 15, so that XLA does not put both into one loop."""
+"""Parts for combining again: more than 15, so that XLA does not fuse both into one loop."""
 
 WINDOW = 32
-"""XLA's CPU backend reduces a dim above this by windows, element by element."""
+"""XLA's CPU backend reduces a dim above this size by windows, element by element."""
 
 FEW = 1 << 11
-"""So many elements that are joined once are reduced as they are: a program of many small leaves stays small."""
+"""At most this many elements are reduced directly after the first combination, so that a program with many small leaves
+stays small."""
 
 
 def is_finite(x: jax.Array, platform: str | None = None) -> jax.Array:
-    """Returns bool[], whether an array holds no NaN and no infinity. Reads it once.
+    """Returns bool[], whether an array has no NaN and no infinity. Reads it once.
 
     Args:
-        platform: of the devices that have it, or a part of it, as a whole; None where it may be cut. On `cpu` numbers
-            are joined, part with part, until little is left to reduce. Beside an optimizer (gradient of 6.4 MiB, a step
-            of 10 ms on two devices, jaxlib 0.10.2, 2026-11-25) this takes 0.4 % of the step, the first join alone 1.7
-            %. The largest magnitude would not do: there a maximum over floats is a kernel that loses a NaN on its way.
+        platform: of the devices that hold the array, or a part of it, unsharded; None if it may be sharded. On `cpu`
+            parts
+            are combined until little is left to reduce. With an optimizer (gradient of 6.4 MiB, a step of 10 ms on two
+            devices, jaxlib 0.10.2, 2026-11-25) this takes 0.4 % of the step, the first combination alone 1.7 %. The
+            largest
+            magnitude cannot be used: on CPU a maximum over floats loses a NaN.
     """
     if not jnp.issubdtype(x.dtype, jnp.inexact) or not x.size:
         return jnp.array(True)
@@ -180,8 +183,9 @@ def is_finite(x: jax.Array, platform: str | None = None) -> jax.Array:
 
 
 def _parts(x: jax.Array, most: int) -> list[jax.Array]:
-    """Returns at most so many parts of equal size along the first long dim; the last may begin within the one before
-    it, which a join does not mind."""
+    """Returns at most `most` parts of equal size along the first long dim. The last one may overlap the one before it,
+    which
+    does not change the result."""
     axis = next((axis for axis, size in enumerate(x.shape) if size > WINDOW), int(np.argmax(x.shape)))
     size = x.shape[axis]
     each = -(-size // most)

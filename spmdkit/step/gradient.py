@@ -1,11 +1,12 @@
-"""`sk.value_and_grad`: the one place where gradients are computed and reduced, in the three ways to compile a step.
+"""`sk.value_and_grad`: computes and reduces all gradients, in each of the three lowerings of a step.
 
     g = sum_r sum_m d(sum_i w_i loss_i)/dp  /  sum_r sum_m sum_i w_i         (replicas r, microbatches m, examples i)
 
-Every replica differentiates the *sum* of its own examples, adds its microbatches, and only then one reducer adds the
-replicas: one reduction on the replica axes per step at any accumulation, none in the loop. The division comes last.
+Every replica differentiates the *sum* of its own examples and adds its microbatches. Then one reducer adds the
+replicas: one reduction on the replica axes per step with any gradient accumulation, none in the loop. The division is
+last.
 
-How a mesh chooses among the ways to run this on every replica, and why they look as they do: lowering.py.
+The lowerings, and how a mesh chooses one: lowering.py.
 
 Wire: reducer(parameters) on the replica axes, once per step; lowering.py.
 """
@@ -45,13 +46,15 @@ def value_and_grad(loss_fn: Loss) -> Callable[..., Any]:
     """Returns a function that computes the loss, its metrics and the gradient over the whole global batch.
 
     `sk.value_and_grad(loss_fn)(params, batch, key) -> ((loss, metrics), grads)`, or with model state
-    `(params, model_state, batch, key) -> ((loss, metrics, new_model_state), grads)`. Right on every mesh, for any
-    number of microbatches and in both dialects: in a global `train_step` it sees global arrays, in a per-replica one
-    the replica's own; the result is the same, and already reduced. Metrics are numbers; those that are
-    arrays (`sk.bincount`) stay what they are, with `.value`, and can be returned by the step.
+    `(params, model_state, batch, key) -> ((loss, metrics, new_model_state), grads)`. Correct on every mesh, for any
+    number
+    of microbatches, and in both views: in a global `train_step` it receives global arrays, in a per-replica one the
+    replica's own. The result is the same, and already reduced. Metrics are numbers. Metrics that are arrays
+    (`sk.bincount`)
+    are returned as metrics, with `.value`, and can be returned by the step.
 
     Raises:
-        ConfigError: the loss does not return what `Task.loss_fn` must.
+        ConfigError: the loss does not return what `Task.loss_fn` must return.
     """
     compute = means_and_grad(loss_fn)
 
@@ -64,15 +67,15 @@ def value_and_grad(loss_fn: Loss) -> Callable[..., Any]:
 
 
 def _number(metric: Metric) -> Any:
-    """Returns the value of a metric that is one number, and any other as it is."""
+    """Returns the value of a metric that is one number, and other metrics unchanged."""
     if isinstance(metric, Bincount) or (isinstance(metric, Derived | CustomMetric) and jnp.ndim(metric.value)):
         return metric
     return metric.value
 
 
 def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
-    """Returns the function of `value_and_grad` with the loss as (sum, count) and its metrics as they are, over
-    everything."""
+    """Returns the function of `value_and_grad`, with the loss as (sum, count) and its metrics as `Metric`, over all
+    replicas."""
 
     def means_and_gradient(params: Any, *args: Any) -> Any:
         context = trace_context.current()
@@ -105,8 +108,9 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
 def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Metric]]:
     """Returns a function `(params, model_state, batch, key, number) -> {name: metric}` over the whole global batch.
 
-    With a key `eval_fn` gets one of its own as its last argument: another one in each batch, of which this is `number`,
-    and on each replica. Example keys follow from the place in the whole set.
+    With a key `eval_fn` receives a key as its last argument. It differs for each batch, of which `number` is the index,
+    and
+    each replica. Example keys follow from the position in the whole set.
     """
 
     def evaluated(params: Any, model_state: Any, batch: Any, key: Any = None, number: Any = 0) -> dict[str, Metric]:
@@ -131,7 +135,7 @@ def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Metric]]:
     return evaluated
 
 
-# ---- one replica ------------------------------------------------------------------------------------------------------
+# ---- one replica
 
 
 def _local_gradient(loss_fn: Loss, stateful: bool, context: trace_context.Context, key: Any) -> Callable[..., Any]:
@@ -193,7 +197,7 @@ def _local_gradient(loss_fn: Loss, stateful: bool, context: trace_context.Contex
 
 
 def _zeros(context: trace_context.Context, shapes: Sums) -> Sums:
-    """Returns the sums of no microbatch, gradients cut as the parameters are."""
+    """Returns the sums of no microbatch, with gradients sharded like the parameters."""
     zeros = empty_parts(shapes)
     constrained = lambda tree: None if tree is None else _constrain_gradient(context, tree)
     gradients: dict[str, Any] = {name: constrained(getattr(zeros, name)) for name in ("gradient", "count_gradient")}
@@ -210,7 +214,7 @@ def _vjp(fn: Callable[[Any], Any], params: Any) -> tuple[Any, Callable[[Any], An
         return count
 
     @probe.defjvp
-    def probe_jvp(primals: Any, tangents: Any) -> Any:  # JAX does not call it where the tangent is zero
+    def probe_jvp(primals: Any, tangents: Any) -> Any:  # JAX does not call it if the tangent is zero
         derivatives.append(tangents[0])
         return primals[0], tangents[0]
 
@@ -223,14 +227,14 @@ def _vjp(fn: Callable[[Any], Any], params: Any) -> tuple[Any, Callable[[Any], An
 
 
 def _gradient_shapes(context: trace_context.Context, params: Any) -> Any:
-    """Returns the gradient that is reduced as `jax.ShapeDtypeStruct`."""
+    """Returns the gradient that is reduced, as `jax.ShapeDtypeStruct`."""
     return jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(jnp.shape(p), context.options.reduce_dtype or jnp.result_type(p)), params
     )
 
 
 def _in_reduce_dtype(context: trace_context.Context, grads: Any, params: Any) -> Any:
-    """Returns a replica's gradient in the dtype in which it is added, cut as its parameters are."""
+    """Returns a replica's gradient in the dtype of the reduction, sharded like its parameters."""
     grads = jax.tree.map(lambda g, p: g.astype(context.options.reduce_dtype or p.dtype), grads, params)
     return _constrain_gradient(context, grads)
 
@@ -238,9 +242,9 @@ def _in_reduce_dtype(context: trace_context.Context, grads: Any, params: Any) ->
 def _state_reductions(
     loss_fn: Loss, context: trace_context.Context, params: Any, state: Any, batch: Any, key: Any
 ) -> agreement.Kinds:
-    """Returns how replicas agree on each leaf of the model state that the loss returns."""
+    """Returns the reduction of each leaf of the model state that the loss returns."""
     replicas = context.sharding.num_replicas
-    if replicas == 1 or context.sharding.state_groups == replicas:  # nobody to agree with
+    if replicas == 1 or context.sharding.state_groups == replicas:  # no other replica
         return {path: "identical" for path, _ in named_leaves(state)}
     shape_of = lambda tree, lead: jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape[1:]), x.dtype), tree)
     whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), (params, key))
@@ -269,26 +273,26 @@ def _checked_state(state: Any, new_state: Any) -> Any:
     """Returns the new model state.
 
     Raises:
-        ConfigError: it is another tree than the old one, or a leaf has another shape or dtype.
+        ConfigError: its tree, or the shape or dtype of a leaf, differs from the old one.
     """
     if difference := first_difference(state, new_state):
         raise ConfigError(
-            f"loss_fn returned another model state than it was given: {difference}. Its tree, shapes and dtypes stay "
-            "the same over all steps. Return the whole new state, cast where needed."
+            f"loss_fn returned a model state that differs from its input: {difference}. Its tree, shapes and dtypes "
+            "stay the same over all steps. Return the whole new state, cast where needed."
         )
     return new_state
 
 
-# ---- small parts -----------------------------------------------------------------------------------------------------
+# ---- small parts
 
 
 def _loss_key(key: Any, replica: Any, micro: Any) -> Any:
-    """Returns the plain key of a loss: another one on each replica and in each microbatch."""
+    """Returns the plain key of a loss, which differs for each replica and microbatch."""
     return None if key is None else rng.loss_key(key, replica, micro)
 
 
 def _row_order(context: trace_context.Context, rows: int) -> RowOrder:
-    """Returns the order of the rows of the global batch, of which one shard has `rows` in a microbatch."""
+    """Returns the order of the rows of the global batch; one shard has `rows` rows in a microbatch."""
     _, groups = context.group
     return RowOrder(
         groups * context.sharding.num_replicas * context.sharding.num_shards, context.sharding.microbatches, rows
@@ -310,10 +314,9 @@ def _positions(context: trace_context.Context, replica: Any, micro: Any, num: in
 def step_examples(
     context: trace_context.Context, examples: Any, mask: Any, key: Any, replica: Any = None
 ) -> trace_context.Examples:
-    """Returns the rows that a whole `train_step` sees: all of the global batch (of its group), or those of one replica.
+    """Returns the rows of a whole `train_step`: all of the global batch (of its group), or those of one replica.
 
-    So that `sk.mean`, `sk.example_mask` and `sk.example_keys` are right in a step that does not use
-    `sk.value_and_grad`.
+    They make `sk.mean`, `sk.example_mask` and `sk.example_keys` correct in a step without `sk.value_and_grad`.
     """
     num = _num_rows(examples)
     own = context.sharding.num_shards * (context.sharding.num_replicas if replica is None else 1)
@@ -323,7 +326,7 @@ def step_examples(
 
 
 def _cut_microbatches(context: trace_context.Context, x: jax.Array) -> jax.Array:
-    """Returns [F M b, ...] as [M, F b, ...]; each inner shard keeps its own rows, so nothing moves."""
+    """Returns [F M b, ...] as [M, F b, ...]; each inner shard keeps its own rows, so no data move."""
     return constrain(
         context,
         split(x, 0, context.sharding.num_shards, context.sharding.microbatches),
@@ -333,7 +336,8 @@ def _cut_microbatches(context: trace_context.Context, x: jax.Array) -> jax.Array
 
 
 def _constrain_gradient(context: trace_context.Context, grads: Any) -> Any:
-    """Keeps a replica's gradient cut as its parameters are; the partitioner would else hold it whole while it adds."""
+    """Shards a replica's gradient like its parameters; otherwise the partitioner would replicate it during
+    accumulation."""
     mesh = context.sharding.mesh
     if context.sharding.form == "manual" or mesh is None or context.sharding.placements is None:
         return grads
@@ -360,7 +364,7 @@ def _cast_inputs(context: trace_context.Context, rows: Any) -> Any:
 
 
 def is_cast(inputs: str | Sequence[str], path: str) -> bool:
-    """Returns whether `precision.inputs` asks for a floating point array of a batch in the dtype of the computation."""
+    """Returns whether `precision.inputs` casts a floating point array of a batch to the compute dtype."""
     return inputs == "compute" if isinstance(inputs, str) else any(re.fullmatch(p, path) for p in inputs)
 
 
@@ -373,7 +377,7 @@ def _check_differentiable(params: Any) -> None:
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             raise ConfigError(
                 f"parameter {jax.tree_util.keystr(path, simple=True, separator='/')} is {describe(leaf)}: only "
-                "floating point leaves have a gradient. Keep it in the model state (sk.Variables) or out of the "
+                "floating point leaves have a gradient. Store it in the model state (sk.Variables) or outside of the "
                 "parameters."
             )
 
@@ -384,5 +388,4 @@ SEAMS = {
     "loss_key": _loss_key,
     "cut_microbatches": _cut_microbatches,
 }
-"""What `verify` replaces, to put a known mistake into a program (verify/mutations.py): its name there, and the
-function, whatever it is called."""
+"""Name of a seam -> the function that `verify` replaces to inject a known mistake (verify/mutations.py)."""

@@ -1,4 +1,5 @@
-"""The three ways to run one function on every replica and add what comes out: plain, mapped, manual. One mathematics.
+"""The three ways to run one function on every replica and reduce the results: plain, mapped, manual. The mathematics is
+the same.
 
 | form   | mesh                   | replicas                                     | the rest of the mesh             |
 | ------ | ---------------------- | -------------------------------------------- | -------------------------------- |
@@ -7,13 +8,12 @@
 |        |                        | `shard_map` around the reducer alone         |                                  |
 | plain  | no replica axis        | none                                         | the partitioner, from the layout |
 
-Two measured reasons for this shape (jax 0.10.2): differentiating with respect to anything that is the same on all
-replicas inside a typed `shard_map` already sums over the axis, silently, so the manual form is untyped
-(`check_vma=False`); a `shard_map` that is manual over some axes only aborts the process when a gather meets a sharded
-operand, so the mapped form never uses one.
+Two measured reasons for this design (jax 0.10.2). Differentiating with respect to an invariant value inside a typed
+`shard_map` sums over the axis silently, so the manual form is untyped (`check_vma=False`). A `shard_map` that is manual
+over some axes only aborts the process when a gather meets a sharded operand, so the mapped form never uses one.
 
-That what leaves the manual form is the same on all replicas is no matter of types then: sums and model state leave
-through one reduction (tests count them), and `verify` compares the replicas' bits.
+In the manual form types therefore do not prove that results are the same on all replicas. Sums and model state leave it
+through one reduction (tests count them), and `verify` compares the replicas bitwise.
 
 Wire: reducer(sums) on the replica axes, once. ZeRO 1 and 2 count `fsdp` among them; ZeRO 2 sends a reduce_scatter
 there.
@@ -53,11 +53,12 @@ def map_replicas(
     """Returns (`Sums` over all replicas, model state, the reducer's state) of `local(index, params, state, rows, mask)
     -> (Sums, state)`.
 
-    Gradients are trees like the parameters, and leave in the gradient's placement; divided already where the reducer
-    takes no sums.
+    Gradients are trees like the parameters, in the sharding of the gradient. They are already divided if the reducer
+    does
+    not take sums.
 
     Args:
-        kinds: how replicas agree on each leaf of the model state.
+        kinds: the reduction of each leaf of the model state.
         call: of `sk.value_and_grad`; None in an evaluation.
     """
     if context.inside:
@@ -98,8 +99,7 @@ def _inside_replica(
     kinds: agreement.Kinds,
     call: Call | None,
 ) -> Any:
-    """One replica's part of the sum, called inside `shard_map`: every sum and the global model state in one
-    reduction."""
+    """One replica's part, called inside `shard_map`: one reduction of all sums and the global model state."""
     index = lax.axis_index(REPLICA_AXES)
     own_params, own_state, batch, mask = as_local(context, (params, state, batch, context.mask))
     sums, new_state = local(index, own_params, own_state, batch, mask)
@@ -147,9 +147,8 @@ def _manual(
         mesh=context.sharding.mesh,
         in_specs=(PartitionSpec(), states, rows, rows, kept_specs),
         out_specs=(PartitionSpec(), states, kept_specs),
-        # With the types, JAX adds the cotangent of whatever is the same on all replicas over them: of the parameters,
-        # and of every
-        # constant with respect to which the loss itself differentiates. Here a replica differentiates for itself.
+        # With types, JAX sums the cotangent of every invariant value over replicas: of the parameters, and of every
+        # constant with respect to which the loss itself differentiates. Here each replica differentiates separately.
         check_vma=False,
     )
     return run(params, state, batch, context.mask, None if call is None else call.kept)
@@ -180,10 +179,9 @@ def _mapped(
         return local(index, params, state, rows, mask)
 
     in_axes = (0 if own_state else None, 0, 0)
-    # The axes of a `vmap` around all of this, over groups of replicas, are named there, and have size one here. Else
-    # all are named: without
-    # a name of size one the TPU's partitioner sends all_reduces in place of reduce_scatters (libtpu 0.0.42, `hsdp` on
-    # v5e).
+    # The axes of an enclosing `vmap` over groups of replicas are named there, and have size one here. Otherwise all
+    # axes are named: without a name of size one the TPU's partitioner sends all_reduces instead of reduce_scatters
+    # (libtpu 0.0.42, `hsdp` on v5e).
     alone = context.group[1] == 1
     names = [
         tuple(a for a in axes if alone or context.sharding.size(a) > 1) or None
@@ -204,8 +202,7 @@ def _mapped(
 
 
 def _reduce_stacked(context: trace_context.Context, sums: Sums, added: Any, call: Call | None) -> Any:
-    """Reduces leaves [replica, data, ...] over the replicas, each in its own placement, in a fully manual
-    `shard_map`."""
+    """Reduces leaves [replica, data, ...] over the replicas, each in its sharding, in a fully manual `shard_map`."""
     axes = tuple(a for a in ("replica", *context.sharding.data_axes) if context.sharding.size(a) > 1)
     if not axes:
         sums, added = jax.tree.map(lambda x: x[0, 0], (sums, added))
@@ -217,7 +214,7 @@ def _reduce_stacked(context: trace_context.Context, sums: Sums, added: Any, call
         dims = jax.tree.map(_scatter_dim, before[0].gradient, after[0].gradient)
     if not context.reducer_returns_sums:
         after = (dataclasses.replace(after[0], count_gradient=None), after[1])
-    if call is not None:  # a prefix of the metrics: a reducer may tell more
+    if call is not None:  # a prefix of the metrics: a reducer may add more
         after = (dataclasses.replace(after[0], metrics=PartitionSpec()), after[1])
     kept = None if call is None else call.kept
     kept_specs = None if kept is None else _reducer_state_specs(context, after[0].gradient, kept)
@@ -239,7 +236,7 @@ def _reduce_stacked(context: trace_context.Context, sums: Sums, added: Any, call
 
 
 def _reducer_state_specs(context: trace_context.Context, gradient: Any, kept: Any) -> Any:
-    """Returns the specs of a reducer's state: the replicas of each leaf first, then as its gradient is cut."""
+    """Returns the specs of a reducer's state: the replicas of each leaf first, then the spec of its gradient."""
     specs = jax.tree.leaves(gradient)
     structure: Any = jax.tree.structure(gradient)
     of_leaf = [
@@ -250,8 +247,9 @@ def _reducer_state_specs(context: trace_context.Context, gradient: Any, kept: An
 
 
 def whole_state_specs(context: trace_context.Context, kept: Any) -> Any:
-    """Returns the specs of a reducer's state where no gradient is cut: of one that goes by shards leaf by leaf,
-    otherwise one for all."""
+    """Returns the specs of a reducer's state for unsharded gradients: leaf by leaf for per-shard states, otherwise one
+    for
+    all."""
     if not context.options.reducer.per_shard_state:
         return PartitionSpec(_non_trivial(context, REPLICA_AXES))
     return jax.tree.map(lambda x: reducer_state_spec(context, PartitionSpec(), x.shape[1:]), kept)
@@ -260,7 +258,7 @@ def whole_state_specs(context: trace_context.Context, kept: Any) -> Any:
 def reducer_state_spec(
     context: trace_context.Context, gradient: PartitionSpec, shape: tuple[int, ...]
 ) -> PartitionSpec:
-    """Returns the spec of the state that a reducer has for a leaf whose gradient is cut as `gradient`."""
+    """Returns the spec of a reducer's state of a leaf with the gradient spec `gradient`."""
     axes = replica_axes_of(context, gradient)
     if (dim := shard_dim_of(context, gradient, shape)) is None:
         return PartitionSpec(axes or None, *gradient)
@@ -270,7 +268,7 @@ def reducer_state_spec(
 
 
 def shard_dim_of(context: trace_context.Context, gradient: PartitionSpec, shape: tuple[int, ...]) -> int | None:
-    """Returns the dim along which the state of a leaf is cut over the inner replica axes, None where it is not."""
+    """Returns the dim along which the state of a leaf is sharded over the inner replica axes, or None."""
     inner = inner_axes(replica_axes_of(context, gradient))
     if not context.options.reducer.per_shard_state or not inner:
         return None
@@ -278,20 +276,20 @@ def shard_dim_of(context: trace_context.Context, gradient: PartitionSpec, shape:
 
 
 def part_shape(context: trace_context.Context, spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of one device's part of an array that is cut as `spec`."""
+    """Returns the shape of one device's shard of an array with this spec."""
     dims = [(of,) if isinstance(of, str) else of or () for of in (*spec, *[None] * (len(shape) - len(spec)))]
     return tuple(n // context.sharding.size(*axes) for n, axes in zip(shape, dims, strict=True))
 
 
 def replica_axes_of(context: trace_context.Context, gradient: PartitionSpec) -> tuple[str, ...]:
-    """Returns the axes over which the reducer adds a leaf: the replica axes larger than one that do not cut its
+    """Returns the axes over which the reducer reduces a leaf: the replica axes larger than one that do not shard its
     gradient."""
     cut = {a for dim in gradient for a in ((dim,) if isinstance(dim, str) else dim or ())}
     return tuple(a for a in ("replica", *context.sharding.data_axes) if context.sharding.size(a) > 1 and a not in cut)
 
 
 def _specs(context: trace_context.Context, sums: Sums, added: Any, placement: Literal["compute", "gradient"]) -> Any:
-    """Returns the spec of each leaf of (sums, added): gradients in their placement, everything else whole."""
+    """Returns the spec of each leaf of (sums, added): gradients in their sharding, everything else replicated."""
     whole, added = jax.tree.map(lambda _: PartitionSpec(), (sums, added))
     if sums.gradient is None:
         return whole, added
@@ -302,7 +300,7 @@ def _specs(context: trace_context.Context, sums: Sums, added: Any, placement: Li
 
 
 def _scatter_dim(before: PartitionSpec, after: PartitionSpec) -> int:
-    """Returns the dim that `after` cuts over fsdp and `before` does not, or -1."""
+    """Returns the dim that `after` shards over fsdp and `before` does not, or -1."""
     for dim, axes in enumerate(after):
         names = (axes,) if isinstance(axes, str) else axes or ()
         if "fsdp" in names:
@@ -311,7 +309,6 @@ def _scatter_dim(before: PartitionSpec, after: PartitionSpec) -> int:
 
 
 # ---- placing and typing
-# -----------------------------------------------------------------------------------------------
 
 
 def constrain(context: trace_context.Context, x: jax.Array, *dims: tuple[str, ...]) -> jax.Array:
@@ -326,7 +323,7 @@ def constrain(context: trace_context.Context, x: jax.Array, *dims: tuple[str, ..
 
 
 def as_local(context: trace_context.Context, tree: Any) -> Any:
-    """Types a tree as one replica's own in a per-replica step; elsewhere there is nothing to type."""
+    """Types a tree as varying over replicas in a per-replica step; elsewhere returns it unchanged."""
     return compat.as_varying(tree, REPLICA_AXES) if context.inside else tree
 
 

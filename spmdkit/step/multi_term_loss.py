@@ -1,15 +1,14 @@
-"""A loss of several means with counts of their own: what each of their sums counts for in the gradient.
+"""A loss that is a sum of several means with different counts: the weights of their sums in the gradient.
 
     g = sum_k d/dp (S_k / C_k) = sum_r sum_m sum_k [ dS_krm/dp / C_k  -  S_k / C_k^2 dC_krm/dp ]     (means k, replicas
     r, microbatches m)
 
-One pull-back gives it, where C_k is known before: over all replicas, and over all microbatches, none of which has been
-differentiated yet.
-Counts that follow from shapes alone are known. Others are added over replicas, and with microbatches computed in a pass
-before the gradient's, of which all but what counts need is dead code. Where counts depend on the parameters that pass
-gives S_k too.
+One pull-back suffices if every C_k is known before it: over all replicas and all microbatches.
+Counts that follow from shapes alone are known. Other counts are added over replicas. With microbatches they are
+computed in a pass before the gradient, in which everything but the counts is dead code. If counts depend on the
+parameters, that pass computes S_k too.
 
-Wire: one all-reduce of a few numbers where a count does not follow from shapes.
+Wire: one all-reduce of a few numbers if a count does not follow from shapes.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from spmdkit.step.metrics.mean import Mean, Means
 
 
 def over_replicas(context: trace_context.Context, loss: Means, with_sums: bool) -> Means:
-    """Returns one replica's part of a sum of means as that of all replicas; without sums, those are zero.
+    """Returns the sum of means over all replicas from one replica's part; without sums, those are zero.
 
-    What a reducer takes as each replica's own mean (`input_scale="mean"`) is divided by its own counts.
+    With a reducer that takes each replica's own mean (`input_scale="mean"`) the counts are the replica's own.
     """
     if context.options.reducer.input_scale == "mean":
         return loss
@@ -86,8 +85,7 @@ def over_microbatches(
 
 
 def _times(part: Mean, times: int) -> Mean:
-    """Returns a mean whose count follows from shapes, of so many microbatches; its sum, of another trace, is left
-    out."""
+    """Returns a mean with a static count, of `times` microbatches. Its sum belongs to another trace and is zero."""
     alike = lambda x: x.dtype.type(float(x) * times)
     num = alike(part.num) if isinstance(part.num, np.floating) else None
     return Mean(jnp.zeros(part.sum.shape, part.sum.dtype), alike(part.count), num)
@@ -101,14 +99,15 @@ def microbatch_gradients(
     pull: Callable[[Any], Any],
     depends: bool,
 ) -> tuple[Any, Any]:
-    """Returns (gradient of the sum, that of the count or None) of one microbatch; of a sum of means (that of its value,
-    None).
+    """Returns (gradient of the sum, gradient of the count or None) of one microbatch; for a sum of means (gradient of
+    its
+    value, None).
 
     Args:
-        whole: the sum of means over everything; None where this microbatch is the only one.
+        whole: the sum of means over everything; None if this microbatch is the only one.
         primals: (sums, counts), tuples with one entry for each mean.
-        pull: from cotangents like `primals` to the gradient, in a tuple.
-        depends: a count depends on the parameters.
+        pull: maps cotangents like `primals` to the gradient, in a tuple.
+        depends: whether a count depends on the parameters.
     """
     if isinstance(loss, Means):
         whole = over_replicas(context, loss, depends) if whole is None else whole
@@ -119,10 +118,10 @@ def microbatch_gradients(
 
 
 def _cotangents(whole: Means, primals: Any, depends: bool) -> Any:
-    """Returns the cotangents of the sums and counts of one microbatch: what each counts for in the sum of means over
+    """Returns the cotangents of the sums and counts of one microbatch: their weights in the sum of means over
     everything."""
     (totals, counted), scales = primals, [1 / part.divisor for part in whole.parts]
-    # In a per-replica step what is of all replicas is typed so, and each replica's own sum takes its own.
+    # In a per-replica step, totals are typed invariant and each replica's own sum varying.
     like = lambda value, x: compat.as_varying(value.astype(jnp.result_type(x)), tuple(compat.varying_axes(x)))
     of_sums = tuple(like(s, x) for s, x in zip(scales, totals, strict=True))
     if not depends:
@@ -132,4 +131,4 @@ def _cotangents(whole: Means, primals: Any, depends: bool) -> Any:
 
 
 SEAMS = {"of_all": over_replicas, "shares": _cotangents}
-"""What `verify` replaces (verify/mutations.py)."""
+"""Replaced by `verify` (verify/mutations.py)."""

@@ -1,10 +1,11 @@
-"""`ReducerSlots`: how the state of a reducer gets into a step and out of it again with what it tells, and the gradient to
-the step's guard; the only thing that leaves a trace by another way than its results.
+"""`ReducerSlots`: passes the reducer's state and metrics into and out of a traced step, and the gradient to the guard.
+It
+is the only channel out of a trace other than its results.
 
-A user writes `(loss, metrics), grads = sk.value_and_grad(loss_fn)(params, batch, key)`, and the reducer behind it may
-keep something from step to step. It lives in `TrainState.reducer`, one entry for each call in the order of tracing.
-Each call takes its entry and puts the new one, once; what was put has to be an array of the step itself, and so a call
-inside of the user's own loop, branch, `vmap` or `jit` is refused.
+A user writes `(loss, metrics), grads = sk.value_and_grad(loss_fn)(params, batch, key)`, and the reducer may have a
+state. The state is in `TrainState.reducer`, one entry per call in the order of tracing. Each call takes its entry and
+puts the new one, once. A new state must be an array of the step itself, so a call inside the user's own loop, branch,
+`vmap` or `jit` is rejected.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ PACKAGE = str(Path(__file__).parents[1])
 
 
 class ReducerSlots:
-    """The reducer's state on its way through one trace of a step.
+    """The reducer's state during one trace of a step.
 
     Args:
-        states: `TrainState.reducer`, one entry for each call. None discovers the calls: none has a state, and
-            `collected` returns zeros like the gradient of each.
+        states: `TrainState.reducer`, one entry per call. None discovers the calls: none has a state, and `collected`
+            returns zeros like the gradient of each.
     """
 
     def __init__(self, states: Sequence[Any] | None = ()):
@@ -41,20 +42,20 @@ class ReducerSlots:
         self._trace = compat.current_trace()
 
     def take(self, gradient: Any) -> Any:
-        """Returns the state of the next call, whose gradient is shaped like `gradient`; None where it has none.
+        """Returns the state of the next call, with a gradient shaped like `gradient`; None if it has no state.
 
         Raises:
-            ConfigError: the call stands inside of a loop, branch, `vmap` or `jit` of the user's, or is one more than in
-                the first trace.
+            ConfigError: the call is inside a loop, branch, `vmap` or `jit` of the user's, or there are more calls than
+                in the
+                first trace.
         """
         if not self._states and not self._discovers:
             return None
         if compat.current_trace() is not self._trace:
             raise ConfigError(
-                "sk.value_and_grad is called inside of a loop, a branch, a vmap or a jit of its own, at "
-                f"{_calling_line()}, and the config's reducer keeps something from step to step, once for each call. "
-                "Call it outside (microbatches: N accumulates gradients without a loop of yours), or use reducer: "
-                "sum."
+                f"sk.value_and_grad is called inside a loop, a branch, a vmap or a jit, at {_calling_line()}, and the "
+                "config's reducer has a state, one for each call. Call it outside (microbatches: N accumulates "
+                "gradients without a loop), or use reducer: sum."
             )
         if self._discovers:
             self._put.append(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), gradient))
@@ -68,19 +69,21 @@ class ReducerSlots:
         return self._states[len(self._put)]
 
     def put(self, state: Any) -> None:
-        """Takes the new state of the call that took last."""
+        """Stores the new state of the last call."""
         if self._states:
             self._put.append(state)
 
     def add_metrics(self, numbers: Mapping[str, jax.Array]) -> None:
-        """Takes what the reducer tells of a call, for the metrics of the step (`metrics`); of several calls the largest.
-        Nothing leaves a loop of the user's."""
+        """Adds the reducer metrics of a call to the metrics of the step (`metrics`); of several calls the largest.
+        Metrics inside
+        a loop of the user's are dropped."""
         if compat.current_trace() is self._trace:
             self.metrics |= {name: jnp.maximum(self.metrics.get(name, x), x) for name, x in numbers.items()}
 
     def record_update(self, gradient: Any) -> None:
-        """Takes note of a gradient that the optimizer is given, for the guard of the step; one inside of a trace of the
-        user's own cannot leave it."""
+        """Records a gradient that is passed to the optimizer, for the guard of the step. One inside a trace of the
+        user's own
+        cannot be used."""
         if compat.current_trace() is self._trace:
             self._updates.append(gradient)
         else:
@@ -88,7 +91,7 @@ class ReducerSlots:
 
     @property
     def update_gradients(self) -> list[Any] | None:
-        """The gradients that the optimizer was given; None where some, or all, cannot be seen from here."""
+        """The gradients that were passed to the optimizer; None if there are none, or some cannot be used."""
         return self._updates if self._updates and self._all_recorded else None
 
     def collected(self) -> tuple[Any, ...]:

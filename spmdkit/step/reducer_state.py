@@ -1,11 +1,10 @@
-"""The reducer's state as a part of the train state: what of it there is on a mesh, where it lives, and what becomes of
-it on another mesh.
+"""The reducer's state as part of the train state: its shapes and shardings on a mesh.
 
     TrainState.reducer[call] = {leaf of the gradient: {name: [replicas of the leaf, *leaf]}}
 
-A leaf's replicas are those over which the reducer adds it. What is cut (`fsdp`, `tensor`) is cut in the state too.
-Where a reducer adds shards (`Reducer.per_shard_state`), the replicas are the positions along `replica`, and the other
-replica axes cut the leaf's state.
+A leaf's replicas are those over which it is reduced. Dims that are sharded (`fsdp`, `tensor`) are sharded in the state
+too. For a reducer with `Reducer.per_shard_state` the replicas are the positions along `replica`, and the other replica
+axes shard the leaf's state.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from spmdkit.step.lowering import part_shape, reducer_state_spec, replica_axes_o
 def check_effect(
     name: str, reducer: Reducer, context: trace_context.Context, sizes: Mapping[str, int], what: str
 ) -> None:
-    """Refuses a reducer that would do nothing on this mesh or in this step.
+    """Rejects a reducer without effect on this mesh or in this step.
 
     Args:
-        sizes: of the whole mesh; the context's are those of one group where groups train alone.
+        sizes: of the whole mesh; the context's are those of one group if groups train separately.
 
     Raises:
-        ConfigError: there are several devices and one replica, ZeRO 2 cuts every gradient, or the step never calls
+        ConfigError: there are several devices and one replica, ZeRO 2 shards every gradient, or the step never calls
             `sk.value_and_grad`.
     """
     if reducer.is_sum:
@@ -42,8 +41,8 @@ def check_effect(
     assert context.sharding.placements is not None
     if not context.usage.has_called("value_and_grad"):
         raise ConfigError(
-            f"reducer: {name} has no effect: {what} never calls sk.value_and_grad, the place where gradients are "
-            "reduced. What jax.grad or sk.pmean(grads) give is not its. Compute the gradient with "
+            f"reducer: {name} has no effect: {what} never calls sk.value_and_grad, which reduces gradients. The "
+            "reducer is not used for jax.grad or sk.pmean(grads). Compute the gradient with "
             "sk.value_and_grad(loss_fn)(params, batch, state.key), or use reducer: sum."
         )
     several = any(size > 1 for size in sizes.values())
@@ -52,30 +51,30 @@ def check_effect(
     ):
         zero = f", zero: {3 if 'fsdp' not in context.sharding.data_axes else 2}" if sizes["fsdp"] > 1 else ""
         raise ConfigError(
-            f"reducer: {name} has no effect on the mesh {describe_mesh(sizes)}{zero}: nothing is added over replicas, "
-            f"and what ZeRO and the model axes send is not the reducer's. Try mesh: {_with_replicas(sizes)}, or "
-            "reducer: sum."
+            f"reducer: {name} has no effect on the mesh {describe_mesh(sizes)}{zero}: no gradient is reduced over "
+            "replicas, and the reducer is not used for communication of ZeRO and model axes. Try mesh: "
+            f"{_with_replicas(sizes)}, or reducer: sum."
         )
 
 
 def check_leaves(reducer: Reducer, context: trace_context.Context) -> None:
-    """Has the reducer look at what it is to add.
+    """Runs the reducer's check on the leaves that it is to reduce.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it cannot reduce them.
     """
     if found := reduced_leaves(context):
         reducer.check(found)
 
 
 class FirstStepValidator:
-    """Has the reducer look, once, at what it tells of the first step in which it adds; that is waited for."""
+    """Validates, once, the reducer's metrics of the first step that uses it. Waits for that step."""
 
     def __init__(self, context: trace_context.Context):
         self._look, self._context = context.options.reducer.validate_first_step, context
 
     def __call__(self, metrics: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
-        """Looks at the metrics of a step, which `read` makes numbers of all groups.
+        """Validates the metrics of a step; `read` converts them to numbers over all groups.
 
         Raises:
             ConfigError: they show a mistake.
@@ -90,7 +89,7 @@ class FirstStepValidator:
 
 
 def reduced_leaves(context: trace_context.Context) -> list[ReducedLeaf]:
-    """Returns the leaves of the gradient that are added over replicas, in flattening order."""
+    """Returns the leaves of the gradient that are reduced over replicas, in flattening order."""
     assert context.sharding.placements is not None
     found, each = [], value_bytes(context.options.reduce_dtype or "float32")
     specs: list[Any] = jax.tree.leaves(context.sharding.placements.gradient)
@@ -105,7 +104,7 @@ def reduced_leaves(context: trace_context.Context) -> list[ReducedLeaf]:
 
 
 def _with_replicas(sizes: Mapping[str, int]) -> str:
-    """Returns a mesh as the config writes it, with two replicas taken from its largest axis."""
+    """Returns a mesh in config syntax, with two replicas taken from its largest axis."""
     largest = max(sizes, key=lambda axis: sizes[axis])
     changed = {"replica": 2} | {a: n // 2 if a == largest else n for a, n in sizes.items() if a != "replica"}
     return "{" + ", ".join(f"{axis}: {size}" for axis, size in changed.items() if size > 1) + "}"
@@ -117,7 +116,7 @@ def shapes(
     """Returns (`TrainState.reducer` as `jax.ShapeDtypeStruct`, the placement of its leaves).
 
     Args:
-        gradients: what each call of `sk.value_and_grad` reduces.
+        gradients: the gradient of each call of `sk.value_and_grad`, abstract.
         context: of the step, in its form.
     """
     assert context.sharding.placements is not None

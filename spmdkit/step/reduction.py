@@ -1,4 +1,4 @@
-"""What crosses between replicas in a step: gradients by the config's reducer, everything else as an exact sum, or a
+"""Communication between replicas in a step: gradients by the config's reducer, everything else by an exact sum or a
 maximum.
 
 Runs inside a `shard_map` that is manual over all mesh axes. With `sum` XLA makes one all-reduce of both.
@@ -28,7 +28,7 @@ class Call:
     """One call of `sk.value_and_grad`.
 
     Attributes:
-        kept: the reducer's state of this call; a tree like the gradient, of mappings. None where it has none.
+        kept: the reducer's state of this call: a tree like the gradient, of mappings. None if it has no state.
         key: of the step.
     """
 
@@ -39,14 +39,15 @@ class Call:
 def reduced(
     context: trace_context.Context, sums: Sums, added: Any, axes: tuple[str, ...], call: Call | None, dims: Any = None
 ) -> tuple[Sums, Any, Any]:
-    """Returns (sums over all replicas, `added` of all, the reducer's new state) of what one replica computed.
+    """Returns (sums over all replicas, `added` over all replicas, the reducer's new state) from those of one replica.
 
     Args:
-        added: what else is added: the model state.
+        added: other values to add: the model state.
         call: None in an evaluation.
-        dims: for each leaf of the gradient the dim along which ZeRO 2 scatters it over `fsdp`, or -1. None: no leaf is.
+        dims: for each leaf of the gradient the dim along which ZeRO 2 scatters it over `fsdp`, or -1. None: no leaf is
+            scattered.
 
-    What the reducer tells is among the metrics of the sums, under names that begin with `METRIC_PREFIX`.
+    The reducer's metrics are among the metrics of the sums, under names with the prefix `METRIC_PREFIX`.
     """
     with jax.named_scope(trace_context.REDUCE):
         reducer = context.options.reducer
@@ -62,8 +63,9 @@ def reduced(
 
 
 def _exact(reducer: Reducer, tree: Any, axes: tuple[str, ...]) -> Any:
-    """Returns what is no gradient, of all replicas: sums added, maxima (`sk.max`) in one more all-reduce where there
-    are any, and gathered what has a way of its own to merge."""
+    """Returns everything but gradients over all replicas: sums added, maxima (`sk.max`) in one more all-reduce if there
+    are
+    any, and user-defined metrics gathered."""
     return reduce_parts(
         tree,
         lambda sums: reducer.add(sums, axes),
@@ -86,7 +88,7 @@ def _scaled(context: trace_context.Context, reducer: Reducer, own: Sums, loss: M
 def _by_reducer(
     context: trace_context.Context, reducer: Reducer, gradients: Any, axes: tuple[str, ...], call: Call, dims: Any
 ) -> tuple[Any, Any, dict[str, jax.Array]]:
-    """Returns (gradients over all replicas, the reducer's new state, what it tells)."""
+    """Returns (gradients over all replicas, the reducer's new state, its metrics)."""
     leaves, structure = jax.tree.flatten(gradients)
     num = len(jax.tree.leaves(gradients[0]))
     states = _states_of(gradients, call.kept)
@@ -123,7 +125,7 @@ def _apply(
 
     def key() -> jax.Array:
         if call.key is None:
-            raise ValueError("a reducer that draws numbers needs the step's key: sk.value_and_grad got None")
+            raise ValueError("a reducer that draws random numbers needs the step's key: sk.value_and_grad got None")
         return rng.reducer_key(call.key)
 
     over = ReduceGroup(axes, num, key, paths)
@@ -133,7 +135,7 @@ def _apply(
 
 
 def _states_of(gradients: Any, kept: Any) -> list[LeafState]:
-    """Returns one mapping for each leaf of (gradient, gradient of the count); nothing is kept of the count's."""
+    """Returns one mapping for each leaf of (gradient, gradient of the count); the latter has no state."""
     nothing: list[LeafState] = [{} for _ in jax.tree.leaves(gradients)]
     if kept is None:
         return nothing
@@ -142,10 +144,11 @@ def _states_of(gradients: Any, kept: Any) -> list[LeafState]:
 
 
 def reduce_scatter(x: jax.Array, dim: int) -> jax.Array:
-    """Returns this device's part along `dim` of the sum over `fsdp`.
+    """Returns this device's shard along `dim` of the sum over `fsdp`.
 
-    The dim that is cut is sent as the last but one. The TPU compiler (libtpu 0.0.42) has a reduce_scatter for that one
-    alone; along any other it sends an all_reduce, twice the bytes, and slices (docs/collectives.md, `zero2`).
+    The scattered dim is sent as the last but one. The TPU compiler (libtpu 0.0.42) has a reduce_scatter only for that
+    one.
+    Along any other it sends an all_reduce, twice the bytes, and slices (docs/collectives.md, `zero2`).
 
     Wire: (N-1)/N of x.
     """
@@ -159,4 +162,4 @@ def reduce_scatter(x: jax.Array, dim: int) -> jax.Array:
 
 
 SEAMS = {"reduced": reduced}
-"""What `verify` replaces (verify/mutations.py)."""
+"""Replaced by `verify` (verify/mutations.py)."""

@@ -1,16 +1,16 @@
-"""`sk.all_gather`, `sk.psum`, `sk.pmean`: what a loss asks of the other replicas; and where it stands among them.
+"""`sk.all_gather`, `sk.psum`, `sk.pmean` and the replica index: communication between replicas in a loss.
 
-Inside of a loss arrays are one replica's own rows. What is made of everybody's (contrastive negatives, statistics of
-the batch) crosses by these, on every mesh and in every form of a step: on one replica each is the identity. Derivatives
-go through them: each replica differentiates its own sum, and what others have of its rows comes back to it.
+Inside a loss, arrays are one replica's own rows. Values from all replicas (contrastive negatives, batch statistics) use
+these functions, on every mesh and in every form of a step. On one replica each is the identity. They are
+differentiable: each replica differentiates its own sum, and cotangents of its rows on other replicas are sent back.
 
-R replicas; `bytes` is what one replica holds of the operand. Sent per replica and call, with a ring:
+R replicas; `bytes` is one replica's operand. Sent per replica and call, with a ring:
 
     all_gather    (R-1) bytes          backward: reduce_scatter, the same bytes
     psum, pmean   2 (R-1)/R bytes      backward: all_reduce, the same bytes
 
-In a per-replica `train_step` they are the same over the replicas of the step. In a global one arrays are whole, and
-nothing is left to cross.
+In a per-replica `train_step` they run over the replicas of the step. In a global one arrays are global, and they are
+not needed.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from spmdkit.step.metrics.user_metric import CustomMetric, as_metric, is_user_me
 
 def all_gather(tree: Any, with_mask: bool = False) -> Any:
     """Returns `tree` of all replicas: each leaf [rows, ...] as [replicas * rows, ...], in the order of the batch. With
-    microbatches, of one.
+    microbatches, of one microbatch.
 
-    This replica's own rows begin at `sk.replica_index() * rows`. Where a batch can be short some rows are padding, and
-    must not count among everybody's (as negatives, in a statistic): the mask tells.
+    This replica's own rows start at `sk.replica_index() * rows`. If a batch can be short, some rows are padding and
+    must
+    not be used (as negatives, in a statistic): use the mask.
 
     Args:
-        tree: arrays whose first dim are the examples, or others with at least one dim.
+        tree: arrays with the examples as first dim, or others with at least one dim.
         with_mask: returns (tree, bool[replicas * rows]), False on padding rows.
 
     Raises:
-        ConfigError: some rows are padding and nothing asks for the mask; a leaf is a scalar; called where arrays are
-            global.
+        ConfigError: some rows are padding and the mask is not used; a leaf is a scalar; called where arrays are global.
     """
     axes = _axes("sk.all_gather")
     trace_context.current().usage.record_call("all_gather")
@@ -56,16 +56,15 @@ def all_gather(tree: Any, with_mask: bool = False) -> Any:
         if jnp.ndim(leaf) == 0 or (with_mask and leaf.shape[0] != num):
             asks = "with_mask=True, and its first dim must be the examples" if jnp.ndim(leaf) else "at least one dim"
             raise ConfigError(
-                f"sk.all_gather: {what} is {describe(leaf)}. It joins arrays along their first dim; asked is {asks}. "
-                "Write x[None] for one number of each replica, or sk.psum(x) for its sum."
+                f"sk.all_gather: {what} is {describe(leaf)}. It joins arrays along their first dim, so it needs "
+                f"{asks}. Write x[None] for one number of each replica, or sk.psum(x) for its sum."
             )
         unmasked = not with_mask and not trace_context.current().usage.has_called("example_mask")
         if unmasked and examples is not None and examples.mask is not None and leaf.shape[0] == num:
             raise ConfigError(
                 f"sk.all_gather: {what} is {describe(leaf)}, while some of the {num} examples may be padding: they "
-                "would count among everybody's. The mask says which rows are real. Write `rows, mask = "
-                "sk.all_gather(x, with_mask=True)` and leave out rows where it is False (jnp.where(mask, logits, "
-                "-jnp.inf))."
+                "would count as examples. The mask shows which rows are real. Write `rows, mask = sk.all_gather(x, "
+                "with_mask=True)` and exclude rows where it is False (jnp.where(mask, logits, -jnp.inf))."
             )
     gathered = jax.tree.map(lambda x: _joined(jnp.asarray(x), axes), tree)
     return (gathered, _gathered_mask(axes, num)) if with_mask else gathered
@@ -85,7 +84,7 @@ def _joined(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def replica_index() -> jax.Array:
-    """Returns the place of this replica among all of them, int32[]; the same example is on another one on another mesh.
+    """Returns the index of this replica, int32[]. The same example is on different replicas on different meshes.
 
     Raises:
         ConfigError: called where arrays are global.
@@ -98,7 +97,7 @@ def replica_index() -> jax.Array:
 
 
 def num_replicas() -> int:
-    """Returns the number of replicas: into how many parts the batch is cut, each with a loss of its own.
+    """Returns the number of replicas, each of which computes the loss of its part of the batch.
 
     Raises:
         ConfigError: called where arrays are global.
@@ -109,25 +108,27 @@ def num_replicas() -> int:
 
 
 def psum(tree: Any) -> Any:
-    """Returns the sum of `tree` over all replicas; every replica holds the same.
+    """Returns the sum of `tree` over all replicas, on every replica.
 
     Wire: one all-reduce of the tree.
 
     Raises:
-        ConfigError: a leaf is already the same on all replicas, so the sum would be a factor of N (seen in per-replica
-            steps); called where arrays are global.
+        ConfigError: a leaf is already the same on all replicas, so the sum would be N times too large (detected in
+            per-replica steps); called where arrays are global.
     """
     return _reduced("sk.psum", tree)
 
 
 def pmean(tree: Any) -> Any:
     """Returns the mean of `tree` over all replicas. A `sk.mean` in it is pooled by its counts, not averaged; other
-    metrics merge.
+    metrics
+    merge.
 
     Wire: one all-reduce of the tree.
 
     Raises:
-        ConfigError: a leaf is already the same on all replicas, so it was reduced twice (seen in per-replica steps);
+        ConfigError: a leaf is already the same on all replicas, so it was reduced twice (detected in per-replica
+            steps);
             called where arrays are global.
     """
     summed = _reduced("sk.pmean", _taken(tree))
@@ -136,7 +137,7 @@ def pmean(tree: Any) -> Any:
 
 
 def _taken(tree: Any) -> Any:
-    """Returns a tree in which metrics of the user's own are this replica's parts, which merge."""
+    """Returns a tree in which user-defined metrics are this replica's parts, which merge."""
     tree = jax.tree.map(
         lambda x: as_metric(x, "a metric in sk.pmean"), tree, is_leaf=lambda x: is_metric(x) or is_user_metric(x)
     )
@@ -160,14 +161,14 @@ def _reduced(name: str, tree: Any) -> Any:
     largest: Callable[[Any], Any] = lambda maxima: lax.pmax(maxima, axes)
     gather: Callable[[Any], jax.Array] = lambda x: compat.all_gather_invarying(x[None], axes)
     examples = trace_context.current_examples()
-    if examples is None or not examples.of_step:  # a loss's own: that name is what a step reduces by
+    if examples is None or not examples.of_step:  # the name of a loss's own metric, which the step reduces
         return reduce_parts(tree, reduce, largest, gather)
     with jax.named_scope(trace_context.REDUCE):
         return reduce_parts(tree, reduce, largest, gather)
 
 
 def _axes(name: str) -> tuple[str, ...]:
-    """Returns the names of the replica axes that are bound where a loss or a per-replica step is traced; none on one
+    """Returns the names of the replica axes that are bound while a loss or a per-replica step is traced; none on one
     replica.
 
     Raises:
@@ -176,29 +177,29 @@ def _axes(name: str) -> tuple[str, ...]:
     context, examples = trace_context.current(), trace_context.current_examples()
     if trace_context.is_in_part():
         raise ConfigError(
-            f"{name} was called inside of sk.manual, where arrays are the shards of one device and not the rows of a "
-            "replica. Call it before or after the part, and pass what it gives as an argument."
+            f"{name} was called inside sk.manual, where arrays are the shards of one device and not the rows of a "
+            "replica. Call it before or after the part, and pass its result as an argument."
         )
     if context.inside:
         return REPLICA_AXES
     if examples is not None and examples.whole:
         raise ConfigError(
             f"{name} was called outside of a per-replica step and of a loss. In the global view arrays are global: "
-            "they hold the rows of all replicas, and nothing is left to cross. Remove it, move it into the loss of "
-            "sk.value_and_grad, or give the task view='replica'."
+            "they hold the rows of all replicas, so there is nothing to reduce. Remove it, move it into the loss of "
+            "sk.value_and_grad, or set the task's view='replica'."
         )
     return () if context.sharding.form == "plain" else REPLICA_AXES
 
 
 def reduced_twice(name: str, what: str) -> str:
-    """Returns the message about a sum over replicas of what is already the same on all of them."""
+    """Returns the message about a sum over replicas of a value that is already the same on all of them."""
     return (
         f"{name}: {what} is already the same on every replica: it was reduced twice. Another sum would make it N "
-        "times too large. Remove one of the two reductions (sk.value_and_grad has already reduced; one number of all "
-        "is a sk.scalar). If it is a derivative with respect to a constant, JAX has added it up: differentiate with "
-        "respect to something of the replica's own, `x * 0` instead of `jnp.zeros(...)`."
+        "times too large. Remove one of the two reductions (sk.value_and_grad has already reduced; a number that is "
+        "the same on all replicas is a sk.scalar). If it is a derivative with respect to a constant, JAX has summed "
+        "it over replicas: differentiate with respect to a varying value, `x * 0` instead of `jnp.zeros(...)`."
     )
 
 
 SEAMS = {"gathered_mask": _gathered_mask}
-"""What `verify` replaces (verify/mutations.py)."""
+"""Replaced by `verify` (verify/mutations.py)."""

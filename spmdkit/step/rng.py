@@ -1,21 +1,21 @@
-"""Random keys: how every key of a run follows from its seed, in one place.
+"""Random keys: how every key of a run follows from its seed.
 
-    key(seed)                                         given to `init` as it is: users compare with plain JAX
+    key(seed)                                         passed to `init` unchanged, as in plain JAX
     |- fold STEPS - fold step                         `state.key`
     |     |- fold LOSS - fold replica - fold micro    the plain key of a loss
-    |     |- fold EXAMPLES - fold salt - fold place   `sk.example_keys(salt)`
-    |     |- fold REDUCER                             of a reducer that draws numbers
-    |- fold UPDATE - the same below it                after an update within a step: a step that updates four times has
-                                                      four keys
-    `- fold EVALUATION                                the same below it, with the number of the batch for the step
+    |     |- fold EXAMPLES - fold salt - fold position   `sk.example_keys(salt)`
+    |     |- fold REDUCER                             of a reducer that draws random numbers
+    |- fold UPDATE - the same below it                after an update within a step: a step with four updates has four
+                                                      keys
+    `- fold EVALUATION                                the same below it, with the index of the batch for the step
 
-With threefry `split(key, n)[i]` is `fold_in(key, i)`, so the branches hang below large tags: what a user splits off
-never meets them.
+With threefry `split(key, n)[i]` is `fold_in(key, i)`, so the branches use large tags: keys that a user splits off never
+collide with them.
 
-All folding is threefry's, whatever JAX's default implementation is: unsafe_rbg folds by an exclusive or, so that its
-folds commute and cancel (replica 2 of step 1 has the key of replica 1 of step 2), and under `vmap` rbg and unsafe_rbg
-draw a whole batch from its first key. A user is handed a key of the default implementation, made of threefry's bits;
-example keys stay threefry's.
+All folding uses threefry, for any default implementation of JAX. unsafe_rbg folds by an exclusive or, so that its folds
+commute and cancel (replica 2 of step 1 has the key of replica 1 of step 2), and under `vmap` rbg and unsafe_rbg draw a
+whole batch from its first key. A user receives a key of the default implementation, made of threefry's bits; example
+keys stay threefry keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import jax
 import jax.numpy as jnp
 
 VERSION = 2
-"""Of this tree, written with every checkpoint. 1: no tags; `init`, the steps and the evaluation drew from the same
+"""Version of this tree, written with every checkpoint. 1: no tags; `init`, the steps and the evaluation drew from the
+same
 keys."""
 
 STEPS, EVALUATION, LOSS, EXAMPLES, REDUCER = 0x73746570, 0x6576616C, 0x6C6F7373, 0x65786D70, 0x72656475
@@ -37,7 +38,7 @@ THREEFRY = "threefry2x32"
 
 
 def identity() -> dict[str, Any]:
-    """Returns what decides which numbers a run draws, beside its seed."""
+    """Returns everything besides the seed that determines the random numbers of a run."""
     return {"version": VERSION, "impl": default_impl()}
 
 
@@ -47,7 +48,7 @@ def default_impl() -> str:
 
 
 def root_data(seed: int) -> jax.Array:
-    """Returns the data of the run's root key, which is `init`'s."""
+    """Returns the data of the run's root key, which `init` uses."""
     return jax.random.key_data(jax.random.key(seed))
 
 
@@ -57,8 +58,7 @@ def step_key(root: jax.Array, step: Any) -> jax.Array:
 
 
 def updated_root(root: jax.Array) -> jax.Array:
-    """Returns the root of the keys that follow an update within the same step: none of theirs is a key of another
-    step."""
+    """Returns the root of the keys after an update within the same step. They never equal the keys of another step."""
     own = jax.random.key_data(_fold(_of_data(root), UPDATE))
     return jnp.concatenate([own, root.reshape(-1)[2:]]).reshape(root.shape)
 
@@ -74,8 +74,7 @@ def batch_key(key: jax.Array, number: Any) -> jax.Array:
 
 
 def loss_key(key: jax.Array, replica: Any, micro: Any) -> jax.Array:
-    """Returns the plain key of a loss, of the same implementation as `key`: another one on each replica and in each
-    microbatch."""
+    """Returns the plain key of a loss, of the implementation of `key`; it differs for each replica and microbatch."""
     return _like(_fold(_threefry(key), LOSS, replica, micro), key)
 
 
@@ -85,7 +84,7 @@ def reducer_key(key: jax.Array) -> jax.Array:
 
 
 def example_keys(key: jax.Array, salt: Any, places: jax.Array) -> jax.Array:
-    """Returns one threefry key for each place in the global batch."""
+    """Returns one threefry key for each position in the global batch."""
     base = _fold(_threefry(key), EXAMPLES, salt)
     return jax.vmap(lambda place: jax.random.fold_in(base, place))(places)
 
@@ -101,14 +100,14 @@ def _is_typed(key: Any) -> bool:
 
 
 def _threefry(key: jax.Array) -> jax.Array:
-    """Returns a threefry key that depends on every bit of `key`, typed or raw; one that is threefry's already, as it
-    is."""
+    """Returns a threefry key that depends on every bit of `key`, typed or raw. A threefry key is returned unchanged."""
     return _of_data(jax.random.key_data(key) if _is_typed(key) else key, whole=True)
 
 
 def _of_data(data: jax.Array, whole: bool = False) -> jax.Array:
-    """Returns a threefry key of another key's data. Without `whole` of its first two words: in a root key they hold the
-    seed."""
+    """Returns a threefry key from another key's data. Without `whole` only from its first two words: in a root key they
+    hold
+    the seed."""
     words = data.reshape(-1)
     key = jax.random.wrap_key_data(words[:2], impl=THREEFRY)
     return _fold(key, *words[2:]) if whole else key

@@ -1,11 +1,10 @@
-"""`RowOrder`: which example of the global batch a row is. The one place that knows; everything that cuts or numbers
-rows asks it.
+"""`RowOrder`: the position in the global batch of every row. Everything that splits or numbers rows uses it.
 
     row (s, m, i) of [shards, microbatches, rows]  is  position (m, s, i) of [microbatches, shards, rows]
 
-Each of the S shards of a batch holds its own part of every microbatch. So cutting microbatches moves nothing, and
-microbatch m is the same set of examples on every mesh, at every number of replicas, and in every group of replicas that
-trains alone.
+Each of the S shards of a batch holds its own part of every microbatch. So splitting into microbatches moves no data,
+and microbatch m is the same set of examples on every mesh, at every number of replicas, and in every group of replicas
+that trains separately.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class RowOrder:
     """The order of the rows of one global batch.
 
     Attributes:
-        shards: parts into which the mesh cuts the batch, in order; those of all groups.
+        shards: parts into which the mesh splits the batch, in order, over all groups.
         microbatches: of a step.
         rows: of one shard and microbatch.
     """
@@ -38,7 +37,7 @@ class RowOrder:
         return self.shards * self.microbatches * self.rows
 
     def position(self, shard: Any, micro: Any, row: Any) -> Any:
-        """Returns the position of a row, int32 where its place is traced."""
+        """Returns the position of a row, int32 if its indices are traced."""
         return (micro * self.shards + shard) * self.rows + row
 
     def positions(self) -> np.ndarray:
@@ -46,22 +45,22 @@ class RowOrder:
         return self.position(*np.unravel_index(np.arange(self.size), (self.shards, self.microbatches, self.rows)))
 
     def of_shards(self, first: Any, num: int) -> jax.Array:
-        """Returns int32[num * microbatches * rows], the positions of the rows of `num` neighbouring shards from `first`
+        """Returns int32[num * microbatches * rows], the positions of the rows of `num` neighboring shards from `first`
         on."""
         places = jnp.arange(num * self.microbatches * self.rows, dtype=jnp.int32)
         shard, micro, row = jnp.unravel_index(places, (num, self.microbatches, self.rows))
         return jnp.asarray(self.position(first + shard, micro, row), jnp.int32)
 
     def of_microbatch(self, first: Any, num: int, micro: Any) -> jax.Array:
-        """Returns int32[num * rows], the positions of one microbatch on `num` neighbouring shards from `first` on."""
+        """Returns int32[num * rows], the positions of one microbatch on `num` neighboring shards from `first` on."""
         start = jnp.asarray(self.position(first, micro, 0), jnp.int32)
         return (start + jnp.arange(num * self.rows, dtype=jnp.int32)).astype(jnp.int32)
 
 
 def split(x: jax.Array, dim: int, shards: int, num: int) -> jax.Array:
-    """Returns [..., S num n, ...] as [num, ..., S n, ...]: each of the S shards of the dim keeps what it has.
+    """Returns [..., S num n, ...] as [num, ..., S n, ...]: each of the S shards of the dim keeps its data.
 
-    Of rows: [shards * microbatches * rows, ...] as [microbatches, shards * rows, ...].
+    For rows: [shards * microbatches * rows, ...] as [microbatches, shards * rows, ...].
     """
     x = x.reshape(*x.shape[:dim], shards, num, -1, *x.shape[dim + 1 :])
     x = jnp.moveaxis(x, dim + 1, 0)

@@ -1,4 +1,4 @@
-"""`TrainState`: everything that training changes, as one pytree that shards, saves and restores as a whole."""
+"""`TrainState`: everything that training changes, as one pytree that is sharded, saved and restored."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from spmdkit.step import trace_context
 
 
 class Variables(NamedTuple):
-    """What `init` returns for a model with mutable state.
+    """The return value of `init` for a model with mutable state.
 
     Attributes:
         params: differentiated and updated by the optimizer.
-        state: returned anew by the loss (batch statistics, counters); how replicas agree on it is `model_state`.
+        state: returned by the loss in each step (batch statistics, counters); see the config's `model_state`.
     """
 
     params: Any
@@ -35,16 +35,17 @@ class Variables(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplicaCopy:
-    """The parameters of a per-replica step: the replica's own copy, and that of which it is a copy, which is the same
-    on all.
+    """The parameters of a per-replica step: the replica's own copy, and the original, which is the same on all
+    replicas.
 
-    The copy is typed varying, so that `jax.grad` gives the replica's own gradient; the update needs the other, so that
-    the result is provably the same on all replicas. JAX cannot type a varying value back without sending it.
+    The copy is typed varying, so that `jax.grad` returns the replica's own gradient. The update needs the original, so
+    that
+    the result is provably the same on all replicas. JAX cannot type a varying value as invariant without communication.
 
     Attributes:
-        own: the parameters as the state holds them, the very same objects.
-        whole: a tree like them.
-        before: the same of the parameters before the update, which the user may still hold.
+        own: the parameters in the state, the same objects.
+        whole: the originals, a tree like them.
+        before: the copy of the parameters before the update, which the user may still hold.
     """
 
     own: Any
@@ -52,12 +53,12 @@ class ReplicaCopy:
     before: ReplicaCopy | None = None
 
     def of(self, tree: Any) -> Any:
-        """Returns `tree` with each leaf that is an own copy replaced by what it is a copy of.
+        """Returns `tree` with each leaf that is an own copy replaced by its original.
 
-        Any other leaf stays: it must be the same on all replicas by itself.
+        Other leaves are unchanged: they must be the same on all replicas.
         """
         if tree is self.own:
-            return self.whole  # whatever stands there: JAX also makes states of things that are no arrays
+            return self.whole  # the leaves need not be arrays: JAX also builds states of other objects
         pairs = list(zip(jax.tree.leaves(self.own), jax.tree.leaves(self.whole), strict=True))
         new = jax.tree.map(lambda x: next((original for own, original in pairs if own is x), x), tree)
         return new if self.before is None else self.before.of(new)
@@ -69,21 +70,23 @@ class TrainState:
     """The state of training after `step` steps.
 
     Attributes:
-        step: int32[], completed steps, counted by the program whatever a step returns; within a step, updates are
+        step: int32[], completed steps, counted by the program regardless of what a step returns; within a step, updates
+            are
             added.
         params: the user's pytree.
         opt_state: of the optax optimizer.
         model_state: mutable model state, or None.
         ema: exponential moving average of the parameters, in float32 at least, or None.
-        rng: uint32[2] (rbg: [4]), the data of the run's root key; the program's too, which never changes it.
+        rng: uint32[2] (rbg: [4]), the data of the run's root key; managed by the program, which never changes it.
         optimizer: the optax transformation (static).
         ema_decay: decay of `ema` (static).
-        reducer: what the config's reducer keeps from step to step: one entry for each call of `sk.value_and_grad`, in
-            the order in which they are traced; empty where it keeps nothing. `spmdkit.step.reducer_state`.
-        sync: what the config's sync keeps for all groups, or None. With groups, `params`, `opt_state`, `model_state`
+        reducer: the state of the config's reducer: one entry per call of `sk.value_and_grad`, in the order of tracing;
+            empty without a state. `spmdkit.step.reducer_state`.
+        sync: the state of the config's sync for all groups, or None. With groups, `params`, `opt_state`, `model_state`
             and `ema` are [groups, ...]. `spmdkit.step.groups.groups`.
-        replica_copy: inside of a per-replica step, what the parameters are a copy of; else None. It goes with the
-            parameters through the user's own `jit` and `jax.tree.map`, leaf by leaf.
+        replica_copy: inside a per-replica step, the originals of the parameters; otherwise None. It follows the
+            parameters
+            through the user's own `jit` and `jax.tree.map`, leaf by leaf.
     """
 
     step: jax.Array
@@ -99,18 +102,18 @@ class TrainState:
     replica_copy: ReplicaCopy | None = None
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[Any, Any]]:
-        """Returns the fields with arrays, by name; of `replica_copy` only what the parameters are a copy of."""
+        """Returns the fields with arrays, by name; of `replica_copy` only the originals."""
         arrays, static = self.tree_flatten()
         return list(zip(_KEYS, arrays, strict=True)), static
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
-        """Returns the same without names, for JAX, which asks for them at every step."""
+        """Returns the same without names, for JAX, which calls it at every step."""
         whole = None if self.replica_copy is None else self.replica_copy.of(self.params)
         return (*_arrays(self), whole), (self.optimizer, self.ema_decay)
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, Any], arrays: Sequence[Any]) -> TrainState:
-        """Returns the state of such fields."""
+        """Returns the state from such fields."""
         *arrays, whole = arrays
         step, params, opt_state, model_state, ema, rng, reducer, sync = arrays
         mirrored = None if whole is None else ReplicaCopy(params, whole)
@@ -130,14 +133,14 @@ class TrainState:
         """Returns the state after one update of the optimizer with the reduced gradient `grads`.
 
         Args:
-            extra: for optimizers that take more than a gradient, as in optax: `value=loss`; of a line search also
-                `grad=grads` and `value_fn`, parameters -> loss over the whole batch. The default step gives all three.
+            extra: for optimizers that need more than a gradient, as in optax: `value=loss`; for a line search also
+                `grad=grads` and `value_fn`, parameters -> loss over the whole batch. The default step passes all three.
 
         Layout: with ZeRO 1 to 3 the update runs on the fsdp shard of each leaf.
 
         Raises:
-            ConfigError: `grads` is not shaped like the parameters, differs between replicas (per-replica dialect), or
-                the optimizer needs more than it is given.
+            ConfigError: `grads` is not shaped like the parameters, differs between replicas (per-replica view), or the
+                optimizer needs more than it receives.
         """
         context = trace_context.current()
         params = without_copies(self).params
@@ -158,7 +161,7 @@ class TrainState:
         return self.replace(
             replica_copy=None if self.replica_copy is None else ReplicaCopy(new_params, new_params, self.replica_copy),
             step=self.step + 1,
-            # The program sets both back: so a second update within the step draws from another key, and from that of no
+            # The program resets both. A second update within the step then draws from another key, and from that of no
             # other step.
             rng=self.rng if trace_context.current_examples() is None else step_rng.updated_root(self.rng),
             params=new_params,
@@ -169,7 +172,7 @@ class TrainState:
 
 
 FIELDS = ("step", "params", "opt_state", "model_state", "ema", "rng", "reducer", "sync")
-"""The fields of a train state that are placed, saved and restored, in flattening order."""
+"""The fields of a train state that are sharded, saved and restored, in flattening order."""
 
 _arrays = operator.attrgetter(*FIELDS)
 _KEYS = tuple(map(jax.tree_util.GetAttrKey, (*FIELDS, "mirrored")))
@@ -184,7 +187,7 @@ def create(
         params=params,
         opt_state=optimizer.init(params),
         model_state=model_state,
-        # In bfloat16 each step's part of the average would be rounded away, and it would never move.
+        # In bfloat16 each step's part of the average would be rounded away, and the average would never change.
         ema=None
         if ema_decay is None
         else jax.tree.map(lambda x: jnp.array(x, common_dtype(x.dtype, jnp.float32)), params),
@@ -199,7 +202,7 @@ def _updated(optimizer: Any, grads: Any, opt_state: Any, params: Any, extra: dic
     """Returns (updates, state) of the optimizer.
 
     Raises:
-        ConfigError: it needs a named argument that it is not given, the loss for example.
+        ConfigError: it needs a named argument that is missing, the loss for example.
     """
     try:
         updates, opt_state = optimizer.update(grads, opt_state, params, **extra)
@@ -210,36 +213,39 @@ def _updated(optimizer: Any, grads: Any, opt_state: Any, params: Any, extra: dic
             raise
         names = re.findall(r"'(\w+)'", missing[2])
         known = {"value": "loss", "grad": "grads", "value_fn": "the loss as a function of the parameters"}
-        given = f"is given {', '.join(sorted(extra))}" if extra else "is given the gradient alone"
+        given = f"is given {', '.join(sorted(extra))}" if extra else "receives the gradient alone"
         raise ConfigError(
             f"apply_gradients: the optimizer needs {', '.join(names)} (optax's {missing[1]}) and {given}. Some "
-            "optimizers take more than a gradient. Write state.apply_gradients(grads, "
+            "optimizers need more than a gradient. Write state.apply_gradients(grads, "
             f"{', '.join(f'{name}={known.get(name, chr(46) * 3)}' for name in names)}) in the train_step; the default "
-            "step of a loss_fn gives value, grad and value_fn."
+            "step of a loss_fn passes value, grad and value_fn."
         ) from error
 
 
 def check_not_donated(state: Any, what: str) -> None:
-    """Refuses a state whose arrays an earlier step has taken. On two or more CPU devices jaxlib 0.10.2 would end the
+    """Rejects a state with arrays that were donated to an earlier step. On two or more CPU devices jaxlib 0.10.2 would
+    end the
     process by SIGSEGV.
 
-    Costs some 20 us for 100 leaves (2026-11-22).
+    Costs about 20 us for 100 leaves (2026-11-22).
 
     Raises:
         ConfigError: a leaf is deleted.
     """
-    is_deleted = lambda x: hasattr(x, "is_deleted") and x.is_deleted()  # not so for what is no array of JAX
+    is_deleted = lambda x: (
+        hasattr(x, "is_deleted") and x.is_deleted()
+    )  # objects that are not JAX arrays have no such method
     if any(map(is_deleted, jax.tree.leaves(state))):
         path = next(path for path, x in named_leaves(state) if is_deleted(x))
         raise ConfigError(
-            f"{what}: the state was given to an earlier step, which took its memory ('{path}' is deleted). A step "
-            "donates its state: only the one that it returns can be used. Write `state, metrics = "
-            "program.step(state, batch)`, and copy what must stay (jax.tree.map(jnp.copy, state)) before the step."
+            f"{what}: the state was donated to an earlier step ('{path}' is deleted). A step donates its state: only "
+            "the state that it returns can be used. Write `state, metrics = program.step(state, batch)`, and copy "
+            "what you still need (jax.tree.map(jnp.copy, state)) before the step."
         )
 
 
 def constrain_update(context: trace_context.Context, tree: Any) -> Any:
-    """Returns a tree like the parameters, cut as the optimizer's update is."""
+    """Returns a tree like the parameters, sharded as the optimizer's update is."""
     mesh, placements = context.sharding.mesh, context.sharding.placements
     if context.sharding.form == "manual" or mesh is None or placements is None:
         return tree
@@ -251,8 +257,7 @@ def constrain_update(context: trace_context.Context, tree: Any) -> Any:
 
 
 def without_copies(state: TrainState) -> TrainState:
-    """Returns the state with each leaf that is the replica's own copy of a parameter replaced by what it is a copy
-    of."""
+    """Returns the state with each leaf that is the replica's own copy of a parameter replaced by the original."""
     return state if state.replica_copy is None else state.replica_copy.of(state.replace(replica_copy=None))
 
 
@@ -273,6 +278,6 @@ def _check_gradient(context: trace_context.Context, grads: Any, params: Any) -> 
             )
         if context.inside and (axes := trace_context.differing_axes(context, grad)):
             raise ConfigError(
-                f"apply_gradients: gradient '{path}' differs between the replicas of axes {list(axes)}: the "
-                "reduction is missing. Replicas would drift apart. Use sk.value_and_grad, or sk.pmean(grads) first."
+                f"apply_gradients: gradient '{path}' differs between the replicas of axes {list(axes)}: the reduction "
+                "is missing. Replicas would diverge. Use sk.value_and_grad, or sk.pmean(grads) first."
             )

@@ -1,5 +1,5 @@
 """The training step as one function `(state, batch) -> (state, metrics)`, from a loss, a global step or a per-replica
-one."""
+step."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from spmdkit.step.reducer_io import ReducerSlots
 from spmdkit.step.state import FIELDS, ReplicaCopy, TrainState, without_copies
 
 COMPILED_NAME = "train_step"
-"""What the compiled step is called, in profiles and in XLA's texts."""
+"""The name of the compiled step in profiles and in XLA's texts."""
 
 StepFn = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
 
 Stepped = tuple[TrainState, dict[str, Any], Any]
-"""What a step to compile gives: the state, its metrics, and the code of its guard (None where it does not look;
+"""The result of a step to compile: the state, its metrics, and the code of its guard (None without a guard;
 `spmdkit.step.finite_check`)."""
 
 
@@ -43,9 +43,9 @@ class Batch:
     """A global batch on the devices.
 
     Attributes:
-        examples: the user's pytree; every leaf [global batch, ...], cut over the batch axes.
-        mask: bool[global batch], False on padding rows; None where no batch is ever short.
-        limit: float32[], above which a loss is a spike (`on_spike`); None where nobody asks.
+        examples: the user's pytree; every leaf [global batch, ...], sharded over the batch axes.
+        mask: bool[global batch], False on padding rows; None if no batch is ever short.
+        limit: float32[], a larger loss is a spike (`on_spike`); None without a limit.
     """
 
     examples: Any
@@ -58,9 +58,9 @@ class Batch:
 
 
 def default_step(loss_fn: Callable[..., Any], stateful: bool) -> StepFn:
-    """Returns the step that a task with only a `loss_fn` gets.
+    """Returns the step of a task with only a `loss_fn`.
 
-    The optimizer is also given the loss and the loss as a function of the parameters. Most ignore them, and they cost
+    The optimizer also receives the loss and the loss as a function of the parameters. Most ignore them, and they cost
     nothing.
     """
 
@@ -75,8 +75,7 @@ def default_step(loss_fn: Callable[..., Any], stateful: bool) -> StepFn:
 
 
 def _loss_of(compute: Callable[[Any], Any]) -> Callable[[Any], jax.Array]:
-    """Returns `params -> loss` over the whole batch, whose gradient is the one that `compute(params) -> ((loss, ...),
-    grads)` gives.
+    """Returns `params -> loss` over the whole batch. Its gradient is that of `compute(params) -> ((loss, ...), grads)`.
 
     For line searches, which differentiate it: on a mesh JAX's own gradient would be another program than
     `sk.value_and_grad`'s.
@@ -95,8 +94,7 @@ def _loss_of(compute: Callable[[Any], Any]) -> Callable[[Any], jax.Array]:
 
 
 def with_hooks(train_step: StepFn, hooks: Sequence[Any]) -> StepFn:
-    """Returns the step with what hooks do in it: `in_step(old, new, metrics) -> (new, metrics)` of each, in their
-    order."""
+    """Returns the step including the `in_step(old, new, metrics) -> (new, metrics)` of each hook, in their order."""
     calls = [hook.in_step for hook in sorted(hooks, key=lambda hook: hook.order) if hook.in_step is not None]
     if not calls:
         return train_step
@@ -165,7 +163,7 @@ def replica_step(
 ) -> Callable[[TrainState, Batch], Stepped]:
     """Returns the function to compile for a per-replica step: the user's whole step inside `shard_map`.
 
-    Parameters are handed over as the replica's own copy; what leaves must be provably mirrored.
+    Parameters are passed as the replica's own copy; results must be provably the same on all replicas.
 
     Args:
         discover: as in `global_step`.
@@ -192,7 +190,7 @@ def replica_step(
                 if axes := trace_context.differing_axes(inner, leaf):
                     raise ConfigError(
                         f"train_step: {what} '{path}' differs between the replicas of axes {list(axes)}: a reduction "
-                        "is missing. What leaves a per-replica step must be the same on every replica. Apply "
+                        "is missing. The results of a per-replica step must be the same on every replica. Apply "
                         "sk.pmean to "
                         f"it{' and update through state.apply_gradients' if what == 'state leaf' else ''}."
                     )
@@ -225,14 +223,13 @@ def replica_step(
 def with_program_fields(
     state: TrainState, new_state: TrainState, context: trace_context.Context | None = None
 ) -> TrainState:
-    """Returns the new state with what is the program's and not the step's: the number of steps, and the root of all
-    keys.
+    """Returns the new state with the fields that the program manages: the number of steps, and the root of all keys.
 
-    Whatever a step returns there, the next one has the next number and so another key; one that updates four times is
-    one step.
+    Whatever a step returns there, the next step has the next number and so another key. A step with four updates is one
+    step.
 
     Args:
-        context: notes whether the step has made another average of the parameters.
+        context: records whether the step has computed another average of the parameters.
     """
     if context is not None:
         averages = zip(jax.tree.leaves(state.ema), jax.tree.leaves(new_state.ema), strict=True)
@@ -242,7 +239,7 @@ def with_program_fields(
 
 
 def _untype_trivial(x: Any) -> Any:
-    """Returns `x`, which at most varies over axes of size one, typed as the same everywhere: a sum of one term."""
+    """Returns `x`, which varies at most over axes of size one, typed as invariant: a sum of one term."""
     axes = tuple(compat.varying_axes(x))
     if not axes:
         return x
@@ -252,13 +249,13 @@ def _untype_trivial(x: Any) -> Any:
 
 
 def _checked(state: TrainState, out: Any) -> tuple[TrainState, dict[str, Any]]:
-    """Returns (state, metrics as their values) of what a user's step returned; raises as `checked`."""
+    """Returns (state, metrics as their values) from the return value of a user's step; raises as `checked`."""
     new_state, metrics = checked(state, out)
     return new_state, {name: metric.value if is_metric(metric) else metric for name, metric in metrics.items()}
 
 
 def checked(state: TrainState, out: Any) -> tuple[TrainState, dict[str, Any]]:
-    """Returns (state, metrics as scalars or what merges) of what a user's step returned.
+    """Returns (state, metrics as scalars or as `Metric`) from the return value of a user's step.
 
     Raises:
         ConfigError: it is not the state and a dict of scalars, or the state changed its shape.

@@ -1,9 +1,9 @@
-"""What a function that is being traced may ask about where it runs: the mesh, the form, its own examples.
+"""The context of a traced function: the mesh, the form of the step, its own examples.
 
 `sk.mean`, `sk.example_keys`, `sk.shard`, `sk.remat` and `sk.value_and_grad` are pure functions of their arguments and
-of these two records, which the program puts in place while it traces the user's function, as `vmap` does with axis
-names.
-Outside of a program they see the defaults: one device, no padding.
+of two records, `Context` and `Examples`. The program sets these while it traces the user's function, as `vmap` does
+with axis names.
+Outside of a program the records have their defaults: one device, no padding.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from spmdkit.step.reducer_io import ReducerSlots
 from spmdkit.step.usage import UsageTracker
 
 _tokens = itertools.count()
-# JAX keeps the traces of functions that it has seen (jit, checkpoint, custom_vjp). They count only for the record they
-# were made under.
+# JAX caches the traces of functions (jit, checkpoint, custom_vjp). They are valid only for the record they were made
+# under.
 _traced_under = jax.make_user_context(None)
 
 REDUCE, OPTIMIZER = "spmdkit/reduce", "spmdkit/optimizer"
 RING, ALL_TO_ALL, MOE = "spmdkit/ring", "spmdkit/all_to_all", "spmdkit/moe"
 PIPELINE, TENSOR, VOCAB = "spmdkit/pipeline", "spmdkit/tensor", "spmdkit/vocab"
 SYNC, GUARD = "spmdkit/sync", "spmdkit/guard"
-"""Scopes of operations (`jax.named_scope`): what adds over replicas, what updates the parameters, each op, the
-agreement of groups, and the look at what is finite; in profiles, and for `plan`."""
+"""Scopes of operations (`jax.named_scope`): the reduction over replicas, the optimizer's update, each op, the
+synchronization of groups, and the guard; in profiles, and for `plan`."""
 
 Form = Literal["plain", "mapped", "manual"]
 
 
 @dataclass(frozen=True)
 class Placements:
-    """Where gradients and parameters live, as trees of `PartitionSpec` shaped like the parameters.
+    """The shardings of gradients and parameters, as trees of `PartitionSpec` shaped like the parameters.
 
     Attributes:
-        compute: of the parameters while the loss is computed (ZeRO 1 and 2: whole on every fsdp device).
-        gradient: of the reduced gradient (ZeRO 1: whole; 2 and 3: cut over fsdp).
-        update: of the optimizer's update (cut over fsdp at every stage).
+        compute: of the parameters while the loss is computed (ZeRO 1 and 2: replicated over fsdp).
+        gradient: of the reduced gradient (ZeRO 1: replicated; 2 and 3: sharded over fsdp).
+        update: of the optimizer's update (sharded over fsdp at every stage).
         shapes: path of each parameter -> its shape, in flattening order.
     """
 
@@ -60,9 +60,10 @@ class Placements:
     shapes: Mapping[str, tuple[int, ...]]
 
     def of(self, part: Any) -> Placements:
-        """Returns those of a part of the parameters: of the leaves whose paths end alike and that have the same shape.
+        """Returns the placements of a part of the parameters, from leaves with the same shape and the same end of the
+        path.
 
-        Where none does, or several that are placed differently do, a leaf is whole.
+        A leaf without a match, or with matches that have different shardings, is replicated.
         """
         shapes = {path: jnp.shape(x) for path, x in named_leaves(part)}
         structure: Any = jax.tree.structure(part)
@@ -104,12 +105,12 @@ class AttentionSettings:
 
 @dataclass(frozen=True)
 class GuardSettings:
-    """What the step itself does where something is not finite; bits of finite_check.py.
+    """The guard of a step: what it checks, and what follows; bits of finite_check.py.
 
     Attributes:
-        looks: at what.
-        skips: what makes a step leave everything as it was.
-        joins: every device knows the code of all.
+        looks: bits that are checked.
+        skips: bits that make a step leave the state unchanged.
+        joins: whether the code is joined over all devices.
     """
 
     looks: int
@@ -119,23 +120,22 @@ class GuardSettings:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What the user chose for a step: the config and the task, as the step needs it.
+    """The options of a step, from the config and the task.
 
     Attributes:
-        compute_dtype: of parameters and inputs while the loss is computed; None: as they are.
+        compute_dtype: of parameters and inputs while the loss is computed; None: unchanged.
         inputs: which floating point arrays of a batch are cast to `compute_dtype`: `compute` (all), `given` (none), or
             patterns of paths.
-        reduce_dtype: in which gradients are added; None: that of the parameters.
-        reducer: how gradients are added over replicas.
-        remat: what `sk.remat` keeps (`ops.remat.Remat`); None: nothing is computed twice.
-        remat_whole: `remat` goes around the whole loss, since the task wraps no part.
-        state_reduction: path of a leaf of the model state -> how the task says that replicas agree on it
-            (step/model_state/agreement.py).
-        logical_axes: name of a dim -> mesh axes that cut it.
+        reduce_dtype: of the reduction of gradients; None: that of the parameters.
+        reducer: how gradients are reduced over replicas.
+        remat: what `sk.remat` saves (`ops.remat.Remat`); None: nothing is recomputed.
+        remat_whole: `remat` applies to the whole loss, since the task wraps no part.
+        state_reduction: path of a leaf of the model state -> its declared reduction (step/model_state/agreement.py).
+        logical_axes: name of a dim -> mesh axes that shard it.
         attention: how `sk.attention` runs.
-        pipeline: how the stages of `sk.pipeline` run, where the mesh has a pipeline axis.
-        guard: what the step does where something is not finite; None: it does not look.
-        deterministic: nothing is used that gives other bits each time.
+        pipeline: how the stages of `sk.pipeline` run, if the mesh has a pipeline axis.
+        guard: what the step does with non-finite values; None: it does not check.
+        deterministic: only operations with bitwise reproducible results are used.
     """
 
     compute_dtype: Any = None
@@ -154,18 +154,18 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class ShardingSpec:
-    """How the mesh cuts a step.
+    """How the mesh shards a step.
 
     Attributes:
-        form: `plain` (no replica axis), `mapped` (vmap over the replicas, the partitioner cuts the rest) or `manual`
+        form: `plain` (no replica axis), `mapped` (vmap over the replicas, the partitioner shards the rest) or `manual`
             (`shard_map`, only replica axes).
-        mesh: of all devices; None: one device, nothing is cut.
+        mesh: of all devices; None: one device, nothing is sharded.
         sizes: size of every mesh axis.
         data_axes: the mesh axes that the name `data` covers (with ZeRO 1 and 2 also `fsdp`).
-        inner_axes: the mesh axes over which one replica's examples are cut.
-        microbatches: into which each replica's examples are cut, one after the other.
-        placements: where gradients and parameters live; None: nowhere in particular.
-        state_groups: groups of replicas with a model state of their own, [groups, ...]; None: there is one of all.
+        inner_axes: the mesh axes that shard one replica's examples.
+        microbatches: number of microbatches of each replica.
+        placements: shardings of gradients and parameters; None: not constrained.
+        state_groups: groups of replicas with separate model states, [groups, ...]; None: there is one state.
     """
 
     form: Form = "plain"
@@ -178,7 +178,7 @@ class ShardingSpec:
     state_groups: int | None = None
 
     def size(self, *axes: str) -> int:
-        """Returns the number of positions along `axes`; axes of no mesh have size one."""
+        """Returns the number of positions along `axes`; axes that are not in the mesh have size one."""
         num = 1
         for axis in axes:
             num *= self.sizes.get(axis, 1)
@@ -186,32 +186,30 @@ class ShardingSpec:
 
     @property
     def num_replicas(self) -> int:
-        """Positions along `replica` and what `data` covers."""
+        """Positions along `replica` and the axes that `data` covers."""
         return self.size("replica", *self.data_axes)
 
     @property
     def num_shards(self) -> int:
-        """Into which one replica's examples are cut."""
+        """Number of shards of one replica's examples."""
         return self.size(*self.inner_axes)
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a step that is being traced runs in: how the mesh cuts it, what the user chose, where in the trace we are,
-    what it noticed.
+    """The context of a traced step: sharding, options, the position in the trace, and the usage of spmdkit's functions.
 
     Attributes:
         sharding: how the mesh shards the step.
         options: of the user's config and task.
-        group: (index, number) of the groups of replicas that train alone; the axes along which they lie have size one
-            here.
+        group: (index, number) of the groups of replicas that train separately; their axes have size one here.
         mask: bool[global batch] or None; False marks padding rows.
-        slots: the reducer's state on its way through this trace.
+        slots: the reducer's state during this trace.
         inside: True while a per-replica step is traced, inside `shard_map`.
-        in_manual: True inside of `sk.manual`, where arrays are shards.
-        mapped_axes: model axes that an enclosing `vmap` of an op stands for (the stages of a pipeline).
-        usage: what the user's code has called in this trace.
-        token: a number of its own for each context.
+        in_manual: True inside `sk.manual`, where arrays are shards.
+        mapped_axes: model axes that an enclosing `vmap` of an op maps (the stages of a pipeline).
+        usage: the functions of spmdkit that the user's code has called in this trace.
+        token: a unique number for each context.
     """
 
     sharding: ShardingSpec = field(default_factory=ShardingSpec)
@@ -226,15 +224,15 @@ class Context:
     token: int = field(default_factory=lambda: next(_tokens), init=False, compare=False)
 
     def with_options(self, **changes: Any) -> Context:
-        """Returns the context with some of what was chosen changed."""
+        """Returns the context with some options changed."""
         return dataclasses.replace(self, options=dataclasses.replace(self.options, **changes))
 
     def with_sharding(self, **changes: Any) -> Context:
-        """Returns the context with something of how the mesh cuts changed."""
+        """Returns the context with a changed sharding."""
         return dataclasses.replace(self, sharding=dataclasses.replace(self.sharding, **changes))
 
     def for_new_trace(self, **changes: Any) -> Context:
-        """Returns the context for another trace, which has noticed nothing yet, with some fields changed."""
+        """Returns the context for another trace, with an empty usage record and some fields changed."""
         return dataclasses.replace(self, usage=UsageTracker(), **changes)
 
     @property
@@ -244,21 +242,21 @@ class Context:
 
     @property
     def reducer_returns_sums(self) -> bool:
-        """Whether what the reducer gives back is still to be divided by the count of the whole batch."""
+        """Whether the reducer's result must still be divided by the count of the whole batch."""
         return self.options.reducer.input_scale == "sum" or self.sharding.num_replicas == 1
 
 
 @dataclass(frozen=True)
 class Examples:
-    """The rows that one call of the user's loss sees: one microbatch on one replica.
+    """The rows of one call of the user's loss: one microbatch on one replica.
 
     Attributes:
         num: rows.
         mask: bool[num] or None when no row is padding.
         positions: int32[num], positions in the global batch.
         key: the step's key, the same on every replica.
-        whole: they are the rows of all replicas: those of a `train_step` that sees global arrays.
-        of_step: they are those of a whole `train_step`, not of a loss within it.
+        whole: they are the rows of all replicas, in a `train_step` with global arrays.
+        of_step: they are the rows of a whole `train_step`, not of a loss within it.
     """
 
     num: int
@@ -286,13 +284,13 @@ def current_examples() -> Examples | None:
 
 
 def differing_axes(context: Context, x: jax.typing.ArrayLike) -> tuple[str, ...]:
-    """Returns the mesh axes over which `x` may differ inside `shard_map`; over an axis of size one nothing differs."""
+    """Returns the mesh axes larger than one over which `x` may vary inside `shard_map`."""
     return tuple(sorted(axis for axis in compat.varying_axes(x) if context.sharding.size(axis) > 1))
 
 
 @contextlib.contextmanager
 def tracing(context: Context) -> Iterator[Context]:
-    """Puts `context` in place while the body is traced."""
+    """Sets `context` while the body is traced."""
     before = _context.set(context)
     try:
         with _traced_under((context.token, _token(_examples.get()))):
@@ -303,7 +301,7 @@ def tracing(context: Context) -> Iterator[Context]:
 
 @contextlib.contextmanager
 def with_examples(examples: Examples) -> Iterator[None]:
-    """Puts `examples` in place while a loss is traced."""
+    """Sets `examples` while a loss is traced."""
     before = _examples.set(examples)
     try:
         with _traced_under((_token(_context.get()), examples.token)):
@@ -314,7 +312,7 @@ def with_examples(examples: Examples) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_part() -> Iterator[None]:
-    """While the body traces, it is a part of `sk.manual`, on a mesh that cuts nothing of it."""
+    """Marks the body as a part of `sk.manual`, on a mesh that shards nothing of it."""
     before = _in_part.set(True)
     try:
         yield
@@ -323,7 +321,7 @@ def in_part() -> Iterator[None]:
 
 
 def is_in_part() -> bool:
-    """Returns whether a part of `sk.manual` is being traced, on a mesh that cuts it or on another."""
+    """Returns whether a part of `sk.manual` is being traced, on any mesh."""
     return current().in_manual or _in_part.get()
 
 
@@ -332,20 +330,22 @@ def _token(held: Context | Examples | None) -> int | None:
 
 
 def shard(x: jax.Array, *dims: str | None) -> jax.Array:
-    """Returns `x` with each dim cut over the mesh axes of its logical name; `None` leaves a dim whole.
+    """Returns `x` with each dim sharded over the mesh axes of its logical name; `None` leaves a dim unsharded.
 
-    An activation constraint: values do not change, only where they live. Without one the partitioner may guess wrong
-    and keep whole activations on every device. A dim that is left whole is made whole: `sk.shard(w, None, None)`
-    gathers a weight. No-op on a mesh that cuts no array.
+    An activation constraint: values do not change, only their sharding. Without constraints the partitioner may
+    replicate
+    whole activations. A dim with `None` is gathered: `sk.shard(w, None, None)` gathers a weight. No-op on a mesh that
+    shards no array.
 
-    Layout: `dims` names as in `layout.axes`, e.g. `sk.shard(x_BTD, "batch", None, None)`; `batch` means the axes that
-        cut
-    one replica's examples. `rows` means all axes that cut a batch: in a global `train_step`, where arrays are whole,
-    for what does not come from the batch (collocation points, rollouts), which every replica would otherwise compute
-    whole. In a loss it is `batch`.
+    Layout: `dims` names as in `layout.axes`, e.g. `sk.shard(x_BTD, "batch", None, None)`. `batch` means the axes that
+    shard one replica's examples. `rows` means all axes that shard a batch. Use it in a global `train_step`, where
+    arrays
+    are global, for data that do not come from the batch (collocation points, rollouts): without it they are replicated.
+    In
+    a loss it is `batch`.
 
     Raises:
-        ValueError: not one name per dim, or a name that no table knows.
+        ValueError: not one name per dim, or an unknown name.
     """
     context, examples = current(), current_examples()
     of_step = examples is not None and examples.whole and not context.inside
@@ -353,7 +353,7 @@ def shard(x: jax.Array, *dims: str | None) -> jax.Array:
         return x
     if len(dims) != x.ndim:
         raise ValueError(
-            f"sk.shard: {len(dims)} names {dims} for an array of {x.ndim} dims. Give one name or None each."
+            f"sk.shard: {len(dims)} names {dims} for an array of {x.ndim} dims. Pass one name or None for each."
         )
     spec: list[tuple[str, ...] | None] = []
     rows = (
@@ -384,8 +384,8 @@ def shard(x: jax.Array, *dims: str | None) -> jax.Array:
 
 
 def _dividing_axes(context: Context, axes: tuple[str, ...], length: int) -> tuple[str, ...] | None:
-    """Returns those of `axes` that can cut `length` rows evenly: all that are larger than one, or as many from the
-    first on."""
+    """Returns those of `axes` that divide `length` rows evenly: all that are larger than one, or the longest prefix of
+    them."""
     many = tuple(a for a in axes if context.sharding.size(a) > 1)
     while many and length % context.sharding.size(*many):
         many = many[:-1]
@@ -393,10 +393,10 @@ def _dividing_axes(context: Context, axes: tuple[str, ...], length: int) -> tupl
 
 
 def sharded_arange(num: int) -> jax.Array:
-    """Returns int32[num], 0 to num - 1, cut over the axes that cut a batch: begin with it what a global `train_step`
-    makes of nothing.
+    """Returns int32[num], 0 to num - 1, sharded over the axes that shard a batch: the start for data that a global
+    `train_step` generates.
 
     `jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(state.key, i), (2,)))(sk.sharded_arange(4096))` are points
-    that the replicas share out. In a loss they are all of one replica.
+    that are sharded over the replicas. In a loss all of them belong to one replica.
     """
     return shard(jnp.arange(num, dtype=jnp.int32), "rows")

@@ -1,9 +1,7 @@
-"""`UsageTracker`: what a trace has noticed of the user's code. Besides the results of a trace and `ReducerSlots` nothing else
-leaves it.
-What one call of `sk.value_and_grad` notes of its own loss (gradient.py: whether a count depends on the parameters) ends
-with that call: here it would be said of the step's other calls too.
+"""`UsageTracker`: the functions and axes that the user's code has used in a trace.
 
-It only ever grows, so that a function that is traced twice, or not again where JAX has kept its trace, says the same.
+It only grows, so that a function that is traced twice, or not again because JAX has cached its trace, has the same
+effect. Facts about one call of `sk.value_and_grad` are returned by that call instead (accumulator.py, `LossFacts`).
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ Function = Literal[
     "context_order",
     "pipeline",
 ]
-"""Functions of spmdkit whose call is noticed; `mean` stands for every metric, `ema` for a new average of the
-parameters, `optimizer` for its update."""
+"""Recorded functions of spmdkit; `mean` stands for every metric, `ema` for a new average of the parameters, `optimizer`
+for its update."""
 
 
 @dataclass
@@ -35,8 +33,8 @@ class UsageTracker:
     Attributes:
         functions: of spmdkit that it has called.
         axes: mesh axes that it has named for activations.
-        marks: names that it has given to values inside of what is computed again (`checkpoint_name`).
-        num_masked: metrics that have left padding rows out of their values.
+        marks: names of values inside recomputed functions (`checkpoint_name`).
+        num_masked: metrics that have excluded padding rows from their values.
     """
 
     functions: set[str] = field(default_factory=set)
@@ -45,8 +43,8 @@ class UsageTracker:
     num_masked: int = 0
 
     def record_call(self, function: Function) -> None:
-        """Notes a call."""
-        assert function in get_args(Function), f"'{function}' stands in no table: nobody would ask for it"
+        """Records a call."""
+        assert function in get_args(Function), f"'{function}' is not a recorded function"
         self.functions.add(function)
 
     def has_called(self, *functions: Function) -> bool:
@@ -54,23 +52,23 @@ class UsageTracker:
         return not self.functions.isdisjoint(functions)
 
     def record_axes(self, *names: str) -> None:
-        """Notes mesh axes that were named for activations."""
+        """Records mesh axes that were named for activations."""
         self.axes.update(names)
 
     def record_name(self, name: str) -> None:
-        """Notes the name of a value inside of what is computed again."""
+        """Records the name of a value inside a recomputed function."""
         self.marks.add(name)
 
     def record_masked_metric(self) -> None:
-        """Notes a metric that has left padding rows out of values whose first dim is as long as the rows."""
+        """Records a metric that has excluded padding rows from values with the rows as first dim."""
         self.num_masked += 1
 
     def without(self, function: Function) -> UsageTracker:
-        """Returns a copy that has not noticed calls of `function`."""
+        """Returns a copy without calls of `function`."""
         return UsageTracker(self.functions - {function}, set(self.axes), set(self.marks), self.num_masked)
 
     def merge_from(self, other: UsageTracker) -> None:
-        """Takes over what a copy of this has noticed since."""
+        """Adds everything that a copy of this has recorded since."""
         self.functions |= other.functions
         self.axes |= other.axes
         self.marks |= other.marks

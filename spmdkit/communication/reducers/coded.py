@@ -132,7 +132,6 @@ def _place_owned_part(part: jax.Array, over: ReduceGroup) -> jax.Array:
 
 
 # ---- blocks with a scale each
-# ---------------------------------------------------------------------------------------------
 
 
 def block_code(name: str, block: int, encode: Any, decode: Any, bits: int = 8) -> Code:

@@ -177,7 +177,7 @@ def _as_shard(leaf: ReducedLeaf) -> ReducedLeaf | None:
     return leaf._replace(shape=shape, axes={"replica": leaf.axes["replica"]}, before=())
 
 
-# ---- shards -------------------------------------------------------------------------------------------------------------
+# ---- shards
 
 
 @dataclasses.dataclass(frozen=True)

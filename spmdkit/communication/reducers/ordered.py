@@ -65,7 +65,7 @@ def _wire_of(leaves: Sequence[ReducedLeaf]) -> float:
 
 
 def add(tree: Any, axes: tuple[str, ...]) -> Any:
-    """Returns the sum of a small tree, added on every replica in the order of the replicas: one all_gather per dtype."""
+    """Returns the sum of a small tree, added on every replica in replica order: one all_gather per dtype."""
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
     out = list(leaves)
     for group in buffer_groups(leaves):

@@ -110,7 +110,6 @@ def make(leaves: str | Sequence[str], rows: int, most: float | None = 1.0) -> Re
 
 
 # ---- on the devices
-# -----------------------------------------------------------------------------------------------------
 
 
 def _touched(leaf: jax.Array) -> jax.Array:
@@ -168,7 +167,6 @@ def _unpacked(sent: jax.Array, rows: int, table: jax.Array) -> tuple[jax.Array, 
 
 
 # ---- before the first step, and after it
-# ----------------------------------------------------------------------------------
 
 
 def _of_round(leaf: ReducedLeaf, rows: int) -> float:

@@ -137,7 +137,6 @@ def _mixed(choices: Mixing, given: Operands) -> tuple[jax.Array, Load]:
 
 
 # ---- what does not fit
-# -------------------------------------------------------------------------------------------------
 
 
 def _check(

@@ -102,7 +102,7 @@ def run_sorted(expert: Expert, weights: Any, rows_RD: jax.Array, sizes_E: jax.Ar
     return _run_blocks(expert, weights, rows_RD, sizes_E)
 
 
-# ---- blocks -----------------------------------------------------------------------------------------------------------
+# ---- blocks
 
 
 def _run_blocks(expert: Expert, weights: Any, rows_RD: jax.Array, sizes_E: jax.Array) -> jax.Array:

@@ -249,7 +249,7 @@ class Pipe:
         return max(s.shape for s in jax.tree.leaves(self.x_shapes) if s.ndim > 1)[1]
 
 
-# ---- small parts -----------------------------------------------------------------------------------------------------
+# ---- small parts
 
 
 def select(condition: Any, a: Any, b: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Checks of a traced step: what a task returns, reductions it forgot or made twice, sums that only types make.
+"""Checks of a traced step: return values of a task, missing and repeated reductions, implicit sums from JAX's types.
 
-Enters: the jaxpr or the values of a user's function. Leaves: nothing, or an error that names the line.
+Input: the jaxpr or the return values of a user's function. Output: nothing, or an error that names the line.
 """

@@ -1,17 +1,17 @@
-"""Where JAX's types have added up a derivative over devices: sums that the typed trace of a function has, and the
-untyped one has not.
+"""Detects derivatives that JAX's types have summed over devices: sums in the typed trace of a function that the untyped
+trace does not have.
 
-Inside `shard_map` with `check_vma` a value that is the same along an axis is cast where it meets one that differs, and
-the transpose of that cast is a sum over the axis. For a parameter and a loss over all devices' examples that is right.
-A derivative *inside* the function with respect to a constant (`jax.grad(f)(0.0)`) gets the same sum, without a word,
-and with it the other devices' derivatives. Traced without the types (`check_vma=False`) the function has its own sums
-only.
+Inside `shard_map` with `check_vma` a value that is invariant along an axis is cast where it meets a varying value, and
+the transpose of that cast is a sum over the axis. For a parameter and a loss over all devices' examples that is
+correct. A derivative *inside* the function with respect to a constant (`jax.grad(f)(0.0)`) gets the same sum silently,
+and with it the other devices' derivatives. Traced without types (`check_vma=False`) the function contains only its own
+sums.
 
-Such sums stand where the untyped trace has none, but not every sum that does is one. Without types the transpose of a
-user's own sum is a sum at the same place. With them it is a cast, and what it adds up is added where the sum's result
-met values that differ (a batch norm's statistics where the examples are divided by them). So what becomes of a sum
-decides: passed on to a cast at the place of a sum of the function's own it is half of that sum's transpose; what leaves
-the backward pass in any other way has got a derivative of other devices.
+The implicit sums are among those that the untyped trace lacks, but not all of these are implicit. Without types the
+transpose of a user's sum is a sum at the same place. With types it is a cast, and its cotangents are summed where the
+result of the sum met varying values (where examples are divided by a batch norm's statistics). So the use of a sum
+decides. A sum that is passed to a cast at the place of one of the function's own sums is half of that sum's transpose.
+A sum that leaves the backward pass in any other way is a derivative of other devices.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _CASTS = frozenset(["pvary", "pcast"])
 
 
 def summed_by_types(typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Collection[str]) -> str | None:
-    """Returns the source line of the first sum over any of `axes` that only the types have put there, or None.
+    """Returns the source line of the first sum over any of `axes` that comes only from types, or None.
 
     Args:
         typed: the trace of a function in a `shard_map` with `check_vma`.
-        untyped: that of the same function without.
+        untyped: the trace of the same function without it.
     """
     known = collections.Counter(_sums(untyped.jaxpr, axes))
     found = list(_sums(typed.jaxpr, axes))
@@ -51,23 +51,23 @@ def summed_by_types(typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Collection[s
 
 
 def refuse_summed(what: str, typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Collection[str]) -> None:
-    """Refuses a function that JAX's types change: `what` is its name.
+    """Rejects a function with a derivative that JAX's types change. `what` is its name.
 
     Raises:
-        ConfigError: it takes a derivative with respect to a value that is the same along one of `axes`.
+        ConfigError: it differentiates with respect to a value that is invariant along one of `axes`.
     """
     if (line := summed_by_types(typed, untyped, axes)) is not None:
         raise ConfigError(
             f"{what} takes a derivative with respect to a value that is the same along {sorted(axes)}, at {line}. JAX "
-            "adds such a derivative up over those devices, so each would get that of all devices' examples. "
-            "Differentiate with respect to something of the shard's own: `x * 0` instead of a constant or "
-            "`jnp.zeros(...)`, `jax.lax.pcast(w, axes, to='varying')` instead of `w`."
+            "sums such a derivative over those devices, so each would get the derivative of all devices' examples. "
+            "Differentiate with respect to a varying value: `x * 0` instead of a constant or `jnp.zeros(...)`, "
+            "`jax.lax.pcast(w, axes, to='varying')` instead of `w`."
         )
 
 
 def traced(fn: Callable[..., Any], mesh: Mesh, in_specs: Any, shapes: Sequence[Any], typed: bool) -> ClosedJaxpr:
-    """Returns the trace of `fn` on the shards of arrays of these shapes, with types or without; of its results nothing
-    is asked."""
+    """Returns the trace of `fn` on the shards of arrays of these shapes, with or without types. Its results are not
+    checked."""
 
     def probe(*shards: jax.Array) -> jax.Array:
         fn(*shards)
@@ -79,21 +79,22 @@ def traced(fn: Callable[..., Any], mesh: Mesh, in_specs: Any, shapes: Sequence[A
 
 
 def takes_derivative(closed: ClosedJaxpr) -> bool:
-    """Returns whether anything in a trace is the transpose of something: only there do the types add up."""
+    """Returns whether a trace contains a transpose: types add sums only there."""
     return any(map(_is_backward, jaxprs.equations(closed)))
 
 
 def _sums(jaxpr: Any, axes: Collection[str]) -> Iterator[str]:
-    """Yields the source line of every sum over any of `axes`, once for each array that it adds up; not those of
-    reducers, which are no derivatives, and of which there are fewer without types: the sum of a constant is a constant
-    there."""
+    """Yields the source line of every sum over any of `axes`, once per summed array, except those of reducers. Reducers
+    are
+    not derivatives, and have fewer sums without types: the sum of a constant is a constant there."""
     for eqn, (line, is_reducers) in jaxprs.equations_within(jaxpr, ("", False), _place):
         if _adds_over(eqn, axes) and not is_reducers:
             yield from [line] * len(eqn.invars)
 
 
 def _leaving(closed: ClosedJaxpr, lines: Sequence[str], axes: Collection[str], own: Collection[str]) -> set[str]:
-    """Returns those of `lines` at which a backward pass adds up over `axes` what leaves it other than through a cast at
+    """Returns those of `lines` at which a backward pass sums over `axes` a value that leaves it other than through a
+    cast at
     one of the lines `own`."""
     walk = _Backward(frozenset(), 0, tuple(lines), frozenset(axes), frozenset(own))
     out = walk.run(closed.jaxpr, [Depends()] * len(closed.jaxpr.invars))
@@ -105,9 +106,9 @@ def _leaving(closed: ClosedJaxpr, lines: Sequence[str], axes: Collection[str], o
 
 @dataclass(frozen=True)
 class _Backward(Walk):
-    """Follows the sums of backward passes, a bit for each of `lines`, until they pass a cast at a line of `own`.
+    """Follows the sums of backward passes, one bit per line of `lines`, until they pass a cast at a line of `own`.
 
-    `left`: of one number, the bits of what was used outside of a backward pass, or never.
+    `left`: an int of the bits that were used outside of a backward pass, or never.
     """
 
     lines: tuple[str, ...]
@@ -158,8 +159,8 @@ def _adds_over(eqn: Any, axes: Collection[str]) -> bool:
 
 
 def _place(eqn: Any, around: tuple[str, bool]) -> tuple[tuple[str, bool], tuple[str, bool]]:
-    """Returns an equation's line (inside of a function that JAX has jitted, that of the call where there is no other)
-    and whether it is a reducer's, for itself and for what is around those inside of it."""
+    """Returns an equation's line (inside a function that JAX has jitted, the line of the call if there is no other) and
+    whether it belongs to a reducer, for itself and for the equations inside it."""
     line, is_reducers = around
     here = (compat.source_line(eqn) or line, is_reducers or trace_context.REDUCE in str(eqn.source_info.name_stack))
     return here, here

@@ -1,9 +1,9 @@
-"""The per-replica dialect: the whole step runs inside `shard_map`, and the user writes the reductions.
+"""The per-replica view: the whole step runs inside `shard_map`, and the user writes the reductions.
 
-It is the dialect of TensorFlow's `strategy.run`, Horovod and pmap. In it, parameters are the replica's own copy (typed
-varying), so `jax.grad` gives the replica's own gradient; `sk.pmean` makes one of all; what leaves as the new state must
-be provably mirrored. Two mistakes give gradients that are N times too large without an error in plain JAX, and are
-errors here: reducing what is already reduced, and not reducing at all.
+This is how TensorFlow's `strategy.run`, Horovod and pmap work. Parameters are the replica's own copy (typed varying),
+so `jax.grad` returns the replica's own gradient. `sk.pmean` averages it over replicas. The new state must be provably
+invariant. Two mistakes make gradients N times too large without an error in plain JAX, and are errors here: reducing
+twice, and not reducing.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from spmdkit.step.replica_collectives import reduced_twice
 
 
 def check_reductions(jaxpr: jax.extend.core.ClosedJaxpr, axes: Collection[str] = REPLICA_AXES) -> None:
-    """Refuses a `lax.psum` or `lax.pmean` over something that is already the same on every replica.
+    """Rejects a `lax.psum` or `lax.pmean` over a value that is already the same on every replica.
 
-    JAX casts such an operand to varying and multiplies by N without a word: the pattern `pvary` followed by `psum`. A
-    constant, as in `lax.psum(1, axis)` to count replicas, is fine.
+    JAX casts such an operand to varying and multiplies by N silently: the pattern `pvary` followed by `psum`. A
+    constant,
+    as in `lax.psum(1, axis)` to count replicas, is accepted.
 
     Args:
         axes: the replica axes larger than one; over the others a sum changes nothing.
 
     Raises:
-        ConfigError: the pattern occurs, with the user's source line.
+        ConfigError: the pattern occurs; the message has the user's source line.
     """
     for body in _bodies(jaxpr):
         depends: set[Any] = set(body.invars)

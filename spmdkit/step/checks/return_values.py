@@ -1,5 +1,5 @@
-"""What the user's functions return, checked where it comes back: a loss is a `sk.mean`, a metric that or another that
-merges."""
+"""Checks of the return values of the user's functions: a loss is a `sk.mean`, a metric is a `sk.mean` or another metric
+that merges."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ RULE = (
 
 
 def checked_loss(out: Any, stateful: bool) -> tuple[Mean | Means, dict[str, Metric], Any]:
-    """Returns (loss, metrics, model state) of what a loss returned.
+    """Returns (loss, metrics, model state) from the return value of a loss.
 
     Raises:
-        ConfigError: the loss is no `sk.mean`, or the metrics are no mapping of them.
+        ConfigError: the loss is not a `sk.mean`, or the metrics are not a mapping of metrics.
     """
     form = "(sk.mean(...), {name: sk.mean(...)}, new_state)" if stateful else "sk.mean(...) or (sk.mean(...), metrics)"
     if stateful:
@@ -37,8 +37,9 @@ def checked_loss(out: Any, stateful: bool) -> tuple[Mean | Means, dict[str, Metr
         loss, metrics, state = (*out, None) if isinstance(out, tuple) and len(out) == 2 else (out, {}, None)
     if isinstance(loss, tuple) and loss and isinstance(loss[0], Mean | Means):
         raise ConfigError(
-            f"loss_fn returned {shape_of(loss)}. It must return {form}. Only a task whose init returns "
-            "sk.Variables(params, state) returns a model state too. Drop the third value, or give init a state."
+            f"loss_fn returned {shape_of(loss)}. It must return {form}. Only a task with an init that returns "
+            "sk.Variables(params, state) also returns a model state. Drop the third value, or return a state from "
+            "init."
         )
     if not isinstance(loss, Mean | Means):
         raise ConfigError(
@@ -49,17 +50,17 @@ def checked_loss(out: Any, stateful: bool) -> tuple[Mean | Means, dict[str, Metr
         if jnp.ndim(mean.sum) != 0:
             raise ConfigError(f"loss_fn returned a sk.mean of shape {jnp.shape(mean.sum)}. A loss is one number.")
     if not isinstance(metrics, dict):
-        raise ConfigError(f"loss_fn returned {shape_of(metrics)} as its metrics. Give a dict {{name: sk.mean(...)}}.")
+        raise ConfigError(f"loss_fn returned {shape_of(metrics)} as its metrics. Return a dict {{name: sk.mean(...)}}.")
     if "loss" in metrics:
         raise ConfigError(
-            "loss_fn returned a metric called 'loss', which is the name of its first value. Names are used once. "
-            "Rename the metric."
+            "loss_fn returned a metric called 'loss', which is the name of its first value. Names are unique. Rename "
+            "the metric."
         )
     return loss, checked_metrics(metrics, "loss_fn"), state
 
 
 def checked_metrics(metrics: Any, who: str) -> dict[str, Metric]:
-    """Returns `metrics` when it is a dict of metrics that merge.
+    """Returns `metrics` if it is a dict of metrics that merge.
 
     Raises:
         ConfigError: it is not.
@@ -82,24 +83,24 @@ def checked_metrics(metrics: Any, who: str) -> dict[str, Metric]:
 
 
 def check_metric_names(metrics: dict[Any, Any], who: str) -> None:
-    """Raises ConfigError for a name that is no text, or that a line of metrics.jsonl needs for itself."""
+    """Raises ConfigError for a name that is not a string, or that metrics.jsonl reserves."""
     for name in metrics:
         if not isinstance(name, str) or name in RESERVED_METRICS:
             raise ConfigError(
-                f"{who} returned a metric called {name!r}. A name is text other than {', '.join(RESERVED_METRICS)}, "
-                "which metrics.jsonl uses itself. Rename it."
+                f"{who} returned a metric called {name!r}. A name is a string other than "
+                f"{', '.join(RESERVED_METRICS)}, which metrics.jsonl reserves. Rename it."
             )
 
 
 def is_array(metric: Metric) -> bool:
-    """Returns whether a metric that has to be one number is none."""
+    """Returns whether a metric that must be one number is not."""
     return not isinstance(metric, Bincount | Derived | CustomMetric) and any(
         jnp.ndim(x) for x in jax.tree.leaves(metric)
     )
 
 
 def shape_of(x: Any) -> str:
-    """Returns what something is, for a message."""
+    """Returns a description of a value, for a message."""
     if x is None:
         return "None"
     if isinstance(x, Mean):

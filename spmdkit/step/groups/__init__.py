@@ -1,4 +1,4 @@
-"""Steps of groups of replicas that train alone and agree when a sync says so.
+"""Steps of groups of replicas that train separately and synchronize as the sync requires.
 
-Enters: a state with one copy for each group. Leaves: the next state, and the means that groups agree on.
+Input: a state with one copy per group. Output: the next state, and the means over groups.
 """

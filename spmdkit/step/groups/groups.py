@@ -1,8 +1,9 @@
-"""Groups of replicas that train alone, and agree now and then: the train state that holds one copy for each, and what
-crosses between them.
+"""Groups of replicas that train separately and synchronize at intervals: the train state with one copy per group, and
+the
+communication between groups.
 
-What a group does in a step is the step of the mesh without the sync's axes (step.py); when they agree is the sync's
-(sync/).
+A group's step is the step of the mesh without the sync's axes (step.py). The sync (sync/) determines when groups
+synchronize.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from spmdkit.step.model_state import agreement as model_state_agreement
 from spmdkit.step.state import TrainState
 
 GROUPED = ("params", "opt_state", "model_state", "ema")
-"""The fields of a train state that each group has of its own: leaves [groups, ...]."""
+"""The fields of a train state with one copy per group: leaves [groups, ...]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +37,9 @@ class Groups:
 
     Attributes:
         axes: the mesh axes along which they lie.
-        num: of groups.
-        sync: when they agree.
-        reducer: by which what crosses when they agree is added; None: exactly.
+        num: number of groups.
+        sync: when they synchronize.
+        reducer: for the communication between groups; None: an exact mean.
     """
 
     axes: tuple[str, ...]
@@ -52,10 +53,10 @@ class Groups:
 
 
 def check_alone(groups: Groups, jaxpr: Any, what: str) -> None:
-    """Refuses a step in which the user's own code sends something between groups.
+    """Rejects a step in which the user's code communicates between groups.
 
     Raises:
-        ConfigError: a collective names one of their axes.
+        ConfigError: a collective names one of the groups' axes.
     """
     for eqn in equations(jaxpr):
         named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
@@ -63,23 +64,22 @@ def check_alone(groups: Groups, jaxpr: Any, what: str) -> None:
         if set(names) & set(groups.axes) and eqn.primitive.name not in ("axis_index", "pvary", "pcast"):
             raise ConfigError(
                 f"{what}: {eqn.primitive.name} over {groups.axes[0]} at {compat.source_line(eqn)}: with this sync the "
-                f"groups along {groups.axes[0]} train alone, and nothing crosses them in a step. Remove it, or use "
+                f"groups along {groups.axes[0]} train separately, and do not communicate in a step. Remove it, or use "
                 "sync: every_step."
             )
 
 
 # ---- the train state
-# ----------------------------------------------------------------------------------------------------
 
 
 def stack_state(groups: Groups, state: TrainState) -> TrainState:
-    """Returns the train state of all groups from that of one: the same copy for each."""
+    """Returns the train state of all groups from that of one: a copy for each."""
     copies = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (groups.num, *x.shape)), tree)
     own = {name: copies(getattr(state, name)) for name in GROUPED}
     return state.replace(**own, sync=groups.sync.init(state.params))
 
 
-# ---- what crosses -------------------------------------------------------------------------------------------------------
+# ---- communication
 
 
 def mean(tree: Any) -> Any:
@@ -94,30 +94,30 @@ def mean(tree: Any) -> Any:
 
 
 def agreement_fn(sync: Sync, turn: int) -> Callable[[Any, Any, Mean], tuple[Any, Any]]:
-    """Returns `(params, kept, mean) -> (params, kept)` of a turn."""
+    """Returns `(params, state, mean) -> (params, state)` of a program in which groups synchronize."""
     assert sync.agree is not None
     return functools.partial(sync.agree, turn=turn) if sync.schedule else sync.agree
 
 
 def agreed_state(groups: Groups, state: TrainState, turn: int, mean: Mean) -> TrainState:
-    """Returns the state in which all groups have what they agree on in a turn; `mean` is over the groups."""
+    """Returns the state after a program in which groups synchronize; `mean` is over the groups."""
     with jax.named_scope(trace_context.SYNC):
         params, kept = agreement_fn(groups.sync, turn)(state.params, state.sync, mean)
     same = jax.tree.map(lambda x, p: jnp.broadcast_to(x, p.shape).astype(p.dtype), params, state.params)
     return state.replace(params=same, sync=kept)
 
 
-def merged_state(groups: Groups, state: TrainState, said: model_state_agreement.Kinds) -> TrainState:
+def merged_state(groups: Groups, state: TrainState, declared: model_state_agreement.Kinds) -> TrainState:
     """Returns the one copy of the state that is evaluated and exported.
 
     Args:
-        said: how the task says that replicas agree on leaves of the model state.
+        declared: the task's declared reductions of leaves of the model state.
     """
     assert groups.sync.view is not None
     return state.replace(
         params=groups.sync.view(state.params, state.sync, mean),
         opt_state=mean(state.opt_state),
-        model_state=model_state_agreement.merge_groups(said, state.model_state),
+        model_state=model_state_agreement.merge_groups(declared, state.model_state),
         ema=mean(state.ema),
     )
 
@@ -131,15 +131,13 @@ def merged_metrics(metrics: Mapping[str, Metric]) -> dict[str, jax.Array]:
 
 
 def regroup_state(
-    state: TrainState, had_groups: bool, groups: Groups | None, said: model_state_agreement.Kinds
+    state: TrainState, had_groups: bool, groups: Groups | None, declared: model_state_agreement.Kinds
 ) -> TrainState:
-    """Returns the state of these groups (None: of replicas that agree in every step) from one of another number of
-    groups.
+    """Returns the state for these groups (None: synchronous replicas) from that of another number of groups.
 
-    The old groups agree by their mean, whatever their sync was, and each new group gets a copy. What the sync keeps
-    begins anew.
+    The mean of the old groups, for any sync, is copied to each new group. The state of the sync is initialized again.
     """
     if had_groups:
         fields = {name: mean(getattr(state, name)) for name in ("params", "opt_state", "ema")}
-        state = state.replace(**fields, model_state=model_state_agreement.merge_groups(said, state.model_state))
+        state = state.replace(**fields, model_state=model_state_agreement.merge_groups(declared, state.model_state))
     return state if groups is None else stack_state(groups, state)

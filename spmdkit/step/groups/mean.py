@@ -1,9 +1,9 @@
-"""The mean over groups by a reducer: what crosses between groups that agree, in as few bytes as the reducer sends.
+"""The mean over groups by a reducer: compressed communication between groups.
 
     x_g / G or x_g, this device's shard of each leaf -> reducer.apply over the groups' axes, manual over all mesh axes
     -> mean
 
-Wire: the reducer's, over the axes along which the groups lie; each device sends for its own shard.
+Wire: the reducer's, over the axes along which the groups lie; each device sends its own shard.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from spmdkit.step.groups.groups import Groups
 def mean_with_reducer(
     reducer: Reducer, groups: Groups, specs: Mapping[str, PartitionSpec], mesh: Mesh, key: jax.Array
 ) -> Any:
-    """Returns `tree [groups, ...] -> tree [...]`, the mean over the groups; of trees like the parameters, whose left
-    out leaves are None.
+    """Returns `tree [groups, ...] -> tree [...]`, the mean over the groups, for trees like the parameters with None for
+    leaves
+    that are not sent.
 
     Args:
-        specs: how one copy of each parameter is cut, by its path.
+        specs: path of each parameter -> the spec of one copy.
         key: of the step.
     """
 

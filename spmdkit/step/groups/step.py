@@ -1,12 +1,12 @@
-"""The step of groups of replicas that train alone: along the sync's axes nothing is sent.
+"""The step of groups of replicas that train separately: nothing is sent along the sync's axes.
 
 | mesh of one group | how                                                        |
 | ----------------- | ---------------------------------------------------------- |
-| one device        | `shard_map`, untyped (nothing leaves as the same on all)   |
+| one device        | `shard_map`, untyped (no result is typed as invariant)     |
 | anything else     | `vmap(spmd_axis_name=)` over the groups, the step inside   |
 
-Metrics leave as those of each group, [groups, ...]; a small program of its own merges them where they are read
-(`groups.added`). A step that is not finite is left out by its own group alone: the others' copies do not know of it.
+Metrics are returned per group, [groups, ...]; a small separate program merges them where they are read
+(`groups.merged_metrics`). Only a group with a non-finite step skips it; the other groups are not affected.
 
 Wire: nothing over the sync's axes; over the others that of the step of one group.
 """
@@ -40,7 +40,7 @@ def group_step(
 
     Args:
         context: of one group: size one along the sync's axes.
-        to_device: brings host-placed leaves in.
+        to_device: moves leaves from host memory to the devices.
     """
 
     def one(state: TrainState, examples: Any, mask: Any, index: Any) -> tuple[TrainState, dict[str, Metric], Any]:
@@ -67,8 +67,7 @@ def group_step(
 
 
 def _group_metric(metric: Any, num: jax.Array) -> Metric:
-    """Returns a group's metric as arrays that merge; a plain number of a group counts as often as the group has
-    examples."""
+    """Returns a group's metric as arrays that merge; a plain number is weighted by the number of examples."""
     if not is_metric(metric):
         return Mean(jnp.asarray(metric, jnp.float32) * num, num)
     own: Metric = jax.tree.map(jnp.asarray, metric)
@@ -76,7 +75,7 @@ def _group_metric(metric: Any, num: jax.Array) -> Metric:
 
 
 def _fields(state: TrainState, own: Any, shared: Any) -> TrainState:
-    """Returns a state that says for each field how it is spread: `own` for those of each group."""
+    """Returns a state with `own` in each field that is stored per group, and `shared` in the others."""
     return state.replace(**{name: own if name in GROUPED else shared for name in FIELDS})
 
 
@@ -92,7 +91,7 @@ def _by_device(one: Any, context: trace_context.Context, groups: Groups, state: 
     states = _fields(state, own, whole)
     mapped = jax.shard_map(
         body, mesh=context.sharding.mesh, in_specs=(states, own, own), out_specs=(states, own, own), check_vma=False
-    )  # untyped: see forms._manual
+    )  # untyped: see lowering._manual
     return mapped(state, batch.examples, batch.mask)
 
 

@@ -1,11 +1,10 @@
-"""The step of all replicas at once, on a train state that holds one copy for each group: synchronous training before
-groups train alone.
+"""The synchronous step of all replicas on a train state with one copy per group, before groups train separately.
 
-    one copy of equal ones -> the step of the whole mesh -> its state for each group
+    one of the equal copies -> the step of the whole mesh -> its state for each group
 
-Each device takes what it holds of its own group's copy for the whole, and gives the new state back in the same way: no
-byte is moved. That the copies are equal is not looked at here. They are the same at the start and after each such step,
-whose results are the same everywhere.
+Each device uses its shard of its own group's copy as the global state, and returns the new state in the same way: no
+data move. The equality of the copies is not checked here. They are equal at the start and after each such step, since
+its results are the same everywhere.
 
 Wire: that of the step of the whole mesh.
 """
@@ -32,9 +31,9 @@ def synchronous_step(
     """Returns the function to compile.
 
     Args:
-        whole: the step of the whole mesh; it takes and gives a state of one copy, on the devices.
+        whole: the step of the whole mesh; it takes and returns a state of one copy, on the devices.
         single: that state, abstract, with its shardings.
-        code: what the guard of a step of groups gives, abstract, or None.
+        code: the guard's code in a step of groups, abstract, or None.
     """
     fields = {name: getattr(single, name) for name in GROUPED}
     mesh = jax.tree.leaves(single.params)[0].sharding.mesh
@@ -42,14 +41,14 @@ def synchronous_step(
     each = jax.tree.map(lambda x: PartitionSpec(groups.axes, *x.sharding.spec), fields)
     over = functools.partial(
         jax.shard_map, mesh=mesh, check_vma=False
-    )  # copies are equal by their bits, not by their types
+    )  # copies are bitwise equal, but typed as varying
     taken = over(lambda tree: jax.tree.map(lambda x: x[0], tree), in_specs=(each,), out_specs=one)
     given = over(lambda tree: jax.tree.map(lambda x: x[None], tree), in_specs=(one,), out_specs=each)
 
     def train_step(state: TrainState, batch: Batch) -> Stepped:
         held = taken({name: getattr(state, name) for name in GROUPED})
         new, metrics, found = whole(state.replace(**held, sync=None), batch)
-        kept = groups.sync.init(new.params)  # what groups agree on last, before they train alone
+        kept = groups.sync.init(new.params)  # the sync's state after the last synchronous step
         new = new.replace(**given({name: getattr(new, name) for name in GROUPED}), sync=kept)
         if found is not None and code is not None:
             cut = PartitionSpec(groups.axes, *[PartitionSpec.UNCONSTRAINED] * (code.ndim - 1))

@@ -1,4 +1,4 @@
-"""Metrics of a step: means, sums, maxima, counts, and those of the user.
+"""Metrics of a step: means, sums, maxima, counts, and user-defined metrics.
 
-Enters: values of examples. Leaves: partial results that `merge` adds over microbatches and replicas.
+Input: values of examples. Output: partial results that `merge` combines over microbatches and replicas.
 """

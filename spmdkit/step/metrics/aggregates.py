@@ -1,7 +1,7 @@
-"""`sk.sum`, `sk.max`, `sk.bincount`, and `sk.derived` of any of them: metrics besides the mean. None is ever a loss.
+"""`sk.sum`, `sk.max`, `sk.bincount`, and `sk.derived` of any metrics. None of them can be a loss.
 
 Wire: with `sk.max` one more all-reduce of two numbers in each step and evaluated batch, with `sk.bincount` one of its
-integers; a sum goes with the means.
+integers; a sum is sent with the means.
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ class Sum(Metric):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Max(Metric):
-    """The largest of values, float32[] (float64 where they are); minus infinity where there was none, NaN where one of
-    them is.
+    """The largest value, float32[] (float64 for float64 values); minus infinity for no values, NaN if one of them is
+    NaN.
 
-    NaN is told apart by `broken`, above zero where there was one: XLA's all-reduce of a maximum loses it (CPU, jaxlib
-    0.10.2).
+    `broken` is above zero if there was a NaN: XLA's all-reduce of a maximum loses it (CPU, jaxlib 0.10.2).
     """
 
     crosses: ClassVar[Literal["added", "largest"]] = "largest"
@@ -74,8 +73,9 @@ class Bincount(Metric):
 
 
 class _DerivedFunction:
-    """The function of a `Derived`. All are equal: a loss makes it anew in every trace, and the structure of its
-    metrics must not change by that."""
+    """The function of a `Derived`. All instances are equal: a loss creates a new one in every trace, and the structure
+    of its
+    metrics must not change."""
 
     def __init__(self, fn: Callable[..., Any]):
         self.fn = fn
@@ -90,7 +90,7 @@ class _DerivedFunction:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("parts",), meta_fields=("function",))
 @dataclass(frozen=True)
 class Derived(Metric):
-    """A function of what metrics, or arrays that add, come to over everything."""
+    """A function of the totals of metrics, or of arrays that add."""
 
     crosses: ClassVar[Literal["by part"]] = "by part"
     parts: tuple[Any, ...]
@@ -98,7 +98,7 @@ class Derived(Metric):
 
     @property
     def value(self) -> Any:
-        """What the function gives: a number, or an array."""
+        """The result of the function: a number, or an array."""
         return self.function.fn(*map(_part_value, self.parts))
 
     def merge(self, other: Derived) -> Derived:
@@ -106,29 +106,31 @@ class Derived(Metric):
 
 
 def _part_value(part: Any) -> Any:
-    """Returns what the function is given for a part: the value of a metric, and anything else as it was handed over."""
+    """Returns the argument of the function for a part: the value of a metric, anything else unchanged."""
     return part.part if isinstance(part, CustomMetric) else part.value if is_metric(part) else part
 
 
 def derived(fn: Callable[..., Any], *parts: Any) -> Derived:
-    """Returns the metric `fn(*parts)`, computed once, of what the parts come to over all rows, microbatches, replicas
-    and batches.
+    """Returns the metric `fn(*parts)`, computed once from the totals of the parts over all rows, microbatches, replicas
+    and
+    batches.
 
     Perplexity is `sk.derived(jnp.exp, sk.mean(losses))`, accuracy by class `sk.derived(lambda c: jnp.diag(c) /
     c.sum(1), sk.bincount((labels, predictions), (10, 10)))`.
 
     Args:
-        fn: of the parts' values, to a number or an array. JAX or numpy.
-        parts: metrics, instances of a class with `merge` and `compute` (clu's; user_metric.py), which merge by that, or
-            pytrees of arrays that add up (those of nnx's metrics: totals and counts). Both are made by the caller, who
-            leaves padding rows out (`sk.example_mask()`).
+        fn: maps the parts' values to a number or an array. JAX or numpy.
+        parts: metrics; instances of a class with `merge` and `compute` (clu's; user_metric.py); or pytrees of arrays
+            that
+            add (those of nnx's metrics: totals and counts). For the latter two the caller excludes padding rows
+            (`sk.example_mask()`).
 
     Raises:
-        ConfigError: there is no part, or one does not merge.
+        ConfigError: there is no part, or a part does not merge.
     """
     if not parts or not jax.tree.leaves(parts):
         raise ConfigError(
-            "sk.derived got a function and nothing that adds up. A metric is finished from parts that do. Write "
+            "sk.derived got a function and no parts. A metric is derived from parts that add up. Write "
             "sk.derived(jnp.exp, sk.mean(losses))."
         )
     own = [as_metric(part, "a part of sk.derived") for part in parts]
@@ -163,17 +165,17 @@ def bincount(
     """Returns how often each index occurs among this replica's examples: a histogram, a confusion matrix.
 
     `sk.bincount(labels, 10)` is [10], `sk.bincount((labels, predictions), (10, 10))` is [10, 10]. An index outside of
-    the shape is not counted.
-    Whole up to 2**31 - 1 for each index, over a whole evaluation.
+    the
+    shape is not counted. Counts are exact up to 2**31 - 1 per index, over a whole evaluation.
 
     Args:
         indices: integers of any shape, or a tuple of them of the same shape: one for each dim. Padding and `where` as
             in `sk.mean`.
         shape: of the counts.
-        weights: float, broadcasts from the left to the indices: what each counts for.
+        weights: float, broadcasts from the left to the indices.
 
     Raises:
-        ConfigError: indices are no integers, or not one array for each dim.
+        ConfigError: indices are not integers, or not one array for each dim.
     """
     dims = (shape,) if isinstance(shape, int) else tuple(shape)
     parts = [jnp.asarray(x) for x in (indices if isinstance(indices, tuple | list) else (indices,))]

@@ -1,10 +1,9 @@
-"""`Metric`: what a metric is, a value in parts that merge: over microbatches, replicas, groups and the batches of an
-evaluation.
+"""`Metric`: a value in parts that merge over microbatches, replicas, groups and the batches of an evaluation.
 
 sk.mean   (sum, count)    added       sk.max      the largest     largest
 sk.sum    the total       added       sk.bincount   an array        added
-sk.derived other metrics, or arrays that add, and a function of what all of them come to
-a class of the user's own with `merge` and `compute` (user_metric.py): parts gathered, and merged one after the other
+sk.derived   a function of the totals of other metrics, or of arrays that add
+a user-defined class with `merge` and `compute` (user_metric.py): parts gathered, and merged one after the other
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ class Metric(ABC):
     """A part of a metric, of some rows. A registered dataclass of arrays.
 
     Attributes:
-        crosses: how parts of replicas become one, leaf by leaf: `added`, or the `largest`; `merge_trees`: by `merge` alone;
-            `by part`: each of its parts as that says. `merge` does the same with two.
+        crosses: how parts of replicas are combined, leaf by leaf: `added`, or the `largest`; `merged`: only by `merge`;
+            `by part`: each of its parts by its own rule. `merge` combines two parts.
     """
 
     crosses: ClassVar[Literal["added", "largest", "merged", "by part"]] = "added"
@@ -33,11 +32,11 @@ class Metric(ABC):
     @property
     @abstractmethod
     def value(self) -> Any:
-        """What is told, of all rows."""
+        """The value that is reported, over all rows."""
 
     @abstractmethod
     def merge(self: Self, other: Self) -> Self:
-        """Returns the metric of both parts' rows."""
+        """Returns the metric of the rows of both parts."""
 
 
 def is_metric(x: Any) -> bool:
@@ -49,13 +48,13 @@ def _is_leaf(x: Any) -> bool:
 
 
 def merge_trees(own: Tree, other: Tree) -> Tree:
-    """Returns two alike trees as one: metrics merged, every other leaf added."""
+    """Returns the combination of two trees of the same structure: metrics merged, other leaves added."""
     one = lambda x, y: x.merge(y) if is_metric(x) else jnp.add(x, y)
     return jax.tree.map(one, own, other, is_leaf=_is_leaf)
 
 
 def empty_parts(shapes: Tree, full: Callable[..., Any] = jnp.full) -> Tree:
-    """Returns a tree of parts of no rows, which change nothing they are merged with. `shapes` has shapes and dtypes."""
+    """Returns a tree of parts of no rows, the neutral element of merging. `shapes` has shapes and dtypes."""
 
     def zeros(x: Any) -> Any:
         return full(x.shape, 0, x.dtype)
@@ -70,12 +69,12 @@ def empty_parts(shapes: Tree, full: Callable[..., Any] = jnp.full) -> Tree:
 def reduce_parts(
     tree: Tree, add: Callable[[Any], Any], largest: Callable[[Any], Any], gather: Callable[[Any], jax.Array]
 ) -> Tree:
-    """Returns a tree of parts as those of all.
+    """Returns a tree of parts combined over replicas or groups.
 
     Args:
-        add: takes all that is added.
-        largest: takes the maxima, where there are any.
-        gather: takes one array of a metric that merges alone, and gives [parts, ...].
+        add: adds values.
+        largest: takes the maximum of values; called only if there are any.
+        gather: maps one array of a metric that only merges to [parts, ...].
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_leaf)
     kind_of = lambda x: x.crosses if is_metric(x) else "added"
@@ -88,6 +87,6 @@ def reduce_parts(
 
 
 def _merge_in_order(parts: Any) -> Any:
-    """Returns the metric of all of [parts, ...], merged in their order."""
+    """Returns the metric merged from [parts, ...] in their order."""
     first, rest = (jax.tree.map(lambda x, of=of: x[of], parts) for of in (0, slice(1, None)))
     return jax.lax.scan(lambda total, part: (total.merge(part), None), first, rest)[0]

@@ -3,8 +3,8 @@
     mean over everything = sum_r sum_m sum_i w_i x_i / sum_r sum_m sum_i w_i      (replicas r, microbatches m, examples
     i)
 
-A mean of means is wrong as soon as the counts differ; a pair is right for a short last batch, uneven token counts,
-microbatches, replicas, hosts and the steps of an evaluation alike.
+A mean of means is wrong if the counts differ. A pair is correct for a short last batch, uneven token counts,
+microbatches, replicas, hosts and the steps of an evaluation.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from spmdkit.step.metrics.base import Metric
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Mean(Metric):
-    """A weighted mean as the pair (sum, count), both float32 scalars (float64 where the values are).
+    """A weighted mean as the pair (sum, count), both float32 scalars (float64 for float64 values).
 
-    `mean * 2`, `mean / 2` and `-mean` scale it; `mean + s` adds a scalar to the value (a regularisation term), once,
-    on any number of replicas and microbatches. `mean + other` is a `Means`, the sum of the two, each with its own
-    count;
-    `.merge` pools two parts of the same mean.
+    `mean * 2`, `mean / 2` and `-mean` scale it. `mean + s` adds a scalar to the value (a regularization term), once, on
+    any
+    number of replicas and microbatches. `mean + other` is a `Means`, the sum of the two, each with its own count.
+    `.merge`
+    pools two parts of the same mean.
 
-    A count that follows from shapes alone is a numpy number, so that whoever adds it over replicas can multiply
-    instead.
+    A count that follows from shapes alone is a numpy number, so that reductions multiply instead of adding.
 
-    With weights, `count` is their sum, and `num` the number of elements: weights that cancel are no empty mean.
+    With weights, `count` is their sum, and `num` the number of elements: a mean with weights that cancel is not empty.
     """
 
     sum: jax.Array
@@ -49,17 +49,16 @@ class Mean(Metric):
 
     @property
     def divisor(self) -> jax.Array:
-        """What `sum` is divided by: the count, and one where nothing was counted."""
+        """The divisor of `sum`: the count, or one if nothing was counted."""
         return jnp.where((self.count if self.num is None else self.num) == 0, 1, self.count)
 
     @property
     def value(self) -> jax.Array:
-        """The mean as a scalar; zero where nothing was counted. Weights that add up to zero give what `0 / 0` or `x /
-        0` gives."""
+        """The mean as a scalar; zero if nothing was counted. Weights that add up to zero give `0 / 0` or `x / 0`."""
         return self.sum / self.divisor
 
     def merge(self, other: Mean) -> Mean:
-        """Returns the mean over both parts' elements."""
+        """Returns the mean over the elements of both parts."""
         own, others = (mean.count if mean.num is None else mean.num for mean in (self, other))
         num = None if self.num is None and other.num is None else own + others
         return Mean(self.sum + other.sum, self.count + other.count, num)
@@ -103,15 +102,16 @@ class Mean(Metric):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Means(Metric):
-    """A sum of means, each with a count of its own: `sk.mean(a) + 0.5 * sk.mean(b)`; detection, MLM with NSP, auxiliary
+    """A sum of means, each with its own count: `sk.mean(a) + 0.5 * sk.mean(b)`; detection, MLM with NSP, auxiliary
     losses.
 
-    Exact as a loss: each sum is divided by its own count over the whole batch, before its gradient is taken.
+    Exact as a loss: each sum is divided by its own count over the whole batch, before its gradient is computed.
 
-    Wire: as a loss one more small all-reduce, of the counts, before the gradient; none where they follow from shapes
-        alone. With
-    microbatches the counts of all are computed first (the rest of that pass is not, unless counts depend on the
-    parameters).
+    Wire: as a loss one more small all-reduce, of the counts, before the gradient; none if they follow from shapes
+    alone.
+    With microbatches the counts of all microbatches are computed first (the rest of that pass is dead code, unless
+    counts
+    depend on the parameters).
     """
 
     parts: tuple[Mean, ...]
@@ -122,7 +122,7 @@ class Means(Metric):
         return functools.reduce(jnp.add, [part.value for part in self.parts])
 
     def merge(self, other: Means) -> Means:
-        """Returns the sum of the means over both parts' elements."""
+        """Returns the sum of the means over the elements of both parts."""
         return Means(tuple(own.merge(part) for own, part in zip(self.parts, other.parts, strict=True)))
 
     def __add__(self, other: Mean | Means | ArrayLike) -> Means:
@@ -163,19 +163,22 @@ def _scalar(x: ArrayLike) -> jax.Array:
 def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike | None = None) -> Mean:
     """Returns the weighted mean of `values` over this replica's examples, as a pair that adds.
 
-    Rows that are padding (a short last batch, an evaluation set that no batch size divides) do not count: where the
-    program has padded, the first dim of `values` must be the examples.
+    Padding rows (a short last batch, an evaluation set that no batch size divides) do not count: if the program has
+    padded,
+    the first dim of `values` must be the examples.
 
     Args:
-        values: any shape; summed in float32, or in float64 where they are.
-        where: bool, broadcasts to `values` from the left (one per example, or one per element); False leaves out.
+        values: any shape; summed in float32, or in float64 for float64 values.
+        where: bool, broadcasts to `values` from the left (one per example, or one per element); False excludes.
         weights: float, broadcasts likewise; the count is their sum.
 
     Raises:
         ConfigError: `values` has no example dim while some rows are padding.
     """
     if isinstance(values, Mean):
-        raise TypeError("sk.mean of a sk.mean: it is a mean already. Return it as it is, or give sk.mean the values.")
+        raise TypeError(
+            "sk.mean of a sk.mean: it is a mean already. Return it unchanged, or pass the values to sk.mean."
+        )
     values = as_float(values)
     included = inclusion_mask("sk.mean", values, where)
     counted = jnp.ones((), values.dtype) if weights is None else jnp.asarray(weights, values.dtype)
@@ -194,10 +197,9 @@ def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike |
 def _local_sum(values: jax.Array) -> jax.Array:
     """Returns the sum of a replica's values.
 
-    In the loss of a per-replica step those that are the same on every replica (made of `sk.psum`) are each replica's
-    own, too: their mean is what they are. Not so where they are of examples: examples that were added over replicas are
-        N times too large
-    (replica.check_reductions).
+    In the loss of a per-replica step, values that are the same on every replica (results of `sk.psum`) count as each
+    replica's own: their mean is their value. Sums of examples over replicas are N times too large instead
+    (checks.reductions.check_reductions).
     """
     context, examples = trace_context.current(), trace_context.current_examples()
     in_loss = context.inside and not context.in_manual and examples is not None and not examples.of_step
@@ -208,33 +210,34 @@ def _local_sum(values: jax.Array) -> jax.Array:
 
 
 def scalar(value: ArrayLike) -> Mean:
-    """Returns one number that is no mean of examples, as a metric or a term of a loss: a norm, a temperature, a
+    """Returns one number that is not a mean of examples, as a metric or a term of a loss: a norm, a temperature, a
     penalty.
 
-    It counts once wherever it is given, whatever rows are padding. Of numbers that differ (between replicas,
-    microbatches or batches of an evaluation) the plain mean is told.
+    It counts once, independent of padding rows. If numbers differ (between replicas, microbatches or batches of an
+    evaluation), the plain mean is reported.
 
     Raises:
-        ConfigError: `value` is no single number.
+        ConfigError: `value` is not a single number.
     """
     value = as_float(value)
     if value.ndim:
         raise ConfigError(
-            f"sk.scalar got an array of shape {value.shape}. It takes one number. Of examples write sk.mean(values), "
-            "of others sk.scalar(values.mean())."
+            f"sk.scalar got an array of shape {value.shape}. It takes one number. For examples write sk.mean(values), "
+            "for other values sk.scalar(values.mean())."
         )
     return Mean(_local_sum(value), value.dtype.type(1))
 
 
 def as_float(values: ArrayLike) -> jax.Array:
-    """Returns values in the dtype in which they are added: float32, or float64 where they are."""
+    """Returns values in the dtype of their sum: float32, or float64 for float64 values."""
     values = jnp.asarray(values)
     return values.astype(common_dtype(values.dtype, jnp.float32))
 
 
 def inclusion_mask(name: str, values: jax.Array, where: ArrayLike | None) -> jax.Array | None:
-    """Returns bool like `values`: those that count, by `where` and without padding rows; None where all do. `name` is
-    the caller's.
+    """Returns bool like `values`: those that count, by `where` and without padding rows; None if all count. `name` is
+    the
+    caller's.
 
     Raises:
         ConfigError: `values` has no example dim while some rows are padding.
@@ -251,9 +254,9 @@ def inclusion_mask(name: str, values: jax.Array, where: ArrayLike | None) -> jax
         elif not noticed.has_called("example_mask"):
             raise ConfigError(
                 f"{name} got values of shape {values.shape} while some of the {examples.num} examples are padding. "
-                "The first dim must be the examples, so that padding rows can be left out. Pass one value per "
-                "example (or per example and token), or apply sk.example_mask() yourself. A number that is no mean "
-                "of examples (a norm, a penalty) is a sk.scalar."
+                "The first dim must be the examples, so that padding rows can be excluded. Pass one value per "
+                "example (or per example and token), or apply sk.example_mask() yourself. A number that is not a "
+                "mean of examples (a norm, a penalty) is a sk.scalar."
             )
     return None if included is None else jnp.broadcast_to(_left(included, values.ndim), values.shape)
 
@@ -264,7 +267,7 @@ def _left(x: jax.Array, ndim: int) -> jax.Array:
 
 
 def broadcast(name: str, x: jax.Array, values: jax.Array) -> jax.Array:
-    """Returns `x` broadcast from the left to the shape of `values`; `name` begins the message where that fails."""
+    """Returns `x` broadcast from the left to the shape of `values`; `name` starts the error message."""
     wide = _left(x, values.ndim)
     if wide.ndim != values.ndim or any(n not in (1, m) for n, m in zip(wide.shape, values.shape, strict=True)):
         raise ValueError(
@@ -275,10 +278,11 @@ def broadcast(name: str, x: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def example_mask() -> jax.Array:
-    """Returns bool[examples] of this call of the loss, False on padding rows. Whoever calls it takes over the masking.
+    """Returns bool[examples] of this call of the loss, False on padding rows. The caller is then responsible for
+    masking.
 
-    Once a loss asks for the mask, `sk.mean` still leaves padding rows out of values whose first dim is the examples,
-    and trusts the loss with any other shape.
+    After this call `sk.mean` still excludes padding rows of values with examples as their first dim, and does not check
+    values of other shapes.
 
     Raises:
         RuntimeError: called outside of a loss that spmdkit runs.
@@ -291,12 +295,13 @@ def example_mask() -> jax.Array:
 def example_keys(salt: int = 0) -> jax.Array:
     """Returns one random key per example of this call of the loss, the same on every mesh.
 
-    Keys come from (seed, step, position in the global batch): what is drawn from them (dropout per example,
-    augmentation) does not change with the number of devices, hosts or microbatches. The plain `key` of a loss does: it
+    Keys follow from (seed, step, position in the global batch): random values drawn from them (dropout per example,
+    augmentation) do not change with the number of devices, hosts or microbatches. The plain `key` of a loss does: it
     differs by step, microbatch and replica.
 
-    Shapes: key[examples], for `jax.vmap`; threefry's, whatever JAX's default is: others draw a whole `vmap` from its
-        first key.
+    Shapes: key[examples], for `jax.vmap`. The keys are threefry keys for any default implementation of JAX: others draw
+    a
+        whole `vmap` from its first key.
 
     Args:
         salt: different salts give independent keys, e.g. one per layer.
@@ -324,11 +329,11 @@ def _required(name: str) -> trace_context.Examples:
 
 
 def examples(num: int, key: jax.Array | None = None, mask: jax.Array | None = None):
-    """Returns a context in which a loss can be called by hand: `num` rows at positions 0..num-1."""
+    """Returns a context in which a loss can be called manually: `num` rows at positions 0..num-1."""
     return trace_context.with_examples(
         trace_context.Examples(num=num, mask=mask, positions=jnp.arange(num, dtype=jnp.int32), key=key)
     )
 
 
 SEAMS = {"required": _required}
-"""What `verify` replaces, to put a known mistake into a program (verify/mutations.py)."""
+"""Replaced by `verify` to inject a known mistake (verify/mutations.py)."""

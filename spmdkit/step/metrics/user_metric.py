@@ -1,4 +1,4 @@
-"""A metric of the user's own: a pytree of arrays with `merge(other)` and `compute()`, as clu's are, taken as it is.
+"""User-defined metrics: a pytree of arrays with `merge(other)` and `compute()`, such as clu's metrics.
 
     @jax.tree_util.register_dataclass
     @dataclass
@@ -7,12 +7,12 @@
         mean: jax.Array
         squares: jax.Array
 
-        def merge(self, other): ...      # the same of both parts' rows
+        def merge(self, other): ...      # the metric of the rows of both parts
         def compute(self): ...           # a number, or an array
 
-`merge` may be anything that gives the same for all rows however they are cut. Where it is a plain sum, `sk.derived(fn,
-arrays)` adds them in the step's one all_reduce. An array of the class is of this replica's rows; the caller leaves
-padding out (`sk.example_mask()`), also where no row is left.
+`merge` may be any function with the same result for all partitions of the rows. For a plain sum, `sk.derived(fn,
+arrays)` adds the arrays in the step's one all_reduce. The arrays are of this replica's rows; the caller excludes
+padding (`sk.example_mask()`), also where no row is left.
 
 Wire: an all_gather of the arrays over the replicas, (N-1) times their bytes, in a step and in each evaluated batch.
 Every replica merges the parts in the order of the mesh.
@@ -34,11 +34,11 @@ from spmdkit.step.metrics.base import Metric
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CustomMetric(Metric):
-    """A part of a metric whose class is the user's.
+    """A part of a metric of a user-defined class.
 
     Attributes:
         part: of some rows, an instance of that class.
-        some: int32[], 0 where there is no part yet, and the arrays mean nothing.
+        some: int32[], 0 if there is no part yet and the arrays are undefined.
     """
 
     crosses: ClassVar[Literal["merged"]] = "merged"
@@ -47,7 +47,7 @@ class CustomMetric(Metric):
 
     @property
     def value(self) -> Any:
-        """What the user's `compute` gives: a number, or an array."""
+        """The result of the user's `compute`: a number, or an array."""
         return self.part.compute()
 
     def merge(self, other: CustomMetric) -> CustomMetric:
@@ -59,35 +59,36 @@ class CustomMetric(Metric):
 
 
 def is_user_metric(x: Any) -> bool:
-    """Returns whether a metric is of a class of the user's: it has `merge` and `compute`."""
+    """Returns whether an object is a user-defined metric: it has `merge` and `compute`."""
     return not isinstance(x, Metric) and all(callable(getattr(type(x), name, None)) for name in ("merge", "compute"))
 
 
 def as_metric(x: Any, what: str) -> Any:
-    """Returns a metric of the user's own as one that merges, anything else as it is. `what` is said of it in messages.
+    """Returns a user-defined metric as a `Metric`, anything else unchanged. `what` names it in messages.
 
     Raises:
-        ConfigError: it is no pytree of arrays, or its `merge` or `compute` does not give what they have to.
+        ConfigError: it is not a pytree of arrays, or its `merge` or `compute` returns something else than required.
     """
     if not is_user_metric(x):
         return x
     name = type(x).__name__
     if jax.tree_util.all_leaves([x]):
         raise ConfigError(
-            f"{what} is a {name}, which has merge and compute and is no pytree. A metric of your own travels as its "
+            f"{what} is a {name}, which has merge and compute and is not a pytree. A user-defined metric is stored as "
             f"arrays. Write @jax.tree_util.register_dataclass above {name}."
         )
     part = jax.tree.map(jnp.asarray, x)
     both = jax.eval_shape(lambda a, b: a.merge(b), part, part)
     if difference := first_difference(part, both):
         raise ConfigError(
-            f"{what}: merge of {name} gives another part than it is called on: {difference}. Parts of all rows are "
-            f"merged one after the other, so shapes and dtypes stay. Return a {name} with the same arrays."
+            f"{what}: merge of {name} returns something else than it is called on: {difference}. Parts of all rows "
+            f"are merged one after the other, so shapes and dtypes stay the same. Return a {name} with the same "
+            "arrays."
         )
     value = jax.eval_shape(lambda a: a.compute(), part)
     if not hasattr(value, "dtype"):
         raise ConfigError(
-            f"{what}: compute of {name} gives {describe(value)}. A metric is one number or an array. Return several "
-            "under names of their own."
+            f"{what}: compute of {name} returns {describe(value)}. A metric is one number or an array. Return several "
+            "as separate metrics."
         )
     return CustomMetric(part, jnp.ones((), jnp.int32))

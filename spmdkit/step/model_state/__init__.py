@@ -1,4 +1,4 @@
-"""Model state that a loss returns: what each leaf depends on, and what replicas do to agree on it.
+"""Model state that a loss returns: what each leaf depends on, and how it is reduced over replicas.
 
-Enters: a jaxpr and the new state of each replica. Leaves: one state for all.
+Input: a jaxpr and the new state of each replica. Output: one state for all.
 """

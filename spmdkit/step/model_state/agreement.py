@@ -1,15 +1,15 @@
-"""How replicas agree on model state: what of each leaf crosses between them, and what they have afterwards.
+"""The reduction of model state over replicas: the values of each leaf that are sent, and the result.
 
-    mean   sum_r new_r / N           floats; added in float32 or wider
-    sum    old + sum_r (new_r - old) what each replica has added; integers modulo 2^bits
-    max    max_r new_r
-    identical  new_0                 what provably is the same on every replica, so that one of them speaks for all
+    mean       sum_r new_r / N            floats; added in float32 or wider
+    sum        old + sum_r (new_r - old)  the increments of all replicas; integers modulo 2^bits
+    max        max_r new_r
+    identical  new_0                      provably the same on every replica
 
-Integers, booleans and random keys are never averaged. Where nothing is said (`Task.state_reduction`), a leaf that no
-replica's rows change is `identical`, a float that is linear in its old value is a `mean`, and anything else is asked
-for: the mean of maxima is no maximum.
+Integers, booleans and random keys are never averaged. By default (without `Task.state_reduction`) a leaf that does not
+depend on the rows of a replica is `identical`, and a float that is linear in its old value is a `mean`. Everything else
+must be declared: the mean of maxima is not a maximum.
 
-Wire: the leaf, in the reduction that the gradient needs anyway; `max` in one of its own.
+Wire: the leaf, in the same reduction as the gradient; `max` in a separate one.
 """
 
 from __future__ import annotations
@@ -31,58 +31,58 @@ Kind = Literal["mean", "sum", "max", "identical"]
 KINDS: tuple[Kind, ...] = ("mean", "sum", "max", "identical")
 
 Kinds = Mapping[str, Kind]
-"""Path of a leaf of the model state -> how replicas agree on it."""
+"""Path of a leaf of the model state -> its reduction over replicas."""
 
 
-# ---- what is said, and what follows from the loss
-# -----------------------------------------------------------------------
+# ---- declared and derived reductions
 
 
 def declared_reductions(patterns: Mapping[str, str], state: Any) -> dict[str, Kind]:
-    """Returns path -> kind for the leaves of a model state that the task speaks of; the first pattern that fits a whole
-    path decides.
+    """Returns path -> kind for the leaves of a model state that the task declares; the first pattern that matches a
+    whole path
+    applies.
 
     Raises:
-        ConfigError: a pattern fits no leaf, or a leaf cannot agree in that way.
+        ConfigError: a pattern matches no leaf, or a leaf cannot be reduced in that way.
     """
     leaves = named_leaves(state)
-    said: dict[str, Kind] = {}
+    declared: dict[str, Kind] = {}
     for pattern, kind in patterns.items():
         fitting = [(path, leaf) for path, leaf in leaves if re.fullmatch(pattern, path)]
         if not fitting:
             paths = [path for path, _ in leaves]
             found = f"The model state has {', '.join(paths[:8])}" if paths else "There is no model state"
             raise ConfigError(
-                f"Task.state_reduction: '{pattern}' fits no leaf. {found}.{nearest(pattern, paths)} Remove it, or "
+                f"Task.state_reduction: '{pattern}' matches no leaf. {found}.{nearest(pattern, paths)} Remove it, or "
                 "name a leaf."
             )
         for path, leaf in fitting:
             _check_kind(path, leaf.dtype, kind)
-            said.setdefault(path, kind)  # type: ignore[arg-type]
-    return said
+            declared.setdefault(path, kind)  # type: ignore[arg-type]
+    return declared
 
 
 def _check_kind(path: str, dtype: Any, kind: str) -> None:
     number = jnp.issubdtype(dtype, jnp.number)
     if kind == "mean" and not jnp.issubdtype(dtype, jnp.inexact):
         raise ConfigError(
-            f"Task.state_reduction says mean for model state '{path}', which is {dtype}. Integers, booleans and keys "
-            f"are never averaged. Say {'sum, max or identical' if number else 'identical'}."
+            f"Task.state_reduction is mean for model state '{path}', which is {dtype}. Integers, booleans and keys "
+            f"are never averaged. Write {'sum, max or identical' if number else 'identical'}."
         )
     if kind == "max" and jnp.issubdtype(dtype, jnp.complexfloating):
         raise ConfigError(
-            f"Task.state_reduction says max for model state '{path}', which is {dtype}. Complex numbers have no "
-            "order. Say mean, sum or identical."
+            f"Task.state_reduction is max for model state '{path}', which is {dtype}. Complex numbers have no order. "
+            "Write mean, sum or identical."
         )
     if kind in ("sum", "max") and not number:
         raise ConfigError(
-            f"Task.state_reduction says {kind} for model state '{path}', which is {dtype}. Only numbers have one. Say "
-            "identical."
+            f"Task.state_reduction is {kind} for model state '{path}', which is {dtype}. It is defined for numbers "
+            "only. Write identical."
         )
 
 
 def state_reductions(
-    said: Kinds,
+    declared: Kinds,
     one_replica: Callable[..., Any],
     state: Any,
     shared: Any,
@@ -90,20 +90,22 @@ def state_reductions(
     axes: Sequence[tuple[str, int]],
     bound: bool,
 ) -> dict[str, Kind]:
-    """Returns how replicas agree on each leaf of a model state, and asks where the loss does not tell.
+    """Returns the reduction of each leaf of a model state: declared, or derived from the loss.
 
     Args:
-        said: what the task says, for some leaves.
+        declared: the declared reductions of some leaves.
         one_replica: `(state, shared, own) -> new state` of one replica.
-        state, shared: abstract; the model state, and what else is the same on every replica.
-        own: abstract, what a replica has for itself (rows, mask, key); then the same with another number of rows, which
-            shows what depends on that number.
+        state, shared: abstract; the model state, and other values that are the same on every replica.
+        own: abstract; values of one replica (rows, mask, key), then the same with another number of rows, which shows
+            what
+            depends on that number.
         axes: names and sizes of the replica axes.
-        bound: whether these names are bound where this is called.
+        bound: whether these names are bound at the call.
 
     Raises:
-        ConfigError: a leaf changes by a replica's rows in a way that has no mean, and nothing is said; or what is said
-            to be the same is not.
+        ConfigError: a leaf without a declared reduction depends on a replica's rows and has no mean, or a leaf is
+            declared
+            identical and is not.
     """
     leaves = named_leaves(state)
     num = len(leaves)
@@ -118,10 +120,10 @@ def state_reductions(
     for i, ((path, leaf), depends) in enumerate(zip(leaves, found, strict=True)):
         inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
         by_rows = bool(depends.all & rows)
-        if path in said:
-            if said[path] == "identical" and by_rows:
+        if path in declared:
+            if declared[path] == "identical" and by_rows:
                 raise ConfigError(_not_identical(path, leaf))
-            kinds[path] = said[path]
+            kinds[path] = declared[path]
         elif not by_rows:
             kinds[path] = "identical"
             counting += [i] * (not inexact)
@@ -147,39 +149,39 @@ def _undecided(path: str, leaf: Any, how: str) -> str:
     what = f"loss_fn changes model state '{path}' ({describe(leaf)}) {how}"
     if not jnp.issubdtype(leaf.dtype, jnp.number):
         return (
-            f"{what}. Replicas would disagree, and it has no mean. Make it the same on all of them in the loss, with "
-            "lax.pmax or lax.psum over ('replica', 'data'), or compute it from what they share."
+            f"{what}. Replicas would diverge, and it has no mean. Make it the same on all of them in the loss, with "
+            "lax.pmax or lax.psum over ('replica', 'data'), or compute it from values that they share."
         )
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
         return (
-            f"{what}, not linearly in its old value, so the mean over replicas may be wrong. Say how they agree: "
-            f"Task(state_reduction={{'{path}': 'max'}}), 'mean', 'sum' (what each replica adds), or 'identical' after "
-            "a reduction of your own."
+            f"{what}, not linearly in its old value, so the mean over replicas may be wrong. Declare its reduction: "
+            f"Task(state_reduction={{'{path}': 'max'}}), 'mean', 'sum' (the increments of all replicas), or "
+            "'identical' after a reduction in the loss."
         )
     return (
-        f"{what}. Integers are never averaged. Say how replicas agree: Task(state_reduction={{'{path}': 'sum'}}) "
-        "(what each replica adds), 'max', or 'identical' after a reduction of your own."
+        f"{what}. Integers are never averaged. Declare its reduction: Task(state_reduction={{'{path}': 'sum'}}) (the "
+        "increments of all replicas), 'max', or 'identical' after a reduction in the loss."
     )
 
 
 def _not_identical(path: str, leaf: Any) -> str:
     return (
-        f"Task.state_reduction says that model state '{path}' ({describe(leaf)}) is the same on every replica, and "
-        "loss_fn computes it from a replica's own rows or key. Reduce it in the loss over ('replica', 'data') "
-        "(lax.pmean, lax.psum, lax.pmax), or say mean, sum or max."
+        f"Task.state_reduction is identical for model state '{path}' ({describe(leaf)}), and loss_fn computes it from "
+        "a replica's own rows or key. Reduce it in the loss over ('replica', 'data') (lax.pmean, lax.psum, "
+        "lax.pmax), or write mean, sum or max."
     )
 
 
-# ---- what crosses -------------------------------------------------------------------------------------------------------
+# ---- communication
 
 
 def values_to_reduce(
     kinds: Kinds, old: Any, new: Any, first: jax.Array
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Returns (what is added, what the largest is taken of) over replicas, by path.
+    """Returns (path -> value to add, path -> value to take the maximum of) over replicas.
 
     Shapes: leaves of `new` are [*replicas, ...] with `first` bool[*replicas], True on one of them; those of `old`
-        [...].
+    [...].
     """
     added, largest = {}, {}
     before = dict(named_leaves(old))
@@ -202,7 +204,7 @@ def values_to_reduce(
 def reduced_state(
     kinds: Kinds, old: Any, new: Any, added: Mapping[str, jax.Array], largest: Mapping[str, jax.Array], num: int
 ) -> Any:
-    """Returns the model state of all `num` replicas from what has crossed; `new` says of which dtypes it is."""
+    """Returns the model state of all `num` replicas from the reduced values; `new` provides the dtypes."""
     before = dict(named_leaves(old))
 
     def leaf(path: str, like: Any) -> jax.Array:
@@ -218,7 +220,8 @@ def reduced_state(
 
 
 def reduce_by_group(kinds: Kinds, old: Any, new: Any, groups: int) -> Any:
-    """Returns [groups, ...] from the state of all replicas [replicas, ...]: each group of neighbours agrees; `old` is
+    """Returns [groups, ...] from the state of all replicas [replicas, ...], reduced over each group of neighbors; `old`
+    is
     [groups, ...]."""
     before = dict(named_leaves(old))
 
@@ -237,16 +240,16 @@ def reduce_by_group(kinds: Kinds, old: Any, new: Any, groups: int) -> Any:
     return jax.tree.unflatten(jax.tree.structure(new), [leaf(path, x) for path, x in named_leaves(new)])
 
 
-def merge_groups(said: Kinds, state: Any) -> Any:
+def merge_groups(declared: Kinds, state: Any) -> Any:
     """Returns one state [...] from those of the groups [groups, ...], for an evaluation.
 
-    Floats are averaged, or as the task says. A `sum` is that of all groups, which is what a counter that began at zero
-    would be on one device. Of anything else the first group's is taken.
+    Floats are averaged, or reduced as declared. A `sum` is over all groups, as for a counter that starts at zero on one
+    device. Of other leaves the first group's is used.
     """
 
     def leaf(path: str, x: jax.Array) -> jax.Array:
         inexact = jnp.issubdtype(x.dtype, jnp.inexact)
-        kind = said.get(path, "mean" if inexact else "identical")
+        kind = declared.get(path, "mean" if inexact else "identical")
         if kind == "identical":
             return x[0]
         if kind == "max":
@@ -264,7 +267,7 @@ def _wide(x: jax.Array) -> jax.Array:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """Returns an array that can be added to zeros and comes back as it was."""
+    """Returns an array whose sum with zeros is the original value."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(x)
     return x.astype(jnp.uint8) if x.dtype == bool else _wide(x)
@@ -277,4 +280,4 @@ def _from_bits(bits: jax.Array, like: jax.Array) -> jax.Array:
 
 
 SEAMS = {"crossing": values_to_reduce, "agreed": reduced_state}
-"""What `verify` replaces (verify/mutations.py)."""
+"""Replaced by `verify` (verify/mutations.py)."""

@@ -1,10 +1,9 @@
-"""What each result of a traced function depends on, and whether it is linear in it: read from its jaxpr.
+"""Dependence analysis of a jaxpr: what each result depends on, and whether it is linear in it.
 
-Inputs are bits of an integer, so that one walk answers for many of them at once. Two kinds of dependence are told
-apart: `linear` (the result is affine in the input, whatever the others are) and `other`. Both err on the side of
-`other`: what is not known is not linear.
-A reduction over all replicas removes the bits of `per_replica`, since what comes out is the same on all of them; a
-replica's own index brings them in.
+Inputs are bits of an integer, so that one pass covers many of them. There are two kinds of dependence: `linear` (the
+result is affine in the input for any values of the others) and `other`. The analysis errs on the side of `other`.
+A reduction over all replicas removes the bits of `per_replica`, since its result is the same on all of them; a
+replica's index adds them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from spmdkit.foundation import jaxprs
 
 
 class Depends(NamedTuple):
-    """Bits of the inputs that a value depends on: `linear` in an affine way, `other` in any way."""
+    """Bits of the inputs that a value depends on: `linear` in an affine way, `other` in any other way."""
 
     linear: int = 0
     other: int = 0
@@ -76,20 +75,20 @@ _OPERAND_FIRST = {
     "div": 1,
     "integer_pow": 0,
 }
-"""Operations that are linear in their first operands, and how many these are."""
+"""Operations that are linear in their first operands -> the number of these operands."""
 
 _REDUCTIONS = frozenset(["psum", "psum_invariant", "psum2", "pmax", "pmin", "all_gather", "all_gather_invariant"])
 
 
 @dataclass(frozen=True)
 class Walk:
-    """What a walk knows of replicas: the axes that a reduction has to cover, and the bits that it removes."""
+    """Facts about replicas: the axes that a reduction must cover, and the bits that it removes."""
 
     axes: frozenset[str]
     per_replica: int
 
     def run(self, jaxpr: Any, given: Sequence[Depends]) -> list[Depends]:
-        """Returns what the results of a jaxpr depend on, from what its inputs depend on."""
+        """Returns the dependences of a jaxpr's results, from those of its inputs."""
         known: dict[Any, Depends] = dict(zip(jaxpr.invars, given, strict=True))
         read = lambda var: known.get(var, Depends()) if isinstance(var, jax.extend.core.Var) else Depends()
         for eqn in jaxpr.eqns:
@@ -98,7 +97,7 @@ class Walk:
         return [read(var) for var in jaxpr.outvars]
 
     def results(self, eqn: Any, given: list[Depends]) -> list[Depends]:
-        """Returns what the results of an equation depend on."""
+        """Returns the dependences of an equation's results."""
         name, num = eqn.primitive.name, len(eqn.outvars)
         if name == "scan":
             return self._scan(eqn, given)
@@ -119,7 +118,7 @@ class Walk:
         return [_of_operation(name, given)] * num
 
     def _covers(self, eqn: Any) -> bool:
-        """Returns whether a collective runs over all replicas, or an index is that of a replica."""
+        """Returns whether a collective runs over all replicas, or an index is a replica's index."""
         names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         names = {names} if isinstance(names, str) else set(names) if isinstance(names, tuple | list) else set()
         if eqn.primitive.name == "axis_index":
@@ -138,8 +137,7 @@ class Walk:
         return [Depends(depends.linear, depends.other | test.all) for depends in out]
 
     def _settled(self, body: Any, given: list[Depends], first: int, num_carry: int) -> list[Depends]:
-        """Returns the results of a loop's body once another turn changes nothing: the carry at the end, then what is
-        stacked."""
+        """Returns the results of a loop's body at the fixed point: the final carry, then the stacked results."""
         given = list(given)
         while True:
             out = self.run(body, given)
@@ -158,10 +156,10 @@ class Walk:
 def dependence(
     jaxpr: jax.extend.core.ClosedJaxpr, inputs: Sequence[int], per_replica: int = 0, axes: Collection[str] = ()
 ) -> list[Depends]:
-    """Returns what each result of `jaxpr` depends on.
+    """Returns the dependence of each result of `jaxpr`.
 
     Args:
-        inputs: bits of each input; inputs with the same bit are told apart no further.
+        inputs: bits of each input; inputs with the same bit are not distinguished.
         per_replica: the bits that differ between replicas.
         axes: the replica axes that are larger than one.
     """
@@ -173,7 +171,7 @@ def _of_operation(name: str, given: Sequence[Depends]) -> Depends:
     if name in _LINEAR:
         return _either(*given)
     if name in _PRODUCTS:
-        # Linear in what one factor alone depends on.
+        # Linear in an input on which only one factor depends.
         linear = _union(
             depends.linear & ~_union(x.all for j, x in enumerate(given) if j != i) for i, depends in enumerate(given)
         )
