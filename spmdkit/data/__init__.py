@@ -1,15 +1,16 @@
 """Data: the batch of step s is a function of (seed, s) alone, on any number of processes and devices.
 
-    open_source(data)         any data as one thing that gathers rows by index          source.py, examples.py
-    Schedule, eval_schedule   step -> the indices of its batch; pure arithmetic         schedule.py, permutation.py
-    Access, Ledger            how a user's examples are read, and which are left out      row_errors.py
-    per_process, Share        data that are others on each process                     per_process.py, schedule.py
-    HostBatch                 the rows of one step on this process                      host_batch.py
-    host_batches              this process's rows as numpy arrays, from any step on     stream.py; grain where data is
-    read
-    device_batches            the same, already on the devices, with the wait measured  stream.py
+Input: data of a task (arrays, examples, grain datasets) and the config's `data`. Output: batches on the devices.
 
-Resuming is `host_batches(start=step + 1)`: nothing is replayed and no iterator state is saved.
+    open_source(data)          any data as a source that gathers rows by index          source.py, examples.py
+    Schedule, eval_schedule    step -> the indices of its batch; pure arithmetic        schedule.py, permutation.py
+    ReadPolicy, SkippedRows    how a user's examples are read, and which are skipped    row_errors.py
+    per_process, ProcessRows   different data on each process                           per_process.py, schedule.py
+    HostBatch                  the rows of one step on this process                     host_batch.py
+    host_batches               this process's rows as numpy arrays, from any step on    stream.py, grain_reader.py
+    device_batches             the same, on the devices, with the wait measured         stream.py
+
+To resume, call `host_batches(start=step + 1)`: nothing is replayed and no iterator state is saved.
 """
 
 from spmdkit.data.host_batch import HostBatch, read_step

@@ -1,11 +1,11 @@
-"""The dtype that a leaf of the data has on the device, decided aloud where JAX would decide in silence.
+"""The dtype of a leaf of the data on the device, with an error where JAX would convert silently.
 
-Without x64, JAX turns float64 into float32 and int64 into int32 with no word. Here:
-  float64, complex128     an error: losing half the digits is the user's decision
-  int64, uint64           int32, uint32 after a range check: numpy's default integer is int64, so every label array is
-  Python float, int       float32, int32: they carry no dtype of their own
-  str, object, datetime   an error: there is no such thing on a device
-With `jax_enable_x64` on, the 64-bit types stay what they are.
+Without x64, JAX converts float64 to float32 and int64 to int32 silently. Here:
+  float64, complex128     an error: the user decides whether to lose half the digits
+  int64, uint64           int32, uint32 after a range check: numpy's default integer is int64, so label arrays have it
+  Python float, int       float32, int32: they have no dtype
+  str, object, datetime   an error: devices do not support them
+With `jax_enable_x64` the 64-bit types are unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def device_dtype(where: str, dtype: Any) -> np.dtype:
     if not _is_numeric(dtype):
         raise ConfigError(
             f"{where} has dtype {dtype}, which no device can hold. Data must be numbers or booleans. "
-            f"{_encoding(dtype)}, or leave it out."
+            f"{_encoding(dtype)}, or remove it."
         )
     native = dtype.newbyteorder("=")
     canonical = np.dtype(jax.dtypes.canonicalize_dtype(native))
@@ -57,7 +57,7 @@ def _is_numeric(dtype: Any) -> bool:
 
 
 def narrow(where: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Returns `array` as `dtype` (from `device_dtype`), the same object where nothing changes.
+    """Returns `array` as `dtype` (from `device_dtype`), the same object if nothing changes.
 
     Raises:
       ConfigError: an integer does not fit.

@@ -1,11 +1,11 @@
-"""Data that gives one example at a time: a user's random-access object, a list, or a `grain.MapDataset`.
+"""Data that returns one example at a time: a user's random-access object, a list, or a `grain.MapDataset`.
 
-Every example must look like example 0: the same structure, shapes and dtypes, because a compiled step has one shape.
-`data[i]` must depend on i alone. It is called by one thread at a time, of training and evaluation together; with
-`data.threads` above 1 by several at once.
+Every example must have the structure, shapes and dtypes of example 0, because a compiled step has fixed shapes.
+`data[i]` must depend on i alone. It is called by one thread at a time, of training and evaluation together, or with
+`data.threads` above 1 by several threads.
 
-A grain dataset is asked for index `epoch * len + i`, as grain itself counts, so its `random_map` draws anew in each
-epoch and still gives the same example when a run resumes.
+A grain dataset is indexed with `epoch * len + i`, as grain itself counts, so its `random_map` draws new values in each
+epoch and returns the same example when a run resumes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spmdkit.data.row_errors import DEFAULT_POLICY, ReadPolicy
 from spmdkit.errors import ConfigError, SpmdkitError, UserCodeError
 from spmdkit.foundation.trees import path_name
 
-# A length above this is grain's way to say "endless" (repeat() gives sys.maxsize).
+# A length above this is grain's encoding of "endless" (repeat() returns sys.maxsize).
 ENDLESS = 2**62
 
 
@@ -43,7 +43,7 @@ class ExampleSource:
         leaves: list[Any] = jax.tree.leaves(example)
         self._treedef: Any = jax.tree.structure(example)
         if not leaves:
-            raise ConfigError(f"{what}[0] is {example!r}, which holds no array. Give at least one array per example.")
+            raise ConfigError(f"{what}[0] is {example!r}, which holds no array. Return at least one array per example.")
         paths = [path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(example)[0]]
         self._names = [f" leaf '{path}'" if path else "" for path in paths]
         self._refuse_lists_of_numbers(example)
@@ -51,7 +51,7 @@ class ExampleSource:
         self._specs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
 
     def read_by(self, access: ReadPolicy) -> ExampleSource:
-        """Returns this source, read in another way."""
+        """Returns this source with another read policy."""
         other = copy.copy(self)
         other._access = access
         return other
@@ -64,16 +64,16 @@ class ExampleSource:
         return self._treedef.unflatten(self._specs)
 
     def gather(self, indices: np.ndarray, epoch: int = 0, batch: int | None = None) -> Any:
-        """Returns the examples `indices`, stacked. An index repeated in a row is read once.
+        """Returns the examples `indices`, stacked. A repeated index is read once.
 
-        Each example is copied before anybody reads another one: the user's data may give views of one buffer.
+        Each example is copied before another one is read: the user's data may return views of one buffer.
 
         Args:
-            batch: the number of the batch, out of which rows may be left.
+            batch: the number of the batch; rows of it may be skipped.
 
         Raises:
           UserCodeError: the user's `data[i]` raised; its exception is the cause.
-          ConfigError: an example does not look like example 0.
+          ConfigError: the structure, shapes or dtypes of an example differ from example 0.
         """
         rows = [np.empty((len(indices), *spec.shape), spec.dtype) for spec in self._specs]
         previous = -1
@@ -86,15 +86,15 @@ class ExampleSource:
         return self._treedef.unflatten(rows)
 
     def skipped(self, indices: np.ndarray, batch: int) -> np.ndarray | None:
-        """Returns bool[len(indices)] of those in whose place `gather` has given another one, None where none may be
-        left out."""
+        """Returns bool[len(indices)] of the rows that `gather` has replaced by others, or None if no row may be
+        skipped."""
         ledger = self._access.skipped_rows
         if ledger is None or not ledger.limit:
             return None
         return np.array([ledger.has(batch, index) for index in indices.tolist()], bool)
 
     def _read_into(self, rows: list[np.ndarray], row: int, index: int, epoch: int, batch: int | None) -> None:
-        """Writes into `rows` at `row` example `index`, or the next one that can be read where some may be left out."""
+        """Writes into `rows` at `row` example `index`, or the next readable one if rows may be skipped."""
 
         def read(index: int) -> None:
             self._read(index, epoch, lambda example: _copy_example(rows, row, self._leaves(index, example)))
@@ -116,12 +116,13 @@ class ExampleSource:
         if treedef != self._treedef:
             raise ConfigError(
                 f"{self._what}[{index}] has the structure {treedef}, and example 0 has {self._treedef}. Every example "
-                f"must have the same structure, because a compiled step has one. Return the same keys for every index."
+                "must have the same structure, because a compiled step has one. Return the same keys for every "
+                "index."
             )
         arrays = []
         for name, leaf, spec in zip(self._names, leaves, self._specs, strict=True):
             if type(leaf) is np.ndarray and leaf.dtype == spec.dtype and leaf.shape == spec.shape:
-                arrays.append(leaf)  # the common case, and the only one that costs less than a microsecond
+                arrays.append(leaf)  # the common case, and the only one below a microsecond
                 continue
             array = self._array(index, name, leaf)
             if array.shape != spec.shape or array.dtype != spec.dtype:
@@ -134,15 +135,15 @@ class ExampleSource:
         return arrays
 
     def _read(self, index: int, epoch: int, take: Callable[[Any], Any]) -> Any:
-        """Returns `take(example)`, called before anybody reads another example."""
+        """Returns `take(example)`, called before another example is read."""
 
         def read() -> Any:
             example = self._data[epoch * self._epoch_stride + index]
             if example is None:
                 raise ConfigError(
-                    f"{self._what}[{index}] is None, no example. grain's filter leaves such holes, and a batch of a "
-                    "fixed size cannot have them. Filter beforehand: keep the indices to use, and give "
-                    "MapDataset.source(kept)."
+                    f"{self._what}[{index}] is None, not an example. grain's filter leaves such gaps, and a batch of "
+                    "a fixed size cannot have them. Filter beforehand: compute the indices to use, and pass them to "
+                    "MapDataset.source(indices)."
                 )
             return take(example)
 
@@ -155,8 +156,8 @@ class ExampleSource:
                 raise UserCodeError(_exit_message(f"{self._what}[{index}]", error)) from error
             raise UserCodeError(
                 f"{self._what}[{index}] raised {type(error).__name__}: {error}. Every index from 0 to "
-                f"{self._length - 1} must give an example, because len() says {self._length}. Fix the data's "
-                f"__getitem__ or its __len__."
+                f"{self._length - 1} must return an example, because len() is {self._length}. Fix the data's "
+                "__getitem__ or its __len__."
             ) from error
 
     def _array(self, index: int, name: str, leaf: Any) -> np.ndarray:
@@ -176,11 +177,11 @@ class ExampleSource:
         try:
             array = np.asarray(value, np.int64) if type(value) is int else np.asarray(value)
         except OverflowError as error:
-            raise ConfigError(f"{where} is {value}, which does not fit 64 bits. Give a smaller number.") from error
+            raise ConfigError(f"{where} is {value}, which does not fit 64 bits. Use a smaller number.") from error
         return narrow(where, array, np.dtype(jax.dtypes.canonicalize_dtype(array.dtype)))
 
     def _refuse_lists_of_numbers(self, example: Any) -> None:
-        """A list of numbers would be a pytree of as many scalars: hardly ever meant, and slow without a word."""
+        """A list of numbers would be a pytree of as many scalars: rarely intended, and silently slow."""
         for node in jax.tree.leaves(example, is_leaf=lambda node: isinstance(node, list)):
             if isinstance(node, list) and any(isinstance(item, (bool, int, float)) for item in node):
                 raise ConfigError(
@@ -199,12 +200,11 @@ def _is_exit(error: BaseException) -> bool:
 
 
 def _exit_message(what: str, error: BaseException) -> str:
-    """Returns the message of data that ask the whole process to end."""
+    """Returns the message about data that raise an exit of the whole process."""
     asked = f"SystemExit({error.code!r})" if isinstance(error, SystemExit) else type(error).__name__
     return (
-        f"{what} raised {asked}. A run ends when its steps are done, and data cannot end it: with code 0 it would "
-        "pass for one that has trained to its last step. Return the example, or raise an error that says what is "
-        "wrong with it."
+        f"{what} raised {asked}. A run ends when its steps are done, and data cannot end it: exit code 0 would mean "
+        "that it has trained to its last step. Return the example, or raise an error that describes the problem."
     )
 
 
@@ -224,7 +224,5 @@ def _length(data: Any, what: str) -> int:
             f"path that made it."
         )
     if length >= ENDLESS:
-        raise ConfigError(
-            f"{what} is endless: len() is {length}. spmdkit counts the epochs itself. Take away .repeat()."
-        )
+        raise ConfigError(f"{what} is endless: len() is {length}. spmdkit counts the epochs itself. Remove .repeat().")
     return int(length)

@@ -1,5 +1,4 @@
-"""`Feed`: from data on the host to global batches on the mesh, each process loading only the rows of its own
-devices."""
+"""`Feed`: global batches on the mesh from data on the host; each process loads only the rows of its own devices."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ from spmdkit.step.step import Batch
 class Feed:
     """The batches of one data set on one mesh.
 
-    Layout: every leaf [global batch, ...] is cut over the batch axes; which example a row is, `spmdkit.step.row_order`
-        says.
+    Layout: every leaf [global batch, ...] is sharded over the batch axes; `spmdkit.step.row_order` defines the order of
+        rows.
 
     Attributes:
         grid: (shards, microbatches, rows).
-        skipped_rows: which rows this process has left out, and what it has tried again.
+        skipped_rows: the rows that this process has skipped, and its retries.
     """
 
     def __init__(
@@ -64,17 +63,17 @@ class Feed:
         return Batch(jax.tree.map(leaf, self._source.element()), mask)
 
     def stream(self, start: int, stop: int) -> data.DeviceBatches:
-        """Returns an iterator of `(step, batch, wait_s)` for steps `start` to `stop`, included, loaded ahead on the
+        """Returns an iterator of `(step, batch, wait_s)` for steps `start` to `stop`, inclusive, prefetched to the
         devices."""
         schedule, positions = self.schedule, self._positions
-        if schedule.shares:  # the source has the rows of this process alone, in their order
+        if schedule.shares:  # the source has only the rows of this process, in their order
             schedule, positions = schedule.local(jax.process_index()), None
         local = data.host_batches(self._source, schedule, positions, start, stop + 1, self._prefetch, self._threads)
         return data.device_batches(local, self._place, self._prefetch)
 
     @property
     def in_memory(self) -> bool:
-        """Whether rows are arrays in the memory of this process, all of them."""
+        """Whether all rows are arrays in the memory of this process."""
         return self._source.in_memory and not self.schedule.shares
 
     def read(self, step: int) -> data.HostBatch:
@@ -85,7 +84,7 @@ class Feed:
         """Returns a batch on the devices from whole host arrays in the order of their positions.
 
         Raises:
-            ConfigError: another number of examples than a batch holds.
+            ConfigError: the number of examples is not that of a batch.
         """
         for leaf in jax.tree.leaves(examples):
             if np.shape(leaf)[:1] != (self.schedule.batch_size,):
@@ -99,15 +98,14 @@ class Feed:
         return self._place(data.HostBatch(jax.tree.map(pick, examples), None if mask is None else pick(mask)))
 
     def _place(self, local: Any) -> Batch:
-        """Returns the global batch of which this process holds `local`'s rows."""
+        """Returns the global batch from this process's rows `local`."""
         mask = local.mask
         if self._padded and mask is None:
             mask = np.ones(len(self._local_rows), bool)
         size = self.schedule.batch_size
 
-        # Half the time of `jax.device_put` of the tree: 13 against 27 us a leaf on two CPU devices (jax 0.10.2,
-        # 2026-11-20).
-        # As there, an array on a CPU device may be the very memory of the one in `local`.
+        # Half the time of `jax.device_put` of the tree: 13 instead of 27 us a leaf on two CPU devices (jax 0.10.2,
+        # 2026-11-20). As with device_put, an array on a CPU device may share the memory of the one in `local`.
         def place(x: np.ndarray) -> jax.Array:
             return jax.make_array_from_callback(
                 (size, *x.shape[1:]), self._sharding, lambda index: x[self._local(index)]
@@ -116,7 +114,7 @@ class Feed:
         return jax.tree.map(place, Batch(local.examples, mask))
 
     def _local(self, index: Any) -> Any:
-        """Returns where in this process's rows those are that a device holds of the global batch."""
+        """Returns the slice of this process's rows that a device holds."""
         if self._one_process:
             return index[0]
         return np.searchsorted(self._local_rows, np.arange(self.schedule.batch_size)[index[0]])
@@ -130,7 +128,8 @@ def _rows(indices: Iterable[Any], size: int) -> np.ndarray:
 
 def rows_of_processes(mesh: Mesh, sizes: Mapping[str, int], size: int, microbatches: int) -> list[np.ndarray]:
     """Returns for each process the positions of its rows in a global batch of `size`, in the order in which a `Feed`
-    reads them."""
+    reads
+    them."""
     shards = count(sizes, BATCH_AXES)
     positions = RowOrder(shards, microbatches, size // (shards * microbatches)).positions()
     held: dict[int, list[Any]] = {}
@@ -141,9 +140,9 @@ def rows_of_processes(mesh: Mesh, sizes: Mapping[str, int], size: int, microbatc
 
 
 def eval_batch_size(asked: int, num_examples: int, shards: int) -> int:
-    """Returns the evaluation's batch size: at most the data, rounded up to what the mesh cuts evenly."""
+    """Returns the evaluation's batch size: at most the data, rounded up to a multiple of the mesh's shards."""
     return math.ceil(min(asked, num_examples) / shards) * shards
 
 
 SEAMS = {"place": Feed._place}
-"""What `verify` replaces (verify/mutations.py)."""
+"""Replaced by `verify` (verify/mutations.py)."""

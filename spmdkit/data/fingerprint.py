@@ -1,10 +1,11 @@
-"""What tells one data set from another without reading all of it: its length, what an example looks like, and hashes of
-a fixed sample of rows.
+"""The fingerprint of a data set without reading all of it: its length, the structure of an example, and hashes of a
+fixed
+sample of rows.
 
-The sample is a function of the length alone, so that processes, and two starts of a run, look at the same rows. Arrays
-of up to `ROWS_IN_MEMORY` rows are looked at whole; of what is read example by example `ROWS_READ` rows are, in one
-order everywhere, as many as can be read in `FINGERPRINT_S`: each may cost a second. Who compares looks at the rows that
-all could read.
+The sample is a function of the length alone, so that all processes, and two starts of a run, sample the same rows.
+Arrays of up to `ROWS_IN_MEMORY` rows are hashed completely. Of data that are read example by example up to `ROWS_READ`
+rows are sampled, in the same order everywhere, as many as can be read in `FINGERPRINT_S`: each may cost a second. A
+comparison uses the rows that all processes could read.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ ROWS_IN_MEMORY = 256
 BYTES_IN_MEMORY = 2**26
 ROWS_READ = 64
 LEAST_READ = 6
-"""So many are read however long that takes."""
+"""This many rows are read regardless of time."""
 READINGS = 3
-"""How often at least a row is tried, of those that raise."""
-VARIES = "another one each time it is read"
-"""What stands for a row that is not a function of its index: it cannot be compared."""
+"""Minimum number of attempts for a row that raises."""
+VARIES = "different each time it is read"
+"""Digest of a row that is not a function of its index: it cannot be compared."""
 
 
 class Fingerprint(NamedTuple):
-    """What tells a data set from another.
+    """The fingerprint of a data set.
 
     Attributes:
-        examples: how many there are.
-        example: what one looks like: paths, dtypes, shapes.
+        examples: number of examples.
+        example: description of one: paths, dtypes, shapes.
         rows: "row 17" -> digest, of the rows of the sample that could be read.
-        in_memory: whether they are arrays in memory, of which no row fails.
+        in_memory: whether the data are arrays in memory, where reading cannot fail.
     """
 
     examples: int
@@ -70,8 +71,8 @@ def fingerprint(source: Source, retries: int = 0, clock: Callable[[], float] = t
 
 
 def _read_in_time(source: Source, sampled: list[int], readings: int, clock: Callable[[], float]) -> dict[str, str]:
-    """Returns "row 17" -> digest of the rows that could be read, in an order in which also the first few are spread
-    over all."""
+    """Returns "row 17" -> digest of the rows that could be read, in an order in which any prefix is spread over all
+    rows."""
     deadline, found = Deadline(FINGERPRINT_S, clock), dict[int, str]()
     for place, row in enumerate(_spread(sampled)):
         if place >= LEAST_READ and deadline.expired:
@@ -82,7 +83,7 @@ def _read_in_time(source: Source, sampled: list[int], readings: int, clock: Call
 
 
 def _spread(rows: list[int]) -> list[int]:
-    """Returns the ends first, then the middle, then the middles of what is between."""
+    """Returns the ends first, then the middle, then the midpoints of the rest."""
     step, chosen = len(rows) - 1, dict.fromkeys([rows[0], rows[-1]])
     while step > 1:
         step = (step + 1) // 2
@@ -91,12 +92,12 @@ def _spread(rows: list[int]) -> list[int]:
 
 
 def structure(source: Source) -> str:
-    """Returns one line that says what an example is: paths, dtypes and shapes."""
+    """Returns a one-line description of an example: paths, dtypes and shapes."""
     return ", ".join(f"{path}: {describe(leaf)}".removeprefix(": ") for path, leaf in named_leaves(source.element()))
 
 
 def sample(length: int, most: int) -> list[int]:
-    """Returns the rows to look at, ascending: all of them up to `most`, otherwise the ends and others between."""
+    """Returns the rows to sample, ascending: all of them up to `most`, otherwise the ends and others between."""
     if length <= most:
         return list(range(length))
     between = permute(np.arange(most - 2, dtype=np.int64), length, 0, 0)
@@ -104,7 +105,7 @@ def sample(length: int, most: int) -> list[int]:
 
 
 def _most_rows(source: Source) -> int:
-    """Returns how many rows are looked at: of arrays with enormous rows no more than `BYTES_IN_MEMORY`."""
+    """Returns the number of rows to sample: for arrays with very large rows at most `BYTES_IN_MEMORY`."""
     if not source.in_memory:
         return ROWS_READ
     return max(ROWS_READ, min(ROWS_IN_MEMORY, BYTES_IN_MEMORY // max(1, tree_bytes(source.element()))))
@@ -116,8 +117,7 @@ def _rows(source: Source, rows: list[int]) -> list[tuple[int, list[Any]]]:
 
 
 def _row(source: Source, row: int, readings: int) -> str | None:
-    """Returns the digest of one row; None of one that cannot be read: whoever trains on it says so, with the user's own
-    policy."""
+    """Returns the digest of one row, or None if it cannot be read: training reports it, by the user's read policy."""
     for _ in range(readings):
         with contextlib.suppress(ConfigError, UserCodeError):
             [(_, leaves)] = _rows(source, [row])

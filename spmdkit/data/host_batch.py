@@ -1,4 +1,4 @@
-"""The rows of one step, read where they are asked for: no thread, no look ahead."""
+"""The rows of one step, read synchronously: no thread, no prefetch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from spmdkit.errors import ConfigError, UserCodeError
 
 
 class HostBatch(NamedTuple):
-    """The rows of one step on this process: a pytree of numpy arrays; mask is bool[rows], None where always full."""
+    """The rows of one step on this process: a pytree of numpy arrays; mask is bool[rows], None if batches are always
+    full."""
 
     examples: Any
     mask: np.ndarray | None
@@ -23,7 +24,7 @@ def read_step(
 ) -> tuple[Any, np.ndarray | None]:
     """Returns `(examples, mask | None)` of `step`: the rows of the global batch at `positions`.
 
-    Where batches can be short anyhow, a row that was left out is padding.
+    If batches can be short, a skipped row is padding.
     """
     indices, mask = schedule.batch(step)
     if positions is not None:

@@ -1,8 +1,9 @@
-"""`sk.per_process(source)`: data that are other ones on each process, such as the files of its own disk.
+"""`sk.per_process(source)`: different data on each process, such as the files of its local disk.
 
-Their structure is compared, their lengths are added up, and the schedule is made from the lengths of all
-(`Schedule.shares`): no row is read twice in an epoch, and a process that has fewer rows than others is padded. The
-order of rows depends on which process has them, so such a run goes on with as many processes and the same lengths.
+Processes compare the structure of their data and add up the lengths. The schedule is computed from all lengths
+(`Schedule.shares`): no row is read twice in an epoch, and a process with fewer rows than others is padded. The order of
+rows depends on which process has them, so such a run resumes only with the same number of processes and the same
+lengths.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ class PerProcess:
     """A source of this process alone.
 
     Attributes:
-        source: what `Task(train_data=)` takes otherwise.
-        lengths: examples of all processes, in their order; known once they have met. Empty where there is one process.
+        source: the data, as in `Task(train_data=)`.
+        lengths: examples of all processes, in their order; known after the processes have exchanged them. Empty for one
+            process.
     """
 
     source: Any
@@ -31,7 +33,7 @@ class PerProcess:
 
 
 def per_process(source: Any) -> PerProcess:
-    """Returns data for a `Task` of which each process has others: every process reads `source`, its own, whole in each
+    """Returns data for a `Task` that differ between processes: every process reads all of its own `source` in each
     epoch."""
     return PerProcess(source)
 
@@ -40,23 +42,23 @@ def shares(given: PerProcess, rows: Sequence[np.ndarray], what: str) -> tuple[Pr
     """Returns the shares of a schedule of several processes.
 
     Args:
-        given: what the task gives as `what`.
+        given: the task's data; `what` names them.
         rows: for each process the positions of its rows in the global batch.
 
     Raises:
-        ConfigError: processes hold the same rows, or have not told each other how many examples they have.
+        ConfigError: processes hold the same rows, or have not exchanged their numbers of examples.
     """
     held = np.concatenate(rows)
     if len(held) != len(np.unique(held)):
         raise ConfigError(
             f"{what} is sk.per_process, and several of the {len(rows)} processes hold the same rows of a batch: the "
-            "mesh cuts something else than the batch between them. Data of one process can only be rows that it "
-            "alone holds. Set mesh.replica, data or fsdp to a multiple of the number of processes, or give all "
-            "processes the same data."
+            "mesh shards something else than the batch between them. Per-process data need rows that only one "
+            "process holds. Set mesh.replica, data or fsdp to a multiple of the number of processes, or use the same "
+            "data on all processes."
         )
     if len(given.lengths) != len(rows):
         raise ConfigError(
-            f"{what} is sk.per_process, and the {len(rows)} processes have not told each other how many examples they "
-            "have. sk.train does that. Use it, or give all processes the same data."
+            f"{what} is sk.per_process, and the {len(rows)} processes have not exchanged their numbers of examples. "
+            "sk.train does that. Use it, or use the same data on all processes."
         )
     return tuple(ProcessRows(length, tuple(map(int, own))) for length, own in zip(given.lengths, rows, strict=True))

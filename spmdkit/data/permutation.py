@@ -1,13 +1,13 @@
-"""A random order of n examples of which any part can be asked for: the same on every machine, process and version.
+"""A random order of n examples with random access: the same on every machine, process and version.
 
 Small data: the examples sorted by a hash keyed by (seed, epoch). Above `SORTED_UP_TO`, where a table per epoch would
-cost 8 n bytes and a pause: a Feistel network over the smallest power of two >= n, and what falls outside [0, n) walks
-on through the network until it falls inside, which keeps the map one to one (cycle walking; Black and Rogaway, "Ciphers
-with arbitrary finite domains", 2002).
+cost 8 n bytes and a pause: a Feistel network over the smallest power of two >= n. A result outside [0, n) goes through
+the network again until it is inside, which keeps the map one to one (cycle walking; Black and Rogaway, "Ciphers with
+arbitrary finite domains", 2002).
 
-grain's `index_shuffle` is the same in kind, but one call per index: 4.2 us each, so 270 us for a batch of 64 with the
-interpreter held; this is 0.05 to 0.15 us per index (2-core x86, 2026-11). numpy's own `permutation` is always a table,
-and its stream may change between versions, which would change the batches of a run that resumes.
+grain's `index_shuffle` is similar, but one call per index: 4.2 us each, so 270 us for a batch of 64 with the
+interpreter locked; this is 0.05 to 0.15 us per index (2-core x86, 2026-11). numpy's own `permutation` is always a
+table, and its stream may change between versions, which would change the batches of a run that resumes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # the increment of splitmix64
 
 
 def permute(positions: np.ndarray, num_examples: int, seed: int, epoch: int) -> np.ndarray:
-    """Returns int64 indices: where the order of (seed, epoch) puts each of `positions`, all in [0, num_examples)."""
+    """Returns int64 indices: the examples at `positions` in the order of (seed, epoch), all in [0, num_examples)."""
     keys = _round_keys(seed, epoch)
     if num_examples <= SORTED_UP_TO:
         hashes = _mixed(np.arange(num_examples, dtype=np.uint64) * GOLDEN_GAMMA + keys[0])
@@ -56,7 +56,7 @@ def _feistel(values: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
 
 
 def _mixed(z: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): every bit of the input moves every bit of the output."""
+    """The finalizer of splitmix64 (Steele, Lea, Flood 2014): every input bit affects every output bit."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))

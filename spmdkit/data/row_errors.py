@@ -1,10 +1,11 @@
-"""How a user's examples are read: one at a time unless asked otherwise, again where that may help, and which rows are
-left out.
+"""How a user's examples are read: by one thread unless configured otherwise, with retries, and with a limit of rows
+that
+may be skipped.
 
-A row that cannot be read, also not again, may be left out. Where batches can be short (`drop_remainder: false`, and rows that
-do not fill them), its place is padding; otherwise the next row that can be read takes it, and counts twice in that
-batch. Which rows those were is a ledger of (number of the batch, row). What a checkpoint holds of it makes a restart
-leave out the same rows at the same places, also where a row that failed once could be read by now.
+A row that cannot be read after all retries may be skipped. If batches can be short (`drop_remainder: false`, and rows
+that do not fill them), its position is padding. Otherwise the next readable row replaces it, and counts twice in that
+batch. Skipped rows are recorded as (number of the batch, row). A checkpoint stores them, so that a restart skips the
+same rows at the same positions, even if a row that failed once can be read again.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from spmdkit.errors import SpmdkitError
 from spmdkit.foundation.timeouts import ROW_RETRY_FIRST_S, ROW_RETRY_LONGEST_S
 
 _read_lock = threading.RLock()
-"""Of all data of this process: training and evaluation may share a file, and so a position in it."""
+"""For all data of this process: training and evaluation may share a file, and so its position."""
 
 
 class SkippedRows:
-    """Rows that are left out of batches, and what was tried again. For the threads of one process.
+    """Skipped rows of batches, and retries. Thread-safe.
 
     Args:
-        limit: how many rows may be left out.
+        limit: how many rows may be skipped.
         what: names the data in messages.
     """
 
@@ -39,44 +40,43 @@ class SkippedRows:
 
     @property
     def rows(self) -> list[int]:
-        """The rows that are left out, each once."""
+        """The skipped rows, each once."""
         return sorted({row for _, row in self._places})
 
     def has(self, batch: int, row: int) -> bool:
-        """Returns whether `row` is left out of batch number `batch`."""
+        """Returns whether `row` is skipped in batch number `batch`."""
         return (batch, row) in self._places
 
     def skip(self, batch: int, row: int, error: BaseException) -> bool:
-        """Returns whether `row` is left out now: not where that would be one row more than the limit."""
+        """Skips a row, and returns whether the limit allows it."""
         with self._lock:
             rows = {known for _, known in self._places} | {row}
             if len(rows) > self.limit:
                 return False
             self._places.add((batch, row))
-        said = f"left out, {len(rows)} of at most {self.limit} rows (data.max_bad_examples)"
+        said = f"skipped, {len(rows)} of at most {self.limit} rows (data.max_bad_examples)"
         self._news.append({"batch": batch, "row": row, "error": _short(error), "done": said})
         return True
 
     def record_retry(self, row: int, times: int, error: BaseException) -> None:
-        """Takes note of a row that could be read after all."""
+        """Records a row that a retry could read."""
         said = f"read at attempt {times + 1}"
         self._news.append({"row": row, "error": _short(error), "done": said})
 
     def take_events(self) -> list[dict[str, Any]]:
-        """Returns what has happened since the last call: data, row, error, what was done, and of a row left out its
-        batch."""
+        """Returns the events since the last call: data, row, error, action, and for a skipped row its batch."""
         if not self._news:
             return []
         told, self._news = self._news, []
         return [{"data": self.what, **each} for each in told]
 
     def positions(self) -> list[list[int]]:
-        """Returns [number of the batch, row] of all that is left out, for a checkpoint."""
+        """Returns [number of the batch, row] of all skipped rows, for a checkpoint."""
         with self._lock:
             return [list(place) for place in sorted(self._places)]
 
     def restore(self, places: Sequence[Sequence[int]]) -> None:
-        """Leaves out what a checkpoint says, and nothing else."""
+        """Replaces the skipped rows by those of a checkpoint."""
         with self._lock:
             self._places = {(int(batch), int(row)) for batch, row in places}
 
@@ -86,9 +86,9 @@ class ReadPolicy:
     """How examples are read.
 
     Attributes:
-        threads: how many may read at once; with one, nothing else reads data of this process meanwhile.
+        threads: how many may read concurrently; with one, nothing else reads data of this process meanwhile.
         retries: how often a row that raised is read again.
-        skipped_rows: rows that may be left out; None: none.
+        skipped_rows: records skipped rows; None: no row may be skipped.
     """
 
     threads: int = 1
@@ -97,7 +97,7 @@ class ReadPolicy:
     sleep: Callable[[float], None] = time.sleep
 
     def read(self, row: int, call: Callable[[], Any]) -> Any:
-        """Returns `call()`, which reads `row`. What it raises at the last attempt is raised, also an exit."""
+        """Returns `call()`, which reads `row`. Raises the exception of the last attempt, including an exit."""
         for attempt in range(self.retries + 1):
             try:
                 with _read_lock if self.threads == 1 else contextlib.nullcontext():
@@ -117,7 +117,7 @@ class ReadPolicy:
 
 
 def describe_event(news: Mapping[str, Any], process: int) -> str:
-    """Returns a line about one piece of `Ledger.news`."""
+    """Returns a line about one event of `SkippedRows.take_events`."""
     batch = f" of batch {news['batch']}" if "batch" in news else ""
     return (
         f"process {process}: {news['data']}[{news['row']}]{batch} could not be read ({news['error']}): {news['done']}"

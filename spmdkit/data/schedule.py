@@ -1,7 +1,7 @@
-"""Which examples each step trains on: a pure function of (number of examples, batch size, seed, step).
+"""The examples of each step: a pure function of (number of examples, batch size, seed, step).
 
-Epoch e has its own order, drawn from (seed, e); step s >= 1 takes the next `batch_size` of it. Nothing depends on how
-many processes or devices there are, so a run resumes by asking for the next step, also on another mesh.
+Epoch e has its own order, drawn from (seed, e); step s >= 1 takes the next `batch_size` of it. Nothing depends on the
+number of processes or devices, so a run resumes by computing the next step, also on another mesh.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import numpy as np
 from spmdkit.data.permutation import permute
 from spmdkit.errors import ConfigError
 
-# Indices are made this many at a time: one by one the fixed cost of some 60 numpy calls would be paid at every step.
+# Indices are computed in chunks: otherwise each step would pay the fixed cost of about 60 numpy calls.
 CHUNK_EXAMPLES = 8192
 
 
 class ProcessRows(NamedTuple):
-    """What one process gives to every batch out of data of its own (`sk.per_process`).
+    """One process's part of every batch with per-process data (`sk.per_process`).
 
     Attributes:
-        examples: how many it has.
+        examples: number of its examples.
         rows: the positions of its rows in the global batch, in the order in which it reads them.
     """
 
@@ -35,16 +35,16 @@ class ProcessRows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Step -> batch. Endless, or one pass over the data where `finite`.
+    """Step -> batch. Endless, or one pass over the data with `finite`.
 
-    With `drop_remainder` an epoch has `num_examples // batch_size` full batches and leaves the rest of its own order
-    out; without it every example is in every epoch and the last batch may be short.
+    With `drop_remainder` an epoch has `num_examples // batch_size` full batches and drops the rest of its order.
+    Without
+    it every example is in every epoch and the last batch may be short.
 
-    `skipped`: batches (first, last) that are left out, in order and apart, counted as if none were; see `merge_ranges`.
-    `shares`: of the processes, where each has data of its own: a batch takes of each the next rows of its own order,
-        and an epoch ends with the
-    longest; the rows of those that have no more are missing. `local` is what one of them reads.
-    `epoch_steps`: batches of an epoch where others have more examples than these; None: as many as there are.
+    `skipped`: skipped batches (first, last), sorted and disjoint, counted as if none were skipped; see `merge_ranges`.
+    `shares`: of the processes, with per-process data: a batch takes the next rows of each process's order, and an epoch
+        ends with the longest; rows of processes that have no more are missing. `local` is the schedule of one process.
+    `epoch_steps`: batches of an epoch if other processes have more examples; None: as many as there are.
 
     Raises:
       ConfigError: no example, a batch size below 1, or `drop_remainder` with fewer examples than one batch.
@@ -67,7 +67,7 @@ class Schedule:
         if self.batch_size < 1:
             raise ConfigError(f"batch_size is {self.batch_size}. It must be at least 1.")
         for process in range(len(self.shares)):
-            self._alone(process)  # checks it
+            self._alone(process)  # validates it
         if self.drop_remainder and self.num_examples < self.batch_size:
             raise ConfigError(
                 f"{self.what} has {self.num_examples} examples, batch_size is {self.batch_size}: not one full batch, "
@@ -76,7 +76,7 @@ class Schedule:
             )
 
     def local(self, process: int) -> Schedule:
-        """Returns what one process reads of its own data: the rows of its share, with numbers of their own."""
+        """Returns the schedule of one process's own data: the rows of its share, with its own indices."""
         return dataclasses.replace(self._alone(process), epoch_steps=self.steps_per_epoch, skipped=self.skipped)
 
     def _alone(self, process: int) -> Schedule:
@@ -111,7 +111,7 @@ class Schedule:
 
     @property
     def always_full(self) -> bool:
-        """True where no batch has a missing row, so that no mask is needed."""
+        """True if no batch has a missing row, so that no mask is needed."""
         if self.shares:
             return all(self.local(process).always_full for process in range(len(self.shares)))
         if self.steps_per_epoch > self._own_steps:
@@ -124,7 +124,7 @@ class Schedule:
         return (self.number(step) - 1) // self.steps_per_epoch
 
     def number(self, step: int) -> int:
-        """Returns the number of the batch of `step`, which is `step` as long as none is left out."""
+        """Returns the number of the batch of `step`, which is `step` if none is skipped."""
         for first, last in self.skipped:
             if step >= first:
                 step += last - first + 1
@@ -137,13 +137,13 @@ class Schedule:
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns (indices int64[batch_size], mask bool[batch_size]) of `step` >= 1, both read-only.
 
-        A missing row has mask False and the index of the last row that is there: something valid to load.
+        A missing row has mask False and the index of the last valid row, so that it can be loaded.
         """
         self._check(step)
         if self.shares:
             return self._of_all(step)
         epoch, row = divmod(self.number(step) - 1, self.steps_per_epoch)
-        if row >= self._own_steps:  # others have more
+        if row >= self._own_steps:  # other processes have more
             return np.zeros(self.batch_size, np.int64), _mask(self.batch_size, 0)
         chunk_steps = max(1, CHUNK_EXAMPLES // self.batch_size)
         chunk = _chunk(self, epoch, row // chunk_steps, chunk_steps)
@@ -161,7 +161,7 @@ class Schedule:
         return indices, mask
 
     def digest(self, step: int) -> str:
-        """Returns 12 hex digits that change when any index, its place or a missing row of the batch of `step` does."""
+        """Returns 12 hex digits that change with any index, its position or a missing row of the batch of `step`."""
         indices, mask = self.batch(step)
         return hashlib.sha256(indices.astype("<i8").tobytes() + mask.tobytes()).hexdigest()[:12]
 
@@ -173,7 +173,7 @@ class Schedule:
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Returns ranges (first, last) in order, those that meet as one."""
+    """Returns ranges (first, last) in order, with adjacent ranges merged."""
     found: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if found and first <= found[-1][1] + 1:
@@ -186,7 +186,7 @@ def merge_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ..
 def eval_schedule(
     num_examples: int, batch_size: int, what: str = "eval_data", shares: tuple[ProcessRows, ...] = ()
 ) -> Schedule:
-    """Returns one pass in the data's own order in which every example counts exactly once, at any batch size."""
+    """Returns one pass in the data's order in which every example counts exactly once, at any batch size."""
     return Schedule(
         num_examples, batch_size, shuffle=False, drop_remainder=False, what=what, finite=True, shares=shares
     )

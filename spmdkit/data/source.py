@@ -1,15 +1,15 @@
-"""`open_source`: whatever the user calls data, as one thing that gathers rows by index.
+"""`open_source`: any kind of data as a source that gathers rows by index.
 
 How data is read, first match wins:
   1. a `grain.MapDataset`                             examples, already transformed by the user
   2. an array                                         arrays; a batch is an array
-  3. a list, or an object of the user's own class     examples: `data[i]` is a pytree for one example. A list is
+  3. a list, or an object of a user-defined class     examples: `data[i]` is a pytree for one example. A list is
      with `__len__` and `__getitem__`                 always a sequence of examples; a pair of arrays is a tuple (x, y)
   4. a dict, tuple, named tuple, registered           arrays: every leaf is an array, its first dim counts examples
      dataclass, `np.load("file.npz")`
 
-Arrays in memory cost one vectorised take per leaf and batch; memory-mapped arrays are read a batch at a time.
-Examples cost one call of `data[i]` per row.
+Arrays in memory cost one vectorized take per leaf and batch; memory-mapped arrays are read a batch at a time. Examples
+cost one call of `data[i]` per row.
 """
 
 from __future__ import annotations
@@ -32,34 +32,37 @@ from spmdkit.foundation.trees import describe, named_leaves
 
 
 class Source(Protocol):
-    """Random access by rows. `gather` may be called from several threads at once; a user's examples are then read in
-    turn, or as `ReadPolicy` says."""
+    """Random access by rows. `gather` may be called from several threads; a user's examples are then read as
+    `ReadPolicy`
+    determines, by default one at a time."""
 
     @property
     def in_memory(self) -> bool:
-        """True where `gather` is a copy in memory, so that reader threads would only fight for the interpreter."""
+        """True if `gather` is a copy in memory, so that reader threads would only compete for the interpreter."""
 
     def __len__(self) -> int:
         """Number of examples."""
 
     def gather(self, indices: np.ndarray, epoch: int = 0, batch: int | None = None) -> Any:
-        """Returns a pytree of numpy arrays with first dim `len(indices)`; `indices` are int64 in [0, len), of the batch
-        of that number."""
+        """Returns a pytree of numpy arrays with first dim `len(indices)`. `indices` are int64 in [0, len), of the batch
+        with this
+        number."""
 
     def skipped(self, indices: np.ndarray, batch: int) -> np.ndarray | None:
-        """Returns bool[len(indices)] of those that `gather` has left out of the batch of that number, None where none
-        may be."""
+        """Returns bool[len(indices)] of the rows that `gather` has skipped in the batch with this number, or None if no
+        row may be
+        skipped."""
 
     def element(self) -> Any:
         """Returns a pytree of `jax.ShapeDtypeStruct` of one example, without the batch dim."""
 
 
 def open_source(data: Any, what: str = "train_data", access: ReadPolicy | None = None) -> Source:
-    """Returns `data` as a `Source`, checked; `what` names it in errors. The module's head says how data is read.
+    """Returns `data` as a checked `Source`; `what` names it in errors. The module docstring describes how data is read.
 
     Args:
-      access: how examples that the user's own code gives are read, one by one if it is not said; arrays are read by any
-          number of threads.
+      access: how examples of user-defined data are read, by default one at a time; arrays are read by any number of
+          threads.
 
     Raises:
       ConfigError: no data, no random access, leaves of unequal length, a dtype that no device has.
@@ -81,7 +84,7 @@ def open_source(data: Any, what: str = "train_data", access: ReadPolicy | None =
             f"Convert it: np.asarray(data), or for a table {{name: table[name].to_numpy() for name in table}}."
         )
     if isinstance(data, Mapping) and jax.tree_util.all_leaves([data]):
-        data = dict(data)  # a mapping that is no pytree, such as np.load("file.npz"): each value is read once, here
+        data = dict(data)  # a mapping that is not a pytree, such as np.load("file.npz"): each value is read once, here
     if _is_sequence_of_examples(data):
         return ExampleSource(data, what, is_grain=False, access=access or DEFAULT_POLICY)
     if jax.tree_util.all_leaves([data]):
@@ -101,7 +104,7 @@ def _type_name(data: Any) -> str:
 
 
 def _is_grain_dataset(data: Any) -> bool:
-    grain = sys.modules.get("grain")  # not imported here: it costs 0.3 s, and without it there is no such dataset
+    grain = sys.modules.get("grain")  # not imported here: it costs 0.3 s, and without it no such dataset can exist
     return grain is not None and isinstance(data, grain.MapDataset)
 
 
@@ -112,7 +115,7 @@ def _is_sequence_of_examples(data: Any) -> bool:
 
 
 class ArraySource:
-    """A pytree of arrays whose first dims are equal: row i of every leaf is example i."""
+    """A pytree of arrays with equal first dims: row i of every leaf is example i."""
 
     def __init__(self, data: Any, what: str = "train_data"):
         named = _named_arrays(data, what)
@@ -121,7 +124,7 @@ class ArraySource:
         self._where = [_leaf_label(what, name) for name, _ in named]
         self._dtypes = [device_dtype(where, leaf.dtype) for where, (_, leaf) in zip(self._where, named, strict=True)]
         mapped = [_is_memory_mapped(leaf) for _, leaf in named]
-        # A mapped array is never read whole: what its dtype needs is done to each batch.
+        # A mapped array is never read whole: each batch is converted.
         self._leaves = [
             np.asarray(leaf) if is_mapped else narrow(where, np.asarray(leaf), dtype)
             for (_, leaf), where, dtype, is_mapped in zip(named, self._where, self._dtypes, mapped, strict=True)
@@ -155,19 +158,19 @@ def _named_arrays(data: Any, what: str) -> list[tuple[str, Any]]:
     except ValueError as error:  # dict keys that do not sort
         raise ConfigError(f"{what} is not a pytree: {error}. Use keys of one type, such as strings.") from error
     if not named:
-        raise ConfigError(f"{what} is {data!r}, which holds no array. Give at least one array.")
+        raise ConfigError(f"{what} is {data!r}, which holds no array. Pass at least one array.")
     for name, leaf in named:
         where = _leaf_label(what, name)
         if not isinstance(leaf, (np.ndarray, jax.Array)):
             raise ConfigError(
-                f"{where} is a {type(leaf).__name__}, not an array. Every leaf of a mapping or tuple must be a "
-                f"numpy or JAX array whose first dim counts the examples. Wrap it: np.asarray(...). Examples one "
-                f"by one are given as a list."
+                f"{where} is a {type(leaf).__name__}, not an array. Every leaf of a mapping or tuple must be a numpy "
+                "or JAX array whose first dim counts the examples. Wrap it: np.asarray(...). Pass individual "
+                "examples as a list."
             )
         if isinstance(leaf, np.ma.MaskedArray):
             raise ConfigError(
-                f"{where} is a numpy masked array, and JAX would drop its mask. Use .filled(value), and a leaf for the "
-                f"mask if it matters."
+                f"{where} is a numpy masked array, and JAX would drop its mask. Use .filled(value), and a leaf for "
+                "the mask if needed."
             )
         if leaf.ndim == 0:
             raise ConfigError(
@@ -182,9 +185,9 @@ def _common_length(named: list[tuple[str, Any]], what: str) -> int:
     for name, leaf in named[1:]:
         if leaf.shape[0] != first.shape[0]:
             raise ConfigError(
-                f"{what} has {first.shape[0]} examples in leaf '{first_name}' {describe(first)} but {leaf.shape[0]} in "
-                f"leaf '{name}' {describe(leaf)}. The first dim of every leaf must count the same examples. Cut or "
-                f"build them alike, for example [:{min(first.shape[0], leaf.shape[0])}]."
+                f"{what} has {first.shape[0]} examples in leaf '{first_name}' {describe(first)} but {leaf.shape[0]} "
+                f"in leaf '{name}' {describe(leaf)}. The first dim of every leaf must count the same examples. Make "
+                f"the lengths equal, for example [:{min(first.shape[0], leaf.shape[0])}]."
             )
     if first.shape[0] == 0:
         raise ConfigError(

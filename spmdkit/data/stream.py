@@ -1,10 +1,9 @@
-"""Batches as a stream: read on the host by grain, put on the devices ahead of the step that needs them.
+"""Batches as a stream: read on the host by grain, and prefetched to the devices.
 
-Two stages. `host_batches` reads rows: grain's threads for data that is read or computed; arrays in memory without
-grain, which would take 8 us a batch and 0.3 s to import, where the copy takes microseconds. `device_batches` has one
-thread that puts batches on the devices ahead of time. grain's `experimental.device_put` is not used for that: it
-measures no wait, holds one batch more than asked, runs two threads, and hangs its consumer when the data raises
-SystemExit.
+Two stages. `host_batches` reads rows: with grain's threads for data that are read or computed, without grain for arrays
+in memory, where the copy takes microseconds and grain would take 8 us a batch and 0.3 s to import. `device_batches` has
+one thread that puts batches on the devices ahead of time. grain's `experimental.device_put` is not used: it measures no
+wait, holds one batch more than configured, runs two threads, and hangs its consumer when the data raises SystemExit.
 """
 
 from __future__ import annotations
@@ -40,7 +39,8 @@ def host_batches(
     means endless, or the end of a finite schedule. `threads` and `prefetch` have no effect on arrays in memory.
 
     Raises:
-      UserCodeError, ConfigError: what `Source.gather` raised, with the step; the user's own exception is the cause.
+      UserCodeError, ConfigError: the exception of `Source.gather`, with the step; the user's own exception is the
+      cause.
     """
     if stop is None:
         stop = schedule.num_batches + 1 if schedule.finite else sys.maxsize
@@ -71,11 +71,11 @@ class DeviceBatches:
         self._slots: queue.SimpleQueue = queue.SimpleQueue()
         for _ in range(depth):
             self._slots.put(True)
-        # The thread knows the queues and not this object, so that an abandoned iterator can be collected.
+        # The thread refers to the queues and not to this object, so that an abandoned iterator can be collected.
         self._thread = threading.Thread(
             target=_produce, args=(batches, put, self._ready, self._slots), daemon=True, name="spmdkit-device-batches"
         )
-        # Runs once: on close(), when collected, or at interpreter exit, before a thread inside JAX could be cut off.
+        # Runs once: on close(), when collected, or at interpreter exit, before a thread inside JAX could be terminated.
         self._stop = weakref.finalize(self, _stop, self._thread, self._slots)
         self._thread.start()
 
@@ -96,14 +96,14 @@ class DeviceBatches:
         return step, batch, wait_s
 
     def interrupt(self) -> None:
-        """Ends the iteration now, though the user's data may never come back: its thread is left behind. From any
+        """Ends the iteration immediately, even if the user's data never return: the thread is abandoned. From any
         thread."""
         if self._stop.detach() is not None:
             self._slots.put(False)
         self._ready.put((None, None))
 
     def close(self) -> None:
-        """Ends the thread and waits for it, at most `DATA_CLOSE_S`; batches not yet taken are dropped."""
+        """Ends the thread and waits for it, at most `DATA_CLOSE_S`; unused batches are dropped."""
         self._stop()
 
     def __enter__(self) -> DeviceBatches:
@@ -114,11 +114,12 @@ class DeviceBatches:
 
 
 def device_batches(iterator: Iterable[tuple[int, Any]], put: Callable[[Any], Any], depth: int = 2) -> DeviceBatches:
-    """Returns an iterator of (step, put(batch), wait_s) that keeps at most `depth` batches put ahead of the consumer.
+    """Returns an iterator of (step, put(batch), wait_s) with at most `depth` batches put ahead of the consumer.
 
     `put` runs in a background thread: it must name its shardings, since JAX's context managers (`set_mesh`,
-    `default_device`) do not reach other threads. `wait_s` is how long this call waited, 0 where the input keeps up.
-    What `iterator` or `put` raises is raised here, after the batches before it. `iterator` is closed in its thread.
+    `default_device`) do not reach other threads. `wait_s` is how long this call waited, 0 if the input is fast enough.
+    Exceptions of `iterator` or `put` are raised here, after the batches before them. `iterator` is closed in its
+    thread.
     """
     if depth < 1:
         raise ValueError(f"depth must be at least 1, got {depth}")
