@@ -1,13 +1,14 @@
-"""Horovod's names for a script that is moved to JAX: `import spmdkit.horovod as hvd`. One process is one rank.
+"""Horovod's API on JAX, to port a script: `import spmdkit.horovod as hvd`. One process is one rank.
 
-    hvd.init()                                      # joins with the variables of `spmdkit launch`, or of any dialect
+    hvd.init()                                      # joins with the variables of `spmdkit launch`, or of any
+    environment
     params = hvd.broadcast_parameters(params, root_rank=0)
     optimizer = hvd.DistributedOptimizer(optax.sgd(0.01 * hvd.size()))
 
-Calls take arrays of this process and wait for the other ranks, so they stand outside of `jax.jit`. Everything is agreed
-before it is sent: where ranks differ, also in which operation they call, every rank raises `HorovodInternalError` and
-says what each has asked. For new programs use `spmdkit train`, which reduces inside of the compiled step. What is
-different from Horovod: docs/coming_from.md.
+Enters: arrays of this process. Leaves: reduced or gathered arrays. Calls wait for the other ranks, so they are outside
+of `jax.jit`. Ranks agree on each operation before anything is sent: if ranks differ, also in the operation, every rank
+raises `HorovodInternalError` with the request of each. For new programs use `spmdkit train`, which reduces inside of
+the compiled step. Differences from Horovod: docs/coming_from.md.
 """
 
 from __future__ import annotations

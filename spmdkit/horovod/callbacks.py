@@ -1,8 +1,8 @@
-"""What Horovod's Keras callbacks do, for a loop of one's own: learning rates by schedule, warm-up with momentum
-correction, averages of metrics.
+"""Horovod's Keras callbacks for a custom loop: learning rates by schedule, warm-up with momentum correction, averages
+of metrics.
 
-The learning rate and the momentum are numbers in the optimizer's state, where `optax.inject_hyperparams` puts them; a
-callback takes the state and returns it. Source: horovod/_keras/callbacks.py (0.28.1); Goyal et al., "Accurate, Large
+The learning rate and the momentum are numbers in the optimizer's state, where `optax.inject_hyperparams` stores them; a
+callback receives the state and returns it. Source: horovod/_keras/callbacks.py (0.28.1); Goyal et al., "Accurate, Large
 Minibatch SGD" (2017), sections 2.2 and 3.
 """
 
@@ -24,12 +24,13 @@ class LearningRateScheduleCallback:
     """Sets the learning rate to `initial_lr * multiplier(epoch)` between two epochs.
 
     Args:
-        multiplier: a function of the epoch, which has a fraction unless `staircase`; or a number, to the power of
-            epochs since `start_epoch`.
-        end_epoch: the first epoch without; None: none is.
-        staircase: True changes it at the first batch of an epoch, False at each batch, which needs `steps_per_epoch`.
-        momentum_correction: True scales the momentum by new over old rate for the batch of the change: the velocity was
-            made of steps of the old rate.
+        multiplier: a function of the epoch, which is fractional unless `staircase`; or a number, raised to the number
+            of epochs since `start_epoch`.
+        end_epoch: the first epoch without the schedule; None: no end.
+        staircase: True changes the rate at the first batch of an epoch, False at each batch, which needs
+            `steps_per_epoch`.
+        momentum_correction: True scales the momentum by new over old rate for the batch of the change, since the
+            velocity contains steps of the old rate.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class LearningRateScheduleCallback:
         return chosen(epoch) if callable(chosen) else chosen ** (epoch - self.start_epoch)
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Begins an epoch, counted from 0."""
+        """Starts an epoch, counted from 0."""
         self._epoch = epoch
 
     def on_batch_begin(self, batch: int, opt_state: Any) -> Any:
@@ -71,7 +72,7 @@ class LearningRateScheduleCallback:
         return self._adjusted(self._epoch + batch / float(self.steps_per_epoch or 1), opt_state)
 
     def on_batch_end(self, batch: int, opt_state: Any) -> Any:
-        """Returns the state behind a batch, with the momentum as it was."""
+        """Returns the state after a batch, with the original momentum."""
         if self._momentum is None:
             return opt_state
         opt_state, self._momentum = set_hyperparameter(opt_state, "momentum", self._momentum), None
@@ -94,11 +95,11 @@ class LearningRateScheduleCallback:
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Takes the learning rate from `initial_lr / size` to `initial_lr` over the first epochs, batch by batch.
+    """Raises the learning rate from `initial_lr / size` to `initial_lr` over the first epochs, batch by batch.
 
     Args:
-        initial_lr: the rate for all ranks together, often that of one times `hvd.size()`.
-        verbose: 1 lets rank 0 say when it is done.
+        initial_lr: the rate for all ranks together, often that of one rank times `hvd.size()`.
+        verbose: 1 makes rank 0 print when it is done.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, opt_state: Any, logs: dict[str, Any] | None = None) -> None:
-        """Writes the learning rate to `logs`, and says when the warm-up is done."""
+        """Writes the learning rate to `logs`, and prints when the warm-up is done."""
         super().on_epoch_end(epoch, opt_state, logs)
         if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0 and topology.rank() == 0:
             rate = float(hyperparameter(opt_state, "learning_rate"))
@@ -125,10 +126,10 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class MetricAverageCallback:
-    """Replaces the numbers of `logs` by their means over ranks, each rank counting once. Weigh them yourself where
-    ranks saw unequal numbers of examples.
+    """Replaces the numbers of `logs` by their means over ranks, each rank with the same weight. Weight them yourself if
+    ranks have unequal numbers of examples.
 
-    Raises HorovodInternalError on every rank where one has other names.
+    Raises HorovodInternalError on every rank if one has other names.
     """
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -142,18 +143,18 @@ class MetricAverageCallback:
 
 
 def scaled_learning_rate(learning_rate: float, backward_passes_per_step: int = 1, op: Any = Average) -> float:
-    """Returns the rate of one device times the ranks and passes whose examples one step averages; with Adasum as it
-    is."""
+    """Returns the rate of one device times the number of ranks and passes that one step averages; unchanged with
+    Adasum."""
     return learning_rate * (topology.size() if op == Average else 1) * backward_passes_per_step
 
 
 def hyperparameter(opt_state: Any, name: str) -> Any:
-    """Returns a number of `optax.inject_hyperparams`. Raises ValueError where the state has none."""
+    """Returns a number of `optax.inject_hyperparams`. Raises ValueError if the state has none."""
     value = optax.tree_utils.tree_get(opt_state, name)
     if value is None:
         raise ValueError(
-            f"the optimizer's state holds no {name!r}: it is fixed in the program. "
-            f"Make it optax.inject_hyperparams(optax.sgd)(learning_rate=0.01, momentum=0.9)."
+            f"the optimizer's state has no {name!r}: it is fixed in the program. Use "
+            "optax.inject_hyperparams(optax.sgd)(learning_rate=0.01, momentum=0.9)."
         )
     return value
 

@@ -1,10 +1,9 @@
 """The collectives behind the operations: one compiled program for each kind, over a mesh of one device of each rank.
 
 Wire, per rank, N ranks, B bytes of the array: allreduce `2 (N-1)/N B`, with Product or Adasum `(N-1) B`; allgather
-`(N-1)` times the longest part; broadcast `2 (N-1)/N B` (a sum of bits with zeros, so that every bit arrives); alltoall
-and reducescatter `(N-1)` times the longest part:
-reducescatter is an all_to_all and a local sum, since one psum_scatter over Gloo makes later all-reduces a hundred times
-slower (jax 0.10.2).
+`(N-1)` times the longest part; broadcast `2 (N-1)/N B` (a sum of bits with zeros, so that every bit is preserved);
+alltoall and reducescatter `(N-1)` times the longest part: reducescatter is an all_to_all and a local sum, since one
+psum_scatter over Gloo makes later all-reduces a hundred times slower (jax 0.10.2).
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ class Wire:
         self._programs: dict[Any, Callable[..., Any]] = {}
 
     def run(self, arrays: list[jax.Array] | None, said: Wants) -> Any:
-        """Returns the result of an operation that all ranks have asked for. `arrays` None: this rank has joined and
-        gives zeros."""
+        """Returns the result of an operation that all ranks have requested. `arrays` None: this rank has joined and
+        contributes zeros."""
         want = next(want for want in said.values() if want is not None)
         if arrays is None:
             shapes = zip(want.get("shapes") or (), want.get("dtypes") or (), strict=True)
@@ -157,8 +156,8 @@ class Wire:
 
 
 def shares(size: int, num: int) -> list[int]:
-    """Returns how many rows each rank gets in a reducescatter: the first ones one more where it does not come out
-    even."""
+    """Returns the number of rows of each rank in a reducescatter; the first ranks have one more if rows do not divide
+    evenly."""
     return [size // num + (i < size % num) for i in range(num)]
 
 
@@ -182,12 +181,12 @@ def of_all(x: jax.Array) -> jax.Array:
 
 
 def adasum(every: jax.Array) -> jax.Array:
-    """Returns the Adasum of `every` [ranks, ...]: neighbours first, then pairs of pairs, the same bits on every rank.
+    """Returns the Adasum of `every` [ranks, ...]: neighbors first, then pairs of pairs, bitwise the same on every rank.
 
         a + b -> (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b
 
     The sum of orthogonal arrays, the mean of equal ones. Source: Maleki et al., "Scaling distributed training with
-    adaptive summation" (2021); horovod/common/ops/adasum/adasum.h, which counts a norm of zero as a coefficient of one.
+    adaptive summation" (2021); horovod/common/ops/adasum/adasum.h, which uses a coefficient of one for a norm of zero.
     """
     wide = jnp.promote_types(every.dtype, jnp.float32)
     rows = [x.astype(wide) for x in every]
@@ -201,7 +200,7 @@ def adasum(every: jax.Array) -> jax.Array:
 
 
 def _pair(a: jax.Array, b: jax.Array) -> jax.Array:
-    # Each by its own size before squaring: two that are far apart have a product that vanishes, and a sum then.
+    # Each is scaled by its own size before squaring: otherwise the product of two very different sizes underflows.
     size_a, size_b = (jnp.maximum(jnp.abs(x).max(), jnp.finfo(x.dtype).tiny) for x in (a, b))
     u, v = a / size_a, b / size_b
     dot, uu, vv = (u * v).sum(), (u * u).sum(), (v * v).sum()
@@ -220,7 +219,7 @@ def scaled(x: jax.Array, factor: float, divisor: int = 1) -> jax.Array:
 
 
 def scaled_on_host(x: jax.Array, factor: float, divisor: int = 1) -> jax.Array:
-    """Returns integers scaled in float64 and cut towards zero, as Horovod does; floating point as it is."""
+    """Returns integers scaled in float64 and truncated, as Horovod does; floating point unchanged."""
     if jnp.issubdtype(x.dtype, jnp.inexact) or (factor == 1.0 and divisor == 1):
         return x
     whole = np.asarray(x)
@@ -231,15 +230,15 @@ def scaled_on_host(x: jax.Array, factor: float, divisor: int = 1) -> jax.Array:
 
 
 def padded_to(x: jax.Array, rows: int) -> jax.Array:
-    """Returns `x` with zeros behind it, so that it has so many rows."""
+    """Returns `x` padded with rows of zeros."""
     if x.shape[0] == rows:
         return x
     return jnp.concatenate([x, jnp.zeros((rows - x.shape[0], *x.shape[1:]), x.dtype)])
 
 
 def as_bits(x: jax.Array, always: bool = False) -> jax.Array:
-    """Returns what moves without arithmetic as integers: XLA's CPU backend would widen narrow floats, and a sum would
-    change bits.
+    """Returns arrays that move without arithmetic as integers: XLA's CPU backend would widen narrow floats, and a sum
+    would change bits.
 
     `always`: wide floats too.
     """
@@ -253,7 +252,7 @@ def as_bits(x: jax.Array, always: bool = False) -> jax.Array:
 
 
 def as_dtype(bits: jax.Array, dtype: Any) -> jax.Array:
-    """Returns what `as_bits` was given."""
+    """Returns the input of `as_bits`."""
     if dtype == jnp.bool_:
         return bits.astype(jnp.bool_)
     if jnp.issubdtype(dtype, jnp.complexfloating):

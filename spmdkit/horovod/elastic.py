@@ -1,9 +1,8 @@
-"""State that survives an error: `State` with commit, restore and sync; `ElasticSampler`; `run`, which goes on from the
+"""State that survives an error: `State` with commit, restore and sync; `ElasticSampler`; `run`, which resumes from the
 last commit.
 
-What an error is here: ranks that asked for different things, or an operation that failed (`HorovodInternalError`, on
-every rank). A process that died, and another number of processes, are a new start: `spmdkit launch --max-restarts`, and
-a state that the script keeps on disk.
+An error is: ranks with different requests, or a failed operation (`HorovodInternalError`, on every rank). A dead
+process, or another number of processes, needs a new start: `spmdkit launch --max-restarts`, and a state on disk.
 Source: horovod/common/elastic.py, horovod/torch/elastic (Horovod 0.28.1).
 """
 
@@ -26,12 +25,12 @@ from spmdkit.horovod.objects import broadcast_object, broadcast_parameters
 from spmdkit.horovod.unsupported import absent_from
 
 MOST_FAILURES = 3
-"""How often `run` begins again without a commit in between: the same mistake would come back for ever."""
+"""Maximum number of restarts of `run` without a commit in between: the same mistake would repeat indefinitely."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):
     """Raised by `commit` and `check_host_updates` on every rank after `on_hosts_updated` was called on one.
-    `skip_sync`: nobody has come."""
+    `skip_sync`: no host was added."""
 
     def __init__(self, skip_sync: bool = False):
         super().__init__("the hosts of the job have changed")
@@ -39,7 +38,7 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class State:
-    """What training needs to go on: each keyword argument is an attribute, a pytree of arrays, a Python object of
+    """The state of training: each keyword argument is an attribute, a pytree of arrays, a Python object of
     `hvd.broadcast_object`, or an `ElasticSampler`.
 
     A commit is a copy in host memory.
@@ -56,11 +55,11 @@ class State:
         self.save()
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Adds functions that `run` calls when it begins again."""
+        """Adds functions that `run` calls on a restart."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Calls what was registered. `run` does."""
+        """Calls the registered functions. `run` does."""
         self._news.clear()
         for name in self._names:
             if isinstance(getattr(self, name), ElasticSampler):
@@ -69,18 +68,17 @@ class State:
             callback()
 
     def on_hosts_updated(self, timestamp: float, removed_only: bool = False) -> None:
-        """Says on this rank that hosts have come, or only gone; the next commit raises on all ranks."""
+        """Records on this rank that hosts were added or only removed; the next commit raises on all ranks."""
         self._news.append((timestamp, removed_only))
 
     def commit(self) -> None:
-        """Keeps what the attributes are now. Raises HostsUpdatedInterrupt on every rank when one was told of other
-        hosts."""
+        """Stores the current attributes. Raises HostsUpdatedInterrupt on every rank if one recorded changed hosts."""
         self.save()
         self.num_commits += 1
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raises HostsUpdatedInterrupt on every rank when the first one was told of other hosts."""
+        """Raises HostsUpdatedInterrupt on every rank if the first one recorded changed hosts."""
         news = [n for n in self._news if n[0] > self._last_news]
         self._news.clear()
         mine = [max((at for at, _ in news), default=self._last_news), all(removed for _, removed in news)]
@@ -90,16 +88,16 @@ class State:
             raise HostsUpdatedInterrupt(skip_sync=removed_only)
 
     def save(self) -> None:
-        """Keeps what the attributes are now, in host memory."""
+        """Stores the current attributes in host memory."""
         self._saved = {name: _kept(getattr(self, name)) for name in self._names}
 
     def restore(self) -> None:
-        """Sets the attributes to what was kept."""
+        """Sets the attributes to the stored ones."""
         for name, kept in self._saved.items():
             self._set(name, kept)
 
     def sync(self) -> None:
-        """Sets the attributes of every rank to those of rank 0, and keeps them."""
+        """Sets the attributes of every rank to those of rank 0, and stores them."""
         for name in self._names:
             value = getattr(self, name)
             if isinstance(value, ElasticSampler):
@@ -119,13 +117,12 @@ class State:
 
 
 class ElasticSampler:
-    """This rank's share of the examples of an epoch that were not processed, in the order of a seed; shared out again
-    by `reset`.
+    """This rank's part of the unprocessed examples of an epoch, in the order of a seed; `reset` redistributes them.
 
     Source: horovod/torch/elastic/sampler.py.
 
     Args:
-        dataset: anything with a length.
+        dataset: any object with a length.
         shuffle: whether the order differs from epoch to epoch.
         seed: of the order; the same on all ranks.
     """
@@ -136,7 +133,7 @@ class ElasticSampler:
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins an epoch; call it at the end of the one before, so that an epoch in pieces repeats nothing."""
+        """Starts an epoch; call it at the end of the previous one, so that an interrupted epoch repeats nothing."""
         self.epoch, self.processed_num = epoch, 0
         self.reset()
 
@@ -145,16 +142,16 @@ class ElasticSampler:
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:
-        """Returns what `load_state_dict` takes."""
+        """Returns the argument of `load_state_dict`."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Goes to a place, and shares out what is left."""
+        """Restores a position, and redistributes the remaining examples."""
         self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Shares out what is left over the ranks that there are now."""
+        """Redistributes the remaining examples over the current ranks."""
         self.num_replicas, self.rank = topology.size(), topology.rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:
@@ -172,10 +169,10 @@ class ElasticSampler:
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `func(state, ...)` that begins with `state.sync()` and, after an error of all ranks, begins again from
-    the last commit.
+    """Returns `func(state, ...)` that starts with `state.sync()` and, after an error of all ranks, restarts from the
+    last commit.
 
-    Raises: what `func` raises otherwise; HorovodInternalError the third time without a commit in between.
+    Raises: other exceptions of `func`; HorovodInternalError the third time without a commit in between.
     """
 
     @functools.wraps(func)
@@ -207,7 +204,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _kept(value: Any) -> Any:
-    """Returns a copy in host memory that later work cannot change, nor donate."""
+    """Returns a copy in host memory that later work can neither change nor donate."""
     if isinstance(value, ElasticSampler):
         return value.state_dict()
     leaves, form = jax.tree.flatten(value)
@@ -215,7 +212,7 @@ def _kept(value: Any) -> Any:
 
 
 def _given(kept: Any) -> Any:
-    """Returns what `_kept` was given, another copy of it."""
+    """Returns another copy of the argument of `_kept`."""
     form, leaves = kept
     return jax.tree.unflatten(form, [jnp.array(x) if is_jax else copy.deepcopy(x) for x, is_jax in leaves])
 

@@ -1,18 +1,18 @@
-"""The operations that wait, with Horovod's gradients under `jax.grad` outside of jit. They are rules of Horovod, and no
-derivative of a global loss:
+"""The blocking operations, with Horovod's gradients under `jax.grad` outside of jit. These are Horovod's rules, not
+derivatives of a global loss:
 
-| call | gradient with respect to what this rank gave, g what it gets |
+| call | gradient with respect to this rank's input, for the gradient g of its output |
 | --- | --- |
 | allreduce Sum, Average | the same allreduce of g, scales included: size times the mean for Sum, the mean for Average |
 | allgather | this rank's rows of the *mean* of g over ranks |
 | broadcast | the *mean* of g over ranks on the root, zero on others |
-| alltoall | g sent back, where each row came from |
+| alltoall | g sent back to the origin of each row |
 | reducescatter | allgather of g; times size for Sum |
 
-A loss that ranks add up has the sum where these have the mean: scale by `hvd.size()`, or train with `spmdkit train`,
-where gradients are those of the mean over the global batch. Horovod's rules for Min, Max, Product and Adasum reduce g
-in the same way, which is no derivative of anything:
-they raise here. Source: the `backward` functions of horovod/torch/mpi_ops.py (0.28.1).
+A loss that is summed over ranks has the sum where these have the mean: scale by `hvd.size()`, or train with
+`spmdkit train`, where gradients are those of the mean over the global batch. Horovod's rules for Min, Max, Product and
+Adasum reduce g in the same way, which is no derivative: they raise here. Source: the `backward` functions of
+horovod/torch/mpi_ops.py (0.28.1).
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> jax.Array:
-    """Returns the reduction of one array over the ranks, by default the mean; integers are cut towards zero.
+    """Returns the reduction of one array over the ranks, by default the mean; integers are truncated.
 
     Raises:
-        HorovodInternalError: on every rank, when ranks give other shapes, dtypes, scales, or call something else.
+        HorovodInternalError: on every rank, if ranks pass other shapes, dtypes, scales, or call another operation.
     """
     scales = (prescale_factor, postscale_factor)
     return grouped_allreduce([tensor], average, name, compression, op, *scales, process_set)[0]
@@ -74,8 +74,8 @@ def grouped_allreduce(
     def backward(gradients: Sequence[jax.Array]) -> list[jax.Array]:
         if how not in (Sum, Average):
             raise NotImplementedError(
-                f"the gradient of hvd.allreduce with {how.value}: Horovod reduces the gradients with {how.value} too, which is the derivative "
-                f"of nothing. Use jax.lax.stop_gradient around it, or Sum or Average."
+                f"the gradient of hvd.allreduce with {how.value}: Horovod reduces the gradients with {how.value} too, "
+                "which is not a derivative. Use jax.lax.stop_gradient around it, or Sum or Average."
             )
         return synchronize(ops.grouped_allreduce_async(gradients, op=how, **options))
 
@@ -85,7 +85,7 @@ def grouped_allreduce(
 
 
 def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> jax.Array:
-    """Returns the arrays of all ranks one after the other along dim 0, which may differ."""
+    """Returns the arrays of all ranks concatenated along dim 0, which may differ."""
     return grouped_allgather([tensor], name, process_set)[0]
 
 
@@ -110,7 +110,7 @@ def grouped_allgather(
 def broadcast(
     tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> jax.Array:
-    """Returns `root_rank`'s array on every rank, bit for bit. `root_rank` counts all ranks, also in a process set."""
+    """Returns `root_rank`'s array on every rank, bitwise. `root_rank` counts all ranks, also in a process set."""
 
     def forward(array: Any) -> list[jax.Array]:
         return [synchronize(ops.broadcast_async(array, root_rank, name, process_set))]
@@ -126,7 +126,7 @@ def broadcast(
 def alltoall(
     tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Returns the rows that all ranks sent to this one; with `splits`, rows for each rank, also how many came from
+    """Returns the rows that all ranks sent to this one; with `splits`, rows for each rank, also the number of rows from
     each."""
 
     def forward(array: Any) -> list[jax.Array]:
@@ -150,7 +150,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> jax.Array:
-    """Returns this rank's rows of the reduction; where rows do not come out even, the first ranks have one more."""
+    """Returns this rank's rows of the reduction; if rows do not divide evenly, the first ranks have one more."""
     return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
 
 

@@ -1,21 +1,20 @@
-"""What all ranks of a process set want next, agreed before anything is sent: so a mistake is an error on every rank and
-never a hang.
+"""The negotiation of all ranks of a process set before anything is sent: a mistake is an error on every rank and never
+a hang.
 
-Horovod's background thread negotiates by name, so that ranks may ask for operations in any order. Here a rank takes
-part in a *round* when it waits for something. Each rank says everything that it has asked for and not got; the first
-rank of the set collects the lists and answers with all of them; then each rank computes the same decision from the same
-table (`decide`):
+Horovod's background thread negotiates by name, so that ranks may request operations in any order. Here a rank takes
+part in a *round* when it waits for a result. Each rank publishes all its pending requests. The first rank of the set
+collects the lists and publishes all of them. Then each rank computes the same decision from the same table (`decide`):
 
-- an operation that every rank asks for, or all that have not joined, runs; the order is that of the lowest rank's list;
-- one that ranks describe differently (shape, dtype, root, scale, *operation*) is an error on each of them, which says
-  what each has asked;
-- where no operation of a round can run, all wait for something else, and would for ever: an error on each of them. Live
-  Horovod hangs there.
+- an operation that every rank requests, or all that have not joined, runs; the order is that of the lowest rank's list;
+- one that ranks describe differently (shape, dtype, root, scale, *operation*) is an error on each of them, with the
+  request of each;
+- if no operation of a round can run, all ranks wait for different operations: an error on each of them. Horovod hangs
+  there.
 
-The texts go through JAX's coordination service (two short requests a round, 1 to 3 ms on loopback), not through a
-collective: a collective has no limit in time and names nobody. Rounds of different sets do not touch, so sets of
-different ranks work at once.
-Source: horovod/common/controller.cc (ComputeResponseList, ConstructResponse), stall_inspector.cc.
+The messages use JAX's coordination service (two short requests per round, 1 to 3 ms on loopback), not a collective: a
+collective has no timeout and does not name the missing rank. Rounds of different sets are independent, so sets of
+different ranks work concurrently. Source: horovod/common/controller.cc (ComputeResponseList, ConstructResponse),
+stall_inspector.cc.
 """
 
 from __future__ import annotations
@@ -35,14 +34,13 @@ from spmdkit.foundation.timeouts import NEGOTIATION_POLL_S
 
 JOIN = "join"
 COMPARED = ("op", "reduce", "root", "prescale", "postscale", "leaves", "dtypes", "shapes", "rest", "ranks")
-"""What all ranks have to say the same of an operation, in the order in which a difference is told."""
+"""The fields that must be equal on all ranks, in the order in which a difference is reported."""
 
 OFFERED_TO_THE_JOINED = ("Sum", "Average", "Adasum")
 
 
 class HorovodInternalError(RuntimeError):
-    """An operation failed on every rank that took part in it: they asked for different things, or a rank went away or
-    did not come."""
+    """An operation failed on every rank that took part in it: their requests differ, or a rank exited or is missing."""
 
     exit_code = ExitCode.PEER_LOST
 
@@ -55,8 +53,7 @@ class Patience(NamedTuple):
 
     @classmethod
     def of(cls, env: Mapping[str, str]) -> Patience:
-        """Returns what Horovod's variables say; no limit there (0, the default) is ten minutes here, since nothing
-        waits for ever."""
+        """Returns the limits of Horovod's variables; no limit (0, the default) is ten minutes here."""
         return cls(
             float(env.get("HOROVOD_STALL_CHECK_TIME_SECONDS") or cls._field_defaults["warn_s"]),
             float(env.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or 0) or cls._field_defaults["at_most_s"],
@@ -65,7 +62,7 @@ class Patience(NamedTuple):
 
 @dataclass(frozen=True)
 class Blackboard:
-    """Where ranks write what they want: a folder of the coordination service's store, of one `init`."""
+    """The folder of requests in the coordination service's store, of one `init`."""
 
     store: Store
     folder: str
@@ -73,14 +70,14 @@ class Blackboard:
     patience: Patience
 
     def say_failed(self, why: str) -> None:
-        """Tells all ranks that this one is about to end, and why."""
+        """Reports to all ranks that this one is about to exit, and why."""
         try:
             self.store.put(f"{self.folder}/failed/{self.rank}", why, overwrite=True)
         except RendezvousError:
-            return  # there is nobody left to tell
+            return  # the service is gone
 
     def failed(self) -> dict[int, str]:
-        """Returns rank -> why, of those that have said so."""
+        """Returns rank -> reason, of those that have reported their exit."""
         return {int(rank): why for rank, why in self.store.entries(f"{self.folder}/failed").items()}
 
 
@@ -97,10 +94,10 @@ class Rounds:
         self._folder, self._round = f"{board.folder}/{number}", 0
 
     def exchange(self, wants: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-        """Returns rank -> what it wants, the same table on every rank of the set.
+        """Returns rank -> its requests, the same table on every rank of the set.
 
         Raises:
-            HorovodInternalError: on each of them, when one did not come in time, has failed, or the service is gone.
+            HorovodInternalError: on each of them, if one is late, has failed, or the service is gone.
         """
         if len(self._ranks) == 1:
             return {self._board.rank: wants}
@@ -119,8 +116,8 @@ class Rounds:
         return {int(rank): asked for rank, asked in told["wants"].items()}
 
     def _collect(self, folder: str, wants: list[dict[str, Any]]) -> str:
-        """The first rank: waits for the lists of all others, answers, and removes the round before, which everybody has
-        read."""
+        """The first rank: waits for the lists of all others, publishes them, and removes the previous round, which all
+        have read."""
         asked, deadline = {self._ranks[0]: wants}, Deadline(self._board.patience.at_most_s)
         try:
             for rank in self._ranks[1:]:
@@ -135,8 +132,7 @@ class Rounds:
         return answer
 
     def _wait(self, key: str, missing: list[int], wants: list[dict[str, Any]], at_most_s: float) -> str:
-        """Returns what is put under `key`. Raises HorovodInternalError when a rank says that it failed, or after
-        `at_most_s`."""
+        """Returns the value of `key`. Raises HorovodInternalError if a rank reports a failure, or after `at_most_s`."""
         begin, warned = time.monotonic(), False
         while True:
             waited = time.monotonic() - begin
@@ -149,12 +145,13 @@ class Rounds:
             if failed:
                 rank, why = min(failed.items())
                 raise HorovodInternalError(
-                    f"rank {rank} ended ({why}) while {who}. See its output, and start all again."
+                    f"rank {rank} ended ({why}) while {who}. See its output, and restart all ranks."
                 )
             if waited >= at_most_s:
                 raise HorovodInternalError(
-                    f"{who}; {name_processes(missing).replace('process', 'rank')} did not come within {at_most_s:.0f} s. Every rank of a "
-                    f"process set makes the same calls. See where the missing one is, or raise HOROVOD_STALL_SHUTDOWN_TIME_SECONDS."
+                    f"{who}; {name_processes(missing).replace('process', 'rank')} did not call it within "
+                    f"{at_most_s:.0f} s. Every rank of a process set makes the same calls. Look at the missing rank, "
+                    "or raise HOROVOD_STALL_SHUTDOWN_TIME_SECONDS."
                 )
             if waited >= self._board.patience.warn_s and not warned:
                 warned = True
@@ -162,11 +159,10 @@ class Rounds:
 
 
 class Agreed(NamedTuple):
-    """What a round comes to.
+    """The outcome of a round.
 
     Attributes:
-        run: names in the order in which they run, each with what each rank has said of it; None for one that has
-            joined.
+        run: names in the order in which they run, each with the request of each rank; None for one that has joined.
         errors: name -> why it cannot run.
         joined: the ranks that have joined.
         stuck: why nothing of this round can ever run, or None.
@@ -179,7 +175,7 @@ class Agreed(NamedTuple):
 
 
 def decide(wants: Mapping[int, Sequence[Mapping[str, Any]]]) -> Agreed:
-    """Returns what happens with what each rank wants. Pure, so that all ranks decide the same."""
+    """Returns the outcome for the requests of each rank. Pure, so that all ranks decide the same."""
     table = {rank: {want["name"]: dict(want) for want in asked} for rank, asked in wants.items()}
     joined = [rank for rank, asked in table.items() if JOIN in asked]
     names = dict.fromkeys(want["name"] for asked in wants.values() for want in asked if want["name"] != JOIN)
@@ -188,7 +184,7 @@ def decide(wants: Mapping[int, Sequence[Mapping[str, Any]]]) -> Agreed:
     for name in names:
         said = {rank: table[rank].get(name) for rank in table}
         if any(want is None and rank not in joined for rank, want in said.items()):
-            continue  # somebody has not asked for it yet
+            continue  # a rank has not requested it yet
         why = disagreement(name, said)
         if why is None:
             run.append((name, said))
@@ -198,14 +194,14 @@ def decide(wants: Mapping[int, Sequence[Mapping[str, Any]]]) -> Agreed:
     if not run and not errors and len(joined) < len(table):
         asked = "; ".join(f"rank {rank}: {describe(list(asked.values()))}" for rank, asked in table.items())
         stuck = (
-            f"the ranks wait for different operations, and would for ever: {asked}. Every rank of a process set makes the same calls, "
-            f"with the same names. Make the call that one has and another has not on all of them."
+            f"the ranks wait for different operations, and would indefinitely: {asked}. Every rank of a process set "
+            "makes the same calls, with the same names. Make the missing call on all ranks."
         )
     return Agreed(run, errors, joined, stuck)
 
 
 def disagreement(name: str, said: Mapping[int, dict[str, Any] | None]) -> str | None:
-    """Returns why an operation cannot run, naming what each rank has said; None where it can."""
+    """Returns why an operation cannot run, with the request of each rank; None if it can."""
     present = {rank: want for rank, want in said.items() if want is not None}
     faults = {rank: want["fault"] for rank, want in present.items() if "fault" in want}
     if faults:
@@ -222,28 +218,28 @@ def disagreement(name: str, said: Mapping[int, dict[str, Any] | None]) -> str | 
                 "leaves": "names of leaves",
             }
             what = names.get(key, key)
-            return f"mismatched {what}: {told}. All ranks have to say the same."
+            return f"mismatched {what}: {told}. All ranks must pass the same."
     first = next(iter(present.values()))
     offered = first["op"] == "allreduce" and first["reduce"] in OFFERED_TO_THE_JOINED
     if len(present) < len(said) and not offered:
         gone = [rank for rank, want in said.items() if want is None]
         what = first["op"] if first.get("reduce") is None else f"{first['op']} with {first['reduce']}"
         return (
-            f"{what} is not supported while ranks have joined, found {gone}: they have nothing to give but zeros. Only allreduce with Sum, "
-            f"Average or Adasum is. Make the call before the first rank joins."
+            f"{what} is not supported while ranks have joined, found {gone}: they contribute zeros only. Only "
+            "allreduce with Sum, Average or Adasum is. Make the call before the first rank joins."
         )
     return None
 
 
 def _of_its_own(rank: int, present: Mapping[int, Mapping[str, Any]]) -> str:
-    """Returns the names of leaves that this rank has and not all others have, in words."""
+    """Returns the names of leaves that this rank has and not all others have, as text."""
     of_ranks = [set(want.get("leaves") or ()) for want in present.values()]
     own = [name for name in present[rank].get("leaves") or () if any(name not in names for names in of_ranks)]
     return f" with {', '.join(own[:3])}{' ...' if len(own) > 3 else ''}" if own else ""
 
 
 def describe(wants: Sequence[Mapping[str, Any]]) -> str:
-    """Returns `allreduce Sum float32[3,2] 'loss'` for what a rank wants."""
+    """Returns `allreduce Sum float32[3,2] 'loss'` for a request."""
     return " and ".join(_described(want) for want in wants) or "nothing"
 
 

@@ -1,8 +1,7 @@
-"""Python objects and pytrees between ranks, as JSON and arrays: never pickle, which would run what another process
-sends.
+"""Python objects and pytrees between ranks, as JSON and arrays: never pickle, which would run code of another process.
 
-What goes through: None, bool, int, float, str, bytes, list, tuple, dict with keys of these, numpy scalars and arrays,
-JAX arrays (which arrive as numpy). What has no plain form in JSON is an object of one key, `!` and its kind. Source:
+Supported: None, bool, int, float, str, bytes, list, tuple, dict with keys of these, numpy scalars and arrays, JAX
+arrays (which arrive as numpy). Types without a JSON form are an object of one key, `!` and its kind. Source:
 horovod/torch/functions.py, with cloudpickle there.
 """
 
@@ -24,8 +23,8 @@ from spmdkit.horovod.queue import synchronize
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Returns `root_rank`'s object on every rank. Raises TypeError there for what has no form in JSON, with its place;
-    the others get `HorovodInternalError`."""
+    """Returns `root_rank`'s object on every rank. Raises TypeError there for an object without a JSON form, with its
+    path; the others raise `HorovodInternalError`."""
     is_root, text, error = process_set.queue().rank == root_rank, b"", None
     if is_root:
         try:
@@ -55,7 +54,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> Any:
     """Returns `root_rank`'s values of a pytree of arrays and numbers on every rank, in one program. Arrays do not
-    change in place: keep what is returned."""
+    change in place: use the result."""
     leaves, form = jax.tree.flatten(params)
     handle = ops.broadcast_all_async(leaves, root_rank, process_set=process_set, leaves=ops.names_of(params))
     values = synchronize(handle)
@@ -66,10 +65,10 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
 def broadcast_optimizer_state(
     optimizer: Any, root_rank: int, model: Any = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Returns `root_rank`'s optimizer state, a pytree as optax's `init` makes it, on every rank.
+    """Returns `root_rank`'s optimizer state, a pytree of optax's `init`, on every rank.
 
-    An optax transformation itself holds no state: it is made from parameters, which `broadcast_parameters` has made
-    equal, and comes back as it is. `model` is Horovod's and has no meaning here.
+    An optax transformation itself has no state: it is made from parameters, which `broadcast_parameters` has made
+    equal, and is returned unchanged. `model` exists in Horovod and is ignored.
     """
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
         return optimizer
@@ -77,7 +76,7 @@ def broadcast_optimizer_state(
 
 
 def encoded(obj: Any) -> bytes:
-    """Returns an object as JSON. Raises TypeError with the place of what has no form in it."""
+    """Returns an object as JSON. Raises TypeError with the path of an object without a JSON form."""
     return json.dumps(_plain(obj, "the object"), allow_nan=True).encode()
 
 
@@ -107,8 +106,8 @@ def _plain(obj: Any, place: str) -> Any:
             data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
             return {"!array": [str(array.dtype), list(array.shape), data, isinstance(obj, np.generic)]}
     raise TypeError(
-        f"{place} is a {type(obj).__name__}, which has no form in JSON. Objects between ranks are None, numbers, str, bytes, list, tuple, dict "
-        f"and arrays; they are not pickled. Send what it is made of, and make it again on each rank."
+        f"{place} is a {type(obj).__name__}, which has no JSON form. Objects between ranks are None, numbers, str, "
+        "bytes, list, tuple, dict and arrays; they are not pickled. Send its parts, and rebuild it on each rank."
     )
 
 
@@ -132,6 +131,5 @@ def _object(plain: Any) -> Any:
 
 
 def _padded(text: bytes) -> bytes:
-    """Returns a line of a power of two of bytes, so that few programs are compiled; JSON holds no line ends, and does
-    not mind spaces."""
+    """Returns a line padded to a power of two of bytes, so that few programs are compiled; JSON ignores the spaces."""
     return text.ljust((1 << max(8, len(text).bit_length())) - 1) + b"\n"

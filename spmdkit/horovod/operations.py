@@ -1,9 +1,9 @@
 """The operations: allreduce, allgather, broadcast, alltoall, reducescatter, grouped and asynchronous forms, barrier and
 join.
 
-They take numpy or JAX arrays and return JAX arrays of this process, in the dtype that was given; 64 bits need
-`jax_enable_x64`. They are called outside of `jax.jit`, where ranks can meet. Their gradients are in gradients.py.
-Source: horovod/torch/mpi_ops.py (Horovod 0.28.1); what its tests assert is in tests/horovod.
+They accept numpy or JAX arrays and return JAX arrays of this process, in the input dtype; 64 bits need
+`jax_enable_x64`. They are called outside of `jax.jit`, where ranks can synchronize. Their gradients are in
+gradients.py. Source: horovod/torch/mpi_ops.py (Horovod 0.28.1); the assertions of its tests are in tests/horovod.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spmdkit.horovod.queue import Handle
 
 
 class ReduceOp(enum.StrEnum):
-    """How `allreduce` and `reducescatter` combine what the ranks give."""
+    """How `allreduce` and `reducescatter` combine the inputs of the ranks."""
 
     Average = "Average"
     Sum = "Sum"
@@ -48,7 +48,7 @@ def grouped_allreduce_async(
 ) -> Handle:
     """Returns a handle of the reductions of several arrays, which run together in one program or not at all.
 
-    `leaves`: their names in a tree, which ranks have to share: Horovod waits for ever where they do not.
+    `leaves`: their names in a tree, which must be equal on all ranks: Horovod waits indefinitely otherwise.
     """
     how, queue = chosen(op, average), process_set.queue()
     if how == Adasum:
@@ -72,8 +72,8 @@ def grouped_allgather_async(
     process_set: ProcessSet = global_process_set,
     error: Exception | None = None,
 ) -> Handle:
-    """Returns a handle of the concatenations of several arrays. `error`: what is wrong on this rank, raised here and
-    told to the others."""
+    """Returns a handle of the concatenations of several arrays. `error`: the error of this rank's call, raised here and
+    reported to the others."""
     arrays = [local_array(x, "allgather") for x in tensors]
     scalar = any(x.ndim == 0 for x in arrays)
     if scalar:
@@ -92,14 +92,14 @@ def broadcast_all_async(
 ) -> Handle:
     """Returns a handle of several arrays of one rank on all of them.
 
-    `error`: what is wrong on this rank, raised here and told to the others; `leaves`: names of the arrays in a tree,
-        which ranks have to share.
+    `error`: the error of this rank's call, raised here and reported to the others; `leaves`: names of the arrays in a
+    tree, equal on all ranks.
     """
     queue = process_set.queue()
     arrays = [local_array(x, "broadcast") for x in tensors]
     if root_rank not in queue.ranks:
         error = ValueError(
-            f"broadcast from root_rank {root_rank}, which is none of the ranks {queue.ranks}. Name one of them."
+            f"broadcast from root_rank {root_rank}, which is not one of the ranks {queue.ranks}. Name one of them."
         )
     want = {"op": "broadcast", "root": int(root_rank), **shapes_of(arrays), **named(leaves)}
     return queue.ask(want, arrays, name, error)
@@ -108,7 +108,7 @@ def broadcast_all_async(
 def alltoall_async(
     tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Returns a handle of (what all ranks sent to this one, how many rows each sent)."""
+    """Returns a handle of (the rows that all ranks sent to this one, the number of rows from each)."""
     queue = process_set.queue()
     x = local_array(tensor, "alltoall")
     numbers, error = splits_of(x, splits, len(queue.ranks))
@@ -129,10 +129,11 @@ def grouped_reducescatter_async(
     error: Exception | None = None
     if op not in (Sum, Average):
         error = ValueError(
-            f"reducescatter with op={op}: it takes hvd.Sum or hvd.Average. Use allreduce, and keep this rank's rows."
+            f"reducescatter with op={op}: it supports hvd.Sum and hvd.Average. Use allreduce, and select this rank's "
+            "rows."
         )
     elif any(x.ndim == 0 for x in arrays):
-        error = ValueError("tried to reducescatter a scalar: there are no rows to share out. Use allreduce.")
+        error = ValueError("tried to reducescatter a scalar: it has no rows. Use allreduce.")
     else:
         error = next((why for x in arrays if (why := unfit(x, "reducescatter", op)) is not None), None)
     scales = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
@@ -162,25 +163,24 @@ def reducescatter_async(tensor: Any, *args: Any, **options: Any) -> Handle:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Returns when every rank of the set is here. Raises HorovodInternalError with the missing ones after the wait's
-    limit."""
+    """Returns when every rank of the set has called it. Raises HorovodInternalError with the missing ones after the
+    time limit."""
     queue = process_set.queue()
     queue.wait(queue.ask({"op": "barrier"}))
 
 
 def join(device: int = -1) -> int:
-    """Says that this rank has no more data; until all have said so it gives zeros to the allreduces of the others,
-    which divide by all ranks.
+    """Declares that this rank has no more data; until all ranks have joined it contributes zeros to the allreduces of
+    the others, which divide by all ranks.
 
-    `device` is Horovod's and has no meaning here. Returns the rank that joined last, the same on every rank; the
-    highest of several that came in one round.
+    `device` exists in Horovod and is ignored. Returns the rank that joined last, the same on every rank; the highest of
+    several in one round.
     """
     return global_process_set.queue().join()
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Returns a process set that is open, made by all ranks with the same ranks. Raises ValueError for a set that is
-    open already."""
+    """Returns an open process set, created by all ranks with the same ranks. Raises ValueError if it is open already."""
     wanted = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     queue = global_process_set.queue()
     queue.wait(queue.ask({"op": "add_process_set", "ranks": wanted.ranks}))
@@ -188,7 +188,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Closes a process set on all ranks; returns whether it was open. The global one stays."""
+    """Closes a process set on all ranks; returns whether it was open. The global one stays open."""
     number = process_set.process_set_id
     if number is None or number == 0:
         return False
@@ -200,7 +200,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def chosen(op: ReduceOp | None, average: bool | None) -> ReduceOp:
-    """Returns the reduction that `op`, or the old `average`, asks for."""
+    """Returns the reduction of `op`, or of the old `average`."""
     if op is not None and average is not None:
         raise ValueError("The op parameter supersedes average. Please provide only one of them.")
     if average is not None:
@@ -215,30 +215,32 @@ def refuse_traced(tree: Any, what: str) -> None:
     for x in jax.tree.leaves(tree):
         if isinstance(x, jax.core.Tracer):
             raise NotImplementedError(
-                f"hvd.{what} was called while JAX traces a function (jit, vmap, scan, shard_map): found {x.aval}. Ranks meet when the "
-                f"program runs, once for each call, and a trace is not a run. Compute gradients in the jitted function and call hvd outside "
-                f"of it, or train with `spmdkit train`, where the whole step is one program and reduces inside of it."
+                f"hvd.{what} was called while JAX traces a function (jit, vmap, scan, shard_map): found {x.aval}. "
+                "Ranks synchronize when the program runs, once for each call, and not in a trace. Compute gradients "
+                "in the jitted function and call hvd outside of it, or train with `spmdkit train`, where the whole "
+                "step is one program and reduces inside of it."
             )
 
 
 def local_array(x: Any, what: str) -> jax.Array:
-    """Returns what is given as an array of this process.
+    """Returns the argument as an array of this process.
 
     Raises: NotImplementedError inside of jit, vmap and the like; ValueError for an array of several processes, and
-        integers that do not fit.
+    integers that do not fit.
     """
     refuse_traced(x, what)
     if isinstance(x, jax.Array):
         if not x.is_fully_addressable:
             raise ValueError(
-                f"hvd.{what} of an array {x.dtype}{list(x.shape)} that is spread over several processes. A rank gives an array of its own. "
-                f"Use x.addressable_shards, or leave the reduction to jit."
+                f"hvd.{what} of an array {x.dtype}{list(x.shape)} that is sharded over several processes. A rank "
+                "passes a local array. Use x.addressable_shards, or leave the reduction to jit."
             )
         return x
     whole = np.asarray(x)
     if whole.dtype.kind not in "biufc" and not jnp.issubdtype(whole.dtype, jnp.floating):
         raise ValueError(
-            f"hvd.{what} of {type(x).__name__} ({whole.dtype}). It takes arrays of numbers. Use hvd.allgather_object for objects."
+            f"hvd.{what} of {type(x).__name__} ({whole.dtype}). It needs arrays of numbers. Use hvd.allgather_object "
+            "for objects."
         )
     narrow = jax.dtypes.canonicalize_dtype(whole.dtype)
     if (
@@ -248,14 +250,14 @@ def local_array(x: Any, what: str) -> jax.Array:
         and not np.array_equal(whole.astype(narrow), whole)
     ):
         raise ValueError(
-            f"hvd.{what} of {whole.dtype} with values up to {np.abs(whole).max()}: JAX makes it {narrow}, which does not hold them. "
-            f"Call jax.config.update('jax_enable_x64', True) first."
+            f"hvd.{what} of {whole.dtype} with values up to {np.abs(whole).max()}: JAX converts it to {narrow}, which "
+            "does not hold them. Call jax.config.update('jax_enable_x64', True) first."
         )
     return jnp.asarray(whole, narrow)
 
 
 def named(leaves: Sequence[str] | None) -> dict[str, list[str]]:
-    """Returns what the other ranks are told of names of leaves: nothing, where there are none."""
+    """Returns the fields of a request for the names of leaves: empty without names."""
     return {} if leaves is None else {"leaves": list(leaves)}
 
 
@@ -265,7 +267,7 @@ def names_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[st
 
 
 def unfit(x: jax.Array, what: str, how: ReduceOp) -> Exception | None:
-    """Returns why a reduction does not take an array, or None."""
+    """Returns why a reduction does not support an array, or None."""
     floating = jnp.issubdtype(x.dtype, jnp.floating)
     if x.dtype == jnp.bool_ or (how == Adasum and not floating) or (how in (Min, Max) and jnp.iscomplexobj(x)):
         return ValueError(
@@ -275,13 +277,13 @@ def unfit(x: jax.Array, what: str, how: ReduceOp) -> Exception | None:
 
 
 def splits_of(x: jax.Array, splits: Any, num: int) -> tuple[list[int], Exception | None]:
-    """Returns (rows for each rank, what is wrong with them)."""
+    """Returns (rows for each rank, the error in them)."""
     wrong = lambda why: ([0] * num, ValueError(f"alltoall of {list(x.shape)} over {num} ranks: {why}"))
     if x.ndim == 0:
         return wrong("a scalar has no rows to send. Reshape it to (1,).")
     if splits is None:
         if x.shape[0] % num:
-            return wrong(f"the first dim, {x.shape[0]}, is not a multiple of the number of ranks. Give splits=.")
+            return wrong(f"the first dim, {x.shape[0]}, is not a multiple of the number of ranks. Pass splits=.")
         return [x.shape[0] // num] * num, None
     numbers = np.asarray(splits)
     if numbers.dtype.kind not in "iu" or numbers.ndim != 1:
@@ -296,5 +298,5 @@ def splits_of(x: jax.Array, splits: Any, num: int) -> tuple[list[int], Exception
 
 
 def shapes_of(arrays: Sequence[jax.Array]) -> dict[str, Any]:
-    """Returns what is told of arrays that have to be alike on all ranks."""
+    """Returns the fields of a request for arrays that must be equal on all ranks."""
     return {"dtypes": [str(x.dtype) for x in arrays], "shapes": [list(x.shape) for x in arrays]}

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: an optax transformation whose gradients are reduced over the ranks, outside of jit;
+"""`DistributedOptimizer`: an optax transformation that reduces its gradients over the ranks, outside of jit;
 `sparse_allreduce_async`.
 
 Source: horovod/torch/optimizer.py, horovod/tensorflow/gradient_aggregation.py (Horovod 0.28.1).
@@ -39,8 +39,7 @@ class DistributedState(NamedTuple):
 
 
 class Distributed(optax.GradientTransformationExtraArgs):
-    """What `DistributedOptimizer` returns. Methods of Horovod's own that mean nothing here say why when they are
-    called."""
+    """The result of `DistributedOptimizer`. Methods of Horovod without a meaning here raise with the reason."""
 
     __slots__ = ()
 
@@ -61,22 +60,21 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     average_aggregated_gradients: bool = False,
 ) -> Distributed:
-    """Returns a transformation that reduces all gradients in one program, then does what `optimizer` does, compiled.
+    """Returns a transformation that reduces all gradients in one program, then applies `optimizer`, compiled.
 
     Its `update` is called outside of jit, by every rank of the process set at the same step. A BCOO leaf is sent as
-    rows and places, and dense from there on. With Adasum it is the update of `optimizer` that is combined, as in
-    Horovod.
+    rows and indices, and is dense afterwards. With Adasum the update of `optimizer` is combined, as in Horovod.
 
     Args:
-        named_parameters: names and values of all leaves, checked and otherwise without meaning.
-        backward_passes_per_step: calls that are added up on this rank before one reduction; the others return updates
-            of zero.
+        named_parameters: names and values of all leaves; checked and otherwise unused.
+        backward_passes_per_step: calls that are summed on this rank before one reduction; the others return updates of
+            zero.
         gradient_predivide_factor: with Average, gradients are divided by it before the sum, and multiplied after.
-        num_groups, groups: must be left out: all gradients are one group already.
-        sparse_as_dense: True sends a sparse gradient in full.
-        process_set: whose ranks reduce; others update for themselves.
+        num_groups, groups: must be omitted: all gradients are one group already.
+        sparse_as_dense: True sends a sparse gradient as a dense one.
+        process_set: the ranks that reduce; others update independently.
         average_aggregated_gradients: True divides by the passes, as TensorFlow's does on request; torch's never does.
-    Raises: ValueError as Horovod does for the same arguments; HorovodInternalError where ranks give other gradients.
+    Raises: ValueError as Horovod does for the same arguments; HorovodInternalError if ranks pass other gradients.
     """
     _check(compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups)
     names = None if named_parameters is None else checked_names(named_parameters)
@@ -119,8 +117,7 @@ def reduced(
     sparse_as_dense: bool,
     process_set: ProcessSet,
 ) -> Any:
-    """Returns the gradients reduced over the ranks of a process set: dense ones together, sparse ones each by its
-    rows."""
+    """Returns the gradients reduced over the ranks of a process set: dense ones together, each sparse one by its rows."""
     if not process_set.included():
         return dense(gradients)
     leaves, form = jax.tree.flatten(gradients, is_leaf=_is_sparse)
@@ -147,14 +144,14 @@ def sparse_allreduce_async(
     tensor: sparse.BCOO, name: str, op: ReduceOp, process_set: ProcessSet = global_process_set
 ) -> Callable[[], sparse.BCOO]:
     """Returns a function that returns the sum (hvd.Average: the mean) as a sparse array: the entries of all ranks, each
-    at its place, not added up.
+    at its index, not summed.
 
-    Wire: what each rank has, to all others: `(N-1)` times the longest; less than dense while all ranks together hold
-        few entries.
+    Wire: each rank's entries, to all others: `(N-1)` times the longest; less than dense while all ranks together hold
+    few entries.
     """
     if op not in (ops.Sum, Average):
         raise NotImplementedError(
-            f"a sparse allreduce with {op}: it gathers entries, which can be added up. Use hvd.Sum or hvd.Average."
+            f"a sparse allreduce with {op}: it gathers entries, which can be summed. Use hvd.Sum or hvd.Average."
         )
     of_values = ops.allgather_async(tensor.data, f"{name}.values", process_set)
     of_indices = ops.allgather_async(tensor.indices, f"{name}.indices", process_set)
@@ -174,7 +171,7 @@ def dense(tree: Any) -> Any:
 
 
 def checked_names(named_parameters: Iterable[Any]) -> list[str]:
-    """Returns the names. Raises ValueError for what are no pairs, and for a name that is there twice."""
+    """Returns the names. Raises ValueError for entries that are not pairs, and for a duplicate name."""
     pairs = list(named_parameters)
     if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
         raise ValueError("named_parameters should be a sequence of tuples (name, parameter), as params.items() gives.")
@@ -189,13 +186,13 @@ def _check_all_named(names: list[str] | None, params: Any) -> None:
     num_leaves = len(jax.tree.leaves(params))
     if names is not None and len(names) != num_leaves:
         raise ValueError(
-            f"named_parameters was specified, but one or more model parameters were not named: {len(names)} names for {num_leaves} "
-            f"leaves. Name all, or leave named_parameters out."
+            f"named_parameters was specified, but one or more model parameters were not named: {len(names)} names for "
+            f"{num_leaves} leaves. Name all, or omit named_parameters."
         )
 
 
 def _check(compression: Any, passes: int, op: ReduceOp, predivide: float, num_groups: int, groups: Any) -> None:
-    """Raises ValueError for arguments that Horovod refuses, and for those that mean nothing here."""
+    """Raises ValueError for arguments that Horovod rejects, and for those without a meaning here."""
     if predivide != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if passes <= 0:
@@ -204,11 +201,11 @@ def _check(compression: Any, passes: int, op: ReduceOp, predivide: float, num_gr
         raise ValueError(f"op={op!r}: gradients are combined with hvd.Average, hvd.Sum or hvd.Adasum.")
     if num_groups or groups is not None:
         raise NotImplementedError(
-            "hvd.DistributedOptimizer(groups=...): groups say which gradients are reduced together while others are still computed. Here all "
-            "are there when update is called, and are one group. Leave it out."
+            "hvd.DistributedOptimizer(groups=...): groups select gradients that are reduced together while others "
+            "are still computed. Here all gradients exist when update is called, and are one group. Omit it."
         )
     if op == Adasum and compression is not Compression.none:
-        warnings.warn("Adasum of updates in float16 loses small ones; Compression.none keeps them.", stacklevel=3)
+        warnings.warn("Adasum of updates in float16 loses small ones; Compression.none preserves them.", stacklevel=3)
 
 
 def _is_sparse(x: Any) -> bool:

@@ -1,5 +1,5 @@
-"""`ProcessSet`: ranks that operate together, each set with a mesh, rounds and a queue of its own; sets of different
-ranks work at once.
+"""`ProcessSet`: ranks that operate together. Each set has its own mesh, rounds and queue, so sets of different ranks
+work concurrently.
 
 Source: horovod/common/process_sets.py (Horovod 0.28.1).
 """
@@ -16,7 +16,7 @@ class ProcessSet:
     """A set of ranks. `process_set_id` is None until `hvd.init(process_sets=[...])` or `hvd.add_process_set` has opened
     it.
 
-    Raises: ValueError for what are no ranks.
+    Raises: ValueError for arguments that are not ranks.
     """
 
     process_set_id: int | None = None
@@ -25,8 +25,8 @@ class ProcessSet:
     def __init__(self, ranks: Sequence[int]):
         if isinstance(ranks, str) or any(isinstance(r, bool) or not isinstance(r, int) for r in ranks):
             raise ValueError(
-                f"ProcessSet({ranks!r}): it is initialized with a list of ranks, which are integers. An MPI communicator has no meaning "
-                f"here, since JAX's processes meet without MPI. Try ProcessSet([0, 1])."
+                f"ProcessSet({ranks!r}): it is initialized with a list of ranks, which are integers. An MPI "
+                "communicator has no meaning here, since JAX's processes do not use MPI. Try ProcessSet([0, 1])."
             )
         self.ranks: list[int] = sorted(ranks)
 
@@ -36,7 +36,7 @@ class ProcessSet:
         self._queue = Queue(board, number, ranks) if board.rank in ranks else None
 
     def close(self) -> None:
-        """Ends the set; what was asked and not got is given up."""
+        """Closes the set; pending requests are dropped."""
         if self._queue is not None:
             self._queue.fail("Horovod has been shut down, or the process set was removed")
         self.process_set_id = self._queue = None
@@ -46,7 +46,7 @@ class ProcessSet:
         return None if self.process_set_id is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """Returns the place of this process in the set, or None while the set is not open or this process is not in
+        """Returns the position of this process in the set, or None while the set is not open or this process is not in
         it."""
         if self.process_set_id is None or self._rank not in self.ranks:
             return None
@@ -57,7 +57,7 @@ class ProcessSet:
         return None if self.process_set_id is None else self._rank in self.ranks
 
     def queue(self) -> Queue:
-        """Returns what operations of the set go through. Raises ValueError where it is not open, or this process is not
+        """Returns the queue of the set's operations. Raises ValueError if the set is not open, or this process is not
         in it."""
         if self.process_set_id is None:
             what = (
@@ -66,11 +66,12 @@ class ProcessSet:
                 else f"{self} is not open"
             )
             raise ValueError(
-                f"{what}. A process set is given to hvd.init(process_sets=[...]) or hvd.add_process_set first."
+                f"{what}. Pass the process set to hvd.init(process_sets=[...]) or hvd.add_process_set first."
             )
         if self._queue is None:
             raise ValueError(
-                f"rank {self._rank} is not in {self}. Operations of a set are called by its ranks alone. Guard the call with included()."
+                f"rank {self._rank} is not in {self}. Only ranks of a set call its operations. Guard the call with "
+                "included()."
             )
         return self._queue
 

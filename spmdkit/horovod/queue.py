@@ -1,4 +1,4 @@
-"""What a rank has asked of a process set and not got yet: `Handle` and `Queue`. Operations run in the rounds of
+"""The pending requests of a rank in a process set: `Handle` and `Queue`. Operations run in the rounds of
 negotiation.py."""
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from spmdkit.horovod.negotiation import JOIN, Blackboard, HorovodInternalError, 
 
 
 class Handle:
-    """One asynchronous operation: its result, later. For `poll` and `synchronize`.
+    """One asynchronous operation and its future result. For `poll` and `synchronize`.
 
     Args:
-        want: what the other ranks are told of it.
-        arrays: what this rank gives.
+        want: the request that the other ranks see.
+        arrays: this rank's input.
     """
 
     def __init__(self, queue: Queue, want: dict[str, Any], arrays: list[jax.Array], error: Exception | None = None):
@@ -28,21 +28,21 @@ class Handle:
         self.is_done = self._is_of_one = False
 
     def of_one(self) -> Handle:
-        """Returns this handle, whose result is the one array of its group."""
+        """Returns this handle with the one array of its group as its result."""
         self._is_of_one = True
         return self
 
     def finish(self, result: Any) -> None:
-        """Keeps the result; the arrays that were given are let go."""
+        """Stores the result and releases the input arrays."""
         self.result, self.arrays, self.is_done = result[0] if self._is_of_one else result, [], True
 
     def fail(self, why: str) -> None:
-        """Keeps the error: this rank's own mistake as it is, otherwise what was told to all."""
+        """Stores the error: this rank's own mistake unchanged, otherwise the message for all ranks."""
         self.error, self.arrays, self.is_done = self._own_error or HorovodInternalError(why), [], True
 
 
 class Queue:
-    """What was asked of one process set, in order, and the rounds in which it is done."""
+    """The requests to one process set, in order, and the rounds in which they run."""
 
     def __init__(self, board: Blackboard, number: int, ranks: Sequence[int]):
         self.ranks, self.rank = list(ranks), board.rank
@@ -58,10 +58,10 @@ class Queue:
         name: str | None = None,
         error: Exception | None = None,
     ) -> Handle:
-        """Returns the handle of an operation that runs in a round to come.
+        """Returns the handle of an operation that runs in a later round.
 
-        `error`: what is wrong with the call on this rank; it is raised here, and told to the others, which would wait.
-        Raises: ValueError where an operation of this name is under way.
+        `error`: the error of the call on this rank; it is raised here, and reported to the others, which would wait.
+        Raises: ValueError if an operation of this name is pending.
         """
         if name is None:
             name = f"noname.{self._num_unnamed}"
@@ -69,7 +69,8 @@ class Queue:
         if name in self._asked:
             raise ValueError(
                 f"Requested to {want['op']} an array with the same name as another that is being processed: {name!r}. "
-                f"A name is used again after its result was taken. Call hvd.synchronize first, or use another name."
+                "A name can be used again after its result was returned. Call hvd.synchronize first, or use another "
+                "name."
             )
         fault = {} if error is None else {"fault": str(error)}
         handle = Handle(self, {"name": name, **want, **fault}, list(arrays), error)
@@ -77,8 +78,8 @@ class Queue:
         return handle
 
     def wait(self, handle: Handle) -> Any:
-        """Returns the result of an operation, taking part in rounds until it has run. Raises HorovodInternalError where
-        it cannot."""
+        """Returns the result of an operation, taking part in rounds until it has run. Raises HorovodInternalError if it
+        cannot run."""
         while not handle.is_done:
             self.step()
         if handle.error is not None:
@@ -86,18 +87,18 @@ class Queue:
         return handle.result
 
     def join(self) -> int:
-        """Serves the others with zeros until all have joined; returns the rank that joined last, the highest of those
-        that did in one round."""
+        """Contributes zeros until all have joined; returns the rank that joined last, the highest of those in one
+        round."""
         return int(self.wait(self.ask({"op": JOIN}, name=JOIN)))
 
     def fail(self, why: str) -> None:
-        """Gives up all that was asked."""
+        """Drops all requests."""
         for handle in self._asked.values():
             handle.fail(why)
         self._asked.clear()
 
     def step(self) -> None:
-        """One exchange, and what it decides."""
+        """One exchange, and its outcome."""
         wants = [handle.want | {"unnamed": self._num_unnamed} for handle in self._asked.values()]
         try:
             table = self._rounds.exchange(wants)
@@ -113,7 +114,7 @@ class Queue:
         for rank in decision.joined:
             self._joined.setdefault(rank, self._num_rounds)
         if decision.stuck is not None or len(decision.joined) == len(self.ranks):
-            # Unnamed calls are counted alike again: ranks may have made different numbers of them.
+            # Unnamed calls are numbered equally again: ranks may have made different numbers of them.
             self._num_unnamed = max(want["unnamed"] for asked in table.values() for want in asked)
         if len(decision.joined) == len(self.ranks):
             self._asked.pop(JOIN).finish(max(self._joined, key=lambda rank: (self._joined[rank], rank)))
@@ -122,13 +123,13 @@ class Queue:
             joined = self._asked.pop(JOIN, None)
             self.fail(decision.stuck)
             if joined is not None:
-                self._asked[JOIN] = joined  # it goes on serving those that catch the error
+                self._asked[JOIN] = joined  # the rank continues to serve those that catch the error
 
     def _run(self, handle: Handle | None, said: dict[int, dict[str, Any] | None]) -> None:
         """Runs an operation; a rank that has joined takes part without a handle."""
         try:
             result = self._wire.run(None if handle is None else handle.arrays, said)
-        except (RuntimeError, ValueError) as error:  # of XLA: a peer that went away in the middle
+        except (RuntimeError, ValueError) as error:  # an error of XLA: a peer exited in the middle
             if handle is not None:
                 handle.fail(f"{handle.want['op']} {handle.want['name']!r} failed on rank {self.rank}: {error}")
         else:
@@ -137,7 +138,7 @@ class Queue:
 
 
 def synchronize(handle: Handle) -> Any:
-    """Returns the result of an asynchronous operation when it is there. Raises HorovodInternalError where it failed."""
+    """Returns the result of an asynchronous operation when it is available. Raises HorovodInternalError if it failed."""
     result = handle.queue.wait(handle)
     try:
         return jax.block_until_ready(result)
@@ -146,8 +147,7 @@ def synchronize(handle: Handle) -> Any:
 
 
 def poll(handle: Handle) -> bool:
-    """Returns whether the result is there. It takes part in a round, so it waits until the other ranks wait for
-    something too."""
+    """Returns whether the result is available. It takes part in a round, so it waits until the other ranks wait too."""
     if not handle.is_done:
         handle.queue.step()
     leaves = jax.tree.leaves(handle.result)

@@ -1,5 +1,5 @@
-"""Who is here: `init`, `rank`, `size`, and the same within a host (`local_`) and across hosts (`cross_`). One process
-is one rank.
+"""The ranks of the job: `init`, `rank`, `size`, and the same within a host (`local_`) and across hosts (`cross_`). One
+process is one rank.
 
 Source: horovod/common/basics.py (Horovod 0.28.1).
 """
@@ -24,11 +24,11 @@ _init_count = itertools.count()
 
 @dataclass
 class World:
-    """What one `init` has found, until `shutdown`.
+    """The state of one `init`, until `shutdown`.
 
     Attributes:
         hosts: the host of each rank.
-        sets: process set id -> set; 0 is the global one. Ids count up and are not used again.
+        sets: process set id -> set; 0 is the global one. Ids count up and are not reused.
     """
 
     cluster: Cluster
@@ -43,15 +43,15 @@ _is_left_to_us = False
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | None = None) -> None:
-    """Meets the other processes: those of `spmdkit launch`, Slurm, torchrun or any dialect of `spmdkit.cluster`. Again:
-    does nothing.
+    """Joins the other processes: those of `spmdkit launch`, Slurm, torchrun or any environment of `spmdkit.cluster`. A
+    second call does nothing.
 
     Args:
         comm: ranks to work with; all of them, since JAX's devices are those of all processes.
-        process_sets: sets of ranks that operations may be restricted to, the same list on every rank.
+        process_sets: sets of ranks for restricted operations, the same list on every rank.
     Raises:
         ConfigError: JAX has computed before, or the environment contradicts itself.
-        RendezvousError: processes did not come.
+        RendezvousError: processes are missing.
     """
     global _world
     if _world is not None:
@@ -60,8 +60,9 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     cluster = join(detect_cluster(os.environ), "auto", collective_timeout_s=patience.at_most_s)
     if comm is not None and sorted(comm) != list(range(cluster.num_processes)):
         raise ValueError(
-            f"hvd.init(comm={list(comm)}) in {cluster.num_processes} processes: JAX's devices are those of all processes that were "
-            f"started, so all are ranks. Start as many processes as there should be ranks, or use process sets for some of them."
+            f"hvd.init(comm={list(comm)}) in {cluster.num_processes} processes: JAX's devices are those of all "
+            "processes that were started, so all are ranks. Start as many processes as there should be ranks, or use "
+            "process sets for some of them."
         )
     store, folder = cluster.board("horovod")
     board = Blackboard(store, f"{folder}/{next(_init_count)}", cluster.process_index, patience)
@@ -78,8 +79,8 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
 
 
 def shutdown() -> None:
-    """Ends what `init` began; `init` may follow. What was not synchronized is given up. The processes stay joined until
-    they end: arrays live on."""
+    """Ends the session of `init`; `init` may follow. Pending operations are dropped. The processes stay joined until
+    they exit: arrays stay valid."""
     global _world
     if _world is not None:
         for process_set in _world.sets.values():
@@ -88,20 +89,20 @@ def shutdown() -> None:
 
 
 def world() -> World:
-    """Returns what `init` has found. Raises ValueError before it, as Horovod does."""
+    """Returns the state of `init`. Raises ValueError before it, as Horovod does."""
     if _world is None:
         raise ValueError("Horovod has not been initialized; use hvd.init().")
     return _world
 
 
 def register(process_set: ProcessSet) -> ProcessSet:
-    """Opens a process set. Raises ValueError for ranks that are not there, and for a set that is."""
+    """Opens a process set. Raises ValueError for unknown ranks, and for a duplicate set."""
     here, ranks = world(), process_set.ranks
     size_of_world = here.cluster.num_processes
     if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0 or max(ranks) >= size_of_world:
         raise ValueError(
-            f"process set {ranks}: a set has different ranks from 0 to {size_of_world - 1}, and at least one. "
-            f"Found {size_of_world} process(es)."
+            f"process set {ranks}: a set has different ranks from 0 to {size_of_world - 1}, and at least one. Found "
+            f"{size_of_world} process(es)."
         )
     same = [other for other in here.sets.values() if other.ranks == ranks]
     if same:
@@ -115,7 +116,7 @@ def register(process_set: ProcessSet) -> ProcessSet:
 
 
 def is_initialized() -> bool:
-    """Returns whether `init` was called, and `shutdown` was not."""
+    """Returns whether `init` was called and `shutdown` was not."""
     return _world is not None
 
 
@@ -130,8 +131,8 @@ def rank() -> int:
 
 
 def local_rank() -> int:
-    """Returns the number of this process among those of its host: the device to pin, where a process sees all devices
-    of a host."""
+    """Returns the number of this process among those of its host: the device to pin, if a process sees all devices of a
+    host."""
     return place(world().hosts, rank())["local_rank"]
 
 
@@ -169,8 +170,7 @@ def place(hosts: Sequence[str], rank: int) -> dict[str, int]:
 
 
 def _leave_together() -> None:
-    """The end of the interpreter waits for all ranks; one that raises tells the others, which would wait for it, and
-    does not wait."""
+    """At interpreter exit, waits for all ranks; after an exception, reports it to the others and does not wait."""
     global _is_left_to_us
     if _is_left_to_us or world().cluster.num_processes == 1:
         return
@@ -194,7 +194,7 @@ def _leave_together() -> None:
         if failed:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)  # JAX would wait a hundred seconds for the others, and then end by SIGABRT
+            os._exit(1)  # JAX would wait a hundred seconds for the others, and then abort
 
     sys.excepthook = excepthook
     atexit.register(leave)

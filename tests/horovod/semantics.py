@@ -792,7 +792,7 @@ def what_the_optimizer_refuses():
         hvd.DistributedOptimizer(sgd, op=hvd.Sum, gradient_predivide_factor=2.0)
     with raises(ValueError, "backward_passes_per_step must be > 0"):
         hvd.DistributedOptimizer(sgd, backward_passes_per_step=0)
-    with raises(NotImplementedError, "groups", "Leave it out"):
+    with raises(NotImplementedError, "groups", "Omit it"):
         hvd.DistributedOptimizer(sgd, groups=2)
     optimizer = hvd.DistributedOptimizer(sgd)
     with raises(NotImplementedError, "outside of it"):
@@ -969,7 +969,7 @@ def what_means_nothing_here_says_why_and_what_instead():
         hvd.elastic.TorchState(model=None)
     with raises(NotImplementedError, "hvd.broadcast_parameters"):
         hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    with raises(NotImplementedError, "Instead: hvd.size()"):
+    with raises(NotImplementedError, "Use instead: hvd.size()"):
         hvd.size_op()
     for module, name in ((hvd, ""), (hvd.elastic, ".elastic"), (hvd.callbacks, ".callbacks")):
         with raises(AttributeError, f"'spmdkit.horovod{name}' has no attribute 'nothing'"):

@@ -56,7 +56,7 @@ def test_unsupported_name_raises_with_reason_and_alternative(path):
     why, instead = ABSENT[path]
     with pytest.raises(NotImplementedError) as error:
         call()
-    assert str(error.value) == f"hvd.{path} means nothing in JAX: {why}. Instead: {instead}."
+    assert str(error.value) == f"hvd.{path} has no meaning in JAX: {why}. Use instead: {instead}."
 
 
 def test_every_refusal_is_of_a_name_of_horovod():

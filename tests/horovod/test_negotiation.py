@@ -123,7 +123,7 @@ def test_missing_rank_is_named_on_every_rank():
 
     found, _ = on_ranks(3, body, Patience(60.0, 0.3))
     assert all(
-        "rank 2 did not come within 0 s" in found[rank] and "rank 0 waits in allreduce" in found[rank]
+        "rank 2 did not call it within 0 s" in found[rank] and "rank 0 waits in allreduce" in found[rank]
         for rank in range(3)
     )
 
