@@ -1,17 +1,19 @@
-"""The asynchronous parameter server: servers hold shards of the parameters and of the optimizer's state, workers send
+"""The asynchronous parameter server: servers hold shards of the parameters and of the optimizer state, workers send
 them gradients.
 
     worker:  w, v <- pull;   g <- dL(w; batch)/dw;   push(g, v)
-    server:  staleness = updates applied - v;   w <- w + optimizer(g), as gradients come
+    server:  staleness = updates applied - v;   w <- w + optimizer(g), as gradients arrive
 
-For what one SPMD program cannot do: workers of other speeds, workers that die, come back or join. Otherwise use a mesh.
+Use it for what one SPMD program cannot do: workers of different speeds, workers that fail, return or join. Otherwise
+use a mesh.
 
-partition.py which leaf lives where · messages.py what is said · server.py what a server does with a push ·
-completed_batches.py which batches it has taken · model_state.py what becomes of a model's own state · gradient.py the
-worker's compiled step · worker.py its loop · coordinator.py installs, watches, takes snapshots · transport.py how they
-reach each other · threads.py in one process · actors.py on Ray.
+partition.py which server holds which leaf · messages.py requests and responses · server.py what a server does with a
+push · completed_batches.py which batches a server has completed · model_state.py the model state · gradient.py the
+worker's compiled step · worker.py its loop · coordinator.py initializes, monitors, takes snapshots · transport.py how
+they communicate · threads.py in one process · actors.py on Ray.
 
-Wire: a worker pulls and pushes each parameter once a gradient, 2 * 4 bytes a parameter.
+Enters: a config and a task. Leaves: the trained state. Wire: a worker pulls and pushes each parameter once per
+gradient, 2 * 4 bytes per parameter.
 Source: Dean et al., "Large Scale Distributed Deep Networks" (2012), Downpour SGD; Li et al., "Scaling Distributed
 Machine Learning with the Parameter Server" (2014).
 """

@@ -1,12 +1,12 @@
-"""Servers and workers as actors of Ray: a process each, on this machine or on the machines of a Ray cluster. Extra
+"""Servers and workers as Ray actors: one process each, on this machine or on the machines of a Ray cluster. Extra
 `ray`.
 
-`address: local` starts a Ray of this run alone (ray_local.py). Servers come back by themselves (`max_restarts=-1`),
-empty; a call is never made twice by Ray (`max_task_retries=0`), and is made again by us, which the servers' tables make
-safe: Ray alone applies a push twice when a server dies between applying and answering (Ray 2.60, 2026-11-22). Arrays of
-a push travel through Ray's object store, and are read where they lie.
+`address: local` starts a private Ray for this run (ray_local.py). Ray restarts servers (`max_restarts=-1`), without
+their state. Ray never repeats a call (`max_task_retries=0`); we repeat it, which the servers' tables make safe: Ray
+alone applies a push twice if a server dies between applying and acknowledging it (Ray 2.60, 2026-11-22). Arrays of a
+push use Ray's object store without a copy.
 
-On a cluster whose nodes come and go, a worker waits until one has room, and joins then.
+On a cluster with changing nodes, a worker waits until a node has room, and joins then.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spmdkit.parameter_server.transport import Ending, Endpoint, Running, Unavai
 
 
 def _knock(address: str) -> None:
-    """Raises OSError where nobody listens at HOST:PORT; another form of an address is for Ray to judge."""
+    """Raises OSError if no server listens at HOST:PORT; Ray checks other forms of an address."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdecimal() and int(port) < 1 << 16:
         socket.create_connection((host.strip("[]"), int(port)), RAY_CONNECT_S).close()
@@ -42,19 +42,19 @@ def imported() -> Any:
         import ray
     except ImportError:
         raise ConfigError(
-            "sync: parameter_server runs its servers and workers on Ray, which is not installed. Install it: pip install 'spmdkit[ray]'. Without "
-            "it: transport: threads, all in one process."
+            "sync: parameter_server runs its servers and workers on Ray, which is not installed. Install it: pip "
+            "install 'spmdkit[ray]'. Without it: transport: threads, all in one process."
         ) from None
     return ray
 
 
 def here() -> str:
-    """Returns this process, as events name it."""
+    """Returns the name of this process in events."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 class ServerActor:
-    """A `Server` in a process of its own, on that machine's CPU."""
+    """A `Server` in a separate process, on that machine's CPU."""
 
     def __init__(self, values: dict[str, Any], source: str | None, number: int):
         self._server: Any = None
@@ -75,7 +75,7 @@ class ServerActor:
 
 
 class WorkerActor:
-    """A `Worker` in a process of its own, with its own devices."""
+    """A `Worker` in a separate process, with its own devices."""
 
     def where(self) -> str:
         return here()
@@ -92,7 +92,7 @@ class WorkerActor:
             from spmdkit.parameter_server.gradient import from_plain
 
             config = from_plain(values, source)
-            devices = join(detect_cluster({}), config.devices).devices  # before the task is made, which may compute
+            devices = join(detect_cluster({}), config.devices).devices  # before the task is made, since it may compute
             roles = _roles(values, source)
             roles.worker(number, incarnation, [RayEndpoint(server) for server in servers], devices).run()
         except (Unavailable, Fenced) as error:
@@ -135,7 +135,7 @@ class RayEndpoint:
             ) as error:
                 raise Unavailable(first_line(error)) from None
             except ray.exceptions.RayTaskError as error:
-                raise UserCodeError(f"a server of the parameters raised: {error.cause or first_line(error)}") from error
+                raise UserCodeError(f"a parameter server raised: {error.cause or first_line(error)}") from error
 
         return answer
 
@@ -148,18 +148,18 @@ def _raising(error: Exception) -> Callable[[], Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of Ray's text, which has many."""
+    """Returns the first line of Ray's multi-line text."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:300]
 
 
 class RayWorker:
-    """A worker in one life, as an actor."""
+    """A worker in one incarnation, as an actor."""
 
     def __init__(self, handle: Any, *job: Any):
         self._handle, self._where = (
             handle,
             handle.where.remote(),
-        )  # asked first: an actor does one thing after the other
+        )  # called first: an actor runs one call after the other
         self._reference = handle.run.remote(*job)
 
     @property
@@ -189,15 +189,14 @@ class Actors:
     """The transport.
 
     Args:
-        config: of the run; its task has to be found by every process, so it cannot be one that was handed to
-            `sk.train`.
-        directory: of the run, for the token of its own Ray.
+        config: of the run; every process imports its task, so it cannot be one that was passed to `sk.train`.
+        directory: of the run, for the token of its private Ray.
         num: servers and workers.
     """
 
     def __init__(self, config: Config, directory: Path, address: str, num: int, num_bytes: int):
         if importlib.util.find_spec("ray") is None:
-            imported()  # says how to install it
+            imported()  # raises with the install command
         self._values, self._source = config.model_dump(), None if config.source is None else str(config.source)
         self._local = LocalRay(directory, num, num_bytes) if address == "local" else None
         if self._local is None:
@@ -207,8 +206,8 @@ class Actors:
                 ray.init(address=address, log_to_driver=False, logging_level="ERROR")
             except Exception as error:
                 raise ConfigError(
-                    f"sync: parameter_server.address is {address}, where no Ray cluster answers as asked ({first_line(error)}). Start one with `ray "
-                    "start --head`, or use address: local."
+                    f"sync: parameter_server.address is {address}, where no Ray cluster responds "
+                    f"({first_line(error)}). Start one with `ray start --head`, or use address: local."
                 ) from error
         else:
             self._local.start()
@@ -222,7 +221,7 @@ class Actors:
 
     def worker(self, number: int, incarnation: int, endpoints: Sequence[Endpoint]) -> Running:
         ray = imported()
-        num_cpus = 1 if self._local is None else 0  # a Ray of this run alone has room for a worker that joins
+        num_cpus = 1 if self._local is None else 0  # a private Ray has room for a worker that joins
         handle = ray.remote(max_restarts=0, max_task_retries=0, num_cpus=num_cpus)(WorkerActor).remote()
         servers = [endpoint.handle for endpoint in endpoints if isinstance(endpoint, RayEndpoint)]
         self._handles.append(handle)

@@ -1,10 +1,10 @@
-"""Which batches are settled at a server: applied, or dropped for good. Two servers can differ by a push that reached
-one of them alone.
+"""Which batches a server has completed: applied, or dropped permanently. Two servers can differ by a push that reached
+only one of them.
 
-That happens when a worker dies while it pushes, and when a snapshot is made meanwhile. Such a batch is given out again,
-and whoever has it settled takes it no second time, whichever worker sends it: so each leaf gets each batch once. It
-stays so where a run goes on with other servers: a leaf takes along which batches its server of before has settled
-(`Agreement`), until all leaves of its new server have the same.
+This happens if a worker dies while it pushes, or if a snapshot is taken meanwhile. Such a batch is handed out again,
+and a server that has completed it does not apply it again, whichever worker sends it: so each leaf gets each batch
+once. This also holds if a run continues with other servers: a leaf carries the batches that its previous server has
+completed (`Agreement`), until all leaves of its new server have the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Settled:
-    """A set of batch numbers: all below `low`, and a few above, since batches are settled about in the order of their
+    """A set of batch numbers: all below `low`, and a few above, since batches complete roughly in the order of their
     numbers."""
 
     def __init__(self, low: int, above: Iterable[int] = ()):
@@ -32,17 +32,17 @@ class Settled:
             self.low += 1
 
     def beyond(self, other: Settled) -> set[int]:
-        """Returns what is settled here and not there."""
+        """Returns the batches that are complete here and not there."""
         return {batch for batch in [*range(other.low, self.low), *self.above] if batch not in other}
 
     def table(self) -> tuple[int, list[int]]:
-        """Returns what the constructor takes, for a record."""
+        """Returns the arguments of the constructor, for a record."""
         return self.low, sorted(self.above)
 
 
 @dataclass
 class Agreement:
-    """Leaves of one server to which the same has happened.
+    """Leaves of one server with the same history.
 
     Attributes:
         paths: of the leaves.
@@ -55,7 +55,7 @@ class Agreement:
     applied: int
 
     def row(self) -> tuple[list[str], tuple[int, list[int]], int]:
-        """Returns what `of_row` takes, for a record."""
+        """Returns the argument of `of_row`, for a record."""
         return sorted(self.paths), self.settled.table(), self.applied
 
 
@@ -66,7 +66,7 @@ def of_row(row: Sequence[Any]) -> Agreement:
 
 
 def merged(parts: Iterable[Agreement]) -> list[Agreement]:
-    """Returns the parts, one for those that are alike."""
+    """Returns the parts, merging equal ones."""
     found: list[Agreement] = []
     for part in parts:
         same = [x for x in found if (x.applied, x.settled.table()) == (part.applied, part.settled.table())]
@@ -78,10 +78,10 @@ def merged(parts: Iterable[Agreement]) -> list[Agreement]:
 
 
 def dealt(tables: Sequence[Mapping[str, Any]], owned: Mapping[str, int], servers: int) -> list[dict[str, Any]]:
-    """Returns the table of each server from those of a snapshot, whose leaves may have lain on others.
+    """Returns the table of each server from those of a snapshot, in which leaves may have been on other servers.
 
-    The first server gives out again what some leaves have settled and others lack; batches from `next_batch` on it
-    gives out anyway.
+    The first server hands out again the batches that some leaves have completed and others lack; it hands out batches
+    from `next_batch` on anyway.
 
     Args:
         owned: path of a leaf -> its server.

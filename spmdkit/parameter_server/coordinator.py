@@ -1,11 +1,11 @@
-"""The coordinator: gives servers their state, starts workers, replaces what dies, and puts what servers hold together.
-It computes nothing.
+"""The coordinator: initializes the servers, starts workers, replaces failed processes, and collects the state of the
+servers. It computes nothing.
 
-A worker that dies is started again in a new incarnation; the others do not notice. When a server dies, all servers go
-back to the last checkpoint under a new generation: so the state is one that training has been in, and a push is applied
-to the new state at most once.
+A worker that dies is restarted in a new incarnation; the others continue. When a server dies, all servers return to the
+last checkpoint under a new generation: so the state is one that training has passed through, and a push is applied to
+the new state at most once.
 
-The role is TensorFlow 1's chief: it initialises or restores, and saves; workers save nothing.
+The role is TensorFlow 1's chief: it initializes or restores, and saves; workers save nothing.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from spmdkit.parameter_server.transport import Ending, Endpoint, Running, Transp
 from spmdkit.step.state import TrainState
 
 IN_A_ROW = 3
-"""So many lives of one worker without a gradient end the run: the cause is none that goes away."""
+"""Number of consecutive failures of one worker without a gradient that ends the run: the cause is permanent."""
 
 
 class WorkerEvent(NamedTuple):
-    """Something of which the run's events tell."""
+    """An event of a worker, for the run's events."""
 
     event: str
     fields: dict[str, Any]
@@ -43,13 +43,13 @@ class WorkerStats:
     """What the coordinator knows of the first server.
 
     Attributes:
-        applied: the fewest updates of a server.
-        records: applied pushes since the last look.
+        applied: the smallest number of updates of a server.
+        records: applied pushes since the last poll.
         histogram: staleness -> applied pushes.
         dropped: outcome -> pushes.
         progress: worker -> applied pushes.
-        events: what happened since the last call.
-        went_back_to: the updates of the checkpoint to which all servers went back, or None.
+        events: since the last call.
+        went_back_to: the updates of the checkpoint to which all servers returned, or None.
     """
 
     applied: int = 0
@@ -67,11 +67,11 @@ class Coordinator:
     Args:
         owned: path of a leaf -> its server.
         servers, workers: how many.
-        load: returns (state on the host, table of each server of whoever saved it, or None) to begin with, and to go
-            back to.
+        load: returns the initial (state on the host, table of each server of the saved run, or None), also for a return
+            to it.
         optimizer: of the servers.
-        give_up: whether to wait no longer for a server that is away.
-        life: incarnation in which workers begin, later than all that the tables know.
+        give_up: whether to stop waiting for a server that is unreachable.
+        life: incarnation of the first workers, later than all in the tables.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class Coordinator:
         self._progress_at_start = dict.fromkeys(range(workers), 0)
         self._generation, self._cursor = 0, 0
         self._away: set[int] = set()
-        self._told: set[int] = set()  # workers of whose place an event tells
-        self._places: dict[int, str] = {}  # server -> where it was seen last
+        self._told: set[int] = set()  # workers with a reported host
+        self._places: dict[int, str] = {}  # server -> its last host
         self._progress: dict[int, int] = {}
         self._first: Any = None
         self._give_up = give_up
@@ -102,8 +102,8 @@ class Coordinator:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def install(self) -> int:
-        """Gives every server its part of the state to begin with, under a new generation; returns the number of updates
-        that are in it."""
+        """Gives every server its part of the initial state, under a new generation; returns the number of updates in
+        it."""
         state, tables = self._load()
         self._first, self._generation, self._cursor = state, self._generation + 1, 0
         num = len(self.endpoints)
@@ -114,7 +114,7 @@ class Coordinator:
         return int(state.step)
 
     def snapshot(self) -> tuple[TrainState, list[dict[str, Any]]] | None:
-        """Returns (the whole state on the host, the table of each server); None where a server has just died."""
+        """Returns (the whole state on the host, the table of each server); None if a server has just died."""
         found = [self._ask(endpoint, "snapshot") for endpoint in self.endpoints]
         if any(answer is None or answer[0] != self._generation for answer in found):
             return None
@@ -137,7 +137,7 @@ class Coordinator:
 
     @property
     def num_workers(self) -> int:
-        """Workers that there are to be."""
+        """The requested number of workers."""
         return len(self._incarnations)
 
     def start(self) -> list[WorkerEvent]:
@@ -145,8 +145,8 @@ class Coordinator:
         return [self._start(number) for number in self._incarnations]
 
     def wait_for_workers(self, longest_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Returns once all workers are ready to compute, after `longest_s` at the latest, or when one has ended: nobody
-        begins far ahead of the others."""
+        """Returns once all workers are ready to compute, after at most `longest_s`, or when one has exited, so that
+        none starts far ahead of the others."""
         for _ in Deadline(longest_s, sleep=sleep).polls(SERVER_POLL_S):
             if self._give_up():
                 return
@@ -162,25 +162,25 @@ class Coordinator:
         return WorkerEvent("worker_started", {"worker": number, "incarnation": incarnation})
 
     def join(self) -> WorkerEvent:
-        """Starts one worker more."""
+        """Starts one more worker."""
         number = len(self._incarnations)
         self._incarnations[number], self._without_push[number] = max(self._incarnations.values()), 0
         self._admit(number)
         return self._start(number)
 
     def _admit(self, number: int) -> None:
-        """Tells all servers of a worker's new life; a batch with which the old one has reached the first server alone
-        is given out again."""
+        """Announces a worker's new incarnation to all servers; a batch that reached only the first server is handed out
+        again."""
         life = number, self._incarnations[number], len(self._incarnations)
         last, *others = [self._ask(endpoint, "admit", *life) for endpoint in self.endpoints]
         if last is not None and any(other != last for other in others):
             self._ask(self.endpoints[0], "give_again", last)
 
     def watch(self) -> WorkerStats:
-        """Returns what is new, and replaces what has died.
+        """Returns the new events, and replaces failed processes.
 
         Raises:
-            SpmdkitError: a worker has failed by an error that it would meet again, or dies again and again.
+            SpmdkitError: a worker has failed with a permanent error, or fails repeatedly.
         """
         stats = WorkerStats()
         if not self._servers_are_there(stats):
@@ -195,8 +195,7 @@ class Coordinator:
         return stats
 
     def _servers_are_there(self, stats: WorkerStats) -> bool:
-        """Asks all servers where they stand; gives them their state again where one has lost it. Returns whether they
-        all have one."""
+        """Polls all servers; installs their state again if one has lost it. Returns whether they all have one."""
         found = []
         for number, endpoint in enumerate(self.endpoints):
             try:
@@ -209,7 +208,7 @@ class Coordinator:
                 self._places[number] = where
                 stats.events.append(WorkerEvent("server_running", {"server": number, "where": where}))
             if not status["installed"] or status["generation"] != self._generation:
-                self._lost(number, "it has come back without a state", stats)
+                self._lost(number, "it has restarted without a state", stats)
         if self._away:
             back = self.install()
             stats.events.append(
@@ -218,7 +217,7 @@ class Coordinator:
                 )
             )
             stats.went_back_to = back
-            self._progress_at_start = dict.fromkeys(self._progress_at_start, -1)  # what they have done since is lost
+            self._progress_at_start = dict.fromkeys(self._progress_at_start, -1)  # later updates are lost
             self._away.clear()
             return False
         first = found[0]
@@ -242,20 +241,21 @@ class Coordinator:
         stats.events.append(WorkerEvent("worker_lost", lost))
         if self._without_push[number] >= IN_A_ROW:
             raise errors.RendezvousError(
-                f"worker {number} has died {IN_A_ROW} times in a row before a gradient of it was applied{': ' * bool(ended.text)}{ended.text[:500]}. "
-                "What ends it does not go away by itself. Look at its output, and start the same command again to go on."
+                f"worker {number} has died {IN_A_ROW} times in a row before one of its gradients was "
+                f"applied{': ' * bool(ended.text)}{ended.text[:500]}. The cause is permanent. Look at its output, and "
+                "start the same command again to continue."
             )
         self._incarnations[number] += 1
         self._admit(number)
         stats.events.append(self._start(number))
 
     def close(self) -> None:
-        """Ends everything."""
+        """Stops all processes."""
         self._transport.close()
 
 
 def parts_of(state: TrainState, optimizer: Any, owned: Mapping[str, int], server: int) -> dict[str, Arrays | None]:
-    """Returns what a server is given of a whole state, on the host."""
+    """Returns a server's part of a whole state, on the host."""
     whole = jax.device_get(to_arrays(state.opt_state))
     abstract = jax.eval_shape(lambda: state.params)
     kept = to_arrays(jax.eval_shape(optimizer.init, shard(abstract, owned, server)))

@@ -1,9 +1,9 @@
-"""The worker's compiled step: the step of the same task on the worker's own mesh, whose optimizer keeps the gradient
-and moves nothing.
+"""The worker's compiled step: the step of the same task on the worker's mesh, with an optimizer that stores the
+gradient and changes nothing.
 
-So masks, `sk.mean`, keys, microbatches, precision, clipping and the reducer are those of synchronous training, on
-whatever mesh a worker has. Batch b is the batch of step b, and its keys are those of step b: one worker without
-staleness computes what one device does.
+So masks, `sk.mean`, keys, microbatches, precision, clipping and the reducer are those of synchronous training, on any
+mesh of a worker. Batch b is the batch of step b, with the keys of step b: one worker without staleness computes what
+one device does.
 
 Wire: inside of a worker, that of a step of its mesh.
 """
@@ -33,51 +33,52 @@ from spmdkit.step.metrics.mean import Mean
 from spmdkit.step.state import TrainState
 
 OWN = "parameter_server/"
-"""What begins the names of metrics that are the worker's own business."""
+"""Prefix of metrics that are internal to the worker."""
 
 
 def synchronous(config: Config) -> Config:
-    """Returns the config of the same run without servers: what is evaluated and saved, and what a worker computes."""
+    """Returns the config of the same run without servers, for evaluation, saving, and the computation of a worker."""
     return replace_keys(config, {"sync": "every_step"})
 
 
 def from_plain(values: dict[str, Any], source: str | None) -> Config:
-    """Returns the config of plain values that came from another process."""
+    """Returns the config of plain values from another process."""
     return parse_config(values, source=source)
 
 
 def server_optimizer(config: Config, task: Task) -> Any:
-    """Returns the optimizer of a server, without the clipping, which workers do."""
+    """Returns the optimizer of a server, without clipping, which workers do."""
     return make_optimizer(replace_keys(config, {"clip_norm": None}), task)
 
 
 def abstract_params(config: Config, task: Task) -> Any:
-    """Returns the parameters as `jax.ShapeDtypeStruct`, in the dtype in which they are kept."""
+    """Returns the parameters as `jax.ShapeDtypeStruct`, in their stored dtype."""
     return abstract_init(task, config)[1]
 
 
 def check_task(config: Config, task: Task) -> None:
-    """Raises ConfigError for what a server and its workers cannot do for a task."""
+    """Raises ConfigError for features of a task that a parameter server does not support."""
     if task.train_step is not None or task.loss_fn is None:
         raise ConfigError(
-            "sync: parameter_server: the task has a train_step. Workers send the gradient of loss_fn, and servers update. Give loss_fn alone, or use "
-            "sync: every_step."
+            "sync: parameter_server: the task has a train_step. Workers send the gradient of loss_fn, and servers "
+            "update. Pass loss_fn only, or use sync: every_step."
         )
     if any(getattr(hook, "name", "") for hook in task.hooks):
         raise ConfigError(
-            f"sync: parameter_server: the task or the config has hooks ({task.hooks[0].name}). They stand around the steps of one program, and here each "
-            "worker has its own. Remove them, or use sync: every_step."
+            f"sync: parameter_server: the task or the config has hooks ({task.hooks[0].name}). They run around the "
+            "steps of one program, and here each worker has its own. Remove them, or use sync: every_step."
         )
     _, _, state, _ = abstract_init(task, config)
     if keys := [path for path, leaf in named_leaves(state) if is_key(leaf)]:
         raise ConfigError(
-            f"sync: parameter_server: the model state holds typed random keys ('{keys[0]}'), which cannot be sent. Use the key that loss_fn is given."
+            f"sync: parameter_server: the model state has typed random keys ('{keys[0]}'), which cannot be sent. Use "
+            "the key argument of loss_fn."
         )
 
 
 class Gradient(NamedTuple):
-    """What a worker has computed: the gradient by path, the loss and its count, metrics, what of it is not finite, and
-    the new model state."""
+    """The result of a worker: the gradient by path, the loss and its count, metrics, what was not finite, and the new
+    model state."""
 
     arrays: Arrays
     loss: float
@@ -88,11 +89,11 @@ class Gradient(NamedTuple):
 
 
 class GradientStep:
-    """Gradients of a task at given parameters, one batch after the other.
+    """Gradients of a task at current parameters, one batch after the other.
 
     Args:
-        turn: held while it computes. Two programs of several devices in one process, begun by two threads at once,
-            would each wait for a device that the other has.
+        turn: a lock for the computation. Two programs of several devices in one process, started by two threads, would
+            each wait for a device of the other.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class GradientStep:
         self._of_state = self.program.state_sharding.model_state
 
     def batch(self, number: int) -> Any:
-        """Returns batch `number` on the devices; computes nothing, and may run beside a step."""
+        """Returns batch `number` on the devices; computes nothing, and may run concurrently with a step."""
         read = self.program.feed.read(number)
         return self.program.put(read.examples, read.mask)
 
@@ -141,13 +142,13 @@ class GradientStep:
         return placed, jax.device_put(to_tree(state.model_state, model_state), self._of_state)
 
     def __call__(self, params: Any, model_state: Any, number: int, batch: Any) -> Gradient:
-        """Returns the gradient of batch `number`. Waits for the devices; the given parameters are donated."""
+        """Returns the gradient of batch `number`. Waits for the devices; the parameters are donated."""
         before = self._state.replace(
             params=params, model_state=model_state, step=jnp.full_like(self._state.step, number - 1)
         )
         with self._turn:
             self._state, values = jax.block_until_ready(self.program.step(before, batch))
-        # Copies: on the CPU what `device_get` gives is the memory of the state, which the next step takes.
+        # Copies: on the CPU `device_get` returns the memory of the state, which the next step reuses.
         arrays = {path: np.array(x) for path, x in to_arrays(self._state.opt_state["gradient"]).items()}
         told = jax.device_get(dict(self.program.metrics(values)))
         metrics = {name: float(x) for name, x in told.items() if not np.ndim(x)}
@@ -161,7 +162,7 @@ class GradientStep:
 
 
 def _keep_gradient() -> optax.GradientTransformation:
-    """Returns an optimizer whose state is the last gradient, and which moves nothing."""
+    """Returns an optimizer that stores the last gradient as its state, and changes nothing."""
     zeros = lambda tree: jax.tree.map(jnp.zeros_like, tree)
     return optax.GradientTransformation(
         lambda params: {"gradient": zeros(params)},

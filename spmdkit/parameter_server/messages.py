@@ -1,4 +1,4 @@
-"""What workers and servers say to each other, and the rules by which a server takes it."""
+"""The messages between workers and servers, and the rules by which a server applies a push."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from spmdkit.parameter_server.partition import Arrays
 
 @dataclass(frozen=True)
 class Rules:
-    """How a server takes gradients.
+    """How a server applies gradients.
 
     Attributes:
-        steps: updates after which nothing is applied any more.
-        aggregate: gradients whose mean is one update.
-        max_staleness: a gradient that is staler is dropped; None: none is.
+        steps: updates after which nothing is applied.
+        aggregate: gradients that are averaged into one update.
+        max_staleness: staler gradients are dropped; None: none.
         scale_by_staleness: divide an update by its staleness.
         ema: decay of the average of parameters, or None.
     """
@@ -30,15 +30,15 @@ class Rules:
 
 @dataclass(frozen=True)
 class Push:
-    """A gradient on its way.
+    """A gradient for a server.
 
     Attributes:
-        worker, incarnation, number: whose it is, in which life, and which of it.
+        worker, incarnation, number: the sender, its incarnation, and the number of the push.
         generation, version: of the server's state when it was pulled.
         batch: the number of the batch.
-        gradient: this server's leaves; None: the batch is given up, since something was not finite.
-        loss, weight: the loss, and its count, by which a mean weighs the gradient.
-        told: for the first server alone: metrics, `seconds` of the computation, and the `state` (old, new) of a model
+        gradient: this server's leaves; None: the batch is skipped, since a value was not finite.
+        loss, weight: the loss, and its count, the weight of the gradient in a mean.
+        told: for the first server only: metrics, `seconds` of the computation, and the `state` (old, new) of a model
             with mutable state.
     """
 
@@ -55,9 +55,9 @@ class Push:
 
 
 class Answer(NamedTuple):
-    """What became of a push: `applied`, `held` (until there are k), `late` or `stale` (dropped), `skipped`, `fenced`
-    (of an earlier life), `generation` (of parameters that were lost), `again` (this batch is settled here), `done`
-    (there are enough updates); and the updates that the server has applied."""
+    """The outcome of a push: `applied`, `held` (until there are k), `late` or `stale` (dropped), `skipped`, `fenced`
+    (of an earlier incarnation), `generation` (of lost parameters), `again` (this batch is complete here), `done` (there
+    are enough updates); and the number of updates that the server has applied."""
 
     outcome: str
     version: int

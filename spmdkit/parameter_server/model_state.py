@@ -1,4 +1,4 @@
-"""The model state of a parameter server: one, on the first server, moved by the steps of all workers."""
+"""The model state of a parameter server: one, on the first server, updated by the steps of all workers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from spmdkit.parameter_server.partition import Arrays
 def moved(current: Arrays | None, states: Sequence[tuple[Arrays, Arrays]], fresh: bool) -> Arrays:
     """Returns the model state after steps of workers, (old, new) of each.
 
-    Of one worker that began with the current state: what it made of it. Otherwise numbers move by the mean of what the
-    workers added to theirs, and what cannot be added to (flags) is that of the last.
+    For one worker that started from the current state, its result. Otherwise numbers change by the mean of the workers'
+    changes, and values that cannot be added (flags) are those of the last.
     """
     _, last = states[-1]
     if current is None or (fresh and len(states) == 1):

@@ -1,11 +1,11 @@
-"""Which server holds which leaf of the parameters, and what of the optimizer's state goes with it.
+"""Which server holds which leaf of the parameters, with the optimizer state that belongs to it.
 
-A leaf lives whole on one server. `greedy` gives the largest leaf that is left to the server with the fewest bytes
-(TensorFlow 1's `GreedyLoadBalancingStrategy`), `round_robin` takes the leaves in turn (`replica_device_setter`'s
-default), `rules` name a server for paths, as `layout.rules` name axes; what no rule claims goes greedily.
+A leaf is on one server. `greedy` assigns the largest remaining leaf to the server with the fewest bytes (TensorFlow 1's
+`GreedyLoadBalancingStrategy`), `round_robin` assigns the leaves in turn (`replica_device_setter`'s default), `rules`
+name a server for paths, as `layout.rules` name axes; leaves without a rule are assigned greedily.
 
-A server updates its leaves alone. So an optimizer whose update of one leaf looks at others (a global norm) is refused
-on several servers: its jaxpr says so.
+A server updates only its leaves. So an optimizer in which the update of one leaf depends on others (a global norm) is
+rejected with several servers: its jaxpr shows it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import leaf_bytes, named_leaves
 
 Arrays = dict[str, Any]
-"""Path of a leaf -> its array: how trees travel."""
+"""Path of a leaf -> its array: the form of trees in messages."""
 
 
 def owners(params: Any, servers: int, partition: str | Sequence[tuple[str, int]]) -> dict[str, int]:
-    """Returns path -> server for each leaf of the (abstract) parameters, the same wherever it is asked.
+    """Returns path -> server for each leaf of the (abstract) parameters, the same in every process.
 
     Raises:
-        ConfigError: a rule claims no leaf, or a server would hold nothing.
+        ConfigError: a rule matches no leaf, or a server would hold nothing.
     """
     leaves = named_leaves(params)
     if len(leaves) < servers:
         raise ConfigError(
-            f"sync: parameter_server has servers: {servers}, and the parameters have {len(leaves)} leaves. A leaf lives whole on one server. Try "
-            f"servers: {len(leaves)}."
+            f"sync: parameter_server has servers: {servers}, and the parameters have {len(leaves)} leaves. A leaf is "
+            f"on one server. Try servers: {len(leaves)}."
         )
     if partition == "round_robin":
         return {path: i % servers for i, (path, _) in enumerate(leaves)}
@@ -49,8 +49,8 @@ def owners(params: Any, servers: int, partition: str | Sequence[tuple[str, int]]
             load[found[path]] += leaf_bytes(leaf)
     if idle := sorted(set(range(servers)) - set(found.values())):
         raise ConfigError(
-            f"sync: parameter_server.partition leaves server {idle[0]} of {servers} without a leaf. Every server holds something. Change the rules, "
-            "or lower servers."
+            f"sync: parameter_server.partition gives server {idle[0]} of {servers} no leaf. Every server holds a "
+            "leaf. Change the rules, or lower servers."
         )
     return {path: found[path] for path, _ in leaves}
 
@@ -61,8 +61,8 @@ def _by_rules(paths: Sequence[str], rules: Sequence[tuple[str, int]]) -> dict[st
         claimed = [path for path in paths if re.fullmatch(pattern, path)]
         if not claimed:
             raise ConfigError(
-                f"sync: parameter_server.partition: pattern '{pattern}' matches none of the {len(paths)} leaves ({', '.join(paths[:6])}). A pattern has "
-                "to match a whole path. Fix it, or remove it."
+                f"sync: parameter_server.partition: pattern '{pattern}' matches none of the {len(paths)} leaves "
+                f"({', '.join(paths[:6])}). A pattern has to match a whole path. Fix it, or remove it."
             )
         for path in claimed:
             found.setdefault(path, server)
@@ -70,8 +70,8 @@ def _by_rules(paths: Sequence[str], rules: Sequence[tuple[str, int]]) -> dict[st
 
 
 def shard(tree: Any, owned: Mapping[str, int], server: int) -> Any:
-    """Returns a tree like the parameters, with None, which JAX takes for no leaf, in place of what other servers
-    hold."""
+    """Returns a tree like the parameters, with None, which JAX does not count as a leaf, in place of the leaves of
+    other servers."""
     leaves, structure = jax.tree.flatten(tree)
     kept = [x if owned[path] == server else None for (path, _), x in zip(named_leaves(tree), leaves, strict=True)]
     return jax.tree.unflatten(structure, kept)
@@ -83,12 +83,13 @@ def to_arrays(tree: Any) -> Arrays:
 
 
 def to_tree(like: Any, arrays: Mapping[str, Any]) -> Any:
-    """Returns a tree like `like` of the leaves of `arrays`, which may hold more."""
+    """Returns a tree like `like` from the leaves of `arrays`, which may hold more."""
     return jax.tree.unflatten(jax.tree.structure(like), [arrays[path] for path, _ in named_leaves(like)])
 
 
 def joined(like: Any, shards: Sequence[Mapping[str, Any]]) -> Any:
-    """Returns the whole tree of what servers hold; of what several hold (a count of updates) that of the first."""
+    """Returns the whole tree from the parts of the servers; a leaf of several servers (a count of updates) from the
+    first."""
     every: dict[str, Any] = {}
     for arrays in shards:
         every = {**arrays, **every}
@@ -96,11 +97,11 @@ def joined(like: Any, shards: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def check_separable(optimizer: Any, params: Any, owned: Mapping[str, int]) -> None:
-    """Checks that each server can do its part of an update with its own leaves. Traces the update; makes no array.
+    """Checks that each server can do its part of an update with its own leaves. Traces the update; creates no array.
 
     Raises:
-        ConfigError: the optimizer cannot be made of a part of the tree, needs more than a gradient and the loss, or
-            looks at leaves of others.
+        ConfigError: the optimizer cannot be initialized for a part of the tree, needs more than a gradient and the
+            loss, or uses leaves of others.
     """
     abstract = lambda tree: jax.eval_shape(lambda: jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), tree))
     params = abstract(params)
@@ -111,8 +112,8 @@ def check_separable(optimizer: Any, params: Any, owned: Mapping[str, int]) -> No
         jaxpr, out = jax.make_jaxpr(update, return_shape=True)(params, state, params, loss)
     except TypeError as error:
         raise ConfigError(
-            f"sync: parameter_server: the optimizer cannot be used by a server, which has a gradient, the parameters and the loss ({error}). It "
-            "cannot evaluate the loss again. Use another optimizer, or sync: every_step."
+            "sync: parameter_server: a server cannot use this optimizer. It has a gradient, the parameters and the "
+            f"loss ({error}), and cannot evaluate the loss again. Use another optimizer, or sync: every_step."
         ) from error
     servers = sorted(set(owned.values()))
     if len(servers) == 1:
@@ -125,29 +126,30 @@ def check_separable(optimizer: Any, params: Any, owned: Mapping[str, int]) -> No
             part = jax.eval_shape(optimizer.init, shard(params, owned, server))
         except Exception as error:
             raise _inseparable(
-                f"it cannot be made for a part of the parameters ({type(error).__name__}: {error})"[:300]
+                f"it cannot be initialized for a part of the parameters ({type(error).__name__}: {error})"[:300]
             ) from error
         if missing := [path for path, _ in named_leaves(part) if path not in dict(named_leaves(state))]:
             raise _inseparable(
-                f"its state for a part of the parameters has {missing[0]}, which that for the whole has not"
+                f"its state for a part of the parameters has {missing[0]}, which that for all parameters does not have"
             )
         used = partial_eval.dce_jaxpr(jaxpr.jaxpr, [holder == server for holder in results])[1]
         for path, holder, reads in zip([*inputs, "loss"], holders, used, strict=True):
             if reads and holder not in (None, server):
                 raise _inseparable(
-                    f"the update of a leaf of server {server} looks at '{path}', which server {holder} holds"
+                    f"the update of a leaf of server {server} uses '{path}', which server {holder} holds"
                 )
 
 
 def holder_of(path: str, owned: Mapping[str, int]) -> int | None:
-    """Returns the server of a leaf of the parameters, or of a leaf of the optimizer's state that follows one; None
-    where it follows none."""
+    """Returns the server of a leaf of the parameters, or of a leaf of the optimizer state that follows one; None for
+    others."""
     parts = path.split("/")
     return next((owned[end] for i in range(len(parts)) if (end := "/".join(parts[i:])) in owned), None)
 
 
 def _inseparable(why: str) -> ConfigError:
     return ConfigError(
-        f"sync: parameter_server with several servers: the optimizer needs the whole tree: {why}. A server sees its own leaves. Use servers: 1, or an "
-        "optimizer that updates each leaf by itself; a global norm is clipped by clip_norm, on the workers."
+        f"sync: parameter_server with several servers: the optimizer needs all parameters: {why}. A server has its "
+        "own leaves only. Use servers: 1, or an optimizer that updates each leaf independently; clip_norm clips a "
+        "global norm, on the workers."
     )

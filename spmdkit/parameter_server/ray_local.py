@@ -1,13 +1,13 @@
-"""A Ray of one run alone, on this machine: on the loopback interface, behind a token, and gone when the run is, however
-it ends.
+"""A private Ray for one run, on this machine: on the loopback interface, with a token, and ended with the run, however
+the run ends.
 
-- `address="local"`: a Ray that was killed leaves a file by which any other start would try to join the dead one.
-- Token: Ray asks for one by default, and keeps it where all users of the machine can read it; here it is a file of the
+- `address="local"`: a killed Ray leaves a file by which any other start would try to join the dead one.
+- Token: Ray requires one by default, and stores it where all users of the machine can read it; here it is a file of the
   run, 0600.
-- Loopback: Ray replaces 127.0.0.1 by the host's address; what does so is left out while it starts, and then GCS and
-  raylet listen on 127.0.0.1.
-- The end: when the driver is killed, Ray's actors and raylet go within 10 s, two agents stay for up to 90. A small
-  process of ours (no JAX, no Ray) sees the driver's end by a pipe, kills what carries this run's mark in its
+- Loopback: Ray replaces 127.0.0.1 by the host's address; the function that does this is disabled during the start, and
+  then GCS and raylet listen on 127.0.0.1.
+- The end: when the driver is killed, Ray's actors and raylet exit within 10 s, two agents stay for up to 90 s. A small
+  process of ours (no JAX, no Ray) detects the driver's end by a pipe, kills processes with this run's mark in their
   environment, and removes the session's folder.
 
 All of it measured with Ray 2.60 (2026-11-22).
@@ -31,7 +31,7 @@ from spmdkit.foundation import files
 
 MARK = "SPMDKIT_PARAMETER_SERVER"
 TOKEN = secrets.token_hex(32)
-"""One for all runs of a process: Ray reads it once, when it is imported, so its variables are set before that."""
+"""One token for all runs of a process: Ray reads it once, when it is imported, so its variables are set before that."""
 LEAST_STORE, MOST_STORE = 128 * 2**20, 16 * 2**30
 """Bytes of the object store."""
 
@@ -68,18 +68,18 @@ try:
 except OSError:
     pass
 """
-"""Waits for the end of its input, which is the driver's end, and cleans up. It kills only what carries the mark of this
-run."""
+"""Waits for the end of its input, which is the driver's end, and cleans up. It kills only processes with the mark of
+this run."""
 
 
 class LocalRay:
-    """Starts and ends a Ray of this run alone.
+    """Starts and ends a private Ray for this run.
 
     Args:
         directory: of the run, for the token.
-        num: processes that are to run at once.
-        num_bytes: of the arrays that one of them sends at once.
-        log_to_driver: what the others print is printed here too.
+        num: processes that run concurrently.
+        num_bytes: of the arrays that one of them sends concurrently.
+        log_to_driver: print the output of the others here too.
     """
 
     def __init__(self, directory: Path, num: int, num_bytes: int, log_to_driver: bool = False):
@@ -96,7 +96,7 @@ class LocalRay:
         Raises:
             ConfigError: it does not start.
         """
-        self._folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # a socket's path is short
+        self._folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # a socket's path must be short
         files.replace(self._token, TOKEN.encode(), mode=0o600)
         command = [
             sys.executable,
@@ -125,8 +125,9 @@ class LocalRay:
         except Exception as error:
             self.close()
             raise ConfigError(
-                f"Ray did not start on this machine ({type(error).__name__}: {str(error)[:300]}). Look at the memory of /dev/shm, "
-                "or do without Ray: sync: parameter_server with transport: threads, spmdkit launch without --on."
+                f"Ray did not start on this machine ({type(error).__name__}: {str(error)[:300]}). Look at the memory "
+                "of /dev/shm, or run without Ray: sync: parameter_server with transport: threads, spmdkit launch "
+                "without --on."
             ) from error
 
     def _init(self) -> None:
@@ -137,8 +138,8 @@ class LocalRay:
         services.resolve_ip_for_localhost = lambda host: host
         try:
             with warnings.catch_warnings():
-                # Of Python 3.12 and JAX, since Ray forks while JAX's threads run; what runs between fork and exec is a
-                # few lines of Ray.
+                # Warnings of Python 3.12 and JAX, since Ray forks while JAX's threads run; only a few lines of Ray run
+                # between fork and exec.
                 warnings.simplefilter("ignore")
                 ray.init(
                     address="local",
@@ -154,7 +155,7 @@ class LocalRay:
             services.resolve_ip_for_localhost = resolve
 
     def close(self) -> None:
-        """Ends what is left of it. May be called twice."""
+        """Ends all remaining processes. May be called twice."""
         for name, value in self._before.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -1,4 +1,4 @@
-"""What servers and workers are made of, from a config and a task: the same in whichever process they are."""
+"""Creates servers and workers from a config and a task: the same in every process."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Roles:
     """The servers and workers of one config.
 
     Raises:
-        ConfigError: the task or its optimizer cannot be trained so.
+        ConfigError: a parameter server cannot train the task or its optimizer.
 
     Attributes:
         asked: the options of `sync: {parameter_server: ...}`.
         owned: path of a leaf -> its server.
         optimizer: of the servers.
-        turn: held by whoever runs a program on devices that are shared with others in this process.
+        turn: a lock for programs on devices that are shared with others in this process.
     """
 
     def __init__(self, config: Config, task: Task):
@@ -45,7 +45,7 @@ class Roles:
         )
 
     def server(self, number: int, donate: bool) -> Server:
-        """Returns a server, empty. `donate`: nobody who pulls shares its memory."""
+        """Returns a server, without a state. `donate`: no puller shares its memory."""
         asked = self.asked
         rules = Rules(
             self.config.steps, asked.aggregate, asked.max_staleness, asked.scale_by_staleness, self.config.ema

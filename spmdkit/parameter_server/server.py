@@ -1,20 +1,20 @@
-"""What a server does: it holds its leaves, applies gradients as they come, and remembers which it has applied.
+"""A server: it holds its leaves, applies gradients as they arrive, and records which it has applied.
 
-A push names itself: (worker, incarnation, number). `last_push` is what a server has answered to the last push of each
-worker, and is part of the state that is saved: the same push, sent again after a lost answer or a restart, is answered
-and not applied. An incarnation is one life of a worker;
-pushes of an earlier life are refused once the coordinator knows of its end. A generation is one life of the servers'
-state: when a server dies, all go back to the last checkpoint, and gradients of what was lost are refused. A batch that
-other servers lack is given out again: completed_batches.py.
+A push has an identity: (worker, incarnation, number). `last_push` is the server's response to the last push of each
+worker, and is part of the saved state: the same push, repeated after a lost response or a restart, is acknowledged and
+not applied. An incarnation is one start of a worker; pushes of an earlier incarnation are rejected once the coordinator
+knows of its end. A generation is one history of the servers' state: when a server dies, all return to the last
+checkpoint, and gradients of lost updates are rejected. A batch that other servers lack is handed out again:
+completed_batches.py.
 
     staleness = updates applied here since the worker pulled;    w <- w + optimizer(g) [/ max(1, staleness)]
 
-`aggregate` k > 1 waits for the gradients of k workers, all of the same parameters, and applies their mean by the counts
-of their losses; those that come later are dropped (backup workers). Each server decides for itself, as each ps of
+`aggregate` k > 1 waits for the gradients of k workers, all of the same parameters, and applies their mean weighted by
+the counts of their losses; later ones are dropped (backup workers). Each server decides independently, as each ps of
 TensorFlow 1 does.
 
-Nothing here knows how calls travel. Methods are called one at a time and return at once; a call that is made twice is
-answered alike.
+This file does not depend on the transport. Methods are called one at a time and return immediately; a repeated call has
+the same response.
 
 Source: Chen et al., "Revisiting Distributed Synchronous SGD" (2016), backup workers; Zhang et al., "Staleness-aware
 Async-SGD" (2016), the division by the staleness; TensorFlow's `ConditionalAccumulator`.
@@ -39,16 +39,16 @@ from spmdkit.parameter_server.model_state import moved
 from spmdkit.parameter_server.partition import Arrays, holder_of, to_arrays, to_tree
 
 RECORDS = 4096
-"""Applied pushes that a server can tell of at once; the coordinator asks several times a second."""
+"""Maximum number of applied pushes in one report; the coordinator polls several times a second."""
 
 
 class Server:
-    """One server. Empty until `install`.
+    """One server. Has no state until `install`.
 
     Args:
         optimizer: of the whole tree, without clipping.
-        abstract: the (abstract) parameters that it holds: a tree with None in place of the others.
-        donate: an update may take the memory of the old parameters: nobody who has pulled them shares it.
+        abstract: its (abstract) parameters: a tree with None in place of the others.
+        donate: an update may reuse the memory of the old parameters: no puller shares it.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class Server:
         self._model_state: Arrays | None = None
         self._next_batch, self._again = 1, list[int]()
         self._parts = [Agreement(self._paths, Settled(1), 0)]
-        self._last: dict[int, int] = {}  # worker -> the last batch of it that is settled
+        self._last: dict[int, int] = {}  # worker -> its last completed batch
         self._out: dict[int, dict[int, int]] = {}  # worker -> number of the push -> batch
 
     @property
     def applied(self) -> int:
-        """The fewest updates of a leaf."""
+        """The smallest number of updates of a leaf."""
         return min(part.applied for part in self._parts)
 
     # ---- the coordinator's
@@ -91,8 +91,8 @@ class Server:
     def install(
         self, generation: int, arrays: Mapping[str, Arrays], table: Mapping[str, Any], members: Mapping[int, int]
     ) -> None:
-        """Takes a state: `params`, `opt_state` (None: a new one) and `ema` by path, `model_state`; and the table of a
-        snapshot.
+        """Installs a state: `params`, `opt_state` (None: a new one) and `ema` by path, `model_state`; and the table of
+        a snapshot.
 
         Args:
             members: worker -> its incarnation.
@@ -129,10 +129,10 @@ class Server:
             self._progress.update({int(k): v for k, v in table.get("progress", ())})
 
     def admit(self, worker: int, incarnation: int, members: int) -> int | None:
-        """Takes a worker's new life, the last one being over: its pushes are refused from here on, and its batches go
-        to others.
+        """Records a worker's new incarnation: pushes of the old one are rejected from here on, and its batches go to
+        others.
 
-        Returns the last batch of it that is settled here.
+        Returns its last batch that is complete here.
         """
         with self._lock:
             self._fence(worker, incarnation)
@@ -142,7 +142,7 @@ class Server:
             return self._last.get(worker)
 
     def give_again(self, batch: int) -> None:
-        """Takes note, on the first server, that another one lacks a batch."""
+        """Records, on the first server, that another one lacks a batch."""
         with self._lock:
             if batch not in self._again and not any(batch in out.values() for out in self._out.values()):
                 self._again.append(batch)
@@ -153,7 +153,7 @@ class Server:
             self._last_push[worker] = (incarnation, -1, Answer("none", self.applied))
 
     def status(self, cursor: int) -> dict[str, Any]:
-        """Returns where the server stands, with its records from number `cursor` on."""
+        """Returns the status of the server, with its records from number `cursor` on."""
         with self._lock:
             new = min(max(0, self._num_records - cursor), len(self._records))
             records = list(self._records)[len(self._records) - new :]
@@ -170,8 +170,8 @@ class Server:
             }
 
     def snapshot(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
-        """Returns (generation, arrays as `install` takes them, table): what was applied, and by whom, at one moment;
-        None where there is nothing."""
+        """Returns (generation, arrays as for `install`, table): the applied updates and their senders, at one moment;
+        None without a state."""
         with self._lock:
             if self._state is None:
                 return None
@@ -205,13 +205,13 @@ class Server:
     # ---- the workers' --------------------------------------------------------------------------------------------------
 
     def hello(self, worker: int, incarnation: int) -> None:
-        """Takes note that a worker is ready to compute; on the first server."""
+        """Records that a worker is ready to compute; on the first server."""
         with self._lock:
             self._here[worker] = incarnation
 
     def take(self, worker: int, incarnation: int, number: int) -> int | None:
-        """Returns the batch for a worker's push `number`, on the first server; asked again, the same one. None: there
-        is no state, or another life of the worker."""
+        """Returns the batch for a worker's push `number`, on the first server; a repeated call returns the same one.
+        None: there is no state, or another incarnation of the worker."""
         with self._lock:
             if self._state is None or incarnation < self._last_push.get(worker, (0,))[0]:
                 return None
@@ -224,7 +224,7 @@ class Server:
             return out[number]
 
     def pull(self, newer_than: tuple[int, int] = (-1, -1)) -> Pulled | None:
-        """Returns the parameters; None where there are none yet, or none of a later (generation, version), unless there
+        """Returns the parameters; None if there are none yet, or none of a later (generation, version), unless there
         are enough updates."""
         with self._lock:
             if self._state is None:
@@ -236,7 +236,7 @@ class Server:
             return Pulled(self.generation, self.applied, done, params, self._model_state)
 
     def push(self, push: Push) -> Answer:
-        """Takes a gradient. Sent again, it is answered and not applied again."""
+        """Processes a gradient. A repeated one is acknowledged and not applied again."""
         with self._lock:
             if self._state is None or push.generation != self.generation:
                 return Answer("generation", self.applied)
@@ -252,7 +252,7 @@ class Server:
                 self._held.append(push)
                 self._apply_held()
             elif answer.outcome == "done":
-                self._again.append(push.batch)  # for a run that goes on
+                self._again.append(push.batch)  # for a resumed run
             else:
                 self._last[push.worker] = push.batch
                 if answer.outcome != "applied":
@@ -260,7 +260,7 @@ class Server:
             return self._last_push[push.worker][2]
 
     def _has(self, batch: int) -> bool:
-        """Returns whether no leaf takes a batch any more, though some take others."""
+        """Returns whether a batch is closed for all leaves, though only some have applied it."""
         if any(held.batch == batch for held in self._held) or all(batch in part.settled for part in self._parts):
             return True
         return self.applied < self._rules.steps and not any(self._takes(part, batch) for part in self._parts)
@@ -284,7 +284,8 @@ class Server:
         return Answer(outcome, self.applied, staleness)
 
     def _apply_held(self) -> None:
-        """Applies the mean of what is held once there is enough: of `aggregate` workers, or of all that live."""
+        """Applies the mean of the held gradients once there are enough: of `aggregate` workers, or of all that are
+        alive."""
         held, enough = self._held, min(self._rules.aggregate, max(1, self._members))
         if len(held) < enough:
             return
@@ -295,7 +296,7 @@ class Server:
             self._last_push[push.worker] = (push.incarnation, push.number, Answer("applied", self.applied, 0))
 
     def _update(self, pushes: list[Push], staleness: int) -> None:
-        """Applies the mean of gradients, to each leaf of those that it has not taken."""
+        """Applies the mean of gradients, to each leaf of those that it has not applied."""
         assert self._state is not None
         of_parts = [[push for push in pushes if self._takes(part, push.batch)] for part in self._parts]
         gradient: Arrays = {}
@@ -309,7 +310,7 @@ class Server:
             self._state = self._apply(self._state, *args)
         else:
             self._state = self._kept_where_none(self._apply_to_some(self._state, *args), of_parts)
-        jax.block_until_ready(self._state)  # what is read (a view of the transport's memory) is free from here on
+        jax.block_until_ready(self._state)  # the input (a view of the transport's memory) is free from here on
         for part, own in zip(self._parts, of_parts, strict=True):
             part.applied += bool(own)
             for push in own:
@@ -322,8 +323,8 @@ class Server:
             self._note(push, staleness)
 
     def _kept_where_none(self, new: dict[str, Any], of_parts: list[list[Push]]) -> dict[str, Any]:
-        """Returns the state with the old leaves of parts that take none; what belongs to no leaf (a count of updates)
-        moves with the first part."""
+        """Returns the state with the old leaves of closed parts; state that belongs to no leaf (a count of updates)
+        follows the first part."""
         takes = {path: i for i, part in enumerate(self._parts) for path in part.paths}
         old, arrays = to_arrays(self._state), to_arrays(new)
         pick = lambda path: arrays[path] if of_parts[holder_of(path, takes) or 0] else old[path]
@@ -360,7 +361,7 @@ class Server:
 
 
 def mean_of(pushes: list[Push], paths: Iterable[str]) -> Arrays:
-    """Returns the mean of gradients by the counts of their losses, of some leaves."""
+    """Returns the mean of gradients weighted by the counts of their losses, of some leaves."""
     if len(pushes) == 1:
         return {path: (pushes[0].gradient or {})[path] for path in paths}
     total = sum(push.weight for push in pushes) or 1.0

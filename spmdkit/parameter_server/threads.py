@@ -1,7 +1,7 @@
 """Servers and workers in this process: a worker is a thread, a call a function call. For tests of the algorithm, and
 `transport: threads`.
 
-Servers and workers can be killed, and answers lost, as on a cluster: `kill_server`, `Running.kill`, `loses`.
+Servers and workers can be killed, and responses lost, as on a cluster: `kill_server`, `Running.kill`, `loses`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spmdkit.parameter_server.worker import Fenced, NotFinite, Worker
 
 
 class Killed(BaseException):
-    """Raised in the thread of a worker that was killed, where it next calls a server."""
+    """Raised in the thread of a killed worker at its next call of a server."""
 
 
 class Local:
@@ -28,7 +28,7 @@ class Local:
         self.server: Server | None = make()
 
     def kill(self) -> None:
-        """Loses the server with all that it holds; it is there again, empty, for the call after the next."""
+        """Kills the server and its state; it is available again, without a state, for the call after the next."""
         self.server = None
 
     def ask(self, method: str, *args: Any) -> Callable[[], Any]:
@@ -43,7 +43,7 @@ class Local:
 
 
 def _unavailable() -> Any:
-    raise Unavailable("the server has died, or its answer is lost")
+    raise Unavailable("the server has died, or its response is lost")
 
 
 class Thread:
@@ -78,7 +78,7 @@ class Thread:
 
 
 class _Mortal:
-    """A server, as a worker sees it that may be killed at any call, before or after it."""
+    """A server for a worker that may be killed at any call, before or after it."""
 
     def __init__(self, endpoint: Endpoint, killed: threading.Event):
         self._endpoint, self._killed = endpoint, killed
@@ -93,7 +93,7 @@ class _Mortal:
 
 
 def failed(error: Exception) -> Ending:
-    """Returns how a worker ended by an error that it would meet again."""
+    """Returns the end of a worker with a permanent error."""
     if isinstance(error, NotFinite):
         return Ending("failed", "NonFiniteError", str(error))
     if isinstance(error, SpmdkitError):
@@ -105,9 +105,9 @@ class Threads:
     """The transport.
 
     Args:
-        make_server: number -> an empty server.
+        make_server: number -> a server without a state.
         make_worker: (number, incarnation, endpoints, stopped) -> a worker.
-        loses: method -> whether the answer to this call is lost after it was done.
+        loses: method -> whether the response to this call is lost after it was executed.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""Training by a parameter server: this process is the coordinator. It initialises or restores, watches, writes,
+"""Training with a parameter server: this process is the coordinator. It initializes or restores, monitors, logs,
 evaluates and saves; workers compute.
 
-What a step is to other runs, an applied update is here. Records, evaluations and checkpoints come at the first look
-after they are due, so their steps need not be multiples. A checkpoint is that of a synchronous run, with the servers'
-tables in its record: either can go on from it.
+An applied update corresponds to a step of other runs. Records, evaluations and checkpoints come at the first poll after
+they are due, so their steps need not be multiples. A checkpoint is that of a synchronous run, with the servers' tables
+in its record: either kind of run can resume from it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from spmdkit.run.run import Run
 from spmdkit.step.state import TrainState
 
 RECORD = "parameter_server"
-"""Under which name the servers' tables are in a checkpoint's record."""
+"""The key of the servers' tables in a checkpoint's record."""
 JOIN = "workers"
-"""A file of the run's directory: how many workers there are to be, so that others join."""
+"""A file of the run's directory with the requested number of workers, so that others can join."""
 
 
 class ParameterServerTrainer:
@@ -56,7 +56,8 @@ class ParameterServerTrainer:
         """Returns the config with the values that the program has chosen for `auto`.
 
         Raises:
-            ConfigError: the task cannot be trained so, Ray is not installed, or several processes were started.
+            ConfigError: the task cannot be trained with servers, Ray is not installed, or several processes were
+                started.
         """
         _check(config, cluster, task)
         chosen = program.config
@@ -77,7 +78,8 @@ class ParameterServerTrainer:
             return _Watch(run, state, transport, roles, roles.asked.servers, roles.asked.workers).until_the_end()
         except Unavailable as error:
             raise RendezvousError(
-                f"a stop was requested while a server was down ({error}), so its state is lost. {run.newest()} Start the same command again."
+                f"a stop was requested while a server was down ({error}), so its state is lost. {run.newest()} Start "
+                "the same command again."
             ) from error
         finally:
             transport.close()
@@ -96,13 +98,13 @@ def _check(config: Config, cluster: Cluster, task: Task | None) -> None:
             imported()  # raises, with the command that installs it
         if task is not None:
             raise ConfigError(
-                "sync: parameter_server on Ray, and train was given a task: servers and workers are other processes, which find the task by the "
-                "config. Name it there (task: file.py:name), or use transport: threads."
+                "sync: parameter_server on Ray, and train received a task: servers and workers are other processes, "
+                "which import the task by the config. Name it there (task: file.py:name), or use transport: threads."
             )
     if cluster.num_processes > 1:
         raise ConfigError(
-            f"sync: parameter_server in {cluster.num_processes} processes: it starts its servers and workers itself. Start one process, without launch: "
-            "spmdkit train CONFIG."
+            f"sync: parameter_server in {cluster.num_processes} processes: it starts its servers and workers itself. "
+            "Start one process, without launch: spmdkit train CONFIG."
         )
 
 
@@ -148,13 +150,15 @@ class _Watch:
         self._since = self._logged = (time.monotonic(), run.step)
         self._window: list[dict[str, Any]] = []
         self._evaluated = run.step
-        self._skipped: tuple[int, int, int] | None = None  # applied updates, pushes skipped until the last, and by now
+        self._skipped: tuple[int, int, int] | None = (
+            None  # applied updates, pushes skipped until the last record, and until now
+        )
 
     def _gives_up(self) -> bool:
         return self.run.signals is not None and self.run.signals.requested is not None
 
     def _load(self) -> tuple[TrainState, list[dict[str, Any]] | None]:
-        """Returns what servers begin with; when it is asked for again, what was saved last."""
+        """Returns the initial state of the servers; on a repeated call, the last saved one."""
         run = self.run
         if self._began:
             with phase.during("restore"):
@@ -188,7 +192,7 @@ class _Watch:
             time.sleep(SERVER_POLL_S)
 
     def _join(self) -> None:
-        """Starts as many workers more as the file asks for."""
+        """Starts the additional workers that the file requests."""
         try:
             asked = int((self.run.directory / JOIN).read_text())
         except (OSError, ValueError):
@@ -205,7 +209,7 @@ class _Watch:
                 )
 
     def _note(self, stats: WorkerStats) -> None:
-        """Takes note of applied updates."""
+        """Records applied updates."""
         run = self.run
         self._window += stats.records
         if stats.went_back_to is None and stats.applied > run.step:
@@ -214,7 +218,7 @@ class _Watch:
             run.reporter.progress.advance(stats.applied)
 
     def _check_skipped(self, stats: WorkerStats) -> None:
-        """Tells of pushes that were skipped (`on_nonfinite`).
+        """Reports skipped pushes (`on_nonfinite`).
 
         Raises:
             NonFiniteError: `on_nonfinite.max_consecutive` since the last update: nothing is applied any more.
@@ -222,18 +226,19 @@ class _Watch:
         run, most, skipped = self.run, self.run.config.on_nonfinite.max_consecutive, stats.dropped.get("skipped", 0)
         before, self._skipped = self._skipped, None
         if stats.went_back_to is not None or stats.applied < run.step:
-            return  # servers are away, or have just come back with other counts
+            return  # servers are unreachable, or have just restarted with other counts
         if before is None or stats.applied != before[0]:
             self._skipped = stats.applied, skipped, skipped
         else:
             self._skipped = (*before[:2], skipped)
         if before is not None and (more := skipped - before[2]) > 0:
-            run.message(f"left out: {more} push{'es' * (more > 1)} not finite, by update {stats.applied}")
+            run.message(f"skipped: {more} push{'es' * (more > 1)} not finite, by update {stats.applied}")
             run.events.write("skipped", step=stats.applied, pushes=more)
         if (num := skipped - self._skipped[1]) >= most:
             raise NonFiniteError(
-                f"{num} pushes in a row were left out after update {stats.applied}: loss, gradient or a metric is not finite in each "
-                f"(on_nonfinite.max_consecutive: {most}). {run.newest()} Lower the learning rate, set clip_norm, or look at the data."
+                f"{num} pushes in a row were skipped after update {stats.applied}: loss, gradient or a metric is not "
+                f"finite in each (on_nonfinite.max_consecutive: {most}). {run.newest()} Lower the learning rate, set "
+                "clip_norm, or check the data."
             )
 
     def _stopped(self, stop: Stop | None) -> tuple[TrainState, Stop | None]:
@@ -252,7 +257,7 @@ class _Watch:
         return state, stop
 
     def _evaluate(self, state: TrainState) -> None:
-        """Evaluates. Raises NonFiniteError where that is not finite, unless `on_nonfinite.evaluation` lets it be."""
+        """Evaluates. Raises NonFiniteError if the result is not finite, unless `on_nonfinite.evaluation` permits it."""
         run = self.run
         with self._turn:
             evaluate(run, run.step, state)
@@ -260,7 +265,7 @@ class _Watch:
             raise NonFiniteError(turn.why)
 
     def _placed(self, state: TrainState, tables: list[dict[str, Any]]) -> TrainState:
-        """Returns a snapshot on the devices of this process; its tables go into the record of what is saved of it."""
+        """Returns a snapshot on the devices of this process; its tables are saved in the record."""
         self.run.kept_beside = {RECORD: {"servers": tables}}
         placed = jax.device_put(state, self.run.program.state_sharding)
         self.run.step = int(state.step)
@@ -294,7 +299,7 @@ class _Watch:
                 save(run, run.step, state)
 
     def _log(self, stats: WorkerStats) -> None:
-        """Writes what was applied since the last record: means over pushes, and how the workers do."""
+        """Writes the record since the last one: means over pushes, and the progress of the workers."""
         run, (before_s, before) = self.run, self._logged
         records, self._window = [*self._window, *stats.records], []
         now = time.monotonic()
@@ -306,7 +311,7 @@ class _Watch:
         progress = {f"worker_{worker}_pushes": float(num) for worker, num in sorted(stats.progress.items())}
         progress["pushes_dropped"] = float(sum(stats.dropped.values()))
         rate, values = rates(records, step - before, elapsed_s, run.config.batch_size), means(records)
-        if bad := not_finite(values):  # applied all the same: on_nonfinite is continue
+        if bad := not_finite(values):  # applied anyway: on_nonfinite is continue
             run.message(f"step {step}: {said(bad)}")
         run.write({"step": step, **values, **rate, **progress})
         counts = [stats.histogram.get(i, 0) for i in range(max(stats.histogram, default=0) + 1)]
@@ -314,7 +319,7 @@ class _Watch:
 
 
 def means(records: list[dict[str, Any]]) -> dict[str, float]:
-    """Returns the mean over pushes of each metric, weighed by the count of the loss, and of their staleness."""
+    """Returns the mean over pushes of each metric, weighted by the count of the loss, and of their staleness."""
     total = sum(record["weight"] for record in records) or 1.0
     mean = lambda value: sum(value(record) * record["weight"] for record in records) / total
     names = records[-1].get("metrics", {})
@@ -340,15 +345,16 @@ def rates(records: list[dict[str, Any]], updates: int, elapsed_s: float, batch_s
 
 
 def saved_tables(run: Run) -> list[dict[str, Any]] | None:
-    """Returns the table of each server that saved the checkpoint at which the run stands; None where it has none, or
-    was saved by a synchronous run."""
+    """Returns the table of each server that saved the run's checkpoint; None if it has none, or a synchronous run saved
+    it."""
     if run.checkpoints is None or not run.step or run.step not in run.checkpoints.steps():
         return None
     found: Mapping[str, Any] = run.checkpoints.read_record(run.step).get(RECORD) or {}
     tables: list[dict[str, Any]] | None = found.get("servers")
     if any("parts" not in table for table in tables or ()):
         raise CheckpointError(
-            f"step {run.step} was saved by the parameter server of an earlier spmdkit, whose record does not say which leaf has taken which batch. "
-            "Train on without sync.parameter_server until a step is saved, and come back then, or start in another run_dir."
+            f"step {run.step} was saved by the parameter server of an earlier spmdkit, without a record of the "
+            "batches of each leaf. Train without sync.parameter_server until a step is saved, and switch back then, "
+            "or start in another run_dir."
         )
     return tables

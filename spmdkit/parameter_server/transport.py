@@ -1,8 +1,8 @@
-"""How coordinator, workers and servers reach each other: the interface, which an implementation in one process
-(threads.py) and Ray (actors.py) keep.
+"""The transport between coordinator, workers and servers: the interface of threads.py (one process) and actors.py
+(Ray).
 
-A call may be lost with its server, and its answer may be lost after it was done: either raises `Unavailable`, and
-whoever called asks again. What makes that safe is the server's (server.py), not the transport's.
+A call may be lost with its server, and its response may be lost after it was executed: either raises `Unavailable`, and
+the caller repeats the call. The server makes this safe (server.py), not the transport.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from spmdkit.foundation.timeouts import TRANSPORT_RETRY_S
 
 
 class Unavailable(Exception):
-    """A server did not answer: it has died, or the way to it has. It may have done what it was asked."""
+    """A server did not respond: it, or the connection to it, has failed. It may have executed the call."""
 
 
 class Endpoint(Protocol):
-    """A server, as others see it. It comes back by itself when it dies, empty."""
+    """A server for its callers. It restarts automatically when it dies, without a state."""
 
     def ask(self, method: str, *args: Any) -> Callable[[], Any]:
-        """Starts a call of a method of `Server`; what is returned waits for its answer and raises `Unavailable`."""
+        """Starts a call of a method of `Server`; the result waits for the response and raises `Unavailable`."""
 
 
 class Ending(NamedTuple):
-    """How a worker ended: `done`; `failed`, by an error that it would meet again, of a kind and with a text; `lost`,
-    without a word."""
+    """How a worker ended: `done`; `failed`, by a permanent error, of a kind and with a text; `lost`, without a report."""
 
     how: str
     kind: str = ""
@@ -35,13 +34,13 @@ class Ending(NamedTuple):
 
 
 class Running(Protocol):
-    """A worker in one of its lives."""
+    """A worker in one incarnation."""
 
     def ended(self) -> Ending | None:
         """Returns how it ended, None while it runs. Never waits."""
 
     def kill(self) -> None:
-        """Ends it now."""
+        """Kills it."""
 
     @property
     def where(self) -> str:
@@ -49,16 +48,16 @@ class Running(Protocol):
 
 
 class Transport(Protocol):
-    """What starts servers and workers."""
+    """Starts servers and workers."""
 
     def server(self, number: int) -> Endpoint:
-        """Returns a server, started now, still empty."""
+        """Returns a new server without a state."""
 
     def worker(self, number: int, incarnation: int, endpoints: Sequence[Endpoint]) -> Running:
-        """Returns a worker that has begun to work."""
+        """Returns a worker that is running."""
 
     def close(self) -> None:
-        """Ends everything that was started. May be called twice."""
+        """Stops all started processes. May be called twice."""
 
 
 def ask(
@@ -68,10 +67,10 @@ def ask(
     give_up: Callable[[], bool] = lambda: False,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Any:
-    """Returns the answer of a server, asked until it answers.
+    """Returns the response of a server, repeating the call until it responds.
 
     Raises:
-        Unavailable: it does not, and `give_up` says that this is enough.
+        Unavailable: it does not respond, and `give_up` ends the wait.
     """
     return wait_for(endpoint, endpoint.ask(method, *args), method, *args, give_up=give_up, sleep=sleep)
 
@@ -84,7 +83,7 @@ def wait_for(
     give_up: Callable[[], bool] = lambda: False,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Any:
-    """Returns the answer to a call that was started, made again as often as it is lost. Raises as `ask`."""
+    """Returns the response to a started call, which is repeated as often as it is lost. Raises as `ask`."""
     while True:
         try:
             return answer()

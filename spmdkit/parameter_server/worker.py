@@ -1,10 +1,9 @@
 """A worker: pulls, computes, pushes, until every server has enough.
 
-With `overlap` the last gradient is on its way, and the next parameters come, while the next one is computed: by a
-worker's own hand every gradient is then one update stale. Without it a worker waits for its push: alone, its staleness
-is zero.
+With `overlap` the worker pushes the last gradient and pulls the next parameters while it computes the next one: every
+gradient is then at least one update stale. Without it a worker waits for its push: alone, its staleness is zero.
 
-It keeps nothing: a worker that dies loses what it was computing. Whoever takes its place has a new incarnation.
+It has no state: a worker that dies loses its current computation. Its replacement has a new incarnation.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from spmdkit.parameter_server.transport import Endpoint, ask, wait_for
 
 
 class Computes(Protocol):
-    """What computes gradients: `GradientStep`, or a test's."""
+    """Computes gradients: `GradientStep`, or a test's."""
 
     def batch(self, number: int) -> Any: ...
 
@@ -37,7 +36,7 @@ class NotFinite(Exception):
 
 
 class Fenced(Exception):
-    """Another life of this worker works: what this one sends is refused."""
+    """A newer incarnation of this worker runs: the server rejects pushes of this one."""
 
 
 class _Computed(NamedTuple):
@@ -47,7 +46,7 @@ class _Computed(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """All that a computation needs, on the devices."""
+    """All inputs of a computation, on the devices."""
 
     number: int
     batch_number: int
@@ -61,16 +60,16 @@ class Ready(NamedTuple):
 
 @dataclass(frozen=True)
 class Worker:
-    """One life of a worker.
+    """One incarnation of a worker.
 
     Attributes:
-        number, incarnation: who it is.
-        endpoints: the servers, the first of which gives out batches.
+        number, incarnation: its identity.
+        endpoints: the servers; the first hands out batches.
         owned: for each server the paths of its leaves.
         computes: gradients.
-        policies: `loss`, `gradient`, `metrics` -> what is done where they are not finite.
+        policies: `loss`, `gradient`, `metrics` -> action if they are not finite.
         overlap: push and pull while the next gradient is computed.
-        stopped: whether it has been told to end.
+        stopped: whether it should end.
     """
 
     number: int
@@ -85,12 +84,12 @@ class Worker:
     clock: Callable[[], float] = time.perf_counter
 
     def run(self) -> int:
-        """Works until every server has enough, or it is told to end; returns the number of gradients that it has sent.
+        """Runs until every server has enough, or it should end; returns the number of gradients that it has sent.
 
         Raises:
-            NotFinite: and the policy says stop.
-            Fenced: the coordinator has taken it for dead, and another life of it works.
-            Unavailable: it was told to end while a server was away.
+            NotFinite: and the policy is stop.
+            Fenced: the coordinator considers it dead, and a newer incarnation runs.
+            Unavailable: it should end while a server was unreachable.
         """
         self._ask("hello", self.number, self.incarnation)
         with ThreadPoolExecutor(1, thread_name_prefix=f"worker-{self.number}") as background:
@@ -123,7 +122,7 @@ class Worker:
     # -----------------------------------------------------------------------------------------------
 
     def _fetch(self, number: int, newer_than: Sequence[tuple[int, int]] = ()) -> Ready | None:
-        """Returns what the push `number` is computed from; None where no more is needed."""
+        """Returns the inputs of push `number`; None if no more is needed."""
         wait_s, computes = 0.001, self.computes
         while not self.stopped():
             pulled = self._pull(newer_than or [(-1, -1)] * len(self.endpoints))
@@ -141,19 +140,18 @@ class Worker:
         return None
 
     def _ask(self, method: str, *args: Any) -> Any:
-        """Returns the answer of the first server."""
+        """Returns the response of the first server."""
         return ask(self.endpoints[0], method, *args, give_up=self.stopped, sleep=self.sleep)
 
     def _pull(self, newer_than: Sequence[tuple[int, int]]) -> list[Pulled] | None:
-        """Returns the parts of all servers; None where one has none that is newer, or they are of different
-        generations."""
+        """Returns the parts of all servers; None if one has no newer one, or they are of different generations."""
         parts = self._of_all("pull", [(known,) for known in newer_than])
         if any(part is None for part in parts) or len({part.generation for part in parts}) > 1:
             return None
         return parts
 
     def _of_all(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Returns the answers of all servers, asked at once."""
+        """Returns the responses of all servers, called concurrently."""
         calls = [
             (endpoint, endpoint.ask(method, *own), own) for endpoint, own in zip(self.endpoints, args, strict=True)
         ]
@@ -171,14 +169,14 @@ class Worker:
             skips |= policy == "skip"
             if policy == "stop":
                 raise NotFinite(
-                    f"{what} of batch {ready.batch_number} is not finite on worker {self.number}. Nothing of it was applied. Lower the learning rate, set "
-                    "clip_norm, or on_nonfinite: skip."
+                    f"{what} of batch {ready.batch_number} is not finite on worker {self.number}. It was not applied. "
+                    "Lower the learning rate, set clip_norm, or on_nonfinite: skip."
                 )
         return _Computed(found, skips, self.clock() - begin)
 
     def _push(self, ready: Ready, computed: _Computed) -> list[tuple[int, int]]:
-        """Returns (generation, version), of each server, which the next parameters have to be newer than: where the
-        gradient waits for those of others."""
+        """Returns (generation, version), of each server, which the next parameters must exceed: if the gradient is held
+        for those of others."""
         found, pushes = computed.gradient, []
         for server, paths in enumerate(self.owned):
             told: dict[str, Any] | None = None
@@ -193,7 +191,7 @@ class Worker:
             )
         answers: list[Answer] = self._of_all("push", [(push,) for push in pushes])
         if any(answer.outcome == "fenced" for answer in answers):
-            raise Fenced(f"worker {self.number} in its life {self.incarnation} is taken for dead")
+            raise Fenced(f"worker {self.number} in its incarnation {self.incarnation} is considered dead")
         waits = [answer.outcome == "held" for answer in answers]
         return [
             (ready.generation, version) if held else (-1, -1)

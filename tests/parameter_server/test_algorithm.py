@@ -155,9 +155,9 @@ def test_kills_and_lost_replies_apply_nothing_twice(workers, steps):
         counts = -np.asarray(leaf)
         assert set(np.unique(counts)) <= {0.0, 1.0}, np.unique(counts)  # no batch twice, so no push twice
         assert counts.sum() == steps
-    lost = job.events("worker_lost")
+    lost = job.events_named("worker_lost")
     assert len(lost) == 20 == len(dead) and not plan, (len(lost), plan)
-    assert [event["step"] for event in job.events("servers_restored")] == goes_back  # the newest checkpoint each time
+    assert [event["step"] for event in job.events_named("servers_restored")] == goes_back  # the newest checkpoint each time
     applied = [
         record["batch"] for record in job.records
     ]  # without those of the moment between a look and a snapshot, where a server died then
@@ -184,7 +184,7 @@ def test_worker_that_always_dies_ends_the_run():
             raise Killed
 
     job = Job(Rules(10), computes=lambda number: Dies())
-    with pytest.raises(sk.SpmdkitError, match="worker 0 has died 3 times in a row before a gradient"):
+    with pytest.raises(sk.SpmdkitError, match="worker 0 has died 3 times in a row before one of its gradients"):
         job.run()
 
 

@@ -135,7 +135,7 @@ def test_a_last_update_that_is_not_finite_ends_the_run_with_77_also_where_nothin
 
 def test_a_run_in_which_every_push_is_left_out_ends_with_77(tmp_path):
     task = changed(train_data={"x": np.full_like(X, np.nan)})
-    with pytest.raises(NonFiniteError, match="pushes in a row were left out after update 0"):
+    with pytest.raises(NonFiniteError, match="pushes in a row were skipped after update 0"):
         train(tmp_path, task, sync=TWO, on_nonfinite={"loss": "skip", "gradient": "skip", "max_consecutive": 3})
     assert sum(event["pushes"] for event in events(tmp_path, "skipped")) >= 3
 

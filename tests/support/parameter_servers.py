@@ -124,7 +124,7 @@ class Job:
         finally:
             self.coordinator.close()
 
-    def events(self, name: str) -> list[dict[str, Any]]:
+    def events_named(self, name: str) -> list[dict[str, Any]]:
         return [fields for event, fields in self.events if event == name]
 
 
