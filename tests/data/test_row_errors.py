@@ -144,7 +144,7 @@ def test_the_next_row_takes_the_place_of_one_that_is_left_out():
     source = open_source(Flaky(10**6), "train_data", ReadPolicy(1, 1, ledger, lambda s: None))
     assert batches(source, stop=7) == 2 * [[0, 1, 2, 3], [4, 6, 6, 7], [8, 9, 10, 11]]
     assert ledger.rows == [5] and ledger.positions() == [[2, 5], [5, 5]]
-    assert ledger.take_events()[0]["done"] == "left out, 1 of at most 1 rows (data.max_bad_examples)"
+    assert ledger.take_events()[0]["done"] == "skipped, 1 of at most 1 rows (data.max_bad_examples)"
 
 
 def test_one_row_more_than_may_be_left_out_is_an_error():

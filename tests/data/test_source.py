@@ -231,7 +231,7 @@ F64 = np.zeros((3, 2))
         (Unregistered(images()), ["Unregistered", "register_dataclass"]),
         (Table(), ["Table", "neither a numpy nor a JAX array", "to_numpy()"]),
         (grain.MapDataset.range(3).to_iter_dataset(), ["IterDataset", "MapDataset"]),
-        (grain.MapDataset.range(3).repeat(), ["endless", "Take away .repeat()"]),
+        (grain.MapDataset.range(3).repeat(), ["endless", "Remove .repeat()"]),
         (grain.MapDataset.range(3).filter(lambda i: i > 0), ["train_data[0] is None", "filter", "kept"]),
         (["a", "b"], ["train_data[0] has dtype <U1", "no device can hold"]),
         ([{"tokens": [1, 2]}], ["train_data[0] holds a Python list of 2 numbers", "np.asarray(values, np.int32)"]),

@@ -262,9 +262,9 @@ def of_a_scalar(params, rows, key):
             "data 8",
             "In the global view",
         ),
-        (task_of(in_a_part), "one device", "sk.all_gather was called inside of sk.manual"),
-        (task_of(in_a_part), "data 8", "sk.all_gather was called inside of sk.manual.*before or after the part"),
-        (task_of(in_a_part), "data 2 x fsdp 4", "sk.all_gather was called inside of sk.manual"),
+        (task_of(in_a_part), "one device", "sk.all_gather was called inside sk.manual"),
+        (task_of(in_a_part), "data 8", "sk.all_gather was called inside sk.manual.*before or after the part"),
+        (task_of(in_a_part), "data 2 x fsdp 4", "sk.all_gather was called inside sk.manual"),
         (task_of(of_a_scalar), "data 8", "x\\[None\\]"),
     ],
 )

@@ -105,7 +105,7 @@ REFUSED = {
     ),
     "complex128": ({"A": np.zeros(3, np.complex128)}, None, "parameter 'A' as complex128"),
     "integers": ({"n": jnp.zeros(3, jnp.int32)}, None, r"parameter 'n' as int32.*sk.Variables"),
-    "float0": ({"w": jnp.zeros(3)}, {"g": np.zeros(3, jax.dtypes.float0)}, r"model state 'g' as float0.*Leave it out"),
+    "float0": ({"w": jnp.zeros(3)}, {"g": np.zeros(3, jax.dtypes.float0)}, r"model state 'g' as float0.*Remove it"),
 }
 
 

@@ -178,15 +178,15 @@ def test_what_has_no_mean_is_asked_for(name, mesh):
         (
             "key",
             lambda x, rows, key: key,
-            r"'key' \(key<fry>\[\]\) by the rows or the key.*compute it from what they share",
+            r"'key' \(key<fry>\[\]\) by the rows or the key.*compute it from values that they share",
         ),
         (
             "synced",
             lambda x, rows, key: rows.sum(),
-            r"'synced' .*is the same on every replica, and loss_fn computes it from",
+            r"identical for model state 'synced' .*loss_fn computes it from",
         ),
-        ("synced", lambda x, rows, key: lax.pmean(rows.sum(), "replica"), "is the same on every replica"),
-        ("synced", lambda x, rows, key: x + lax.axis_index("data"), "is the same on every replica"),
+        ("synced", lambda x, rows, key: lax.pmean(rows.sum(), "replica"), "is identical for model state"),
+        ("synced", lambda x, rows, key: x + lax.axis_index("data"), "is identical for model state"),
     ],
     ids=["integer", "bool", "key", "said the same", "reduced over one axis", "a replica's own index"],
 )
@@ -231,12 +231,12 @@ def test_what_follows_from_loops_branches_and_jitted_parts_is_seen_through():
     [
         (
             {"tokens": "mean"},
-            r"says mean for model state 'tokens', which is int32.*never averaged\. Say sum, max or identical",
+            r"is mean for model state 'tokens', which is int32.*never averaged\. Write sum, max or identical",
         ),
-        ({"flag": "mean"}, r"which is bool.*Say identical"),
-        ({"key": "sum"}, r"says sum for model state 'key', which is key<fry>\. Only numbers"),
-        ({"token": "sum"}, r"'token' fits no leaf.*Did you mean.*tokens"),
-        ({"tokens": "average"}, r"says 'average' for 'tokens'\. Valid: mean, sum, max, identical"),
+        ({"flag": "mean"}, r"which is bool.*Write identical"),
+        ({"key": "sum"}, r"is sum for model state 'key', which is key<fry>\. .*for numbers only"),
+        ({"token": "sum"}, r"'token' matches no leaf.*Did you mean.*tokens"),
+        ({"tokens": "average"}, r"has 'average' for 'tokens'\. Valid: mean, sum, max, identical"),
     ],
 )
 def test_what_cannot_be_is_refused(agree, match):

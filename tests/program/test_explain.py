@@ -78,7 +78,7 @@ def test_a_mesh_with_model_axes_is_told_with_the_rules_that_cut_and_the_hooks_in
 def test_groups_a_refused_form_and_the_per_replica_view_are_told():
     alone = {"mesh": {"replica": 2, "data": 4}, "sync": {"local_sgd": {"every": 16}}}
     found = said(program(alone, own=task(optax.sgd(0.1), num=64)))
-    has(found["sync"], "local_sgd: 2 groups along replica", "agree after every 16 steps")
+    has(found["sync"], "local_sgd: 2 groups along replica", "averaged after every 16 steps")
     has(found["form"], "mapped: vmap over 4 replicas inside of each group")
     has(found["reducer"], "over data (4 replicas)")
 
@@ -87,7 +87,7 @@ def test_groups_a_refused_form_and_the_per_replica_view_are_told():
 
     found = said(program({"mesh": {}}, own=task(loss_fn=names_an_axis)))
     has(found["form"], "mapped", "; not plain: ", "unbound axis name")
-    has(found["reducer"], "sum: not used, since nothing is added over replicas")
+    has(found["reducer"], "sum: not used, since has no effect over replicas")
 
 
 def test_the_bytes_are_those_of_the_compiled_step():

@@ -96,11 +96,11 @@ def test_a_batch_that_leaves_replicas_without_an_example_is_finite():
 
 def test_what_it_cannot_do_is_refused_with_the_reason():
     with refused(
-        ("adasum adds in pairs", "'up'"),
+        ("adasum combines replicas in pairs", "'up'"),
         ("data 3", "3 replicas"),
-        "no power of two",
+        "not a power of two",
         ("2 replicas, or 4", "reducer: sum"),
     ):
         adasum.make().check([ReducedLeaf("up", (8,), {"data": 3}, ())])
-    with refused("takes the mean of each replica", "zero: 2 adds", "over fsdp before", "{zero: 1}"):
+    with refused("needs the mean of each replica", "zero: 2 reduces", "over fsdp before", "{zero: 1}"):
         program("data 2 x fsdp 4 zero 2", "adasum")

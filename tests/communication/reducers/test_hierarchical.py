@@ -116,7 +116,7 @@ REFUSED = {
     "no replica": (
         {"mesh": {"data": 4}},
         {},
-        ("nothing is added over replica", "data 4", "{replica: 2, data: 2}", "reducer: sum"),
+        ("has no effect over replica", "data 4", "{replica: 2, data: 2}", "reducer: sum"),
     ),
     "no inside": (
         {"mesh": {"replica": 4}},

@@ -189,11 +189,11 @@ def test_a_model_without_a_large_matrix_is_refused():
 @pytest.mark.parametrize(
     "options, parts",
     [
-        ({"rank": 0}, ("powersgd.rank is 0", "from 1 on", "Write rank: 4")),
+        ({"rank": 0}, ("powersgd.rank is 0", "at least 1", "Write rank: 4")),
         ({"rank": 2.0}, ("powersgd.rank is 2.0",)),
         ({"least": -1}, ("powersgd.least is -1", "Write least: 1")),
         ({"stacked": "blocks"}, ("powersgd.stacked is 'blocks'", "a list of patterns")),
-        ({"stacked": ["blocks("]}, ("'blocks(' is no pattern", "whole path")),
+        ({"stacked": ["blocks("]}, ("'blocks(' is not a valid pattern", "whole path")),
     ],
     ids=str,
 )

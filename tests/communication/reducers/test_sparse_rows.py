@@ -140,7 +140,7 @@ def test_a_dense_table_is_refused_by_name_after_the_first_batch_and_later_ones_a
         ("sparse_rows", "first batch", "'table'"),
         ("993 touched rows of 1,000 or more", "125 rounds of 8 rows"),
         "most: 1",
-        ("Take it out of sparse_rows.leaves", "reducer: sum"),
+        ("Remove it from sparse_rows.leaves", "reducer: sum"),
     ):
         made.step(state, batch)
     anyway = {"sparse_rows": ROWS["sparse_rows"] | {"most": None}}
@@ -152,10 +152,10 @@ def test_a_dense_table_is_refused_by_name_after_the_first_batch_and_later_ones_a
 @pytest.mark.parametrize(
     "options, says",
     [
-        ({"leaves": "embed"}, ("'embed' is the whole path of no leaf", "'table', 'head'", "", "reducer: sum")),
-        ({"leaves": ["table", "bias"]}, ("'bias'", "[8] on a device", "no rows", "tables alone")),
-        ({"leaves": "head"}, ("'head' is [16, 8]", "one round sends", "at most 1 is allowed", "leave it out")),
-        ({"rows": 512}, ("rows: 512 on 8 replicas", "[1000, 16]", "(most)", "rows: 128, or leave it out")),
+        ({"leaves": "embed"}, ("'embed' matches no leaf", "'table', 'head'", "", "reducer: sum")),
+        ({"leaves": ["table", "bias"]}, ("'bias'", "[8] on a device", "no rows", "tables only")),
+        ({"leaves": "head"}, ("'head' is [16, 8]", "one round sends", "the limit is 1", "leave it out")),
+        ({"rows": 512}, ("rows: 512 on 8 replicas", "[1000, 16]", "(most)", "rows: 128, or remove it from")),
     ],
 )
 def test_what_cannot_be_sent_so_or_not_with_fewer_bytes_is_refused_before_the_first_step(options, says):
@@ -167,7 +167,7 @@ def test_what_cannot_be_sent_so_or_not_with_fewer_bytes_is_refused_before_the_fi
     "options, says",
     [
         ({"leaves": []}, ("sparse_rows.leaves is []", "whole paths", "Write leaves: [embed]")),
-        ({"leaves": "("}, ("'(' is no pattern", "regular expression")),
+        ({"leaves": "("}, ("'(' is not a valid pattern", "regular expression")),
         ({"rows": 0}, ("sparse_rows.rows is 0", "in a round", "Write rows: 1024")),
         ({"most": 0}, ("sparse_rows.most is 0", "or null", "Write most: 1")),
     ],

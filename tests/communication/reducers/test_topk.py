@@ -42,7 +42,7 @@ def test_it_is_refused_where_it_would_send_half_of_what_the_sum_sends_or_nothing
     ):
         program("data 8", "topk")
     with refused(
-        "fraction: 0.12", ("2,048 from each replica", "0.94 of what sum"), "at most 0.5", "fraction: 0.055, or"
+        "fraction: 0.12", ("2,048 values from each replica", "0.94 of the bytes of sum"), "the limit is 0.5", "fraction: 0.055, or"
     ):
         program("data 8", {"topk": {"fraction": 0.12}})
     program("data 8", {"topk": {"fraction": 0.056}})
@@ -74,7 +74,7 @@ def test_what_was_owed_is_paid_where_all_is_sent():
 @pytest.mark.parametrize(
     "options, parts",
     [
-        ({"fraction": 0}, ("topk.fraction is 0", "share of the values", "Write fraction: 0.01")),
+        ({"fraction": 0}, ("topk.fraction is 0", "fraction of the values", "Write fraction: 0.01")),
         ({"fraction": 1.5}, ("topk.fraction is 1.5",)),
         ({"fraction": True}, ("topk.fraction is True",)),
         ({"most": 0}, ("topk.most is 0", "or null", "Write most: 0.5")),

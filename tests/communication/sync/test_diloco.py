@@ -179,7 +179,7 @@ def test_fragments_agree_in_the_rounds_after_its_start():
     phases = [(phase.name, phase.first, phase.until) for phase in made.phases]
     sends = [("send 1 of 2", 9, None), ("send 2 of 2", 11, None)]
     assert phases == [("start", 1, 6), *sends, ("apply 1 of 2", 9, None), ("apply 2 of 2", 11, None)]
-    assert "to step 6 all replicas agree in every step, 2 fragments in turn" in made.explain()
+    assert "to step 6 all replicas are synchronous in every step, 2 fragments at different steps" in made.explain()
 
 
 # ---- going on -----------------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def test_other_groups_begin_with_the_mean_and_the_round_and_the_outer_optimizer_
     checkpoints, states, _ = saved
     other = program(mesh=mesh)
     state, _, lines = restored(checkpoints, at, other)
-    assert len(lines) == 1 and "all go on from their mean" in lines[0]
+    assert len(lines) == 1 and "all continue from their mean" in lines[0]
     mean = jax.tree.map(lambda x: x.mean(0), states[at].params)
     for number in range(other.groups.num):
         assert_close(group(state.params, number), mean, 1e-6)
@@ -226,7 +226,7 @@ def test_from_synchronous_training_and_local_sgd_it_begins_at_their_parameters_a
     for folder, sync in (("plain", "every_step"), ("local", {"local_sgd": {"every": 3}})):
         other = program(sync=sync)
         state, _, lines = restored(checkpoints, 6, other)
-        says(" ".join(lines), "what the sync of step 6 kept is dropped")
+        says(" ".join(lines), "the sync state of step 6 is dropped")
         mean = jax.tree.map(lambda x: x.mean(0), states[6].params)
         assert_close(group(state.params, 1) if other.groups else jax.device_get(state.params), mean, 1e-6)
         state = train(other, 2, state, 7)
@@ -267,5 +267,5 @@ def test_what_is_wrong_with_its_options_is_said(options, said):
 @pytest.mark.parametrize("reducer", [{"bfloat16": {"error_feedback": True}}, {"ordered": {"warmup": 2}}])
 def test_a_reducer_with_a_memory_is_refused(reducer):
     name = next(iter(reducer))
-    with refused("sync: diloco", name, "without a memory", "reducer: int8"):
+    with refused("sync: diloco", name, "without a state", "reducer: int8"):
         program({"reducer": reducer})

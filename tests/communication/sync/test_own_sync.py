@@ -123,7 +123,7 @@ def test_what_it_keeps_is_in_the_train_state_and_a_run_goes_on_bit_for_bit(confi
 def test_a_config_is_checked_without_importing_the_sync_and_what_is_explained_names_it(config, tmp_path):
     asked = config("{mine.py:slow: {every: 2}}")
     assert not (tmp_path / "imported").exists()
-    assert "mine.py:slow: 4 groups along data train alone, and agree after every 2 steps" in program(asked).explain()
+    assert "mine.py:slow: 4 groups along data train alone, and are averaged after every 2 steps" in program(asked).explain()
     assert (tmp_path / "imported").read_text() == "1"
 
 

@@ -119,7 +119,7 @@ def test_a_run_goes_on_from_synchronous_training_with_other_devices_and_back(tmp
     checkpoints.save(3, state, {})
     checkpoints.close()
     state, _, lines = restored(Checkpoints(tmp_path), 3, plain)
-    assert len(lines) == 1 and "all go on from their mean" in lines[0]
+    assert len(lines) == 1 and "all continue from their mean" in lines[0]
     assert_close(jax.device_get(state.params), expected, 1e-6)
 
 
@@ -145,7 +145,7 @@ def test_a_start_moves_no_copy_between_devices():
 
 
 def test_it_is_explained():
-    assert "to step 3 all replicas agree in every step" in on_data().explain()
+    assert "to step 3 all replicas are synchronous in every step" in on_data().explain()
     assert [(phase.name, phase.first, phase.until) for phase in on_data().phases] == [
         ("start", 1, 3),
         ("agreement", 4, None),

@@ -102,7 +102,7 @@ def test_what_waits_is_cut_as_the_parameters_are_and_explained():
     made = program(2, mesh={"data": 2, "fsdp": 2}, layout={"min_shard_bytes": 1})
     spec = {leaf.path: leaf.spec for leaf in made.layout}
     assert spec["opt_state/delay_line/1/up"] == spec["params/up"] != jax.sharding.PartitionSpec()
-    assert "stale: replicas agree in every step, each gradient 2 steps late" in made.explain()
+    assert "stale: replicas are synchronous in every step, each gradient 2 steps late" in made.explain()
 
 
 @pytest.fixture(scope="module")

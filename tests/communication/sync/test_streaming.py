@@ -154,7 +154,7 @@ def test_a_run_goes_on_bit_for_bit_wherever_it_is_cut(at, tmp_path):
 
 
 def test_it_is_explained():
-    assert "3 fragments in turn" in streaming("three, beside a step").explain()
+    assert "3 fragments at different steps" in streaming("three, beside a step").explain()
 
 
 @pytest.mark.parametrize(
