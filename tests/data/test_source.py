@@ -232,7 +232,7 @@ F64 = np.zeros((3, 2))
         (Table(), ["Table", "neither a numpy nor a JAX array", "to_numpy()"]),
         (grain.MapDataset.range(3).to_iter_dataset(), ["IterDataset", "MapDataset"]),
         (grain.MapDataset.range(3).repeat(), ["endless", "Remove .repeat()"]),
-        (grain.MapDataset.range(3).filter(lambda i: i > 0), ["train_data[0] is None", "filter", "kept"]),
+        (grain.MapDataset.range(3).filter(lambda i: i > 0), ["train_data[0] is None", "filter", "indices"]),
         (["a", "b"], ["train_data[0] has dtype <U1", "no device can hold"]),
         ([{"tokens": [1, 2]}], ["train_data[0] holds a Python list of 2 numbers", "np.asarray(values, np.int32)"]),
         ([[1, 2]], ["Python list of 2 numbers"]),
@@ -282,7 +282,7 @@ def test_data_that_raises_is_the_user_s_error_with_its_cause_and_index():
         return np.float32([1.0, 2.0][index])
 
     source = open_source(Examples(5, read))
-    with pytest.raises(UserCodeError, match=r"train_data\[4\] raised IndexError.*0 to 4.*len\(\) says 5") as error:
+    with pytest.raises(UserCodeError, match=r"train_data\[4\] raised IndexError.*0 to 4.*len\(\) is 5") as error:
         source.gather(np.array([0, 4]))
     assert type(error.value.__cause__) is IndexError
     with pytest.raises(UserCodeError, match=r"train_data\[0\] raised ZeroDivisionError") as error:

@@ -154,7 +154,7 @@ def test_a_dense_table_is_refused_by_name_after_the_first_batch_and_later_ones_a
     [
         ({"leaves": "embed"}, ("'embed' matches no leaf", "'table', 'head'", "", "reducer: sum")),
         ({"leaves": ["table", "bias"]}, ("'bias'", "[8] on a device", "no rows", "tables only")),
-        ({"leaves": "head"}, ("'head' is [16, 8]", "one round sends", "the limit is 1", "leave it out")),
+        ({"leaves": "head"}, ("'head' is [16, 8]", "one round sends", "the limit is 1", "remove it from leaves")),
         ({"rows": 512}, ("rows: 512 on 8 replicas", "[1000, 16]", "(most)", "rows: 128, or remove it from")),
     ],
 )
@@ -180,7 +180,7 @@ def test_options_that_are_none_are_refused(options, says):
 def test_it_is_refused_where_nobody_hears_its_rounds():
     with refused(("hierarchical.outer is sparse_rows", "metric", "outer: int8")):
         sk.Config(task="t.py:t", reducer={"hierarchical": {"outer": ROWS}})
-    with refused(("diloco: its reducer sparse_rows", "between groups", "reducer: int8")):
+    with refused(("diloco: its reducer sparse_rows", "outer reducer cannot be logged", "reducer: int8")):
         program({"mesh": {"data": 8}}, "sum", TASK, sync={"diloco": {"every": 4, "reducer": ROWS}})
 
 

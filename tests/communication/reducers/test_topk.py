@@ -46,7 +46,7 @@ def test_it_is_refused_where_it_would_send_half_of_what_the_sum_sends_or_nothing
     ):
         program("data 8", {"topk": {"fraction": 0.12}})
     program("data 8", {"topk": {"fraction": 0.056}})
-    with refused("fraction: 0.01", "16,384 from each", "0.63", "Try fraction: 0.007, or reducer: int8"):
+    with refused("fraction: 0.01", "16,384 values from each", "0.63", "Try fraction: 0.007, or reducer: int8"):
         topk.make().check([ReducedLeaf("w", (1_668_000,), {"replica": 2, "data": 32}, ())])
     topk.make(fraction=0.007).check([ReducedLeaf("w", (1_668_000,), {"replica": 2, "data": 32}, ())])
 

@@ -237,7 +237,7 @@ def test_from_synchronous_training_and_local_sgd_it_begins_at_their_parameters_a
         state, _, lines = restored(later, 8, on_data())
         later.close()
         begun = jax.tree.map(lambda x: x.mean(0), before) if other.groups else before
-        says(" ".join(lines), "this one's begins anew" if other.groups else "each begins with the same parameters")
+        says(" ".join(lines), "this one's is initialized" if other.groups else "each begins with the same parameters")
         assert_close(jax.device_get(state.sync["agreed"]), begun, 1e-6)
         assert all(np.all(x == 0) for x in jax.tree.leaves(jax.device_get(state.sync["outer"])))
         assert bits(state.params) == bits(before) or not other.groups

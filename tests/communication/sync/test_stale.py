@@ -127,7 +127,7 @@ def test_another_delay_and_none_go_on_with_the_same_optimizer_and_say_what_is_dr
     checkpoints, at_3, _ = saved
     state, _, lines = restored(checkpoints, 3, on_data(k))
     assert len(lines) == 1
-    says(lines[0], f"{k or 0} steps late", "2 gradients that waited in step 3 are dropped")
+    says(lines[0], f"{k or 0} steps", "2 pending gradients of step 3 are dropped")
     assert bits(state.params) == bits(at_3.params)
     alone = state.opt_state if k is None else state.opt_state.optimizer
     assert bits(alone) == bits(at_3.opt_state.optimizer)
@@ -144,7 +144,7 @@ def test_from_synchronous_training_the_line_begins_empty(tmp_path):
     before = jax.device_get(state)
     state, _, lines = restored(Checkpoints(tmp_path), 3, on_data(2))
     assert len(lines) == 1
-    says(lines[0], "2 steps late", "none waited")
+    says(lines[0], "2 steps", "no pending gradients")
     assert bits(state.opt_state.optimizer) == bits(before.opt_state) and int(state.opt_state.waiting) == 0
     later, _ = train(on_data(2), 2, state, 4)
     assert bits(later.params) == bits(before.params)
