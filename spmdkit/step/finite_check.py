@@ -85,7 +85,7 @@ def guard_code(
     if asked is None:
         return None
     with jax.named_scope(trace_context.GUARD):
-        code = jnp.int32(_metrics_code(asked, metrics))
+        code: jax.Array = jnp.int32(_metrics_code(asked, metrics))
         if limit is not None and "loss" in metrics:
             loss = metrics["loss"].value if is_metric(metrics["loss"]) else metrics["loss"]
             code = code | jnp.where(jnp.isfinite(loss) & (loss.astype(jnp.float32) > limit), SPIKE, 0)
@@ -133,7 +133,8 @@ def _gradient_code(context: trace_context.Context, code: jax.Array, gradients: S
         bad = _any_nonfinite(leaves, platform)
         bad = compat.as_varying(bad, axes)
         if asked.joins:
-            return code | GRADIENT * lax.pmax(bad, axes)
+            result: jax.Array = code | GRADIENT * lax.pmax(bad, axes)
+            return result
         code = code | GRADIENT * bad
         return code[None] if axes else code
 

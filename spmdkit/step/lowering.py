@@ -240,7 +240,7 @@ def _reducer_state_specs(context: trace_context.Context, gradient: Any, kept: An
     specs = jax.tree.leaves(gradient)
     structure: Any = jax.tree.structure(gradient)
     of_leaf = [
-        jax.tree.map(lambda x, spec=spec: reducer_state_spec(context, spec, x.shape[1:]), state)  # type: ignore[misc]
+        jax.tree.map(lambda x, spec=spec: reducer_state_spec(context, spec, x.shape[1:]), state)
         for spec, state in zip(specs, structure.flatten_up_to(kept), strict=True)
     ]
     return jax.tree.unflatten(structure, of_leaf)
@@ -319,7 +319,8 @@ def constrain(context: trace_context.Context, x: jax.Array, *dims: tuple[str, ..
     ):
         return x
     spec = PartitionSpec(*(_axes_or_none(context, axes) for axes in dims))
-    return lax.with_sharding_constraint(x, NamedSharding(context.sharding.mesh, spec))
+    result: jax.Array = lax.with_sharding_constraint(x, NamedSharding(context.sharding.mesh, spec))
+    return result
 
 
 def as_local(context: trace_context.Context, tree: Any) -> Any:

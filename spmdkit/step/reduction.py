@@ -152,8 +152,10 @@ def reduce_scatter(x: jax.Array, dim: int) -> jax.Array:
 
     Wire: (N-1)/N of x.
     """
+    part: jax.Array
     if x.ndim == 1:
-        return lax.psum_scatter(x, "fsdp", scatter_dimension=0, tiled=True)
+        part = lax.psum_scatter(x, "fsdp", scatter_dimension=0, tiled=True)
+        return part
     if dim == x.ndim - 1:
         part = lax.psum_scatter(jnp.swapaxes(x, dim - 1, dim), "fsdp", scatter_dimension=dim - 1, tiled=True)
         return jnp.swapaxes(part, dim - 1, dim)

@@ -124,4 +124,5 @@ def _as_impl(key: jax.Array, impl: str) -> jax.Array:
     if impl == THREEFRY:
         return key
     shape = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).shape
-    return jax.random.wrap_key_data(jax.random.bits(key, shape, jnp.uint32), impl=impl)
+    result: jax.Array = jax.random.wrap_key_data(jax.random.bits(key, shape, jnp.uint32), impl=impl)
+    return result

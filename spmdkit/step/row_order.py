@@ -42,7 +42,10 @@ class RowOrder:
 
     def positions(self) -> np.ndarray:
         """Returns int64[size], the position of every row of the batch, in their order on the mesh."""
-        return self.position(*np.unravel_index(np.arange(self.size), (self.shards, self.microbatches, self.rows)))
+        result: np.ndarray = self.position(
+            *np.unravel_index(np.arange(self.size), (self.shards, self.microbatches, self.rows))
+        )
+        return result
 
     def of_shards(self, first: Any, num: int) -> jax.Array:
         """Returns int32[num * microbatches * rows], the positions of the rows of `num` neighboring shards from `first`

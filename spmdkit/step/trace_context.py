@@ -380,7 +380,10 @@ def shard(x: jax.Array, *dims: str | None) -> jax.Array:
     has_model_axes = any(context.sharding.size(a) > 1 for a in MODEL_AXES if a not in context.sharding.data_axes)
     if not has_model_axes and not any(axes for dim, axes in zip(dims, spec, strict=True) if dim == "rows"):
         return x
-    return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(context.sharding.mesh, PartitionSpec(*spec)))
+    result: jax.Array = jax.lax.with_sharding_constraint(
+        x, jax.sharding.NamedSharding(context.sharding.mesh, PartitionSpec(*spec))
+    )
+    return result
 
 
 def _dividing_axes(context: Context, axes: tuple[str, ...], length: int) -> tuple[str, ...] | None:

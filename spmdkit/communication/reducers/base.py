@@ -215,7 +215,8 @@ def shard_dim(shape: Sequence[int], num: int) -> int | None:
 
 def value_bytes(dtype: Any) -> int:
     """Returns the bytes of an uncompressed gradient value: float32 at least."""
-    return max(4, jnp.dtype(dtype).itemsize)
+    result: int = max(4, jnp.dtype(dtype).itemsize)
+    return result
 
 
 def buffer_groups(leaves: Sequence[jax.Array]) -> list[list[int]]:
@@ -249,7 +250,8 @@ def unflatten(buffer: jax.Array, like: Sequence[jax.Array], dtype: Any = None) -
 def exchange_parts(parts: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Returns [replicas, part]: on replica r, part r of every replica. `parts` is [replicas, part], those of this
     replica."""
-    return lax.all_to_all(parts, axes, 0, 0, tiled=True)
+    result: jax.Array = lax.all_to_all(parts, axes, 0, 0, tiled=True)
+    return result
 
 
 def gather_parts(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -162,7 +162,8 @@ def block_code(name: str, block: int, encode: Any, decode: Any, bits: int = 8) -
     def decode_row(sent: Encoded, length: int) -> jax.Array:
         row, num = sent[0], length // block
         payload, scales = row[..., : length * bits // 8], row[..., length * bits // 8 :][..., : 4 * num]
-        return decode(payload, _float32_of(scales)[..., None]).reshape(*row.shape[:-1], length)
+        result: jax.Array = decode(payload, _float32_of(scales)[..., None]).reshape(*row.shape[:-1], length)
+        return result
 
     def row_bytes(length: int) -> int:
         used = length * bits // 8 + 4 * (length // block)

@@ -243,10 +243,12 @@ def orthonormal(x: jax.Array, index: int) -> jax.Array:
         is_lost = jnp.linalg.norm(found, axis=1, keepdims=True) <= 1e-5 * size
         column = jnp.where(is_lost, other, found)
         column = column / jnp.linalg.norm(column, axis=1, keepdims=True)
-        return lax.dynamic_update_index_in_dim(done, column, i, 2)
+        result: jax.Array = lax.dynamic_update_index_in_dim(done, column, i, 2)
+        return result
 
     nothing = compat.as_varying(jnp.zeros(x.shape, x.dtype), tuple(compat.varying_axes(x)))
-    return lax.fori_loop(0, x.shape[2], one, nothing)
+    result: jax.Array = lax.fori_loop(0, x.shape[2], one, nothing)
+    return result
 
 
 def _product(dims: str, a: jax.Array, b: jax.Array) -> jax.Array:

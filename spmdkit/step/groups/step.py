@@ -105,7 +105,8 @@ def _by_vmap(one: Any, context: trace_context.Context, groups: Groups, state: Tr
     rows = NamedSharding(context.sharding.mesh, PartitionSpec(groups.axes, inner or None))
 
     def by_group(x: jax.Array) -> jax.Array:
-        return lax.with_sharding_constraint(x.reshape(groups.num, -1, *x.shape[1:]), rows)
+        result: jax.Array = lax.with_sharding_constraint(x.reshape(groups.num, -1, *x.shape[1:]), rows)
+        return result
 
     examples, mask = jax.tree.map(by_group, (batch.examples, batch.mask))
     states = _fields(state, 0, None)

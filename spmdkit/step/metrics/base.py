@@ -50,7 +50,8 @@ def _is_leaf(x: Any) -> bool:
 def merge_trees(own: Tree, other: Tree) -> Tree:
     """Returns the combination of two trees of the same structure: metrics merged, other leaves added."""
     one = lambda x, y: x.merge(y) if is_metric(x) else jnp.add(x, y)
-    return jax.tree.map(one, own, other, is_leaf=_is_leaf)
+    result: Tree = jax.tree.map(one, own, other, is_leaf=_is_leaf)
+    return result
 
 
 def empty_parts(shapes: Tree, full: Callable[..., Any] = jnp.full) -> Tree:
@@ -63,7 +64,8 @@ def empty_parts(shapes: Tree, full: Callable[..., Any] = jnp.full) -> Tree:
         return full(x.shape, -jnp.inf if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.iinfo(x.dtype).min, x.dtype)
 
     fill = lambda x: jax.tree.map(lowest if is_metric(x) and x.crosses == "largest" else zeros, x)
-    return jax.tree.map(fill, shapes, is_leaf=_is_leaf)
+    result: Tree = jax.tree.map(fill, shapes, is_leaf=_is_leaf)
+    return result
 
 
 def reduce_parts(

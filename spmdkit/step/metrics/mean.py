@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -328,7 +329,7 @@ def _required(name: str) -> trace_context.Examples:
     return examples
 
 
-def examples(num: int, key: jax.Array | None = None, mask: jax.Array | None = None):
+def examples(num: int, key: jax.Array | None = None, mask: jax.Array | None = None) -> AbstractContextManager[None]:
     """Returns a context in which a loss can be called manually: `num` rows at positions 0..num-1."""
     return trace_context.with_examples(
         trace_context.Examples(num=num, mask=mask, positions=jnp.arange(num, dtype=jnp.int32), key=key)

@@ -275,7 +275,8 @@ def _bits(x: jax.Array) -> jax.Array:
 
 def _from_bits(bits: jax.Array, like: jax.Array) -> jax.Array:
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(like))
+        result: jax.Array = jax.random.wrap_key_data(bits, impl=jax.random.key_impl(like))
+        return result
     return bits.astype(like.dtype)
 
 
