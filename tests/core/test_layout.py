@@ -85,13 +85,13 @@ def test_fsdp_auto_cuts_the_largest_divisible_dim_of_what_is_large_enough():
     placed = lay_out(tree=tree, sizes={"fsdp": 4}, min_shard_bytes=1024)
     assert {path: (p.spec, p.reason) for path, p in placed.items()} == {
         "a": (P(None, "fsdp"), "fsdp auto: dim 1 is the largest divisible"),
-        "odd": (P(), "copy: no dim of (65, 127) is divisible by fsdp(4)"),
+        "odd": (P(), "replicated: no dim of (65, 127) is divisible by fsdp(4)"),
         "first": (P("fsdp"), "fsdp auto: dim 0 is the largest divisible"),
         "small": (P(), "small: 256 B is below layout.min_shard_bytes"),
         "scalar": (P(), "small: 4 B is below layout.min_shard_bytes"),
     }
     off = lay_out(tree=tree, sizes={"fsdp": 4}, fsdp="off")
-    assert off["a"].spec == P() and off["a"].reason == "copy: layout.fsdp is off"
+    assert off["a"].spec == P() and off["a"].reason == "replicated: layout.fsdp is off"
     assert lay_out(tree=tree, sizes={"data": 8})["a"].reason == "no fsdp axis"
 
 
@@ -302,7 +302,7 @@ def test_a_pattern_that_is_no_regular_expression_is_named():
 
 def test_a_parameter_that_two_rules_of_a_table_claim_is_named_with_both():
     rules = [("block/.*p", ["embed", None]), ("block/up", [None, None])]
-    with refused("parameter 'block/up'", "by 'block/.*p' and by 'block/up'", "One rule", "narrower"):
+    with refused("parameter 'block/up'", "'block/.*p' and 'block/up'", "A parameter has one rule", "narrower"):
         lay_out(rules)
     lay_out([rules[0]], [rules[1]])  # in two tables the config's wins
 
@@ -313,7 +313,7 @@ def test_a_rule_with_another_number_of_dims_says_both_numbers():
 
 
 def test_an_indivisible_dim_says_the_length_the_parts_and_the_next_length_that_works():
-    asked, repair = "rule 'head' cuts dim 1 of 'head'", ("length 12", "null")
+    asked, repair = "rule 'head' shards dim 1 of 'head'", ("length 12", "null")
     with refused(asked, ("length 10", "tensor = 4"), "10 is not divisible by 4", repair):
         lay_out([("head", [None, "mlp"])])
     with refused(found="fsdp x tensor = 8", rule="10 is not divisible"):
@@ -327,8 +327,8 @@ def test_a_mesh_axis_on_two_dims_says_which():
 
 
 def test_an_unknown_name_says_what_is_known_and_near():
-    found = ("no mesh axis", "no logical axis")
-    with refused("rule 'head' cuts dim 0 of 'head' by 'embd'", found, "embed", ("'embed'?", "layout.axes")):
+    found = ("neither a mesh axis", "nor a logical axis")
+    with refused("rule 'head' shards dim 0 of 'head' by 'embd'", found, "embed", ("'embed'?", "layout.axes")):
         lay_out([("head", ["embd", None])])
 
 
@@ -339,14 +339,14 @@ def test_an_unknown_name_in_metadata_is_told_as_the_models():
             return x @ self.param("w", nn.with_partitioning(nn.initializers.ones, ("hidden", None)), (64, 64))
 
     tree = jax.eval_shape(Model().init, jax.random.key(0), jnp.zeros((1, 64)))["params"]
-    with refused("metadata of the model cuts dim 0 of 'w/value' by 'hidden'"):
+    with refused("metadata of the model shards dim 0 of 'w/value' by 'hidden'"):
         lay_out(tree=tree)
 
 
 def test_a_large_copy_has_to_be_asked_for():
     tree = params({"table": (1001, 33)})
     options = {"tree": tree, "sizes": {"fsdp": 4}, "replicate_above_bytes": 1000}
-    asked, found = "parameter 'table' (129.0 KiB, shape (1001, 33))", ("all 4 fsdp devices", "copy: no dim")
+    asked, found = "parameter 'table' (129.0 KiB, shape (1001, 33))", ("all 4 fsdp devices", "replicated: no dim")
     with refused(asked, found, "replicate_above_bytes (1000 B)", "['table', [null, null]]"):
         lay_out(**options)
     assert lay_out([("table", [None, None])], **options)["table"].reason == "rule 'table'"
@@ -359,7 +359,7 @@ def test_a_mesh_axis_that_cuts_nothing_is_refused(axis):
     task = dataclasses.replace(regression(), rules=[])
     with pytest.raises(
         ConfigError,
-        match=rf"mesh\.{axis} is 4, but (no parameter is cut|loss_fn cuts nothing) over {axis}.*or use data: 4",
+        match=rf"mesh\.{axis} is 4, but (no parameter is sharded|loss_fn shards nothing) over {axis}.*or use data: 4",
     ):
         program_of(task, mesh={"data": 2, axis: 4})
 

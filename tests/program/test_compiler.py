@@ -71,7 +71,7 @@ def test_deterministic_refuses_what_cannot_be():
     gpu = [SimpleNamespace(platform="gpu", device_kind="NVIDIA H100")]
     step = SimpleNamespace(compile=lambda compiler_options: lowered(compiler_options))
     with pytest.raises(
-        ConfigError, match="deterministic is true, and the compiler of gpu answers: UNIMPLEMENTED: scatter"
+        ConfigError, match="deterministic is true, and the compiler of gpu reports: UNIMPLEMENTED: scatter"
     ):
         compiler.compile(step, gpu, {}, True)
 
@@ -85,9 +85,9 @@ def test_an_option_reaches_the_compiler():
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ({"xla_cpu_enable_fast_maths": True}, r"compiler of cpu answers: .*No such compile option.* Remove it"),
+        ({"xla_cpu_enable_fast_maths": True}, r"compiler of cpu reports: .*No such compile option.* Remove it"),
         ({"xla_cpu_enable_fast_math": "maybe"}, "'maybe' is not a valid bool value"),
-        ({OURS + "s": None}, f"has no effect. null removes one .* Did you mean '{OURS}'?"),
+        ({OURS + "s": None}, f"has no effect. null removes an option .* Did you mean '{OURS}'?"),
         ({"xla_x": [1]}, "should be a mapping to numbers, text, true, false or null"),
     ],
 )

@@ -37,8 +37,8 @@ def test_a_state_that_was_given_to_a_step_is_refused(num):
         [sys.executable, "-c", PROGRAM.format(num=num)], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("program.step: the state was given to an earlier step, which took its memory") == 1
-    assert done.stdout.count("program.eval: the state was given to an earlier step, which took its memory") == 1
+    assert done.stdout.count("program.step: the state was donated to an earlier step") == 1
+    assert done.stdout.count("program.eval: the state was donated to an earlier step") == 1
     assert "state, metrics = program.step(state, batch)" in done.stdout
     assert "went on 2" in done.stdout
 

@@ -49,7 +49,7 @@ def test_the_lines_stand_in_order_and_a_data_mesh_is_told_with_the_bytes_of_its_
     has(found["form"], "manual: shard_map over 8 replicas")
     has(
         found["precision"],
-        "compute bfloat16, parameters float32, gradients added in float32, floats of a batch cast too",
+        "compute bfloat16, parameters float32, gradients summed in float32, floats of a batch cast too",
     )
     has(found["microbatches"], "2 of 32 examples")
     has(found["remat"], "dots: around the whole loss, since the step calls no sk.remat")
@@ -67,7 +67,7 @@ def test_a_mesh_with_model_axes_is_told_with_the_rules_that_cut_and_the_hooks_in
     early = sk.Hook("early", order=1, in_step=lambda old, new, metrics: (new, metrics))
     made = program("replica 2 x fsdp 2 x tensor 2", own=task(hooks=[late, early, sk.Hook("beside")]))
     found = said(made)
-    has(found["layout"], "task rule 2, fsdp auto 1", "zero 3: fsdp cuts optimizer state, gradients, parameters")
+    has(found["layout"], "task rule 2, fsdp auto 1", "zero 3: fsdp shards optimizer state, gradients, parameters")
     has(found["form"], "mapped: vmap over 2 replicas; the partitioner cuts the rest (fsdp, tensor)")
     # up and down are cut by fsdp x tensor and by tensor, the bias by fsdp
     values = NUM_VALUES // 4 + 128 * 8 // 2 + 8 // 2
