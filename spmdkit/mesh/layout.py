@@ -102,7 +102,7 @@ def lay_out(params: Any, options: LayoutOptions, sizes: Mapping[str, int]) -> li
             dims, reason = metadata[path], "metadata of the model"
         else:
             spec, reason = _automatic(leaf, options, sizes)
-            if reason.startswith("copy"):
+            if reason.startswith("replicated"):
                 _refuse_large_copy(path, leaf, options, sizes, reason)
             placements.append(LeafPlacement(path, tuple(leaf.shape), leaf.dtype, spec, "device", reason))
             continue

@@ -56,7 +56,7 @@ def test_the_lines_stand_in_order_and_a_data_mesh_is_told_with_the_bytes_of_its_
     values = NUM_VALUES + NUM_SMALL
     a_replicas = 3 * 1024  # of 17,416 values, filled up
     sent = f"{2 * 7 * 2 * a_replicas} B sent"
-    has(found["reducer"], f"{values} values over data (8 replicas), {sent}", "input scale weighted; keeps what it owes")
+    has(found["reducer"], f"{values} values over data (8 replicas), {sent}", "input scale weighted; stores its error")
     has(found["update"], "clipped to a global norm of 1, then the task's optimizer")
     has(found["hooks"], "none in the step")
     has(found["sync"], "every_step")
@@ -68,10 +68,10 @@ def test_a_mesh_with_model_axes_is_told_with_the_rules_that_cut_and_the_hooks_in
     made = program("replica 2 x fsdp 2 x tensor 2", own=task(hooks=[late, early, sk.Hook("beside")]))
     found = said(made)
     has(found["layout"], "task rule 2, fsdp auto 1", "zero 3: fsdp shards optimizer state, gradients, parameters")
-    has(found["form"], "mapped: vmap over 2 replicas; the partitioner cuts the rest (fsdp, tensor)")
+    has(found["form"], "mapped: vmap over 2 replicas; the partitioner shards the rest (fsdp, tensor)")
     # up and down are cut by fsdp x tensor and by tensor, the bias by fsdp
     values = NUM_VALUES // 4 + 128 * 8 // 2 + 8 // 2
-    has(found["reducer"], f"{values} values over replica (2 replicas)", "over fsdp the partitioner adds")
+    has(found["reducer"], f"{values} values over replica (2 replicas)", "over fsdp the partitioner reduces")
     has(found["hooks"], "in this order: early, late; beside it: beside")
 
 
@@ -87,7 +87,7 @@ def test_groups_a_refused_form_and_the_per_replica_view_are_told():
 
     found = said(program({"mesh": {}}, own=task(loss_fn=names_an_axis)))
     has(found["form"], "mapped", "; not plain: ", "unbound axis name")
-    has(found["reducer"], "sum: not used, since has no effect over replicas")
+    has(found["reducer"], "sum: not used, since nothing is reduced over replicas")
 
 
 def test_the_bytes_are_those_of_the_compiled_step():
