@@ -72,7 +72,7 @@ def test_a_mesh_with_model_axes_is_told_with_the_rules_that_cut_and_the_hooks_in
     # up and down are cut by fsdp x tensor and by tensor, the bias by fsdp
     values = NUM_VALUES // 4 + 128 * 8 // 2 + 8 // 2
     has(found["reducer"], f"{values} values over replica (2 replicas)", "over fsdp the partitioner reduces")
-    has(found["hooks"], "in this order: early, late; beside it: beside")
+    has(found["hooks"], "in this order: early, late; outside of the step: beside")
 
 
 def test_groups_a_refused_form_and_the_per_replica_view_are_told():
