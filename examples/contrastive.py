@@ -1,14 +1,16 @@
-"""Contrastive learning on real digits (scikit-learn's bundled set): CLIP's loss and SimCLR's, whose negatives are
-everybody's rows.
+"""Contrastive learning on real digits (scikit-learn's bundled set): the losses of CLIP and SimCLR, with negatives from
+all
+replicas.
 
     spmdkit train configs/contrastive.yaml
 
 A loss sees one replica's rows. The negatives of an example are all others of the whole batch, so `sk.all_gather` joins
-the embeddings of all replicas, in the order of the batch, and gradients flow back through it to whoever made them. Rows
-that only fill up a short batch are no negatives: the mask comes with the rows. One text, and one loss, on every mesh.
+the embeddings of all replicas, in the order of the batch, and gradients flow back to the replica that computed them.
+Padding rows of a short batch are not negatives: the mask is gathered with the rows. The same code computes the same
+loss on every mesh.
 
-`loss: clip` has two encoders: the left half of a digit has to find its own right half, and the other way round.
-`loss: simclr` has one: two noisy, shifted views of a digit have to find each other among all views (NT-Xent).
+`loss: clip` has two encoders: the left half of a digit must find its own right half, and the reverse. `loss: simclr`
+has one: two noisy, shifted views of a digit must find each other among all views (NT-Xent).
 
 Source: Radford et al., "Learning Transferable Visual Models From Natural Language Supervision" (2021); Chen et al., "A
 Simple Framework for Contrastive Learning of Visual Representations" (2020).
@@ -44,12 +46,12 @@ def encode(encoder: Params, x_BP: jax.Array) -> jax.Array:
 
 
 def own_places(num: int) -> jax.Array:
-    """Returns int32[B]: where this replica's rows stand among everybody's."""
+    """Returns int32[B]: the positions of this replica's rows among those of all replicas."""
     return sk.replica_index() * num + jnp.arange(num, dtype=jnp.int32)
 
 
 def clip_loss(params: Params, batch: dict, key: jax.Array | None) -> tuple[sk.Mean, dict[str, sk.Mean]]:
-    """Returns CLIP's symmetric loss: each half finds its own other half among everybody's."""
+    """Returns CLIP's symmetric loss: each half is matched with its other half among those of all replicas."""
     left, right = jnp.split(batch["images"], 2, axis=2)
     a_BD = encode(params["left"], left.reshape(len(left), -1))
     b_BD = encode(params["right"], right.reshape(len(right), -1))
@@ -66,8 +68,8 @@ def clip_loss(params: Params, batch: dict, key: jax.Array | None) -> tuple[sk.Me
 
 
 def simclr_loss(params: Params, batch: dict, key: jax.Array | None) -> tuple[sk.Mean, dict[str, sk.Mean]]:
-    """Returns NT-Xent: each view finds the other view of its image among all views of everybody's images, its own left
-    out."""
+    """Returns NT-Xent: each view is matched with the other view of its image among all views of all images except
+    itself."""
     images, num = batch["images"], len(batch["images"])
     if key is None:
         views = (images, jnp.roll(images, 1, axis=2))
@@ -90,7 +92,7 @@ def simclr_loss(params: Params, batch: dict, key: jax.Array | None) -> tuple[sk.
 
 
 def view(image: jax.Array, key: jax.Array) -> jax.Array:
-    """Returns one image shifted by up to a pixel each way, with noise."""
+    """Returns one image shifted by up to a pixel in each direction, with noise."""
     shift_key, noise_key = jax.random.split(key)
     dy, dx = jax.random.randint(shift_key, (2,), -1, 2)
     moved = jnp.roll(jnp.roll(image, dy, axis=0), dx, axis=1)
@@ -102,7 +104,7 @@ def task(loss: Literal["clip", "simclr"] = "clip", width: int = 256, dim: int = 
     """Returns the task; the arguments are the config's `task_args`.
 
     Args:
-        loss: which of the two.
+        loss: `clip` or `simclr`.
         width: of the hidden layer of an encoder.
         dim: of an embedding.
     """

@@ -1,4 +1,4 @@
-"""Your own training step in the global view: the linear regression with a step that also reports the gradient's norm.
+"""A custom training step in the global view: the linear regression with a step that also reports the gradient's norm.
 
     spmdkit train configs/custom_step.yaml
 

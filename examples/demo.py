@@ -1,9 +1,10 @@
-"""What `make demo` runs: trains the GPT of configs/demo.yaml as `spmdkit train` does, then shows what it has learned.
+"""The program of `make demo`: trains the GPT of configs/demo.yaml as `spmdkit train` does, then shows a sample and the
+loss.
 
     python examples/demo.py [key=value ...]
 
 Trains on files of Python's standard library, evaluates on other files of it, prints a sample and compares the loss with
-what a model without context can reach. Started again, it continues, or shows the finished run.
+that of a model without context. Started again, it continues, or shows the finished run.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ def main(*overrides: str) -> dict[str, float]:
 
     params = jax.device_get(result.state.params)
     context = result.program.task.train_data["tokens"].shape[1] - 1
-    print(f"\n--- what it writes after {PROMPT!r} " + "-" * 60)
+    print(f"\n--- sample after {PROMPT!r} " + "-" * 60)
     print(gpt.sample(params, PROMPT, num_bytes=400, context=context))
     print("-" * 86)
 
     text_bytes = {name: config.task_args[name] for name in ("train_bytes", "eval_bytes")}
     unigram = gpt.unigram_loss(*gpt.read_files(**text_bytes))
-    print(f"\nOn {text_bytes['eval_bytes']:,} bytes of files that were not trained on, in nats per byte:")
+    print(f"\nOn {text_bytes['eval_bytes']:,} bytes of held-out files, in nats per byte:")
     print(f"  unigram model (how often each byte occurs): {unigram:.3f}")
     print(f"  this model:                                 {evaluation['loss']:.3f}")
     print(f"\nreport: {config.resolved_run_dir() / 'report.html'}")

@@ -31,7 +31,7 @@ def task(width: int = 32, dropout: float = 0.3, short_batches: bool = False) -> 
     Args:
         width: channels after the first convolution; the second has twice as many.
         dropout: probability of dropping a feature before the last layer.
-        short_batches: True keeps padding rows out of the batch statistics; use it with `data.drop_remainder: false`.
+        short_batches: True excludes padding rows from the batch statistics; use it with `data.drop_remainder: false`.
     """
     model = CNN(width, dropout, short_batches)
 
@@ -69,8 +69,8 @@ def task(width: int = 32, dropout: float = 0.3, short_batches: bool = False) -> 
 def digits() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Returns (train, evaluation): `images` float32[examples, 8, 8, 1] in 0..1 and `labels` int32[examples].
 
-    The last fifth is held out. The set is ordered by writer, so most of it is by people whose digits were not trained
-    on.
+    The last fifth is held out. The set is ordered by writer, so most of it is by writers that are not in the training
+    set.
     """
     from sklearn.datasets import load_digits
 
@@ -124,10 +124,11 @@ def drop(x_BC: jax.Array, rate: float, keys_B: jax.Array) -> jax.Array:
 
 
 class MaskedBatchNorm(nn.Module):
-    """`nn.BatchNorm` whose statistics leave out padding rows, the same on any number of replicas.
+    """`nn.BatchNorm` with statistics that exclude padding rows, the same on any number of replicas.
 
-    linen's own `mask` averages the means of the replicas (flax 0.12.8): wrong where they hold unequal numbers of real
-    rows, and NaN where one holds none. Here sums and counts are added over the replicas, and divided once.
+    linen's own `mask` averages the means of the replicas (flax 0.12.8). That is wrong if they hold unequal numbers of
+    real
+    rows, and NaN if one holds none. Here sums and counts are added over the replicas, and divided once.
     """
 
     momentum: float = 0.9
@@ -135,7 +136,7 @@ class MaskedBatchNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x_BHWC: jax.Array, use_running_average: bool, is_real_B: jax.Array | None) -> jax.Array:
-        """Returns `x` normalised per channel, scaled and shifted."""
+        """Returns `x` normalized per channel, scaled and shifted."""
         num_channels = x_BHWC.shape[-1]
         running_mean = self.variable("batch_stats", "mean", jnp.zeros, num_channels)
         running_var = self.variable("batch_stats", "var", jnp.ones, num_channels)
@@ -148,7 +149,7 @@ class MaskedBatchNorm(nn.Module):
             sums = [jnp.sum(v, (0, 1, 2), where=is_real_BHWC) for v in (values_BHWC, values_BHWC**2)]
             count = jnp.sum(is_real_BHWC, (0, 1, 2), dtype=jnp.float32)
             total, total_of_squares, count = jax.lax.psum((*sums, count), REPLICA_AXES)
-            # A microbatch may hold padding only: it has no statistics, and leaves the running ones alone.
+            # A microbatch may hold padding only: it has no statistics, and does not change the running ones.
             mean = total / jnp.maximum(count, 1)
             var = jnp.maximum(total_of_squares / jnp.maximum(count, 1) - mean**2, 0)
             momentum = jnp.where(count > 0, self.momentum, 1.0)

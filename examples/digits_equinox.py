@@ -2,9 +2,8 @@
 
     spmdkit train configs/digits_equinox.yaml
 
-An equinox module is a pytree of arrays and of functions. What spmdkit trains is its arrays: the adapter is `eqx.filter`
-in `init` and `eqx.combine` in the loss. Modules are written for one example, so a key per example is all that dropout
-needs.
+An equinox module is a pytree of arrays and functions. spmdkit trains its arrays: the adapter is `eqx.filter` in `init`
+and `eqx.combine` in the loss. Modules are written for one example, so dropout needs only a key per example.
 
 Shape suffixes: B examples that one call of the loss sees, K the 10 classes.
 """

@@ -2,8 +2,8 @@
 
     spmdkit train configs/digits_nnx.yaml
 
-The same model as digits_cnn.py. nnx modules are Python objects; what spmdkit trains is their parameters, a pytree. The
-adapter is `nnx.split` in `init` and `nnx.merge` in the loss.
+The same model as digits_cnn.py. nnx modules are Python objects; spmdkit trains their parameters, a pytree. The adapter
+is `nnx.split` in `init` and `nnx.merge` in the loss.
 
 Shape suffixes: B examples that one call of the loss sees, H height, W width, C channels, K the 10 classes.
 """
@@ -32,7 +32,7 @@ class CNN(nnx.Module):
         self.dropout = dropout
 
     def __call__(self, x_BHWC: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
-        """Returns the logits [B, K]. With `keys_B` it is training: batch statistics and dropout."""
+        """Returns the logits [B, K]. `keys_B` selects training mode: batch statistics and dropout."""
         evaluates = keys_B is None
         x_BHWC = nnx.relu(self.norm_1(self.conv_1(x_BHWC), use_running_average=evaluates))
         x_BHWC = nnx.relu(self.norm_2(self.conv_2(x_BHWC), use_running_average=evaluates))
@@ -55,7 +55,7 @@ def task(width: int = 32, dropout: float = 0.3) -> sk.Task:
         return sk.Variables(params, state)
 
     def loss_fn(params: Any, state: Any, batch: dict, key: jax.Array) -> tuple[sk.Mean, dict[str, sk.Mean], Any]:
-        model = nnx.merge(graph, params, state, copy=True)  # the loss must not change what it was given
+        model = nnx.merge(graph, params, state, copy=True)  # the loss must not modify its arguments
         metrics = measure(model(batch["images"], sk.example_keys()), batch["labels"])
         return metrics.pop("loss"), metrics, nnx.state(model, nnx.BatchStat)
 

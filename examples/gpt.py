@@ -1,16 +1,15 @@
-"""A byte-level GPT on the source files of Python's own standard library, with parameters that are a raw pytree.
+"""A byte-level GPT on the source files of Python's standard library, with parameters as a raw pytree.
 
-The mesh in the config is all that changes between one device, mirrored, HSDP, fsdp, tensor, context, expert and
-pipeline parallelism (configs/mirrored.yaml, hsdp.yaml, fsdp.yaml, tensor.yaml ...). The model names its dims once: in
-`rules` for the parameters, in `BLOCK_DIMS` for what a block takes and gives. A block is one `sk.manual` part: on a mesh
-with model axes each device sees its own shards in it, weights are gathered when they are used, and the collectives
-stand where they happen; on one device, or mirrored, the same text runs as it is.
+Only the mesh in the config differs between one device, mirrored, HSDP, fsdp, tensor, context, expert and pipeline
+parallelism (configs/mirrored.yaml, hsdp.yaml, fsdp.yaml, tensor.yaml ...). The model names its dims once: in `rules`
+for the parameters, in `BLOCK_DIMS` for the arguments and results of a block. A block is one `sk.manual` part. On a mesh
+with model axes each device sees its own shards in it, weights are gathered when they are used, and collectives are
+explicit. On one device, or mirrored, the same code runs unchanged.
 
 Shape suffixes: B examples that one call of the loss sees, T positions, D width, F hidden width of the MLP, N heads, K
 heads of keys and values, H width of a head, V the vocabulary, L layers, E experts. Every product is written as 2-D x
-2-D (`_product`):
-on XLA's CPU backend that is about 1.5 times as fast as 3-D x 2-D (2 cores, 2026-11-20), elsewhere it makes no
-difference.
+2-D (`_product`): on XLA's CPU backend that is about 1.5 times as fast as 3-D x 2-D (2 cores, 2026-11-20), elsewhere it
+makes no difference.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ __all__ = ["Options", "Shape", "logits", "losses", "read_files", "sample", "task
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The sizes of a options.
+    """The sizes of a model.
 
     Attributes:
         width: D.
@@ -51,9 +50,9 @@ class Shape:
         hidden: F.
         vocab: V, at least 256.
         gated: SwiGLU MLP (three matrices) instead of squared ReLU (two).
-        experts: E experts in place of each MLP; 0 for none.
-        stacked: layers are stacked and scanned over (short compile time at any depth, right for an accelerator, and
-            what a pipeline cuts); else separate arrays per layer (faster on CPU).
+        experts: E experts instead of each MLP; 0 for none.
+        stacked: layers are stacked and scanned over (short compile time at any depth, for accelerators and pipelines);
+            otherwise separate arrays per layer (faster on CPU).
     """
 
     width: int = 128
@@ -69,7 +68,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How a model runs; what its parameters do not say. See `task`."""
+    """Options of a model other than its sizes. See `task`."""
 
     dropout: float = 0.0
     top_k: int = 2
@@ -102,15 +101,15 @@ def task(
     Args:
         width, layers, kv_heads, hidden, vocab, gated: see `Shape`; default of `hidden` is four times the width.
         heads: N; default `width / 32`.
-        context: T, bytes that the model sees at once.
+        context: T, bytes of an example.
         dropout: probability of dropping a value after attention and after the MLP, drawn per example and position.
-        moe: experts in place of each MLP: `{experts: 8, top_k: 2, capacity: 1.25, balance_loss: 0.01, z_loss: 0.001}`;
+        moe: experts instead of each MLP: `{experts: 8, top_k: 2, capacity: 1.25, balance_loss: 0.01, z_loss: 0.001}`;
             without a capacity nothing is dropped. See `sk.moe`.
         scan_layers: see `Shape.stacked`.
-        document_masks: True cuts every file by itself; the rest of a file is padded, and padding has no loss. So
-            examples carry unequal numbers of bytes. False cuts all files as one text.
+        document_masks: True splits each file separately; the rest of a file is padded, and padding has no loss. So
+            examples have unequal numbers of bytes. False concatenates all files.
         train_bytes, eval_bytes: upper bounds on the text, to bound time and memory.
-        random_tokens: True draws endless tokens from all of V in place of the text; nothing is read, for plans and
+        random_tokens: True draws endless tokens from all of V instead of the text; nothing is read, for plans and
             timings.
     """
     heads = heads or max(1, width // HEAD_WIDTH)
@@ -169,7 +168,7 @@ BLOCK_DIMS: dict[str, tuple[str | None, ...]] = {
     "expert_up": ("expert", "embed", "mlp"),
     "expert_down": ("expert", "mlp", "embed"),
 }
-"""Weight of a block -> logical name of each dim. Norm scales are small and stay whole."""
+"""Weight of a block -> logical name of each dim. Norm scales are small and replicated."""
 
 
 def rules(shape: Shape) -> list[tuple[str, list[str | None]]]:
@@ -181,7 +180,7 @@ def rules(shape: Shape) -> list[tuple[str, list[str | None]]]:
 
 
 def init_params(key: jax.Array, shape: Shape) -> Params:
-    """Returns the parameters; the same numbers whether the layers are stacked or not."""
+    """Returns the parameters; the numbers do not depend on whether the layers are stacked."""
     D, V = shape.width, shape.vocab
     embed_key, head_key, blocks_key = jax.random.split(key, 3)
     keys = jax.random.split(blocks_key, shape.layers)
@@ -195,7 +194,7 @@ def init_params(key: jax.Array, shape: Shape) -> Params:
 
 
 def init_block(key: jax.Array, shape: Shape) -> Params:
-    """Returns the parameters of one layer. The 2 L branches add up in the residual stream, so each begins smaller."""
+    """Returns the parameters of one layer. The 2 L branches add up in the residual stream, so each starts smaller."""
     D, F, N, K, L, E = shape.width, shape.hidden, shape.heads, shape.kv_heads, shape.layers, shape.experts
     H = D // N
     keys = jax.random.split(key, 6)
@@ -224,16 +223,16 @@ def _normal(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
 # --- the model ------------------------------------------------------------------------------------------------------
 
 STREAM = ("batch", "norm_sequence", None)
-"""Dims of the residual stream between blocks: positions are cut over the context and the tensor axes, D is whole."""
+"""Dims of the residual stream between blocks: positions are sharded over the context and the tensor axes, D is not."""
 
 State = dict[str, jax.Array]
-"""What flows from block to block: `x`, and with experts the sums over layers of their load, one value per example."""
+"""The activations between blocks: `x`, and with experts the sums over layers of their load, one value per example."""
 
 
 def losses(
     params: Params, tokens_BT: jax.Array, targets_BT: jax.Array, where_BT: jax.Array, options: Options
 ) -> tuple[sk.Mean, dict[str, sk.Mean]]:
-    """Returns (loss in nats per byte, metrics). Every mean is over the bytes that are to be predicted."""
+    """Returns (loss in nats per byte, metrics). Every mean is over the target bytes."""
     rows = sk.context_order({"tokens": tokens_BT, "targets": targets_BT, "where": where_BT})
     num_layers, with_experts = count_layers(params["blocks"])
     layers = (jnp.arange(num_layers, dtype=jnp.float32), params["blocks"])
@@ -261,8 +260,7 @@ def losses(
 def means(
     loss_BT: jax.Array, where_BT: jax.Array, state: State, num_layers: int, options: Options
 ) -> tuple[sk.Mean, dict[str, sk.Mean]]:
-    """Returns the loss with the experts' balance losses, which count for an example as often as it has bytes, and
-    metrics."""
+    """Returns the loss with the experts' balance losses, weighted by the bytes of each example, and metrics."""
     plain = sk.mean(loss_BT, where=where_BT)
     metrics = {"bits_per_byte": plain * (1 / math.log(2))}
     if "balance" not in state:
@@ -292,7 +290,7 @@ def count_layers(blocks: Any) -> tuple[int, bool]:
 
 
 def embed(embed_VD: jax.Array, tokens_BT: jax.Array, with_experts: bool) -> State:
-    """Returns what enters the first block."""
+    """Returns the input of the first block."""
     state = {"x": sk.embed(tokens_BT, embed_VD)}
     if with_experts:
         state |= {name: jnp.zeros(len(tokens_BT)) for name in ("balance", "z", "dropped")}
@@ -300,10 +298,10 @@ def embed(embed_VD: jax.Array, tokens_BT: jax.Array, with_experts: bool) -> Stat
 
 
 def block(state: State, layer: jax.Array, weights: Params, options: Options) -> State:
-    """Returns the state after one layer, attention and MLP: one part in which each device sees its shards.
+    """Returns the activations after one layer, attention and MLP: one part in which each device sees its shards.
 
     Args:
-        layer: float32[], the number of the layer, from which dropout draws.
+        layer: float32[], the index of the layer, for dropout.
     """
     keys_B = sk.example_keys() if options.dropout and options.training else None
     state_dims = {name: STREAM if name == "x" else ("batch",) for name in state}
@@ -313,10 +311,10 @@ def block(state: State, layer: jax.Array, weights: Params, options: Options) -> 
 
 
 def block_part(state: State, layer: jax.Array, weights: Params, keys_B: jax.Array | None, *, options: Options) -> State:
-    """Returns the state after attention and MLP, on the shards of one device.
+    """Returns the activations after attention and MLP, on the shards of one device.
 
     Wire: each branch gathers x over the tensor axis on its positions and scatters its sum back; each weight is gathered
-    over fsdp; attention and experts as `sk.attention` and `sk.moe` say.
+    over fsdp; attention and experts: see `sk.attention` and `sk.moe`.
     """
     x_BTD = state["x"]
     is_dense = lambda name: name != "router" and "expert" not in BLOCK_DIMS[name]
@@ -339,7 +337,7 @@ def block_part(state: State, layer: jax.Array, weights: Params, keys_B: jax.Arra
 
 
 def _whole(w: jax.Array, dims: tuple[str | None, ...], x: jax.Array) -> jax.Array:
-    """Returns a weight gathered over what cuts its `embed` dim."""
+    """Returns a weight gathered over the axes that shard its `embed` dim."""
     return gather_weight(w, dims, STREAM, dims.index("embed"), x) if "embed" in dims else w
 
 
@@ -354,7 +352,7 @@ def attention(x_BTD: jax.Array, weights: Params, positions_T: jax.Array) -> jax.
 def mixture(
     x_BTD: jax.Array, weights: Params, positions_T: jax.Array, state: State, options: Options
 ) -> tuple[jax.Array, State]:
-    """Returns (the mixture of the experts' results, [B, T, D], the state with the load of this layer added)."""
+    """Returns (the result of the mixture of experts, [B, T, D], the activations with the load of this layer added)."""
     experts = {name: weights[f"expert_{name}"] for name in ("gate", "up", "down") if f"expert_{name}" in weights}
     y_BTD, load = sk.moe(
         x_BTD,
@@ -369,7 +367,7 @@ def mixture(
 
 
 def rotary(x_BTNH: jax.Array, positions_T: jax.Array) -> jax.Array:
-    """Returns `x` with each pair of channels turned by an angle that grows with the position (Su et al., 2021)."""
+    """Returns `x` with each pair of channels rotated by an angle proportional to the position (Su et al., 2021)."""
     half = x_BTNH.shape[-1] // 2
     frequencies = ROTARY_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles_TH = positions_T.astype(jnp.float32)[:, None] * frequencies
@@ -379,10 +377,9 @@ def rotary(x_BTNH: jax.Array, positions_T: jax.Array) -> jax.Array:
 
 
 def mlp(x_BTD: jax.Array, weights: Params) -> jax.Array:
-    """Returns the MLP with squared ReLU, or with SwiGLU where there is a gate, [B, T, D], not yet summed over F's
-    shards.
+    """Returns the MLP with squared ReLU, or with SwiGLU if there is a gate, [B, T, D], not yet summed over F's shards.
 
-    Its products are marked for `remat: {save: [hidden]}` or `{offload: [hidden]}`.
+    Its products are named for `remat: {save: [hidden]}` or `{offload: [hidden]}`.
     """
     h_BTF = checkpoint_name(product(x_BTD, weights["up"]), "hidden")
     if "gate" in weights:
@@ -399,8 +396,8 @@ def rms_norm(x_BTD: jax.Array, scale_D: jax.Array) -> jax.Array:
 
 
 def drop(x_BTD: jax.Array, rate: float, keys_B: jax.Array | None, positions_T: jax.Array) -> jax.Array:
-    """Returns `x` with values set to zero at `rate`, drawn for each example and position: the same however both are
-    cut."""
+    """Returns `x` with values set to zero at `rate`, drawn for each example and position: the same for any sharding of
+    both."""
     if keys_B is None:
         return x_BTD
     draw = lambda key, position: jax.random.bernoulli(jax.random.fold_in(key, position), 1 - rate, x_BTD.shape[2:])

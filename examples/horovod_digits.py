@@ -1,12 +1,12 @@
-"""Horovod's `examples/pytorch/pytorch_mnist.py` carried over to JAX, on the handwritten digits of scikit-learn in place
-of MNIST.
+"""Horovod's `examples/pytorch/pytorch_mnist.py` ported to JAX, on the handwritten digits of scikit-learn instead of
+MNIST.
 
     spmdkit launch -n 2 -- examples/horovod_digits.py --epochs 5
 
-Every call of `hvd` is there as it was: name, arguments, order. What surrounds them is JAX's: parameters and optimizer
-state are values that the loop hands on, the gradient is of a jitted function, and dropout draws from a key for each
-example, so that any number of ranks drops the same. For a new program see digits_cnn.py, whose step reduces inside of
-one compiled program.
+Every call of `hvd` is unchanged: name, arguments, order. The code around them is JAX: parameters and optimizer state
+are values that the loop passes on, the gradient is that of a jitted function, and dropout draws from a key for each
+example, so that any number of ranks drops the same values. For a new program see digits_cnn.py, with a step that
+reduces inside one compiled program.
 
 Source: horovod/horovod, examples/pytorch/pytorch_mnist.py at 2626dc8.
 Shape suffixes: B examples of this rank, H height, W width, C channels, K the 10 classes.
@@ -28,15 +28,17 @@ import spmdkit.horovod as hvd
 NUM_TRAIN = 1440
 Params = dict[str, jax.Array]
 
-parser = argparse.ArgumentParser(description="Digits with Horovod's names, in JAX")
+parser = argparse.ArgumentParser(description="Digits with the Horovod API, in JAX")
 parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="examples of each rank in a step")
-parser.add_argument("--test-batch-size", type=int, default=1000, metavar="N", help="the same when testing")
+parser.add_argument(
+    "--test-batch-size", type=int, default=1000, metavar="N", help=("examples of each rank in a test step")
+)
 parser.add_argument("--epochs", type=int, default=10, metavar="N", help="number of epochs to train")
 parser.add_argument("--lr", type=float, default=0.01, metavar="LR", help="learning rate of one rank")
 parser.add_argument("--momentum", type=float, default=0.5, metavar="M", help="SGD momentum")
 parser.add_argument("--no-cuda", action="store_true", help="leaves GPUs alone")
-parser.add_argument("--seed", type=int, default=42, metavar="S", help="of parameters, order and dropout")
-parser.add_argument("--log-interval", type=int, default=10, metavar="N", help="steps between two lines")
+parser.add_argument("--seed", type=int, default=42, metavar="S", help="seed of parameters, order and dropout")
+parser.add_argument("--log-interval", type=int, default=10, metavar="N", help="steps between two log lines")
 parser.add_argument("--fp16-allreduce", action="store_true", help="sends gradients as float16")
 parser.add_argument(
     "--use-mixed-precision", action="store_true", help="computes in bfloat16, which needs no loss scale"
@@ -92,7 +94,8 @@ def dropped(x: jax.Array, keys_B: jax.Array, shape: tuple[int, ...]) -> jax.Arra
 
 
 class DistributedSampler:
-    """The examples of one rank, as torch's: shuffled alike on all ranks, every n-th is mine, filled up from the
+    """The examples of one rank, as torch's sampler: shuffled the same on all ranks, every n-th is this rank's, padded
+    from the
     front."""
 
     def __init__(self, num_examples: int, num_replicas: int, rank: int, seed: int = 0):
@@ -105,11 +108,11 @@ class DistributedSampler:
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the order."""
+        """Sets the epoch, which determines the order."""
         self.epoch = epoch
 
     def batches(self, batch_size: int) -> Iterator[np.ndarray]:
-        """Yields the places of the examples of each batch."""
+        """Yields the indices of the examples of each batch."""
         order = np.random.default_rng((self.seed, self.epoch)).permutation(self.num_examples)
         mine = np.resize(order, len(self) * self.num_replicas)[self.rank :: self.num_replicas]
         yield from (mine[i : i + batch_size] for i in range(0, len(mine), batch_size))
@@ -119,7 +122,7 @@ class DistributedSampler:
 
 
 def digits() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Returns (training, test): `images` float32[examples, 8, 8, 1], normalised, and `labels` int32[examples]."""
+    """Returns (training, test): `images` float32[examples, 8, 8, 1], normalized, and `labels` int32[examples]."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
@@ -129,7 +132,7 @@ def digits() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
 
 
 def nll_loss(params: Params, images_BHWC: jax.Array, labels_B: jax.Array, keys_B: jax.Array, dtype: str) -> jax.Array:
-    """Returns the mean negative log-likelihood of this rank's examples; computed in `dtype`, kept in float32."""
+    """Returns the mean negative log-likelihood of this rank's examples; computed in `dtype`, returned in float32."""
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     log_BK = Net.log_probabilities(params, images_BHWC.astype(dtype), keys_B).astype(jnp.float32)
     return -jnp.take_along_axis(log_BK, labels_B[:, None], 1).mean()
@@ -140,7 +143,7 @@ predict = jax.jit(lambda params, images_BHWC: Net.log_probabilities(params, imag
 
 
 def example_keys(seed: int, epoch: int, places_B: np.ndarray) -> jax.Array:
-    """Returns a key for each example of an epoch, wherever it is."""
+    """Returns a key for each example of an epoch, the same on any rank."""
     key = jax.random.fold_in(jax.random.key(seed), epoch)
     return jax.vmap(lambda place: jax.random.fold_in(key, place))(jnp.asarray(places_B))
 

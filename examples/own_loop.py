@@ -1,8 +1,8 @@
-"""Your own Python loop: spmdkit places the arrays, compiles the step and feeds it; what happens around it is yours.
+"""A custom Python loop: spmdkit shards the arrays, compiles the step and feeds it; your code does the rest.
 
     python examples/own_loop.py [CONFIG [key=value ...]]
 
-The numbers are those of `spmdkit train` with the same config. Checkpoints, logs and signals are yours too.
+The numbers are those of `spmdkit train` with the same config. Checkpoints, logs and signals are up to you.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main(config: str | Path = CONFIG, *overrides: str) -> sk.TrainState:
     program = sk.build(config, overrides=overrides)
     state = program.init()
     for step, batch in program.batches():
-        state, metrics = program.step(state, batch)  # dispatches; the old state is donated, so keep only the new one
+        state, metrics = program.step(state, batch)  # dispatches; the old state is donated, so use only the new one
         if step % 50 == 0:
             print(f"step {step}: loss {float(metrics['loss']):.4f}")  # float() waits for the device
     print("evaluation:", ", ".join(f"{name} {value:.4f}" for name, value in program.eval(state).items()))

@@ -1,5 +1,4 @@
-"""Your own training step, written for one replica: the linear regression in the dialect of Horovod, pmap and
-`strategy.run`.
+"""A custom training step for one replica, as with Horovod, pmap and `strategy.run`: the linear regression.
 
     spmdkit train configs/per_replica.yaml
 
@@ -26,7 +25,8 @@ def replica_loss(params: dict, batch: dict) -> jax.Array:
 
 
 def train_step(state: sk.TrainState, batch: dict) -> tuple[sk.TrainState, dict[str, jax.Array]]:
-    """Returns the state after one step. Replicas hold equally many examples, so the mean of their means is the mean."""
+    """Returns the state after one step. Replicas hold equal numbers of examples, so the mean of their means is the
+    mean."""
     loss, grads = sk.pmean(jax.value_and_grad(replica_loss)(state.params, batch))
     return state.apply_gradients(grads), {"loss": loss}
 

@@ -1,10 +1,9 @@
 """A physics-informed network for the heat equation, u_t = 0.1 u_xx on [0, 1] x [0, 1], with u(x, 0) = sin(pi x) and
 u(0, t) = u(1, t) = 0.
 
-What a program of this kind does, and most language models do not: it differentiates with respect to its *inputs* inside
-of the loss; it weights its residuals by a function of the parameters (causal weights, whose rate is learned); it draws
-from a key of its own and keeps statistics, a count and a maximum in the model state. On every mesh the numbers are
-those of one device.
+It uses features that most language models do not need. It differentiates with respect to its *inputs* inside the loss.
+It weights its residuals by a function of the parameters (causal weights with a learned rate). It draws from a separate
+key and stores statistics, a count and a maximum in the model state. On every mesh the numbers are those of one device.
 
 Source: Raissi, Perdikaris and Karniadakis, "Physics-informed neural networks" (2019); Wang, Sankaran and Perdikaris,
 "Respecting causality" (2022), section 3, for weights that fall with time (here with a learned rate).
@@ -31,7 +30,7 @@ def exact(x, t):
 
 
 def points(num, seed):
-    """Returns points of the domain, and whether each is one of its edges, where the solution is given."""
+    """Returns points of the domain, and whether each is on a boundary, where the solution is known."""
     random = np.random.default_rng(seed)
     x, t = random.uniform(size=(2, num)).astype(np.float32)
     on_edge = np.arange(num) % 4 == 0
@@ -70,7 +69,7 @@ def residual(layers, mean_F, x, t):
 
 def loss_fn(params, state, batch, key):
     jitter_key, next_key = jax.random.split(state["key"])
-    # The same shift for all points: the residual is asked for at other places in each step.
+    # The same shift for all points: the residual is evaluated at other points in each step.
     dx, dt = 0.01 * jax.random.uniform(jitter_key, (2,), minval=-1, maxval=1)
     inputs_BF = jnp.stack([batch["x"], batch["t"]], -1)
     mean_F = 0.9 * state["mean"] + 0.1 * lax.pmean(inputs_BF.mean(0), REPLICAS)

@@ -1,21 +1,19 @@
-"""A byte-level language model that is no transformer: gated linear recurrences, cut over every axis of a mesh.
+"""A byte-level language model without attention: gated linear recurrences, sharded over every axis of a mesh.
 
     spmdkit train configs/recurrent.yaml
 
-What a layer of your own needs to be cut is all here: logical names for the dims of its weights (`BLOCK_DIMS`) and
-activations (`STREAM`), `sk.manual` around a block, inside of which arrays are what one device holds,
-`sk.column_row_parallel` for products whose hidden dim is cut, and one collective (`state_before`) where the layer needs
-what other devices know.
-The mesh in the config decides which of it happens: over no axes a collective is the identity, so one device runs the
-same text.
+It shows everything that a custom layer needs for sharding: logical names for the dims of its weights (`BLOCK_DIMS`) and
+activations (`STREAM`), `sk.manual` around a block, inside of which arrays are one device's shards,
+`sk.column_row_parallel` for products with a sharded hidden dim, and one collective (`state_before`) where the layer
+needs values of other devices. The mesh in the config decides which of it is used: over no axes a collective is the
+identity, so one device runs the same code.
 
     h[t] = (1 - z[t]) h[t-1] + z[t] v[t]        z = sigmoid(x W_update + bias),  v = x W_value,  y = (silu(x W_gate) h)
     W_out
 
-A recurrence that is linear in h is a prefix sum of pairs (decay, state), so T positions take log T steps, and a
-sequence that is cut over devices (`context`) needs only the pair of each part: every device scans its own positions,
-gathers the pairs, and adds what came before. Channels are independent, so `tensor` cuts them without a word between
-devices.
+A recurrence that is linear in h is a prefix sum of pairs (decay, state), so T positions take log T steps. A sequence
+that is sharded over devices (`context`) needs only the pair of each part: every device scans its own positions, gathers
+the pairs, and adds the state before its part. Channels are independent, so `tensor` shards them without communication.
 
 Source: Martin and Cundy, "Parallelizing Linear Recurrent Neural Nets Over Sequence Length" (2018); Feng et al., "Were
 RNNs All We Needed?" (2024), section 3.1 (minGRU); De et al., "Griffin" (2024), section 2 (two branches, the output
@@ -41,7 +39,8 @@ from spmdkit.ops.collectives import all_gather, axis_index
 Params = dict[str, Any]
 
 STREAM = ("batch", "norm_sequence", None)
-"""Dims of the residual stream between products: positions are cut over the context and the tensor axes, D is whole."""
+"""Dims of the residual stream between products: positions are sharded over the context and the tensor axes, D is not.
+"""
 
 BLOCK_DIMS = {
     "recurrent_norm": (None,),
@@ -55,7 +54,7 @@ BLOCK_DIMS = {
     "up": ("embed", "mlp"),
     "down": ("mlp", "embed"),
 }
-"""Weight of a block -> logical name of each dim: `embed` is cut over fsdp, `mlp` over tensor."""
+"""Weight of a block -> logical name of each dim: `embed` is sharded over fsdp, `mlp` over tensor."""
 
 
 @sk.task
@@ -73,8 +72,8 @@ def task(
     Args:
         width: D.
         hidden: F, channels of a recurrence and of an MLP; default twice the width.
-        context: T, bytes of an example; a recurrence begins each with nothing.
-        document_masks: True cuts every file by itself and pads its rest, so examples carry unequal numbers of bytes.
+        context: T, bytes of an example; a recurrence starts each with a zero state.
+        document_masks: True splits each file separately and pads its rest, so examples have unequal numbers of bytes.
         train_bytes, eval_bytes: upper bounds on the text, to bound time and memory.
     """
     hidden = hidden or 2 * width
@@ -106,7 +105,7 @@ def task(
 
 
 def init_params(key: jax.Array, width: int, layers: int, hidden: int, context: int) -> Params:
-    """Returns the parameters; the blocks are stacked, [L, ...]. Channels begin with memories of 1 to `context`
+    """Returns the parameters; the blocks are stacked, [L, ...]. Channels start with memories of 1 to `context`
     positions."""
     D, F = width, hidden
     keys = dict(zip(("embed", "head", *BLOCK_DIMS), jax.random.split(key, 2 + len(BLOCK_DIMS)), strict=True))
@@ -131,19 +130,20 @@ def init_params(key: jax.Array, width: int, layers: int, hidden: int, context: i
 
 
 def embed(embed_VD: jax.Array, rows: Params) -> jax.Array:
-    """Returns what enters the first block, [B, T, D]."""
+    """Returns the input of the first block, [B, T, D]."""
     return sk.embed(rows["inputs"], embed_VD, dims=STREAM)
 
 
 def block(x_BTD: jax.Array, weights: Params, rows: Params) -> jax.Array:
     """Returns the stream after a recurrence and an MLP: one part, so each weight is gathered once and nothing inside is
-    kept."""
+    saved."""
     return sk.manual(block_part, in_dims=[STREAM, BLOCK_DIMS], out_dims=STREAM)(x_BTD, weights)
 
 
 def block_part(x_BTD: jax.Array, w: Params) -> jax.Array:
-    """Returns the same on the shards of one device. Each branch sends x over tensor once each way, and its weights over
-    fsdp."""
+    """Returns the same on the shards of one device. Each branch gathers and scatters x over tensor once, and gathers
+    its
+    weights over fsdp."""
     columns = [w["value"], w["update"], w["output_gate"]]
     bias = {"extra": [w["bias"]], "extra_dims": [BLOCK_DIMS["bias"]]}
     x_BTD += sk.column_row_parallel(
@@ -176,12 +176,12 @@ def recurrence(value_BTF: jax.Array, update_BTF: jax.Array, gate_BTF: jax.Array,
 
 
 def then(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Returns the pair (decay, state) of two spans that follow each other."""
+    """Returns the pair (decay, state) of two consecutive spans."""
     return second[0] * first[0], second[0] * first[1] + second[1]
 
 
 def state_before(decay_BF: jax.Array, state_BF: jax.Array) -> jax.Array:
-    """Returns the state with which this device's part of the sequence begins, [B, F], from the pair of each part.
+    """Returns the state before this device's part of the sequence, [B, F], from the pair of each part.
 
     Wire: all_gather of the pairs over `sequence`, 8 (C - 1) B F bytes, and their reduce_scatter in the backward pass.
     """

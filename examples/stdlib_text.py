@@ -1,5 +1,4 @@
-"""Text that is on every machine: the source files of Python's own standard library, as bytes to train and evaluate
-on."""
+"""Text that every machine has: the source files of Python's standard library, as bytes to train and evaluate on."""
 
 from __future__ import annotations
 
@@ -12,14 +11,15 @@ import numpy as np
 
 VOCAB = 256
 NOT_TRAINED_ON = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
-"""Folders that differ between installations, or that hold tables and not code."""
+"""Folders that differ between installations, or that hold tables instead of code."""
 
 
 def read_files(train_bytes: int, eval_bytes: int) -> tuple[list[bytes], list[bytes]]:
-    """Returns the files to train on and the files to evaluate on, each cut off at its number of bytes.
+    """Returns the files to train on and the files to evaluate on, each truncated to its number of bytes.
 
-    A file's place in the order and its side of the split come from a hash of its path: nothing depends on the order in
-    which the file system lists them, and both sides see all parts of the library.
+    The order and the split follow from a hash of each file's path: they do not depend on the order of the file system,
+    and
+    both sides contain all parts of the library.
     """
     library = Path(sysconfig.get_path("stdlib"))
     names = [path.relative_to(library) for path in library.rglob("*.py")]
@@ -44,8 +44,9 @@ def _read(library: Path, names: Iterable[Path], max_bytes: int) -> list[bytes]:
 def windows(files: list[bytes], context: int, document_masks: bool) -> dict[str, np.ndarray]:
     """Returns the examples: `tokens` uint8[examples, context + 1] and `num_targets` int32[examples].
 
-    The first `num_targets` of the bytes `tokens[1:]` are to be predicted, the others are padding. Windows overlap by
-    the one byte that is the last target of one and the first input of the next.
+    The first `num_targets` of the bytes `tokens[1:]` are targets, the others are padding. Windows overlap by one byte:
+    the
+    last target of one is the first input of the next.
     """
     if not document_masks:
         text = np.frombuffer(b"".join(files), np.uint8)
@@ -58,8 +59,7 @@ def windows(files: list[bytes], context: int, document_masks: bool) -> dict[str,
 
 
 class RandomTokens:
-    """Examples like those of `windows`, drawn from their index alone: int32 tokens of the whole vocabulary, no
-    padding."""
+    """Examples like those of `windows`, drawn from their index alone: int32 tokens of the whole vocabulary, no padding."""
 
     def __init__(self, context: int, vocab: int):
         self.context, self.vocab = context, vocab
@@ -73,9 +73,9 @@ class RandomTokens:
 
 
 def unigram_loss(train_files: list[bytes], eval_files: list[bytes]) -> float:
-    """Returns the loss, in nats per byte, of predicting each evaluation byte by how often it occurs in training.
+    """Returns the loss, in nats per byte, of predicting each evaluation byte by its frequency in training.
 
-    This is what a model without context can reach; counts start at one, so that no byte is impossible.
+    A model without context cannot do better; counts start at one, so that no byte is impossible.
     """
     counts = 1 + np.bincount(np.frombuffer(b"".join(train_files), np.uint8), minlength=VOCAB)
     log_probs = np.log(counts / counts.sum())
