@@ -17,7 +17,7 @@ WORDS = re.compile(
 )
 
 PENDING = {
-    "ARCHITECTURE.md",
+    
     "collectives.md",
     "coming_from.md",
     "guide.md",

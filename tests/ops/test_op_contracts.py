@@ -131,7 +131,7 @@ EXAMPLES = {
         (HEADS, HEADS, HEADS),
         HEADS,
     ),
-    "column_row": Example(
+    "column_row_parallel": Example(
         lambda x, up, down: sk.column_row_parallel(x, [up], jnp.square, down),
         (draw(B, T, D), draw(D, F), draw(F, D)),
         (ROWS, *PAIR),
