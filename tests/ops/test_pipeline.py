@@ -1,10 +1,12 @@
 """`sk.pipeline`: every schedule gives the numbers of one device on every mesh, idles as its formula says, and refuses
 what is wrong."""
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError
@@ -129,11 +131,15 @@ def test_the_other_ops_work_inside_of_stages(mesh, schedule):
 
 # ---- the tables ----------------------------------------------------------------------------------------------------------
 
-SHAPES = [(P, v, M) for P in (2, 3, 4, 8) for v in (1, 2, 3) for M in (1, 2, 3, P, 2 * P, 3 * P + 1)]
+SHAPES = {
+    "num_stages": st.integers(2, 8),
+    "num_chunks": st.integers(1, 3),
+    "num_microbatches": st.integers(1, 25),
+}
 
 
-@pytest.mark.parametrize("num_stages, num_chunks, num_microbatches", SHAPES)
-def test_every_piece_of_work_is_done_once_and_after_what_it_needs(num_stages, num_chunks, num_microbatches):
+@hypothesis.given(**SHAPES)
+def test_schedule_runs_each_item_once_in_order(num_stages, num_chunks, num_microbatches):
     schedule = StageSchedule(num_stages, num_microbatches, num_chunks)
     when = {}
     for name in ("forward", "backward"):
@@ -155,8 +161,8 @@ def test_every_piece_of_work_is_done_once_and_after_what_it_needs(num_stages, nu
     )
 
 
-@pytest.mark.parametrize("num_stages, num_chunks, num_microbatches", SHAPES)
-def test_an_input_is_kept_until_its_backward_pass(num_stages, num_chunks, num_microbatches):
+@hypothesis.given(**SHAPES)
+def test_schedule_keeps_inputs_until_their_backward_pass(num_stages, num_chunks, num_microbatches):
     schedule = StageSchedule(num_stages, num_microbatches, num_chunks)
     ahead, back = schedule.forward, schedule.backward
     ring = {}
