@@ -30,7 +30,7 @@ def rows(data, retries=0):
     return fingerprint(open_source(data), retries, lambda: data.now).rows
 
 
-def test_of_rows_that_are_read_one_by_one_64_are_compared_and_each_of_them_tells():
+def test_sample_of_64_rows_detects_each_change():
     expected = rows(Rows())
     assert len(expected) == ROWS_READ == 64 and {"row 0", "row 9999"} <= expected.keys()
     assert rows(Rows()) == expected
@@ -41,7 +41,7 @@ def test_of_rows_that_are_read_one_by_one_64_are_compared_and_each_of_them_tells
 
 
 @pytest.mark.parametrize("read_s", [0.01, 10.0], ids=["slow", "very slow"])
-def test_a_slow_source_is_read_for_a_bounded_time_and_rows_of_one_order(read_s):
+def test_slow_source_is_sampled_for_bounded_time(read_s):
     """Whoever is slower reads fewer of the same rows, so that there is something to compare, and it is spread over
     all."""
     fast, data = rows(Rows()), Rows(read_s=read_s)
@@ -53,7 +53,7 @@ def test_a_slow_source_is_read_for_a_bounded_time_and_rows_of_one_order(read_s):
     assert max(b - a for a, b in itertools.pairwise(places)) < 4500
 
 
-def test_a_row_is_read_as_often_as_training_would_read_it():
+def test_row_is_retried_as_in_training():
     middle = next(int(row.removeprefix("row ")) for row in rows(Rows()) if row != "row 0")
     known = rows(Rows())
     assert rows(Rows(bad=middle, times=2)) == known, "three readings at least"
@@ -61,7 +61,7 @@ def test_a_row_is_read_as_often_as_training_would_read_it():
     assert rows(Rows(bad=middle, times=5), retries=5) == known
 
 
-def test_rows_that_are_others_each_time_are_not_compared():
+def test_random_rows_are_not_compared():
     class Noise(Rows):
         def __getitem__(self, i):
             return np.random.default_rng().normal()

@@ -58,7 +58,7 @@ def read_together(threads):
     return wrong, handle.most
 
 
-def test_training_and_evaluation_never_read_at_the_same_time():
+def test_training_and_evaluation_never_read_concurrently():
     assert read_together(threads=1) == ([], 1)
 
 
@@ -82,7 +82,7 @@ class OneBuffer:
         return self.buffer
 
 
-def test_a_row_in_a_buffer_that_the_next_read_fills_is_copied_before_that():
+def test_row_in_reused_buffer_is_copied():
     sources, wrong = [open_source(OneBuffer(), name) for name in ("train_data", "eval_data")], []
 
     def read(source, first):
@@ -123,7 +123,7 @@ def batches(source, start=1, stop=4, size=4):
     ]
 
 
-def test_a_row_that_fails_for_a_moment_is_read_again_after_growing_pauses():
+def test_transient_failure_is_retried_with_growing_pauses():
     slept, ledger = [], SkippedRows()
     source = open_source(Flaky(3), "train_data", ReadPolicy(1, 3, ledger, slept.append))
     assert batches(source) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
@@ -133,13 +133,13 @@ def test_a_row_that_fails_for_a_moment_is_read_again_after_growing_pauses():
     assert ledger.take_events() == [] and ledger.positions() == []
 
 
-def test_without_a_retry_or_with_too_few_the_row_is_an_error():
+def test_too_few_retries_are_an_error():
     for retries in (0, 2):
         with pytest.raises(UserCodeError, match=r"step 2 .*train_data\[5\] raised OSError: bad sector"):
             batches(open_source(Flaky(99), "train_data", ReadPolicy(1, retries, SkippedRows(), lambda s: None)))
 
 
-def test_the_next_row_takes_the_place_of_one_that_is_left_out():
+def test_next_row_replaces_a_skipped_one():
     ledger = SkippedRows(1)
     source = open_source(Flaky(10**6), "train_data", ReadPolicy(1, 1, ledger, lambda s: None))
     assert batches(source, stop=7) == 2 * [[0, 1, 2, 3], [4, 6, 6, 7], [8, 9, 10, 11]]
@@ -147,7 +147,7 @@ def test_the_next_row_takes_the_place_of_one_that_is_left_out():
     assert ledger.take_events()[0]["done"] == "skipped, 1 of at most 1 rows (data.max_bad_examples)"
 
 
-def test_one_row_more_than_may_be_left_out_is_an_error():
+def test_one_row_above_the_limit_is_an_error():
     class Two(Flaky):
         def __getitem__(self, i):
             if i in (5, 6):
@@ -159,7 +159,7 @@ def test_one_row_more_than_may_be_left_out_is_an_error():
         batches(open_source(Two(0), "train_data", ReadPolicy(1, 0, SkippedRows(1))))
 
 
-def test_what_was_left_out_once_is_left_out_again_after_a_restart_though_it_can_be_read_by_now():
+def test_skipped_rows_stay_skipped_after_a_restart():
     first = SkippedRows(1)
     before = batches(open_source(Flaky(1), "train_data", ReadPolicy(1, 0, first)), stop=6)
     assert before[1] == [4, 6, 6, 7] and before[4] == [4, 5, 6, 7], "it failed once, and not in the next epoch"
@@ -170,7 +170,7 @@ def test_what_was_left_out_once_is_left_out_again_after_a_restart_though_it_can_
     assert batches(open_source(Flaky(0), "train_data", ReadPolicy(1, 0, SkippedRows(1))), start=2, stop=6) != before[1:]
 
 
-def test_a_source_that_is_opened_again_is_read_as_was_asked_then():
+def test_reopened_source_uses_the_new_policy():
     opened = open_source(Flaky(10**6), "train_data")
     again = open_source(opened, "train_data", ReadPolicy(1, 0, SkippedRows(1)))
     assert batches(again)[1] == [4, 6, 6, 7]
@@ -179,7 +179,7 @@ def test_a_source_that_is_opened_again_is_read_as_was_asked_then():
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), SystemExit(), SystemExit("done"), GeneratorExit()])
-def test_data_cannot_end_the_run_and_are_not_left_out_for_trying(error):
+def test_data_cannot_end_the_run(error):
     class Leaving(Flaky):
         def __getitem__(self, i):
             if i == 5:

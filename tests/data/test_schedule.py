@@ -21,7 +21,7 @@ def test_every_epoch_is_a_permutation(num_examples):
         np.testing.assert_array_equal(np.sort(order), np.arange(num_examples))
 
 
-def test_any_part_of_an_order_can_be_asked_for_alone():
+def test_order_has_random_access():
     for num_examples in (100, 20_000):
         order = permute(np.arange(num_examples), num_examples, 3, 5)
         part = np.array([99, 4, 4, 0])
@@ -55,7 +55,7 @@ def test_epochs_seeds_and_neighbours_are_not_correlated(num_examples):
         assert abs(np.corrcoef(order, other)[0, 1]) < 4 / np.sqrt(num_examples)
 
 
-def test_the_order_of_a_seed_never_changes_between_versions():
+def test_order_of_a_seed_is_stable_between_versions():
     """Golden values: a change here changes the batches of every run that resumes, so it is a breaking change."""
     assert permute(np.arange(6), 10, 0, 0).tolist() == [4, 2, 1, 5, 7, 0]
     assert permute(np.arange(4), 10**6, 1, 2).tolist() == [506219, 85284, 546460, 422460]
@@ -84,7 +84,7 @@ def test_epochs_differ_from_one_another_and_by_seed():
     assert first.digest(1) == Schedule(1000, 100, seed=0).digest(1)
 
 
-def test_batches_do_not_depend_on_what_was_asked_before():
+def test_batches_do_not_depend_on_earlier_calls():
     steps = list(range(1, 200))
     forward = {step: Schedule(1797, 64, seed=2).batch(step)[0].copy() for step in steps}
     again = Schedule(1797, 64, seed=2)
@@ -111,7 +111,7 @@ def test_mask_works_with_fewer_examples_than_a_batch():
         assert sorted(indices[mask]) == [0, 1, 2] and mask.sum() == 3
 
 
-def test_always_full_is_true_exactly_when_no_row_is_ever_missing():
+def test_always_full_means_no_missing_row():
     for num_examples in range(1, 13):
         for batch_size in range(1, 13):
             schedule = Schedule(num_examples, batch_size, drop_remainder=False)
@@ -178,7 +178,7 @@ def test_impossible_schedules_are_config_errors(num_examples, batch_size, drop_r
         assert word in str(error.value)
 
 
-def test_batches_that_are_left_out_are_those_named_and_all_others_keep_their_order():
+def test_skipped_batches_leave_the_others_in_order():
     whole = Schedule(64, 8, seed=3)
     short = dataclasses.replace(whole, skipped=merge_ranges([(9, 10), (3, 3), (4, 4), (10, 12)]))
     assert short.skipped == ((3, 4), (9, 12))
@@ -191,7 +191,7 @@ def test_batches_that_are_left_out_are_those_named_and_all_others_keep_their_ord
 
 
 @pytest.mark.parametrize(("drop_remainder", "steps"), [(False, 6), (True, 5)])
-def test_where_each_process_has_data_of_its_own_every_row_comes_once_and_the_short_one_is_padded(drop_remainder, steps):
+def test_per_process_data_are_complete_and_padded(drop_remainder, steps):
     """Process 0 has 22 rows and gives rows 0, 1, 4, 5 of a batch; process 1 has 10 and gives the others."""
     shares = (ProcessRows(22, (0, 1, 4, 5)), ProcessRows(10, (2, 3, 6, 7)))
     schedule = Schedule(32, 8, seed=3, drop_remainder=drop_remainder, shares=shares, skipped=((2, 2),))
@@ -213,6 +213,6 @@ def test_where_each_process_has_data_of_its_own_every_row_comes_once_and_the_sho
     assert whole.local(0).batch(1)[0].tolist() != whole.local(0).batch(1 + steps)[0].tolist()
 
 
-def test_a_process_with_less_than_its_rows_of_a_batch_is_refused_where_short_batches_are_dropped():
+def test_too_little_per_process_data_is_rejected():
     with pytest.raises(ConfigError, match="train_data of process 1 has 3 examples, batch_size is 4"):
         Schedule(23, 8, shares=(ProcessRows(20, (0, 1, 2, 3)), ProcessRows(3, (4, 5, 6, 7))))

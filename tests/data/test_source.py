@@ -44,7 +44,7 @@ class Registered:
     ],
     ids=["array", "jax array", "dict", "tuple", "namedtuple", "dataclass", "nested"],
 )
-def test_a_pytree_of_arrays_gathers_rows_of_every_leaf(data):
+def test_pytree_of_arrays_gathers_rows_of_leaves(data):
     source = open_source(data)
     assert len(source) == 5 and source.in_memory
     batch = source.gather(INDICES)
@@ -56,11 +56,11 @@ def test_a_pytree_of_arrays_gathers_rows_of_every_leaf(data):
 
 
 @pytest.mark.parametrize("make", [np.asfortranarray, lambda x: np.repeat(x, 2, axis=0)[::2], lambda x: x[::-1][::-1]])
-def test_arrays_that_are_not_contiguous_gather_the_same_rows(make):
+def test_non_contiguous_arrays_gather_the_same_rows(make):
     np.testing.assert_array_equal(open_source(make(images())).gather(INDICES), images()[INDICES])
 
 
-def test_a_gathered_batch_does_not_share_memory_with_the_data():
+def test_gathered_batch_does_not_share_memory():
     data = images()
     for indices in (INDICES, np.arange(5)):
         assert not np.shares_memory(open_source(data).gather(indices), data)
@@ -74,7 +74,7 @@ def test_an_npz_file_is_a_mapping_of_arrays(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int64, ">i4"])
-def test_a_memory_mapped_array_is_read_a_batch_at_a_time(tmp_path, dtype):
+def test_memory_mapped_array_is_read_by_batch(tmp_path, dtype):
     path = tmp_path / "x.npy"
     np.save(path, images().astype(dtype))
     mapped = np.load(path, mmap_mode="r")
@@ -98,7 +98,7 @@ def test_int64_becomes_int32_after_a_range_check():
             open_source({"y": np.array([0, value, 0])} if value > 0 else {"y": np.array([value, 0])})
 
 
-def test_a_mapped_int64_array_is_range_checked_in_each_batch(tmp_path):
+def test_mapped_int64_array_is_range_checked(tmp_path):
     np.save(tmp_path / "y.npy", np.array([0, 1, 2**40]))
     source = open_source({"y": np.load(tmp_path / "y.npy", mmap_mode="r")})
     assert source.gather(np.array([0, 1]))["y"].tolist() == [0, 1]
@@ -153,7 +153,7 @@ def test_examples_one_by_one_are_stacked(data):
         assert (rows.shape[1:], rows.dtype) == (spec.shape, spec.dtype)
 
 
-def test_opening_reads_one_example_and_repeated_indices_are_read_once():
+def test_opening_reads_one_example_repeats_are_cached():
     data = Examples(100, lambda index: np.float32(index))
     source = open_source(data)
     assert data.calls == [0]
@@ -161,12 +161,12 @@ def test_opening_reads_one_example_and_repeated_indices_are_read_once():
     assert data.calls == [0, 7, 8]
 
 
-def test_a_list_is_a_sequence_of_examples_and_never_a_pair_of_arrays():
+def test_list_is_a_sequence_of_examples():
     assert len(open_source([images(), images()])) == 2
     assert len(open_source((images(), images()))) == 5
 
 
-def test_random_draws_of_a_grain_dataset_differ_by_epoch_and_repeat_exactly():
+def test_grain_draws_differ_by_epoch_and_repeat():
     dataset = grain.MapDataset.range(5).seed(3).random_map(lambda i, rng: np.float32(i + rng.random()))
     first, again = open_source(dataset), open_source(dataset)
     assert first.gather(INDICES, epoch=1).tolist() == again.gather(INDICES, epoch=1).tolist()
@@ -268,7 +268,7 @@ X = np.zeros(2, np.float32)
         (None, ["data[2] is None"]),
     ],
 )
-def test_an_example_that_differs_is_named_when_it_is_read(bad, words):
+def test_differing_example_is_named_when_read(bad, words):
     source = open_source([{"x": X, "y": 1}, {"x": X, "y": np.int64(1)}, bad], "data")
     assert source.gather(np.array([0, 1]))["y"].tolist() == [1, 1]
     with pytest.raises(ConfigError) as error:
@@ -277,7 +277,7 @@ def test_an_example_that_differs_is_named_when_it_is_read(bad, words):
         assert word in str(error.value)
 
 
-def test_data_that_raises_is_the_user_s_error_with_its_cause_and_index():
+def test_data_error_is_a_user_error_with_index():
     def read(index):
         return np.float32([1.0, 2.0][index])
 

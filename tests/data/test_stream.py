@@ -55,7 +55,7 @@ def test_every_step_yields_the_examples_of_its_schedule(kind, threads):
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-def test_a_stream_started_at_any_step_is_the_rest_of_the_full_one(kind):
+def test_stream_from_any_step_is_the_rest(kind):
     schedule = Schedule(25, 4, seed=3, drop_remainder=False)
     full = labels(stream(SOURCES[kind](), schedule, stop=30))
     for start in (1, 2, 7, 8, 29):
@@ -81,7 +81,7 @@ def test_starting_late_reads_nothing_that_came_before():
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 4, 12])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_the_rows_of_all_processes_together_are_the_global_batch(num_processes, interleaved):
+def test_rows_of_all_processes_form_the_batch(num_processes, interleaved):
     schedule = Schedule(25, 12, seed=1, drop_remainder=False)
     whole = list(stream(ARRAYS, schedule, stop=8))
     rows = np.arange(12)
@@ -103,7 +103,7 @@ def test_the_rows_of_all_processes_together_are_the_global_batch(num_processes, 
         np.testing.assert_array_equal(batch.mask, mask)
 
 
-def test_an_evaluation_of_any_size_ends_by_itself_and_is_exact():
+def test_evaluation_of_any_size_ends_and_is_exact():
     for batch_size in (1, 7, 25, 64):
         batches = list(stream(ARRAYS, eval_schedule(25, batch_size)))
         rows = np.ones(batch_size, bool)
@@ -118,7 +118,7 @@ def test_an_endless_stream_goes_on_over_epochs():
     batches.close()
 
 
-def test_random_draws_of_grain_differ_by_epoch_and_survive_a_restart():
+def test_grain_draws_survive_a_restart():
     data = grain.MapDataset.range(8).seed(0).random_map(lambda i, rng: np.float32(rng.random()))
     schedule = Schedule(8, 8, shuffle=False)
     full = [batch.examples.tolist() for _, batch in stream(data, schedule, stop=5)]
@@ -140,7 +140,7 @@ class Faulty:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_data_that_raises_surfaces_at_its_step_with_its_cause(threads):
+def test_data_error_surfaces_at_its_step(threads):
     batches = stream(Faulty(9, OSError("bad sector")), Schedule(40, 4, shuffle=False), threads=threads, prefetch=4)
     with device_batches(batches, put=lambda batch: batch.examples.sum(), depth=3) as device:
         assert [next(device)[:2] for _ in range(2)] == [(1, 6.0), (2, 22.0)]
@@ -160,7 +160,7 @@ def test_ragged_examples_surface_at_their_step():
 
 
 @pytest.mark.parametrize(("error", "told"), [(SystemExit(3), UserCodeError), (KeyboardInterrupt(), KeyboardInterrupt)])
-def test_even_an_exit_raised_in_the_data_ends_the_wait_of_the_consumer(error, told):
+def test_exit_in_data_ends_the_wait(error, told):
     batches = stream(Faulty(5, error), Schedule(40, 4, shuffle=False))
     with device_batches(batches, put=lambda batch: batch) as device:
         assert next(device)[0] == 1
@@ -168,7 +168,7 @@ def test_even_an_exit_raised_in_the_data_ends_the_wait_of_the_consumer(error, to
             next(device)
 
 
-def test_an_error_of_put_surfaces_after_the_batches_before_it():
+def test_put_error_surfaces_after_earlier_batches():
     def put(value):
         if value == 2:
             raise RuntimeError("device full")
@@ -181,7 +181,7 @@ def test_an_error_of_put_surfaces_after_the_batches_before_it():
     assert list(device) == []
 
 
-def test_batches_reach_the_device_in_order_with_their_wait():
+def test_batches_arrive_in_order_with_waits():
     device_put = jax.device_put
     batches = device_batches(stream(ARRAYS, Schedule(25, 5, seed=1), stop=50), lambda batch: device_put(batch.examples))
     seen = list(batches)
@@ -193,7 +193,7 @@ def test_batches_reach_the_device_in_order_with_their_wait():
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_at_most_depth_batches_are_ahead_of_the_consumer(depth):
+def test_at_most_depth_batches_are_ahead(depth):
     puts, reached = [], threading.Semaphore(0)
 
     def put(value):
@@ -231,7 +231,7 @@ def test_wait_is_the_time_the_consumer_stood_still(monkeypatch):
         assert [next(device), next(device)] == [(1, "ready", 0.0), (2, "late", 7.0)]
 
 
-def test_close_stops_the_thread_closes_the_iterator_and_may_be_repeated():
+def test_close_stops_thread_and_iterator():
     closed = threading.Event()
 
     def endless():
@@ -250,7 +250,7 @@ def test_close_stops_the_thread_closes_the_iterator_and_may_be_repeated():
     assert next(device, None) is None
 
 
-def test_an_abandoned_iterator_is_collected_and_its_thread_ends():
+def test_abandoned_iterator_is_collected():
     device = device_batches(enumerate(itertools.count()), lambda value: value)
     next(device)
     alive = weakref.ref(device)
@@ -280,7 +280,7 @@ OBJECTS = "data = [np.zeros(2, np.float32)] * 64"
 
 @pytest.mark.parametrize("data", [MEMORY, OBJECTS], ids=["arrays", "examples"])
 @pytest.mark.parametrize("put", ["lambda b: b", "lambda b: __import__('jax').device_put(b.examples)"])
-def test_leaving_the_interpreter_with_an_open_stream_is_quiet_and_quick(data, put):
+def test_interpreter_exit_with_open_stream_is_quick(data, put):
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", ABANDON.format(data=data, put=put)],
         capture_output=True,
@@ -321,7 +321,7 @@ def test_only_data_that_is_read_gets_reader_threads(kind, has_readers):
 
 
 @pytest.mark.parametrize("make", [np.asarray, np.asfortranarray, lambda x: x[::2]])
-def test_gathering_a_few_rows_never_copies_the_whole_array(make):
+def test_gathering_rows_never_copies_the_array(make):
     data = make(np.zeros((2**16, 32), np.float32))
     source = open_source(data)
     tracemalloc.start()

@@ -82,7 +82,7 @@ def task_of(loss_fn, mesh="", **more):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_loss_over_everybodys_rows_is_that_of_one_device(mesh):
+def test_loss_over_all_rows_equals_one_device(mesh):
     _, run = train(task_of(by_sk, mesh), mesh)
     assert_same_run(run, by_hand(plain, init(jax.random.key(0)), DATA, optax.sgd(0.1)))
 
@@ -100,7 +100,7 @@ def test_with_microbatches_everybody_is_in_the_same_microbatch(mesh):
 
 
 @pytest.mark.parametrize("mesh", ["one device", "replica 2 x data 4", "data 2 x fsdp 4"])
-def test_in_the_loss_of_a_global_step_it_is_too(mesh):
+def test_loss_of_a_global_step_equals_one_device(mesh):
     def train_step(state, batch):
         (loss, metrics), grads = sk.value_and_grad(by_sk)(state.params, batch, state.key)
         return state.apply_gradients(grads), {"loss": loss, **metrics}
@@ -130,7 +130,7 @@ def test_in_a_per_replica_step_it_is_too(mesh):
     ("mesh", "tiled"),
     [("one device", True), ("data 8", False), ("replica 2 x data 4", True), ("data 2 x fsdp 4", False)],
 )
-def test_laxs_own_collectives_over_a_tuple_of_axes_are_too(mesh, tiled):
+def test_lax_collectives_over_axis_tuples_equal_one_device(mesh, tiled):
     _, run = train(task_of(by_lax(tiled)), mesh)
     expected = by_hand(plain, init(jax.random.key(0)), DATA, optax.sgd(0.1))
     assert_same_run(run, expected._replace(metrics=[{"loss": x} for x in expected.losses]))
@@ -139,7 +139,7 @@ def test_laxs_own_collectives_over_a_tuple_of_axes_are_too(mesh, tiled):
 @pytest.mark.parametrize("tiled", [True, False])
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("mapped", [(0, 0), (1, 2), (None, 1)])
-def test_a_gather_and_a_scatter_over_two_axes_of_a_vmap_are_those_of_shard_map(tiled, dim, mapped):
+def test_vmap_gather_and_scatter_equal_shard_map(tiled, dim, mapped):
     """Wherever the mapped dims lie, and where one of them is not mapped at all."""
     compat.map_gathers_over_several_axes()
     outer, inner = mapped
@@ -217,7 +217,7 @@ def unmasked(params, rows, key):
     return sk.mean(sk.all_gather(rows[:, 0, 0]).sum() * embed(params["a"], rows[:, 0]).sum(-1))
 
 
-def test_rows_that_are_gathered_without_their_mask_are_refused_where_batches_can_be_short():
+def test_gather_without_mask_is_rejected_with_short_batches():
     with pytest.raises(SpmdkitError, match="with_mask=True"):
         program_of(task_of(unmasked), "data 8", data={"drop_remainder": False}, batch_size=32)
 
@@ -275,7 +275,7 @@ def test_what_would_cross_nothing_is_refused(task, mesh, said):
 
 @pytest.mark.parametrize("mesh", ["data 8", "data 2 x fsdp 4"])
 @pytest.mark.parametrize("name", OF_PARTS)
-def test_a_collective_of_parts_is_refused_outside_of_one(name, mesh):
+def test_collective_is_rejected_where_arrays_are_global(name, mesh):
     with pytest.raises(
         SpmdkitError, match=f"{name} over .* outside of sk.manual, on a mesh of 8 devices.*sk.num_replicas"
     ):
@@ -287,7 +287,7 @@ def test_every_collective_of_parts_is_among_them():
     assert {n for n in public if not n.startswith("_")} == {*OF_PARTS, "axes"}
 
 
-def test_a_loss_that_is_called_by_hand_is_alone():
+def test_loss_called_manually_is_one_replica():
     with sk.examples(3):
         rows, mask = sk.all_gather(jnp.arange(3), with_mask=True)
         assert (sk.num_replicas(), int(sk.replica_index()), float(sk.psum(jnp.float32(2)))) == (1, 0, 2.0)

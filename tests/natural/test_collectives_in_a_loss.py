@@ -87,7 +87,7 @@ def plain(params, rows):
 
 
 @pytest.mark.parametrize("mesh", ["one device", "data 8", "replica 2 x data 4", "data 2 x fsdp 4", "fsdp 8 zero 2"])
-def test_a_loss_with_collectives_of_its_own_is_that_of_one_device(mesh):
+def test_loss_with_own_collectives_equals_one_device(mesh):
     task = sk.Task(init, loss_fn, keep_gradient(optax.sgd(0.1)), train_data=DATA)
     _, run = train(task, mesh)
     assert_same_run(run, by_hand(plain, init(jax.random.key(0)), DATA, optax.sgd(0.1)))

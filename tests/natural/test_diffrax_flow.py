@@ -44,7 +44,7 @@ def likelihoods(params, rows):
 
 
 @pytest.mark.parametrize("mesh", slow_except(("data 8",), ("one device", "data 8")))
-def test_a_flow_of_diffrax_is_that_of_one_device(mesh):
+def test_diffrax_flow_equals_one_device(mesh):
     loss_fn = lambda params, rows, key: sk.mean(-likelihoods(params, rows))
     _, run = train(sk.Task(init, loss_fn, keep_gradient(optax.adam(1e-2)), train_data=DATA), mesh)
     right = by_hand(

@@ -136,7 +136,7 @@ FORMS = slow_except(
 
 
 @pytest.mark.parametrize(("mesh", "microbatches"), FORMS)
-def test_every_derivative_at_a_constant_is_that_of_one_device(mesh, microbatches):
+def test_derivatives_at_constants_equal_one_device(mesh, microbatches):
     """By the emitter that users get: with the one of the suite a Hessian on eight devices is 2.3e-5 from that of
     one."""
     options = {"xla_cpu_use_fusion_emitters": True}
@@ -144,7 +144,7 @@ def test_every_derivative_at_a_constant_is_that_of_one_device(mesh, microbatches
     assert_same_run(run, reference())
 
 
-def test_replicas_hold_the_same_bits_and_the_step_has_one_reduction_of_its_own():
+def test_replicas_are_bitwise_equal_with_one_reduction():
     program = program_of(task("data 8"), "data 8")
     state = program.init()
     for _, batch in program.batches():
@@ -176,7 +176,7 @@ def replica_task(case, start=None):
     ("case", "mesh"),
     [*((case, "data 8") for case in (fgsm, pgd, sparse_code, maml)), (fgsm, "replica 2 x data 4")],
 )
-def test_a_per_replica_step_is_refused_with_the_line_of_the_derivative(case, mesh):
+def test_per_replica_derivative_is_rejected_with_line(case, mesh):
     with pytest.raises(
         ConfigError, match=r"derivative with respect to.*test_inner_derivatives\.py:\d+.*`x \* 0` instead"
     ):
@@ -184,7 +184,7 @@ def test_a_per_replica_step_is_refused_with_the_line_of_the_derivative(case, mes
 
 
 @pytest.mark.parametrize("case", [pinn, hessian, transposed])
-def test_where_nothing_else_is_the_replicas_own_the_reduction_says_so(case):
+def test_reduction_check_names_the_repeated_sum(case):
     with pytest.raises(
         ConfigError, match=r"(?s)already the same on every replica.*derivative with respect to a constant.*`x \* 0`"
     ):
@@ -192,7 +192,7 @@ def test_where_nothing_else_is_the_replicas_own_the_reduction_says_so(case):
 
 
 @pytest.mark.parametrize("mesh", ["one device", "data 8", "replica 2 x data 4"])
-def test_the_repair_of_that_refusal_gives_the_numbers_of_one_device(mesh):
+def test_suggested_repair_equals_one_device(mesh):
     def own_zeros(w, row):
         d = jax.grad(lambda d: jnp.tanh((row + d) @ w) ** 2)(row * 0)
         return jnp.tanh((row + 0.1 * jnp.sign(d)) @ w) ** 2
@@ -204,7 +204,7 @@ def test_the_repair_of_that_refusal_gives_the_numbers_of_one_device(mesh):
 
 
 @pytest.mark.parametrize("mesh", ["one device", "data 8", "replica 2 x data 4"])
-def test_a_per_replica_step_may_divide_its_examples_by_the_statistics_of_all(mesh):
+def test_dividing_by_global_statistics_is_accepted(mesh):
     """A synchronised batch norm: the transpose of its sum adds up where the examples meet it, and was taken for a sum
     by the types."""
 

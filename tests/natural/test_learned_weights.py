@@ -71,13 +71,13 @@ CASES = [*((mesh, 1) for mesh in MESHES), ("data 8", 2), ("fsdp 8 zero 2", 2), (
 
 
 @pytest.mark.parametrize(("mesh", "microbatches"), CASES)
-def test_the_gradient_of_learned_weights_is_that_of_the_quotient(mesh, microbatches):
+def test_gradient_of_learned_weights_is_the_quotients(mesh, microbatches):
     _, run = train(task(weighted, mesh), mesh, microbatches=microbatches)
     assert_same_run(run, reference(weighted))
 
 
 @pytest.mark.parametrize(("mesh", "remat"), [("data 8", "full"), ("one device", "none"), ("data 2 x fsdp 4", "full")])
-def test_so_is_that_of_importance_weights_under_a_mask_with_remat_too(mesh, remat):
+def test_importance_weights_with_mask_and_remat_match(mesh, remat):
     _, run = train(task(importance), mesh, remat=remat)
     assert_same_run(run, reference(importance))
 
@@ -93,7 +93,7 @@ def test_weights_without_a_gradient_send_nothing_more(stop):
     assert num_psums(program_of(task(weighted), "data 8")) == 2 * num_leaves + loss + 1
 
 
-def test_weights_that_cancel_give_what_jax_gives_and_an_empty_mean_is_zero():
+def test_canceling_weights_match_jax_and_empty_is_zero():
     values, signs = jnp.arange(4.0), jnp.array([1.0, -1, 1, -1])
     assert float(sk.mean(values, weights=signs).value) == -np.inf
     assert np.isnan(float(sk.mean(jnp.ones(4), weights=signs).value))
@@ -106,7 +106,7 @@ def test_weights_that_cancel_give_what_jax_gives_and_an_empty_mean_is_zero():
 
 
 @pytest.mark.parametrize("mesh", ["one device", "data 8"])
-def test_weights_that_cancel_over_the_whole_batch_do_so_on_every_mesh(mesh):
+def test_weights_canceling_over_batch_match_everywhere(mesh):
     signs = np.where(np.arange(BATCH) < BATCH // 2, 1.0, -1.0).astype(np.float32)
     data = {"x": DATA[:BATCH], "weight": signs}
     loss_fn = lambda params, rows, key: sk.mean((rows["x"] @ params["w"]) ** 2, weights=rows["weight"])
@@ -131,7 +131,7 @@ def pipeline_task(weights):
     return sk.Task(init, loss_fn, keep_gradient(optax.sgd(1.0)), train_data={"x": DATA}, rules=rules)
 
 
-def test_learned_weights_in_the_head_of_a_pipeline_are_right_or_refused():
+def test_learned_weights_in_pipeline_head_match_or_fail():
     def loss(params, rows):
         x = rows["x"] * params["ends"]["w"]
         for weight in params["layers"]:

@@ -81,7 +81,7 @@ def test_they_are_saved_and_restored_on_another_mesh(tmp_path):
 
 
 @pytest.mark.parametrize("mesh", ["data 2 x fsdp 4", "fsdp 8 zero 2"])
-def test_a_resume_is_the_same_run_bit_for_bit_where_they_are_cut(tmp_path, mesh):
+def test_resume_is_bitwise_with_sharded_odd_leaves(tmp_path, mesh):
     task = sk.Task(init, loss_fn, optax.adam(0.1), train_data=DATA)
     layout = {"min_shard_bytes": 1} | MESHES[mesh].get("layout", {})
     settings = {"mesh": MESHES[mesh]["mesh"], "layout": layout, "batch_size": BATCH, "checkpoint": {"every_steps": 1}}
@@ -110,7 +110,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_trained_or_kept_is_refused_at_the_start(name):
+def test_untrainable_leaves_are_rejected_at_the_start(name):
     params, state, said = REFUSED[name]
     made = (lambda key: params) if state is None else (lambda key: sk.Variables(params, state))
     with pytest.raises(ConfigError, match=said):
@@ -144,14 +144,14 @@ def test_what_has_64_bits_is_halved_aloud(mesh):
     assert of_state.endswith("JAX_ENABLE_X64=1 is set: mean (float64); rows (int64); spectrum (complex128).")
 
 
-def test_with_64_bit_types_there_is_nothing_to_say_of_the_state():
+def test_x64_state_needs_no_note():
     with jax.enable_x64(True):
         program = program_of(sk.Task(wide_init, wide_loss, optax.sgd(0.1), train_data=DATA))
         assert {name: x.dtype for name, x in program.init().model_state.items()} == WIDE
         assert [note for note in program.notes if "JAX_ENABLE_X64" in note] == []
 
 
-def test_an_integer_that_32_bits_do_not_hold_is_refused():
+def test_integer_beyond_32_bits_is_rejected():
     init = lambda key: sk.Variables({"w": np.zeros(8, np.float32)}, {"seen": np.full(2, 2**40)})
     with pytest.raises(ConfigError, match=r"'state/seen' that init returned is int64.*1099511627776.*JAX_ENABLE_X64=1"):
         program_of(sk.Task(init, wide_loss, optax.sgd(0.1), train_data=DATA))

@@ -65,7 +65,7 @@ def task(mesh):
 
 
 @pytest.mark.parametrize(("mesh", "microbatches"), [*((mesh, 1) for mesh in MESHES), ("data 2 x fsdp 4", 2)])
-def test_two_networks_that_are_trained_against_each_other_are_those_of_one_device(mesh, microbatches):
+def test_adversarial_networks_equal_one_device(mesh, microbatches):
     program = program_of(task(mesh), mesh, microbatches=microbatches)
     state, losses = program.init(), []
     for _, batch in program.batches():

@@ -40,7 +40,7 @@ def by_hand():
 
 
 @pytest.mark.parametrize("mesh", ["one device", "data 8", "data 2 x fsdp 4"])
-def test_points_that_the_replicas_share_out_are_those_of_one_device(mesh):
+def test_generated_points_equal_one_device(mesh):
     program = program_of(sk.Task(init, train_step=train_step, optimizer=optax.sgd(0.1), train_data=DATA), mesh)
     state, losses = program.init(), []
     for _, batch in program.batches():

@@ -105,7 +105,7 @@ def test_every_leaf_is_that_of_one_device(mesh):
 
 
 @pytest.mark.parametrize(("mesh", "group"), [("data 8", 4), ("replica 2 x data 4", 2), ("data 2 x fsdp 4", 1)])
-def test_each_group_agrees_alone_and_an_evaluation_sees_all_of_them(mesh, group):
+def test_groups_reduce_state_separately(mesh, group):
     def eval_fn(params, state, rows):
         names = ("tokens", "half", "rows", "wraps", "largest", "running")
         shown = {name: sk.mean(state[name].astype(jnp.float32)) for name in names}
@@ -190,7 +190,7 @@ def test_what_has_no_mean_is_asked_for(name, mesh):
     ],
     ids=["integer", "bool", "key", "said the same", "reduced over one axis", "a replica's own index"],
 )
-def test_what_differs_between_replicas_is_not_taken_for_the_same(name, change, match):
+def test_values_that_differ_are_not_identical(name, change, match):
     def loss(params, state, rows, key):
         changed = jnp.asarray(change(state[name], rows, key)) if name != "key" else change(state[name], rows, key)
         return sk.mean((rows @ params) ** 2), {}, state | {name: changed.astype(state[name].dtype)}
@@ -198,7 +198,7 @@ def test_what_differs_between_replicas_is_not_taken_for_the_same(name, change, m
     refused(match, loss, state_reduction={"synced": "identical"})
 
 
-def test_what_follows_from_loops_branches_and_jitted_parts_is_seen_through():
+def test_dependence_sees_through_loops_branches_and_jit():
     @jax.jit
     def power(u, w):
         return lax.fori_loop(0, 3, lambda _, u: jnp.tanh(w @ (w @ u)), u)
@@ -243,7 +243,7 @@ def test_what_cannot_be_is_refused(agree, match):
     refused(match, state_reduction=agree)
 
 
-def test_a_per_replica_step_that_uses_value_and_grad_agrees_in_the_same_way():
+def test_per_replica_value_and_grad_reduces_state_alike():
     def train_step(state, batch):
         (loss, _, new), grads = sk.value_and_grad(loss_fn)(state.params, state.model_state, batch, state.key)
         return state.apply_gradients(grads, model_state=new), {"loss": loss}
@@ -270,7 +270,7 @@ class Net(eqx.Module):
 
 
 @pytest.mark.parametrize("mode", ["batch", "ema"])
-def test_batch_norm_of_equinox_is_that_of_one_device_in_both_modes(mode):
+def test_equinox_batch_norm_equals_one_device(mode):
     model, first = eqx.nn.make_with_state(Net)(mode, jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_inexact_array)
     leaves, treedef = jax.tree.flatten(first)

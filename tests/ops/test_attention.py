@@ -154,7 +154,7 @@ def test_inside_of_a_manual_part_shards_go_in():
         assert_equal(numbers(in_order, *args, **asked), expected, 4e-6)
 
 
-def test_inside_of_a_manual_part_few_key_heads_are_taken_by_their_queries():
+def test_manual_part_matches_few_key_heads_to_queries():
     part = sk.manual(
         lambda q, k, v: sk.attention(q, own_kv_heads(k), own_kv_heads(v)),
         [("batch", None, "heads"), ("batch",), ("batch",)],
@@ -173,7 +173,7 @@ def global_of(fn, *args, **asked):
         )
 
 
-def test_each_device_holds_an_early_and_a_late_chunk():
+def test_each_device_holds_early_and_late_chunks():
     x_T = jnp.arange(16)
     ordered = global_of(lambda x: sk.context_order(x, dim=0), x_T, context=4)
     assert [list(s.data) for s in sorted(ordered.addressable_shards, key=lambda s: s.index[0].start)][::1] == [
@@ -254,7 +254,7 @@ def test_a_row_without_keys_is_zero_and_finite():
     np.testing.assert_allclose(twice[0], out, rtol=1e-6)
 
 
-def test_memory_of_long_sequences_grows_with_their_length_and_not_its_square():
+def test_memory_grows_linearly_with_sequence_length():
     def temporaries(tokens):
         q = jax.ShapeDtypeStruct((1, tokens, 2, 16), jnp.float32)
         loss = lambda q, k, v: sk.attention(q, k, v).sum()

@@ -74,7 +74,7 @@ def devices_are(monkeypatch, one):
 
 
 @pytest.mark.parametrize("form", [{}, {"context": "all_to_all"}])
-def test_cudnn_is_called_in_both_passes_of_each_form(form, monkeypatch):
+def test_cudnn_runs_in_both_passes_of_each_form(form, monkeypatch):
     devices_are(monkeypatch, device("gpu", "NVIDIA H100 80GB HBM3", compute_capability="9.0"))
     asked = {"context": 2, "tensor": 2} if form else {"context": 4, "tensor": 2}
     text = lowered("cuda", "auto", attention=form, **asked)
@@ -82,7 +82,7 @@ def test_cudnn_is_called_in_both_passes_of_each_form(form, monkeypatch):
 
 
 @pytest.mark.parametrize("mesh", REPLICAS)
-def test_a_kernel_is_called_on_the_shards_of_one_device_where_the_replicas_are_a_vmap(mesh, monkeypatch):
+def test_kernel_runs_on_shards_under_replica_vmap(mesh, monkeypatch):
     data_axes, asked = REPLICAS[mesh]
     devices_are(monkeypatch, device("gpu", "NVIDIA H100 80GB HBM3", compute_capability="9.0"))
     text = lowered_in_replicas("cuda", "auto", data_axes, False, **asked)
@@ -99,7 +99,7 @@ def test_cudnn_is_called_on_one_device():
 
 
 @pytest.mark.parametrize("form", [{}, {"context": "all_to_all"}])
-def test_splash_is_called_in_both_passes_of_each_form(form, monkeypatch):
+def test_splash_runs_in_both_passes_of_each_form(form, monkeypatch):
     devices_are(monkeypatch, device("tpu", "TPU v5p"))
     asked = {"context": 2, "tensor": 2} if form else {"context": 4, "tensor": 2}
     text = lowered("tpu", "auto", segments=True, attention=form, **asked)
@@ -160,7 +160,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name, one, change", [(name, *case) for name, cases in CASES.items() for case in cases])
-def test_auto_takes_what_fits_the_device_and_the_operands(name, one, change, monkeypatch):
+def test_auto_selects_by_device_and_operands(name, one, change, monkeypatch):
     devices_are(monkeypatch, one)
     shape = (2, change.get("tokens", 256), 4, change.get("width", 64))
     q = jax.ShapeDtypeStruct(shape, change.get("dtype", jnp.bfloat16))

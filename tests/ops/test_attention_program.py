@@ -140,7 +140,7 @@ def test_a_whole_block_in_one_manual_part_too(one_device):
 
 
 @pytest.mark.parametrize("zero, mesh", [(1, {"data": 2, "fsdp": 4}), (2, {"fsdp": 8})])
-def test_attention_by_a_kernel_is_a_part_of_its_own_with_zero_1_and_2(zero, mesh, one_device, monkeypatch):
+def test_kernel_attention_is_a_part_with_zero_1(zero, mesh, one_device, monkeypatch):
     like_a_kernel = Implementation(XLA.forward, XLA.backward)
     monkeypatch.setattr("spmdkit.ops.attention._implementation", lambda *_: like_a_kernel)
     program = program_of(task(), mesh=mesh, layout={"zero": zero}, microbatches=2, remat={"save": ["attention"]})
@@ -155,7 +155,7 @@ def test_bfloat16_differs_by_its_rounding_alone(one_device):
 
 
 @pytest.mark.slow
-def test_targets_shifted_after_the_order_are_wrong_and_seen_to_be(one_device):
+def test_shifting_targets_after_ordering_is_detected(one_device):
     found = train(program_of(task(targets_late=True), mesh={"context": 2}), evaluate=False, steps=1)
     assert abs(found.losses[0] - one_device.losses[0]) > 1e-2
 
@@ -183,7 +183,7 @@ def test_contiguous_order_needs_no_call(one_device):
     assert_same_run(found, one_device)
 
 
-def test_a_setting_of_an_op_that_is_not_used_is_refused():
+def test_unused_op_setting_is_rejected():
     plain = sk.Task(
         lambda key: {"w": jnp.ones(4)},
         lambda params, batch, key: sk.mean((batch["x"] * params["w"]).sum(1) ** 2),

@@ -42,7 +42,7 @@ print(json.dumps(found))
 """
 
 
-def test_both_forms_compile_with_the_kernel_and_send_what_they_say():
+def test_both_forms_compile_with_documented_communication():
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout.splitlines()[-1])

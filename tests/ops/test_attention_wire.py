@@ -87,7 +87,7 @@ def test_the_ring_passes_keys_values_and_their_gradients(segments, asked):
 
 
 @pytest.mark.parametrize("asked, segments", [(MESHES[0], True), (MESHES[1], False)], ids=str)
-def test_all_to_all_trades_heads_for_sequence_and_sends_nothing_twice(segments, asked):
+def test_all_to_all_sends_nothing_twice(segments, asked):
     num, q, kv = asked["context"], bytes_of(asked, N), 2 * bytes_of(asked, K)
     ids = 4 * B * T // (num * asked["fsdp"]) if segments else 0
     gathered = {("all_gather", "context"): (num - 1) * ids} if segments else {}
@@ -99,7 +99,7 @@ def test_all_to_all_trades_heads_for_sequence_and_sends_nothing_twice(segments, 
 
 
 @pytest.mark.parametrize("kv_heads", [pytest.param(1, **SLOW), 2])
-def test_few_key_heads_are_added_up_over_their_copies_and_gathered(kv_heads):
+def test_few_key_heads_are_summed_and_gathered(kv_heads):
     op, args = attend(False)
     whole = ("batch", "sequence", None, None)
     args = [args[0], *[((B, T, kv_heads, H), whole)] * 2]
@@ -147,7 +147,7 @@ def scores(context, order, backward):
 
 @pytest.mark.parametrize("context", [2, 4, pytest.param(8, **SLOW)])
 @pytest.mark.parametrize("backward", [False, True])
-def test_in_zigzag_order_no_device_works_longer_than_another(context, backward):
+def test_zigzag_order_balances_work(context, backward):
     own = (T // context) ** 2
     # No branch: what is counted is what each device does. The own block is a square, of which half is seen.
     assert scores(context, "zigzag", backward) == (own + (context - 1) * own / 2, 0)
@@ -155,7 +155,7 @@ def test_in_zigzag_order_no_device_works_longer_than_another(context, backward):
     assert longest == context * own and places > 0  # the last device; the first one has one block
 
 
-def test_a_plan_counts_what_the_devices_of_a_part_do():
+def test_plan_counts_work_of_a_part():
     op, args = attend(False)
     given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape, _ in args]
     with trace_context.tracing(step(context=4, fsdp=2)):

@@ -50,7 +50,7 @@ def stacked(fn):
 
 
 @pytest.mark.parametrize("around", [lambda fn: fn, stacked], ids=["alone", "mapped, looped, computed again"])
-def test_reverse_mode_is_the_program_of_a_custom_vjp(around):
+def test_reverse_mode_equals_a_custom_vjp_program(around):
     lowered = lambda fn: jax.jit(jax.grad(lambda *args: around(fn)(*args).sum(), (0, 1))).lower(*arguments()).as_text()
     assert lowered(in_both) == lowered(by_hand)
 
@@ -90,7 +90,7 @@ def as_custom_vjp(forward, tangent, backward, alone=None):
     return run
 
 
-def test_the_loss_over_a_vocabulary_in_chunks_is_the_program_of_a_custom_vjp(monkeypatch):
+def test_chunked_vocabulary_loss_equals_a_custom_vjp_program(monkeypatch):
     """Its loop of known values is not taken apart: without `compat.where_values_are_known` this is another program."""
     x, w, targets = jnp.ones((2, 8, 4)), jnp.ones((4, 32)), jnp.zeros((2, 8), jnp.int32)
 

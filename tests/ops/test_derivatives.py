@@ -94,7 +94,7 @@ def in_replicas(kind, op, args, tangents):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("op", OPS)
-def test_derivatives_through_a_part_are_those_of_one_device(op, kind):
+def test_derivatives_through_a_part_equal_one_device(op, kind):
     plain = lambda x, up, down: jnp.tanh(x @ up) @ down
     args, tangents = arrays()
     expected = KINDS[kind](loss_of(plain))(args, tangents)
@@ -176,7 +176,7 @@ def test_derivatives_through_attention_are_those_of_one_device(form, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_derivatives_through_attention_in_the_manual_form_are_each_devices_own(kind):
+def test_manual_form_attention_derivatives_are_per_device(kind):
     args, tangents = heads()
     cut = lambda tree: jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), tree)
     expected = jax.jit(jax.vmap(KINDS[kind](weighted(plain_attention))))(cut(args), cut(tangents))
@@ -193,7 +193,7 @@ def test_derivatives_through_attention_in_the_manual_form_are_each_devices_own(k
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_derivatives_through_attention_inside_of_a_part_are_those_of_one_device(kind):
+def test_attention_derivatives_in_a_part_equal_one_device(kind):
     args, tangents = heads()
     expected = jax.jit(KINDS[kind](weighted(plain_attention)))(args, tangents)
     dims = ("batch", None, "heads", None)
@@ -208,7 +208,7 @@ def on_mesh_of(fn, *args, **asked):
 
 
 @pytest.mark.parametrize("asked", [{}, {"tensor": 2}], ids=["one device", "tensor 2"])
-def test_a_jacobian_through_mapped_attention_in_a_loop_of_layers(asked):
+def test_jacobian_through_mapped_attention_in_a_loop(asked):
     """jacfwd maps the tangents and not the values; the loop and remat take the derivative of a trace."""
     args, _ = heads()
 
@@ -273,7 +273,7 @@ OTHERS = {
         },
     ),
 )
-def test_derivatives_through_other_ops_are_those_of_one_device(op, kind):
+def test_derivatives_through_other_ops_equal_one_device(op, kind):
     """Their parts have integer results, and sums and maxima over devices."""
     loss, plain, shapes, asked = OTHERS[op]
     rng = np.random.default_rng(0)
@@ -283,7 +283,7 @@ def test_derivatives_through_other_ops_are_those_of_one_device(op, kind):
     assert_close(on_mesh_of(KINDS[kind](loss), args, tangents, **asked), expected)
 
 
-def test_a_second_derivative_of_experts_is_zero_for_rows_of_no_expert():
+def test_second_derivative_of_unused_experts_is_zero():
     rng = np.random.default_rng(0)
     rows, cotangents, weights = (rng.normal(size=s).astype(np.float32) for s in ((24, 4), (24, 4), (2, 4, 4)))
     sizes, expert = jnp.array([5, 6]), np.repeat([0, 1, 2], [5, 6, 13])

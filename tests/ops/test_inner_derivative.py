@@ -49,7 +49,7 @@ MESHES = [{"fsdp": 8}, {"data": 2, "fsdp": 2}]
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("fn", [by_constant, by_zeros])
-def test_a_derivative_by_a_constant_is_refused_with_its_line(fn, mesh):
+def test_derivative_by_constant_is_rejected_with_line(fn, mesh):
     line = rf"test_inner_derivative.py:{fn.__code__.co_firstlineno + 1}"
     message = rf"sk.manual: {fn.__name__} takes a derivative .* the same along \['fsdp'\], at .*{line}.*`x \* 0`"
     with pytest.raises(ConfigError, match=message):
@@ -58,7 +58,7 @@ def test_a_derivative_by_a_constant_is_refused_with_its_line(fn, mesh):
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("fn", [by_own, by_own_with_sums])
-def test_a_derivative_by_something_of_the_shards_own_is_that_of_one_device(fn, mesh):
+def test_derivative_by_shard_value_equals_one_device(fn, mesh):
     if fn is by_own_with_sums and "data" in mesh:
         pytest.skip("its sums are over one replica's examples")
     found = train(program_of(task(fn), mesh=mesh, **SETTINGS), evaluate=False, steps=2)
@@ -84,7 +84,7 @@ def tensor_task(fn):
     return sk.Task(one.init, loss_fn, one.optimizer, train_data=one.train_data, rules=[("w", ["mlp"])])
 
 
-def test_replicas_that_an_enclosing_vmap_maps_are_looked_at_too():
+def test_enclosing_replica_vmap_is_checked_too():
     program_of(tensor_task(by_constant_beside_tensor), mesh={"tensor": 2}, **SETTINGS)
     with pytest.raises(ConfigError, match=r"by_constant_beside_tensor takes a derivative .* the same along \['data'\]"):
         program_of(tensor_task(by_constant_beside_tensor), mesh={"data": 2, "tensor": 2}, **SETTINGS)

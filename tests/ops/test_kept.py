@@ -88,7 +88,7 @@ def counted(part, operands):
 
 
 @pytest.mark.parametrize("remat, num_kept, products", [("none", 6, 4), ("dots", 1, 4), ("full", 0, 5)])
-def test_the_example_of_the_design_note_is_as_the_note_says(remat, num_kept, products):
+def test_design_note_example_matches(remat, num_kept, products):
     record = step(data=2, fsdp=2, tensor=2).with_sharding(form="mapped").with_options(remat=policy(remat))
     op = sk.manual(pair, [ROWS, ("embed", "mlp"), ("mlp", "embed")], ROWS)
     of_one = jax.grad(lambda x, up, down: (op(x, up, down) ** 2).sum(), argnums=(0, 1, 2))

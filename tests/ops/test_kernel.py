@@ -35,7 +35,7 @@ def test_a_kernel_runs_where_arrays_carry_their_axes():
     np.testing.assert_allclose(run(x, w), 2 * x * w)
 
 
-def test_a_vmap_of_the_users_own_maps_the_kernel_and_its_cost():
+def test_user_vmap_maps_kernel_and_cost():
     x, w = jnp.arange(24.0).reshape(2, 3, 4), jnp.arange(12.0).reshape(3, 4)
     mapped = jax.vmap(kernel(scaled, 5.0), in_axes=(0, None))
     np.testing.assert_allclose(jax.jit(mapped)(x, w), x * w)

@@ -80,12 +80,12 @@ def one_device():
         *(pytest.param(mesh, 1, marks=[pytest.mark.slow] * (mesh != "data 2 x fsdp 2 x tensor 2")) for mesh in MESHES),
     ],
 )
-def test_a_written_out_layer_is_that_of_one_device(mesh, microbatches, one_device):
+def test_manual_layer_equals_one_device(mesh, microbatches, one_device):
     program = program_of(task(remat=microbatches == 2), microbatches=microbatches, **MESHES[mesh])
     assert_same_run(train(program, evaluate=False), one_device)
 
 
-def test_what_crosses_the_wire_is_what_the_layer_says():
+def test_communication_is_that_of_the_layer():
     sizes = MESHES["data 2 x fsdp 2 x tensor 2"]["mesh"]
     found = collectives(program_of(task(), mesh=sizes).compiled.as_text(), resolve(sizes, 8))
     kinds = [c.kind for c in found if c.in_loop]
@@ -95,7 +95,7 @@ def test_what_crosses_the_wire_is_what_the_layer_says():
     assert not set(kinds) - {"all-gather", "reduce-scatter"}
 
 
-def test_a_vmap_of_the_users_own_around_a_part_changes_nothing():
+def test_user_vmap_around_a_part_changes_nothing():
     twice = lambda x, up, down: jax.vmap(sk.manual(column_row, IN_DIMS, ROWS), (0, None, None))(
         jnp.stack([x, 0.3 * x]), up, down
     ).sum(0)
@@ -131,7 +131,7 @@ def test_a_dim_that_does_not_divide_is_refused():
         program_of(task(), mesh={"context": 3}, batch_size=32)
 
 
-def test_a_traced_array_that_is_closed_over_is_refused():
+def test_closure_over_traced_array_is_rejected():
     def op(x, up, down):
         scale = x.mean()
         return sk.manual(lambda x, up, down: column_row(x * scale, up, down), IN_DIMS, ROWS)(x, up, down)
@@ -157,7 +157,7 @@ def _gradient_by_hand(kept, dout):
 column_row_by_hand.defvjp(_by_hand, _gradient_by_hand)
 
 
-def test_a_gradient_that_a_part_brings_itself_knows_its_axes():
+def test_custom_gradient_in_a_part_knows_its_axes():
     op = sk.manual(column_row_by_hand, IN_DIMS, ROWS)
     found = train(program_of(task(op), mesh={"fsdp": 4, "tensor": 2}), evaluate=False, steps=1)
     assert_same_run(found, train(program_of(task()), evaluate=False, steps=1))

@@ -66,7 +66,7 @@ def test_one_device_does_what_is_written_by_hand(gated, padded, options):
 
 
 @pytest.mark.parametrize("capacity, slots", [(0.75, 2), (None, None)])
-def test_gradients_are_those_of_every_expert_for_every_token_and_a_mask(capacity, slots):
+def test_gradients_equal_dense_experts_with_mask(capacity, slots):
     def op(x, router, experts):
         y, load = sk.moe(x, router, experts, top_k=2, capacity=capacity)
         return y, load.balance_B
@@ -185,7 +185,7 @@ def tanh_expert(weights, x_ND):
 
 
 @pytest.mark.parametrize("hidden, capacity", [("mlp", 1.0), (None, None), (None, 1.25)])
-def test_an_expert_is_any_function_of_its_weights_and_its_tokens(hidden, capacity):
+def test_expert_is_any_function_of_weights_and_tokens(hidden, capacity):
     x, router, given = arrays(num=8, gated=False)
     experts = {"a": given["up"], "bias": given["up"][:, 0], "b": given["down"]}
     dims = {"a": ("expert", "embed", hidden), "bias": ("expert", hidden), "b": ("expert", hidden, "embed")}
@@ -222,7 +222,7 @@ def plain_closing_loss(params, x):
 
 
 @pytest.mark.parametrize("mesh", [{}, {"data": 4}])
-def test_an_expert_without_capacity_may_close_over_what_is_traced(mesh):
+def test_dropless_expert_may_close_over_tracers(mesh):
     program = program_of(
         closing_task(), mesh=mesh, batch_size=16, data={"shuffle": False}, remat="full" if mesh else "none"
     )
@@ -234,12 +234,12 @@ def test_an_expert_without_capacity_may_close_over_what_is_traced(mesh):
     assert_close(found.gradient, gradient)
 
 
-def test_on_a_mesh_of_experts_an_expert_that_closes_over_a_parameter_is_refused():
+def test_expert_closure_is_rejected_on_expert_mesh():
     with pytest.raises(ConfigError, match=r"closes over a traced array.*Pass it as an argument"):
         program_of(closing_task(), mesh={"expert": 2}, batch_size=16)
 
 
-def test_inside_of_a_manual_part_weights_may_have_been_gathered_before():
+def test_manual_part_accepts_gathered_weights():
     x, router, experts = arrays(num=8)
     dims = {"gate": ("expert", None, "mlp"), "up": ("expert", None, "mlp"), "down": ("expert", "mlp", None)}
 
@@ -264,7 +264,7 @@ def test_a_vmap_of_the_users_own_changes_nothing():
     assert_same_on_mesh(lambda *a: jax.vmap(one, (0, None, None))(*a).sum(), {"expert": 4, "context": 2}, args)
 
 
-def test_rows_that_are_sent_where_they_are_wanted_give_the_same(monkeypatch):
+def test_ragged_exchange_gives_the_same(monkeypatch):
     """The form of TPUs and GPUs; only the collective itself is another one here, since XLA's CPU backend has none."""
     monkeypatch.setattr(dropless, "_platform", lambda: "tpu")
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
@@ -299,7 +299,7 @@ def test_sorted_rows_go_through_their_own_expert(expert, platform):
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
 
 
-def test_equal_scores_go_to_the_first_experts_and_the_first_tokens():
+def test_equal_scores_prefer_first_experts_and_tokens():
     x, router, experts = arrays()
     y, load = jax.jit(functools.partial(sk.moe, top_k=2, capacity=1.0))(x, np.zeros_like(router), experts)
     np.testing.assert_array_equal(load.fraction_BE[0], [0.5, 0.5, 0, 0, 0, 0, 0, 0])
@@ -366,7 +366,7 @@ def balanced_task():
 
 
 @pytest.mark.slow
-def test_a_bias_that_evens_the_load_is_model_state():
+def test_balancing_bias_is_model_state():
     found = train(program_of(balanced_task(), mesh={"data": 2, "expert": 4}), evaluate=False)
     assert_same_run(found, train(program_of(balanced_task()), evaluate=False))
     assert np.abs(found.model_state["bias"]).max() > 0.02
@@ -406,7 +406,7 @@ def test_weights_that_do_not_fit_are_refused():
     "num_experts, mesh, repair",
     [(6, {"expert": 4, "data": 2}, "8 experts, or expert: 2"), (4, {"expert": 8}, "8 experts, or expert: 4")],
 )
-def test_experts_that_the_axis_does_not_divide_are_refused(num_experts, mesh, repair):
+def test_indivisible_experts_are_rejected(num_experts, mesh, repair):
     x, router, experts = arrays(num=8)
     fewer = jax.tree.map(lambda w: w[:num_experts], experts)
     with pytest.raises(ConfigError, match=f"{num_experts} experts on mesh axis expert = .*{repair}"):

@@ -40,7 +40,7 @@ def bills():
     return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
-def test_with_a_capacity_the_formulas_bytes_cross_the_links(bills):
+def test_capacity_sends_the_formulas_bytes(bills):
     found, formula = bills[0]
     assert found["all_to_all expert"] == formula["all_to_all expert"]
     assert sum(found.values()) == pytest.approx(sum(formula.values()), rel=0.01)

@@ -81,7 +81,7 @@ LONG_CASES = [
 @pytest.mark.parametrize(
     "asked, capacity", [*CASES, *(pytest.param(*c, marks=pytest.mark.slow) for c in LONG_CASES)], ids=str
 )
-def test_tokens_weights_and_sums_cross_as_the_formula_says(asked, capacity):
+def test_communication_matches_the_formula(asked, capacity):
     for backward in (False, True):
         found = wire(mixture(capacity), ROWS, *ARGUMENTS, backward=backward, **asked)
         assert found == formula(capacity, backward, **asked)
@@ -96,7 +96,7 @@ def test_positions_cost_four_bytes_each(examples):
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_for_an_accelerator_rows_are_sent_where_they_are_wanted(platform, monkeypatch):
+def test_accelerator_uses_ragged_exchange(platform, monkeypatch):
     """Lowered, not run: this machine has neither. Numbers are compared in test_moe.py, with a stand-in for the
     collective."""
     monkeypatch.setattr(dropless, "_platform", lambda: platform)

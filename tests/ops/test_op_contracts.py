@@ -63,7 +63,7 @@ def test_an_op_is_tested(name):
 
 
 @pytest.mark.parametrize("home", sorted({home for name, home in OPS.items() if name not in SENDS_WHAT_IT_WRAPS}))
-def test_what_an_op_sends_is_read_from_a_compiled_program(home):
+def test_documented_bytes_match_the_compiled_program(home):
     """In a module of tests whose name ends with `wire`, where XLA's expensive passes are on."""
     stem = home.removeprefix("ops.")
     by_name = [file for file in TESTS if file == f"test_{stem}_wire.py"]
@@ -72,7 +72,7 @@ def test_what_an_op_sends_is_read_from_a_compiled_program(home):
     )
 
 
-def test_the_page_lists_every_place_where_the_check_of_varying_axes_may_be_off():
+def test_page_lists_all_unchecked_shard_maps():
     """An island that needs it has a row in ARCHITECTURE.md, with the reason and what proves the rest. In ops there is
     none."""
 
@@ -179,7 +179,7 @@ WITHOUT_EXAMPLE = {
 
 
 @pytest.mark.parametrize("name", sorted(OPS))
-def test_an_op_is_the_same_alone_in_the_global_view_and_inside_of_a_manual_part(name):
+def test_op_is_the_same_in_every_view(name):
     if name in WITHOUT_EXAMPLE:
         return
     assert name in EXAMPLES, f"sk.{name} is new: give it an example, or say in WITHOUT_EXAMPLE why there is none"

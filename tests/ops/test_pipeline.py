@@ -94,7 +94,7 @@ def test_every_schedule_on_every_mesh_is_one_device(mesh, schedule, microbatches
     ],
     ids=str,
 )
-def test_a_pipeline_composes_with_the_rest_of_a_config(settings, schedule):
+def test_pipeline_composes_with_other_settings(settings, schedule):
     mesh = {"pipeline": 2, "data": 2, "fsdp": 2}
     whole = {name: x for name, x in settings.items() if name in ("clip_norm",)}
     reference = train(program_of(model(), **whole, **SHORT_BATCHES))
@@ -103,7 +103,7 @@ def test_a_pipeline_composes_with_the_rest_of_a_config(settings, schedule):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
-def test_a_pipeline_in_bfloat16_is_one_device_in_bfloat16(schedule):
+def test_bfloat16_pipeline_equals_bfloat16_one_device(schedule):
     run = lambda **settings: train(
         program_of(model(), precision="bfloat16", **SHORT_BATCHES, **settings), evaluate=False
     )
@@ -211,7 +211,7 @@ def test_stages_idle_as_the_formula_says(schedule, chunks, passes, microbatches)
 
 
 @pytest.mark.parametrize("schedule, passes", [("gpipe", 1), ("1f1b", 2)])
-def test_layers_are_rematerialised_once_where_the_config_says_so(schedule, passes):
+def test_layers_are_rematerialized_once(schedule, passes):
     assert executed_layers(schedule, 4, remat="full") * passes == executed_layers(schedule, 4) * (passes + 1)
 
 
@@ -281,7 +281,7 @@ WRONG = {
 
 @pytest.mark.parametrize("mesh", [{}, {"pipeline": 4, "data": 2}], ids=str)
 @pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_run_in_stages_is_refused_on_every_mesh(case, mesh):
+def test_unsupported_layers_are_rejected_on_every_mesh(case, mesh):
     task, message = WRONG[case]
     with pytest.raises(ConfigError, match=message):
         program_of(task, mesh=mesh)
@@ -304,12 +304,12 @@ def test_a_sum_of_means_is_exact_under_gpipe(microbatches):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-def test_a_sum_of_means_is_refused_where_a_schedule_knows_one_sum(schedule):
+def test_sum_of_means_is_rejected_where_unsupported(schedule):
     with pytest.raises(ConfigError, match=r"a sum of 2 means.*Use pipeline.schedule: gpipe, or one sk.mean"):
         program_of(run_with(head=two_means), mesh={"pipeline": 4, "data": 2}, pipeline={"schedule": schedule})
 
 
-def test_layers_that_the_chunks_do_not_divide_are_refused_with_the_repair():
+def test_indivisible_layers_are_rejected_with_repair():
     with pytest.raises(
         ConfigError,
         match=r"12 layers over 4 stages x 2 chunks = 8, found a rest of 4\..*Try 8 or 16 layers, or mesh.pipeline: 3",
@@ -317,7 +317,7 @@ def test_layers_that_the_chunks_do_not_divide_are_refused_with_the_repair():
         program_of(model(layers=12), mesh={"pipeline": 4}, pipeline={"schedule": "interleaved"})
 
 
-def test_a_pipeline_inside_of_a_manual_part_is_refused():
+def test_pipeline_inside_manual_is_rejected():
     def change(params, batch):
         sk.manual(lambda x: sk.pipeline(embed, make_layer(plain_mlp, False), head)(x, x, x, x), [("batch",)], ())(
             batch["tokens"]
@@ -328,7 +328,7 @@ def test_a_pipeline_inside_of_a_manual_part_is_refused():
         program_of(run_with(change=change), mesh={"pipeline": 2, "tensor": 2, "fsdp": 2})
 
 
-def test_a_mesh_with_a_pipeline_axis_that_the_loss_ignores_is_refused():
+def test_unused_pipeline_axis_is_rejected():
     task = model()
     loss_fn = lambda params, batch, key: sk.mean((params["table"][batch["tokens"]] ** 2).mean((1, 2)))
     ignoring = sk.Task(task.init, loss_fn, task.optimizer, train_data=task.train_data, rules=task.rules)

@@ -65,7 +65,7 @@ def reference():
     ],
     ids=["one device", "manual", "plain", "mapped"],
 )
-def test_what_waits_on_the_host_comes_back_as_it_was(mesh, microbatches, remat, wraps):
+def test_offloaded_values_come_back_unchanged(mesh, microbatches, remat, wraps):
     program = program_of(task(wraps), mesh=mesh, microbatches=microbatches, remat=remat)
     assert "Host" in str(program.traced.jaxpr)
     assert_same_run(train(program, evaluate=False, steps=2), reference())
@@ -82,7 +82,7 @@ def test_what_waits_on_the_host_comes_back_as_it_was(mesh, microbatches, remat, 
     ],
 )
 @pytest.mark.parametrize("wraps", [True, False], ids=["sk.remat", "the whole loss"])
-def test_what_is_marked_inside_of_a_part_is_kept_too(mesh, microbatches, remat, wraps):
+def test_names_inside_a_part_are_saved(mesh, microbatches, remat, wraps):
     program = program_of(task(wraps, within_manual=True), mesh=mesh, microbatches=microbatches, remat=remat)
     assert ("Host" in str(program.traced.jaxpr)) == ("offload" in remat)
     assert_same_run(train(program, evaluate=False, steps=2), reference())

@@ -28,7 +28,7 @@ for names in ({"save": ["hidden"], "offload": []}, {"save": [], "offload": ["hid
 """
 
 
-def test_offloaded_values_take_host_memory_and_none_of_the_device():
+def test_offloaded_values_use_host_memory_only():
     (saved, none_on_host), (left, on_host) = printed_json(CODE)
     hidden = 16 * (4096 // 4) * 2048 * 4
     assert (none_on_host, on_host) == (0, hidden)

@@ -164,7 +164,7 @@ def reference(between):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_cut_products_and_a_cut_vocabulary_are_those_of_one_device(case):
+def test_sharded_products_and_vocabulary_equal_one_device(case):
     settings, form, between, dims = CASES[case]
     i = list(CASES).index(case)
     program = program_of(

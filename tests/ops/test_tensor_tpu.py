@@ -25,7 +25,7 @@ for own in (compiler.own_options(devices[0]), {}):
 """
 
 
-def test_weights_over_a_whole_torus_cross_the_wire_once_a_pass():
+def test_torus_weights_are_sent_once_per_pass():
     ours, default = printed_json(CODE)
     weights = 63 / 64 * 2 * 2 * 512 * 1024
     # The forward pass gathers the first weight for the hidden values that it keeps, the backward pass both.

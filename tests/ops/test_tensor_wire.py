@@ -36,7 +36,7 @@ def added_up(num_c, num_f, other, weight):
 
 
 @mesh
-def test_a_pair_sends_its_rows_over_tensor_and_its_weights_over_fsdp(asked):
+def test_pair_sends_rows_and_weights_as_documented(asked):
     pair = lambda x, up, down: sk.column_row_parallel(x, [up], jnp.square, down)
     args = [((B, T, D), ROWS), ((D, F), ("embed", "mlp")), ((F, D), ("mlp", "embed"))]
     num_t, num_f, num_c, other, _, rows = sizes(asked)
@@ -56,7 +56,7 @@ def test_a_pair_sends_its_rows_over_tensor_and_its_weights_over_fsdp(asked):
 
 
 @mesh
-def test_rows_that_tensor_does_not_cut_leave_by_one_all_reduce(asked):
+def test_unsharded_rows_use_one_all_reduce(asked):
     rows_dims = ("batch", "sequence", None)
     pair = lambda x, up, down: sk.column_row_parallel(x, [up], jnp.square, down, dims=rows_dims)
     args = [((B, T, D), rows_dims), ((D, F), ("embed", "mlp")), ((F, D), ("mlp", "embed"))]
@@ -88,7 +88,7 @@ def test_a_lookup_moves_the_table_or_the_tokens(by, asked):
 
 
 @mesh
-def test_the_loss_sends_three_numbers_a_token_and_never_logits(asked):
+def test_loss_sends_three_numbers_per_token(asked):
     loss = functools.partial(sk.cross_entropy, chunk=4)
     args = [((B, T, D), ROWS), ((D, V), ("embed", "vocab")), TOKENS]
     num_t, num_f, num_c, other, tokens, rows = sizes(asked)

@@ -53,7 +53,7 @@ def test_a_padded_vocabulary_is_the_one_that_exists(asked, arrays):
     assert not np.any(found[1][1][:, num:])
 
 
-def test_a_target_that_does_not_exist_is_nan_and_may_be_left_out(arrays):
+def test_invalid_target_is_nan_unless_excluded(arrays):
     hidden, head, targets = arrays
     targets = targets.copy()
     targets[0, 0], targets[1, 1] = -1, V
@@ -75,7 +75,7 @@ def test_both_ways_to_look_up_are_indexing(by, last, arrays):
         assert_close(found, value_and_grad(lambda table: table[tokens], table))
 
 
-def test_gradients_keep_the_dtype_and_the_loss_is_float32(arrays):
+def test_gradients_keep_dtype_and_loss_is_float32(arrays):
     hidden, head = (jnp.asarray(x, jnp.bfloat16) for x in arrays[:2])
     (_, losses), grads = value_and_grad(lambda h, w: sk.cross_entropy(h, w, arrays[2], chunk=3), hidden, head, **MESH)
     exact = value_and_grad(
@@ -100,7 +100,7 @@ def test_what_cannot_work_is_refused_with_its_repair(arrays):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.bool_])
-def test_what_is_no_whole_number_is_no_token_and_no_target(dtype, arrays):
+def test_non_integer_tokens_are_rejected(dtype, arrays):
     hidden, head, targets = arrays
     with pytest.raises(ConfigError, match=r"sk.embed: tokens_BT is .*\[8,8\].*integers.*astype\(jnp.int32\)"):
         sk.embed(targets.astype(dtype), head.T)

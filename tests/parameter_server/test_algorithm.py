@@ -157,7 +157,9 @@ def test_kills_and_lost_replies_apply_nothing_twice(workers, steps):
         assert counts.sum() == steps
     lost = job.events_named("worker_lost")
     assert len(lost) == 20 == len(dead) and not plan, (len(lost), plan)
-    assert [event["step"] for event in job.events_named("servers_restored")] == goes_back  # the newest checkpoint each time
+    assert [
+        event["step"] for event in job.events_named("servers_restored")
+    ] == goes_back  # the newest checkpoint each time
     applied = [
         record["batch"] for record in job.records
     ]  # without those of the moment between a look and a snapshot, where a server died then

@@ -282,7 +282,9 @@ def test_parts_put_together_are_the_whole():
     assert jax.tree.structure(joined(whole, parts)) == jax.tree.structure(whole)
 
 
-@pytest.mark.parametrize("partition, words", [([("d", 0)], "matches none"), ([(".*", 0)], "gives server 1 of 2 no leaf")])
+@pytest.mark.parametrize(
+    "partition, words", [([("d", 0)], "matches none"), ([(".*", 0)], "gives server 1 of 2 no leaf")]
+)
 def test_rules_that_cannot_be_kept_are_refused(partition, words):
     with pytest.raises(ConfigError, match=words):
         owners(TREE, 2, partition)

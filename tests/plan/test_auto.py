@@ -102,7 +102,9 @@ def test_a_plan_says_on_the_terminal_what_auto_tries_and_what_it_needs(tmp_path)
     """Activations of half a million layers, of which nothing is ever allocated."""
     write(tmp_path, batch_size=4096, remat="auto", task_args={"layers": 500_000})
     output, said = typed(tmp_path, "plan", "config.yaml", "--target", "gpu:h100:8", "--json")
-    tried = [re.fullmatch(r"auto: (.*): a step needs ([\d.]+) GiB of 78\.0 GiB per device, (.*)", line) for line in said]
+    tried = [
+        re.fullmatch(r"auto: (.*): a step needs ([\d.]+) GiB of 78\.0 GiB per device, (.*)", line) for line in said
+    ]
     assert [match[1] for match in tried] == ["remat none", "remat dots", "remat full"]
     assert [match[3] for match in tried] == ["does not fit", "does not fit", "fits"]
     assert [float(match[2]) for match in tried] == sorted((float(match[2]) for match in tried), reverse=True)

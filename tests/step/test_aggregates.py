@@ -127,16 +127,16 @@ SHORT = {"data": {"drop_remainder": False}, "steps": 2}
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("mesh", ["one", "data 8", "fsdp 8 zero 3", "data 2 x fsdp 2 x tensor 2"])
-def test_they_are_those_of_all_rows_on_every_mesh(mesh, microbatches):
+def test_aggregates_cover_all_rows_on_every_mesh(mesh, microbatches):
     settings = {"mesh": {}} if mesh == "one" else MESHES[mesh]
     check_steps(program_of(task(), microbatches=microbatches, **SHORT, **settings))
 
 
-def test_with_a_reducer_that_adds_in_order_they_are_the_same():
+def test_ordered_reducer_gives_the_same_aggregates():
     check_steps(program_of(task(), mesh={"data": 8}, reducer="ordered", **SHORT))
 
 
-def test_groups_that_train_alone_tell_them_over_all_groups():
+def test_groups_report_aggregates_over_all_groups():
     check_steps(program_of(task(), mesh={"data": 4, "fsdp": 2}, sync={"local_sgd": {"every": 2}}, **SHORT))
 
 
@@ -208,7 +208,7 @@ def refused(match, **changes):
         program_of(dataclasses.replace(task(), **changes), mesh={})
 
 
-def test_they_are_no_loss_and_what_does_not_merge_is_no_metric():
+def test_aggregates_are_no_loss_and_must_merge():
     refused(r"loss_fn returned a sk\.sum of shape \(\) as its loss.*sk\.mean", loss_fn=lambda *_: sk.sum(1.0))
     asked = r"metric 'a' as .*3.*A metric is a sk\.mean, sk\.sum, sk\.max or sk\.bincount"
     refused(asked, loss_fn=lambda *_: (sk.mean(1.0), {"a": jnp.ones(3)}))

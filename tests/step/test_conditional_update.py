@@ -47,7 +47,7 @@ def start(optimizer):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_it_gives_what_a_choice_at_the_end_gives_and_a_skipped_step_leaves_the_bits(name):
+def test_conditional_update_equals_selecting_at_the_end(name):
     """Two programs, whose rounding may differ."""
     early, late = map(jax.jit, steps(OPTIMIZERS[name]))
     one = other = start(OPTIMIZERS[name])

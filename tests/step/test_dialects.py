@@ -85,17 +85,17 @@ def test_a_per_replica_step_is_the_default_step(step, mesh):
     assert_same_run(train(program_of(with_step(PER_REPLICA[step]), **MESHES[mesh])), one_device("regression"))
 
 
-def test_a_per_replica_step_runs_on_one_device_too():
+def test_per_replica_step_runs_on_one_device():
     assert_same_run(train(program_of(with_step(PER_REPLICA["sk.psum"]))), one_device("regression"))
 
 
-def test_sk_value_and_grad_accumulates_microbatches_in_a_per_replica_step():
+def test_per_replica_value_and_grad_accumulates_microbatches():
     run = train(program_of(with_step(global_step), microbatches=4, **MESHES["replica 2 x data 4"]))
     assert_same_run(run, one_device("regression"))
 
 
 @pytest.mark.parametrize("step", [global_step, PER_REPLICA["sk.psum"]], ids=["global", "per replica"])
-def test_a_users_own_loop_over_his_own_arrays_gives_the_same_numbers(step):
+def test_custom_loop_over_own_arrays_gives_same_numbers(step):
     view = "global" if step is global_step else "replica"
     task = with_step(step, view)
     program = program_of(task, **MESHES["data 8"])
@@ -111,12 +111,12 @@ def test_a_users_own_loop_over_his_own_arrays_gives_the_same_numbers(step):
 
 
 @pytest.mark.parametrize("mesh", ["data 8", "replica 2 x data 4"])
-def test_a_mean_of_local_gradients_by_sk_pmean_is_the_gradient_of_the_mean(mesh):
+def test_pmean_of_local_gradients_is_gradient_of_mean(mesh):
     check_one_step(with_step(pmean_step), mesh)
 
 
 @pytest.mark.parametrize("axes", ["data", REPLICAS], ids=str)
-def test_lax_pmean_over_data_is_enough_where_data_is_the_only_replica_axis(axes):
+def test_lax_pmean_over_data_suffices_without_replica_axis(axes):
     def train_step(state, batch):
         loss = lambda p: ((batch["x"] @ p["w"] + p["b"] - batch["y"]) ** 2).sum(-1).mean()
         value, grads = lax.pmean(jax.value_and_grad(loss)(state.params), axes)
@@ -125,7 +125,7 @@ def test_lax_pmean_over_data_is_enough_where_data_is_the_only_replica_axis(axes)
     check_one_step(with_step(train_step), "data 8")
 
 
-def test_a_batch_of_which_a_replica_counts_its_own_rows_is_summed_over_both_axes():
+def test_per_replica_counts_are_summed_over_both_axes():
     def train_step(state, batch):
         num = lax.psum(1, REPLICAS)  # a constant: the number of replicas
         rows = sk.psum(jnp.sum(batch["weight"] > 0))  # varies over data alone where replica has size one
@@ -151,7 +151,7 @@ def check_one_step(task, mesh):
 
 
 @pytest.mark.parametrize("view", ["global", "replica"])
-def test_a_step_of_the_users_own_sees_the_padding_of_a_short_batch_through_sk_mean(view):
+def test_custom_step_sees_padding_through_sk_mean(view):
     """The gradient of `sk.mean`'s sums, by plain `jax.grad`: on a short batch only real rows count."""
 
     def train_step(state, batch):
@@ -196,7 +196,7 @@ def test_a_gradient_that_is_not_reduced_is_refused():
     refused(train_step, r"axes \['data', 'replica'\]", mesh="replica 2 x data 4")
 
 
-def test_a_gradient_reduced_over_one_of_two_replica_axes_is_refused():
+def test_gradient_reduced_over_one_axis_is_rejected():
     def train_step(state, batch):
         loss, grads = lax.pmean(jax.value_and_grad(local_loss)(state.params, batch), "data")
         return state.apply_gradients(grads), {"loss": loss}
@@ -204,7 +204,7 @@ def test_a_gradient_reduced_over_one_of_two_replica_axes_is_refused():
     refused(train_step, r"axes \['replica'\]", mesh="replica 2 x data 4")
 
 
-def test_a_sum_over_both_axes_of_what_is_already_reduced_over_one_is_refused():
+def test_second_sum_over_both_axes_is_rejected():
     def train_step(state, batch):
         grads = lax.pmean(jax.grad(local_loss)(state.params, batch), "data")
         return state.apply_gradients(sk.pmean(grads)), {}
@@ -234,7 +234,7 @@ def test_a_gradient_reduced_twice_is_refused(first, how):
 
 
 @pytest.mark.parametrize("inside", ["cond", "scan", "jit"])
-def test_a_second_reduction_inside_of_control_flow_is_refused(inside):
+def test_second_reduction_inside_control_flow_is_rejected(inside):
     def train_step(state, batch):
         grads = sk.pmean(jax.grad(local_loss)(state.params, batch))
         again = lambda tree: lax.pmean(tree, "data")
@@ -257,7 +257,7 @@ def test_a_metric_that_is_not_reduced_is_refused():
     refused(train_step, r"metric 'loss' differs between the replicas of axes \['data'\].*Apply sk\.pmean to it")
 
 
-def test_an_update_of_the_replicas_own_copy_is_refused():
+def test_update_of_replica_copy_is_rejected():
     def train_step(state, batch):
         grads = sk.pmean(jax.grad(local_loss)(state.params, batch))
         return state.replace(params=jax.tree.map(lambda p, g: p - g, state.params, grads)), {}
@@ -278,12 +278,12 @@ def old_or_new(state, batch):
 @pytest.mark.parametrize(
     "step", [jax.jit(global_step), the_update_in_a_jit, old_or_new], ids=["jit", "update", "where"]
 )
-def test_what_the_own_copy_is_a_copy_of_goes_with_it_through_jit_and_tree_map(step):
+def test_originals_follow_copies_through_jit_and_tree_map(step):
     run = train(program_of(with_step(step), **MESHES["replica 2 x data 4"]), evaluate=False)
     assert_same_run(run, one_device("regression"))
 
 
-def test_a_part_of_the_parameters_put_back_beside_a_new_one_is_the_original():
+def test_partly_replaced_parameters_restore_originals():
     def train_step(state, batch):
         new, metrics = global_step(state, batch)
         return new.replace(params={"w": new.params["w"] * 1.0, "b": state.params["b"]}), metrics
@@ -297,7 +297,7 @@ def test_a_part_of_the_parameters_put_back_beside_a_new_one_is_the_original():
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["open", "in a jit"])
 @pytest.mark.parametrize("replace", [dataclasses.replace, sk.TrainState.replace], ids=["dataclasses", "of the state"])
-def test_parameters_that_drift_apart_are_refused_however_they_are_put_in_the_state(replace, wrap):
+def test_diverging_parameters_are_rejected_in_any_state(replace, wrap):
     @wrap
     def train_step(state, batch):
         grads = jax.grad(local_loss)(state.params, batch)
@@ -307,7 +307,7 @@ def test_parameters_that_drift_apart_are_refused_however_they_are_put_in_the_sta
 
 
 @pytest.mark.parametrize("mesh", ["fsdp 8 zero 3", "tensor 4 x data 2"])
-def test_a_per_replica_step_on_a_mesh_with_model_axes_is_refused(mesh):
+def test_per_replica_step_rejects_model_axes(mesh):
     refused(global_step, r"view='replica' on a mesh with model axes \['(fsdp|tensor)'\].*global view", mesh=mesh)
 
 
@@ -320,7 +320,7 @@ def test_sk_psum_in_the_global_view_is_refused():
         program_of(with_step(train_step, view="global"), **MESHES["data 8"])
 
 
-def test_settings_that_a_step_of_the_users_own_would_ignore_are_refused():
+def test_settings_without_effect_on_custom_step_are_rejected():
     def train_step(state, batch):
         loss, grads = sk.pmean(jax.value_and_grad(local_loss)(state.params, batch))
         return state.apply_gradients(grads), {"loss": loss}
@@ -361,7 +361,7 @@ def test_what_a_step_returns_is_checked(out, match):
 # ---- every form -------------------------------------------------------------------------------------------------------
 
 
-def test_a_scan_that_begins_with_a_constant_is_equal_in_the_manual_form():
+def test_scan_from_constant_works_in_manual_form():
     def per_example_loss(params, batch, key):
         """A scan per example over its features, whose first carry is a constant."""
         step = lambda total, xw: (total + xw[0][:, None] * xw[1], None)
@@ -378,7 +378,7 @@ def test_a_scan_that_begins_with_a_constant_is_equal_in_the_manual_form():
         assert_same_run(train(program, evaluate=microbatches == 1), one_device("regression"))
 
 
-def test_what_the_manual_form_refuses_for_whatever_reason_is_tried_in_the_mapped_form():
+def test_mapped_form_is_tried_after_manual_form():
     def loss_fn(params, batch, key):
         if trace_context.current().sharding.form == "manual":
             raise AssertionError("not here")
@@ -388,7 +388,7 @@ def test_what_the_manual_form_refuses_for_whatever_reason_is_tried_in_the_mapped
     assert program.form == "mapped"
 
 
-def test_an_error_of_the_user_is_his_in_every_form():
+def test_user_errors_are_reported_in_every_form():
     def loss_fn(params, batch, key):
         raise KeyError("nothing here")
 

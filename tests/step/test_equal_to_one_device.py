@@ -53,20 +53,20 @@ MODEL_CASES = slow_except(FAST, itertools.product(MODELS, MESHES, (1, 4)))
 
 
 @pytest.mark.parametrize(("model", "mesh", "microbatches"), MODEL_CASES)
-def test_loss_gradient_parameters_and_evaluation_are_those_of_one_device(model, mesh, microbatches):
+def test_training_equals_one_device_on_every_mesh(model, mesh, microbatches):
     # Batch statistics are those of one microbatch, so the CNN's reference has as many microbatches.
     reference = one_device(model, microbatches if model == "cnn" else 1)
     assert_same_run(on_mesh(model, mesh, microbatches), reference)
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_zero_2_beside_a_data_axis_is_one_device_too(microbatches):
+def test_zero_2_with_data_axis_equals_one_device(microbatches):
     program = program_of(regression(), microbatches=microbatches, **ZERO_2_BESIDE_DATA)
     assert_same_run(train(program), one_device("regression"))
 
 
 @pytest.mark.parametrize(("mesh", "microbatches"), [form[1:] for form in FAST if form[0] == "gpt"])
-def test_the_gpt_reduces_its_gradient_over_the_replicas_once_and_never_in_the_loop(mesh, microbatches):
+def test_gpt_reduces_gradient_once_outside_the_loop(mesh, microbatches):
     settings = MESHES[mesh]
     found = collectives(on_mesh("gpt", mesh, microbatches).hlo, resolve(settings["mesh"], 8))
     if "fsdp" in mesh and settings.get("layout", {}).get("zero") in (1, 2):
@@ -79,7 +79,7 @@ def test_accumulation_on_one_device_changes_nothing():
     assert_same_run(one_device("regression", 4), one_device("regression", 1))
 
 
-def test_the_gradient_the_loss_and_the_update_are_those_computed_by_hand():
+def test_gradient_loss_and_update_match_manual_computation():
     task = regression()
     program = program_of(task, **MESHES["data 2 x fsdp 2 x tensor 2"], microbatches=4, data={"shuffle": False})
     state = program.init()
@@ -93,7 +93,7 @@ def test_the_gradient_the_loss_and_the_update_are_those_computed_by_hand():
 
 
 @pytest.mark.parametrize("mesh", ["fsdp 8 zero 3", "data 2 x fsdp 2 x tensor 2"])
-def test_a_random_init_has_the_same_bits_on_every_mesh(mesh):
+def test_random_init_is_bitwise_equal_on_every_mesh(mesh):
     def init(key):
         keys = jax.random.split(key)
         return {"w": jax.random.normal(keys[0], (16, 8)), "b": jax.random.uniform(keys[1], (8,))}
@@ -113,7 +113,7 @@ def test_a_random_init_has_the_same_bits_on_every_mesh(mesh):
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("mesh", ["data 8", "fsdp 8 zero 2", "data 2 x fsdp 2 x tensor 2"])
-def test_a_short_last_batch_counts_only_its_own_examples(mesh, microbatches):
+def test_short_last_batch_counts_only_its_examples(mesh, microbatches):
     task = regression(num_examples=37)  # 32 and 5: most replicas hold nothing but padding in the second step
     settings = {"data": {"drop_remainder": False, "shuffle": False}}
     program = program_of(task, microbatches=microbatches, **settings, **MESHES[mesh])
@@ -127,7 +127,7 @@ def test_a_short_last_batch_counts_only_its_own_examples(mesh, microbatches):
 
 
 @pytest.mark.parametrize("model", ["gpt", "cnn"])
-def test_a_short_last_batch_is_that_of_one_device_for_the_gpt_and_for_masked_batch_norm(model):
+def test_short_last_batch_of_models_equals_one_device(model):
     task = gpt() if model == "gpt" else cnn(short_batches=True)
     short = dataclasses.replace(task, train_data={name: x[:41] for name, x in task.train_data.items()})
     settings = {"data": {"drop_remainder": False}, "microbatches": 2 if model == "gpt" else 1}
@@ -140,7 +140,7 @@ def test_a_short_last_batch_is_that_of_one_device_for_the_gpt_and_for_masked_bat
 
 @pytest.mark.parametrize("num_examples", [1, 7, 32, 33, 50])
 @pytest.mark.parametrize("mesh", ["data 8", "data 2 x fsdp 2 x tensor 2"])
-def test_an_evaluation_set_of_any_size_is_evaluated_exactly(mesh, num_examples):
+def test_evaluation_set_of_any_size_is_exact(mesh, num_examples):
     task = regression(num_eval=num_examples)
     program = program_of(task, eval={"batch_size": 16}, **MESHES[mesh])
     state = program.init()
@@ -155,7 +155,7 @@ def test_an_evaluation_set_of_any_size_is_evaluated_exactly(mesh, num_examples):
 # ------------------------------------
 
 
-def test_bfloat16_computes_in_bfloat16_and_keeps_parameters_and_sums_in_float32():
+def test_bfloat16_keeps_parameters_and_sums_in_float32():
     """Tolerance 3e-2 on the gradient: numbers of 8 bits, through two layers."""
     program = program_of(gpt(), microbatches=4, precision="bfloat16", **MESHES["data 2 x fsdp 2 x tensor 2"])
     run, reference = train(program, evaluate=False), one_device("gpt")
@@ -174,7 +174,7 @@ def test_bfloat16_on_many_devices_is_bfloat16_on_one():
 
 
 @pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 4}], ids=["one device", "data 2 x fsdp 4"])
-def test_a_precision_mapping_sets_the_dtype_of_parameters_of_the_computation_and_of_the_sum(mesh):
+def test_precision_mapping_sets_each_dtype(mesh):
     seen = {}
 
     def loss_fn(params, batch, key):
@@ -197,7 +197,7 @@ def test_gradients_are_summed_in_the_reduce_dtype():
 
 
 @pytest.mark.parametrize("mesh", ["data 8", "data 2 x fsdp 4"])
-def test_parameters_and_optimizer_state_on_the_host_give_the_same_numbers(mesh):
+def test_offloaded_state_gives_the_same_numbers(mesh):
     settings = {"offload": ["params", "optimizer"], "microbatches": 4}
     task = dataclasses.replace(regression(), optimizer=keep_gradient(optax.sgd(0.05, momentum=0.9)))
     program = program_of(task, ema=0.5, **settings, **MESHES[mesh])
@@ -212,13 +212,13 @@ def test_parameters_and_optimizer_state_on_the_host_give_the_same_numbers(mesh):
     assert_same_run(many, one)
 
 
-def test_an_evaluation_of_parameters_on_the_host_draws_nothing_either():
+def test_evaluation_of_offloaded_parameters_draws_nothing():
     """The GPT has dropout, and none where its key is None: with a key after all, its evaluation would be another
     one."""
     assert program_of(gpt(), offload=["params"], **MESHES["data 2 x fsdp 4"]).evaluator.note is None
 
 
-def test_only_one_of_parameters_and_optimizer_can_live_on_the_host():
+def test_only_optimizer_state_can_be_offloaded():
     program = program_of(regression(), offload=["optimizer"], **MESHES["data 2 x fsdp 4"])
     kinds = {p.path.split("/")[0]: p.memory_kind for p in program.layout if p.shape}
     assert kinds["params"] == "device" and kinds["opt_state"] == "pinned_host"
@@ -226,7 +226,7 @@ def test_only_one_of_parameters_and_optimizer_can_live_on_the_host():
 
 
 @pytest.mark.parametrize("mesh", ["data 8", "fsdp 8 zero 2", "data 2 x fsdp 2 x tensor 2"])
-def test_clipping_is_by_the_norm_of_the_whole_gradient(mesh):
+def test_clipping_uses_the_global_norm(mesh):
     """SGD with rate one moves the parameters by exactly the clipped gradient."""
     task = dataclasses.replace(regression(), optimizer=keep_gradient(optax.sgd(1.0)))
     program = program_of(task, clip_norm=0.5, microbatches=4, **MESHES[mesh])
@@ -242,7 +242,7 @@ def test_clipping_is_by_the_norm_of_the_whole_gradient(mesh):
 
 
 @pytest.mark.parametrize("mesh", ["data 8", "fsdp 8 zero 3"])
-def test_the_moving_average_follows_its_formula_and_is_what_the_evaluation_uses(mesh):
+def test_moving_average_follows_formula_and_is_evaluated(mesh):
     program = program_of(regression(), ema=0.9, eval={"params": "ema"}, **MESHES[mesh])
     state = program.init()
     average = jax.device_get(state.params)
@@ -280,7 +280,7 @@ def count_remats(program):
     return str(program.traced.jaxpr).count("remat2[")
 
 
-def test_the_gpt_with_its_blocks_rematerialised_is_that_of_one_device_without():
+def test_rematerialized_gpt_equals_one_device_without():
     program = program_of(gpt(), remat="dots", microbatches=4, **MESHES["data 2 x fsdp 4"])
     assert_same_run(train(program, evaluate=False), one_device("gpt"))
 

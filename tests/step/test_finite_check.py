@@ -59,7 +59,7 @@ def changed(before, after):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_skipped_step_leaves_everything_but_its_number_and_training_goes_on(mesh):
+def test_skipped_step_changes_only_the_step_number(mesh):
     program = program_of(regression(), on_nonfinite="skip", **MESHES[mesh])
     states, codes = stepped(program, batch_of(1), batch_of(2, bad_row=29), batch_of(3))
     assert codes == [0, finite_check.LOSS | finite_check.GRADIENT | finite_check.METRICS, 0]
@@ -81,7 +81,7 @@ def test_by_default_the_step_looks_and_changes_nothing(mesh, value):
 
 
 @pytest.mark.parametrize("mesh", ["fsdp 8 zero 2", "fsdp 8 zero 3"])
-def test_all_devices_skip_where_one_alone_holds_what_is_not_finite(mesh):
+def test_all_devices_skip_if_one_is_non_finite(mesh):
     """tanh of infinity is one and its slope zero: the loss is finite, and of the gradient only the row of that feature
     is not."""
     loss = lambda params, batch, key: sk.mean(jnp.tanh(batch["x"] @ params["w"]).sum(-1))
@@ -104,7 +104,7 @@ def test_a_per_replica_step_is_guarded_too():
 
 
 @pytest.mark.parametrize("mesh", [{"data": 2}, {"replica": 2, "fsdp": 2}], ids=str)
-def test_with_groups_the_one_whose_rows_are_bad_skips_alone(mesh):
+def test_only_the_group_with_bad_rows_skips(mesh):
     program = program_of(regression(), mesh=mesh, sync={"local_sgd": {"every": 8}}, on_nonfinite="skip")
     states, codes = stepped(program, batch_of(1), batch_of(2, bad_row=29))
     assert codes == [0, 7]
@@ -113,7 +113,7 @@ def test_with_groups_the_one_whose_rows_are_bad_skips_alone(mesh):
     assert not np.array_equal(first[0], second[0]) and np.isfinite(second).all()
 
 
-def test_a_gradient_that_only_a_loop_of_the_users_own_has_seen_is_found_in_the_parameters():
+def test_gradient_inside_user_loop_is_checked_by_parameters():
     def step(state, batch):
         (loss, _), grads = sk.value_and_grad(regression_loss)(state.params, batch, state.key)
         new = jax.lax.cond(
@@ -136,7 +136,7 @@ def forced_step(state, batch):
     return state.apply_gradients(grads), {"loss": loss + 0 * batch["force"].sum(), **metrics}
 
 
-def test_a_bad_row_equals_a_flag_forced_by_a_schedule_bit_for_bit_and_a_loop_by_hand():
+def test_bad_row_equals_forced_skip_bitwise():
     optimizer = optax.adam(0.01)
     task = dataclasses.replace(regression(), train_step=forced_step, optimizer=keep_gradient(optimizer))
     task = dataclasses.replace(
@@ -168,7 +168,7 @@ def _mean(loss):
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu", None])
-def test_a_single_number_that_is_not_finite_is_seen_wherever_it_is_in_a_large_array(platform):
+def test_single_non_finite_value_is_found_in_arrays(platform):
     """A maximum of magnitudes, which the look at the state was, lost a NaN at these places. On CPU parts are joined,
     the last within the one before."""
     look = jax.jit(functools.partial(finite_check.is_finite, platform=platform))

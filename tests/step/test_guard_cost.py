@@ -32,7 +32,7 @@ def wide():
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_to_look_sends_nothing_and_to_skip_one_scalar(mesh):
+def test_check_sends_nothing_and_skip_one_scalar(mesh):
     found = {}
     for policy in ("continue", "stop", "skip", "rollback"):
         program = program_of(wide(), on_nonfinite=policy, **MESHES[mesh])

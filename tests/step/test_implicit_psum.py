@@ -50,7 +50,7 @@ def beside_statistics(w, x):
 
 
 @pytest.mark.parametrize("fn", [by_row, hessian, in_a_loop, compiled, through_own_sum, beside_statistics])
-def test_a_derivative_by_a_constant_is_found_with_its_line(fn):
+def test_derivative_by_constant_is_found_with_line(fn):
     found = summed_by_types(*traces(fn), ("fsdp",))
     path, line, _ = found.split(":", 2)
     assert path.endswith("test_implicit_psum.py") and int(line) == fn.__code__.co_firstlineno + 1
@@ -95,7 +95,7 @@ def forward_mode(w, x):
 
 
 @pytest.mark.parametrize("fn", [by_own, sums_of_its_own, statistics, statistics_of_a_scan, forward_mode])
-def test_what_a_function_adds_up_itself_is_its_own(fn):
+def test_explicit_sums_are_not_implicit(fn):
     assert summed_by_types(*traces(fn), ("data", "fsdp")) is None
 
 

@@ -33,14 +33,14 @@ def test_where_and_weights_broadcast_from_the_left():
     assert pair(sk.mean(VALUES, where=rows, weights=np.array([1.0, 5, 2, 5]))) == (0 + 1 + 2 + 2 * (6 + 7 + 8), 9)
 
 
-def test_what_is_left_out_may_be_nan_also_in_the_gradient():
+def test_excluded_values_may_be_nan_in_the_gradient():
     loss = lambda x: sk.mean(jnp.log(x), where=x > 0).value
     x = jnp.array([1.0, 0.0, 4.0])
     np.testing.assert_allclose(loss(x), np.log(4) / 2, rtol=1e-6)
     assert float(sk.mean(np.array([1.0, np.nan]), where=np.array([True, False])).value) == 1
 
 
-def test_a_mean_over_nothing_is_zero_and_not_nan():
+def test_mean_over_nothing_is_zero():
     assert float(sk.mean(VALUES, where=np.zeros(4, bool)).value) == 0
     assert float(sk.mean(np.zeros((0,), np.float32)).value) == 0
 
@@ -51,7 +51,7 @@ def test_sums_are_in_float32_whatever_the_values_are():
     assert pair(sk.mean(np.array([True, False, True, True]))) == (3, 4)
 
 
-def test_a_mean_scales_and_takes_a_scalar_to_its_value():
+def test_mean_scales_and_adds_scalars():
     mean = sk.mean(VALUES)
     for found, value in [
         (mean * 2, 11),
@@ -69,7 +69,7 @@ def test_a_mean_scales_and_takes_a_scalar_to_its_value():
         assert isinstance(found, sk.Mean)
 
 
-def test_two_parts_of_one_mean_merge_by_their_counts():
+def test_parts_of_a_mean_merge_by_counts():
     parts = sk.mean(VALUES[:1]).merge(sk.mean(VALUES[1:]))
     assert pair(parts) == pair(sk.mean(VALUES))
 
@@ -81,7 +81,7 @@ def test_a_mean_combines_with_scalars_and_means_alone():
         sk.mean(VALUES) * sk.mean(VALUES)
 
 
-def test_a_mean_is_a_pytree_that_adds_over_steps():
+def test_mean_is_a_pytree_that_adds_over_steps():
     total = jax.tree.map(jnp.add, sk.mean(VALUES[:3]), sk.mean(VALUES[3:]))
     assert pair(total) == (66, 12)
 
@@ -94,7 +94,7 @@ def test_padding_rows_do_not_count():
         assert pair(sk.mean(VALUES[:, 0], weights=np.full(4, 0.5))) == (1.5, 1)
 
 
-def test_values_without_an_example_dim_are_refused_where_rows_are_padding():
+def test_values_without_example_dim_are_rejected_with_padding():
     with sk.examples(4, mask=jnp.ones(4, bool)):
         with pytest.raises(ConfigError, match=r"shape \(\) while some of the 4 examples are padding.*example_mask"):
             sk.mean(1.0)
@@ -102,7 +102,7 @@ def test_values_without_an_example_dim_are_refused_where_rows_are_padding():
             sk.mean(VALUES.T)
 
 
-def test_regularisation_is_added_once_on_any_number_of_replicas_and_microbatches():
+def test_regularization_is_added_once():
     def loss_fn(params, batch, key):
         return sk.mean(0.0 * batch["x"][:, 0]) + (params["w"] ** 2).sum()
 
@@ -158,13 +158,13 @@ def by_plain_key(batch, key):
 @pytest.mark.parametrize(
     "mesh", [{}, {"replica": 2, "data": 4}, {"data": 2, "fsdp": 4}, {"fsdp": 8}], ids=lambda mesh: str(mesh)
 )
-def test_keys_of_examples_give_the_same_draws_on_every_mesh_and_any_number_of_microbatches(mesh, microbatches):
+def test_example_keys_draw_the_same_on_every_mesh(mesh, microbatches):
     reference = draws(by_example, **ONE_DEVICE)
     assert np.count_nonzero(reference) == 64 and np.unique(reference[reference > 0]).size == 64
     np.testing.assert_allclose(draws(by_example, mesh=mesh, microbatches=microbatches), reference, rtol=1e-6)
 
 
-def test_keys_of_examples_differ_by_step_seed_and_salt():
+def test_example_keys_differ_by_step_seed_and_salt():
     same = {"data": {"shuffle": False}, "mesh": {"data": 8}}
     first, second = (x[x > 0] for x in draws(by_example, **same))
     assert not np.intersect1d(first, second).size
@@ -174,14 +174,14 @@ def test_keys_of_examples_differ_by_step_seed_and_salt():
 
 
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 1}], ids=str)
-def test_the_plain_key_differs_by_step_replica_and_microbatch(mesh):
+def test_plain_key_differs_by_step_replica_and_microbatch(mesh):
     found = draws(by_plain_key, mesh=mesh, microbatches=2, data={"shuffle": False})
     drawn = found[found > 0]
     assert drawn.size == 64 and np.unique(drawn).size == 64
     assert not np.allclose(found, draws(by_plain_key, **ONE_DEVICE, microbatches=2, data={"shuffle": False}))
 
 
-def test_keys_and_masks_of_examples_exist_only_inside_a_loss():
+def test_example_keys_and_masks_need_a_loss():
     for call in (sk.example_keys, sk.example_mask):
         with pytest.raises(RuntimeError, match=r"outside of a loss that spmdkit runs.*with sk\.examples"):
             call()

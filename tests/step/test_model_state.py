@@ -81,7 +81,7 @@ NUM_REPLICAS = {"data 8": 8, "replica 2 x data 4": 8, "data 2 x fsdp 4": 2, "fsd
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("mesh", NUM_REPLICAS)
-def test_with_an_axis_name_statistics_are_those_of_the_whole_batch(mesh, microbatches):
+def test_axis_name_gives_statistics_of_whole_batch(mesh, microbatches):
     _, state = train_three_steps(norm_task(axis_name=REPLICAS), microbatches=microbatches, **MESHES[mesh])
     assert_statistics(state, *(x[0] for x in by_replica(1, microbatches, 1)))
     assert jax.device_get(state.model_state)["seen"] == 3 * microbatches
@@ -89,7 +89,7 @@ def test_with_an_axis_name_statistics_are_those_of_the_whole_batch(mesh, microba
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("mesh", NUM_REPLICAS)
-def test_global_without_an_axis_name_is_the_mean_of_the_replicas(mesh, microbatches):
+def test_global_state_without_axis_name_is_replica_mean(mesh, microbatches):
     _, state = train_three_steps(norm_task(), microbatches=microbatches, **MESHES[mesh])
     num = NUM_REPLICAS[mesh]
     assert_statistics(state, *(x[0] for x in by_replica(num, microbatches, num)))
@@ -110,7 +110,7 @@ def test_replica_keeps_one_state_for_each_replica(mesh, microbatches):
 @pytest.mark.parametrize(
     ("mesh", "group"), [("data 8", 2), ("replica 2 x data 4", 4), ("data 2 x fsdp 4", 2), ("data 8", 8)]
 )
-def test_a_group_of_k_neighbours_takes_its_mean_after_each_step(mesh, group):
+def test_group_of_neighbors_averages_after_each_step(mesh, group):
     settings = {"model_state": {"group": group}, "microbatches": 2}
     program, state = train_three_steps(norm_task(), **settings, **MESHES[mesh])
     mean, var = by_replica(NUM_REPLICAS[mesh], 2, group)
@@ -128,7 +128,7 @@ def assert_evaluated_with(program, state, mean, var):
 
 @pytest.mark.parametrize("policy", ["global", "replica", {"group": 2}], ids=str)
 @pytest.mark.parametrize("mesh", ["data 8", "data 2 x fsdp 4"])
-def test_the_policy_changes_the_state_and_not_the_gradient(mesh, policy):
+def test_policy_changes_state_but_not_gradient(mesh, policy):
     """Without an axis name each replica normalises by its own rows, whatever becomes of the statistics."""
     task = norm_task()
     program = program_of(task, data={"shuffle": False}, model_state=policy, **MESHES[mesh])
@@ -165,7 +165,7 @@ def test_policies_that_cannot_work_are_refused():
 
 
 @pytest.mark.parametrize("view", ["global", "replica"])
-def test_a_step_of_the_users_own_hands_the_new_model_state_on(view):
+def test_custom_step_passes_new_model_state_on(view):
     task = norm_task(axis_name=REPLICAS)
 
     def train_step(state, batch):
@@ -178,7 +178,7 @@ def test_a_step_of_the_users_own_hands_the_new_model_state_on(view):
     assert_statistics(state, *(x[0] for x in by_replica(1, 2, 1)))
 
 
-def test_statistics_of_one_replica_handed_on_as_everybodys_are_refused():
+def test_unreduced_statistics_of_one_replica_are_rejected():
     task = norm_task()
 
     def train_step(state, batch):
@@ -191,7 +191,7 @@ def test_statistics_of_one_replica_handed_on_as_everybodys_are_refused():
         program_of(own, **MESHES["data 8"])
 
 
-def test_a_loss_that_returns_no_state_is_told_what_to_return():
+def test_loss_without_state_gets_a_helpful_message():
     task = dataclasses.replace(norm_task(), loss_fn=lambda params, state, batch, key: sk.mean(batch["x"][:, 0]))
     with pytest.raises(ConfigError, match=r"model state returned a sk\.mean.*new_state\)"):
         program_of(task)

@@ -81,7 +81,7 @@ def assert_same(found, expected, tolerance=1e-5):
 
 @pytest.mark.parametrize("mesh", ["one", "data 8", "fsdp 8"])
 @pytest.mark.parametrize("name", WITH_VALUE)
-def test_an_optimizer_that_takes_the_loss_is_that_of_a_plain_loop(name, mesh):
+def test_optimizer_with_loss_equals_plain_loop(name, mesh):
     """C22."""
     assert_same(
         losses_and_params(program_of(task_of(WITH_VALUE[name]()), mesh=MESHES[mesh], **SETTINGS)), by_hand(name)
@@ -90,7 +90,7 @@ def test_an_optimizer_that_takes_the_loss_is_that_of_a_plain_loop(name, mesh):
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", WITH_FUNCTION)
-def test_an_optimizer_that_searches_along_a_line_is_that_of_a_plain_loop(name, mesh):
+def test_line_search_equals_plain_loop(name, mesh):
     program = program_of(task_of(WITH_FUNCTION[name]()), mesh=MESHES[mesh], **SETTINGS)
     found = losses_and_params(program)
     assert found[0][-1] < found[0][0] - 0.1
@@ -103,7 +103,7 @@ def test_a_line_search_runs_under_zero_and_microbatches(zero):
     assert_same(losses_and_params(program_of(task_of(optax.lbfgs()), **settings, **SETTINGS)), by_hand("lbfgs"), SEARCH)
 
 
-def test_a_line_search_sees_the_same_noise_and_model_state_at_every_point():
+def test_line_search_sees_fixed_noise_and_model_state():
     def loss(p, state, batch, key):
         noise = jax.vmap(lambda k: jax.random.normal(k, (16,)))(sk.example_keys())
         return sk.mean(per_example(p, batch + 0.1 * noise)), {}, {"n": state["n"] + 1.0}
@@ -119,7 +119,7 @@ def test_a_line_search_sees_the_same_noise_and_model_state_at_every_point():
     assert_same(found[1], found[0], SEARCH)
 
 
-def test_the_function_of_the_loss_is_traced_only_by_an_optimizer_that_asks_for_it():
+def test_loss_function_is_traced_only_if_needed():
     calls = []
 
     def loss(p, b, key):
@@ -144,7 +144,7 @@ def own_step(**extra):
     return step
 
 
-def test_a_step_of_your_own_gives_the_loss_or_is_told_to():
+def test_custom_step_must_pass_the_loss():
     task = task_of(optax.polyak_sgd(0.3), loss_fn=None, train_step=own_step())
     with pytest.raises(
         ConfigError, match=r"apply_gradients: the optimizer needs value .*apply_gradients\(grads, value=loss\)"
@@ -155,13 +155,13 @@ def test_a_step_of_your_own_gives_the_loss_or_is_told_to():
     assert_same(losses_and_params(program_of(task, **SETTINGS)), by_hand("polyak_sgd"))
 
 
-def test_a_step_of_your_own_without_a_function_of_the_loss_is_told_so():
+def test_custom_step_must_pass_the_loss_function():
     task = task_of(optax.lbfgs(), loss_fn=None, train_step=own_step(value=True))
     with pytest.raises(ConfigError, match="apply_gradients: the optimizer needs grad, value_fn"):
         program_of(task, **SETTINGS)
 
 
-def test_an_optimizer_that_needs_what_the_default_step_has_not_is_told_so():
+def test_optimizer_with_unavailable_argument_is_rejected():
     def update(grads, state, params=None, *, hessian, **extra):
         return grads, state
 

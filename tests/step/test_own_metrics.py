@@ -128,7 +128,7 @@ SHORT = {"data": {"drop_remainder": False}, "steps": 2}
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("mesh", ["one", "data 8", "data 2 x fsdp 2 x tensor 2", "zero 2"])
-def test_it_is_that_of_all_rows_on_every_mesh(mesh, microbatches):
+def test_user_metric_covers_all_rows_on_every_mesh(mesh, microbatches):
     settings = {"one": {"mesh": {}}, "zero 2": ZERO_2_BESIDE_DATA}.get(mesh) or MESHES[mesh]
     check(program_of(task(), microbatches=microbatches, **SHORT, **settings))
 
@@ -138,11 +138,11 @@ def test_a_step_of_the_users_own_returns_it(step, view):
     check(program_of(task(step, view), mesh={"data": 8}, **SHORT))
 
 
-def test_groups_that_train_alone_tell_it_over_all_groups():
+def test_groups_report_user_metric_over_all_groups():
     check(program_of(task(), mesh={"data": 4}, sync={"local_sgd": {"every": 1}}, **SHORT), steps=1)
 
 
-def test_its_parts_are_gathered_once_after_the_last_microbatch():
+def test_parts_are_gathered_once_after_last_microbatch():
     program = program_of(task(), mesh={"data": 8}, microbatches=4, **SHORT)
     gathers = [c for c in read_bill(parse(program.compiled.as_text()), program.sizes).collectives if "gather" in c.op]
     assert gathers and not any(c.in_loop for c in gathers)
@@ -155,13 +155,17 @@ def refused(match, metric):
         program_of(dataclasses.replace(task(), loss_fn=lambda *_: (sk.mean(1.0), {"a": metric})), mesh={})
 
 
-def test_a_class_that_does_not_keep_its_shape_is_told():
+def test_class_that_changes_shape_is_rejected():
     part = Smallest(jnp.ones(3))
     narrower = dataclasses.make_dataclass("Narrower", ["x"], namespace={"compute": lambda self: self.x})
     narrower.merge = lambda self, other: narrower(self.x[:1])
-    refused(r"metric 'a' is a Narrower, .* is not a pytree\. .*register_dataclass above Narrower", narrower(part.smallest))
+    refused(
+        r"metric 'a' is a Narrower, .* is not a pytree\. .*register_dataclass above Narrower", narrower(part.smallest)
+    )
     jax.tree_util.register_dataclass(narrower)
-    refused(r"metric 'a': merge of Narrower returns something else.*float32\[3\].*float32\[1\]", narrower(part.smallest))
+    refused(
+        r"metric 'a': merge of Narrower returns something else.*float32\[3\].*float32\[1\]", narrower(part.smallest)
+    )
     several = dataclasses.make_dataclass("Several", ["x"], namespace={"compute": lambda self: {"x": self.x}})
     several.merge = lambda self, other: self
     jax.tree_util.register_dataclass(several)

@@ -47,7 +47,7 @@ def task(train_step, **more):
 
 @pytest.mark.parametrize("train_step", [forgets_the_step, updates_often, sets_it_back])
 @pytest.mark.parametrize("settings", [{"mesh": {"data": 4}}, {"mesh": {}, "hooked": True}], ids=["data 4", "hook"])
-def test_the_program_counts_steps_and_gives_each_a_key_of_its_own(train_step, settings):
+def test_program_counts_steps_and_derives_keys(train_step, settings):
     seen = lambda old, new, metrics: (new, metrics | {"counted": new.step - old.step})
     hooks = [sk.Hook("counts", in_step=seen)] if settings.get("hooked") else []
     program = program_of(task(train_step, hooks=hooks), settings["mesh"])
@@ -111,7 +111,7 @@ def reduces_itself(state, batch):
 
 
 @pytest.mark.parametrize("reducer", ["ordered", "int8", {"powersgd": {"rank": 1}}])
-def test_a_reducer_is_refused_where_the_step_adds_up_its_gradients_itself(reducer):
+def test_reducer_is_rejected_if_step_sums_gradients(reducer):
     """One that keeps an error is refused as one that keeps nothing is: none of them sees what `sk.pmean` adds."""
     with pytest.raises(
         ConfigError, match=r"has no effect: train_step never calls sk.value_and_grad.*sk.pmean\(grads\)"
@@ -128,7 +128,7 @@ def test_a_reducer_is_refused_where_the_step_adds_up_its_gradients_itself(reduce
         (wraps, {"remat": "full", "ema": 0.9}),
     ],
 )
-def test_what_it_does_in_its_own_way_is_not(train_step, settings):
+def test_custom_computation_is_not_rejected(train_step, settings):
     program = program_of(task(train_step), {}, **settings)
     state = program.init()
     for _, batch in program.batches(stop=1):
@@ -141,7 +141,7 @@ def reads_the_state(state, batch):
     return state.apply_gradients(grads), {"loss": loss, "size": jnp.sum(state.opt_state["slow"].trace["w"] ** 2)}
 
 
-def test_clip_norm_leaves_the_optimizers_state_as_its_author_knows_it():
+def test_clip_norm_preserves_the_optimizer_state():
     """A step takes a part of it by name, as without `clip_norm`."""
     slow = optax.trace(0.5)
     optimizer = optax.GradientTransformation(

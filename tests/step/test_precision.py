@@ -70,7 +70,7 @@ def test_the_average_of_bfloat16_parameters_moves(tmp_path):
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
-def test_gradients_are_added_in_the_wider_of_float32_and_the_parameters():
+def test_gradients_are_summed_in_wider_dtype():
     """C17."""
     reduce = lambda **precision: sk.Config(task="t.py:t", precision=precision).precision.reduce
     assert reduce() == "float32"
@@ -122,7 +122,7 @@ EXACT, ROUNDED = 1001, 1000
     ],
     ids=str,
 )
-def test_inputs_are_rounded_where_it_is_asked_for_and_else_it_is_said(inputs, y, wide, noted):
+def test_inputs_are_cast_as_configured_or_reported(inputs, y, wide, noted):
     """C18: targets of 1000 and more were rounded to multiples of 4."""
     precision = {"compute": "bfloat16"} | ({} if inputs is None else {"inputs": inputs})
     program = program_of(targets_task(), precision=precision, steps=1, **PLAIN)
@@ -146,14 +146,14 @@ def test_nothing_is_said_where_no_input_is_rounded():
     assert program_of(task, precision="bfloat16", steps=1, **PLAIN).notes == []
 
 
-def test_a_pattern_of_inputs_that_matches_nothing_is_an_error():
+def test_input_pattern_without_match_is_an_error():
     with pytest.raises(ConfigError, match=r"precision\.inputs.*'y'.*meta/y, x"):
         program_of(targets_task(), precision={"compute": "bfloat16", "inputs": ["y"]}, **PLAIN)
     with pytest.raises(ConfigError, match=r"precision\.inputs.*'meta/id'"):
         program_of(targets_task(), precision={"compute": "bfloat16", "inputs": ["x", "meta/id"]}, **PLAIN)
 
 
-def test_inputs_without_another_dtype_have_no_effect_and_are_refused():
+def test_inputs_without_other_dtype_are_rejected():
     with pytest.raises(ConfigError, match=r"precision\.inputs.*no effect"):
         sk.Config(task="t.py:t", precision={"inputs": "given"})
 
@@ -169,7 +169,7 @@ def test_inputs_without_another_dtype_have_no_effect_and_are_refused():
     ],
     ids=str,
 )
-def test_a_bad_value_of_inputs_says_what_it_may_be(value, rule, repair):
+def test_bad_inputs_value_lists_valid_ones(value, rule, repair):
     with pytest.raises(ConfigError) as error:
         sk.Config(task="t.py:t", precision={"compute": "bfloat16", "inputs": value})
     assert all(part in str(error.value) for part in ("precision.inputs: should be", rule, repair))

@@ -42,7 +42,7 @@ def test_init_is_given_the_key_of_the_seed(impl):
         np.testing.assert_array_equal(found, jax.jit(lambda: jax.random.normal(jax.random.key(7), (6,)))())
 
 
-def test_the_noise_of_a_step_is_not_what_init_drew():
+def test_step_noise_differs_from_init_noise():
     """C4a: with threefry `split(key, n)[i]` is `fold_in(key, i)`."""
 
     def init(key):
@@ -136,7 +136,7 @@ def sk_keys():
     return rng
 
 
-def test_a_raw_key_and_one_of_another_implementation_come_back_as_they_were_given():
+def test_raw_and_foreign_keys_keep_their_form():
     raw = gradient._loss_key(jax.random.PRNGKey(0), 1, 0)
     assert raw.dtype == jnp.uint32 and raw.shape == (2,)
     rbg = gradient._loss_key(jax.random.key(0, impl="rbg"), 1, 0)
@@ -153,7 +153,7 @@ def noisy_loss(w, batch, key):
 
 
 @pytest.mark.parametrize("impl", [*IMPLS[:2], pytest.param(IMPLS[2], marks=pytest.mark.slow)])  # drawn as rbg draws
-def test_example_keys_are_the_same_on_every_mesh_and_microbatching(impl):
+def test_example_keys_do_not_depend_on_the_mesh(impl):
     """C21: under vmap, rbg draws a whole batch from its first key."""
     losses, evaluations = [], []
     with jax.default_prng_impl(impl):
@@ -173,7 +173,7 @@ def test_example_keys_are_the_same_on_every_mesh_and_microbatching(impl):
     np.testing.assert_allclose(evaluations, evaluations[0], rtol=1e-5)
 
 
-def test_the_draws_of_an_evaluation_differ_by_batch_and_replica_and_stay():
+def test_evaluation_draws_differ_by_batch_and_replica():
     """C4c, and every batch and replica drew the same."""
 
     def loss(w, batch, key):

@@ -50,14 +50,14 @@ WHOLE = np.tanh(batches(DATA)[0] @ START).sum()
     ],
     ids=["scalar", "weighted mean", "finished", "sum of means"],
 )  # fmt: skip
-def test_a_metric_that_is_the_same_on_every_replica_is_told_once(metric, value):
+def test_identical_metric_is_reported_once(metric, value):
     metrics, _ = run(lambda p, x, key: (sk.mean(square(p["w"], x)), {"m": metric(total(p, x), x)}))
     np.testing.assert_allclose(metrics["m"], value, rtol=1e-5)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a mean of examples"])
-def test_a_loss_that_is_the_same_on_every_replica_has_its_gradient_once(beside, microbatches):
+def test_identical_loss_has_its_gradient_once(beside, microbatches):
     if (
         microbatches == 2
     ):  # what crosses replicas is of one microbatch: not a sum of all rows, but one that is linear in them

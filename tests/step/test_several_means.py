@@ -89,7 +89,7 @@ def task_of(loss_fn, **more):
     ],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
-def test_each_mean_of_a_sum_is_divided_by_its_own_count_over_the_whole_batch(loss_fn, mesh, microbatches):
+def test_each_mean_is_divided_by_its_own_count(loss_fn, mesh, microbatches):
     _, run = train(task_of(loss_fn), mesh, microbatches=microbatches)
     assert_same_run(run, by_hand(by_numpy(loss_fn), init(jax.random.key(0)), DATA, optax.sgd(0.1)))
 

@@ -37,7 +37,7 @@ def loss_fn(params, batch, key):
     return sk.mean((block(x_BD, params["w"]) ** 2).mean(1))
 
 
-def test_functions_that_the_user_jits_once_serve_every_mesh():
+def test_jitted_user_functions_serve_every_mesh():
     data = {"x": np.random.default_rng(0).normal(size=(64, D)).astype(np.float32)}
     task = sk.Task(init, loss_fn, keep_gradient(optax.sgd(0.1)), train_data=data, rules=[("w", ["embed", "mlp"])])
     one = train(program_of(task), evaluate=False)

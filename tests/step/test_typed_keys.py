@@ -66,7 +66,7 @@ def test_a_key_has_the_bytes_of_its_data():
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_that_draw_noise_are_those_of_plain_optax_on_every_mesh(name):
+def test_noisy_optimizers_equal_plain_optax_on_every_mesh(name):
     """C11."""
     params, opt_state = by_hand(OPTIMIZERS[name]())
     for mesh in MESHES:
@@ -98,7 +98,7 @@ def keys_for_each_row():
     return optax.GradientTransformation(init, update)
 
 
-def test_keys_are_saved_and_come_back_on_another_mesh_bit_for_bit(tmp_path):
+def test_keys_restore_bitwise_on_another_mesh(tmp_path):
     settings = {**SETTINGS, "ema": 0.9, "layout": {"min_shard_bytes": 1}}
     make = lambda **more: program_of(noisy(keys_for_each_row()), **{**settings, **more})
     first = make(mesh={"fsdp": 8})
@@ -130,7 +130,7 @@ def test_keys_are_saved_and_come_back_on_another_mesh_bit_for_bit(tmp_path):
     checkpoints.close()
 
 
-def test_keys_and_bools_in_the_model_state_on_one_device(tmp_path):
+def test_keys_and_bools_in_one_device_state(tmp_path):
     """C10, C11: how replicas agree on them is tested with the model state."""
 
     def init(key):
@@ -155,7 +155,7 @@ def test_keys_and_bools_in_the_model_state_on_one_device(tmp_path):
     assert np.isfinite(program.eval(state)["loss"])
 
 
-def test_an_evaluation_takes_the_keys_counters_and_flags_of_the_first_group():
+def test_evaluation_uses_state_of_the_first_group():
     state = {
         "key": jax.random.split(jax.random.key(0), 2),
         "n": jnp.array([2**30, 2**30 + 1]),
@@ -168,7 +168,7 @@ def test_an_evaluation_takes_the_keys_counters_and_flags_of_the_first_group():
 
 
 @pytest.mark.parametrize("mesh", [{}, {"data": 8}], ids=str)
-def test_a_step_per_replica_hands_on_keys_and_flags(mesh):
+def test_per_replica_step_passes_keys_and_flags_on(mesh):
     def step(state, batch):
         value, grads = jax.value_and_grad(lambda p: loss(p, batch).mean())(state.params)
         seen = sk.pmean(jnp.abs(batch).max()) > 0
@@ -185,7 +185,7 @@ def test_a_step_per_replica_hands_on_keys_and_flags(mesh):
     np.testing.assert_array_equal(jax.random.key_data(state.model_state["key"]), jax.random.key_data(expected))
 
 
-def test_dropout_of_nnx_keeps_its_keys_in_the_model_state():
+def test_nnx_dropout_keeps_keys_in_model_state():
     from flax import nnx
 
     class Net(nnx.Module):

@@ -17,7 +17,7 @@ def test_it_knows_what_was_called_and_named():
         noticed.record_call("men")
 
 
-def test_a_copy_notices_for_itself_until_it_is_included():
+def test_copy_is_independent_until_merged():
     noticed = UsageTracker({"mean", "remat"}, num_masked=2)
     own = noticed.without("remat")
     own.record_call("attention")

@@ -42,7 +42,7 @@ def run(leaves, num):
 
 
 @pytest.mark.parametrize("num", [2, 8])
-def test_it_is_the_tree_of_the_formula_leaf_by_leaf(num):
+def test_adasum_is_the_tree_of_the_formula(num):
     random = np.random.default_rng(0)
     leaves = [random.normal(size=(num, *shape)).astype(np.float32) + 0.3 for shape in ((5, 7), (3,), (40, 50))]
     leaves[1][0] = 0
@@ -69,7 +69,7 @@ MESHES = {
 
 
 @pytest.mark.parametrize("mesh", [pytest.param(m, marks=pytest.mark.slow if "fsdp" in m else ()) for m in MESHES])
-def test_a_step_applies_the_tree_of_the_replicas_own_means_however_leaves_are_cut(mesh):
+def test_step_applies_tree_of_replica_means(mesh):
     made = program(MESHES[mesh], "adasum", task(num=64), data={})
     state, batch = made.init(), next(iter(made.batches(1, 1)))[1]
     params = jax.device_get(state.params)
@@ -89,12 +89,12 @@ def _mean(params, rows):
     return ((error**2).sum(-1) * rows["weight"]).sum() / rows["weight"].sum()
 
 
-def test_a_batch_that_leaves_replicas_without_an_example_is_finite():
+def test_batch_with_empty_replicas_is_finite():
     state, losses = train(program({"mesh": {"data": 4}}, "adasum", task(optax.sgd(0.01))), 2)
     assert np.isfinite(losses).all() and all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state.params))
 
 
-def test_what_it_cannot_do_is_refused_with_the_reason():
+def test_unsupported_configs_are_rejected_with_reason():
     with refused(
         ("adasum combines replicas in pairs", "'up'"),
         ("data 3", "3 replicas"),

@@ -13,7 +13,7 @@ from tests.support.messages import refused
 E4M3 = ml_dtypes.float8_e4m3fn
 
 
-def test_all_bits_of_float8_are_the_values_of_the_type():
+def test_float8_bits_are_the_values_of_the_type():
     bits = np.array([b for b in range(256) if b & 0x7F != 0x7F], np.uint8)
     np.testing.assert_array_equal(float8.float8_values(jnp.asarray(bits)), bits.view(E4M3).astype(np.float32))
 
@@ -33,7 +33,7 @@ CODES = {
 
 
 @pytest.mark.parametrize("name", CODES)
-def test_a_value_comes_back_within_half_a_step_of_its_block(name):
+def test_value_error_is_within_half_a_step(name):
     code, half_step = CODES[name]
     x = np.random.default_rng(0).normal(size=(3, 2048)).astype(np.float32) * np.float32([[1], [1e6], [1e-6]])
     x[0, 256:512] = 0
@@ -45,7 +45,7 @@ def test_a_value_comes_back_within_half_a_step_of_its_block(name):
     assert not back[0, 256:512].any()
 
 
-def test_a_sign_comes_back_with_the_mean_size_of_its_block():
+def test_sign_decodes_to_mean_magnitude_of_block():
     code = coded.block_code("sign", 1024, sign._encode, sign._decode, bits=1)
     x = np.random.default_rng(0).normal(size=(2, 3072)).astype(np.float32)
     back = code.decode(code.encode(jnp.asarray(x)), 3072)
@@ -55,7 +55,7 @@ def test_a_sign_comes_back_with_the_mean_size_of_its_block():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["int8", "float8", "sign"])
-def test_a_number_that_is_not_finite_makes_its_whole_block_so_and_no_other(name, bad):
+def test_non_finite_value_affects_only_its_block(name, bad):
     module = {"int8": int8, "float8": float8, "sign": sign}[name]
     code = coded.block_code(name, 256, module._encode, module._decode, bits=1 if name == "sign" else 8)
     x = np.ones((1, 1024), np.float32)

@@ -94,7 +94,7 @@ def trained(form, reducer="sum", input_scale=None):
         ("a step of each replica", "sum"),
     ],
 )
-def test_a_reducer_that_spoils_all_that_it_is_given_spoils_gradients_alone(form, input_scale):
+def test_faulty_reducer_affects_gradients_only(form, input_scale):
     metrics, gradients, model_state, evaluated = trained(form)
     spoiled = trained(form, "tests.support.own_reducer:spoiling", input_scale)
     assert set(metrics[0]) == set(evaluated) == {"loss", "mean", "sum", "largest", "counts", "root"}

@@ -28,7 +28,7 @@ SLOW = ("zero 1", "zero 2, shards of shards", "hsdp")
 
 
 @pytest.mark.parametrize("mesh", [pytest.param(m, marks=pytest.mark.slow if m in SLOW else ()) for m in MESHES])
-def test_nothing_is_lost_and_nothing_is_rounded_at_lossless_options(mesh):
+def test_exact_options_lose_nothing(mesh):
     settings = MESHES[mesh]
     expected = jax.device_get(train(program(settings))[0].opt_state)
     exact, _ = train(program(settings, {"hierarchical": {"outer": {"int8": {"block": 1}}}}))
@@ -44,7 +44,7 @@ def test_nothing_is_lost_and_nothing_is_rounded_at_lossless_options(mesh):
     assert np.abs(left["up"]).max() > 1e-5
 
 
-def test_the_state_belongs_to_the_shard_and_a_leaf_that_cannot_be_cut_is_added_exactly():
+def test_state_belongs_to_shards_or_leaf_is_exact():
     def init(key):
         return {
             "up": jax.random.normal(key, (128, 128)) / 12,
@@ -66,7 +66,7 @@ def test_the_state_belongs_to_the_shard_and_a_leaf_that_cannot_be_cut_is_added_e
 
 
 @pytest.mark.parametrize("num", [2, 4])
-def test_over_replica_goes_what_the_outer_reducer_sends_for_one_over_the_size_of_inner(num):
+def test_outer_sends_its_bytes_for_a_shard(num):
     made = program({"mesh": {"replica": 2, "data": num}}, "hierarchical", wide(), batch_size=64, data={})
     bill = read_bill(parse(made.compiled.as_text()), made.sizes)
     sent = {axis: sum(c.bytes for c in bill.collectives if c.axes == (axis,) and c.bytes > 1024) for axis in made.sizes}
@@ -79,7 +79,7 @@ def test_over_replica_goes_what_the_outer_reducer_sends_for_one_over_the_size_of
     assert f"{total:.0f} B sent" in made.explain()
 
 
-def test_a_call_in_the_per_replica_view_is_cut_into_shards_too():
+def test_per_replica_call_is_sharded_too():
     def step(state, batch):
         (loss, _), grads = sk.value_and_grad(loss_fn)(state.params, batch, state.key)
         return state.apply_gradients(grads), {"loss": loss}

@@ -47,7 +47,7 @@ def test_eight_orders_of_devices_give_the_same_bits(mesh, num):
 
 
 @pytest.mark.parametrize("what", ["gradients", "everything else"])
-def test_terms_are_added_from_the_first_replica_to_the_last(what):
+def test_terms_are_added_in_replica_order(what):
     random = np.random.default_rng(0)
     terms = [
         (random.normal(size=(8, *shape)) * 10.0 ** random.integers(-4, 4, (8, *shape))).astype(np.float32)

@@ -70,7 +70,7 @@ def program(config):
     return sk.build(config, devices=jax.devices()[:4])
 
 
-def test_a_reducer_of_the_users_own_adds_as_sum_does(config):
+def test_user_reducer_equals_sum(config):
     expected, losses = train(program(config("sum")), 4)
     for choice in ("mine.py:scaled", "mine.py:made", "{mine.py:scaled: {scale: 1}}"):
         made = program(config(choice))
@@ -82,7 +82,7 @@ def test_a_reducer_of_the_users_own_adds_as_sum_does(config):
     assert_close(jax.tree.map(lambda x: x / 2, state.opt_state), expected.opt_state)
 
 
-def test_what_it_keeps_is_in_the_train_state_and_nothing_is_lost(config):
+def test_user_reducer_state_is_saved_and_complete(config):
     expected = jax.device_get(train(program(config("sum")), 6)[0].opt_state)
     state, _ = train(program(config("mine.py:coarse")), 6)
     applied, left = jax.device_get(state.opt_state), owed(state)
@@ -90,7 +90,7 @@ def test_what_it_keeps_is_in_the_train_state_and_nothing_is_lost(config):
     assert_close(jax.tree.map(np.add, applied, left), expected)
 
 
-def test_a_config_is_checked_without_importing_the_reducer_and_verify_knows_what_it_can_prove(config, tmp_path):
+def test_config_check_does_not_import_the_reducer(config, tmp_path):
     asked = config("mine.py:coarse")
     assert not (tmp_path / "imported").exists()
     assert exact_reducer(asked) == "sum"

@@ -42,7 +42,7 @@ def of_rank(random, rank, *shape):
 
 
 @pytest.mark.parametrize("warm", [True, False])
-def test_a_sum_of_low_rank_is_exact_and_each_of_stacked_matrices_is_one_of_its_own(warm):
+def test_low_rank_sums_and_stacked_matrices_are_exact(warm):
     terms = of_rank(np.random.default_rng(0), 2, 3, 48, 32)
     made = powersgd.make(rank=2, warm_start=warm)
     total, new = reduction(made, "blocks/w")(terms, zeros(made, terms))
@@ -84,7 +84,7 @@ def one_by_one(steps, q):
         ("blocks/conv", (2, 3, 3, 8, 64), (2, 72, 64)),
     ],
 )
-def test_the_first_dim_of_a_stacked_leaf_is_a_batch_of_matrices_and_no_other_dim_is(path, shape, view):
+def test_first_dim_of_stacked_leaf_is_a_batch(path, shape, view):
     random, rank = np.random.default_rng(0), 3
     steps = [random.normal(size=(4, *shape)).astype(np.float32) for _ in range(3)]
     made = powersgd.make(rank=rank)
@@ -100,7 +100,7 @@ def test_the_first_dim_of_a_stacked_leaf_is_a_batch_of_matrices_and_no_other_dim
     np.testing.assert_allclose(states["error"], owed.reshape(4, *shape), atol=2e-4)
 
 
-def test_a_leaf_is_parted_where_its_factors_are_smallest_and_stacked_ones_are_batches():
+def test_leaf_is_split_where_factors_are_smallest():
     assert powersgd.matrices((128, 4, 32), 4, False, 1) == (1, 128, 128)
     assert powersgd.matrices((4, 32, 128), 4, False, 1) == (1, 128, 128)
     assert powersgd.matrices((3, 3, 64, 128), 4, False, 1) == (1, 576, 128)
@@ -126,7 +126,7 @@ def test_columns_become_orthonormal_and_lost_ones_are_replaced(deficient):
     np.testing.assert_allclose(found @ np.swapaxes(found, 1, 2) @ x, x, atol=1e-5)
 
 
-def test_from_one_step_to_the_next_the_product_becomes_the_best_of_its_rank_with_a_warm_start_and_not_without():
+def test_warm_start_converges_to_best_rank():
     random = np.random.default_rng(0)
     u, _ = np.linalg.qr(random.normal(size=(64, 64)))
     v, _ = np.linalg.qr(random.normal(size=(48, 48)))
@@ -143,7 +143,7 @@ def test_from_one_step_to_the_next_the_product_becomes_the_best_of_its_rank_with
     assert found[True] == pytest.approx(1, abs=2e-3) and found[False] > 1.05
 
 
-def test_the_product_is_that_of_all_replicas_on_another_number_of_them():
+def test_product_is_kept_on_another_number_of_replicas():
     state = {"error": jnp.arange(8.0).reshape(2, 2, 2), "product": jnp.ones((2, 2, 2))}
     found = powersgd.make().reshard_state(state, 4)
     assert (found["product"].shape, found["error"].shape) == ((4, 2, 2), (4, 2, 2))

@@ -83,7 +83,7 @@ def of_sum(axis):
 
 @pytest.mark.parametrize("axis", ["expert", "pipeline"])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ROWS])
-def test_beside_stages_and_experts_a_reducer_at_lossless_options_is_the_sum(name, axis):
+def test_exact_options_equal_sum_with_stages_and_experts(name, axis):
     mesh, choice = (
         {"replica": 2, "data": 2} if name == "hierarchical" else {"data": 2},
         OPTIONS.get(name, lossless(name)),

@@ -57,7 +57,7 @@ def second_of_two(state, batch):
     return state.apply_gradients(grads), {"loss": loss}
 
 
-def test_what_the_second_call_applied_and_owes_add_up_to_its_own_true_sum():
+def test_second_call_accounts_for_its_own_sum():
     own = task(loss_fn=None, train_step=second_of_two)
     state, _ = train(program(DATA_8, "bfloat16", own), 6)
     expected, _ = train(program(DATA_8, "sum", own), 6)
@@ -73,7 +73,7 @@ def test_what_the_second_call_applied_and_owes_add_up_to_its_own_true_sum():
         assert_close(first, expected.opt_state)
 
 
-def test_a_call_in_the_per_replica_view_has_a_state_too():
+def test_per_replica_call_has_a_state():
     def step(state, batch):
         (loss, _), grads = sk.value_and_grad(loss_fn)(state.params, batch, state.key)
         return state.apply_gradients(grads), {"loss": loss}
@@ -127,7 +127,7 @@ def scaled(params, scale):
 
 @pytest.mark.parametrize("reducer", ["sum", "ordered"])
 @pytest.mark.parametrize("mesh", [DATA_8, {"mesh": {"replica": 2, "fsdp": 2, "tensor": 2}}], ids=["manual", "mapped"])
-def test_a_call_inside_of_a_vmap_of_the_users_own_is_that_of_each_one(mesh, reducer):
+def test_call_inside_user_vmap_equals_single_calls(mesh, reducer):
     found, losses = train(program(mesh, reducer, own_step(in_a_vmap)), 2)
     expected, alone = train(program({"mesh": {}}, "sum", own_step(one_after_the_other)), 2)
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
@@ -135,7 +135,7 @@ def test_a_call_inside_of_a_vmap_of_the_users_own_is_that_of_each_one(mesh, redu
 
 
 @pytest.mark.parametrize("step", [in_a_scan, in_a_branch, in_a_jit, in_a_vmap])
-def test_a_call_inside_of_a_loop_a_branch_a_jit_or_a_vmap_is_refused_with_the_line_where_the_reducer_keeps_something(
+def test_stateful_call_inside_control_flow_names_its_line(
     step,
 ):
     with pytest.raises(ConfigError) as error:
@@ -158,7 +158,7 @@ def with_pmean(state, batch):
 
 @pytest.mark.parametrize("reducer", ["bfloat16", "ordered", {"bfloat16": {"error_feedback": False}}])
 @pytest.mark.parametrize("step, view", [(with_jax_grad, "global"), (with_pmean, "replica")])
-def test_a_step_that_never_calls_value_and_grad_is_refused(step, view, reducer):
+def test_step_without_value_and_grad_is_rejected(step, view, reducer):
     with pytest.raises(ConfigError, match=r"never calls sk\.value_and_grad"):
         program(DATA_8, reducer, own_step(step, view=view))
     program(DATA_8, "sum", own_step(step, view=view))
@@ -172,7 +172,7 @@ def test_a_step_that_never_calls_value_and_grad_is_refused(step, view, reducer):
         ({"mesh": {"tensor": 4}}, "{replica: 2, tensor: 2}", [("up", ["embed", "mlp"])]),
     ],
 )
-def test_a_mesh_on_which_a_reducer_would_do_nothing_is_refused_with_one_on_which_it_does(mesh, repair, rules):
+def test_mesh_without_effect_is_rejected_with_repair(mesh, repair, rules):
     own = task(optax.sgd(0.1), num=64, rules=rules)
     with pytest.raises(ConfigError) as error:
         program(mesh, "bfloat16", own)
@@ -181,7 +181,7 @@ def test_a_mesh_on_which_a_reducer_would_do_nothing_is_refused_with_one_on_which
 
 
 @pytest.mark.parametrize("name", [name for name in plugins.names("reducers") if name != "sum"])
-def test_where_zero_3_cuts_over_all_devices_every_reducer_is_refused_with_the_mesh_that_it_needs(name):
+def test_zero_3_over_all_devices_rejects_every_reducer(name):
     needed = {"sparse_rows": {"leaves": ["up"], "rows": 48}}
     changes = {"mesh": {"fsdp": 8}, "layout": {"zero": 3}}
     with pytest.raises(ConfigError) as error:
@@ -204,7 +204,7 @@ def test_on_one_device_nothing_is_kept():
         ({"bfloat16": {"terms": 7}}, ("terms is 7", "Write terms: 1")),
     ],
 )
-def test_a_choice_that_is_none_is_refused_by_the_config(choice, parts):
+def test_unknown_reducer_is_rejected_by_the_config(choice, parts):
     with pytest.raises(ConfigError) as error:
         sk.Config(task="t.py:t", reducer=choice)
     assert all(part in str(error.value) for part in ("reducer", *parts))

@@ -118,7 +118,7 @@ def lossless(name):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_gradient_of_float64_crosses_where_nothing_is_promoted_by_itself(name):
+def test_float64_gradient_is_reduced_without_promotion(name):
     """Traced alone: a sum of float64 and of what is owed in float32, or of integers of two sizes, would be refused."""
     wide = {"params": "float64", "compute": "float64", "inputs": "compute"}
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
@@ -166,19 +166,19 @@ def check_replicas(choice, mesh):
 
 
 @pytest.mark.parametrize("name, mesh", on_meshes([name for name in ROWS if name not in {"sum", *ANOTHER_SUM}]))
-def test_a_run_at_lossless_options_equals_that_of_the_sum(name, mesh):
+def test_exact_options_equal_sum(name, mesh):
     reducer = plugins.make("reducers", chosen(name))
     assert reducer.exact or reducer.exact_options, "an inexact reducer has options at which it is the sum"
     check_lossless(lossless(name), mesh)
 
 
 @pytest.mark.parametrize("name, mesh", on_meshes(ROWS))
-def test_replicas_hold_the_same_bits_and_the_form_is_that_of_the_sum(name, mesh):
+def test_replicas_are_bitwise_equal_in_sums_form(name, mesh):
     check_replicas(chosen(name), mesh)
 
 
 @pytest.mark.parametrize("name, mesh", on_meshes(STATEFUL))
-def test_what_was_applied_and_what_is_owed_add_up_to_the_true_sum(name, mesh):
+def test_applied_and_residual_add_up_to_true_sum(name, mesh):
     assert_close(applied_and_owed(mesh, chosen(name)), true_sum(mesh))
 
 
@@ -214,14 +214,14 @@ def scaled_twice(apply, leaves, states, over):
 
 @pytest.mark.parametrize("change", [residual_dropped, residual_of_another_replica, scaled_twice])
 @pytest.mark.parametrize("name", once_of_each(STATEFUL))
-def test_a_mistake_with_the_state_is_seen_in_the_sum(name, change, monkeypatch):
+def test_state_mutants_are_caught_in_the_sum(name, change, monkeypatch):
     wrong(name, monkeypatch, change)
     with pytest.raises(AssertionError, match="relative errors"):
         assert_close(applied_and_owed(ROWS[name].at, chosen(name)), true_sum(ROWS[name].at))
 
 
 @pytest.mark.parametrize("name", once_of_each(name for name, row in ROWS.items() if row.owner))
-def test_the_owners_share_of_what_is_owed_is_seen_in_the_sum(name, monkeypatch):
+def test_owner_residual_mutant_is_caught_in_the_sum(name, monkeypatch):
     ROWS[name].owner(monkeypatch)
     with pytest.raises(AssertionError, match="relative errors"):
         assert_close(applied_and_owed(ROWS[name].at, chosen(name)), true_sum(ROWS[name].at))
@@ -239,7 +239,7 @@ def test_the_owners_share_of_what_is_owed_is_seen_in_the_sum(name, monkeypatch):
         for num, micro in ((2, 1), (4, 1), (8, 1), (8, 4))
     ],
 )
-def test_the_bytes_on_the_wire_are_those_of_the_formula_and_none_are_in_a_loop(name, num, microbatches):
+def test_bytes_match_formula_outside_of_loops(name, num, microbatches):
     check_wire(chosen(name), num, microbatches, ROWS[name])
 
 
@@ -273,7 +273,7 @@ def wide():
 
 
 @pytest.mark.parametrize("mesh", ["data 8", "replica 2 x data 4"])
-def test_nothing_of_the_ordered_reducers_program_adds_on_the_way(mesh):
+def test_ordered_program_adds_nothing_on_the_way(mesh):
     made, _ = trained(mesh, '"ordered"')
     assert "psum" not in str(made.traced.jaxpr) and "reduce_scatter" not in str(made.traced.jaxpr)
     assert not [

@@ -42,7 +42,7 @@ def saved(tmp_path):
     checkpoints.close()
 
 
-def test_a_run_goes_on_bit_for_bit_and_not_without_what_it_owed(saved):
+def test_resume_is_bitwise_and_needs_the_residual(saved):
     checkpoints, _, expected = saved
     state, _, lines = restored(checkpoints, 4, made("bfloat16", data=4))
     forgotten = state.replace(reducer=jax.tree.map(lambda x: 0 * x, state.reducer))
@@ -69,7 +69,7 @@ def test_what_is_owed_stays_owed_on_another_number_of_replicas(saved, mesh):
     assert_close(state.params, expected.params, 0.02)
 
 
-def test_a_run_that_begins_to_round_owes_nothing_and_says_so(tmp_path):
+def test_switching_to_compression_starts_with_empty_residual(tmp_path):
     state, _ = train(made("sum", data=4), 2)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(2, state, {})
@@ -80,7 +80,7 @@ def test_a_run_that_begins_to_round_owes_nothing_and_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("reducer, mesh", [("sum", {"data": 4}), ("bfloat16", {"data": 1})])
-def test_what_nothing_keeps_any_more_is_dropped_with_one_line(saved, reducer, mesh):
+def test_unused_state_is_dropped_with_one_line(saved, reducer, mesh):
     checkpoints, at_4, _ = saved
     state, _, lines = restored(checkpoints, 4, made(reducer, **mesh))
     assert state.reducer == () and bits(state.params) == bits(at_4.params)

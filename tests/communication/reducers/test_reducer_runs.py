@@ -48,14 +48,14 @@ def differing_copies(tree):
 
 
 @pytest.mark.parametrize("name", slow_except(set(OTHERS) - {"float8", "sign"}, ROWS))
-def test_replicas_hold_the_same_bits_after_200_steps_and_have_learned(name):
+def test_replicas_are_bitwise_equal_after_200_steps(name):
     state, losses = train(made(name), 200)
     assert differing_copies((state.params, state.opt_state)) == 0
     assert np.isfinite(losses).all() and np.mean(losses[-8:]) < 0.5 * np.mean(losses[:8])
 
 
 @pytest.mark.parametrize("name", once_of_each(STATEFUL))
-def test_a_run_goes_on_bit_for_bit_with_what_it_owed_and_another_way_without(name, tmp_path):
+def test_resume_is_bitwise_only_with_the_residual(name, tmp_path):
     state, _ = train(made(name), 3)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(3, state, {})
@@ -72,7 +72,7 @@ def test_a_run_goes_on_bit_for_bit_with_what_it_owed_and_another_way_without(nam
 
 
 @pytest.mark.parametrize("name", once_of_each(STATEFUL))
-def test_what_is_owed_stays_owed_on_another_number_of_replicas(name, tmp_path):
+def test_run_preserves_residual_on_other_replica_numbers(name, tmp_path):
     state, _ = train(made(name), 3)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(3, state, {})
@@ -89,7 +89,7 @@ SETTINGS = {"microbatches": 2, "clip_norm": 0.5, "ema": 0.9, "precision": {"comp
 
 
 @pytest.mark.parametrize("name", once_of_each(OTHERS))
-def test_with_microbatches_clipping_an_average_and_mixed_precision_it_is_the_sum_where_nothing_is_lost(name):
+def test_exact_options_equal_sum_under_all_settings(name):
     if not (made := plugins.make("reducers", chosen(name))).exact_options and not made.exact:
         pytest.skip("is another mathematics than the sum")
     expected, losses = train(program(FOUR[name], "sum", adam(), **SETTINGS), 4)
@@ -100,7 +100,7 @@ def test_with_microbatches_clipping_an_average_and_mixed_precision_it_is_the_sum
 
 
 @pytest.mark.parametrize("name", once_of_each(OTHERS))
-def test_a_gradient_that_is_not_finite_is_seen_on_every_replica_and_a_step_that_is_left_out_owes_what_it_owed(name):
+def test_non_finite_gradient_is_seen_and_residual_unchanged(name):
     one_example = data(67)["weight"].max()
 
     def poisoned(params, batch, key):

@@ -47,7 +47,7 @@ CASES = [("bfloat16", mesh) for mesh in MESHES if mesh != "mapped"] + [("ordered
 
 
 @pytest.mark.parametrize("name, mesh", CASES)
-def test_steps_of_the_warm_up_are_those_of_sum_and_later_ones_those_of_the_reducer(name, mesh):
+def test_warmup_steps_use_sum_then_the_reducer(name, mesh):
     warm = made(name, mesh, WARMUP)
     state, _ = train(warm, WARMUP)
     summed, _ = train(made("sum", mesh), WARMUP)
@@ -62,7 +62,7 @@ def test_steps_of_the_warm_up_are_those_of_sum_and_later_ones_those_of_the_reduc
 
 
 @pytest.mark.parametrize("at", [2, 3, 4])
-def test_a_run_goes_on_bit_for_bit_from_the_middle_of_the_warm_up_its_end_and_after_it(at, tmp_path):
+def test_resume_is_bitwise_around_the_warmup(at, tmp_path):
     warm = made("bfloat16", warmup=WARMUP)
     state, _ = train(warm, at)
     checkpoints = Checkpoints(tmp_path)
@@ -76,7 +76,7 @@ def test_a_run_goes_on_bit_for_bit_from_the_middle_of_the_warm_up_its_end_and_af
     assert bits(state) == bits(expected) and lines == []
 
 
-def test_a_state_that_goes_back_goes_back_into_the_warm_up():
+def test_older_state_returns_into_the_warmup():
     warm = made("bfloat16", warmup=WARMUP)
     state, _ = train(warm, 2)
     early = jax.tree.map(jnp.copy, state)
@@ -104,7 +104,7 @@ def train_groups(made):
     return bits(state.params)
 
 
-def test_a_count_that_depends_on_the_parameters_passes_a_warm_up_with_a_state():
+def test_learned_count_passes_a_stateful_warmup():
     """Its gradient is a second one, of which the reducer keeps nothing."""
 
     def weighted(params, batch, key):
@@ -125,7 +125,7 @@ def test_one_replica_has_no_warm_up():
 # -----------------------------------------------------------------------------------------
 
 
-def test_a_plan_has_both_programs_and_names_the_phase():
+def test_plan_has_both_programs_and_names_phases():
     warm = made("bfloat16", warmup=WARMUP)
     document = plan_program(warm, target_of(jax.devices()[:4]))
     large = [row for row in document["collectives"] if row["bytes"] > 256]
@@ -162,7 +162,7 @@ def test_what_is_explained_names_the_steps_of_sum():
     ],
     ids=str,
 )
-def test_verify_proves_the_reducer_with_its_options_and_not_its_warm_up(choice, proven):
+def test_verify_checks_the_reducer_not_its_warmup(choice, proven):
     config = sk.Config(task="t.py:t", reducer=choice, steps=9, mesh={"data": 2})
     assert reducer_of(config).warmup == 5 and exact_reducer(config) == proven
 
@@ -195,7 +195,7 @@ made = twice()
     ],
     ids=str,
 )
-def test_a_reducer_of_the_users_own_warms_up_without_knowing_of_it(choice, warmup, tmp_path, monkeypatch):
+def test_user_reducer_warms_up_automatically(choice, warmup, tmp_path, monkeypatch):
     import sys
 
     monkeypatch.delitem(sys.modules, "spmdkit_task_mine", raising=False)

@@ -25,7 +25,7 @@ def sent(name, num=8):
 
 @pytest.mark.parametrize("num", [pytest.param(n, marks=() if n == 8 else pytest.mark.slow) for n in (2, 4, 8)])
 @pytest.mark.parametrize("name", [*SHARES, "adasum", "ordered", pytest.param("sparse_rows", marks=pytest.mark.slow)])
-def test_the_compiled_reduction_of_the_gradient_sends_what_its_formula_says(name, num):
+def test_compiled_reduction_sends_the_formulas_bytes(name, num):
     assert sent(name, num) == pytest.approx(sent_by_formula(name, {"data": num}), rel=5e-3)
 
 

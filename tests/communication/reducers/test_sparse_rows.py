@@ -64,7 +64,7 @@ SLOW = ("manual", "microbatches, clipped", "zero 1", "zero 2")
 
 
 @pytest.mark.parametrize("form", [pytest.param(f, marks=pytest.mark.slow if f in SLOW else ()) for f in FORMS])
-def test_a_run_is_that_of_the_sum_in_every_form_of_step(form):
+def test_run_equals_sum_in_every_form(form):
     most = {} if form in ("manual", "microbatches, clipped", "zero 1") else {"most": None}
     rows = {"sparse_rows": ROWS["sparse_rows"] | most}
     expected, losses = train(program(FORMS[form], "sum", TASK), 3)
@@ -89,7 +89,7 @@ def most_touched(batch, replicas):
     return max(len(np.unique(own[counts])) for own, counts in parts)
 
 
-def test_the_rounds_of_a_table_are_a_metric_also_of_a_step_of_ones_own():
+def test_rounds_of_a_table_are_a_metric():
     def own_step(state, batch):
         (loss, _), grads = sk.value_and_grad(loss_fn)(state.params, batch, state.key)
         return state.apply_gradients(grads), {"loss": loss}
@@ -104,7 +104,7 @@ def test_the_rounds_of_a_table_are_a_metric_also_of_a_step_of_ones_own():
 
 
 @pytest.mark.parametrize("num", [2, pytest.param(4, marks=pytest.mark.slow), 8])
-def test_a_round_sends_what_the_formula_says_in_one_loop_and_the_rest_outside(num):
+def test_round_sends_formula_bytes_in_one_loop(num):
     made = program({"mesh": {"data": num}}, ROWS, TASK)
     bill = read_bill(parse(made.compiled.as_text()), made.sizes)
     in_loop = [c for c in bill.collectives if c.in_loop]
@@ -133,7 +133,7 @@ def test_a_number_that_is_not_finite_crosses():
 # ---- refused ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_dense_table_is_refused_by_name_after_the_first_batch_and_later_ones_are_not_looked_at():
+def test_dense_table_is_rejected_after_first_batch_only():
     made = program({"mesh": {"data": 8}}, ROWS, embedding(tied_loss))
     state, (_, batch) = made.init(), next(iter(made.batches(1, 1)))
     with refused(
@@ -158,7 +158,7 @@ def test_a_dense_table_is_refused_by_name_after_the_first_batch_and_later_ones_a
         ({"rows": 512}, ("rows: 512 on 8 replicas", "[1000, 16]", "(most)", "rows: 128, or remove it from")),
     ],
 )
-def test_what_cannot_be_sent_so_or_not_with_fewer_bytes_is_refused_before_the_first_step(options, says):
+def test_unsuitable_tables_are_rejected_before_first_step(options, says):
     with refused(*says):
         program({"mesh": {"data": 8}}, {"sparse_rows": ROWS["sparse_rows"] | options}, TASK)
 
@@ -192,7 +192,7 @@ def test_groups_that_train_alone_tell_their_rounds_too():
         assert 1 <= float(made.metrics(metrics)["reducer/rounds/table"]) <= 3
 
 
-def test_rows_of_two_words_come_back_as_they_were_sent():
+def test_rows_of_two_words_round_trip():
     values = np.random.default_rng(0).normal(size=(4, 3)) * np.pi
     with jax.enable_x64(True):
         sent = sparse_rows._packed(jnp.arange(4, dtype=jnp.uint32), jnp.asarray(values))

@@ -15,7 +15,7 @@ from tests.support.reducer_runs import program
 ROWS = PartitionSpec("data")
 
 
-def test_each_replica_sends_its_own_largest_and_owes_the_rest():
+def test_each_replica_sends_its_largest_values():
     random = np.random.default_rng(0)
     terms, owed = (random.normal(size=(4, 5000)).astype(np.float32) for _ in range(2))
     k, asked = 1024, terms + owed
@@ -36,13 +36,16 @@ def test_each_replica_sends_its_own_largest_and_owes_the_rest():
     np.testing.assert_array_equal(left, asked - sent)
 
 
-def test_it_is_refused_where_it_would_send_half_of_what_the_sum_sends_or_nothing():
+def test_no_saving_or_nothing_to_send_is_rejected():
     with refused(
         ("topk", "fraction: 0.01", "8 replicas"), "17,416", "fewer than 1,024", "fraction: 0.056, or reducer: int8"
     ):
         program("data 8", "topk")
     with refused(
-        "fraction: 0.12", ("2,048 values from each replica", "0.94 of the bytes of sum"), "the limit is 0.5", "fraction: 0.055, or"
+        "fraction: 0.12",
+        ("2,048 values from each replica", "0.94 of the bytes of sum"),
+        "the limit is 0.5",
+        "fraction: 0.055, or",
     ):
         program("data 8", {"topk": {"fraction": 0.12}})
     program("data 8", {"topk": {"fraction": 0.056}})
@@ -51,14 +54,14 @@ def test_it_is_refused_where_it_would_send_half_of_what_the_sum_sends_or_nothing
     topk.make(fraction=0.007).check([ReducedLeaf("w", (1_668_000,), {"replica": 2, "data": 32}, ())])
 
 
-def test_a_vector_that_is_too_short_crosses_as_a_sum_next_to_one_that_is_not():
+def test_too_short_vector_is_reduced_as_sum():
     leaves = [ReducedLeaf("w", (1 << 20,), {"data": 4}, ("tensor",)), ReducedLeaf("b", (8,), {"data": 4}, ())]
     topk.make().check(leaves)
     with refused("8 values"):
         topk.make().check(leaves[1:])
 
 
-def test_what_was_owed_is_paid_where_all_is_sent():
+def test_residual_is_applied_when_everything_is_sent():
     made = topk.make(fraction=0.01)
 
     def local(leaf, error):

@@ -111,7 +111,7 @@ def agreement(made):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_outer_gradients_in_int8_cross_as_bytes_and_leave_groups_equal(mesh):
+def test_int8_outer_gradients_leave_groups_equal(mesh):
     made = program({"reducer": "int8"}, mesh)
     axes = set(made.groups.axes)
     assert not [c for c in collectives(made.compiled.as_text(), made.sizes) if c.axes & axes], "alone nothing is sent"
@@ -129,7 +129,7 @@ def test_outer_gradients_in_int8_cross_as_bytes_and_leave_groups_equal(mesh):
     assert 1e-4 < max(errors.values()) < 0.03, errors
 
 
-def test_a_reducer_that_loses_nothing_gives_what_the_exact_mean_gives():
+def test_exact_reducer_equals_the_exact_mean():
     state = train(program({"reducer": {"int8": {"block": 1}}}), 6)
     assert_close(jax.device_get(state.params), jax.device_get(train(on_data(), 6).params), 1e-6)
 
@@ -140,7 +140,7 @@ def sent(sync):
     return plan_program(made, target_of(jax.devices()[:8]))
 
 
-def test_the_bill_gives_the_papers_500_times_less_communication_and_what_int8_makes_of_it():
+def test_plan_shows_500_times_less_communication():
     """Douillard et al. (2023), abstract: eight workers, 500 inner steps, "communicating 500 times less"."""
     values = 128 * 128 + 128 * 8 + 8
     plain, outer = sent("every_step"), sent({"diloco": {"every": 500}})
@@ -155,7 +155,7 @@ def test_the_bill_gives_the_papers_500_times_less_communication_and_what_int8_ma
 
 
 @pytest.mark.parametrize("mesh", ["data 4", "replica 2 x fsdp 2 x tensor 2"])
-def test_to_its_start_it_is_synchronous_training_and_from_there_diloco_from_those_parameters(mesh, tmp_path):
+def test_start_is_synchronous_then_diloco_continues(mesh, tmp_path):
     made, plain = program({"start": 4}, mesh), program(mesh=mesh, sync="every_step")
     state, expected = train(made, 4), jax.device_get(train(plain, 4).params)
     for number in range(made.groups.num):
@@ -209,7 +209,7 @@ def test_a_run_goes_on_bit_for_bit(at, saved):
 
 @pytest.mark.parametrize("at", [4, 6])
 @pytest.mark.parametrize("mesh", [{"data": 2}, {"replica": 2, "data": 2, "tensor": 2}])
-def test_other_groups_begin_with_the_mean_and_the_round_and_the_outer_optimizer_go_on(mesh, at, saved):
+def test_other_groups_start_from_mean_and_outer_state(mesh, at, saved):
     checkpoints, states, _ = saved
     other = program(mesh=mesh)
     state, _, lines = restored(checkpoints, at, other)
@@ -221,7 +221,7 @@ def test_other_groups_begin_with_the_mean_and_the_round_and_the_outer_optimizer_
     train(other, 3, state, at + 1)
 
 
-def test_from_synchronous_training_and_local_sgd_it_begins_at_their_parameters_and_back(saved, tmp_path):
+def test_switches_between_syncs_keep_parameters(saved, tmp_path):
     checkpoints, states, _ = saved
     for folder, sync in (("plain", "every_step"), ("local", {"local_sgd": {"every": 3}})):
         other = program(sync=sync)

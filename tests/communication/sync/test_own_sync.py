@@ -96,14 +96,14 @@ def train(made, steps, state=None, start=1):
     return state
 
 
-def test_a_sync_of_the_users_own_that_takes_the_mean_is_local_sgd_bit_for_bit(config):
+def test_user_mean_sync_equals_local_sgd_bitwise(config):
     expected = bits(train(program(config("{local_sgd: {every: 2}}")), 5))
     for choice in ("{mine.py:plain: {every: 2}}", "mine.py:made"):
         assert bits(train(program(config(choice)), 5)) == expected
     assert bits(train(program(config("{mine.py:plain: {every: 3}}")), 5)) != expected
 
 
-def test_what_it_keeps_is_in_the_train_state_and_a_run_goes_on_bit_for_bit(config, tmp_path):
+def test_user_sync_state_is_saved_and_resumes_bitwise(config, tmp_path):
     asked = config("{mine.py:slow: {every: 2, rate: 0.25}}")
     made = program(asked)
     state = train(made, 3)
@@ -120,10 +120,13 @@ def test_what_it_keeps_is_in_the_train_state_and_a_run_goes_on_bit_for_bit(confi
     assert bits(train(made, 3, state, 4)) == expected and lines == []
 
 
-def test_a_config_is_checked_without_importing_the_sync_and_what_is_explained_names_it(config, tmp_path):
+def test_config_check_does_not_import_the_sync(config, tmp_path):
     asked = config("{mine.py:slow: {every: 2}}")
     assert not (tmp_path / "imported").exists()
-    assert "mine.py:slow: 4 groups along data train alone, and are averaged after every 2 steps" in program(asked).explain()
+    assert (
+        "mine.py:slow: 4 groups along data train alone, and are averaged after every 2 steps"
+        in program(asked).explain()
+    )
     assert (tmp_path / "imported").read_text() == "1"
 
 

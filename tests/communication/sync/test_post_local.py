@@ -58,7 +58,7 @@ def group(tree, number):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_to_its_start_it_is_synchronous_training_and_all_copies_are_equal(mesh):
+def test_start_is_synchronous_with_equal_copies(mesh):
     """With Adam and clipping, which local SGD with `every: 1` does not equal."""
     made, plain = (
         program({"post_local": {"start": 3, "every": 2}}, **MESHES[mesh]),
@@ -75,7 +75,7 @@ def test_to_its_start_it_is_synchronous_training_and_all_copies_are_equal(mesh):
             assert len(copies) == 1, path
 
 
-def test_after_its_start_it_is_local_sgd_from_there_with_the_same_optimizer(tmp_path):
+def test_after_start_it_is_local_sgd(tmp_path):
     made = on_data()
     at_3, _ = train(made, 3)
     checkpoints = Checkpoints(tmp_path)
@@ -93,7 +93,7 @@ def test_after_its_start_it_is_local_sgd_from_there_with_the_same_optimizer(tmp_
 
 
 @pytest.mark.parametrize("at", [2, 5])
-def test_a_run_goes_on_bit_for_bit_from_either_phase(at, tmp_path):
+def test_resume_is_bitwise_from_either_phase(at, tmp_path):
     made = on_data()
     state, _ = train(made, at)
     checkpoints = Checkpoints(tmp_path)
@@ -105,7 +105,7 @@ def test_a_run_goes_on_bit_for_bit_from_either_phase(at, tmp_path):
     assert lines == [] and bits(train(made, 3, state, at + 1)[0]) == expected
 
 
-def test_a_run_goes_on_from_synchronous_training_with_other_devices_and_back(tmp_path):
+def test_switches_from_synchronous_training_and_back(tmp_path):
     plain = program("every_step", mesh={"data": 2})
     state, _ = train(plain, 2)
     checkpoints = Checkpoints(tmp_path)

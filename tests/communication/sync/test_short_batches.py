@@ -44,7 +44,7 @@ def train(sync, mesh):
     return found, rows
 
 
-def test_metrics_are_those_of_all_rows_and_parameters_the_plain_mean_of_the_groups():
+def test_metrics_cover_all_rows_parameters_are_plain_mean():
     found, rows = train({"local_sgd": {"every": 1}}, {"data": GROUPS})
     plain, _ = train("every_step", {"data": GROUPS})
     assert [len(x) for x in rows[1]["x"]] == [8, 4, 0, 0]

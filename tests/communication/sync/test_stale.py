@@ -74,7 +74,7 @@ def by_hand(made, k, steps):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_gradient_is_applied_k_steps_late_as_in_a_loop_written_by_hand(mesh):
+def test_gradient_is_applied_k_steps_late(mesh):
     made = program(2, microbatches=2 if mesh == "data 4" else 1, **MESHES[mesh])
     state, losses = train(made, STEPS)
     params, expected = by_hand(made, 2, STEPS)
@@ -83,13 +83,13 @@ def test_a_gradient_is_applied_k_steps_late_as_in_a_loop_written_by_hand(mesh):
     assert_close(jax.device_get(train(made, 2)[0].params), jax.device_get(made.init().params), 0)  # two wait
 
 
-def test_k_0_is_synchronous_training_bit_for_bit_and_nothing_more_is_sent():
+def test_k_0_is_bitwise_synchronous_training():
     assert bits(train(program(0), 3)[0]) == bits(train(program(None), 3)[0])
     plain, late = ([(c.op, c.axes, c.bytes) for c in bill_of(on_data(k)).collectives] for k in (None, 2))
     assert plain == late and len(plain) > 0
 
 
-def test_it_converges_where_the_learning_rate_is_small_for_its_delay_and_not_where_it_is_large():
+def test_converges_only_for_small_learning_rates():
     """A curve: 40 steps of plain descent. What a delay of 4 steps costs is small at a rate far from the edge of
     stability; nearer, it diverges."""
     last = lambda k, rate: np.mean(train(program(k, optax.sgd(rate), clip_norm=None), 40)[1][-4:])
@@ -98,7 +98,7 @@ def test_it_converges_where_the_learning_rate_is_small_for_its_delay_and_not_whe
     assert last(0, 0.08) < 0.1 * first < 10 * first < last(4, 0.08)
 
 
-def test_what_waits_is_cut_as_the_parameters_are_and_explained():
+def test_pending_gradients_are_sharded_and_explained():
     made = program(2, mesh={"data": 2, "fsdp": 2}, layout={"min_shard_bytes": 1})
     spec = {leaf.path: leaf.spec for leaf in made.layout}
     assert spec["opt_state/delay_line/1/up"] == spec["params/up"] != jax.sharding.PartitionSpec()
@@ -123,7 +123,7 @@ def test_a_run_goes_on_bit_for_bit(saved):
 
 
 @pytest.mark.parametrize("k", [None, 1])
-def test_another_delay_and_none_go_on_with_the_same_optimizer_and_say_what_is_dropped(k, saved, tmp_path):
+def test_other_delays_keep_optimizer_and_report_dropped_gradients(k, saved, tmp_path):
     checkpoints, at_3, _ = saved
     state, _, lines = restored(checkpoints, 3, on_data(k))
     assert len(lines) == 1
@@ -158,12 +158,12 @@ def test_k_is_a_whole_number_of_steps(k):
         sk.Config(task="t.py:t", sync={"stale": k})
 
 
-def test_an_optimizer_that_searches_along_the_gradient_is_refused():
+def test_line_search_optimizer_is_rejected():
     with refused("sync: stale", "line search", repair="sync: every_step"):
         program(2, optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(4)), clip_norm=None)
 
 
-def test_a_step_that_goes_around_the_optimizer_is_refused():
+def test_step_without_the_optimizer_is_rejected():
     def step(state, batch):
         (loss, _), grads = sk.value_and_grad(loss_fn)(state.params, batch, state.key)
         return state.replace(params=jax.tree.map(lambda p, g: p - 0.1 * g, state.params, grads)), {"loss": loss}

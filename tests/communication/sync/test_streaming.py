@@ -85,7 +85,7 @@ def test_it_is_a_loop_written_by_hand(name, mesh):
     assert_close(jax.device_get(state.sync["agreed"]), agreed)
 
 
-def test_a_fragment_is_sent_beside_the_step_after_its_round_and_applied_overlap_steps_later():
+def test_fragment_is_sent_and_applied_overlap_steps_later():
     """Every 4, overlap 2: `up` is taken after steps 4 and 8, the others after 6 and 10."""
     made = streaming("two, two steps late, mixed")
     sends, applies = {"send 1 of 2": [5, 9], "send 2 of 2": [7, 11]}, {"apply 1 of 2": [6, 10], "apply 2 of 2": [8, 12]}
@@ -110,7 +110,7 @@ def test_a_fragment_is_sent_beside_the_step_after_its_round_and_applied_overlap_
     "name, mesh",
     [("three, beside a step", "data 4"), ("two, two steps late, mixed", "replica 2 x fsdp 2 x tensor 2")],
 )
-def test_each_turn_sends_its_fragment_alone_and_beside_a_step_what_is_sent_waits_for_no_compute(name, mesh):
+def test_each_agreement_sends_only_its_fragment(name, mesh):
     made = streaming(name, mesh)
     axes = set(made.groups.axes)
     crossing = lambda compiled: [c for c in collectives(compiled.as_text(), made.sizes) if c.axes & axes]
@@ -123,7 +123,7 @@ def test_each_turn_sends_its_fragment_alone_and_beside_a_step_what_is_sent_waits
     assert all({c.kind for c in crossing(phase.compiled)} == {"all-reduce"} for phase in sends)
 
 
-def test_a_plan_says_that_the_most_in_one_step_is_the_largest_fragment():
+def test_plan_bounds_a_step_by_the_largest_fragment():
     made = streaming("three, beside a step")
     wire = plan_program(made, target_of(jax.devices()[:4]))["wire"]
     formula = lambda values: 2 * 3 / 4 * 4 * values
@@ -140,7 +140,7 @@ def test_fragments_are_of_about_the_same_bytes():
 
 
 @pytest.mark.parametrize("at", [4, 5, 6])
-def test_a_run_goes_on_bit_for_bit_wherever_it_is_cut(at, tmp_path):
+def test_resume_is_bitwise_at_any_step(at, tmp_path):
     """Fragments send after steps 4, 6, 8, 10 and are applied two steps later: before, between and after."""
     made = streaming("two, two steps late, mixed")
     state = train(made, at)
@@ -174,7 +174,7 @@ def test_what_is_wrong_with_its_options_is_said(options, said):
         sk.Config(task="t.py:t", sync={"diloco": {"every": 3} | options})
 
 
-def test_more_fragments_than_arrays_and_a_warm_up_in_the_same_steps_are_refused():
+def test_too_many_fragments_and_warmup_overlap_are_rejected():
     with refused("diloco.fragments is 5", "3 arrays", repair="fragments: 3"):
         program({"every": 8, "fragments": 5})
     with refused("sync: diloco", "warmup", repair="warmup: 0"):

@@ -202,12 +202,12 @@ def test_otherwise_it_converges_beside_synchronous_training(name):
         (OWN, "data 4", 1),
     ],
 )
-def test_groups_are_those_of_a_loop_written_by_hand(name, mesh, microbatches):
+def test_groups_equal_a_manual_loop(name, mesh, microbatches):
     check_by_hand(name, mesh, microbatches)
 
 
 @pytest.mark.parametrize("mesh", ["data 8", "replica 2 x fsdp 2 x tensor 2"])
-def test_with_adam_agreeing_after_every_step_is_a_loop_of_each_groups_own_adam(mesh):
+def test_every_1_with_adam_is_per_group_adam(mesh):
     check_by_hand("local_sgd", mesh, every=1)
 
 
@@ -230,7 +230,7 @@ def check_by_hand(name, mesh, microbatches=1, every=3):
 
 
 @pytest.mark.parametrize("name, mesh", [*itertools.product(DELAYED, MESHES), (OWN, "data 4")])
-def test_a_step_sends_nothing_between_groups_and_an_agreement_only_there(name, mesh):
+def test_step_sends_nothing_between_groups(name, mesh):
     check_wire(name, mesh)
 
 
@@ -262,7 +262,7 @@ def test_a_broken_sync_fails_the_contract(name):
         check(f"tests.support.own_sync:{name}", "data 4")
 
 
-def test_a_sum_of_the_users_own_over_the_groups_is_refused():
+def test_user_sum_over_groups_is_rejected():
     def crossing(params, batch, key):
         return sk.mean((batch["x"] @ params["up"]).sum(-1) - jax.lax.pmean(batch["x"].mean(), "data"))
 
@@ -300,7 +300,7 @@ def bits(tree):
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(jax.device_get(tree))]
 
 
-def test_a_run_goes_on_bit_for_bit_in_the_middle_of_a_round(saved):
+def test_resume_is_bitwise_within_a_round(saved):
     checkpoints, _, expected = saved
     state, *_ = restored(checkpoints, 4, middle())
     state, _ = run(middle(), 4, state, 5)
@@ -378,7 +378,7 @@ def test_every_is_a_whole_number_of_steps(every):
 # ---- planned ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_names_the_phase_of_each_collective_and_how_often_it_runs():
+def test_plan_names_phase_and_period_of_collectives():
     from spmdkit.plan.document import plan_program
     from spmdkit.plan.machine.target import target_of
 
