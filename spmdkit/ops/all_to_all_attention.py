@@ -1,10 +1,11 @@
-"""Attention over a sequence that is cut, by trading the cut: before it heads for sequence, after it sequence for heads.
+"""Attention over a sequence that is sharded, by trading the cut: before it heads for sequence, after it sequence for
+heads.
 
     q, k, v [B, T_c, N, H]  -- all-to-all -->  [B, T, N_c, H]  -- attention -->  [B, T, N_c, H]  -- all-to-all -->  [B,
     T_c, N, H]
 
 Each device attends over whole sequences for its share of the heads, so masks, segments and kernels are those of one
-device, and the work is the same on each. What is saved for the backward pass is cut by heads and never sent again.
+device, and the work is the same on each. What is saved for the backward pass is sharded by heads and never sent again.
 
 Wire, per device and call, with |x| the bytes of a shard of x and C devices:
 
@@ -12,8 +13,8 @@ Wire, per device and call, with |x| the bytes of a shard of x and C devices:
     backward   (C-1)/C (|dout| + |dq| + |dk| + |dv|) + (C-1) |ids|        ids: int32, of segments and of positions where
     given
 
-When: heads enough (N a multiple of tensor x context); C times less on the wire than a ring for large C. When not: few
-key heads, which have to be repeated up to one per device.
+When: heads enough (N a multiple of tensor x context); C times less sent than a ring for large C. When not: few key
+heads, which have to be repeated up to one per device.
 Source: Jacobs et al., "DeepSpeed Ulysses" (2023).
 """
 
@@ -42,7 +43,7 @@ class Kept(NamedTuple):
 def forward(
     implementation: Implementation, causal: bool, scale: float, q: jax.Array, own: Keys
 ) -> tuple[jax.Array, Kept]:
-    """Returns (out [B, T/C, N, H], what the backward pass needs)."""
+    """Returns (out [B, T/C, N, H], the residuals of the backward pass)."""
     q, k, v = (_to_heads(x) for x in (q, own.k, own.v))
     out, lse = implementation.forward(q, k, v, _mask(causal, own), scale)
     out = out.astype(q.dtype)

@@ -1,30 +1,29 @@
-"""`sk.attention`: softmax attention on every mesh, in the form and by the implementation that the config and the
-devices say.
+"""`sk.attention`: softmax attention on every mesh, in the form and implementation of the config and the devices.
 
     out[B_x, T_c, N_t, H] = softmax(scale q[B_x, T_c, N_t, H] . k[B_x, S_c, K_t, H]^T) v[B_x, S_c, K_t, H]
 
-x: fsdp and expert, c: context, t: tensor. N query heads share K key heads, N / K neighbours one.
+x: fsdp and expert, c: context, t: tensor. N query heads share K key heads, N / K neighbors one.
 
-    context = 1                      each device its own heads and examples; nothing is sent
+    context = 1                      each device its own heads and examples; no communication
     attention.context: ring          ring_attention.py
     attention.context: all_to_all    all_to_all_attention.py
 
     implementation    where               chosen by auto
-    xla               everywhere          where no other can; attention_blocks.py
+    xla               everywhere          if no other is possible; attention_blocks.py
     cudnn             NVIDIA GPU          attention_cudnn.py
     splash            TPU                 attention_splash.py
 
-The forward pass keeps q, k, v, `out` and `lse` (named "attention", so that `remat: {save: [attention]}` does not
-compute it again); the backward pass is written by hand, and computes the scores again block by block. So no array of
-T^2 values outlives a block.
+The forward pass saves q, k, v, `out` and `lse` (named "attention", so that `remat: {save: [attention]}` does not
+recompute it). The backward pass is written by hand and recomputes the scores block by block, so that no array of T^2
+values exists outside of a block.
 
 Global view: one `sk.manual` part forward and one backward, and the residuals between them, so nothing is sent twice.
-Forward mode (`jax.jvp`; xla only) has a part in the backward one's place: the tangent of the forward pass, which it
-computes again beside it. Inside of `sk.manual` the arguments are shards, key heads those of the device's query heads
-(`own_kv_heads`), and it runs as it is; the surrounding part keeps the same.
-Wire: as in the files of the two forms. K key heads fewer than the tensor axis t are repeated r = t / K times; then dk
-and dv are added up over the copies and whole again on each device, at (2 (r-1)/r + K-1) (|dk| + |dv|), with |dk| the
-bytes of a device's own head.
+Forward mode (`jax.jvp`; xla only) has a tangent part in place of the backward one, which recomputes the forward pass.
+Inside of `sk.manual` the arguments are shards, with the key heads of the device's query heads (`own_kv_heads`), and the
+function runs directly; the surrounding part saves the same.
+Wire: see the files of the two forms. If there are fewer key heads K than the tensor axis t, they are repeated r = t / K
+times. dk and dv are then summed over the copies, at (2 (r-1)/r + K-1) (|dk| + |dv|), with |dk| the bytes of a device's
+own head.
 Source: Vaswani et al. (2017); Ainslie et al., "GQA" (2023), for the grouped heads.
 """
 
@@ -76,9 +75,8 @@ def attention(
 
     Args:
         causal: a query sees the keys of its own position and of earlier ones.
-        positions_BT: int32[B, T] or [T], where tokens stand for the causal mask; default: as `sk.context_positions`
-            says, which is
-            cheaper: blocks that are hidden are then known and left out.
+        positions_BT: int32[B, T] or [T], where tokens stand for the causal mask; default: those of `sk.context_positions`,
+            which is cheaper: hidden blocks are then known and skipped.
         segment_ids_BT: int32[B, T], of packed sequences: tokens see their own segment alone. A negative id is padding:
             zeros come out.
         scale: of the scores; default `1 / sqrt(H)`.
@@ -114,7 +112,7 @@ def attention(
 def own_kv_heads(x_BSKH: jax.Array) -> jax.Array:
     """Inside of `sk.manual`: returns, of all K key heads, those that this device's query heads share.
 
-    For key heads fewer than the tensor axis, which a part therefore holds whole: cut ones are right as they are.
+    For fewer key heads than the tensor axis, which a part therefore replicates; sharded key heads need no selection.
     """
     num, tensor = x_BSKH.shape[2], axis_size("heads")
     repeated = jnp.repeat(x_BSKH, math.lcm(num, tensor) // num, axis=2)
@@ -126,7 +124,7 @@ def own_kv_heads(x_BSKH: jax.Array) -> jax.Array:
 
 
 class _Call(NamedTuple):
-    """What is fixed while one call of `attention` is traced."""
+    """The fixed settings of one call of `attention`."""
 
     context: trace_context.Context
     implementation: Implementation
@@ -232,7 +230,7 @@ def _alike(context: trace_context.Context, operands: Any) -> Any:
 
 
 def _repeated(context: trace_context.Context, x_BSKH: jax.Array) -> jax.Array:
-    """Returns key heads repeated as often as it takes to cut them like the query heads."""
+    """Returns key heads repeated so that they can be sharded like the query heads."""
     tensor = 1 if context.in_manual else axis_size("heads")
     cut = tensor * (axis_size("sequence") if context.options.attention.context == "all_to_all" else 1)
     num = x_BSKH.shape[2]
@@ -243,14 +241,16 @@ def _repeated(context: trace_context.Context, x_BSKH: jax.Array) -> jax.Array:
 
 
 def _implementation(
-    context: trace_context.Context, asked: str | None, q: jax.Array, k: jax.Array, segments: bool, positions: bool
+    context: trace_context.Context, requested: str | None, q: jax.Array, k: jax.Array, segments: bool, positions: bool
 ) -> Implementation:
-    """Returns the implementation asked for, or with `auto` the best one that takes the operands on the mesh's devices.
+    """Returns the requested implementation, or with `auto` the best one for the operands on the mesh's devices.
 
-    Outside of a program no devices are known: `auto` is xla there, and a name is taken at its word.
+    Outside of a program the devices are unknown: `auto` is xla there, and a name is not checked.
     """
     name, key = (
-        (asked, "implementation") if asked else (context.options.attention.implementation, "attention.implementation")
+        (requested, "implementation")
+        if requested
+        else (context.options.attention.implementation, "attention.implementation")
     )
     known = ("auto", *IMPLEMENTATIONS)
     if name not in known:
@@ -268,7 +268,9 @@ def _implementation(
     if name == "auto":
         return XLA if device is None else next(IMPLEMENTATIONS[n] for n, lacks in why.items() if lacks is None)
     if why[name]:
-        raise ConfigError(f"sk.attention: {key} is {name}, but {why[name]}. Use auto, which takes what fits, or xla.")
+        raise ConfigError(
+            f"sk.attention: {key} is {name}, but {why[name]}. Use auto, which selects a possible one, or xla."
+        )
     return IMPLEMENTATIONS[name]
 
 
@@ -316,7 +318,7 @@ def _check_shapes(q: Any, k: Any, v: Any, causal: bool, positions: Any, segment_
         if ids is not None and (ids.shape not in fits or not jnp.issubdtype(ids.dtype, jnp.integer)):
             raise ConfigError(
                 f"sk.attention: {name} is {ids.dtype}{list(ids.shape)}, and q has {q.shape[0]} x {q.shape[1]} tokens. "
-                f"It is one whole number for each, int32{list(fits[0])}. Reshape or cast it."
+                f"It needs one integer per token, int32{list(fits[0])}. Reshape or cast it."
             )
     if positions is not None and not causal:
         raise ConfigError("sk.attention: positions_BT has no effect with causal=False. Remove it.")
@@ -348,6 +350,6 @@ def _check_mesh(context: trace_context.Context, q: jax.Array, causal: bool, posi
         ring = ", or attention: {context: ring}" if cut > tensor and q.shape[2] % tensor == 0 else ""
         by = f"mesh.tensor {tensor} x mesh.context {num}" if cut > tensor else f"mesh.tensor {tensor}"
         raise ConfigError(
-            f"sk.attention: {q.shape[2]} query heads are cut over {by} = {cut} devices, and {q.shape[2]} is not "
+            f"sk.attention: {q.shape[2]} query heads are sharded over {by} = {cut} devices, and {q.shape[2]} is not "
             f"divisible by {cut}. Change the number of heads to a multiple of {cut}{ring}, or use a smaller axis."
         )

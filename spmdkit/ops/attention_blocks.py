@@ -35,11 +35,11 @@ from spmdkit import compat
 
 BLOCK = 512
 WHOLE = 1024
-"""Up to so many queries and keys the scores are made at once."""
+"""Up to this number of queries and keys the scores are computed in one block."""
 
 
 class Mask(NamedTuple):
-    """Which keys a query sees: all of these that are given must hold.
+    """Which keys a query sees: all conditions that are set must hold.
 
     Attributes:
         causal: key index <= query index, both counted from zero; with positions, key position <= query position.
@@ -60,7 +60,7 @@ class Mask(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys and values, with the segments and positions of their tokens where these are given."""
+    """Keys and values, with the segments and positions of their tokens if there are any."""
 
     k: Any
     v: Any
@@ -73,7 +73,7 @@ class Keys(NamedTuple):
 
 
 class Implementation(NamedTuple):
-    """One way to compute attention on one device."""
+    """An implementation of attention on one device."""
 
     forward: Callable[..., tuple[jax.Array, jax.Array]]
     backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
@@ -160,7 +160,7 @@ def merge(out: jax.Array, lse: jax.Array, other: jax.Array, other_lse: jax.Array
 
 
 class _Cut:
-    """Queries and keys cut into blocks, the short last one filled up with zeros."""
+    """Queries and keys split into blocks, the short last one padded with zeros."""
 
     def __init__(self, q_BTNH: jax.Array, k_BSKH: jax.Array, mask: Mask):
         self.T, self.S, self.mask = q_BTNH.shape[1], k_BSKH.shape[1], mask

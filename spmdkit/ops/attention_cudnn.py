@@ -57,9 +57,9 @@ def missing(device: Any, q: jax.Array, lengths: tuple[int, ...], ids: tuple[str,
     if capability < 8:
         return f"it needs compute capability 8.0 (Ampere), and the mesh has {capability}"
     if ids:
-        return f"it takes no {ids[0]}"
+        return f"it does not support {ids[0]}"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it takes bfloat16, and q is {q.dtype}"
+        return f"it needs bfloat16, and q is {q.dtype}"
     if q.shape[3] % 8 or q.shape[3] > widest:
-        return f"it takes heads of a width that is a multiple of 8 up to {widest}, and q has {q.shape[3]}"
+        return f"it needs heads of a width that is a multiple of 8 up to {widest}, and q has {q.shape[3]}"
     return None

@@ -60,9 +60,9 @@ def missing(device: Any, q: jax.Array, lengths: tuple[int, ...], ids: tuple[str,
     if device is not None and device.platform != "tpu":
         return f"it runs on TPUs, and the mesh has {device.platform} devices ({device.device_kind})"
     if "positions" in ids:
-        return "it takes no positions"
+        return "it does not support positions"
     if short := [length for length in lengths if length % LANES]:
-        return f"it takes blocks of a multiple of {LANES} tokens, and a device attends to blocks of {short[0]}"
+        return f"it needs blocks of a multiple of {LANES} tokens, and a device attends to blocks of {short[0]}"
     return None
 
 
@@ -90,7 +90,7 @@ def _kernel(q_BTNH: jax.Array, k_BSKH: jax.Array, causal: bool, interpret: bool)
 def _masks() -> tuple[Any, Any]:
     """Returns the causal and the full mask, in which a tile of one value is one value.
 
-    The kernel's set-up asks every tile whether it is empty or full: with real tiles 22 s for 32,768 tokens (2 cores,
+    The kernel's set-up checks for every tile whether it is empty or full: with real tiles 22 s for 32,768 tokens (2 cores,
     2026-11-21).
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks

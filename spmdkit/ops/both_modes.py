@@ -1,12 +1,12 @@
-"""`both_modes(forward, tangent, backward)`: a function with a gradient written by hand, like `jax.custom_vjp`, and a
-forward mode beside it.
+"""`both_modes(forward, tangent, backward)`: a function with a hand-written gradient, like `jax.custom_vjp`, and with a
+forward mode.
 
-A `jax.custom_vjp` has no forward mode: JAX refuses `jax.jvp`. Here the derivative is one operation that is linear in
-the tangents. Where it is computed, `tangent` computes it; where it is transposed, as reverse mode does, `backward`
-stands in its place, and `tangent` is never traced. So a first derivative in reverse mode is the program of a
-`custom_vjp`, with the same residuals: what `forward` keeps.
+A `jax.custom_vjp` has no forward mode: JAX rejects `jax.jvp`. Here the derivative is one operation that is linear in
+the tangents. If it is computed, `tangent` computes it. If it is transposed, as in reverse mode, `backward` replaces it,
+and `tangent` is never traced. So a first derivative in reverse mode is the program of a `custom_vjp`, with the same
+residuals: those that `forward` saves.
 
-Both are ordinary functions, and derivatives of theirs are further ones, in any mode, as far as they have any.
+Both are ordinary functions with derivatives of their own, in any mode, as far as they have any.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def both_modes(
             integers.
         backward: `(kept, cotangent of the result) -> cotangents`, the transpose of `tangent`: a tuple like `args`, None
             for integers.
-        alone: `(*args) -> result` where no derivative is asked for; default: `forward`. With it, `forward` can call the
+        alone: `(*args) -> result` without a derivative; default: `forward`. With it, `forward` can call the
             function that is returned, and so have derivatives that its own operations have not.
     """
 

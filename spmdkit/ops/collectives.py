@@ -1,5 +1,5 @@
 """Collectives inside `sk.manual`, by the logical name of what is cut. Over no axes each is the identity; outside of a
-part they are refused.
+part they are rejected.
 
 N devices stand along the axes; `bytes` is what one device holds of the operand. Sent per device and call, with a ring:
 
@@ -31,7 +31,7 @@ Names = str | Sequence[str]
 def axes(*names: str) -> tuple[str, ...]:
     """Returns the mesh axes larger than one behind logical names; `batch` are those that cut one replica's examples.
 
-    Empty outside of a program, and in a step whose model axes all have size one.
+    Empty outside of a program, and in a step with model axes of size one only.
 
     Raises:
         ValueError: a name that no table knows.
@@ -58,7 +58,7 @@ def axis_size(names: Names) -> int:
     do by it.
 
     Raises:
-        ConfigError: `batch` outside of a part: its axes cut one replica's examples, and who asks there wants the number
+        ConfigError: `batch` outside of a part: its axes cut one replica's examples, and the caller needs the number
             of replicas.
     """
     found = _axes_in_part("axis_size", names) if "batch" in _as_tuple(names) else _axes(names)
@@ -103,7 +103,7 @@ def reduce_scatter(x: jax.Array, names: Names, dim: int) -> jax.Array:
 
 
 def all_to_all(x: jax.Array, names: Names, split_dim: int, join_dim: int) -> jax.Array:
-    """Returns `x` cut on `split_dim` and joined on `join_dim`: the transpose of what is cut over the devices."""
+    """Returns `x` cut on `split_dim` and joined on `join_dim`: the transpose of what is sharded over the devices."""
     found = _axes_in_part("all_to_all", names)
     return lax.all_to_all(x, found, split_axis=split_dim, concat_axis=join_dim, tiled=True) if found else x
 
@@ -115,7 +115,7 @@ def ring_shift(x: jax.Array, name: str, by: int = 1) -> jax.Array:
     if not found:
         return x
     if len(found) > 1:
-        raise ConfigError(f"ring_shift over '{name}': it means the axes {list(found)}. A ring runs along one axis.")
+        raise ConfigError(f"ring_shift over '{name}': it has the axes {list(found)}. A ring runs along one axis.")
     num = trace_context.current().sharding.size(*found)
     return lax.ppermute(x, found[0], [(i, (i + by) % num) for i in range(num)])
 
@@ -140,8 +140,8 @@ def _axes_in_part(name: str, names: Names) -> tuple[str, ...]:
     if not trace_context.is_in_part() and mesh is not None and mesh.size > 1:
         raise ConfigError(
             f"spmdkit.ops.collectives.{name} over {names!r} is called outside of sk.manual, on a mesh of {mesh.size} "
-            "devices. Outside of a part an array is no shard, and nothing would be sent: the result would be another "
-            "one on each mesh. Over replicas write sk.all_gather(x), sk.psum(x), sk.pmean(x) or sk.num_replicas() in "
-            "the loss; over model axes put the lines into sk.manual(fn, in_dims, out_dims)."
+            "devices. Outside of a part an array is not a shard, and nothing would be sent: the result would differ "
+            "on each mesh. Over replicas write sk.all_gather(x), sk.psum(x), sk.pmean(x) or sk.num_replicas() in the "
+            "loss; over model axes move the code into sk.manual(fn, in_dims, out_dims)."
         )
     return _axes(names)

@@ -1,8 +1,8 @@
 """The order in which a mesh with a context axis holds a sequence, and the way into it and back.
 
-A sequence of T tokens is cut over the C devices of the context axis. Under a causal mask token t needs t + 1 keys, so
-that with neighbouring parts the last device works C times as long as the first. The zig-zag order cuts 2 C chunks and
-gives device i the chunks i and 2C-1-i: an early and a late one, the same work for each.
+A sequence of T tokens is sharded over the C devices of the context axis. Under a causal mask token t needs t + 1 keys,
+so that with neighbouring parts the last device works C times as long as the first. The zig-zag order cuts 2 C chunks
+and gives device i the chunks i and 2C-1-i: an early and a late one, the same work for each.
 
     zigzag       C = 2, chunks 0 1 2 3:   device 0 holds 0 3, device 1 holds 1 2
     contiguous   device 0 holds 0 1, device 1 holds 2 3
@@ -50,7 +50,7 @@ def order() -> Order:
 
 
 def context_order(tree: Any, dim: int = 1) -> Any:
-    """Returns the arrays of `tree` with their `dim`, a whole sequence, in the order of the mesh and cut over its
+    """Returns the arrays of `tree` with their `dim`, a whole sequence, in the order of the mesh and sharded over its
     context axis.
 
     Layout: in, dim 0 as `batch` and `dim` whole; out, `dim` as `sequence`. With `dim=0` there is no batch dim.
@@ -77,8 +77,8 @@ def context_order(tree: Any, dim: int = 1) -> Any:
 
 
 def context_positions(length: int) -> jax.Array:
-    """Returns int32[length], the position in the sequence of each place in the order of the mesh, cut over its context
-    axis.
+    """Returns int32[length], the position in the sequence of each place in the order of the mesh, sharded over its
+    context axis.
 
     Inside of `sk.manual`: int32[length / C], those of this device.
     """
@@ -86,7 +86,7 @@ def context_positions(length: int) -> jax.Array:
 
 
 def context_restore(tree: Any, dim: int = 1) -> Any:
-    """Returns the arrays of `tree`, whose `dim` is in the order of the mesh, in the order of the sequence; still cut.
+    """Returns the arrays of `tree`, with `dim` in mesh order, in the order of the sequence; still sharded.
 
     For what leaves a model one value per token, in an evaluation say. A loss needs it not.
 

@@ -1,14 +1,13 @@
-"""What a part's gradient finds kept of its forward pass: the residuals of `jax.vjp` as a list that can cross from one
-program to another.
+"""The residuals of a part's gradient: those of `jax.vjp` as a list that can be passed from one program to another.
 
-A part of `sk.manual` runs as one `shard_map`, its gradient as a second one. Values go from the first to the second as
-arrays, so both have to agree on a list of them. The order in which JAX lists residuals does not do: a body that is
-traced once more, under a `vmap` over replicas, has other types (`pvary` in other places), and residuals in another
-order. So each is known here by the operation that made it, counted without those that only change types: that count is
-the same in every trace.
+A part of `sk.manual` runs as one `shard_map`, its gradient as a second one. Values are passed from the first to the
+second as arrays, so both have to agree on a list of them. The order in which JAX lists residuals is not enough: a body
+that is traced once more, under a `vmap` over replicas, has other types (`pvary` in other positions), and residuals in
+another order. So each is identified here by the operation that made it, counted without those that only change types:
+that count is the same in every trace.
 
-Kept is what `remat` names and depends on the part's inputs. What does not depend on them (masks, positions) is computed
-again.
+Saved are values that `remat` selects and that depend on the part's inputs. Values that do not depend on them (masks,
+positions) are recomputed.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ differ.
 
 `pallas_call` wants those axes written into the shapes of its results, and kernels that others maintain do not write
 them (splash attention of jax 0.10.2: "`manual_axis_type` on `jax.ShapeDtypeStruct` must not be `None`"). So `fn`
-becomes one operation whose results differ along every axis along which an operand does, and which is traced without
+becomes one operation with results that differ along every axis along which an operand does, and which is traced without
 these types. That is right for whatever sends nothing to other devices. It has no gradient of its own: use it inside a
 `jax.custom_vjp`.
 

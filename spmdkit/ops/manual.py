@@ -4,9 +4,9 @@
     w)
 
 Outside of it arrays are global and the partitioner chooses the collectives. Inside `fn` an array is what one device
-holds, and what crosses the wire is what `fn` says: `axes("mlp")` gives the mesh axes behind a logical name, and
-`all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all` and `ring_shift` take such axes. Over no axes they are the
-identity, so that one text serves every mesh.
+holds, and `fn` defines the communication: `axes("mlp")` gives the mesh axes behind a logical name, and `all_gather`,
+`reduce_scatter`, `all_reduce`, `all_to_all` and `ring_shift` take such axes. Over no axes they are the identity, so
+that one text serves every mesh.
 
 How: one `jax.shard_map`, manual over all mesh axes, as an operation with rules of its own for vmap and for gradients
 (`ops/part.py`). The gradient is such a part too. It finds kept what `remat` names, and the inputs; the rest it computes
@@ -51,7 +51,7 @@ def manual(
     Args:
         fn: `fn(*shards) -> shards`, pytrees of arrays. It closes over no traced array: pass it as an argument.
         in_dims: for each argument a pytree prefix of dims. Dims are a tuple with, for each dim, a logical name
-            (`layout.axes`), a mesh axis, several of them joined by `+` (cut over the first, then over the next), or
+            (`layout.axes`), a mesh axis, several of them joined by `+` (sharded over the first, then over the next), or
             None; names that are missing at the end are None.
         out_dims: the same for the result. Along an axis that they do not name, a result has to be the same.
         name: what messages call it; default the function's own.
@@ -144,7 +144,7 @@ def _check_divisible(context: trace_context.Context, what: str, shape: tuple[int
         cut = (names,) if isinstance(names, str) else names or ()
         if length % context.sharding.size(*cut):
             raise ConfigError(
-                f"sk.manual: {what} has shape {shape}; dim {i} is cut over {' x '.join(cut)} = "
+                f"sk.manual: {what} has shape {shape}; dim {i} is sharded over {' x '.join(cut)} = "
                 f"{context.sharding.size(*cut)}, and {length} is not divisible by it. Make the dim a multiple of "
                 f"{context.sharding.size(*cut)}, or use another mesh."
             )
@@ -170,7 +170,7 @@ def _as_declared(context: trace_context.Context, what: str, x: Any, spec: Partit
     if extra := sorted(a for a in extra if a not in context.mapped_axes and a not in context.sharding.data_axes):
         raise ConfigError(
             f"sk.manual: {what} is {describe(x)} and differs along {extra}, which its dims do not name. Devices along "
-            "them would disagree. Reduce it (all_reduce, reduce_scatter), or name the dim that they cut."
+            "them would disagree. Reduce it (all_reduce, reduce_scatter), or name the dim that they shard."
         )
     return compat.as_varying(x, _spec_axes(spec))
 
@@ -178,7 +178,7 @@ def _as_declared(context: trace_context.Context, what: str, x: Any, spec: Partit
 def _trace_once(
     context: trace_context.Context, name: str, body: Any, leaves: Sequence[Any], in_specs: Any
 ) -> tuple[list[jax.ShapeDtypeStruct], bool]:
-    """Returns (the shapes of the results' shards, whether `fn` takes a derivative itself), and refuses what cannot be
+    """Returns (the shapes of the results' shards, whether `fn` takes a derivative itself), and rejects what cannot be
     right.
 
     Raises:
@@ -194,8 +194,8 @@ def _trace_once(
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in locals_]
     if any(isinstance(c, jax.core.Tracer) for c in closed.consts):
         raise ConfigError(
-            "sk.manual: fn closes over a traced array. Inside, arrays are shards, and what comes from outside has to "
-            "say how it is cut. Pass it as an argument, with its dims in in_dims."
+            "sk.manual: fn closes over a traced array. Inside, arrays are shards, and an outer array has no spec. "
+            "Pass it as an argument, with its dims in in_dims."
         )
     has_derivative = takes_derivative(closed)
     if has_derivative:

@@ -2,7 +2,7 @@
 derivatives.
 
 Its batching rule puts the mapped dim of an enclosing `vmap(spmd_axis_name=)` (the replicas of the mapped form, the
-stages of a pipeline) in front of each spec. The body itself is never batched over mesh axes: JAX's own rule refuses
+stages of a pipeline) in front of each spec. The body itself is never batched over mesh axes: JAX's own rule rejects
 residuals of operands that are not mapped (`_RepError`, jax 0.10.2). Its gradient is such a part too. What it finds kept
 of the forward pass is what `remat` names (`ops/remat.py`), and the inputs; the rest it computes a second time.
 """
@@ -91,7 +91,7 @@ class Part:
         return local
 
     def check(self, *args: Any) -> None:
-        """Refuses a derivative that the body takes and that types would add up over the axes of a vmap."""
+        """Rejects a derivative that the body takes and that types would add up over the axes of a vmap."""
         axes = [a for level in self.levels for a in level.axes or () if self.mesh.shape[a] > 1]
         if self.watched is None or not axes:
             return
@@ -142,7 +142,7 @@ def differentiable(part: Part) -> Callable[..., Any]:
 
         def pull(fixed: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
             values, kept = fixed[: len(args)], fixed[len(args) :]
-            with trace_context.tracing(part.context):  # a gradient that the body brings itself asks for its axes too
+            with trace_context.tracing(part.context):  # a custom gradient of the body uses its axes too
                 return _linearized(part, values, linear).backward(values, [x[0] for x in kept], cotangents)
 
         tangent = tangent_of(part, of_args, more_specs=keeping.out_specs[num_out:], pull=pull)
@@ -214,9 +214,9 @@ def _linearized(part: Part, shards: Sequence[jax.Array], before: Linearized | No
 
 
 def _keeping(part: Part, args: Sequence[jax.Array]) -> tuple[Part, Linearized]:
-    """Returns the part with what is kept for its gradient behind its results, and the trace that says what that is.
+    """Returns the part with the residuals of its gradient after its results, and the trace that defines them.
 
-    A kept value gets a leading dim that is cut over the axes along which it differs: each device's own.
+    A kept value gets a leading dim that is sharded over the axes along which it differs: each device's own.
     """
     found: list[Linearized] = []
 
@@ -301,7 +301,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, part: Part) -> Any:
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, part: Part) -> list[Any]:
-    """Returns the cotangents of the last operands: those of a vmap that maps others alone are added up."""
+    """Returns the cotangents of the last operands: those of a vmap that maps others alone are summed."""
     num, pull = part.num_fixed, part.pull
     fixed, linear = operands[:num], operands[num:]
     assert pull is not None and not any(map(ad.is_undefined_primal, fixed))

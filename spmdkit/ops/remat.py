@@ -9,7 +9,7 @@
                       backward pass
 
 What a named value costs: a saved one its bytes of device memory for each block; an offloaded one as many of host memory
-(and of the link to the host, once each way, beside the arithmetic), and on the device only the block at hand. Names
+(and of the link to the host, once each way, in parallel to the arithmetic), and on the device only the block at hand. Names
 inside of `sk.manual` count as those around it.
 `none` keeps there everything but what all_gather joins, which is gathered again.
 
@@ -97,7 +97,7 @@ def policy_of_names(save: Sequence[str], offload: Sequence[str]) -> Remat:
 
 
 def check_names(key: str, names: Sequence[str], marks: Collection[str], what: str) -> None:
-    """Refuses a name that no rematerialised part of `what` marks.
+    """Rejects a name that no rematerialised part of `what` marks.
 
     Raises:
         ConfigError: it would keep nothing.

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is cut over a ring of devices: keys and values go round, queries stay.
+"""Attention over a sequence that is sharded over a ring of devices: keys and values go round, queries stay.
 
     out[B, T_c, N, H] = softmax(q[B, T_c, N, H] . k[B, S_c, K, H]^T) v[B, S_c, K, H]          c: context, C devices
 
@@ -148,7 +148,7 @@ def _zeros(like: jax.Array) -> jax.Array:
 
 
 def _is_full(causal: bool, own: Keys) -> bool:
-    """Whether the order alone says which blocks a causal mask leaves: then those blocks are full."""
+    """Whether the order alone determines the visible blocks of a causal mask: then those blocks are full."""
     return causal and own.positions is None
 
 

@@ -1,4 +1,4 @@
-"""Matrix products whose weights are cut over devices: a column product, a row product, and a pair with a function
+"""Matrix products with weights sharded over devices: a column product, a row product, and a pair with a function
 between.
 
     column   x[B_b, T_st, D] . W[D_f, F_t]  ->  h[B_b, T_s, F_t]     all_gather x over t and W over f; no sum is needed
@@ -6,18 +6,18 @@ between.
 
 `b` are the axes of the batch, `s` those of the sequence (context), `t` those of the hidden dim (tensor) and `f` those
 of the weights' storage (fsdp). Between the two the hidden dim stays cut, so any function that treats its channels (or
-heads) alone runs on shards: gates, recurrences over T, attention. Between two pairs the sequence is cut over tensor too
-(`norm_sequence`), so that norms and residuals are neither computed nor kept t times (Korthikanti). With `sequence`
+heads) alone runs on shards: gates, recurrences over T, attention. Between two pairs the sequence is sharded over tensor
+too (`norm_sequence`), so that norms and residuals are neither computed nor kept t times (Korthikanti). With `sequence`
 there instead, x is the same along tensor, and y leaves by an all_reduce (Shoeybi): the same bytes, t times the
 activations.
 
-A dim of a weight that is cut over an axis of the batch or of the sequence is stored so and gathered inside (ZeRO 3):
-once forward, once more for the backward pass, and its gradient leaves by a reduce_scatter. Put several pairs into one
-`sk.manual`, and `remat` says what is kept between them; a gathered weight never is.
+A dim of a weight that is sharded over an axis of the batch or of the sequence is stored so and gathered inside (ZeRO
+3): once forward, once more for the backward pass, and its gradient leaves by a reduce_scatter. Put several pairs into
+one `sk.manual`, and `remat` selects what is saved between them; a gathered weight never is.
 
 Wire, sent per device and call of a pair; N_t, N_f, N_c devices along t, f, and the other axes of the batch and of the
 sequence; X and Y the bytes of x and y with the sequence gathered over t, W those of all its weights gathered over f
-(still cut over t):
+(still sharded over t):
 
     forward    (N_t-1)/N_t (X + Y)     + (N_f-1)/N_f W
     backward   (N_t-1)/N_t (2 X + Y)   + 2 (N_f-1)/N_f W   + 2 (N_c-1)/N_c W/N_f
@@ -74,9 +74,9 @@ def column_row_parallel(
         x_BTD: any number of leading dims.
         columns: weights [D, *F], each with hidden dims of its own.
         between: sees shards: whole sequences of the context shard, and its part of the hidden dims. It closes over no
-            traced array (`extra` brings them) and mixes nothing along the hidden dim that is cut.
+            traced array (`extra` brings them) and mixes nothing along the hidden dim that is sharded.
         row: weight [*F, D]; F as `between` returns it.
-        hidden: logical name of the hidden dim that is cut, the first of F.
+        hidden: logical name of the hidden dim that is sharded, the first of F.
         dims: of x and of the result.
         column_dims: of each weight; default `("embed", hidden)`.
         row_dims: default `(hidden, None, ..., "embed")`.
@@ -92,7 +92,7 @@ def column_row_parallel(
     if len(in_column) != len(columns) or len(extra) != len(extra_dims):
         raise ConfigError(
             f"sk.column_row_parallel: {len(columns)} columns with {len(in_column)} column_dims, {len(extra)} extra "
-            f"with {len(extra_dims)} extra_dims. Each array says how it is cut. Give one tuple of names for each."
+            f"with {len(extra_dims)} extra_dims. Each array needs its dims. Pass one tuple of names for each."
         )
     in_row = row_dims or (hidden, *(None,) * (row.ndim - 2), "embed")
 
@@ -126,7 +126,7 @@ def column(x_BTD: jax.Array, weight: jax.Array, *, hidden: str = "mlp", dims: Di
 
 @jax.named_scope(trace_context.TENSOR)
 def row(h_BTF: jax.Array, weight: jax.Array, *, hidden: str = "mlp", dims: Dims = ROWS) -> jax.Array:
-    """Returns `h . weight`, [B, T, D], added over the shards of F: the second half of a pair.
+    """Returns `h . weight`, [B, T, D], summed over the shards of F: the second half of a pair.
 
     Layout: h as `column` leaves it, weight `(hidden, ..., "embed")`; result as in `dims`.
     Wire: (N_t-1)/N_t Y + (N_f-1)/N_f W forward; (N_t-1)/N_t Y + 2 (N_f-1)/N_f W + 2 (N_c-1)/N_c W/N_f backward.
@@ -193,7 +193,7 @@ def scatter_gradient(grad: jax.Array, like: jax.Array, w_dims: Dims, dims: Dims,
     """Returns the gradient of a weight's shard `like` from that of the gathered weight: the transpose of
     `gather_weight`.
 
-    For gradients written by hand: what differs along an axis where the weight is the same is added up.
+    For gradients written by hand: what differs along an axis where the weight is the same is summed.
     """
     for dim, name in enumerate(w_dims):
         cut = axes(name) if name is not None else ()
@@ -229,7 +229,7 @@ def _column_dims(columns: Sequence[jax.Array], hidden: str, given: Sequence[Dims
 
 
 def _shared(name: str | None, hidden_axes: Sequence[str]) -> tuple[str, ...]:
-    """Returns the axes by which `norm_sequence` is cut more finely than `sequence`, if the hidden dim is cut over
+    """Returns the axes by which `norm_sequence` is cut more finely than `sequence`, if the hidden dim is sharded over
     them."""
     if name != "norm_sequence":
         return ()

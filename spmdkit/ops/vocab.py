@@ -1,4 +1,4 @@
-"""The two ends of a language model with the vocabulary cut over devices: embedding lookup and cross-entropy.
+"""The two ends of a language model with the vocabulary sharded over devices: embedding lookup and cross-entropy.
 
     embed          tokens[B_b, T_s] , E[V_t, D_f]               ->  x[B_b, T_st, D]
     cross_entropy  h[B_b, T_st, D] . W[D_f, V_t] , targets      ->  loss[B_b, T_s]      logits[B, T, V] exist nowhere
@@ -89,7 +89,7 @@ def embed(
         movable = bool(stores) and set(stores) <= set(batch) and not set(axes("vocab")) - set(vocab_axes)
         if by == "tokens" and stores and not movable:
             raise ConfigError(
-                f"sk.embed(by='tokens'): the table's width is cut over {list(stores)}, the examples over "
+                f"sk.embed(by='tokens'): the table's width is sharded over {list(stores)}, the examples over "
                 f"{list(batch)}. Ids can be sent to the devices that store the width only along axes that cut the "
                 "examples. Use by='table'."
             )
@@ -125,7 +125,7 @@ def cross_entropy(
         targets_BT: ids, integers; an id outside the vocabulary gives NaN, unless `where` leaves it out.
         where: bool[B, T]; zero, and no gradient, where False.
         z_loss: adds `z_loss * log(sum(exp(logits)))**2`, which keeps the logits from drifting.
-        chunk: tokens of a device whose logits exist at a time; default: half a GiB of them.
+        chunk: tokens of a device with logits in memory at a time; default: half a GiB of them.
         vocab_size: number of ids that exist, where the head has been padded to a multiple of the tensor axis; the other
             columns get no probability and no gradient.
         dims: of `hidden_BTD`.
@@ -181,8 +181,7 @@ def _check_ids(what: str, ids: Any) -> None:
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ConfigError(
             f"{what} is {describe(ids)}. Ids count the rows of the vocabulary: they are integers of any width, and a "
-            "fraction would be cut off without a word. Cast them where they are whole numbers, "
-            "ids.astype(jnp.int32)."
+            "fraction would be cut off silently. Cast them where they are whole numbers, ids.astype(jnp.int32)."
         )
 
 
@@ -192,9 +191,9 @@ def _check(num: int, vocab_size: int | None, chunk: int | None, vocab_axes: tupl
         num *= parts
     if num % parts:
         raise ConfigError(
-            f"sk.cross_entropy: the head has {num} columns, cut over {' x '.join(vocab_axes)} = {parts}. Each device "
-            f"holds as many as the others. Make it padded_vocab({num}, {parts}) = {padded_vocab(num, parts)} columns "
-            f"long and give vocab_size={vocab_size or num}."
+            f"sk.cross_entropy: the head has {num} columns, sharded over {' x '.join(vocab_axes)} = {parts}. Each "
+            f"device holds as many as the others. Make it padded_vocab({num}, {parts}) = {padded_vocab(num, parts)} "
+            f"columns long and give vocab_size={vocab_size or num}."
         )
     if vocab_size is not None and not 0 < vocab_size <= num:
         raise ConfigError(
@@ -352,7 +351,7 @@ class _Core:
 
 
 def _like(grad: jax.Array, primal: jax.Array) -> jax.Array:
-    """Returns a gradient added up over the axes along which it differs and its primal does not."""
+    """Returns a gradient summed over the axes along which it differs and its primal does not."""
     differs = tuple(a for a in compat.varying_axes(grad) if a not in compat.varying_axes(primal))
     return lax.psum(grad, differs) if differs else grad
 

@@ -127,7 +127,7 @@ def test_a_missing_or_doubled_reduction_is_refused(fn, out, message):
 
 
 def test_a_dim_that_does_not_divide_is_refused():
-    with pytest.raises(ConfigError, match=r"column_row: argument 0 .* dim 1 is cut over context = 3"):
+    with pytest.raises(ConfigError, match=r"column_row: argument 0 .* dim 1 is sharded over context = 3"):
         program_of(task(), mesh={"context": 3}, batch_size=32)
 
 

@@ -3,10 +3,10 @@
     y = sum over chosen e of weight_e expert_e(x)         x[B_x, T_s, D] -> y[B_x, T_s, D]
 
 Experts stand along the mesh axis `expert`, E / e on each device; every other layer treats that axis as data. Their
-weights may be cut over `fsdp` (dim `embed`, gathered here) and `tensor` (dim `mlp`: a column and a row product, summed
-at the end). One file each: `mixture` (all of it on one device), `router` (which experts, which weight), `capacity` and
-`dropless` (how tokens get there and back), `experts` (what happens there), `load` (how even it is), `rows`
-(permutations with a gradient that permutes too).
+weights may be sharded over `fsdp` (dim `embed`, gathered here) and `tensor` (dim `mlp`: a column and a row product,
+summed at the end). One file each: `mixture` (all of it on one device), `router` (which experts, which weight),
+`capacity` and `dropless` (how tokens get there and back), `experts` (what happens there), `load` (how even it is),
+`rows` (permutations with a gradient that permutes too).
 
     capacity=1.25   each expert takes at most C = ceil(1.25 top_k T / E) choices of an example; later ones are dropped
                     and add nothing. Static shapes, an all_to_all of the same size in each step.
@@ -87,7 +87,7 @@ def moe(
     Works in the global view and inside of `sk.manual`, where all arrays are shards.
 
     Args:
-        x_BTD: tokens, cut over (batch, `sequence`).
+        x_BTD: tokens, sharded over (batch, `sequence`).
         router_DE: the router's weights, with a layout rule ["embed", null]. Zeros send every token to experts 0 ..
             top_k - 1.
         experts: weights, each with a first dim E: for `mlp` {up [E, D, F], down [E, F, D]} and, if gated, gate [E, D,
@@ -191,7 +191,7 @@ def _check(
 
 
 def _check_experts(experts: Any, dims: Any, num_experts: int) -> None:
-    """Refuses weights that are not those of all experts of the router, and experts that the axis does not divide."""
+    """Rejects weights that are not those of all experts of the router, and experts that the axis does not divide."""
     num_devices = axis_size("expert")
     in_manual = trace_context.current().in_manual
     if num_experts % num_devices:

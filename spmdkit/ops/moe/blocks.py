@@ -4,7 +4,7 @@ derivatives of any order.
     for each expert e, for each block of its rows:      out[block] = fn(shared, weights[e], rows[block])
 
 The number of turns is data, and JAX has no reverse mode through such a loop. But the gradient of a block is a function
-like `fn`, of more rows (the cotangents beside the rows) and with sums as further results (those of the weights over an
+like `fn`, of more rows (the cotangents with the rows) and with sums as further results (those of the weights over an
 expert's blocks, of `shared` over all):
 
     fn(shared, own, rows) -> (rows, sum over an expert's blocks, sum over all blocks)

@@ -1,9 +1,9 @@
 """Experts: what one is, how it is cut, and how many of them run over tokens that have been sorted by expert.
 
 An expert is a function `(weights of one expert, tokens [N, D]) -> [N, D]` that treats each token by itself. Where a dim
-of its weights is cut over devices (`mlp`), it returns its device's part of a sum; the op adds the parts. It may take a
-third argument `product`, with which it then writes its matrix products, `product(x, w)`: so all experts of a device run
-in one grouped product.
+of its weights is sharded over devices (`mlp`), it returns its device's part of a sum; the op adds the parts. It may
+take a third argument `product`, with which it then writes its matrix products, `product(x, w)`: so all experts of a
+device run in one grouped product.
 
 Two ways to run experts over sorted rows, each as much work as there are rows, whatever the bound on rows is:
 

@@ -27,7 +27,7 @@ GATHERED = "embed"
 
 
 class Mixing(NamedTuple):
-    """How tokens are mixed; `sk.moe` says what each field means."""
+    """How tokens are mixed; see `sk.moe` for each field."""
 
     top_k: int
     capacity: float | None

@@ -82,7 +82,7 @@ def token_noise(keys_B: jax.Array, impl: Any, positions_BT: jax.Array, num_exper
 
     Args:
         keys_B: uint32[B, ...], `jax.random.key_data` of one key per example.
-        impl: what `jax.random.key_impl` says of the keys.
+        impl: `jax.random.key_impl` of the keys.
     """
     draw = lambda key, position: jax.random.normal(jax.random.fold_in(key, position), (num_experts,), jnp.float32)
     return jax.vmap(jax.vmap(draw, (None, 0)))(jax.random.wrap_key_data(keys_B, impl=impl), positions_BT)

@@ -20,7 +20,7 @@ from spmdkit.ops.both_modes import both_modes
 def sum_rows(x_BND: jax.Array, index_BMK: jax.Array, back_BNJ: jax.Array) -> jax.Array:
     """Returns [B, M, D]: for each m the sum of rows `index[m]` of `x`, added in float32; an index of -1 adds nothing.
 
-    `back` says of each row in which `m` it was added, -1 for none: pairs (m, n) are the same in both.
+    `back` holds for each row the `m` to which it was added, -1 for none: pairs (m, n) are the same in both.
     """
     every = sorted(compat.varying_axes(x_BND) | compat.varying_axes(index_BMK) | compat.varying_axes(back_BNJ))
     x_BND, index_BMK, back_BNJ = (compat.as_varying(a, every) for a in (x_BND, index_BMK, back_BNJ))

@@ -5,13 +5,13 @@
     W[L_pipeline, ...]   x[P_pipeline, b, ...]      in each tick every stage does its L / P layers, then x moves on by
                                                     one stage
 
-Its three functions see the rows of one microbatch: `embed` makes the activation, `layer` is one of the L layers, whose
+Its three functions see the rows of one microbatch: `embed` makes the activation, `layer` is one of the L layers, the
 parameters are stacked on the first dim, `head` ends with `sk.mean`. On a mesh without a pipeline axis the op is a scan
 over the layers: one text serves all meshes. When to use it: where fsdp and tensor would cross links too slow for
 weights, since only activations cross here, once per microbatch. When not: with few microbatches, since the bubble idles
 (P - 1) / (v M + P - 1) of the devices' time.
 
-    schedule     forward and backward      inputs of a stage kept    bubble                     wire besides the
+    schedule     forward and backward      inputs of a stage kept    bubble                     additional wire to the
     transfers
     gpipe        all, then all             M + P - 1                 (P - 1) / (M + P - 1)
     1f1b         in turn                   2 P - 1                   (P - 1) / (M + P - 1)
@@ -74,14 +74,13 @@ def pipeline(
         head: `head(x, head_params, rows) -> sk.mean(...)` or `(sk.mean(...), {name: sk.mean(...)})`. Only the loss has
             a gradient. It may be a sum of means, but for the schedules 1f1b and interleaved.
         head_per_token: the head treats every token, the second dim of `x`, by itself (norm, logits, cross-entropy).
-            Where a microbatch has too few rows, its tokens are then cut over the stages instead of the head running on
-            one stage while the others wait;
-            arrays of `rows` with that second dim are cut with them.
+            Where a microbatch has too few rows, its tokens are then sharded over the stages instead of the head running
+            on one stage while the others wait; arrays of `rows` with that second dim are cut with them.
         stacked_dims: 2 where the layers are stacked as [v, L / v, ...], in the same order, with the second dim named
             `layers`: for the interleaved schedule with v chunks, where parameters then do not move.
 
     The functions close over no traced array: what they need comes in their parameters or in `rows`, a pytree of arrays
-    [examples, ...] without gradient. They may ask `sk.example_keys` and `sk.example_mask`, which answer for the rows
+    [examples, ...] without gradient. They may call `sk.example_keys` and `sk.example_mask`, which apply to the rows
     that they are given.
 
     Layout: layers [L, ...] with dim `layers` first (`layout.axes`: the pipeline axis); embedding and head whole along
@@ -158,10 +157,10 @@ def _set_up(
     return Pipe(model, inner, StageSchedule(num_stages, num, settings.chunks), x_shapes, head_dim)
 
 
-def _num_microbatches(num_rows: int, num_stages: int, asked: int | None) -> int:
-    """Returns the largest divisor of one shard's rows that is at most what is asked, or the default.
+def _num_microbatches(num_rows: int, num_stages: int, requested: int | None) -> int:
+    """Returns the largest divisor of one shard's rows that is at most the requested number, or the default.
 
-    The program has checked that what is asked divides a training batch; an evaluation may have fewer rows.
+    The program has checked that the requested number divides a training batch; an evaluation may have fewer rows.
     """
-    most = min(asked or MICROBATCHES_PER_STAGE * num_stages, num_rows)
+    most = min(requested or MICROBATCHES_PER_STAGE * num_stages, num_rows)
     return next(num for num in range(most, 0, -1) if num_rows % num == 0)

@@ -1,4 +1,4 @@
-"""What `sk.pipeline` refuses, before anything runs: in the words of its user, on one device as on every mesh."""
+"""What `sk.pipeline` rejects, before anything runs: in the words of its user, on one device as on every mesh."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def loss_and_metrics(out: Any, one_sum: bool) -> tuple[Mean | Means, dict[str, M
     named = metrics if isinstance(metrics, dict) else {} if metrics is None else {"": None}
     if not all(isinstance(m, Mean | Means) for m in (loss, *named.values())):
         raise ConfigError(
-            f"sk.pipeline: head returned {describe(out)}. Its loss adds up over microbatches, so it returns "
+            f"sk.pipeline: head returned {describe(out)}. Its loss sums over microbatches, so it returns "
             "sk.mean(...), or (sk.mean(...), {name: sk.mean(...)})."
         )
     if one_sum and isinstance(loss, Means):

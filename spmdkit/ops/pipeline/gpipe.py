@@ -11,7 +11,7 @@ selected, and its cotangents pass a `gate`, which selects zeros and does not mul
 can get into a gradient.
 
 The parameters of embedding and head are copied along the stages first: their gradients add up on each device by itself
-in the loop, and are added over the stages once, by the transpose of that copy.
+in the loop, and are summed over the stages once, by the transpose of that copy.
 
 Wire, per device and call of the loss, A bytes of one microbatch's activation on a device, P stages, H bytes of
 embedding and head:
@@ -34,7 +34,7 @@ from spmdkit.ops.pipeline.schedule import Work
 
 
 def forward(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) -> Any:
-    """Returns what the head returns, added over all microbatches (and parts of them).
+    """Returns what the head returns, summed over all microbatches (and parts of them).
 
     Shapes: layers [L, ...], rows [M b, ...]; embedding and head as the user's functions want them.
     """

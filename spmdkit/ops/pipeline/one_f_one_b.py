@@ -9,7 +9,7 @@ The backward pass of a microbatch begins as soon as its forward pass has left th
 v P - 1 inputs of a chunk, whatever the number of microbatches. That is why the loss belongs to the pipeline, and why
 JAX cannot make it by differentiating a loop: the gradient is computed here, in the forward rule of a `custom_vjp`, by
 `jax.vjp` inside of the tick, and the backward rule only scales it. One program, with no send or receive of its own.
-Others answer the wish for 1F1B in JAX with several programs (MaxText issue 752; openxla/shardy issues 297 and 586;
+Other projects implement 1F1B in JAX with several programs (MaxText issue 752; openxla/shardy issues 297 and 586;
 JaxPP, whose automatic schedules were still blocked in marin issue 7024 when explicit ones ran), or not at all (axlearn
 issue 1366).
 
@@ -27,7 +27,7 @@ embedding and head:
     order of layers   interleaved: parameters and gradients of a stage move, since they are kept in the order of layers
                       (`Pipe.chunks`);
                       not where they are stacked on two dims
-Weight gradients over fsdp (ZeRO 3) and context are added up in every tick, as they are in every microbatch of an
+Weight gradients over fsdp (ZeRO 3) and context are summed in every tick, as they are in every microbatch of an
 accumulation.
 Memory: (2 v P + 3) A, the gradients of the stage's layers and of both ends, and one chunk's own residuals.
 Source: Narayanan et al., "PipeDream" (2019); Narayanan et al., "Efficient Large-Scale Language Model Training on GPU

@@ -1,7 +1,8 @@
 """The three functions of a pipelined model, and what one stage does with them in one tick.
 
-Everything here is the global view: arrays have a leading dim of stages, cut over the pipeline axis, and `over_stages`
-maps a function over it. Names: P stages, K layers of a chunk, v chunks, M microbatches, b rows of a microbatch.
+Everything here is the global view: arrays have a leading dim of stages, sharded over the pipeline axis, and
+`over_stages` maps a function over it. Names: P stages, K layers of a chunk, v chunks, M microbatches, b rows of a
+microbatch.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Rows:
 
 @contextlib.contextmanager
 def working_on(context: trace_context.Context, rows: Rows) -> Iterator[None]:
-    """While the body traces one of the user's functions, the scope tells of these rows."""
+    """While the body traces one of the user's functions, the scope has these rows."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(trace_context.tracing(context))
         if rows.positions is not None:
@@ -75,7 +76,7 @@ def alone(fn: Callable[..., Any], *args: Any) -> Any:
 
     A function is traced several times here, each time on other rows, and may ask the scope for them. `jax.checkpoint`
     around it keeps the first trace, and with it arrays of that time ("unexpected tracer", jax 0.10.2); what it keeps is
-    told apart by the names of the axes in place, so each trace gets a name of its own.
+    distinguished by the names of the axes in place, so each trace gets a name of its own.
     """
     return jax.vmap(fn, None, None, axis_size=1, axis_name=f"pipeline trace {next(_traces)}")(*args)
 
@@ -90,7 +91,8 @@ class Pipe:
     x_shapes: Any
     """Shapes of one microbatch's activation, [b, ...]."""
     head_dim: int | None
-    """The dim of the last stage's output that is cut over the stages for the head: 0 rows, 1 tokens, None neither."""
+    """The dim of the last stage's output that is sharded over the stages for the head: 0 rows, 1 tokens, None
+    neither."""
     stacked_dims: int = 1
     """The number of dims on which layers are stacked."""
 
@@ -156,7 +158,7 @@ class Pipe:
         return jax.tree.map(jnp.asarray, work)
 
     def zeros(self, shapes: Any, *lead: int) -> Any:
-        """Returns zeros [*lead, P, ...] for shapes [...], cut over the stages."""
+        """Returns zeros [*lead, P, ...] for shapes [...], sharded over the stages."""
         made = jax.tree.map(lambda s: jnp.zeros((*lead, self.num_stages, *s.shape), s.dtype), shapes)
         return self.place(made, *(None for _ in lead), AXIS)
 
@@ -203,7 +205,8 @@ class Pipe:
         return rows.map(cut), dataclasses.replace(axes, key=None)
 
     def spread(self, out: Any) -> Any:
-        """Returns what the last stage has in [P, b, ...], cut over the stages: [P, b / P, ...] or [P, b, T / P, ...].
+        """Returns what the last stage has in [P, b, ...], sharded over the stages: [P, b / P, ...] or [P, b, T / P,
+        ...].
 
         Arrays without tokens are whole in every part. Wire: an all_to_all, (P - 1) / P of one microbatch's activation.
         """
@@ -219,8 +222,8 @@ class Pipe:
         return jax.tree.map(one, out)
 
     def gather(self, parts: Any) -> Any:
-        """The transpose of `spread`: [P, ...], cut over the stages -> [P, b, ...], the last stage's, and zero at the
-        others."""
+        """The transpose of `spread`: [P, ...], sharded over the stages -> [P, b, ...], the last stage's, and zero at
+        the others."""
         if (dim := self.head_dim) is None:
             return parts
 
@@ -277,7 +280,7 @@ _gate.defvjp(lambda condition, x: (x, condition), lambda condition, ct: (None, m
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _roll(x: jax.Array, by: int) -> jax.Array:
-    """A roll of the first dim whose transpose is one too: JAX's own is two pads, and two transfers (jax 0.10.2)."""
+    """A roll of the first dim with a roll as its transpose: JAX's own is two pads, and two transfers (jax 0.10.2)."""
     return jnp.roll(x, by, axis=0)
 
 

@@ -23,7 +23,7 @@ A stage's input is kept from its forward to its backward tick, at most 2 v P - 2
 stage in flight, however many microbatches there are.
 
 Source: Huang et al., "GPipe" (2019); Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
-Using Megatron-LM" (2021), section 2.2, whose warm-up has fewer microbatches in flight since its stages need not keep
+Using Megatron-LM" (2021), section 2.2, with fewer microbatches in flight in the warm-up, since its stages need not keep
 step.
 """
 
