@@ -8,8 +8,7 @@ activations (`STREAM`), `sk.manual` around a block, inside of which arrays are o
 needs values of other devices. The mesh in the config decides which of it is used: over no axes a collective is the
 identity, so one device runs the same code.
 
-    h[t] = (1 - z[t]) h[t-1] + z[t] v[t]        z = sigmoid(x W_update + bias),  v = x W_value,  y = (silu(x W_gate) h)
-    W_out
+    h[t] = (1 - z[t]) h[t-1] + z[t] v[t]    z = sigmoid(x W_update + bias), v = x W_value, y = (silu(x W_gate) h) W_out
 
 A recurrence that is linear in h is a prefix sum of pairs (decay, state), so T positions take log T steps. A sequence
 that is sharded over devices (`context`) needs only the pair of each part: every device scans its own positions, gathers

@@ -1,16 +1,11 @@
 """`StopSignals`: what asks a run to stop. The first signal asks for a save and the end; Ctrl-C after that leaves at
 once.
 
-| signal                                            | before the loop             | in the loop
-|
-| ------------------------------------------------- | --------------------------- |
------------------------------------------- |
-| SIGINT, SIGTERM, SIGHUP, SIGUSR1 (Slurm's notice) | leaves: nothing is unsaved  | this step, a save, code 42 at the
-same step everywhere |
-| SIGINT after one of these                         | 130, at once                | 130, at once
-|
-| SIGQUIT                                           | stacks of all threads; goes on (faults/stacks.py)
-||
+| signal                               | before the loop           | in the loop                          |
+| ------------------------------------ | ------------------------- | ------------------------------------ |
+| SIGINT, SIGTERM, SIGHUP, SIGUSR1     | exits: nothing is unsaved | finishes this step, saves, exits: 42 |
+| SIGINT after one of these            | 130, immediately          | 130, immediately                     |
+| SIGQUIT (faults/stacks.py)           | prints all stacks         | prints all stacks                    |
 
 Python runs a signal's handler between two bytecodes of the main thread, so a main thread that waits inside a
 collective for ever never gets there, and a second Ctrl-C would do nothing. The signal's number is therefore read from

@@ -1,8 +1,6 @@
-"""Attention over a sequence that is sharded, by trading the cut: before it heads for sequence, after it sequence for
-heads.
+"""Attention over a sharded sequence: an all-to-all shards the heads instead, a second one shards the sequence again.
 
-    q, k, v [B, T_c, N, H]  -- all-to-all -->  [B, T, N_c, H]  -- attention -->  [B, T, N_c, H]  -- all-to-all -->  [B,
-    T_c, N, H]
+    q, k, v [B, T_c, N, H] -all-to-all-> [B, T, N_c, H] -attention-> [B, T, N_c, H] -all-to-all-> [B, T_c, N, H]
 
 Each device attends over whole sequences for its share of the heads, so masks, segments and kernels are those of one
 device, and the work is the same on each. What is saved for the backward pass is sharded by heads and never sent again.
@@ -10,8 +8,7 @@ device, and the work is the same on each. What is saved for the backward pass is
 Wire, per device and call, with |x| the bytes of a shard of x and C devices:
 
     forward    (C-1)/C (|q| + |k| + |v| + |out|) + (C-1) |ids|
-    backward   (C-1)/C (|dout| + |dq| + |dk| + |dv|) + (C-1) |ids|        ids: int32, of segments and of positions where
-    given
+    backward   (C-1)/C (|dout| + |dq| + |dk| + |dv|) + (C-1) |ids|        ids: int32, segments and given positions
 
 When: heads enough (N a multiple of tensor x context); C times less sent than a ring for large C. When not: few key
 heads, which have to be repeated up to one per device.

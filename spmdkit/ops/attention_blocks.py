@@ -11,8 +11,7 @@ A query that sees no key has out = 0, lse = -inf and a gradient of zero.
 Every implementation of attention has this pair of functions, so that the ring can join the results of any of them:
 
     forward(q_BTNH, k_BSKH, v_BSKH, mask, scale) -> out_BTNH, lse_BTN (float32)
-    backward(q, k, v, out, lse, dout_BTNH, mask, scale) -> dq, dk, dv      `out` and `lse` over all keys, also those of
-    other blocks
+    backward(q, k, v, out, lse, dout_BTNH, mask, scale) -> dq, dk, dv      `out`, `lse`: over the keys of all blocks
 
 Shape suffixes: B examples, T queries, S keys, N query heads, K key heads, G = N / K, H width of a head, t and s inside
 one block.

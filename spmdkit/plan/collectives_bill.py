@@ -4,14 +4,13 @@ Bytes are what one device *sends* per step with ring algorithms, for a group of 
 
 | op                  | bytes sent            | `size`                                            |
 | ------------------- | --------------------- | ------------------------------------------------- |
-| all_reduce          | 2 (N-1)/N * size      | what each device puts in and gets out; the mean where a cast makes them
-                                              differ |
-| all_gather          | (N-1)/N * size        | what each device gets out                         |
-| reduce_scatter      | (N-1)/N * size        | what each device puts in                          |
-| all_to_all          | (N-1)/N * size        | what each device puts in                          |
-| ragged_all_to_all   | (N-1)/N * size        | what each device puts in: at most                 |
-| collective_permute  | size                  | what a device puts in; one without a target sends nothing |
-| broadcast           | size                  | what the root puts in                             |
+| all_reduce          | 2 (N-1)/N * size      | input and output of a device (mean after a cast)  |
+| all_gather          | (N-1)/N * size        | output of a device                                |
+| reduce_scatter      | (N-1)/N * size        | input of a device                                 |
+| all_to_all          | (N-1)/N * size        | input of a device                                 |
+| ragged_all_to_all   | (N-1)/N * size        | input of a device, at most                        |
+| collective_permute  | size                  | input of a device that has a target               |
+| broadcast           | size                  | input of the root                                 |
 
 Where devices differ it is the most that any device sends. A group of one device costs nothing. Trip counts of loops are
 multiplied in; under an unknown one `bytes` is None and `bytes_at_least` counts the loop once. Of a conditional, the

@@ -5,18 +5,12 @@ With P the parameter bytes of one device when fsdp is gathered, in the dtype of 
 gradient, in the dtype of reduction (ZeRO 3: in that of computation where that is smaller, since the gather's transpose
 scatters it):
 
-| axes                   | what                                                         | bytes sent by a device
-|
-| ---------------------- | ------------------------------------------------------------ |
--------------------------------------- |
-| replica x data, r long | one all_reduce of what fsdp leaves of the gradient           | 2 (r-1)/r * G / f
-|
-| fsdp, f long, ZeRO 3   | gather forward, gather backward, scatter the gradient        | 2 (f-1)/f * P + (f-1)/f * G
-|
-| fsdp, ZeRO 2           | scatter the gradient, gather the new parameters              | (f-1)/f * (G + S)
-|
-| fsdp, ZeRO 1           | add up the gradient, gather the new parameters               | (f-1)/f * (2 G + S)
-|
+| axes                   | communication                                         | bytes sent per device       |
+| ---------------------- | ----------------------------------------------------- | --------------------------- |
+| replica x data, r long | one all_reduce of what fsdp leaves of the gradient    | 2 (r-1)/r * G / f           |
+| fsdp, f long, ZeRO 3   | gather forward, gather backward, scatter the gradient | 2 (f-1)/f * P + (f-1)/f * G |
+| fsdp, ZeRO 2           | scatter the gradient, gather the new parameters       | (f-1)/f * (G + S)           |
+| fsdp, ZeRO 1           | add up the gradient, gather the new parameters        | (f-1)/f * (2 G + S)         |
 
 S: the parameters as they are stored. Leaves that fsdp does not cut count as copies: their gradient is added up over
 fsdp too. With more microbatches than one, ZeRO 3 gathers in each, unless there is memory to keep what was gathered; the

@@ -1,8 +1,7 @@
 """A run: its directory and lock, what all processes agree on, and what it restores. What is due around a step is in
 hooks/, what is told in reporter.py, the loop in loop.py.
 
-    run_dir/  config.yaml  environment.json  metrics.jsonl  events.jsonl  checkpoints/<step>/  report.html  tensorboard/
-    profile/
+    run_dir/  config.yaml  environment.json  metrics.jsonl  events.jsonl  checkpoints/<step>/  report.html  ...
 
 Only process 0 writes files other than checkpoints. What depends on time or on a signal is decided once and known to all
 processes, at the same step.

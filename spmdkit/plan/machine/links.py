@@ -4,14 +4,13 @@
 
 The bytes are the bill's (ring algorithms). The way depends on where the group's devices stand:
 
-| machine | group                       | bytes per second of one device                                             |
-| ------- | --------------------------- | -------------------------------------------------------------------------- |
-| TPU     | inside a slice              | per ICI axis that it spans: two links where the axis is a ring, else one   |
-| TPU     | across slices               | the device's share of the data centre's network, as often as the group has
-                                        devices in a slice |
-| GPU     | inside a host               | NVLink                                                                     |
-| GPU     | across hosts                | one network port for each of the group's devices in a host, at most NVLink |
-| CPU     | anything                    | the machine's memory; processes on several hosts are not told apart        |
+| machine | group | bytes per second of one device |
+| --- | --- | --- |
+| TPU | inside a slice | per ICI axis that it spans: two links where the axis is a ring, else one |
+| TPU | across slices | the device's share of the data centre's network, as often as the group has devices in a slice |
+| GPU | inside a host | NVLink |
+| GPU | across hosts | one network port for each of the group's devices in a host, at most NVLink |
+| CPU | anything | the machine's memory; processes on several hosts are not told apart |
 
 A group that is cut out of an ICI axis (every second device of it) is a line, not a ring, and its hops pass others.
 Several groups that share links at the same time are not modelled: neighbours along a mesh axis are laid out apart by

@@ -1,7 +1,6 @@
 """`sk.mean`: a mean that stays a pair (sum, count) until everything has been added, and is divided once.
 
-    mean over everything = sum_r sum_m sum_i w_i x_i / sum_r sum_m sum_i w_i      (replicas r, microbatches m, examples
-    i)
+    mean over everything = sum_r sum_m sum_i w_i x_i / sum_r sum_m sum_i w_i      (replica r, microbatch m, example i)
 
 A mean of means is wrong if the counts differ. A pair is correct for a short last batch, uneven token counts,
 microbatches, replicas, hosts and the steps of an evaluation.
