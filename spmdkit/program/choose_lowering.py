@@ -103,7 +103,7 @@ def _first_traced(
             errors.append(error)
             continue
         return context, traced, tuple((r.sharding.form, str(e)) for r, e in zip(contexts, errors, strict=False))
-    raise next((error for error in errors if "unbound axis name" not in str(error)), errors[0])
+    raise next((error for error in errors if not trace_context.is_unbound_axis(error.__cause__)), errors[0])
 
 
 def _with_state_of(

@@ -196,7 +196,7 @@ def _refuses_none_key(loss_fn: Callable[..., Any], arguments: tuple[Any, ...]) -
     try:
         jax.eval_shape(loss_of_rows, *arguments)
     except Exception as error:  # noqa: BLE001 - any failure at all means: this loss wants its key
-        return not isinstance(error, NameError) or "unbound axis" not in str(error)
+        return not trace_context.is_unbound_axis(error)
     return False
 
 

@@ -288,6 +288,11 @@ def differing_axes(context: Context, x: jax.typing.ArrayLike) -> tuple[str, ...]
     return tuple(sorted(axis for axis in compat.varying_axes(x) if context.sharding.size(axis) > 1))
 
 
+def is_unbound_axis(error: BaseException | None) -> bool:
+    """Returns whether JAX raised an error because an axis name is not bound. Python sets `name` on its own NameErrors."""
+    return isinstance(error, NameError) and error.name is None
+
+
 @contextlib.contextmanager
 def tracing(context: Context) -> Iterator[Context]:
     """Sets `context` while the body is traced."""
