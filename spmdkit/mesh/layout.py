@@ -26,7 +26,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.foundation.constants import LOGICAL_AXES
 from spmdkit.foundation.formatting import format_bytes, nearest
 from spmdkit.foundation.trees import leaf_bytes, named_leaves, path_name
-from spmdkit.mesh.mesh import AXES, canonical
+from spmdkit.mesh.mesh import AXES, canonical, dim_axes, spec_axes
 
 Dim = str | Sequence[str] | None
 Rule = tuple[str, Sequence[Dim]]
@@ -50,7 +50,7 @@ class LeafPlacement:
     @property
     def axes(self) -> frozenset[str]:
         """The mesh axes that shard the leaf."""
-        return frozenset(a for d in self.spec for a in ((d,) if isinstance(d, str) else d or ()))
+        return frozenset(spec_axes(self.spec))
 
     @property
     def num_bytes(self) -> int:
@@ -155,7 +155,7 @@ def _spec_of(
     owner: dict[str, int] = {}
     for i, (dim, length) in enumerate(zip(dims, leaf.shape, strict=True)):
         axes: list[str] = []
-        for name in (dim,) if isinstance(dim, str) else dim or ():
+        for name in dim_axes(dim):
             if name not in table:
                 raise ConfigError(
                     f"layout: {reason} shards dim {i} of '{path}' by '{name}', which is neither a mesh axis nor a "
@@ -210,7 +210,7 @@ def _refuse_large_copy(path: str, leaf: Any, options: LayoutOptions, sizes: Mapp
 
 def without_fsdp(spec: PartitionSpec, sizes: Mapping[str, int]) -> PartitionSpec:
     """Returns `spec` without the fsdp axis: the leaf is replicated over fsdp."""
-    dims = [tuple(a for a in ((d,) if isinstance(d, str) else d or ()) if a != "fsdp") for d in spec]
+    dims = [tuple(a for a in dim_axes(d) if a != "fsdp") for d in spec]
     return canonical([d or None for d in dims], sizes)
 
 

@@ -9,7 +9,8 @@ bound and one program serves every mesh.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -106,6 +107,16 @@ def _arrange(shape: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
     )
 
 
+def dim_axes(dim: Any) -> tuple[str, ...]:
+    """Returns the mesh axes of one entry of a `PartitionSpec`."""
+    return (dim,) if isinstance(dim, str) else tuple(dim or ())
+
+
+def spec_axes(spec: Iterable[Any]) -> tuple[str, ...]:
+    """Returns the mesh axes of a `PartitionSpec`."""
+    return tuple(axis for dim in spec for axis in dim_axes(dim))
+
+
 def canonical(spec: Sequence[str | tuple[str, ...] | None], sizes: Mapping[str, int]) -> PartitionSpec:
     """Returns the canonical form of a spec: without axes of size one, trailing None, and tuples of one.
 
@@ -113,7 +124,7 @@ def canonical(spec: Sequence[str | tuple[str, ...] | None], sizes: Mapping[str, 
     """
     dims: list[str | tuple[str, ...] | None] = []
     for dim in spec:
-        axes = tuple(a for a in ((dim,) if isinstance(dim, str) else dim or ()) if sizes[a] > 1)
+        axes = tuple(a for a in dim_axes(dim) if sizes[a] > 1)
         dims.append(None if not axes else axes[0] if len(axes) == 1 else axes)
     while dims and dims[-1] is None:
         dims.pop()

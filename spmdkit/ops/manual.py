@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec
 from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import describe, named_leaves
-from spmdkit.mesh.mesh import MODEL_AXES
+from spmdkit.mesh.mesh import MODEL_AXES, dim_axes, spec_axes
 from spmdkit.ops.collectives import axes
 from spmdkit.ops.part import Part, differentiable
 from spmdkit.step import trace_context
@@ -141,17 +141,13 @@ def _flat_specs(context: trace_context.Context, dims: Any, values: Any) -> tuple
 
 def _check_divisible(context: trace_context.Context, what: str, shape: tuple[int, ...], spec: PartitionSpec) -> None:
     for i, (length, names) in enumerate(zip(shape, spec, strict=False)):
-        cut = (names,) if isinstance(names, str) else names or ()
+        cut = dim_axes(names)
         if length % context.sharding.size(*cut):
             raise ConfigError(
                 f"sk.manual: {what} has shape {shape}; dim {i} is sharded over {' x '.join(cut)} = "
                 f"{context.sharding.size(*cut)}, and {length} is not divisible by it. Make the dim a multiple of "
                 f"{context.sharding.size(*cut)}, or use another mesh."
             )
-
-
-def _spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
-    return tuple(a for names in spec for a in ((names,) if isinstance(names, str) else names or ()))
 
 
 def _as_declared(context: trace_context.Context, what: str, x: Any, spec: PartitionSpec) -> jax.Array:
@@ -164,7 +160,7 @@ def _as_declared(context: trace_context.Context, what: str, x: Any, spec: Partit
     extra = [
         a
         for a in compat.varying_axes(x)
-        if a in MODEL_AXES and a not in _spec_axes(spec) and context.sharding.size(a) > 1
+        if a in MODEL_AXES and a not in spec_axes(spec) and context.sharding.size(a) > 1
     ]
     # Axes of a pipeline's stages and of ZeRO 1 and 2 belong to an enclosing vmap: there a result may differ.
     if extra := sorted(a for a in extra if a not in context.mapped_axes and a not in context.sharding.data_axes):
@@ -172,7 +168,7 @@ def _as_declared(context: trace_context.Context, what: str, x: Any, spec: Partit
             f"sk.manual: {what} is {describe(x)} and differs along {extra}, which its dims do not name. Devices along "
             "them would disagree. Reduce it (all_reduce, reduce_scatter), or name the dim that they shard."
         )
-    return compat.as_varying(x, _spec_axes(spec))
+    return compat.as_varying(x, spec_axes(spec))
 
 
 def _trace_once(

@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, PartitionSpec
 
 from spmdkit import compat
-from spmdkit.mesh.mesh import MODEL_AXES
+from spmdkit.mesh.mesh import MODEL_AXES, dim_axes
 from spmdkit.ops.kept import Linearized, floats
 from spmdkit.ops.remat import everything_but_gathered
 from spmdkit.step import trace_context
@@ -249,7 +249,7 @@ def _keeping(part: Part, args: Sequence[jax.Array]) -> tuple[Part, Linearized]:
 def _local(mesh: Mesh, x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
     shape = list(x.shape)
     for i, names in enumerate(spec):
-        for a in (names,) if isinstance(names, str) else names or ():
+        for a in dim_axes(names):
             shape[i] //= mesh.shape[a]
     return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
@@ -270,7 +270,7 @@ def _abstract(*avals: Any, part: Part) -> list[Any]:
     for local, spec in zip(part.local_shapes, part.out_specs, strict=True):
         shape = list(local.shape)
         for i, names in enumerate(spec):
-            for a in (names,) if isinstance(names, str) else names or ():
+            for a in dim_axes(names):
                 shape[i] *= part.mesh.shape[a]
         found.append(jax.core.ShapedArray((*lead, *shape), local.dtype))
     return found

@@ -26,6 +26,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from spmdkit.mesh.mesh import spec_axes
 from spmdkit.plan.hlo.collectives import HloCollective
 from spmdkit.plan.hlo.loops import Visit
 from spmdkit.plan.hlo.text import Instruction, Module
@@ -77,7 +78,7 @@ def leaves_of(program: Program) -> tuple[Leaf, ...]:
     for p in program.layout:
         if not p.path.startswith("params"):
             continue
-        axes = [a for dim in p.spec for a in ((dim,) if isinstance(dim, str) else dim or ())]
+        axes = spec_axes(p.spec)
         parts = math.prod(program.sizes[a] for a in axes if a != "fsdp")
         full = math.prod(p.shape)
         fsdp = program.sizes["fsdp"]

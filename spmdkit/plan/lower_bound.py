@@ -26,7 +26,7 @@ import math
 import jax.numpy as jnp
 
 from spmdkit.communication.reducers.base import ReducedLeaf, value_bytes
-from spmdkit.mesh.mesh import REPLICA_AXES, count
+from spmdkit.mesh.mesh import REPLICA_AXES, count, spec_axes
 from spmdkit.program.memory import shard_bytes
 from spmdkit.program.program import Program
 
@@ -44,7 +44,7 @@ def lower_bound_bytes(program: Program) -> dict[str, int]:
         if not leaf.path.startswith("params"):
             continue
         stored = shard_bytes(leaf.shape, leaf.dtype, leaf.sharding(program.mesh))
-        axes = {a for dim in leaf.spec for a in ((dim,) if isinstance(dim, str) else dim or ())}
+        axes = set(spec_axes(leaf.spec))
         is_cut = "fsdp" in axes
         elements = stored / leaf.dtype.itemsize * (f if is_cut else 1)
         p, g, s = elements * compute, elements * reduce, elements * leaf.dtype.itemsize

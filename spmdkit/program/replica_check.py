@@ -29,6 +29,7 @@ from spmdkit.communication.reducers.base import Reducer, stateless
 from spmdkit.foundation.checksum import shard_lanes
 from spmdkit.foundation.trees import is_key, path_name
 from spmdkit.mesh.layout import LeafPlacement
+from spmdkit.mesh.mesh import spec_axes
 from spmdkit.program.program import Program
 from spmdkit.program.state_layout import to_device
 from spmdkit.step.state import TrainState
@@ -66,7 +67,7 @@ class Copies:
 
     def axes_of(self, leaf: int) -> tuple[str, ...]:
         """Returns the mesh axes larger than one along which a leaf is replicated."""
-        cut = {a for dim in self._table[leaf].spec for a in ((dim,) if isinstance(dim, str) else dim or ())}
+        cut = set(spec_axes(self._table[leaf].spec))
         return tuple(a for a, size in zip(self._axes, self._shape, strict=True) if size > 1 and a not in cut)
 
     def without(self) -> list[str]:

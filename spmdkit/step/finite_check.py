@@ -27,7 +27,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from spmdkit import compat
-from spmdkit.mesh.mesh import REPLICA_AXES
+from spmdkit.mesh.mesh import REPLICA_AXES, spec_axes
 from spmdkit.step import trace_context
 from spmdkit.step.metrics.base import is_metric
 from spmdkit.step.state import TrainState
@@ -126,7 +126,7 @@ def _gradient_code(context: trace_context.Context, code: jax.Array, gradients: S
     whole = [PartitionSpec()] * len(leaves)
     is_cut = context.sharding.form != "manual" and placements is not None
     specs = [s for g in gradients for s in jax.tree.leaves(placements.of(g).update)] if is_cut and placements else whole
-    cutting = {a for spec in specs for dim in spec for a in ((dim,) if isinstance(dim, str) else dim or ())}
+    cutting = {a for spec in specs for a in spec_axes(spec)}
     axes = every if asked.joins else tuple(a for a in every if a in cutting)
 
     def of_device(leaves: Sequence[jax.Array], code: jax.Array) -> jax.Array:

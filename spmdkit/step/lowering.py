@@ -32,7 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit import compat
 from spmdkit.communication.reducers.base import inner_axes, shard_dim
-from spmdkit.mesh.mesh import REPLICA_AXES
+from spmdkit.mesh.mesh import REPLICA_AXES, dim_axes, spec_axes
 from spmdkit.step import reduction, trace_context
 from spmdkit.step.accumulator import Sums
 from spmdkit.step.model_state import agreement
@@ -262,7 +262,7 @@ def reducer_state_spec(
     axes = replica_axes_of(context, gradient)
     if (dim := shard_dim_of(context, gradient, shape)) is None:
         return PartitionSpec(axes or None, *gradient)
-    dims = [(of,) if isinstance(of, str) else of or () for of in (*gradient, *[None] * (len(shape) - len(gradient)))]
+    dims = [dim_axes(of) for of in (*gradient, *[None] * (len(shape) - len(gradient)))]
     dims[dim] = (*dims[dim], *inner_axes(axes))
     return PartitionSpec(("replica",), *(of if len(of) > 1 else of[0] if of else None for of in dims))
 
@@ -277,14 +277,14 @@ def shard_dim_of(context: trace_context.Context, gradient: PartitionSpec, shape:
 
 def part_shape(context: trace_context.Context, spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape of one device's shard of an array with this spec."""
-    dims = [(of,) if isinstance(of, str) else of or () for of in (*spec, *[None] * (len(shape) - len(spec)))]
+    dims = [dim_axes(of) for of in (*spec, *[None] * (len(shape) - len(spec)))]
     return tuple(n // context.sharding.size(*axes) for n, axes in zip(shape, dims, strict=True))
 
 
 def replica_axes_of(context: trace_context.Context, gradient: PartitionSpec) -> tuple[str, ...]:
     """Returns the axes over which the reducer reduces a leaf: the replica axes larger than one that do not shard its
     gradient."""
-    cut = {a for dim in gradient for a in ((dim,) if isinstance(dim, str) else dim or ())}
+    cut = set(spec_axes(gradient))
     return tuple(a for a in ("replica", *context.sharding.data_axes) if context.sharding.size(a) > 1 and a not in cut)
 
 
@@ -302,7 +302,7 @@ def _specs(context: trace_context.Context, sums: Sums, added: Any, placement: Li
 def _scatter_dim(before: PartitionSpec, after: PartitionSpec) -> int:
     """Returns the dim that `after` shards over fsdp and `before` does not, or -1."""
     for dim, axes in enumerate(after):
-        names = (axes,) if isinstance(axes, str) else axes or ()
+        names = dim_axes(axes)
         if "fsdp" in names:
             return -1 if dim < len(before) and before[dim] == axes else dim
     return -1

@@ -19,7 +19,7 @@ from spmdkit.communication.reducers.base import METRIC_PREFIX, ReducedLeaf, Redu
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import named_leaves
 from spmdkit.mesh.layout import LeafPlacement
-from spmdkit.mesh.mesh import describe_mesh
+from spmdkit.mesh.mesh import describe_mesh, spec_axes
 from spmdkit.step import trace_context
 from spmdkit.step.lowering import part_shape, reducer_state_spec, replica_axes_of, shard_dim_of
 
@@ -95,7 +95,7 @@ def reduced_leaves(context: trace_context.Context) -> list[ReducedLeaf]:
     specs: list[Any] = jax.tree.leaves(context.sharding.placements.gradient)
     for (path, shape), spec in zip(context.sharding.placements.shapes.items(), specs, strict=True):
         sizes = {a: context.sharding.size(a) for a in replica_axes_of(context, spec)}
-        names = [a for dim in spec for a in ((dim,) if isinstance(dim, str) else dim or ())]
+        names = spec_axes(spec)
         if sizes:
             cut = tuple(a for a in names if context.sharding.size(a) > 1)
             before = tuple(a for a in cut if a in context.sharding.data_axes)
