@@ -1,4 +1,4 @@
-"""Which cases there are: every mesh of a number of devices, or the config's own; the batch size that fits all of
+"""The cases of `verify`: all meshes of a number of devices, or the config's mesh; and a batch size that fits all of
 them."""
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from spmdkit.mesh.mesh import AXES, resolve
 from spmdkit.program.step_context import reducer_of
 
 ROWS = 2
-"""Rows on each device and microbatch. One is not enough for convolutions on meshes with replica and model axes
+"""Rows on each device and microbatch. XLA's convolutions need two on meshes with replica and model axes
 (docs/guide.md)."""
 
 DEFAULT_DEVICES = 8
 
 
 def all_meshes(num_devices: int, max_axis: int) -> list[dict[str, int]]:
-    """Returns every mesh of `num_devices` whose axes are at most `max_axis`, as the sizes larger than one; few axes
-    first."""
+    """Returns every mesh of `num_devices` with axes of at most `max_axis`, as the sizes above one; fewest axes first.
+    """
 
     def sizes(rest: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
         if not axes:
@@ -38,16 +38,16 @@ def all_meshes(num_devices: int, max_axis: int) -> list[dict[str, int]]:
     return sorted(sizes(num_devices, AXES), key=len)
 
 
-def choose_devices(config: Config, asked: int | None) -> int:
-    """Returns the number of fake devices: as asked, or as the config says, or 8.
+def choose_devices(config: Config, requested: int | None) -> int:
+    """Returns the number of fake devices: `requested`, the config's number, or 8.
 
     Raises:
         ConfigError: less than one.
     """
-    if asked is not None:
-        if asked < 1:
-            raise ConfigError(f"--devices is {asked}. It is a number of fake devices of at least 1. Try --devices 8.")
-        return asked
+    if requested is not None:
+        if requested < 1:
+            raise ConfigError(f"--devices is {requested}. The number of fake devices must be at least 1. Try --devices 8.")
+        return requested
     if isinstance(config.devices, str) and (count := fake_devices(config.devices)):
         return count
     sizes = config.mesh.sizes().values()
@@ -55,7 +55,7 @@ def choose_devices(config: Config, asked: int | None) -> int:
 
 
 def config_mesh(config: Config, num_devices: int) -> dict[str, int]:
-    """Returns the config's own mesh as the sizes larger than one.
+    """Returns the config's mesh as the sizes above one.
 
     Raises:
         ConfigError: it does not fit the number of devices.
@@ -63,16 +63,15 @@ def config_mesh(config: Config, num_devices: int) -> dict[str, int]:
     return {axis: size for axis, size in resolve(config.mesh.sizes(), num_devices).items() if size > 1}
 
 
-def choose_batch_size(config: Config, given: bool, num_devices: int, microbatches: Sequence[int]) -> int:
-    """Returns the config's batch size where it was `given` by an override, otherwise a small one that every mesh can
-    cut."""
-    if given:
+def choose_batch_size(config: Config, is_set: bool, num_devices: int, microbatches: Sequence[int]) -> int:
+    """Returns the config's batch size if an override sets it, else a small one that every mesh divides."""
+    if is_set:
         return config.batch_size
     return ROWS * num_devices * math.lcm(*microbatches)
 
 
 def parse_microbatches(text: str | None, config: Config) -> list[int]:
-    """Returns the numbers of `1,2,4`; without them 1 and the config's own, or 2 where that is `auto`.
+    """Returns the numbers in `1,2,4`. The default is 1 and the config's number, or 2 if that is `auto`.
 
     Raises:
         ConfigError: not a list of numbers of at least 1.
@@ -94,30 +93,29 @@ def describe_case(mesh: dict[str, int], microbatches: int) -> str:
 
 
 def exact_reducer(config: Config) -> str | dict[str, Any]:
-    """Returns the choice of a reducer under which a run can equal one device: an inexact one at the options at which it
-    loses nothing.
+    """Returns the reducer setting with which a run can equal one device: an inexact reducer gets its exact options.
 
-    Without its warm-up: what is compared would be `sum`.
+    Its warm-up is left out, since during warm-up the reducer acts as `sum`.
     """
-    made = reducer_of(config)
+    reducer = reducer_of(config)
     choice, _ = plugins.without_common("reducers", config.reducer)
     name, options = plugins.split(choice)
-    cold = {"warmup": 0} if plugins.is_own(choice) and made.warmup else {}
-    if made.exact:
-        return {name: options | cold} if cold else choice
-    return "sum" if made.exact_options is None else {name: options | cold | dict(made.exact_options)}
+    no_warmup = {"warmup": 0} if plugins.is_own(choice) and reducer.warmup else {}
+    if reducer.exact:
+        return {name: options | no_warmup} if no_warmup else choice
+    return "sum" if reducer.exact_options is None else {name: options | no_warmup | dict(reducer.exact_options)}
 
 
 def reducer_note(config: Config) -> str | None:
-    """Returns what a report says of a reducer that is not compared as it is; None where it is, at its own options."""
-    asked, proven = plugins.without_common("reducers", config.reducer)[0], exact_reducer(config)
-    if plugins.without_common("reducers", proven)[0] == asked:
+    """Returns the note on a reducer that is not compared with its configured options; None if it is."""
+    configured, compared = plugins.without_common("reducers", config.reducer)[0], exact_reducer(config)
+    if plugins.without_common("reducers", compared)[0] == configured:
         return None
-    made, name = reducer_of(config), plugins.split(asked)[0]
-    if made.exact_options is not None:
-        return f"reducer {name} is not exact: what is compared is {proven}, at which it loses nothing; its rounding is bounded by its own tests"
-    if made.input_scale == "mean":
-        why = "makes of the means of the replicas something that is not their mean"
+    reducer, name = reducer_of(config), plugins.split(configured)[0]
+    if reducer.exact_options is not None:
+        return f"reducer {name} is not exact. verify compares {compared}, which is. Tests of {name} bound its rounding"
+    if reducer.input_scale == "mean":
+        why = "does not return the mean of the replicas' means"
     else:
-        why = "is not exact, and names no options at which it loses nothing"
-    return f"reducer {name} {why}: what is compared is {proven}, and of {name} nothing is proven here"
+        why = "is not exact and declares no exact options"
+    return f"reducer {name} {why}. verify compares {compared} and does not check {name}"

@@ -1,14 +1,13 @@
-"""What differs between two results, in numbers; and how much may differ. The tolerance is here, in one place.
+"""The differences between two results as numbers, and the tolerance.
 
-    error(leaf) = |found - expected| / max(|expected|, 1e-3 |whole tree|)          2-norms
+    error(leaf) = |actual - expected| / max(|expected|, 1e-3 |whole tree|)          2-norms
 
     tolerance = max(FLOOR_ULPS * eps, MULTIPLE * largest error that one ulp in the input makes on one device)
 
-The second term is measured with the user's own function: parameters and floating point examples are moved by one ulp up
-or down at random, NUM_PROBES times. Summation in another order moves a number by a few ulps too, so what a mesh may
-change is of that size;
-what a mistake changes is of the order of one. Numbers that are noise themselves are told apart first, by the same
-probes (noise.py).
+The second term is measured with the user's function: parameters and floating point examples move by one ulp, up or
+down at random, NUM_PROBES times. Summation in another order moves a number by a few ulps too, so a mesh may change a
+result by about this much. A mistake changes it by a factor of the order of one. The same probes identify numbers that
+are pure rounding noise (noise.py).
 """
 
 from __future__ import annotations
@@ -24,25 +23,25 @@ from spmdkit.verify.noise import BOUND, LARGEST, MULTIPLE, Noise
 from spmdkit.verify.task_runner import Results
 
 FLOOR_ULPS = 64
-"""Ulps below which nothing is told apart: 7.6e-6 in float32, 1.4e-14 in float64."""
+"""Smallest tolerance, in ulps: 7.6e-6 in float32, 1.4e-14 in float64."""
 
 NUM_PROBES = 3
 QUANTITIES = ("loss", "gradient", "update", "parameter", "metric", "state", "eval", "restore", "replicas")
-"""What is compared, in the order in which a mistake shows."""
+"""What is compared, in the order in which a mistake appears."""
 
 EXACT = {"restore": 0.0, "replicas": 0.0}
-"""Equal bit for bit: a state and what a checkpoint gives back, and the copies of a leaf on several devices."""
+"""Bitwise equal: a state and its restored checkpoint, and the copies of a leaf on several devices."""
 
 
 @dataclasses.dataclass
 class Errors:
-    """The worst error of each quantity, None where it was not compared, with the leaf that has it."""
+    """The worst error of each quantity (None if it was not compared), and the leaf with this error."""
 
     worst: dict[str, float | None]
     leaf: dict[str, str]
 
     def failed(self, tolerance: Mapping[str, float]) -> list[str]:
-        """Returns the quantities that are out of tolerance; what is not a number is."""
+        """Returns the quantities that exceed the tolerance. NaN exceeds it."""
         return [q for q in QUANTITIES if (e := self.worst.get(q)) is not None and not e <= tolerance[q]]
 
 
@@ -54,7 +53,7 @@ def number_error(found: float, expected: float) -> float:
 
 
 def compare(found: Results, expected: Results, noise: Noise = Noise()) -> Errors:  # noqa: B008 - frozen
-    """Returns the errors of one result against another, but for what is below noise."""
+    """Returns the errors of one result relative to another. Numbers below noise are left out."""
     errors = Errors({}, {})
     pairs = list(zip(found.batches, expected.batches, strict=True))
     losses = {f"batch {i + 1}": number_error(f.loss, e.loss) for i, (f, e) in enumerate(pairs)}
@@ -79,7 +78,7 @@ def _number_errors(found: Mapping[str, float], expected: Mapping[str, float]) ->
 
 
 def _put(errors: Errors, quantity: str, found: list[dict[str, float]]) -> None:
-    """Keeps the largest of `found`; NaN counts as the largest."""
+    """Stores the largest of `found`. NaN counts as the largest."""
     for by_leaf in found:
         for leaf, error in by_leaf.items():
             before = errors.worst.get(quantity)
@@ -111,5 +110,5 @@ def tolerances(
 
 
 def as_numbers(errors: Errors) -> dict[str, Any]:
-    """Returns the errors under the names of the JSON."""
+    """Returns the errors under their names in the JSON report."""
     return {f"{quantity}_error": errors.worst.get(quantity) for quantity in QUANTITIES}

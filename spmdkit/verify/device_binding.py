@@ -1,4 +1,4 @@
-"""Which devices a hand-written step holds: a mesh that it has made itself cannot be another one when `verify` asks."""
+"""The devices of a hand-written step. A step that creates its own mesh cannot run on another one."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from spmdkit.foundation.user_code import call_user
 def shard_arguments(
     step: Callable[..., Any], arguments: Sequence[Any], specs: Sequence[Any] | None, axes: Sequence[str]
 ) -> Any:
-    """Returns the `make` of a step that holds no device: its arguments cut by their specs, the mesh set while it
-    runs."""
+    """Returns the `make` of a step without devices of its own: it shards the arguments by their specs and sets the
+    mesh."""
     host = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), tuple(arguments))
     chosen = [PartitionSpec()] * len(host) if specs is None else list(specs)
     if len(chosen) != len(host):
         raise ConfigError(
-            f"sk.verify_step: {len(host)} arguments and {len(chosen)} specs. Each argument has one. Give PartitionSpec() for one that is whole."
+            f"sk.verify_step: {len(host)} arguments and {len(chosen)} specs. Each argument needs one. Use PartitionSpec() for a replicated argument."
         )
 
     def make(devices: np.ndarray) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -56,10 +56,10 @@ def shard_arguments(
 def check_holds_no_device(
     step: Callable[..., Any], arguments: Sequence[Any], device: jax.Device, axes: Sequence[str]
 ) -> None:
-    """Refuses a step that is given directly and has a mesh of devices in it.
+    """Rejects a step that is passed directly and contains a mesh of devices.
 
     Raises:
-        ConfigError: with the line that makes the mesh, or the one that uses it.
+        ConfigError: with the line that creates the mesh, or the line that uses it.
     """
     mesh = compat.auto_mesh(np.array([device], dtype=object).reshape((1,) * len(axes)), axes)
     shapes = jax.tree.map(_shape, tuple(arguments))
@@ -73,9 +73,9 @@ def check_holds_no_device(
         held = next(_meshes_in(call_user(trace, "the step"), frozenset([device])), None)
     if held is not None:
         raise ConfigError(
-            f"the step given to sk.verify_step holds a mesh of {held[0]} devices, {held[1]}. A step that is given directly runs on every mesh that is asked "
-            "for, so it names axes alone. Give sk.verify_step a function make(devices) -> (step, arguments) that makes the mesh, or use "
-            "PartitionSpec alone."
+            f"the step passed to sk.verify_step contains a mesh of {held[0]} devices, {held[1]}. A step that is passed "
+            "directly runs on every mesh in `meshes`, so it may name axes only. Pass a function make(devices) -> (step, "
+            "arguments) that creates the mesh, or use PartitionSpec only."
         )
 
 
@@ -85,38 +85,37 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def check_devices(step: Callable[..., Any], arguments: Sequence[Any], devices: np.ndarray) -> None:
-    """Refuses what `make` returned where it lives on other devices than it was given.
+    """Rejects a step or arguments that `make` put on other devices than those it received.
 
     Raises:
         ConfigError: with the leaf, or with the line that uses the other mesh.
     """
     given = frozenset(devices.ravel())
-    rule = "make(devices) places everything on the devices that it is given: jax.sharding.Mesh(devices, names)."
+    rule = "make(devices) must put everything on these devices: jax.sharding.Mesh(devices, names)."
     for path, x in named_leaves(tuple(arguments)):
         if isinstance(x, jax.Array) and not x.sharding.device_set <= given:
             others = len(x.sharding.device_set)
             raise ConfigError(
-                f"make was given {len(given)} devices and has placed argument '{path}' on {others} others or more. {rule}"
+                f"make received {len(given)} devices, and argument '{path}' is on {others} devices, some of them others. {rule}"
             )
     jaxpr = _traced(step, arguments)
     found = None if jaxpr is None else next(_meshes_in(jaxpr, given), None)
     if found is not None:
         raise ConfigError(
-            f"make was given {len(given)} devices, and its step holds a mesh of {found[0]}, {found[1]}. {rule}"
+            f"make received {len(given)} devices, and its step contains a mesh of {found[0]}, {found[1]}. {rule}"
         )
 
 
 def _traced(step: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    """Returns the jaxpr of a step that can be traced from outside, else None: one that is compiled already, or does
-    more than compute."""
+    """Returns the jaxpr of a step, or None if it cannot be traced from outside: it is compiled, or has side effects."""
     try:
         return jax.make_jaxpr(step)(*arguments)
-    except Exception:  # noqa: BLE001 - said when it runs
+    except Exception:  # noqa: BLE001 - the run raises it again
         return None
 
 
 def _meshes_in(jaxpr: Any, given: frozenset[jax.Device]) -> Iterator[tuple[int, str]]:
-    """Yields (devices, where) for each use of a mesh of other devices than those that are given."""
+    """Yields (devices, location) for each use of a mesh of other devices than `given`."""
     for eqn in equations(jaxpr):
         for mesh in _of_params(list(eqn.params.values())):
             if not mesh.empty and frozenset(mesh.devices.ravel()) != given:
@@ -134,8 +133,7 @@ def _of_params(values: Sequence[Any]) -> Iterator[Mesh]:
 
 
 def _captured_mesh(step: Callable[..., Any]) -> tuple[int, str] | None:
-    """Returns (devices, where it is made) of a mesh among the variables of a function and of those that it calls by
-    name."""
+    """Returns (devices, location) of a mesh among the variables of a function and of the functions it calls by name."""
     seen: set[int] = set()
     todo = [step]
     while todo:
@@ -162,8 +160,7 @@ def _content(cell: Any) -> Any:
 
 
 def _assignment_line(fn: Any, name: str) -> str:
-    """Returns `made at train.py:12: mesh = ...`, the last line before the function that gives the name a value, or the
-    variable's name."""
+    """Returns `created at train.py:12: mesh = ...`, the last assignment before the function, or the variable's name."""
     file = inspect.getsourcefile(fn)
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines() if file else []
@@ -174,4 +171,4 @@ def _assignment_line(fn: Any, name: str) -> str:
         return f"in its variable '{name}'"
     begin = fn.__code__.co_firstlineno
     number = max((n for n in found if n < begin), default=found[0])
-    return f"made at {file}:{number}: {lines[number - 1].strip()}"
+    return f"created at {file}:{number}: {lines[number - 1].strip()}"

@@ -1,13 +1,13 @@
-"""What kind of mistake a difference is, in words, and the repair.
+"""The kind of mistake behind a difference, in words, with the repair.
 
-what is seen                                              what it is
-the loss counts another number than one device            a mean of means, padding that counts
-another plain key on one device changes the gradient too  randomness that depends on the replica
-every wrong leaf is N or 1/N times the right one          a sum made twice, or not at all
-only the short batch differs                              padding that counts, or a mean of means
+observation                                               kind of mistake
+the loss counts another number than one device            mean of means, or padding that counts
+another plain key changes the gradient on one device      randomness that depends on the replica
+every wrong leaf is N or 1/N times the right one          doubled or missing sum
+only the short batch differs                              padding that counts, or mean of means
 two microbatches on one device differ too                 examples that depend on each other: batch statistics
-right up to an index, wrong beyond                        a seam between shards
-the gradient is right, the update is not                  an optimizer that looks at its own shard only
+right up to an index, wrong beyond                        shard boundary
+the gradient is right, the update is not                  an optimizer that uses its own shard only
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from spmdkit.mesh.mesh import MODEL_AXES, REPLICA_AXES
 from spmdkit.verify.difference import Difference
 
 NEAR = 0.02
-"""Relative distance at which a factor is taken for a whole number."""
+"""Relative distance at which a factor counts as an integer."""
 
 
 class Diagnosis(NamedTuple):
-    """A kind of mistake: its short name, what was found, and the smallest repair."""
+    """A kind of mistake: its short name, the observation, and the smallest repair."""
 
     kind: str
     found: str
@@ -37,24 +37,24 @@ def diagnose(
     key_matters: Callable[[], bool],
     examples_interact: Callable[[], bool],
 ) -> Diagnosis:
-    """Returns what a difference means.
+    """Returns the meaning of a difference.
 
     Args:
-        key_matters: whether another plain key changes the gradient on one device; asked only where it decides.
+        key_matters: whether another plain key changes the gradient on one device; called only if it decides.
         examples_interact: whether two microbatches on one device change the gradient.
     """
     where = _where(finding)
     if finding.quantity == "restore":
         return Diagnosis(
             "checkpoint",
-            f"leaf '{finding.leaf}' is another one after it was saved and restored",
-            "A leaf of the state is lost or changed on its way through the checkpoint; this is a bug of spmdkit, or of a leaf type of yours.",
+            f"leaf '{finding.leaf}' differs after save and restore",
+            "The checkpoint loses or changes a leaf of the state. This is a bug in spmdkit or in a user-defined leaf type.",
         )
     if finding.quantity == "replicas":
         return Diagnosis(
             "replicas apart",
-            f"leaf '{finding.leaf}' has other bits on other devices that hold the same part of it",
-            "What leaves a step has to be reduced on every replica in the same way; this is a bug of spmdkit, of a reducer, or of JAX.",
+            f"leaf '{finding.leaf}' is not bitwise equal on devices that hold the same part of it",
+            "Every replica must reduce the results of a step in the same way. This is a bug in spmdkit, a reducer or JAX.",
         )
     if finding.quantity in ("loss", "gradient"):
         return _diagnose_gradient(finding, where, mesh, microbatches, key_matters, examples_interact)
@@ -63,31 +63,32 @@ def diagnose(
         return Diagnosis(
             "optimizer",
             f"{where}, while the gradient is right{factor}",
-            "The optimizer computes something over its own shard (a norm, a trust ratio) or keeps a state that no mesh may cut. "
-            "Use optax's own transformations in global view, or sk.pmean in a per-replica step.",
+            "The optimizer computes a value over its own shard (a norm, a trust ratio), or its state cannot be sharded. "
+            "Use optax transformations in the global view, or sk.pmean in a per-replica step.",
         )
     if finding.quantity == "state":
         return Diagnosis(
             "model state",
             f"{where}, while gradient and update are right",
-            "The new model state is computed from one replica's examples and averaged, which is no mean over all of them (a variance is not). "
-            'Compute it over the axes ("replica", "data"), as BatchNorm(axis_name=("replica", "data")) does.',
+            "The new model state is computed from one replica's examples and then averaged. The average of variances is not "
+            'the variance of all examples. Compute it over the axes ("replica", "data"), as '
+            'BatchNorm(axis_name=("replica", "data")) does.',
         )
     if finding.quantity in ("metric", "eval"):
         what = "metric" if finding.quantity == "metric" else "metric of the evaluation"
         return Diagnosis(
             "metric",
-            f"{what} '{finding.leaf}' differs by {finding.error:.1e}, while the training is right",
-            "A metric is sk.mean(values, one per example), not a mean that was taken before.",
+            f"{what} '{finding.leaf}' differs by {finding.error:.1e}, while training is equal",
+            "Pass sk.mean one value per example, not a mean that is already computed.",
         )
     return Diagnosis(
         "later step",
-        f"{where}, while the first gradients and updates are right",
-        "Something that the step carries on (optimizer state, model state, moving average) differs by mesh.",
+        f"{where}, while the first gradients and updates are equal",
+        "State that the step carries over (optimizer state, model state, moving average) differs by mesh.",
     )
 
 
-LEAVE_MICROBATCHES = " If only cases with microbatches differ, it is so already: leave microbatches at 1."
+KEEP_ONE_MICROBATCH = " If only cases with microbatches differ, set microbatches: 1."
 
 
 def _diagnose_gradient(
@@ -104,15 +105,15 @@ def _diagnose_gradient(
         return Diagnosis(
             "key folded by device",
             f"{where}; another plain key on one device changes the gradient too",
-            "The loss draws from its plain `key`, which differs by replica and microbatch. Draw from sk.example_keys(), one key per example, "
-            "which is the same on every mesh.",
+            "The loss draws from its plain `key`, which differs by replica and microbatch. Draw from sk.example_keys(): one "
+            "key per example, equal on every mesh.",
         )
     if finding.only_short:
         return Diagnosis(
             "uneven counts",
             f"{where}, and only in the short batch",
-            "Replicas hold unequal numbers of examples there. Sum and count have to be added before they are divided: return "
-            "sk.mean(per_example_loss), or leave padding out with sk.example_mask().",
+            "Replicas hold unequal numbers of examples in it. Sum and count must be added up before the division: return "
+            "sk.mean(per_example_loss), or exclude padding with sk.example_mask().",
         )
     factor = _reduction_error(finding.factor, mesh, microbatches)
     if factor is not None:
@@ -121,9 +122,10 @@ def _diagnose_gradient(
         return Diagnosis(
             "batch statistics",
             f"{where}; two microbatches on one device differ from one batch too",
-            "The loss of an example depends on the others (batch statistics, a loss over pairs), and a replica sees only its own. Compute it "
-            'over the replicas: BatchNorm(axis_name=("replica", "data")), or lax.pmean(x, ("replica", "data")).'
-            + LEAVE_MICROBATCHES
+            "The loss of an example depends on other examples (batch statistics, a loss over pairs), and a replica has only "
+            'its own. Compute it over the replicas: BatchNorm(axis_name=("replica", "data")), or '
+            'lax.pmean(x, ("replica", "data")).'
+            + KEEP_ONE_MICROBATCH
             * (microbatches > 1),
         )
     if finding.boundary is not None:
@@ -131,22 +133,23 @@ def _diagnose_gradient(
         return Diagnosis(
             "shard boundary",
             f"{where}; dim {dim} of it is right on one side of index {index} and wrong on the other",
-            "What lies beyond a shard is missing or at the wrong place: a halo, a step of a ring, an offset of positions or of a vocabulary. "
-            "Let sk.shard and the layout cut the value, or look at that op.",
+            "Values beyond the shard are missing or misplaced: a halo, a step of a ring, an offset of positions or of a "
+            "vocabulary. Let sk.shard and the layout shard the value, or check that op.",
         )
     if finding.num_wrong == 1 < finding.num_leaves:
         return Diagnosis(
             "one leaf",
             where,
-            "Everything else is right, so look at where this leaf alone is used: a stop_gradient, a reduction of its own, a layout rule.",
+            "All other leaves are equal. Check where only this leaf is used: a stop_gradient, a separate reduction, a layout "
+            "rule.",
         )
     axes = [a for a in mesh if a in MODEL_AXES]
     over = f"the model axes {', '.join(axes)}" if axes else "the replica axes"
     return Diagnosis(
         "other",
         where,
-        f"The loss is another function on this mesh. What it computes over {over} by itself (collectives, shard_map, axis_index, the number "
-        "of its rows) is the first place to look at.",
+        f"The loss is a different function on this mesh. First check its own computation over {over}: collectives, "
+        "shard_map, axis_index, the number of its rows.",
     )
 
 
@@ -158,22 +161,23 @@ def _diagnose_counts(
         return Diagnosis(
             "mean of means",
             counted,
-            "The loss takes a mean itself and gives it to sk.mean as one value, so replicas and microbatches with unequal counts weigh the "
-            "same. Give sk.mean the values: sk.mean(per_example_loss, where=mask).",
+            "The loss computes a mean and passes it to sk.mean as one value, so replicas and microbatches with unequal counts "
+            "get equal weights. Pass the values: sk.mean(per_example_loss, where=mask).",
         )
     if only_short and found > expected:
         return Diagnosis(
             "duplicate padding",
             counted,
-            "Rows that only fill up a short batch count as examples. Give sk.mean one value per example, or multiply by sk.example_mask().",
+            "Padding rows of a short batch count as examples. Pass sk.mean one value per example, or multiply by "
+            "sk.example_mask().",
         )
     if reduced := _reduction_error(found / expected, mesh, microbatches):
         return Diagnosis(reduced[0], counted, reduced[2])
     return Diagnosis(
         "uneven counts",
         counted,
-        "The count of the loss depends on how the batch is cut. It is the number of what is averaged, or the sum of its weights: "
-        "sk.mean(values, where=, weights=) makes it.",
+        "The count of the loss depends on how the batch is sharded. It must be the number of averaged values or the sum of "
+        "their weights, as in sk.mean(values, where=, weights=).",
     )
 
 
@@ -188,24 +192,26 @@ def _where(finding: Difference) -> str:
 
 
 def _reduction_error(factor: float | None, mesh: Mapping[str, int], microbatches: int) -> tuple[str, str, str] | None:
-    """Returns (kind, found, repair) where the factor is one of the mesh's own numbers."""
+    """Returns (kind, observation, repair) if the factor is a size of the mesh."""
     if factor is None:
         return None
     for names, size in _products(mesh, microbatches):
         if abs(factor / size - 1) < NEAR:
             found = f"the wrong leaves are {size} times the right ones, and {size} is the size of {names}"
-            repair = f"A sum over {names} is made twice. sk.value_and_grad has already reduced: remove the other psum, pmean or factor."
+            repair = (
+                f"A sum over {names} is taken twice. sk.value_and_grad already reduces: remove the other psum, pmean or factor."
+            )
             return "reduced twice", found, repair
         if abs(factor * size - 1) < NEAR:
             found = f"the wrong leaves are 1/{size} of the right ones, and {size} is the size of {names}"
-            repair = f"A sum over {names} is missing, or its result is divided once more. Let sk.value_and_grad reduce."
+            repair = f"A sum over {names} is missing, or its result is divided again. Let sk.value_and_grad reduce."
             return "not reduced", found, repair
     return None
 
 
 def _products(mesh: Mapping[str, int], microbatches: int) -> Iterable[tuple[str, int]]:
-    """Yields (names, size) of every group of axes that a factor could come from, larger than one; the plainest
-    first."""
+    """Yields (names, size) of each group of axes that can explain a factor and is larger than one; the simplest first.
+    """
     replicas = [(a, n) for a, n in mesh.items() if a in REPLICA_AXES and n > 1]
     others = [(a, n) for a, n in mesh.items() if a not in REPLICA_AXES and n > 1]
     groups: list[list[tuple[str, int]]] = []
@@ -224,8 +230,7 @@ def _products(mesh: Mapping[str, int], microbatches: int) -> Iterable[tuple[str,
 
 
 def pattern(failed: Iterable[Mapping[str, Any]], passed: Iterable[Mapping[str, Any]]) -> str:
-    """Returns what the failed cases have in common and no passed one has: `only with tensor > 1`, or an empty
-    string."""
+    """Returns what all failed cases and no passed case have in common: `only with tensor > 1`, or an empty string."""
     bad, good = list(failed), list(passed)
     if not bad or not good:
         return ""
@@ -235,7 +240,7 @@ def pattern(failed: Iterable[Mapping[str, Any]], passed: Iterable[Mapping[str, A
     }
     tests["only with accumulation"] = lambda case: case["microbatches"] > 1
     tests["only with several replicas"] = lambda case: any(case["mesh"].get(a, 1) > 1 for a in REPLICA_AXES)
-    tests["only where the examples are cut"] = lambda case: any(
+    tests["only with sharded examples"] = lambda case: any(
         case["mesh"].get(a, 1) > 1 for a in (*REPLICA_AXES, "fsdp", "expert")
     )
     fits = [words for words, test in tests.items() if all(map(test, bad)) and not any(map(test, good))]

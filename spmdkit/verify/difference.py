@@ -1,6 +1,6 @@
-"""`find`: where two results part, and in which way: a factor, a shard boundary, one leaf, only short batches.
+"""`find_difference`: where two results first differ, and how: a factor, a shard boundary, one leaf, only short batches.
 
-Numbers only; what they mean, and the repair, is in diagnosis.py.
+Numbers only. diagnosis.py gives their meaning and the repair.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from spmdkit.verify.noise import Noise, parts
 from spmdkit.verify.task_runner import Results, Tree
 
 FIT = 0.02
-"""How far from a multiple, relative 2-norm, a leaf may be that is called a multiple: the rest of a mistake may blur
-it."""
+"""Relative 2-norm by which a leaf may differ from a multiple of another and still count as one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,15 +25,14 @@ class Difference:
 
     Attributes:
         quantity: the first one that differs (`loss`, `gradient`, ...).
-        leaf: the first leaf, in the order of the tree, that differs in it.
+        leaf: the first leaf of that quantity that differs, in the order of the tree.
         error: of that leaf.
-        num_wrong, num_leaves: leaves of that quantity that differ, and all.
-        factor: the leaves that differ are this multiple of the right ones, None where they are no multiple.
-        counts: (here, on one device) what the loss has counted, None where it is the same.
+        num_wrong, num_leaves: leaves of that quantity that differ, and all leaves.
+        factor: the wrong leaves are this multiple of the right ones; None if they are no multiple.
+        counts: (here, on one device) counts of the loss; None if equal.
         only_short: the full batch agrees, and the short one does not.
-        batch: which of the batches it is first seen in.
-        boundary: (dim, index): the leaf is right below this index of a dim and wrong from there on, or the other way
-            round.
+        batch: index of the first batch that differs.
+        boundary: (dim, index): on one side of this index the leaf is right, on the other it is wrong.
     """
 
     quantity: str
@@ -49,13 +47,13 @@ class Difference:
     batch: int = 0
 
 
-def find(
+def find_difference(
     found: Results, expected: Results, errors: Errors, tolerance: Mapping[str, float], noise: Noise, short: bool
 ) -> Difference:
     """Returns how `found` differs, for a case that failed.
 
     Args:
-        noise: what is not compared.
+        noise: numbers that are not compared.
         short: the second batch is a short one.
     """
     failed = errors.failed(tolerance)
@@ -100,7 +98,7 @@ def _counts(found: Results, expected: Results) -> tuple[float, float] | None:
 
 
 def factor_of(found: Tree, expected: Tree, paths: list[str]) -> float | None:
-    """Returns the one factor between the leaves `paths`, None where there is none."""
+    """Returns the common factor between the leaves `paths`, or None."""
     mine, right = (np.concatenate([wide(t[p]).ravel() for p in paths if p in found]) for t in (found, expected))
     if mine.shape != right.shape or not np.isfinite(mine).all() or not right.any():
         return None
@@ -110,7 +108,8 @@ def factor_of(found: Tree, expected: Tree, paths: list[str]) -> float | None:
 
 
 def boundary_of(found: np.ndarray, expected: np.ndarray) -> tuple[int, int] | None:
-    """Returns (dim, index) where right turns into wrong or wrong into right, for the dim where that happens once."""
+    """Returns (dim, index) at which right turns into wrong or wrong into right, for a dim with one such index; else
+    None."""
     for dim, length in enumerate(expected.shape):
         if length < 2:
             continue

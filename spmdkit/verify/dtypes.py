@@ -1,9 +1,8 @@
-"""Numbers of any width as those that errors are computed with: complex and half precision too, which numpy alone takes
-for something else.
+"""Conversion of numbers of any dtype to the wide type in which errors are computed: complex and half precision
+included.
 
-complex          both parts; in float64 the imaginary one would be lost
-bfloat16, ...    floating point, though numpy calls their kind `V`; of half precision a few of the type's own ulps are
-                 rounding
+complex          both parts; a cast to float64 would drop the imaginary one
+bfloat16, ...    floating point, although numpy reports kind `V`; differences of a few ulps of the type are rounding
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 HALF_ULPS = 4
-"""Ulps of a type of less than 32 bits that two sums of the same numbers, in another order, may be apart: 4e-3 in
-float16, 3e-2 in bfloat16."""
+"""Ulps of a type of less than 32 bits by which two sums of the same numbers in another order may differ: 4e-3 in
+float16,
+3e-2 in bfloat16."""
 
 
 def is_inexact(x: Any) -> bool:
@@ -35,12 +35,13 @@ def wide(x: Any) -> np.ndarray:
 
 
 def eps(x: Any) -> float:
-    """Returns the relative distance of neighbours in the type of an array; of a complex one, of its parts."""
+    """Returns the relative distance of neighbouring numbers in the dtype of an array; for complex, of its parts."""
     return float(jnp.finfo(x.dtype).eps)
 
 
 def difference(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Returns `found - expected`, wide; zero where numbers of half precision are within `HALF_ULPS` of each other."""
+    """Returns `found - expected`, wide. It is zero where half precision numbers are within `HALF_ULPS` of each other.
+    """
     right = wide(expected)
     apart = wide(found) - right
     return (

@@ -1,22 +1,21 @@
-"""`sk.verify_step(make, meshes=[...])`: a step that uses nothing of spmdkit, with mesh axes and shardings of its own, on one
-device and on meshes.
+"""`sk.verify_step(make, meshes=[...])`: compares a step that does not use spmdkit, with its own mesh axes and
+shardings,
+on meshes and on one device.
 
-    def make(devices):                                     # [data, tensor], shaped as the mesh that is tried; of one
-                                                           device: (1, 1)
+    def make(devices):            # [data, tensor], the shape of the tried mesh; (1, 1) for one device
         mesh = jax.sharding.Mesh(devices, ("data", "tensor"))
         ...
         return jax.jit(train_step, in_shardings=..., out_shardings=...), (state, batch)
 
     report = sk.verify_step(make, meshes=[{"data": 4}, {"data": 2, "tensor": 2}])
 
-Everything that the step returns is compared, leaf by leaf, over some steps in a row where it returns a new state:
+Every returned leaf is compared, over several steps if the step returns a new state:
 
-    tolerance of a leaf = max(FLOOR_ULPS * eps * |leaf|, MULTIPLE * the largest move of it that one ulp in the arguments
-    makes on one device)
+    tolerance of a leaf = max(FLOOR_ULPS * eps * |leaf|, MULTIPLE * its largest change when one ulp moves the arguments
+    on one device)
 
-A leaf of its own scale each: in a state, parameters of size 100 stand beside moments of 1e-6, and an optimizer that
-divides by its gradient hides a factor everywhere but there. Where the second term exceeds any sense, the leaf is noise
-and named so.
+Each leaf has its own scale: a state has parameters of size 100 and moments of 1e-6, and an optimizer that divides by
+its gradient hides a factor everywhere else. A leaf with a second term beyond `LARGEST` is reported as noise.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ from spmdkit.verify.probes import one_ulp
 FLOOR_ULPS = 64
 NUM_PROBES = 4
 CLOSE = 0.5
-"""A result like an argument, and within this of it, relative 2-norm, is its new value; one that is like it and far from
-it, its gradient."""
+"""A result with the shapes of an argument is its new value if it is within this relative 2-norm of it, else its
+gradient."""
 
-NOTHING = "nothing could be compared: every result is below noise. Try smaller numbers of layers or steps, or 64 bits."
+NOTHING = "nothing could be compared: every result is below noise. Try fewer layers or steps, or 64-bit types."
 
 QUANTITIES = ("loss", "gradient", "state", "value")
 
@@ -57,8 +56,7 @@ Leaves = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step on its devices, with its arguments on the host and where each leaf of them lives; None: wherever it is
-    wanted."""
+    """A step on its devices, with its arguments on the host and the sharding of each leaf; None if uncommitted."""
 
     run: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -66,7 +64,8 @@ class Step:
 
 
 class Report(dict[str, Any]):
-    """What `sk.verify_step` found: plain values under the names of `spmdkit verify --json`; as a string, for people."""
+    """The report of `sk.verify_step`: plain values under the names of `spmdkit verify --json`. `str` gives a readable
+    form."""
 
     def __str__(self) -> str:
         good = sum(case["passed"] for case in self["cases"])
@@ -98,22 +97,20 @@ def verify_step(
     """Returns how a hand-written step on each mesh differs from one device.
 
     Args:
-        make: `make(devices) -> (step, arguments)`; `devices` is an array with one dim for each axis that `meshes` name,
-            in the order in which they come. Or, with `arguments`, the step itself, which then may hold no device: it
-            names axes alone.
-        meshes: sizes of the axes, by name; an axis that a mesh leaves out has size one.
-        arguments: of a step that is given directly.
-        specs: a `PartitionSpec` for each of them, or a tree of specs that is a prefix of it; None: whole on every
-            device.
-        steps: in a row, where a result is the new value of an argument.
+        make: `make(devices) -> (step, arguments)`; `devices` is an array with one dim per axis in `meshes`, in order of
+            appearance. With `arguments`, the step itself, which may name axes but contain no devices.
+        meshes: sizes of the axes, by name; a missing axis has size one.
+        arguments: of a step that is passed directly.
+        specs: a `PartitionSpec` for each argument, or a tree of specs that is a prefix of it; None: replicated.
+        steps: number of consecutive steps, if a result is the new value of an argument.
 
     Raises:
-        ConfigError: what is given does not fit together, or holds devices of its own.
+        ConfigError: the arguments do not fit together, or contain devices.
         UserCodeError: the function raised.
     """
     axes = _axes(meshes)
     if steps < 1:
-        raise ConfigError(f"sk.verify_step: steps is {steps}. It must be at least 1. Leave it out for its default.")
+        raise ConfigError(f"sk.verify_step: steps is {steps}. It must be at least 1. The default is 2.")
     num = max(math.prod(sizes.values()) for sizes in meshes)
     devices = join(detect_cluster({}), f"cpu:{num}").devices
     if arguments is not None:
@@ -121,8 +118,8 @@ def verify_step(
         make = shard_arguments(make, arguments, specs, axes)
     elif specs is not None:
         raise ConfigError(
-            "sk.verify_step was given specs and no arguments. They belong to a step that is given directly; make(devices) places its own. "
-            "Give arguments=(...), or leave specs out."
+            "sk.verify_step has specs and no arguments. specs belong to a step that is passed directly; make(devices) shards its "
+            "own arguments. Pass arguments=(...), or leave specs out."
         )
     one = _open(make, devices, dict.fromkeys(axes, 1))
     reference = _run(one, steps)
@@ -136,7 +133,7 @@ def verify_step(
         cases.append(case if case["passed"] else case | _located(one, opened, whole))
     compared = [path for path, x in reference.items() if is_inexact(x) and path not in noisy]
     notes = [
-        f"'{path}' is below noise: one ulp in the arguments moves it by {e:.0e} of itself" for path, e in noisy.items()
+        f"'{path}' is below noise: one ulp in the arguments moves it by {e:.0e} relative" for path, e in noisy.items()
     ]
     if not compared:
         notes.append(NOTHING)
@@ -150,44 +147,43 @@ def verify_step(
 
 
 def _axes(meshes: Sequence[Mapping[str, int]]) -> tuple[str, ...]:
-    """Returns the names of all axes, in the order in which they come."""
+    """Returns the names of all axes, in order of appearance."""
     axes = tuple(dict.fromkeys(axis for sizes in meshes if isinstance(sizes, Mapping) for axis in sizes))
     bad = [s for s in meshes if not isinstance(s, Mapping) or not all(isinstance(n, int) and n > 0 for n in s.values())]
     if bad or not axes:
         raise ConfigError(
-            f"sk.verify_step: meshes is {list(meshes)}. It is a list of sizes by axis name, each at least 1. "
+            f"sk.verify_step: meshes is {list(meshes)}. It must be a list of sizes by axis name, each at least 1. "
             'Try meshes=[{"data": 4}, {"data": 2, "tensor": 2}].'
         )
     return axes
 
 
 def _open(make: Make, devices: Sequence[jax.Device], sizes: Mapping[str, int]) -> Step:
-    """Returns the step on the first devices, shaped as a mesh of these sizes."""
+    """Returns the step on the first devices, in the shape of a mesh of these sizes."""
     shape = tuple(sizes.values())
     given = np.array(devices[: math.prod(shape)], dtype=object).reshape(shape)
     made = call_user(lambda: make(given), "make")
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple | list)):
         raise ConfigError(
-            f"make(devices) returned {type(made).__name__}. It returns the step and its arguments: return step, (state, batch)."
+            f"make(devices) returned {type(made).__name__}. It must return the step and its arguments: return step, (state, batch)."
         )
     step, arguments = made[0], tuple(made[1])
     check_devices(step, arguments, given)
-    return Step(step, jax.tree.map(_to_host, arguments), [_home(x) for x in jax.tree.leaves(arguments)])
+    return Step(step, jax.tree.map(_to_host, arguments), [_sharding_of(x) for x in jax.tree.leaves(arguments)])
 
 
-def _home(x: Any) -> Any:
-    """Returns the sharding of an array that was placed; None for numbers of the host, and for what JAX may move as it
-    likes."""
+def _sharding_of(x: Any) -> Any:
+    """Returns the sharding of a committed array; None for host values and uncommitted arrays."""
     return x.sharding if isinstance(x, jax.Array) and x.committed else None
 
 
 def _to_host(x: Any) -> Any:
-    """Returns a leaf as numpy array; of a key a copy, which a step may donate."""
+    """Returns a leaf as numpy array. A key is copied, since a step may donate it."""
     return jnp.copy(x) if is_key(x) else np.asarray(x)
 
 
 def _placed(step: Step, random: np.random.Generator | None = None) -> list[Any]:
-    """Returns the arguments on their devices, anew for each run: a step may donate what it is given.
+    """Returns the arguments on their devices. Each run needs a new copy, since a step may donate its arguments.
 
     Args:
         random: moves them by one ulp first.
@@ -212,7 +208,7 @@ def _located(one: Step, many: Step, axes: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _run(step: Step, steps: int, random: np.random.Generator | None = None) -> Leaves:
-    """Returns every leaf of what the step returns, on the host, by `step 1: 0/params/w`.
+    """Returns every leaf of the step's results on the host, by `step 1: 0/params/w`.
 
     Args:
         random: moves the arguments by one ulp first.
@@ -239,7 +235,7 @@ def _on_host(x: Any) -> np.ndarray:
 
 
 def _new_values(arguments: Sequence[Any], results: Sequence[Any]) -> dict[int, int]:
-    """Returns the results that are new values of arguments: their index -> that of the argument."""
+    """Returns the results that are new values of arguments: index of the result -> index of the argument."""
     found: dict[int, int] = {}
     for i, result in enumerate(results):
         for j, argument in enumerate(arguments):
@@ -278,7 +274,7 @@ def _kind(result: Any, arguments: Sequence[Any]) -> str:
 
 
 def _parts(tree: Any, depth: int = 3) -> Iterator[Any]:
-    """Yields a tree and those inside of it: parameters stand in a state."""
+    """Yields a tree and its subtrees: the parameters may be part of a state."""
     yield tree
     children = jax.tree_util.default_registry.flatten_one_level(tree) if depth else None
     for child in () if children is None else children[0]:
@@ -286,8 +282,7 @@ def _parts(tree: Any, depth: int = 3) -> Iterator[Any]:
 
 
 def _tolerances(reference: Leaves, probes: Sequence[Leaves]) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns (how much each leaf may differ, 2-norm; the leaves that are noise, with what one ulp does to each,
-    relative)."""
+    """Returns (tolerance of each leaf as a 2-norm, leaves that are noise with the relative effect of one ulp)."""
     tolerance, noisy = {}, {}
     for path, x in reference.items():
         if not is_inexact(x):
@@ -343,8 +338,8 @@ def _diagnosis(
     if first not in found or found[first].shape != expected[first].shape:
         return {
             "kind": "shape",
-            "found": f"'{first}' is another array",
-            "repair": "The step's results depend on the mesh.",
+            "found": f"'{first}' is missing or has another shape",
+            "repair": "The shapes of the step's results depend on the mesh.",
         }
     for path in step:
         if not is_inexact(expected[path]) or not np.any(expected[path]):
@@ -354,9 +349,9 @@ def _diagnosis(
         if axes is not None and factor is not None:
             times = f"{factor:.4g} times" if factor > 1 else f"1/{1 / factor:.4g} of"
             kind, repair = (
-                ("reduced twice", f"Something is added over {axes} that is whole already, or a mean is taken as a sum.")
+                ("reduced twice", f"A complete value is added up over {axes} again, or a sum replaces a mean.")
                 if factor > 1
-                else ("not reduced", f"A sum over {axes} is missing, or its result is divided once more.")
+                else ("not reduced", f"A sum over {axes} is missing, or its result is divided again.")
             )
             return {
                 "kind": kind,
@@ -368,14 +363,14 @@ def _diagnosis(
         return {
             "kind": "shard boundary",
             "found": found_at,
-            "repair": "What lies beyond a shard is missing, or at the wrong place.",
+            "repair": "Values beyond the shard are missing or misplaced.",
         }
-    repair = "What the step computes by itself over an axis (shard_map, collectives, axis_index, a mean of its own rows) is the first place to look at."
+    repair = "First check what the step computes over an axis: shard_map, collectives, axis_index, a mean of its own rows."
     return {"kind": "other", "found": where, "repair": repair}
 
 
 def _axes_of(factor: float, mesh: Mapping[str, int]) -> str | None:
-    """Returns the axes whose size a factor is, or one over it; a single axis before several."""
+    """Returns the axes with a size that equals a factor or its inverse; a single axis before several."""
     size = factor if factor > 1 else 1 / max(factor, 1e-30)
     large = {axis: n for axis, n in mesh.items() if n > 1}
     groups = [{axis: n} for axis, n in large.items()] + [large]

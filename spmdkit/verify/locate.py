@@ -1,17 +1,18 @@
-"""`locate`: the first value of a step that differs between one device and a mesh, with its line, how it differs, and
-the axis.
+"""`locate`: the first value of a step that differs between one device and a mesh, with its line, the difference and the
+axis.
 
-Both programs are run with every intermediate value as a result (tracing.py), the one device's also with its input moved
-by one ulp. A value of the mesh is matched with the one of the same text, line and order. What devices hold is right
-where it is, for some dims or mesh axes,
+Both programs run with every intermediate value as a result (tracing.py); the one-device program also runs with its
+input
+moved by one ulp. A value of the mesh is matched with the one-device value of the same text, line and order. It is right
+if, for some dims or mesh axes, it is
 
-    the same        the value of one device, whole, cut along any dim, or the same on all of them; rows in another
-                    order, where the mesh reorders them
-    a part          what adds up to it, or has it for its mean, largest or smallest: a reduction that is still to come
+    the same        the one-device value: complete, sharded along any dim, or replicated; rows in another order if the
+                    mesh reorders them
+    a part          its sum, mean, largest or smallest over devices is the one-device value: the reduction comes later
 
-and differs otherwise. From the results that differ, one walks back through values that differ or have no match, to
-where what they are made of is right (search.py): the mistake is between. It is told only where that is one statement;
-more than one, or none, is "not located".
+and wrong otherwise. From the results that differ, the search walks back through values that differ or have no match,
+to the point at which their inputs are right (search.py): the mistake is between. It is reported only if it is one
+statement; otherwise the result is "not located".
 """
 
 from __future__ import annotations
@@ -56,19 +57,19 @@ MOVES = frozenset(
         "reduce_sum",
     ]
 )
-"""Operations that hand on what came wrong before them."""
+"""Operations that pass on a wrong value."""
 
 REORDERING = ("context", "expert", "pipeline")
-"""Axes over which rows or positions go round; microbatches are cut in another order, too."""
+"""Axes over which rows or positions rotate; microbatches are split in another order, too."""
 
 
 class Location(NamedTuple):
-    """Where the first difference is.
+    """The first difference.
 
     Attributes:
         line: `file.py:12 (function)`.
-        primitive, shape: JAX's operation there, and the value's shape on a device.
-        how: in words.
+        primitive, shape: JAX's operation at this line, and the value's shape on a device.
+        how: the difference in words.
         axis: mesh axes over which the value is wrong, or an empty string.
     """
 
@@ -84,11 +85,11 @@ class Location(NamedTuple):
 
 
 def tapped(closed: Any, wanted: Sequence[int] | None = None) -> Callable[[Sequence[Any]], TapValues]:
-    """Returns the function that runs a traced step with taps, on a flat list of arrays on their devices. It compiles
+    """Returns the function that runs a traced step with taps on a flat list of arrays on their devices. It compiles
     once.
 
     Args:
-        wanted: numbers of the results that are asked for; None: all.
+        wanted: indices of the requested results; None: all.
     """
     program = TappedProgram(closed, wanted)
     order: list[ValuePath] = []
@@ -109,8 +110,7 @@ def tapped(closed: Any, wanted: Sequence[int] | None = None) -> Callable[[Sequen
 
 
 class Locator:
-    """Locates the first differences of one task_runner; the values of one device are kept for the setting that was asked
-    for last."""
+    """Locates the first difference of a task. It caches the one-device values of the last setting."""
 
     def __init__(self, task_runner: TaskRunner):
         self._task_runner = task_runner
@@ -118,27 +118,28 @@ class Locator:
         self._right: dict[tuple[str, int], tuple[TapValues, list[TapValues]]] = {}
 
     def __call__(self, setting: Setting, many: Program, quantity: str, batch: int) -> Location | None:
-        """Returns where a program on a mesh first differs from one device; None where it cannot be told.
+        """Returns where a program on a mesh first differs from one device, or None.
 
-        Where the loss differs too, what it is made of is enough: the way back from the gradient is several times as
-        much to compile.
+        If the loss differs too, the values that it is computed from suffice: the backward pass takes several times as
+        long to
+        compile.
 
         Args:
-            many: the program; its jaxpr is evaluated, so that a mutant's mistake is in it.
+            many: the program; its jaxpr is evaluated, so that it contains a mutant's mistake.
             quantity: the first that differs.
-            batch: which of the task_runner's batches it does in.
+            batch: index of the first batch that differs.
         """
         quantities = dict.fromkeys(["loss", quantity]) if quantity in ("loss", "gradient") else [quantity]
         return next((found for q in quantities if (found := self._from(setting, many, q, batch)) is not None), None)
 
     def _from(self, setting: Setting, many: Program, quantity: str, batch: int) -> Location | None:
-        found = tapped(many.traced.jaxpr, _roots(many, quantity))(_given(many, batch, lambda tree: tree))
+        found = tapped(many.traced.jaxpr, _roots(many, quantity))(_step_arguments(many, batch, lambda tree: tree))
         axes = {axis: size for axis, size in setting.mesh.items() if size > 1}
         reordered = setting.microbatches > 1 or not axes.keys().isdisjoint(REORDERING)
         return locate(*self._one_device(setting, quantity, batch), found, axes, reordered)
 
     def _one_device(self, setting: Setting, quantity: str, batch: int) -> tuple[TapValues, list[TapValues]]:
-        """Returns the values that a quantity is made of on one device, and the same with its input moved by an ulp."""
+        """Returns the values behind a quantity on one device, and the same with the input moved by one ulp."""
         one = dataclasses.replace(setting, mesh={}, plain=True)
         if self._program is None or self._program[0] != one:
             self._program, self._right = (one, self._task_runner.program(one, evaluated=False)), {}
@@ -146,13 +147,13 @@ class Locator:
             program = self._program[1]
             run = tapped(program.traced.jaxpr, _roots(program, quantity))
             ulps = (one_ulp(np.random.default_rng(i), self._task_runner.dtype) for i in range(NUM_MOVED))
-            first, *moved = (run(_given(program, batch, move)) for move in (lambda tree: tree, *ulps))
+            first, *moved = (run(_step_arguments(program, batch, move)) for move in (lambda tree: tree, *ulps))
             self._right[quantity, batch] = first, moved
         return self._right[quantity, batch]
 
 
-def _given(program: Program, batch: int, move: Callable[[Any], Any]) -> list[Any]:
-    """Returns a step's arguments, flat: the first state and a batch, moved by `move`."""
+def _step_arguments(program: Program, batch: int, move: Callable[[Any], Any]) -> list[Any]:
+    """Returns the flat arguments of a step: the first state and a batch, moved by `move`."""
     given = [b for _, b in program.batches(stop=batch + 1)][batch]
     examples = jax.tree.map(lambda x: jax.device_put(move(x), x.sharding), given.examples)
     given = dataclasses.replace(given, examples=examples, limit=program.limit)
@@ -162,11 +163,11 @@ def _given(program: Program, batch: int, move: Callable[[Any], Any]) -> list[Any
 
 
 ROOTS = {"gradient": "opt_state/gradient", "update": "opt_state/update", "state": "model_state", "loss": "loss"}
-"""Quantity that differs -> what its results have in their path."""
+"""Quantity that differs -> part of the path of its results."""
 
 
 def _roots(program: Program, quantity: str) -> list[int]:
-    """Returns the numbers of a step's results that hold a quantity, all of them where none does."""
+    """Returns the indices of the step's results that hold a quantity; all if none does."""
     names = [path for path, _ in named_leaves(program.traced.out_info)]
     found = [i for i, name in enumerate(names) if (part := ROOTS.get(quantity)) is not None and f"/{part}" in name]
     return found or list(range(len(names)))
@@ -175,18 +176,18 @@ def _roots(program: Program, quantity: str) -> list[int]:
 def locate(
     one: TapValues, moved: Sequence[TapValues], many: TapValues, axes: Mapping[str, int], reordered: bool = False
 ) -> Location | None:
-    """Returns where `many`, on a mesh, first differs from `one`; None where no single line is to blame.
+    """Returns where `many`, on a mesh, first differs from `one`; None if no single line is responsible.
 
     Args:
-        moved: one device with its input moved by one ulp: what they differ by is noise.
+        moved: one device with its input moved by one ulp: their differences are noise.
         axes: sizes of the mesh axes that are larger than one.
-        reordered: rows may stand in another order on the mesh.
+        reordered: rows may have another order on the mesh.
     """
     return _single_location(Search(one, moved, many, axes, reordered))
 
 
 def _single_location(search: Search) -> Location | None:
-    """Returns the one place in the text that all first differences are about."""
+    """Returns the one statement behind all first differences, or None."""
     values = search.many.program.values
     first = search.first()
     forward = [node for node in first if not values[node.place].backward] or list(first)
@@ -200,7 +201,7 @@ def _single_location(search: Search) -> Location | None:
 
 
 def _candidates_of(search: Search, node: Node, between: list[Node]) -> list[Node]:
-    """Returns the values that a first difference comes from."""
+    """Returns the values that may cause a first difference."""
     values, relation = search.many.program.values, search.relation(node)
     if relation is not None and relation.kind == "open":
         return []
@@ -215,14 +216,14 @@ def _candidates_of(search: Search, node: Node, between: list[Node]) -> list[Node
     elsewhere = [n for n in search.wrong_indices(node) if values[n.place].line != values[node.place].line]
     if elsewhere:
         return elsewhere
-    # A sum that is still to come, used beside what is whole: the line that leaves it so.
+    # A sum that comes later, combined with a complete value: the line that leaves it unreduced.
     parents = search.parents(node)
     parts = [n for n in parents if (r := search.relation(n)) is not None and r.kind in PARTS]
     return parts if parts and len(parts) < len(values[node.place].parents) else [node]
 
 
 def _is_one_statement(lines: Sequence[str]) -> bool:
-    """Returns whether lines `file.py:12 (function)` are of one statement."""
+    """Returns whether lines `file.py:12 (function)` belong to one statement."""
     places = [line.partition(" ")[0].rpartition(":") for line in lines]
     if any(not file for file, _, _ in places) or len({file for file, _, _ in places}) != 1:
         return False
@@ -232,7 +233,7 @@ def _is_one_statement(lines: Sequence[str]) -> bool:
 
 @functools.cache
 def _statement_lines(file: str) -> list[range]:
-    """Returns the lines of every statement of a file that holds no others; none of a file that cannot be read."""
+    """Returns the line ranges of all simple statements of a file; none if it cannot be read."""
     try:
         tree = ast.parse(
             "".join(linecache.getlines(str(PACKAGE.parent / file) if file.startswith(PACKAGE.name) else file))

@@ -1,4 +1,4 @@
-"""Where a hand-written step first differs from one device: its jaxprs, evaluated with taps as those of a task are
+"""Where a hand-written step first differs from one device: its jaxprs are evaluated with taps, as those of a task
 (locate.py)."""
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from spmdkit.verify.locate import Location, locate, tapped
 
 
 class Traced(NamedTuple):
-    """A step on its devices: what is traced, with the arguments, and the mesh that is set while it runs, where there is
-    one."""
+    """A step on its devices: the function, its arguments, and the mesh that is set while it runs, if any."""
 
     run: Callable[..., Any]
     arguments: Sequence[Any]
@@ -23,8 +22,9 @@ class Traced(NamedTuple):
 
 
 def locate_step(one: Traced, moved: Sequence[Sequence[Any]], many: Traced, axes: Mapping[str, int]) -> Location | None:
-    """Returns where a step on a mesh first differs from one device; None where it cannot be traced from outside, or no
-    single line is to blame.
+    """Returns where a step on a mesh first differs from one device. None if it cannot be traced from outside, or no
+    single
+    line is responsible.
 
     Args:
         moved: arguments of the one device, moved by one ulp.
@@ -37,7 +37,7 @@ def locate_step(one: Traced, moved: Sequence[Sequence[Any]], many: Traced, axes:
             right, *ulps = (on_one(jax.tree.leaves(tuple(given))) for given in (one.arguments, *moved))
         with _set(many.mesh):
             found = tapped(jax.make_jaxpr(many.run)(*many.arguments))(jax.tree.leaves(tuple(many.arguments)))
-    except Exception:  # noqa: BLE001 - a step that is compiled already, or does more than compute; it differs all the same
+    except Exception:  # noqa: BLE001 - the step is compiled already or has side effects; the case fails without a location
         return None
     return locate(right, ulps, found, large)
 

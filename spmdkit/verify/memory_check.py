@@ -1,4 +1,4 @@
-"""`check_memory`: whether a task is small enough to be run on fake devices, which all share this machine's memory."""
+"""`check_memory`: whether a task is small enough for fake devices, which share this machine's memory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from spmdkit.foundation.user_code import call_user
 from spmdkit.program.task import Task
 
 COPIES = 6
-"""Copies of the parameters on one device: parameters, gradient, two moments, the kept gradient and update. Activations
+"""Copies of the parameters per device: parameters, gradient, two moments, the recorded gradient and update. Activations
 are small."""
 
 MEMINFO = Path("/proc/meminfo")
 
 
 def check_memory(task: Task, num_devices: int, jobs: int) -> None:
-    """Refuses a task whose state, whole on every fake device of every process, does not fit into the memory that is
-    free.
+    """Rejects a task with a state that, complete on every fake device of every process, exceeds the free memory.
 
     Raises:
         ConfigError: it does not fit.
@@ -31,14 +30,15 @@ def check_memory(task: Task, num_devices: int, jobs: int) -> None:
     needed = COPIES * params * num_devices * jobs
     if free is not None and needed > free:
         raise ConfigError(
-            f"verify runs the task whole on {num_devices} fake devices in {jobs} process{'es' * (jobs > 1)}: parameters of {format_bytes(params)} need about "
-            f"{format_bytes(needed)}, {format_bytes(free)} are free. The mathematics is the same for a small model. "
-            "Shrink it by overrides, for example task_args.width=64 task_args.layers=2, or take --jobs 1 and fewer --devices."
+            f"verify runs the complete task on {num_devices} fake devices in {jobs} process{'es' * (jobs > 1)}: parameters of "
+            f"{format_bytes(params)} need about {format_bytes(needed)}, {format_bytes(free)} are free. A small model has the "
+            "same mathematics. Shrink it by overrides, for example task_args.width=64 task_args.layers=2, or use --jobs 1 "
+            "and fewer --devices."
         )
 
 
 def available_bytes() -> int | None:
-    """Returns the memory that new processes can have without swapping, None where the system does not say."""
+    """Returns the memory that new processes can use without swapping, or None if the system does not report it."""
     try:
         lines = MEMINFO.read_text(encoding="ascii").splitlines()
     except OSError:

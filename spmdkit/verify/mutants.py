@@ -1,7 +1,7 @@
-"""Mutants: the program with one known mistake in it. A comparison that lets one of them through proves nothing.
+"""Mutants: the program with one known mistake. A comparison that misses one of them proves nothing.
 
-A mutant acts only where the task and the mesh use what it changes; elsewhere it is not applicable, with the reason. The
-mistakes themselves, and how they get into a program, are in mutations.py.
+A mutant applies only if the task and the mesh use the code that it changes. Otherwise it is not applicable, with the
+reason. mutations.py has the mistakes and how they get into a program.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from spmdkit.verify.task_runner import Setting
 
 @dataclasses.dataclass(frozen=True)
 class TaskFacts:
-    """What a mutant may know about the task, from its reference run.
+    """Facts about the task, from its reference run.
 
     Attributes:
         num_devices: of the meshes.
-        uses: spmdkit's functions that the task called.
+        uses: spmdkit functions that the task called.
         gradient_norm: global norm of the first gradient.
     """
 
@@ -44,28 +44,29 @@ class Mutant:
 
     Attributes:
         name: in the table and in the JSON.
-        does: the mistake in words.
-        settings: where it can act: settings to try in order, or the reason why there is none.
-        apply: a context in which the mistake is in the program of a setting. Yields a list that holds something once
-            the seam was used.
-        unused: why it is not applicable where the seam was not used.
-        idle: why it is not applicable where it is in the program and changes no number beyond rounding; empty: it
-            always does.
-        restore: it acts where the state goes through a checkpoint.
-        traced: its seam is used while a program is traced, so that one in which it is not need not be run.
+        description: the mistake in words.
+        settings: the settings to try, in order, or the reason why there are none.
+        apply: a context in which the program of a setting contains the mistake. Yields a list that is not empty once
+            the
+            changed function was called.
+        unused: the reason for "not applicable" if the function is not called.
+        no_effect: the reason for "not applicable" if the mistake changes no number beyond rounding; empty: it always
+            does.
+        restore: it acts on the state in a checkpoint.
+        traced: the function is called while a program is traced, so a program without the call need not run.
     """
 
     name: str
-    does: str
+    description: str
     settings: Settings
     apply: Callable[[Setting], MutationContext]
-    unused: str = "the task's own step reduces by itself"
-    idle: str = ""
+    unused: str = "the task's train_step does its own reduction"
+    no_effect: str = ""
     restore: bool = False
     traced: bool = True
 
 
-# ---- where ------------------------------------------------------------------------------------------------------------
+# ---- settings ---------------------------------------------------------------------------------------------------------
 
 
 def _replicas(short: bool = False) -> Settings:
@@ -81,11 +82,11 @@ def _two_replica_axes(known: TaskFacts) -> list[Setting] | str:
 
 
 def _with_example_keys(known: TaskFacts) -> list[Setting] | str:
-    return _replicas()(known) if "example_keys" in known.uses else "the task draws nothing from sk.example_keys"
+    return _replicas()(known) if "example_keys" in known.uses else "the task does not use sk.example_keys"
 
 
 def _with_gathered_rows(known: TaskFacts) -> list[Setting] | str:
-    return _replicas(short=True)(known) if "all_gather" in known.uses else "the loss gathers no rows by sk.all_gather"
+    return _replicas(short=True)(known) if "all_gather" in known.uses else "the loss does not use sk.all_gather"
 
 
 def _with_example_mask(known: TaskFacts) -> list[Setting] | str:
@@ -106,8 +107,8 @@ def _accumulating(known: TaskFacts) -> list[Setting] | str:
     return [Setting({axis: known.num_devices}, microbatches=2) for axis in ("data", "fsdp")]
 
 
-def _cut(axis: str, needs: str = "", otherwise: str = "") -> Settings:
-    """Returns the settings in which a model axis is larger than one; of a task that does not call `needs`, what it is
+def _sharded_over(axis: str, needs: str = "", otherwise: str = "") -> Settings:
+    """Returns the settings with a model axis larger than one; for a task that does not call `needs`, the reason
     `otherwise`."""
 
     def settings(known: TaskFacts) -> list[Setting] | str:
@@ -122,10 +123,10 @@ def _cut(axis: str, needs: str = "", otherwise: str = "") -> Settings:
 
 NO_RING = "the loss uses no ring: sk.attention with attention.context: ring"
 NO_PIPELINE = "the loss uses no sk.pipeline"
-SAME_ALONE = "what the loss adds over replicas changes no number"
+NO_COLLECTIVE_EFFECT = "the sums over replicas in the loss change no number"
 
 MUTANTS = (
-    Mutant("reduction_dropped", "every replica keeps its own sums", _replicas(), mutations.reducing(mutations.dropped)),
+    Mutant("reduction_dropped", "every replica uses its own sums", _replicas(), mutations.reducing(mutations.dropped)),
     Mutant(
         "reduction_doubled",
         "the gradient is added over replicas twice",
@@ -134,7 +135,7 @@ MUTANTS = (
     ),
     Mutant(
         "reduction_over_wrong_axis",
-        "one replica axis is forgotten",
+        "the reduction skips one replica axis",
         _two_replica_axes,
         mutations.reducing(mutations.reduce_over_wrong_axis),
     ),
@@ -146,17 +147,17 @@ MUTANTS = (
     ),
     Mutant(
         "replicas_apart",
-        "each replica's gradient is a few ulps another one",
+        "each replica's gradient differs by a few ulps",
         _replicas(),
         mutations.reducing(mutations.apart),
     ),
     Mutant(
         "constant_summed",
-        "a derivative with respect to a constant is added up over replicas",
+        "a derivative with respect to a constant is summed over replicas",
         _replicas(),
         mutations.type_replicas,
         unused="the loss takes no derivative with respect to a constant",
-        idle="what is added up in the loss's derivatives with respect to constants is zero, or the same without",
+        no_effect="the sums of the loss's derivatives with respect to constants are zero or change nothing",
     ),
     Mutant(
         "count_without_gradient",
@@ -174,52 +175,52 @@ MUTANTS = (
     ),
     Mutant(
         "key_shared_by_replicas",
-        "every replica draws the same",
+        "every replica draws the same numbers",
         _with_example_keys,
         mutations.seam(gradient, "positions", mutations.share_positions),
     ),
     Mutant(
         "key_folded_by_device",
-        "what is drawn depends on the device",
+        "the drawn numbers depend on the device",
         _with_example_keys,
         mutations.seam(gradient, "positions", mutations.fold_positions),
     ),
     Mutant(
         "duplicate_padding",
-        "rows that fill up a short batch count",
+        "padding rows of a short batch count",
         _replicas(short=True),
         mutations.seam(feed, "place", mutations.drop_mask),
         traced=False,
     ),
     Mutant(
         "padding_gathered",
-        "rows that fill up a short batch are among everybody's, as negatives",
+        "padding rows of a short batch are among the gathered negatives",
         _with_gathered_rows,
         mutations.seam(replica_collectives, "gathered_mask", mutations.mark_padding_real),
-        unused="the loss asks for no mask of everybody's rows",
+        unused="the loss does not request the mask of the gathered rows",
     ),
     Mutant(
         "batch_statistics_per_replica",
-        "sums over replicas inside the loss are left out",
+        "sums over replicas inside the loss are skipped",
         _replicas(),
         user_mistakes.local_statistics,
         unused="the loss has no collective over replicas",
-        idle=SAME_ALONE,
+        no_effect=NO_COLLECTIVE_EFFECT,
     ),
     Mutant(
         "statistics_of_first_replica",
-        "sums over replicas inside the loss are the first replica's",
+        "sums over replicas inside the loss are replaced by the first replica's value",
         _replicas(),
         user_mistakes.first_statistics,
         unused="the loss has no collective over replicas",
-        idle=SAME_ALONE,
+        no_effect=NO_COLLECTIVE_EFFECT,
     ),
     Mutant(
         "mean_over_shard",
-        "the loss is a mean that each replica has taken already",
+        "each replica passes sk.mean a mean instead of values",
         _replicas(short=True),
         user_mistakes.in_loss(user_mistakes.shard_mean),
-        unused="the loss is no sk.mean",
+        unused="the loss is not an sk.mean",
     ),
     Mutant(
         "example_keys_forgotten",
@@ -229,13 +230,13 @@ MUTANTS = (
     ),
     Mutant(
         "padding_among_examples",
-        "the task's own mask has padding rows in it",
+        "the task's mask includes padding rows",
         _with_example_mask,
         mutations.seam(mean, "required", user_mistakes.unmasked),
     ),
     Mutant(
         "microbatch_twice",
-        "the last microbatch is the first one again",
+        "the last microbatch repeats the first",
         _accumulating,
         mutations.seam(gradient, "cut_microbatches", mutations.repeat_first_microbatch),
     ),
@@ -253,28 +254,28 @@ MUTANTS = (
     ),
     Mutant(
         "vocabulary_offset",
-        "each device takes its part of the vocabulary for the first",
-        _cut("tensor"),
+        "each device uses its part of the vocabulary as the first part",
+        _sharded_over("tensor"),
         mutations.seam(vocab, "axis_index", mutations.use_first_vocab_shard),
         unused="the loss uses neither sk.embed nor sk.cross_entropy",
     ),
     Mutant(
         "wrong_ring_step",
         "keys and values skip a device of the ring",
-        _cut("context", "attention", NO_RING),
+        _sharded_over("context", "attention", NO_RING),
         mutations.seam(ring_attention, "ring_shift", mutations.shift_ring_twice),
         unused=NO_RING,
     ),
     Mutant(
         "stage_gradient_dropped",
         "the layers of the last stage get no gradient",
-        _cut("pipeline", "pipeline", NO_PIPELINE),
+        _sharded_over("pipeline", "pipeline", NO_PIPELINE),
         mutations.drop_last_stage_gradient,
         unused=NO_PIPELINE,
     ),
     Mutant(
         "checkpoint_loses_leaf",
-        "one leaf comes back as zeros",
+        "one leaf is restored as zeros",
         lambda known: [Setting({"data": known.num_devices})],
         mutations.lose_checkpoint_leaf,
         restore=True,

@@ -1,18 +1,17 @@
-"""`Noise`: which numbers of a result are rounding noise, so that a comparison can say no more of them than how large
-they are.
+"""`Noise`: the numbers of a result that are rounding noise. Only their size can be compared.
 
-A key's bias cancels in the softmax, a bias before a batch norm in the norm: the true gradient is zero, what is computed
-is what rounding leaves. An optimizer that divides by the gradient's own size (Adam, Lion, LAMB) makes whole steps of
-it, with other signs on every mesh.
+A key's bias cancels in the softmax, a bias before a batch norm in the norm: the true gradient is zero, and the computed
+one is rounding error. An optimizer that divides by the size of the gradient (Adam, Lion, LAMB) turns it into full
+steps,
+with different signs on every mesh.
 
-Both are measured with the same probes as the tolerance, inputs moved by one ulp, through the user's own optimizer on
-one device:
+Both are measured with the probes of the tolerance: inputs moved by one ulp, through the user's optimizer on one device:
 
-    element of a gradient below noise    |g| <= MULTIPLE * largest move of its leaf; its update, and the parameter after
-                                         it, are bounded, BOUND times as large as on one device and in the probes, or
-                                         MULTIPLE times its move there
-    leaf that noise moves                MULTIPLE * its error in a probe > LARGEST, beside such elements; it may differ
-                                         by BOUND times that
+    element of a gradient below noise    |g| <= MULTIPLE * largest change of its leaf. Its update, and the parameter
+                                         after it, may be BOUND times as large as on one device and in the probes, or
+                                         MULTIPLE times their change
+    leaf that noise changes              MULTIPLE * its error in a probe > LARGEST, if there are such elements. It may
+                                         differ by BOUND times that error
 """
 
 from __future__ import annotations
@@ -30,28 +29,29 @@ SMALL_LEAF = 1e-3
 """Fraction of the tree's norm below which a leaf's norm is no measure: its true value may be zero."""
 
 MULTIPLE = 32
-"""Times the effect of one ulp in the input. A step adds in another order at every product and every sum; seen: at most
-12 times."""
+"""Tolerated multiple of the effect of one ulp in the input. A step sums in another order in every product and sum; the
+largest observed multiple is 12."""
 
 LARGEST = 1e-2
-"""A tolerance is never larger: a function that turns one ulp into 3e-4 cannot be verified, and that is said."""
+"""Upper limit of a tolerance. A function that turns one ulp into 3e-4 cannot be verified; the report states it."""
 
 BOUND = 4.0
-"""Times what noise does on one device, that it may do on a mesh: Adam's steps of it have one size and any sign, so that
-two differ by 2."""
+"""Tolerated multiple of the effect of noise on one device. Adam's noise steps have one size and any sign, so two of
+them
+differ by 2."""
 
 Part = tuple[str, Tree, Tree]
-"""(Which tree of a result, found, expected); `gradient 0` is that of the first batch."""
+"""(Name of the tree of a result, found, expected); `gradient 0` is that of the first batch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """What is below noise, by the name of the tree and path of the leaf.
+    """The numbers below noise, by tree name and leaf path.
 
     Attributes:
-        elements: bool arrays, True where a number is noise.
-        bounds: how much these may differ, as a 2-norm.
-        loose: how much a leaf that noise moves as a whole may differ, as an error.
+        elements: bool arrays, True for a number that is noise.
+        bounds: by how much these may differ, as a 2-norm.
+        loose: by how much a leaf that noise changes as a whole may differ, as an error.
     """
 
     elements: Mapping[str, Mapping[str, np.ndarray]] = dataclasses.field(default_factory=dict)
@@ -59,7 +59,7 @@ class Noise:
     loose: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
     def errors(self, part: Part) -> dict[str, float]:
-        """Returns path -> error of the leaves of a tree that can be compared."""
+        """Returns path -> error of the comparable leaves of a tree."""
         name, found, expected = part
         errors = leaf_errors(found, expected, self.elements.get(name, {}), self.bounds.get(name, {}))
         loose = self.loose.get(name, {})
@@ -67,7 +67,7 @@ class Noise:
 
     @property
     def leaves(self) -> dict[str, tuple[int, int]]:
-        """Path -> (numbers below noise, numbers) of the parameters of which the optimizer makes steps of noise."""
+        """Path -> (numbers below noise, numbers) of the parameters that get steps of noise."""
         found: dict[str, tuple[int, int]] = {}
         for by_path in self.elements.values():
             for path, mask in by_path.items():
@@ -76,7 +76,7 @@ class Noise:
 
 
 def parts(quantity: str, found: Results, expected: Results) -> list[Part]:
-    """Returns the trees of a quantity, those of single steps first; none for a quantity of numbers."""
+    """Returns the trees of a quantity, those of single steps first; none for a scalar quantity."""
     pairs = list(enumerate(zip(found.batches, expected.batches, strict=True)))
     if quantity == "gradient":
         return [(f"gradient {i}", f.gradient, e.gradient) for i, (f, e) in pairs]
@@ -97,11 +97,10 @@ def leaf_errors(
     noise: Mapping[str, np.ndarray] | None = None,
     bounds: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """Returns path -> error of each floating point or complex leaf; another number of an integer leaf is an error of
-    one.
+    """Returns path -> error of each floating point or complex leaf. A different integer leaf has an error of one.
 
     Args:
-        noise: elements that are left out, but where they differ by more than the leaf's bound.
+        noise: elements that are ignored, unless they differ by more than the leaf's bound.
     """
     norms = {p: float(np.linalg.norm(wide(x))) for p, x in expected.items() if is_inexact(x)}
     whole = np.sqrt(sum(norm**2 for norm in norms.values()))
@@ -122,7 +121,7 @@ def leaf_errors(
 
 
 def measure(reference: Results, probes: Sequence[Results]) -> Noise:
-    """Returns what is below noise on one device.
+    """Returns the numbers below noise on one device.
 
     Args:
         probes: of the same program, with the input moved by one ulp.
@@ -142,15 +141,14 @@ def measure(reference: Results, probes: Sequence[Results]) -> Noise:
 
 
 def _same(quantity: str, name: str, results: Sequence[Results]) -> list[Tree]:
-    """Returns the tree of that name of each result."""
+    """Returns the tree with this name of each result."""
     return [found for r in results for part, found, _ in parts(quantity, r, r) if part == name]
 
 
 def _below(index: int, reference: Results, probes: Sequence[Results]) -> dict[str, np.ndarray]:
-    """Returns the elements of a batch's gradient that are no larger than what rounding makes, where a step is made of
-    them.
+    """Returns the elements of a batch's gradient that are no larger than rounding errors and become steps.
 
-    Only of leaves whose update noise moves by more than any tolerance.
+    Only of leaves with an update that noise moves by more than any tolerance.
     """
     right = reference.batches[index]
     moved = [
@@ -172,8 +170,8 @@ def _below(index: int, reference: Results, probes: Sequence[Results]) -> dict[st
 
 
 def _loose(noise: Noise, reference: Results, probes: Sequence[Results]) -> dict[str, dict[str, float]]:
-    """Returns the errors that leaves may have which follow from steps of noise: of optimizer state, parameters and
-    model state."""
+    """Returns the errors that are allowed for leaves that follow from noise steps: optimizer state, parameters, model
+    state."""
     loose: dict[str, dict[str, float]] = {}
     for quantity in ("update", "parameter", "state"):
         for probe in probes:
@@ -186,5 +184,5 @@ def _loose(noise: Noise, reference: Results, probes: Sequence[Results]) -> dict[
 
 
 def _follows(name: str) -> bool:
-    """Returns whether a tree is what the optimizer made: the model state after a single step is not."""
+    """Returns whether the optimizer made a tree. It did not make the model state after a single step."""
     return not name.startswith("state ")

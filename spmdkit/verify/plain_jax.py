@@ -1,8 +1,8 @@
 """The loss and the gradient of plain JAX: `jax.value_and_grad` of the value that the user's loss returns, on one
 device.
 
-What every mesh is compared with is a program of spmdkit too. Here nothing of it takes part but the records that say
-which examples a loss sees: no sums and counts that are differentiated apart, no accumulation, no compiled step.
+The reference of every mesh is a spmdkit program too. This one uses nothing of spmdkit but the record of the examples
+that a loss sees: no separate gradients of sums and counts, no accumulation, no compiled step.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from spmdkit.verify.task_runner import Tree, flat
 from spmdkit.verify.unpadded_reference import Unpadded
 
 
-class Plain(NamedTuple):
+class PlainResult(NamedTuple):
     """The loss of one batch at the initial parameters, and its gradient by path."""
 
     loss: float
     gradient: Tree
 
 
-def plain(program: Program | Unpadded, loss_fn: Callable[..., Any], state: TrainState, batch: Batch) -> Plain:
-    """Returns what plain JAX makes of one batch, whose rows are in the order of a program without microbatches on one
-    device."""
+def plain_value_and_grad(program: Program | Unpadded, loss_fn: Callable[..., Any], state: TrainState, batch: Batch) -> PlainResult:
+    """Returns the plain JAX result of one batch, with rows in the order of a one-device program without microbatches.
+    """
     num = jax.tree.leaves(batch.examples)[0].shape[0]
     examples = trace_context.Examples(num, batch.mask, jnp.arange(num, dtype=jnp.int32), state.key)
 
     def value(params: Any, rows: Any) -> jax.Array:
-        given = (params, *((state.model_state,) if program.stateful else ()), rows, gradient._loss_key(state.key, 0, 0))
+        arguments = (params, *((state.model_state,) if program.stateful else ()), rows, gradient._loss_key(state.key, 0, 0))
         with trace_context.with_examples(examples):
-            loss, _, _ = checked_loss(loss_fn(*given), program.stateful)
+            loss, _, _ = checked_loss(loss_fn(*arguments), program.stateful)
         return loss.value
 
     def over_one_replica(params: Any) -> jax.Array:
@@ -49,4 +49,4 @@ def plain(program: Program | Unpadded, loss_fn: Callable[..., Any], state: Train
 
     both = jax.jit(jax.value_and_grad(over_one_replica), compiler_options={**compiler.quick_options()})
     loss, grads = both(state.params)
-    return Plain(float(loss), flat(grads))
+    return PlainResult(float(loss), flat(grads))

@@ -1,4 +1,4 @@
-"""`Pool`: a few worker processes, each with one job at a time; one that dies or hangs costs its own case only."""
+"""`Pool`: a few worker processes, one job at a time each. A worker that dies or hangs fails only its own case."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Response = dict[str, Any]
 
 
 class Pool:
-    """Worker processes that are started when they are needed. A context manager that ends them.
+    """Worker processes, started on demand. A context manager that ends them.
 
     Args:
-        spec: what worker.py needs; written to a file for it.
+        spec: input of worker.py, written to a file for it.
         num: processes.
     """
 
@@ -43,11 +43,12 @@ class Pool:
         environment["NPROC"] = str(num_threads(spec["devices"]))
         self._workers = [_Worker(self._spec, folder / f"worker-{i}.log", environment) for i in range(num)]
 
-    def ask(self, job: Job) -> Response:
-        """Returns the answer to one job, from the first worker; the others start meanwhile, and open the task."""
+    def request(self, job: Job) -> Response:
+        """Returns the response to one job from the first worker. Meanwhile the other workers start and open the task.
+        """
         for worker in self._workers[1:]:
-            threading.Thread(target=worker.ask, args=({"kind": "open"},), daemon=True).start()
-        return self._workers[0].ask(job)
+            threading.Thread(target=worker.request, args=({"kind": "open"},), daemon=True).start()
+        return self._workers[0].request(job)
 
     def run(self, jobs: Iterable[Job], done: Callable[[Job, Response], None]) -> None:
         """Runs all jobs, and calls `done` in this thread as each one ends."""
@@ -64,7 +65,7 @@ class Pool:
                     job = todo.get_nowait()
                 except queue.Empty:
                     return
-                responses.put((job, worker.ask(job)))
+                responses.put((job, worker.request(job)))
 
         for worker in self._workers[: max(1, num)]:
             threading.Thread(target=work, args=(worker,), daemon=True).start()
@@ -88,12 +89,12 @@ class _Worker:
         self.closed = False
         self._turn = threading.Lock()
 
-    def ask(self, job: Job) -> Response:
-        """Returns the worker's answer, or an error where it died or took too long; the next job gets a new process."""
+    def request(self, job: Job) -> Response:
+        """Returns the worker's response, or an error if it died or timed out; the next job then gets a new process."""
         with self._turn:
-            return self._ask(job)
+            return self._request(job)
 
-    def _ask(self, job: Job) -> Response:
+    def _request(self, job: Job) -> Response:
         interrupted: Response = {"error": {"code": 70, "message": "interrupted"}}
         if self.closed:
             return interrupted
@@ -137,7 +138,7 @@ class _Worker:
         return f"the process ended {how}: {' / '.join(checks[-SHOWN_LINES:])[:500]}"
 
     def end(self, kill: bool = True) -> int:
-        """Ends the process, or waits for one that is ending by itself; returns its code."""
+        """Kills the process, or waits for one that is exiting; returns its exit code."""
         process, self._process = self._process, None
         if process is None:
             return 0

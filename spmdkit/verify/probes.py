@@ -1,7 +1,8 @@
-"""Instruments around a task: the gradient before its optimizer and the update after it, the count of its loss, an input
-moved by an ulp.
+"""Probes around a task: the gradient before its optimizer and the update after it, the count of its loss, an input
+moved
+by one ulp.
 
-They are outside of what the user wrote, and change no number of it.
+They wrap the user's code and change no number of it.
 """
 
 from __future__ import annotations
@@ -27,30 +28,30 @@ from spmdkit.verify.dtypes import is_inexact
 from spmdkit.verify.unpadded_reference import Unpadded
 
 NARROW = (np.float32, jnp.bfloat16, np.float16, np.complex64)
-"""What the author of a task rounds to by itself, where all is in 64 bits."""
+"""Dtypes to which the author of a task may round in a 64-bit program."""
 
 COUNT = "verify_count"
-"""Name of the metric that carries the count of the loss; taken out before anybody sees it."""
+"""Name of the metric that carries the count of the loss; removed from all reports."""
 
 
 class RecordingState(NamedTuple):
-    """Optimizer state around the user's own: the last gradient before it, the last update after it."""
+    """Optimizer state around the user's: the last gradient before it, the last update after it."""
 
     gradient: Any
     inner: Any
     update: Any
 
     def __getitem__(self, key: Any) -> Any:
-        """Refuses: what a step takes by a number would be another thing than in its own run.
+        """Raises: an index would return another item than in the user's run.
 
         Raises:
             TypeError: always.
         """
-        raise TypeError(f"the optimizer's state is watched by verify and has no item {key!r}")
+        raise TypeError(f"verify records the optimizer's state, which has no item {key!r}")
 
 
 def recording_optimizer(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Returns `optimizer` with its last gradient and its last update kept in the state."""
+    """Returns `optimizer` with its last gradient and last update recorded in the state."""
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: Any) -> RecordingState:
@@ -72,17 +73,17 @@ def with_count_metric(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         out = loss_fn(*args)
         loss, metrics, *state = out if isinstance(out, tuple) and not isinstance(out, Mean) else (out, {})
         if not isinstance(loss, Mean) or not isinstance(metrics, dict):
-            return out  # spmdkit says what is wrong with it
+            return out  # spmdkit reports what is wrong with it
         return (loss, metrics | {COUNT: Mean(jnp.asarray(loss.count), jnp.zeros((), jnp.float32))}, *state)
 
     return counted
 
 
 def with_constant_init(task: Task, seed: int, dtype: str = "float32") -> Task:
-    """Returns the task with the arrays of `init` as constants, the model state in 64 bits where that is asked for.
+    """Returns the task with the arrays of `init` as constants, and the model state in 64 bits if requested.
 
-    A model whose own code casts (flax's `BatchNorm` computes in the wider of its input's type and float32) gives back
-    its state in another type than `init` has made it in; here it is the same in every step.
+    A model that casts by itself (flax's `BatchNorm` computes in the wider of its input's dtype and float32) returns its
+    state in another dtype than `init` creates. With a 64-bit state the dtype is the same in every step.
     """
     with jax.default_device(jax.devices()[0]):
         made = call_user(lambda: jax.device_get(jax.jit(task.init)(jax.random.key(seed))), "init")
@@ -100,7 +101,7 @@ def _widened(x: Any) -> Any:
 
 
 def _with_wide_state(task: Task) -> Task:
-    """Returns the task whose functions give the model state back with its floating point arrays in 64 bits."""
+    """Returns the task with functions that return the model state with floating point arrays in 64 bits."""
 
     def of_loss(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(loss_fn)
@@ -131,7 +132,7 @@ def _with_wide_state(task: Task) -> Task:
 def one_ulp(random: np.random.Generator, dtype: str = "float32") -> Callable[[Any], Any]:
     """Returns a function that moves every floating point number of a tree by one ulp of `dtype`, up or down at random.
 
-    Numbers of a narrower type are left alone: they are widened exactly, so that an ulp of theirs is another input.
+    Numbers of a narrower dtype are unchanged: they are widened exactly, so an ulp of theirs is another input.
     """
 
     def move(x: Any) -> Any:
@@ -147,8 +148,8 @@ def one_ulp(random: np.random.Generator, dtype: str = "float32") -> Callable[[An
 
 
 def working_dtype(program: Program | Unpadded) -> str:
-    """Returns the coarsest type to which a program of float64 rounds by itself: `float32` where its author wrote so,
-    else `float64`."""
+    """Returns the coarsest dtype to which a float64 program rounds by itself: `float32` if its author casts to it, else
+    `float64`."""
 
     def rounds(eqn: Any) -> bool:
         narrows = eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] in NARROW

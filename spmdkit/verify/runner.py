@@ -1,6 +1,6 @@
-"""`CaseRunner`: runs cases and mutants of one task_runner in this process, and says what came out as plain values.
+"""`CaseRunner`: runs the cases and mutants of one task in this process, and returns their outcomes as plain values.
 
-References are made once. With a folder they are shared with other processes, which run the other cases.
+References are computed once. With a folder, other processes that run other cases share them.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from spmdkit.step import gradient
 from spmdkit.verify import compare, mutants, mutations
 from spmdkit.verify.cases import exact_reducer
 from spmdkit.verify.diagnosis import diagnose
-from spmdkit.verify.difference import Difference, find
+from spmdkit.verify.difference import Difference, find_difference
 from spmdkit.verify.locate import Locator
 from spmdkit.verify.noise import Noise, leaf_errors
-from spmdkit.verify.plain_jax import plain
+from spmdkit.verify.plain_jax import plain_value_and_grad
 from spmdkit.verify.probes import one_ulp, working_dtype
 from spmdkit.verify.task_runner import Results, Setting, TaskRunner
 from spmdkit.verify.unpadded_reference import Unpadded
 
 
 class Reference(NamedTuple):
-    """One device: its results, how far it may be missed, how far one ulp in the input moves it, what is noise, and the
-    type of that ulp."""
+    """One device: its results, the tolerance, the effect of one ulp in the input, the noise, and the dtype of that ulp.
+    """
 
     results: Results
     tolerance: dict[str, float]
@@ -43,11 +43,11 @@ class Reference(NamedTuple):
 
 
 class CaseRunner:
-    """Compares settings of a task_runner with one device.
+    """Compares settings of a task with one device.
 
     Args:
-        folder: where references are shared with other processes.
-        locate: `cases` that differ are located, or `all`: mutants too.
+        folder: where processes share references.
+        locate: locate the failed `cases`, or `all`: mutants too.
     """
 
     def __init__(self, task_runner: TaskRunner, folder: Path | None = None, locate: Literal["", "cases", "all"] = ""):
@@ -59,14 +59,15 @@ class CaseRunner:
     # ---- references --------------------------------------------------------------------------------------------------
 
     def reference(self, setting: Setting, evaluated: bool = True) -> Reference:
-        """Returns the reference of a setting: one device, the plainest program.
+        """Returns the reference of a setting: one device, the simplest program.
 
-        A task with model state, or whose loss calls sk.all_gather, has one for each number of microbatches: batch
-        statistics and everybody's rows are those of a microbatch.
-        Where the config has short batches, their reference is not filled up, but for those with microbatches.
+        A task with model state, or a loss that calls sk.all_gather, has one reference per number of microbatches: batch
+        statistics and gathered rows are those of a microbatch. If the config has short batches, the reference is not
+        padded,
+        except with several microbatches.
 
         Args:
-            evaluated: its evaluation is compared too.
+            evaluated: compare the evaluation too.
 
         Raises:
             SpmdkitError: the task does not run on one device, or padding rows count in it.
@@ -111,7 +112,7 @@ class CaseRunner:
         return made
 
     def _plain_program(self, setting: Setting, evaluated: bool) -> Program | Unpadded:
-        # A mutant's short batches are not the user's: a loss that only ever has full ones may mix examples as it likes.
+        # A mutant's short batches are not the user's: a loss with full batches only may mix examples.
         as_configured = setting.short == self.task_runner.short
         first = self._is_first(setting)
         program = self.task_runner.program(setting, probe=first, evaluated=evaluated)
@@ -123,23 +124,24 @@ class CaseRunner:
         return Unpadded(program)
 
     def _is_of_cases(self, setting: Setting) -> bool:
-        """Returns whether cases are compared with a setting, and not mutants alone, which evaluate nothing."""
+        """Returns whether cases are compared with this setting. Settings for mutants only are not evaluated."""
         return setting.short == self.task_runner.short and setting.clip_norm is None
 
     def _is_first(self, setting: Setting) -> bool:
         return self._is_of_cases(setting) and setting.microbatches == 1
 
     def compare_with_plain_jax(self) -> dict[str, Any]:
-        """Returns how far one device of spmdkit is from `jax.value_and_grad` of the user's loss, or `not_applicable`
-        with the reason."""
+        """Returns the distance of one spmdkit device from `jax.value_and_grad` of the user's loss, or `not_applicable`
+        with the
+        reason."""
         loss_fn = self.task_runner.loss_fn
         if loss_fn is None:
-            return {"not_applicable": "the task's own train_step differentiates; there is no loss to compare it with"}
+            return {"not_applicable": "the task has its own train_step, and no loss to compare"}
         setting = Setting({}, short=self.task_runner.short, plain=True)
         reference = self.reference(setting)
         program, self._base = self._base or self.task_runner.program(setting, evaluated=False), None
         (_, batch), *_ = program.batches(stop=1)
-        right, taken = plain(program, loss_fn, program.init(), batch), reference.results.batches[0]
+        right, taken = plain_value_and_grad(program, loss_fn, program.init(), batch), reference.results.batches[0]
         errors = leaf_errors(taken.gradient, right.gradient)
         worst = max(errors, key=lambda path: np.nan_to_num(errors[path], nan=np.inf))
         found = {"loss_error": compare.number_error(taken.loss, right.loss), "gradient_error": errors[worst]}
@@ -152,22 +154,22 @@ class CaseRunner:
         """Returns the outcome of one case: its errors and `passed`, or `skipped` with the reason.
 
         Args:
-            whole: also evaluate, and send the state through a checkpoint.
+            whole: also evaluate, and save and restore the state.
 
         Raises:
-            SpmdkitError: the task does not run on one device either.
+            SpmdkitError: the task does not run on one device.
         """
         begin = time.perf_counter()
         setting = Setting(mesh, microbatches, short=self.task_runner.short)
         name = self._name(setting)
         try:
             reference = self.reference(setting, evaluated=whole)
-        except ConfigError as error:  # of a step that takes no microbatches
+        except ConfigError as error:  # a train_step has no microbatches
             if microbatches == 1:
                 raise
             return name | {"skipped": _first_line(error)}
         if not mesh and microbatches > 1 and (why := _of_a_microbatch(reference.results)):
-            return name | {"skipped": f"this is the reference itself: {why} are those of a microbatch"}
+            return name | {"skipped": f"this is the reference: {why} are those of a microbatch"}
         try:
             program = self.task_runner.program(setting, evaluated=whole)
         except ConfigError as error:
@@ -178,7 +180,7 @@ class CaseRunner:
         outcome = name | compare.as_numbers(errors)
         outcome |= {"worst_leaf": errors.leaf.get("gradient", ""), "form": found.form, "passed": not failed}
         if failed:
-            finding = find(found, reference.results, errors, reference.tolerance, reference.noise, setting.short)
+            finding = find_difference(found, reference.results, errors, reference.tolerance, reference.noise, setting.short)
             seen = diagnose(finding, mesh, microbatches, lambda: self.key_matters, lambda: self.examples_interact)
             outcome |= {"failed": failed, "worst_leaf": finding.leaf, "diagnosis": seen._asdict()}
             outcome |= self._located(setting, program, finding) if self.locate else {}
@@ -187,11 +189,10 @@ class CaseRunner:
         return outcome | {"seconds": round(time.perf_counter() - begin, 2)}
 
     def _located(self, setting: Setting, program: Program, finding: Difference) -> dict[str, Any]:
-        """Returns `located`: the first value of the step that differs, or the reason why there is no single line to
-        tell."""
+        """Returns `located`: the first value of the step that differs, or the reason why there is no single line."""
         try:
             found = self._locator(setting, program, finding.quantity, finding.batch)
-        except Exception as error:  # noqa: BLE001 - the case has failed anyway; where it differs is one more thing to know
+        except Exception as error:  # noqa: BLE001 - the case has failed anyway; its location is optional
             return {"located": None, "not_located": f"{type(error).__name__}: {_first_line(error)}"}
         if found is None:
             return {"located": None, "not_located": "no single line is the first to differ"}
@@ -241,7 +242,7 @@ class CaseRunner:
         """Returns whether a mutant is caught: `caught` with how, or `not_applicable` with the reason."""
         begin = time.perf_counter()
         mutant = mutants.by_name(name)
-        outcome: dict[str, Any] = {"name": name, "does": mutant.does}
+        outcome: dict[str, Any] = {"name": name, "description": mutant.description}
         settings = mutant.settings(self._known(num_devices))
         if isinstance(settings, str):
             return outcome | {"not_applicable": settings}
@@ -253,7 +254,7 @@ class CaseRunner:
                 return outcome | tried | {"seconds": round(time.perf_counter() - begin, 2)}
             reason = reason or tried["not_applicable"]
             if tried["not_applicable"] == mutant.unused:
-                break  # a program that is legal, and calls nothing of what is changed: no more on the other meshes
+                break  # a legal program that does not call the changed function: the same on the other meshes
         return outcome | {"not_applicable": reason}
 
     def _known(self, num_devices: int) -> mutants.TaskFacts:
@@ -263,16 +264,16 @@ class CaseRunner:
 
     def _try(self, mutant: mutants.Mutant, setting: Setting) -> dict[str, Any]:
         short = setting.short or self.task_runner.short
-        asked, setting = setting, Setting(setting.mesh, setting.microbatches, short, setting.clip_norm)
+        original, setting = setting, Setting(setting.mesh, setting.microbatches, short, setting.clip_norm)
         try:
-            jax.clear_caches()  # a part of the step that JAX has traced without the mistake would be taken again
+            jax.clear_caches()  # JAX would reuse parts of the step that were traced without the mistake
             with mutant.apply(setting) as acted:
                 program = self.task_runner.program(setting, evaluated=False)
                 if mutant.traced and not acted:
                     return {"not_applicable": mutant.unused}
                 found = self.task_runner.run(program, restore=mutant.restore)
         except ConfigError as error:
-            return self._refused(asked, acted, _first_line(error))
+            return self._rejected(original, acted, _first_line(error))
         finally:
             jax.clear_caches()
         if not acted:
@@ -281,36 +282,36 @@ class CaseRunner:
         errors = compare.compare(found, reference.results, reference.noise)
         failed = errors.failed(reference.tolerance)
         if not failed:
-            if mutant.idle and self._changes_nothing(setting, found, reference):
-                return {"not_applicable": mutant.idle}
+            if mutant.no_effect and self._changes_nothing(setting, found, reference):
+                return {"not_applicable": mutant.no_effect}
             return {"caught": False, "by": "nothing"}
-        finding = find(found, reference.results, errors, reference.tolerance, reference.noise, short)
+        finding = find_difference(found, reference.results, errors, reference.tolerance, reference.noise, short)
         seen = diagnose(finding, setting.mesh, setting.microbatches, lambda: False, lambda: False)
         by = "gradient" if "gradient" in failed else failed[0]
         located = self._located(setting, program, finding) if self.locate == "all" else {}
         return {"caught": True, "by": f"{by} {errors.worst[by]:.1e}", "diagnosis": seen._asdict(), **located}
 
     def _changes_nothing(self, setting: Setting, found: Results, reference: Reference) -> bool:
-        """Returns whether a mutant's results are those of the same mesh without the mistake."""
+        """Returns whether a mutant's results equal those of the same mesh without the mistake."""
         right = self.task_runner.run(self.task_runner.program(setting, evaluated=False))
         floor = compare.FLOOR_ULPS * float(np.finfo(reference.dtype).eps)
         return not compare.compare(found, right, reference.noise).failed(dict.fromkeys(compare.QUANTITIES, floor))
 
-    def _refused(self, setting: Setting, acted: list[Any], why: str) -> dict[str, Any]:
+    def _rejected(self, setting: Setting, acted: list[Any], why: str) -> dict[str, Any]:
         """Returns the outcome of a mutant that was refused: caught, where the program without it is legal."""
         try:
             self.task_runner.program(setting)
         except ConfigError as error:
             return {"not_applicable": _first_line(error)}
-        return {"caught": True, "by": f"refused: {why}"} if acted else {"not_applicable": why}
+        return {"caught": True, "by": f"rejected: {why}"} if acted else {"not_applicable": why}
 
 
 def _of_a_microbatch(results: Results) -> str:
-    """Returns what a microbatch has of its own, so that with several the step is another one on one device too; or
-    nothing."""
+    """Returns what differs per microbatch, so that several microbatches are another step on one device too; or an empty
+    string."""
     if results.model_state:
         return "with model state, batch statistics"
-    return "in a loss with sk.all_gather, everybody's rows" if "all_gather" in results.uses else ""
+    return "in a loss with sk.all_gather, the gathered rows" if "all_gather" in results.uses else ""
 
 
 def _first_line(error: BaseException) -> str:

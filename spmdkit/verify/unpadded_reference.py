@@ -1,6 +1,6 @@
-"""`Unpadded`: what one device computes where a short batch is a whole batch of its own size, and nothing is filled up.
+"""`Unpadded`: the one-device result with a short batch of its own size, without padding.
 
-So padding rows that count are seen as any other mistake: no mesh is compared with a device that makes it too.
+It makes padding rows that count visible as any other mistake: the reference device does not make it too.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from spmdkit.step.step import Batch
 
 
 class Unpadded:
-    """A program on one device, without microbatches, whose step takes the real rows of a batch alone.
+    """A program on one device, without microbatches; its step receives only the real rows of a batch.
 
     Args:
-        padded: says which examples are in which batch, and evaluates.
+        padded: defines which examples are in which batch, and evaluates.
     """
 
     def __init__(self, padded: Program):
         self._padded, self._by_size = padded, dict[int, Program]()
 
     def __getattr__(self, name: str) -> Any:
-        """Returns what does not depend on the batch: `init`, `eval`, `config`, ..."""
+        """Returns attributes that do not depend on the batch: `init`, `eval`, `config`, ..."""
         return getattr(self._padded, name)
 
     def batches(self, stop: int) -> Iterator[tuple[int, Batch]]:
@@ -37,17 +37,17 @@ class Unpadded:
         for step, batch in self._padded.batches(stop=stop):
             examples, mask = jax.device_get((batch.examples, batch.mask))
             num = int(mask.sum())
-            yield step, self._of(num).put(jax.tree.map(lambda x, real=mask: x[real], examples))
+            yield step, self._program_of(num).put(jax.tree.map(lambda x, real=mask: x[real], examples))
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         """Returns the state after one step, and its metrics."""
-        return self._of(int(np.shape(jax.tree.leaves(batch.examples)[0])[0])).step(state, batch)
+        return self._program_of(int(np.shape(jax.tree.leaves(batch.examples)[0])[0])).step(state, batch)
 
-    def _of(self, size: int) -> Program:
-        """Returns the program whose batches have `size` rows, all of them real."""
+    def _program_of(self, size: int) -> Program:
+        """Returns the program for batches of `size` real rows."""
         if size not in self._by_size:
             config = replace_keys(self._padded.config, {"batch_size": size, "data.drop_remainder": True})
-            # The same optimizer: a state belongs to the one that made it.
+            # The same optimizer: a state belongs to the optimizer that created it.
             task = dataclasses.replace(self._padded.task, eval_data=None)
             self._by_size[size] = Program(config, task, jax.devices()[:1])
         return self._by_size[size]

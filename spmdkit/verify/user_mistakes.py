@@ -1,6 +1,6 @@
-"""The mistakes of users that mutants make: in the loss itself, whatever the toolkit does with it.
+"""Mutants with mistakes of users: mistakes in the loss, independent of the toolkit.
 
-Each is a wrapper around the user's loss, put in at the seam `gradient: local_gradient` (mutations.py).
+Each wraps the user's loss at the seam `gradient: local_gradient` (mutations.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spmdkit.verify.task_runner import Setting
 
 
 def in_loss(wrong: Callable[..., Any]) -> Callable[[Setting], MutationContext]:
-    """Returns a mutant's `apply`: `wrong(acted, loss_fn, *arguments)` instead of the user's `loss_fn(*arguments)`."""
+    """Returns a mutant's `apply`: `wrong(acted, loss_fn, *arguments)` replaces the user's `loss_fn(*arguments)`."""
 
     @contextlib.contextmanager
     def apply(setting: Setting) -> Iterator[list[Any]]:
@@ -39,8 +39,8 @@ def in_loss(wrong: Callable[..., Any]) -> Callable[[Setting], MutationContext]:
 
 
 def _replacing_sums(of_replica: Callable[..., Any]) -> Callable[[Setting], MutationContext]:
-    """Returns a mutant's `apply`: `of_replica(psum, x, names)` instead of the sums and means over replicas that the
-    user's loss asks for."""
+    """Returns a mutant's `apply`: `of_replica(psum, x, names)` replaces the sums and means over replicas in the user's
+    loss."""
 
     def wrong(acted: list[Any], loss_fn: Callable[..., Any], *args: Any) -> Any:
         psum = lax.psum
@@ -62,16 +62,16 @@ def _replacing_sums(of_replica: Callable[..., Any]) -> Callable[[Setting], Mutat
 
 
 local_statistics = _replacing_sums(lambda psum, x, names: x)
-"""Sums and means over replicas give the replica's own value."""
+"""Sums and means over replicas return the replica's own value."""
 
 first_statistics = _replacing_sums(
     lambda psum, x, names: psum(jnp.where(lax.axis_index(names) == 0, x, jnp.zeros_like(x)), names)
 )
-"""Sums and means over replicas give the first replica's value, on all of them."""
+"""Sums and means over replicas return the first replica's value on all of them."""
 
 
 def shard_mean(acted: list[Any], loss_fn: Callable[..., Any], *args: Any) -> Any:
-    """The loss is the mean over the replica's own examples, as one value; of a sum of means, each of them."""
+    """The loss is the mean over the replica's own examples, as one value; in a sum of means, each of them."""
     out = loss_fn(*args)
     loss, *rest = out if isinstance(out, tuple) else (out,)
     if not isinstance(loss, Mean | Means):
@@ -83,7 +83,7 @@ def shard_mean(acted: list[Any], loss_fn: Callable[..., Any], *args: Any) -> Any
 
 
 def fold_by_local_row(acted: list[Any], loss_fn: Callable[..., Any], *args: Any) -> Any:
-    """Example keys are made from the loss's plain key and the place among the replica's own examples."""
+    """Example keys are made from the loss's plain key and the position among the replica's own examples."""
     examples, key = trace_context.current_examples(), args[-1]
     if examples is None or key is None:
         return loss_fn(*args)
@@ -94,6 +94,6 @@ def fold_by_local_row(acted: list[Any], loss_fn: Callable[..., Any], *args: Any)
 
 
 def unmasked(required: Any, name: str) -> Any:
-    """`sk.example_mask()` is True on padding rows too, while `sk.mean` leaves them out."""
+    """`sk.example_mask()` is True for padding rows too, while `sk.mean` excludes them."""
     examples = required(name)
     return dataclasses.replace(examples, mask=None) if "example_mask" in name else examples

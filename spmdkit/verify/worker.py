@@ -1,9 +1,9 @@
-"""A process that runs jobs: reads one job a line from its input, writes one answer a line to its output.
+"""A process that runs jobs: reads one job per line from its input, writes one response per line to its output.
 
     python -m spmdkit.verify.worker SPEC
 
-A process of its own, since the fake devices and 64-bit types are set once per process, and since XLA may end a process
-that compiles what it cannot partition.
+It is a separate process, since fake devices and 64-bit types are set once per process, and since XLA may abort a
+process in which it compiles a program that it cannot partition.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any
 
 
 def main(path: str) -> None:
-    """Answers jobs until the input ends."""
+    """Responds to jobs until the input ends."""
     responses = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what the user's code prints is no answer
+    os.dup2(2, 1)  # output of the user's code is not a response
     spec = json.loads(Path(path).read_text(encoding="utf-8"))
     case_runner: Any = None
     for line in sys.stdin:
         job = json.loads(line)
         try:
             case_runner = case_runner or _open(spec)
-            answer = {"outcome": _answer(case_runner, job, spec)}
-        except BaseException as error:  # noqa: BLE001 - said by the process that asked
+            response = {"outcome": _run_job(case_runner, job, spec)}
+        except BaseException as error:  # noqa: BLE001 - the requesting process reports it
             from spmdkit.faults.exit_handler import describe
 
             code, text = describe(error)
-            answer = {"error": {"code": code, "message": text}}
-        print(json.dumps(answer), file=responses, flush=True)
+            response = {"error": {"code": code, "message": text}}
+        print(json.dumps(response), file=responses, flush=True)
 
 
 def _open(spec: dict[str, Any]) -> Any:
@@ -56,7 +56,7 @@ def _open(spec: dict[str, Any]) -> Any:
     return CaseRunner(task_runner, Path(spec["folder"]), spec["locate"])
 
 
-def _answer(case_runner: Any, job: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
+def _run_job(case_runner: Any, job: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
     from spmdkit.verify.task_runner import Setting
 
     if job["kind"] == "open":
