@@ -22,8 +22,7 @@ DEFAULT_DEVICES = 8
 
 
 def all_meshes(num_devices: int, max_axis: int) -> list[dict[str, int]]:
-    """Returns every mesh of `num_devices` with axes of at most `max_axis`, as the sizes above one; fewest axes first.
-    """
+    """Returns every mesh of `num_devices` with axes of at most `max_axis`, as the sizes above one; fewest axes first."""
 
     def sizes(rest: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
         if not axes:
@@ -46,7 +45,9 @@ def choose_devices(config: Config, requested: int | None) -> int:
     """
     if requested is not None:
         if requested < 1:
-            raise ConfigError(f"--devices is {requested}. The number of fake devices must be at least 1. Try --devices 8.")
+            raise ConfigError(
+                f"--devices is {requested}. The number of fake devices must be at least 1. Try --devices 8."
+            )
         return requested
     if isinstance(config.devices, str) and (count := fake_devices(config.devices)):
         return count

@@ -124,9 +124,7 @@ def _diagnose_gradient(
             f"{where}; two microbatches on one device differ from one batch too",
             "The loss of an example depends on other examples (batch statistics, a loss over pairs), and a replica has only "
             'its own. Compute it over the replicas: BatchNorm(axis_name=("replica", "data")), or '
-            'lax.pmean(x, ("replica", "data")).'
-            + KEEP_ONE_MICROBATCH
-            * (microbatches > 1),
+            'lax.pmean(x, ("replica", "data")).' + KEEP_ONE_MICROBATCH * (microbatches > 1),
         )
     if finding.boundary is not None:
         dim, index = finding.boundary
@@ -198,9 +196,7 @@ def _reduction_error(factor: float | None, mesh: Mapping[str, int], microbatches
     for names, size in _products(mesh, microbatches):
         if abs(factor / size - 1) < NEAR:
             found = f"the wrong leaves are {size} times the right ones, and {size} is the size of {names}"
-            repair = (
-                f"A sum over {names} is taken twice. sk.value_and_grad already reduces: remove the other psum, pmean or factor."
-            )
+            repair = f"A sum over {names} is taken twice. sk.value_and_grad already reduces: remove the other psum, pmean or factor."
             return "reduced twice", found, repair
         if abs(factor * size - 1) < NEAR:
             found = f"the wrong leaves are 1/{size} of the right ones, and {size} is the size of {names}"
@@ -210,8 +206,7 @@ def _reduction_error(factor: float | None, mesh: Mapping[str, int], microbatches
 
 
 def _products(mesh: Mapping[str, int], microbatches: int) -> Iterable[tuple[str, int]]:
-    """Yields (names, size) of each group of axes that can explain a factor and is larger than one; the simplest first.
-    """
+    """Yields (names, size) of each group of axes that can explain a factor and is larger than one; the simplest first."""
     replicas = [(a, n) for a, n in mesh.items() if a in REPLICA_AXES and n > 1]
     others = [(a, n) for a, n in mesh.items() if a not in REPLICA_AXES and n > 1]
     groups: list[list[tuple[str, int]]] = []

@@ -30,14 +30,20 @@ class PlainResult(NamedTuple):
     gradient: Tree
 
 
-def plain_value_and_grad(program: Program | Unpadded, loss_fn: Callable[..., Any], state: TrainState, batch: Batch) -> PlainResult:
-    """Returns the plain JAX result of one batch, with rows in the order of a one-device program without microbatches.
-    """
+def plain_value_and_grad(
+    program: Program | Unpadded, loss_fn: Callable[..., Any], state: TrainState, batch: Batch
+) -> PlainResult:
+    """Returns the plain JAX result of one batch, with rows in the order of a one-device program without microbatches."""
     num = jax.tree.leaves(batch.examples)[0].shape[0]
     examples = trace_context.Examples(num, batch.mask, jnp.arange(num, dtype=jnp.int32), state.key)
 
     def value(params: Any, rows: Any) -> jax.Array:
-        arguments = (params, *((state.model_state,) if program.stateful else ()), rows, gradient._loss_key(state.key, 0, 0))
+        arguments = (
+            params,
+            *((state.model_state,) if program.stateful else ()),
+            rows,
+            gradient._loss_key(state.key, 0, 0),
+        )
         with trace_context.with_examples(examples):
             loss, _, _ = checked_loss(loss_fn(*arguments), program.stateful)
         return loss.value

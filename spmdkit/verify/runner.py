@@ -32,8 +32,7 @@ from spmdkit.verify.unpadded_reference import Unpadded
 
 
 class Reference(NamedTuple):
-    """One device: its results, the tolerance, the effect of one ulp in the input, the noise, and the dtype of that ulp.
-    """
+    """One device: its results, the tolerance, the effect of one ulp in the input, the noise, and the dtype of that ulp."""
 
     results: Results
     tolerance: dict[str, float]
@@ -180,7 +179,9 @@ class CaseRunner:
         outcome = name | compare.as_numbers(errors)
         outcome |= {"worst_leaf": errors.leaf.get("gradient", ""), "form": found.form, "passed": not failed}
         if failed:
-            finding = find_difference(found, reference.results, errors, reference.tolerance, reference.noise, setting.short)
+            finding = find_difference(
+                found, reference.results, errors, reference.tolerance, reference.noise, setting.short
+            )
             seen = diagnose(finding, mesh, microbatches, lambda: self.key_matters, lambda: self.examples_interact)
             outcome |= {"failed": failed, "worst_leaf": finding.leaf, "diagnosis": seen._asdict()}
             outcome |= self._located(setting, program, finding) if self.locate else {}
