@@ -1,4 +1,7 @@
-"""Who am I among which processes: environment -> `ClusterSpec` (pure), then `join` -> `Cluster` (starts JAX)."""
+"""The processes of a job: detection, rendezvous, and the exchange of small values.
+
+In: environment variables (`detect_cluster` -> `ClusterSpec`, pure). Out: `join` -> `Cluster` (starts JAX).
+"""
 
 from spmdkit.cluster.cluster import Cluster
 from spmdkit.cluster.detection import detect_cluster

@@ -1,19 +1,19 @@
-"""Decided once, known to all: every process gets True at the same step, whoever asked and however far apart they run.
+"""Agreement on a step: every process gets True at the same step, whichever process requested it.
 
 Process 0 leads. It publishes a *horizon* H with the promise "whatever is decided from now on is for a step after H",
 and the number of decisions so far. A follower passes step t only when it has read a horizon H >= t. Hence:
 
-  - while process 0 decides, no process has passed a step after the H that is published, so the decision for step
-    D = H + 1 comes before anybody has passed D, and D is not yet behind process 0 either (it keeps H >= its own step);
-  - a follower at step D has not yet read a horizon that covers D, so it reads; any board with a horizon >= D was
-    written after decision D was, so the follower finds D and returns True at exactly that step.
+  - while process 0 decides, no process has passed a step after the published H, so the decision for step D = H + 1
+    comes before any process has passed D, and D is not behind process 0 either (H >= its own step always holds);
+  - a follower at step D has not yet read a horizon that covers D, so it reads. A board with a horizon >= D was written
+    after decision D, so the follower reads D and returns True at exactly that step.
 
-Neither argument needs a bound on how far processes drift apart, nor on how long a message takes; `lag` only keeps
-processes that run ahead from waiting. H is never less than `step + lag`, so a decision is for `step + lag + 1`, or for
-a little later when steps are fast: process 0 then extends the horizon only every `AGREEMENT_INTERVAL_S` seconds.
+Neither argument needs a bound on how far apart processes run, or on how long a message takes; with `lag`, processes
+that run ahead do not wait. H is never less than `step + lag`, so a decision is for `step + lag + 1`, or for a little
+later when steps are fast: process 0 then extends the horizon only every `AGREEMENT_INTERVAL_S` seconds.
 
-A request counts for the decision number it was made under; it is satisfied by the next step at which all get True. A
-request under an old number is ignored, rightly: the decision that made the number old is for a step after the request.
+A request belongs to the number of the decision that it was made under; the next step at which all get True satisfies
+it. A request under an old number is ignored: the decision that made the number old is for a step after the request.
 
 Wire, per name and every max(1, AGREEMENT_INTERVAL_S / step time) steps: process 0 one put and one listing, each
 follower one read.
@@ -34,7 +34,7 @@ MOST_STEPS_AHEAD = 1024
 
 
 class Agreement:
-    """One question that all processes answer alike at every step. `lead` on process 0, `follow` elsewhere."""
+    """One decision per step that is the same on all processes. Process 0 leads, the others follow."""
 
     def __init__(
         self,
@@ -53,16 +53,17 @@ class Agreement:
         self._horizon: int | None = None
         self._num_decided = 0  # decisions that this process knows of
         self._ahead: list[int] = []  # known decisions that this process has not reached, in order
-        self._asked: int | None = None  # followers: the decision number of the request last put in the store
+        self._requested: int | None = None  # followers: the decision number of the last request in the store
         self._stride = 1  # process 0: steps between extensions of the horizon
         self._extended: tuple[float, int] | None = None
 
     def at(self, step: int, request: bool, lag: int) -> bool:
-        """Returns whether `step` is a decided step: the same on every process. To be called at every step in turn."""
+        """Returns whether `step` is a decided step, the same on every process. Called at every step in turn."""
         if self._step is not None and step != self._step + 1:
             raise ValueError(
-                f"agreement {self._folder!r} was asked at step {step} after step {self._step}: every process must ask "
-                f"at every step in turn. Use another name for another loop."
+                f"agreement {self._folder!r} was called at step {step} after step {self._step}. Every process calls it "
+                "at "
+                f"every step in turn. Use another name for another loop."
             )
         self._step = step
         if self._process_index == 0:
@@ -78,7 +79,7 @@ class Agreement:
         horizon = step - 1 if self._horizon is None else self._horizon
         due = self._horizon is None or horizon <= step + lag
         wanted = False
-        if not self._ahead:  # a decision ahead answers every request made until then
+        if not self._ahead:  # a decision ahead satisfies every request made until then
             wanted = request or (due and self._has_requests())
         if wanted:
             decision = max(horizon, step) + 1
@@ -109,9 +110,9 @@ class Agreement:
         if self._horizon is None or step > self._horizon:
             with phase.waiting("process 0"):
                 self._read_until(step)
-        if request and not self._ahead and self._asked != self._num_decided:
+        if request and not self._ahead and self._requested != self._num_decided:
             self._store.put(f"{self._folder}/requests/{self._num_decided}/{self._process_index}", str(step))
-            self._asked = self._num_decided
+            self._requested = self._num_decided
 
     def _read_until(self, step: int) -> None:
         """Waits for a horizon that covers `step`; process 0 is at most `lag` + stride steps behind when it has to."""
@@ -128,11 +129,11 @@ class Agreement:
                 if step <= self._horizon:
                     return
             if deadline.expired:
-                found = "never asked" if self._horizon is None else f"allows steps up to {self._horizon}"
+                found = "has started no step" if self._horizon is None else f"allows steps up to {self._horizon}"
                 raise RendezvousError(
                     f"process {self._process_index} waited {self._timeout_s:g} s at step {step} for process 0, which "
                     f"{found}. All processes must run the same steps; process 0 is stuck or left its loop early. "
-                    f"See the output of process 0 and start all processes again."
+                    f"See the output of process 0, and start all processes again."
                 )
             self._sleep(pause)
             pause = min(2 * pause, 0.05)

@@ -1,10 +1,12 @@
-"""Barriers of the coordination service that no clock and no pause can break, for everybody in the process (orbax too).
+"""Barriers on the coordination service that are safe against clock changes and pauses, for all code in the process
+(orbax too).
 
-The service's own barriers have deadlines by wall time, before jax 0.12 it drops who waits in one when the clock is set
-back, and then nobody ever comes out (jaxlib 0.10.2). Keys have neither: who arrives counts itself, the last one opens,
-the last one to leave removes what was written.
+The service's own barriers have deadlines by wall time. Before jax 0.12 the service drops a waiting process when the
+clock is set back, and the barrier then never completes (jaxlib 0.10.2). Keys have no deadlines: each arriving process
+increments a counter, the last one to arrive opens the barrier, the last one to leave removes the keys. `give_up` (a
+process reports that it cannot come) is needed with every jax; the service has no such call.
 
-Cost: five short requests of each process instead of one, 0.7 ms on loopback.
+Cost: five short requests per process instead of one, 0.7 ms on loopback.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from spmdkit.foundation.deadline import Deadline
 
 OPEN, LATE, GIVEN_UP = "open", "late", "given up: "
 SLICE_MS = 200
-"""How long a wait that may be ended from outside goes on without looking."""
+"""The longest request of a wait that another thread may end."""
 
 
 class Client:
@@ -27,10 +29,10 @@ class Client:
 
     Args:
         client: JAX's.
-        num_processes: who meets at a barrier that names nobody.
+        num_processes: the number of processes at a barrier without a list of processes.
 
     Attributes:
-        is_over: set from any thread, so that nobody waits for the others any more: every call raises CANCELLED.
+        is_over: set from any thread to end all waits: every call raises CANCELLED.
     """
 
     def __init__(self, client: Any, num_processes: int):
@@ -53,7 +55,7 @@ class Client:
             raise RuntimeError("CANCELLED: this generation is over")
 
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> Any:
-        """Returns the value, waiting for it. Raises RuntimeError: DEADLINE_EXCEEDED, or CANCELLED."""
+        """Waits for the value. Raises RuntimeError: DEADLINE_EXCEEDED, or CANCELLED."""
         deadline = Deadline(timeout_in_ms / 1000)
         while True:
             self._check()
@@ -66,16 +68,14 @@ class Client:
                     raise
 
     def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int, process_ids: Sequence[int] | None = None) -> None:
-        """Returns when all of `process_ids` (None: all processes) are here, as the service's own does. A name may be
-        used again.
+        """Waits for all of `process_ids` (None: all processes), as the service's own barrier does. Names are reusable.
 
         Raises:
-            RuntimeError: DEADLINE_EXCEEDED after `timeout_in_ms`; ABORTED where somebody has given it up, with the
-                reason.
+            RuntimeError: DEADLINE_EXCEEDED after `timeout_in_ms`; ABORTED, with the reason, where a process gave up.
         """
         folder = self._next(barrier_id)
         num = self._num if process_ids is None else len(process_ids)
-        if self._client.key_value_increment(f"{folder}/come", 1) >= num:
+        if self._client.key_value_increment(f"{folder}/arrived", 1) >= num:
             self._decide(folder, OPEN)
         elif self._decided(folder, timeout_in_ms) is None:
             self._decide(folder, LATE)
@@ -84,28 +84,29 @@ class Client:
             raise RuntimeError(f"ABORTED: {how.removeprefix(GIVEN_UP)}")
         if how != OPEN:
             raise RuntimeError(
-                f"DEADLINE_EXCEEDED: barrier {barrier_id!r}: not all {num} processes came within {timeout_in_ms / 1000:g} s"
+                f"DEADLINE_EXCEEDED: barrier {barrier_id!r}: not all {num} processes arrived within "
+                f"{timeout_in_ms / 1000:g} s"
             )
-        if self._client.key_value_increment(f"{folder}/gone", 1) >= num:
+        if self._client.key_value_increment(f"{folder}/left", 1) >= num:
             self._client.key_value_delete(folder)
 
     def give_up(self, barrier_id: str, why: str) -> None:
-        """In the place of a visit: nobody waits there any more. A barrier that is open already stays so."""
+        """Ends the wait of all others in place of arriving. A barrier that is open already stays open."""
         self._decide(self._next(barrier_id), f"{GIVEN_UP}{why}")
 
     def _next(self, barrier_id: str) -> str:
-        """Returns where this visit to a barrier is counted."""
+        """Returns the folder of this use of a barrier."""
         with self._lock:
             self._times[barrier_id] += 1
             return f"barriers/{barrier_id}/{self._times[barrier_id]}"
 
     def _decide(self, folder: str, how: str) -> None:
-        """Says for all how it ends, where nobody has said so before."""
+        """Publishes how the barrier ends, unless another process has."""
         with suppress(RuntimeError):  # ALREADY_EXISTS
             self._client.key_value_set(f"{folder}/ended", how)
 
     def _decided(self, folder: str, timeout_in_ms: int) -> str | None:
-        """Returns how it ends, None when that is not known in time."""
+        """Returns how the barrier ends, None after the timeout."""
         try:
             return str(self.blocking_key_value_get(f"{folder}/ended", timeout_in_ms))
         except RuntimeError as error:

@@ -1,7 +1,7 @@
-"""`Cluster`: the processes that train together, their devices, and what they can tell each other, every wait bounded.
+"""`Cluster`: the processes that train together, their devices, and their exchange of small values.
 
-Small strings, barriers and agreements go through JAX's coordination service (TCP to process 0), never through a
-collective: a collective has no timeout and names nobody. With one process everything is a dict and costs nothing.
+Values, barriers and agreements use JAX's coordination service (TCP), never a collective: a collective has no timeout
+and names no process. Every wait is bounded. With one process everything is local.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from spmdkit.errors import RendezvousError
 from spmdkit.foundation.deadline import Deadline
 from spmdkit.foundation.timeouts import EXCHANGE_REPORT_S, EXCHANGE_S
 
-# A second cluster object in one process (a notebook, a test) must not meet the keys of the first.
+# A second cluster object in one process (a notebook, a test) must not use the keys of the first.
 _join_count = itertools.count()
 
 
 class Cluster:
-    """The joined processes; made by `join`. Every process makes the same calls in the same order."""
+    """The joined processes; created by `join`. Every process makes the same calls in the same order."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Cluster:
         notes: Sequence[str] = (),
         advertises: str = "127.0.0.1",
     ):
-        self.advertises = advertises  # the address that CPU collectives give to the other processes
+        self.advertises = advertises  # the address that CPU collectives advertise
         self.notes = tuple(notes)  # how the environment was read, for the log
         self.process_index = process_index
         self.num_processes = num_processes
@@ -61,16 +61,16 @@ class Cluster:
         return self.process_index == 0
 
     def board(self, name: str) -> tuple[Store, str]:
-        """Returns the store and a folder in it, new at each call, for what is written again and again."""
+        """Returns the store and a new folder in it, for values that are overwritten."""
         self._num_boards += 1
         return self._store, f"{self._root}/{name}/{self._num_boards}"
 
     def put(self, key: str, value: str) -> None:
-        """Publishes a string to all processes; each key once."""
+        """Publishes a string to all processes. Each key is used once."""
         self._store.put(f"{self._root}/user/{key}", value)
 
     def get(self, key: str, timeout_s: float = EXCHANGE_S) -> str:
-        """Returns what some process puts under `key`, waiting for it. Raises RendezvousError after `timeout_s`."""
+        """Waits for the value that a process publishes under `key`. Raises RendezvousError after `timeout_s`."""
         try:
             return self._store.get(f"{self._root}/user/{key}", timeout_s)
         except TimeoutError:
@@ -159,9 +159,9 @@ class Cluster:
         return values
 
     def barrier(self, name: str, timeout_s: float = EXCHANGE_S) -> None:
-        """Returns when every process is here. Raises RendezvousError, with the missing processes, after `timeout_s`.
+        """Waits for every process. Raises RendezvousError with the missing processes after `timeout_s`.
 
-        The coordination service checks once a second, so the error comes up to a second late.
+        The coordination service checks once per second, so the error is up to a second late.
         """
         if self.num_processes == 1:
             return
@@ -173,20 +173,20 @@ class Cluster:
         except TimeoutError:
             arrived = {int(p) for p in self._store.entries(f"{key}/arrived")}
             missing = [p for p in range(self.num_processes) if p not in arrived]
-            who = f"{name_processes(missing)} did not come" if missing else "the last one came too late"
+            who = f"{name_processes(missing)} did not come" if missing else "the last one was too late"
             raise RendezvousError(
                 f"barrier {name!r}: process {self.process_index} waited {timeout_s:g} s for {self.num_processes} "
-                f"processes, {who}. All processes must get here within the timeout; see the output of the missing ones "
-                f"and start all again."
+                f"processes, {who}. All processes must reach the barrier within the timeout. See the output of the "
+                f"missing ones, and start all again."
             ) from None
 
     def agree(self, name: str, step: int, request: bool, lag: int) -> bool:
         """Returns True on every process at the same step, once per request by any process; False at all others.
 
-        To be called by every process at every step in turn, with a name of its own per loop. `lag` is the number of
-        steps that may be in flight; a process further ahead waits for process 0. The decided step is `step + lag + 1`,
-        seen from process 0, or about 50 ms later when steps are faster than that. Why no process can miss the step,
-        whatever the delays: see `agreement.py`. With one process it returns `request`.
+        Every process calls it at every step in turn; each loop uses its own name. `lag` is the number of steps that may
+        be in flight; a process further ahead waits for process 0. The decided step is `step + lag + 1` of process 0, or
+        about 50 ms later when steps are faster than that. `agreement.py` explains why no process can miss the step.
+        With one process it returns `request`.
         """
         return self._agreement(name).at(step, request, lag) if self.num_processes > 1 else request
 
@@ -197,23 +197,24 @@ class Cluster:
         timeout_s: float = EXCHANGE_S,
         repair: str = GIVE_THE_SAME,
     ) -> None:
-        """Checks that all processes give the same text, or the same facts `{what: text}`; `repair` ends the message.
+        """Checks that all processes have the same text, or the same facts `{what: text}`; `repair` ends the message.
 
         Raises:
             ConfigError: on every process, naming those that differ from process 0 and the first differing lines.
-            RendezvousError: a process did not come, or failed while it looked at its facts.
+            RendezvousError: a process did not come, or its `facts` raised.
         """
         if self.num_processes == 1:
             return
         folder = f"{self._root}/same/{self._num_checks}-{name}"
         self._num_checks += 1
         comparison = Comparison(self._store, folder, self.process_index, self.num_processes, timeout_s)
-        comparison.make(name, (lambda: {name: f"{facts}\n"}) if isinstance(facts, str) else facts, repair)
+        comparison.run(name, (lambda: {name: f"{facts}\n"}) if isinstance(facts, str) else facts, repair)
 
     def shutdown(self, timeout_s: float = 60.0) -> None:
-        """Leaves the cluster together with the others. Only after success: a failed process just exits.
+        """Leaves the cluster together with the others, after success. A failed process exits without it.
 
-        Raises: RendezvousError when another process does not get here within `timeout_s`.
+        Raises:
+            RendezvousError: another process does not get here within `timeout_s`.
         """
         if self.num_processes == 1:
             return

@@ -1,10 +1,9 @@
-"""The same on every process, or an end on every process: facts are compared once, and a difference is told to all
-before anybody leaves.
+"""Checks that all processes have the same facts. A difference is an error on every process.
 
-Each process tells process 0 the digest of its facts; where all are equal that was it, two small messages a process.
-Otherwise process 0 publishes its own facts, each process that differs says in words how, and all raise the same
-ConfigError. Process 0 holds the store, so it stays until the others have read, or they would lose contact (75) where
-they should say what is wrong (78).
+Each process sends process 0 the digest of its facts. If all are equal, this costs two small messages per process.
+Otherwise process 0 publishes its facts, each process that differs reports the differences, and all raise the same
+ConfigError. Process 0 holds the store, so it stays until the others have read the result. Otherwise they would exit
+with a lost connection (75) instead of the error (78).
 """
 
 from __future__ import annotations
@@ -25,33 +24,33 @@ from spmdkit.foundation.deadline import Deadline
 from spmdkit.foundation.timeouts import COMPARISON_END_S, COMPARISON_LINGER_S, COMPARISON_REPLY_S
 
 Facts = Mapping[str, str]
-"""What is compared: a name that a person knows, and a text."""
+"""What is compared: name -> text."""
 
 GIVE_THE_SAME = (
     "Different programs would deadlock or mix their sums. Give every process the same files, versions and variables."
 )
 MOST_TEXT = 200_000
-"""Characters of one fact that are published for its first differing line; of a longer one the digest."""
+"""Facts of up to this many characters are published; of a longer one the digest."""
 SHOWN = 6
 
 
 class Comparison:
-    """One comparison among all processes of a cluster; every process makes it with the same folder of the store."""
+    """One comparison among all processes of a cluster. Every process uses the same folder of the store."""
 
     def __init__(self, store: Store, folder: str, process_index: int, num_processes: int, timeout_s: float):
         self._store, self._folder = store, folder
         self._me, self._num, self._timeout_s = process_index, num_processes, timeout_s
 
-    def make(self, what: str, facts: Callable[[], Facts], repair: str = GIVE_THE_SAME) -> None:
+    def run(self, what: str, facts: Callable[[], Facts], repair: str = GIVE_THE_SAME) -> None:
         """Returns when all processes have equal facts.
 
         Args:
-            repair: the rule and the repair, at the end of the message.
+            repair: the rule and the change that repairs it, for the end of the message.
 
         Raises:
-            ConfigError: on every process alike, with the processes that differ from process 0, and in what.
-            RendezvousError: `facts` raised on another process, or one did not come. Where it raised, the exception goes
-                on its way.
+            ConfigError: the same on every process, with the processes that differ from process 0 and their differences.
+            RendezvousError: `facts` raised on another process, or a process did not come. On the process on which it
+                raised, the exception propagates.
         """
         try:
             mine = dict(facts())
@@ -59,13 +58,13 @@ class Comparison:
             self._end_with_failure(what, error)
             raise
         verdict = self._verdict(what, _digest(json.dumps(mine, sort_keys=True)))
-        if said := verdict.get("failed"):
-            self._told()
-            raise RendezvousError(said)
+        if failed := verdict.get("failed"):
+            self._confirm()
+            raise RendezvousError(failed)
         if differing := verdict.get("differ"):
-            said = self._explain(what, mine, differing, repair)
-            self._told()
-            raise ConfigError(said)
+            message = self._explain(what, mine, differing, repair)
+            self._confirm()
+            raise ConfigError(message)
 
     # ---- the verdict -------------------------------------------------------------------------------------------------
 
@@ -76,56 +75,57 @@ class Comparison:
         return self._judge(what, digest)
 
     def _judge(self, what: str, digest: str) -> dict[str, Any]:
-        """Process 0: publishes and returns what the digests of all come to."""
+        """Process 0: publishes and returns the result of comparing all digests."""
         deadline, differing = Deadline(self._timeout_s), []
         verdict: dict[str, Any] = {}
         for process in range(1, self._num):
             try:
-                answer = self._get(f"digest/{process}", deadline.remaining_s, process, what)
+                reply = self._get(f"digest/{process}", deadline.remaining_s, process, what)
             except RendezvousError as error:
-                answer = {"failed": str(error)}
-            if "failed" in answer:
-                verdict = {"failed": answer["failed"]}
+                reply = {"failed": str(error)}
+            if "failed" in reply:
+                verdict = {"failed": reply["failed"]}
                 break
-            if answer["digest"] != digest:
+            if reply["digest"] != digest:
                 differing.append(process)
         verdict = verdict or ({"differ": differing} if differing else {})
         self._put("verdict", verdict)
         return verdict
 
     def _end_with_failure(self, what: str, error: BaseException) -> None:
-        """Tells the others why this process does not go on."""
+        """Reports to the others why this process fails."""
         first = (str(error).strip().splitlines() or [""])[0][:300]
-        said = (
-            f"process {self._me} failed while its {what} was looked at ({type(error).__name__}: {first}). All processes begin together. "
-            "See its own output, and start all again."
+        message = (
+            f"process {self._me} failed in the comparison of {what} ({type(error).__name__}: {first}). All processes "
+            "start "
+            "together. See its output, and start all again."
         )
         with contextlib.suppress(RendezvousError):
-            self._put("verdict" if self._me == 0 else f"digest/{self._me}", {"failed": said})
-            self._told()
+            self._put("verdict" if self._me == 0 else f"digest/{self._me}", {"failed": message})
+            self._confirm()
 
     # ---- a difference ------------------------------------------------------------------------------------------------
 
     def _explain(self, what: str, mine: dict[str, str], differing: Sequence[int], repair: str) -> str:
-        """Returns what all processes say, the same text on each."""
+        """Returns the message, the same text on every process."""
         if self._me == 0:
             self._put("reference", _shortened(mine))
             lines = {p: self._get(f"difference/{p}", COMPARISON_REPLY_S, p, what)["lines"] for p in differing}
-            self._put("said", {"text": f"{_message(what, self._num, lines)} {repair}"})
+            self._put("message", {"text": f"{_message(what, self._num, lines)} {repair}"})
         elif self._me in differing:
             theirs = self._get("reference", COMPARISON_REPLY_S, 0, what)
             self._put(f"difference/{self._me}", {"lines": differences(theirs, _shortened(mine))})
-        return str(self._get("said", 2 * COMPARISON_REPLY_S, 0, what)["text"])
+        return str(self._get("message", 2 * COMPARISON_REPLY_S, 0, what)["text"])
 
-    def _told(self) -> None:
-        """This process knows how it ends. Process 0 waits, for a bounded time, until all others do too."""
+    def _confirm(self) -> None:
+        """Records that this process has the result. Process 0 waits, for a bounded time, until all others have it."""
         phase.mark_ending()
         with contextlib.suppress(RendezvousError):
             if self._me:
-                self._put(f"told/{self._me}", {})
+                self._put(f"confirmed/{self._me}", {})
                 return
-            know = lambda: len(self._store.entries(f"{self._folder}/told")) == self._num - 1
-            Deadline(COMPARISON_END_S).wait_for(know, 0.01)
+            all_have_it = lambda: len(self._store.entries(f"{self._folder}/confirmed")) == self._num - 1
+            Deadline(COMPARISON_END_S).wait_for(all_have_it, 0.01)
             time.sleep(COMPARISON_LINGER_S)
 
     # ---- the store ---------------------------------------------------------------------------------------------------
@@ -145,8 +145,8 @@ def _named(process: int, what: str, timeout_s: float) -> Iterator[None]:
         yield
     except TimeoutError:
         raise RendezvousError(
-            f"process {process} did not say what its {what} is within {timeout_s:g} s. All processes have to come to the same point before "
-            "the first step. See its own output, and start all again."
+            f"process {process} did not report {what} within {timeout_s:g} s. All processes must reach the same point "
+            "before the first step. See its output, and start all again."
         ) from None
 
 
@@ -159,7 +159,7 @@ def _shortened(facts: Facts) -> dict[str, str]:
 
 
 def differences(theirs: Facts, ours: Facts) -> list[str]:
-    """Returns a line for each fact in which ours are not theirs."""
+    """Returns a line for each fact that differs."""
     names = [*theirs, *(name for name in ours if name not in theirs)]
     return [_difference(n, theirs.get(n), ours.get(n)) for n in names if theirs.get(n) != ours.get(n)]
 
@@ -168,22 +168,22 @@ def _difference(name: str, theirs: str | None, ours: str | None) -> str:
     if theirs is None or ours is None:
         there = ours if theirs is None else theirs
         shown = "" if there is None or "\n" in there else f", {_quoted(there)}"
-        return f"{name}: {'only there' if theirs is None else 'only in process 0'}{shown}"
+        return f"{name}: {'absent in process 0' if theirs is None else 'only in process 0'}{shown}"
     if "\n" not in theirs and "\n" not in ours:
         return f"{name}: {_quoted(ours)} instead of {_quoted(theirs)}"
     return f"{name}: {first_difference(theirs, ours)}"
 
 
 def first_difference(theirs: str, ours: str) -> str:
-    """Returns the first line in which two texts differ, in words."""
+    """Returns a description of the first line in which two texts differ."""
     for number, (a, b) in enumerate(itertools.zip_longest(theirs.splitlines(), ours.splitlines()), start=1):
         if a != b:
             return f"line {number} is {_quoted(b)} instead of {_quoted(a)}"
-    return "the line ends differ"
+    return "the line endings differ"
 
 
 def _quoted(line: str | None) -> str:
-    """Returns a line as it is shown: of a long one both ends, since numbers stand last."""
+    """Returns a line for a message; of a long line both ends, since numbers are at the end."""
     if line is None:
         return "absent"
     line = line.strip()
@@ -191,19 +191,19 @@ def _quoted(line: str | None) -> str:
 
 
 def _message(what: str, num: int, lines: Mapping[int, Sequence[str]]) -> str:
-    """Returns one text for all differences; processes that differ alike are named together."""
+    """Returns one text for all differences; processes with the same differences are named together."""
     alike: dict[tuple[str, ...], list[int]] = {}
     for process, found in lines.items():
         alike.setdefault(tuple(found), []).append(process)
-    said = []
+    parts = []
     for found, processes in alike.items():
         differs = "differs" if len(processes) == 1 else "differ"
-        said.append(f"{name_processes(processes)} {differs} from process 0: {_listed(what, found)}")
-    return f"{what} must be the same in all {num} processes, but {' and '.join(said)}."
+        parts.append(f"{name_processes(processes)} {differs} from process 0: {_listed(what, found)}")
+    return f"{what} must be the same in all {num} processes, but {' and '.join(parts)}."
 
 
 def _listed(what: str, lines: Sequence[str]) -> str:
-    """Returns differences as part of a sentence; more than one each on a line of its own."""
+    """Returns the differences for a sentence; several are listed one per line."""
     shown = [*lines[:SHOWN], *([f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else [])]
     return shown[0].removeprefix(f"{what}: ") if len(shown) == 1 else "".join(f"\n  {line}" for line in shown)
 

@@ -1,9 +1,9 @@
 """Environment variables -> `ClusterSpec`: how many processes there are, which one this is, where they meet. Pure.
 
-Every environment of `environments/` reads the same environment. The answer of the highest level wins (what was asked
-for spmdkit by name, then what started this process, then what lent the host) and the lower ones are a line in the log.
-Two of one level that disagree are an error, unless one of them has started the other's agents. Our variables about
-devices, timeout and address hold whoever says how many processes there are.
+Every module of `environments/` reads the same variables. The detection of the highest level is used: variables set for
+spmdkit, then those of the program that started this process, then those of the system that allocated the host. The
+others become a line in the log. Two detections of one level that disagree are an error, unless one of them started the
+other's agents. spmdkit's own variables for devices, timeout and address apply in every case.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from spmdkit.cluster.environments import all_environments
-from spmdkit.cluster.environments.base import LEVELS, Answer, DetectedCluster, Level, Partial
+from spmdkit.cluster.environments.base import LEVELS, DetectedCluster, Detection, Level, Partial
 from spmdkit.cluster.environments.spmdkit import integer
 from spmdkit.cluster.spec import ClusterSpec, split_address
 from spmdkit.errors import ConfigError
@@ -20,116 +20,127 @@ from spmdkit.foundation.constants import COORDINATOR, DEVICES_PER_PROCESS, RENDE
 from spmdkit.foundation.formatting import nearest
 from spmdkit.foundation.timeouts import RENDEZVOUS_S
 
-Answers = Mapping[str, DetectedCluster | Partial]
+Detections = Mapping[str, DetectedCluster | Partial]
 
 
 def detect_cluster(env: Mapping[str, str], environment: str = "auto") -> ClusterSpec:
-    """Returns this process's place in the cluster; a single process when no environment finds its variables.
+    """Returns the rank of this process and the size of its cluster; one process where no environment is detected.
 
-    `environment`: auto, the name of the one to read, or none for a single process whatever is set.
-    Raises: ConfigError when variables are malformed, incomplete or contradict each other.
+    Args:
+        environment: `auto`; the name of the one environment to read; `none`: one process whatever is set.
+
+    Raises:
+        ConfigError: variables are malformed, incomplete, or contradict each other.
     """
     environments = all_environments()
     if environment not in ("auto", "none", *environments):
         known = ["auto", "none", *environments]
         raise ConfigError(
-            f"cluster.environment: {environment!r} is not known. It is one of {', '.join(known)}.{nearest(environment, known)}"
+            f"cluster.environment is {environment!r}. It is one of {', '.join(known)}.{nearest(environment, known)}"
         )
     if environment not in ("auto", "none"):
-        return _with_ours(_only(environment, environments[environment].read(env), environments[environment].NAMES), env)
-    answers = {name: answer for name, module in environments.items() if (answer := module.read(env)) is not None}
+        module = environments[environment]
+        return _with_spmdkit_variables(_of_one(environment, module.read(env), module.NAMES), env)
+    detections = {name: found for name, module in environments.items() if (found := module.read(env)) is not None}
     if environment == "none":
-        return _with_ours(ClusterSpec(notes=_not_used(answers, "cluster.environment is none")), env)
-    return _with_ours(resolve(answers), env)
+        spec = ClusterSpec(notes=_unused(detections, "cluster.environment is none"))
+        return _with_spmdkit_variables(spec, env)
+    return _with_spmdkit_variables(resolve(detections), env)
 
 
-def resolve(answers: Answers) -> ClusterSpec:
-    """Returns the place that the answers of all environments come to.
+def resolve(detections: Detections) -> ClusterSpec:
+    """Returns the cluster that the detections of all environments result in.
 
-    Raises: ConfigError when they disagree, or name processes that cannot meet.
+    Raises:
+        ConfigError: they disagree, or describe processes that cannot meet.
     """
-    demands = {name: answer for name, answer in answers.items() if isinstance(answer, Partial)}
-    found = {name: answer for name, answer in answers.items() if isinstance(answer, DetectedCluster)}
-    if not found:
-        _refuse_incomplete(demands)
-        return ClusterSpec(notes=tuple(f"one process: {p.why}. {p.repair}" for p in demands.values()))
-    level = min((answer.level for answer in found.values()), key=LEVELS.index)
-    name = _one_of({name: answer for name, answer in found.items() if answer.level == level})
-    spec = found[name].spec
-    for demand in demands.values():
-        if LEVELS.index(demand.level) < LEVELS.index(level) and demand.num_processes not in (None, spec.num_processes):
+    partials = {name: each for name, each in detections.items() if isinstance(each, Partial)}
+    clusters = {name: each for name, each in detections.items() if isinstance(each, DetectedCluster)}
+    if not clusters:
+        _check_complete(partials)
+        return ClusterSpec(notes=tuple(f"one process: {each.why}. {each.repair}" for each in partials.values()))
+    level = min((each.level for each in clusters.values()), key=LEVELS.index)
+    name = _innermost({name: each for name, each in clusters.items() if each.level == level})
+    spec = clusters[name].spec
+    for partial in partials.values():
+        is_higher = LEVELS.index(partial.level) < LEVELS.index(level)
+        if is_higher and partial.num_processes not in (None, spec.num_processes):
             raise ConfigError(
-                f"{demand.why}, and {name} has started {spec.num_processes} ({_said(found[name])}). {demand.repair} "
-                f"Or leave the number to {name}."
+                f"{partial.why}, but {name} has started {spec.num_processes} ({_described(clusters[name])}). "
+                f"{partial.repair} Or let {name} set the number."
             )
-    others = {n: a for n, a in answers.items() if n != name and LEVELS.index(a.level) >= LEVELS.index(level)}
-    return _told(name, found[name], _not_used(others, f"{name} says {_said(found[name])}"))
+    others = {
+        n: each for n, each in detections.items() if n != name and LEVELS.index(each.level) >= LEVELS.index(level)
+    }
+    return _with_source(name, clusters[name], _unused(others, f"{name} has {_described(clusters[name])}"))
 
 
 _WHY: Mapping[Level, str] = {
-    "asked": "it is set for spmdkit by name",
-    "starter": "it has started this process",
-    "allocation": "it has lent this host, and nothing more specific is set",
+    "explicit": "it is set for spmdkit",
+    "starter": "it started this process",
+    "allocation": "it allocated this host, and nothing more specific is set",
 }
 
 
-def _told(name: str, found: DetectedCluster, notes: tuple[str, ...] = ()) -> ClusterSpec:
-    """Returns the place, with who says so and why that one is followed."""
-    by = f"{name} ({_said(found)}), since {_WHY[found.level]}"
+def _with_source(name: str, found: DetectedCluster, notes: tuple[str, ...] = ()) -> ClusterSpec:
+    """Returns the cluster, with the environment that it was read from and why that one is used."""
+    by = f"{name} ({_described(found)}), since {_WHY[found.level]}"
     return dataclasses.replace(found.spec, notes=notes, found_by=by, repair=found.repair, role=found.role)
 
 
-def _refuse_incomplete(partials: Mapping[str, Partial]) -> None:
-    """Raises for what is asked or started and cannot be joined; the repairs of the allocation around it come last."""
-    broken = [p for p in partials.values() if p.level != "allocation"]
+def _check_complete(partials: Mapping[str, Partial]) -> None:
+    """Raises for processes that were requested or started and cannot join; the advice of the allocation comes last."""
+    broken = [each for each in partials.values() if each.level != "allocation"]
     if not broken:
         return
-    around = [f"{p.why}: {p.repair}" for p in partials.values() if p.level == "allocation"]
+    around = [f"{each.why}: {each.repair}" for each in partials.values() if each.level == "allocation"]
     raise ConfigError(" ".join([f"{broken[0].why}. {broken[0].repair}", *around]))
 
 
-def _one_of(found: Mapping[str, DetectedCluster]) -> str:
-    """Returns the name of the one to follow among those of one level."""
-    started = lambda n, a: any(a.spec.num_processes == other.agents for m, other in found.items() if m != n)
-    inner = {n: a for n, a in found.items() if not started(n, a)} or dict(found)
-    places = {(a.spec.num_processes, a.spec.process_id) for a in inner.values()}
-    if len(places) > 1:
-        said = " and ".join(_said(answer) for answer in inner.values())
+def _innermost(clusters: Mapping[str, DetectedCluster]) -> str:
+    """Returns the name of the environment to use among those of one level: the one that started no other's agents."""
+    started_agents = lambda name, found: any(
+        found.spec.num_processes == other.agents for n, other in clusters.items() if n != name
+    )
+    inner = {name: found for name, found in clusters.items() if not started_agents(name, found)} or dict(clusters)
+    ranks = {(found.spec.num_processes, found.spec.process_id) for found in inner.values()}
+    if len(ranks) > 1:
+        described = " and ".join(_described(found) for found in inner.values())
         named = " or ".join(f"cluster: {{environment: {name}}}" for name in inner)
         raise ConfigError(
-            f"two starters disagree about this process: {said}. One is left over from somewhere else, or has started the other by "
-            f"mistake. Name the right one in the config, {named}, or unset the variables of the other."
+            f"two environments disagree about this process: {described}. One is left over from another job, or has "
+            f"started the other by mistake. Name the right one in the config, {named}, or unset the other's variables."
         )
     return next(iter(inner))
 
 
-def _said(answer: DetectedCluster) -> str:
-    """Returns `SLURM_STEP_NUM_TASKS=4, SLURM_PROCID=1`, or what the environment says itself."""
-    if answer.said:
-        return answer.said
-    names, spec = answer.names, answer.spec
+def _described(found: DetectedCluster) -> str:
+    """Returns `SLURM_STEP_NUM_TASKS=4, SLURM_PROCID=1`, or the environment's own description."""
+    if found.description:
+        return found.description
+    names, spec = found.names, found.spec
     return f"{names.num_processes}={spec.num_processes}, {names.process_id}={spec.process_id}"
 
 
-def _not_used(others: Answers, because: str) -> tuple[str, ...]:
-    """Returns one line for each answer that is not followed."""
-    shown = {name: _said(a) if isinstance(a, DetectedCluster) else a.why for name, a in others.items()}
-    return tuple(f"{name} is not used ({said}): {because}" for name, said in shown.items())
+def _unused(others: Detections, because: str) -> tuple[str, ...]:
+    """Returns one line for each detection that is not used."""
+    shown = {name: _described(each) if isinstance(each, DetectedCluster) else each.why for name, each in others.items()}
+    return tuple(f"{name} is not used ({described}): {because}" for name, described in shown.items())
 
 
-def _only(name: str, answer: Answer, names: tuple[str, ...]) -> ClusterSpec:
-    if isinstance(answer, DetectedCluster):
-        return dataclasses.replace(
-            _told(name, answer), found_by=f"{name} ({_said(answer)}), since cluster.environment names it"
-        )
-    found = f"{answer.why}. {answer.repair}" if answer else f"found none of its variables ({', '.join(names)})."
+def _of_one(name: str, detection: Detection, names: tuple[str, ...]) -> ClusterSpec:
+    if isinstance(detection, DetectedCluster):
+        by = f"{name} ({_described(detection)}), since cluster.environment names it"
+        return dataclasses.replace(_with_source(name, detection), found_by=by)
+    missing = f"none of its variables is set ({', '.join(names)})."
+    found = f"{detection.why}. {detection.repair}" if detection else missing
     raise ConfigError(
-        f"cluster.environment: {name} was asked for; {found} Start it with {name}, or set cluster.environment: auto."
+        f"cluster.environment is {name}, but {found} Start the job with {name}, or set cluster.environment: auto."
     )
 
 
-def _with_ours(spec: ClusterSpec, env: Mapping[str, str]) -> ClusterSpec:
-    """Returns the place with what our variables say beside the number of processes."""
+def _with_spmdkit_variables(spec: ClusterSpec, env: Mapping[str, str]) -> ClusterSpec:
+    """Returns the cluster with spmdkit's own variables for address, devices and timeout applied."""
     coordinator = env.get(COORDINATOR) if spec.num_processes > 1 else None
     service = env.get(SERVICE) if coordinator else None
     if coordinator:

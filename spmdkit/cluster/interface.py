@@ -1,12 +1,12 @@
-"""Which address of this host Gloo gives to the other processes: by itself what the host's own name resolves to, often
-127.0.1.1, where no other host reaches it.
+"""The address of this host that Gloo advertises to the other processes.
 
-Coordinator and service connect all the same, and the first collective dies on the other hosts ("Connection refused,
-remote=[127.0.1.1]"). JAX has no setting for it (0.10.2 to 0.12); its call of XLA takes one (compat/gloo.py).
-`cluster.interface` names a network interface, the same on every host. auto: where the coordinator is on loopback all
-processes are on this host and meet there, since Gloo listens on what it advertises; where the coordinator is another
-host's or this one's own address, and the name resolves to loopback or to nothing, it is the address by which this host
-reaches the coordinator.
+Gloo's default is the address of the host's name, often 127.0.1.1, which no other host reaches. Coordinator and service
+still connect, and the first collective fails on the other hosts ("Connection refused, remote=[127.0.1.1]"). JAX has no
+setting for it (0.10.2 to 0.12); its call of XLA has a parameter (compat/gloo.py).
+
+`cluster.interface` names a network interface, the same on every host. With `auto`: where the coordinator is on
+loopback, all processes run on this host and use loopback. Where it is not, and the host's name resolves to loopback or
+to nothing, Gloo advertises the address from which this host reaches the coordinator.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ LOOPBACK = "127.0.0.1"
 
 
 class Advertised(NamedTuple):
-    """What other processes are told.
+    """The address that this process advertises.
 
     Attributes:
-        address: to be handed to Gloo; None: it finds it by the host's name.
-        said: why, for the log; empty where nothing is to be said.
+        address: for Gloo; None: Gloo resolves the host's name.
+        reason: for the log; empty for the default.
     """
 
     address: str | None
-    said: str = ""
+    reason: str = ""
 
 
 def by_name() -> str:
-    """Returns the address that the host's own name resolves to, which Gloo takes by itself; loopback where it resolves
-    to nothing."""
+    """Returns the address of the host's name, which is Gloo's default; loopback where it resolves to nothing."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -47,7 +46,7 @@ def by_name() -> str:
 
 
 def choose(interface: str, coordinator: str) -> Advertised:
-    """Returns what this process is to advertise.
+    """Returns the address that this process advertises.
 
     Args:
         interface: auto, or the name of a network interface.
@@ -58,13 +57,13 @@ def choose(interface: str, coordinator: str) -> Advertised:
     """
     if interface != "auto":
         address = _of_interface(interface)
-        return Advertised(address, f"Gloo advertises {address}, as cluster.interface: {interface} says")
+        return Advertised(address, f"Gloo advertises {address}, from cluster.interface: {interface}")
     host, port = split_address(coordinator)
     try:
-        family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as way:
-            way.connect(place)  # sends nothing: the kernel chooses the way and with it the address
-            address = str(way.getsockname()[0])
+        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # sends nothing: the kernel chooses the route and with it the address
+            address = str(probe.getsockname()[0])
     except OSError:
         return Advertised(None)
     if _is_loopback(address):
@@ -73,7 +72,7 @@ def choose(interface: str, coordinator: str) -> Advertised:
         return Advertised(None)
     return Advertised(
         address,
-        f"Gloo advertises {address}, since this host's own name, {socket.gethostname()}, means {by_name()} here",
+        f"Gloo advertises {address}, since the name of this host, {socket.gethostname()}, resolves to {by_name()}",
     )
 
 
@@ -89,6 +88,6 @@ def _of_interface(name: str) -> str:
         return socket.inet_ntoa(found[20:24])
     except OSError as error:
         raise ConfigError(
-            f"cluster.interface: {name!r} has no IPv4 address on {socket.gethostname()} ({error.strerror or error}). Its interfaces are {', '.join(known)}. "
-            "Name one of them, the same on every host, or set interface: auto."
+            f"cluster.interface: {name!r} has no IPv4 address on {socket.gethostname()} ({error.strerror or error}). "
+            f"Its interfaces are {', '.join(known)}. Name one of them, the same on every host, or set interface: auto."
         ) from None

@@ -1,7 +1,7 @@
-"""`join`: configures JAX for the asked devices, meets the other processes, returns the `Cluster`. The first use of JAX.
+"""`join`: configures JAX for the requested devices, joins the other processes, returns the `Cluster`. First use of JAX.
 
-Order: settings about devices (they only count before JAX creates any), the roll call, `jax.distributed.initialize`,
-then the devices themselves.
+Order: settings for devices (they take effect only before JAX creates any), the rendezvous,
+`jax.distributed.initialize`, then the devices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spmdkit import compat
 from spmdkit.cluster import barrier
 from spmdkit.cluster.cluster import Cluster
 from spmdkit.cluster.interface import Advertised, by_name, choose
-from spmdkit.cluster.rendezvous import roll_call, wait_for_service
+from spmdkit.cluster.rendezvous import rendezvous, wait_for_service
 from spmdkit.cluster.service import ServiceProcess
 from spmdkit.cluster.spec import ClusterSpec
 from spmdkit.cluster.store import open_store
@@ -32,15 +32,15 @@ from spmdkit.foundation.timeouts import COLLECTIVE_MARGIN_S, JAX_INITIALIZE_S, S
 
 
 class Generation(NamedTuple):
-    """One of several jobs that a process is in, one after the other.
+    """One of several clusters that a process joins in turn.
 
     Attributes:
-        number: counted from 1; from 2 on a launcher has made sure that all are there.
-        noticed: entered while the devices are made.
+        number: counted from 1; from 2 on a launcher has checked that all processes are ready.
+        creating_devices: entered while JAX creates the devices.
     """
 
     number: int
-    noticed: AbstractContextManager[None]
+    creating_devices: AbstractContextManager[None]
 
 
 def join(
@@ -50,16 +50,21 @@ def join(
     interface: str = "auto",
     generation: Generation | None = None,
 ) -> Cluster:
-    """Returns the cluster of all processes in `spec` with the asked devices.
+    """Returns the cluster of all processes in `spec` with the requested devices.
 
-    `devices`: `auto` (all that JAX finds), `cpu:N` (N fake CPU devices over all processes together;
-    `spec.devices_per_process` wins over it), or a list of local device indices, the same on every process.
-    `collective_timeout_s`: the longest that a process may make the others wait; CPU collectives fail a little later.
-    `interface`: whose address CPU collectives give to the others, see interface.py.
-    `generation`: this process may leave and join again.
-    Where somebody else has called `jax.distributed.initialize` (ray.train's JaxTrainer, a user's own program) those are
-    the processes, and it is not called again.
-    Raises: RendezvousError when processes do not come; ConfigError when the devices are not there.
+    If `jax.distributed.initialize` has been called already (ray.train's JaxTrainer, a user's program), its processes
+    are used, and it is not called again.
+
+    Args:
+        devices: `auto` (all that JAX finds), `cpu:N` (N fake CPU devices over all processes together;
+            `spec.devices_per_process` overrides it), or a list of local device indices, the same on every process.
+        collective_timeout_s: the longest wait for a process; CPU collectives fail a little later.
+        interface: the network interface of CPU collectives, see interface.py.
+        generation: this process may leave and join again.
+
+    Raises:
+        RendezvousError: processes did not start in time.
+        ConfigError: the devices do not exist.
     """
     joined = jax.distributed.is_initialized()
     num_processes = compat.num_joined_processes() if joined else spec.num_processes
@@ -67,24 +72,24 @@ def join(
     if compat.backends_initialized():
         if num_processes > 1 and not joined:
             raise ConfigError(
-                f"{num_processes} processes were asked for, but JAX has already created its devices in this one. "
-                f"Processes must meet before the first use of JAX. Move the code that computes with JAX into "
-                f"the task's functions."
+                f"the job has {num_processes} processes, but JAX has already created the devices of this one. "
+                "Processes "
+                "must join before the first use of JAX. Move the code that computes with JAX into the task's functions."
             )
     else:
         _configure(spec, devices, num_cpu, num_processes)
         if num_processes > 1 and collective_timeout_s is not None:
             compat.set_cpu_collective_timeout(int(collective_timeout_s) + COLLECTIVE_MARGIN_S)
     notes = _how(spec, joined, num_processes)
-    told = Advertised(None)
+    advertised = Advertised(None)
     if num_processes > 1 and not joined:
-        told = choose(interface, spec.coordinator or "localhost:1")
-        compat_gloo.advertise(told.address)
-        notes += (told.said,) if told.said else ()
+        advertised = choose(interface, spec.coordinator or "localhost:1")
+        compat_gloo.advertise(advertised.address)
+        notes += (advertised.reason,) if advertised.reason else ()
         if generation is not None:
             compat_membership.let_others_die()
         notes += open_to_all(spec, _initialize(spec, is_first=generation is None or generation.number == 1))
-    with generation.noticed if generation is not None else nullcontext():
+    with generation.creating_devices if generation is not None else nullcontext():
         found = jax.devices("cpu") if num_cpu is not None else jax.devices()
     if num_processes > 1 and not joined:
         client = barrier.Client(compat.coordination_client(), num_processes)
@@ -97,49 +102,50 @@ def join(
         devices=chosen,
         store=open_store(),
         notes=notes,
-        advertises=told.address or by_name(),
+        advertises=advertised.address or by_name(),
         namespace=None if generation is None else f"spmdkit/generation/{generation.number}",
     )
 
 
 def _how(spec: ClusterSpec, joined: bool, num_processes: int) -> tuple[str, ...]:
-    """Returns the lines that say by whom this process knows its place, and what was not used."""
+    """Returns lines for the log: the environment from which the rank was read, and the ones that were not used."""
     if joined and spec.num_processes != num_processes:
         return (f"{num_processes} processes, since jax.distributed is initialized already",)
-    told = f"{num_processes} processes: {spec.found_by}"
-    return (told, *spec.notes) if num_processes > 1 and spec.found_by else spec.notes
+    source = f"{num_processes} processes: {spec.found_by}"
+    return (source, *spec.notes) if num_processes > 1 and spec.found_by else spec.notes
 
 
 def _cpu_devices_per_process(spec: ClusterSpec, devices: str | Sequence[int], num_processes: int) -> int | None:
-    """Returns how many fake CPU devices each process needs, or None unless `cpu:N` was asked for."""
+    """Returns how many fake CPU devices each process needs, or None unless `cpu:N` is requested."""
     if not isinstance(devices, str) or devices == "auto":
         return None
     total = fake_devices(devices)
     if total is None:
         raise ConfigError(
-            f"devices: {devices!r} is not known. It is auto, cpu:N with N from 1 to {MAX_FAKE_DEVICES}, or a list of local device "
-            f"indices. Try devices: cpu:8."
+            f"devices is {devices!r}. It is auto, cpu:N with N from 1 to {MAX_FAKE_DEVICES}, or a list of local device "
+            "indices. Try devices: cpu:8."
         )
     if spec.devices_per_process is not None:
         return spec.devices_per_process
     if total % num_processes:
         fitting = max(1, total // num_processes) * num_processes
         raise ConfigError(
-            f"devices: cpu:{total} over {num_processes} processes leaves {total % num_processes} over. Each has the "
-            f"same number of devices. Try devices: cpu:{fitting}, or `launch --devices-per-process`."
+            f"devices: cpu:{total} over {num_processes} processes leaves a remainder of {total % num_processes}. "
+            f"Every process has the same number of devices. Try devices: cpu:{fitting}, or `launch "
+            "--devices-per-process`."
         )
     return total // num_processes
 
 
 def num_threads(num_devices: int) -> int:
-    """Returns the size of XLA's thread pool (the environment's `NPROC`) that so many fake CPU devices need.
+    """Returns the size of XLA's thread pool (environment variable `NPROC`) for a number of fake CPU devices.
 
-    XLA runs CPU programs on max(cores, devices) threads, and a collective blocks one for each device that waits; a
-    device waits in several at once where the program does not order them. With no thread left, the one that they all
-    wait for never starts ("Expected 2 threads to join the rendezvous"; jaxlib 0.10.2): two devices on two threads,
-    minutes apart;
-    eight on ten at the first step of a pipeline with a cut sequence, and never on eighteen. Idle threads cost nothing,
-    but making 16,000 of them takes 39 s, and 5,000 two: beyond 256 devices there are fewer for each.
+    XLA runs CPU programs on max(cores, devices) threads. A collective blocks one thread per waiting device, and a
+    device waits in several collectives at the same time where the program does not order them. With no thread left, the
+    device that all wait for never starts ("Expected 2 threads to join the rendezvous"; jaxlib 0.10.2). Seen with two
+    devices on two threads after minutes, with eight devices on ten threads at the first step of a pipeline with a
+    sharded sequence, and never on eighteen threads. Idle threads cost nothing, but creating 16,000 of them takes 39 s
+    and 5,000 take 2 s: beyond 256 devices there are fewer per device.
     """
     return num_devices + 3 * min(num_devices, 256) + (os.cpu_count() or 1)
 
@@ -150,11 +156,11 @@ def _configure(spec: ClusterSpec, devices: str | Sequence[int], num_cpu: int | N
         os.environ.setdefault("NPROC", str(num_threads(num_cpu)))
     if num_cpu is not None:
         jax.config.update("jax_platforms", "cpu")
-        # More than asked for do no harm, fewer than somebody else in this process asked for would.
+        # More devices than requested are harmless; fewer than another caller in this process requested are not.
         already: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
         jax.config.update("jax_num_cpu_devices", max(num_cpu, already))
     elif spec.devices_per_process is not None:
-        # Counts only where the CPU is what JAX finds; on anything else `_choose` compares.
+        # Takes effect only on the CPU; on other platforms `_choose` compares the number.
         jax.config.update("jax_num_cpu_devices", spec.devices_per_process)
     if not isinstance(devices, str):
         # Leaves the memory of the other GPUs alone; without effect on CPU and TPU, where `_choose` selects.
@@ -166,18 +172,19 @@ def _configure(spec: ClusterSpec, devices: str | Sequence[int], num_cpu: int | N
 
 
 def open_to_all(spec: ClusterSpec, bound: str) -> tuple[str, ...]:
-    """Returns what has to be said of an address that process 0 listens on: that it is every network of its machine."""
+    """Returns a warning where process 0 listens on every network of its machine."""
     if spec.process_id != 0 or not bound.startswith("0.0.0.0:"):
         return ()
     text = (
-        f"the coordinator listens on {bound}, on every network of this machine: {spec.coordinator} is none of its own addresses (address "
-        "translation, or a typing error). Whoever reaches the port can end the job; close it for all but the job's machines."
+        f"the coordinator listens on {bound}, on every network of this machine: {spec.coordinator} is not one of its "
+        "addresses (address translation, or a typing error). Any host that reaches the port can end the job. Block the "
+        "port for all machines outside the job."
     )
     return (text,)
 
 
 def _initialize(spec: ClusterSpec, is_first: bool = True) -> str:
-    """Connects to JAX's coordination service, which process 0 has started where no launcher holds it.
+    """Connects to JAX's coordination service. Process 0 starts it where no launcher runs it.
 
     Returns the address that process 0 has bound: loopback for a loopback coordinator.
     """
@@ -185,7 +192,7 @@ def _initialize(spec: ClusterSpec, is_first: bool = True) -> str:
         ServiceProcess(spec.num_processes, spec.process_id) if spec.process_id == 0 and spec.service is None else None
     )
     try:
-        bind = roll_call(spec) if is_first else wait_for_service(spec, JAX_INITIALIZE_S)
+        bind = rendezvous(spec) if is_first else wait_for_service(spec, JAX_INITIALIZE_S)
     except BaseException:
         if service_process is not None:
             service_process.kill()
@@ -193,7 +200,7 @@ def _initialize(spec: ClusterSpec, is_first: bool = True) -> str:
     if service_process is not None:
         service_process.listen(bind)
         service_process.wait_until_up(bind)
-    # JAX warns about proxy variables at every start; the roll call has just shown that the way is free.
+    # JAX warns about proxy variables at every start; the rendezvous has just shown that the address is reachable.
     jax_log = logging.getLogger("jax._src.distributed")
     level = jax_log.level
     jax_log.setLevel(logging.ERROR)
@@ -212,13 +219,13 @@ def _initialize(spec: ClusterSpec, is_first: bool = True) -> str:
     except RuntimeError as error:
         raise RendezvousError(
             f"process {spec.process_id} of {spec.num_processes} could not join at {spec.coordinator}: "
-            f"{str(error).splitlines()[0]}. All processes were there a moment ago, so one ended while starting; "
-            f"see its output and start all again."
+            f"{str(error).splitlines()[0]}. All processes were ready a moment ago, so one ended while starting. "
+            f"See its output and start all again."
         ) from error
     finally:
         jax_log.setLevel(level)
     if threading.current_thread() is threading.main_thread():
-        # JAX's preemption notifier has just taken SIGTERM away from Python and ignores it until somebody polls.
+        # JAX's preemption notifier has just replaced Python's handler of SIGTERM, and ignores the signal until polled.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
     return bind
 
@@ -239,31 +246,32 @@ def _choose(
         each = spec.devices_per_process
         if each is not None and any(len(of_process) != each for of_process in local):
             raise ConfigError(
-                f"SPMDKIT_DEVICES_PER_PROCESS asks for {each} in each process, found {[len(p) for p in local]} "
-                f"({found[0].platform}). The number must be what each process sees. Hide devices "
-                f"(CUDA_VISIBLE_DEVICES) or leave --devices-per-process out."
+                f"SPMDKIT_DEVICES_PER_PROCESS is {each}, found {[len(p) for p in local]} devices in the processes "
+                f"({found[0].platform}). Each process must see exactly this number. Hide devices "
+                f"(CUDA_VISIBLE_DEVICES), or omit --devices-per-process."
             )
         return found
     indices = list(devices)
     if not indices or len(set(indices)) != len(indices) or min(indices) < 0:
-        raise ConfigError(f"devices: {indices} must be different indices of at least 0. Try devices: [0].")
+        raise ConfigError(f"devices: {indices} must be distinct indices of at least 0. Try devices: [0].")
     if found[0].platform in ("gpu", "cuda", "rocm") and all(len(of_process) == len(indices) for of_process in local):
         return found  # the others were hidden by `_configure`
     for process, of_process in enumerate(local):
         if max(indices) >= len(of_process):
             raise ConfigError(
-                f"devices: {indices} names device {max(indices)}, found {len(of_process)} {found[0].platform} device(s) in process "
-                f"{process}. They are counted from 0. Use indices up to {len(of_process) - 1}, or devices: auto for all."
+                f"devices: {indices} names device {max(indices)}, found {len(of_process)} {found[0].platform} "
+                f"device(s) in process {process}. They are counted from 0. Use indices up to {len(of_process) - 1}, or "
+                "devices: auto for all."
             )
     return [of_process[i] for of_process in local for i in indices]
 
 
-def _require(local: list[list[jax.Device]], count: int, asked: str) -> None:
+def _require(local: list[list[jax.Device]], count: int, what: str) -> None:
     for process, of_process in enumerate(local):
         if len(of_process) < count:
             platform = of_process[0].platform if of_process else "no"
             raise ConfigError(
-                f"{asked} {count} in process {process}, found {len(of_process)} {platform} device(s). JAX creates its "
-                f"devices once, at its first use. Ask for at most {len(of_process)}, or call spmdkit before anything "
+                f"{what} {count} in process {process}, found {len(of_process)} {platform} device(s). JAX creates its "
+                f"devices once, at its first use. Request at most {len(of_process)}, or call spmdkit before any code "
                 f"computes with JAX."
             )

@@ -1,10 +1,10 @@
-"""The roll call before JAX starts: process 0 waits until every process has called in, and says who is missing.
+"""The rendezvous before JAX starts: process 0 waits until every process has connected, and names the missing ones.
 
-`jax.distributed.initialize` ends the process by SIGABRT when somebody does not come, and names nobody; with the port in
-use it is a SIGSEGV (jaxlib 0.10.2, 2026-11-20). So processes meet first on the same port over plain TCP:
-each sends one line of JSON, process 0 answers all of them at once with one line, closes the port, and JAX takes it
-over (or its service is elsewhere: `ClusterSpec.service`). As a side effect JAX's first connection finds its service
-already there, which saves gRPC's one-second back-off at every start.
+`jax.distributed.initialize` aborts the process (SIGABRT) when a process is missing, without naming it; with the port in
+use it crashes with SIGSEGV (jaxlib 0.10.2, 2026-11-20). So processes first meet on the same port over plain TCP: each
+sends one line of JSON, process 0 replies to all of them with one line and closes the port. Then JAX uses the port (or
+its service runs elsewhere: `ClusterSpec.service`). As a side effect the service already listens at JAX's first
+connection, which saves gRPC's back-off of one second at every start.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from spmdkit.foundation.timeouts import RENDEZVOUS_CONNECT_S, RENDEZVOUS_REPLY_M
 MOST_LINE_BYTES = 4096
 
 
-def roll_call(spec: ClusterSpec) -> str:
-    """Returns the address that process 0 should bind, when all processes are there; at most `rendezvous_timeout_s`.
+def rendezvous(spec: ClusterSpec) -> str:
+    """Returns the address that process 0 should bind, once all processes have connected.
 
-    Raises: RendezvousError naming the missing processes or the unreachable address; ConfigError when processes
-    contradict each other (two with one number, different counts).
+    Raises:
+        RendezvousError: with the missing processes or the unreachable address, after `rendezvous_timeout_s`.
+        ConfigError: processes contradict each other (two with the same rank, different numbers of processes).
     """
     assert spec.coordinator is not None
     deadline = Deadline(spec.rendezvous_timeout_s)
     if spec.process_id == 0:
-        return _call(spec, deadline)
-    _answer(spec, deadline)
+        return _collect(spec, deadline)
+    _connect(spec, deadline)
     return spec.coordinator
 
 
@@ -48,8 +49,8 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _call(spec: ClusterSpec, deadline: Deadline) -> str:
-    """Process 0: collects one line from every other process, then tells all of them the outcome."""
+def _collect(spec: ClusterSpec, deadline: Deadline) -> str:
+    """Process 0: collects one line from every other process, then sends all of them the result."""
     assert spec.coordinator is not None
     listener, bound = _listen(spec)
     present: dict[int, socket.socket] = {}
@@ -70,16 +71,17 @@ def _call(spec: ClusterSpec, deadline: Deadline) -> str:
         if error is None and missing:
             came = spec.num_processes - len(missing)
             error = (
-                f"{spec.num_processes} processes were to meet at {spec.coordinator}, {came} came within "
-                f"{spec.rendezvous_timeout_s:g} s; missing: {name_processes(missing)}. All must start within the "
-                f"timeout. See why the missing ones did not start, or set SPMDKIT_RENDEZVOUS_TIMEOUT_S higher.{_words(spec)}"
+                f"expected {spec.num_processes} processes at {spec.coordinator}, {came} connected within "
+                f"{spec.rendezvous_timeout_s:g} s; missing: {name_processes(missing)}. All processes must start within "
+                f"the timeout. Check why the missing ones did not start, or raise SPMDKIT_RENDEZVOUS_TIMEOUT_S."
+                f"{_advice(spec)}"
             )
         reply = json.dumps({"spmdkit": 1, "error": error, "kind": kind}).encode() + b"\n"
         for connection in present.values():
             try:
                 connection.sendall(reply)
             except OSError:
-                continue  # it is gone; JAX's own timeout finds that out
+                continue  # it has ended; JAX's own timeout detects that
     finally:
         for connection in present.values():
             connection.close()
@@ -89,38 +91,39 @@ def _call(spec: ClusterSpec, deadline: Deadline) -> str:
 
 
 def _listen(spec: ClusterSpec) -> tuple[socket.socket, str]:
-    """Returns a listening socket and the address bound: the coordinator's own, or all where it is not ours (NAT).
+    """Returns a listening socket and the address bound: the coordinator's, or all addresses where it is not ours (NAT).
 
-    A launcher that holds the service keeps the port free for this user (keeper.reserve_port), so that it has to be
-    shared with it.
+    A launcher that runs the service reserves the port for this user (`reserve_port`), so it is shared with it.
     """
     assert spec.coordinator is not None
-    coordinator, is_kept = spec.coordinator, spec.service is not None
+    coordinator, is_reserved = spec.coordinator, spec.service is not None
     host, port = split_address(coordinator)
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         try:
-            return socket.create_server(address[:2], family=family, reuse_port=is_kept), coordinator
+            return socket.create_server(address[:2], family=family, reuse_port=is_reserved), coordinator
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL or is_loopback(host):
                 raise
         return socket.create_server(("", port)), f"0.0.0.0:{port}"
     except OSError as error:
         raise RendezvousError(
-            f"process 0 cannot listen at {coordinator}: {error.strerror or error}. It needs a free port of its own "
-            f"machine. End what holds the port, or choose another in SPMDKIT_COORDINATOR of all processes.{_words(spec)}"
+            f"process 0 cannot listen at {coordinator}: {error.strerror or error}. It needs a free port of its "
+            "machine. End the process that uses the port, or choose another port in SPMDKIT_COORDINATOR of all "
+            "processes."
+            f"{_advice(spec)}"
         ) from None
 
 
-def _words(spec: ClusterSpec) -> str:
-    """Returns who said where to meet, and what to look at in its own words."""
+def _advice(spec: ClusterSpec) -> str:
+    """Returns the environment that gave the address, and its advice."""
     return "".join(
-        f" {text}" for text in (spec.found_by and f"The place is from {spec.found_by}.", spec.repair) if text
+        f" {text}" for text in (spec.found_by and f"The address is from {spec.found_by}.", spec.repair) if text
     )
 
 
 def _register(connection: socket.socket, spec: ClusterSpec, present: dict[int, socket.socket]) -> str | None:
-    """Adds the caller to `present`; returns what contradicts. Strangers who do not speak this protocol are dropped."""
+    """Adds a process to `present`; returns a contradiction. Connections that do not use this protocol are closed."""
     hello = _receive(connection, timeout_s=1.0)
     process, count = hello.get("process"), hello.get("num_processes")
     if not isinstance(process, int) or not isinstance(count, int):
@@ -129,34 +132,35 @@ def _register(connection: socket.socket, spec: ClusterSpec, present: dict[int, s
     error = None
     if count != spec.num_processes:
         error = (
-            f"process {process} was started with {spec.names.num_processes}={count}, process 0 with {spec.num_processes}. "
-            f"The count must be the same in all processes. Start all of them with one count."
+            f"process {process} was started with {spec.names.num_processes}={count}, process 0 with "
+            f"{spec.num_processes}. The number must be the same in all processes. Start all of them with one number."
         )
     elif not 0 < process < count or (process in present and not _hung_up(present[process])):
         error = (
-            f"two processes were started with {spec.names.process_id}={process}. Each number from 0 to "
-            f"{spec.num_processes - 1} is used once. End what is left of an earlier run, or use another port."
+            f"two processes were started with {spec.names.process_id}={process}. Each rank from 0 to "
+            f"{spec.num_processes - 1} is used once. End the processes of an earlier run, or use another port."
         )
-        process = -1  # keep the first one's connection, and tell this one too
+        process = -1  # the first one's connection stays, and this one gets the error too
     if process in present:
         present[process].close()
     present[process] = connection
     return error
 
 
-def _answer(spec: ClusterSpec, deadline: Deadline) -> None:
-    """Every other process: reaches process 0, says who it is, and waits for the outcome."""
+def _connect(spec: ClusterSpec, deadline: Deadline) -> None:
+    """Every other process: connects to process 0, sends its rank, and waits for the result."""
     assert spec.coordinator is not None
     host, port = split_address(spec.coordinator)
     hello = json.dumps({"spmdkit": 1, "process": spec.process_id, "num_processes": spec.num_processes}).encode() + b"\n"
-    found = "nothing was tried"
+    found = "no attempt was made"
     reply: dict[str, Any] = {}
     while "error" not in reply:
         if deadline.expired:
             raise RendezvousError(
                 f"process {spec.process_id} could not reach process 0 at {spec.coordinator} within "
-                f"{spec.rendezvous_timeout_s:g} s ({found}); missing: process 0. It must run and its port must be "
-                f"reachable from here. See why process 0 did not start, or correct SPMDKIT_COORDINATOR.{_words(spec)}"
+                f"{spec.rendezvous_timeout_s:g} s ({found}); missing: process 0. It must run, and its port must "
+                f"be reachable from this host. Check why process 0 did not start, or correct SPMDKIT_COORDINATOR."
+                f"{_advice(spec)}"
             )
         try:
             with socket.create_connection(
@@ -164,7 +168,7 @@ def _answer(spec: ClusterSpec, deadline: Deadline) -> None:
             ) as connection:
                 connection.sendall(hello)
                 reply = _receive(connection, timeout_s=deadline.remaining_s + RENDEZVOUS_REPLY_MARGIN_S)
-                found = "it hung up without an answer"
+                found = "it closed the connection without a reply"
         except OSError as error:
             found = error.strerror or str(error)
         if "error" not in reply:
@@ -175,15 +179,14 @@ def _answer(spec: ClusterSpec, deadline: Deadline) -> None:
 
 
 def wait_for_service(spec: ClusterSpec, timeout_s: float) -> str:
-    """Returns the address of the service that a launcher holds as soon as it accepts: all processes are known to be
-    there."""
+    """Returns the address of the launcher's service as soon as it accepts connections. All processes are ready then."""
     assert spec.service is not None
     _wait_for_service(*split_address(spec.service), Deadline(timeout_s))
     return spec.service
 
 
 def _wait_for_service(host: str, port: int, deadline: Deadline) -> None:
-    """Waits until JAX's service accepts; without this, gRPC would find the port closed and back off a whole second."""
+    """Waits until JAX's service accepts; without this, gRPC finds the port closed and backs off for a second."""
     for _ in deadline.polls(0.01):
         with contextlib.suppress(OSError):
             socket.create_connection((host, port), timeout=1.0).close()
@@ -191,7 +194,7 @@ def _wait_for_service(host: str, port: int, deadline: Deadline) -> None:
 
 
 def _receive(connection: socket.socket, timeout_s: float) -> dict[str, Any]:
-    """Returns one line of JSON from the other side, or an empty dict for silence, hang-up or anything else."""
+    """Returns one line of JSON from the other side; an empty dict after a timeout, a close, or any other content."""
     deadline, data = Deadline(timeout_s), b""
     try:
         while not data.endswith(b"\n") and len(data) < MOST_LINE_BYTES:
@@ -207,7 +210,7 @@ def _receive(connection: socket.socket, timeout_s: float) -> dict[str, Any]:
 
 
 def _hung_up(connection: socket.socket) -> bool:
-    """Returns whether the other side closed: it sends nothing after its line, so readable means closed."""
+    """Returns whether the other side has closed: it sends nothing after its line, so readable means closed."""
     connection.setblocking(False)
     try:
         return connection.recv(1, socket.MSG_PEEK) == b""

@@ -1,4 +1,4 @@
-"""`ClusterSpec`: one process's place among the processes that train together, as plain values."""
+"""`ClusterSpec`: the rank of one process and the size of its cluster, as plain values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spmdkit.foundation.timeouts import RENDEZVOUS_S
 
 
 class Names(NamedTuple):
-    """The environment variables that told a process its place, for messages about it."""
+    """The environment variables from which the cluster was read, for messages."""
 
     num_processes: str
     process_id: str
@@ -26,16 +26,16 @@ Role: TypeAlias = Literal["train", "evaluator"]
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """One process's place in the cluster.
+    """The rank of one process, and how it joins the others.
 
     Attributes:
         coordinator: `host:port` of process 0; None for a single process.
         names: the variables that this was read from.
-        notes: what a person should know about how it was read; told once, by process 0.
-        service: `host:port` of JAX's coordination service where a launcher holds it; None: process 0 sees to it.
-        found_by: which environment says so and by what, a line for the log; empty where none does.
-        repair: what to look at when processes do not meet, in that environment's words.
-        role: what this process is for; an evaluator is alone.
+        notes: lines for the log on how it was read; process 0 prints them once.
+        service: `host:port` of JAX's coordination service where a launcher runs it; None: process 0 starts it.
+        found_by: the environment and its variables, for the log; empty where none was detected.
+        repair: what to check in that environment when processes do not meet.
+        role: an evaluator is a single process.
     """
 
     coordinator: str | None = None
@@ -57,7 +57,7 @@ def split_address(address: str, name: str = OURS.coordinator) -> tuple[str, int]
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(
-            f"{name}={address!r} is no address. It is host:port of process 0 with a port from 1 to 65535, "
+            f"{name}={address!r} is not an address. It is host:port of process 0 with a port from 1 to 65535, "
             f"for example 10.0.0.1:8476."
         )
     return host, int(port)

@@ -121,7 +121,8 @@ class Membership:
                     raise RendezvousError("this process is no member of the next generation: nobody needs it any more")
             time.sleep(MEMBERSHIP_POLL_S)
         raise RendezvousError(
-            f"the launcher has not said within {MEMBERSHIP_UPDATE_S:g} s where to go on. See its output, and start the job again."
+            f"the launcher has not said within {MEMBERSHIP_UPDATE_S:g} s where to go on. See its output, and start the "
+            "job again."
         )
 
     def joined(self, cluster: Cluster) -> None:

@@ -1,9 +1,9 @@
 """`HostMemory`: the state of the last steps in the memory of the host, each shard in at least two processes, so that
 one of them may die.
 
-Every `elastic.snapshot_every` steps each process copies its own shards from the devices; of the leaves of which some shard
-is on one process alone (ZeRO, fsdp, tensor) each device also sends its shard to the same device of another process, by
-one permutation. A process that dies takes nothing with it that this one has not.
+Every `elastic.snapshot_every` steps each process copies its own shards from the devices; of the leaves of which some
+shard is on one process alone (ZeRO, fsdp, tensor) each device also sends its shard to the same device of another
+process, by one permutation. A process that dies takes nothing with it that this one has not.
 
 Wire: a shard of these leaves from each device, every `snapshot_every` steps; nothing where every process holds all
 (replicas alone).
@@ -168,7 +168,8 @@ def _is_alone(leaf: jax.Array) -> bool:
 def _on_device(path: str, leaf: Any) -> jax.Array:
     if is_key(leaf):
         raise ConfigError(
-            f"elastic.in_process keeps the state in the memory of its processes, and '{path}' holds typed keys, which numpy has no form for. Keep "
+            f"elastic.in_process keeps the state in the memory of its processes, and '{path}' holds typed keys, which "
+            "numpy has no form for. Keep "
             "jax.random.key_data(key) in the state, or set in_process: false."
         )
     sharding = leaf.sharding

@@ -58,7 +58,8 @@ class Elastic:
         self._least, self._most = _range(between, num)
         if len(command) < 2 or command[0] != "train":
             raise ConfigError(
-                f"launch --elastic {between}: its command is train, found {' '.join(command[:1]) or 'none'}. Try -- train CONFIG."
+                f"launch --elastic {between}: its command is train, found {' '.join(command[:1]) or 'none'}. Try -- "
+                "train CONFIG."
             )
         config = load_config(Path(command[1]), list(command[2:]))
         self._batch, self._mesh = config.batch_size, config.mesh.sizes()
@@ -71,13 +72,15 @@ class Elastic:
         if -1 not in self._mesh.values() and self._least < self._most:
             first = next(iter(self._mesh), "data")
             raise ConfigError(
-                f"{config.where('mesh')}: launch --elastic {between} changes the number of devices, and all axes are fixed ({self._mesh}). One axis takes what there "
+                f"{config.where('mesh')}: launch --elastic {between} changes the number of devices, and all axes are "
+                f"fixed ({self._mesh}). One axis takes what there "
                 f"is. Write {first}: -1."
             )
         shards = self._shards(num)
         if shards is None or self._batch % (shards * self._start):
             raise ConfigError(
-                f"launch -n {num} --elastic {between}: {num * self.devices_per_process} devices do not fit mesh {self._mesh} and batch_size {self._batch}. Both have "
+                f"launch -n {num} --elastic {between}: {num * self.devices_per_process} devices do not fit mesh "
+                f"{self._mesh} and batch_size {self._batch}. Both have "
                 "to be divided evenly at the start. Choose another -n, or batch_size."
             )
         self._rows = self._batch // (shards * self._start)
@@ -94,7 +97,8 @@ class Elastic:
             microbatches = self._fitting(processes)
             if microbatches is None or not self._least <= processes <= self._most:
                 raise ConfigError(
-                    f"elastic.precompile: {processes} processes are none that launch --elastic {self._least}:{self._most} would start again: mesh {self._mesh} and batch_size {self._batch} "
+                    f"elastic.precompile: {processes} processes are none that launch --elastic "
+                    f"{self._least}:{self._most} would start again: mesh {self._mesh} and batch_size {self._batch} "
                     "have to be divided evenly. Remove it, or choose another number."
                 )
             found[processes] = [f"microbatches={microbatches}"]
@@ -157,7 +161,8 @@ def _range(between: str, num: int) -> tuple[int, int]:
     found = re.fullmatch(r"(\d{1,6}):(\d{1,6})", between)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
         raise ConfigError(
-            f"--elastic {between[:40]}: two numbers of processes, the fewest and the most, from 1 on. Try --elastic 1:{max(num, 1)}."
+            f"--elastic {between[:40]}: two numbers of processes, the fewest and the most, from 1 on. Try --elastic "
+            f"1:{max(num, 1)}."
         )
     least, most = int(found[1]), int(found[2])
     if not least <= num <= most:
@@ -170,7 +175,8 @@ def _range(between: str, num: int) -> tuple[int, int]:
 def _microbatches(config: Config) -> int:
     if not isinstance(config.microbatches, int):
         raise ConfigError(
-            f"{config.where('microbatches')}: is {config.microbatches}; launch --elastic counts them itself for each size. Give a number, as 1."
+            f"{config.where('microbatches')}: is {config.microbatches}; launch --elastic counts them itself for each "
+            "size. Give a number, as 1."
         )
     return config.microbatches
 
@@ -181,6 +187,7 @@ def _devices(config: Config, num: int) -> int:
         return len(config.devices) if isinstance(config.devices, list) else 1
     if total % num:
         raise ConfigError(
-            f"{config.where('devices')}: cpu:{total} over {num} processes leaves {total % num} over. Try devices: cpu:{num}."
+            f"{config.where('devices')}: cpu:{total} over {num} processes leaves {total % num} over. Try devices: "
+            f"cpu:{num}."
         )
     return total // num

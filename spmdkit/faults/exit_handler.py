@@ -112,7 +112,8 @@ def _of_the_user(request: SystemExit) -> bool:
 
 def _not_an_end(request: SystemExit) -> UserCodeError:
     error = UserCodeError(
-        f"SystemExit({request.code!r}) was raised in your own code. A command ends when its work is done: with code 0 it would pass for done. Return, or "
+        f"SystemExit({request.code!r}) was raised in your own code. A command ends when its work is done: with code 0 "
+        "it would pass for done. Return, or "
         "raise an error that says what is wrong."
     )
     error.__cause__ = request

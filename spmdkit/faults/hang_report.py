@@ -28,8 +28,10 @@ def words(verdict: Mapping[str, Any], beats: Mapping[int, Beat], newest: str) ->
     seen = "" if last is None else f"was last seen {last.does} at step {last.step}."
     if verdict["why"] == "unreachable":
         return (
-            "the coordination service has not answered for longer than watchdog.heartbeat_timeout_s: the machine that holds it (process 0's, or that of "
-            f"the launcher) is gone, or the network to it. {f'Process 0 {seen}' if seen else ''} No step is possible without it. {newest} See to "
+            "the coordination service has not answered for longer than watchdog.heartbeat_timeout_s: the machine that "
+            "holds it (process 0's, or that of "
+            f"the launcher) is gone, or the network to it. {f'Process 0 {seen}' if seen else ''} No step is possible "
+            f"without it. {newest} See to "
             "it, and start all processes again.".replace("  ", " ")
         )
     if verdict["why"] == "silent":
@@ -42,8 +44,10 @@ def words(verdict: Mapping[str, Any], beats: Mapping[int, Beat], newest: str) ->
             else " Several at once: look at the network between the machines first."
         )
         return (
-            f"{who} {'is' if one else 'are'} silent: no sign of life for longer than watchdog.heartbeat_timeout_s.{where} "
-            f"{'It is' if one else 'They are'} stopped, {'its machine is' if one else 'their machines are'} gone or cut off, or "
+            f"{who} {'is' if one else 'are'} silent: no sign of life for longer than "
+            f"watchdog.heartbeat_timeout_s.{where} "
+            f"{'It is' if one else 'They are'} stopped, {'its machine is' if one else 'their machines are'} gone or "
+            "cut off, or "
             f"{'its interpreter is' if one else 'their interpreters are'} held, and no step is possible without "
             f"{'it' if one else 'them'}. {newest} See to it, and start all processes again.".replace("  ", " ")
         )
@@ -53,7 +57,8 @@ def words(verdict: Mapping[str, Any], beats: Mapping[int, Beat], newest: str) ->
     )
     most = "" if limit is None else f" It may take {limit:.0f} s (watchdog.{key})."
     return (
-        f"no progress: {stand(beats, blamed)}.{most} {newest} Look at the stacks, and start the same command again; raise watchdog.{key} where "
+        f"no progress: {stand(beats, blamed)}.{most} {newest} Look at the stacks, and start the same command again; "
+        f"raise watchdog.{key} where "
         "that was no hang.".replace("  ", " ")
     )
 

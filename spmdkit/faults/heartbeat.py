@@ -215,7 +215,8 @@ def straggler_text(found: Straggler) -> str:
     """Returns the line about a straggler."""
     does = DOES.get(found.phase, f"the {found.phase}")
     return (
-        f"process {found.process} holds up the others: {does} takes {found.share:.0%} of its time, and {found.usual:.0%} of theirs. Steps are as "
+        f"process {found.process} holds up the others: {does} takes {found.share:.0%} of its time, and "
+        f"{found.usual:.0%} of theirs. Steps are as "
         "slow as the slowest process."
     )
 

@@ -3,8 +3,10 @@ and in time.
 
 | what is seen                                          | code | who is named                                     |
 | ----------------------------------------------------- | ---- | ------------------------------------------------ |
-| no beat of a process for `heartbeat_timeout_s`                  | 75   | the silent one                                   |
-| no answer of the store for `heartbeat_timeout_s`                | 75   | process 0's machine, or the launcher's           |
+| no beat of a process for `heartbeat_timeout_s`                  | 75   | the silent one
+|
+| no answer of the store for `heartbeat_timeout_s`                | 75   | process 0's machine, or the launcher's
+|
 | a process left with an error                          | 75   | that one, with the first line of what it said    |
 | beats, and a phase that takes longer than it may      | 76   | who works on his own; in the step, who is behind |
 | the interpreter is held: no Python thread runs        | 76   | by the launcher; alone faulthandler ends it, 1   |

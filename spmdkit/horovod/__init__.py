@@ -1,7 +1,6 @@
 """Horovod's API on JAX, to port a script: `import spmdkit.horovod as hvd`. One process is one rank.
 
-    hvd.init()                                      # joins with the variables of `spmdkit launch`, or of any
-    environment
+    hvd.init()                                      # joins the processes of `spmdkit launch`, Slurm, ...
     params = hvd.broadcast_parameters(params, root_rank=0)
     optimizer = hvd.DistributedOptimizer(optax.sgd(0.01 * hvd.size()))
 

@@ -144,7 +144,8 @@ def launch(
                 else f"the newest checkpoint is of step {attempt.newest}"
             )
             _say(
-                f"starting all processes again in {wait_s:g} s: {newest}; {restarts.left} of {max_restarts} restarts are left"
+                f"starting all processes again in {wait_s:g} s: {newest}; {restarts.left} of {max_restarts} restarts "
+                "are left"
             )
             if _asked_within(wait_s, signals):
                 _say("not started again: the launcher was told to stop")
@@ -157,13 +158,15 @@ def _resized(job: Job, command: list[str], resize: Resize, ended: Outcome) -> Jo
     found = resize(before, ended.lost)
     if found is None:
         _say(
-            f"not started again: {ended.lost} of {before} processes are lost, and no smaller number that --elastic allows divides mesh and batch"
+            f"not started again: {ended.lost} of {before} processes are lost, and no smaller number that --elastic "
+            "allows divides mesh and batch"
         )
         return None
     processes, more = found
     if processes != before:
         _say(
-            f"{ended.lost} of {before} processes are lost; the next start has {processes}, with {' '.join(more)}: the same examples in each step"
+            f"{ended.lost} of {before} processes are lost; the next start has {processes}, with {' '.join(more)}: the "
+            "same examples in each step"
         )
     return dataclasses.replace(job, num_processes=processes, command=[*command, *more])
 

@@ -162,7 +162,8 @@ class MembershipHistory:
         self._since = self._clock()
         places = f"; a standby takes the place of process {' and '.join(map(str, taken))}" if taken else ""
         self._say(
-            f"{why}; {len(living)} go on in this start, as {len(members)} processes (generation {self._order.number}){places}"
+            f"{why}; {len(living)} go on in this start, as {len(members)} processes (generation "
+            f"{self._order.number}){places}"
         )
         self._prepare(processes)
         for process in started:
@@ -287,7 +288,8 @@ class MembershipHistory:
             why=f"{size[0]} processes are wanted",
         )
         self._say(
-            f"{size[0]} processes are wanted instead of {now}: {len(more)} more are started, and join as soon as they can"
+            f"{size[0]} processes are wanted instead of {now}: {len(more)} more are started, and join as soon as they "
+            "can"
         )
         self._prepare(size[0])
         for process in more:

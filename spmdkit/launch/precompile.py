@@ -52,7 +52,8 @@ class Precompile:
                 return
             if code := self._running.returncode:
                 print(
-                    f"compiling ahead for {self._size} processes has failed with {code}: such a generation compiles itself",
+                    f"compiling ahead for {self._size} processes has failed with {code}: such a generation compiles "
+                    "itself",
                     file=sys.stderr,
                     flush=True,
                 )

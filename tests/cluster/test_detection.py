@@ -1,4 +1,4 @@
-"""Environment variables become a ClusterSpec, and what cannot work says how to fix it."""
+"""Environment variables become a ClusterSpec, and an error names the change that repairs it."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def test_the_variables_of_the_launcher_are_read():
     assert spec == ClusterSpec("10.0.0.1:8476", 4, 3, 2, 7.5)
 
 
-def test_one_process_needs_no_coordinator_and_ignores_one():
+def test_one_process_ignores_a_coordinator():
     assert detect_cluster({"SPMDKIT_COORDINATOR": "10.0.0.1:1", "SPMDKIT_NUM_PROCESSES": "1"}).coordinator is None
 
 

@@ -16,20 +16,20 @@ from spmdkit.cluster.spec import Names, split_address
 from spmdkit.config import parse_config
 from spmdkit.errors import ConfigError
 
-DIALECTS = all_environments()
+ENVIRONMENTS = all_environments()
 
 
 def expected(row):
-    return row.later[1] if row.later and row.later[0] in DIALECTS else row.reads
+    return row.later[1] if row.later and row.later[0] in ENVIRONMENTS else row.reads
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
-def test_an_environment_is_read_as_the_table_says(row):
+def test_detection_matches_the_table(row):
     wanted = expected(row)
     if isinstance(wanted, Refused):
         with pytest.raises(ConfigError) as caught:
             detect_cluster(row.env)
-        assert all(words in str(caught.value) for words in wanted.words), caught.value
+        assert all(part in str(caught.value) for part in wanted.words), caught.value
         assert caught.value.exit_code == 78
         return
     spec = detect_cluster(row.env)
@@ -39,7 +39,7 @@ def test_an_environment_is_read_as_the_table_says(row):
     else:
         assert spec.coordinator == wanted.coordinator
     if wanted.by:
-        assert spec.names == DIALECTS[wanted.by].NAMES
+        assert spec.names == ENVIRONMENTS[wanted.by].NAMES
         assert spec.found_by.startswith(f"{wanted.by} (") and ", since " in spec.found_by
     assert len(spec.notes) == len(wanted.notes), spec.notes
     for note, words in zip(spec.notes, wanted.notes, strict=True):
@@ -48,16 +48,16 @@ def test_an_environment_is_read_as_the_table_says(row):
         assert getattr(spec, name) == value
 
 
-def test_the_table_has_a_row_that_each_environment_decides():
+def test_the_table_covers_every_environment():
     places = [expected(row) for row in ROWS if not isinstance(expected(row), Refused)]
     decides = {place.by for place in places} - {None}
-    assert decides | {"ray"} == set(DIALECTS), "Ray tells a process nothing: its rows are lines in the log"
+    assert decides | {"ray"} == set(ENVIRONMENTS), "Ray gives a process no rank: its rows are lines in the log"
     assert any("Ray" in note for place in places for note in place.notes)
     assert len({row.name for row in ROWS}) == len(ROWS)
 
 
 def check_contract(environment, monkeypatch):
-    """Fails unless a module keeps what base.py says of an environment, on every environment of the table."""
+    """Fails unless a module fulfils the contract of base.py on every row of the table."""
     assert environment.__doc__ and isinstance(environment.NAMES, Names)
     assert environment.read({}) is None
     for row in ROWS:
@@ -87,24 +87,24 @@ def check_contract(environment, monkeypatch):
             assert answer is None
 
 
-@pytest.mark.parametrize("name", DIALECTS)
-def test_an_environment_keeps_the_contract(name, monkeypatch):
-    check_contract(DIALECTS[name], monkeypatch)
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_environment_contract(name, monkeypatch):
+    check_contract(ENVIRONMENTS[name], monkeypatch)
 
 
 BROKEN = {
-    "finds a cluster in nothing": "return DetectedCluster(ClusterSpec('h:1', 2, 0, names=NAMES), 'starter', NAMES)",
-    "looks at the real environment": "return Partial('a', 'b.', 'starter') if env and 'TF_CONFIG' in os.environ else None",
+    "detects a cluster in nothing": "return DetectedCluster(ClusterSpec('h:1', 2, 0, names=NAMES), 'starter', NAMES)",
+    "reads the real environment": "return Partial('a', 'b.', 'starter') if env and 'TF_CONFIG' in os.environ else None",
     "has a rank beyond its size": "return DetectedCluster(ClusterSpec('h:1', 2, 2, names=NAMES), 'starter', NAMES) if env else None",
-    "gives no address": "return DetectedCluster(ClusterSpec(None, 2, 1, names=NAMES), 'starter', NAMES) if env else None",
+    "has no address": "return DetectedCluster(ClusterSpec(None, 2, 1, names=NAMES), 'starter', NAMES) if env else None",
     "reads what it does not name": "return DetectedCluster(ClusterSpec('h:1', 2, 1, names=NAMES), 'starter', NAMES) if env else None",
     "has no repair": "return Partial('a', '', 'starter') if env else None",
-    "says something else": "return False",
+    "returns something else": "return False",
 }
 
 
 @pytest.mark.parametrize("body", BROKEN.values(), ids=BROKEN)
-def test_a_file_in_the_folder_is_an_environment_and_a_broken_one_fails_the_contract(body, tmp_path, monkeypatch):
+def test_the_contract_rejects_broken_environments(body, tmp_path, monkeypatch):
     source = "from spmdkit.cluster.environments.base import *\nfrom spmdkit.cluster.spec import ClusterSpec, Names\nimport os\n"
     (tmp_path / "broken.py").write_text(
         f'"""Broken."""\n{source}NAMES = Names("A", "B", "C")\ndef read(env):\n    {body}\n'
@@ -112,7 +112,7 @@ def test_a_file_in_the_folder_is_an_environment_and_a_broken_one_fails_the_contr
     monkeypatch.setattr(environments, "__path__", [*environments.__path__, str(tmp_path)])
     monkeypatch.delitem(sys.modules, f"{environments.__name__}.broken", raising=False)
     found = all_environments()
-    assert set(found) == {*DIALECTS, "broken"}
+    assert set(found) == {*ENVIRONMENTS, "broken"}
     with pytest.raises((AssertionError, IndexError)):
         check_contract(found["broken"], monkeypatch)
 
@@ -122,19 +122,19 @@ def found(num, process, level="starter", name="X", agents=None):
     return DetectedCluster(ClusterSpec("h:1" if num > 1 else None, num, process, names=names), level, names, agents)
 
 
-def test_the_highest_level_wins_and_the_others_are_a_line_each():
+def test_the_highest_level_wins():
     spec = resolve(
-        {"a": found(4, 1, "allocation", "A"), "b": found(2, 0, "starter", "B"), "c": found(8, 5, "asked", "C")}
+        {"a": found(4, 1, "allocation", "A"), "b": found(2, 0, "starter", "B"), "c": found(8, 5, "explicit", "C")}
     )
     assert (spec.num_processes, spec.process_id) == (8, 5)
     assert spec.notes == (
-        "a is not used (A_SIZE=4, A_RANK=1): c says C_SIZE=8, C_RANK=5",
-        "b is not used (B_SIZE=2, B_RANK=0): c says C_SIZE=8, C_RANK=5",
+        "a is not used (A_SIZE=4, A_RANK=1): c has C_SIZE=8, C_RANK=5",
+        "b is not used (B_SIZE=2, B_RANK=0): c has C_SIZE=8, C_RANK=5",
     )
 
 
 @pytest.mark.parametrize("other", [(4, 2), (2, 1)])
-def test_two_of_one_level_that_disagree_are_78_with_both_and_the_repair(other):
+def test_disagreement_within_a_level_is_an_error(other):
     with pytest.raises(ConfigError) as caught:
         resolve({"a": found(4, 1, name="A"), "b": found(*other, name="B")})
     for words in (
@@ -146,33 +146,33 @@ def test_two_of_one_level_that_disagree_are_78_with_both_and_the_repair(other):
         assert words in str(caught.value)
 
 
-def test_two_of_one_level_that_agree_are_one():
+def test_agreement_within_a_level_is_accepted():
     assert resolve({"a": found(4, 1, name="A"), "b": found(4, 1, name="B")}).process_id == 1
 
 
-def test_what_started_the_agents_of_a_starter_is_below_it():
+def test_the_starter_of_agents_is_not_used():
     spec = resolve({"a": found(2, 1, name="A"), "b": found(8, 6, name="B", agents=2)})
     assert (spec.num_processes, spec.process_id) == (8, 6)
-    assert spec.notes == ("a is not used (A_SIZE=2, A_RANK=1): b says B_SIZE=8, B_RANK=6",)
+    assert spec.notes == ("a is not used (A_SIZE=2, A_RANK=1): b has B_SIZE=8, B_RANK=6",)
     with pytest.raises(ConfigError, match="disagree"):
         resolve({"a": found(3, 1, name="A"), "b": found(8, 6, name="B", agents=2)})
 
 
-def test_a_number_that_is_asked_for_alone_has_to_be_the_number_that_is_found():
-    asked = Partial("4 are asked for", "Say who.", "asked", 4)
+def test_a_requested_number_must_match_the_detected_one():
+    asked = Partial("4 are requested", "Set the ranks.", "explicit", 4)
     assert resolve({"a": found(4, 1), "ours": asked}).process_id == 1
-    with pytest.raises(ConfigError, match=r"4 are asked for, and a has started 2 .*Or leave the number to a"):
+    with pytest.raises(ConfigError, match=r"4 are requested, but a has started 2 .*Or let a set the number"):
         resolve({"a": found(2, 1), "ours": asked})
 
 
-def test_an_allocation_alone_is_one_process_and_a_line_and_an_error_where_processes_are_asked_for():
+def test_an_allocation_alone_is_one_process():
     lent = Partial("a job of 4 tasks without a step", "Start it with srun.", "allocation", 4)
     assert resolve({"a": lent}).notes == ("one process: a job of 4 tasks without a step. Start it with srun.",)
-    with pytest.raises(ConfigError, match=r"4 are asked for. Say who. a job of 4 tasks .*srun"):
-        resolve({"a": lent, "ours": Partial("4 are asked for", "Say who.", "asked", 4)})
+    with pytest.raises(ConfigError, match=r"4 are requested. Set the ranks. a job of 4 tasks .*srun"):
+        resolve({"a": lent, "ours": Partial("4 are requested", "Set the ranks.", "explicit", 4)})
 
 
-IN_ITS_OWN_WORDS = {
+COMMANDS = {
     "slurm": "srun --ntasks=",
     "torchrun": "torchrun --nnodes=",
     "spmdkit": "`spmdkit launch -n ",
@@ -181,9 +181,9 @@ IN_ITS_OWN_WORDS = {
 """The command that repairs it, by environment."""
 
 
-@pytest.mark.parametrize(("name", "command"), IN_ITS_OWN_WORDS.items())
-def test_half_a_place_and_a_meeting_that_fails_name_the_repair_as_a_command_of_that_starter(name, command):
-    answers = [DIALECTS[name].read(row.env) for row in ROWS]
+@pytest.mark.parametrize(("name", "command"), COMMANDS.items())
+def test_advice_contains_a_command_of_the_starter(name, command):
+    answers = [ENVIRONMENTS[name].read(row.env) for row in ROWS]
     halves = [answer for answer in answers if isinstance(answer, Partial)]
     together = [answer for answer in answers if isinstance(answer, DetectedCluster) and answer.spec.num_processes > 1]
     assert together and (halves or name == "open_mpi")
@@ -191,7 +191,7 @@ def test_half_a_place_and_a_meeting_that_fails_name_the_repair_as_a_command_of_t
         assert command in answer.repair, answer
 
 
-def test_a_starter_that_says_half_of_it_is_an_error():
+def test_an_incomplete_starter_is_an_error():
     with pytest.raises(ConfigError, match=r"half. Fix it."):
         resolve({"a": Partial("half", "Fix it.", "starter")})
 
@@ -202,14 +202,14 @@ def test_the_config_names_an_environment_or_none():
     assert alone.num_processes == 1
     assert "cluster.environment is none" in alone.notes[0]
     assert detect_cluster(env, "spmdkit") == detect_cluster(env)
-    with pytest.raises(ConfigError, match=r"cluster.environment: spmdkit was asked for; found none of its variables"):
+    with pytest.raises(ConfigError, match=r"cluster.environment is spmdkit, but none of its variables"):
         detect_cluster({}, "spmdkit")
-    with pytest.raises(ConfigError, match="'slrum' is not known"):
+    with pytest.raises(ConfigError, match="'slrum'"):
         detect_cluster({}, "slrum")
 
 
-def test_a_config_knows_the_environments_that_there_are():
-    for name in ("auto", "none", *DIALECTS):
+def test_the_config_accepts_every_environment():
+    for name in ("auto", "none", *ENVIRONMENTS):
         assert parse_config({"task": "a.py:t", "cluster": {"environment": name}}).cluster.environment == name
     with pytest.raises(ConfigError) as caught:
         parse_config({"task": "a.py:t", "cluster": {"environment": "spmdkti"}})

@@ -1,4 +1,4 @@
-"""The roll call over real loopback sockets, one thread per process: who is missing is said, and in time."""
+"""The rendezvous over real loopback sockets, one thread per process: who is missing is said, and in time."""
 
 import socket
 import threading
@@ -7,7 +7,7 @@ import time
 import pytest
 
 from spmdkit.cluster.detection import ClusterSpec
-from spmdkit.cluster.rendezvous import is_loopback, roll_call
+from spmdkit.cluster.rendezvous import is_loopback, rendezvous
 from spmdkit.errors import ConfigError, RendezvousError
 from tests.support.threads import in_threads
 
@@ -18,8 +18,8 @@ def free_address():
 
 
 def call(specs):
-    """Runs the roll call of each spec in a thread; returns the results or exceptions."""
-    found = in_threads(roll_call, dict(enumerate(specs)))
+    """Runs the rendezvous of each spec in a thread; returns the results or exceptions."""
+    found = in_threads(rendezvous, dict(enumerate(specs)))
     return [found[i] for i in range(len(specs))]
 
 
@@ -34,7 +34,7 @@ def test_all_present_go_on(service_after):
     assert call([ClusterSpec(address, 3, p, None, 10.0) for p in (2, 0, 1)]) == [address] * 3
 
 
-def test_the_port_is_free_again_for_jax_when_the_roll_call_is_over(service_after):
+def test_the_port_is_free_again_for_jax_when_the_rendezvous_is_over(service_after):
     address = free_address()
     call([ClusterSpec(address, 2, p, None, 10.0) for p in (0, 1)])
     socket.create_server(("127.0.0.1", int(address.split(":")[1]))).close()
@@ -81,7 +81,7 @@ def test_strangers_at_the_port_are_ignored(noise, service_after):
     address = free_address()
     spec = ClusterSpec(address, 2, 0, None, 10.0)
     results = []
-    main = threading.Thread(target=lambda: results.append(roll_call(spec)), daemon=True)
+    main = threading.Thread(target=lambda: results.append(rendezvous(spec)), daemon=True)
     main.start()
     deadline = time.monotonic() + 10
     while True:
@@ -94,7 +94,7 @@ def test_strangers_at_the_port_are_ignored(noise, service_after):
         stranger.sendall(noise)
         if not noise:
             stranger.shutdown(socket.SHUT_WR)
-        results.append(roll_call(ClusterSpec(address, 2, 1, None, 10.0)))
+        results.append(rendezvous(ClusterSpec(address, 2, 1, None, 10.0)))
     main.join(timeout=10)
     assert results == [address, address]
 

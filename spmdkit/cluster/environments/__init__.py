@@ -1,4 +1,7 @@
-"""How starters tell a process its place in a cluster: a file each, found by its name. The interface is in base.py."""
+"""How starters (Slurm, torchrun, Kubernetes, ...) give a process its rank: one file each.
+
+In: environment variables. Out: a `DetectedCluster` or a `Partial`, see base.py.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
-"""What an environment is: how one kind of starter tells a process its place. A file each in this folder, found by its
-name.
+"""What an environment is: how one kind of starter gives a process its rank. One file each in this folder.
 
 An environment is a module with
 
-    NAMES: Names           its variables, for messages
-    read(env) -> Answer    `DetectedCluster`, `Partial`, or None where nothing of it is set
+    NAMES: Names              its variables, for messages
+    read(env) -> Detection    `DetectedCluster`, `Partial`, or None where none of its variables is set
 
-`read` is pure: it looks at the mapping that it is given and at nothing else. Environments are nested (`mpirun` inside
-`salloc`, `spmdkit launch` in a batch script), so several environments may answer; `detection.py` chooses by `level`.
+`read` is pure: it reads the mapping that is passed and nothing else. Environments are nested (`mpirun` inside `salloc`,
+`spmdkit launch` in a batch script), so several may be detected; `detection.py` chooses by `level`.
 """
 
 from __future__ import annotations
@@ -19,51 +18,51 @@ from typing import Literal, Protocol, TypeAlias
 from spmdkit.cluster.spec import ClusterSpec, Names, Role, split_address
 from spmdkit.errors import ConfigError
 
-Level = Literal["asked", "starter", "allocation"]
+Level = Literal["explicit", "starter", "allocation"]
 
-LEVELS: tuple[Level, ...] = ("asked", "starter", "allocation")
-"""Highest first. asked: set for spmdkit by name. starter: set for each process by what started it (torchrun, mpirun, a
-Slurm step).
-allocation: set for each host by what lent it (a Slurm job without a step, JobSet, Kubeflow)."""
+LEVELS: tuple[Level, ...] = ("explicit", "starter", "allocation")
+"""Highest first. explicit: set for spmdkit. starter: set for each process by the program that started it (torchrun,
+mpirun, a Slurm step). allocation: set for each host by the system that allocated it (a Slurm job without a step,
+JobSet, Kubeflow)."""
 
 FIRST_PORT, NUM_PORTS = 61440, 4096
-"""Where ports are derived from a number that all processes know: above the ports that Linux gives out by itself
+"""The range of ports that are derived from a number that all processes know: above the ephemeral ports of Linux
 (32768-60999)."""
 
 
 @dataclass(frozen=True)
 class DetectedCluster:
-    """This process's place, complete.
+    """A complete cluster: its size, the rank of this process, and the address of process 0.
 
     Attributes:
         names: the environment's own variables, for messages.
-        agents: how many processes the starter keeps of its own to start these, one a host (torchrun's agents, Open
-            MPI's daemons). Another starter with that many processes has started the agents, and is below this one.
-        said: the place in the environment's own words, where its variables do not hold the two numbers themselves.
-        repair: what to look at in this environment when processes do not meet, a sentence.
-        role: what the process is for: `train`, or `evaluator`, alone beside those that train.
+        agents: how many processes of its own the starter runs, one per host (torchrun's agents, Open MPI's daemons).
+            Another environment with that many processes has started the agents, so this one is used.
+        description: where the variables do not hold the size and the rank as numbers.
+        repair: what to check in this environment when processes do not meet, a sentence.
+        role: `train`, or `evaluator`: a single process outside the cluster that trains.
     """
 
     spec: ClusterSpec
     level: Level
     names: Names
     agents: int | None = None
-    said: str = ""
+    description: str = ""
     repair: str = ""
     role: Role = "train"
 
 
 @dataclass(frozen=True)
 class Partial:
-    """Something of the environment is set, and it is no place in a cluster.
+    """Some variables of the environment are set, and they do not give a rank in a cluster.
 
-    Of the levels asked and starter it is an error where nothing else is found; of the level allocation it is one
-    process and a line in the log.
+    At the levels explicit and starter this is an error where nothing else is detected. At the level allocation it is
+    one process and a line in the log.
 
     Attributes:
         why: what is set and what is missing, a sentence without its full stop.
         repair: the smallest change that makes it a cluster, a sentence.
-        num_processes: how many processes it speaks of, where it says so.
+        num_processes: the number of processes, where it is set.
     """
 
     why: str
@@ -72,7 +71,7 @@ class Partial:
     num_processes: int | None = None
 
 
-Answer: TypeAlias = DetectedCluster | Partial | None
+Detection: TypeAlias = DetectedCluster | Partial | None
 
 
 class Environment(Protocol):
@@ -80,12 +79,12 @@ class Environment(Protocol):
 
     NAMES: Names
 
-    def read(self, env: Mapping[str, str]) -> Answer:
-        """Returns what `env` says in this environment."""
+    def read(self, env: Mapping[str, str]) -> Detection:
+        """Returns what this environment's variables in `env` describe."""
 
 
 def whole_number(env: Mapping[str, str], name: str) -> int | None:
-    """Returns the value of a variable that holds a whole number; None where it is not set or holds something else."""
+    """Returns the value of a variable that holds a whole number, None otherwise."""
     text = env.get(name, "")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
 

@@ -1,9 +1,9 @@
-"""Cloud TPU: GKE tells each host of a slice its number and the names of all; MEGASCALE_* join several slices.
+"""Cloud TPU: GKE gives each host of a slice its number and the names of all hosts; MEGASCALE_* join several slices.
 
 TPU_WORKER_HOSTNAMES, or TPU_PROCESS_ADDRESSES with ports, lists the hosts of this slice in order; TPU_WORKER_ID is this
-one. Processes are numbered slice by slice, and process 0, the first host of slice 0, is MEGASCALE_COORDINATOR_ADDRESS
-(jax/_src/clusters/cloud_tpu_cluster.py). On a TPU VM without GKE nothing is set: its metadata server knows, and the
-commands of `spmdkit launch --on tpu` ask it.
+one. Processes are numbered slice by slice. Process 0, the first host of slice 0, is MEGASCALE_COORDINATOR_ADDRESS
+(jax/_src/clusters/cloud_tpu_cluster.py). On a TPU VM without GKE nothing is set: the commands of `spmdkit launch --on
+tpu` query its metadata server.
 Sources: cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice; kubernetes-sigs/lws,
 pkg/utils/accelerators/tpu.go.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmdkit.cluster.environments.base import Answer, DetectedCluster, Partial, address, whole_number
+from spmdkit.cluster.environments.base import DetectedCluster, Detection, Partial, address, whole_number
 from spmdkit.cluster.spec import ClusterSpec, Names
 
 NAMES = Names("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID", "TPU_PROCESS_ADDRESSES")
@@ -20,16 +20,16 @@ NAMES = Names("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID", "TPU_PROCESS_ADDRESSES")
 SLICES, SLICE, FIRST_HOST = "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS"
 
 PORT = 8482
-"""Where JAX meets on TPUs; 8471 and 8476 are libtpu's, 8080 and 8081 megascale's."""
+"""The port of JAX's coordination service on TPUs. libtpu uses 8471 and 8476, megascale 8080 and 8081."""
 
 REPAIR = (
-    "All hosts of all slices start together. On GKE: kubectl get pods -o wide, with one pod for each host of the topology. On TPU VMs: "
-    "gcloud compute tpus tpu-vm ssh NAME --worker=all --command=..., so that every worker runs it."
+    "All hosts of all slices start together. On GKE: kubectl get pods -o wide shows one pod per host of the topology. "
+    "On TPU VMs, run the command on every worker: gcloud compute tpus tpu-vm ssh NAME --worker=all --command=... ."
 )
 
 
-def read(env: Mapping[str, str]) -> Answer:
-    """Returns the place of a host of a TPU slice."""
+def read(env: Mapping[str, str]) -> Detection:
+    """Returns the cluster of a host of a TPU slice."""
     worker = whole_number(env, NAMES.process_id)
     listed = env.get(NAMES.coordinator) or env.get(NAMES.num_processes)
     if worker is None or not listed:
@@ -41,16 +41,16 @@ def read(env: Mapping[str, str]) -> Answer:
     if worker >= len(hosts) or slice_ >= num_slices or not first:
         found = ", ".join(f"{name}={env.get(name, '')!r}" for name in (*NAMES, SLICES, SLICE, FIRST_HOST))
         return Partial(
-            f"the variables of Cloud TPU are no complete place for this host ({found})",
-            "TPU_WORKER_ID counts the hosts of TPU_WORKER_HOSTNAMES from 0; several slices need MEGASCALE_NUM_SLICES, MEGASCALE_SLICE_ID and "
-            "MEGASCALE_COORDINATOR_ADDRESS. GKE sets them for a JobSet with one pod for each host.",
+            f"the variables of Cloud TPU do not give this host a rank ({found})",
+            "TPU_WORKER_ID counts the hosts of TPU_WORKER_HOSTNAMES from 0. Several slices need MEGASCALE_NUM_SLICES, "
+            "MEGASCALE_SLICE_ID and MEGASCALE_COORDINATOR_ADDRESS. GKE sets them for a JobSet with one pod per host.",
             "starter",
         )
     spec = ClusterSpec(address(first, PORT) if num > 1 else None, num, process, names=NAMES)
-    said = f"{NAMES.process_id}={worker} of {len(hosts)} hosts" + (
+    description = f"{NAMES.process_id}={worker} of {len(hosts)} hosts" + (
         f", {SLICE}={slice_} of {num_slices}" if num_slices > 1 else ""
     )
-    return DetectedCluster(spec, "allocation", NAMES, said=said, repair=REPAIR)
+    return DetectedCluster(spec, "allocation", NAMES, description=description, repair=REPAIR)
 
 
 def _host(text: str) -> str:

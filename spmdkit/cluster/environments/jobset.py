@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmdkit.cluster.environments.base import FIRST_PORT, Answer, DetectedCluster, Partial, address, whole_number
+from spmdkit.cluster.environments.base import FIRST_PORT, DetectedCluster, Detection, Partial, address, whole_number
 from spmdkit.cluster.spec import ClusterSpec, Names
 
 NAMES = Names("JOBSET_PODS", "JOB_COMPLETION_INDEX", "JOBSET_COORDINATOR")
@@ -27,13 +27,13 @@ NAMES = Names("JOBSET_PODS", "JOB_COMPLETION_INDEX", "JOBSET_COORDINATOR")
 JOBS, JOB = "JOBSET_JOBS", "JOBSET_JOB_INDEX"
 
 REPAIR = (
-    "Pods find each other by name in the JobSet's headless service: kubectl get pods -l jobset.sigs.k8s.io/jobset-name=NAME -o wide; "
-    "kubectl describe pod for one that is Pending."
+    "Pods connect by name through the JobSet's headless service: kubectl get pods "
+    "-l jobset.sigs.k8s.io/jobset-name=NAME -o wide; kubectl describe pod POD for a pod that is Pending."
 )
 
 
-def read(env: Mapping[str, str]) -> Answer:
-    """Returns the place of a pod of a JobSet, or what an indexed Job lacks."""
+def read(env: Mapping[str, str]) -> Detection:
+    """Returns the cluster of a pod of a JobSet, or what an indexed Job lacks."""
     index = whole_number(env, NAMES.process_id)
     if index is None:
         return None
@@ -42,20 +42,20 @@ def read(env: Mapping[str, str]) -> Answer:
     num, process = (pods or 0) * (jobs or 1), index + (job or 0) * (pods or 0)
     if not pods and not host:
         return Partial(
-            f"this is pod {index} of an indexed Job of Kubernetes, which says neither how many there are nor who is first",
-            "Let the manifest hand them in: `spmdkit launch --on kubernetes` writes one that does, with JOBSET_PODS and JOBSET_COORDINATOR.",
+            f"this is pod {index} of an indexed Job of Kubernetes without the number of pods and the first address",
+            "Set JOBSET_PODS and JOBSET_COORDINATOR in the manifest, as `spmdkit launch --on kubernetes` does.",
             "allocation",
         )
     if not pods or not host or index >= pods or process >= num:
         found = ", ".join(f"{name}={env.get(name, '')!r}" for name in (*NAMES, JOBS, JOB))
         return Partial(
-            f"the variables of a JobSet are no complete place for this pod ({found})",
-            "JOBSET_PODS is the parallelism of one Job, JOBSET_COORDINATOR the annotation that spec.coordinator makes. "
-            "`spmdkit launch --on kubernetes` writes both.",
+            f"the variables of the JobSet do not give this pod a rank ({found})",
+            "JOBSET_PODS is the parallelism of one Job, JOBSET_COORDINATOR the annotation that spec.coordinator "
+            "creates. `spmdkit launch --on kubernetes` writes both.",
             "starter",
         )
     spec = ClusterSpec(address(host, FIRST_PORT) if num > 1 else None, num, process, names=NAMES)
-    said = f"{NAMES.num_processes}={pods}, {NAMES.process_id}={index}" + (
+    description = f"{NAMES.num_processes}={pods}, {NAMES.process_id}={index}" + (
         f", {JOB}={job} of {jobs}" if (jobs or 1) > 1 else ""
     )
-    return DetectedCluster(spec, "allocation", NAMES, said=said, repair=REPAIR)
+    return DetectedCluster(spec, "allocation", NAMES, description=description, repair=REPAIR)

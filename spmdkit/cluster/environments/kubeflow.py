@@ -1,5 +1,6 @@
-"""Kubeflow Trainer, runtime `jax-distributed`: one pod a process, with JAX's own three variables. By hand they may be
-set anywhere.
+"""Kubeflow Trainer, runtime `jax-distributed`: one pod per process, with JAX's own three variables.
+
+They may also be set by hand.
 
 JAX_COORDINATOR_ADDRESS is `NAME-node-0-0.NAME:29500`, the first pod's name in the headless service of the TrainJob; the
 number of a pod is its completion index. Names: kubeflow/trainer 8c0f505 (2026-08-21),
@@ -10,16 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmdkit.cluster.environments.base import Answer, DetectedCluster, Partial, is_address, whole_number
+from spmdkit.cluster.environments.base import DetectedCluster, Detection, Partial, is_address, whole_number
 from spmdkit.cluster.spec import ClusterSpec, Names
 
 NAMES = Names("JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS")
 
-REPAIR = "All pods of a TrainJob start together or not at all: kubectl describe trainjob NAME; kubectl get pods -l jobset.sigs.k8s.io/jobset-name=NAME."
+REPAIR = (
+    "All pods of a TrainJob start together or not at all: kubectl describe trainjob NAME; "
+    "kubectl get pods -l jobset.sigs.k8s.io/jobset-name=NAME."
+)
 
 
-def read(env: Mapping[str, str]) -> Answer:
-    """Returns the place of a pod of a TrainJob."""
+def read(env: Mapping[str, str]) -> Detection:
+    """Returns the cluster of a pod of a TrainJob."""
     if not any(env.get(name) for name in NAMES):
         return None
     num, process, meeting = (
@@ -30,9 +34,9 @@ def read(env: Mapping[str, str]) -> Answer:
     if not num or process is None or process >= num or (num > 1 and not is_address(meeting)):
         found = ", ".join(f"{name}={env.get(name, '')!r}" for name in NAMES)
         return Partial(
-            f"JAX's variables are no complete place for this process ({found})",
-            "A TrainJob with runtimeRef jax-distributed sets all three in each pod, if it has a trainer section. Set numNodes there, "
-            "or all three variables in each process.",
+            f"JAX's variables do not give this process a rank ({found})",
+            "A TrainJob with runtimeRef jax-distributed and a trainer section sets all three in each pod. Set numNodes "
+            "there, or all three variables in each process.",
             "starter",
             num,
         )

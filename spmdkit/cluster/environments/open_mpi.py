@@ -1,9 +1,9 @@
-"""Open MPI: `mpirun` sets the rank of each process, and where its own daemon is, on whose host process 0 runs unless a
-host file says otherwise.
+"""Open MPI: `mpirun` sets the rank of each process and the address of its daemon. Process 0 runs on the same host,
+unless a host file puts it elsewhere.
 
-Open MPI 4 gives the daemon's addresses (OMPI_MCA_orte_hnp_uri), whose number is the job's, a multiple of 4096; Open MPI
-5 gives the name of its host in PMIX_NAMESPACE (`prterun-HOST-PID@1`), and jax 0.10.2 does not detect it. Where all
-processes are on one host they meet on its loopback interface.
+Open MPI 4 sets the daemon's addresses and the number of the job, a multiple of 4096 (OMPI_MCA_orte_hnp_uri). Open MPI 5
+sets the name of its host in PMIX_NAMESPACE (`prterun-HOST-PID@1`), which jax 0.10.2 does not detect. Processes of one
+host meet on its loopback interface.
 Names: Open MPI 4.1.4 and 5.0.10, 2026-11-23; docs.open-mpi.org, "Environment variables set by mpirun";
 jax/_src/clusters/ompi_cluster.py.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from spmdkit.cluster.environments.base import Answer, DetectedCluster, Partial, address, port_of, whole_number
+from spmdkit.cluster.environments.base import DetectedCluster, Detection, Partial, address, port_of, whole_number
 from spmdkit.cluster.spec import ClusterSpec, Names
 
 NAMES = Names("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_MCA_orte_hnp_uri")
@@ -22,16 +22,16 @@ ON_THIS_HOST, NAMESPACE = "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE"
 DAEMONS, STEP_OF_DAEMONS = "OMPI_MCA_orte_num_nodes", "SLURM_STEP_NUM_TASKS"
 
 JOBS_APART = 1 << 12
-"""Numbers of jobs of Open MPI 4 are multiples of this."""
+"""Job numbers of Open MPI 4 are multiples of this."""
 
 REPAIR = (
-    "Process 0 is taken to be on the host of mpirun. Where a host file puts it elsewhere, name that host: "
+    "Process 0 is assumed to run on the host of mpirun. Where a host file puts it elsewhere, name that host: "
     "mpirun -x SPMDKIT_COORDINATOR=HOST:PORT ..."
 )
 
 
-def read(env: Mapping[str, str]) -> Answer:
-    """Returns the place of a process of mpirun."""
+def read(env: Mapping[str, str]) -> Detection:
+    """Returns the cluster of a process that mpirun started."""
     size, rank = whole_number(env, NAMES.num_processes), whole_number(env, NAMES.process_id)
     if size is None or rank is None:
         return None
@@ -39,9 +39,9 @@ def read(env: Mapping[str, str]) -> Answer:
     if rank >= size or (met is None and size > 1):
         found = ", ".join(f"{name}={env.get(name, '')!r}" for name in (*NAMES, NAMESPACE))
         return Partial(
-            f"mpirun's variables are no complete place for this process ({found})",
-            "Start it with mpirun of Open MPI 4 or 5, or say where process 0 is: mpirun -x SPMDKIT_COORDINATOR=HOST:PORT "
-            "-x SPMDKIT_NUM_PROCESSES=N with SPMDKIT_PROCESS_ID of each.",
+            f"mpirun's variables do not give this process a rank ({found})",
+            "Start it with mpirun of Open MPI 4 or 5, or set the address of process 0: mpirun -x "
+            "SPMDKIT_COORDINATOR=HOST:PORT -x SPMDKIT_NUM_PROCESSES=N, and SPMDKIT_PROCESS_ID for each process.",
             "starter",
         )
     spec = ClusterSpec(met if size > 1 else None, size, rank, names=NAMES)
@@ -49,8 +49,8 @@ def read(env: Mapping[str, str]) -> Answer:
 
 
 def _daemons(env: Mapping[str, str]) -> int | None:
-    """Returns how many daemons mpirun has started: one on each host but its own. In a Slurm job it does so by srun,
-    whose step is then no other starter's."""
+    """Returns how many daemons mpirun has started: one on each host but its own. In a Slurm job mpirun uses srun, so
+    the step has as many tasks."""
     hosts = whole_number(env, DAEMONS)
     if hosts is not None:
         return hosts - 1 if hosts > 1 else None

@@ -1,43 +1,43 @@
-"""Slurm: a task of a step (`srun`) has a place; a job without a step lends hosts and starts nothing.
+"""Slurm: a task of a step (`srun`) has a rank; a job without a step allocates hosts and starts no process.
 
 A step sets SLURM_STEP_NODELIST, SLURM_STEP_NUM_TASKS, SLURM_STEP_ID and each task's SLURM_PROCID
-(slurm.schedmd.com/srun.html). What does not tell: SLURM_NTASKS and SLURM_PROCID are set in a batch script too (4 and 0,
-under `sbatch -n 4`), and the shell that `salloc` opens is a step with one task of its own, an "interactive step" whose
-number is 4294967290, beside the SLURM_NTASKS of the whole job (Slurm 22.05, 2026-11-22).
+(slurm.schedmd.com/srun.html). SLURM_NTASKS and SLURM_PROCID are not enough: they are set in a batch script too (4 and 0
+under `sbatch -n 4`). The shell that `salloc` opens is an "interactive step" with one task and the number 4294967290; it
+has the SLURM_NTASKS of the whole job (Slurm 22.05, 2026-11-22).
 
-Process 0 is on the first host of the step. The port follows from the numbers of job and step, so that steps and jobs
-that share a host do not meet.
+Process 0 is on the first host of the step. The port is derived from the numbers of job and step, so that steps and jobs
+on one host use different ports.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmdkit.cluster.environments.base import Answer, DetectedCluster, Partial, address, port_of, whole_number
+from spmdkit.cluster.environments.base import DetectedCluster, Detection, Partial, address, port_of, whole_number
 from spmdkit.cluster.spec import ClusterSpec, Names
 
 NAMES = Names("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST")
 
 JOB, STEP, TASKS = "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NTASKS"
 
-FIRST_STEP_OF_ITS_OWN = 0xFFFFFFF0
-"""Steps that Slurm numbers from here on (batch, extern, interactive) are its own, not an `srun` of the user."""
+FIRST_INTERNAL_STEP = 0xFFFFFFF0
+"""Steps from this number on (batch, extern, interactive) are internal to Slurm, not an `srun` of the user."""
 
 PORTS_BETWEEN_STEPS = 61
-"""A prime, so that the first steps of jobs with neighbouring numbers have ports of their own."""
+"""A prime, so that the first steps of jobs with consecutive numbers get different ports."""
 
 REPAIR = (
-    "All tasks of the step run one command, and its first host is reached by the others at the port: squeue --steps for the step, "
-    "srun --ntasks=N --kill-on-bad-exit=1 python -m spmdkit train ..., so that the end of one task is the end of all."
+    "All tasks of the step run one command and connect to the step's first host at this port. squeue --steps shows the "
+    "step; srun --ntasks=N --kill-on-bad-exit=1 python -m spmdkit train ... ends all tasks when one ends."
 )
 
 
-def read(env: Mapping[str, str]) -> Answer:
-    """Returns the place of a task of a step, or what a job without a step needs."""
+def read(env: Mapping[str, str]) -> Detection:
+    """Returns the cluster of a task of a step, or what a job without a step needs."""
     job, step = whole_number(env, JOB), whole_number(env, STEP)
     if job is None:
         return None
-    if step is None or step >= FIRST_STEP_OF_ITS_OWN:
+    if step is None or step >= FIRST_INTERNAL_STEP:
         return _allocation(env, job)
     num_tasks, task, hosts = (
         whole_number(env, NAMES.num_processes),
@@ -47,8 +47,10 @@ def read(env: Mapping[str, str]) -> Answer:
     if not num_tasks or task is None or task >= num_tasks or not hosts:
         found = ", ".join(f"{name}={env.get(name, '')!r}" for name in NAMES)
         return Partial(
-            f"step {step} of the Slurm job {job} has no complete place for this task ({found})",
-            "Slurm sets all three for each task. Start it with srun --ntasks=N, or set cluster.environment: none for one process.",
+            f"step {step} of the Slurm job {job} does not give this task a rank ({found})",
+            "Slurm sets all three for each task. Start it with srun --ntasks=N, or set cluster.environment: none for "
+            "one "
+            "process.",
             "starter",
         )
     port = port_of(job + PORTS_BETWEEN_STEPS * step)
@@ -60,15 +62,17 @@ def _allocation(env: Mapping[str, str], job: int) -> Partial:
     num_tasks = whole_number(env, TASKS)
     tasks = "" if num_tasks is None else f" of {num_tasks} task{'s' * (num_tasks != 1)}"
     return Partial(
-        f"this is inside the Slurm job {job}{tasks}, and not in a step of it",
-        f"Start it with srun, for example `srun --ntasks={num_tasks or 'N'} python -m spmdkit train ...`, to use the tasks of the job.",
+        f"this is inside the Slurm job {job}{tasks}, but not in one of its steps",
+        f"To use the tasks of the job, start it with srun: `srun --ntasks={num_tasks or 'N'} python -m spmdkit train "
+        "...`.",
         "allocation",
         num_tasks,
     )
 
 
 def first_host(hosts: str) -> str:
-    """Returns the first name of a list of Slurm's: `a` of `a,b`, `n007` of `n[007-015],x`, `r1n3` of `r[1-2]n[3,5]`."""
+    """Returns the first host of a list in Slurm's notation: `a` of `a,b`, `n007` of `n[007-015],x`, `r1n3` of
+    `r[1-2]n[3,5]`."""
     name, depth, taken = "", 0, True
     for character in hosts:
         if character == "," and depth == 0:

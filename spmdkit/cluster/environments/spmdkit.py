@@ -1,30 +1,32 @@
-"""Our own variables: what `spmdkit launch` sets, and the whole interface for a starter of one's own.
+"""spmdkit's own variables: `spmdkit launch` sets them, and so can any other starter.
 
-`SPMDKIT_NUM_PROCESSES`, `SPMDKIT_PROCESS_ID` and `SPMDKIT_COORDINATOR` are a place. The number of processes alone is a
-demand: whichever other environment is found has to have that many. The others (`SPMDKIT_COORDINATOR` without a number,
-devices, timeout) change what another environment says; `detection.py` lays them over it.
+`SPMDKIT_NUM_PROCESSES`, `SPMDKIT_PROCESS_ID` and `SPMDKIT_COORDINATOR` describe a cluster. The number of processes
+alone is a requirement: another environment has to have that many. The remaining variables (`SPMDKIT_COORDINATOR`
+without a number, devices, timeout) override those of another environment; `detection.py` applies them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmdkit.cluster.environments.base import Answer, DetectedCluster, Partial
+from spmdkit.cluster.environments.base import DetectedCluster, Detection, Partial
 from spmdkit.cluster.spec import OURS, ClusterSpec, split_address
 from spmdkit.errors import ConfigError
 
 NAMES = OURS
 
 REPAIR = (
-    f"Each process has another {NAMES.process_id}, and all reach {NAMES.coordinator}. `spmdkit launch -n N -- ...` starts all of them on one "
-    "machine, `spmdkit launch --on ssh -n N -- ...` on several."
+    f"Each process needs its own {NAMES.process_id}, and all connect to {NAMES.coordinator}. `spmdkit launch -n N -- "
+    "...` "
+    "starts all of them on one machine, `spmdkit launch --on ssh -n N -- ...` on several."
 )
 
 
-def read(env: Mapping[str, str]) -> Answer:
-    """Returns the place that our variables name.
+def read(env: Mapping[str, str]) -> Detection:
+    """Returns the cluster that spmdkit's variables describe.
 
-    Raises: ConfigError when one of them is malformed, or they contradict each other.
+    Raises:
+        ConfigError: a variable is malformed, or they contradict each other.
     """
     given = {name: env[name] for name in NAMES if env.get(name)}
     if NAMES.num_processes not in given and NAMES.process_id not in given:
@@ -34,11 +36,12 @@ def read(env: Mapping[str, str]) -> Answer:
     absent = [name for name in (NAMES.coordinator, NAMES.process_id) if name not in given]
     if num_processes > 1 and absent:
         return Partial(
-            f"{NAMES.num_processes}={num_processes} asks for several processes, but {' and '.join(absent)} "
+            f"{NAMES.num_processes}={num_processes} requires several processes, but {' and '.join(absent)} "
             f"{'is' if len(absent) == 1 else 'are'} not set",
             f"Each process needs its own number and the address of process 0. Set {NAMES.coordinator}=host:port and "
-            f"{NAMES.process_id}=0..{num_processes - 1}, or use `spmdkit launch -n {num_processes} -- ...` on one machine.",
-            "asked",
+            f"{NAMES.process_id}=0..{num_processes - 1}, or use `spmdkit launch -n {num_processes} -- ...` on one "
+            "machine.",
+            "explicit",
             num_processes,
         )
     if process_id >= num_processes:
@@ -50,14 +53,15 @@ def read(env: Mapping[str, str]) -> Answer:
     if coordinator is not None:
         split_address(coordinator)
     return DetectedCluster(
-        ClusterSpec(coordinator, num_processes, process_id, names=NAMES), "asked", NAMES, repair=REPAIR
+        ClusterSpec(coordinator, num_processes, process_id, names=NAMES), "explicit", NAMES, repair=REPAIR
     )
 
 
 def integer(given: Mapping[str, str], name: str, *, default: int, least: int) -> int:
-    """Returns the whole number that one of our variables holds.
+    """Returns the whole number that a variable holds.
 
-    Raises: ConfigError when it holds something else.
+    Raises:
+        ConfigError: it holds something else.
     """
     text = given.get(name)
     if not text:

@@ -1,11 +1,11 @@
-"""TF_CONFIG, TensorFlow's: a list of hosts by role, and which one this is. Chief and workers train together, the
+"""TensorFlow's TF_CONFIG: the hosts by role, and the task of this process. Chief and workers train together, the
 evaluator evaluates each new checkpoint.
 
     {"cluster": {"chief": ["a:2222"], "worker": ["b:2222", "c:2222"]}, "task": {"type": "worker", "index": 1}}
 
-Process 0 is the chief, or worker 0 where there is none; they meet at its address, where a server of TensorFlow would
-listen. An evaluator is no part of the cluster and is not listed in it. `ps` has no counterpart in one program over all
-processes (`sync: parameter_server` starts servers of its own).
+Process 0 is the chief, or worker 0 where there is none. Processes meet at its address, the port of a TensorFlow server.
+An evaluator is not part of the cluster and is not listed in it. `ps` has no counterpart in one program over all
+processes (`sync: parameter_server` starts its own servers).
 Source: tensorflow.org/guide/distributed_training, "Setting up the TF_CONFIG environment variable";
 TFConfigClusterResolver.
 """
@@ -16,7 +16,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from spmdkit.cluster.environments.base import Answer, DetectedCluster, Partial, is_address
+from spmdkit.cluster.environments.base import DetectedCluster, Detection, Partial, is_address
 from spmdkit.cluster.spec import ClusterSpec, Names
 
 VARIABLE = "TF_CONFIG"
@@ -27,11 +27,14 @@ TRAINS, FIRST = ("chief", "master", "worker"), ("chief", "master")
 
 EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
 
-REPAIR = f"Every task has the same cluster in {VARIABLE} and its own task, and all are started; process 0 is the chief, or worker 0."
+REPAIR = (
+    f"Every task has the same cluster in {VARIABLE} and its own task, and all are started. "
+    "Process 0 is the chief, or worker 0."
+)
 
 
-def read(env: Mapping[str, str]) -> Answer:
-    """Returns the place of a task of TF_CONFIG."""
+def read(env: Mapping[str, str]) -> Detection:
+    """Returns the cluster of a task of TF_CONFIG."""
     text = env.get(VARIABLE)
     if not text:
         return None
@@ -42,27 +45,27 @@ def read(env: Mapping[str, str]) -> Answer:
     hosts = [host for role in TRAINS for host in cluster.get(role, [])]
     if kind == "evaluator":
         return DetectedCluster(
-            ClusterSpec(names=NAMES), "allocation", NAMES, said="task evaluator", repair=REPAIR, role="evaluator"
+            ClusterSpec(names=NAMES), "allocation", NAMES, description="task evaluator", repair=REPAIR, role="evaluator"
         )
     if kind == "ps":
         return Partial(
-            f"this is task ps {index} of {VARIABLE}, and every process that is started here trains",
-            "Start chief, workers and evaluator alone. The parameters are cut over all devices by mesh: {fsdp: -1}; asynchronous servers are sync: "
-            "{parameter_server: {servers: 1, workers: 2}}, which starts its own.",
+            f"this is task ps {index} of {VARIABLE}, but every process of spmdkit trains",
+            "Start chief, workers and evaluator only. mesh: {fsdp: -1} shards the parameters over all devices; "
+            "sync: {parameter_server: {servers: 1, workers: 2}} starts asynchronous servers.",
             "starter",
             len(hosts),
         )
     if kind not in cluster or index >= len(cluster[kind]):
         return Partial(
-            f"this is task {kind} {index} of {VARIABLE}, whose cluster has { ({k: len(v) for k, v in cluster.items()}) }",
-            f"The task is one of the cluster's, counted from 0. For example {EXAMPLE}.",
+            f"this is task {kind} {index} of {VARIABLE}; its cluster has { ({k: len(v) for k, v in cluster.items()}) }",
+            f"The task is one of the cluster, counted from 0. For example {EXAMPLE}.",
             "starter",
         )
     process = index + sum(len(cluster.get(role, [])) for role in TRAINS[: TRAINS.index(kind)])
     if not is_address(hosts[0]):
         return Partial(f"{hosts[0]!r} of {VARIABLE} is no host:port", f"For example {EXAMPLE}.", "starter")
     spec = ClusterSpec(hosts[0] if len(hosts) > 1 else None, len(hosts), process, names=NAMES)
-    return DetectedCluster(spec, "allocation", NAMES, said=f"task {kind} {index} of {len(hosts)}", repair=REPAIR)
+    return DetectedCluster(spec, "allocation", NAMES, description=f"task {kind} {index} of {len(hosts)}", repair=REPAIR)
 
 
 def _task(text: str) -> tuple[dict[str, list[str]], str, int] | str:

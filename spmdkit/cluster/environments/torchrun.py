@@ -1,12 +1,11 @@
-"""torchrun, static and elastic, and what else speaks its variables (`accelerate launch`, DeepSpeed): RANK of
+"""torchrun, static and elastic, and other starters that set its variables (`accelerate launch`, DeepSpeed): RANK of
 WORLD_SIZE, LOCAL_RANK on its host.
 
-MASTER_ADDR is the host of process 0. MASTER_PORT is not free under torchrun: its agent keeps a store there
+MASTER_ADDR is the host of process 0. MASTER_PORT is not free under torchrun: its agent has a store there
 (TORCHELASTIC_USE_AGENT_STORE=True; PyTorch 2.13, 2026-11-22, standalone, static and c10d), so processes meet at a port
-that follows from it. A restart of the group keeps both.
+that is derived from it. Both stay the same when the group restarts.
 
-Without LOCAL_RANK nobody started this process for itself: PyTorchJob sets the rest for each pod, in which torchrun is
-meant to run.
+Without LOCAL_RANK no starter set up this process: PyTorchJob sets the rest for each pod, for a torchrun inside it.
 Names: docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables".
 """
 
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmdkit.cluster.environments.base import Answer, DetectedCluster, Partial, address, port_of, whole_number
+from spmdkit.cluster.environments.base import DetectedCluster, Detection, Partial, address, port_of, whole_number
 from spmdkit.cluster.spec import ClusterSpec, Names
 
 NAMES = Names("WORLD_SIZE", "RANK", "MASTER_ADDR")
@@ -23,25 +22,28 @@ PORT, LOCAL_RANK, AGENTS = "MASTER_PORT", "LOCAL_RANK", "GROUP_WORLD_SIZE"
 AGENT_HAS_PORT = "TORCHELASTIC_USE_AGENT_STORE"
 
 START = "torchrun --nnodes=N --nproc-per-node=M -m spmdkit train ..."
-REPAIR = f"torchrun runs on every host, with one --rdzv-endpoint, and the host of MASTER_ADDR is reached by the others: {START}."
+REPAIR = (
+    "torchrun runs on every host with the same --rdzv-endpoint, and every host connects to that of MASTER_ADDR: "
+    f"{START}."
+)
 
 
-def read(env: Mapping[str, str]) -> Answer:
-    """Returns the place of a worker of torchrun."""
+def read(env: Mapping[str, str]) -> Detection:
+    """Returns the cluster of a worker of torchrun."""
     size, rank, port = whole_number(env, "WORLD_SIZE"), whole_number(env, "RANK"), whole_number(env, PORT)
     host, local = env.get("MASTER_ADDR"), whole_number(env, LOCAL_RANK)
     if size is None or rank is None:
         return None
     if local is None:
-        why = f"WORLD_SIZE={size} and RANK={rank} are set, and LOCAL_RANK is not"
-        repair = f"Start it with torchrun, which sets it for each process, to use all of them: {START}."
+        why = f"WORLD_SIZE={size} and RANK={rank} are set, but LOCAL_RANK is not"
+        repair = f"Start it with torchrun, which sets LOCAL_RANK for each process: {START}."
         return Partial(why, repair, "allocation", size)
     if not host or port is None or not 0 < port < 65536 or rank >= size:
         found = ", ".join(f"{name}={env.get(name, '')!r}" for name in (*NAMES, PORT))
         repair = (
-            f"A rank is below the size, MASTER_ADDR and MASTER_PORT are of process 0. Start it with torchrun: {START}."
+            f"RANK is less than WORLD_SIZE, and MASTER_ADDR:MASTER_PORT is process 0. Start it with torchrun: {START}."
         )
-        return Partial(f"LOCAL_RANK={local} is set, and the rest is no place in a cluster ({found})", repair, "starter")
+        return Partial(f"LOCAL_RANK={local} is set, but the rest does not give a rank ({found})", repair, "starter")
     free = port_of(port + 1) if env.get(AGENT_HAS_PORT) == "True" else port
     spec = ClusterSpec(address(host, free) if size > 1 else None, size, rank, names=NAMES)
     return DetectedCluster(spec, "starter", NAMES, agents=whole_number(env, AGENTS), repair=REPAIR)

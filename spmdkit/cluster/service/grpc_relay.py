@@ -1,11 +1,10 @@
-"""`Relay`: stands between the clients of the coordination service and the service, so that a client that is stopped for
-long is not taken for dead.
+"""`Relay`: a proxy between the clients of the coordination service and the service, for clients that are suspended.
 
-gRPC's server probes the bandwidth of a connection by an HTTP/2 PING every second or so, and closes it when 60 s pass
-without the answer, which has no option in JAX; the client then ends its process by SIGABRT (jaxlib 0.10.2, 2026-11-23:
-a job that was suspended for five minutes). The relay answers in the client's place. All else is passed on unchanged,
-frame by frame (RFC 9113, section 4.1: 3 bytes length, type, flags, 4 bytes stream). Run by `service.py`: the standard
-library alone.
+gRPC's server sends an HTTP/2 PING about every second to estimate the bandwidth, and closes a connection that does not
+reply for 60 s. JAX has no option for this. The client then aborts its process with SIGABRT (jaxlib 0.10.2, 2026-11-23:
+a job that was suspended for five minutes). The relay replies to PINGs in place of the client. Everything else is
+forwarded unchanged, frame by frame (RFC 9113, section 4.1: 3 bytes length, type, flags, 4 bytes stream). `service.py`
+uses it, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ class Side:
 
     Attributes:
         other: the other one.
-        preface: bytes that come before the first frame.
-        read: what has come and is no whole frame yet.
-        pending: what is still to be sent here.
-        is_server: it is the service's; its PINGs are answered here.
+        preface: bytes before the first frame.
+        read: received bytes that are not a whole frame yet.
+        pending: bytes still to be sent.
+        is_server: the connection of the service; the relay replies to its PINGs.
     """
 
     def __init__(self, connection: socket.socket, preface: int, is_server: bool):
@@ -39,7 +38,7 @@ class Side:
         self.read, self.pending = bytearray(), bytearray()
 
     def take(self) -> bool:
-        """Reads what is there, and passes whole frames on; returns False at the end."""
+        """Reads available bytes and forwards whole frames; returns False at the end."""
         try:
             data = self.connection.recv(READ_BYTES)
         except BlockingIOError:
@@ -71,7 +70,7 @@ class Side:
         del self.read[:at]
 
     def send(self) -> bool:
-        """Sends what can be sent; returns False at the end."""
+        """Sends pending bytes without blocking; returns False at the end."""
         try:
             while self.pending:
                 del self.pending[: self.connection.send(self.pending[: 1 << 20])]
@@ -96,7 +95,7 @@ class Relay:
         self.num_connected = 0
 
     def turn(self, patience_s: float) -> None:
-        """Passes on what comes within `patience_s`, once."""
+        """Forwards what arrives within `patience_s`, once."""
         for key, events in self._selector.select(patience_s):
             side: Side | None = key.data
             if side is None:

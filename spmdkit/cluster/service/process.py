@@ -1,8 +1,7 @@
-"""`ServiceProcess`: starts the process that holds JAX's coordination service (service.py), and tells it where to listen
-and when to end.
+"""`ServiceProcess`: starts and ends the process that runs JAX's coordination service (service.py).
 
-`spmdkit launch` keeps it for its processes; started in any other way, process 0 starts it, and it outlives process 0
-until the others have left.
+`spmdkit launch` starts it for its processes. Otherwise process 0 starts it, and it outlives process 0 until the others
+have exited.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ Start = Callable[..., "subprocess.Popen[Any]"]
 
 
 class ServiceProcess:
-    """A process that holds the coordination service of `num_processes`.
+    """A process that runs the coordination service of `num_processes`.
 
     Args:
         process: the number of the process that starts it, -1 for a launcher.
-        start: `subprocess.Popen`, or what starts a process that dies with this one.
+        start: `subprocess.Popen`, or a function that starts a process which dies with this one.
     """
 
     def __init__(self, num_processes: int, process: int, start: Start = subprocess.Popen):
@@ -43,41 +42,43 @@ class ServiceProcess:
             env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "NONE"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # who reads what process 0 prints must not have to wait for the keeper's end
+            stderr=subprocess.DEVNULL,  # a reader of process 0's output must not wait for the end of this process
             start_new_session=True,
         )
 
     def listen(self, address: str) -> None:
-        """Lets it listen at `address`; see `wait_until_up`."""
+        """Makes it listen at `address`; see `wait_until_up`."""
         assert self._popen.stdin is not None
-        with suppress(OSError):  # it is dead; `wait_until_up` says so
+        with suppress(OSError):  # it is dead; `wait_until_up` raises
             self._popen.stdin.write(f"{address}\n".encode())
             self._popen.stdin.flush()
 
     def wait_until_up(self, address: str) -> None:
-        """Returns when it listens. Raises RendezvousError when it cannot."""
+        """Waits until it listens. Raises RendezvousError when it cannot."""
         output = self._popen.stdout
         assert output is not None
         readable, _, _ = select.select([output], [], [], SERVICE_START_S)
         if not readable or output.readline().strip() != b"up":
             self.kill()
             raise RendezvousError(
-                f"the coordination service could not listen at {address}: its process ended with {self._popen.returncode}. It needs a free port of this machine. End what "
-                "holds the port, or choose another in SPMDKIT_COORDINATOR of all processes."
+                f"the coordination service could not listen at {address}: its process ended with "
+                f"{self._popen.returncode}. It needs a free port of this machine. End the process that uses the port, "
+                "or "
+                "choose another port in SPMDKIT_COORDINATOR of all processes."
             )
 
     def shutdown(self) -> None:
-        """Lets it end as soon as nobody is connected: JAX calls this where it would have ended a service of its own."""
+        """Ends it as soon as no process is connected. JAX calls this in place of the shutdown of its own service."""
         assert self._popen.stdin is not None
         with suppress(OSError):
             self._popen.stdin.close()
 
     def ended(self) -> int | None:
-        """Returns how its process ended, None while it runs."""
+        """Returns the exit status of its process, None while it runs."""
         return self._popen.poll()
 
     def kill(self) -> None:
-        """Ends it now."""
+        """Ends it immediately."""
         self._popen.kill()
         self._popen.wait()
         for pipe in (self._popen.stdin, self._popen.stdout):
@@ -87,10 +88,10 @@ class ServiceProcess:
 
 
 def reserve_port() -> tuple[socket.socket, int]:
-    """Returns a socket that keeps a port of the loopback interface free until it is closed, and the port.
+    """Returns a socket that reserves a port of the loopback interface until it is closed, and the port.
 
-    It is bound and does not listen. Linux gives such a port to nobody else; who listens there has to set SO_REUSEPORT,
-    as gRPC does, and be of the same user.
+    It is bound and does not listen. Linux assigns such a port to no other process. A process of the same user can
+    listen there with SO_REUSEPORT, as gRPC does.
     """
     holder = socket.socket()
     if hasattr(socket, "SO_REUSEPORT"):

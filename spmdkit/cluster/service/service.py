@@ -1,17 +1,16 @@
-"""JAX's coordination service in a process of its own, so that no process of the job is special: run by its path, by
-`process.py` and by nothing else.
+"""JAX's coordination service in a separate process, so that any process of the job may die. `process.py` runs this file
+by its path.
 
     python -I -S service.py SITE NUM_PROCESSES HEARTBEAT_S SHUTDOWN_S PROCESS
 
-It imports jaxlib and the standard library alone (0.15 s of a core). A line on standard input is the address to listen
-at; it answers `up`. From then on it lives until its standard input closes or the process that started it is gone, and
-then as long as anybody is connected, a minute at most: who lost its service would be ended by JAX with SIGABRT. PROCESS
-is the number of the process that started it, for which it then says in the store that it is gone; -1: a launcher.
+It imports only jaxlib and the standard library (0.15 s of a core). A line on standard input is the address to listen
+at; it prints `up`. It runs until its standard input closes or its parent has ended, and after that while processes are
+connected, at most one minute: JAX aborts a process (SIGABRT) that loses the service. PROCESS is the rank of the parent,
+whose end it then reports in the store; -1: a launcher.
 
-Recoverable (jaxlib 0.10.2 to 0.12): the service compares heartbeats by wall time before 0.12, unsigned, so that a clock
-that is set back makes all of them look lost.
-That is then an entry in its own books, and not the end of everybody; who is lost says the watchdog
-(faults/watchdog.py).
+`recoverable` (jaxlib 0.10.2 to 0.12): before 0.12 the service compares heartbeats by wall time, unsigned, so a clock
+that is set back makes all processes look lost. With `recoverable` the service only records that, and does not abort the
+job. The watchdog detects lost processes (faults/watchdog.py).
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from grpc_relay import Relay  # type: ignore[import-not-found]
 
 POLL_S = 0.05
 LINGER_S = 60.0
-"""How long at most it stays for those who are still connected."""
+"""The longest time that it runs for connected processes after its parent has ended."""
 ANNOUNCE_S = 5
 IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-"""Slurm's notice and `scancel`, and whoever signals a group, reach every process of a job, this one too; the others
-need it to save and leave with 42."""
-GONE = "it ended without a word: killed, out of memory, or os._exit"
+"""Slurm's notice, `scancel` and signals to a process group reach every process of a job, this one too. The others need
+the service to save and exit with 42."""
+KILLED = "it ended without an error report: killed, out of memory, or os._exit"
 
 
 def main(site: str, num_processes: int, heartbeat_s: int, shutdown_s: int, process: int) -> None:
-    """Serves until nobody needs it."""
+    """Runs the service until no process needs it."""
     parent = os.getppid()
     for name in IGNORED:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -48,8 +47,8 @@ def main(site: str, num_processes: int, heartbeat_s: int, shutdown_s: int, proce
     address = sys.stdin.readline().strip()
     if not address:
         return
-    listener = _listen(address, is_kept=process < 0)
-    with socket.socket() as holder:  # keeps the port of the service itself free until gRPC shares it
+    listener = _listen(address, is_reserved=process < 0)
+    with socket.socket() as holder:  # reserves the port of the service until gRPC shares it
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind(("127.0.0.1", 0))
         inner = holder.getsockname()
@@ -64,8 +63,8 @@ def main(site: str, num_processes: int, heartbeat_s: int, shutdown_s: int, proce
     print("up", flush=True)
     while not (ended := _ended(parent)):
         relay.turn(POLL_S)
-    relay.turn(0)  # who has just come is there too
-    if ended == GONE and process >= 0 and relay.num_connected:
+    relay.turn(0)  # includes a process that has just connected
+    if ended == KILLED and process >= 0 and relay.num_connected:
         _announce(jaxlib, f"127.0.0.1:{inner[1]}", process)
     deadline = time.monotonic() + LINGER_S
     while relay.num_connected and time.monotonic() < deadline:
@@ -74,30 +73,29 @@ def main(site: str, num_processes: int, heartbeat_s: int, shutdown_s: int, proce
     os._exit(0)
 
 
-def _listen(address: str, is_kept: bool) -> socket.socket:
-    """Returns a listening socket; is_kept: a launcher keeps the port free, so that it has to be shared with the
+def _listen(address: str, is_reserved: bool) -> socket.socket:
+    """Returns a listening socket; `is_reserved`: a launcher has reserved the port, so it is shared with the
     launcher."""
     host, _, port = address.rpartition(":")
-    family, _, _, _, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-    listener = socket.create_server(place[:2], family=family, reuse_port=is_kept, backlog=1024)
+    family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(target[:2], family=family, reuse_port=is_reserved, backlog=1024)
     listener.setblocking(False)
     return listener
 
 
 def _ended(parent: int) -> str:
-    """Returns why there is nobody any more to serve for, or an empty string."""
+    """Returns why the parent no longer needs the service, or an empty string."""
     if os.getppid() != parent:
-        return GONE
+        return KILLED
     readable, _, _ = select.select([sys.stdin], [], [], 0)
     if not readable or sys.stdin.readline():
         return ""
-    time.sleep(POLL_S)  # a process that dies closes it a moment before it is gone
-    return "asked" if os.getppid() == parent else GONE
+    time.sleep(POLL_S)  # a dying process closes it a moment before it ends
+    return "requested" if os.getppid() == parent else KILLED
 
 
 def _announce(jaxlib: object, address: str, process: int) -> None:
-    """Says in the place of `process`, which can say nothing any more, that it is gone: wherever it beat
-    (faults/watchdog.py)."""
+    """Reports the end of `process` in its place, in every folder of its heartbeats (faults/watchdog.py)."""
     client = jaxlib.get_distributed_runtime_client(  # type: ignore[attr-defined]
         address, process, init_timeout=ANNOUNCE_S, shutdown_on_destruction=False, use_compression=True
     )
@@ -105,11 +103,11 @@ def _announce(jaxlib: object, address: str, process: int) -> None:
     beat = f"/beat/{process}"
     for key, _ in client.key_value_dir_get("spmdkit"):
         if key.endswith(beat):
-            said = json.dumps({"exit": None, "said": GONE})
+            said = json.dumps({"exit": None, "said": KILLED})
             try:
                 client.key_value_set(f"{key.removesuffix(beat)}/left/{process}", said)
             except RuntimeError:
-                continue  # it had said itself why it leaves
+                continue  # it reported its own exit
 
 
 if __name__ == "__main__":

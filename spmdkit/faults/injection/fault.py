@@ -96,7 +96,8 @@ def parse(text: str, num_processes: int, count: int = 1) -> Fault:
     kind = text.partition(":")[0]
     if kind not in KINDS:
         raise ConfigError(
-            f"--fault {text[:60]}: unknown kind {kind[:30]!r}. The kinds are {', '.join(KINDS)}."
+            f"--fault {text[:60]}: unknown kind {kind[:30]!r}. The kinds are "
+            f"{', '.join(KINDS)}."
             f"{nearest(kind, KINDS)} Try --fault kill:1@20."
         )
     match = _SPEC.fullmatch(text)
@@ -117,6 +118,7 @@ def parse(text: str, num_processes: int, count: int = 1) -> Fault:
     if step == 0 or seconds == 0:
         raise ConfigError(
             f"--fault {text[:60]}: the first step is 1, and a time is more than 0 s. "
-            f"Try --fault {kind}:{match['process']}@1."
+            f"Try --fault "
+            f"{kind}:{match['process']}@1."
         )
     return Fault(kind, process, step, seconds, count)

@@ -17,7 +17,8 @@ def make(path: str, every_s: float = 1.0) -> PreemptionSource:
     """Returns the watcher of a file; a relative path is in the folder in which the command was given."""
     if not isinstance(path, str) or not path:
         raise ConfigError(
-            f"file.path is {path!r}. It is the path of a file that will be made or touched. Write {{file: {{path: /run/preempt}}}}."
+            f"file.path is {path!r}. It is the path of a file that will be made or touched. Write "
+            f"{{file: {{path: /run/preempt}}}}."
         )
     file, begun = Path(path).absolute(), time.time()
 

@@ -115,7 +115,8 @@ def complete(engine: str, options: Mapping[str, Option], given: Mapping[str, str
     for name in given:
         if name not in options:
             raise ConfigError(
-                f"--set {name}: --on {engine} has no such option. It has {', '.join(options)}.{nearest(name, list(options))}"
+                f"--set {name}: --on {engine} has no such option. It has "
+                f"{', '.join(options)}.{nearest(name, list(options))}"
             )
     found = {name: given.get(name, option.default) for name, option in options.items()}
     missing = [name for name, value in found.items() if value == REQUIRED]

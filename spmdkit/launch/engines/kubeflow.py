@@ -25,7 +25,8 @@ def render(job: ClusterJob) -> Rendered:
     """
     if job.max_restarts:
         raise ConfigError(
-            f"--max-restarts {job.max_restarts} with --on kubeflow: the runtime {job.options['runtime']} decides about restarts, and has none. "
+            f"--max-restarts {job.max_restarts} with --on kubeflow: the runtime {job.options['runtime']} decides about "
+            "restarts, and has none. "
             "Leave it out, or use --on kubernetes, whose JobSet restarts."
         )
     volumes, mounts = pods.volumes(job)

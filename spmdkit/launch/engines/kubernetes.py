@@ -157,7 +157,8 @@ def _slices(job: ClusterJob) -> int:
     hosts = max(1, chips // job.whole("chips", 1)) * slices
     if hosts != job.num_processes:
         raise ConfigError(
-            f"-n {job.num_processes} with {slices} slice{'s' * (slices > 1)} of {topology} and {job.options['chips']} chips a host: that is {hosts} "
+            f"-n {job.num_processes} with {slices} slice{'s' * (slices > 1)} of {topology} and {job.options['chips']} "
+            f"chips a host: that is {hosts} "
             f"hosts, one process each. Try -n {hosts}."
         )
     return slices

@@ -38,7 +38,8 @@ def render(job: ClusterJob) -> Rendered:
     each = job.whole("tasks_per_node", 1)
     if job.num_processes % each:
         raise ConfigError(
-            f"-n {job.num_processes} with --set tasks_per_node={each}: the last node would have {job.num_processes % each}. "
+            f"-n {job.num_processes} with --set tasks_per_node={each}: the last node would have "
+            f"{job.num_processes % each}. "
             f"All nodes have the same number. Try -n {job.num_processes // each * each or each}."
         )
     asked = {

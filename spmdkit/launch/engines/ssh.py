@@ -32,13 +32,15 @@ def render(job: ClusterJob) -> Rendered:
     hosts = [host.strip() for host in job.options["hosts"].split(",") if host.strip()]
     if len(hosts) != job.num_processes:
         raise ConfigError(
-            f"-n {job.num_processes} with {len(hosts)} hosts ({', '.join(hosts)}): each host has one process. Try -n {len(hosts)}."
+            f"-n {job.num_processes} with {len(hosts)} hosts ({', '.join(hosts)}): each host has one process. Try -n "
+            f"{len(hosts)}."
         )
     port = job.whole("port", 1)
     first = hosts[0].rpartition("@")[2]
     setup = f"{job.options['setup']} && " if job.options["setup"] else ""
     line = lambda process: (
-        f"cd {shlex.quote(job.folder)} && {setup}exec env SPMDKIT_COORDINATOR={first}:{port} SPMDKIT_NUM_PROCESSES={len(hosts)} "
+        f"cd {shlex.quote(job.folder)} && {setup}exec env SPMDKIT_COORDINATOR={first}:{port} "
+        f"SPMDKIT_NUM_PROCESSES={len(hosts)} "
         f"SPMDKIT_PROCESS_ID={process} {quoted(job.command())}"
     )
     starts = "\n".join(f"  start {quoted([host, line(process)])}" for process, host in enumerate(hosts))

@@ -45,11 +45,13 @@ def prepared(
         raise ConfigError(f"launch -n {num_processes}: at least one process is needed. Try -n 2.")
     if not NAME.fullmatch(name):
         raise ConfigError(
-            f"--name {name}: small letters, digits and dashes, at most 42, a letter first (it becomes the name of hosts). Try --name run."
+            f"--name {name}: small letters, digits and dashes, at most 42, a letter first (it becomes the name of "
+            "hosts). Try --name run."
         )
     if max_restarts < 0 or not 1 <= grace_s < 86400:
         raise ConfigError(
-            f"--max-restarts {max_restarts} --grace-s {grace_s:g}: restarts from 0, seconds from 1 to less than a day. Try --grace-s 120."
+            f"--max-restarts {max_restarts} --grace-s {grace_s:g}: restarts from 0, seconds from 1 to less than a day. "
+            "Try --grace-s 120."
         )
     given = {}
     for setting in settings:
@@ -81,7 +83,8 @@ def submit(rendered: Rendered, into: Path, run: bool, say: Callable[[str], None]
     for command in rendered.commands:
         if shutil.which(command[0]) is None:
             raise ConfigError(
-                f"{command[0]} is not on this machine's PATH. The commands above need {rendered.needs}. Run this there, or with --dry-run and "
+                f"{command[0]} is not on this machine's PATH. The commands above need {rendered.needs}. Run this "
+                "there, or with --dry-run and "
                 "take the text."
             )
     try:
@@ -130,7 +133,8 @@ def launch_on(
     told = [word for word in (*arguments, *settings) if redact.in_text(word) != word]
     if told and not dry_run:
         raise ConfigError(
-            f"--on {engine}: {redact.in_text(told[0])} holds a secret, which would stand in the files of the job. Write it into the config file "
+            f"--on {engine}: {redact.in_text(told[0])} holds a secret, which would stand in the files of the job. "
+            "Write it into the config file "
             "on the hosts, or let the task read a variable that they set. --dry-run prints the files without it."
         )
     rendered = prepared(
