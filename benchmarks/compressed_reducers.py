@@ -1,11 +1,12 @@
-"""What compressed reducers cost in loss: the byte GPT of configs/mirrored.yaml, 400 steps, 8 replicas, three seeds,
-against `sum`.
+"""The loss of compressed reducers compared with `sum`: the byte GPT of configs/mirrored.yaml, 400 steps, 8 replicas,
+three
+seeds.
 
     python benchmarks/compressed_reducers.py [--only int8] [--seeds 0 1 2] [--steps 400] [--results FILE] [--json]
 
 Each run is `spmdkit train`'s own step on 8 fake devices of this CPU; the loss is that of the whole evaluation set after
-the last step. FILE keeps a line for each run and is read again, so that an interrupted benchmark goes on. Exit code 1
-where a mean is above its bound in BOUNDS.
+the last step. FILE stores a line for each run and is read again, so that an interrupted benchmark continues. Exit code
+1 if a mean is above its bound in BOUNDS.
 """
 
 from __future__ import annotations
@@ -72,11 +73,11 @@ def over_sum(found: dict[tuple[str, int], dict[str, Any]], name: str, seeds: lis
 
 
 def main() -> int:
-    """Returns 0 where every reducer is within its bound."""
+    """Returns 0 if every reducer is within its bound."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--only", nargs="*", help="names of the reducers to run; sum is run in any case")
+    parser.add_argument("--only", nargs="*", help="names of the reducers to run; sum always runs")
     parser.add_argument("--results", type=Path, default=Path("compressed_reducers.jsonl"))
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()

@@ -1,14 +1,14 @@
-"""What delayed synchronisation costs in loss: the byte GPT of configs/mirrored.yaml, 400 steps, 8 replicas, three
-seeds, against agreeing in every step.
+"""The loss of delayed synchronization compared with every step: the byte GPT of configs/mirrored.yaml, 400 steps, 8
+replicas, three seeds.
 
     python benchmarks/delayed_sync.py [--tune [--start 200]] [--only PART ...] [--seeds 0 1 2] [--steps 400] [--width
     64] [--layers 2] [--batch-size 32]
         [--context 64] [--train-bytes 4000000] [--eval-bytes 65536] [--results FILE] [--json]
 
 Each run is `spmdkit train`'s own step on 8 fake devices of this CPU; the loss is that of the whole evaluation set after
-the last step, for syncs of groups of the parameters that all have agreed on. `--tune` tries outer learning rates and
-momenta of DiLoCo with the first seed alone. FILE keeps a line for each run and is read again, so that an interrupted
-benchmark goes on. Exit code 1 where DiLoCo every 16 that begins after half of 400 steps is more than 3 % above.
+the last step, for syncs of groups with the synchronized parameters. `--tune` tries outer learning rates and momenta of
+DiLoCo with the first seed alone. FILE stores a line for each run and is read again, so that an interrupted benchmark
+continues. Exit code 1 if DiLoCo every 16 after half of 400 synchronous steps is more than 3 % above.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RATES, MOMENTA = (0.5, 0.7, 1.0), (0.0, 0.5, 0.8, 0.9)
 
 
 def tried(start: int) -> dict[str, Any]:
-    """Returns name -> sync of the outer optimizers that are tried."""
+    """Returns name -> sync, for the outer optimizers to try."""
     found, begins = {}, f" from {start}" if start else ""
     for rate, momentum in itertools.product(RATES, MOMENTA):
         outer = {"name": "sgd", "learning_rate": rate} | ({"momentum": momentum, "nesterov": True} if momentum else {})
@@ -85,7 +85,7 @@ def table(found: dict[tuple[str, int], dict[str, Any]], names: list[str], seeds:
 
 
 def main() -> int:
-    """Returns 0 where DiLoCo is within its bound."""
+    """Returns 0 if DiLoCo is within its bound."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=400)
@@ -94,7 +94,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=64, help="bytes of a window")
     parser.add_argument("--batch-size", type=int, default=32, help="windows of all eight replicas")
     parser.add_argument("--train-bytes", type=int, default=4_000_000, help="of text")
-    parser.add_argument("--eval-bytes", type=int, default=65_536, help="of files not trained on")
+    parser.add_argument("--eval-bytes", type=int, default=65_536, help="bytes of held-out files")
     parser.add_argument("--start", type=int, default=0, help="with --tune: steps of synchronous training before DiLoCo")
     parser.add_argument("--tune", action="store_true", help="try outer optimizers with the first seed")
     parser.add_argument("--only", nargs="*", help="parts of the names of the syncs to run")

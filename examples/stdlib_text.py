@@ -59,7 +59,7 @@ def windows(files: list[bytes], context: int, document_masks: bool) -> dict[str,
 
 
 class RandomTokens:
-    """Examples like those of `windows`, drawn from their index alone: int32 tokens of the whole vocabulary, no padding."""
+    """Examples like those of `windows`, drawn from their index alone: int32 tokens of the vocabulary, no padding."""
 
     def __init__(self, context: int, vocab: int):
         self.context, self.vocab = context, vocab

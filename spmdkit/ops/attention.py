@@ -75,8 +75,8 @@ def attention(
 
     Args:
         causal: a query sees the keys of its own position and of earlier ones.
-        positions_BT: int32[B, T] or [T], where tokens stand for the causal mask; default: those of `sk.context_positions`,
-            which is cheaper: hidden blocks are then known and skipped.
+        positions_BT: int32[B, T] or [T], token positions for the causal mask; default: those of `sk.context_positions`,
+            which is cheaper: masked blocks are then known and skipped.
         segment_ids_BT: int32[B, T], of packed sequences: tokens see their own segment alone. A negative id is padding:
             zeros come out.
         scale: of the scores; default `1 / sqrt(H)`.

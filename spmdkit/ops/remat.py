@@ -9,8 +9,8 @@
                       backward pass
 
 What a named value costs: a saved one its bytes of device memory for each block; an offloaded one as many of host memory
-(and of the link to the host, once each way, in parallel to the arithmetic), and on the device only the block at hand. Names
-inside of `sk.manual` count as those around it.
+(and of the link to the host, once each way, in parallel to the arithmetic), and on the device only the block at hand.
+Names inside of `sk.manual` count as those around it.
 `none` keeps there everything but what all_gather joins, which is gathered again.
 
 On XLA's CPU backend the host's memory is the device's: the program is the same and moves nothing. On TPU the offloaded

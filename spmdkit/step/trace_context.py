@@ -289,7 +289,7 @@ def differing_axes(context: Context, x: jax.typing.ArrayLike) -> tuple[str, ...]
 
 
 def is_unbound_axis(error: BaseException | None) -> bool:
-    """Returns whether JAX raised an error because an axis name is not bound. Python sets `name` on its own NameErrors."""
+    """Returns whether JAX raised an error for an unbound axis name. Python sets `name` on its own NameErrors."""
     return isinstance(error, NameError) and error.name is None
 
 

@@ -17,7 +17,6 @@ WORDS = re.compile(
 )
 
 PENDING = {
-    
     "collectives.md",
     "coming_from.md",
     "guide.md",

@@ -299,7 +299,8 @@ def test_importing_the_data_package_does_not_import_grain():
 
 def test_reading_arrays_in_memory_does_not_import_grain():
     code = "import sys, numpy as np; from spmdkit.data import Schedule, host_batches, open_source"
-    code += "; print(len(list(host_batches(open_source(np.zeros(8, np.int32)), Schedule(8, 4), None, 1, 9))), 'grain' in sys.modules)"
+    code += "; batches = host_batches(open_source(np.zeros(8, np.int32)), Schedule(8, 4), None, 1, 9)"
+    code += "; print(len(list(batches)), 'grain' in sys.modules)"
     run = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": ":".join(sys.path)},

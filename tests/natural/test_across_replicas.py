@@ -163,7 +163,7 @@ def test_vmap_gather_and_scatter_equal_shard_map(tiled, dim, mapped):
         np.testing.assert_allclose(found[1].reshape(6, *own.shape)[part], own, atol=1e-5)
 
 
-# ---- padding ----------------------------------------------------------------------------------------------------------
+# ---- padding
 
 
 def test_padding_is_not_among_everybodys_rows():

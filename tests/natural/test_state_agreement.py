@@ -146,7 +146,8 @@ def refused(match, fn=loss_fn, mesh="data 8", state_reduction=STATE_REDUCTION, *
 
 
 WITHOUT = {
-    "rows": r"model state 'rows' \(int32\[\]\) by the number of rows.*never averaged.*Task\(state_reduction=\{'rows': 'sum'\}\)",
+    "rows": r"model state 'rows' \(int32\[\]\) by the number of rows.*never "
+    r"averaged.*Task\(state_reduction=\{'rows': 'sum'\}\)",
     "largest": r"model state 'largest' \(float32\[\]\) by .*not linearly.*'max'.*'mean', 'sum'",
 }
 

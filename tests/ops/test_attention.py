@@ -163,7 +163,7 @@ def test_manual_part_matches_few_key_heads_to_queries():
     assert_equal(numbers(part, *qkv(2), fsdp=2, tensor=4), numbers(plain, *qkv(2)))
 
 
-# ---- the order ------------------------------------------------------------------------------------------------------------
+# ---- the order
 
 
 def global_of(fn, *args, **asked):
@@ -207,7 +207,7 @@ def test_without_a_context_axis_nothing_happens():
     assert sk.context_order(x_BT) is x_BT
 
 
-# ---- blocks ---------------------------------------------------------------------------------------------------------------
+# ---- blocks
 
 
 def pair(implementation, mask, q, k, v, weights):

@@ -26,12 +26,16 @@ sizes = mesh.resolve({"context": 4, "tensor": 2}, 8)
 found = {}
 for form in ("ring", "all_to_all"):
     record = trace_context.Context(
-        trace_context.ShardingSpec(mesh=mesh.make_mesh(sizes, devices), sizes=sizes, inner_axes=("fsdp", "expert")), usage=UsageTracker({"context_order"}),
-        options=trace_context.StepOptions(logical_axes=layout.logical_axes({}), attention=trace_context.AttentionSettings(context=form)),
+        trace_context.ShardingSpec(mesh=mesh.make_mesh(sizes, devices), sizes=sizes, inner_axes=("fsdp", "expert")),
+        usage=UsageTracker({"context_order"}),
+        options=trace_context.StepOptions(
+            logical_axes=layout.logical_axes({}), attention=trace_context.AttentionSettings(context=form)
+        ),
     )
     cut = NamedSharding(record.sharding.mesh, mesh.canonical([(), ("context",), ("tensor",)], sizes))
     q = jax.ShapeDtypeStruct((2, 1024, 8, 128), jnp.bfloat16, sharding=cut)
-    run = jax.jit(jax.grad(lambda q, k, v, w: (sk.attention(q, k, v) * w).astype(jnp.float32).sum(), (0, 1, 2)), out_shardings=(cut,) * 3)
+    loss = lambda q, k, v, w: (sk.attention(q, k, v) * w).astype(jnp.float32).sum()
+    run = jax.jit(jax.grad(loss, (0, 1, 2)), out_shardings=(cut,) * 3)
     with trace_context.tracing(record):
         text = run.lower(q, q, q, q).compile().as_text()
     found[form] = {

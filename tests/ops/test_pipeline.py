@@ -129,7 +129,7 @@ def test_the_other_ops_work_inside_of_stages(mesh, schedule):
     assert_same_run(train(program, evaluate=False), reference)
 
 
-# ---- the tables ----------------------------------------------------------------------------------------------------------
+# ---- the tables
 
 SHAPES = {
     "num_stages": st.integers(2, 8),

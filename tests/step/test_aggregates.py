@@ -167,7 +167,7 @@ def test_a_step_of_the_users_returns_them():
         assert_same(metrics, by_hand(params, rows) | expected)
 
 
-# ---- by hand ----------------------------------------------------------------------------------------------------------
+# ---- by hand
 
 VALUES = np.arange(12, dtype=np.float32).reshape(4, 3) - 20
 

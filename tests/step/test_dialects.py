@@ -175,7 +175,7 @@ def test_custom_step_sees_padding_through_sk_mean(view):
         assert_close(kept_gradient(state), gradient)
 
 
-# ---- traps -----------------------------------------------------------------------------------------------------------
+# ---- traps
 
 
 def refused(train_step, match, mesh="data 8", **settings):
@@ -358,7 +358,7 @@ def test_what_a_step_returns_is_checked(out, match):
         program_of(with_step(train_step, view="global"), **MESHES["data 8"])
 
 
-# ---- every form -------------------------------------------------------------------------------------------------------
+# ---- every form
 
 
 def test_scan_from_constant_works_in_manual_form():

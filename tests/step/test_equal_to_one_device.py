@@ -49,7 +49,7 @@ FAST = [
     ("cnn", "fsdp 8 zero 2", 4),
 ]
 MODEL_CASES = slow_except(FAST, itertools.product(MODELS, MESHES, (1, 4)))
-"""The regression runs on every mesh with and without microbatches; the two larger models run on one mesh of each kind."""
+"""The regression runs on every mesh with and without microbatches; the larger models on one mesh of each kind."""
 
 
 @pytest.mark.parametrize(("model", "mesh", "microbatches"), MODEL_CASES)

@@ -116,7 +116,7 @@ def test_regularization_is_added_once():
         np.testing.assert_allclose(np.asarray(state.opt_state[0]["w"]), 2 * w, rtol=1e-5)
 
 
-# ---- randomness ------------------------------------------------------------------------------------------------------
+# ---- randomness
 
 
 def draws_task(draw):

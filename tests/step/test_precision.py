@@ -25,7 +25,7 @@ def run(program, steps):
     return state, metrics
 
 
-# ---- the average of parameters ---------------------------------------------------------------------------------------
+# ---- the average of parameters
 
 
 def falling():
@@ -67,7 +67,7 @@ def test_the_average_of_bfloat16_parameters_moves(tmp_path):
     np.testing.assert_array_equal(exported, state.ema)
 
 
-# ---- gradients -------------------------------------------------------------------------------------------------------
+# ---- gradients
 
 
 def test_gradients_are_summed_in_wider_dtype():
@@ -93,7 +93,7 @@ def test_float64_parameters_keep_float64_gradients(mesh):
     jax.clear_caches()
 
 
-# ---- inputs ----------------------------------------------------------------------------------------------------------
+# ---- inputs
 
 
 def targets_task():

@@ -29,7 +29,7 @@ def data_of(key):
     return jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
 
 
-# ---- init ------------------------------------------------------------------------------------------------------------
+# ---- init
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -144,7 +144,7 @@ def test_raw_and_foreign_keys_keep_their_form():
     assert gradient._loss_key(None, 1, 0) is None
 
 
-# ---- on meshes ---------------------------------------------------------------------------------------------------------
+# ---- on meshes
 
 
 def noisy_loss(w, batch, key):

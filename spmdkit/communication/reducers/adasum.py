@@ -1,6 +1,6 @@
 """Adaptive summation: gradients that point the same way are averaged, orthogonal gradients are added, leaf by leaf.
 
-    adasum(a, b) = (1 - a.b / 2 |a|^2) a + (1 - a.b / 2 |b|^2) b     in a tree over the replicas: (0,1) (2,3), then (01,23)
+    adasum(a, b) = (1 - a.b / 2 |a|^2) a + (1 - a.b / 2 |b|^2) b     in a tree: (0,1) (2,3), then (01,23)
 
 The result replaces the mean. It is longer than the mean where replicas differ, so use the learning rate of one replica,
 not of N. The order of the tree is the order of replicas in the mesh, so their number is a power of two. Dot products

@@ -22,7 +22,7 @@ devices that cut the sequence (n of them do not cut experts' weights), e along `
     capacity    sequence   (N-1)/N (b T (D w + 8 K) + 4 P)            all_gather   x, experts, weights, P positions
                            (N-1)/N b T D w                             reduce_scatter   y
                 expert     (e-1)/e b E C_n (2 D w + 4)                 all_to_all   tokens there and back, weights there
-    dropless    tensor m   (m-1) b T/N (2 D w + 8 K)                   all_gather, reduce_scatter   if tensor shards both
+    dropless    tensor m   (m-1) b T/N (2 D w + 8 K)                   all_gather, reduce_scatter if tensor shards both
       gathered  expert     (e-1) b T_m (2 D w + 8 K)                   all_gather, reduce_scatter; T_m = m T/N
       ragged    expert     rows sent (2 D w + 4) + (e-1) 4 E           rows sent: about (e-1)/e K b T_m
     both        sequence   2 (N-1)/N b 4 (2 E + 2)                     all_reduce   of the load

@@ -162,7 +162,7 @@ class Pipe:
         made = jax.tree.map(lambda s: jnp.zeros((*lead, self.num_stages, *s.shape), s.dtype), shapes)
         return self.place(made, *(None for _ in lead), AXIS)
 
-    # ---- layers ----------------------------------------------------------------------------------------------------------
+    # ---- layers
 
     def chunks(self, layers: Any) -> Any:
         """Returns [L, ...] as [P, v, K, ...].
@@ -181,7 +181,7 @@ class Pipe:
         joined = [jnp.swapaxes(c, 0, 1).reshape(w.shape) for c, w in zip(chunks, layers, strict=True)]
         return self.place(joined, *(None for _ in range(self.stacked_dims - 1)), AXIS)
 
-    # ---- rows ------------------------------------------------------------------------------------------------------------
+    # ---- rows
 
     def microbatches(self, rows: Rows) -> Rows:
         """Returns rows [F M b, ...] as [M, F b, ...]: each of the F shards of a batch keeps its own rows, nothing

@@ -227,7 +227,7 @@ def test_owner_residual_mutant_is_caught_in_the_sum(name, monkeypatch):
         assert_close(applied_and_owed(ROWS[name].at, chosen(name)), true_sum(ROWS[name].at))
 
 
-# ---- on the wire --------------------------------------------------------------------------------------------------------
+# ---- on the wire
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_a_number_that_is_not_finite_crosses():
     assert np.isfinite(np.asarray(state.params["table"])).any()
 
 
-# ---- refused ------------------------------------------------------------------------------------------------------------
+# ---- refused
 
 
 def test_dense_table_is_rejected_after_first_batch_only():

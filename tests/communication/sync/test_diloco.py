@@ -103,7 +103,7 @@ def test_it_is_a_loop_written_by_hand(mesh, optimizer):
     assert max(leaf_errors(group(state.params, 0), group(state.params, 1)).values()) > 1e-4, "alone, groups differ"
 
 
-# ---- in few bytes -------------------------------------------------------------------------------------------------------
+# ---- in few bytes
 
 
 def agreement(made):
@@ -182,7 +182,7 @@ def test_fragments_agree_in_the_rounds_after_its_start():
     assert "to step 6 all replicas are synchronous in every step, 2 fragments at different steps" in made.explain()
 
 
-# ---- going on -----------------------------------------------------------------------------------------------------------
+# ---- going on
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +244,7 @@ def test_switches_between_syncs_keep_parameters(saved, tmp_path):
         train(on_data(), 2, state, 9)
 
 
-# ---- refused ------------------------------------------------------------------------------------------------------------
+# ---- refused
 
 
 @pytest.mark.parametrize(

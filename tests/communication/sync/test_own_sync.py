@@ -138,21 +138,30 @@ def test_sync_text_is_part_of_source_digest(config, tmp_path):
 
 
 WRONG = {
-    "os:system": r"sync: os:system is a function of .*\. A config names what its module declares: .* Write one, in a file of yours",
+    "os:system": r"sync: os:system is a function of .*\. A config names what its module declares: .* Write one, in a "
+    r"file of yours",
     "mine.py:undeclared": r"sync: mine\.py:undeclared is a function of mine\. .* Write @sk\.sync above its definition",
     "mine.py:slwo": r"sync: mine\.py has no 'slwo'\. Did you mean 'slow'",
     "nowhere.py:made": r"sync: file .*nowhere\.py does not exist\. Paths are relative to the config's folder",
-    "mine.py:number": r"sync: mine\.py:number\(\.\.\.\) returned int\. It must return a spmdkit\.Sync\. Write return sk\.Sync",
+    "mine.py:number": r"sync: mine\.py:number\(\.\.\.\) returned int\. It must return a spmdkit\.Sync\. Write return "
+    r"sk\.Sync",
     "{mine.py:slow: {evry: 2}}": r"do not fit mine\.py:slow\(every, rate=0\.5\).* Did you mean 'every'",
-    "{mine.py:made: {every: 3}}": r"sync: mine\.py:made is a sync, and the options \['every'\] have no effect\. .*under @sk\.sync",
-    "{mine.py:plain: {every: 0}}": r"ValueError at .*mine\.py.*every is 0: it is the number of steps between two synchronizations",
+    "{mine.py:made: {every: 3}}": r"sync: mine\.py:made is a sync, and the options \['every'\] have no effect\. "
+    r".*under "
+    r"@sk\.sync",
+    "{mine.py:plain: {every: 0}}": r"ValueError at .*mine\.py.*every is 0: it is the number of steps between two "
+    r"synchronizations",
     "{mine.py:without_view: {every: 2}}": r"a sync of groups \(every: 2\) needs agree and view",
-    "{mine.py:of_all: {every: 2}}": r"sync mine\.py:of_all: agree: the parameters: 'bias' was float32\[8\] and becomes float32\[4,8\]\. .*one copy",
-    "{mine.py:forgets: {every: 2}}": r"sync mine\.py:forgets: agree: the sync state: 'slow/bias' was float32\[8\] and becomes absent",
-    "{mine.py:alone: {every: 2}}": r"sync mine\.py:alone: agree returned ShapeDtypeStruct\. agree returns \(one copy .* Write return new, state",
+    "{mine.py:of_all: {every: 2}}": r"sync mine\.py:of_all: agree: the parameters: 'bias' was float32\[8\] "
+    r"and becomes float32\[4,8\]\. .*one copy",
+    "{mine.py:forgets: {every: 2}}": r"sync mine\.py:forgets: agree: the sync state: 'slow/bias' was "
+    r"float32\[8\] and becomes absent",
+    "{mine.py:alone: {every: 2}}": r"sync mine\.py:alone: agree returned ShapeDtypeStruct\. agree returns "
+    r"\(one copy .* Write return new, state",
     "{mine.py:raises: {every: 2}}": r"sync mine\.py:raises: agree raised KeyError at .*mine\.py:\d+: 'velocity'",
     "mine.py": r"config\.yaml:5: sync.*needs one of diloco, every_step, local_sgd",
-    "{mine.py:plain: 3}": r"config\.yaml:5: sync.*options are a mapping, found 3\. Write \{mine\.py:plain: \{OPTION: VALUE\}\}",
+    "{mine.py:plain: 3}": r"config\.yaml:5: sync.*options are a mapping, found 3\. Write \{mine\.py:plain: \{OPTION: "
+    r"VALUE\}\}",
 }
 
 

@@ -153,8 +153,14 @@ def test_it_is_explained():
 
 
 @pytest.mark.parametrize(
-    "options, said", [({"start": -1}, "start"), ({"start": 1.5}, "start"), ({"start": True}, "start"), ({"start": 2, "every": 0}, "every")]
-)  # fmt: skip
+    "options, said",
+    [
+        ({"start": -1}, "start"),
+        ({"start": 1.5}, "start"),
+        ({"start": True}, "start"),
+        ({"start": 2, "every": 0}, "every"),
+    ],
+)
 def test_its_numbers_are_whole(options, said):
     with pytest.raises(ConfigError, match=rf"post_local\.{said}"):
         sk.Config(task="t.py:t", sync={"post_local": options})

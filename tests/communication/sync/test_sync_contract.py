@@ -226,7 +226,7 @@ def check_by_hand(name, mesh, microbatches=1, every=3):
     assert apart > 1e-4 or every == 1, "between agreements groups differ"
 
 
-# ---- on the wire --------------------------------------------------------------------------------------------------------
+# ---- on the wire
 
 
 @pytest.mark.parametrize("name, mesh", [*itertools.product(DELAYED, MESHES), (OWN, "data 4")])
@@ -346,7 +346,7 @@ def test_groups_go_on_as_synchronous_training_and_back(saved, tmp_path):
         assert_close(jax.tree.map(lambda x, g=group: x[g], state.params), params)
 
 
-# ---- refused ------------------------------------------------------------------------------------------------------------
+# ---- refused
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_every_is_a_whole_number_of_steps(every):
         sk.Config(task="t.py:t", sync={"local_sgd": {"every": every}})
 
 
-# ---- planned ------------------------------------------------------------------------------------------------------------
+# ---- planned
 
 
 def test_plan_names_phase_and_period_of_collectives():
