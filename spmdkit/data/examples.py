@@ -201,10 +201,11 @@ def _is_exit(error: BaseException) -> bool:
 
 def _exit_message(what: str, error: BaseException) -> str:
     """Returns the message about data that raise an exit of the whole process."""
-    asked = f"SystemExit({error.code!r})" if isinstance(error, SystemExit) else type(error).__name__
+    exception = f"SystemExit({error.code!r})" if isinstance(error, SystemExit) else type(error).__name__
     return (
-        f"{what} raised {asked}. A run ends when its steps are done, and data cannot end it: exit code 0 would mean "
-        "that it has trained to its last step. Return the example, or raise an error that describes the problem."
+        f"{what} raised {exception}. A run ends when its steps are done, and data cannot end it: exit code 0 would "
+        "mean that it has trained to its last step. Return the example, or raise an error that describes the "
+        "problem."
     )
 
 

@@ -139,9 +139,9 @@ def rows_of_processes(mesh: Mesh, sizes: Mapping[str, int], size: int, microbatc
     return [positions[_rows(held[process], size)] for process in sorted(held)]
 
 
-def eval_batch_size(asked: int, num_examples: int, shards: int) -> int:
+def eval_batch_size(batch_size: int, num_examples: int, shards: int) -> int:
     """Returns the evaluation's batch size: at most the data, rounded up to a multiple of the mesh's shards."""
-    return math.ceil(min(asked, num_examples) / shards) * shards
+    return math.ceil(min(batch_size, num_examples) / shards) * shards
 
 
 SEAMS = {"place": Feed._place}

@@ -54,21 +54,21 @@ class SkippedRows:
             if len(rows) > self.limit:
                 return False
             self._places.add((batch, row))
-        said = f"skipped, {len(rows)} of at most {self.limit} rows (data.max_bad_examples)"
-        self._news.append({"batch": batch, "row": row, "error": _short(error), "done": said})
+        action = f"skipped, {len(rows)} of at most {self.limit} rows (data.max_bad_examples)"
+        self._news.append({"batch": batch, "row": row, "error": _short(error), "done": action})
         return True
 
     def record_retry(self, row: int, times: int, error: BaseException) -> None:
         """Records a row that a retry could read."""
-        said = f"read at attempt {times + 1}"
-        self._news.append({"row": row, "error": _short(error), "done": said})
+        action = f"read at attempt {times + 1}"
+        self._news.append({"row": row, "error": _short(error), "done": action})
 
     def take_events(self) -> list[dict[str, Any]]:
         """Returns the events since the last call: data, row, error, action, and for a skipped row its batch."""
         if not self._news:
             return []
-        told, self._news = self._news, []
-        return [{"data": self.what, **each} for each in told]
+        events, self._news = self._news, []
+        return [{"data": self.what, **each} for each in events]
 
     def positions(self) -> list[list[int]]:
         """Returns [number of the batch, row] of all skipped rows, for a checkpoint."""

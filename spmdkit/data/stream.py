@@ -137,7 +137,7 @@ def _produce(
             ready.put(((step, put(batch)), None))
     except StopIteration:
         pass
-    except BaseException as raised:  # noqa: BLE001  it is raised in the consumer, which would else wait for ever
+    except BaseException as raised:  # noqa: BLE001  it is raised in the consumer, which would otherwise wait indefinitely
         error = raised
     try:
         close = getattr(batches, "close", None)

@@ -81,24 +81,24 @@ def guard_code(
     limit: jax.Array | None = None,
 ) -> jax.Array | None:
     """Returns the code of a step, as `apply_guard`; None without a guard."""
-    asked = context.options.guard
-    if asked is None:
+    guard = context.options.guard
+    if guard is None:
         return None
     with jax.named_scope(trace_context.GUARD):
-        code: jax.Array = jnp.int32(_metrics_code(asked, metrics))
+        code: jax.Array = jnp.int32(_metrics_code(guard, metrics))
         if limit is not None and "loss" in metrics:
             loss = metrics["loss"].value if is_metric(metrics["loss"]) else metrics["loss"]
             code = code | jnp.where(jnp.isfinite(loss) & (loss.astype(jnp.float32) > limit), SPIKE, 0)
-        if asked.looks & GRADIENT:
+        if guard.looks & GRADIENT:
             code = _gradient_code(context, code, [params] if gradients is None else gradients)
     return code
 
 
-def _metrics_code(asked: trace_context.GuardSettings, metrics: Mapping[str, Any]) -> Any:
+def _metrics_code(guard: trace_context.GuardSettings, metrics: Mapping[str, Any]) -> Any:
     """Returns the bits of the loss and the metrics, which are the same on every device."""
     code: Any = 0
     for name, metric in metrics.items():
-        bit = asked.looks & (LOSS if name == "loss" else METRICS)
+        bit = guard.looks & (LOSS if name == "loss" else METRICS)
         value = metric.value if is_metric(metric) else metric
         if bit and jnp.issubdtype(jnp.result_type(value), jnp.inexact):
             code = code | jnp.where(jnp.isfinite(value).all(), 0, bit)
@@ -107,8 +107,8 @@ def _metrics_code(asked: trace_context.GuardSettings, metrics: Mapping[str, Any]
 
 def _gradient_code(context: trace_context.Context, code: jax.Array, gradients: Sequence[Any]) -> jax.Array:
     """Returns the code with the gradient's bit: of this device's parts, or joined over all devices."""
-    asked, placements = context.options.guard, context.sharding.placements
-    assert asked is not None
+    guard, placements = context.options.guard, context.sharding.placements
+    assert guard is not None
     leaves, mesh = jax.tree.leaves(list(gradients)), context.sharding.mesh
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     every = tuple(
@@ -121,24 +121,24 @@ def _gradient_code(context: trace_context.Context, code: jax.Array, gradients: S
         is_whole = all(a in REPLICA_AXES for a in every)
         bad = _any_nonfinite(leaves, platform if is_whole else None)
         # For a gradient that is invariant, only axes of size one are left to reduce over, and nothing is sent.
-        axes = REPLICA_AXES if asked.joins else tuple(compat.varying_axes(bad))
+        axes = REPLICA_AXES if guard.joins else tuple(compat.varying_axes(bad))
         return code | GRADIENT * (lax.pmax(compat.as_varying(bad, axes), axes) if context.inside and axes else bad)
     whole = [PartitionSpec()] * len(leaves)
     is_cut = context.sharding.form != "manual" and placements is not None
     specs = [s for g in gradients for s in jax.tree.leaves(placements.of(g).update)] if is_cut and placements else whole
     cutting = {a for spec in specs for a in spec_axes(spec)}
-    axes = every if asked.joins else tuple(a for a in every if a in cutting)
+    axes = every if guard.joins else tuple(a for a in every if a in cutting)
 
     def of_device(leaves: Sequence[jax.Array], code: jax.Array) -> jax.Array:
         bad = _any_nonfinite(leaves, platform)
         bad = compat.as_varying(bad, axes)
-        if asked.joins:
+        if guard.joins:
             result: jax.Array = code | GRADIENT * lax.pmax(bad, axes)
             return result
         code = code | GRADIENT * bad
         return code[None] if axes else code
 
-    out = PartitionSpec(axes) if axes and not asked.joins else PartitionSpec()
+    out = PartitionSpec(axes) if axes and not guard.joins else PartitionSpec()
     mapped = jax.shard_map(of_device, mesh=context.sharding.mesh, in_specs=(specs, PartitionSpec()), out_specs=out)
     return mapped(leaves, code)
 

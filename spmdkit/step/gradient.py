@@ -90,8 +90,8 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
         kinds = _state_reductions(loss_fn, context, params, model_state, batch, key) if len(args) == 3 else {}
         local = _local_gradient(loss_fn, len(args) == 3, context, key)
         call = Call(context.slots.take(_gradient_shapes(context, params)), key)
-        sums, new_state, kept = map_replicas(context, local, params, model_state, batch, kinds, call)
-        context.slots.put(kept)
+        sums, new_state, reducer_state = map_replicas(context, local, params, model_state, batch, kinds, call)
+        context.slots.put(reducer_state)
         facts = sums.facts
         total = lambda metric, name: facts.with_static_counts(metric, name, context.num_losses)
         loss = total(sums.loss, "loss")

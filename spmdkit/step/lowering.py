@@ -67,10 +67,10 @@ def map_replicas(
     groups, old = context.sharding.state_groups, state
     if groups is not None:
         state = jax.tree.map(lambda x: jnp.repeat(x, context.sharding.num_replicas // groups, axis=0), state)
-    sums, new_state, kept = run(context, local, params, state, batch, kinds, call)
+    sums, new_state, reducer_state = run(context, local, params, state, batch, kinds, call)
     if groups is not None and new_state is not None:
         new_state = agreement.reduce_by_group(kinds, old, new_state, groups)
-    return sums, new_state, kept
+    return sums, new_state, reducer_state
 
 
 def _plain(
@@ -87,7 +87,7 @@ def _plain(
     sums, new_state = local(0, params, state, batch, context.mask)
     if context.sharding.state_groups is not None:
         new_state = jax.tree.map(lambda x: x[None], new_state)
-    return sums, new_state, None if call is None else call.kept
+    return sums, new_state, None if call is None else call.reducer_state
 
 
 def _inside_replica(
@@ -104,17 +104,17 @@ def _inside_replica(
     own_params, own_state, batch, mask = as_local(context, (params, state, batch, context.mask))
     sums, new_state = local(index, own_params, own_state, batch, mask)
     if context.sharding.state_groups is not None:
-        sums, _, kept = reduction.reduced(context, as_local(context, sums), {}, REPLICA_AXES, call)
-        return sums, new_state, kept
+        sums, _, reducer_state = reduction.reduced(context, as_local(context, sums), {}, REPLICA_AXES, call)
+        return sums, new_state, reducer_state
     added, largest = agreement.values_to_reduce(kinds, own_state, new_state, index == 0)
     sums, added = as_local(context, (sums, added))
-    sums, added, kept = reduction.reduced(context, sums, added, REPLICA_AXES, call)
+    sums, added, reducer_state = reduction.reduced(context, sums, added, REPLICA_AXES, call)
     with jax.named_scope(trace_context.REDUCE):
         largest = lax.pmax(as_local(context, largest), REPLICA_AXES) if largest else largest
     return (
         sums,
         agreement.reduced_state(kinds, state, new_state, added, largest, context.sharding.size(*REPLICA_AXES)),
-        kept,
+        reducer_state,
     )
 
 
@@ -130,28 +130,32 @@ def _manual(
     own_state = context.sharding.state_groups is not None
     rows = PartitionSpec(_non_trivial(context, REPLICA_AXES))
 
-    def body(params: Any, state: Any, batch: Any, mask: Any, kept: Any) -> Any:
+    def body(params: Any, state: Any, batch: Any, mask: Any, reducer_state: Any) -> Any:
         inner = dataclasses.replace(context, mask=mask)
         if own_state:
             state = jax.tree.map(lambda x: x[0], state)
-        own = None if call is None else dataclasses.replace(call, kept=jax.tree.map(lambda x: x[0], kept))
-        sums, new_state, kept = _inside_replica(inner, local, params, state, batch, kinds, own)
+        own = (
+            None
+            if call is None
+            else dataclasses.replace(call, reducer_state=jax.tree.map(lambda x: x[0], reducer_state))
+        )
+        sums, new_state, reducer_state = _inside_replica(inner, local, params, state, batch, kinds, own)
         if own_state:
             new_state = jax.tree.map(lambda x: x[None], new_state)
-        return sums, new_state, jax.tree.map(lambda x: x[None], kept)
+        return sums, new_state, jax.tree.map(lambda x: x[None], reducer_state)
 
     states = rows if own_state else PartitionSpec()
-    kept_specs = rows if call is None else whole_state_specs(context, call.kept)
+    state_specs = rows if call is None else whole_state_specs(context, call.reducer_state)
     run = jax.shard_map(
         body,
         mesh=context.sharding.mesh,
-        in_specs=(PartitionSpec(), states, rows, rows, kept_specs),
-        out_specs=(PartitionSpec(), states, kept_specs),
+        in_specs=(PartitionSpec(), states, rows, rows, state_specs),
+        out_specs=(PartitionSpec(), states, state_specs),
         # With types, JAX sums the cotangent of every invariant value over replicas: of the parameters, and of every
         # constant with respect to which the loss itself differentiates. Here each replica differentiates separately.
         check_vma=False,
     )
-    return run(params, state, batch, context.mask, None if call is None else call.kept)
+    return run(params, state, batch, context.mask, None if call is None else call.reducer_state)
 
 
 def _mapped(
@@ -192,13 +196,13 @@ def _mapped(
     sums, new_state = stacked
     if own_state:
         new_state = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), new_state)
-        sums, _, kept = _reduce_stacked(context, sums, {}, call)
-        return sums, new_state, kept
+        sums, _, reducer_state = _reduce_stacked(context, sums, {}, call)
+        return sums, new_state, reducer_state
     first = jnp.arange(num_replica * num_data).reshape(num_replica, num_data) == 0
     added, largest = agreement.values_to_reduce(kinds, state, new_state, first)
-    sums, added, kept = _reduce_stacked(context, sums, added, call)
+    sums, added, reducer_state = _reduce_stacked(context, sums, added, call)
     largest = {path: x.max((0, 1)) for path, x in largest.items()}
-    return sums, agreement.reduced_state(kinds, state, new_state, added, largest, num_replica * num_data), kept
+    return sums, agreement.reduced_state(kinds, state, new_state, added, largest, num_replica * num_data), reducer_state
 
 
 def _reduce_stacked(context: trace_context.Context, sums: Sums, added: Any, call: Call | None) -> Any:
@@ -206,7 +210,7 @@ def _reduce_stacked(context: trace_context.Context, sums: Sums, added: Any, call
     axes = tuple(a for a in ("replica", *context.sharding.data_axes) if context.sharding.size(a) > 1)
     if not axes:
         sums, added = jax.tree.map(lambda x: x[0, 0], (sums, added))
-        return sums, added, None if call is None else call.kept
+        return sums, added, None if call is None else call.reducer_state
     before, after = _specs(context, sums, added, "compute"), _specs(context, sums, added, "gradient")
     stack = (_axes_or_none(context, ("replica",)), _axes_or_none(context, context.sharding.data_axes))
     dims = None
@@ -216,43 +220,47 @@ def _reduce_stacked(context: trace_context.Context, sums: Sums, added: Any, call
         after = (dataclasses.replace(after[0], count_gradient=None), after[1])
     if call is not None:  # a prefix of the metrics: a reducer may add more
         after = (dataclasses.replace(after[0], metrics=PartitionSpec()), after[1])
-    kept = None if call is None else call.kept
-    kept_specs = None if kept is None else _reducer_state_specs(context, after[0].gradient, kept)
+    reducer_state = None if call is None else call.reducer_state
+    state_specs = None if reducer_state is None else _reducer_state_specs(context, after[0].gradient, reducer_state)
 
-    def body(tree: Any, kept: Any) -> Any:
+    def body(tree: Any, reducer_state: Any) -> Any:
         sums, added = jax.tree.map(lambda x: x[0, 0], tree)
-        own = None if call is None else dataclasses.replace(call, kept=jax.tree.map(lambda x: x[0], kept))
-        sums, added, kept = reduction.reduced(context, sums, added, axes, own, dims)
-        return (sums, added), jax.tree.map(lambda x: x[None], kept)
+        own = (
+            None
+            if call is None
+            else dataclasses.replace(call, reducer_state=jax.tree.map(lambda x: x[0], reducer_state))
+        )
+        sums, added, reducer_state = reduction.reduced(context, sums, added, axes, own, dims)
+        return (sums, added), jax.tree.map(lambda x: x[None], reducer_state)
 
     run = jax.shard_map(
         body,
         mesh=context.sharding.mesh,
-        in_specs=(jax.tree.map(lambda s: PartitionSpec(*stack, *s), before), kept_specs),
-        out_specs=(after, kept_specs),
+        in_specs=(jax.tree.map(lambda s: PartitionSpec(*stack, *s), before), state_specs),
+        out_specs=(after, state_specs),
     )
-    (sums, added), kept = run((sums, added), kept)
-    return sums, added, kept
+    (sums, added), reducer_state = run((sums, added), reducer_state)
+    return sums, added, reducer_state
 
 
-def _reducer_state_specs(context: trace_context.Context, gradient: Any, kept: Any) -> Any:
+def _reducer_state_specs(context: trace_context.Context, gradient: Any, reducer_state: Any) -> Any:
     """Returns the specs of a reducer's state: the replicas of each leaf first, then the spec of its gradient."""
     specs = jax.tree.leaves(gradient)
     structure: Any = jax.tree.structure(gradient)
     of_leaf = [
         jax.tree.map(lambda x, spec=spec: reducer_state_spec(context, spec, x.shape[1:]), state)
-        for spec, state in zip(specs, structure.flatten_up_to(kept), strict=True)
+        for spec, state in zip(specs, structure.flatten_up_to(reducer_state), strict=True)
     ]
     return jax.tree.unflatten(structure, of_leaf)
 
 
-def whole_state_specs(context: trace_context.Context, kept: Any) -> Any:
+def whole_state_specs(context: trace_context.Context, reducer_state: Any) -> Any:
     """Returns the specs of a reducer's state for unsharded gradients: leaf by leaf for per-shard states, otherwise one
     for
     all."""
     if not context.options.reducer.per_shard_state:
         return PartitionSpec(_non_trivial(context, REPLICA_AXES))
-    return jax.tree.map(lambda x: reducer_state_spec(context, PartitionSpec(), x.shape[1:]), kept)
+    return jax.tree.map(lambda x: reducer_state_spec(context, PartitionSpec(), x.shape[1:]), reducer_state)
 
 
 def reducer_state_spec(

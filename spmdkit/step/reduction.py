@@ -19,7 +19,7 @@ from spmdkit.foundation.trees import named_leaves
 from spmdkit.step import rng, trace_context
 from spmdkit.step.accumulator import Sums
 from spmdkit.step.metrics.aggregates import Sum
-from spmdkit.step.metrics.base import Metric, reduce_parts
+from spmdkit.step.metrics.base import reduce_parts
 from spmdkit.step.metrics.mean import Mean, Means
 
 
@@ -32,7 +32,7 @@ class Call:
         key: of the step.
     """
 
-    kept: Any = None
+    reducer_state: Any = None
     key: jax.Array | None = None
 
 
@@ -56,10 +56,10 @@ def reduced(
             return sums, added, None
         loss, metrics, added = _exact(reducer, (sums.loss, sums.metrics, added), axes)
         gradients = _scaled(context, reducer, sums, loss)
-        gradients, kept, told = _by_reducer(context, reducer, gradients, axes, call, dims)
-        numbers: dict[str, Metric] = {f"{METRIC_PREFIX}{name}": Sum(number) for name, number in told.items()}
-        reduced_sums = dataclasses.replace(sums, loss=loss, metrics=numbers | metrics)
-        return dataclasses.replace(reduced_sums, gradient=gradients[0], count_gradient=gradients[1]), added, kept
+        (gradient, of_count), state, reported = _by_reducer(context, reducer, gradients, axes, call, dims)
+        metrics |= {f"{METRIC_PREFIX}{name}": Sum(number) for name, number in reported.items()}
+        sums = dataclasses.replace(sums, loss=loss, metrics=metrics, gradient=gradient, count_gradient=of_count)
+        return sums, added, state
 
 
 def _exact(reducer: Reducer, tree: Any, axes: tuple[str, ...]) -> Any:
@@ -91,23 +91,23 @@ def _by_reducer(
     """Returns (gradients over all replicas, the reducer's new state, its metrics)."""
     leaves, structure = jax.tree.flatten(gradients)
     num = len(jax.tree.leaves(gradients[0]))
-    states = _states_of(gradients, call.kept)
+    states = _states_of(gradients, call.reducer_state)
     scattered = [-1] * len(leaves) if dims is None else list(jax.tree.leaves(dims)) * (len(leaves) // num)
     leaves = [x if dim < 0 else reduce_scatter(x, dim) for x, dim in zip(leaves, scattered, strict=True)]
     outer = tuple(a for a in axes if a != "fsdp")
     paths = [path for path, _ in named_leaves(gradients[0])] * (len(leaves) // num)
-    told = dict[str, jax.Array]()
+    metrics = dict[str, jax.Array]()
     for is_cut, over in ((False, axes), (True, outer)):
         chosen = [i for i, dim in enumerate(scattered) if (dim >= 0) == is_cut]
         if chosen and over:
             names = tuple(paths[i] for i in chosen)
             given = [leaves[i] for i in chosen], [states[i] for i in chosen]
             totals, new_states, more = _apply(context, reducer, *given, over, call, names)
-            told |= more
+            metrics |= more
             for i, leaf, state in zip(chosen, totals, new_states, strict=True):
                 leaves[i], states[i] = leaf, state
-    new = None if call.kept is None else jax.tree.unflatten(jax.tree.structure(gradients[0]), states[:num])
-    return jax.tree.unflatten(structure, leaves), new, told
+    new = None if call.reducer_state is None else jax.tree.unflatten(jax.tree.structure(gradients[0]), states[:num])
+    return jax.tree.unflatten(structure, leaves), new, metrics
 
 
 def _apply(
@@ -134,13 +134,13 @@ def _apply(
     return *reducer.apply(leaves, states, over), {}
 
 
-def _states_of(gradients: Any, kept: Any) -> list[LeafState]:
+def _states_of(gradients: Any, reducer_state: Any) -> list[LeafState]:
     """Returns one mapping for each leaf of (gradient, gradient of the count); the latter has no state."""
     nothing: list[LeafState] = [{} for _ in jax.tree.leaves(gradients)]
-    if kept is None:
+    if reducer_state is None:
         return nothing
     structure: Any = jax.tree.structure(gradients[0])
-    return [*structure.flatten_up_to(kept), *nothing[structure.num_leaves :]]
+    return [*structure.flatten_up_to(reducer_state), *nothing[structure.num_leaves :]]
 
 
 def reduce_scatter(x: jax.Array, dim: int) -> jax.Array:

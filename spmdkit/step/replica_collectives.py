@@ -54,10 +54,12 @@ def all_gather(tree: Any, with_mask: bool = False) -> Any:
     for path, leaf in named_leaves(tree):
         what = f"leaf '{path}'" if path else "the value"
         if jnp.ndim(leaf) == 0 or (with_mask and leaf.shape[0] != num):
-            asks = "with_mask=True, and its first dim must be the examples" if jnp.ndim(leaf) else "at least one dim"
+            requirement = (
+                "with_mask=True, and its first dim must be the examples" if jnp.ndim(leaf) else "at least one dim"
+            )
             raise ConfigError(
                 f"sk.all_gather: {what} is {describe(leaf)}. It joins arrays along their first dim, so it needs "
-                f"{asks}. Write x[None] for one number of each replica, or sk.psum(x) for its sum."
+                f"{requirement}. Write x[None] for one number of each replica, or sk.psum(x) for its sum."
             )
         unmasked = not with_mask and not trace_context.current().usage.has_called("example_mask")
         if unmasked and examples is not None and examples.mask is not None and leaf.shape[0] == num:

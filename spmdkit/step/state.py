@@ -263,12 +263,12 @@ def without_copies(state: TrainState) -> TrainState:
 
 def _check_gradient(context: trace_context.Context, grads: Any, params: Any) -> None:
     if bool(jax.tree.structure(grads) != jax.tree.structure(params)):  # type: ignore[operator]
-        found, asked = ([path for path, _ in named_leaves(tree)] for tree in (grads, params))
-        missing, extra = [p for p in asked if p not in found], [p for p in found if p not in asked]
+        found, expected = ([path for path, _ in named_leaves(tree)] for tree in (grads, params))
+        missing, extra = [p for p in expected if p not in found], [p for p in found if p not in expected]
         words = [f"lacks {', '.join(missing[:4])}"] * bool(missing) + [f"has {', '.join(extra[:4])} more"] * bool(extra)
         raise ConfigError(
             f"apply_gradients: the gradient {' and '.join(words) or 'is another kind of tree than the parameters'}. "
-            f"It must be a tree like the parameters ({', '.join(asked[:6])}). Differentiate with respect to "
+            f"It must be a tree like the parameters ({', '.join(expected[:6])}). Differentiate with respect to "
             "state.params."
         )
     for (path, grad), (_, leaf) in zip(named_leaves(grads), named_leaves(params), strict=True):

@@ -146,9 +146,9 @@ def global_step(
         state = to_device(state)
         if not guard_skips(context):
             return stepped(state, batch)
-        kept, rest = conditional_update(skippable, state.replace(step=None, rng=None), state, batch)
+        reducer_state, rest = conditional_update(skippable, state.replace(step=None, rng=None), state, batch)
         step, rng, metrics, code = rest
-        return kept.replace(step=step, rng=rng), metrics, code
+        return reducer_state.replace(step=step, rng=rng), metrics, code
 
     whole_step.__name__ = COMPILED_NAME
     return whole_step
@@ -195,18 +195,18 @@ def replica_step(
                         f"it{' and update through state.apply_gradients' if what == 'state leaf' else ''}."
                     )
         new_state, metrics = jax.tree.map(_untype_trivial, (new_state, metrics))
-        kept = compat.as_varying(jax.tree.map(lambda x: x[None], slots.collected()), REPLICA_AXES)
+        reducer_state = compat.as_varying(jax.tree.map(lambda x: x[None], slots.collected()), REPLICA_AXES)
         new_state, code = apply_guard(
-            inner, state, new_state.replace(reducer=kept), metrics, slots.update_gradients, limit
+            inner, state, new_state.replace(reducer=reducer_state), metrics, slots.update_gradients, limit
         )
         return new_state, metrics, code
 
     def whole_step(state: TrainState, batch: Batch) -> Stepped:
         whole = PartitionSpec()
-        kept = PartitionSpec(REPLICA_AXES)
+        reducer_state = PartitionSpec(REPLICA_AXES)
         if context.options.reducer.per_shard_state:
-            kept = whole_state_specs(context, state.reducer)
-        states = state.replace(**dict.fromkeys(FIELDS, whole) | {"reducer": kept})
+            reducer_state = whole_state_specs(context, state.reducer)
+        states = state.replace(**dict.fromkeys(FIELDS, whole) | {"reducer": reducer_state})
         in_specs, out_specs = (states, rows, rows, whole), (states, whole, whole)
         mapped = jax.shard_map(
             body, mesh=context.sharding.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=typed

@@ -76,14 +76,14 @@ def make(leaves: str | Sequence[str], rows: int, most: float | None = 1.0) -> Re
     def apply_with_metrics(
         given: Leaves, states: list[LeafState], over: ReduceGroup
     ) -> tuple[Leaves, list[LeafState], ReducerMetrics]:
-        out, chosen, told = list(given), tables(given, over), dict[str, jax.Array]()
+        out, chosen, metrics = list(given), tables(given, over), dict[str, jax.Array]()
         others = [i for i in range(len(given)) if i not in chosen]
         for i, total in zip(others, lax.psum([given[i] for i in others], over.axes), strict=True):
             out[i] = total
         for i, rounds in zip(chosen, _rounds([given[i] for i in chosen], rows, over), strict=True):
             out[i], name = _summed(given[i], rounds, rows, over), f"rounds/{over.paths[i]}"
-            told[name] = jnp.maximum(told.get(name, 0), rounds.astype(jnp.float32))
-        return out, states, told
+            metrics[name] = jnp.maximum(metrics.get(name, 0), rounds.astype(jnp.float32))
+        return out, states, metrics
 
     def wire_of(added: Sequence[ReducedLeaf]) -> float:
         return sum(_of_round(x, rows) if is_table(x.path) and len(x.shape) > 1 else x.allreduce_bytes for x in added)

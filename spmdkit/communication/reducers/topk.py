@@ -111,19 +111,17 @@ def _padded(values: int) -> int:
 
 def _refusal(fraction: float, most: float, values: int, num: int) -> str:
     k = math.floor(fraction * _padded(values) / PAD + 1e-9) * PAD
-    asked = (
+    request = (
         f"reducer: topk with fraction: {fraction:g} on {num} replicas, with a gradient of {values:,} values on a device"
     )
     if k == 0:
         repair = f"fraction: {math.ceil(PAD / _padded(values) * 1000) / 1000:g}, or "
         repair = repair if num * PAD < most * values else ""
-        return (
-            f"{asked}: that is fewer than {PAD:,} values, the smallest number that is sent. Try {repair}reducer: int8."
-        )
+        return f"{request}: that is fewer than {PAD:,} values, the smallest number that is sent. Try {repair}reducer: int8."
     largest = math.floor(most * values / num / PAD) * PAD / _padded(values)
     repair = f"fraction: {math.floor(largest * 1000) / 1000:g}, or " if largest * 1000 >= 1 else ""
     return (
-        f"{asked}: {k:,} values from each replica are {num * k / values:.2f} of the bytes of sum; the limit is "
+        f"{request}: {k:,} values from each replica are {num * k / values:.2f} of the bytes of sum; the limit is "
         f"{most:g} (most). Try {repair}reducer: int8."
     )
 

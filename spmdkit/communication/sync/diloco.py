@@ -82,31 +82,37 @@ def make(
 
     def init(params: Any, outer: optax.GradientTransformation) -> Any:
         agreed = jax.tree.map(lambda x: jnp.asarray(x, common_dtype(x.dtype, jnp.float32)), params)
-        kept = {"agreed": agreed, "outer": tuple(outer.init(fragment(agreed, fragments, i)) for i in range(fragments))}
-        return kept | {"taken": jax.tree.map(jnp.zeros_like, agreed)} if overlap else kept
+        sync_state = {
+            "agreed": agreed,
+            "outer": tuple(outer.init(fragment(agreed, fragments, i)) for i in range(fragments)),
+        }
+        return sync_state | {"taken": jax.tree.map(jnp.zeros_like, agreed)} if overlap else sync_state
 
     def agree(
-        params: Any, kept: Any, mean: Mean, turn: int = 0, *, outer: optax.GradientTransformation
+        params: Any, sync_state: Any, mean: Mean, turn: int = 0, *, outer: optax.GradientTransformation
     ) -> tuple[Any, Any]:
         number = turn % fragments
-        agreed, mine = (fragment(tree, fragments, number) for tree in (kept["agreed"], params))
+        agreed, mine = (fragment(tree, fragments, number) for tree in (sync_state["agreed"], params))
         if turn < fragments:
             gradient = mean(jax.tree.map(lambda a, p: a - p.astype(a.dtype), agreed, mine))
             if overlap:
-                return params, kept | {"taken": with_fragment(kept["taken"], gradient)}
+                return params, sync_state | {"taken": with_fragment(sync_state["taken"], gradient)}
         else:
-            gradient = fragment(kept["taken"], fragments, number)
-        updates, state = outer.update(gradient, kept["outer"][number], agreed)
+            gradient = fragment(sync_state["taken"], fragments, number)
+        updates, state = outer.update(gradient, sync_state["outer"][number], agreed)
         new = optax.apply_updates(agreed, updates)
         mixed = jax.tree.map(lambda p, a: own * p.astype(a.dtype) + (1 - own) * a, mine, new) if own else new
-        states = tuple(state if i == number else other for i, other in enumerate(kept["outer"]))
-        return with_fragment(params, mixed), kept | {"agreed": with_fragment(kept["agreed"], new), "outer": states}
+        states = tuple(state if i == number else other for i, other in enumerate(sync_state["outer"]))
+        return with_fragment(params, mixed), sync_state | {
+            "agreed": with_fragment(sync_state["agreed"], new),
+            "outer": states,
+        }
 
     return Sync(
         every,
         init,
         agree,
-        view=lambda params, kept, mean: mean(params),
+        view=lambda params, sync_state, mean: mean(params),
         outer_optimizer=NESTEROV if optimizer is None else optimizer,
         reducer=reducer,
         schedule=_schedule(every, fragments, overlap, start // every * every),

@@ -35,7 +35,7 @@ def make(every: int) -> Sync:
             f"local_sgd.every is {every!r}. It is the number of steps between two means. Write every: 16."
         )
 
-    def agree(params: Any, kept: Any, mean: Mean) -> tuple[Any, Any]:
-        return mean(params), kept
+    def agree(params: Any, sync_state: Any, mean: Mean) -> tuple[Any, Any]:
+        return mean(params), sync_state
 
-    return Sync(every=every, agree=agree, view=lambda params, kept, mean: mean(params))
+    return Sync(every=every, agree=agree, view=lambda params, sync_state, mean: mean(params))

@@ -41,5 +41,5 @@ def make(start: int, every: int = 16) -> Sync:
         raise ConfigError(
             f"post_local.every is {every!r}. It is the number of steps between two means. Write every: 16."
         )
-    says = f"to step {start} all replicas are synchronous in every step"
-    return dataclasses.replace(local_sgd.make(every), start=start, description=says)
+    description = f"to step {start} all replicas are synchronous in every step"
+    return dataclasses.replace(local_sgd.make(every), start=start, description=description)

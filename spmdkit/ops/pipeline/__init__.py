@@ -14,7 +14,7 @@ weights, since only activations cross here, once per microbatch. When not: with 
     schedule     forward and backward      inputs of a stage kept    bubble                     sent in addition
     gpipe        all, then all             M + P - 1                 (P - 1) / (M + P - 1)
     1f1b         in turn                   2 P - 1                   (P - 1) / (M + P - 1)
-    interleaved  in turn, v chunks         2 v P - 1, of 1/v layers  (P - 1) / (v M + P - 1)   stage parameters, each way
+    interleaved  in turn, v chunks         2 v P - 1, of 1/v layers  (P - 1) / (v M + P - 1)  stage parameters, each way
 
 Everything is one SPMD program in the global view: a `vmap` over the dim of stages with the pipeline axis as its
 `spmd_axis_name`, a roll of that dim (a collective-permute), and loops over ticks from the tables of schedule.py. So

@@ -102,9 +102,9 @@ def agreement_fn(sync: Sync, turn: int) -> Callable[[Any, Any, Mean], tuple[Any,
 def agreed_state(groups: Groups, state: TrainState, turn: int, mean: Mean) -> TrainState:
     """Returns the state after a program in which groups synchronize; `mean` is over the groups."""
     with jax.named_scope(trace_context.SYNC):
-        params, kept = agreement_fn(groups.sync, turn)(state.params, state.sync, mean)
+        params, sync_state = agreement_fn(groups.sync, turn)(state.params, state.sync, mean)
     same = jax.tree.map(lambda x, p: jnp.broadcast_to(x, p.shape).astype(p.dtype), params, state.params)
-    return state.replace(params=same, sync=kept)
+    return state.replace(params=same, sync=sync_state)
 
 
 def merged_state(groups: Groups, state: TrainState, declared: model_state_agreement.Kinds) -> TrainState:

@@ -42,14 +42,14 @@ def synchronous_step(
     over = functools.partial(
         jax.shard_map, mesh=mesh, check_vma=False
     )  # copies are bitwise equal, but typed as varying
-    taken = over(lambda tree: jax.tree.map(lambda x: x[0], tree), in_specs=(each,), out_specs=one)
-    given = over(lambda tree: jax.tree.map(lambda x: x[None], tree), in_specs=(one,), out_specs=each)
+    local_copy = over(lambda tree: jax.tree.map(lambda x: x[0], tree), in_specs=(each,), out_specs=one)
+    group_copies = over(lambda tree: jax.tree.map(lambda x: x[None], tree), in_specs=(one,), out_specs=each)
 
     def train_step(state: TrainState, batch: Batch) -> Stepped:
-        held = taken({name: getattr(state, name) for name in GROUPED})
-        new, metrics, found = whole(state.replace(**held, sync=None), batch)
-        kept = groups.sync.init(new.params)  # the sync's state after the last synchronous step
-        new = new.replace(**given({name: getattr(new, name) for name in GROUPED}), sync=kept)
+        copy = local_copy({name: getattr(state, name) for name in GROUPED})
+        new, metrics, found = whole(state.replace(**copy, sync=None), batch)
+        sync_state = groups.sync.init(new.params)  # the sync's state after the last synchronous step
+        new = new.replace(**group_copies({name: getattr(new, name) for name in GROUPED}), sync=sync_state)
         if found is not None and code is not None:
             cut = PartitionSpec(groups.axes, *[PartitionSpec.UNCONSTRAINED] * (code.ndim - 1))
             found = lax.with_sharding_constraint(jnp.broadcast_to(found, code.shape), NamedSharding(mesh, cut))
