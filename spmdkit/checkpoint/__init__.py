@@ -15,7 +15,7 @@ before that, so what has a record is complete. Files of this folder, in the orde
     retention.py      keep the last k, every n-th and the best; deleting so that a kill leaves no half step
     orbax_backend.py  the one place that calls orbax
     restore.py        a step onto any mesh, every byte checked
-    read_numpy.py     leaves of a step as numpy arrays
+    read_arrays.py     leaves of a step as numpy arrays
     integrity.py      every byte of a step read, without a model or a mesh
     save_errors.py    why a save is not started, or has failed
     checkpoints.py    Checkpoints: save, restore, wait
@@ -31,10 +31,10 @@ from spmdkit.checkpoint.checkpoints import Checkpoints
 from spmdkit.checkpoint.export import export
 from spmdkit.checkpoint.integrity import verify
 from spmdkit.checkpoint.lease import Lease
-from spmdkit.checkpoint.listing import best_step, held, inspect, ls, newest_step
+from spmdkit.checkpoint.listing import best_step, hold_step, inspect, ls, newest_step
 from spmdkit.checkpoint.object_store import Remote
 from spmdkit.checkpoint.quarantine import DAMAGED_MARK
-from spmdkit.checkpoint.read_numpy import saved_state
+from spmdkit.checkpoint.read_arrays import read_state
 from spmdkit.checkpoint.record import ignored_entries
 from spmdkit.checkpoint.retention import remove
 from spmdkit.checkpoint.run_directory import RunLock, prepare_run_dir
@@ -48,7 +48,7 @@ __all__ = [
     "RunLock",
     "best_step",
     "export",
-    "held",
+    "hold_step",
     "ignored_entries",
     "inspect",
     "leaf_table",
@@ -57,6 +57,6 @@ __all__ = [
     "newest_step",
     "prepare_run_dir",
     "remove",
-    "saved_state",
+    "read_state",
     "verify",
 ]

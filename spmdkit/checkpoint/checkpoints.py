@@ -1,13 +1,13 @@
-"""Checkpoints: the checkpoints of one run, saved while training goes on, restored onto any mesh.
+"""`Checkpoints`: the checkpoints of one run, saved asynchronously and restored onto any mesh.
 
-`save` blocks while the arrays are copied to the host, like orbax alone; writing, the commit and the deletion of old
-steps happen in a background thread. One save is in flight at a time: the next waits for it.
+`save` blocks only while the arrays are copied to the host. A background thread writes, commits and deletes old steps.
+One save is in flight at a time: the next one waits for it.
 
-Every process of a run makes one of these and calls `save` and `restore` at the same steps. Process 0 writes the
-record, commits, and deletes.
+Every process of a run creates one `Checkpoints` and calls `save` and `restore` at the same steps. Process 0 writes the
+record, commits and deletes.
 
-A directory in a bucket is written by orbax itself where it can (gs://), otherwise by way of a local folder of each
-process (staging.py); its last object commits a step.
+orbax writes to gs:// itself. Steps for other buckets go through a local folder of each process (staging.py). The last
+object that is written commits the step.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spmdkit.checkpoint import location, retention, save_errors, state_dict
+from spmdkit.checkpoint import location, save_errors, state_dict
 from spmdkit.checkpoint import record as records
 from spmdkit.checkpoint import restore as checkpoint_restore
-from spmdkit.checkpoint.location import Place
+from spmdkit.checkpoint.location import Location
 from spmdkit.checkpoint.object_store import Remote
-from spmdkit.checkpoint.save_barrier import Ended, Exchange, Meeting
+from spmdkit.checkpoint.save_barrier import SaveResult, Exchange, SaveBarrier
+from spmdkit.checkpoint.retention import RetentionRules, delete_old, delete_step, remove_unfinished
 from spmdkit.checkpoint.staging import staging_of
 from spmdkit.errors import CheckpointWriteError, ConfigError, Unreachable
 from spmdkit.foundation import files, phase
@@ -37,110 +38,107 @@ from spmdkit.foundation.timeouts import SAVE_POLL_S
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
-DISCARD_TRIES = 40
+REMOVE_TRIES = 40
 
 
 class Checkpoints:
     """The checkpoints in one directory.
 
     Args:
-        directory: holds `<step>/` folders; made when missing. What a killed run left unfinished in it is removed, so
-            the caller holds the run's lock.
-        keep: how many of the newest steps stay.
-        keep_every: steps that this divides stay too.
-        best: (metric, "min" or "max"): the best step by that metric stays too.
-        timeout_s: how long a save may take to be written by all processes.
-        is_main, num_processes: who this process is.
-        cluster: with several processes, so that all learn that process 0 refuses a save, and how each one ended.
-        is_ours: whether the directory is still this run's; where it is not, nothing is committed or removed.
-        stage: a local folder of this process, for steps on their way to or from a bucket; default: in the system's
-            temporary one.
-        beside: local files that are copied beside the steps of a bucket, as they are at each commit.
-        clock: seconds since the epoch, for the record.
+        directory: holds `<step>/` folders; created if missing. Unfinished saves of a killed run are removed from it, so
+            the caller must hold the lock of the run.
+        retention: which steps are kept; None: all.
+        timeout_s: maximum time for all processes to write a save.
+        is_main, num_processes: the role of this process.
+        cluster: required with several processes, to agree on the start and the result of each save.
+        is_owner: whether the directory still belongs to this run; if not, nothing is committed or removed.
+        stage: a local folder of this process for steps on their way to or from a bucket; default: a temporary folder.
+        run_files: local files that are copied next to the steps of a bucket at each commit.
+        clock: seconds since 1970, for the record.
     """
 
     def __init__(
         self,
-        directory: Place | str,
+        directory: Location | str,
         *,
-        keep: int = 3,
-        keep_every: int | None = None,
-        best: tuple[str, retention.Mode] | None = None,
+        retention: RetentionRules | None = None,
         timeout_s: float = 600,
         is_main: bool = True,
         num_processes: int = 1,
         cluster: Exchange | None = None,
-        is_ours: Callable[[], bool] = lambda: True,
+        is_owner: Callable[[], bool] = lambda: True,
         stage: Path | None = None,
-        beside: Sequence[Path] = (),
+        run_files: Sequence[Path] = (),
         clock: Callable[[], float] = time.time,
     ):
-        if keep < 1:
-            raise ConfigError(f"checkpoint.keep is {keep}. The newest checkpoint always stays. Set keep: 1 or more.")
-        if best is not None and best[1] not in ("min", "max"):
-            raise ConfigError(f"checkpoint.best.mode is {best[1]!r}. It must be 'min' or 'max'. Try mode: min.")
-        self.directory: Place = location.of(directory)
-        self._keep, self._keep_every, self._best, self._timeout_s = keep, keep_every, best, timeout_s
+        self.directory: Location = location.resolve(directory)
+        self._retention, self._timeout_s = retention, timeout_s
         self._is_main, self._num_processes = is_main, num_processes
-        self._is_ours, self._clock, self._beside = is_ours, clock, tuple(beside)
+        self._is_ours, self._clock, self._run_files = is_owner, clock, tuple(run_files)
         self._staging = staging_of(self.directory, stage)
         self._checkpointer: ocp.AsyncCheckpointer | None = None
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._draft: records.Record | None = None
-        self._form: state_dict.Form | None = None
-        self._committed: list[int] = []
-        self._last_committed: int | None = None
-        self._meeting = Meeting(cluster, num_processes, is_main, timeout_s)
+        self._structure: state_dict.StateStructure | None = None
+        self._committed: list[int] = []  # by this process, in order
+        self._num_reported = 0  # of them, by `new_commits`, `check` or `wait`
+        self._barrier = SaveBarrier(cluster, num_processes, is_main, timeout_s)
         if is_main:
             try:
                 if isinstance(self.directory, Path):
                     self.directory.mkdir(mode=files.FOLDER_MODE, parents=True, exist_ok=True)
-                retention.remove_unfinished(self.directory)
+                remove_unfinished(self.directory)
             except OSError as error:
                 raise ConfigError(
                     f"checkpoints go to {self.directory}, which cannot be used ({records.first_line(error)}). "
-                    "It must be a folder that this process may write to. Set run_dir to one."
+                    "It must be a folder with write permission. Set run_dir to one."
                 ) from error
 
     def steps(self) -> list[int]:
-        """Returns the committed steps, ascending, as the disk has them now."""
+        """Returns the committed steps on the disk, ascending."""
         return records.committed_steps(self.directory)
 
     @property
-    def _written(self) -> Place:
-        """Where orbax writes the steps."""
+    def _write_directory(self) -> Location:
+        """The folder that orbax writes to."""
         return self.directory if self._staging is None else self._staging.written
 
-    def last_known(self) -> int | None:
-        """Returns the newest committed step without waiting for a network: of a bucket the newest that this process has
+    def last_committed(self) -> int | None:
+        """Returns the newest committed step without using the network: in a bucket, the newest one that this process has
         committed."""
-        return self._last_committed if isinstance(self.directory, Remote) else self.latest()
+        if not isinstance(self.directory, Remote):
+            return self.latest()
+        return self._committed[-1] if self._committed else None
+
+    def is_committed(self, step: int) -> bool:
+        """Returns whether this process has saved `step` and it is committed."""
+        return step in self._committed
 
     def latest(self) -> int | None:
-        """Returns the newest committed step. With several processes, ask on process 0 and tell the others."""
+        """Returns the newest committed step on the disk. With several processes, call it on process 0 and broadcast it."""
         steps = self.steps()
         return steps[-1] if steps else None
 
     def save(
         self, step: int, state: Any, record: Mapping[str, Any], metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Starts saving `state` as `step`; returns when the arrays may be donated. `check` or `wait` tell the rest.
+        """Starts saving `state` as `step`; returns when the arrays may be donated. `check` and `wait` report the result.
 
         Args:
-            record: JSON data that `restore` gives back: the config, versions, the seed, the data position.
-            metrics: what `best` chooses by.
+            record: JSON data that `restore` returns: the config, versions, the seed, the data position.
+            metrics: values for retention by the best metric.
 
         Raises:
-            CheckpointWriteError: an earlier save failed (this one is not started), the step is taken, the disk is too
-                full, or orbax refused.
+            CheckpointWriteError: an earlier save failed (this one is not started), the step exists, the disk is too
+                full, or orbax raised.
             ConfigError: a leaf cannot be saved (see `state_dict.leaf_table`).
         """
         self._join()
-        form, arrays = state_dict.form_of(state, self._form)
-        self._form = form
-        self._meeting.begin(self._objection(step, form.num_bytes))
-        # Leaves without elements live in the record only: orbax does not save them.
+        form, arrays = state_dict.structure_of(state, self._structure)
+        self._structure = form
+        self._barrier.begin(self._refusal_reason(step, form.num_bytes))
+        # Leaves without elements are in the record only: orbax does not save them.
         flat = {path: array for path, array in zip(form.table, arrays, strict=True) if array.size}
         self._draft = records.Record(
             step=step,
@@ -151,151 +149,150 @@ class Checkpoints:
             leaves=form.table,
             files={},
             user=json.loads(json.dumps(record, allow_nan=False)),
-            best=self._best,
+            best=None if self._retention is None else self._retention.best_metric,
         )
         from spmdkit.checkpoint import orbax_backend
 
-        orbax_backend.keep_names(
+        orbax_backend.intern_names(
             path.replace("/", ".") for path in flat
-        )  # of each array orbax makes a `Path` at each save
+        )
         try:
-            orbax_backend.start_save(self._orbax(), self._written / str(step), state_dict.nest(flat))
+            orbax_backend.start_save(self._orbax(), self._write_directory / str(step), state_dict.nest(flat))
         except Exception as error:
-            self._give_up(step, error)
+            self._abort(step, error)
             failed = self._write_error(step, error)
             failed.__cause__ = error
             if self._num_processes == 1:
                 raise failed from error
-            self._pending = Future()  # the others are writing: all hear of it when they ask how it ended
+            self._pending = Future()  # the other processes are writing: `settle` reports the failure to all
             self._pending.set_exception(failed)
             return
         self._pending = self._background.submit(self._finish, step)
 
-    def _objection(self, step: int, num_bytes: int) -> str:
-        """Returns why process 0 will not start this save, or an empty string."""
+    def _refusal_reason(self, step: int, num_bytes: int) -> str:
+        """Returns why process 0 refuses this save, or an empty string."""
         if not self._is_main:
             return ""
-        return save_errors.objection(self.directory, self._written, step, num_bytes)
+        return save_errors.refusal_reason(self.directory, self._write_directory, step, num_bytes)
 
     def _orbax(self) -> ocp.AsyncCheckpointer:
         if self._checkpointer is None:
             from spmdkit.checkpoint import orbax_backend
 
             self._checkpointer = orbax_backend.open_checkpointer(
-                self._num_processes, self._timeout_s, self._meeting.barrier, self._before_commit, self._is_apart
+                self._num_processes, self._timeout_s, self._barrier.barrier, self._before_commit, self._writes_parts
             )
         return self._checkpointer
 
     @property
-    def _is_apart(self) -> bool:
-        """Whether each of several processes writes its part of a step to a folder of its own."""
+    def _writes_parts(self) -> bool:
+        """Whether each of several processes writes its part of a step to its own folder."""
         return self._staging is not None and self._num_processes > 1
 
     def _before_commit(self) -> None:
         """What comes in the background, on process 0, before orbax's rename. Of parts that lie apart the record comes
         later."""
         assert self._draft is not None
-        if not self._is_apart:
+        if not self._writes_parts:
             self._add_record(self._unfinished(self._draft.step), {})
 
-    def _add_record(self, folder: Place, elsewhere: Mapping[str, int]) -> None:
-        """Writes record.json beside the finished arrays; `elsewhere`: bytes of files of the step that may not be in
-        `folder`, small ones are."""
+    def _add_record(self, folder: Location, elsewhere: Mapping[str, int]) -> None:
+        """Writes record.json next to the finished arrays. `elsewhere`: sizes of files of the step that need not be in `folder`
+        (small ones are)."""
         assert self._draft is not None
         if not self._is_ours():
-            raise ConfigError(f"{self.directory} belongs to another run by now: nothing is committed to it.")
+            raise ConfigError(f"{self.directory} belongs to another run now, so nothing is committed to it.")
         sizes = {**elsewhere, **records.list_files(folder)}
-        digests = records.digest_small(folder, sizes)
+        digests = records.digest_files(folder, sizes)
         records.write_record(folder, dataclasses.replace(self._draft, files=sizes, digests=digests))
         if isinstance(self.directory, Remote):
-            for path in filter(Path.exists, self._beside):
+            for path in filter(Path.exists, self._run_files):
                 whole_lines = path.read_bytes().rpartition(b"\n")[0] + b"\n"
-                (self.directory / location.KEPT_BESIDE / path.name).write_bytes(whole_lines)
+                (self.directory / location.RUN_FOLDER / path.name).write_bytes(whole_lines)
 
-    def _unfinished(self, step: int) -> Place:
+    def _unfinished(self, step: int) -> Location:
         """Returns the folder of a step that is being written."""
-        mark = "" if isinstance(self._written, Remote) else records.TEMPORARY_MARK
-        return self._written / f"{step}{mark}"
+        mark = "" if isinstance(self._write_directory, Remote) else records.TEMPORARY_MARK
+        return self._write_directory / f"{step}{mark}"
 
     def _finish(self, step: int) -> None:
-        """Waits for the commit and deletes what is not kept. In the background, on every process."""
+        """Waits for the commit, then deletes old steps. Runs in the background on every process."""
         try:
             self._orbax().wait_until_finished()
             if self._is_main and isinstance(self.directory, Path):
                 files.tighten(self.directory / str(step))
                 files.sync_folder(self.directory)
-            if self._staging is not None and self._is_apart:
-                self._staging.commit_together(step, self._is_ours, self._meeting, self._add_record)
+            if self._staging is not None and self._writes_parts:
+                self._staging.commit_parts(step, self._is_ours, self._barrier, self._add_record)
             elif self._staging is not None:
                 self._staging.commit(step, self._is_ours)
         except Exception as error:
-            self._give_up(step, error)
+            self._abort(step, error)
             raise self._write_error(step, error) from error
         self._committed.append(step)
-        self._last_committed = step
-        if self._is_main:
-            retention.delete_old(self.directory, step, self._keep, self._keep_every, self._best)
+        if self._is_main and self._retention is not None:
+            delete_old(self.directory, step, self._retention)
 
-    def _give_up(self, step: int, error: BaseException) -> None:
-        """Lets nobody wait for this process's part of a save, and removes what was written of it: of several processes
-        `settle` does, when all have ended.
+    def _abort(self, step: int, error: BaseException) -> None:
+        """Aborts this process's part of a save: the others stop waiting for it, and its files are removed. With several
+        processes `settle` removes them, after all have ended.
 
-        A folder that goes away while another process writes into it can leave that one in tensorstore for ever (0.1.86:
-        one in eight, 2026-11-24).
+        Removing a folder while another process writes into it can block that process in tensorstore indefinitely
+        (0.1.86: one of eight, 2026-11-24).
         """
         if self._num_processes == 1:
-            return self._discard(step)
+            return self._remove_partial(step)
         from spmdkit.checkpoint import orbax_backend
 
-        self._meeting.give_up(error)
-        orbax_backend.let_others_write()
+        self._barrier.abort(error)
+        orbax_backend.signal_folders_created()
 
-    def _discard(self, step: int) -> None:
-        """Removes what a failed save wrote: on a full disk the room is needed."""
+    def _remove_partial(self, step: int) -> None:
+        """Removes the files of a failed save, which frees a full disk."""
         if self._staging is not None:
             self._staging.discard(step)
         if isinstance(self.directory, Remote):
-            with contextlib.suppress(Unreachable):  # otherwise the next start removes it
+            with contextlib.suppress(Unreachable):  # the next start removes it
                 if self._is_main and self._is_ours() and step not in self.steps():
                     location.remove(self.directory / str(step))
             return
         folder = self.directory / f"{step}{records.TEMPORARY_MARK}"
-        for _ in range(DISCARD_TRIES if self._is_main and self._is_ours() else 0):
+        for _ in range(REMOVE_TRIES if self._is_main and self._is_ours() else 0):
             shutil.rmtree(folder, ignore_errors=True)
             if not folder.exists():
                 return
-            time.sleep(0.05)  # tensorstore's own threads may still write what had begun
+            time.sleep(0.05)  # threads of tensorstore may still be writing
 
     def _write_error(self, step: int, error: BaseException) -> CheckpointWriteError:
-        return save_errors.not_saved(self.directory, step, error)
+        return save_errors.save_failed(self.directory, step, error)
 
-    def settle(self) -> Ended:
-        """Waits for the save in flight, if there is one; returns on every process how it ended, for all: one that
-        failed has failed everywhere."""
+    def settle(self) -> SaveResult:
+        """Waits for the save in flight, if any; returns its result, the same on every process: a save that fails on one
+        process has failed on all."""
         if self._pending is None:
-            return Ended()
+            return SaveResult()
         step, why = self._draft.step if self._draft else None, ""
         try:
             self._join()
         except CheckpointWriteError as error:
             why = str(error)
-        ended = self._meeting.agreed_result(Ended(why, self._last_committed == step))
+        ended = self._barrier.agreed_result(SaveResult(why, step is not None and self.is_committed(step)))
         if ended.why and step is not None and self._num_processes > 1:
-            self._discard(step)
+            self._remove_partial(step)
         return ended
 
     def is_saving(self) -> bool:
         """Returns whether a save is being written."""
         return self._pending is not None and not self._pending.done()
 
-    def wait_quietly(self) -> None:
-        """Waits until nothing is being written; how it ended is told by the next call that tells."""
+    def wait_without_raising(self) -> None:
+        """Waits for the save in flight; the next call that raises reports its result."""
         if self._pending is not None:
             self._pending.exception()
 
-    def commits(self) -> list[int]:
-        """Returns the steps committed since the last call of this, `check` or `wait`; never waits or raises."""
-        return self._take_committed()
+    def new_commits(self) -> list[int]:
+        """Returns the steps committed since the last call of this, `check` or `wait`, without waiting or raising."""
+        return self._take_commits()
 
     def check(self) -> list[int]:
         """Returns the steps committed since the last call of `check` or `wait`, without waiting.
@@ -305,34 +302,33 @@ class Checkpoints:
         """
         if self._pending is not None and self._pending.done():
             self._join()
-        return self._take_committed()
+        return self._take_commits()
 
     def wait(self) -> list[int]:
         """Waits for the save in the background; returns and raises like `check`."""
         self._join()
-        return self._take_committed()
+        return self._take_commits()
 
     def _join(self) -> None:
         pending, self._pending = self._pending, None
         while pending is not None and not pending.done():
-            with phase.waiting("a save of all") if self._meeting.waits else contextlib.nullcontext():
-                self._look_on(pending, self._meeting.waits)
+            with phase.waiting("a save of all processes") if self._barrier.is_waiting else contextlib.nullcontext():
+                self._wait_while(pending, self._barrier.is_waiting)
         if pending is not None:
             pending.result()
 
-    def _look_on(self, pending: Future[None], waits: bool) -> None:
-        """Returns when the save has ended, or this process no longer waits for the others, or begins to: whoever
-        watches sees who holds up whom."""
-        while self._meeting.waits == waits and not futures.wait([pending], SAVE_POLL_S).done:
+    def _wait_while(self, pending: Future[None], waits: bool) -> None:
+        """Returns when the save has ended, or when this process starts or stops waiting for others. The reported phase
+        changes with that."""
+        while self._barrier.is_waiting == waits and not futures.wait([pending], SAVE_POLL_S).done:
             pass
 
-    def _take_committed(self) -> list[int]:
-        done = self._committed[:]
-        del self._committed[: len(done)]
-        return done
+    def _take_commits(self) -> list[int]:
+        first, self._num_reported = self._num_reported, len(self._committed)
+        return self._committed[first : self._num_reported]
 
     def close(self) -> list[int]:
-        """Waits like `wait`, then ends the background threads. A closed `Checkpoints` can still be read."""
+        """Waits like `wait`, then stops the background threads. A closed `Checkpoints` can still be read."""
         try:
             return self.wait()
         finally:
@@ -345,18 +341,17 @@ class Checkpoints:
             if self._staging is not None:
                 self._staging.close()
 
-    def abandon(self, patience_s: float) -> None:
-        """Returns when the save in flight has ended, for good or bad, after `patience_s` at most; nothing is saved any
-        more. Never raises."""
+    def abandon(self, timeout_s: float) -> None:
+        """Waits at most `timeout_s` for the save in flight and disables further saves. Never raises."""
         pending, self._pending = self._pending, None
         if pending is not None:
             with contextlib.suppress(Exception):
-                pending.exception(patience_s)
+                pending.exception(timeout_s)
         self._background.shutdown(wait=False, cancel_futures=True)
         self._checkpointer = None
 
-    def forget_after(self, step: int) -> None:
-        """Deletes the checkpoints after `step`: training has gone back to it, and those steps come again. On process 0.
+    def delete_after(self, step: int) -> None:
+        """Deletes the checkpoints after `step`, from which training repeats. On process 0.
 
         Raises:
             CheckpointWriteError: one cannot be deleted.
@@ -364,15 +359,15 @@ class Checkpoints:
         self._join()
         for newer in [s for s in self.steps() if s > step] if self._is_main else []:
             try:
-                retention.delete_step(self.directory, newer, even_if_held=True)
+                delete_step(self.directory, newer, even_if_held=True)
             except OSError as error:
                 raise CheckpointWriteError(
-                    f"going back to step {step}: step {newer} could not be deleted from {self.directory} ({records.first_line(error)}). "
-                    "It would be taken for the newest. Delete it by hand."
+                    f"rollback to step {step}: step {newer} could not be deleted from {self.directory} "
+                    f"({records.first_line(error)}). A restart would restore it as the newest. Delete it by hand."
                 ) from error
 
     def read_record(self, step: int) -> dict[str, Any]:
-        """Returns the caller's record of a step, as given to `save`."""
+        """Returns the caller's record of a step."""
         return records.read_record(self.directory, step).user
 
     def read_tree(self, step: int) -> state_dict.LeafTable:
@@ -385,21 +380,21 @@ class Checkpoints:
         """Returns (state, the caller's record) of a step.
 
         Args:
-            optional: what begins the paths of leaves that are left unread where they are saved and not asked for.
+            optional: path prefixes of leaves that may be saved without being requested; they are not read.
 
-        Layout: each leaf comes back on the sharding of its jax.ShapeDtypeStruct in `abstract_state`, whatever mesh,
+        Layout: each leaf is restored with the sharding of its jax.ShapeDtypeStruct in `abstract_state`, whatever mesh,
         memory kind or number of processes wrote it.
 
         Raises:
-            CheckpointError: no such step; another model (paths, shapes or dtypes differ).
-            DamagedError: it is not as it was written.
+            CheckpointError: no such step, or a different model (paths, shapes or dtypes differ).
+            DamagedError: the files differ from what was written.
         """
         self._join()
         with self._readable(step) as directory:
             return checkpoint_restore.restore(self._orbax(), directory, step, abstract_state, optional)
 
-    def _readable(self, step: int) -> contextlib.AbstractContextManager[Place]:
+    def _readable(self, step: int) -> contextlib.AbstractContextManager[Location]:
         """Returns the directory from which orbax reads a step."""
-        if self._staging is not None and step in self.steps():  # otherwise whoever reads its record says so
+        if self._staging is not None and step in self.steps():  # otherwise reading its record raises
             return location.fetched(self.directory, step, self._staging.folder)
         return contextlib.nullcontext(self.directory)

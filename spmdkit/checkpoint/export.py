@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from spmdkit.checkpoint import listing, location, record, state_dict
-from spmdkit.checkpoint.location import Place
-from spmdkit.checkpoint.read_numpy import read_leaves
+from spmdkit.checkpoint.location import Location
+from spmdkit.checkpoint.read_arrays import read_leaves
 from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError
 from spmdkit.foundation import files
 from spmdkit.foundation.formatting import nearest
@@ -24,7 +24,7 @@ PARTS = ("params", "ema")
 
 
 def export(
-    directory: Place | str,
+    directory: Location | str,
     step: int | None,
     out: Path | str,
     format: Literal["safetensors", "orbax"] = "safetensors",
@@ -41,13 +41,13 @@ def export(
         ConfigError: an unknown format or part, or `out` exists.
         CheckpointWriteError: `out` cannot be written.
     """
-    directory, out = location.of(directory), Path(out).absolute()
+    directory, out = location.resolve(directory), Path(out).absolute()
     for value, options in ((format, FORMATS), (which, PARTS)):
         if value not in options:
             raise ConfigError(f"export knows {', '.join(options)}, not {value!r}.{nearest(value, options)}")
     if os.path.lexists(out):
         raise ConfigError(f"export to {out}: it exists. Nothing is overwritten. Choose another name or remove it.")
-    with listing.held(directory, lambda: listing.newest_step(directory) if step is None else step) as chosen:
+    with listing.hold_step(directory, lambda: listing.newest_step(directory) if step is None else step) as chosen:
         found = record.read_record(directory, chosen)
         record.check_files(directory, found)
         with location.fetched(directory, found.step) as here:

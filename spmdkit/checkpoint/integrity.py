@@ -10,26 +10,26 @@ from typing import Any
 
 from spmdkit.checkpoint import listing, location
 from spmdkit.checkpoint import record as records
-from spmdkit.checkpoint.location import Place
+from spmdkit.checkpoint.location import Location
 from spmdkit.errors import CheckpointError, DamagedError, Unreachable
 
 
-def verify(directory: Place | str, step: int | None = None) -> list[dict[str, Any]]:
+def verify(directory: Location | str, step: int | None = None) -> list[dict[str, Any]]:
     """Returns a dict for each committed step, or of one: step, good, checked (its arrays have checksums), leaves,
     bytes, found (what is wrong).
 
     Raises:
         CheckpointError: there is no such step.
     """
-    directory = location.of(directory)
+    directory = location.resolve(directory)
     if step is not None and step not in records.committed_steps(directory):
         records.read_record(directory, step)  # which says what there is
     return [_verified(directory, s) for s in (records.committed_steps(directory) if step is None else [step])]
 
 
-def _verified(directory: Place, step: int) -> dict[str, Any]:
+def _verified(directory: Location, step: int) -> dict[str, Any]:
     row: dict[str, Any] = {"step": step, "good": False, "checked": False, "leaves": 0, "bytes": 0, "found": None}
-    with listing.held(directory, lambda: step):
+    with listing.hold_step(directory, lambda: step):
         try:
             record = records.read_record(directory, step)
             row |= {"checked": record.schema > 1, "leaves": len(record.leaves), "bytes": record.bytes}
@@ -56,6 +56,6 @@ def _read_all(directory: Path, record: records.Record) -> None:
         except MemoryError:
             raise
         except Exception as error:
-            raise records.damaged(
+            raise records.damaged_error(
                 directory, record.step, f"{path}: {records.first_line(records.root_cause(error))}"
             ) from error

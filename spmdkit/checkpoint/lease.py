@@ -7,7 +7,7 @@ a fence.
 Who finds a lease takes it over when its process is known to be gone (it was of this machine), when it was given back,
 or when its number has not moved for `LEASE_STALE_S` by its own steady clock: no two clocks are compared. Two who take
 it at one time both write, and after a moment read who wrote last. That alone would not be safe, and need not be: nobody
-commits a step without having read that the lease is still its own (`is_ours`), as with ownership.py.
+commits a step without having read that the lease is still its own (`is_owner`), as with ownership.py.
 
 Source: Gray and Cheriton, "Leases: an efficient fault-tolerant mechanism for distributed file cache consistency"
 (1989); the token that is looked at before each write is Kleppmann's fencing ("How to do distributed locking", 2016).
@@ -50,7 +50,7 @@ class Lease:
     ):
         self.directory, self.attempt = directory, attempt
         self._clock, self._sleep, self._say = clock, sleep, say
-        self._folder = directory / location.KEPT_BESIDE
+        self._folder = directory / location.RUN_FOLDER
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -66,11 +66,11 @@ class Lease:
             self._wait_until_stale(before)
         self._claim()
         self._sleep(LEASE_SETTLE_S)
-        if not self.is_ours():
+        if not self.is_owner():
             raise self._in_use(self._read())
         if before:
             self._folder.remove([f"alive-{before['attempt']}"])
-        self._thread = threading.Thread(target=self._renew_for_ever, name="lease", daemon=True)
+        self._thread = threading.Thread(target=self._renew_loop, name="lease", daemon=True)
         self._thread.start()
         return self
 
@@ -81,17 +81,17 @@ class Lease:
         (self._folder / "lease.json").write_bytes(json.dumps(mine).encode())
 
     def _wait_until_stale(self, before: dict[str, Any]) -> None:
-        beat = self._beat(before)
+        beat = self._counter(before)
         if beat is None:  # given back, or never begun
             return
         self._say(
             f"{self.directory} was last of {_owner(before)}; waiting up to {LEASE_STALE_S:g} s to see whether it lives"
         )
         for _ in Deadline(LEASE_STALE_S, self._clock, self._sleep).polls(LEASE_POLL_S):
-            if self._beat(before) != beat or self._read().get("attempt") != before["attempt"]:
+            if self._counter(before) != beat or self._read().get("attempt") != before["attempt"]:
                 raise self._in_use(self._read())
 
-    def is_ours(self) -> bool:
+    def is_owner(self) -> bool:
         """Returns whether no other attempt has taken the folder. Costs the reading of one small object."""
         return self._read().get("attempt") == self.attempt
 
@@ -109,7 +109,7 @@ class Lease:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _renew_for_ever(self) -> None:
+    def _renew_loop(self) -> None:
         number = 0
         while not self._ended.wait(LEASE_RENEW_S):
             number += 1
@@ -119,7 +119,7 @@ class Lease:
     def _renew(self, number: int) -> None:
         (self._folder / f"alive-{self.attempt}").write_bytes(b"%d" % number)
 
-    def _beat(self, of: dict[str, Any]) -> bytes | None:
+    def _counter(self, of: dict[str, Any]) -> bytes | None:
         try:
             return (self._folder / f"alive-{of['attempt']}").read_bytes()
         except FileNotFoundError:

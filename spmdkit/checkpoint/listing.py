@@ -12,7 +12,7 @@ from typing import Any
 
 from spmdkit.checkpoint import location
 from spmdkit.checkpoint import record as records
-from spmdkit.checkpoint.location import Place
+from spmdkit.checkpoint.location import Location
 from spmdkit.checkpoint.object_store import Remote
 from spmdkit.errors import CheckpointError, DamagedError
 from spmdkit.foundation.formatting import format_bytes
@@ -21,7 +21,7 @@ HOLD_TRIES = 100
 
 
 @contextlib.contextmanager
-def held(directory: Place, choose: Callable[[], int]) -> Iterator[int]:
+def hold_step(directory: Location, choose: Callable[[], int]) -> Iterator[int]:
     """Yields the step that `choose` names; while the body runs, the run that writes here does not delete it.
 
     A step that goes between being chosen and being held is chosen again: a run with quick retention may write beside
@@ -46,7 +46,7 @@ def held(directory: Place, choose: Callable[[], int]) -> Iterator[int]:
                 continue
             except OSError:
                 pass
-            if not _is_still(path, descriptor):
+            if not _is_same_file(path, descriptor):
                 continue
             yield step
             return
@@ -55,13 +55,13 @@ def held(directory: Place, choose: Callable[[], int]) -> Iterator[int]:
     yield choose()
 
 
-def _is_still(path: Path, descriptor: int) -> bool:
+def _is_same_file(path: Path, descriptor: int) -> bool:
     with contextlib.suppress(OSError):
         return path.stat().st_ino == os.fstat(descriptor).st_ino
     return False
 
 
-def best_step(directory: Place) -> int:
+def best_step(directory: Location) -> int:
     """Returns the best committed step by `checkpoint.best`, as the newest record that has such a rule names it.
 
     Raises:
@@ -76,7 +76,7 @@ def best_step(directory: Place) -> int:
     return scores[-1][1]
 
 
-def _scores(directory: Place) -> list[tuple[float, int]]:
+def _scores(directory: Location) -> list[tuple[float, int]]:
     """Returns (how good, step) of the steps that have a value for the rule of the newest record that has one, from bad
     to good."""
     found = []
@@ -91,21 +91,21 @@ def _scores(directory: Place) -> list[tuple[float, int]]:
     return sorted((sign * value, record.step) for record in found if (value := record.metrics.get(metric)) is not None)
 
 
-def ls(directory: Place | str) -> list[dict[str, Any]]:
+def ls(directory: Location | str) -> list[dict[str, Any]]:
     """Returns one dict per committed step, ascending: step, bytes (on disk), time, metrics, complete, problem, found,
     best.
 
     `problem` says what is damaged and the way back, `found` only the former: in its record and files, not in the bytes
     of its arrays, which `verify` reads.
     """
-    directory = location.of(directory)
+    directory = location.resolve(directory)
     rows = [_summary(directory, step) for step in records.committed_steps(directory)]
     scores = _scores(directory)
     best = scores[-1][1] if scores else None
     return [row | {"best": row["step"] == best} for row in rows if row is not None]
 
 
-def _summary(directory: Place, step: int) -> dict[str, Any] | None:
+def _summary(directory: Location, step: int) -> dict[str, Any] | None:
     """Returns what `ls` says of a step, None where it has gone meanwhile."""
     folder = directory / str(step)
     row: dict[str, Any] = {"step": step, "time": None, "metrics": {}, "complete": False, "problem": None, "found": None}
@@ -120,14 +120,14 @@ def _summary(directory: Place, step: int) -> dict[str, Any] | None:
     return row if folder.exists() else None
 
 
-def inspect(directory: Place | str, step: int | None = None) -> dict[str, Any]:
+def inspect(directory: Location | str, step: int | None = None) -> dict[str, Any]:
     """Returns what `ls` says of a step (the newest for None) and its leaves, state_bytes, num_processes and record.
 
     Raises:
         CheckpointError: there is no such step, or its record is damaged.
     """
-    directory = location.of(directory)
-    with held(directory, lambda: newest_step(directory) if step is None else step) as chosen:
+    directory = location.resolve(directory)
+    with hold_step(directory, lambda: newest_step(directory) if step is None else step) as chosen:
         record = records.read_record(directory, chosen)
         return (_summary(directory, record.step) or {}) | {
             "num_processes": record.num_processes,
@@ -138,7 +138,7 @@ def inspect(directory: Place | str, step: int | None = None) -> dict[str, Any]:
         }
 
 
-def newest_step(directory: Place) -> int:
+def newest_step(directory: Location) -> int:
     """Returns the newest committed step, or raises CheckpointError when there is none."""
     steps = records.committed_steps(directory)
     if not steps:

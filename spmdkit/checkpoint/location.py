@@ -18,16 +18,16 @@ from typing import TypeAlias
 from spmdkit.checkpoint.object_store import SCHEMES, Remote
 from spmdkit.foundation import files
 
-Place: TypeAlias = Path | Remote
+Location: TypeAlias = Path | Remote
 
 MARKER = "commit_success.txt"
 """The last object of a committed step in a bucket: orbax's own name for it."""
 
-KEPT_BESIDE = "run"
+RUN_FOLDER = "run"
 """Folder beside the steps of a bucket: whose they are (lease.py), and the metrics of the run."""
 
 
-def of(directory: Place | str) -> Place:
+def resolve(directory: Location | str) -> Location:
     """Returns where `directory` is: of a URL the folder of a bucket, of everything else an absolute path."""
     if isinstance(directory, Remote):
         return directory
@@ -43,22 +43,22 @@ def is_url(text: str | Path) -> bool:
     return text.partition("://")[0] in SCHEMES and "://" in text
 
 
-def names(directory: Place) -> list[str]:
+def names(directory: Location) -> list[str]:
     """Returns the names in a folder; none where it is not there."""
     if isinstance(directory, Remote):
-        return [name for name in directory.names() if name != KEPT_BESIDE]
+        return [name for name in directory.names() if name != RUN_FOLDER]
     try:
         return os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
         return []
 
 
-def exists(place: Place) -> bool:
+def exists(place: Location) -> bool:
     """Returns whether something is there, a link that leads nowhere too."""
     return place.exists() if isinstance(place, Remote) else os.path.lexists(place)
 
 
-def sizes(folder: Place) -> dict[str, int]:
+def sizes(folder: Location) -> dict[str, int]:
     """Returns `{path below the folder: bytes}` of the files that are there."""
     if isinstance(folder, Remote):
         return folder.sizes()
@@ -99,7 +99,7 @@ def upload(folder: Path, to: Remote, names: Iterable[str]) -> None:
 
 
 @contextlib.contextmanager
-def fetched(directory: Place, step: int, stage: Path | None = None) -> Iterator[Path]:
+def fetched(directory: Location, step: int, stage: Path | None = None) -> Iterator[Path]:
     """Yields a local directory that holds the step: `directory` itself, or one into which it was fetched, removed at
     the end.
 

@@ -61,26 +61,26 @@ class Remote:
         return Remote(self.url.rpartition("/")[0])
 
     def read_bytes(self) -> bytes:
-        with _told(self, "read"):
+        with _translate_errors(self, "read"):
             return bytes(_client(self.scheme).cat_file(self.key))
 
     def read_text(self, encoding: str = "utf-8") -> str:
         return self.read_bytes().decode(encoding)
 
     def write_bytes(self, content: bytes) -> None:
-        with _told(self, WRITTEN):
+        with _translate_errors(self, WRITTEN):
             _client(self.scheme).pipe_file(self.key, content)
 
     def names(self) -> list[str]:
         """Returns the names in a folder; none where it is not there."""
-        with _told(self, "listed"), contextlib.suppress(FileNotFoundError):
+        with _translate_errors(self, "listed"), contextlib.suppress(FileNotFoundError):
             found = _client(self.scheme).ls(self.key, detail=False)
             return sorted({PurePosixPath(name).name for name in found if name.rstrip("/") != self.key})
         return []
 
     def sizes(self) -> dict[str, int]:
         """Returns `{path below this folder: bytes}` of every object below it."""
-        with _told(self, "listed"), contextlib.suppress(FileNotFoundError):
+        with _translate_errors(self, "listed"), contextlib.suppress(FileNotFoundError):
             found = _client(self.scheme).find(self.key, detail=True)
             start = f"{self.key}/"
             return {
@@ -94,30 +94,30 @@ class Remote:
 
     def remove(self, below: list[str]) -> None:
         """Removes objects below this folder; those that are gone are no error."""
-        with _told(self, "removed"):
+        with _translate_errors(self, "removed"):
             for name in below:
                 with contextlib.suppress(FileNotFoundError):
                     _client(self.scheme).rm_file(f"{self.key}/{name}")
 
     def copy(self, below: list[str], to: Remote) -> None:
         """Copies objects below this folder to another one, within the storage."""
-        with _told(self, f"copied to {to}"):
+        with _translate_errors(self, f"copied to {to}"):
             for name in below:
                 _client(self.scheme).cp_file(f"{self.key}/{name}", f"{to.key}/{name}")
 
     def upload(self, path: Path) -> None:
         """Makes this object what a local file holds."""
-        with _told(self, WRITTEN):
+        with _translate_errors(self, WRITTEN):
             _client(self.scheme).put_file(str(path), self.key)
 
     def download(self, path: Path) -> None:
         """Writes this object into a local file."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _told(self, "read"):
+        with _translate_errors(self, "read"):
             _client(self.scheme).get_file(self.key, str(path))
 
 
-def _drop_what_is_raised(record: logging.LogRecord) -> bool:
+def _drop_raised_errors(record: logging.LogRecord) -> bool:
     """Keeps gcsfs from printing the traceback of a request that has failed for good: it raises it too, and so do we."""
     return record.filename != "retry.py"
 
@@ -137,7 +137,7 @@ def _client(scheme: str) -> Any:
             for name in ("gs", "gcs"):
                 fsspec.config.conf.setdefault(name, {}).setdefault("use_listings_cache", False)
         logging.getLogger("gcsfs").setLevel(logging.ERROR)  # what kind a bucket is, asked at each call, is no news
-        logging.getLogger("gcsfs").addFilter(_drop_what_is_raised)
+        logging.getLogger("gcsfs").addFilter(_drop_raised_errors)
         return fsspec.filesystem(scheme, use_listings_cache=False)
     except ImportError as error:
         raise ConfigError(
@@ -147,7 +147,7 @@ def _client(scheme: str) -> Any:
 
 
 @contextlib.contextmanager
-def _told(where: Remote, done: str) -> Iterator[None]:
+def _translate_errors(where: Remote, done: str) -> Iterator[None]:
     """Turns what a client raises (its own classes, those of its transport) into ours, without what the environment
     keeps secret."""
     try:

@@ -9,7 +9,7 @@ A folder written here opens with `ocp.CheckpointManager` and `ocp.StandardCheckp
 which time out, and not in a psum over all devices, which waits for ever and can cross the step's own collectives.
 
 Arrays are zarr3, and each chunk has a checksum, which tensorstore checks as it reads, whoever reads it on whatever
-mesh. orbax 0.12.8 has no option for that, so its list of codecs is changed where it is made (`checksums_on_chunks`); a
+mesh. orbax 0.12.8 has no option for that, so its list of codecs is changed where it is made (`write_chunk_checksums`); a
 test reads the codecs back from the disk.
 """
 
@@ -35,7 +35,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_utils import construct_restore_args
 
-from spmdkit.checkpoint.location import Place
+from spmdkit.checkpoint.location import Location
 from spmdkit.checkpoint.record import INDEX_FOLDER, STATE_FOLDER
 from spmdkit.foundation.timeouts import SAVE_CANCEL_S
 
@@ -45,23 +45,23 @@ def open_checkpointer(
     timeout_s: float,
     barrier: Callable[..., None],
     before_commit: Callable[[], None],
-    apart: bool = False,
+    separate: bool = False,
 ) -> ocp.AsyncCheckpointer:
     """Returns a checkpointer; `before_commit` runs in the background on process 0, when all files are written.
 
     Args:
         barrier: where several processes meet in the background (save_barrier.py).
-        apart: each of several processes writes its part to a folder of its own, meets nobody and runs `before_commit`.
-            `put_together` makes one step of the parts.
+        separate: each of several processes writes its part to a folder of its own, meets nobody and runs `before_commit`.
+            `merge_parts` makes one step of the parts.
     """
-    checksums_on_chunks()
-    plain_indexes(apart)
-    keep_names(f"{name}{i}" for name in ("ocdbt.process_", "process_") for i in range(num_processes))
-    without_leaks_of_tensorstore()
-    deadlines_by_a_steady_clock()
-    cancel_what_a_failure_leaves()
+    write_chunk_checksums()
+    write_plain_indexes(separate)
+    intern_names(f"{name}{i}" for name in ("ocdbt.process_", "process_") for i in range(num_processes))
+    avoid_tensorstore_leaks()
+    use_monotonic_deadlines()
+    cancel_after_failure()
     logging.getLogger("absl").addFilter(_drop_orbax_tracebacks)
-    logging.getLogger("absl").addFilter(_drop_remark_on_sizes)
+    logging.getLogger("absl").addFilter(_drop_size_warning)
     logging.getLogger("asyncio").addFilter(_drop_further_failures)
     if getattr(sys.unraisablehook, "func", None) is not _quiet_after_failure:
         sys.unraisablehook = functools.partial(_quiet_after_failure, sys.unraisablehook)
@@ -69,14 +69,14 @@ def open_checkpointer(
     options = ocp.options.MultiprocessingOptions(
         primary_host=0, active_processes=processes, barrier_sync_key_prefix="spmdkit"
     )
-    if apart:
+    if separate:
         me = jax.process_index()
         options = ocp.options.MultiprocessingOptions(
             primary_host=None, active_processes={me}, barrier_sync_key_prefix=f"spmdkit{me}"
         )
-        barrier = _meet_nobody
+        barrier = _no_barrier
     # Apart, each process makes its folders itself: the signal that they are there would reach the others.
-    folders_later = ocp.AsyncOptions(create_directories_asynchronously=not apart)
+    folders_later = ocp.AsyncOptions(create_directories_asynchronously=not separate)
     handler = ocp.CompositeCheckpointHandler(
         composite_options=ocp.CompositeOptions(multiprocessing_options=options, async_options=folders_later),
         **{STATE_FOLDER: ocp.PyTreeCheckpointHandler(use_zarr3=True, multiprocessing_options=options)},
@@ -93,11 +93,11 @@ def open_checkpointer(
     )
 
 
-def _meet_nobody(*, key: str, timeout_ms: int) -> None:
+def _no_barrier(*, key: str, timeout_ms: int) -> None:
     """In place of a barrier."""
 
 
-def checksums_on_chunks() -> None:
+def write_chunk_checksums() -> None:
     """From now on orbax writes zarr3 arrays with a checksum in each chunk, compressed as it is. Readers need nothing of
     ours.
 
@@ -121,7 +121,7 @@ SMALL = 2**18
 """Elements of a chunk, of 1 to 8 bytes each."""
 
 
-def plain_indexes(apart: bool = False) -> None:
+def write_plain_indexes(separate: bool = False) -> None:
     """From now on the index of a checkpoint, which says where each array lies in its files, is not compressed; arrays
     are. Readers need nothing of ours.
 
@@ -129,24 +129,24 @@ def plain_indexes(apart: bool = False) -> None:
     keeps them: process 0 of several, which writes that of all, grew by as much now and then.
 
     Args:
-        apart: in files of their own too, so that `put_together` needs none of the arrays' files.
+        separate: in files of their own too, so that `merge_parts` needs none of the arrays' files.
     """
     from orbax.checkpoint._src.serialization import tensorstore_utils
 
     # Private: pinned by tests/checkpoint/test_checkpoint_growth.py.
     add: Any = tensorstore_utils._add_ocdbt_write_options
     add = add.args[0] if getattr(add, "func", None) is _plain_index else add
-    tensorstore_utils._add_ocdbt_write_options = functools.partial(_plain_index, add, apart)
+    tensorstore_utils._add_ocdbt_write_options = functools.partial(_plain_index, add, separate)
 
 
-def _plain_index(add: Callable[..., None], apart: bool, spec: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+def _plain_index(add: Callable[..., None], separate: bool, spec: dict[str, Any], *args: Any, **kwargs: Any) -> None:
     add(spec, *args, **kwargs)
     spec["config"]["compression"] = None
-    if apart:
+    if separate:
         spec["btree_node_data_prefix"] = spec["version_tree_node_data_prefix"] = f"{INDEX_FOLDER}/"
 
 
-def put_together(folder: Path) -> None:
+def merge_parts(folder: Path) -> None:
     """Makes one step of the parts of several processes, as orbax does: of each the index is in `folder`,
     `state/ocdbt.process_N/`; arrays stay where they are."""
     from orbax.checkpoint._src.serialization import ocdbt_utils, tensorstore_utils
@@ -157,7 +157,7 @@ def put_together(folder: Path) -> None:
     asyncio.run(ocdbt_utils.merge_ocdbt_per_process_files(state, context, use_zarr3=True))
 
 
-def keep_names(names: Iterable[str]) -> None:
+def intern_names(names: Iterable[str]) -> None:
     """Holds texts that orbax and tensorstore name things by at each save, and that nobody else holds: `names`, and
     three of tensorstore's own.
 
@@ -170,7 +170,7 @@ def keep_names(names: Iterable[str]) -> None:
 _names: set[str] = set()
 
 
-def without_leaks_of_tensorstore() -> None:
+def avoid_tensorstore_leaks() -> None:
     """Keeps orbax from two questions to tensorstore 0.1.86, which never frees the JSON that it answers with
     (benchmarks/save_growth.py shows both alone).
 
@@ -182,12 +182,12 @@ def without_leaks_of_tensorstore() -> None:
     # Private; where these have other names, nothing is lost but the memory. Pinned by
     # tests/checkpoint/test_checkpoint_growth.py.
     utils.get_tensorstore_raw_bytes = _no_bytes
-    if not isinstance(utils.ts, _Instead):
+    if not isinstance(utils.ts, _Overlay):
         real = utils.ts
-        utils.ts = _Instead(real, KvStore=_Instead(real.KvStore, Spec=functools.partial(_spec, real)))
+        utils.ts = _Overlay(real, KvStore=_Overlay(real.KvStore, Spec=functools.partial(_spec, real)))
 
 
-def deadlines_by_a_steady_clock() -> None:
+def use_monotonic_deadlines() -> None:
     """Keeps a clock that is set forward during a save from ending the save on some processes, for which the others then
     wait.
 
@@ -209,14 +209,14 @@ def _remaining_s(start_time: float, timeout_secs: float | None) -> float | None:
     now = time.monotonic()
     with _lock:
         elapsed_s = now - _begun.setdefault(start_time, now)
-        while len(_begun) > MOST_DEADLINES:
+        while len(_begun) > MAX_DEADLINES:
             del _begun[next(iter(_begun))]
     if elapsed_s >= timeout_secs:
         raise TimeoutError(f"Timed out after {elapsed_s} seconds.")
     return timeout_secs - elapsed_s
 
 
-MOST_DEADLINES = 64
+MAX_DEADLINES = 64
 _begun: dict[float, float] = {}
 _lock = threading.Lock()
 
@@ -225,7 +225,7 @@ def _no_bytes(*_: Any) -> int:
     return 0
 
 
-class _Instead:
+class _Overlay:
     """A module or class with other attributes in place of some; all else is its own."""
 
     def __init__(self, real: Any, **others: Any):
@@ -268,8 +268,8 @@ def _drop_orbax_tracebacks(record: logging.LogRecord) -> bool:
     return not (record.exc_info and "orbax" in record.pathname)
 
 
-def _drop_remark_on_sizes(record: logging.LogRecord) -> bool:
-    """Returns whether a record is no remark, made twice a save of parts that lie apart, that their size is logged
+def _drop_size_warning(record: logging.LogRecord) -> bool:
+    """Returns whether a record is no remark, made twice a save of parts that lie separate, that their size is logged
     nowhere."""
     return not str(record.msg).startswith("Global object size logging disabled")
 
@@ -280,7 +280,7 @@ def _drop_further_failures(record: logging.LogRecord) -> bool:
     return "write_fragment" not in record.getMessage()
 
 
-def cancel_what_a_failure_leaves() -> None:
+def cancel_after_failure() -> None:
     """From now on orbax ends all parts of a save or a restore when one has failed.
 
     orbax 0.12.8 closes its event loop on them, and Python says much later, wherever it happens to collect them, that
@@ -331,12 +331,12 @@ def close(checkpointer: ocp.AsyncCheckpointer) -> None:
         checkpointer.close()
 
 
-def start_save(checkpointer: ocp.AsyncCheckpointer, folder: Place, tree: dict[str, Any]) -> None:
+def start_save(checkpointer: ocp.AsyncCheckpointer, folder: Location, tree: dict[str, Any]) -> None:
     """Copies the arrays to the host and returns; they are written and committed in the background."""
     checkpointer.save(str(folder), args=ocp.args.Composite(**{STATE_FOLDER: ocp.args.PyTreeSave(tree)}))
 
 
-def let_others_write() -> None:
+def signal_folders_created() -> None:
     """Says on process 0 that the folders of a save are there, which the others wait for before they write: it has
     failed, and they hear of that afterwards."""
     from orbax.checkpoint._src.futures import future  # private: pinned by tests/checkpoint/test_checkpoint_processes.py
@@ -349,7 +349,7 @@ def let_others_write() -> None:
 
 
 def load(
-    checkpointer: ocp.AsyncCheckpointer, folder: Place, tree: dict[str, Any], partial: bool = False
+    checkpointer: ocp.AsyncCheckpointer, folder: Location, tree: dict[str, Any], partial: bool = False
 ) -> dict[str, Any]:
     """Returns the arrays of a step. `tree`: jax.ShapeDtypeStruct with shardings, the structure of the whole step
     (`partial`: of a part)."""

@@ -38,15 +38,15 @@ class Fence:
     attempt: str
     seen: tuple[bytes | None, float] = (None, float("-inf"))
 
-    def is_ours(self) -> bool:
+    def is_owner(self) -> bool:
         """Returns whether no other attempt has taken the directory. Reads one small file, and looks into it where its
         bytes have changed."""
         content, before = _content(self.directory), self.seen[0]
-        is_ours = content is not None and content == before
-        if not is_ours:
-            is_ours = _parsed(content).get("attempt", self.attempt) == self.attempt
-        self.seen = (content, time.monotonic()) if is_ours else (None, float("-inf"))
-        return is_ours
+        is_owner = content is not None and content == before
+        if not is_owner:
+            is_owner = _parsed(content).get("attempt", self.attempt) == self.attempt
+        self.seen = (content, time.monotonic()) if is_owner else (None, float("-inf"))
+        return is_owner
 
     def check(self, every_s: float = 0.0) -> None:
         """Refuses to write for an attempt that has been followed by another.
@@ -58,7 +58,7 @@ class Fence:
         Raises:
             ConfigError: another run has the directory, named by its process, host and time.
         """
-        if time.monotonic() - self.seen[1] >= every_s and not self.is_ours():
+        if time.monotonic() - self.seen[1] >= every_s and not self.is_owner():
             raise ConfigError(
                 f"{self.directory} belongs to another run by now, of {owner(self.directory)}. "
                 "One run at a time may write to it, so this one ends and writes nothing more. Set run_dir to another folder, or end the other run."
@@ -81,7 +81,7 @@ def claim(directory: Path, attempt: str | None = None) -> Fence:
     return fence
 
 
-def wait_to_see(directory: Path, attempt: str, timeout_s: float) -> bool:
+def wait_for_claim(directory: Path, attempt: str, timeout_s: float) -> bool:
     """Returns whether this process sees in `directory` what process 0 has claimed; a file system of a network may need
     a moment."""
     return Deadline(timeout_s).wait_for(lambda: _read(directory).get("attempt") == attempt, RUN_DIRECTORY_POLL_S)
@@ -98,7 +98,7 @@ def _read(directory: Path) -> dict[str, str]:
     return _parsed(_content(directory))
 
 
-MOST_BYTES = 65_536
+MAX_BYTES = 65_536
 
 
 def _content(directory: Path) -> bytes | None:
@@ -107,7 +107,7 @@ def _content(directory: Path) -> bytes | None:
     try:
         descriptor = os.open(f"{directory}/{ATTEMPT_FILE}", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            return os.read(descriptor, MOST_BYTES)
+            return os.read(descriptor, MAX_BYTES)
         finally:
             os.close(descriptor)
     except OSError:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from spmdkit.checkpoint import location
 from spmdkit.checkpoint import record as records
-from spmdkit.checkpoint.location import Place
+from spmdkit.checkpoint.location import Location
 from spmdkit.checkpoint.object_store import Remote
 from spmdkit.errors import CheckpointError, CheckpointWriteError, DamagedError
 from spmdkit.foundation import files
@@ -16,7 +16,7 @@ from spmdkit.foundation.constants import is_step_name
 DAMAGED_MARK = ".damaged"
 
 
-def newest_sound(directory: Place, most: int | None, without: Collection[int]) -> tuple[int | None, dict[int, str]]:
+def newest_valid(directory: Location, most: int | None, without: Collection[int]) -> tuple[int | None, dict[int, str]]:
     """Returns (the newest step up to `most` whose record and files are as they were written, what is wrong with the
     newer ones).
 
@@ -35,14 +35,14 @@ def newest_sound(directory: Place, most: int | None, without: Collection[int]) -
     return None, wrong
 
 
-def without_record(directory: Place) -> dict[str, str]:
+def steps_without_record(directory: Location) -> dict[str, str]:
     """Returns name -> what is wrong, of what has a step's name and is none: it would stand in the way of that step's
     save."""
     why = f"it has no {records.RECORD_FILE}, so it is not whole"
     return {name: why for name in records.ignored_entries(directory) if is_step_name(name)}
 
 
-def quarantine(directory: Place, name: str) -> str:
+def quarantine(directory: Location, name: str) -> str:
     """Renames `name` to `name.damaged` (or `name.damaged.2`, ...), where nobody takes it for a step; returns the new
     name.
 
@@ -67,7 +67,7 @@ def quarantine(directory: Place, name: str) -> str:
     return taken
 
 
-def no_valid_checkpoint(directory: Place, wrong: dict[str, str]) -> CheckpointError:
+def no_valid_checkpoint(directory: Location, wrong: dict[str, str]) -> CheckpointError:
     """Returns the error of a directory all of whose checkpoints are damaged; nothing in it was touched."""
     shown = "".join(f"\n  {name}: {why}" for name, why in list(wrong.items())[:8])
     more = f"\n  and {len(wrong) - 8} more" if len(wrong) > 8 else ""

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmdkit.checkpoint import location
-from spmdkit.checkpoint.location import Place
+from spmdkit.checkpoint.location import Location
 from spmdkit.checkpoint.object_store import Remote
 from spmdkit.checkpoint.state_dict import LeafTable
 from spmdkit.errors import CheckpointError, DamagedError
@@ -61,7 +61,7 @@ class Record:
     schema: int = SCHEMA
 
 
-def write_record(folder: Place, record: Record) -> None:
+def write_record(folder: Location, record: Record) -> None:
     """Writes record.json into `folder` and forces it to the disk, the folder's entries too."""
     content = {
         "schema": SCHEMA,
@@ -97,7 +97,7 @@ def finite_metrics(metrics: Mapping[str, float | None]) -> dict[str, float | Non
     return {k: float(v) if v is not None and math.isfinite(v) else None for k, v in metrics.items()}
 
 
-def list_files(folder: Place) -> dict[str, int]:
+def list_files(folder: Location) -> dict[str, int]:
     """Returns `{path below folder: bytes}` of every file of the state below `folder`."""
     if isinstance(folder, Remote):
         return {f"{STATE_FOLDER}/{name}": size for name, size in (folder / STATE_FOLDER).sizes().items()}
@@ -105,7 +105,7 @@ def list_files(folder: Place) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def digest_small(folder: Place, sizes: Mapping[str, int]) -> dict[str, str]:
+def digest_files(folder: Location, sizes: Mapping[str, int]) -> dict[str, str]:
     """Returns `{path below folder: digest}` of the files that are read again at each restore: all but large ones of the
     arrays' bytes."""
     in_data = lambda name: DATA_FOLDER in name.split("/")[:-1]
@@ -120,7 +120,7 @@ def _digest_of_file(path: str) -> str:
         return files.digest(file.read())
 
 
-def committed_steps(directory: Place) -> list[int]:
+def committed_steps(directory: Location) -> list[int]:
     """Returns the steps that `directory` holds, ascending: folders named by a plain integer that have a record, in a
     bucket also the marker.
 
@@ -129,13 +129,13 @@ def committed_steps(directory: Place) -> list[int]:
     return sorted(int(name) for name in location.names(directory) if _is_step(directory / name))
 
 
-def ignored_entries(directory: Place | str) -> list[str]:
+def ignored_entries(directory: Location | str) -> list[str]:
     """Returns the names in `directory` that are no committed step, sorted: foreign, empty, or not finished."""
-    directory = location.of(directory)
+    directory = location.resolve(directory)
     return sorted(name for name in location.names(directory) if not _is_step(directory / name))
 
 
-def _is_step(path: Place) -> bool:
+def _is_step(path: Location) -> bool:
     if not is_step_name(path.name):
         return False
     if isinstance(path, Remote):
@@ -146,7 +146,7 @@ def _is_step(path: Place) -> bool:
         return True
 
 
-def read_record(directory: Place, step: int) -> Record:
+def read_record(directory: Location, step: int) -> Record:
     """Returns the record of a committed step.
 
     Raises:
@@ -165,16 +165,16 @@ def read_record(directory: Place, step: int) -> Record:
             + (f"Ask for step {have[-1]}." if have else "Train first, or name the folder of another run.")
         ) from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise damaged(directory, step, f"{RECORD_FILE} cannot be read ({first_line(error)})") from error
+        raise damaged_error(directory, step, f"{RECORD_FILE} cannot be read ({first_line(error)})") from error
     if schema not in SCHEMAS:
         raise CheckpointError(
             f"{folder} has a record of schema {schema}; this spmdkit reads schema {SCHEMA}. "
             "Use the version of spmdkit that wrote it (it is named in the record)."
         )
     if schema > 1 and content.pop("digest", None) != _digest_of(content):
-        raise damaged(directory, step, f"{RECORD_FILE} is not as it was written (its digest is another)")
+        raise damaged_error(directory, step, f"{RECORD_FILE} is not as it was written (its digest is another)")
     if content.get("step") != step:
-        raise damaged(directory, step, f"{RECORD_FILE} is of step {content.get('step')}; the folder was renamed")
+        raise damaged_error(directory, step, f"{RECORD_FILE} is of step {content.get('step')}; the folder was renamed")
     try:
         return Record(
             step=int(content["step"]),
@@ -190,10 +190,10 @@ def read_record(directory: Place, step: int) -> Record:
             schema=schema,
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise damaged(directory, step, f"{RECORD_FILE} is not as it was written ({first_line(error)})") from error
+        raise damaged_error(directory, step, f"{RECORD_FILE} is not as it was written ({first_line(error)})") from error
 
 
-def check_files(directory: Place, record: Record) -> None:
+def check_files(directory: Location, record: Record) -> None:
     """Raises DamagedError when a file of the checkpoint is missing or has another size, or if it is small other bytes,
     than was written."""
     wrong = []
@@ -212,10 +212,10 @@ def check_files(directory: Place, record: Record) -> None:
         elif not same:
             wrong.append(f"{name} has other bytes than were written")
     if wrong:
-        raise damaged(directory, record.step, f"{wrong[0]} ({len(wrong)} of {len(record.files)} files are wrong)")
+        raise damaged_error(directory, record.step, f"{wrong[0]} ({len(wrong)} of {len(record.files)} files are wrong)")
 
 
-def damaged(directory: Place, step: int, found: str) -> DamagedError:
+def damaged_error(directory: Location, step: int, found: str) -> DamagedError:
     """Returns the error for a checkpoint that is not as it was written, with the way back to an earlier one."""
     earlier = [other for other in committed_steps(directory) if other < step]
     back = f"to go back to step {earlier[-1]}" if earlier else "to start anew; there is no earlier step"

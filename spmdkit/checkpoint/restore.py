@@ -11,7 +11,7 @@ import numpy as np
 
 from spmdkit.checkpoint import record as records
 from spmdkit.checkpoint import state_dict
-from spmdkit.checkpoint.location import Place
+from spmdkit.checkpoint.location import Location
 from spmdkit.errors import CheckpointError
 from spmdkit.foundation.trees import named_leaves
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def restore(
     checkpointer: ocp.AsyncCheckpointer,
-    directory: Place,
+    directory: Location,
     step: int,
     abstract_state: Any,
     optional: str | tuple[str, ...],
@@ -43,12 +43,12 @@ def restore(
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             raise
-        raise records.damaged(directory, step, records.first_line(records.root_cause(error))) from error
+        raise records.damaged_error(directory, step, records.first_line(records.root_cause(error))) from error
     arrays = [state_dict.pick(loaded, path) if leaf.size else _empty(leaf) for path, leaf in asked]
     return jax.tree.unflatten(jax.tree.structure(abstract_state), arrays), found.user
 
 
-def _check_fits(directory: Place, found: records.Record, asked: state_dict.LeafTable, unread: Sequence[str]) -> None:
+def _check_fits(directory: Location, found: records.Record, asked: state_dict.LeafTable, unread: Sequence[str]) -> None:
     saved = {path: leaf for path, leaf in found.leaves.items() if path not in unread}
     lines = state_dict.differences(saved, asked)
     if not lines:

@@ -29,14 +29,14 @@ class Exchange(Protocol):
     def from_main(self, name: str, make: Callable[[], Any], timeout_s: float) -> Any: ...
 
 
-class Ended(NamedTuple):
+class SaveResult(NamedTuple):
     """How the save in flight ended: why it failed, or an empty text; and whether its step is committed."""
 
     why: str = ""
     committed: bool = False
 
 
-class Meeting:
+class SaveBarrier:
     """The meetings of one `Checkpoints`; of a single process, or without a cluster, each is over at once.
 
     Args:
@@ -48,7 +48,7 @@ class Meeting:
         self._num, self._is_main, self._timeout_s = num_processes, is_main, timeout_s
         self._num_begun = 0
         self._met, self._is_over = 0, False
-        self.waits = False
+        self.is_waiting = False
         """Whether this process has done its part for now, and waits for the others in the background."""
 
     def begin(self, objection: str) -> None:
@@ -68,14 +68,14 @@ class Meeting:
         """
         self._met += 1
         client: Any = compat.coordination_client()
-        self.waits = True
+        self.is_waiting = True
         try:
             client.wait_at_barrier(self._name(self._met), timeout_ms, process_ids=list(range(self._num)))
         except RuntimeError:
             self._is_over = True  # for all
             raise
         finally:
-            self.waits = False
+            self.is_waiting = False
 
     def wait(self) -> None:
         """Returns when all processes are here, in the background.
@@ -107,16 +107,16 @@ class Meeting:
     def _name(self, number: int) -> str:
         return f"checkpoint/{number}"  # used again by each save: the client counts the visits
 
-    def agreed_result(self, ended: Ended) -> Ended:
+    def agreed_result(self, ended: SaveResult) -> SaveResult:
         """Returns on every process how the save ended for all: one that failed has failed everywhere."""
         if self._cluster is None:
             return ended
         # A save may end one time-out later in another process than here.
         gathered = self._cluster.gather("end of a save", list(ended), 2 * self._timeout_s + 60)
-        whys = sorted((why for why, _ in gathered if why), key=_says_less)
-        return Ended((whys or [""])[0], gathered[0][1])
+        whys = sorted((why for why, _ in gathered if why), key=_is_timeout)
+        return SaveResult((whys or [""])[0], gathered[0][1])
 
 
-def _says_less(why: str) -> bool:
+def _is_timeout(why: str) -> bool:
     """Returns whether these are the words of one who waited for another."""
     return any(word in why for word in ("Timed out", "DEADLINE", "ABORTED"))

@@ -7,7 +7,7 @@ import os
 
 from spmdkit.checkpoint import location, retention
 from spmdkit.checkpoint import record as records
-from spmdkit.checkpoint.location import Place
+from spmdkit.checkpoint.location import Location
 from spmdkit.checkpoint.object_store import Remote
 from spmdkit.errors import CheckpointWriteError, Unreachable
 from spmdkit.foundation.formatting import format_bytes
@@ -16,7 +16,7 @@ FREE_MARGIN_BYTES = 2**20
 """Room for metadata beside the arrays."""
 
 
-def objection(directory: Place, written: Place, step: int, num_bytes: int) -> str:
+def refusal_reason(directory: Location, written: Location, step: int, num_bytes: int) -> str:
     """Returns why a save is not started, or an empty string.
 
     Args:
@@ -26,7 +26,7 @@ def objection(directory: Place, written: Place, step: int, num_bytes: int) -> st
     folder = directory / str(step)
     try:
         # Of a save that failed, what its threads still wrote when it was removed.
-        taken = location.exists(folder) and not (isinstance(folder, Remote) and retention.remove_unmarked(folder))
+        taken = location.exists(folder) and not (isinstance(folder, Remote) and retention.remove_uncommitted(folder))
     except Unreachable as error:
         return f"saving step {step}: {error}"
     if taken:
@@ -55,7 +55,7 @@ def objection(directory: Place, written: Place, step: int, num_bytes: int) -> st
     )
 
 
-def not_saved(directory: Place, step: int, error: BaseException) -> CheckpointWriteError:
+def save_failed(directory: Location, step: int, error: BaseException) -> CheckpointWriteError:
     """Returns the error of a save that was started and failed."""
     have = "those before"
     with contextlib.suppress(Unreachable):

@@ -24,7 +24,7 @@ import jax
 from spmdkit.checkpoint import location
 from spmdkit.checkpoint import record as records
 from spmdkit.checkpoint.object_store import Remote
-from spmdkit.checkpoint.save_barrier import Meeting
+from spmdkit.checkpoint.save_barrier import SaveBarrier
 from spmdkit.errors import CheckpointWriteError, ConfigError
 from spmdkit.foundation import files
 
@@ -32,7 +32,7 @@ STAGED = ("s3",)
 """Schemes that orbax does not write to."""
 
 
-def staging_of(directory: location.Place, folder: Path | None) -> Staging | None:
+def staging_of(directory: location.Location, folder: Path | None) -> Staging | None:
     """Returns how the steps of `directory` are staged, None where orbax writes to it itself."""
     is_staged = isinstance(directory, Remote) and directory.scheme in STAGED
     return Staging(directory, folder) if is_staged else None  # type: ignore[arg-type]
@@ -57,11 +57,11 @@ class Staging:
         folder.mkdir(mode=files.FOLDER_MODE, exist_ok=True)
         return folder
 
-    def commit(self, step: int, is_ours: Callable[[], bool], of_others: Collection[str] = ()) -> None:
+    def commit(self, step: int, is_owner: Callable[[], bool], uploaded: Collection[str] = ()) -> None:
         """Uploads a step that is in the folder, its record and then the marker last, and removes it here.
 
         Args:
-            of_others: files of the step that are in the bucket already. Everything else that is there is removed first,
+            uploaded: files of the step that are in the bucket already. Everything else that is there is removed first,
                 unless there are some.
 
         Raises:
@@ -69,19 +69,19 @@ class Staging:
             Unreachable: it could not be written.
         """
         folder, there = self.written / str(step), self._directory / str(step)
-        if not of_others and there.exists():
+        if not uploaded and there.exists():
             location.remove(there)
-        names = location.sizes(folder).keys() - {location.MARKER} - set(of_others)
+        names = location.sizes(folder).keys() - {location.MARKER} - set(uploaded)
         location.upload(folder, there, sorted(names, key=lambda name: (name == records.RECORD_FILE, name)))
-        self._check(is_ours)
+        self._check(is_owner)
         (there / location.MARKER).write_bytes(b"committed by spmdkit")
         shutil.rmtree(folder)
 
-    def commit_together(
+    def commit_parts(
         self,
         step: int,
-        is_ours: Callable[[], bool],
-        meeting: Meeting,
+        is_owner: Callable[[], bool],
+        barrier: SaveBarrier,
         add_record: Callable[[Path, Mapping[str, int]], None],
     ) -> None:
         """Commits a step of which each process has its part in its folder; returns when it is committed.
@@ -99,39 +99,39 @@ class Staging:
         me = jax.process_index()
         if me:
             mine = {name: size for name, size in location.sizes(folder).items() if _is_part(name, me)}
-            self._check(is_ours)
+            self._check(is_owner)
             location.upload(folder, there, sorted(mine))
-            meeting.gather(_seal(folder, mine))
+            barrier.gather(_part_digest(folder, mine))
             shutil.rmtree(folder)
         else:
-            of_others = self._fetch_indexes(step, meeting.gather(""))
+            uploaded = self._fetch_indexes(step, barrier.gather(""))
             from spmdkit.checkpoint import orbax_backend
 
-            orbax_backend.put_together(folder)
-            add_record(folder, of_others)
-            self.commit(step, is_ours, of_others)
-        meeting.wait()
+            orbax_backend.merge_parts(folder)
+            add_record(folder, uploaded)
+            self.commit(step, is_owner, uploaded)
+        barrier.wait()
 
-    def _fetch_indexes(self, step: int, seals: Sequence[str]) -> dict[str, int]:
+    def _fetch_indexes(self, step: int, digests: Sequence[str]) -> dict[str, int]:
         """Fetches of the others' parts, in the bucket, the indexes and what the record has a digest of; returns `{path:
         bytes}` of the parts."""
         folder, there = self.written / str(step), self._directory / str(step)
-        found, of_others = there.sizes(), dict[str, int]()
-        for process, seal in enumerate(seals, 1):
+        found, uploaded = there.sizes(), dict[str, int]()
+        for process, digest in enumerate(digests, 1):
             part = {name: size for name, size in found.items() if _is_part(name, process)}
             for name, size in part.items():
                 if _is_index(name) or size <= records.SMALL_FILE_BYTES:
                     (there / name).download(folder / name)
-            if _seal(folder, part) != seal:
+            if _part_digest(folder, part) != digest:
                 raise CheckpointWriteError(
                     f"the files of process {process} in {there} are not those that it has uploaded. Another run writes there. One run at a time may "
                     "write to a folder of a bucket: end the other, or set checkpoint.directory to another folder."
                 )
-            of_others |= part
-        return of_others
+            uploaded |= part
+        return uploaded
 
-    def _check(self, is_ours: Callable[[], bool]) -> None:
-        if not is_ours():
+    def _check(self, is_owner: Callable[[], bool]) -> None:
+        if not is_owner():
             raise ConfigError(f"{self._directory} belongs to another run by now: nothing is committed to it.")
 
     def discard(self, step: int) -> None:
@@ -157,8 +157,8 @@ def _is_index(name: str) -> bool:
     return name.endswith("/manifest.ocdbt") or records.INDEX_FOLDER in name.split("/")
 
 
-def _seal(folder: Path, sizes: Mapping[str, int]) -> str:
+def _part_digest(folder: Path, sizes: Mapping[str, int]) -> str:
     """Returns a digest of the files of a part: their names, sizes and, of small ones, which are in `folder`,
     contents."""
-    content = [sorted(sizes.items()), sorted(records.digest_small(folder, sizes).items())]
+    content = [sorted(sizes.items()), sorted(records.digest_files(folder, sizes).items())]
     return files.digest(json.dumps(content).encode())

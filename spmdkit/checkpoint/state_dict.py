@@ -25,7 +25,7 @@ SHOWN_DIFFERENCES = 5
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class StateStructure:
     """What all states of one run share: structure, paths, shapes and dtypes. `num_bytes` is that of all leaves."""
 
     treedef: jax.tree_util.PyTreeDef
@@ -34,7 +34,7 @@ class Form:
     num_bytes: int
 
 
-def form_of(state: Any, known: Form | None = None) -> tuple[Form, list[Any]]:
+def structure_of(state: Any, known: StateStructure | None = None) -> tuple[StateStructure, list[Any]]:
     """Returns (form, leaves) of a state; `known` itself if the state has that form.
 
     Naming and checking costs some 20 us a leaf, and `save` blocks the training loop: only the first state pays it.
@@ -46,7 +46,7 @@ def form_of(state: Any, known: Form | None = None) -> tuple[Form, list[Any]]:
     kinds = [(getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves]
     if known is not None and known.kinds == kinds and known.treedef == treedef:
         return known, leaves
-    return Form(treedef, kinds, leaf_table(state), table_bytes(state)), leaves
+    return StateStructure(treedef, kinds, leaf_table(state), table_bytes(state)), leaves
 
 
 def leaf_table(state: Any) -> LeafTable:

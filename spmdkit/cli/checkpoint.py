@@ -142,10 +142,10 @@ def _checkpoints(run: str) -> Any:
     from spmdkit.checkpoint import location
 
     if location.is_url(run):
-        return location.of(run)
+        return location.resolve(run)
     inside = Path(run) / "checkpoints"
     if not inside.is_dir() and (url := _bucket_of(Path(run))):
-        return location.of(url)
+        return location.resolve(url)
     folder = inside if inside.is_dir() else Path(run)
     if not folder.is_dir():
         raise ConfigError(f"{run} is no directory. Give a run's directory, which holds checkpoints/.")

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from spmdkit.config import fields
 from spmdkit.config.fields import Section
+from spmdkit.config.retention import Retention
 
 
 class Mesh(Section):
@@ -192,27 +193,12 @@ class Data(Section):
         return [(x, x) if isinstance(x, int) else (x[0], x[1]) for x in self.skip_batches]
 
 
-class Best(Section):
-    """Which checkpoint is the best."""
-
-    metric: fields.Name = Field(description="Name of an evaluation metric, for example loss.")
-    mode: Literal["min", "max"] = Field(description="Whether the smallest or the largest value is best.")
-
-
-class Checkpoint(Section):
+class Checkpoint(Retention):
     """When the state is saved. The last step and a stop are always saved."""
 
     every_steps: fields.Count | None = Field(default=None, description="Steps between saves; null: not by steps.")
     every_seconds: fields.Seconds | None = Field(
         default=600.0, description="Seconds between saves, on process 0's clock; null: not by time."
-    )
-    keep: fields.Count = Field(default=3, description="Newest checkpoints that are kept; the best one is kept besides.")
-    keep_every: fields.Count | None = Field(
-        default=None, description="Checkpoints whose step this divides are kept for good; null: none."
-    )
-    best: Best | None = Field(
-        default=None,
-        description="Saves when an evaluation improves, and keeps the best checkpoint besides. Needs eval.every_steps.",
     )
     directory: fields.Bucket | None = Field(
         default=None,

@@ -24,7 +24,7 @@ class EventLog:
     `time` is wall time, ISO 8601 in UTC to the millisecond (`2025-01-31T12:00:00.000Z`), from `clock` (seconds since
     the epoch). A line is one appending write, so lines of processes on one machine do not mix.
 
-    `is_ours`: whether the run still has its directory; nothing is written after another one took it.
+    `is_owner`: whether the run still has its directory; nothing is written after another one took it.
 
     Raises ConfigError when the file cannot be opened. A line that cannot be appended later (disk full) goes to standard
     error instead: events are written while something else fails, and must not hide that failure or its exit code.
@@ -35,9 +35,9 @@ class EventLog:
         path: str | os.PathLike[str],
         process: int = 0,
         clock: Callable[[], float] = time.time,
-        is_ours: Callable[[], bool] = lambda: True,
+        is_owner: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.path, self._is_ours = Path(path), is_ours
+        self.path, self._is_ours = Path(path), is_owner
         self.process = process
         self._clock = clock
         try:

@@ -62,12 +62,12 @@ def _save(run: Run, step: int, state: TrainState) -> str:
         run.reporter.trackers.flush()
         before = run.checkpoints.settle()
         if run.saved_at_step == step and not before.why:
-            run.events_of(run.checkpoints.commits())
+            run.events_of(run.checkpoints.new_commits())
             return "is saved"
         # A save that failed before is no reason to lose this one.
         run.checkpoints.save(step, state, run.record(step))
         ended = run.checkpoints.settle()
-        run.events_of(run.checkpoints.commits())
+        run.events_of(run.checkpoints.new_commits())
         if ended.why:
             return f"could not be saved: {ended.why}"
     except Exception as error:  # noqa: BLE001  what ends the run is another error, which must be told

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmdkit.checkpoint import Checkpoints, held
-from spmdkit.checkpoint.location import Place
+from spmdkit.checkpoint import Checkpoints, hold_step
+from spmdkit.checkpoint.location import Location
 from spmdkit.cluster import Cluster, ClusterSpec, join
 from spmdkit.config import Config
 from spmdkit.errors import CheckpointError, ConfigError, Preempted
@@ -103,15 +103,15 @@ def _follow(
                 sleep(EVALUATOR_POLL_S)
 
 
-def _checkpoints(cluster: Cluster, directory: Place) -> Checkpoints:
+def _checkpoints(cluster: Cluster, directory: Location) -> Checkpoints:
     return Checkpoints(directory, is_main=False, num_processes=1, cluster=cluster)
 
 
-def _steps(cluster: Cluster, directory: Place) -> Sequence[int]:
+def _steps(cluster: Cluster, directory: Location) -> Sequence[int]:
     return _checkpoints(cluster, directory).steps()
 
 
-def _evaluated(cluster: Cluster, program: Any, directory: Place, step: int) -> dict[str, Any] | None:
+def _evaluated(cluster: Cluster, program: Any, directory: Location, step: int) -> dict[str, Any] | None:
     """Returns the metrics of a checkpoint, None where it is gone."""
     checkpoints = _checkpoints(cluster, directory)
 
@@ -121,7 +121,7 @@ def _evaluated(cluster: Cluster, program: Any, directory: Place, step: int) -> d
         return step
 
     try:
-        with held(checkpoints.directory, choose), phase.during("restore"):
+        with hold_step(checkpoints.directory, choose), phase.during("restore"):
             state, *_ = restored(checkpoints, step, program)
     except (_GoneError, FileNotFoundError):
         return None
@@ -137,7 +137,7 @@ class _GoneError(Exception):
     """A step went between being seen and being held."""
 
 
-def _is_finished(cluster: Cluster, directory: Place, last: int) -> bool:
+def _is_finished(cluster: Cluster, directory: Location, last: int) -> bool:
     """Returns whether the newest checkpoint is the run's last: of its last step, or of where a hook has stopped it for
     good."""
     checkpoints = _checkpoints(cluster, directory)

@@ -41,7 +41,7 @@ def go_back(run: Run, to_step: int | None, skip_batches: int, batches: Sequence[
             )
         restore.quarantine_checkpoints(run, found.wrong if found else {}, (), target)
         run.cluster.barrier("before going back")
-        run.checkpoints.forget_after(target)
+        run.checkpoints.delete_after(target)
         run.cluster.barrier("went back")
     if found is not None:
         state = found.state

@@ -90,25 +90,23 @@ class Run:
             self._mark = StepMark(())
             directory = bucket.checkpoints_of(self.config)
             self.fence = take_directory(self.cluster, self.directory, stack, shared=not isinstance(directory, Remote))
-            is_ours = bucket.take_bucket(self.config, self.cluster, self.fence, stack)
+            is_owner = bucket.take_bucket(self.config, self.cluster, self.fence, stack)
             options = self.config.checkpoint
             self.checkpoints: Checkpoints | None = None
             if options is not None:
                 self.checkpoints = Checkpoints(
                     directory,
-                    keep=options.keep,
-                    keep_every=options.keep_every,
-                    best=(options.best.metric, options.best.mode) if options.best else None,
+                    retention=options,
                     timeout_s=options.timeout_s,
                     is_main=self.cluster.is_main,
                     num_processes=self.cluster.num_processes,
                     cluster=self.cluster,
-                    is_ours=is_ours,
+                    is_owner=is_owner,
                     **bucket.options(self.directory, self.cluster),
                 )
             self.saves = Saves(self, self.checkpoints) if self.checkpoints is not None else None
             self.events = metrics.EventLog(
-                self.directory / "events.jsonl", self.cluster.process_index, is_ours=self.fence.is_ours
+                self.directory / "events.jsonl", self.cluster.process_index, is_owner=self.fence.is_owner
             )
             self._stack = stack.pop_all()
         watchdog_callbacks.connect(self)
@@ -255,7 +253,7 @@ class Run:
         """Returns a sentence on the newest checkpoint, once those in flight are written."""
         if self.checkpoints is None:
             return "No checkpoints are kept."
-        self.checkpoints.wait_quietly()
+        self.checkpoints.wait_without_raising()
         latest = self.checkpoints.latest()
         return f"The newest checkpoint is of step {latest}." if latest else "No checkpoint was saved yet."
 

@@ -39,7 +39,7 @@ def leave_stuck_callback(run: Any, code: int, text: str) -> None:
 
 def newest_on_disk(run: Any) -> str:
     """Returns a sentence on the newest checkpoint, without waiting for one that is being written."""
-    latest = run.checkpoints.last_known() if run.checkpoints is not None else None
+    latest = run.checkpoints.last_committed() if run.checkpoints is not None else None
     return f"The newest checkpoint is of step {latest}." if latest else "No checkpoint was saved yet."
 
 

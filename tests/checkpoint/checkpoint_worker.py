@@ -162,7 +162,7 @@ def run_restore(checkpoints: Checkpoints, process_id: int) -> None:
 def run_full_disk(checkpoints: Checkpoints, process_id: int) -> None:
     """Process 0 alone finds the disk full; every process must hear of it at once."""
     if process_id == 0:
-        checkpoints._objection = lambda step, num_bytes: "no room"
+        checkpoints._refusal_reason = lambda step, num_bytes: "no room"
     try:
         checkpoints.save(1, global_state(1), {})
     except SpmdkitError as error:
@@ -171,7 +171,7 @@ def run_full_disk(checkpoints: Checkpoints, process_id: int) -> None:
 
 def run_lose_one(checkpoints: Checkpoints, process_id: int) -> None:
     """One process fails to write its part, then process 0 to make the folder, and to upload its part where they lie
-    apart: both hear of it at once, keep what is committed, and go on to save."""
+    separate: both hear of it at once, keep what is committed, and go on to save."""
     from orbax.checkpoint._src.path import atomicity
     from orbax.checkpoint._src.serialization import tensorstore_utils
 
@@ -198,8 +198,8 @@ def run_lose_one(checkpoints: Checkpoints, process_id: int) -> None:
     apart = location.is_url(str(checkpoints.directory))
     cases = [
         (2, 1, tensorstore_utils, "ArrayWriteSpec", broken),
-        (3, 0, atomicity, "create_all" if apart else "_create_paths", broken_later),
-        *([(4, 1, location, "upload", broken)] if apart else []),
+        (3, 0, atomicity, "create_all" if separate else "_create_paths", broken_later),
+        *([(4, 1, location, "upload", broken)] if separate else []),
     ]
     for step, by, module, name, instead in cases:
         real = getattr(module, name)
@@ -229,7 +229,7 @@ def run_killed(checkpoints: Checkpoints, process_id: int) -> None:
         right(key, content)
 
     client.pipe_file = dies
-    checkpoints._timeout_s = checkpoints._meeting._timeout_s = 5
+    checkpoints._timeout_s = checkpoints._barrier._timeout_s = 5
     for step in (1, 2):
         checkpoints.save(step, global_state(step), {"seed": step})
         assert (step == 1) == checkpoints.settle().committed

@@ -237,7 +237,7 @@ checkpoints.save(3, {"w": jnp.arange(6.0)}, {})
 checkpoints.close()
 where = sys.argv[1]
 if where.startswith("s3"):  # which orbax does not read
-    with location.fetched(location.of(where), 3, Path(sys.argv[2])) as here:
+    with location.fetched(location.resolve(where), 3, Path(sys.argv[2])) as here:
         found = ocp.StandardCheckpointer().restore(here / "3" / "state")
 else:
     found = ocp.StandardCheckpointer().restore(where + "/3/state")
@@ -294,7 +294,7 @@ def test_second_run_in_same_bucket_folder_is_refused(store, url, tmp_path):
     holder = """
 import sys, json
 from spmdkit.checkpoint import Lease, location
-with Lease(location.of(sys.argv[1]), "held"):
+with Lease(location.resolve(sys.argv[1]), "held"):
     print("held", flush=True)
     sys.stdin.read()
 """

@@ -51,7 +51,7 @@ def test_step_saved_apart_restores_bitwise_on_any_mesh(client):
 
 
 def test_orbax_opens_copy_and_detects_flipped_bits(client, tmp_path):
-    with location.fetched(location.of(URL), 4, tmp_path) as here:
+    with location.fetched(location.resolve(URL), 4, tmp_path) as here:
         shape = jax.ShapeDtypeStruct(
             (24, 4096), np.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
         )
@@ -79,7 +79,7 @@ def test_kill_before_the_marker_leaves_no_step(monkeypatch, tmp_path, victim, at
         monkeypatch.setenv(name, str(value))
     run_processes(URL, 2, "killed", 60, victim)
     assert any("/2/state/array_metadatas/process_1" in name for name in client.objects), "nothing was uploaded"
-    assert Checkpoints(URL, is_main=False).steps() == [1] and ignored_entries(location.of(URL)) == ["2"]
+    assert Checkpoints(URL, is_main=False).steps() == [1] and ignored_entries(location.resolve(URL)) == ["2"]
     again = Checkpoints(URL)
     assert ignored_entries(again.directory) == [] and [row["good"] for row in verify(URL)] == [True]
     again.save(2, {"split": jnp.asarray(value_of(2, 24))}, {})
@@ -100,7 +100,7 @@ def test_failed_part_fails_save_on_both_within_seconds(monkeypatch, tmp_path):
 
 
 def test_files_of_another_run_are_not_committed(client, tmp_path):
-    staging = Staging(location.of("s3://bucket-one/other"), tmp_path / "stage")
+    staging = Staging(location.resolve("s3://bucket-one/other"), tmp_path / "stage")
     (staging.written / "1").mkdir()
     with pytest.raises(CheckpointWriteError, match="process 1 in s3://bucket-one/other/1 are not those that it has"):
         client.objects["bucket-one/other/1/state/ocdbt.process_1/d/of-another"] = b"bytes"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmdkit.checkpoint import Checkpoints, export, held, inspect, ls, newest_step
+from spmdkit.checkpoint import Checkpoints, export, hold_step, inspect, ls, newest_step
 from tests.checkpoint.checkpoint_worker import value_of
 
 WORKER = Path(__file__).parent / "checkpoint_worker.py"
@@ -27,7 +27,7 @@ def test_steps_being_read_survive_quick_retention(directory, tmp_path):
             assert worker.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
         for number in range(10):
-            with held(directory, lambda: newest_step(directory)) as step:
+            with hold_step(directory, lambda: newest_step(directory)) as step:
                 while (
                     max(reader.steps()) < step + 2 or step + 1 in reader.steps()
                 ):  # a newer one is committed, and deleted

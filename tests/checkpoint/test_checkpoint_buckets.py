@@ -68,7 +68,7 @@ def test_bucket_steps_are_listed_verified_exported_and_restored(client, tmp_path
     assert inspect(URL)["leaves"]["params/w"] == {"shape": [64, 16], "dtype": "float32"}
     assert all(row["good"] for row in verify(URL))
     assert export(URL, 3, tmp_path / "w.safetensors") == 3
-    remove(location.of(URL), [3])
+    remove(location.resolve(URL), [3])
     assert checkpoints.steps() == [1, 4] and ignored_entries(checkpoints.directory) == []
     assert list((tmp_path / "stage").rglob("*")) == [tmp_path / "stage" / "written"], "a step stays where it was staged"
     del client.objects[f"bucket-one/runs/first/4/{location.MARKER}"]
@@ -95,7 +95,7 @@ def test_interrupted_save_or_deletion_loses_no_committed_step(client, tmp_path):
         again = opened(tmp_path, keep=2)
         steps = again.steps()
         assert steps in ([1, 2], [1, 2, 3], [2, 3]), (done, steps)
-        assert ignored_entries(again.directory) == [] and quarantine.newest_sound(again.directory, None, ()) == (
+        assert ignored_entries(again.directory) == [] and quarantine.newest_valid(again.directory, None, ()) == (
             steps[-1],
             {},
         )
@@ -117,7 +117,7 @@ def test_damaged_bucket_steps_are_quarantined_and_skipped(client, tmp_path):
     assert [row["good"] for row in verify(URL)] == [True, False, False]
     with pytest.raises(CheckpointError, match="damaged"):
         checkpoints.restore(3, ABSTRACT)
-    step, wrong = quarantine.newest_sound(checkpoints.directory, 2, ())
+    step, wrong = quarantine.newest_valid(checkpoints.directory, 2, ())
     assert step == 1 and "_METADATA has" in wrong[2]
     assert quarantine.quarantine(checkpoints.directory, "2") == "2.damaged"
     assert quarantine.quarantine(checkpoints.directory, "9") == "9.damaged"
@@ -164,8 +164,8 @@ def test_metrics_are_copied_before_a_step_is_committed(client, tmp_path):
 
 
 def test_run_without_its_lease_commits_nothing(client, tmp_path):
-    lease = Lease(location.of(URL), "a", sleep=lambda s: None).acquire()
-    checkpoints = opened(tmp_path, is_ours=lease.is_ours)
+    lease = Lease(location.resolve(URL), "a", sleep=lambda s: None).acquire()
+    checkpoints = opened(tmp_path, is_owner=lease.is_owner)
     save(checkpoints, 1)
     client.objects["bucket-one/runs/first/run/lease.json"] = json.dumps({"attempt": "b"}).encode()
     checkpoints.save(2, state_of(2), {"step": 2})
@@ -178,7 +178,7 @@ def test_run_without_its_lease_commits_nothing(client, tmp_path):
 
 def test_lease_lost_during_upload_writes_no_marker(client, tmp_path):
     answers = iter([True, False, False])
-    checkpoints = opened(tmp_path, is_ours=lambda: next(answers))
+    checkpoints = opened(tmp_path, is_owner=lambda: next(answers))
     checkpoints.save(1, state_of(1), {"step": 1})
     with pytest.raises(Exception, match="belongs to another run by now"):
         checkpoints.wait()
@@ -196,7 +196,7 @@ def test_lease_is_refused_while_its_run_lives(client, monkeypatch, how):
         if how == "lives" and now[0] > 12:
             client.objects[beat] = b"1"
 
-    first = Lease(location.of(URL), "a", sleep=sleep).acquire()
+    first = Lease(location.resolve(URL), "a", sleep=sleep).acquire()
     first._ended.set()
     holder = json.loads(client.objects["bucket-one/runs/first/run/lease.json"])
     if how == "was killed":
@@ -206,20 +206,20 @@ def test_lease_is_refused_while_its_run_lives(client, monkeypatch, how):
     client.objects["bucket-one/runs/first/run/lease.json"] = json.dumps(holder).encode()
     if how == "gave it back":
         first.release()
-    second = Lease(location.of(URL), "b", clock=lambda: now[0], sleep=sleep)
+    second = Lease(location.resolve(URL), "b", clock=lambda: now[0], sleep=sleep)
     if how == "lives":
         with pytest.raises(ConfigError, match=r"is in use by process 1 on another since .* Wait for that run"):
             second.acquire()
         return
     begun = now[0]
     with second:
-        assert second.is_ours() and not first.is_ours()
+        assert second.is_owner() and not first.is_owner()
         assert (now[0] - begun > 30) == (how == "was killed elsewhere")
         assert beat not in client.objects
 
 
 def test_one_of_two_concurrent_claims_gets_the_lease(client):
-    first = Lease(location.of(URL), "a", sleep=lambda s: Lease(location.of(URL), "b", sleep=lambda s: None)._claim())
+    first = Lease(location.resolve(URL), "a", sleep=lambda s: Lease(location.resolve(URL), "b", sleep=lambda s: None)._claim())
     with pytest.raises(ConfigError, match="is in use by"):
         first.acquire()
 
@@ -240,7 +240,7 @@ def test_unreachable_storage_error_is_no_damage_or_secret(client, tmp_path, monk
 
     monkeypatch.setattr(client, "cat_file", refuse)
     for ask in (
-        lambda: quarantine.newest_sound(checkpoints.directory, None, ()),
+        lambda: quarantine.newest_valid(checkpoints.directory, None, ()),
         lambda: verify(URL),
         lambda: inspect(URL),
     ):
@@ -258,7 +258,7 @@ def test_first_write_reports_a_missing_bucket(client, tmp_path, monkeypatch):
     with pytest.raises(
         Unreachable, match=r"could not be written: FileNotFoundError: The specified bucket does not exist"
     ):
-        Lease(location.of(URL), "a").acquire()
+        Lease(location.resolve(URL), "a").acquire()
 
 
 def test_missing_client_package_names_the_extra(monkeypatch, tmp_path):

@@ -37,4 +37,4 @@ def test_remaining_time_counts_from_the_first_call(monkeypatch):
         orbax_backend._remaining_s(1e9, 5.0)
     for start in range(200):
         orbax_backend._remaining_s(float(start), 5.0)
-    assert len(orbax_backend._begun) == orbax_backend.MOST_DEADLINES
+    assert len(orbax_backend._begun) == orbax_backend.MAX_DEADLINES

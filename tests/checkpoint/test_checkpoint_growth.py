@@ -46,8 +46,8 @@ def test_folder_spec_is_built_without_tensorstore(directory, monkeypatch):
 
     folder = {"driver": "file", "path": f"{directory}/a b/ü/"}
     asked, real = [], ts.KvStore.Spec(folder).to_json()
-    orbax_backend.without_leaks_of_tensorstore()
-    orbax_backend.without_leaks_of_tensorstore()
+    orbax_backend.avoid_tensorstore_leaks()
+    orbax_backend.avoid_tensorstore_leaks()
     spec = tensorstore_utils.ts.KvStore.Spec
     monkeypatch.setattr(tensorstore_utils.ts.KvStore, "Spec", lambda given: asked.append(given) or spec(given))
     assert spec(folder).to_json() == real == folder
@@ -84,7 +84,7 @@ def test_file_names_do_not_grow_the_interned_table(tmp_path, monkeypatch):
     interned.clear()
     sizes = record.list_files(tmp_path)
     assert sizes == location.sizes(tmp_path) == {"state/d/00ffab": 1}
-    assert record.digest_small(tmp_path, sizes).keys() == sizes.keys()
+    assert record.digest_files(tmp_path, sizes).keys() == sizes.keys()
     files.tighten(tmp_path)
     assert not [text for text in interned if "00ffab" in text]
 

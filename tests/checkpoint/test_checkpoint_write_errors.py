@@ -65,7 +65,7 @@ def test_failed_save_is_raised_once_with_its_cause(directory, full_disk, call, c
 
 
 def test_failed_save_cancels_parts_not_yet_begun():
-    orbax_backend.cancel_what_a_failure_leaves()
+    orbax_backend.cancel_after_failure()
 
     async def begins_another():  # so that there is one that has not begun, whenever it ends
         await asyncio.gather(begins_another())

@@ -3,14 +3,14 @@
 import pytest
 
 from spmdkit.checkpoint.checkpoints import Checkpoints
-from spmdkit.checkpoint.ownership import Fence, claim, wait_to_see
+from spmdkit.checkpoint.ownership import Fence, claim, wait_for_claim
 from spmdkit.errors import CheckpointWriteError, ConfigError
 from spmdkit.metrics import EventLog
 
 
 def test_superseded_attempt_writes_no_event(tmp_path):
     first = claim(tmp_path)
-    log = EventLog(tmp_path / "events.jsonl", 1, is_ours=first.is_ours)
+    log = EventLog(tmp_path / "events.jsonl", 1, is_owner=first.is_owner)
     log.write("before")
     first.check()
     second = claim(tmp_path)
@@ -37,7 +37,7 @@ def test_recent_ownership_check_holds_until_the_process_stops(tmp_path):
 
 def test_save_of_superseded_attempt_is_not_committed(tmp_path):
     first = claim(tmp_path)
-    checkpoints = Checkpoints(tmp_path / "checkpoints", is_ours=first.is_ours)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", is_owner=first.is_owner)
     claim(tmp_path)
     theirs = tmp_path / "checkpoints" / "1.orbax-checkpoint-tmp" / "theirs"
     import jax.numpy as jnp
@@ -53,8 +53,8 @@ def test_save_of_superseded_attempt_is_not_committed(tmp_path):
 
 def test_claim_of_process_0_is_visible_or_not(tmp_path):
     fence = claim(tmp_path)
-    assert wait_to_see(tmp_path, fence.attempt, 0.0)
-    assert not wait_to_see(tmp_path / "elsewhere", fence.attempt, 0.1)
+    assert wait_for_claim(tmp_path, fence.attempt, 0.0)
+    assert not wait_for_claim(tmp_path / "elsewhere", fence.attempt, 0.1)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"attempt": null}'[:-1]])

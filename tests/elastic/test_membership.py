@@ -111,10 +111,10 @@ def ended(popen, seconds=150):
 
 
 def numbers(folder):
-    from spmdkit.checkpoint import saved_state
+    from spmdkit.checkpoint import read_state
 
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}, saved_state(folder / "checkpoints")
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}, read_state(folder / "checkpoints")
 
 
 def same(one, other, exact):

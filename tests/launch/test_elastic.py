@@ -154,9 +154,9 @@ def test_after_a_death_of_one_of_four_three_go_on_with_the_same_examples_to_the_
     assert [line["step"] for line in trained[0]] == [line["step"] for line in trained[1]]
     for ours, theirs in zip(*trained, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-    from spmdkit.checkpoint import saved_state
+    from spmdkit.checkpoint import read_state
 
-    ours, theirs = (saved_state(tmp_path / run / "checkpoints") for run in ("run", "clean"))
+    ours, theirs = (read_state(tmp_path / run / "checkpoints") for run in ("run", "clean"))
     for path, leaf in theirs.items():
         assert np.linalg.norm(ours[path] - leaf) <= 1e-5 * max(np.linalg.norm(leaf), 1e-3), path
     assert sorted(p.name for p in (tmp_path / "run" / "logs").iterdir()) == ["attempt_1", "attempt_2"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from spmdkit.checkpoint.read_numpy import saved_state
+from spmdkit.checkpoint.read_arrays import read_state
 from tests.support.counted_batches import NUM_EXAMPLES
 from tests.support.ray_runs import (
     DIGITS,
@@ -138,7 +138,7 @@ def test_kills_apply_every_batch_once_and_training_ends(start, tmp_path, workers
     pace.write_text("0")
     assert driver.ends(600) == 0, driver.said()
     assert len(driver.events("worker_lost")) == workers and len(driver.events("servers_restored")) == servers
-    state = saved_state(driver.run / "checkpoints")
+    state = read_state(driver.run / "checkpoints")
     for leaf in ("params/a", "params/b"):
         counts = state[leaf]
         assert counts.shape == (NUM_EXAMPLES,) and set(np.unique(counts)) <= {0.0, 1.0}, np.unique(counts)

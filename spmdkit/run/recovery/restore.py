@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spmdkit.checkpoint import Checkpoints, best_step, held, newest_step, quarantine
+from spmdkit.checkpoint import Checkpoints, best_step, hold_step, newest_step, quarantine
 from spmdkit.cluster import Cluster
 from spmdkit.errors import CheckpointError, DamagedError
 from spmdkit.foundation.timeouts import SAVE_ABANDON_S
@@ -65,7 +65,7 @@ def newest_good(
     while True:
 
         def choose(wrong: dict[int, str] = wrong) -> dict[str, Any]:
-            step, found = quarantine.newest_sound(directory, most, wrong)
+            step, found = quarantine.newest_valid(directory, most, wrong)
             return {"step": step, "wrong": wrong | found}
 
         chosen = cluster.from_main("newest intact checkpoint", choose)
@@ -92,7 +92,7 @@ def quarantine_checkpoints(run: Any, wrong: Mapping[str, str], lines: Sequence[s
     of what was restored."""
     if run.checkpoints is not None and run.cluster.is_main:
         directory = run.checkpoints.directory
-        for name, why in (quarantine.without_record(directory) | dict(wrong)).items():
+        for name, why in (quarantine.steps_without_record(directory) | dict(wrong)).items():
             renamed = quarantine.quarantine(directory, name)
             run.events.write("checkpoint_quarantined", name=name, renamed=renamed, why=why)
             run.message(f"checkpoint {name} is damaged: {why}. It is kept as {directory / renamed}")
@@ -117,7 +117,7 @@ def require_checkpoint(cluster: Cluster, checkpoints: Checkpoints, run_dir: Path
         ]
         if not last or (events and not saved):
             return ""
-        left = quarantine.without_record(checkpoints.directory)
+        left = quarantine.steps_without_record(checkpoints.directory)
         beside = f" but {', '.join(left)} without a record" if left else ""
         newest = f", and step {saved[-1]} was saved" if saved else ""
         return (

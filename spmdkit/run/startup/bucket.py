@@ -28,10 +28,10 @@ STAGE = "staging"
 """Folder in the run directory for steps on their way to a bucket."""
 
 
-def checkpoints_of(config: Config) -> location.Place:
+def checkpoints_of(config: Config) -> location.Location:
     """Returns where the checkpoints of a config's run are."""
     asked = config.checkpoint.directory if config.checkpoint is not None else None
-    return location.of(asked) if asked is not None else config.resolved_run_dir() / "checkpoints"
+    return location.resolve(asked) if asked is not None else config.resolved_run_dir() / "checkpoints"
 
 
 def take_bucket(config: Config, cluster: Cluster, local: ownership.Fence, stack: ExitStack) -> Callable[[], bool]:
@@ -43,7 +43,7 @@ def take_bucket(config: Config, cluster: Cluster, local: ownership.Fence, stack:
     """
     directory = checkpoints_of(config)
     if not isinstance(directory, Remote):
-        return local.is_ours
+        return local.is_owner
     say = lambda line: None if config.log.progress == "off" else print(visible(line), file=sys.stderr, flush=True)
     leases = list[Lease]()
 
@@ -56,7 +56,7 @@ def take_bucket(config: Config, cluster: Cluster, local: ownership.Fence, stack:
         lease()
     else:
         cluster.same_everywhere("the checkpoints' folder", lease)
-    return lambda: local.is_ours() and all(one.is_ours() for one in leases)
+    return lambda: local.is_owner() and all(one.is_owner() for one in leases)
 
 
 def bring_records(config: Config, run_dir: Path) -> list[str]:
@@ -72,7 +72,7 @@ def bring_records(config: Config, run_dir: Path) -> list[str]:
         path = run_dir / name
         there = run_dir / f".{name}.fetched"
         with contextlib.suppress(FileNotFoundError):
-            (directory / location.KEPT_BESIDE / name).download(there)
+            (directory / location.RUN_FOLDER / name).download(there)
             if _last_step(there) > _last_step(path):
                 if path.exists():
                     path.rename(path.with_suffix(f".before-{_last_step(path)}.jsonl"))
@@ -87,14 +87,14 @@ def bring_skipped(config: Config, cluster: Cluster, run_dir: Path) -> None:
     directory, path = checkpoints_of(config), run_dir / skipped_batches.NAME
     if isinstance(directory, Remote) and cluster.is_main and not path.exists():
         with contextlib.suppress(FileNotFoundError):
-            files.replace(path, (directory / location.KEPT_BESIDE / skipped_batches.NAME).read_bytes())
+            files.replace(path, (directory / location.RUN_FOLDER / skipped_batches.NAME).read_bytes())
 
 
 def keep_skipped(config: Config, cluster: Cluster, run_dir: Path) -> None:
     """Copies that file into the bucket, on process 0, as soon as it is written: no save comes between."""
     directory = checkpoints_of(config)
     if isinstance(directory, Remote) and cluster.is_main:
-        (directory / location.KEPT_BESIDE / skipped_batches.NAME).write_bytes(
+        (directory / location.RUN_FOLDER / skipped_batches.NAME).write_bytes(
             (run_dir / skipped_batches.NAME).read_bytes()
         )
 

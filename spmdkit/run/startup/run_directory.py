@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from spmdkit.checkpoint import RunLock
-from spmdkit.checkpoint.ownership import Fence, claim, wait_to_see
+from spmdkit.checkpoint.ownership import Fence, claim, wait_for_claim
 from spmdkit.cluster import Cluster
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import files
@@ -48,7 +48,7 @@ def take_directory(cluster: Cluster, directory: Path, stack: ExitStack, shared: 
         if not shared:
             _take_own(directory, fence.attempt, stack)
             return {}
-        if wait_to_see(directory, fence.attempt, RUN_DIRECTORY_VISIBLE_S):
+        if wait_for_claim(directory, fence.attempt, RUN_DIRECTORY_VISIBLE_S):
             return {"attempt.json": fence.attempt}
         return {"attempt.json": f"not to be seen in {directory} of {socket.gethostname()}"}
 
@@ -64,7 +64,7 @@ def _take_own(directory: Path, attempt: str, stack: ExitStack) -> None:
         ConfigError: another run holds it.
     """
     deadline = Deadline(RUN_DIRECTORY_VISIBLE_S)
-    while not wait_to_see(directory, attempt, 0):
+    while not wait_for_claim(directory, attempt, 0):
         try:
             stack.enter_context(RunLock(directory))
         except ConfigError:  # held by process 0, whose claim comes to be seen, or by another run

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from spmdkit.checkpoint import saved_state
+from spmdkit.checkpoint import read_state
 from spmdkit.foundation.constants import MEASURED
 from spmdkit.metrics import read_lines
 from spmdkit.tools.drill.corrupt import newest
@@ -17,7 +17,7 @@ def different_leaf(clean: Path, disturbed: Path) -> str:
     steps = [newest(run) for run in (clean, disturbed)]
     if steps[0] != steps[1]:
         return f"the last step is {steps[1]}, without faults {steps[0]}"
-    theirs, ours = (saved_state(run / "checkpoints", steps[0]) for run in (clean, disturbed))
+    theirs, ours = (read_state(run / "checkpoints", steps[0]) for run in (clean, disturbed))
     if theirs.keys() != ours.keys():
         return f"different leaves: {', '.join(sorted(theirs.keys() ^ ours.keys())[:3])}"
     for path, leaf in theirs.items():

@@ -178,6 +178,6 @@ def test_exited_switch_is_reported_by_the_fault():
 def test_leaves_of_other_shapes_or_dtypes_differ(ours, part, tmp_path, monkeypatch):
     states = {"clean": {"w": np.zeros((3, 2), np.float32)}, "disturbed": ours}
     monkeypatch.setattr(compare, "newest", lambda run: 5)
-    monkeypatch.setattr(compare, "saved_state", lambda folder, step: states[folder.parent.name])
+    monkeypatch.setattr(compare, "read_state", lambda folder, step: states[folder.parent.name])
     found = compare.different_leaf(tmp_path / "clean", tmp_path / "disturbed")
     assert found == "" if part is None else part in found

@@ -24,21 +24,21 @@ def read_leaves(directory: Path, found: record.Record, part: state_dict.LeafTabl
             directory / str(found.step), state_dict.nest({path: leaf for path, leaf in abstract.items() if leaf.size})
         )
     except Exception as error:
-        raise record.damaged(directory, found.step, record.first_line(error)) from error
+        raise record.damaged_error(directory, found.step, record.first_line(error)) from error
     return {
         path: state_dict.pick(loaded, path) if leaf.size else np.zeros(leaf.shape, leaf.dtype)
         for path, leaf in abstract.items()
     }
 
 
-def saved_state(directory: Path, step: int | None = None) -> dict[str, np.ndarray]:
+def read_state(directory: Path, step: int | None = None) -> dict[str, np.ndarray]:
     """Returns `{path: array}` of the whole state of a step (the newest for None), without random keys, which follow
     from the seed and the step.
 
     Raises:
         CheckpointError: there is no such step, or it is damaged.
     """
-    with listing.held(directory, lambda: listing.newest_step(directory) if step is None else step) as chosen:
+    with listing.hold_step(directory, lambda: listing.newest_step(directory) if step is None else step) as chosen:
         found = record.read_record(directory, chosen)
         record.check_files(directory, found)
         part = {path: leaf for path, leaf in found.leaves.items() if not leaf[1].startswith("key<")}

@@ -1,0 +1,57 @@
+"""`Retention`: which checkpoints are kept. Its keys are part of the section `checkpoint`.
+
+To add a rule: a field here, and its steps in `steps_to_keep`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from spmdkit.config import fields
+from spmdkit.config.fields import Section
+
+
+class Best(Section):
+    """Which checkpoint is the best."""
+
+    metric: fields.Name = Field(description="Name of an evaluation metric, for example loss.")
+    mode: Literal["min", "max"] = Field(description="Whether the smallest or the largest value is best.")
+
+
+class Retention(Section):
+    """Which checkpoints are kept; all others are deleted after each save."""
+
+    keep: fields.Count = Field(default=3, description="Number of newest checkpoints to keep, in addition to the best.")
+    keep_every: fields.Count | None = Field(
+        default=None, description="Keep every checkpoint whose step is a multiple of this; null: none."
+    )
+    best: Best | None = Field(
+        default=None,
+        description="Save when an evaluation improves, and keep the best checkpoint. Needs eval.every_steps.",
+    )
+
+    @property
+    def best_metric(self) -> tuple[str, str] | None:
+        """(metric, "min" or "max") of `best`."""
+        return None if self.best is None else (self.best.metric, self.best.mode)
+
+    def steps_to_keep(self, steps: Sequence[int], scores: Mapping[int, float | None]) -> set[int]:
+        """Returns the steps to keep.
+
+        A step without a score (a metric that is missing or not finite) is never the best; of equal scores the newest is.
+
+        Args:
+            scores: step -> value of the metric of `best`.
+        """
+        ordered = sorted(steps)
+        kept = set(ordered[-self.keep :])
+        if self.keep_every is not None:
+            kept.update(step for step in ordered if step % self.keep_every == 0)
+        scored = [(score, step) for step in ordered if (score := scores.get(step)) is not None]
+        if self.best is not None and scored:
+            sign = 1.0 if self.best.mode == "max" else -1.0
+            kept.add(max(scored, key=lambda pair: (sign * pair[0], pair[1]))[1])
+        return kept
