@@ -37,6 +37,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from spmdkit.config.retention import Retention
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -116,7 +118,11 @@ class Saves:
     def __init__(self, folder: Path, state: Any):
         from spmdkit.checkpoint import Checkpoints
 
-        self._checkpoints, self._state, self.step = Checkpoints(folder / "checkpoints", keep=1), state, 0
+        self._checkpoints, self._state, self.step = (
+            Checkpoints(folder / "checkpoints", retention=Retention(keep=1)),
+            state,
+            0,
+        )
 
     def save(self) -> float:
         """Returns the seconds until the next save is committed."""

@@ -21,6 +21,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from spmdkit.config.retention import Retention
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -83,7 +85,7 @@ def saving(num: int, leaves: int, worked_around: bool) -> None:
         orbax_backend.without_leaks_of_tensorstore = lambda: None
     state = {"layer": {f"leaf{i}": jnp.ones(16) for i in range(leaves)}}
     with tempfile.TemporaryDirectory() as folder:
-        checkpoints, step = Checkpoints(folder, keep=1), iter(range(1, 10**9))
+        checkpoints, step = Checkpoints(folder, retention=Retention(keep=1)), iter(range(1, 10**9))
 
         def save() -> None:
             checkpoints.save(next(step), state, {})

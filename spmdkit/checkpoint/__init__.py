@@ -56,7 +56,7 @@ __all__ = [
     "nest",
     "newest_step",
     "prepare_run_dir",
-    "remove",
     "read_state",
+    "remove",
     "verify",
 ]

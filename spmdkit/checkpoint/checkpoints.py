@@ -28,8 +28,8 @@ from spmdkit.checkpoint import record as records
 from spmdkit.checkpoint import restore as checkpoint_restore
 from spmdkit.checkpoint.location import Location
 from spmdkit.checkpoint.object_store import Remote
-from spmdkit.checkpoint.save_barrier import SaveResult, Exchange, SaveBarrier
 from spmdkit.checkpoint.retention import RetentionRules, delete_old, delete_step, remove_unfinished
+from spmdkit.checkpoint.save_barrier import Exchange, SaveBarrier, SaveResult
 from spmdkit.checkpoint.staging import staging_of
 from spmdkit.errors import CheckpointWriteError, ConfigError, Unreachable
 from spmdkit.foundation import files, phase
@@ -153,9 +153,7 @@ class Checkpoints:
         )
         from spmdkit.checkpoint import orbax_backend
 
-        orbax_backend.intern_names(
-            path.replace("/", ".") for path in flat
-        )
+        orbax_backend.intern_names(path.replace("/", ".") for path in flat)
         try:
             orbax_backend.start_save(self._orbax(), self._write_directory / str(step), state_dict.nest(flat))
         except Exception as error:

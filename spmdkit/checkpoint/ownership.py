@@ -60,7 +60,7 @@ class Fence:
         """
         if time.monotonic() - self.seen[1] >= every_s and not self.is_owner():
             raise ConfigError(
-                f"{self.directory} belongs to another run by now, of {owner(self.directory)}. "
+                f"{self.directory} belongs to another run now, of {owner(self.directory)}. "
                 "One run at a time may write to it, so this one ends and writes nothing more. Set run_dir to another folder, or end the other run."
             )
 

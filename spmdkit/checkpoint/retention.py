@@ -20,6 +20,7 @@ from spmdkit.checkpoint.record import TEMPORARY_MARK
 from spmdkit.errors import CheckpointError, CheckpointWriteError, Unreachable
 from spmdkit.foundation.constants import is_step_name
 
+
 class RetentionRules(Protocol):
     """What `Checkpoints` uses of `config.retention.Retention`."""
 

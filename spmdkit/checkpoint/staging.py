@@ -65,7 +65,7 @@ class Staging:
                 unless there are some.
 
         Raises:
-            ConfigError: the bucket's folder belongs to another run by now.
+            ConfigError: the bucket's folder belongs to another run now.
             Unreachable: it could not be written.
         """
         folder, there = self.written / str(step), self._directory / str(step)
@@ -132,7 +132,7 @@ class Staging:
 
     def _check(self, is_owner: Callable[[], bool]) -> None:
         if not is_owner():
-            raise ConfigError(f"{self._directory} belongs to another run by now: nothing is committed to it.")
+            raise ConfigError(f"{self._directory} belongs to another run now, so nothing is committed to it.")
 
     def discard(self, step: int) -> None:
         """Removes what is left here of a save that failed."""

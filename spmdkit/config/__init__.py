@@ -7,10 +7,10 @@ problems.py and wording.py messages · load.py · show.py · task.py
 
 from spmdkit.config.load import load_config, parse_config, replace_keys
 from spmdkit.config.optimizer import build_optimizer, build_schedule, choose_optimizer
+from spmdkit.config.retention import Best, Retention
 from spmdkit.config.rules import check_batch
 from spmdkit.config.schema import Config
 from spmdkit.config.sections import (
-    Best,
     Budget,
     Checkpoint,
     Data,
@@ -38,6 +38,7 @@ __all__ = [
     "Precision",
     "Profile",
     "RematNames",
+    "Retention",
     "StateGroup",
     "build_optimizer",
     "build_schedule",

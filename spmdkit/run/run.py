@@ -271,7 +271,7 @@ class Run:
         """Returns what a checkpoint holds beside the arrays.
 
         Raises:
-            ConfigError: the directory belongs to another run by now.
+            ConfigError: the directory belongs to another run now.
         """
         self.fence.check()
         ended = {} if self.finished is None else {"finished": {"why": self.finished, "steps": self.config.steps}}

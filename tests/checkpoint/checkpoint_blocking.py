@@ -25,6 +25,7 @@ import jax.numpy as jnp  # noqa: E402
 import orbax.checkpoint as ocp  # noqa: E402
 
 from spmdkit.checkpoint import Checkpoints  # noqa: E402
+from spmdkit.config.retention import Retention  # noqa: E402
 
 
 def blocked_s(directory: Path, state: Any, repeats: int) -> dict[str, list[float]]:
@@ -32,7 +33,7 @@ def blocked_s(directory: Path, state: Any, repeats: int) -> dict[str, list[float
 
     `async_checkpointer` is the least that orbax does; `checkpoint_manager` is what its users call.
     """
-    ours = Checkpoints(directory / "spmdkit", keep=2)
+    ours = Checkpoints(directory / "spmdkit", retention=Retention(keep=2))
     bare = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler()))
     policy = ocp.checkpoint_managers.LatestN(2)
     manager = ocp.CheckpointManager(

@@ -18,6 +18,7 @@ import numpy as np
 from spmdkit.checkpoint import Checkpoints, RunLock, ignored_entries, location, object_store
 from spmdkit.cluster import Cluster
 from spmdkit.cluster.store import open_store
+from spmdkit.config.retention import Retention
 from spmdkit.errors import SpmdkitError
 from tests.support.buckets import shared_client
 
@@ -29,7 +30,7 @@ def value_of(step: int, num_rows: int = 8) -> np.ndarray:
 
 def save_for_ever(directory: str) -> None:
     """Saves steps one after another until it is killed; prints each step that was reported committed."""
-    checkpoints = Checkpoints(directory, keep=3)
+    checkpoints = Checkpoints(directory, retention=Retention(keep=3))
     step = checkpoints.latest() or 0
     print("ready", flush=True)
     while True:
@@ -41,7 +42,7 @@ def save_for_ever(directory: str) -> None:
 
 def save_with_quick_retention(directory: str) -> None:
     """Saves as fast as it goes, and keeps one, until it is killed."""
-    checkpoints = Checkpoints(directory, keep=1)
+    checkpoints = Checkpoints(directory, retention=Retention(keep=1))
     step = 0
     while True:
         step += 1
@@ -195,7 +196,7 @@ def run_lose_one(checkpoints: Checkpoints, process_id: int) -> None:
         assert checkpoints.settle() == ("", True)
 
     works(1)
-    apart = location.is_url(str(checkpoints.directory))
+    separate = location.is_url(str(checkpoints.directory))
     cases = [
         (2, 1, tensorstore_utils, "ArrayWriteSpec", broken),
         (3, 0, atomicity, "create_all" if separate else "_create_paths", broken_later),

@@ -22,6 +22,7 @@ from spmdkit.checkpoint import (
     remove,
     verify,
 )
+from spmdkit.config.retention import Best, Retention
 from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError, Unreachable
 from spmdkit.foundation import run_status
 from tests.support.buckets import CutOff, InMemory
@@ -59,7 +60,7 @@ def check_restores(checkpoints, step):
 
 
 def test_bucket_steps_are_listed_verified_exported_and_restored(client, tmp_path):
-    checkpoints = opened(tmp_path, keep=2, best=("loss", "max"))
+    checkpoints = opened(tmp_path, retention=Retention(keep=2, best=Best(metric="loss", mode="max")))
     save(checkpoints, 1, 2, 3, 4)
     assert checkpoints.steps() == [1, 3, 4] and best_step(checkpoints.directory) == 1
     for step in (1, 4):
@@ -77,7 +78,7 @@ def test_bucket_steps_are_listed_verified_exported_and_restored(client, tmp_path
 
 
 def test_interrupted_save_or_deletion_loses_no_committed_step(client, tmp_path):
-    checkpoints = opened(tmp_path, keep=2)
+    checkpoints = opened(tmp_path, retention=Retention(keep=2))
     save(checkpoints, 1, 2)
     before, already = dict(client.objects), client.changes
     save(checkpoints, 3)
@@ -86,13 +87,13 @@ def test_interrupted_save_or_deletion_loses_no_committed_step(client, tmp_path):
     assert num_changes > 15
     for done in range(num_changes):
         client.objects, client.left = dict(before), None
-        checkpoints = opened(tmp_path, keep=2)
+        checkpoints = opened(tmp_path, retention=Retention(keep=2))
         client.left = done
         checkpoints.save(3, state_of(3), {"step": 3})
         with pytest.raises(CutOff):
             checkpoints._pending.result()
         client.left = None
-        again = opened(tmp_path, keep=2)
+        again = opened(tmp_path, retention=Retention(keep=2))
         steps = again.steps()
         assert steps in ([1, 2], [1, 2, 3], [2, 3]), (done, steps)
         assert ignored_entries(again.directory) == [] and quarantine.newest_valid(again.directory, None, ()) == (
@@ -105,7 +106,7 @@ def test_interrupted_save_or_deletion_loses_no_committed_step(client, tmp_path):
 
 
 def test_damaged_bucket_steps_are_quarantined_and_skipped(client, tmp_path):
-    checkpoints = opened(tmp_path, keep=5)
+    checkpoints = opened(tmp_path, retention=Retention(keep=5))
     save(checkpoints, 1, 2, 3)
     data = max((n for n in client.objects if "/3/state/" in n), key=lambda name: len(client.objects[name]))
     flipped = bytearray(client.objects[data])
@@ -155,7 +156,7 @@ def test_failed_save_is_retried_at_the_same_step(client, tmp_path, monkeypatch):
 def test_metrics_are_copied_before_a_step_is_committed(client, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 1}\n{"st')
-    checkpoints = opened(tmp_path, beside=[metrics, tmp_path / "not there"])
+    checkpoints = opened(tmp_path, run_files=[metrics, tmp_path / "not there"])
     save(checkpoints, 1)
     assert client.objects["bucket-one/runs/first/run/metrics.jsonl"] == b'{"step": 1}\n'
     names = list(client.objects)
@@ -169,7 +170,7 @@ def test_run_without_its_lease_commits_nothing(client, tmp_path):
     save(checkpoints, 1)
     client.objects["bucket-one/runs/first/run/lease.json"] = json.dumps({"attempt": "b"}).encode()
     checkpoints.save(2, state_of(2), {"step": 2})
-    with pytest.raises(Exception, match="belongs to another run by now"):
+    with pytest.raises(Exception, match="belongs to another run now"):
         checkpoints.wait()
     assert checkpoints.steps() == [1]
     checkpoints.close()
@@ -180,7 +181,7 @@ def test_lease_lost_during_upload_writes_no_marker(client, tmp_path):
     answers = iter([True, False, False])
     checkpoints = opened(tmp_path, is_owner=lambda: next(answers))
     checkpoints.save(1, state_of(1), {"step": 1})
-    with pytest.raises(Exception, match="belongs to another run by now"):
+    with pytest.raises(Exception, match="belongs to another run now"):
         checkpoints.wait()
     assert checkpoints.steps() == [] and not any(name.endswith(f"1/{location.MARKER}") for name in client.objects)
     checkpoints.close()
@@ -219,7 +220,9 @@ def test_lease_is_refused_while_its_run_lives(client, monkeypatch, how):
 
 
 def test_one_of_two_concurrent_claims_gets_the_lease(client):
-    first = Lease(location.resolve(URL), "a", sleep=lambda s: Lease(location.resolve(URL), "b", sleep=lambda s: None)._claim())
+    first = Lease(
+        location.resolve(URL), "a", sleep=lambda s: Lease(location.resolve(URL), "b", sleep=lambda s: None)._claim()
+    )
     with pytest.raises(ConfigError, match="is in use by"):
         first.acquire()
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from spmdkit.checkpoint import Checkpoints, location, orbax_backend, record
+from spmdkit.config.retention import Retention
 from spmdkit.foundation import files
 
 SAVES = 10
@@ -32,7 +33,7 @@ def only_the_new():
 
 
 def test_no_metric_of_tensorstore_stays_behind_a_save(directory, only_the_new):
-    checkpoints = Checkpoints(directory, keep=1)
+    checkpoints = Checkpoints(directory, retention=Retention(keep=1))
     for step in range(1, SAVES + 1):
         checkpoints.save(step, {"w": jnp.ones(4)}, {})
         checkpoints.wait()
@@ -56,7 +57,7 @@ def test_folder_spec_is_built_without_tensorstore(directory, monkeypatch):
     store.write("a", b"1").result()
     assert ts.KvStore.open(folder).result().read("a").result().value == b"1"
     assert tensorstore_utils.ts.Spec is ts.Spec
-    checkpoints = Checkpoints(directory, keep=1)
+    checkpoints = Checkpoints(directory, retention=Retention(keep=1))
     checkpoints.save(1, {"w": jnp.ones(4), "v": jnp.ones(4)}, {})
     checkpoints.close()
     folders = [given for given in asked if given["driver"] == "file"]
@@ -66,7 +67,7 @@ def test_folder_spec_is_built_without_tensorstore(directory, monkeypatch):
 def test_indexes_of_arrays_are_not_compressed(directory):
     import tensorstore as ts
 
-    checkpoints = Checkpoints(directory, keep=1)
+    checkpoints = Checkpoints(directory, retention=Retention(keep=1))
     checkpoints.save(1, {"w": jnp.ones(4)}, {})
     checkpoints.close()
     index = {"driver": "ocdbt", "base": f"file://{directory}/1/state/"}
@@ -90,7 +91,7 @@ def test_file_names_do_not_grow_the_interned_table(tmp_path, monkeypatch):
 
 
 def test_names_used_by_every_save_stay_interned(directory):
-    checkpoints = Checkpoints(directory, keep=1)
+    checkpoints = Checkpoints(directory, retention=Retention(keep=1))
     checkpoints.save(1, {"layer": {"kernel": jnp.ones(4)}}, {})
     checkpoints.close()
     del checkpoints

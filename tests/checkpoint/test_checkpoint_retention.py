@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from spmdkit.checkpoint import Checkpoints, ignored_entries, inspect, ls
-from spmdkit.checkpoint.retention import remove_unfinished, steps_to_delete
-from spmdkit.errors import CheckpointWriteError, ConfigError
+from spmdkit.checkpoint.retention import remove_unfinished
+from spmdkit.config.retention import Best, Retention
+from spmdkit.errors import CheckpointWriteError
 
 STATE = {"w": jnp.arange(4.0)}
 
@@ -18,7 +19,7 @@ def save_all(checkpoints, losses):
 
 
 def test_the_last_k_stay(directory):
-    checkpoints = Checkpoints(directory, keep=2)
+    checkpoints = Checkpoints(directory, retention=Retention(keep=2))
     save_all(checkpoints, dict.fromkeys((1, 2, 10, 9, 11)))
     assert checkpoints.steps() == [10, 11]
     assert checkpoints.latest() == 11
@@ -29,27 +30,40 @@ def test_the_last_k_stay(directory):
 @pytest.mark.parametrize(("mode", "best"), [("min", 2), ("max", 3)])
 def test_best_survives_retention_and_a_restart(directory, mode, best):
     losses = {1: 5.0, 2: 1.0, 3: 9.0, 4: float("nan"), 5: None, 6: 3.0}
-    first = Checkpoints(directory, keep=1, best=("loss", mode))
+    first = Checkpoints(directory, retention=Retention(keep=1, best=Best(metric="loss", mode=mode)))
     save_all(first, dict(list(losses.items())[:4]))
     first.close()
-    second = Checkpoints(directory, keep=1, best=("loss", mode))
+    second = Checkpoints(directory, retention=Retention(keep=1, best=Best(metric="loss", mode=mode)))
     save_all(second, dict(list(losses.items())[4:]))
     assert second.steps() == [best, 6]
     second.close()
 
 
 def test_newest_of_equal_scores_is_the_best():
-    assert steps_to_delete([1, 2, 3, 4], 4, 1, {1: 0.5, 2: 0.5, 3: 0.7}, "min") == [1, 3]
+    rules = Retention(keep=1, best=Best(metric="loss", mode="min"))
+    assert rules.steps_to_keep([1, 2, 3, 4], {1: 0.5, 2: 0.5, 3: 0.7}) == {2, 4}
 
 
-def test_step_just_written_is_never_deleted():
-    assert steps_to_delete([30, 40], 30, 1, {}, "min") == []
+RULES = {
+    "newest": (Retention(keep=2), {}, {30, 40}),
+    "every nth": (Retention(keep=1, keep_every=20), {}, {20, 40}),
+    "smallest": (Retention(keep=1, best=Best(metric="loss", mode="min")), {10: 1.0, 20: 2.0}, {10, 40}),
+    "largest": (Retention(keep=1, best=Best(metric="loss", mode="max")), {10: 1.0, 20: 2.0}, {20, 40}),
+    "no score": (Retention(keep=1, best=Best(metric="loss", mode="min")), {10: None}, {40}),
+}
+"""A row for each retention rule: rules, scores of steps, the steps of 10, 20, 30, 40 to keep."""
 
 
-@pytest.mark.parametrize("keep", [0, -1])
-def test_keeping_none_is_refused(directory, keep):
-    with pytest.raises(ConfigError, match="Set keep: 1 or more"):
-        Checkpoints(directory, keep=keep)
+@pytest.mark.parametrize(("rules", "scores", "kept"), RULES.values(), ids=RULES)
+def test_rules_select_the_steps_to_keep(rules, scores, kept):
+    assert rules.steps_to_keep([10, 20, 30, 40], scores) == kept
+
+
+def test_step_just_written_is_never_deleted(directory):
+    checkpoints = Checkpoints(directory, retention=Retention(keep=1))
+    save_all(checkpoints, dict.fromkeys((40, 30)))
+    assert checkpoints.steps() == [30, 40]
+    checkpoints.close()
 
 
 def test_foreign_entries_are_ignored_and_listed(directory):

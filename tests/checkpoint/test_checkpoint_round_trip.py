@@ -6,6 +6,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from spmdkit.checkpoint import Checkpoints, ignored_entries, leaf_table
+from spmdkit.config.retention import Retention
 from spmdkit.errors import ConfigError
 from tests.support.checkpoint_states import State, abstract_on, assert_same, mesh_of, place, train_state
 
@@ -126,7 +127,7 @@ def test_a_donated_state_is_saved_as_it_was(directory):
     mesh = mesh_of(8)
     state = place({"sharded": jnp.zeros(2**20), "replicated": jnp.zeros(2**16 + 1)}, mesh)
     train = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
-    checkpoints = Checkpoints(directory, keep=9)
+    checkpoints = Checkpoints(directory, retention=Retention(keep=9))
     for step in range(1, 5):
         state = train(state)
         checkpoints.save(step, state, {})

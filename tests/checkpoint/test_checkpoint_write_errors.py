@@ -18,6 +18,7 @@ from orbax.checkpoint._src.asyncio_utils import run_sync
 
 from spmdkit.checkpoint import Checkpoints, ignored_entries, orbax_backend
 from spmdkit.checkpoint import record as records
+from spmdkit.config.retention import Retention
 from spmdkit.errors import CheckpointWriteError, ConfigError
 from tests.support.checkpoint_states import assert_same
 
@@ -169,7 +170,7 @@ def test_undeletable_old_step_is_reported_after_the_save(directory, monkeypatch)
     def refuse(directory, step):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    checkpoints = Checkpoints(directory, keep=1)
+    checkpoints = Checkpoints(directory, retention=Retention(keep=1))
     checkpoints.save(1, STATE, {})
     monkeypatch.setattr(retention, "delete_step", refuse)
     checkpoints.save(2, STATE, {})

@@ -16,7 +16,7 @@ def test_superseded_attempt_writes_no_event(tmp_path):
     second = claim(tmp_path)
     log.write("after")
     assert [line.split('"')[3] for line in (tmp_path / "events.jsonl").read_text().splitlines()] == ["before"]
-    with pytest.raises(ConfigError, match=r"belongs to another run by now, of process \d+ on .* since"):
+    with pytest.raises(ConfigError, match=r"belongs to another run now, of process \d+ on .* since"):
         first.check()
     second.check()
     log.close()
@@ -29,9 +29,9 @@ def test_recent_ownership_check_holds_until_the_process_stops(tmp_path):
     first.check(every_s=60)
     content, looked = first.seen
     first.seen = (content, looked - 61)
-    with pytest.raises(ConfigError, match="belongs to another run by now"):
+    with pytest.raises(ConfigError, match="belongs to another run now"):
         first.check(every_s=60)
-    with pytest.raises(ConfigError, match="belongs to another run by now"):
+    with pytest.raises(ConfigError, match="belongs to another run now"):
         first.check(every_s=60)  # that it is not ours does not hold for a moment alone
 
 

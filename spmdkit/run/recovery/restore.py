@@ -168,7 +168,7 @@ def chosen_for_all(cluster: Cluster, checkpoints: Checkpoints, step: int | None,
             pick = (
                 (lambda: best_step(directory)) if best else (lambda: newest_step(directory) if step is None else step)
             )
-            return stack.enter_context(held(directory, pick))
+            return stack.enter_context(hold_step(directory, pick))
 
         yield cluster.from_main("chosen checkpoint", choose)
 
