@@ -30,10 +30,10 @@ from spmdkit.parameter_server.transport import Transport, Unavailable
 from spmdkit.program.compile_cache import Programs
 from spmdkit.program.program import Program
 from spmdkit.program.task import Task
-from spmdkit.run import rollback
 from spmdkit.run.actions import evaluate, save
 from spmdkit.run.hooks.base import Stop
 from spmdkit.run.hooks.finite import not_finite, said
+from spmdkit.run.recovery import rollback
 from spmdkit.run.run import Run
 from spmdkit.step.state import TrainState
 
@@ -266,9 +266,8 @@ class _Watch:
 
     def _placed(self, state: TrainState, tables: list[dict[str, Any]]) -> TrainState:
         """Returns a snapshot on the devices of this process; its tables are saved in the record."""
-        self.run.kept_beside = {RECORD: {"servers": tables}}
+        self.run.record_snapshot(int(state.step), {RECORD: {"servers": tables}})
         placed = jax.device_put(state, self.run.program.state_sharding)
-        self.run.step = int(state.step)
         return placed
 
     # ---- what is due -------------------------------------------------------------------------------------------------
@@ -307,7 +306,7 @@ class _Watch:
             return
         step, elapsed_s = max(record["step"] for record in records), now - before_s
         self._logged = now, step
-        run.note_commits()
+        run.report_saves()
         progress = {f"worker_{worker}_pushes": float(num) for worker, num in sorted(stats.progress.items())}
         progress["pushes_dropped"] = float(sum(stats.dropped.values()))
         rate, values = rates(records, step - before, elapsed_s, run.config.batch_size), means(records)

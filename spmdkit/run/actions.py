@@ -11,8 +11,8 @@ from spmdkit.data import DeviceBatches
 from spmdkit.errors import ConfigError, NonFiniteError, SpmdkitError, UserCodeError
 from spmdkit.foundation import phase
 from spmdkit.foundation.trees import first_difference
-from spmdkit.run import rollback
 from spmdkit.run.hooks.base import Decision, ReplaceState, Rollback, Stop
+from spmdkit.run.recovery import rollback
 from spmdkit.run.run import Run
 from spmdkit.step.state import TrainState
 
@@ -40,7 +40,7 @@ def perform(
     if isinstance(more.turn, Rollback | ReplaceState) or (isinstance(more.turn, Stop) and not more.turn.saves):
         return perform(run, step, state, batches, more)
     if turn is not None and turn.code == 0:
-        run.finished = turn.why or "a hook"
+        run.mark_finished(turn.why or "a hook")
     if decision.save or more.save or turn is not None:
         save(run, step, state)
     return state, batches, turn
@@ -53,8 +53,7 @@ def evaluate(run: Run, step: int, state: TrainState) -> None:
     jax.block_until_ready(state.step)
     with run.reporter.throughput.paused(), phase.during("evaluation"):
         values = run.program.evaluator(state)
-    run.last_eval = (step, values)
-    run.write({"step": step, "split": "eval", **values})
+    run.record_evaluation(step, values)
     run.hook_runner.call("after_eval", run, step, values)
 
 
@@ -85,10 +84,9 @@ def save(run: Run, step: int, state: TrainState) -> None:
         values = run.last_eval[1] if fresh and run.last_eval else None
         numbers = values and {name: x for name, x in values.items() if not np.ndim(x)}
         started = run.saves.start(step, state, run.record(step), numbers)
-        run.saved_at_time = run.clock()
+    run.mark_saved(step, started)
     if not started:
         return
-    run.saved_at_step = step
     run.hook_runner.call("after_save", run, step)
 
 
@@ -126,7 +124,7 @@ def replaced(run: Run, step: int, state: TrainState, new: Any) -> TrainState:
             f"sk.ReplaceState at step {step}: the new state is shaped otherwise: {found}. Shapes and dtypes of the state stay the same over all "
             "steps. Write sk.ReplaceState(state.replace(params=...))."
         )
-    run.saved_at_step = 0 if run.saved_at_step == step else run.saved_at_step
+    run.mark_save_failed(step)
     return jax.device_put(new, run.program.state_sharding)
 
 
@@ -140,13 +138,11 @@ def go_back(run: Run, asked: Rollback, batches: DeviceBatches) -> tuple[TrainSta
     left, skipped_before = run.step, run.program.schedule.skipped
     with phase.during("restore"):
         state = rollback.go_back(run, asked.to_step, asked.skip_batches, asked.batches)
-    way = (left, run.step, skipped_before)
-    if way in run.ways_back and not asked.skip_batches and not asked.batches:
+    if not run.is_new_rollback(left, skipped_before) and not asked.skip_batches and not asked.batches:
         raise UserCodeError(
             f"a hook goes back from step {left} to step {run.step} for the second time, and nothing is different: the same batches give the same "
             "again. Leave some out, as in sk.Rollback(skip_batches=10), or stop."
         )
-    run.ways_back.add(way)
     return state, run.read_batches()
 
 

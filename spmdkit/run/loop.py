@@ -163,13 +163,13 @@ def finish(run: Run, state: TrainState, stopped: Stop | None, cache: Programs) -
     if is_done:
         check_last(run, state)
     run.finish(lambda: save(run, run.step, state))
-    run.part()
+    run.leave_cluster()
     if stopped is not None and stopped.code == Preempted.exit_code:
         raise _preempted(run, stopped)
     if stopped is not None:
         run.message(f"stopped at step {run.step}: {stopped.why}")
     run.events.write("compiled", step=run.step, **cache.programs())
-    run.tell("stopped", code=0, **({"why": stopped.why} if stopped else {}))
+    run.close_records("stopped", code=0, **({"why": stopped.why} if stopped else {}))
     if run.cluster.is_main and run.config.log.progress != "off":
         print(visible(f"report {run.directory / 'report.html'}"), flush=True)
 
@@ -177,7 +177,7 @@ def finish(run: Run, state: TrainState, stopped: Stop | None, cache: Programs) -
 def _report_already_finished(run: Run) -> None:
     end = f", where it stopped: {run.finished}" if run.finished else ""
     run.message(f"already finished: step {run.step} of {run.config.steps} is saved in {run.directory}{end}")
-    run.part()
+    run.leave_cluster()
     run.events.write("stopped", step=run.step, code=0, why="finished before")
 
 
@@ -201,7 +201,7 @@ def _introduce(run: Run, state: TrainState) -> None:
 def _preempted(run: Run, stopped: Stop) -> Preempted:
     asked = None if run.signals is None else run.signals.requested
     name = stopped.why or ("a signal to another process" if asked is None else signal.Signals(asked).name)
-    run.tell("preempted", signal=name, code=Preempted.exit_code)
+    run.close_records("preempted", signal=name, code=Preempted.exit_code)
     if run.checkpoints is None:
         return Preempted(
             f"stopped after step {run.step} by {name}. Nothing was saved: checkpoint is null in the config."

@@ -71,14 +71,14 @@ class Run:
         self.batches: DeviceBatches | None = None  # those that are read now
         self.input_given_up = False
         self._stack = ExitStack()
-        self.flying: collections.deque[Any] = collections.deque()
+        self.in_flight: collections.deque[Any] = collections.deque()
         self._most_in_flight = most_in_flight(cluster.devices, cluster.num_processes)
         self.last_logged: dict[str, float] = {}
         self.last_eval: tuple[int, dict[str, Any]] | None = None
         self.saved_at_step, self.saved_at_time = 0, clock()
-        self.ways_back: set[Any] = set()
-        self.kept_beside: dict[str, Any] = {}  # in the record of the next checkpoint
-        self.left_saving = False  # a save is still being written, and nobody waits for it any more
+        self._rollbacks: set[Any] = set()
+        self._extra_record: dict[str, Any] = {}
+        self._save_abandoned = False
         self._numbers: tuple[int, dict[str, Any]] | None = None
         self.reporter = Reporter(config, cluster, clock)
         self.hook_runner = HookRunner(
@@ -122,14 +122,14 @@ class Run:
             code = describe(error)[0]
             self.events.write("fault", step=self.step, code=code, error=f"{kind.__name__}: {error}"[:500])
         # A failed process of several must not wait for a commit that its peers, who wait for it, will never join.
-        waits = not self.left_saving and (
+        waits = not self._save_abandoned and (
             kind is None or issubclass(kind, Preempted) or self.cluster.num_processes == 1
         )
         if self.batches is not None:
             self.batches.close()
         try:
             if waits and self.checkpoints is not None:
-                self.events_of(self.checkpoints.close())
+                self.write_saved(self.checkpoints.close())
         except CheckpointWriteError as failed:
             self.events.write("fault", step=self.step, code=failed.exit_code, error=str(failed)[:500])
             if kind is None:
@@ -178,7 +178,7 @@ class Run:
             self.events.write("started", step=0, **where)
             self._mark = note_running(self, 0)
             return self.program.init()
-        self.take(found)
+        self.resume_from(found)
         now = {"config": to_yaml(self.config, hide_secrets=True), "described": self._described}
         changed = resume_check.check(
             found.record, now, found.step, self.program.schedule, self.directory, self._allow_change
@@ -198,7 +198,7 @@ class Run:
             self.finished = ended["why"]
         return found.state
 
-    def take(self, found: restore.Restored) -> None:
+    def resume_from(self, found: restore.Restored) -> None:
         """Gives the schedule and the hooks what was saved of them; the step is that of the checkpoint."""
         on_disk = skipped_batches.read_for_all(self.directory, self.cluster)
         skipped_batches.take(self.program, on_disk, found.step, found.record)
@@ -212,9 +212,9 @@ class Run:
         self.hooks_at_start = self.hook_runner.state()
         self.reporter.open(self, step, self._stack)
 
-    def forget_numbers(self) -> None:
+    def drop_metrics(self) -> None:
         """Drops the metrics of steps that are about to be undone, those in flight too."""
-        self.flying.clear()
+        self.in_flight.clear()
         self._numbers, self.last_eval, self.last_logged = None, None, {}
 
     # ---- what hooks use ----------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class Run:
                     x.copy_to_host_async()
             read = {name: np.asarray(x) for name, x in found.items()}
             self._numbers = (step, {name: x if x.ndim else float(x) for name, x in read.items()})
-            self.flying.clear()
+            self.in_flight.clear()
         return self._numbers[1]
 
     def message(self, text: str) -> None:
@@ -257,12 +257,12 @@ class Run:
         latest = self.checkpoints.latest()
         return f"The newest checkpoint is of step {latest}." if latest else "No checkpoint was saved yet."
 
-    def note_commits(self) -> None:
+    def report_saves(self) -> None:
         """Tells of checkpoints that are written by now. Raises CheckpointWriteError where too many could not be."""
         if self.saves is not None:
             self.saves.note()
 
-    def events_of(self, saved: list[int]) -> None:
+    def write_saved(self, saved: list[int]) -> None:
         """Writes the events of saved steps."""
         for step in saved:
             self.events.write("saved", step=step)
@@ -286,9 +286,64 @@ class Run:
             "hooks": self.hook_runner.state(),
             "skipped_batches": [list(pair) for pair in self.program.schedule.skipped],
             "left_out_rows": left_out_rows(self),
-            **self.kept_beside,
+            **self._extra_record,
             **ended,
         }
+
+    # ---- progress of the run: the methods that change its attributes ---------------------------------------------------
+
+    def mark_finished(self, why: str) -> None:
+        """Notes that a hook ended the run before its last step. The next checkpoint records it."""
+        self.finished = why
+
+    def mark_saved(self, step: int, started: bool = True) -> None:
+        """Notes a save of `step`, and the time. A save that did not start is retried at the next interval."""
+        self.saved_at_time = self.clock()
+        if started:
+            self.saved_at_step = step
+
+    def mark_save_failed(self, step: int | None) -> None:
+        """Notes that the state of `step` is not saved: its save failed, or a hook replaced the state."""
+        if self.saved_at_step == step:
+            self.saved_at_step = 0
+
+    def mark_save_abandoned(self) -> None:
+        """Notes that a save is still being written, and that the end of the run does not wait for it."""
+        self._save_abandoned = True
+
+    def record_evaluation(self, step: int, values: dict[str, Any]) -> None:
+        """Stores the metrics of an evaluation and writes them."""
+        self.last_eval = (step, values)
+        self.write({"step": step, "split": "eval", **values})
+
+    def record_metrics(self, step: int, numbers: Mapping[str, Any], speed: Mapping[str, float]) -> None:
+        """Stores the metrics of a log step and writes them. The first step of a process warms up: its speed is left
+        out."""
+        self.write({"step": step, **numbers, **(speed if step > self.first_step else {})})
+        self.last_logged = {"step": step, **numbers}
+
+    def record_snapshot(self, step: int, extra_record: dict[str, Any]) -> None:
+        """Moves the run to `step`, which a trainer has taken from its servers; the record of the next checkpoint gets
+        the extra entries."""
+        self.step, self._extra_record = step, extra_record
+
+    def restart(self) -> None:
+        """Moves the run back to its beginning, before the first step."""
+        self.hook_runner.restore(self.hooks_at_start)
+        self.step = self.saved_at_step = 0
+
+    def is_new_rollback(self, from_step: int, skipped: Any) -> bool:
+        """Returns whether the run has not gone back from `from_step` to its step with the same skipped batches before."""
+        rollback = (from_step, self.step, skipped)
+        is_new = rollback not in self._rollbacks
+        self._rollbacks.add(rollback)
+        return is_new
+
+    def give_up_input(self) -> None:
+        """Ends the loop although the data source does not return. From any thread."""
+        self.input_given_up = True
+        if self.batches is not None:
+            self.batches.interrupt()
 
     # ---- every step, and the end -------------------------------------------------------------------------------------
 
@@ -297,9 +352,9 @@ class Run:
         self.step = step
         self._mark.at(step)
         self.reporter.throughput.tick(step, wait_s)
-        self.flying.append(values)
-        if len(self.flying) > self._most_in_flight:
-            jax.block_until_ready(self.flying.popleft())
+        self.in_flight.append(values)
+        if len(self.in_flight) > self._most_in_flight:
+            jax.block_until_ready(self.in_flight.popleft())
 
     def finish(self, save_again: Callable[[], None]) -> None:
         """Waits until everything is on disk. Raises CheckpointWriteError where the last save did not commit, however
@@ -309,14 +364,14 @@ class Run:
             # A process that left before process 0 has committed would make a launcher end process 0.
             self.cluster.barrier("committed")
 
-    def part(self) -> None:
+    def leave_cluster(self) -> None:
         """Leaves the cluster. Together, and only after success: a process that left alone would make JAX abort the
         others."""
         if self.watchdog is not None:
             self.watchdog.stop()
         self.cluster.shutdown()
 
-    def tell(self, event: str, **fields: Any) -> None:
+    def close_records(self, event: str, **fields: Any) -> None:
         """Writes how the run ended, into the events and the report."""
         self.fence.check()
         self.events.write(event, step=self.step, **fields)

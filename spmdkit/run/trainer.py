@@ -21,9 +21,9 @@ from spmdkit.program.compile_cache import Programs
 from spmdkit.program.program import Program
 from spmdkit.program.task import Task
 from spmdkit.run.actions import perform
-from spmdkit.run.emergency_save import save_before_exit
 from spmdkit.run.hook_runner import NOTHING
 from spmdkit.run.hooks.base import Decision, Stop
+from spmdkit.run.recovery.emergency_save import save_before_exit
 from spmdkit.run.run import Run
 from spmdkit.run.watchdog_callbacks import leave_stuck_callback
 from spmdkit.step.state import TrainState

@@ -56,8 +56,7 @@ def outlive_input(run: Any, number: int) -> None:
         if place.phase != "data" or waited_s < INPUT_GRACE_S:
             continue
         if run.cluster.num_processes == 1:
-            run.input_given_up = True
-            run.batches.interrupt()
+            run.give_up_input()
             return
         leave_with(
             128 + number,

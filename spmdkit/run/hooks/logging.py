@@ -16,10 +16,8 @@ def make(config: Any) -> Hook:
             run.reporter.progress.advance(step)
             return
         numbers = run.numbers(step, metrics)
-        run.note_commits()
+        run.report_saves()
         speed = run.reporter.throughput.snapshot(step)
-        # The first step of a process warms up; its speed says nothing.
-        run.write({"step": step, **numbers, **(speed if step > run.first_step else {})})
-        run.last_logged = {"step": step, **numbers}
+        run.record_metrics(step, numbers, speed)
 
     return Hook("logging", order=40, after_step=after_step)

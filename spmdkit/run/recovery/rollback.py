@@ -26,7 +26,7 @@ def go_back(run: Run, to_step: int | None, skip_batches: int, batches: Sequence[
     left, before = run.step, run.program.schedule.skipped
     run.hook_runner.went_back()
     run.driver.rolled_back()
-    run.forget_numbers()
+    run.drop_metrics()
     target, found = 0, None
     if run.checkpoints is not None and run.saves is not None:
         run.saves.settle()
@@ -45,11 +45,10 @@ def go_back(run: Run, to_step: int | None, skip_batches: int, batches: Sequence[
         run.cluster.barrier("went back")
     if found is not None:
         state = found.state
-        run.take(found)
+        run.resume_from(found)
     else:
         state = run.program.init()
-        run.hook_runner.restore(run.hooks_at_start)
-        run.step = run.saved_at_step = 0
+        run.restart()
     more = skipped_batches.add(run.program, target, before, skip_batches, batches)
     skipped_batches.write(run.directory, run.cluster, run.program.schedule.skipped)
     bucket.keep_skipped(run.config, run.cluster, run.directory)

@@ -18,41 +18,38 @@ from spmdkit.foundation import phase
 from spmdkit.run.run import Run
 from spmdkit.step.state import TrainState
 
-NOTHING_TO_KEEP = (CheckpointWriteError, HangError, NonFiniteError, Preempted, RendezvousError)
+NOT_SAVED = (CheckpointWriteError, HangError, NonFiniteError, Preempted, RendezvousError)
+"""Errors after which there is no state to save, or no way to save it."""
 
 
 def save_before_exit(run: Run, state: TrainState, error: BaseException) -> None:
-    """Saves `state`, that of `run.step`, before `error` ends the run, and says so. Never raises, and never takes longer
-    than asked."""
-    options = run.config.checkpoint
-    if (
-        options is None
-        or run.checkpoints is None
-        or options.emergency_timeout_s is None
-        or isinstance(error, NOTHING_TO_KEEP)
-    ):
+    """Saves `state`, that of `run.step`, before `error` ends the run, and logs the result. Never raises, and never takes
+    longer than `checkpoint.emergency_timeout_s`."""
+    options, step = run.config.checkpoint, run.step
+    if options is None or options.emergency_timeout_s is None or isinstance(error, NOT_SAVED):
         return
-    step = run.step
     if run.cluster.num_processes > 1 or step == run.saved_at_step:
         return
     if any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
         return
-    said: list[str] = []
-    thread = threading.Thread(target=lambda: said.append(_save(run, step, state)), name="keep-work", daemon=True)
+    results: list[str] = []
+    save = lambda: results.append(_save(run, step, state))
+    thread = threading.Thread(target=save, name="spmdkit-emergency-save", daemon=True)
     with phase.during("save"):
         thread.start()
         thread.join(options.emergency_timeout_s)
     if thread.is_alive():
-        run.left_saving = True
-        said.append(f"was not saved within {options.emergency_timeout_s:g} s (checkpoint.emergency_timeout_s)")
-    if not said[0]:
+        run.mark_save_abandoned()
+        results.append(f"was not saved within {options.emergency_timeout_s:g} s (checkpoint.emergency_timeout_s)")
+    if not results[0]:
         return
-    text = f"step {step}, the last good one, {said[0]}"
+    text = f"step {step}, the last good one, {results[0]}"
     run.events.write("emergency_saved", step=step, why=text)
     run.message(text)
 
 
 def _save(run: Run, step: int, state: TrainState) -> str:
+    """Returns the result as the end of a sentence; empty if the state is that of a failed step."""
     assert run.checkpoints is not None
     try:
         jax.block_until_ready(state)
@@ -60,18 +57,13 @@ def _save(run: Run, step: int, state: TrainState) -> str:
         if bad is not None:
             return f"is not saved: '{bad}' is not finite"
         run.reporter.trackers.flush()
-        before = run.checkpoints.settle()
-        if run.saved_at_step == step and not before.why:
-            run.events_of(run.checkpoints.new_commits())
-            return "is saved"
-        # A save that failed before is no reason to lose this one.
+        run.checkpoints.settle()  # an earlier failed save does not prevent this one
         run.checkpoints.save(step, state, run.record(step))
         ended = run.checkpoints.settle()
-        run.events_of(run.checkpoints.new_commits())
+        run.write_saved(run.checkpoints.new_commits())
         if ended.why:
             return f"could not be saved: {ended.why}"
-    except Exception as error:  # noqa: BLE001  what ends the run is another error, which must be told
-        # A step that a callback has ended is met here again: it is no good one.
+    except Exception as error:  # noqa: BLE001  another error ends the run, and that one is reported
         return "" if of_callback(error) else f"could not be saved ({type(error).__name__}: {error})"
-    run.saved_at_step = step
+    run.mark_saved(step)
     return "is saved"
