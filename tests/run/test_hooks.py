@@ -94,7 +94,7 @@ def test_a_hook_that_gives_away_what_the_state_holds_is_told_so(tmp_path):
     """Where no hook of the user's has the state, its steps do not look; jaxlib would end the process."""
     give_away = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
     hook = sk.Hook("giver", after_step=lambda run, step, state, metrics: (give_away(state.params), None)[1])
-    with pytest.raises(ConfigError, match=r"took its memory \('.*w' is deleted\)"):
+    with pytest.raises(ConfigError, match=r"was donated to an earlier step \('.*w' is deleted\)"):
         train(tmp_path, hook)
 
 
