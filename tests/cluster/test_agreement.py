@@ -178,7 +178,7 @@ def test_a_follower_whose_process_0_is_gone_says_so_after_its_timeout():
         now[0] += seconds
 
     agreement = Agreement(MemoryStore(), "a", 3, timeout_s=60, clock=lambda: now[0], sleep=sleep)
-    with pytest.raises(RendezvousError, match="process 3 waited 60 s at step 7 for process 0, which never asked"):
+    with pytest.raises(RendezvousError, match="process 3 waited 60 s at step 7 for process 0, which has started no step"):
         agreement.at(7, False, 2)
     assert 60 <= now[0] < 61
 

@@ -43,7 +43,7 @@ def test_a_name_that_means_loopback_is_replaced_by_the_way_to_the_coordinator(mo
     if own is None or own.startswith("127."):
         pytest.skip("this machine reaches no other")
     found = choose("auto", "192.0.2.99:8476")
-    assert found.address == own and f"means {address or '127.0.0.1'} here" in found.said
+    assert found.address == own and f"resolves to {address or '127.0.0.1'}" in found.reason
     assert choose("auto", f"{own}:8476").address == own, "the coordinator's own host as well"
 
 
@@ -54,7 +54,7 @@ def test_a_coordinator_that_nobody_knows_changes_nothing(monkeypatch):
 
 def test_an_interface_is_named_and_one_that_is_not_there_is_78_with_those_that_are():
     assert choose("lo", "192.0.2.99:8476") == Advertised(
-        "127.0.0.1", "Gloo advertises 127.0.0.1, as cluster.interface: lo says"
+        "127.0.0.1", "Gloo advertises 127.0.0.1, from cluster.interface: lo"
     )
     with pytest.raises(ConfigError, match=r"'eth77' has no IPv4 address .*Its interfaces are .*lo.*Name one of them"):
         choose("eth77", "192.0.2.99:8476")

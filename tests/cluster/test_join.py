@@ -32,15 +32,15 @@ def test_devices_per_process_wins_over_the_total():
     ("spec", "devices", "expected"),
     [
         (ClusterSpec(), "cpu:9", "devices: cpu:9 needs 9 in process 0, found 8 cpu"),
-        (ClusterSpec(), "cpu:0", "devices: 'cpu:0' is not known"),
-        (ClusterSpec(), "gpu:2", "devices: 'gpu:2' is not known"),
+        (ClusterSpec(), "cpu:0", "devices is 'cpu:0'"),
+        (ClusterSpec(), "gpu:2", "devices is 'gpu:2'"),
         (ClusterSpec(), [8], "devices: [8] names device 8, found 8 cpu device(s) in process 0"),
-        (ClusterSpec(), [1, 1], "must be different indices"),
-        (ClusterSpec(), [-1], "must be different indices"),
-        (ClusterSpec(), [], "must be different indices"),
-        (ClusterSpec(devices_per_process=3), "auto", "asks for 3 in each process, found [8]"),
-        (ClusterSpec("127.0.0.1:1", 3, 0), "cpu:8", "cpu:8 over 3 processes leaves 2 over. Each has the same"),
-        (ClusterSpec("127.0.0.1:1", 2, 0), "cpu:8", "JAX has already created its devices in this one"),
+        (ClusterSpec(), [1, 1], "must be distinct indices"),
+        (ClusterSpec(), [-1], "must be distinct indices"),
+        (ClusterSpec(), [], "must be distinct indices"),
+        (ClusterSpec(devices_per_process=3), "auto", "is 3, found [8]"),
+        (ClusterSpec("127.0.0.1:1", 3, 0), "cpu:8", "cpu:8 over 3 processes leaves a remainder of 2"),
+        (ClusterSpec("127.0.0.1:1", 2, 0), "cpu:8", "JAX has already created the devices"),
     ],
 )
 def test_devices_that_are_not_there_are_refused(spec, devices, expected):
@@ -67,7 +67,7 @@ def test_a_coordinator_that_listens_on_every_network_is_said_by_process_0():
     listener.close()
     said = open_to_all(ClusterSpec("192.0.2.1:1", num_processes=2), bound)
     assert bound.startswith("0.0.0.0:") and len(said) == 1
-    for part in (bound, "192.0.2.1:1 is none of its own addresses", "close it for all but the job's machines"):
+    for part in (bound, "192.0.2.1:1 is not one of its addresses", "Block the port for all machines outside the job"):
         assert part in said[0]
     assert open_to_all(ClusterSpec("192.0.2.1:1", num_processes=2, process_id=1), bound) == ()
 

@@ -55,7 +55,7 @@ def test_a_process_that_does_not_come_ends_the_others_with_75_and_its_name():
     results = start("run(lambda cluster: None)", processes=[0, 2], count=3, timeout_s=4)
     for code, _, err in results:
         assert code == 75
-        assert "2 came within 4 s; missing: process 1" in err
+        assert "2 connected within 4 s; missing: process 1" in err
         assert "Traceback" not in err
 
 
@@ -105,4 +105,4 @@ def test_the_coordination_service_behaves_as_the_store_expects():
     assert [code for code, _, _ in results] == [0, 0, 0], results
     for process in (0, 2):
         assert "waited 0.5 s for 3 processes, process 1 did not come" in results[process][1]
-    assert "the last one came too late" in results[1][1]
+    assert "the last one was too late" in results[1][1]

@@ -45,7 +45,7 @@ def test_the_missing_are_named_to_all_who_came(service_after):
     errors = call([ClusterSpec(address, 5, p, None, 0.5) for p in (0, 1, 3)])
     for error in errors:
         assert isinstance(error, RendezvousError)
-        assert "3 came within 0.5 s; missing: processes 2 and 4" in str(error)
+        assert "3 connected within 0.5 s; missing: processes 2 and 4" in str(error)
 
 
 def test_process_0_missing_is_named_with_its_address(service_after):

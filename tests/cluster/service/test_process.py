@@ -39,7 +39,7 @@ def test_the_service_of_a_launcher_is_read_with_the_address_that_belongs_to_it()
     slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "a"}
     slurm |= {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NUM_NODES": "1"}
     assert detect_cluster({**slurm, "SPMDKIT_SERVICE": "127.0.0.1:99"}).service is None
-    with pytest.raises(ConfigError, match="SPMDKIT_SERVICE='here' is no address"):
+    with pytest.raises(ConfigError, match="SPMDKIT_SERVICE='here' is not an address"):
         detect_cluster({**place, "SPMDKIT_COORDINATOR": "127.0.0.1:98", "SPMDKIT_SERVICE": "here"})
 
 
