@@ -56,7 +56,7 @@ class Saves:
                 f"note: training waited {held_s:.1f} s for the checkpoint of step {self._owed} to be written; saves come faster than the disk takes "
                 "them. Raise checkpoint.every_steps or every_seconds."
             )
-        self._run.write_saved(self._checkpoints.commits())
+        self._run.write_saved(self._checkpoints.new_commits())
         if ended.committed:
             self._owed, self._failures = None, 0
         if ended.why:
@@ -78,7 +78,7 @@ class Saves:
         """
         if self._run.cluster.num_processes == 1 and not self._checkpoints.is_saving():
             self.settle()
-        self._run.write_saved(self._checkpoints.commits())
+        self._run.write_saved(self._checkpoints.new_commits())
         taken_s = time.monotonic() - self._began_at
         if self._checkpoints.is_saving() and taken_s > SLOW_SAVE_S and not self._slow_said:
             self._slow_said = True
