@@ -66,12 +66,12 @@ def context_order(tree: Any, dim: int = 1) -> Any:
     def context_order(tree: Any) -> Any:
         index = axis_index("sequence")
 
-        def own(x: jax.Array) -> jax.Array:
+        def local_part(x: jax.Array) -> jax.Array:
             chunk = x.shape[dim] // unit
             take = lambda i: lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=dim)
             return jnp.concatenate([take(index), take(unit - 1 - index)], dim) if unit > num else take(index)
 
-        return jax.tree.map(own, tree)
+        return jax.tree.map(local_part, tree)
 
     return manual(context_order, [_dims(dim, None)], _dims(dim, "sequence"))(tree)
 

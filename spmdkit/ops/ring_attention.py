@@ -52,14 +52,14 @@ def forward(
     def add(state: Pair, passed: Keys, turn: Any) -> Pair:
         source = (index - turn) % num
 
-        def whole() -> Pair:
+        def full_block() -> Pair:
             mask = passed.seen_by(own, causal and not is_full)
             return merge(*state, *implementation.forward(q, passed.k, passed.v, mask, scale))
 
         if not causal or not is_full:
-            return whole()
+            return full_block()
         if order() == "contiguous":
-            return lax.cond(source < index, whole, lambda: state)
+            return lax.cond(source < index, full_block, lambda: state)
         two = _Two(source < index)
         mask = Mask(False, *two.segments(own, passed))
         out, lse = implementation.forward(two.queries(q), two.keys(passed.k), two.keys(passed.v), mask, scale)
@@ -98,15 +98,15 @@ def backward(
         """Returns (dq with what this device's queries see of `passed`, their part of the gradient of its k and v)."""
         source = (index - turn) % num
 
-        def whole() -> tuple[jax.Array, Pair]:
+        def full_block() -> tuple[jax.Array, Pair]:
             mask = passed.seen_by(own, causal and not is_full)
             new, dk, dv = _float32(implementation.backward(q, passed.k, passed.v, out, lse, dout, mask, scale))
             return dq + new, (dk, dv)
 
         if not causal or not is_full:
-            return whole()
+            return full_block()
         if order() == "contiguous":
-            return lax.cond(source < index, whole, lambda: (dq, (_zeros(passed.k), _zeros(passed.v))))
+            return lax.cond(source < index, full_block, lambda: (dq, (_zeros(passed.k), _zeros(passed.v))))
         two = _Two(source < index)
         mask = Mask(False, *two.segments(own, passed))
         k, v = two.keys(passed.k), two.keys(passed.v)

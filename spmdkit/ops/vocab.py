@@ -237,14 +237,14 @@ class _Core:
         hidden_ND, head_DV = self._gather(hidden, head)
         first = axis_index(self.vocab_axes) * head_DV.shape[1]
 
-        def one(_: Any, rows: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
+        def chunk_loss(_: Any, rows: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
             logits_CV, is_target_CV = self._logits(*rows, head_DV, first)
             largest_C = logits_CV.max(-1)
             total_C = jnp.exp(logits_CV - largest_C[:, None]).sum(-1)
             return _, (largest_C, total_C, jnp.sum(logits_CV, -1, where=is_target_CV))
 
         targets_N = targets.reshape(-1).astype(jnp.int32)
-        _, (largest_N, total_N, target_N) = self._over_chunks(one, (), (hidden_ND, targets_N), head_DV.shape[1])
+        _, (largest_N, total_N, target_N) = self._over_chunks(chunk_loss, (), (hidden_ND, targets_N), head_DV.shape[1])
         top_N = lax.pmax(lax.stop_gradient(largest_N), self.vocab_axes) if self.vocab_axes else largest_N
         sums_2N = all_reduce(jnp.stack([total_N * jnp.exp(largest_N - top_N), target_N]), self.vocab_axes)
         logsumexp_N = top_N + jnp.log(sums_2N[0])
@@ -293,7 +293,7 @@ class _Core:
         hidden_ND, width = rows[0], head_DV.shape[1] // parts
         zeros = (jnp.zeros(head_DV.shape, head_DV.dtype), jnp.zeros(hidden_ND.shape, jnp.float32))
 
-        def one(sums: tuple[jax.Array, jax.Array], i: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+        def chunk_sums(sums: tuple[jax.Array, jax.Array], i: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
             d_head_DV, d_hidden_ND = sums
             columns_DV = lax.dynamic_slice_in_dim(head_DV, i * width, width, 1)
             d_NV = self._slope(rows, columns_DV, first + i * width)
@@ -301,19 +301,19 @@ class _Core:
             d_head_DV = lax.dynamic_update_slice_in_dim(d_head_DV, own_DV, i * width, 1)
             return (d_head_DV, d_hidden_ND + jnp.matmul(d_NV, columns_DV.T, preferred_element_type=jnp.float32)), None
 
-        return lax.scan(one, compat.as_varying(zeros, differs), jnp.arange(parts, dtype=jnp.int32))[0]
+        return lax.scan(chunk_sums, compat.as_varying(zeros, differs), jnp.arange(parts, dtype=jnp.int32))[0]
 
     def _by_rows(self, rows: Any, head_DV: jax.Array, first: Any, differs: Any, _: int) -> Any:
         """Returns the gradients, some rows and all columns at a time; for a number of columns without a fitting
         divisor."""
 
-        def one(d_head_DV: jax.Array, rows: Any) -> tuple[jax.Array, jax.Array]:
+        def chunk_gradient(d_head_DV: jax.Array, rows: Any) -> tuple[jax.Array, jax.Array]:
             d_CV = self._slope(rows, head_DV, first)
             d_head_DV += jnp.matmul(rows[0].T, d_CV, preferred_element_type=jnp.float32)
             return d_head_DV, jnp.matmul(d_CV, head_DV.T)
 
         zeros = compat.as_varying(jnp.zeros(head_DV.shape, jnp.float32), differs)
-        return self._over_chunks(one, zeros, rows, head_DV.shape[1])
+        return self._over_chunks(chunk_gradient, zeros, rows, head_DV.shape[1])
 
     def _slope(self, rows: Any, head_DV: jax.Array, first: Any) -> jax.Array:
         """Returns the derivative of the loss by each logit, [C, V]."""

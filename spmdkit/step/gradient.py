@@ -164,7 +164,7 @@ def _local_gradient(loss_fn: Loss, stateful: bool, context: trace_context.Contex
 
         body = jax.checkpoint(sum_and_count, policy=options.remat.of_block) if options.remat_whole else sum_and_count
 
-        def one(state: Any, rows: Any, mask: Any, micro: Any, whole: Means | None = None) -> Any:
+        def microbatch_sums(state: Any, rows: Any, mask: Any, micro: Any, whole: Means | None = None) -> Any:
             loss_of = lambda params: body(params, state, rows, mask, index, micro)
             primals, pull, (loss, metrics, new_state, facts), depends = _vjp(loss_of, computed)
             parts = microbatch_gradients(context, loss, whole, primals, pull, depends)
@@ -173,16 +173,16 @@ def _local_gradient(loss_fn: Loss, stateful: bool, context: trace_context.Contex
             return Sums(loss, metrics, grads, of_count, facts), new_state
 
         if context.sharding.microbatches == 1:
-            return one(state, rows, mask, 0)
+            return microbatch_sums(state, rows, mask, 0)
         cut_rows, cut_mask = jax.tree.map(lambda x: _cut_microbatches(context, x), (rows, mask))
 
         def add(carry: Any, xs: Any) -> Any:
             total, state = carry
             rows, mask, micro = xs
-            sums, state = one(state, rows, mask, micro, whole)
+            sums, state = microbatch_sums(state, rows, mask, micro, whole)
             return as_local(context, (merge_trees(total, sums), state)), None
 
-        shapes = jax.eval_shape(one, state, *jax.tree.map(lambda x: x[0], (cut_rows, cut_mask)), 0)[0]
+        shapes = jax.eval_shape(microbatch_sums, state, *jax.tree.map(lambda x: x[0], (cut_rows, cut_mask)), 0)[0]
         micros = jnp.arange(context.sharding.microbatches, dtype=jnp.int32)
         whole = None
         if isinstance(shapes.loss, Means):
@@ -254,18 +254,24 @@ def _state_reductions(
         of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
     num = _num_rows(batch) // (context.sharding.microbatches * (1 if context.inside else replicas))
 
-    def own(num: int) -> Any:
+    def replica_inputs(num: int) -> Any:
         return (*shape_of((batch, context.mask), (num,)), whole[1], jax.ShapeDtypeStruct((num,), jnp.int32))
 
-    def new_state(state: Any, shared: Any, own: Any) -> Any:
-        (params, key), (rows, mask, loss_key, positions) = shared, own
+    def new_state(state: Any, shared: Any, inputs: Any) -> Any:
+        (params, key), (rows, mask, loss_key, positions) = shared, inputs
         with trace_context.with_examples(trace_context.Examples(_num_rows(rows), mask, positions, key)):
             out = loss_fn(_cast(params, context.options.compute_dtype), state, _cast_inputs(context, rows), loss_key)
         return _checked_state(state, checked_loss(out, True)[2])
 
     axes = (("replica", context.sharding.size("replica")), ("data", context.sharding.size(*context.sharding.data_axes)))
     return agreement.state_reductions(
-        context.options.state_reduction, new_state, of_one, whole, [own(num), own(2 * num)], axes, context.inside
+        context.options.state_reduction,
+        new_state,
+        of_one,
+        whole,
+        [replica_inputs(num), replica_inputs(2 * num)],
+        axes,
+        context.inside,
     )
 
 

@@ -178,7 +178,7 @@ def _mapped(
     rows, mask = jax.tree.map(by_replica, (batch, context.mask))
     states = jax.tree.map(lambda x: x.reshape(num_replica, num_data, *x.shape[1:]), state) if own_state else state
 
-    def one(state: Any, rows: Any, mask: Any) -> Any:
+    def replica_sums(state: Any, rows: Any, mask: Any) -> Any:
         index = lax.axis_index("replica") * num_data + lax.axis_index("data")
         return local(index, params, state, rows, mask)
 
@@ -191,7 +191,7 @@ def _mapped(
         tuple(a for a in axes if alone or context.sharding.size(a) > 1) or None
         for axes in (context.sharding.data_axes, ("replica",))
     ]
-    over_data = jax.vmap(one, in_axes, axis_name="data", spmd_axis_name=names[0])
+    over_data = jax.vmap(replica_sums, in_axes, axis_name="data", spmd_axis_name=names[0])
     stacked = jax.vmap(over_data, in_axes, axis_name="replica", spmd_axis_name=names[1])(states, rows, mask)
     sums, new_state = stacked
     if own_state:

@@ -72,7 +72,7 @@ class Placements:
         placed = zip(*map(jax.tree.leaves, (self.compute, self.gradient, self.update)), strict=True)
         table = list(zip(self.shapes.items(), placed, strict=True))
 
-        def found(path: str, shape: tuple[int, ...]) -> tuple[PartitionSpec, ...]:
+        def matching_specs(path: str, shape: tuple[int, ...]) -> tuple[PartitionSpec, ...]:
             names = path.split("/")
             for end in (f"/{'/'.join(names[i:])}" for i in range(len(names))):
                 alike = {specs for (own, size), specs in table if f"/{own}".endswith(end) and size == shape}
@@ -80,7 +80,7 @@ class Placements:
                     return alike.pop() if len(alike) == 1 else (PartitionSpec(),) * 3
             return (PartitionSpec(),) * 3
 
-        specs = zip(*(found(path, shape) for path, shape in shapes.items()), strict=True)
+        specs = zip(*(matching_specs(path, shape) for path, shape in shapes.items()), strict=True)
         compute, gradient, update = (jax.tree.unflatten(structure, of_leaf) for of_leaf in specs)
         return Placements(compute, gradient, update, shapes)
 

@@ -236,7 +236,7 @@ def orthonormal(x: jax.Array, index: int) -> jax.Array:
             column = column - _product("bnr,br->bn", done, _product("bnr,bn->br", done, column))
         return column
 
-    def one(i: jax.Array, done: jax.Array) -> jax.Array:
+    def orthonormalize_column(i: jax.Array, done: jax.Array) -> jax.Array:
         column = lax.dynamic_index_in_dim(x, i, 2, keepdims=False)
         found, size = rest(done, column), jnp.linalg.norm(column, axis=1, keepdims=True)
         other = rest(done, lax.dynamic_index_in_dim(spare, i, 2, keepdims=False))
@@ -247,7 +247,7 @@ def orthonormal(x: jax.Array, index: int) -> jax.Array:
         return result
 
     nothing = compat.as_varying(jnp.zeros(x.shape, x.dtype), tuple(compat.varying_axes(x)))
-    result: jax.Array = lax.fori_loop(0, x.shape[2], one, nothing)
+    result: jax.Array = lax.fori_loop(0, x.shape[2], orthonormalize_column, nothing)
     return result
 
 

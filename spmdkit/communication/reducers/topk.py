@@ -117,7 +117,10 @@ def _refusal(fraction: float, most: float, values: int, num: int) -> str:
     if k == 0:
         repair = f"fraction: {math.ceil(PAD / _padded(values) * 1000) / 1000:g}, or "
         repair = repair if num * PAD < most * values else ""
-        return f"{request}: that is fewer than {PAD:,} values, the smallest number that is sent. Try {repair}reducer: int8."
+        return (
+            f"{request}: that is fewer than {PAD:,} values, the smallest number that is sent. Try {repair}reducer: "
+            "int8."
+        )
     largest = math.floor(most * values / num / PAD) * PAD / _padded(values)
     repair = f"fraction: {math.floor(largest * 1000) / 1000:g}, or " if largest * 1000 >= 1 else ""
     return (

@@ -48,12 +48,12 @@ def by_blocks(
     of_floats = floats(closed)
     others = [x for i, x in enumerate(closed) if i not in of_floats]
 
-    def one(fixed: Sequence[Any], shared: Sequence[jax.Array], own: Any, rows: tuple[jax.Array]) -> Any:
+    def run_block(fixed: Sequence[Any], shared: Sequence[jax.Array], own: Any, rows: tuple[jax.Array]) -> Any:
         rest, given = iter(fixed), dict(zip(of_floats, shared, strict=True))
         whole = [given[i] if i in given else next(rest) for i in range(len(closed))]
         return (fn(whole, own, rows[0]),), (), ()
 
-    loop = _Loop(one, lambda shared, weights, rows: (rows, (), ()), block, 0)
+    loop = _Loop(run_block, lambda shared, weights, rows: (rows, (), ()), block, 0)
     (out_RD,), _, _ = loop(others, [closed[i] for i in of_floats], weights, (rows_RD,), sizes_E)
     found: jax.Array = out_RD
     return found

@@ -44,24 +44,26 @@ def forward(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) -> A
     inbox = pipe.place(pipe.zeros(pipe.x_shapes), AXIS, "rows")
 
     def stages(inbox: Any, work: Work) -> Any:
-        def one(stage: Any, valid: Any, micro: Any, chunk: Any, embedding: Any, chunks: Any, x: Any, rows: Rows) -> Any:
+        def run_stage(
+            stage: Any, valid: Any, micro: Any, chunk: Any, embedding: Any, chunks: Any, x: Any, rows: Rows
+        ) -> Any:
             fresh = (stage == 0) & (chunk == 0)
             embedding, weights, x = gate(valid, (embedding, pick(chunks, chunk), x))
             return pipe.stage(fresh, embedding, weights, x, rows.map(lambda a: pick(a, micro)))
 
-        mapped = pipe.over_stages(one, (0, 0, 0, 0, 0, 0, 0, None))
+        mapped = pipe.over_stages(run_stage, (0, 0, 0, 0, 0, 0, 0, None))
         out = mapped(pipe.stages, work.valid, work.microbatch, work.chunk, embedding, chunks, inbox, rows)
         return pipe.place(out, AXIS, "rows")
 
     def losses(out: Any, valid: Any, micro: Any) -> Any:
         own, axes = pipe.rows_of_head(rows.map(lambda a: pick(a, micro)))
 
-        def one(stage: Any, params: Any, x: Any, rows: Rows) -> Any:
+        def head_loss(stage: Any, params: Any, x: Any, rows: Rows) -> Any:
             counts = valid & pipe.has_head(stage)
             params, x = gate(counts, (params, x))
             return masked(counts, pipe.head(params, x, rows))
 
-        return pipe.over_stages(one, (0, 0, 0, axes))(pipe.stages, head, pipe.spread(out), own)
+        return pipe.over_stages(head_loss, (0, 0, 0, axes))(pipe.stages, head, pipe.spread(out), own)
 
     def tick(carry: Any, work: tuple[Work, Any, Any]) -> Any:
         inbox, sums = carry

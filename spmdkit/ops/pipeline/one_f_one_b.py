@@ -91,7 +91,7 @@ def one_f_one_b(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) 
     floats, whole = _floats((embedding, layers, head))
 
     @jax.custom_vjp
-    def both(floats: Any, rows: Rows, others: Any) -> Any:
+    def value_and_gradient(floats: Any, rows: Rows, others: Any) -> Any:
         embedding, layers, head = whole(floats, others)
         return forward(pipe, embedding, layers, head, rows)
 
@@ -105,8 +105,8 @@ def one_f_one_b(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) 
         by = cotangents[0].sum
         return [(g * by.astype(g.dtype)).astype(x.dtype) for g, x in zip(grads, floats, strict=True)], None, None
 
-    both.defvjp(run_with_gradient, scale)
-    loss, metrics = both(floats, rows, _others((embedding, layers, head)))
+    value_and_gradient.defvjp(run_with_gradient, scale)
+    loss, metrics = value_and_gradient(floats, rows, _others((embedding, layers, head)))
     return dataclasses.replace(lax.stop_gradient(loss), sum=loss.sum), metrics
 
 
@@ -180,11 +180,11 @@ class _TickLoop:
     def stages(self, inbox: Any, work: Work) -> Any:
         """Returns what leaves each stage."""
 
-        def one(stage: Any, micro: Any, chunk: Any, chunks: Any, x: Any) -> Any:
+        def run_stage(stage: Any, micro: Any, chunk: Any, chunks: Any, x: Any) -> Any:
             fresh = (stage == 0) & (chunk == 0)
             return self.pipe.stage(fresh, self.embedding, pick(chunks, chunk), x, self._microbatch(micro))
 
-        out = self.pipe.over_stages(one, 0)(self.pipe.stages, work.microbatch, work.chunk, self.chunks, inbox)
+        out = self.pipe.over_stages(run_stage, 0)(self.pipe.stages, work.microbatch, work.chunk, self.chunks, inbox)
         return self.pipe.place(out, AXIS, "rows")
 
     def losses(self, out: Any, valid: Any, micro: Any) -> tuple[Any, list[jax.Array], Any]:
@@ -192,7 +192,7 @@ class _TickLoop:
         pipe, (floats, whole) = self.pipe, _floats(self.head)
         own, axes = pipe.rows_of_head(self._microbatch(micro))
 
-        def one(stage: Any, x: Any, rows: Rows) -> Any:
+        def head_loss(stage: Any, x: Any, rows: Rows) -> Any:
             def loss(floats: Any, x: Any) -> Any:
                 mean, metrics = pipe.head(whole(floats, _others(self.head)), x, rows)
                 return mean.sum, (dataclasses.replace(mean, count=constant_count(mean.count)), metrics)
@@ -200,14 +200,14 @@ class _TickLoop:
             (_, sums), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(floats, x)
             return masked(valid & pipe.has_head(stage), (sums, *grads))
 
-        sums, grads, parts = pipe.over_stages(one, (0, 0, axes))(pipe.stages, pipe.spread(out), own)
+        sums, grads, parts = pipe.over_stages(head_loss, (0, 0, axes))(pipe.stages, pipe.spread(out), own)
         return sums, grads, pipe.gather(parts)
 
     def gradients(self, cotangents: Any, from_head: Any, ring: Any, work: Work) -> Any:
         """Returns (gradients of the embedding's parameters, of one chunk, cotangents of the stages' inputs)."""
         pipe, (e_floats, e_whole) = self.pipe, _floats(self.embedding)
 
-        def one(stage: Any, work: Work, chunks: Any, ring: Any, ct: Any, from_head: Any) -> Any:
+        def stage_gradient(stage: Any, work: Work, chunks: Any, ring: Any, ct: Any, from_head: Any) -> Any:
             is_first = (stage == 0) & (work.chunk == 0)
             is_last = (stage == pipe.num_stages - 1) & (work.chunk == pipe.schedule.num_chunks - 1)
             chunk, rows = pick(chunks, work.chunk), self._microbatch(work.microbatch)
@@ -221,7 +221,7 @@ class _TickLoop:
             embed_grads, chunk_grads, ct = vjp(select(is_last, from_head, ct))
             return *masked(work.valid, (embed_grads, chunk_grads)), ct
 
-        mapped = pipe.over_stages(one, (0, 0, 0, 1, 0, 0))
+        mapped = pipe.over_stages(stage_gradient, (0, 0, 0, 1, 0, 0))
         return mapped(pipe.stages, work, self.chunks, ring, cotangents, from_head)
 
     def _microbatch(self, micro: Any) -> Rows:
@@ -232,11 +232,11 @@ class _TickLoop:
         if self.pipe.schedule.num_chunks == 1:
             return [t + p[:, None].astype(t.dtype) for t, p in zip(total, gradient, strict=True)]
 
-        def one(chunk: jax.Array, total: jax.Array, gradient: jax.Array) -> jax.Array:
+        def add_at_chunk(chunk: jax.Array, total: jax.Array, gradient: jax.Array) -> jax.Array:
             new = lax.dynamic_index_in_dim(total, chunk, 0, keepdims=False) + gradient.astype(total.dtype)
             return lax.dynamic_update_index_in_dim(total, new, chunk, 0)
 
-        added = self.pipe.over_stages(one, 0)
+        added = self.pipe.over_stages(add_at_chunk, 0)
         return self.pipe.place([added(chunk, t, p) for t, p in zip(total, gradient, strict=True)], AXIS)
 
 
@@ -276,11 +276,11 @@ def _floats(tree: Any) -> tuple[list[jax.Array], Callable[[Any, Any], Any]]:
     leaves, treedef = jax.tree.flatten(tree)
     is_float = [_is_float(x) for x in leaves]
 
-    def whole(floats: Any, others: Any) -> Any:
+    def with_floats(floats: Any, others: Any) -> Any:
         given = {True: iter(floats), False: iter(others)}
         return jax.tree.unflatten(treedef, [next(given[f]) for f in is_float])
 
-    return [x for x in leaves if _is_float(x)], whole
+    return [x for x in leaves if _is_float(x)], with_floats
 
 
 def _others(tree: Any) -> list[jax.Array]:

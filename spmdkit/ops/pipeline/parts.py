@@ -133,14 +133,14 @@ class Pipe:
         names: dict[str | None, Any] = {"rows": self.context.sharding.inner_axes or None, AXIS: AXIS, None: None}
         spec = tuple(names[d] for d in dims)
 
-        def one(x: jax.Array) -> jax.Array:
+        def constrain(x: jax.Array) -> jax.Array:
             free = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - len(spec))
             assert self.context.sharding.mesh is not None
             return lax.with_sharding_constraint(
                 x, NamedSharding(self.context.sharding.mesh, PartitionSpec(*spec, *free))
             )
 
-        return jax.tree.map(one, tree)
+        return jax.tree.map(constrain, tree)
 
     def shift(self, tree: Any, by: int) -> Any:
         """Returns [P, b, ...] moved `by` stages along the ring.
@@ -213,13 +213,13 @@ class Pipe:
         if self.head_dim is None:
             return out
 
-        def one(x: jax.Array) -> jax.Array:
+        def spread_leaf(x: jax.Array) -> jax.Array:
             if not self._is_cut(x.shape[1:]):
                 return jnp.broadcast_to(x[-1], x.shape)
             x = self.place(self._parts(x, 1), None, AXIS, "rows")
             return self.place(x, AXIS, None, "rows")[:, -1]
 
-        return jax.tree.map(one, out)
+        return jax.tree.map(spread_leaf, out)
 
     def gather(self, parts: Any) -> Any:
         """The transpose of `spread`: [P, ...], sharded over the stages -> [P, b, ...], the last stage's, and zero at
@@ -231,13 +231,13 @@ class Pipe:
             is_last = self.stages == self.num_stages - 1
             return jnp.where(is_last.reshape(-1, *(1,) * (x.ndim - stage_dim - 1)), x, 0)
 
-        def one(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        def gather_leaf(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
             if not self._is_cut(shape):
                 return at_last(jnp.broadcast_to(x.sum(0), x.shape), 0)
             x = self.place(at_last(jnp.broadcast_to(x[:, None], (x.shape[0], *x.shape)), 1), AXIS, None, "rows")
             return join(self.place(x, None, AXIS, "rows"), dim + 1, self._num_shards(dim))
 
-        return jax.tree.map(lambda x, s: one(x, s.shape), parts, self.x_shapes)
+        return jax.tree.map(lambda x, s: gather_leaf(x, s.shape), parts, self.x_shapes)
 
     def _is_cut(self, shape: tuple[int, ...]) -> bool:
         return self.head_dim == 0 or (len(shape) > 1 and shape[1] == self.num_tokens)

@@ -85,12 +85,12 @@ def stack_state(groups: Groups, state: TrainState) -> TrainState:
 def mean(tree: Any) -> Any:
     """Returns [...] from [groups, ...]: the mean of floats, in float32 or wider, and the first of everything else."""
 
-    def one(x: jax.Array) -> jax.Array:
+    def leaf_mean(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x[0]
         return x.astype(common_dtype(x.dtype, jnp.float32)).mean(0).astype(x.dtype)
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(leaf_mean, tree)
 
 
 def agreement_fn(sync: Sync, turn: int) -> Callable[[Any, Any, Mean], tuple[Any, Any]]:

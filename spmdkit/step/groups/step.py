@@ -43,7 +43,9 @@ def group_step(
         to_device: moves leaves from host memory to the devices.
     """
 
-    def one(state: TrainState, examples: Any, mask: Any, index: Any) -> tuple[TrainState, dict[str, Metric], Any]:
+    def step_of_group(
+        state: TrainState, examples: Any, mask: Any, index: Any
+    ) -> tuple[TrainState, dict[str, Metric], Any]:
         slots = ReducerSlots(())
         own = dataclasses.replace(context, mask=mask, group=(index, groups.num), slots=slots)
         rows = step_examples(own, examples, mask, state.key)
@@ -59,7 +61,7 @@ def group_step(
 
     def whole_step(state: TrainState, batch: Batch) -> Stepped:
         state = to_device(state)
-        new, metrics, code = spread(one, context, groups, state.replace(sync=None), batch)
+        new, metrics, code = spread(step_of_group, context, groups, state.replace(sync=None), batch)
         return new.replace(sync=state.sync), metrics, code
 
     whole_step.__name__ = COMPILED_NAME
