@@ -66,7 +66,7 @@ def test_they_are_those_of_one_device(mesh):
     np.testing.assert_allclose(run.model_state["half"], state["half"], atol=2e-3)  # of 11 bits
     assert run.model_state["half"].dtype == np.float16 and run.model_state["spectrum"].dtype == np.complex64
     assert run.params["none"].shape == (0, 3) and run.model_state["none"].shape == (0, 2)
-    assert any("half (float16)" in note and "kept in float32" in note for note in program.notes)
+    assert any("half (float16)" in note and "float32" in note for note in program.notes)
     read_program(program)  # a plan of them is no error
 
 
