@@ -140,7 +140,7 @@ def test_what_has_64_bits_is_halved_aloud(mesh):
         "spectrum": "complex64",
     }
     [of_params, of_state] = [note for note in program.notes if "init" in note]
-    assert of_params.endswith("made in another dtype by init: w (float64).")
+    assert of_params.endswith("another dtype: w (float64).")
     assert of_state.endswith("JAX_ENABLE_X64=1 is set: mean (float64); rows (int64); spectrum (complex128).")
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdkit.checkpoint import Remote, prepare_run_dir
-from spmdkit.checkpoint.location import Place
+from spmdkit.checkpoint.location import Location
 from spmdkit.cluster import Cluster
 from spmdkit.errors import ConfigError, Unreachable
 from spmdkit.foundation.timeouts import HOST_CHECK_S, HOST_CONNECT_S
@@ -103,7 +103,7 @@ def same_versions(cluster: Cluster) -> tuple[dict[str, str], list[str]]:
     return mine, wrong
 
 
-def write_test(cluster: Cluster, run_dir: Path, checkpoints: Place) -> tuple[str, list[str]]:
+def write_test(cluster: Cluster, run_dir: Path, checkpoints: Location) -> tuple[str, list[str]]:
     """Returns (what to say of the run's directory and checkpoints, what is wrong): written by every process, and looked
     for by all."""
     name = f".doctor-{cluster.process_index}-{secrets.token_hex(4)}"
