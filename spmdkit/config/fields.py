@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, WrapValidator
 from pydantic.functional_validators import AfterValidator, PlainValidator
+from pydantic_core import core_schema
 
 from spmdkit.foundation import plugins
 from spmdkit.foundation.constants import AXES, MAX_FAKE_DEVICES, fake_devices
@@ -109,13 +110,20 @@ def choice(value: Any, names: Sequence[str], also: str = "") -> str:
 # kinds that are a file each ---------------------------------------------------------------------------------------
 
 
-ENVIRONMENTS = ("auto", "none", *plugins.names("cluster/environments"))
+class _Environments:
+    """Checks the name of an environment, and lists the names in the JSON schema."""
 
-Environment = Annotated[
-    str,
-    PlainValidator(lambda value: choice(value, ENVIRONMENTS)),
-    WithJsonSchema({"enum": list(ENVIRONMENTS)}),
-]
+    def __get_pydantic_core_schema__(self, _source: Any, _handler: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(lambda value: choice(value, self._names()))
+
+    def __get_pydantic_json_schema__(self, _schema: Any, _handler: Any) -> dict[str, Any]:
+        return {"enum": self._names()}
+
+    def _names(self) -> list[str]:
+        return ["auto", "none", *plugins.names("environments")]
+
+
+Environment = Annotated[str, _Environments()]
 
 # devices ---------------------------------------------------------------------------------------------------------
 

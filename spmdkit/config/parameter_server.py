@@ -87,7 +87,7 @@ class ParameterServer(Section):
 
 def is_chosen(config: Any) -> bool:
     """Returns whether a config asks for a parameter server."""
-    return not plugins.is_own(config.sync) and plugins.split(config.sync)[0] == NAME
+    return not plugins.is_reference(config.sync) and plugins.split(config.sync)[0] == NAME
 
 
 def options(config: Any) -> ParameterServer:
@@ -157,7 +157,7 @@ def _of_options(asked: ParameterServer) -> Iterator[Problem]:
 def _of_config(config: Any) -> Iterator[Problem]:
     """Settings that need one step of all devices, or hooks around it."""
     why = "with sync: parameter_server each worker has a step of its own"
-    if plugins.is_own(config.reducer) or plugins.split(config.reducer)[0] not in ("sum", "ordered"):
+    if plugins.is_reference(config.reducer) or plugins.split(config.reducer)[0] not in ("sum", "ordered"):
         yield Problem(("reducer",), f"keeps or rounds something from step to step, and {why}. Use reducer: sum.")
     for key in ("on_spike", "replica_check", "profile", "budget"):
         if getattr(config, key) is not None:

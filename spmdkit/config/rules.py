@@ -17,8 +17,8 @@ from spmdkit.foundation import plugins, redact
 from spmdkit.foundation.constants import AXES, LOGICAL_AXES
 from spmdkit.foundation.formatting import nearest
 
-KINDS = {"reducer": ("reducers", "sum"), "sync": ("sync", "every_step")}
-"""Key -> (the folder whose files it names, its default)."""
+PLUGIN_KEYS = {"reducer": ("reducers", "sum"), "sync": ("syncs", "every_step")}
+"""Key -> (group of plug-ins, default)."""
 
 MAX_DEPTH = 32
 
@@ -34,7 +34,6 @@ def check(config: Settings, folder: Path) -> list[Problem]:
         *_layout(config),
         *_pipeline(config),
         *_choices(config),
-        *_preemption_sources(config),
         *_remat(config),
         *_learning(config),
         *_precision(config),
@@ -164,33 +163,30 @@ def _pipeline(config: Settings) -> Iterator[Problem]:
 
 
 def _choices(config: Settings) -> Iterator[Problem]:
-    for key, (folder, default) in KINDS.items():
+    for key, (group, default) in PLUGIN_KEYS.items():
         value = getattr(config, key)
         if value == default:
-            continue  # looked at by nobody: other kinds import JAX
+            continue  # the others import JAX
         if isinstance(value, dict):
             yield from plain_values(value, (key,))
         if key == "sync" and parameter_server.is_chosen(config):
             yield from parameter_server.problems(config)
             continue
-        if plugins.is_own(value):
-            name, options = plugins.split(value)
-            found = reference_problem(name, key) or plugins.options_problem(name, options)
-        else:
-            found = plugins.problem(folder, value)
-        if found := found or plugins.common_problem(folder, value):
-            yield Problem((key,), found)
+        name, options = plugins.split(value)
+        invalid = reference_problem(name, key) if plugins.is_reference(value) else ""
+        if invalid := invalid or plugins.problem(group, value) or "":
+            yield Problem((key,), invalid)
         elif key == "reducer":
-            yield from _warmup(config, *plugins.split(value))
-        elif not plugins.is_own(value) and (outer := plugins.make(folder, value).outer_optimizer) is not None:
+            yield from _warmup(config, name, options)
+        elif not plugins.is_reference(value) and (outer := plugins.make(group, value).outer_optimizer) is not None:
             for problem in optimizer.optimizer_problems(outer, False):
-                yield Problem((key, plugins.split(value)[0], *problem.path), problem.text)
-
-
-def _preemption_sources(config: Settings) -> Iterator[Problem]:
-    for i, choice in enumerate(config.preemption):
-        if found := plugins.problem("preemption_sources", choice):
-            yield Problem(("preemption", i), found)
+                yield Problem((key, name, *problem.path), problem.text)
+    for key, group in (("preemption", "preemption_sources"), ("hooks", "hooks")):
+        for i, choice in enumerate(getattr(config, key)):
+            if (group == "preemption_sources" or not plugins.is_reference(choice)) and (
+                invalid := plugins.problem(group, choice)
+            ):
+                yield Problem((key, i), invalid)
 
 
 def _warmup(config: Settings, name: str, options: Mapping[str, Any]) -> Iterator[Problem]:

@@ -1,6 +1,7 @@
 """`open_source`: any kind of data as a source that gathers rows by index.
 
 How data is read, first match wins:
+  0. an object that a plug-in of another distribution reads (entry points `spmdkit.data_sources`)
   1. a `grain.MapDataset`                             examples, already transformed by the user
   2. an array                                         arrays; a batch is an array
   3. a list, or an object of a user-defined class     examples: `data[i]` is a pytree for one example. A list is
@@ -28,6 +29,7 @@ from spmdkit.data.examples import ExampleSource
 from spmdkit.data.per_process import PerProcess
 from spmdkit.data.row_errors import DEFAULT_POLICY, ReadPolicy
 from spmdkit.errors import ConfigError
+from spmdkit.foundation import plugins
 from spmdkit.foundation.trees import describe, named_leaves
 
 
@@ -70,6 +72,9 @@ def open_source(data: Any, what: str = "train_data", access: ReadPolicy | None =
     """
     if isinstance(data, PerProcess):
         data = data.source
+    for open_plugin in plugins.load_all("data_sources").values():
+        if (source := open_plugin(data, what, access)) is not None:
+            return source
     if isinstance(data, ExampleSource) and access is not None:
         return data.read_by(access)
     if isinstance(data, (ArraySource, ExampleSource)):

@@ -1,153 +1,236 @@
-"""Things found by name: a folder of the package, a file for each kind, and in it `make(**options)`.
+"""Plug-ins: found by group and name in this package and in other installed distributions, and made from a config.
 
-`communication/reducers/` and `communication/sync/` are such folders. `base.py` in each holds the interface as types.
-Nothing is imported before it is asked for.
+A built-in plug-in is a module in the folder of its group. Its name in a config is the module's name. Another
+distribution declares an entry point, which names a module with the same contents or the object in it:
+
+    [project.entry-points."spmdkit.reducers"]
+    my_reducer = "my_package.my_reducer"
+
+Nothing is imported until a plug-in is used. `base.py` in each folder specifies the interface.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
+import importlib.metadata
 import inspect
 import pkgutil
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.formatting import nearest
 
 PACKAGE = Path(__file__).parents[1]
-FOLDERS = {
-    "reducers": "communication/reducers",
-    "sync": "communication/sync",
-    "preemption_sources": "faults/preemption_sources",
+
+Choice = str | Mapping[str, Any]
+"""How a config names a plug-in: `sum`, or `{local_sgd: {every: 16}}` with options."""
+
+
+class Group(NamedTuple):
+    """One kind of plug-in.
+
+    Attributes:
+        folder: holds the built-in modules; None: only other distributions have plug-ins of this group.
+        attribute: the plug-in is this attribute of its module; None: the module itself.
+        helpers: modules of the folder that are no plug-ins.
+        common_options: options of every plug-in of the group: numbers of steps, fields of the object that it makes.
+    """
+
+    folder: str | None
+    attribute: str | None = "make"
+    helpers: tuple[str, ...] = ("base",)
+    common_options: tuple[str, ...] = ()
+
+
+GROUPS = {
+    "reducers": Group("communication/reducers", helpers=("base", "coded"), common_options=("warmup",)),
+    "syncs": Group("communication/sync"),
+    "default_hooks": Group("run/hooks"),
+    "hooks": Group(None),
+    "trackers": Group("metrics/trackers", "open", helpers=("base", "queue")),
+    "environments": Group("cluster/environments", None),
+    "preemption_sources": Group("faults/preemption_sources"),
+    "data_sources": Group(None, "open_source"),
+    "engines": Group("launch/engines", None, helpers=("base", "pods", "submit")),
+    "findings": Group("plan/findings", "find"),
+    "migrations": Group("tools/migrate", None, helpers=("base", "command")),
 }
-"""Group -> its folder in the package; any other group is its folder's path."""
+"""Group -> its kind of plug-in. The entry points of a group are declared in `spmdkit.GROUP`.
 
-OF_ALL = {"reducers": ("warmup",)}
-"""Folder -> options that each of its kinds takes, a user's own too: numbers of steps, set in what was made."""
-
-
-SHARED = {"base", "coded"}
-"""Files of such a folder that are no kinds: the interface, and what several kinds share."""
+`default_hooks` are made from every config, `make(config) -> Hook | None`. `hooks` are made if the config names them,
+`make(**options) -> Hook`.
+"""
 
 
-def names(folder: str) -> list[str]:
-    """Returns the names of the kinds in `folder`, without importing any."""
-    return sorted(
-        module.name for module in pkgutil.iter_modules([str(PACKAGE / _path(folder))]) if module.name not in SHARED
-    )
+def find(group: str) -> dict[str, Callable[[], Any]]:
+    """Returns name -> a function that imports and returns the plug-in, for every plug-in of a group, by name.
+
+    Raises:
+        ConfigError: two plug-ins have one name.
+    """
+    folder, attribute, helpers, _ = GROUPS[group]
+    loaders: dict[str, Callable[[], Any]] = {}
+    if folder is not None:
+        package = f"spmdkit.{folder.replace('/', '.')}"
+        for module in pkgutil.iter_modules([str(PACKAGE / folder)]):
+            if module.name not in helpers:
+                loaders[module.name] = functools.partial(_load_module, f"{package}.{module.name}", attribute)
+    for entry in _entry_points()[group]:
+        if entry.name in loaders:
+            raise ConfigError(
+                f"{entry.group}: {_distribution(entry)} declares '{entry.name}', which is the name of another plug-in. "
+                "Names are unique in a group. Uninstall that distribution, or rename its entry point."
+            )
+        loaders[entry.name] = functools.partial(_load_entry_point, entry, attribute)
+    return dict(sorted(loaders.items()))
 
 
-def split(choice: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Returns (name, options) of `sum` or `{local_sgd: {every: 16}}`; of `{stale: 2}` the number, which `make` gives
-    its name."""
+def names(group: str) -> list[str]:
+    """Returns the names of the plug-ins of a group, without importing any."""
+    return list(find(group))
+
+
+def load_all(group: str) -> dict[str, Any]:
+    """Returns name -> plug-in, for every plug-in of a group."""
+    return {name: load() for name, load in find(group).items()}
+
+
+@functools.cache
+def _entry_points() -> dict[str, tuple[importlib.metadata.EntryPoint, ...]]:
+    """Returns group -> its entry points. Cached: it reads the metadata of every installed distribution."""
+    installed = importlib.metadata.entry_points()
+    return {group: tuple(installed.select(group=f"spmdkit.{group}")) for group in GROUPS}
+
+
+def _load_module(module: str, attribute: str | None) -> Any:
+    loaded = importlib.import_module(module)
+    return loaded if attribute is None else getattr(loaded, attribute)
+
+
+def _load_entry_point(entry: importlib.metadata.EntryPoint, attribute: str | None) -> Any:
+    try:
+        loaded = entry.load()
+        return getattr(loaded, attribute) if isinstance(loaded, ModuleType) and attribute is not None else loaded
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{entry.group}: '{entry.name}' of {_distribution(entry)} cannot be loaded from {entry.value}: {error}. "
+            "Update or uninstall that distribution."
+        ) from error
+
+
+def _distribution(entry: importlib.metadata.EntryPoint) -> str:
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "a distribution"
+
+
+# ---- choices of a config ---------------------------------------------------------------------------------------------
+
+
+def split(choice: Choice) -> tuple[str, dict[str, Any]]:
+    """Returns (name, options). The options of `{stale: 2}` are the number; `make` knows which option it is."""
     if isinstance(choice, str):
         return choice, {}
     name, options = next(iter(choice.items()))
     return name, {} if options is None else options
 
 
-def is_own(choice: str | Mapping[str, Any]) -> bool:
-    """Returns whether a choice names a user's own function: `file.py:name` or `module:name`."""
+def is_reference(choice: Choice) -> bool:
+    """Returns whether a choice refers to a user's function: `file.py:name` or `module:name`."""
     return ":" in split(choice)[0]
 
 
-def without_common(folder: str, choice: str | Mapping[str, Any]) -> tuple[str | dict[str, Any], dict[str, Any]]:
-    """Returns (the choice without the options that all kinds of the folder take, those options)."""
+def split_common_options(group: str, choice: Choice) -> tuple[str | dict[str, Any], dict[str, Any]]:
+    """Returns (the choice without the common options of the group, those options)."""
     name, options = split(choice)
     if not isinstance(options, dict):
         return {name: options}, {}
-    common = {key: options[key] for key in OF_ALL.get(folder, ()) if key in options}
-    own = {key: value for key, value in options.items() if key not in common}
-    return {name: own} if own else name, common
+    common = {key: options[key] for key in GROUPS[group].common_options if key in options}
+    others = {key: value for key, value in options.items() if key not in common}
+    return {name: others} if others else name, common
 
 
-def common_problem(folder: str, choice: str | Mapping[str, Any]) -> str | None:
-    """Returns what is wrong with the options that all kinds of the folder take, or None."""
-    for key, value in without_common(folder, choice)[1].items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            return (
-                f"{split(choice)[0]}.{key} is {reprlib.repr(value)}. It is a number of steps, from 0 on. Write "
-                f"{key}: 100."
-            )
-    return None
-
-
-def problem(folder: str, choice: str | Mapping[str, Any]) -> str | None:
+def problem(group: str, choice: Choice) -> str | None:
     """Returns what is wrong with a choice and its options, or None."""
-    choice, _ = without_common(folder, choice)
-    name, options = split(choice)
-    options = _by_name(folder, name, options)
-    if name not in names(folder):
-        return (
-            f"needs one of {', '.join(names(folder))}, found {reprlib.repr(name)} (text).{nearest(name, names(folder))}"
-        )
-    if wrong := options_problem(name, options):
+    name, options = split(split_common_options(group, choice)[0])
+    if is_reference(choice):
+        return options_problem(name, options) or _common_options_problem(group, choice)
+    plugins = find(group)
+    if name not in plugins:
+        known = f"one of {', '.join(plugins)}" if plugins else f"file.py:name: no installed distribution has {group}"
+        return f"needs {known}, found {reprlib.repr(name)} (text).{nearest(name, list(plugins))}"
+    factory = plugins[name]()
+    options = _name_only_option(factory, options)
+    if wrong := options_problem(name, options) or signature_problem(name, factory, options):
         return wrong
-    signature = inspect.signature(_make_of(folder, name))
-    known = list(signature.parameters)
-    for option in options:
-        if not known:
-            return f"{name} takes no options, found {reprlib.repr(options)}. Write {name} alone."
-        if option not in known:
-            return f"{name} has no option {option!r}.{nearest(str(option), known)} Known are {', '.join(known)}."
-    missing = [p.name for p in signature.parameters.values() if p.default is p.empty and p.name not in options]
-    if missing:
-        return f"{name} needs {', '.join(missing)}. Write {{{name}: {{{missing[0]}: VALUE}}}}."
     try:
-        _make_of(folder, name)(**options)
+        factory(**options)
     except ConfigError as error:
         return str(error)
-    return None
-
-
-def _by_name(folder: str, name: str, options: Any) -> Any:
-    """Returns the options of `{stale: 2}`, a number for the only option that there is, under its name; any others as
-    they are."""
-    if isinstance(options, bool) or not isinstance(options, int | float) or name not in names(folder):
-        return options
-    only = list(inspect.signature(_make_of(folder, name)).parameters)
-    return {only[0]: options} if len(only) == 1 else options
-
-
-def has_option(folder: str, choice: str | Mapping[str, Any], option: str) -> bool:
-    """Returns whether a kind of the package takes an option."""
-    name, _ = split(choice)
-    return not is_own(choice) and option in inspect.signature(_make_of(folder, name)).parameters
+    return _common_options_problem(group, choice)
 
 
 def options_problem(name: str, options: Any) -> str | None:
-    """Returns what is wrong with what stands behind a name, or None."""
+    """Returns what is wrong with the type of options, or None."""
     if isinstance(options, dict):
         return None
     return f"{name}: options are a mapping, found {reprlib.repr(options)}. Write {{{name}: {{OPTION: VALUE}}}}."
 
 
-def make(folder: str, choice: str | Mapping[str, Any]) -> Any:
-    """Returns what `make` of the chosen kind returns.
+def signature_problem(name: str, factory: Any, options: Mapping[str, Any], num_arguments: int = 0) -> str | None:
+    """Returns what is wrong with options that are passed to `factory` by keyword, or None.
+
+    Args:
+        num_arguments: positional arguments that `factory` also receives, before the options.
+    """
+    parameters = list(inspect.signature(factory).parameters.values())[num_arguments:]
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for option in () if any(p.kind is p.VAR_KEYWORD for p in parameters) else options:
+        if not known:
+            return f"{name} takes no options, found {reprlib.repr(options)}. Write {name} alone."
+        if option not in known:
+            return f"{name} has no option {option!r}.{nearest(str(option), known)} Known are {', '.join(known)}."
+    missing = [p.name for p in parameters if p.name in known and p.default is p.empty and p.name not in options]
+    if missing:
+        return f"{name} needs {', '.join(missing)}. Write {{{name}: {{{missing[0]}: VALUE}}}}."
+    return None
+
+
+def _common_options_problem(group: str, choice: Choice) -> str | None:
+    for key, value in split_common_options(group, choice)[1].items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            found = f"{split(choice)[0]}.{key} is {reprlib.repr(value)}"
+            return f"{found}. It is a number of steps, from 0 on. Write {key}: 100."
+    return None
+
+
+def _name_only_option(factory: Any, options: Any) -> Any:
+    """Returns `{option: 2}` for the number 2, if the plug-in has one option; other options unchanged."""
+    if isinstance(options, bool) or not isinstance(options, int | float):
+        return options
+    parameters = list(inspect.signature(factory).parameters)
+    return {parameters[0]: options} if len(parameters) == 1 else options
+
+
+def options(group: str, choice: Choice) -> list[str]:
+    """Returns the names of the options that a plug-in takes; none for a user's function."""
+    return [] if is_reference(choice) else list(inspect.signature(find(group)[split(choice)[0]]()).parameters)
+
+
+def make(group: str, choice: Choice) -> Any:
+    """Returns the object that the chosen plug-in makes of its options.
 
     Raises:
-        ConfigError: there is no such kind, or the options are not its.
+        ConfigError: no such plug-in, or it does not take the options.
     """
-    if found := problem(folder, choice) or common_problem(folder, choice):
-        raise ConfigError(f"{folder}: {found}")
-    choice, common = without_common(folder, choice)
+    if wrong := problem(group, choice):
+        raise ConfigError(f"{group}: {wrong}")
+    choice, common = split_common_options(group, choice)
     name, options = split(choice)
-    made = _make_of(folder, name)(**_by_name(folder, name, options))
+    factory = find(group)[name]()
+    made = factory(**_name_only_option(factory, options))
     return dataclasses.replace(made, **common) if common else made
-
-
-def options(folder: str, choice: str | Mapping[str, Any]) -> list[str]:
-    """Returns the names of the options that a kind of the package takes."""
-    return list(inspect.signature(_make_of(folder, split(choice)[0])).parameters)
-
-
-def _make_of(folder: str, name: str) -> Any:
-    return importlib.import_module(f"spmdkit.{_path(folder).replace('/', '.')}.{name}").make
-
-
-def _path(folder: str) -> str:
-    return FOLDERS.get(folder, folder)

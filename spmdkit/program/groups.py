@@ -64,7 +64,7 @@ def groups_of(config: Config, sizes: Mapping[str, int], per_replica: bool) -> Gr
             f"Try checkpoint: {{every_steps: {near}}}."
         )
     in_place = "start" if sync.start else "overlap" if any(turn.overlapped for turn in sync.agreements) else ""
-    if in_place and plugins.without_common("reducers", config.reducer)[1].get("warmup"):
+    if in_place and plugins.split_common_options("reducers", config.reducer)[1].get("warmup"):
         raise ConfigError(
             f"sync: {name} with {in_place}, and a reducer with warmup: both replace steps. Set warmup: 0, or remove "
             f"{in_place}."
@@ -82,11 +82,7 @@ def _outer_reducer(sync: Sync, config: Config, name: str) -> Reducer | None:
     if asked is None:
         return None
     made = reducer_named(asked, config.folder)
-    if (
-        made.init is not stateless
-        and not plugins.is_own(asked)
-        and "error_feedback" in plugins.options("reducers", asked)
-    ):
+    if made.init is not stateless and "error_feedback" in plugins.options("reducers", asked):
         reducer, options = plugins.split(asked)
         if "error_feedback" not in options:
             made = reducer_named({reducer: options | {"error_feedback": False}}, config.folder)
@@ -113,10 +109,10 @@ def sync_of(config: Config) -> Sync:
         ConfigError: it does not exist, is not registered, or does not have these options.
     """
     parameter_server.refuse(config)
-    if plugins.is_own(config.sync):
+    if plugins.is_reference(config.sync):
         sync = user_code.named(config.sync, "sync", config.folder, Sync)
     else:
-        sync = plugins.make("sync", config.sync)
+        sync = plugins.make("syncs", config.sync)
     if sync.outer_optimizer is None or sync.agree is None:
         return sync
     outer = build_optimizer(sync.outer_optimizer)
@@ -189,7 +185,7 @@ def check_reducer(groups: Groups, config: Config) -> None:
     """
     name, _ = plugins.split(config.reducer)
     axis = groups.axes[0]
-    forgets = plugins.has_option("reducers", config.reducer, "error_feedback")
+    forgets = "error_feedback" in plugins.options("reducers", config.reducer)
     without = f", {{{name}: {{error_feedback: false}}}}," if forgets else ""
     raise ConfigError(
         f"reducer: {name} has a state, and with sync: {plugins.split(config.sync)[0]} the groups along {axis} train "

@@ -17,8 +17,8 @@ def reducer_named(choice: str | Mapping[str, Any], folder: Path) -> Reducer:
     Raises:
         ConfigError: it does not exist, is not registered, or does not have these options.
     """
-    if plugins.is_own(choice):
-        choice, common = plugins.without_common("reducers", choice)
+    if plugins.is_reference(choice):
+        choice, common = plugins.split_common_options("reducers", choice)
         own = user_code.named(choice, "reducer", folder, Reducer)
         return dataclasses.replace(own, **common)
     made: Reducer = plugins.make("reducers", choice)

@@ -83,7 +83,7 @@ def _named_by(config: Config) -> Iterator[str]:
     """Yields the user-defined objects of the config: `file.py:name` or `module:name`."""
     yield config.task
     choices: list[Any] = [config.reducer, config.sync, *config.hooks, *config.log.trackers]
-    yield from (plugins.split(choice)[0] for choice in choices if plugins.is_own(choice))
+    yield from (plugins.split(choice)[0] for choice in choices if plugins.is_reference(choice))
 
 
 def _target(entry: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import optax
 
 from spmdkit.errors import ConfigError
-from spmdkit.foundation import user_code
+from spmdkit.foundation import plugins, user_code
 from spmdkit.foundation.formatting import nearest
 from spmdkit.step.model_state.agreement import KINDS
 
@@ -139,7 +139,12 @@ def load_hooks(asked: Sequence[str | Mapping[str, Any]], folder: Path) -> list[H
     Raises:
         ConfigError: it does not exist, is not registered, or is not a hook.
     """
-    return [user_code.named(entry, "hook", folder, HookLike) for entry in asked]  # type: ignore[type-abstract]
+    return [
+        user_code.named(entry, "hook", folder, HookLike)  # type: ignore[type-abstract]
+        if plugins.is_reference(entry)
+        else plugins.make("hooks", entry)
+        for entry in asked
+    ]
 
 
 def load_task(target: str, name: str, folder: Path, args: Mapping[str, Any]) -> Task:

@@ -51,7 +51,7 @@ class Reporter:
         files.write_json(run.directory / "environment.json", self.environment)
         stack.callback(self.trackers.close)
         for tracker in self._chosen:
-            self.trackers.add(tracker.name, functools.partial(tracker.open, run, tracker.options, step))
+            self.trackers.add(tracker.name, functools.partial(tracker.open, run, step))
 
     def message(self, text: str) -> None:
         """Shows a line on the terminal of process 0."""

@@ -99,9 +99,9 @@ def exact_reducer(config: Config) -> str | dict[str, Any]:
     Its warm-up is left out, since during warm-up the reducer acts as `sum`.
     """
     reducer = reducer_of(config)
-    choice, _ = plugins.without_common("reducers", config.reducer)
+    choice, _ = plugins.split_common_options("reducers", config.reducer)
     name, options = plugins.split(choice)
-    no_warmup = {"warmup": 0} if plugins.is_own(choice) and reducer.warmup else {}
+    no_warmup = {"warmup": 0} if plugins.is_reference(choice) and reducer.warmup else {}
     if reducer.exact:
         return {name: options | no_warmup} if no_warmup else choice
     return "sum" if reducer.exact_options is None else {name: options | no_warmup | dict(reducer.exact_options)}
@@ -109,8 +109,8 @@ def exact_reducer(config: Config) -> str | dict[str, Any]:
 
 def reducer_note(config: Config) -> str | None:
     """Returns the note on a reducer that is not compared with its configured options; None if it is."""
-    configured, compared = plugins.without_common("reducers", config.reducer)[0], exact_reducer(config)
-    if plugins.without_common("reducers", compared)[0] == configured:
+    configured, compared = plugins.split_common_options("reducers", config.reducer)[0], exact_reducer(config)
+    if plugins.split_common_options("reducers", compared)[0] == configured:
         return None
     reducer, name = reducer_of(config), plugins.split(configured)[0]
     if reducer.exact_options is not None:

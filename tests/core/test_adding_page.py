@@ -2,7 +2,6 @@
 
 import csv
 import http.server
-import importlib
 import json
 import re
 import sys
@@ -17,10 +16,7 @@ import pytest
 
 import spmdkit as sk
 from spmdkit import cluster
-from spmdkit.cluster import environments
 from spmdkit.cluster.environments.base import Partial
-from spmdkit.communication import reducers, sync
-from spmdkit.faults import preemption_sources
 from spmdkit.foundation import plugins
 from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.hlo.text import parse
@@ -30,6 +26,7 @@ from tests.communication.reducers.test_reducer_contract import wide
 from tests.ops.test_op_contracts import MESH, draw, value_and_grad
 from tests.support.core_hlo import collectives
 from tests.support.core_runs import assert_close, program_of
+from tests.support.distributions import install
 from tests.support.ops_mesh import step, wire
 from tests.support.reducer_runs import NUM_VALUES, applied_and_owed, loss_fn, program, train, true_sum
 from tests.support.reducer_runs import task as two_layers
@@ -40,16 +37,12 @@ FILES = dict(re.findall(r"```python\n# (\S+\.py)\n(.*?)```", PAGE.read_text(), r
 
 @pytest.fixture
 def added(tmp_path, monkeypatch):
-    """Returns a function that adds an example of the page to the folder of its kind, for one test, and returns its
-    name."""
+    """Returns a function that installs the example of a group as a distribution, for one test, and returns its name."""
 
-    def add(folder, package):
-        (path,) = [path for path in FILES if path.startswith(f"{package.__name__.replace('.', '/')}/")]
-        name, before = Path(path).stem, plugins.names
-        (tmp_path / f"{name}.py").write_text(FILES[path])
-        monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
-        monkeypatch.setattr(plugins, "names", lambda asked: before(asked) + [name] * (asked == folder))
-        monkeypatch.delitem(sys.modules, f"{package.__name__}.{name}", raising=False)
+    def add(group):
+        (path,) = [path for path in FILES if path.startswith(f"spmdkit/{plugins.GROUPS[group].folder}/")]
+        name = Path(path).stem
+        install(monkeypatch, tmp_path, group, name, FILES[path])
         return name
 
     return add
@@ -72,14 +65,14 @@ def test_the_page_has_an_example_of_each():
 
 
 def test_the_reducer_loses_nothing(added):
-    name = added("reducers", reducers)
+    name = added("reducers")
     made = plugins.make("reducers", name)
     assert made.input_scale == "weighted" and not made.exact
     assert_close(applied_and_owed("replica 2 x fsdp 2 x tensor 2", name), true_sum("replica 2 x fsdp 2 x tensor 2"))
 
 
 def test_the_reducer_at_its_lossless_options_is_the_sum(added):
-    name = added("reducers", reducers)
+    name = added("reducers")
     lossless = {name: dict(plugins.make("reducers", name).exact_options)}
     own, mesh = two_layers(optax.adam(1e-2, eps=1e-3)), {"mesh": {"data": 4}}
     (found, losses), (expected, theirs) = (train(program(mesh, how, own), 3) for how in (lossless, "sum"))
@@ -88,7 +81,7 @@ def test_the_reducer_at_its_lossless_options_is_the_sum(added):
 
 
 def test_the_reducer_sends_what_it_says(added):
-    name = added("reducers", reducers)
+    name = added("reducers")
     made = program({"mesh": {"data": 8}}, name, wide(), batch_size=64, data={})
     bill = read_bill(parse(made.compiled.as_text()), made.sizes)
     large = [c for c in bill.collectives if c.bytes > 4096]
@@ -123,7 +116,7 @@ def by_hand(made, num_groups, every, momentum, rate, steps):
 
 
 def test_the_sync_is_that_of_a_loop_written_by_hand_and_a_step_sends_nothing_between_groups(added):
-    name = added("sync", sync)
+    name = added("syncs")
     asked = {name: {"every": 2, "momentum": 0.5}}
     made = program_of(two_layers(optax.sgd(0.05)), sync=asked, mesh={"data": 2}, batch_size=16, seed=0)
     state = made.init()
@@ -216,13 +209,13 @@ def test_the_tracker_goes_back(tmp_path, monkeypatch):
 
     table = user_code.find("my_trackers.py:table", "tracker", tmp_path)
     run = types.SimpleNamespace(directory=tmp_path / "run")
-    first = table(run, {}, 0)
+    first = table(run, 0)
     for number in (1, 2, 3):
         first.write("scalars", {"step": number, "loss": 1.0})
     first.rewind(2)
     first.close()
     assert (tmp_path / "run/numbers.csv").read_text().split() == ["1,train/loss,1.0", "2,train/loss,1.0"]
-    table(run, {}, 1).close()  # as after a restart
+    table(run, 1).close()  # as after a restart
     assert (tmp_path / "run/numbers.csv").read_text().split() == ["1,train/loss,1.0"]
 
 
@@ -231,7 +224,7 @@ def test_the_tracker_goes_back(tmp_path, monkeypatch):
 
 
 def test_the_environment_reads_the_environments_that_wait_for_it(added):
-    name = added("cluster/environments", environments)
+    name = added("environments")
     waiting = [row for row in starter_environments.ROWS if row.later and row.later[0] == name]
     assert len(waiting) >= 2
     for row in waiting:
@@ -245,8 +238,8 @@ def test_the_environment_keeps_the_contract(added, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(Path(starter_environments.__file__).parent), *sys.path])
     from tests.cluster.test_environments import check_contract
 
-    name = added("cluster/environments", environments)
-    environment = importlib.import_module(f"spmdkit.cluster.environments.{name}")
+    name = added("environments")
+    environment = plugins.find("environments")[name]()
     check_contract(environment, monkeypatch)
     env = starter_environments.SKYPILOT
     assert isinstance(environment.read(env | {"SKYPILOT_NODE_RANK": "2"}), Partial)
@@ -286,7 +279,7 @@ def test_the_op_is_the_same_alone_in_the_global_view_and_inside_of_a_part():
 
 
 def test_the_preemption_source_gives_a_notice_where_azure_evicts(added, monkeypatch):
-    name = added("preemption_sources", preemption_sources)
+    name = added("preemption_sources")
     events = []
 
     class Azure(http.server.BaseHTTPRequestHandler):

@@ -14,17 +14,18 @@ import pytest
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError
+from spmdkit.foundation import plugins
 from spmdkit.metrics import trackers
 from spmdkit.metrics.trackers.base import KINDS, Tracker
 from spmdkit.metrics.trackers.queue import Trackers
 from tests.support.messages import refused, says
 
-NAMES = trackers.names()
+NAMES = plugins.names("trackers")
 
 
 def opened(name, folder, last_step=0):
     run = types.SimpleNamespace(directory=folder, config=None)
-    return importlib.import_module(f"spmdkit.metrics.trackers.{name}").open(run, {}, last_step)
+    return importlib.import_module(f"spmdkit.metrics.trackers.{name}").open(run, last_step)
 
 
 def lines_of(folder):
@@ -104,7 +105,7 @@ def check_contract(open, read, folder):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tracker_writes_what_it_accepts_below_the_runs_directory_and_goes_back(name, tmp_path):
     module = importlib.import_module(f"spmdkit.metrics.trackers.{name}")
-    assert inspect.getdoc(module) and list(inspect.signature(module.open).parameters) == ["run", "options", "last_step"]
+    assert inspect.getdoc(module) and list(inspect.signature(module.open).parameters)[:2] == ["run", "last_step"]
     check_contract(lambda last_step: opened(name, tmp_path, last_step), READERS[name], tmp_path)
 
 
@@ -264,8 +265,8 @@ import spmdkit as sk
 seen = []
 
 @sk.tracker
-def open(run, options, last_step):
-    seen.append((options, last_step))
+def open(run, last_step, project):
+    seen.append((project, last_step))
     return sk.Tracker(lambda kind, record: seen.append((kind, record["step"])))
 """
 
@@ -276,16 +277,22 @@ def test_a_tracker_of_a_users_own_needs_one_file_and_one_line(tmp_path, monkeypa
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "my_tracker.py").write_text(MINE)
     own, mine = trackers.chosen([{"my_tracker.py:open": {"project": "x"}}], tmp_path)
-    assert own.name == "jsonl" and mine.options == {"project": "x"}
+    assert own.name == "jsonl"
     pipe = Trackers(print)
-    pipe.add(mine.name, lambda: mine.open(None, mine.options, 3))
+    pipe.add(mine.name, lambda: mine.open(None, 3))
     pipe.write({"step": 4})
     pipe.close()
-    assert sys.modules["spmdkit_task_my_tracker"].seen == [({"project": "x"}, 3), ("scalars", 4)]
-    with refused("'tensorbord'", found="not known", rule=("jsonl", "tensorboard"), repair="'tensorboard'?"):
+    assert sys.modules["spmdkit_task_my_tracker"].seen == [("x", 3), ("scalars", 4)]
+    with refused("log.trackers", found="'tensorbord'", rule=("jsonl", "tensorboard"), repair="'tensorboard'?"):
         trackers.chosen(["tensorbord"], tmp_path)
-    with pytest.raises(ConfigError, match="tensorboard is written to already"):
+    with pytest.raises(ConfigError, match="tensorboard is named twice"):
         trackers.chosen(["tensorboard", "tensorboard"], tmp_path)
+    with pytest.raises(ConfigError, match=r"has no option 'projct'. Did you mean 'project'"):
+        trackers.chosen([{"my_tracker.py:open": {"projct": "x"}}], tmp_path)
+    with pytest.raises(ConfigError, match=r"open needs project\. Write"):
+        trackers.chosen(["my_tracker.py:open"], tmp_path)
+    with pytest.raises(ConfigError, match="tensorboard takes no options"):
+        trackers.chosen([{"tensorboard": {"folder": "x"}}], tmp_path)
     with pytest.raises(ConfigError, match=r"log\.trackers: os:open is a function of"):
         trackers.chosen(["os:open"], tmp_path)
 
@@ -300,7 +307,7 @@ def test_a_run_with_a_dead_tracker_ends_well(tmp_path, monkeypatch, capfd):
         "x = np.ones((8, 2), np.float32)\n"
         "task = sk.Task(lambda key: jnp.zeros(2), lambda w, b, key: sk.mean((b @ w - 1) ** 2), optax.sgd(0.1), train_data=x)\n"
         "def dead(kind, record):\n    raise OSError('gone')\n"
-        "@sk.tracker\ndef open(run, options, last_step):\n    return sk.Tracker(dead)\n"
+        "@sk.tracker\ndef open(run, last_step):\n    return sk.Tracker(dead)\n"
     )
     (tmp_path / "run.yaml").write_text(
         "task: my_dead.py:task\nrun_dir: run\nsteps: 3\nbatch_size: 4\ndevices: cpu:1\nlog: {every_steps: 1, progress: plain, trackers: ['my_dead.py:open']}\n"

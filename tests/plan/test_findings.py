@@ -14,6 +14,7 @@ import optax
 import pytest
 
 from spmdkit.config import load_config
+from spmdkit.foundation import plugins
 from spmdkit.foundation.formatting import format_bytes
 from spmdkit.plan import findings
 from spmdkit.plan.collectives_bill import read_bill
@@ -94,7 +95,7 @@ def test_every_detector_has_a_bad_program():
         "padding-waste",
         "all-reduce-for-gather",
     }
-    files = {Path(findings.__file__).with_name(f"{name}.py").read_text() for name in findings.names()}
+    files = {Path(findings.__file__).with_name(f"{name}.py").read_text() for name in plugins.names("findings")}
     assert len(files) == len(codes)
     for code in codes:
         assert any(f'"{code}"' in text for text in files), code

@@ -3,13 +3,14 @@
 import importlib
 import inspect
 import json
-import sys
 
 import pytest
 
 import spmdkit as sk
+from spmdkit.foundation import plugins
 from spmdkit.run import hooks
 from spmdkit.run.hooks.base import Action, Hook
+from tests.support.distributions import install
 
 PLAIN = {"task": "a.py:t", "checkpoint": None}
 EVERYTHING = {
@@ -24,7 +25,7 @@ EVERYTHING = {
     "on_spike": {"action": "skip"},
     "preemption": [{"file": {"path": "preempt"}}],
 }
-NAMES = hooks.names()
+NAMES = plugins.names("default_hooks")
 CALLS = {
     "in_step": 3,
     "begin": 3,
@@ -113,12 +114,10 @@ BROKEN = {
 
 
 def added(text, folder, monkeypatch):
-    """Returns the module of a file that is put into the folder of hooks."""
-    (folder / "broken.py").write_text(text)
-    monkeypatch.setattr(hooks, "__path__", [*hooks.__path__, str(folder)])
-    monkeypatch.delitem(sys.modules, f"{hooks.__name__}.broken", raising=False)
-    assert set(hooks.names()) == {*NAMES, "broken"}
-    return module("broken")
+    """Returns the module of a hook that another distribution adds."""
+    install(monkeypatch, folder, "default_hooks", "broken", text)
+    assert set(plugins.names("default_hooks")) == {*NAMES, "broken"}
+    return importlib.import_module("broken_plugin")
 
 
 def test_a_file_in_the_folder_is_a_hook(tmp_path, monkeypatch):

@@ -133,7 +133,7 @@ def _outer(choice: Choice) -> tuple[str, Reducer]:
         )
     name, options = plugins.split(choice)
     fits = "between positions along replica a reducer of the package with input_scale weighted is needed"
-    if plugins.is_own(choice) or name in ("hierarchical", "adasum"):
+    if plugins.is_reference(choice) or name in ("hierarchical", "adasum"):
         raise ConfigError(f"hierarchical.outer is {name}: {fits}, and {name} is not one. Write outer: int8.")
     if isinstance(options, dict) and "warmup" in options:
         raise ConfigError(

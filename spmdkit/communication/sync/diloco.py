@@ -76,7 +76,7 @@ def make(
         ConfigError: a number is out of its range, or there is no such reducer.
     """
     _check(every, fragments, overlap, alpha, start)
-    if reducer is not None and not plugins.is_own(reducer) and (wrong := plugins.problem("reducers", reducer)):
+    if reducer is not None and not plugins.is_reference(reducer) and (wrong := plugins.problem("reducers", reducer)):
         raise ConfigError(f"diloco.reducer: {wrong}")
     own = (0.5 if overlap else 0.0) if alpha is None else float(alpha)
 

@@ -1,63 +1,65 @@
-"""Where the records of a run go: a file each, found by its name. `chosen` says which, `Trackers` writes to all of them.
+"""Trackers: where the records of a run go. One file for each kind; `base.py` specifies the interface.
 
-metrics.jsonl is always written: the run's own record. Others are named by `log.trackers`: a file here, or a user's own
-under `@sk.tracker`.
+In: records of numbers by step, from the training thread. Out: metrics.jsonl, which is always written, and what the
+trackers of `log.trackers` write, in one background thread of process 0.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from spmdkit.errors import ConfigError
-from spmdkit.foundation import user_code
+from spmdkit.foundation import plugins, user_code
 from spmdkit.foundation.formatting import nearest
 from spmdkit.metrics.trackers.base import Tracker
 from spmdkit.metrics.trackers.queue import Trackers
 
-__all__ = ["ChosenTracker", "Tracker", "Trackers", "chosen", "names"]
+__all__ = ["ChosenTracker", "Tracker", "Trackers", "chosen"]
 
 ALWAYS = "jsonl"
 
 
 class ChosenTracker(NamedTuple):
-    """A tracker that a config names: its name, how it is opened, and its options."""
+    """A tracker that a config names.
+
+    Attributes:
+        open: `(run, last_step) -> Tracker`, with the options of the config.
+    """
 
     name: str
-    open: Callable[[Any, Mapping[str, Any], int], Tracker]
-    options: Mapping[str, Any]
+    open: Callable[[Any, int], Tracker]
 
 
-def names() -> list[str]:
-    """Returns the names of the trackers that come with the package."""
-    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in ("base", "queue"))
-
-
-def chosen(asked: Sequence[str | Mapping[str, Any]], folder: Path) -> list[ChosenTracker]:
-    """Returns the trackers of a run: its own record, and those that a config names, each by a name or as `{name:
-    options}`.
+def chosen(choices: Sequence[str | Mapping[str, Any]], folder: Path) -> list[ChosenTracker]:
+    """Returns the trackers of a run: metrics.jsonl, and those of the config, each as a name or `{name: options}`.
 
     Raises:
-        ConfigError: no such tracker.
+        ConfigError: no such tracker, it is named twice, or it does not take the options.
     """
-    found = [ChosenTracker(ALWAYS, _opener(ALWAYS, folder), {})]
-    for entry in asked:
-        name, options = (entry, {}) if isinstance(entry, str) else next(iter(entry.items()))
-        if any(name == other.name for other in found):
-            raise ConfigError(f"log.trackers: {name} is written to already. A tracker is named once. Remove it.")
-        found.append(ChosenTracker(name, _opener(name, folder), options or {}))
-    return found
+    trackers: list[ChosenTracker] = []
+    for choice in (ALWAYS, *choices):
+        name, options = plugins.split(choice)
+        if any(name == other.name for other in trackers):
+            raise ConfigError(
+                f"log.trackers: {name} is named twice, or is always open. A tracker is opened once. Remove it."
+            )
+        factory = _factory(name, folder)
+        if wrong := plugins.options_problem(name, options) or plugins.signature_problem(name, factory, options, 2):
+            raise ConfigError(f"log.trackers: {wrong}")
+        trackers.append(ChosenTracker(name, functools.partial(factory, **options)))
+    return trackers
 
 
-def _opener(name: str, folder: Path) -> Any:
-    if ":" in name:
+def _factory(name: str, folder: Path) -> Any:
+    if plugins.is_reference(name):
         return user_code.find(name, "tracker", folder)
-    if name not in names():
+    known = plugins.find("trackers")
+    if name not in known:
         raise ConfigError(
-            f"log.trackers: '{name}' is not known. Valid: {', '.join(names())}, or a function of yours under @sk.tracker, as my_tracker.py:open."
-            f"{nearest(name, names())}"
+            f"log.trackers: needs one of {', '.join(known)}, or file.py:name of a function under @sk.tracker, "
+            f"found {name!r}.{nearest(name, list(known))}"
         )
-    return importlib.import_module(f"{__name__}.{name}").open
+    return known[name]()

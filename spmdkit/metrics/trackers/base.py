@@ -1,7 +1,8 @@
 """What a tracker is: where the records of a run go besides the terminal. A file each in this folder, found by its name.
 
-A file holds `open(run, options, last_step) -> Tracker`, as a user's own does under `@sk.tracker`. `run` has `directory`
-and `config`, `options` is what the config says behind the name, and `last_step` the step that was restored, or 0.
+A file holds `open(run, last_step, **options) -> Tracker`, as a user-defined function under `@sk.tracker` does. `run`
+has `directory` and `config`, `last_step` is the restored step, or 0. The keyword arguments are the options of the
+config; others are rejected.
 
 Going back: who reads a place sees each step once, as it was trained last. After a restart that is `open`'s to see to:
 what an earlier process wrote after `last_step` goes, or is marked as gone. After a rollback within a process it is

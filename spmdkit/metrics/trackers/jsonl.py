@@ -18,7 +18,7 @@ from spmdkit.metrics.jsonl import parse_object, record_line
 from spmdkit.metrics.trackers.base import Tracker
 
 
-def open(run: Any, options: Mapping[str, Any], last_step: int) -> Tracker:
+def open(run: Any, last_step: int) -> Tracker:
     """Returns the tracker of `metrics.jsonl` in the run's directory, and of `counts.jsonl` where a metric is an
     array."""
     path = run.directory / "counts.jsonl"

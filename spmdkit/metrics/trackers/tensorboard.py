@@ -12,7 +12,7 @@ from spmdkit.metrics.jsonl import LAST_KEYS, plain_number
 from spmdkit.metrics.trackers.base import Tracker
 
 
-def open(run: Any, options: Mapping[str, Any], last_step: int) -> Tracker:
+def open(run: Any, last_step: int) -> Tracker:
     """Returns the tracker of event files in `tensorboard/` of the run's directory."""
     files = TensorboardTracker(run.directory / "tensorboard", keep_through_step=last_step)
     write = lambda kind, record: files.write(record)

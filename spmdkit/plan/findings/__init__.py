@@ -7,12 +7,11 @@ it runs nothing. A bound on the size keeps small arrays out: a finding is someth
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from spmdkit.foundation import plugins
 from spmdkit.plan.collectives_bill import Bill, Collective
 from spmdkit.plan.finding import SEVERITIES, Finding
 from spmdkit.plan.hlo.text import Module
@@ -58,14 +57,9 @@ class CompiledStep:
         return collective.bytes_at_least >= max(MIN_WIRE_BYTES, self.bill.bytes_at_least // 50)
 
 
-def names() -> list[str]:
-    """Returns the names of the detectors."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
-
-
 def find_all(step: CompiledStep) -> tuple[Finding, ...]:
     """Returns what all detectors find, most severe first, each thing once."""
     found: dict[Finding, None] = {}
-    for name in names():
-        found |= dict.fromkeys(importlib.import_module(f"{__name__}.{name}").find(step))
+    for find in plugins.load_all("findings").values():
+        found |= dict.fromkeys(find(step))
     return tuple(sorted(found, key=lambda f: SEVERITIES.index(f.severity)))

@@ -6,18 +6,12 @@ them.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Iterable
 from typing import Any
 
 from spmdkit.errors import ConfigError
+from spmdkit.foundation import plugins
 from spmdkit.run.hooks.base import Hook
-
-
-def names() -> list[str]:
-    """Returns the names of the hooks that come with the package."""
-    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base")
 
 
 def of_run(config: Any, own: Iterable[Hook]) -> list[Hook]:
@@ -26,7 +20,7 @@ def of_run(config: Any, own: Iterable[Hook]) -> list[Hook]:
     Raises:
         ConfigError: two have one name.
     """
-    ours = [importlib.import_module(f"{__name__}.{name}").make(config) for name in names()]
+    ours = [make(config) for make in plugins.load_all("default_hooks").values()]
     found = [hook for hook in ours if hook is not None]
     for hook in own:
         if any(hook.name == other.name for other in found):

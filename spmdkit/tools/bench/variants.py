@@ -14,8 +14,8 @@ from spmdkit.errors import ConfigError
 from spmdkit.foundation import plugins
 
 Choice = str | dict[str, Any]
-FOLDERS = {"reducers": ("reducers", "sum"), "syncs": ("sync", "every_step")}
-"""Option -> (the folder of its kinds, the one that the others are compared with)."""
+BASELINES = {"reducers": "sum", "syncs": "every_step"}
+"""Option, which is a group of plug-ins -> the plug-in that the others are compared with."""
 
 _CALL = re.compile(r"([^\s(){}\[\],]+)\((.*)\)", re.DOTALL)
 
@@ -63,12 +63,13 @@ def read(text: str, option: str) -> list[Choice]:
     Args:
         option: `reducers` or `syncs`.
     """
-    folder = FOLDERS[option][0]
     found = list[Choice]()
     for part in _parts(text, option):
         choice = _choice(part, option)
-        known = plugins.is_own(choice) or (option == "syncs" and plugins.split(choice)[0] == parameter_server.NAME)
-        if not known and (wrong := plugins.problem(folder, choice) or plugins.common_problem(folder, choice)):
+        known = plugins.is_reference(choice) or (
+            option == "syncs" and plugins.split(choice)[0] == parameter_server.NAME
+        )
+        if not known and (wrong := plugins.problem(option, choice)):
             raise ConfigError(f"--{option} {part}: {wrong}")
         found.append(choice)
     return found

@@ -47,7 +47,7 @@ _CLOUD = meaningless("machines are made by a cloud's own tools; `spmdkit` runs o
 _FP8 = meaningless("products in float8 are the model's own; `precision` is that of everything else")
 
 
-def migrate(settings: Mapping[str, Any], devices: int, folder: Path | None = None) -> Migration:
+def migrate(settings: Mapping[str, Any], devices: int, folder: Path) -> Migration:
     """Returns what the settings are here. `folder`: where the file lies, for a DeepSpeed file that it names."""
     migration = Migration(devices)
     table = {**TABLE, "deepspeed_config": _deepspeed_table(folder), "downcast_bf16": _downcast(settings)}
@@ -145,10 +145,10 @@ def _axis(axis: str) -> Any:
     return when(lambda v: v in (None, 1), automatic(f"mesh.{axis} is 1"), to(f"mesh.{axis}"))
 
 
-def _deepspeed_table(folder: Path | None) -> Table:
+def _deepspeed_table(folder: Path) -> Table:
     def file(migration: Migration, key: str, value: Any) -> None:
-        path = None if folder is None else folder / str(value)
-        if path is None or not path.is_file():
+        path = folder / str(value)
+        if not path.is_file():
             return migration.say(
                 "meaningless here",
                 key,
@@ -156,7 +156,7 @@ def _deepspeed_table(folder: Path | None) -> Table:
                 "the file is not beside this one: migrate it, `spmdkit migrate` reads it",
             )
         try:
-            inner = deepspeed.migrate(json.loads(path.read_text()), migration.devices)
+            inner = deepspeed.migrate(json.loads(path.read_text()), migration.devices, folder)
         except (ValueError, AttributeError) as error:
             return migration.say(
                 UNKNOWN, key, value, f"that file is no config of DeepSpeed: {' '.join(str(error).split())}"

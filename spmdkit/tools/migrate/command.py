@@ -12,11 +12,10 @@ import yaml
 
 from spmdkit.config import parse_config
 from spmdkit.errors import ConfigError
+from spmdkit.foundation import plugins
 from spmdkit.foundation.formatting import visible
-from spmdkit.tools.migrate import accelerate, deepspeed, maxtext
 from spmdkit.tools.migrate.base import KINDS, UNKNOWN, Migration, Translation, shown, tidy
 
-PROJECTS = {"accelerate": accelerate.NAMES, "deepspeed": deepspeed.NAMES, "maxtext": maxtext.NAMES}
 MOST_BYTES = 10**6
 TASK = "task.py:task"
 
@@ -25,20 +24,18 @@ def migrate(path: str | Path, project: str | None = None, devices: int = 1) -> s
     """Returns the config as YAML; behind it, as comments, what became of each setting.
 
     Args:
-        project: accelerate, deepspeed or maxtext; None: whose settings the file has.
+        project: accelerate, deepspeed, maxtext or an installed plug-in; None: the one with the most settings of the file.
         devices: what sizes for each device are multiplied by.
     Raises: ConfigError for a file that cannot be read, is no mapping, or is nobody's.
     """
     if devices < 1:
         raise ConfigError(f"--devices {devices}: at least one. Give the number that the job has, --devices 8.")
     settings = read(Path(path))
-    whose = chosen(settings, project, path)
-    if whose == "accelerate":
-        found = accelerate.migrate(settings, devices, Path(path).parent)
-    else:
-        found = {"deepspeed": deepspeed, "maxtext": maxtext}[whose].migrate(settings, devices)
+    readers = plugins.load_all("migrations")
+    name = chosen(settings, {name: reader.NAMES for name, reader in readers.items()}, project, path)
+    found = readers[name].migrate(settings, devices, Path(path).parent)
     tidy(found)
-    return text(found, f"{Path(path).name}, a config of {whose}", problem_of(found))
+    return text(found, f"{Path(path).name}, a config of {name}", problem_of(found))
 
 
 def problem_of(migration: Migration) -> str:
@@ -76,16 +73,18 @@ def read(path: Path) -> Mapping[str, Any]:
     return {str(name): value for name, value in settings.items()}
 
 
-def chosen(settings: Mapping[str, Any], project: str | None, path: str | Path) -> str:
-    """Returns whose config it is. Raises ConfigError where no setting tells."""
-    if project is not None and project not in PROJECTS:
-        raise ConfigError(f"migrate --project {project}: it is one of {', '.join(PROJECTS)}.")
-    fitting = {name: len(names & settings.keys()) for name, names in PROJECTS.items()}
+def chosen(
+    settings: Mapping[str, Any], projects: Mapping[str, frozenset[str]], project: str | None, path: str | Path
+) -> str:
+    """Returns the project of a config; `projects`: project -> names of its settings. Raises ConfigError if it is unclear."""
+    if project is not None and project not in projects:
+        raise ConfigError(f"migrate --project {project}: it is one of {', '.join(projects)}.")
+    fitting = {name: len(names & settings.keys()) for name, names in projects.items()}
     best = max(fitting, key=lambda name: fitting[name])
     if project is None and fitting[best] == 0:
         some = ", ".join(list(settings)[:5])
         raise ConfigError(
-            f"migrate {path}: its settings ({some}) are of none of {', '.join(PROJECTS)}. Say whose it is: --project accelerate."
+            f"migrate {path}: its settings ({some}) belong to none of {', '.join(projects)}. Name the project: --project accelerate."
         )
     return project or best
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from spmdkit.tools.migrate.base import (
@@ -35,7 +36,7 @@ _TRACKER = meaningless(
 _MODEL = meaningless("part of the model, so of the task")
 
 
-def migrate(settings: Mapping[str, Any], devices: int) -> Migration:
+def migrate(settings: Mapping[str, Any], devices: int, folder: Path) -> Migration:
     """Returns what the settings are here."""
     migration = Migration(devices)
     ordered = sorted(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from spmdkit.tools.migrate.base import (
@@ -153,7 +154,7 @@ _REMAT = {
 }
 
 
-def migrate(settings: Mapping[str, Any], devices: int) -> Migration:
+def migrate(settings: Mapping[str, Any], devices: int, folder: Path) -> Migration:
     """Returns what the settings are here."""
     migration = Migration(devices)
     for name, value in settings.items():

@@ -44,7 +44,7 @@ MESHES = {
 
 
 def test_every_sync_has_a_row():
-    assert plugins.names("sync") == sorted(ROWS.keys() - {OWN})
+    assert plugins.names("syncs") == sorted(ROWS.keys() - {OWN})
 
 
 def loss_fn(params, batch, key):
