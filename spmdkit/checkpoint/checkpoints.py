@@ -242,7 +242,7 @@ class Checkpoints:
             return self._remove_partial(step)
         from spmdkit.checkpoint import orbax_backend
 
-        self._barrier.abort(error)
+        self._barrier.give_up(error)
         orbax_backend.signal_folders_created()
 
     def _remove_partial(self, step: int) -> None:

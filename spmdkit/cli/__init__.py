@@ -233,10 +233,10 @@ def drill(
     json_: AsJson = False,
 ) -> None:
     """Run a job here, hurt it on order, and say what that cost and whether it ended the same. Exit code 0 or 1."""
-    from spmdkit.tools.drill.command import Drill, run_drill
+    from spmdkit.tools.drill.command import DrillRequest, run_drill
 
     faults = [*(fault or []), *(f"kill:{text}" for text in kill or [])]
-    asked = Drill(config, overrides or [], faults, num, devices_per_process, seed, count, json_)
+    asked = DrillRequest(config, overrides or [], faults, num, devices_per_process, seed, count, json_)
     raise SystemExit(run_drill(asked))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from spmdkit.config import overrides as override
 from spmdkit.config import source as yaml_source
-from spmdkit.config.problems import KeyPath, Origin, Place, key_path, show
+from spmdkit.config.problems import KeyPath, Location, Origin, key_path, show
 from spmdkit.config.schema import Config
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import redact
@@ -30,7 +30,7 @@ def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
 def parse_config(
     mapping: Mapping[str, Any],
     source: str | os.PathLike[str] | None = None,
-    positions: Mapping[KeyPath, Place] | None = None,
+    positions: Mapping[KeyPath, Location] | None = None,
     name: str | None = None,
 ) -> Config:
     """Returns the checked config of plain values.

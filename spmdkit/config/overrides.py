@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from spmdkit.config import source
-from spmdkit.config.problems import KeyPath, Place, dotted, key_path, show
+from spmdkit.config.problems import KeyPath, Location, dotted, key_path, show
 from spmdkit.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ def apply(document: source.Document, overrides: Iterable[str]) -> source.Documen
     value, places = _copy(document.value), dict(document.places)
     for text in overrides:
         path, new, inner = _parse(text)
-        place = Place(f"override {_shown(text)}", 0)
+        place = Location(f"override {_shown(text)}", 0)
         _set(value, path, new, place)
         for old in [p for p in places if p[: len(path)] == path]:
             del places[old]
@@ -39,13 +39,13 @@ def _parse(text: str) -> tuple[KeyPath, Any, Iterable[KeyPath]]:
     path = key_path(key.strip())
     if not all(isinstance(p, str) and p.strip() for p in path):
         raise ConfigError(f"{where}: needs a dotted key before `=`, found {key!r}. Write for example mesh.data=8.")
-    parsed = source.parse(raw, lambda _line: Place(where, 0), where)
+    parsed = source.parse(raw, lambda _line: Location(where, 0), where)
     if parsed.value is None and not raw.strip():
         raise ConfigError(f"{where}: {dotted(path)} has no value. Write one after `=`, or {key}=null.")
     return path, parsed.value, parsed.places
 
 
-def _set(value: dict[Any, Any], path: KeyPath, new: Any, place: Place) -> None:
+def _set(value: dict[Any, Any], path: KeyPath, new: Any, place: Location) -> None:
     for depth, part in enumerate(path[:-1], start=1):
         if value.get(part) is None:
             value[part] = {}

@@ -17,7 +17,7 @@ MAX_PROBLEMS = 10
 KeyPath = tuple[str | int, ...]
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where a value was written: `a.yaml:3` or `override steps=3`; line 0 for overrides."""
 
     where: str
@@ -37,14 +37,14 @@ class Origin:
 
     file: Path | None = None
     name: str = ""
-    places: Mapping[KeyPath, Place] = field(default_factory=lambda: MappingProxyType({}))
+    places: Mapping[KeyPath, Location] = field(default_factory=lambda: MappingProxyType({}))
 
-    def place(self, path: KeyPath) -> Place:
+    def place(self, path: KeyPath) -> Location:
         """Returns the place of the key, or of the nearest mapping around it that has one."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.places:
                 return self.places[path[:end]]
-        return Place(self.name, 0)
+        return Location(self.name, 0)
 
     def where(self, path: KeyPath) -> str:
         """Returns `a.yaml:3: mesh.data`."""

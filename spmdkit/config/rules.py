@@ -181,12 +181,12 @@ def _choices(config: Settings) -> Iterator[Problem]:
         elif not plugins.is_reference(value) and (outer := plugins.make(group, value).outer_optimizer) is not None:
             for problem in optimizer.optimizer_problems(outer, False):
                 yield Problem((key, name, *problem.path), problem.text)
-    for key, group in (("preemption", "preemption_sources"), ("hooks", "hooks")):
+    for key, kind in (("preemption", "preemption_sources"), ("hooks", "hooks")):
         for i, choice in enumerate(getattr(config, key)):
-            if (group == "preemption_sources" or not plugins.is_reference(choice)) and (
-                invalid := plugins.problem(group, choice)
+            if (kind == "preemption_sources" or not plugins.is_reference(choice)) and (
+                why_not := plugins.problem(kind, choice)
             ):
-                yield Problem((key, i), invalid)
+                yield Problem((key, i), why_not)
 
 
 def _warmup(config: Settings, name: str, options: Mapping[str, Any]) -> Iterator[Problem]:

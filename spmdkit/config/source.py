@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from spmdkit.config.problems import KeyPath, Place, dotted, show
+from spmdkit.config.problems import KeyPath, Location, dotted, show
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.formatting import nearest
 
@@ -41,7 +41,7 @@ class Document(NamedTuple):
     """Plain values, and the place of every key and list item."""
 
     value: Any
-    places: dict[KeyPath, Place]
+    places: dict[KeyPath, Location]
 
 
 class _Refused(Exception):
@@ -72,7 +72,7 @@ def read_file(path: Path, name: str) -> Document:
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name!r}: cannot be read: {getattr(error, 'strerror', None) or error}.") from None
-    document = parse(text, lambda line: Place(f"{name}:{line}", line), name)
+    document = parse(text, lambda line: Location(f"{name}:{line}", line), name)
     if document.value is None:
         raise ConfigError(f"{name}: is empty. A config needs at least one line: `task: my_task.py:task`.")
     if not isinstance(document.value, dict):
@@ -95,8 +95,8 @@ def _no_file(path: Path) -> str:
     return f"no such file.{hint} A config is named by its path."
 
 
-def parse(text: str, place: Callable[[int], Place], name: str) -> Document:
-    """Returns the values of YAML text; `place(line)` makes the Place of a line (from 1)."""
+def parse(text: str, place: Callable[[int], Location], name: str) -> Document:
+    """Returns the values of YAML text; `place(line)` makes the Location of a line (from 1)."""
     walk = _Reader(text, place)
     try:
         return Document(walk.document(), walk.places)
@@ -123,8 +123,8 @@ def parse(text: str, place: Callable[[int], Place], name: str) -> Document:
 class _Reader:
     """Makes plain values of the events of PyYAML's parser, and notes where each key and list item stands."""
 
-    def __init__(self, text: str, place: Callable[[int], Place]) -> None:
-        self.places: dict[KeyPath, Place] = {}
+    def __init__(self, text: str, place: Callable[[int], Location]) -> None:
+        self.places: dict[KeyPath, Location] = {}
         self._place = place
         self._num_values = 0
         self._text = text

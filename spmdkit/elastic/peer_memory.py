@@ -35,7 +35,7 @@ AWAY = 2
 """So many processes further is the other copy, with four and more: the one that comes next after a dead one may have to
 die too (launch/membership.py, OUT_S)."""
 
-Place = tuple[tuple[int, int], ...]
+Location = tuple[tuple[int, int], ...]
 """Where a shard lies in its leaf: (begin, end) of each dim."""
 
 
@@ -45,7 +45,7 @@ class Parts:
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    parts: dict[Place, np.ndarray]
+    parts: dict[Location, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,17 +67,17 @@ class Snapshot:
         return sum(part.nbytes for leaf in self.leaves.values() for part in leaf.parts.values())
 
 
-def place_of(index: Any, shape: tuple[int, ...]) -> Place:
+def place_of(index: Any, shape: tuple[int, ...]) -> Location:
     """Returns where a tuple of slices lies."""
     return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
 
 
-def size_of(place: Place) -> int:
+def size_of(place: Location) -> int:
     """Returns the number of elements."""
     return math.prod(end - begin for begin, end in place)
 
 
-def common(one: Place, other: Place) -> Place | None:
+def common(one: Location, other: Location) -> Location | None:
     """Returns where two places overlap, None where they do not."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return both if all(begin < end for begin, end in both) else None
@@ -158,7 +158,7 @@ def _copied_to(devices: list[Any]) -> list[tuple[int, int]]:
 
 def _is_alone(leaf: jax.Array) -> bool:
     """Returns whether some shard of a leaf is on one process only."""
-    holders = dict[Place, set[int]]()
+    holders = dict[Location, set[int]]()
     places: Mapping[Any, Any] = leaf.sharding.devices_indices_map(leaf.shape)
     for device, index in places.items():
         holders.setdefault(place_of(index, leaf.shape), set()).add(device.process_index)
@@ -180,7 +180,7 @@ def _on_device(path: str, leaf: Any) -> jax.Array:
 
 def _own(leaf: jax.Array) -> Parts:
     """Returns the shards of this process, copied: the memory of the device goes to the next step."""
-    parts: dict[Place, np.ndarray] = {}
+    parts: dict[Location, np.ndarray] = {}
     for shard in leaf.addressable_shards:
         place = place_of(shard.index, leaf.shape)
         if place not in parts:
@@ -220,5 +220,5 @@ def whole(leaf: Parts, index: Any) -> np.ndarray:
     return out
 
 
-def _within(inner: Place, outer: Place) -> tuple[slice, ...]:
+def _within(inner: Location, outer: Location) -> tuple[slice, ...]:
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(inner, outer, strict=True))

@@ -19,12 +19,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdkit.cluster import Cluster
-from spmdkit.elastic.peer_memory import HostMemory, Parts, Place, Snapshot, common, place_of, size_of
+from spmdkit.elastic.peer_memory import HostMemory, Location, Parts, Snapshot, common, place_of, size_of
 from spmdkit.foundation.trees import named_leaves
 
 PIECE_BYTES = 1 << 22
 
-Holdings = dict[str, list[Place]]
+Holdings = dict[str, list[Location]]
 """Path of a leaf -> the places that one process holds of it."""
 
 
@@ -138,10 +138,10 @@ def _needed(num: int, leaves: Mapping[str, Any], abstract_state: Any) -> list[Ho
 
 def _lacking(
     holders: list[Said | None], needed: list[Holdings], leaves: Mapping[str, Any]
-) -> Iterator[tuple[str, Place, int, frozenset[int]]]:
+) -> Iterator[tuple[str, Location, int, frozenset[int]]]:
     """Yields (path, place, who sends it, who lacks it) of each shard that somebody lacks, in an order that all have."""
     for path in leaves:
-        has = [set[Place]() if each is None else set(each.holdings[path]) for each in holders]
+        has = [set[Location]() if each is None else set(each.holdings[path]) for each in holders]
         for place in sorted(set().union(*has)):
             wanting = {
                 p
@@ -153,14 +153,14 @@ def _lacking(
 
 
 def _received(
-    cluster: Cluster, mine: Snapshot, stream: list[tuple[str, Place, int, frozenset[int]]]
-) -> dict[tuple[str, Place], np.ndarray]:
+    cluster: Cluster, mine: Snapshot, stream: list[tuple[str, Location, int, frozenset[int]]]
+) -> dict[tuple[str, Location], np.ndarray]:
     """Returns (path, place) -> the shard, for those that this process lacks."""
     sizes = [size_of(place) * mine.leaves[path].dtype.itemsize for path, place, _, _ in stream]
     total = sum(sizes)
     piece = min(PIECE_BYTES, -(-total // 4) * 4)
     add = _adder(cluster, piece)
-    out, at = dict[tuple[str, Place], np.ndarray](), 0
+    out, at = dict[tuple[str, Location], np.ndarray](), 0
     buffers = [
         np.empty(size, np.uint8) if cluster.process_index in wanting else None
         for size, (_, _, _, wanting) in zip(sizes, stream, strict=True)

@@ -102,18 +102,16 @@ class Limits:
             if step_s is None:
                 return FIRST_BATCH_TIMEOUT_S if phase == "data" else self.compile_timeout_s
             return max(MIN_STEP_TIMEOUT_S, STEPS * step_s)
-        named = {
+        named: dict[str, float | None] = {
             "begin": self.import_timeout_s,
             "import": self.import_timeout_s,
             "compile": self.compile_timeout_s,
             "init": self.compile_timeout_s,
-        }
-        named |= {
             "restore": self.restore_timeout_s,
             "save": self.save_timeout_s,
             "end": self.save_timeout_s,
             WAITING: None,
-        }  # type: ignore[dict-item]
+        }
         return named.get(phase, self.evaluation_timeout_s)
 
 

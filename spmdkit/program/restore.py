@@ -14,12 +14,12 @@ While a leaf of another number is read, each device holds the copies of all old 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmdkit.checkpoint import Checkpoints, nest
+from spmdkit.checkpoint import nest
 from spmdkit.communication.sync.stale import DelayLineState
 from spmdkit.foundation.trees import named_leaves
 from spmdkit.program.program import Program
@@ -31,7 +31,15 @@ OPTIONAL = (FIELD, "sync/", LINE, "opt_state/waiting")
 """Prefixes of the paths of leaves that another run may not need."""
 
 
-def restored(checkpoints: Checkpoints, step: int, program: Program) -> tuple[TrainState, dict[str, Any], list[str]]:
+class Restorable(Protocol):
+    """Saved states by step: `Checkpoints`, or the snapshot of `spmdkit.elastic.peer_memory`."""
+
+    def read_tree(self, step: int) -> dict[str, tuple[tuple[int, ...], str]]: ...
+
+    def restore(self, step: int, abstract_state: Any, optional: Any = ()) -> tuple[Any, dict[str, Any]]: ...
+
+
+def restored(checkpoints: Restorable, step: int, program: Program) -> tuple[TrainState, dict[str, Any], list[str]]:
     """Returns (state, the record of the checkpoint, lines for the user) of a saved step on the program's mesh.
 
     Raises:
@@ -140,7 +148,7 @@ def _of_groups(program: Program, num: int | None) -> TrainState:
 
 
 def _with_reducer(
-    checkpoints: Checkpoints, step: int, program: Program, abstract: TrainState, table: Mapping[str, tuple[int, ...]]
+    checkpoints: Restorable, step: int, program: Program, abstract: TrainState, table: Mapping[str, tuple[int, ...]]
 ) -> tuple[TrainState, dict[str, Any], list[str]]:
     """Returns what `restored` does if only the reducer's state differs."""
     saved = {path: shape for path, shape in table.items() if path.startswith(FIELD)}

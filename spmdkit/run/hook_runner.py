@@ -9,8 +9,7 @@ from typing import Any, get_args
 
 from spmdkit.cluster import Cluster
 from spmdkit.errors import ConfigError
-from spmdkit.foundation import phase, user_code
-from spmdkit.run.hooks import names
+from spmdkit.foundation import phase, plugins, user_code
 from spmdkit.run.hooks.base import Action, Decision, Hook, ReplaceState, Stop, decide, from_json, to_json
 
 
@@ -27,7 +26,7 @@ class HookRunner:
         self._before = [(hook, hook.before_step) for hook in here if hook.before_step is not None]
         self._after = [(hook, hook.every, hook.after_step) for hook in here if hook.after_step is not None]
         self._here = here
-        self._ours = frozenset(names())
+        self._ours = frozenset(plugins.names("default_hooks"))
         self._now: list[Action] = []  # to be done after this step
         self._pending: list[Action] = []  # to be agreed on
         self._generation = 0

@@ -56,7 +56,7 @@ class Trainer(Protocol):
 
 def trainer_of(config: Config) -> Trainer:
     """Returns the trainer of the config's `sync`."""
-    module = None if plugins.is_own(config.sync) else TRAINERS.get(plugins.split(config.sync)[0])
+    module = None if plugins.is_reference(config.sync) else TRAINERS.get(plugins.split(config.sync)[0])
     if module is None:
         return SpmdTrainer()
     trainer: Trainer = importlib.import_module(module).trainer()

@@ -105,7 +105,7 @@ def verify_config(config: Config, options: VerifyOptions, say: Log = lambda text
         say,
     )
     with Pool(spec | {"jobs": options.jobs}, max(1, min(options.jobs, len(results.missing)))) as pool:
-        reference = pool.ask({"kind": "reference"})
+        reference = pool.request({"kind": "reference"})
         if "error" in reference:
             raise _raised(reference["error"])
         known = reference["outcome"]

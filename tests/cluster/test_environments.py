@@ -2,19 +2,19 @@
 starters set."""
 
 import os
-import sys
 from types import MappingProxyType
 
 import pytest
 from starter_environments import LATER_PORT, ROWS, Refused
 
-from spmdkit.cluster import ClusterSpec, detect_cluster, environments
+from spmdkit.cluster import ClusterSpec, detect_cluster
 from spmdkit.cluster.detection import resolve
 from spmdkit.cluster.environments import all_environments
 from spmdkit.cluster.environments.base import LEVELS, DetectedCluster, Partial
 from spmdkit.cluster.spec import Names, split_address
 from spmdkit.config import parse_config
 from spmdkit.errors import ConfigError
+from tests.support.distributions import install
 
 ENVIRONMENTS = all_environments()
 
@@ -106,11 +106,8 @@ BROKEN = {
 @pytest.mark.parametrize("body", BROKEN.values(), ids=BROKEN)
 def test_the_contract_rejects_broken_environments(body, tmp_path, monkeypatch):
     source = "from spmdkit.cluster.environments.base import *\nfrom spmdkit.cluster.spec import ClusterSpec, Names\nimport os\n"
-    (tmp_path / "broken.py").write_text(
-        f'"""Broken."""\n{source}NAMES = Names("A", "B", "C")\ndef read(env):\n    {body}\n'
-    )
-    monkeypatch.setattr(environments, "__path__", [*environments.__path__, str(tmp_path)])
-    monkeypatch.delitem(sys.modules, f"{environments.__name__}.broken", raising=False)
+    text = f'"""Broken."""\n{source}NAMES = Names("A", "B", "C")\ndef read(env):\n    {body}\n'
+    install(monkeypatch, tmp_path, "environments", "broken", text)
     found = all_environments()
     assert set(found) == {*ENVIRONMENTS, "broken"}
     with pytest.raises((AssertionError, IndexError)):

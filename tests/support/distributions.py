@@ -1,5 +1,6 @@
-"""Distributions for tests of plug-ins: a module and the metadata that pip would install beside it."""
+"""Distributions for tests of plug-ins: a module and the metadata that pip would install."""
 
+import inspect
 import sys
 from pathlib import Path
 
@@ -17,4 +18,4 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, group: str, name: str
     (metadata / "entry_points.txt").write_text(f"[spmdkit.{group}]\n{name} = {name}_plugin\n")
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, f"{name}_plugin", raising=False)
-    monkeypatch.setattr(plugins, "_entry_points", plugins._entry_points.__wrapped__)
+    monkeypatch.setattr(plugins, "_entry_points", inspect.unwrap(plugins._entry_points))

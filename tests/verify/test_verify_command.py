@@ -182,7 +182,7 @@ def test_workers_open_task_while_reference_runs(monkeypatch):
 
     monkeypatch.setattr(_Worker, "ask", ask)
     with Pool({"devices": 1}, 3) as pool:
-        assert pool.ask({"kind": "reference"}) == {"outcome": "reference"}
+        assert pool.request({"kind": "reference"}) == {"outcome": "reference"}
 
 
 def test_dead_worker_fails_its_case_and_resume(folder, capfd):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,7 +79,7 @@ def newest_good(
             found = restored(checkpoints, step, program)
         except DamagedError as error:
             why = error.found
-        why = cluster.first_problem("restored checkpoint", lambda why=why: why)
+        why = cluster.first_problem("restored checkpoint", partial(str, why))
         if not why and found is not None:
             return Restored(step, *found, {str(newer): what for newer, what in wrong.items()})
         wrong[step] = why

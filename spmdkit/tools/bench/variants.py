@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmdkit.config import parameter_server, source
-from spmdkit.config.problems import Place
+from spmdkit.config.problems import Location
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import plugins
 
@@ -84,7 +84,7 @@ def _choice(part: str, option: str) -> Choice:
         several = len(arguments) != 1 or not values
         inner = "{" + ", ".join(f"{name}: {yaml}" for name, yaml in arguments) + "}" if several else values[0]
         yaml = "{" + f"{json.dumps(call[1])}: {inner}" + "}"
-    value = source.parse(yaml, lambda _line: Place(where, 0), where).value
+    value = source.parse(yaml, lambda _line: Location(where, 0), where).value
     if isinstance(value, str) or (
         isinstance(value, Mapping) and len(value) == 1 and isinstance(next(iter(value)), str)
     ):
