@@ -169,4 +169,4 @@ def test_class_that_changes_shape_is_rejected():
     several = dataclasses.make_dataclass("Several", ["x"], namespace={"compute": lambda self: {"x": self.x}})
     several.merge = lambda self, other: self
     jax.tree_util.register_dataclass(several)
-    refused(r"metric 'a': compute of Several gives dict\. .*number or an array", several(part.smallest))
+    refused(r"metric 'a': compute of Several returns dict\. .*number or an array", several(part.smallest))

@@ -13,7 +13,7 @@ def test_it_knows_what_was_called_and_named():
     noticed.record_masked_metric()
     assert noticed.has_called("mean") and noticed.has_called("pipeline", "mean") and not noticed.has_called("pipeline")
     assert noticed == UsageTracker({"mean"}, {"tensor", "context"}, {"attention"}, 1)
-    with pytest.raises(AssertionError, match="stands in no table"):
+    with pytest.raises(AssertionError, match="is not a recorded function"):
         noticed.record_call("men")
 
 
