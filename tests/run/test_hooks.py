@@ -102,7 +102,7 @@ def test_after_a_run_a_state_that_was_given_away_is_refused_as_before_it(tmp_pat
     result = train(tmp_path, checkpoint=None)
     batch = result.program.put(X[:16])
     result.program.step(result.state, batch)
-    with pytest.raises(ConfigError, match="was given to an earlier step"):
+    with pytest.raises(ConfigError, match="was donated to an earlier step"):
         result.program.step(result.state, batch)
 
 
