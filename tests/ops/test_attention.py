@@ -291,7 +291,7 @@ def test_the_splash_kernel_gives_the_plain_formula(causal, segments, monkeypatch
         (
             {"tensor": 8},
             lambda q, k, v: (q[:, :, :4], k[:, :, :4], v[:, :, :4]),
-            r"4 query heads are cut over mesh.tensor 8 = 8",
+            r"4 query heads are sharded over mesh.tensor 8 = 8",
         ),
         ({}, lambda q, k, v: (q, k[:, :, :3], v[:, :, :3]), "8 is not divisible by 3"),
         ({}, lambda q, k, v: (q[:, :5], k, v), "found 5 queries and 32 keys"),
