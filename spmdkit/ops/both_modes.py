@@ -22,7 +22,7 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir
 
 from spmdkit import compat
-from spmdkit.ops.kept import floats
+from spmdkit.ops.residuals import floats
 
 
 def both_modes(

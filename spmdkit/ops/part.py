@@ -23,8 +23,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from spmdkit import compat
 from spmdkit.mesh.mesh import MODEL_AXES, dim_axes
-from spmdkit.ops.kept import Linearized, floats
 from spmdkit.ops.remat import everything_but_gathered
+from spmdkit.ops.residuals import Linearized, floats
 from spmdkit.step import trace_context
 from spmdkit.step.checks.implicit_psum import refuse_summed, traced
 

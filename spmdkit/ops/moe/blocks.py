@@ -27,7 +27,7 @@ from jax import lax
 from spmdkit import compat
 from spmdkit.foundation.trees import common_dtype
 from spmdkit.ops.both_modes import both_modes
-from spmdkit.ops.kept import floats
+from spmdkit.ops.residuals import floats
 
 
 def by_blocks(

@@ -12,8 +12,8 @@ from spmdkit import compat
 from spmdkit.foundation import jaxprs
 from spmdkit.mesh.mesh import make_mesh, resolve
 from spmdkit.ops.collectives import all_gather, reduce_scatter
-from spmdkit.ops.kept import Linearized
 from spmdkit.ops.remat import KEPT, everything_but_gathered, policy, policy_of_names
+from spmdkit.ops.residuals import Linearized
 from spmdkit.step import trace_context
 from tests.support.ops_mesh import step
 
