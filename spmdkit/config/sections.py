@@ -1,5 +1,4 @@
-"""The sections of a config, as frozen pydantic models: what stands behind one key. The description of a field is its
-help, schema and docs."""
+"""The sections of a config, as frozen pydantic models. The description of a field is its help, schema and docs."""
 
 from __future__ import annotations
 
@@ -13,25 +12,29 @@ from spmdkit.config.retention import Retention
 
 
 class Mesh(Section):
-    """Sizes of the mesh axes. An axis that is not named has size 1; an empty mesh is one device; one -1 fills."""
+    """Sizes of the mesh axes. An unnamed axis has size 1; an empty mesh is one device; one -1 fills."""
 
     replica: fields.AxisSize | None = Field(
-        default=None, description="Replicas between hosts or slices, the slowest links."
+        default=None, description="Replicas between hosts or slices, over the slowest links."
     )
     data: fields.AxisSize | None = Field(
-        default=None, description="Replicas: each computes the gradient of its own examples."
+        default=None, description="Replicas: each computes the gradient of its examples."
     )
     fsdp: fields.AxisSize | None = Field(
         default=None,
-        description="Cuts both the examples and the parameters, which are gathered when needed (see layout.zero).",
+        description="Shards both the examples and the parameters, which are gathered when needed (see layout.zero).",
     )
-    expert: fields.AxisSize | None = Field(default=None, description="Cuts the experts of a mixture, and the examples.")
-    context: fields.AxisSize | None = Field(default=None, description="Cuts the sequence dim.")
-    tensor: fields.AxisSize | None = Field(default=None, description="Cuts matrices inside a layer; the fastest links.")
-    pipeline: fields.AxisSize | None = Field(default=None, description="Cuts the layers into stages.")
+    expert: fields.AxisSize | None = Field(
+        default=None, description=("Shards the experts of a mixture, and the examples.")
+    )
+    context: fields.AxisSize | None = Field(default=None, description="Shards the sequence dim.")
+    tensor: fields.AxisSize | None = Field(
+        default=None, description=("Shards matrices inside a layer, over the fastest links.")
+    )
+    pipeline: fields.AxisSize | None = Field(default=None, description="Splits the layers into stages.")
 
     def sizes(self) -> dict[str, int]:
-        """Returns the axes that are named, -1 as it stands."""
+        """Returns the named axes; -1 is unchanged."""
         return {axis: size for axis in type(self).model_fields if (size := getattr(self, axis)) is not None}
 
 
@@ -40,43 +43,53 @@ class ClusterOptions(Section):
 
     environment: fields.Environment = Field(
         default="auto",
-        description="Whose environment variables say which process this is: auto reads all that are known, the most specific wins; a name reads that "
-        "one alone; none: one process, whatever is set.",
+        description=(
+            "Which environment variables give the rank of this process: auto: all known environments, the "
+            "most specific wins; a name: only that environment; none: one process, whatever is set."
+        ),
     )
     interface: fields.FileName = Field(
         default="auto",
         examples=["eth0"],
-        description="Whose address CPU collectives (Gloo) give to other hosts: the name of a network interface. auto: what the "
-        "host's own name resolves to, and where that is loopback the address by which it reaches the coordinator.",
+        description=(
+            "Address that CPU collectives (Gloo) advertise to other hosts: the name of a network interface. "
+            "auto: the address of the host's name, or, if that is loopback, the address by which it reaches "
+            "the coordinator."
+        ),
     )
 
 
 class Layout(Section):
-    """Where each parameter lives: rules, then metadata of the model, then the fsdp tactic."""
+    """The sharding of each parameter: rules, then metadata of the model, then the fsdp heuristic."""
 
     rules: list[fields.LayoutRule] = Field(
         default_factory=list,
-        description="Ordered [pattern, [axis of each dim]]: the pattern is a regular expression that matches the whole "
-        "path of a parameter (blocks/0/kernel), an axis is a logical axis, a mesh axis or null.",
+        description=(
+            "Ordered [pattern, [axis of each dim]]: the pattern is a regular expression that matches the "
+            "whole path of a parameter (blocks/0/kernel), an axis is a logical axis, a mesh axis or null."
+        ),
     )
     axes: dict[str, fields.MeshAxes] = Field(
         default_factory=dict,
-        description="Logical axis -> mesh axis, list of mesh axes or null; added to the defaults and wins over them.",
+        description="Logical axis -> mesh axis, list of mesh axes or null; extends and overrides the defaults.",
     )
     fsdp: Literal["auto", "off"] = Field(
         default="auto",
-        description="auto: leaves that no rule shards are cut on their largest divisible dim over the fsdp axis.",
+        description="auto: leaves without a rule are sharded over the fsdp axis on their largest divisible dim.",
     )
     zero: Literal[1, 2, 3] = Field(
         default=3,
-        description="What the fsdp axis cuts: 1 optimizer state, 2 gradients too, 3 parameters too. Needs mesh.fsdp.",
+        description=(
+            "What the fsdp axis shards: 1 optimizer state, 2 also gradients, 3 also parameters. Needs mesh.fsdp."
+        ),
     )
     min_shard_bytes: fields.NumBytes = Field(
-        default=2**14, description="Bytes below which fsdp: auto leaves a leaf whole. Needs mesh.fsdp and fsdp: auto."
+        default=2**14,
+        description=("Size in bytes below which fsdp: auto replicates a leaf. Needs mesh.fsdp and fsdp: auto."),
     )
     replicate_above_bytes: fields.NumBytes = Field(
         default=2**27,
-        description="Bytes of a leaf above which replication over a model axis must be asked for by a rule.",
+        description="Size of a leaf in bytes above which replication over a model axis needs a rule.",
     )
 
 
@@ -93,8 +106,11 @@ class Precision(Section):
     )
     inputs: fields.Inputs | None = Field(
         default=None,
-        description="Floating point arrays of a batch: compute casts all of them to that dtype, given none, a list those whose whole "
-        "path one of its patterns matches. null: compute, and train names those that it rounds.",
+        description=(
+            "Floating point arrays of a batch: compute casts all of them to that dtype, given casts none, a "
+            "list casts those with a path that matches one of its patterns. null: compute, and train lists "
+            "those that it rounds."
+        ),
     )
 
 
@@ -103,13 +119,17 @@ class Pipeline(Section):
 
     schedule: Literal["gpipe", "1f1b", "interleaved"] = Field(
         default="1f1b",
-        description="gpipe: all forward passes, then all backward; 1f1b: in turn, memory bounded by the stages; interleaved: "
-        "1f1b with several chunks of layers per stage, a smaller bubble and more transfers.",
+        description=(
+            "gpipe: all forward passes, then all backward; 1f1b: alternating, memory bounded by the stages; "
+            "interleaved: 1f1b with several chunks of layers per stage, a smaller bubble and more transfers."
+        ),
     )
     microbatches: fields.Count | None = Field(
         default=None,
-        description="Parts into which the rows of one shard of a microbatch are cut; null: the largest divisor of their number "
-        "that is at most 4 per stage.",
+        description=(
+            "Number of parts of the rows of one shard of a microbatch; null: the largest divisor of the rows "
+            "that is at most 4 per stage."
+        ),
     )
     chunks: fields.Count | None = Field(
         default=None, description="Chunks of layers per stage, at least 2; null: 2. Needs schedule: interleaved."
@@ -121,71 +141,88 @@ class Attention(Section):
 
     context: Literal["ring", "all_to_all"] = Field(
         default="ring",
-        description="With mesh.context: ring passes keys and values round; all_to_all trades the cut of the sequence for one "
-        "of the heads, whose number it then has to divide.",
+        description=(
+            "With mesh.context: ring passes keys and values around the ring; all_to_all shards the heads "
+            "instead of the sequence, so it has to divide their number."
+        ),
     )
     implementation: Literal["auto", "xla", "cudnn", "splash"] = Field(
         default="auto",
-        description="auto: the best that takes the operands on the mesh's devices; xla: everywhere; cudnn: NVIDIA GPUs; "
-        "splash: TPUs.",
+        description=(
+            "auto: the best one for the operands and the mesh's devices; xla: everywhere; cudnn: NVIDIA "
+            "GPUs; splash: TPUs."
+        ),
     )
     order: Literal["zigzag", "contiguous"] = Field(
         default="zigzag",
-        description="Order of a sequence on the ring: zigzag gives each device an early and a late part, the same work under a "
-        "causal mask; contiguous: neighbours, the last device works longest.",
+        description=(
+            "Order of a sequence on the ring: zigzag gives each device an early and a late part, with equal "
+            "work under a causal mask; contiguous: neighbors, the last device works longest."
+        ),
     )
 
 
 class RematNames(Section):
-    """Rematerialisation that keeps only what the model has named."""
+    """Rematerialization that saves only named values."""
 
     save: list[fields.Name] = Field(
         default_factory=list,
         min_length=1,
         examples=["[attention]"],
-        description="Names given with jax.ad_checkpoint.checkpoint_name whose values are kept.",
+        description="Names of jax.ad_checkpoint.checkpoint_name with values to save.",
     )
     offload: list[fields.Name] = Field(
         default_factory=list,
         min_length=1,
         examples=["[block]"],
-        description="Names whose values are kept in host memory until the backward pass needs them. Excludes the same name in save.",
+        description=(
+            "Names of values to offload to host memory until the backward pass. Excludes the same name in save."
+        ),
     )
 
 
 class StateGroup(Section):
-    """Model state that agrees within groups of replicas."""
+    """Model state that is shared within groups of replicas."""
 
-    group: fields.Count = Field(description="Neighbouring replicas that share one state; divides their number.")
+    group: fields.Count = Field(
+        description=("Number of neighboring replicas that share one state; divides the number of replicas.")
+    )
 
 
 class Data(Section):
     """How batches are made."""
 
     shuffle: fields.Flag = Field(
-        default=True, description="A new order of the training examples in each epoch, from the seed."
+        default=True, description="Shuffle the training examples in each epoch, from the seed."
     )
     drop_remainder: fields.Flag = Field(
         default=True,
         description="true: the last short batch of an epoch is dropped; false: it is padded to batch_size, and the padding rows are masked.",
     )
     prefetch: fields.Few = Field(
-        default=2, description="Batches that wait on the device, and in the reader, ahead of the step."
+        default=2, description="Number of batches prefetched on the device, and in the reader."
     )
     threads: fields.Few = Field(
         default=1,
-        description="Reader threads of each process. With 1 the data of training and evaluation are read by one thread at a time.",
+        description=(
+            "Reader threads of each process. With 1, one thread at a time reads the training and evaluation data."
+        ),
     )
     retries: fields.Times = Field(
-        default=0, description="How often a row whose data[i] raised is read again, with a growing pause between."
+        default=0, description="Number of retries of a row when data[i] raises, with a growing pause."
     )
     max_bad_examples: fields.Times = Field(
         default=0,
-        description="Training examples that each process may skip because they cannot be read. The next readable one replaces a skipped one, unless the batch can hold padding.",
+        description=(
+            "Number of unreadable training examples that each process may skip. The next readable one "
+            "replaces a skipped one, unless the batch can hold padding."
+        ),
     )
     skip_batches: list[fields.Batches] = Field(
         default_factory=list,
-        description="Batches that are left out, by number or as [first, last]; counted from 1 as if none were left out, over all epochs.",
+        description=(
+            "Batches to skip, by number or as [first, last]; counted from 1 as if none were skipped, over all epochs."
+        ),
     )
 
     def left_out(self) -> list[tuple[int, int]]:
@@ -202,25 +239,30 @@ class Checkpoint(Retention):
     )
     directory: fields.Bucket | None = Field(
         default=None,
-        description="Folder of a bucket that takes the checkpoints, gs://bucket/folder or s3://bucket/folder (extra: storage), where hosts share no disk; "
-        "null: checkpoints/ in run_dir.",
+        description=(
+            "Object store for the checkpoints, gs://bucket/folder or s3://bucket/folder (extra: storage), if "
+            "hosts share no disk; null: checkpoints/ in run_dir."
+        ),
     )
     max_failures: fields.Count = Field(
         default=3,
-        description="Saves that fail in a row before the run ends with 74; up to then one that failed is made up for at the next interval.",
+        description=(
+            "Consecutive failed saves that end the run with 74; before that, a failed save is retried at the "
+            "next interval."
+        ),
     )
-    timeout_s: fields.Seconds = Field(
-        default=600.0, description="Seconds after which a save that does not end is an error."
-    )
+    timeout_s: fields.Seconds = Field(default=600.0, description="Seconds after which an unfinished save is an error.")
     emergency_timeout_s: fields.Seconds | None = Field(
         default=60.0,
-        description="Limit of the save of the last complete step when the data or a hook raises in a run of one process; "
-        "null: nothing is saved.",
+        description=(
+            "Time limit for saving the last complete step when the data or a hook raises in a run of one "
+            "process; null: no such save."
+        ),
     )
 
 
 class Eval(Section):
-    """When and on what the evaluation runs."""
+    """When and how the evaluation runs."""
 
     every_steps: fields.Count | None = Field(
         default=None, description="Steps between evaluations; null: only at the end."
@@ -229,12 +271,12 @@ class Eval(Section):
         default=None, description="Global examples of an evaluation batch; null: batch_size."
     )
     params: Literal["params", "ema"] = Field(
-        default="params", description="The parameters evaluated. ema needs the key ema."
+        default="params", description="The parameters to evaluate. ema needs the key ema."
     )
 
 
 class Log(Section):
-    """What is told while a run goes on."""
+    """What a run logs."""
 
     every_steps: fields.Count = Field(
         default=10, description="Steps between lines of metrics.jsonl and of the display."
@@ -244,136 +286,155 @@ class Log(Section):
     )
     trackers: list[fields.NamedChoice] = Field(
         default_factory=list,
-        description="Where records go beside metrics.jsonl: tensorboard, or a user's own function under @sk.tracker, file.py:name; "
-        "{name: {option: value}} with options.",
+        description=(
+            "Trackers in addition to metrics.jsonl: tensorboard, or a user-defined function under "
+            "@sk.tracker, file.py:name; {name: {option: value}} with options."
+        ),
     )
 
 
 class OnNonfinite(Section):
-    """What is done where a number is not finite. A plain `on_nonfinite: skip` says so of loss, gradient and metrics."""
+    """The action for non-finite values. A plain `on_nonfinite: skip` applies to loss, gradient and metrics."""
 
     loss: fields.Policy = Field(
         default="stop",
-        description="Of the loss: stop: end with code 77; skip: the step leaves everything but its number as it was; rollback: back to the newest "
-        "checkpoint, and on without that batch; continue: go on and say so.",
+        description=(
+            "For the loss: stop: end with code 77; skip: the step changes nothing but its number; rollback: "
+            "return to the newest checkpoint and continue without that batch; continue: report and continue."
+        ),
     )
-    gradient: fields.Policy = Field(default="stop", description="The same of the gradient that the optimizer is given.")
-    metrics: fields.Policy = Field(default="stop", description="The same of every other metric that a step gives.")
+    gradient: fields.Policy = Field(
+        default="stop", description=("The same for the gradient that the optimizer receives.")
+    )
+    metrics: fields.Policy = Field(default="stop", description="The same for every other metric of a step.")
     evaluation: Literal["stop", "continue"] = Field(
-        default="stop", description="Of a metric of an evaluation, also the last one and that of `spmdkit eval`."
+        default="stop", description="For a metric of an evaluation, also the last one and that of `spmdkit eval`."
     )
     max_consecutive: fields.Count = Field(
         default=10,
-        description="Steps in a row that are skipped, and ways back in one process, after which the run ends with code 77.",
+        description="Consecutive skipped steps, or rollbacks in one process, after which the run ends with code 77.",
     )
     save_batch: fields.Flag = Field(
         default=False,
-        description="The batch of a step that was not finite is written to nonfinite/<step>.npz in the run's directory.",
+        description="Write the batch of a non-finite step to nonfinite/<step>.npz in the run's directory.",
     )
 
 
 class Watchdog(Section):
-    """How long a process may be silent, and a phase of it take, before the job ends: 75, or 76 with the stacks of
-    all."""
+    """Timeouts for heartbeats and phases of a process. A timeout ends the job with 75, or with 76 and the stacks of all
+    processes."""
 
     heartbeat_timeout_s: fields.Seconds = Field(
         default=30.0,
-        description="Seconds without a sign of life of a process, after which the others end with 75 and name it; pauses of all do not count.",
+        description=(
+            "Seconds without a heartbeat of a process, after which the others end with 75 and name it; "
+            "pauses of the whole job do not count."
+        ),
     )
     step_timeout_s: fields.Seconds | None = Field(
         default=None,
-        description="Seconds that a step, or reading its data, may take; null: 40 times a usual step, at least 60; 300 for the first data.",
+        description=(
+            "Seconds for a step, or for reading its data; null: 40 times a usual step, at least 60; 300 for "
+            "the first data."
+        ),
     )
     import_timeout_s: fields.Seconds = Field(
-        default=1800.0, description="Seconds that importing the task and building its program may take."
+        default=1800.0, description="Seconds for importing the task and building its program."
     )
     compile_timeout_s: fields.Seconds = Field(
-        default=3600.0, description="Seconds that compiling may take, and the first step."
+        default=3600.0, description="Seconds for compiling, and for the first step."
     )
-    restore_timeout_s: fields.Seconds = Field(
-        default=1800.0, description="Seconds that restoring a checkpoint may take."
-    )
+    restore_timeout_s: fields.Seconds = Field(default=1800.0, description="Seconds for restoring a checkpoint.")
     save_timeout_s: fields.Seconds = Field(
-        default=1800.0, description="Seconds that the run may wait for a save; checkpoint.timeout_s ends most before."
+        default=1800.0, description="Seconds that the run waits for a save; checkpoint.timeout_s usually ends first."
     )
     evaluation_timeout_s: fields.Seconds = Field(
-        default=3600.0, description="Seconds of a batch of an evaluation, or a hook."
+        default=3600.0, description="Seconds for a batch of an evaluation, or for a hook."
     )
     interpreter_timeout_s: fields.Seconds | None = Field(
         default=600.0,
-        description="Seconds without any Python in a process, for code in C that holds the interpreter: launch ends it with 76, a process alone "
-        "ends with 1; null: never.",
+        description=(
+            "Seconds in which C code may hold the interpreter: launch ends the process with 76, a single "
+            "process ends with 1; null: no limit."
+        ),
     )
 
     @property
     def longest_timeout_s(self) -> float:
-        """The longest of these: what every other limit in the background has to exceed."""
+        """The longest of these timeouts, which every background timeout has to exceed."""
         return max(value for value in self.model_dump().values() if value is not None)
 
 
 class OnSpike(Section):
-    """What is done where a loss is far above those before it: more than z_score robust deviations (1.48 medians of the
-    distance) above their median."""
+    """The action for a loss spike: a loss more than z_score robust deviations (1.48 medians of the distance) above the
+    median of the previous ones."""
 
     action: fields.Policy = Field(
         default="skip",
-        description="stop, skip, rollback or continue, as in on_nonfinite; on_nonfinite.max_consecutive holds for spikes too.",
+        description=(
+            "stop, skip, rollback or continue, as in on_nonfinite; on_nonfinite.max_consecutive applies to spikes too."
+        ),
     )
     z_score: fields.Positive = Field(
-        default=6.0, examples=[6.0], description="Robust deviations above the median that are a spike."
+        default=6.0, examples=[6.0], description="Robust deviations above the median that make a spike."
     )
     window: Annotated[int, Field(ge=8, le=4096)] = Field(
-        default=128, description="Losses before it that count; a quarter of them have to be there first."
+        default=128, description="Number of previous losses in the median; a quarter of them is required."
     )
 
 
 class ReplicaCheck(Section):
-    """Whether copies of the train state on several devices still have the same bits."""
+    """Bitwise comparison of the copies of the train state on several devices."""
 
     every_steps: fields.Count = Field(
-        default=1000, description="Steps between two looks; each reads the state once and waits for it."
+        default=1000, description="Steps between two checks; each reads the state once and waits for it."
     )
     action: Literal["stop", "repair", "rollback", "continue"] = Field(
         default="stop",
-        description="Where copies differ: stop: end with code 77; repair: the odd one of three or more gets the bits of the others, of two that which "
-        "an audit finds at fault; rollback: back to a checkpoint from before, where all were the same; continue: go on and say so.",
+        description=(
+            "If copies differ: stop: end with code 77; repair: the outlier of three or more receives the "
+            "bytes of the others, of two the one that an audit finds faulty; rollback: return to a "
+            "checkpoint at which all were equal; continue: report and continue."
+        ),
     )
 
 
 class CompileCache(Section):
-    """Compiled programs that are kept on this machine's disk, so that a restart compiles nothing again. null: none are
-    kept."""
+    """Cache of compiled programs on the machine's disk, so that a restart compiles nothing again. null: no cache."""
 
     directory: fields.FileName | None = Field(
         default=None,
-        description="Folder that its owner alone can enter; null: SPMDKIT_COMPILE_CACHE, or ~/.cache/spmdkit/compile. What is in it is run.",
+        description=(
+            "Folder that only its owner can access, since its contents are executed; null: "
+            "SPMDKIT_COMPILE_CACHE, or ~/.cache/spmdkit/compile."
+        ),
     )
     min_s: Annotated[float, Field(ge=0, le=1e8)] = Field(
-        default=0.5, description="Seconds of compiling from which a program is kept."
+        default=0.5, description="Compile time in seconds above which a program is cached."
     )
     max_bytes: fields.NumBytes = Field(
-        default=4 * 2**30, description="Bytes above which the programs that were used longest ago are removed."
+        default=4 * 2**30, description="Size in bytes above which the least recently used programs are removed."
     )
 
 
 class Profile(Section):
-    """Steps of which a profiler trace is taken."""
+    """A profiler trace of some steps."""
 
-    start: fields.Count = Field(description="First step that is traced; steps count from 1.")
-    steps: fields.Count = Field(default=3, description="Number of steps that are traced.")
+    start: fields.Count = Field(description="First step of the trace; steps count from 1.")
+    steps: fields.Count = Field(default=3, description="Number of steps in the trace.")
 
 
 class Budget(Section):
-    """What a step may cost. `plan` and `train` fail with code 78 where it costs more; null: no limit."""
+    """Maximum cost of a step. `plan` and `train` fail with code 78 above it; null: no limit."""
 
     collective_bytes: fields.NumBytes | None = Field(
-        default=None, description="Bytes that one device may send over the links in a step."
+        default=None, description="Maximum bytes that one device sends in a step."
     )
-    peak_memory: fields.NumBytes | None = Field(default=None, description="Bytes of one device that a step may need.")
+    peak_memory: fields.NumBytes | None = Field(default=None, description="Maximum bytes of one device in a step.")
     collectives_in_loop: Annotated[int, Field(ge=0, le=fields.INT32_MAX)] | None = Field(
-        default=None, description="Collective operations that may stand inside loops."
+        default=None, description="Maximum number of collectives inside loops."
     )
-    findings: Literal["none"] | None = Field(default=None, description="none: a plan may have no findings.")
+    findings: Literal["none"] | None = Field(default=None, description="none: a plan must have no findings.")
 
 
 Remat = Annotated[
