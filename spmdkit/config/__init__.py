@@ -1,8 +1,10 @@
-"""The config of a run: YAML or Python values in, one checked and frozen `Config` out.
+"""The config of a run.
 
-fields.py kinds of value · sections.py and settings.py the settings · rules.py between settings · schema.py `Config`,
-settings that go together · optimizer.py optax by name · source.py YAML with lines · overrides.py key=value ·
-problems.py and wording.py messages · load.py · show.py · task.py
+Enters: YAML or Python values. Leaves: one checked and frozen `Config`.
+
+fields.py kinds of value · sections.py, settings.py and retention.py the settings · rules.py combinations · schema.py
+`Config` · optimizer.py optax by name · source.py YAML with lines · overrides.py key=value · problems.py and wording.py
+messages · load.py · show.py · task.py
 """
 
 from spmdkit.config.load import load_config, parse_config, replace_keys

@@ -1,8 +1,8 @@
-"""The kinds of value that a config field holds: their type, their range, and how they are written in a JSON schema.
+"""The kinds of value of a config field: type, range, and JSON schema.
 
-Types are strict: `"10"` is no number, `true` is no 1, `64.0` is no whole number. pydantic words the rule of a plain
-type ("should be a valid integer", "should be greater than 0"); a validator of ours raises `Wants` with its own.
-wording.py adds the place, what was found and the repair.
+Types are strict: `"10"` is not a number, `true` is not 1, `64.0` is not an integer. pydantic words the rule of a plain
+type ("should be a valid integer", "should be greater than 0"); a custom validator raises `Wants` with its own text.
+wording.py adds the position, the value and the repair.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ INT32_MAX = 2**31 - 1
 
 
 class Wants(ValueError):
-    """A value of a field is refused: what it should be, a value that works (as one writes it in YAML), and the names
-    among which to look for a near one."""
+    """A value of a field is rejected: what it should be, a valid value (in YAML), and the names for a suggestion."""
 
     def __init__(self, phrase: str, example: str = "", options: Sequence[str] = ()):
         super().__init__(f"should be {phrase}")
@@ -38,7 +37,7 @@ class Section(BaseModel):
 
 def _axis_size(value: int) -> int:
     if value == 0 or value < -1:
-        raise Wants("at least 1, or -1 for the devices that the other axes leave", "-1")
+        raise Wants("at least 1, or -1 to fill with the remaining devices", "-1")
     return value
 
 
@@ -48,9 +47,9 @@ def _file_name(value: str) -> str:
     if not value.strip():
         raise Wants("a path that is not empty", "runs/first")
     if any(0xD800 <= ord(c) <= 0xDFFF for c in value):
-        raise Wants("a path without half characters (lone surrogates), which no file can be named by", "runs/first")
+        raise Wants("a path without lone surrogates, which no file name can have", "runs/first")
     if value.startswith("~"):
-        raise Wants("a whole path: `~` is the shell's and is not expanded here", "/home/me/runs/first")
+        raise Wants("an expanded path: `~` is not expanded here", "/home/me/runs/first")
     if any(len(part.encode("utf-8", "replace")) > 255 for part in value.split("/")) or len(value) > 4000:
         raise Wants("a path with at most 255 bytes in each part", "runs/first")
     return value
@@ -59,7 +58,8 @@ def _file_name(value: str) -> str:
 def _bucket(value: str) -> str:
     if not re.fullmatch(r"(gs|s3)://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9](/[\w.=+@-]+)+/?", value, re.ASCII):
         raise Wants(
-            "a folder of a bucket: gs:// or s3://, a bucket's name of at least three characters, and a folder in it (a local one is run_dir's)",
+            "a folder in an object store: gs:// or s3://, a bucket name of at least three characters, and a folder "
+            "in it (run_dir is a local folder)",
             "gs://my-bucket/runs/first",
         )
     return value.rstrip("/")
@@ -99,7 +99,7 @@ AxisSize = Annotated[int, Field(le=INT32_MAX, examples=[-1]), AfterValidator(_ax
 
 
 def choice(value: Any, names: Sequence[str], also: str = "") -> str:
-    """Returns `value` when it is one of `names`; the message lists them, and what else there is, and names the
+    """Returns `value` if it is one of `names`; otherwise the message lists them and the alternatives, and suggests the
     nearest."""
     if isinstance(value, str) and value in names:
         return value
@@ -273,7 +273,7 @@ LearningRate = Annotated[
 
 def _compiler_options(value: Any) -> Any:
     if not isinstance(value, dict) or not all(isinstance(name, str) and name for name in value):
-        raise Wants("a mapping of names of XLA's options to values", "{xla_tpu_scoped_vmem_limit_kib: 65536}")
+        raise Wants("a mapping of XLA option names to values", "{xla_tpu_scoped_vmem_limit_kib: 65536}")
     if not all(x is None or isinstance(x, bool | int | float | str) for x in value.values()):
         raise Wants("a mapping to numbers, text, true, false or null", "{xla_tpu_scoped_vmem_limit_kib: 65536}")
     return value
@@ -295,7 +295,9 @@ Optimizer = Annotated[
 
 def _no_float16(value: Any) -> Any:
     if value == "float16":
-        raise Wants("bfloat16, which has float32's range: float16 needs loss scaling, which is not built", "bfloat16")
+        raise Wants(
+            "bfloat16, which has float32's range: float16 needs loss scaling, which is not supported", "bfloat16"
+        )
     return value
 
 
@@ -306,7 +308,7 @@ Dtype = Annotated[
 
 
 def widest(*names: str) -> Any:
-    """Returns the widest of the dtypes that a config may name."""
+    """Returns the widest dtype that a config may name."""
     return max(names, key=("bfloat16", "float32", "float64").index)
 
 
@@ -330,7 +332,7 @@ Inputs = Annotated[
 
 
 def dtype_to_mapping(value: Any) -> Any:
-    """Returns `{compute: value}` for the name of a dtype; everything else is left to the model."""
+    """Returns `{compute: value}` for the name of a dtype; other values are left to the model."""
     if isinstance(value, str):
         return {
             "compute": choice(

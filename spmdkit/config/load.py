@@ -1,4 +1,4 @@
-"""A config from a file, or from a mapping; both end in the one check of schema.py and rules.py."""
+"""A config from a file or from a mapping; both use the checks of schema.py and rules.py."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from spmdkit.foundation import redact
 
 
 def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Config:
-    """Returns the checked config of a YAML file, with `key=value` overrides on top.
+    """Returns the checked config of a YAML file, with `key=value` overrides applied.
 
     Raises:
-        ConfigError: anything that cannot work, all problems in one message, each with its file and line.
+        ConfigError: an invalid config, all problems in one message, each with its file and line.
     """
     name = os.fspath(path)
     file = Path(os.path.abspath(name))
@@ -37,9 +37,9 @@ def parse_config(
 
     Args:
         mapping: the keys of a config file.
-        source: the file they stand for; relative paths start from its folder. None: the current folder.
-        positions: where each key was written, for messages.
-        name: the file as messages call it; `source` where it is not given.
+        source: the file of these values; relative paths refer to its folder. None: the current folder.
+        positions: the position of each key, for messages.
+        name: the name of the file in messages; default: `source`.
     """
     if not isinstance(mapping, Mapping):
         raise ConfigError(
@@ -52,7 +52,7 @@ def parse_config(
 
 
 def replace_keys(config: Config, changes: Mapping[str, Any]) -> Config:
-    """Returns the config with dotted keys set to new values, checked anew: `{"mesh": {"data": 4}, "ema": None}`."""
+    """Returns the config with dotted keys set to new values, checked again: `{"mesh": {"data": 4}, "ema": None}`."""
     values = config.model_dump()
     for key, new in changes.items():
         *parents, last = key.split(".")

@@ -1,8 +1,8 @@
-"""optax optimizers and learning-rate schedules by name: bound to optax's own signatures, built, and tried on shapes.
+"""optax optimizers and learning-rate schedules by name: bound to optax's signatures, built, and tested on shapes.
 
-Only optax's public functions can be named: optimizers are those that take a learning rate, schedules those that return
-one. What an argument may be, optax knows: an optimizer traces one step of two small arrays, which runs nothing and
-touches no device. optax is imported when a config names one of its functions.
+Only optax's public functions can be named: optimizers are those with a learning rate, schedules those that return one.
+optax validates the arguments: an optimizer traces one step of two small arrays, which runs nothing and touches no
+device. optax is imported when a config names one of its functions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.foundation.formatting import nearest
 
 NOT_FROM_CONFIG = {
-    "noisy_sgd": "it draws noise from a key of its own",
+    "noisy_sgd": "it draws noise from its own key",
     "optimistic_adam": "optax has replaced it by optimistic_adam_v2",
 }
 """optax optimizers that a config cannot name, with the reason."""
@@ -28,7 +28,7 @@ Check = Iterator[Problem]
 
 @functools.cache
 def optimizers() -> dict[str, Callable[..., Any]]:
-    """Returns the optax functions that `optimizer.name` may hold."""
+    """Returns the optax functions for `optimizer.name`."""
     return {
         name: function
         for name, function in _public_functions()
@@ -40,7 +40,7 @@ def optimizers() -> dict[str, Callable[..., Any]]:
 
 @functools.cache
 def schedules() -> dict[str, Callable[..., Any]]:
-    """Returns the optax functions that `learning_rate.name` may hold."""
+    """Returns the optax functions for `learning_rate.name`."""
     import optax
 
     return {
@@ -59,7 +59,7 @@ def _public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def build_schedule(value: Any) -> Any:
-    """Returns the learning rate of a config: None, a float, or the optax schedule that a mapping names.
+    """Returns the learning rate of a config: None, a float, or the optax schedule of a mapping.
 
     Raises:
         ConfigError: a name or argument that optax does not have.
@@ -75,7 +75,7 @@ def build_optimizer(optimizer: Mapping[str, Any], learning_rate: Any = None) -> 
 
     Args:
         optimizer: `{name: adamw, b2: 0.95, ...}`.
-        learning_rate: `config.learning_rate`, or what `build_schedule` made of it; None: the mapping's own.
+        learning_rate: `config.learning_rate`, or the result of `build_schedule`; None: the mapping's own.
     """
     _raise(list(optimizer_problems(optimizer, learning_rate is not None)))
     return _build_optimizer(optimizer, learning_rate)
@@ -143,7 +143,7 @@ def _raise(found: list[Problem]) -> None:
 
 
 def schedule_problems(value: Mapping[str, Any], path: KeyPath) -> Check:
-    """Yields what is wrong with `{name: <schedule>, ...}`."""
+    """Yields the problems of `{name: <schedule>, ...}`."""
     name = value.get("name")
     example = "{name: warmup_cosine_decay_schedule, ...}"
     if not isinstance(name, str) or _schedule(name) is None:
@@ -161,7 +161,7 @@ def _schedule(name: str) -> Any:
 
 
 def optimizer_problems(value: Mapping[str, Any], has_learning_rate: bool) -> Check:
-    """Yields what is wrong with `{name: <optimizer>, ...}`; `has_learning_rate` when the key learning_rate is set."""
+    """Yields the problems of `{name: <optimizer>, ...}`; `has_learning_rate`: the key learning_rate is set."""
     path: KeyPath = ("optimizer",)
     name = value.get("name")
     if isinstance(name, str) and name in NOT_FROM_CONFIG:
@@ -202,7 +202,7 @@ def _arguments(value: Mapping[str, Any]) -> dict[str, Any]:
 def _bind(
     function: Callable[..., Any], arguments: Mapping[Any, Any], path: KeyPath, without: tuple[str, ...] = ()
 ) -> Check:
-    """Yields arguments that the function does not have, and the first that it lacks."""
+    """Yields arguments that the function does not have, and the first missing one."""
     signature = inspect.signature(function)
     parameters = {n: p for n, p in signature.parameters.items() if n not in without}
     unknown = [key for key in arguments if key not in parameters]
@@ -213,7 +213,7 @@ def _bind(
             f"Its arguments are {', '.join(parameters)}.",
         )
     for key, value in arguments.items():
-        if key in parameters and "mask" in key and not isinstance(value, bool | None):  # optax takes any text for true
+        if key in parameters and "mask" in key and not isinstance(value, bool | None):  # optax accepts any text as true
             yield Problem((*path, key), f"is a function or a tree, found {show(value)}. Leave it out. {_IN_TASK}")
     try:
         given = {key: value for key, value in arguments.items() if key not in unknown}
@@ -224,11 +224,11 @@ def _bind(
 
 
 _passed: set[str] = set()
-"""Optimizers and schedules that were tried and work: a config is checked at every change, and a try is a trace."""
+"""Optimizers and schedules that were tested before: a config is checked at every change, and a test is a trace."""
 
 
 def _try(build: Callable[[], Any], what: str, path: KeyPath, arguments: Mapping[str, Any]) -> Check:
-    """Yields what optax says against values, in building or in the trace of a step."""
+    """Yields optax's errors about values, in building or in the trace of a step."""
     key = f"{what} {arguments!r}"
     if key in _passed:
         return

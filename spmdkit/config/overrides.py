@@ -1,4 +1,4 @@
-"""`key=value` of the command line laid over the values of a config file: dotted keys, values in YAML."""
+"""`key=value` of the command line applied to the values of a config file: dotted keys, values in YAML."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from spmdkit.errors import ConfigError
 def apply(document: source.Document, overrides: Iterable[str]) -> source.Document:
     """Returns the document with each `key=value` set; later ones win, and messages name the override.
 
-    A mapping on the way that is missing or null is made. The value is YAML: `mesh='{data: 4}'`, `eval.params=ema`.
+    A missing or null mapping on the path is created. The value is YAML: `mesh='{data: 4}'`, `eval.params=ema`.
 
     Raises:
-        ConfigError: no `=`, an empty key, a value that is no YAML, or a key inside something that is no mapping.
+        ConfigError: no `=`, an empty key, a value that is not YAML, or a key inside a value that is not a mapping.
     """
     value, places = _copy(document.value), dict(document.places)
     for text in overrides:
@@ -61,7 +61,7 @@ def _set(value: dict[Any, Any], path: KeyPath, new: Any, place: Location) -> Non
 
 
 def _copy(value: Any) -> Any:
-    """Returns a copy of plain values whose mappings can be changed."""
+    """Returns a mutable copy of plain values."""
     return {k: _copy(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 

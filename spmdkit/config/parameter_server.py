@@ -1,4 +1,4 @@
-"""`sync: {parameter_server: {...}}`: its options, and what does not go together with it."""
+"""`sync: {parameter_server: {...}}`: its options, and incompatible settings."""
 
 from __future__ import annotations
 
@@ -52,31 +52,41 @@ class ParameterServer(Section):
 
     servers: fields.Few = Field(default=1, description="Servers; each holds some leaves of the parameters.")
     workers: fields.Few = Field(
-        default=2, description="Workers; each has a mesh of its own and computes gradients of batch_size examples."
+        default=2, description="Workers; each has its own mesh and computes gradients of batch_size examples."
     )
     partition: Partition = Field(
         default="greedy",
-        description="Which server holds a leaf: greedy (by size), round_robin, or {rules: [[path pattern, server], ...]}, the rest greedily.",
+        description=(
+            "Which server holds a leaf: greedy (by size), round_robin, or "
+            "{rules: [[path pattern, server], ...]}, the rest greedily."
+        ),
     )
     aggregate: fields.Few = Field(
         default=1,
-        description="Gradients of as many workers make one update, by their mean; those that come later are dropped (backup workers). 1: each by itself.",
+        description=(
+            "Number of workers with gradients that are averaged into one update; later ones are dropped "
+            "(backup workers). 1: each gradient is one update."
+        ),
     )
     max_staleness: Annotated[int, Field(ge=0, le=fields.INT32_MAX)] | None = Field(
-        default=None, description="A gradient that is staler, in updates, is dropped; null: none is."
+        default=None, description="Staler gradients, in updates, are dropped; null: none."
     )
     scale_by_staleness: fields.Flag = Field(
         default=False, description="Divide an update by the staleness of its gradient, from two on."
     )
     overlap: fields.Flag | None = Field(
         default=None,
-        description="Push and pull while the next gradient is computed, which is one update stale then; null: wherever that may be.",
+        description=(
+            "Push and pull while the next gradient is computed, which adds one update of staleness; null: "
+            "where possible."
+        ),
     )
     transport: Literal["ray", "threads"] = Field(
-        default="ray", description="ray: a process each (extra `ray`); threads: all in this process, on its devices."
+        default="ray",
+        description=("ray: one process each (extra `ray`); threads: all in this process, on its devices."),
     )
     address: fields.Name = Field(
-        default="local", description="local: a Ray of this run alone, on this machine; or the address of a Ray cluster."
+        default="local", description="local: a private Ray on this machine; or the address of a Ray cluster."
     )
 
     @property
@@ -86,7 +96,7 @@ class ParameterServer(Section):
 
 
 def is_chosen(config: Any) -> bool:
-    """Returns whether a config asks for a parameter server."""
+    """Returns whether a config uses a parameter server."""
     return not plugins.is_reference(config.sync) and plugins.split(config.sync)[0] == NAME
 
 
@@ -96,16 +106,16 @@ def options(config: Any) -> ParameterServer:
 
 
 def refuse(config: Any) -> None:
-    """Raises ConfigError with a parameter server: for whatever needs one compiled step."""
+    """Raises ConfigError with a parameter server: for everything that needs one compiled step."""
     if is_chosen(config):
         raise ConfigError(
-            "sync: parameter_server trains by programs of servers and workers, and this needs the one compiled step of all devices. Look at a worker's "
-            "own step instead: the same command with sync=every_step."
+            "sync: parameter_server trains with programs of servers and workers, and this needs the one compiled "
+            "step of all devices. Look at a worker's step: the same command with sync=every_step."
         )
 
 
 def problems(config: Any) -> Iterator[Problem]:
-    """Yields what is wrong with the options, or does not go together with them."""
+    """Yields invalid options, and incompatible settings."""
     _, given = plugins.split(config.sync)
     if wrong := plugins.options_problem(NAME, given):
         yield Problem(("sync",), wrong)
@@ -150,7 +160,10 @@ def _of_options(asked: ParameterServer) -> Iterator[Problem]:
         if server >= asked.servers:
             yield Problem(
                 at("partition"),
-                f"gives '{pattern}' to server {server}, found servers: {asked.servers}. Servers count from 0. Fix the rule.",
+                (
+                    f"gives '{pattern}' to server {server}, found servers: {asked.servers}. Servers count from 0. Fix the "
+                    "rule."
+                ),
             )
 
 

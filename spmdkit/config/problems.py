@@ -1,6 +1,6 @@
-"""Problems of a config as sentences: the place, what was asked, what was found, the rule, the smallest repair.
+"""Problems of a config as sentences: the position, the request, the value, the rule, the smallest repair.
 
-A problem knows only its key; `Origin` knows where each key was written, and `render` puts the file and line, or the
+A problem knows only its key; `Origin` knows the position of each key, and `render` puts the file and line, or the
 override, before each problem.
 """
 
@@ -18,14 +18,14 @@ KeyPath = tuple[str | int, ...]
 
 
 class Location(NamedTuple):
-    """Where a value was written: `a.yaml:3` or `override steps=3`; line 0 for overrides."""
+    """The position of a value: `a.yaml:3` or `override steps=3`; line 0 for overrides."""
 
     where: str
     line: int
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong, without its place."""
+    """One problem, without its position."""
 
     path: KeyPath
     text: str
@@ -33,14 +33,14 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a config came from. `file` is absolute, `name` as the user wrote it; both unset for a config of Python."""
+    """The origin of a config. `file` is absolute, `name` as the user wrote it; both unset for a config of Python."""
 
     file: Path | None = None
     name: str = ""
     places: Mapping[KeyPath, Location] = field(default_factory=lambda: MappingProxyType({}))
 
     def place(self, path: KeyPath) -> Location:
-        """Returns the place of the key, or of the nearest mapping around it that has one."""
+        """Returns the position of the key, or of the nearest mapping around it that has one."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.places:
                 return self.places[path[:end]]
@@ -79,7 +79,7 @@ def render(found: Sequence[Problem], origin: Origin) -> str:
 
 
 def show(value: Any) -> str:
-    """Returns a value as a message shows it: short, with its kind where that is not plain to see."""
+    """Returns a value for a message: short, with its type if that is not obvious."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -24,8 +24,7 @@ MAX_DEPTH = 32
 
 
 def check(config: Settings, folder: Path) -> list[Problem]:
-    """Returns every problem between the fields of a config whose fields are each right; `folder` is where relative
-    paths start."""
+    """Returns every problem between the valid fields of a config; `folder` is the base of relative paths."""
     return [
         *_task(config),
         *run_dir.problems(config, folder),
@@ -53,12 +52,12 @@ def _task(config: Settings) -> Iterator[Problem]:
     for path in _hidden(config.task_args, ("task_args",)):
         yield Problem(
             path,
-            "is '***', which spmdkit writes in place of a secret. The value itself is in no file of a run. Give it.",
+            "is '***', which spmdkit writes in place of a secret. No file of a run contains the value. Set it.",
         )
 
 
 def _hidden(value: Any, path: KeyPath) -> Iterator[KeyPath]:
-    """Yields where `***` stands in place of a secret."""
+    """Yields the keys with `***` in place of a secret."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _hidden(inner, (*path, key))
@@ -101,9 +100,11 @@ def _batch_on_mesh(config: Settings, sizes: Mapping[str, int]) -> Iterator[Probl
         also += f" and pipeline.microbatches into {staged}" if staged > 1 else ""
         yield Problem(
             ("batch_size",),
-            f"is {config.batch_size}; the mesh cuts a batch into {f'{cut} = {shards}' if cut else 1}{also}, found a rest of "
-            f"{config.batch_size % unit}. batch_size is a multiple of {unit}. "
-            f"Try batch_size: {_multiples(config.batch_size, unit)}.",
+            (
+                f"is {config.batch_size}; the mesh cuts a batch into {f'{cut} = {shards}' if cut else 1}{also}, found a "
+                f"rest of {config.batch_size % unit}. batch_size is a multiple of {unit}. Try batch_size: "
+                f"{_multiples(config.batch_size, unit)}."
+            ),
         )
 
 
@@ -146,14 +147,18 @@ def _pipeline(config: Settings) -> Iterator[Problem]:
             if (value := getattr(asked, key)) != getattr(default, key):
                 yield Problem(
                     ("pipeline", key),
-                    f"is {value}, and the mesh has no pipeline axis, so it has no effect. Remove it, or name the axis, for example "
-                    "mesh: {pipeline: 2}.",
+                    (
+                        f"is {value}, and the mesh has no pipeline axis, so it has no effect. Remove it, or name the "
+                        "axis, for example mesh: {pipeline: 2}."
+                    ),
                 )
     elif asked.schedule != "interleaved" and asked.chunks is not None:
         yield Problem(
             ("pipeline", "chunks"),
-            f"is {asked.chunks}, and pipeline.schedule is {asked.schedule}, whose stages hold one chunk each. Remove it, or set "
-            "schedule: interleaved.",
+            (
+                f"is {asked.chunks}, and pipeline.schedule is {asked.schedule}, whose stages hold one chunk each. Remove "
+                "it, or set schedule: interleaved."
+            ),
         )
     elif asked.chunks == 1:
         yield Problem(
@@ -198,8 +203,10 @@ def _warmup(config: Settings, name: str, options: Mapping[str, Any]) -> Iterator
     elif config.steps is not None and steps >= config.steps:
         yield Problem(
             ("reducer",),
-            f"has warmup: {steps}, and steps is {config.steps}: {name} would never add. A warm-up ends before the run does. Try warmup: "
-            f"{config.steps // 10}, or reducer: sum.",
+            (
+                f"has warmup: {steps}, and steps is {config.steps}: {name} would never add. A warm-up ends before the run "
+                f"does. Try warmup: {config.steps // 10}, or reducer: sum."
+            ),
         )
 
 
@@ -244,8 +251,10 @@ def _precision(config: Settings) -> Iterator[Problem]:
     if asked.inputs is not None and asked.compute == asked.params == "float32":
         yield Problem(
             ("precision", "inputs"),
-            f"is {show(asked.inputs)}, and compute and params are float32: nothing is cast, so it has no effect. Remove it, or set "
-            "compute: bfloat16.",
+            (
+                f"is {show(asked.inputs)}, and compute and params are float32: nothing is cast, so it has no effect. "
+                "Remove it, or set compute: bfloat16."
+            ),
         )
 
 
@@ -253,13 +262,19 @@ def _deterministic(config: Settings) -> Iterator[Problem]:
     if config.deterministic and config.attention.implementation == "cudnn":
         yield Problem(
             ("attention", "implementation"),
-            "is cudnn, whose gradient adds in another order each time, and deterministic is true. Try implementation: xla, or deterministic: false.",
+            (
+                "is cudnn, whose gradient adds in another order each time, and deterministic is true. Try "
+                "implementation: xla, or deterministic: false."
+            ),
         )
     for name in ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops"):
         if config.deterministic and name in config.compiler_options and config.compiler_options[name] is not True:
             yield Problem(
                 ("compiler_options", name),
-                f"is {show(config.compiler_options[name])}, and deterministic is true, which sets it to true on GPUs. Remove one of them.",
+                (
+                    f"is {show(config.compiler_options[name])}, and deterministic is true, which sets it to true on GPUs. "
+                    "Remove one of them."
+                ),
             )
 
 
@@ -289,14 +304,18 @@ def _without_effect(config: Settings) -> Iterator[Problem]:
     elif config.attention.context == "all_to_all" and config.attention.order != "zigzag":
         yield Problem(
             ("attention", "order"),
-            "is contiguous, and attention.context is all_to_all, which always keeps neighbours together, so it has no effect. "
-            "Remove it, or set context: ring.",
+            (
+                "is contiguous, and attention.context is all_to_all, which always keeps neighbours together, so it has "
+                "no effect. Remove it, or set context: ring."
+            ),
         )
     if config.on_spike is not None and plugins.split(config.sync)[0] not in ("every_step", "stale"):
         yield Problem(
             ("on_spike",),
-            "looks at the loss of all replicas in every step, and with this sync groups of them train alone, so it has no effect. Remove it, or use "
-            "sync: every_step.",
+            (
+                "looks at the loss of all replicas in every step, and with this sync groups of them train alone, so it "
+                "has no effect. Remove it, or use sync: every_step."
+            ),
         )
     if config.eval.params == "ema" and config.ema is None:
         yield Problem(
@@ -322,18 +341,23 @@ def _elastic(config: Settings) -> Iterator[Problem]:
         if not config.elastic.in_process and value != getattr(type(config.elastic)(), name):
             yield Problem(
                 ("elastic", name),
-                f"is {value}, and elastic.in_process is false, so it has no effect. Remove it, or set in_process: true.",
+                (
+                    f"is {value}, and elastic.in_process is false, so it has no effect. Remove it, or set in_process: "
+                    "true."
+                ),
             )
     if config.elastic.in_process and parameter_server.is_chosen(config):
         yield Problem(
             ("elastic", "in_process"),
-            "is true, and with sync: parameter_server there is no step of all processes to go back to. A worker that dies is started again there anyway. "
-            "Remove it.",
+            (
+                "is true, and with sync: parameter_server there is no step of all processes to go back to. A worker that "
+                "dies is started again there anyway. Remove it."
+            ),
         )
 
 
 def plain_values(value: Any, path: KeyPath, depth: int = 0) -> Iterator[Problem]:
-    """Yields a problem for everything inside `value` that YAML could not hold, and for NaN and infinity."""
+    """Yields a problem for everything inside `value` that YAML cannot represent, and for NaN and infinity."""
     if depth > MAX_DEPTH:
         yield Problem(path, f"is nested more than {MAX_DEPTH} deep. Write it flatter.")
     elif isinstance(value, dict):

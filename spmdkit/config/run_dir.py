@@ -24,7 +24,10 @@ def problems(config: Settings, folder: Path) -> Iterator[Problem]:
         )
         yield Problem(
             ("run_dir",),
-            f"{show(asked)} is a URL, and run_dir is a folder of this machine, for logs, metrics and the lock. Checkpoints alone lie in a bucket. {repair}",
+            (
+                f"{show(asked)} is a URL, and run_dir is a folder of this machine, for logs, metrics and the lock. "
+                f"Checkpoints alone lie in a bucket. {repair}"
+            ),
         )
         return
     if os.path.isabs(asked):
@@ -41,8 +44,10 @@ def problems(config: Settings, folder: Path) -> Iterator[Problem]:
     if not any(_inside(place, root) for root in roots):
         yield Problem(
             ("run_dir",),
-            f"{show(asked)} leads out of the project, to {place}. A relative path stays in {max(roots, key=len)}. Try run_dir: runs/first, or give "
-            "the whole path.",
+            (
+                f"{show(asked)} leads out of the project, to {place}. A relative path stays in {max(roots, key=len)}. Try "
+                "run_dir: runs/first, or give the whole path."
+            ),
         )
 
 

@@ -1,4 +1,4 @@
-"""`Config`: the settings of a run (settings.py) that go together (rules.py), as a frozen pydantic model.
+"""`Config`: the compatible settings of a run (settings.py, rules.py), as a frozen pydantic model.
 
 `Config(task="my_task.py:task", mesh={"data": 8})` builds one in Python from plain values; `load_config` and
 `parse_config` (load.py) build one from a file or a mapping and know the line of every key. All of them raise
@@ -24,7 +24,7 @@ class Config(Settings):
     @model_validator(mode="wrap")
     @classmethod
     def _raise_config_error(cls, data: Any, handler: ModelWrapValidatorHandler[Config], info: ValidationInfo) -> Config:
-        """Turns what pydantic and the cross-field rules find into one ConfigError; `info.context` is the Origin."""
+        """Turns the errors of pydantic and of the rules into one ConfigError; `info.context` is the Origin."""
         origin = info.context if isinstance(info.context, problems.Origin) else problems.Origin()
         try:
             config = handler(data)
@@ -37,7 +37,7 @@ class Config(Settings):
         return config
 
     def __eq__(self, other: object) -> bool:
-        """Two configs are equal when their settings are, wherever they were read."""
+        """Two configs are equal if their settings are, wherever they were read."""
         return isinstance(other, Config) and self.model_dump() == other.model_dump()
 
     __hash__ = None  # type: ignore[assignment]
@@ -49,7 +49,7 @@ class Config(Settings):
 
     @property
     def folder(self) -> Path:
-        """The folder that relative paths start from: the file's, otherwise the current one."""
+        """The base folder of relative paths: the file's, otherwise the current one."""
         return self._origin.file.parent if self._origin.file else Path.cwd()
 
     def resolved_run_dir(self) -> Path:

@@ -197,7 +197,10 @@ class Data(Section):
     )
     drop_remainder: fields.Flag = Field(
         default=True,
-        description="true: the last short batch of an epoch is dropped; false: it is padded to batch_size, and the padding rows are masked.",
+        description=(
+            "true: the last short batch of an epoch is dropped; false: it is padded to batch_size, and the "
+            "padding rows are masked."
+        ),
     )
     prefetch: fields.Few = Field(
         default=2, description="Number of batches prefetched on the device, and in the reader."

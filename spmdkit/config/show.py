@@ -12,7 +12,7 @@ from spmdkit.foundation import redact
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text where source.py, or a reader of YAML 1.1 (`off`, dates), would take it for something else."""
+    """Quotes text that source.py, or a reader of YAML 1.1 (`off`, dates), would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -31,17 +31,16 @@ _Dumper.add_representer(tuple, _Dumper.represent_list)
 
 
 def to_yaml(config: Config, absolute_paths: bool = False, hide_secrets: bool = False) -> str:
-    """Returns every setting, defaults too, as YAML that loads back to an equal config.
+    """Returns every setting, also defaults, as YAML that loads back to an equal config.
 
     With `absolute_paths`, `task` and `run_dir` are absolute, so that the text means the same in any folder. With
-    `hide_secrets`, for all that is written, what looks like a secret is `***`, and such a config is refused until the
-    values are filled in.
+    `hide_secrets`, for all files, secrets are `***`, and such a config is rejected until the values are filled in.
     """
     return _written(config, config.model_dump() | {"mesh": config.mesh.sizes()}, absolute_paths, hide_secrets)
 
 
 def to_short_yaml(config: Config, absolute_paths: bool = False, hide_secrets: bool = False) -> str:
-    """Returns the settings that are no defaults, as YAML that loads back to an equal config. The rest is as in
+    """Returns the settings that differ from the defaults, as YAML that loads back to an equal config. Otherwise as
     `to_yaml`."""
     values = config.model_dump(exclude_defaults=True)
     meshes = {"mesh": config.mesh.sizes()} if config.mesh.sizes() else {}

@@ -1,8 +1,8 @@
-"""YAML text into plain values, with the place of every key. Nothing here can run code.
+"""YAML text into plain values, with the position of every key. It cannot run code.
 
-The dialect is YAML 1.2's core: only true and false are booleans (`off` and `yes` are text), `1e-3` is a number, `012`
-is twelve. Refused, each with its line: anchors and aliases (a few lines can unfold to gigabytes), tags
-(`!!python/...`), keys given twice, keys without a value, more than one document, deep nesting, large files.
+The format is the core schema of YAML 1.2: only true and false are booleans (`off` and `yes` are text), `1e-3` is a
+number, `012` is twelve. Rejected, each with its line: anchors and aliases (a few lines can expand to gigabytes), tags
+(`!!python/...`), duplicate keys, keys without a value, several documents, deep nesting, large files.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ PLAIN: dict[str, tuple[re.Pattern[str], Callable[[str], Any]]] = {
     ),
     "float": (re.compile(rf"(?:{_FLOAT})\Z"), lambda text: float(re.sub(r"\.(?=[iInN])", "", text))),
 }
-"""Kind -> (what it looks like without quotes, its value), in order; everything else is text. `show.py` writes by
-them."""
+"""Type -> (its form without quotes, its value), in order; everything else is text. `show.py` writes by them."""
 
 
 class Document(NamedTuple):
-    """Plain values, and the place of every key and list item."""
+    """Plain values, and the position of every key and list item."""
 
     value: Any
     places: dict[KeyPath, Location]
@@ -96,7 +95,7 @@ def _no_file(path: Path) -> str:
 
 
 def parse(text: str, place: Callable[[int], Location], name: str) -> Document:
-    """Returns the values of YAML text; `place(line)` makes the Location of a line (from 1)."""
+    """Returns the values of YAML text; `place(line)` returns the Location of a line (from 1)."""
     walk = _Reader(text, place)
     try:
         return Document(walk.document(), walk.places)
@@ -113,15 +112,15 @@ def parse(text: str, place: Callable[[int], Location], name: str) -> Document:
         where = place(mark.line + 1).where if mark else name
         context = f" ({error.context})" if error.context else ""
         raise ConfigError(
-            f"{where}: not YAML: {error.problem}{context}. Look at the indentation (spaces, no tabs), the quotes, the colons and the "
-            f"brackets around this line."
+            f"{where}: not YAML: {error.problem}{context}. Look at the indentation (spaces, no tabs), the quotes, the "
+            "colons and the brackets around this line."
         ) from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise ConfigError(f"{name}: is not YAML: {error}") from None
 
 
 class _Reader:
-    """Makes plain values of the events of PyYAML's parser, and notes where each key and list item stands."""
+    """Builds plain values from the events of PyYAML's parser, and records the position of each key and list item."""
 
     def __init__(self, text: str, place: Callable[[int], Location]) -> None:
         self.places: dict[KeyPath, Location] = {}
@@ -130,7 +129,7 @@ class _Reader:
         self._text = text
 
     def document(self) -> Any:
-        """Returns the value of the one document, None where there is none."""
+        """Returns the value of the one document, None without one."""
         self._events = yaml.parse(self._text, Loader=yaml.SafeLoader)
         next(self._events)  # the stream begins
         if isinstance(next(self._events), yaml.StreamEndEvent):
@@ -176,7 +175,7 @@ class _Reader:
             yield event
 
     def _bounds(self, event: Any, path: KeyPath) -> None:
-        """Refuses what plain values do not need."""
+        """Rejects YAML features that plain values do not need."""
         anchor, tag = getattr(event, "anchor", None), getattr(event, "tag", None)
         if anchor or tag:
             sign = "*" if isinstance(event, yaml.AliasEvent) else "&"

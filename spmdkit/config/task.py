@@ -1,4 +1,4 @@
-"""The reference to a user's own: `path/to/file.py:name` or `package.module:name`."""
+"""The reference to a user's object: `path/to/file.py:name` or `package.module:name`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ def split_reference(task: str, folder: Path, where: str) -> tuple[str, str]:
     """Returns (absolute path of the .py file, name) or (module, name). Nothing is opened or imported.
 
     Args:
-        task: the reference; a path starts from `folder`.
+        task: the reference; a path is relative to `folder`.
         where: the start of a message about it.
 
     Raises:
-        ConfigError: `task` is not of either form.
+        ConfigError: `task` has neither form.
     """
     if problem := reference_problem(task):
         raise ConfigError(f"{where}: {problem}")
@@ -24,7 +24,7 @@ def split_reference(task: str, folder: Path, where: str) -> tuple[str, str]:
 
 
 def reference_problem(task: str, key: str = "task") -> str:
-    """Returns what is wrong with a reference behind `key`, an empty string when nothing is."""
+    """Returns the problem of a reference behind `key`, or an empty string."""
     rule = "needs path/to/file.py:name or package.module:name, found"
     target, colon, name = task.rpartition(":")
     if len(task) > 1000:

@@ -1,8 +1,8 @@
-"""What pydantic found wrong, as problems: its rule, what was found, the smallest repair.
+"""pydantic's errors as problems: the rule, the value, the smallest repair.
 
-The rule is pydantic's own sentence ("should be greater than or equal to 1") or that of a validator of ours
-(`fields.Wants`). Ours are the key, the value as YAML has it, and the repair: the nearest name, a bound, the default, or
-an example of the field.
+The rule is pydantic's own sentence ("should be greater than or equal to 1") or that of a custom validator
+(`fields.Wants`). This module adds the key, the value as in YAML, and the repair: the nearest name, a bound, the
+default, or an example of the field.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spmdkit.foundation.formatting import nearest
 
 
 def translate(model: type[BaseModel], errors: Sequence[Any]) -> list[Problem]:
-    """Returns the problems behind pydantic's error dicts."""
+    """Returns the problems of pydantic's error dicts."""
     follows = "default_factory_not_called"  # of another problem of the same section
     return [_translate(model, error) for error in errors if error["type"] != follows]
 
@@ -53,7 +53,10 @@ def _unknown_key(model: type[BaseModel], section: type[BaseModel], path: KeyPath
     key, keys = str(path[-1]), list(section.model_fields)
     holders = [dotted(p) for p, m in sections(model) if key in m.model_fields and m is not section]
     if holders:
-        return f"unknown key. Did you mean {' or '.join(f'{h}.{key}' if h else f'{key} at the top level' for h in holders)}?"
+        return (
+            "unknown key. Did you mean "
+            f"{' or '.join(f'{h}.{key}' if h else f'{key} at the top level' for h in holders)}?"
+        )
     owner = dotted(path[:-1]) or "a config"
     return f"unknown key.{nearest(key, keys) or f' The keys of {owner} are ' + ', '.join(keys) + '.'}"
 
@@ -67,7 +70,7 @@ def _repair(path: KeyPath, info: FieldInfo | None, error: Mapping[str, Any]) -> 
         options = wants.options
     if isinstance(value, str) and (hint := nearest(value, options)):
         return hint.strip()
-    if value is False and "off" in options:  # YAML 1.1's reading of off
+    if value is False and "off" in options:  # YAML 1.1 reads off as false
         return f"Write {key}: off."
     number = {"int_type": r"-?\d+", "float_type": r"-?\d+(\.\d+)?"}.get(error["type"])
     if number and isinstance(value, str) and re.fullmatch(number, value):
@@ -83,7 +86,7 @@ def _repair(path: KeyPath, info: FieldInfo | None, error: Mapping[str, Any]) -> 
 
 
 def _example(info: FieldInfo) -> str:
-    """Returns a value that works, as one writes it in YAML; an empty string where none is known."""
+    """Returns a valid value as in YAML; an empty string if none is known."""
     value = info.default if isinstance(info.default, bool | int | float | str) else None
     for holder in (info, *info.metadata, *_inside(info.annotation)):
         examples = getattr(holder, "examples", None)
