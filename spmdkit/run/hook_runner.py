@@ -10,7 +10,7 @@ from typing import Any, get_args
 from spmdkit.cluster import Cluster
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import phase, plugins, user_code
-from spmdkit.run.hooks.base import Action, Decision, Hook, ReplaceState, Stop, decide, from_json, to_json
+from spmdkit.run.hooks.base import Action, Decision, Hook, ReplaceState, RunView, Stop, decide, from_json, to_json
 
 
 class HookRunner:
@@ -33,12 +33,12 @@ class HookRunner:
 
     # ---- asking ------------------------------------------------------------------------------------------------------
 
-    def before_step(self, run: Any, step: int, state: Any) -> None:
+    def before_step(self, run: RunView, step: int, state: Any) -> None:
         """Calls the hooks that look at the state before a step."""
         for hook, call in self._before:
             self._ask(hook, "before_step", call, run, step, state)
 
-    def after_step(self, run: Any, step: int, state: Any, metrics: Any) -> None:
+    def after_step(self, run: RunView, step: int, state: Any, metrics: Any) -> None:
         """Calls the hooks that are due after a step."""
         for hook, every, call in self._after:
             if every is None or step % every == 0 or step == self._last:

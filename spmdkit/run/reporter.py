@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from spmdkit.cluster import Cluster
 from spmdkit.config import Config, to_yaml
 from spmdkit.foundation import files, phase, redact
 from spmdkit.metrics import trackers
+
+if TYPE_CHECKING:
+    from spmdkit.run.run import Run
 
 
 class Reporter:
@@ -38,7 +41,7 @@ class Reporter:
             folder=config.folder, devices=cluster.devices, num_processes=cluster.num_processes
         )
 
-    def open(self, run: Any, step: int, stack: ExitStack) -> None:
+    def open(self, run: Run, step: int, stack: ExitStack) -> None:
         """Opens the records of `run` behind `step`; they are closed with `stack`."""
         config = self._config
         mode = config.log.progress if self._is_main else "off"

@@ -6,14 +6,17 @@ from __future__ import annotations
 import functools
 import signal
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 from spmdkit.faults import leave_with
 from spmdkit.foundation import files, phase, redact
 from spmdkit.foundation.timeouts import INPUT_GRACE_S
 
+if TYPE_CHECKING:
+    from spmdkit.run.run import Run
 
-def connect(run: Any) -> None:
+
+def connect(run: Run) -> None:
     """Lets the watchdog and the signals of a run know it."""
     if run.watchdog is not None:
         run.watchdog.told = functools.partial(take_down, run)
@@ -22,7 +25,7 @@ def connect(run: Any) -> None:
         run.signals.then = functools.partial(outlive_input, run)
 
 
-def take_down(run: Any, code: int, text: str, stacks: str) -> None:
+def take_down(run: Run, code: int, text: str, stacks: str) -> None:
     """Writes that the watchdog ends this process, and the stacks into `logs/stacks.txt`."""
     run.events.write("fault", step=run.step, code=code, error=text[:500])
     if stacks:
@@ -31,19 +34,19 @@ def take_down(run: Any, code: int, text: str, stacks: str) -> None:
         files.write_text(folder / "stacks.txt", redact.in_text(f"{text}\n\n{stacks}\n"))
 
 
-def leave_stuck_callback(run: Any, code: int, text: str) -> None:
+def leave_stuck_callback(run: Run, code: int, text: str) -> None:
     """Ends the process, whose devices wait for the one whose callback has raised."""
     take_down(run, code, text, "")
     leave_with(code, text)
 
 
-def newest_on_disk(run: Any) -> str:
+def newest_on_disk(run: Run) -> str:
     """Returns a sentence on the newest checkpoint, without waiting for one that is being written."""
     latest = run.checkpoints.last_committed() if run.checkpoints is not None else None
     return f"The newest checkpoint is of step {latest}." if latest else "No checkpoint was saved yet."
 
 
-def outlive_input(run: Any, number: int) -> None:
+def outlive_input(run: Run, number: int) -> None:
     """After a request to stop, in a thread of its own: a source of data that gives nothing must not keep the run from
     its end.
 

@@ -1,5 +1,5 @@
-"""What a hook is: what is due around a step. A file each in this folder; a user's own is `Task(hooks=[...])` or named
-in the config's `hooks`.
+"""`Hook`: functions that a run calls around its steps. The built-in hooks are one file each in this folder; a user-defined
+hook is `Task(hooks=[...])` or named in the config's `hooks`.
 
     @sk.hook
     def patience(evaluations=3):
@@ -13,17 +13,69 @@ in the config's `hooks`.
 
         return sk.Hook("patience", after_eval=after_eval, state=lambda: dict(seen), restore=seen.update)
 
-A hook asks for actions and takes none itself. All processes agree on them at one step, and of those that change where
-training goes the strongest wins: `Stop`, then `Rollback`, then `ReplaceState`.
+A hook returns the action that it requests, and never acts itself. All processes agree on the actions at the same step.
+Of several actions that change the course of training the strongest wins: `Stop`, then `Rollback`, then `ReplaceState`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import jax
 
 from spmdkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from spmdkit.cluster import Cluster
+    from spmdkit.config import Config
+    from spmdkit.metrics import EventLog
+    from spmdkit.program.program import Program
+
+
+class RunView(Protocol):
+    """What a hook may use of a run."""
+
+    @property
+    def step(self) -> int:
+        """The last dispatched step."""
+
+    @property
+    def config(self) -> Config:
+        """The config, with the values that the program has chosen for `auto`."""
+
+    @property
+    def program(self) -> Program:
+        """The compiled program, its mesh, schedule and shardings."""
+
+    @property
+    def cluster(self) -> Cluster:
+        """The processes of the run. `cluster.is_main` is true on process 0."""
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+
+    @property
+    def events(self) -> EventLog:
+        """`events.jsonl` of the run."""
+
+    def message(self, text: str) -> None:
+        """Shows a line on the terminal of process 0."""
+
+    def write(self, record: Mapping[str, Any], kind: str = "scalars") -> None:
+        """Writes a record `{"step", ...}` of host values to the trackers, on process 0."""
+
+    def numbers(self, step: int, values: Mapping[str, jax.Array]) -> dict[str, Any]:
+        """Returns the metrics of `step` on the host. Waits for the devices."""
+
+    def is_log_step(self, step: int) -> bool:
+        """Returns whether the metrics of `step` are written."""
+
+    def newest(self) -> str:
+        """Returns a sentence about the newest checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +83,8 @@ class Save:
     """Save the state.
 
     Attributes:
-        known: every process asks for this at this step by itself, as for all that a step's number decides. Nothing has
-            to be agreed, and it is done now. Otherwise it is done at a step that all processes agree on, which may be
-            some steps later.
+        known: every process requests this at this step by itself, because the step number decides it. It is done now,
+            without an agreement. Otherwise it is done at a step that all processes agree on, possibly some steps later.
     """
 
     known: bool = False
@@ -48,20 +99,20 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class ReplaceState:
-    """Go on with another state, shaped as the old one; all processes ask for it at the same step."""
+    """Continue with another state of the same shapes. All processes request it at the same step."""
 
     state: Any
 
 
 @dataclass(frozen=True)
 class Rollback:
-    """Go back to a saved step and train from there again.
+    """Restore an earlier step and train from there again.
 
     Attributes:
-        to_step: the newest checkpoint that is not after it is taken; None: the newest of all, or the beginning; 0: the
-            beginning.
-        skip_batches: so many batches after it are left out, for good.
-        batches: numbers of batches that are left out besides, for good; of a step it is
+        to_step: restores the newest checkpoint up to this step; None: the newest checkpoint, or the initial state; 0: the
+            initial state.
+        skip_batches: number of batches after that step to skip permanently.
+        batches: numbers of further batches to skip permanently. The number of a step's batch is
             `run.program.schedule.number(step)`.
         known: as in `Save`.
     """
@@ -80,8 +131,8 @@ class Stop:
     """End training after this step.
 
     Attributes:
-        code: exit code of `spmdkit train`: 0 a run that is finished, 42 one that is to be started again (both save the
-            state), any other of `spmdkit.errors` a failure (nothing is saved).
+        code: exit code of `spmdkit train`. 0: the run is finished. 42: the run is to be restarted. Both save the state.
+            Any other code of `spmdkit.errors` is a failure, and nothing is saved.
         why: the message.
         known: as in `Save`.
     """
@@ -92,7 +143,7 @@ class Stop:
 
     @property
     def saves(self) -> bool:
-        """Whether the state is good, and is saved."""
+        """Whether the state is saved."""
         return self.code in (0, 42)
 
 
@@ -101,33 +152,31 @@ Action = Stop | Save | Evaluate | ReplaceState | Rollback
 
 @dataclass(frozen=True)
 class Hook:
-    """What is due around a step. `run` is the `Run`: `step`, `config`, `program`, `message(text)`, `write(record,
-    kind)`.
+    """Functions that a run calls around its steps. `run` has the attributes and methods of `RunView`.
 
-    A state that is handed over is gone after the next step: look at it, copy what must stay.
+    The next step reuses the memory of a state: read it during the call, and copy what you need later.
 
     Attributes:
-        name: its own in a run: the key of its state in a checkpoint.
+        name: unique in a run; the key of the hook's state in a checkpoint.
         order: hooks are called from low to high. Ours: finite 10, evaluation 20, saving 30, profile 35, logging 40,
             signals 45, watchdog 1000.
-        every: `after_step` is called at the steps that this divides and at the last one; None: at each.
-        on: "all" processes, on which a computation with collectives may be started, or "main", process 0, where it may
-            not.
-        in_step: `(old state, new state, metrics) -> (new state, metrics)`; pure, traced into the step after the user's
-            own, in `order`.
+        every: `after_step` is called at the steps that this divides and at the last step; None: at each step.
+        on: "all" processes, which may start computations with collectives, or "main", process 0, which may not.
+        in_step: `(old state, new state, metrics) -> (new state, metrics)`; a pure function, traced into the end of the
+            step, in `order`.
         begin: `(run, step, state)`, before the first step of this process.
-        before_step: `(run, step, state)`, with the state before it.
-        after_step: `(run, step, state, metrics)`, as soon as the step is dispatched: metrics are on the device, to look
-            at them waits.
-        after_eval: `(run, step, values)`, name -> float, or array of a metric that is one; the same on every process.
-        after_save: `(run, step)`, as soon as the arrays are copied: the checkpoint may still be written.
+        before_step: `(run, step, state)`, with the input state of the step.
+        after_step: `(run, step, state, metrics)`, as soon as the step is dispatched. The metrics are on the devices;
+            reading them waits for the step.
+        after_eval: `(run, step, values)`, metric name -> float or array; the same on every process.
+        after_save: `(run, step)`, once the arrays are copied. The checkpoint may still be being written.
         end: `(run, step, state)`, after the last step, and after a `Stop` that saves.
-        state: returns what is to travel in a checkpoint, as JSON values.
-        restore: takes it, before `begin` and after a rollback.
+        state: returns the state of the hook for the checkpoint, as JSON values.
+        restore: receives that state, before `begin` and after a rollback.
 
-    An action may depend on what this process alone knows (a clock, a signal, a metric that it has waited for): it is
-    agreed on, and done by all at one step. `known` says that it follows from what all have: the number of the step,
-    values of an evaluation.
+    An action may depend on values that only this process has (a clock, a signal, a metric): all processes agree on it and
+    do it at the same step. `known` declares that it follows from values that all processes have: the step number, the
+    metrics of an evaluation.
 
     Raises:
         ConfigError: one of `state` and `restore` without the other, another `on`, an `every` below 1.
@@ -150,19 +199,19 @@ class Hook:
     def __post_init__(self) -> None:
         if (self.state is None) != (self.restore is None):
             raise ConfigError(
-                f"hook '{self.name}' has {'restore' if self.state is None else 'state'} alone. What a checkpoint takes, it gives back. "
-                "Give both, or none."
+                f"hook '{self.name}' has {'restore' if self.state is None else 'state'} only. A checkpoint stores the state of a "
+                "hook and restores it. Pass both, or neither."
             )
         if self.on not in ("all", "main") or (self.every is not None and self.every < 1):
             raise ConfigError(
-                f"hook '{self.name}' has on={self.on!r} and every={self.every!r}. on is 'all' or 'main', and every a number of at least 1 "
-                "or None. Leave them out for all processes and every step."
+                f"hook '{self.name}' has on={self.on!r} and every={self.every!r}. on is 'all' or 'main', and every is None or a "
+                "number of at least 1. Omit both for all processes and every step."
             )
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What is done after a step: `evaluate`, then `save`, then `turn`, which says where training goes."""
+    """The actions after a step: `evaluate`, then `save`, then `turn`, which changes the course of training."""
 
     evaluate: bool = False
     save: bool = False
@@ -170,31 +219,31 @@ class Decision:
 
 
 def decide(actions: Iterable[Action]) -> Decision:
-    """Returns what is done of all that is asked for at one step: the strongest turn, and nothing that it makes useless.
+    """Returns the decision for all actions requested at one step: the strongest turn, and no action that it makes useless.
 
-    A `Stop` with a failure wins over one without, and the `Rollback` that goes back furthest over others.
+    A `Stop` with a failure wins over one without; of several `Rollback`s the one to the earliest step wins.
     """
-    asked = list(actions)
-    stops = sorted((a for a in asked if isinstance(a, Stop)), key=lambda a: (a.saves, -a.code, a.why))
-    back = [a for a in asked if isinstance(a, Rollback)]
+    requested = list(actions)
+    stops = sorted((a for a in requested if isinstance(a, Stop)), key=lambda a: (a.saves, -a.code, a.why))
+    back = [a for a in requested if isinstance(a, Rollback)]
     furthest = sorted(back, key=lambda a: (a.to_step is None, a.to_step or 0, -a.skip_batches, a.batches))
     strongest: list[Stop | Rollback | ReplaceState] = [
         *stops,
         *furthest,
-        *(a for a in asked if isinstance(a, ReplaceState)),
+        *(a for a in requested if isinstance(a, ReplaceState)),
     ]
     turn = strongest[0] if strongest else None
     if isinstance(turn, Rollback) or (isinstance(turn, Stop) and not turn.saves):
         return Decision(turn=turn)
-    save = any(isinstance(a, Save) for a in asked) or isinstance(turn, Stop)
-    return Decision(any(isinstance(a, Evaluate) for a in asked), save, turn)
+    save = any(isinstance(a, Save) for a in requested) or isinstance(turn, Stop)
+    return Decision(any(isinstance(a, Evaluate) for a in requested), save, turn)
 
 
 _TYPES: Mapping[str, type] = {"stop": Stop, "save": Save, "evaluate": Evaluate, "rollback": Rollback}
 
 
 def to_json(action: Action) -> list[Any]:
-    """Returns an action as JSON values, to tell it to other processes. A `ReplaceState` cannot be told."""
+    """Returns an action as JSON values, to send it to other processes. A `ReplaceState` cannot be sent."""
     name = next(name for name, kind in _TYPES.items() if isinstance(action, kind))
     return [name, {key: value for key, value in vars(action).items() if key != "known"}]
 

@@ -14,7 +14,7 @@ from spmdkit.cluster.cluster import name_processes
 from spmdkit.errors import NonFiniteError
 from spmdkit.foundation.formatting import format_bytes
 from spmdkit.program.replica_check import Copies, Difference
-from spmdkit.run.hooks.base import Action, Hook, ReplaceState, Rollback, Stop
+from spmdkit.run.hooks.base import Action, Hook, ReplaceState, Rollback, RunView, Stop
 
 MOST_LEAVES = 4
 """So many leaves are named."""
@@ -28,11 +28,11 @@ def make(config: Any) -> Hook | None:
     made: list[Copies] = []
     same = {"step": 0}  # the last at which all copies were the same
 
-    def begin(run: Any, step: int, state: Any) -> None:
+    def begin(run: RunView, step: int, state: Any) -> None:
         made[:] = [Copies(run.program)]
         _say_what_is_alone(run, made[0])
 
-    def after_step(run: Any, step: int, state: Any, metrics: Any) -> Action | None:
+    def after_step(run: RunView, step: int, state: Any, metrics: Any) -> Action | None:
         copies = made[0]
         differences = copies.differences(copies.hashes(state))
         if not differences:
@@ -75,7 +75,7 @@ def make(config: Any) -> Hook | None:
     )
 
 
-def _say_what_is_alone(run: Any, copies: Copies) -> None:
+def _say_what_is_alone(run: RunView, copies: Copies) -> None:
     """Says at the start what no copy can show."""
     alone, sizes = set(copies.without()), {p.path: p.num_bytes for p in run.program.layout}
     if not alone:
@@ -87,7 +87,9 @@ def _say_what_is_alone(run: Any, copies: Copies) -> None:
     )
 
 
-def _decided(run: Any, copies: Copies, step: int, state: Any, differences: Sequence[Difference]) -> list[Difference]:
+def _decided(
+    run: RunView, copies: Copies, step: int, state: Any, differences: Sequence[Difference]
+) -> list[Difference]:
     """Returns the differences, those of two copies with the device at fault where an audit finds it."""
     if all(d.source is not None for d in differences):
         return list(differences)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spmdkit.data import row_errors
-from spmdkit.run.hooks.base import Hook
+from spmdkit.run.hooks.base import Hook, RunView
 
 
 def make(config: Any) -> Hook | None:
@@ -13,7 +13,7 @@ def make(config: Any) -> Hook | None:
     if not config.data.retries and not config.data.max_bad_examples:
         return None
 
-    def tell(run: Any, step: int, *_: Any) -> None:
+    def tell(run: RunView, step: int, *_: Any) -> None:
         for ledger in run.program.skipped_rows:
             for news in ledger.take_events():
                 run.events.write("unreadable_row", step=step, **news)

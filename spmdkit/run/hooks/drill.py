@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spmdkit.foundation.constants import DRILL_FILE
 from spmdkit.run.hooks.base import Hook
+
+if TYPE_CHECKING:
+    from spmdkit.run.run import Run
 
 AFTER_WATCHDOG = 2000
 """The fault's own phase then stays the current one."""
@@ -21,8 +24,8 @@ def make(config: Any) -> Hook | None:
 
     injector = FaultInjector(path)
 
-    def begin(run: Any, step: int, state: Any) -> None:
-        run.program.step = injector.wrap_step(run.program.step)
+    def begin(run: Run, step: int, state: Any) -> None:
+        run.program.step = injector.wrap_step(run.program.step)  # type: ignore[method-assign,assignment]
 
     return Hook(
         "drill",

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from spmdkit.errors import NonFiniteError
 from spmdkit.run import bad_batch
 from spmdkit.run.hooks.base import Action, Hook, Rollback, Stop
 from spmdkit.step import finite_check
+
+if TYPE_CHECKING:
+    from spmdkit.run.run import Run
 
 LOOK_EVERY = 100
 """Steps between looks at the state, at least: one takes about half a millisecond of the host, 5 % of ten steps of 1
@@ -49,7 +52,7 @@ def make(config: Any) -> Hook:
     ]  # the step after which the state was looked at last; after a restart, or a way back, it is looked at soon
     saves_every = config.checkpoint.every_steps if config.checkpoint is not None else None
 
-    def after_step(run: Any, step: int, state: Any, metrics: Any) -> Action | None:
+    def after_step(run: Run, step: int, state: Any, metrics: Any) -> Action | None:
         if codes and step <= codes[-1][0]:
             codes.clear()  # the run went back
         if run.program.code is not None:
@@ -75,7 +78,7 @@ def make(config: Any) -> Hook:
         looked[0] = step
         return None if _look(run.program.mesh)(state) else asked.to_state(run, step, state)
 
-    def after_eval(run: Any, step: int, values: Mapping[str, Any]) -> Action | None:
+    def after_eval(run: Run, step: int, values: Mapping[str, Any]) -> Action | None:
         if not (bad := not_finite(values)):
             return None
         what = f"the evaluation of step {step}: {said(bad)}"
@@ -154,7 +157,7 @@ class FiniteResults:
         self._directory = config.resolved_run_dir() / "nonfinite"
         self._skipped, self._in_a_row, self._ways_back = 0, 0, 0
 
-    def to_step(self, run: Any, step: int, bits: int, values: Mapping[str, float]) -> Action | None:
+    def to_step(self, run: Run, step: int, bits: int, values: Mapping[str, float]) -> Action | None:
         """Returns what is to be done about a step whose code is `bits`; `values` are its metrics that are not finite,
         where they are known."""
         names = [name for name, bit in finite_check.KINDS.items() if bits & bit]
@@ -183,7 +186,7 @@ class FiniteResults:
             return None
         return self._stop(run, f"{self._in_a_row} steps in a row were left out: {what}", self._known(run, bits, "skip"))
 
-    def to_state(self, run: Any, step: int, state: Any) -> Action | None:
+    def to_state(self, run: Run, step: int, state: Any) -> Action | None:
         """Returns what is to be done about a state that is not finite."""
         what = f"the state is not finite at step {step}: '{run.program.non_finite_leaf(state)}'"
         if self._asked.gradient != "continue":
@@ -191,22 +194,23 @@ class FiniteResults:
         run.message(what)
         return None
 
-    def tell(self, run: Any, step: int, metrics: Any) -> None:
+    def tell(self, run: Run, step: int, metrics: Any) -> None:
         """Says what of the metrics of a log step is not finite, where the step does not look itself."""
         bad = not_finite(run.numbers(step, metrics)) if self._tells else {}
         bad = {n: x for n, x in bad.items() if getattr(self._asked, "loss" if n == "loss" else "metrics") == "continue"}
         if bad:
             run.message(f"step {step}: {said(bad)}")
 
-    def _known(self, run: Any, bits: int, policy: str) -> bool:
+    def _known(self, run: Run, bits: int, policy: str) -> bool:
         """Returns whether every process sees the same: not the part of a gradient that only its own devices hold, nor
         one group's loss."""
         if run.program.groups is not None:
             return False
         same = [name for name, bit in finite_check.KINDS.items() if bits & bit and name != "gradient"]
-        return run.program.code.ndim == 0 or any(self._policies[name] == policy for name in same)
+        code = run.program.code
+        return (code is not None and code.ndim == 0) or any(self._policies[name] == policy for name in same)
 
-    def _stop(self, run: Any, what: str, known: bool) -> Stop:
+    def _stop(self, run: Run, what: str, known: bool) -> Stop:
         before = run.last_logged
         run.events.write("nonfinite", step=run.step, why=what)
         return Stop(
@@ -217,7 +221,7 @@ class FiniteResults:
             known=known,
         )
 
-    def _dump(self, run: Any, step: int) -> None:
+    def _dump(self, run: Run, step: int) -> None:
         if not self._asked.save_batch or not run.cluster.is_main:
             return
         try:

@@ -3,15 +3,18 @@ the bar moves on."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spmdkit.run.hooks.base import Hook
+
+if TYPE_CHECKING:
+    from spmdkit.run.run import Run
 
 
 def make(config: Any) -> Hook:
     """Returns the hook that tells how training goes."""
 
-    def after_step(run: Any, step: int, state: Any, metrics: Any) -> None:
+    def after_step(run: Run, step: int, state: Any, metrics: Any) -> None:
         if not run.is_log_step(step):
             run.reporter.progress.advance(step)
             return

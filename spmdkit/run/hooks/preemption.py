@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import signal
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spmdkit.errors import Preempted
 from spmdkit.faults.preemption_sources.base import PreemptionSource
 from spmdkit.foundation import phase, plugins
 from spmdkit.foundation.timeouts import PREEMPTION_SIGNAL_S
 from spmdkit.run.hooks.base import Action, Hook, Stop
+
+if TYPE_CHECKING:
+    from spmdkit.run.run import Run
 
 
 def make(config: Any) -> Hook | None:
@@ -26,14 +29,14 @@ def make(config: Any) -> Hook | None:
     noticed: list[str] = []
     taken, ended = threading.Event(), threading.Event()
 
-    def begin(run: Any, step: int, state: Any) -> None:
+    def begin(run: Run, step: int, state: Any) -> None:
         for name, source in sources:
             thread = threading.Thread(
                 target=_watch, args=(run, name, source, noticed, taken, ended), name=f"spmdkit-{name}", daemon=True
             )
             thread.start()
 
-    def after_step(run: Any, step: int, state: Any, metrics: Any) -> Action | None:
+    def after_step(run: Run, step: int, state: Any, metrics: Any) -> Action | None:
         if not noticed:
             return None
         taken.set()
@@ -43,7 +46,7 @@ def make(config: Any) -> Hook | None:
 
 
 def _watch(
-    run: Any, name: str, source: PreemptionSource, noticed: list[str], taken: threading.Event, ended: threading.Event
+    run: Run, name: str, source: PreemptionSource, noticed: list[str], taken: threading.Event, ended: threading.Event
 ) -> None:
     """Asks until there is a notice, or training ends."""
     failed = False

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from spmdkit.run.hooks.base import Hook
+from spmdkit.run.hooks.base import Hook, RunView
 
 
 def make(config: Any) -> Hook | None:
@@ -16,7 +16,7 @@ def make(config: Any) -> Hook | None:
         return None
     until: list[int] = []  # the last step of a trace that is being taken
 
-    def after_step(run: Any, step: int, state: Any, metrics: Any) -> None:
+    def after_step(run: RunView, step: int, state: Any, metrics: Any) -> None:
         if step == options.start - 1 or (options.start == 1 and step == 1):
             jax.block_until_ready(metrics)
             jax.profiler.start_trace(str(run.directory / "profile"))

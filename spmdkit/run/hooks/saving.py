@@ -4,9 +4,12 @@ all before."""
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spmdkit.run.hooks.base import Action, Hook, Save
+
+if TYPE_CHECKING:
+    from spmdkit.run.run import Run
 
 
 def make(config: Any) -> Hook | None:
@@ -16,7 +19,7 @@ def make(config: Any) -> Hook | None:
         return None
     every_s, every_steps, last = options.every_seconds, options.every_steps, config.steps
 
-    def after_step(run: Any, step: int, state: Any, metrics: Any) -> Action | None:
+    def after_step(run: Run, step: int, state: Any, metrics: Any) -> Action | None:
         if step == last or (every_steps is not None and step % every_steps == 0):
             return Save(known=True)
         late = every_s is not None and run.cluster.is_main and run.clock() - run.saved_at_time >= every_s
@@ -25,14 +28,16 @@ def make(config: Any) -> Hook | None:
     if options.best is None:
         return Hook("saving", order=30, after_step=after_step)
     # Travels in the checkpoint, so that a restart saves at the same steps.
-    seen: dict[str, float | None] = {"best": None, "step": None}
+    seen: dict[str, Any] = {"best": None, "step": None}
 
-    def after_eval(run: Any, step: int, values: Any) -> Action | None:
+    def after_eval(run: Run, step: int, values: Any) -> Action | None:
         value, best = float(values[options.best.metric]), seen["best"]
         if not math.isfinite(value):
             return None
         better = best is None or (value < best if options.best.mode == "min" else value > best)
-        if not better and not run.saves.is_lost(seen["step"]):  # where the best could not be saved, the next best is
+        if not better and not (
+            run.saves is not None and run.saves.is_lost(seen["step"])
+        ):  # where the best could not be saved, the next best is
             return None
         seen.update(best=value, step=step)
         return Save(known=True)  # every process has the same values

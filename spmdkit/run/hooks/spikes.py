@@ -14,13 +14,16 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from spmdkit.program.feeds import placed_limit
 from spmdkit.run.hooks.base import Hook
+
+if TYPE_CHECKING:
+    from spmdkit.run.run import Run
 
 FLOOR = 0.01
 
@@ -35,7 +38,7 @@ def make(config: Any) -> Hook | None:
     waiting: list[tuple[int, Any]] = []  # steps and their losses, on the devices
     stale = [True]  # after a way back
 
-    def read(run: Any = None) -> None:
+    def read(run: Run | None = None) -> None:
         steps, losses = [step for step, _ in waiting], jax.device_get([loss for _, loss in waiting])
         waiting.clear()
         for step, loss in zip(steps, map(float, losses), strict=True):
@@ -45,16 +48,16 @@ def make(config: Any) -> Hook | None:
             elif math.isfinite(loss):
                 window.append(loss)
 
-    def put(run: Any) -> None:
+    def put(run: Run) -> None:
         run.program.limit = placed_limit(run.program.mesh, limit[0])
         stale[0] = False
 
-    def before_step(run: Any, step: int, state: Any) -> None:
+    def before_step(run: Run, step: int, state: Any) -> None:
         if stale[0]:
             waiting.clear()
             put(run)
 
-    def after_step(run: Any, step: int, state: Any, metrics: Any) -> None:
+    def after_step(run: Run, step: int, state: Any, metrics: Any) -> None:
         if "loss" in metrics:
             waiting.append((step, metrics["loss"]))
         if run.is_log_step(step):

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spmdkit.foundation import phase
 from spmdkit.run.hooks.base import Hook
+
+if TYPE_CHECKING:
+    from spmdkit.run.run import Run
 
 AFTER_ALL = 1000
 """What other hooks take is a part of the step."""
@@ -22,25 +25,25 @@ def make(config: Any) -> Hook | None:
     # The step that was waited for last, and when, by the watchdog's clock: a pause would be taken for a long step.
     seen = [0, 0.0]
 
-    def begin(run: Any, step: int, state: Any) -> None:
+    def begin(run: Run, step: int, state: Any) -> None:
         seen[:] = step, run.watchdog.clock.now if run.watchdog is not None else 0.0
         phase.enter("data", step + 1)
 
-    def before_step(run: Any, step: int, state: Any) -> None:
+    def before_step(run: Run, step: int, state: Any) -> None:
         phase.enter("step", step)
 
-    def after_step(run: Any, step: int, state: Any, metrics: Any) -> None:
+    def after_step(run: Run, step: int, state: Any, metrics: Any) -> None:
         if run.is_log_step(step) and step > seen[0] and run.watchdog is not None:
             now = run.watchdog.clock.now
             recent.append((now - seen[1]) / (step - seen[0]))
             seen[:] = step, now
-            run.watchdog.step_timeout_s = statistics.median(recent)
+            run.watchdog.step_s = statistics.median(recent)
             for line in run.watchdog.take_notices():
                 run.message(line)
                 run.events.write("straggler", step=step, text=line)
         phase.enter("data", step + 1)
 
-    def end(run: Any, step: int, state: Any) -> None:
+    def end(run: Run, step: int, state: Any) -> None:
         phase.enter("end", step)
 
     return Hook("watchdog", order=AFTER_ALL, begin=begin, before_step=before_step, after_step=after_step, end=end)

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spmdkit.checkpoint import Checkpoints, best_step, hold_step, newest_step, quarantine
 from spmdkit.cluster import Cluster
@@ -23,6 +23,9 @@ from spmdkit.program.program import Program
 from spmdkit.program.restore import restored
 from spmdkit.step import rng
 from spmdkit.step.state import TrainState
+
+if TYPE_CHECKING:
+    from spmdkit.run.run import Run
 
 RECORDS = ("metrics.jsonl", "counts.jsonl")
 
@@ -39,7 +42,7 @@ class Restored(NamedTuple):
     is_saved: bool = True
 
 
-def newest(run: Any) -> Restored | None:
+def newest(run: Run) -> Restored | None:
     """Returns what the memory of the processes holds, where that is newer than every checkpoint, otherwise the newest
     that can be restored, None where there is neither."""
     in_memory = run.driver.restored(run.cluster, run.program, run.checkpoints)
@@ -48,7 +51,7 @@ def newest(run: Any) -> Restored | None:
     return newest_good(run.cluster, run.checkpoints, run.program)
 
 
-def abandon(run: Any) -> None:
+def abandon(run: Run) -> None:
     """Lets a save end that will never be committed, since a process that was to write a part of it has died."""
     if run.checkpoints is not None:
         run.checkpoints.abandon(SAVE_ABANDON_S)
@@ -88,7 +91,7 @@ def newest_good(
     return None
 
 
-def quarantine_checkpoints(run: Any, wrong: Mapping[str, str], lines: Sequence[str], step: int) -> None:
+def quarantine_checkpoints(run: Run, wrong: Mapping[str, str], lines: Sequence[str], step: int) -> None:
     """Renames, on process 0, what is damaged and what has a step's name and is none, and tells the user, with `lines`
     of what was restored."""
     if run.checkpoints is not None and run.cluster.is_main:
@@ -174,7 +177,7 @@ def chosen_for_all(cluster: Cluster, checkpoints: Checkpoints, step: int | None,
         yield cluster.from_main("chosen checkpoint", choose)
 
 
-def note_randomness(run: Any, record: dict[str, Any], step: int) -> None:
+def note_randomness(run: Run, record: dict[str, Any], step: int) -> None:
     """Says so where the keys of the coming steps are not those that the run would have had before."""
     before, now = record.get("randomness", {"version": 1}), rng.identity()
     if before != now:

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.errors import CheckpointWriteError
 from spmdkit.foundation.timeouts import SAVE_BLOCKED_S, SAVE_RETRY_S, SLOW_SAVE_S
 
+if TYPE_CHECKING:
+    from spmdkit.run.run import Run
+
 
 class Saves:
     """What became of the saves of a run; `run` is the `Run`, `checkpoints` its own."""
 
-    def __init__(self, run: Any, checkpoints: Checkpoints):
+    def __init__(self, run: Run, checkpoints: Checkpoints):
         self._run, self._checkpoints = run, checkpoints
+        assert run.config.checkpoint is not None
         self._most = run.config.checkpoint.max_failures
         self._failed_steps: set[int] = set()  # known to all processes alike
         self._failures = 0

@@ -3,10 +3,13 @@ same."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from spmdkit.run.run import Run
 
 
-def left_out_rows(run: Any) -> list[list[int]]:
+def left_out_rows(run: Run) -> list[list[int]]:
     """Returns [batch, row] of what any process has left out, on process 0. Where rows may be left out, all processes
     ask for each save."""
     mine, cluster = run.program.skipped_rows[0].positions(), run.cluster

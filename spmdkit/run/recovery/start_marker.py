@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from spmdkit.faults.error_mapping import quiet_callbacks
 from spmdkit.foundation import run_status
 from spmdkit.foundation.constants import STEP_FILE
 
+if TYPE_CHECKING:
+    from spmdkit.run.run import Run
 
-def note_running(run: Any, step: int) -> run_status.StepMark:
+
+def note_running(run: Run, step: int) -> run_status.StepMark:
     """Returns the mark of the steps to come, after `running` is written; tells of the start before, where that one did
     not say how it ended."""
     quiet_callbacks()
