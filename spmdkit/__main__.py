@@ -1,12 +1,12 @@
-"""`spmdkit` and `python -m spmdkit`: what has to hold before anything large is imported, which takes a second or two;
-then the command line."""
+"""`spmdkit` and `python -m spmdkit`: handles signals before the large imports, which take a second or two; then runs
+the command line."""
 
 import os
 import signal
 import sys
 
 EARLY = {"SIGINT": 130, "SIGTERM": 42, "SIGHUP": 42, "SIGUSR1": 42}
-"""Signal -> exit code of `train` and `launch` while there is nothing to save: start me again, but for Ctrl-C."""
+"""Signal -> exit code of `train` and `launch` while there is nothing to save: restart, except for Ctrl-C."""
 
 
 def main() -> int:
@@ -18,7 +18,7 @@ def main() -> int:
         if (trains or name == "SIGINT") and signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_, code=code: os._exit(code))
     if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # a launcher has held it back until now
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # a launcher has blocked it until now
     from spmdkit.faults import streams
 
     streams.keep_going(when_full=trains)

@@ -1,8 +1,8 @@
-"""Every error that a user of spmdkit can meet, and the exit code that the command line gives it.
+"""Every error that a user of spmdkit can see, and its exit code on the command line.
 
-A message has four parts: what was asked, what was found (with numbers), the rule, the smallest change that works.
-`SpmdkitError` and its subclasses are the user's to fix and never show a traceback on the command line; asserts
-and everything else are bugs of ours.
+A message has four parts: what was expected, what was found (with numbers), the rule, the smallest change that works.
+`SpmdkitError` and its subclasses are the user's to fix and never show a traceback on the command line; asserts and
+everything else are bugs of spmdkit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 
 class ExitCode(enum.IntEnum):
-    """How the command line ends; beside these 128+n, ended by signal n. What each means: `OUTCOMES`."""
+    """Exit codes of the command line; in addition 128+n, ended by signal n. Their meanings: `OUTCOMES`."""
 
     DONE = 0
     CHECK_FAILED = 1
@@ -31,10 +31,13 @@ OUTCOMES: Mapping[str, tuple[ExitCode, str]] = {
     "done": (ExitCode.DONE, "done"),
     "check failed": (
         ExitCode.CHECK_FAILED,
-        "`verify`, `doctor` or `health_check` has found a difference, a `drill` has failed, or a loss of `bench` is above its bound",
+        (
+            "`verify`, `doctor` or `health_check` found a difference, a `drill` failed, or a loss of `bench` is above "
+            "its bound"
+        ),
     ),
-    "preempted": (ExitCode.PREEMPTED, "stopped and saved, start me again"),
-    "raised": (ExitCode.FAILED, "your function or data raised, or asked to leave"),
+    "preempted": (ExitCode.PREEMPTED, "stopped and saved, start again"),
+    "raised": (ExitCode.FAILED, "your function or data raised or exited"),
     "bug": (ExitCode.FAILED, "a bug of spmdkit, with its traceback"),
     "not written": (ExitCode.NOT_WRITTEN, "a checkpoint, the metrics or another file could not be written"),
     "peer lost": (ExitCode.PEER_LOST, "rendezvous or a peer timed out"),
@@ -44,13 +47,13 @@ OUTCOMES: Mapping[str, tuple[ExitCode, str]] = {
     "checkpoint": (ExitCode.CHECKPOINT, "checkpoint cannot be used"),
     "interrupted": (ExitCode.INTERRUPTED, "Ctrl-C"),
 }
-"""Outcome -> exit code and words: the one table. Errors, messages, events, the guide and the fuzzer follow it."""
+"""Outcome -> exit code and description, in one table. Errors, messages, events, the guide and the fuzzer use it."""
 
 
 def outcome(code: int) -> str:
-    """Returns the words of an exit code; of one that is in no row how such codes are made."""
+    """Returns the description of an exit code; for an unknown one, how such codes arise."""
     words = dict.fromkeys(w for c, w in OUTCOMES.values() if c == code)
-    return "; ".join(words) or (f"ended by signal {code - 128}" if 128 < code < 193 else "a code of its own")
+    return "; ".join(words) or (f"ended by signal {code - 128}" if 128 < code < 193 else "an unknown exit code")
 
 
 class SpmdkitError(Exception):
@@ -60,7 +63,7 @@ class SpmdkitError(Exception):
 
 
 class ConfigError(SpmdkitError):
-    """The config, the task, the data or the mesh cannot work as asked."""
+    """The config, the task, the data or the mesh cannot work."""
 
     exit_code = ExitCode.CONFIG
 
@@ -78,7 +81,7 @@ class CheckpointWriteError(SpmdkitError):
 
 
 class RendezvousError(SpmdkitError):
-    """Processes did not find each other in time, or a peer went away."""
+    """Processes did not connect in time, or a peer exited."""
 
     exit_code = ExitCode.PEER_LOST
 
@@ -90,7 +93,7 @@ class HangError(SpmdkitError):
 
 
 class DeviceError(SpmdkitError):
-    """A device computes other numbers than its equals: no run should be trusted to it."""
+    """A device computes different numbers: no run should use it."""
 
     exit_code = ExitCode.CHECK_FAILED
 
@@ -108,7 +111,7 @@ class CheckpointError(SpmdkitError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is not as it was written. `found` says what is wrong, without the way back."""
+    """A checkpoint differs from what was written. `found` is the problem, without the repair."""
 
     def __init__(self, message: str, found: str = ""):
         super().__init__(message)
@@ -116,10 +119,10 @@ class DamagedError(CheckpointError):
 
 
 class Unreachable(CheckpointError):
-    """The storage that holds the checkpoints cannot be reached, or refuses. Nothing is said of what it holds."""
+    """The storage of the checkpoints is unreachable, or denies access. Its contents are unknown."""
 
 
 class Preempted(SpmdkitError):
-    """Training stopped because it was asked to, after saving. Start the same command again to go on."""
+    """Training stopped on request, after saving. Start the same command again to continue."""
 
     exit_code = ExitCode.PREEMPTED

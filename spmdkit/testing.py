@@ -1,11 +1,10 @@
-"""For a user's own tests: what a step sends over the wire, as an assertion.
+"""For a user's own tests: assertions about the communication of a step.
 
     def test_my_model_reduces_once():
         program = sk.build("my_task.yaml")
         sk.testing.assert_collectives(program, all_reduce=1, in_loop=0)
 
-What is counted are operations of the compiled program, as `spmdkit plan` lists them. Compiles the step where that has
-not been done; runs nothing.
+Counts operations of the compiled program, as `spmdkit plan` lists them. Compiles the step if necessary; runs nothing.
 """
 
 from __future__ import annotations
@@ -38,19 +37,18 @@ def assert_collectives(
     axes: tuple[str, ...] | None = None,
     **ops: int,
 ) -> None:
-    """Asserts how many collectives the step of a program holds.
+    """Asserts how many collectives the step of a program has.
 
     Args:
         in_loop: operations inside of loops.
-        total: operations in all.
-        max_bytes: upper bound on the bytes that one device sends in a step; fails too where a trip count is unknown.
+        total: all operations.
+        max_bytes: upper bound on the bytes that one device sends in a step; also fails if a trip count is unknown.
         axes: count only operations that join devices along one of these mesh axes.
-        ops: operations by name (`all_reduce=1`, `all_gather=0`); a name that is not given may occur any number of
-            times.
+        ops: operations by name (`all_reduce=1`, `all_gather=0`); an unnamed one may occur any number of times.
 
     Raises:
         AssertionError: another number; the message lists every operation with its line.
-        ConfigError: a name that is no collective, or an axis that the mesh does not have.
+        ConfigError: a name that is not a collective, or an axis that the mesh does not have.
     """
     for name in ops:
         if name not in OPS:
@@ -61,7 +59,7 @@ def assert_collectives(
         if axis not in program.sizes:
             known = list(program.sizes)
             raise ConfigError(
-                f"assert_collectives: '{axis}' is no mesh axis. Known: {', '.join(known)}.{nearest(axis, known)}"
+                f"assert_collectives: '{axis}' is not a mesh axis. Known: {', '.join(known)}.{nearest(axis, known)}"
             )
     bill = bill_of(program)
     chosen = [c for c in bill.collectives if axes is None or set(axes) & set(c.axes)]
@@ -77,9 +75,7 @@ def assert_collectives(
         if any(c.bytes is None for c in chosen if c.counted):
             wrong.append(f"an unknown number of bytes (at least {sent}), expected at most {max_bytes}")
         elif sent > max_bytes:
-            wrong.append(
-                f"{sent} bytes ({format_bytes(sent)}) sent by a device in a step, expected at most {max_bytes}"
-            )
+            wrong.append(f"{sent} bytes ({format_bytes(sent)}) sent per device in a step, expected at most {max_bytes}")
     if wrong:
         rows = [
             f"  {c.op} over {' x '.join(c.axes)}, {c.dtype}, {c.bytes if c.bytes is not None else 'unknown'} bytes, "

@@ -1,6 +1,7 @@
-"""`spmdkit`: the command line. Each command parses, calls one function, and prints; the work is done elsewhere.
+"""`spmdkit`: the command line. Each command parses, calls one function, and prints.
 
-Exit codes are in `spmdkit.errors`; a user's mistake is a message on standard error, never a traceback.
+Enters: arguments. Leaves: text or JSON on standard output, and an exit code of `spmdkit.errors`. A user's mistake is a
+message on standard error, never a traceback.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Takes the options that stand before a command."""
+    """Reads the options before a command."""
 
 
 @app.command(epilog="Example: spmdkit train configs/linear_regression.yaml steps=50")
@@ -94,7 +95,7 @@ def eval(
     from spmdkit.run.loop import evaluate as run
 
     if best and step is not None:
-        raise ConfigError(f"eval was given --step {step} and --best. Each names a checkpoint. Leave one out.")
+        raise ConfigError(f"eval has --step {step} and --best. Each selects a checkpoint. Omit one.")
     loaded, cluster = _join(config, overrides)
     step, values = run(loaded, cluster, step=step, best=best)
     if cluster.is_main:
@@ -110,7 +111,7 @@ def eval(
 
 @app.command(epilog="Example: spmdkit layout configs/fsdp.yaml")
 def layout(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Show where each leaf of the train state lives, what was applied to the step, and why. Allocates nothing."""
+    """Show the sharding of each leaf of the train state, what was applied to the step, and why. Allocates nothing."""
     from spmdkit.mesh.layout import table
     from spmdkit.mesh.mesh import describe_mesh
     from spmdkit.run.loop import open_on_all_processes
@@ -130,27 +131,30 @@ def plan(
     target: Annotated[
         str | None,
         typer.Option(
-            help="tpu:v5p:4x4x4, tpu:v5p:4x4x4*2 (two slices), gpu:h100:64, gpu:h200:8x8, cpu:8 or here; default: the config's devices."
+            help=(
+                "tpu:v5p:4x4x4, tpu:v5p:4x4x4*2 (two slices), gpu:h100:64, gpu:h200:8x8, cpu:8 or here; default: "
+                "the config's devices."
+            )
         ),
     ] = None,
     json_: AsJson = False,
-    html: Annotated[Path | None, typer.Option(help="Also write the plan as a page.", metavar="FILE")] = None,
-    search: Annotated[bool, typer.Option("--search", help="Look for the fastest mesh that fits.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Also write the plan as an HTML page.", metavar="FILE")] = None,
+    search: Annotated[bool, typer.Option("--search", help="Search for the fastest mesh that fits.")] = False,
     search_over: Annotated[
-        str, typer.Option(help="What a search varies, comma-separated: mesh, microbatches, remat, zero.")
+        str, typer.Option(help="What the search varies, comma-separated: mesh, microbatches, remat, zero.")
     ] = "mesh",
-    compile: Annotated[int, typer.Option(help="How many of a search's candidates are compiled.")] = 8,
-    write: Annotated[Path | None, typer.Option(help="Write the winning config.", metavar="FILE")] = None,
+    compile: Annotated[int, typer.Option(help="Number of candidates to compile.")] = 8,
+    write: Annotated[Path | None, typer.Option(help="Write the best config.", metavar="FILE")] = None,
     diff: Annotated[
         Path | None,
-        typer.Option(help="Another config or plan.json: show what moves from CONFIG to it.", metavar="OTHER"),
+        typer.Option(help="Another config or plan.json: show the differences from CONFIG to it.", metavar="OTHER"),
     ] = None,
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="First measure what this machine really does; later plans use it too.")
+        bool, typer.Option("--calibrate", help="First measure this machine; later plans use the measurements too.")
     ] = False,
 ) -> None:
-    """Say what a config will cost: memory, bytes on the wire, time of a step. Runs nothing; the machine may be
-    elsewhere."""
+    """Predict the cost of a config: memory, bytes sent, step time. Runs nothing; the target machine need not be
+    available."""
     from spmdkit.plan.command import PlanOptions, run_plan
 
     options = PlanOptions(
@@ -173,21 +177,19 @@ def verify(
     overrides: Overrides = None,
     all_meshes: Annotated[bool, typer.Option("--all", help="Try every mesh of the devices.")] = False,
     microbatches: Annotated[
-        str | None, typer.Option(help="Numbers to try, as 1,2,4. Default: 1 and the config's.")
+        str | None, typer.Option(help="Numbers to test, as 1,2,4. Default: 1 and the config's.")
     ] = None,
     devices: Annotated[int | None, typer.Option(help="Fake devices. Default: the config's, or 8.")] = None,
     max_axis: Annotated[int, typer.Option(help="Largest axis of --all.")] = 4,
-    steps: Annotated[int, typer.Option(help="Steps after which parameters are compared.")] = 3,
+    steps: Annotated[int, typer.Option(help="Steps before the parameters are compared.")] = 3,
     float64: Annotated[bool, typer.Option("--float64", help="Compute in 64 bits.")] = False,
-    mutants: Annotated[bool, typer.Option(help="Also prove that mistakes are seen.")] = True,
+    mutants: Annotated[bool, typer.Option(help="Also check that injected bugs are detected.")] = True,
     jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
-    resume: Annotated[Path | None, typer.Option(help="File of finished cases: they are not run again.")] = None,
-    locate: Annotated[
-        bool, typer.Option("--locate", help="Say of mutants, too, which line is the first to differ.")
-    ] = False,
+    resume: Annotated[Path | None, typer.Option(help="File of finished cases, which are not run again.")] = None,
+    locate: Annotated[bool, typer.Option("--locate", help="Report the first differing line for mutants too.")] = False,
     json_: AsJson = False,
 ) -> None:
-    """Prove that each mesh computes what one device does: loss, gradient, update, evaluation. Exit code 0 or 1."""
+    """Check that each mesh computes what one device does: loss, gradient, update, evaluation. Exit code 0 or 1."""
     from spmdkit.verify.command import run_verify, sets_batch_size
     from spmdkit.verify.report import VerifyOptions
 
@@ -221,18 +223,21 @@ def drill(
         list[str] | None,
         typer.Option(
             metavar="KIND:PROCESS@WHEN",
-            help="kill stop term hang slow nan bit-flip truncate corrupt disk-full, and as root on Linux partition partition-send partition-peer delay loss rate (of the network), of a process or "
-            "random, at a step (120), after seconds (30s) or random.",
+            help=(
+                "kill stop term hang slow nan bit-flip truncate corrupt disk-full, and as root on Linux partition "
+                "partition-send partition-peer delay loss rate (of the network), of a process or random, at a step "
+                "(120), after seconds (30s) or random."
+            ),
         ),
     ] = None,
     kill: Annotated[list[str] | None, typer.Option(metavar="PROCESS@WHEN", help="Short for --fault kill:...")] = None,
     num: Annotated[int, typer.Option("-n", help="Processes on this machine.")] = 2,
     devices_per_process: Annotated[int | None, typer.Option(help="Devices of each process.")] = None,
-    seed: Annotated[int, typer.Option(help="Of what is random.")] = 0,
-    count: Annotated[int, typer.Option(help="How often each fault comes.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of random choices.")] = 0,
+    count: Annotated[int, typer.Option(help="Number of injections of each fault.")] = 1,
     json_: AsJson = False,
 ) -> None:
-    """Run a job here, hurt it on order, and say what that cost and whether it ended the same. Exit code 0 or 1."""
+    """Inject faults into a job on this machine, and measure detection, recovery and repeated work. Exit code 0 or 1."""
     from spmdkit.tools.drill.command import DrillRequest, run_drill
 
     faults = [*(fault or []), *(f"kill:{text}" for text in kill or [])]
@@ -255,11 +260,11 @@ def migrate(
     ],
     project: Annotated[
         str | None,
-        typer.Option(help="accelerate, deepspeed or maxtext; default: whose settings it has.", show_default=False),
+        typer.Option(help="accelerate, deepspeed or maxtext; default: detected from the settings.", show_default=False),
     ] = None,
-    devices: Annotated[int, typer.Option(help="Devices of the job, for sizes that are meant for each.")] = 1,
+    devices: Annotated[int, typer.Option(help="Number of devices of the job, for sizes per device.")] = 1,
 ) -> None:
-    """Print a config like that of another project, with a line for each of its settings: mapped, automatic or
+    """Print the config of another project as a spmdkit config, with a line for each setting: mapped, automatic or
     meaningless here, unknown."""
     from spmdkit.tools.migrate import migrate as run
 
@@ -270,15 +275,16 @@ def migrate(
 def doctor(
     config: Annotated[
         Path | None,
-        typer.Argument(metavar="[CONFIG]", help="Also tries its run directory and mesh.", show_default=False),
+        typer.Argument(metavar="[CONFIG]", help="Also checks its run directory and mesh.", show_default=False),
     ] = None,
     overrides: Overrides = None,
     burn_in: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Time for which all devices compute the same products: 30s, 5m.")
+        str | None,
+        typer.Option(metavar="TIME", help=("Duration for which all devices compute the same products: 30s, 5m.")),
     ] = None,
     json_: AsJson = False,
 ) -> None:
-    """Say what these machines have and whether a run can be trusted to them; 1 where it cannot. Also under launch."""
+    """Describe the machines and check their health; exit code 1 if a check fails. Also under launch."""
     from spmdkit.tools.doctor import examine
 
     raise SystemExit(examine(_load(config, overrides) if config else None, burn_in, as_json=json_))
@@ -293,7 +299,7 @@ def config_check(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @config_app.command("show", epilog="Example: spmdkit config show configs/linear_regression.yaml steps=50")
 def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Print the resolved config, every default filled in."""
+    """Print the resolved config with every default."""
     from spmdkit.config import to_yaml
 
     print(to_yaml(_load(config, overrides)), end="")
@@ -314,8 +320,7 @@ def _load(path: Path, overrides: list[str] | None) -> Config:
 
 
 def _join(path: Path, overrides: list[str] | None) -> tuple[Config, Cluster]:
-    """Returns the checked config and the joined processes; the config is checked before any process waits for
-    another."""
+    """Returns the checked config and the joined processes; the config is checked before any process waits for another."""
     from spmdkit.cluster import detect_cluster, join
 
     config = _load(path, overrides)
@@ -324,6 +329,6 @@ def _join(path: Path, overrides: list[str] | None) -> tuple[Config, Cluster]:
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """Runs the command line; returns or exits with the exit code. What it writes is not for others to read."""
+    """Runs the command line; returns or exits with the exit code. Files that it writes are not world-readable."""
     os.umask(os.umask(0o077) | 0o027)
     return run_process(lambda: app(arguments, prog_name="spmdkit"))

@@ -1,4 +1,4 @@
-"""`spmdkit bench communication`: measures on the user's own task."""
+"""`spmdkit bench communication`: measurements on the user's task."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ import typer
 from spmdkit.cli.json_option import AsJson
 from spmdkit.program import allocator
 
-app = typer.Typer(help="Measure on your own task.", no_args_is_help=True)
+app = typer.Typer(help="Measure your task.", no_args_is_help=True)
 
 
 @app.callback()
 def bench() -> None:
-    """Keeps `communication` a word of its own while it is the only one."""
+    """Makes `communication` a subcommand although it is the only one."""
 
 
 @app.command(
-    epilog='Example: spmdkit bench communication configs/linear_regression.yaml --reducers int8 --syncs "local_sgd(every=4)" --steps 80'
+    epilog=(
+        "Example: spmdkit bench communication configs/linear_regression.yaml --reducers int8 --syncs "
+        '"local_sgd(every=4)" --steps 80'
+    )
 )
 def communication(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Config file (YAML).", show_default=False)],
@@ -30,12 +33,14 @@ def communication(
     ] = None,
     reducers: Annotated[str, typer.Option(help="As int8,powersgd(rank=4).", metavar="NAMES")] = "bfloat16,int8",
     syncs: Annotated[str, typer.Option(help="As local_sgd(every=16),stale(2).", metavar="NAMES")] = "",
-    steps: Annotated[int | None, typer.Option(help="To train; default: the config's.", show_default=False)] = None,
-    seeds: Annotated[int, typer.Option(help="How many, from the config's on.")] = 1,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps to train; default: the config's.", show_default=False)
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Number of seeds, starting with the config's.")] = 1,
     within: Annotated[
         float | None,
         typer.Option(
-            help="Exit code 1 where a loss is more than this share above that of sum: 0.01.", show_default=False
+            help="Exit code 1 if a loss exceeds that of sum by more than this share: 0.01.", show_default=False
         ),
     ] = None,
     json_: AsJson = False,
@@ -47,7 +52,7 @@ def communication(
         ),
     ] = None,
 ) -> None:
-    """Train the task under each reducer and sync in turns: bytes on the wire, time, and loss reached, against sum. Exit
+    """Train the task under each reducer and sync, interleaved: bytes sent, time, and final loss, relative to sum. Exit
     code 0 or 1."""
     from spmdkit.cluster import detect_cluster, join
     from spmdkit.config import load_config

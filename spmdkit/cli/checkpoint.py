@@ -19,7 +19,7 @@ app = typer.Typer(help="List, inspect, export, verify and remove checkpoints.", 
 
 RunDir = Annotated[
     str,
-    typer.Argument(metavar="RUN", help="A run's directory, its checkpoints/, or the folder of a bucket that has them."),
+    typer.Argument(metavar="RUN", help="A run's directory, its checkpoints/, or the folder of an object store."),
 ]
 Step = Annotated[int | None, typer.Option(help="Step; default: the newest.")]
 
@@ -53,7 +53,7 @@ def checkpoint_ls(run: RunDir, json_: AsJson = False) -> None:
         say(f"no checkpoint in {folder}")
     for name in ignored:
         aside = checkpoint.DAMAGED_MARK in name
-        say(f"damaged, set aside: {name}" if aside else f"not a checkpoint, ignored: {name}")
+        say(f"damaged, quarantined: {name}" if aside else f"not a checkpoint, ignored: {name}")
     if left is not None:
         say(f"note: {left.told()}")
 
@@ -89,7 +89,7 @@ def checkpoint_export(
 
 @app.command("verify", epilog="Example: spmdkit checkpoint verify runs/first")
 def checkpoint_verify(run: RunDir, step: Step = None, json_: AsJson = False) -> None:
-    """Read every byte of a run's checkpoints, or of one, and compare it with its checksum; 79 where one is damaged."""
+    """Read every byte of a run's checkpoints, or of one, and verify its checksum; exit code 79 if one is damaged."""
     from spmdkit import checkpoint
     from spmdkit.foundation.formatting import format_bytes
 
@@ -97,13 +97,14 @@ def checkpoint_verify(run: RunDir, step: Step = None, json_: AsJson = False) -> 
     if json_:
         print(json.dumps({"checkpoints": rows}))
     for row in [] if json_ else rows:
-        good = "good" if row["checked"] else "can be read (saved before there were checksums)"
+        good = "good" if row["checked"] else "can be read (saved without checksums)"
         said = good if row["good"] else f"DAMAGED: {row['found']}"
         say(f"{row['step']:>8}  {row['leaves']} leaves, {format_bytes(row['bytes'])}  {said}")
     if damaged := [str(row["step"]) for row in rows if not row["good"]]:
         raise CheckpointError(
-            f"{len(damaged)} of {len(rows)} checkpoints in {run} {'is' if len(damaged) == 1 else 'are'} damaged: {', '.join(damaged)}. A "
-            "checkpoint is used whole or not at all. Training passes over them; to remove them: spmdkit checkpoint rm."
+            f"{len(damaged)} of {len(rows)} checkpoints in {run} {'is' if len(damaged) == 1 else 'are'} damaged: "
+            f"{', '.join(damaged)}. A checkpoint is used only if it is intact. Training skips damaged ones; to remove "
+            "them: spmdkit checkpoint rm."
         )
 
 
@@ -111,7 +112,7 @@ def checkpoint_verify(run: RunDir, step: Step = None, json_: AsJson = False) -> 
 def checkpoint_rm(
     run: RunDir, steps: Annotated[list[int], typer.Argument(metavar="STEP...", help="Steps to remove.")]
 ) -> None:
-    """Remove checkpoints of a run that is not training; never the last good one."""
+    """Remove checkpoints of a run that is not training; never the last intact one."""
     from spmdkit import checkpoint
 
     folder = _checkpoints(run)
@@ -122,8 +123,8 @@ def checkpoint_rm(
 
 
 def say(text: object) -> None:
-    """Prints a line for people. Names of files, leaves and metrics in it are another's, and may hold what a terminal
-    obeys."""
+    """Prints a line for people. Names of files, leaves and metrics in it are escaped, since a terminal may interpret
+    them."""
     print(visible(str(text)))
 
 
@@ -137,7 +138,7 @@ def _local_time(seconds: float | None) -> str:
 
 
 def _checkpoints(run: str) -> Any:
-    """Returns where the checkpoints of RUN are: a local folder, or that of the bucket which it or its config.yaml
+    """Returns the location of the checkpoints of RUN: a local folder, or the object store that it or its config.yaml
     names."""
     from spmdkit.checkpoint import location
 
@@ -148,12 +149,12 @@ def _checkpoints(run: str) -> Any:
         return location.resolve(url)
     folder = inside if inside.is_dir() else Path(run)
     if not folder.is_dir():
-        raise ConfigError(f"{run} is no directory. Give a run's directory, which holds checkpoints/.")
+        raise ConfigError(f"{run} is not a directory. Pass a run's directory, which holds checkpoints/.")
     return folder
 
 
 def _bucket_of(run: Path) -> str | None:
-    """Returns the `checkpoint.directory` of a run's own config, None where it has none."""
+    """Returns the `checkpoint.directory` of a run's config, or None."""
     import yaml
 
     try:

@@ -1,5 +1,4 @@
-"""`AsJson`, the option `--json` of every command that has it: standard output then carries one JSON object and nothing
-else."""
+"""`AsJson`, the option `--json` of commands: standard output then has one JSON object and nothing else."""
 
 from __future__ import annotations
 
@@ -12,11 +11,10 @@ import typer
 
 
 def _keep_for_ourselves(asked: bool) -> bool:
-    """Standard output becomes Python's alone; what libraries of C++ write to file descriptor 1 comes out on standard
-    error.
+    """Redirects file descriptor 1 to standard error, except for Python's own standard output.
 
-    Gloo greets there, several threads at once and without a lock, so that no reader could tell its lines from ours.
-    Where sys.stdout is not the process's own (another program calls us, a test) nothing is done.
+    Gloo's C++ code prints there from several threads without a lock, so a reader could not separate its lines from
+    ours. If sys.stdout is not the process's own (another program calls us, a test), nothing is changed.
     """
     out = sys.stdout
     if asked and isinstance(out, io.TextIOWrapper) and out is sys.__stdout__:

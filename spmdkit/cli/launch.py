@@ -1,4 +1,4 @@
-"""`spmdkit launch`: its options, and which of them go together."""
+"""`spmdkit launch`: its options, and which of them can be combined."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from spmdkit.errors import ConfigError
 
 def launch(
     context: typer.Context,
-    num: Annotated[int, typer.Option("-n", help="Processes, on this machine or all together.")],
+    num: Annotated[int, typer.Option("-n", help="Number of processes, on this machine or in total.")],
     devices_per_process: Annotated[int | None, typer.Option(help="Devices of each process.")] = None,
-    max_restarts: Annotated[int, typer.Option(help="How often all are started again after a failure.")] = 0,
+    max_restarts: Annotated[int, typer.Option(help="Maximum number of restarts of all processes after a failure.")] = 0,
     grace_s: Annotated[
-        float | None, typer.Option(help="Seconds to save and leave after a signal; default: 15, with --on 120.")
+        float | None, typer.Option(help="Seconds to save and exit after a signal; default: 15, with --on 120.")
     ] = None,
     on: Annotated[
-        str | None, typer.Option(help="Elsewhere: slurm, kubernetes, kubeflow, tpu, ray or ssh.", metavar="ENGINE")
+        str | None, typer.Option(help="Cluster engine: slurm, kubernetes, kubeflow, tpu, ray or ssh.", metavar="ENGINE")
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Option of the engine.", metavar="NAME=VALUE")
     ] = None,
     name: Annotated[str, typer.Option(help="Name of the job, with --on.")] = "spmdkit",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="With --on: print what would be run, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="With --on: print what would be run, and exit.")] = False,
     elastic: Annotated[
         str | None,
         typer.Option(
             metavar="MIN:MAX",
-            help="Start again with the processes that are left, the global batch as it was.",
+            help="Restart with the remaining processes and the same global batch.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Run a spmdkit command, or a script of yours (-- script.py ...), in several processes, here or on a cluster; the
-    first failure ends all."""
+    """Run a spmdkit command, or your script (-- script.py ...), in several processes, here or on a cluster. The first
+    failure ends all processes."""
     from spmdkit.launch import launch as run
 
     _check_launch(context.args, on, elastic, max_restarts, devices_per_process, bool(settings) or dry_run)
@@ -74,20 +74,20 @@ def launch(
 def _check_launch(
     command: list[str], on: str | None, elastic: str | None, max_restarts: int, devices: int | None, is_for_engine: bool
 ) -> None:
-    """Refuses options of `launch` that do not go together."""
+    """Rejects options of `launch` that cannot be combined."""
     if not command:
         raise ConfigError(
             "launch: nothing to run. The command follows two dashes. Try spmdkit launch -n 2 -- train CONFIG."
         )
     if on is not None and devices is not None:
-        raise ConfigError("--devices-per-process with --on: processes have the devices of their hosts. Leave it out.")
+        raise ConfigError("--devices-per-process with --on: processes have the devices of their hosts. Omit it.")
     if on is not None and elastic is not None:
         raise ConfigError(
-            f"--elastic with --on {on}: the number of processes is the engine's. Leave it out, or start here."
+            f"--elastic with --on {on}: the engine sets the number of processes. Omit it, or launch on this machine."
         )
     if on is None and is_for_engine:
-        raise ConfigError("--set and --dry-run are for --on ENGINE. Leave them out, or add --on slurm.")
+        raise ConfigError("--set and --dry-run need --on ENGINE. Omit them, or add --on slurm.")
     if elastic is not None and max_restarts < 1:
         raise ConfigError(
-            f"launch --elastic {elastic}: nothing is started again without --max-restarts. Try --max-restarts 10."
+            f"launch --elastic {elastic}: nothing is restarted without --max-restarts. Try --max-restarts 10."
         )

@@ -1,9 +1,8 @@
-"""The user's own code: finding what a config names, and calling it so that what goes wrong is said as theirs, with
-their own line.
+"""The user's own code: imports what a config names, and calls it so that its errors are reported with the user's line.
 
-A config may name only what says that it is meant for this: `task: os:system` must not run a command. So what is called
-has to be declared (`@sk.task`, `@sk.hook`, `@sk.reducer`, `@sk.sync`, `@sk.tracker`) in the very module that is
-named, or be an object of that kind.
+A config may only name registered objects: `task: os:system` must not run a command. So a function has to be registered
+(`@sk.task`, `@sk.hook`, `@sk.reducer`, `@sk.sync`, `@sk.tracker`) in the module that the config names, or be an object
+of that kind.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from spmdkit.foundation.formatting import nearest
 T = TypeVar("T")
 
 KEYS = {"task": "task", "hook": "hooks", "reducer": "reducer", "sync": "sync", "tracker": "log.trackers"}
-"""What can be declared -> the key of a config that names it."""
+"""Kind of registered function -> its key in a config."""
 
 _MARK = "__spmdkit_declared__"
 _LOADED_AS = "spmdkit_task_"
@@ -48,17 +47,17 @@ _REFUSING = {
     "optax": "optax",
     "einops": "einops",
 }
-"""Libraries that a model is written with: what they raise says that shapes, dtypes or names do not fit together."""
+"""Model libraries: their errors mean that shapes, dtypes or names do not match."""
 
 _LONGEST_CAUSE = 500
 
 
 def call_user(fn: Callable[[], T], what: str) -> T:
-    """Returns `fn()`, while it runs or traces the user's function called `what`.
+    """Returns `fn()`, which runs or traces the user's function called `what`.
 
     Raises:
-        ConfigError: JAX, or a library of models, refused what the function does (shapes, dtypes, branches on values),
-            or spmdkit did (`sk.mean` of something else).
+        ConfigError: JAX, or a model library, rejects what the function does (shapes, dtypes, branches on values), or
+            spmdkit does (`sk.mean` of something else).
         UserCodeError: the function itself raised; `__cause__` has its frames.
     """
     try:
@@ -101,7 +100,7 @@ def shortened(error: BaseException) -> str:
 
 
 def _refused_by(error: BaseException) -> str | None:
-    """Returns the library whose frame raised, or None where it was the user's own code."""
+    """Returns the library of the frame that raised, or None for the user's own code."""
     last = traceback.extract_tb(error.__traceback__)[-1].filename
     if last.startswith(_PACKAGE):
         return "spmdkit"
@@ -135,7 +134,7 @@ def _is_library(filename: str) -> bool:
 
 
 def declared(kind: str) -> Callable[[T], T]:
-    """Returns the decorator that declares a function as a `kind`: a config can name it, in the module that declares
+    """Returns the decorator that registers a function as a `kind`: a config can name it, in the module that registers
     it."""
 
     def declare(fn: T) -> T:
@@ -145,8 +144,7 @@ def declared(kind: str) -> Callable[[T], T]:
             setattr(fn, _MARK, (kind, module))
         except (AssertionError, AttributeError, TypeError):
             raise ConfigError(
-                f"@sk.{kind} is given {_described(fn)}. It declares a function of yours. Write it above `def "
-                "make(...):`."
+                f"@sk.{kind} received {_described(fn)}. It registers a function. Write it above `def make(...):`."
             ) from None
         return fn
 
@@ -158,13 +156,14 @@ task, hook, reducer, sync, tracker = map(declared, KEYS)
 
 
 def find(text: str, kind: str, folder: Path, instance: type | None = None) -> Any:
-    """Returns what `text` names: a function declared as `kind`, or an object of type `instance`. Calls nothing.
+    """Returns the object that `text` names: a function registered as `kind`, or an object of type `instance`. Calls
+    nothing.
 
     Args:
-        text: `path/to/file.py:name`, the path from `folder`, or `package.module:name`.
+        text: `path/to/file.py:name`, relative to `folder`, or `package.module:name`.
 
     Raises:
-        ConfigError: no such file, module or name; the import raised; what is found is not declared, or not there.
+        ConfigError: no such file, module or name; the import raised; the object is not registered.
     """
     target, _, name = text.rpartition(":")
     key, module = KEYS.get(kind, kind), _import(target, kind, folder)
@@ -178,22 +177,22 @@ def find(text: str, kind: str, folder: Path, instance: type | None = None) -> An
         return found
     (found_kind, owner), decorator = _mark(found), f"@sk.{kind}"
     rule = (f"a spmdkit.{instance.__name__} or " if instance is not None else "") + f"a function under {decorator}"
-    what = f"is {_described(found)}" + (f" declared in {owner} with @sk.{found_kind or kind}" if owner else "")
+    what = f"is {_described(found)}" + (f" registered in {owner} with @sk.{found_kind or kind}" if owner else "")
     if found_kind == kind:
-        repair = f"Name it where it is declared: {owner}:{name}"
+        repair = f"Name it where it is registered: {owner}:{name}"
     elif target.endswith(".py") and getattr(found, "__module__", None) == module.__name__ and callable(found):
         repair = f"Write {decorator} above its definition"
     else:
         repair = f"Name one{_such_as(known)}" if known else f"Write one, in a file of yours: my_{kind}.py:{kind}"
-    raise ConfigError(f"{key}: {text} {what}. A config names what its module declares: {rule}. {repair}.")
+    raise ConfigError(f"{key}: {text} {what}. A config names objects that its module registers: {rule}. {repair}.")
 
 
 def named(asked: str | Mapping[str, Any], kind: str, folder: Path, returns: type[T]) -> T:
-    """Returns what an entry of a config names, as `module:name` or `{module:name: options}`: a `returns`, or what a
-    function makes of the options.
+    """Returns the object of a config entry, as `module:name` or `{module:name: options}`: a `returns`, or the result of
+    a function with the options.
 
     Raises:
-        ConfigError: it is not found, not declared, no `returns`, or does not take the options.
+        ConfigError: it is not found, not registered, not a `returns`, or does not accept the options.
     """
     text, options = (asked, {}) if isinstance(asked, str) else next(iter(asked.items()))
     key = KEYS.get(kind, kind)
@@ -203,16 +202,16 @@ def named(asked: str | Mapping[str, Any], kind: str, folder: Path, returns: type
     if options:
         raise ConfigError(
             f"{key}: {text} is a {kind}, and the options {sorted(options)} have no effect. Options are for a function "
-            f"under @sk.{kind}. Write one that takes them, or leave them out."
+            f"under @sk.{kind}. Write one with these arguments, or omit the options."
         )
     return found
 
 
 def call_declared(fn: Any, text: str, kind: str, options: Mapping[str, Any], returns: type[T], options_key: str) -> T:
-    """Returns `fn(**options)`, a `returns`. `text` names `fn`; `options_key`: the config's word for the options.
+    """Returns `fn(**options)`, a `returns`. `text` names `fn`; `options_key`: the config's key of the options.
 
     Raises:
-        ConfigError: the options do not fit, the function raised, or it returned something else.
+        ConfigError: the options do not match, the function raised, or it returned something else.
     """
     signature = inspect.signature(fn)
     known = list(signature.parameters)
@@ -222,7 +221,7 @@ def call_declared(fn: Any, text: str, kind: str, options: Mapping[str, Any], ret
         if unknown := [name for name in options if name not in known]:
             hint = nearest(unknown[0], known) or f" It takes: {', '.join(known) or 'nothing'}."
         else:
-            hint = f" Give {options_key}: {{{', '.join(f'{name}: ...' for name in known)}}}."
+            hint = f" Set {options_key}: {{{', '.join(f'{name}: ...' for name in known)}}}."
         raise ConfigError(
             f"{options_key} {dict(options)} do not fit {text}{signature}: {error}. They are its keyword "
             f"arguments.{hint}"
@@ -242,8 +241,7 @@ def call_declared(fn: Any, text: str, kind: str, options: Mapping[str, Any], ret
 
 
 def _mark(found: Any) -> tuple[str | None, str | None]:
-    """Returns (kind, module) of a declared function. That of a class does not go to the classes that inherit from
-    it."""
+    """Returns (kind, module) of a registered function. That of a class does not apply to its subclasses."""
     return getattr(found, "__dict__", {}).get(_MARK, (None, None))
 
 
@@ -295,7 +293,7 @@ def _import(target: str, kind: str, folder: Path) -> ModuleType:
     name = _LOADED_AS + path.stem
     before = sys.modules.get(name)
     if kind != "task" and before is not None and before.__file__ == str(path):
-        return before  # a hook beside the task: the file runs once, and its data are there once
+        return before  # the same module for a hook and the task: the file runs once
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -312,8 +310,8 @@ def _import(target: str, kind: str, folder: Path) -> ModuleType:
 
 
 def _not_to_its_end(kind: str, what: str, error: BaseException) -> SpmdkitError:
-    """Returns the error of a module or a task that did not run to its end: what asks the whole process to leave is 70
-    wherever it stands."""
+    """Returns the error of a module or a task that did not run to its end; a request to exit the process is code 70
+    everywhere."""
     said = _raised(kind, what, error)
     return UserCodeError(said) if isinstance(error, SystemExit) else ConfigError(said)
 
