@@ -1,6 +1,6 @@
 """Plain parameters out of a checkpoint, for other tools: one safetensors file, or an orbax checkpoint of its own.
 
-The record says what lies where, so neither the task nor its code is needed.
+The record describes every leaf, so neither the task nor its code is needed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def export(
 ) -> int:
     """Writes the parameters of a step (the newest for None) to `out`, whole or not at all; returns the step.
 
-    `safetensors`: a file whose names are the paths below the parameters (`blocks/0/kernel`), with the metadata
+    `safetensors`: a file with the paths below the parameters (`blocks/0/kernel`), as names, and the metadata
     `step` and `which`. `orbax`: a folder with the nested dict, for `ocp.StandardCheckpointer().restore`
     (which knows no arrays without elements: they are left out).
 
@@ -56,14 +56,14 @@ def export(
         arrays = {name: _mean(array) for name, array in arrays.items()}
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with files.whole(out) as beside:
+        with files.whole(out) as partial:
             if format == "safetensors":
-                _write_safetensors(beside, arrays, {"step": str(found.step), "which": which})
+                _write_safetensors(partial, arrays, {"step": str(found.step), "which": which})
             else:
                 from spmdkit.checkpoint import orbax_backend
 
                 orbax_backend.write_plain(
-                    beside, state_dict.nest({name: array for name, array in arrays.items() if array.size})
+                    partial, state_dict.nest({name: array for name, array in arrays.items() if array.size})
                 )
     except OSError as error:
         raise CheckpointWriteError(
@@ -92,7 +92,7 @@ def _read_part(directory: Path, found: record.Record, which: str) -> dict[str, n
     for path, (_, dtype) in part.items():
         if dtype.startswith("key<"):
             raise CheckpointError(
-                f"export of {which}: `{path}` is a random key ({dtype}), not a parameter, and has no form outside JAX. "
+                f"export of {which}: `{path}` is a random key ({dtype}), not a parameter, which has no form outside JAX. "
                 "Keep keys in the model state."
             )
     return {path.removeprefix(f"{which}/"): array for path, array in read_leaves(directory, found, part).items()}

@@ -23,7 +23,7 @@ def verify(directory: Location | str, step: int | None = None) -> list[dict[str,
     """
     directory = location.resolve(directory)
     if step is not None and step not in records.committed_steps(directory):
-        records.read_record(directory, step)  # which says what there is
+        records.read_record(directory, step)  # raises with the steps that exist
     return [_verified(directory, s) for s in (records.committed_steps(directory) if step is None else [step])]
 
 

@@ -1,16 +1,15 @@
-"""Which run a folder of a bucket belongs to: no lock, since a bucket has none, but a lease that its holder renews, and
-a fence.
+"""`Lease`: the ownership of a folder of a bucket. A bucket has no locks, so the owner renews a lease.
 
-    run/lease.json       {"attempt", "pid", "host", "boot", "born", "since"} of the attempt that has taken the folder
-    run/alive-<attempt>  a number that this attempt raises every `LEASE_RENEW_S`
+    run/lease.json       {"attempt", "pid", "host", "boot", "born", "since"} of the attempt that owns the folder
+    run/alive-<attempt>  a number that this attempt increments every `RENEW_S`
 
-Who finds a lease takes it over when its process is known to be gone (it was of this machine), when it was given back,
-or when its number has not moved for `LEASE_STALE_S` by its own steady clock: no two clocks are compared. Two who take
-it at one time both write, and after a moment read who wrote last. That alone would not be safe, and need not be: nobody
-commits a step without having read that the lease is still its own (`is_owner`), as with ownership.py.
+A new run takes over a lease when the process of its owner is known to be gone (it ran on this machine), when the lease
+was released, or when its number has not changed for `STALE_S` on the new run's own monotonic clock: no two clocks are
+compared. Of two runs that take over at the same time both write, and after a moment read who wrote last. Safety does not
+depend on that: no run commits a step without reading that it still owns the lease (`is_owner`), as in ownership.py.
 
 Source: Gray and Cheriton, "Leases: an efficient fault-tolerant mechanism for distributed file cache consistency"
-(1989); the token that is looked at before each write is Kleppmann's fencing ("How to do distributed locking", 2016).
+(1989); reading a token before each write is Kleppmann's fencing ("How to do distributed locking", 2016).
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ class Lease:
         number = 0
         while not self._ended.wait(LEASE_RENEW_S):
             number += 1
-            with contextlib.suppress(Unreachable):  # the save that meets it says so
+            with contextlib.suppress(Unreachable):  # the next save reports it
                 self._renew(number)
 
     def _renew(self, number: int) -> None:

@@ -1,5 +1,4 @@
-"""What a directory of checkpoints holds: listing, inspecting, which is the newest and which the best, and holding one
-while it is read."""
+"""Lists and inspects the checkpoints of a directory, finds the newest and the best, and holds a step while it is read."""
 
 from __future__ import annotations
 
@@ -22,10 +21,10 @@ HOLD_TRIES = 100
 
 @contextlib.contextmanager
 def hold_step(directory: Location, choose: Callable[[], int]) -> Iterator[int]:
-    """Yields the step that `choose` names; while the body runs, the run that writes here does not delete it.
+    """Yields the step that `choose` returns. The run that writes here does not delete it until the end of the body.
 
-    A step that goes between being chosen and being held is chosen again: a run with quick retention may write beside
-    this. The lock is a shared flock on its record; where the file system has none, or in a bucket, nothing is held.
+    If the step is deleted before it is held, `choose` is called again. The hold is a shared flock on the record. A bucket,
+    or a file system without flock, has no hold.
     """
     if isinstance(directory, Remote):
         yield choose()
@@ -37,7 +36,7 @@ def hold_step(directory: Location, choose: Callable[[], int]) -> Iterator[int]:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             if path.parent.is_dir():
-                break  # there and not readable: whoever reads it says so
+                break  # it exists and is not readable: reading it raises
             continue
         try:
             try:
@@ -70,8 +69,8 @@ def best_step(directory: Location) -> int:
     scores = _scores(directory)
     if not scores:
         raise CheckpointError(
-            f"the best checkpoint was asked for, and no checkpoint in {directory} has the metric of checkpoint.best. It is saved when an "
-            "evaluation improves. Set checkpoint: {best: {metric: loss, mode: min}} and eval.every_steps, or name a step."
+            f"the best checkpoint is requested, and no checkpoint in {directory} has the metric of "
+            "checkpoint.best. It is saved when an evaluation improves. Set checkpoint: {best: {metric: loss, mode: min}} and eval.every_steps, or name a step."
         )
     return scores[-1][1]
 
@@ -95,8 +94,8 @@ def ls(directory: Location | str) -> list[dict[str, Any]]:
     """Returns one dict per committed step, ascending: step, bytes (on disk), time, metrics, complete, problem, found,
     best.
 
-    `problem` says what is damaged and the way back, `found` only the former: in its record and files, not in the bytes
-    of its arrays, which `verify` reads.
+    `problem` describes the damage and the repair, `found` the damage alone: of the record and the files. `verify` also
+    reads the bytes of the arrays.
     """
     directory = location.resolve(directory)
     rows = [_summary(directory, step) for step in records.committed_steps(directory)]
@@ -106,7 +105,7 @@ def ls(directory: Location | str) -> list[dict[str, Any]]:
 
 
 def _summary(directory: Location, step: int) -> dict[str, Any] | None:
-    """Returns what `ls` says of a step, None where it has gone meanwhile."""
+    """Returns the row of a step, None where it was deleted."""
     folder = directory / str(step)
     row: dict[str, Any] = {"step": step, "time": None, "metrics": {}, "complete": False, "problem": None, "found": None}
     try:
@@ -121,7 +120,7 @@ def _summary(directory: Location, step: int) -> dict[str, Any] | None:
 
 
 def inspect(directory: Location | str, step: int | None = None) -> dict[str, Any]:
-    """Returns what `ls` says of a step (the newest for None) and its leaves, state_bytes, num_processes and record.
+    """Returns the row of `ls` for a step (None: the newest), with leaves, state_bytes, num_processes and record.
 
     Raises:
         CheckpointError: there is no such step, or its record is damaged.
@@ -143,7 +142,7 @@ def newest_step(directory: Location) -> int:
     steps = records.committed_steps(directory)
     if not steps:
         raise CheckpointError(
-            f"a checkpoint was asked for, but {directory} holds none. A checkpoint is a folder named by its step with "
+            f"a checkpoint is requested, but {directory} holds none. A checkpoint is a folder named by its step with "
             f"a {records.RECORD_FILE} in it. Train first, or name the checkpoints folder of another run."
         )
     return steps[-1]

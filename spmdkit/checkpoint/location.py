@@ -1,8 +1,8 @@
 """Where checkpoints lie: a local folder (`Path`) or a folder of a bucket (`bucket.Remote`). Here is what differs
 between the two.
 
-All that a file system gives, atomic renames, links, modes and locks, is used of a local one, in the files that need it;
-of a bucket only what stands here: a name is there whole or not at all, and a step is committed by its marker.
+Atomic renames, links, modes and locks are used on local folders only, in the files that need them. A bucket guarantees
+less: an object exists whole or not at all, and a marker commits a step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MARKER = "commit_success.txt"
 """The last object of a committed step in a bucket: orbax's own name for it."""
 
 RUN_FOLDER = "run"
-"""Folder beside the steps of a bucket: whose they are (lease.py), and the metrics of the run."""
+"""Folder next to the steps of a bucket, with the lease (lease.py) and the metrics of the run."""
 
 
 def resolve(directory: Location | str) -> Location:
@@ -113,7 +113,7 @@ def fetched(directory: Location, step: int, stage: Path | None = None) -> Iterat
     try:
         source = directory / str(step)
         for name in source.sizes():
-            with contextlib.suppress(FileNotFoundError):  # whoever looks at the files says so
+            with contextlib.suppress(FileNotFoundError):  # the check of the files reports it
                 (source / name).download(folder / str(step) / name)
         files.tighten(folder)
         yield folder

@@ -124,8 +124,7 @@ def _drop_raised_errors(record: logging.LogRecord) -> bool:
 
 @functools.cache
 def _client(scheme: str) -> Any:
-    """Returns the client of a scheme. orbax's own, made by etils from the same package, is told to keep no listings
-    either.
+    """Returns the client of a scheme. The listings cache is off, also for the client that orbax creates through etils.
 
     Raises:
         ConfigError: its package is not installed.
@@ -136,7 +135,7 @@ def _client(scheme: str) -> Any:
         if scheme == "gs":
             for name in ("gs", "gcs"):
                 fsspec.config.conf.setdefault(name, {}).setdefault("use_listings_cache", False)
-        logging.getLogger("gcsfs").setLevel(logging.ERROR)  # what kind a bucket is, asked at each call, is no news
+        logging.getLogger("gcsfs").setLevel(logging.ERROR)  # hides a remark on the kind of bucket at each call
         logging.getLogger("gcsfs").addFilter(_drop_raised_errors)
         return fsspec.filesystem(scheme, use_listings_cache=False)
     except ImportError as error:

@@ -6,7 +6,7 @@ to report.
 A folder written here opens with `ocp.CheckpointManager` and `ocp.StandardCheckpointer` all the same.
 
 `active_processes` is always given with several processes: orbax then meets at barriers of the coordination service,
-which time out, and not in a psum over all devices, which waits for ever and can cross the step's own collectives.
+which time out, and not in a psum over all devices, which has no timeout and can interleave with collectives of the step.
 
 Arrays are zarr3, and each chunk has a checksum, which tensorstore checks as it reads, whoever reads it on whatever
 mesh. orbax 0.12.8 has no option for that, so its list of codecs is changed where it is made (`write_chunk_checksums`); a
@@ -51,7 +51,7 @@ def open_checkpointer(
 
     Args:
         barrier: where several processes meet in the background (save_barrier.py).
-        separate: each of several processes writes its part to a folder of its own, meets nobody and runs `before_commit`.
+        separate: each of several processes writes its part to its own folder, without barriers, and runs `before_commit`.
             `merge_parts` makes one step of the parts.
     """
     write_chunk_checksums()
@@ -122,8 +122,7 @@ SMALL = 2**18
 
 
 def write_plain_indexes(separate: bool = False) -> None:
-    """From now on the index of a checkpoint, which says where each array lies in its files, is not compressed; arrays
-    are. Readers need nothing of ours.
+    """Makes orbax write the index of a checkpoint, which locates each array in its files, without compression. Readers need nothing of ours.
 
     tensorstore's choice, zstd at level 3, takes 3.6 MB for each index that is written at a time, for kilobytes, and
     keeps them: process 0 of several, which writes that of all, grew by as much now and then.
@@ -158,11 +157,9 @@ def merge_parts(folder: Path) -> None:
 
 
 def intern_names(names: Iterable[str]) -> None:
-    """Holds texts that orbax and tensorstore name things by at each save, and that nobody else holds: `names`, and
-    three of tensorstore's own.
+    """Interns the names that orbax and tensorstore use at each save: `names`, and three of tensorstore.
 
-    CPython gives each of them a new place in its table of interned strings, and makes that anew, 2 to 4 MB larger, when
-    it is full of places that were left.
+    Otherwise CPython interns them again at each save, and its table of interned strings grows by 2 to 4 MB now and then.
     """
     _names.update(map(sys.intern, ("recheck_cached", "repeatable_read", "adjustable", *names)))
 
@@ -171,7 +168,7 @@ _names: set[str] = set()
 
 
 def avoid_tensorstore_leaks() -> None:
-    """Keeps orbax from two questions to tensorstore 0.1.86, which never frees the JSON that it answers with
+    """Avoids two calls of tensorstore 0.1.86 that leak the JSON that they return
     (benchmarks/save_growth.py shows both alone).
 
     The bytes that were written, for a line of its log: some 25 KiB a save. And for each array what a folder is as JSON:
@@ -202,8 +199,8 @@ def use_monotonic_deadlines() -> None:
 
 
 def _remaining_s(start_time: float, timeout_secs: float | None) -> float | None:
-    """Returns the seconds that are left of `timeout_secs`; `start_time` is of some clock of orbax's, so that it counts
-    from when it is first asked about."""
+    """Returns the seconds that are left of `timeout_secs`; `start_time` is of some clock of orbax's, so the time
+    counts from the first call with it."""
     if timeout_secs is None:
         return None
     now = time.monotonic()
@@ -243,8 +240,8 @@ class _Folder(dict):
 
 
 def _spec(tensorstore: Any, spec: dict[str, Any]) -> Any:
-    """Returns `tensorstore.KvStore.Spec(spec)`; of a folder what answers `to_json` without tensorstore: as it was
-    given."""
+    """Returns `tensorstore.KvStore.Spec(spec)`; for a folder, an object with `to_json` that returns the same without
+    tensorstore."""
     if spec.keys() == {"driver", "path"} and spec["driver"] == "file" and spec["path"].endswith("/"):
         return _Folder(spec)
     return tensorstore.KvStore.Spec(spec)
@@ -283,8 +280,7 @@ def _drop_further_failures(record: logging.LogRecord) -> bool:
 def cancel_after_failure() -> None:
     """From now on orbax ends all parts of a save or a restore when one has failed.
 
-    orbax 0.12.8 closes its event loop on them, and Python says much later, wherever it happens to collect them, that
-    some of them were never awaited.
+    orbax 0.12.8 closes its event loop on them, and Python warns much later that some of them were never awaited.
     """
     from orbax.checkpoint._src import asyncio_utils
 
@@ -326,7 +322,7 @@ def _quiet_after_failure(before: Callable[[Any], Any], unraisable: Any) -> None:
 
 
 def close(checkpointer: ocp.AsyncCheckpointer) -> None:
-    """Ends the checkpointer's threads. What a save of it has met was told before: orbax raises it once more here."""
+    """Stops the threads of the checkpointer. orbax raises the error of a failed save again here; it was reported before."""
     with contextlib.suppress(Exception):
         checkpointer.close()
 
@@ -337,8 +333,8 @@ def start_save(checkpointer: ocp.AsyncCheckpointer, folder: Location, tree: dict
 
 
 def signal_folders_created() -> None:
-    """Says on process 0 that the folders of a save are there, which the others wait for before they write: it has
-    failed, and they hear of that afterwards."""
+    """Signals on process 0 that the folders of a save exist. The other processes wait for that before they write; they learn
+    of the failure afterwards."""
     from orbax.checkpoint._src.futures import future  # private: pinned by tests/checkpoint/test_checkpoint_processes.py
 
     if jax.process_index() == 0:

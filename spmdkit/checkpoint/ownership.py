@@ -1,9 +1,13 @@
-"""Which attempt a run's directory belongs to: a lock keeps others out, a fence keeps those out who were in it before.
+"""The ownership of a run: four tokens, each with its own scope.
 
-The lock goes with its process, and with the folder that was locked. A process of an earlier attempt that wakes up, or a
-run whose folder was moved away, would still write. So each attempt has an id; it lies in the folder, and whoever writes
-looks whether it is still its own:
-before each save and event, and at most ten times a second before a line of metrics.
+RunLock   (run_directory.py)  an flock on the run directory; ends with its process; keeps a second run out
+Fence     (this file)         the id of the attempt, stored in the directory; stops writes of an earlier attempt
+Lease     (lease.py)          the same for a folder of a bucket, which has no locks
+StepMark  (run/)              the last step that a process dispatched, read by the launcher; grants no right to write
+
+A lock ends with its process and belongs to the folder that was locked. A process of an earlier attempt that was stopped
+and continues, or a run whose folder was moved, would still write. So each attempt stores its id in the directory and
+checks it before each save and event, and before metrics lines at most ten times per second.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ class Fence:
     """The right of one attempt to write into a run's directory.
 
     Attributes:
-        directory, attempt: which and whose.
+        directory, attempt: the directory and the attempt that owns it.
         seen: the bytes that were its own when they were read last, and the monotonic second of that.
     """
 
@@ -102,8 +106,8 @@ MAX_BYTES = 65_536
 
 
 def _content(directory: Path) -> bytes | None:
-    """Returns what lies there. Opened anew each time, since a file system of a network looks for what is new when a
-    file is opened."""
+    """Returns the content of the file. It is opened each time: a network file system checks for changes when a file is
+    opened."""
     try:
         descriptor = os.open(f"{directory}/{ATTEMPT_FILE}", os.O_RDONLY | os.O_CLOEXEC)
         try:

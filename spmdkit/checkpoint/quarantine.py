@@ -1,4 +1,4 @@
-"""Checkpoints that are not as they were written: looked at before a run builds on one, and set aside, never deleted."""
+"""Damaged checkpoints: detected before a run restores one, and renamed (quarantined), never deleted."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ DAMAGED_MARK = ".damaged"
 
 
 def newest_valid(directory: Location, most: int | None, without: Collection[int]) -> tuple[int | None, dict[int, str]]:
-    """Returns (the newest step up to `most` whose record and files are as they were written, what is wrong with the
-    newer ones).
+    """Returns (the newest step up to `most` with an intact record and intact files, what is damaged in newer steps).
 
-    The bytes of the arrays are not read here: their checksums are looked at as they are restored.
+    The bytes of the arrays are not read here: their checksums are verified on restore.
     """
     wrong: dict[int, str] = {}
     for step in reversed(records.committed_steps(directory)):
@@ -43,8 +42,7 @@ def steps_without_record(directory: Location) -> dict[str, str]:
 
 
 def quarantine(directory: Location, name: str) -> str:
-    """Renames `name` to `name.damaged` (or `name.damaged.2`, ...), where nobody takes it for a step; returns the new
-    name.
+    """Renames `name` to `name.damaged` (or `name.damaged.2`, ...), which is not a step name; returns the new name.
 
     Raises:
         CheckpointWriteError: it cannot be renamed.
@@ -61,18 +59,18 @@ def quarantine(directory: Location, name: str) -> str:
         files.sync_folder(directory)
     except OSError as error:
         raise CheckpointWriteError(
-            f"{directory / name} is damaged and could not be renamed to {taken} ({records.first_line(error)}). It would be taken for a good "
-            "checkpoint, or stand in the way of one. Rename it by hand and start again."
+            f"{directory / name} is damaged and could not be renamed to {taken} ({records.first_line(error)}). "
+            "It would block the save of this step. Rename it by hand and start again."
         ) from error
     return taken
 
 
 def no_valid_checkpoint(directory: Location, wrong: dict[str, str]) -> CheckpointError:
-    """Returns the error of a directory all of whose checkpoints are damaged; nothing in it was touched."""
+    """Returns the error of a directory with damaged checkpoints only."""
     shown = "".join(f"\n  {name}: {why}" for name, why in list(wrong.items())[:8])
     more = f"\n  and {len(wrong) - 8} more" if len(wrong) > 8 else ""
     return CheckpointError(
         f"every checkpoint in {directory} is damaged:{shown}{more}\n"
-        "A run goes on from a checkpoint that is as it was written, and never starts over without a word. Bring one back from a copy, or set "
-        "run_dir to a new folder to start anew."
+        "A run resumes from an intact checkpoint and never silently restarts from step 0. Restore one from a backup, or set "
+        "run_dir to a new folder to start again from step 0."
     )

@@ -33,13 +33,13 @@ SCHEMA = 2
 SCHEMAS = (1, 2)
 """Those that are read."""
 SMALL_FILE_BYTES = 2**22
-"""Of the bytes of arrays: many small leaves share such files, with copies of their descriptions that nobody reads."""
+"""Files of arrays up to this size have a digest: many small leaves share them."""
 DATA_FOLDER = "d"
 """In which OCDBT keeps what arrays hold."""
 RECORD_FILE = "record.json"
 STATE_FOLDER = "state"
 INDEX_FOLDER = "ocdbt_meta"
-"""Folder of the indexes where they are kept apart from the arrays; orbax's own name for it."""
+"""Folder of the indexes where they are separate from the arrays; orbax's own name for it."""
 TEMPORARY_MARK = ".orbax-checkpoint-tmp"
 """Part of the name of every directory that is being written (by orbax) or deleted (by us)."""
 
@@ -142,7 +142,7 @@ def _is_step(path: Location) -> bool:
         return {RECORD_FILE, location.MARKER} <= set(path.names())
     try:
         return (path / RECORD_FILE).is_file()
-    except OSError:  # a folder that may not be entered: it has a step's name, and whoever reads it is told
+    except OSError:  # no permission: it is named like a step, and reading it raises
         return True
 
 
@@ -160,9 +160,9 @@ def read_record(directory: Location, step: int) -> Record:
         have = committed_steps(directory)
         held = f"has steps {', '.join(map(str, have))}" if have else "holds no checkpoint"
         raise CheckpointError(
-            f"step {step} was asked for, but {directory} {held}. "
+            f"step {step} is requested, but {directory} {held}. "
             f"A checkpoint is a folder named by its step with a {RECORD_FILE} in it. "
-            + (f"Ask for step {have[-1]}." if have else "Train first, or name the folder of another run.")
+            + (f"Request step {have[-1]}." if have else "Train first, or name the folder of another run.")
         ) from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged_error(directory, step, f"{RECORD_FILE} cannot be read ({first_line(error)})") from error
@@ -172,7 +172,7 @@ def read_record(directory: Location, step: int) -> Record:
             "Use the version of spmdkit that wrote it (it is named in the record)."
         )
     if schema > 1 and content.pop("digest", None) != _digest_of(content):
-        raise damaged_error(directory, step, f"{RECORD_FILE} is not as it was written (its digest is another)")
+        raise damaged_error(directory, step, f"{RECORD_FILE} differs from what was written (its digest does not match)")
     if content.get("step") != step:
         raise damaged_error(directory, step, f"{RECORD_FILE} is of step {content.get('step')}; the folder was renamed")
     try:
@@ -190,7 +190,9 @@ def read_record(directory: Location, step: int) -> Record:
             schema=schema,
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise damaged_error(directory, step, f"{RECORD_FILE} is not as it was written ({first_line(error)})") from error
+        raise damaged_error(
+            directory, step, f"{RECORD_FILE} differs from what was written ({first_line(error)})"
+        ) from error
 
 
 def check_files(directory: Location, record: Record) -> None:
@@ -210,7 +212,7 @@ def check_files(directory: Location, record: Record) -> None:
         if found != size:
             wrong.append(f"{name} has {found} bytes, {size} were written")
         elif not same:
-            wrong.append(f"{name} has other bytes than were written")
+            wrong.append(f"{name} differs from what was written")
     if wrong:
         raise damaged_error(directory, record.step, f"{wrong[0]} ({len(wrong)} of {len(record.files)} files are wrong)")
 
@@ -218,7 +220,7 @@ def check_files(directory: Location, record: Record) -> None:
 def damaged_error(directory: Location, step: int, found: str) -> DamagedError:
     """Returns the error for a checkpoint that is not as it was written, with the way back to an earlier one."""
     earlier = [other for other in committed_steps(directory) if other < step]
-    back = f"to go back to step {earlier[-1]}" if earlier else "to start anew; there is no earlier step"
+    back = f"to go back to step {earlier[-1]}" if earlier else "to start again from step 0; there is no earlier step"
     return DamagedError(
         f"the checkpoint {directory / str(step)} is damaged: {found}. "
         f"It is used whole or not at all. Delete or rename {directory / str(step)} {back}.",
@@ -235,7 +237,7 @@ def first_line(error: BaseException) -> str:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Returns the innermost cause: orbax wraps what tensorstore said in a line of its own."""
+    """Returns the innermost cause: orbax wraps errors of tensorstore."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

@@ -1,5 +1,5 @@
-"""Restoring a step: what is asked for is compared with what was saved, the files with the record, and each chunk with
-its checksum as it is read."""
+"""Restores a step: the requested state is compared with the saved one, the files with the record, and each chunk with its
+checksum as it is read."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def restore(
     unread = [path for path in found.leaves if path.startswith(optional) and path not in table]
     _check_fits(directory, found, table, unread)
     records.check_files(directory, found)
-    asked = [(path, _with_sharding(leaf)) for path, leaf in named_leaves(abstract_state)]
+    requested = [(path, _with_sharding(leaf)) for path, leaf in named_leaves(abstract_state)]
     from spmdkit.checkpoint import orbax_backend
 
-    tree = state_dict.nest({path: leaf for path, leaf in asked if leaf.size})
+    tree = state_dict.nest({path: leaf for path, leaf in requested if leaf.size})
     try:
         loaded = orbax_backend.load(checkpointer, directory / str(step), tree, partial=bool(unread))
     except MemoryError:
@@ -44,13 +44,15 @@ def restore(
         if "RESOURCE_EXHAUSTED" in str(error):
             raise
         raise records.damaged_error(directory, step, records.first_line(records.root_cause(error))) from error
-    arrays = [state_dict.pick(loaded, path) if leaf.size else _empty(leaf) for path, leaf in asked]
+    arrays = [state_dict.pick(loaded, path) if leaf.size else _empty(leaf) for path, leaf in requested]
     return jax.tree.unflatten(jax.tree.structure(abstract_state), arrays), found.user
 
 
-def _check_fits(directory: Location, found: records.Record, asked: state_dict.LeafTable, unread: Sequence[str]) -> None:
+def _check_fits(
+    directory: Location, found: records.Record, requested: state_dict.LeafTable, unread: Sequence[str]
+) -> None:
     saved = {path: leaf for path, leaf in found.leaves.items() if path not in unread}
-    lines = state_dict.differences(saved, asked)
+    lines = state_dict.differences(saved, requested)
     if not lines:
         return
     shown = "".join(f"\n  {line}" for line in lines[: state_dict.SHOWN_DIFFERENCES])
@@ -59,15 +61,15 @@ def _check_fits(directory: Location, found: records.Record, asked: state_dict.Le
     )
     raise CheckpointError(
         f"restoring {directory / str(found.step)} into this task's state: {len(lines)} {'leaf differs' if len(lines) == 1 else 'leaves differ'} "
-        f"(saved {len(found.leaves)}, asked {len(asked)}).{shown}{more}\n"
+        f"(saved {len(found.leaves)}, requested {len(requested)}).{shown}{more}\n"
         "A checkpoint fits only the model, optimizer and precision that it was saved with; the mesh and the "
-        "placement may change. Go back to the config that wrote it (it is in the checkpoint's record), or set "
-        "run_dir to a new folder to start anew."
+        "layout may change. Go back to the config that wrote it (it is in the checkpoint's record), or set "
+        "run_dir to a new folder to start again from step 0."
     )
 
 
 def _with_sharding(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns the abstract leaf with a sharding: this process's first device where none was asked for."""
+    """Returns the abstract leaf with a sharding: this process's first device where none is requested."""
     if leaf.sharding is not None:
         return leaf
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

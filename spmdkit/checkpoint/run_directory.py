@@ -1,6 +1,6 @@
 """A run's directory: can be written, and belongs to one live run.
 
-The lock is a flock on the folder itself, and one on `run.lock`, which also says who holds it: the kernel drops them
+The lock is a flock on the folder itself, and one on `run.lock`, which also names its holder: the kernel drops them
 when their process dies, however it dies, so there is no stale lock to take over. `run.lock` looks like something to
 remove, the folder does not; but NFS locks files only. Who was in the folder before is kept out by a fence
 (ownership.py).
@@ -35,7 +35,7 @@ def prepare_run_dir(run_dir: Path | str) -> Path:
         ConfigError: it cannot be made or written (below a file, no permission, read-only or full disk).
     """
     path = Path(run_dir).absolute()
-    probe = path / f".write_probe-{secrets.token_hex(8)}"  # a name that nobody can have put a link under
+    probe = path / f".write_probe-{secrets.token_hex(8)}"  # an unpredictable name, so no link can exist under it
     try:
         path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -141,7 +141,7 @@ def _lock_folder(folder: Path) -> int | None:
 def _owner_in(path: Path) -> str:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:  # somebody has removed it
+    except OSError:  # it was removed
         return ownership.owner(path.parent)
     try:
         return _read_owner(descriptor)

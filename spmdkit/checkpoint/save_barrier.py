@@ -1,8 +1,8 @@
-"""Meetings of the processes of a run about one save: whether it is begun, that all have written, and how it ended.
+"""`SaveBarrier`: the agreement of all processes on one save: whether it starts, that all have written, and its result.
 
-orbax meets in the background twice a save (all files are written; the step is committed). A process whose own part
-fails never comes there, and the others would wait until `checkpoint.timeout_s`: it gives up the next of these barriers
-instead, so that all hear of it within seconds.
+orbax waits at a barrier twice per save (all files are written; the step is committed). A process that fails never reaches
+the barrier, and the others would wait until `checkpoint.timeout_s`. It aborts the next barrier instead, so that all fail
+within seconds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SaveResult(NamedTuple):
 
 
 class SaveBarrier:
-    """The meetings of one `Checkpoints`; of a single process, or without a cluster, each is over at once.
+    """The barriers of one `Checkpoints`. With a single process, or without a cluster, each returns immediately.
 
     Args:
         timeout_s: how long a save may take to be written by all processes.
@@ -61,7 +61,7 @@ class SaveBarrier:
             raise CheckpointWriteError(objection)
 
     def barrier(self, *, key: str, timeout_ms: int) -> None:
-        """Returns when all processes are here; what orbax calls in the background, with a name that is not asked for.
+        """Returns when all processes have arrived. orbax calls this in the background; its `key` is not used.
 
         Raises:
             RuntimeError: one has given up, or did not come in time.
@@ -98,7 +98,7 @@ class SaveBarrier:
         return [self._cluster.get(f"{key}/{process}", self._timeout_s) for process in others]
 
     def give_up(self, error: BaseException) -> None:
-        """Tells those who wait in the next barrier, or will, that this process cannot come."""
+        """Aborts the next barrier for the processes that wait in it, or will."""
         give_up = getattr(compat.coordination_client(), "give_up", None)  # JAX's own client has none: then they wait
         if self._num > 1 and not self._is_over and give_up is not None:
             self._is_over = True

@@ -1,4 +1,4 @@
-"""Why a save is not started, and what is said of one that failed."""
+"""Reasons to refuse a save, and the error of a failed save."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spmdkit.errors import CheckpointWriteError, Unreachable
 from spmdkit.foundation.formatting import format_bytes
 
 FREE_MARGIN_BYTES = 2**20
-"""Room for metadata beside the arrays."""
+"""Space for metadata in addition to the arrays."""
 
 
 def refusal_reason(directory: Location, written: Location, step: int, num_bytes: int) -> str:

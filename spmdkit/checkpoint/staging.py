@@ -50,7 +50,7 @@ class Staging:
 
     @property
     def written(self) -> Path:
-        """The folder that orbax writes to, made when it is first asked for."""
+        """The folder that orbax writes to, created on first use."""
         if self.folder is None and self._temporary is None:
             self._temporary = Path(tempfile.mkdtemp(prefix="spmdkit-stage-"))
         folder = (self.folder or self._temporary or Path()) / "written"
@@ -153,7 +153,7 @@ def _is_part(name: str, process: int) -> bool:
 
 
 def _is_index(name: str) -> bool:
-    """Returns whether a file of a part says where its arrays lie."""
+    """Returns whether a file of a part is an index."""
     return name.endswith("/manifest.ocdbt") or records.INDEX_FOLDER in name.split("/")
 
 

@@ -1,8 +1,8 @@
 """A state as `{path: array}`, as the nested dict that lies on disk, and what differs between two of them.
 
 The tree itself is not saved: its node types (namedtuples of optax, equinox modules, nnx states) would tie a checkpoint
-to the code that wrote it. Saved are the leaves under their paths, one dict level per `/`; restoring asks for the same
-paths and puts the arrays into the treedef at hand. `None`, empty tuples and empty dicts hold no leaf and come back
+to the code that wrote it. Saved are the leaves under their paths, one dict level per `/`; restoring requests the same
+paths and puts the arrays into the current treedef. `None`, empty tuples and empty dicts hold no leaf and come back
 from that treedef.
 """
 
@@ -118,15 +118,17 @@ def pick(tree: Mapping[str, Any], path: str) -> Any:
     return node
 
 
-def differences(saved: LeafTable, asked: LeafTable) -> list[str]:
-    """Returns one line per leaf that a checkpoint and an asked state do not share; empty when they fit."""
+def differences(saved: LeafTable, requested: LeafTable) -> list[str]:
+    """Returns one line per leaf that differs between a checkpoint and the requested state; empty when they match."""
     lines = []
-    for path, leaf in asked.items():
+    for path, leaf in requested.items():
         if path not in saved:
-            lines.append(f"{path}: not in the checkpoint, asked {_describe(leaf)}")
+            lines.append(f"{path}: not in the checkpoint, requested {_describe(leaf)}")
         elif saved[path] != leaf:
-            lines.append(f"{path}: saved {_describe(saved[path])}, asked {_describe(leaf)}")
-    lines.extend(f"{path}: saved {_describe(leaf)}, not asked" for path, leaf in saved.items() if path not in asked)
+            lines.append(f"{path}: saved {_describe(saved[path])}, requested {_describe(leaf)}")
+    lines.extend(
+        f"{path}: saved {_describe(leaf)}, not requested" for path, leaf in saved.items() if path not in requested
+    )
     return lines
 
 

@@ -22,7 +22,7 @@ NEVER_TRAINED = {
 
 TRAINED = {
     "eval without data": (78, ("eval", "run.yaml"), Says(asked="evaluation needs data", found="no eval_data", repair="Task(eval_data=...)")),
-    "eval of another model": (79, ("eval", "run.yaml", "ema=0.5"), Says(asked="run/checkpoints/2 into", found="2 leaves differ (saved 4, asked 6)", repair=("checkpoint's record", "set run_dir"))),
+    "eval of another model": (79, ("eval", "run.yaml", "ema=0.5"), Says(asked="run/checkpoints/2 into", found="2 leaves differ (saved 4, requested 6)", repair=("checkpoint's record", "set run_dir"))),
     "inspect a step that is not there": (79, ("checkpoint", "inspect", "run", "--step", "7"), Says(asked="step 7", found="run/checkpoints has steps 2", rule="a record.json in it", repair="step 2.")),
     "export over a file": (78, ("checkpoint", "export", "run", "task.py"), Says(asked="task.py", found="exists", rule="Nothing is overwritten", repair="another name")),
     "export in an unknown format": (78, ("checkpoint", "export", "run", "out", "--format", "safetensor"), Says(asked="'safetensor'", rule="safetensors, orbax", repair="Did you mean 'safetensors'")),

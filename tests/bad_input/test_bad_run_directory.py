@@ -12,10 +12,10 @@ from tests.support.command_line import Case
 from tests.support.messages import Says
 
 OTHER_RUN = {
-    "another model": Case(Says(asked="run/checkpoints/2 into", found="1 leaf differs (saved 4, asked 5)", repair=("checkpoint's record", "set run_dir")), "def init(key): return {'w': jnp.zeros((4, 8)), 'b': jnp.zeros(8), 'scale': jnp.ones(())}", exit=79),
-    "another shape": Case(Says(asked="run/checkpoints/2 into", found="2 leaves differ (saved 4, asked 4)", repair=("checkpoint's record", "set run_dir")), "DATA = {'x': DATA['x'], 'y': DATA['y'][:, :6]}\ndef init(key): return {'w': jnp.zeros((4, 6)), 'b': jnp.zeros(6)}", exit=79),
-    "another optimizer": Case(Says(asked="run/checkpoints/2 into", found="5 leaves differ (saved 4, asked 9)", repair=("checkpoint's record", "set run_dir")), task={"optimizer": "optax.adam(1e-3)"}, exit=79),
-    "an average that was not kept": Case(Says(asked="run/checkpoints/2 into", found="2 leaves differ (saved 4, asked 6)", repair=("checkpoint's record", "set run_dir")), config={"ema": "0.9"}, exit=79),
+    "another model": Case(Says(asked="run/checkpoints/2 into", found="1 leaf differs (saved 4, requested 5)", repair=("checkpoint's record", "set run_dir")), "def init(key): return {'w': jnp.zeros((4, 8)), 'b': jnp.zeros(8), 'scale': jnp.ones(())}", exit=79),
+    "another shape": Case(Says(asked="run/checkpoints/2 into", found="2 leaves differ (saved 4, requested 4)", repair=("checkpoint's record", "set run_dir")), "DATA = {'x': DATA['x'], 'y': DATA['y'][:, :6]}\ndef init(key): return {'w': jnp.zeros((4, 6)), 'b': jnp.zeros(6)}", exit=79),
+    "another optimizer": Case(Says(asked="run/checkpoints/2 into", found="5 leaves differ (saved 4, requested 9)", repair=("checkpoint's record", "set run_dir")), task={"optimizer": "optax.adam(1e-3)"}, exit=79),
+    "an average that was not kept": Case(Says(asked="run/checkpoints/2 into", found="2 leaves differ (saved 4, requested 6)", repair=("checkpoint's record", "set run_dir")), config={"ema": "0.9"}, exit=79),
     "another seed": Case(Says(asked="now seed is 1", found=("seed: 0", "saved at step 2"), rule="A run keeps", repair=("Set seed back", "a run_dir of its own")), config={"seed": "1"}),
     "another batch size": Case(Says(asked="now batch_size is 16", found=("batch_size: 8", "saved at step 2"), rule="A run keeps", repair=("Set batch_size back", "a run_dir of its own")), config={"batch_size": "16"}),
     "another order": Case(Says(asked="now data.shuffle is false", found=("data.shuffle: true", "saved at step 2"), rule="A run keeps", repair=("Set data.shuffle back", "a run_dir of its own")), config={"data": "{shuffle: false}"}),

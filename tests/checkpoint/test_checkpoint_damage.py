@@ -60,7 +60,7 @@ def test_every_damaged_file_is_detected_or_harmless(saved, directory, tmp_path, 
             restored, _ = checkpoints.restore(40, abstract_on(state, mesh_of(4)))
         except CheckpointError as error:
             assert str(directory / "40") in str(error) or "has steps 20" in str(error), (name, error)
-            assert "to go back to step 20" in str(error) or "Ask for step 20" in str(error), (name, error)
+            assert "to go back to step 20" in str(error) or "Request step 20" in str(error), (name, error)
             assert "\n" not in str(error)
         else:
             assert_same(restored, state)

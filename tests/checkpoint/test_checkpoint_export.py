@@ -93,7 +93,7 @@ def test_what_is_not_there_is_a_checkpoint_error(directory, tmp_path):
     checkpoints.close()
     with pytest.raises(CheckpointError, match=r"holds params, no ema. Set ema in the config"):
         export(directory, 1, tmp_path / "out", which="ema")
-    with pytest.raises(CheckpointError, match=r"step 5 was asked for, but .* has steps 1"):
+    with pytest.raises(CheckpointError, match=r"step 5 is requested, but .* has steps 1"):
         export(directory, 5, tmp_path / "out")
     with pytest.raises(CheckpointError, match="`params/key` is a random key"):
         export(directory, 1, tmp_path / "out")

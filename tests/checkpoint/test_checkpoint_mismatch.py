@@ -24,7 +24,7 @@ def refusal(directory, saved, asked):
 def test_mismatch_names_leaves_both_shapes_and_repair(directory):
     text = refusal(directory, train_state(width=16), train_state(width=32))
     assert f"restoring {directory}/40 into this task's state: 12 leaves differ" in text
-    assert "params/blocks/0/kernel: saved float32[8,16], asked float32[8,32]" in text
+    assert "params/blocks/0/kernel: saved float32[8,16], requested float32[8,32]" in text
     assert text.count("\n  ") == 6 and "and 7 more" in text
     assert "set run_dir to a new folder" in text
 
@@ -32,34 +32,34 @@ def test_mismatch_names_leaves_both_shapes_and_repair(directory):
 @pytest.mark.parametrize(("saved", "asked"), [("float32", "int32"), ("float32", "bfloat16"), ("int32", "uint32")])
 def test_another_dtype_is_never_cast_in_silence(directory, saved, asked):
     text = refusal(directory, {"w": jnp.ones(3, saved)}, {"w": jnp.ones(3, asked)})
-    assert f"w: saved {saved}[3], asked {asked}[3]" in text
+    assert f"w: saved {saved}[3], requested {asked}[3]" in text
 
 
 def test_missing_and_extra_leaves_are_named(directory):
     text = refusal(directory, {"a": jnp.ones(1), "old": jnp.ones(2)}, {"a": jnp.ones(1), "new": jnp.ones((2, 3))})
-    assert "new: not in the checkpoint, asked float32[2,3]" in text
-    assert "old: saved float32[2], not asked" in text
+    assert "new: not in the checkpoint, requested float32[2,3]" in text
+    assert "old: saved float32[2], not requested" in text
 
 
 def test_another_optimizer_is_refused(directory):
     params = {"w": jnp.ones(3)}
     text = refusal(directory, optax.adam(1e-3).init(params), optax.sgd(1e-3, momentum=0.9).init(params))
-    assert "0/mu/w: saved float32[3], not asked" in text
+    assert "0/mu/w: saved float32[3], not requested" in text
 
 
 def test_a_leaf_that_became_a_folder_is_named(directory):
     text = refusal(directory, {"a": jnp.ones(1)}, {"a": {"b": jnp.ones(1)}})
-    assert "a/b: not in the checkpoint" in text and "a: saved float32[1], not asked" in text
+    assert "a/b: not in the checkpoint" in text and "a: saved float32[1], not requested" in text
 
 
 def test_empty_leaves_are_compared_too(directory):
     text = refusal(directory, {"a": jnp.ones(1), "e": jnp.zeros((0, 2))}, {"a": jnp.ones(1), "e": jnp.zeros((0, 3))})
-    assert "e: saved float32[0,2], asked float32[0,3]" in text
+    assert "e: saved float32[0,2], requested float32[0,3]" in text
 
 
 def test_another_kind_of_random_key_is_refused(directory):
     text = refusal(directory, {"k": jax.random.key(0)}, {"k": jax.random.key(0, impl="rbg")})
-    assert "k: saved key<fry>[], asked key<rbg>[]" in text
+    assert "k: saved key<fry>[], requested key<rbg>[]" in text
 
 
 @pytest.mark.parametrize("steps", [[], [3, 20]])
@@ -68,6 +68,6 @@ def test_missing_step_error_lists_existing_steps(directory, steps):
     for step in steps:
         checkpoints.save(step, {"w": jnp.ones(1)}, {})
     checkpoints.wait()
-    with pytest.raises(CheckpointError, match="Ask for step 20" if steps else "holds no checkpoint.*Train first"):
+    with pytest.raises(CheckpointError, match="Request step 20" if steps else "holds no checkpoint.*Train first"):
         checkpoints.restore(7, {"w": jax.ShapeDtypeStruct((1,), jnp.float32)})
     checkpoints.close()

@@ -62,14 +62,14 @@ def test_the_best_step_any_step_and_the_newest_can_be_evaluated(climbed):
     for which, step in (({"best": True}, 6), ({"step": 6}, 6), ({}, 20)):
         found, values = ask(**which)
         assert found == step and values["loss"] == pytest.approx(losses(climbed)[step], rel=1e-6)
-    with pytest.raises(CheckpointError, match=r"step 7 was asked for, but .* has steps 6, 20"):
+    with pytest.raises(CheckpointError, match=r"step 7 is requested, but .* has steps 6, 20"):
         ask(step=7)
 
 
 def test_eval_best_without_a_rule_says_how_to_have_one(tmp_path):
     train(tmp_path, steps=5)
     config = config_of(tmp_path)
-    with pytest.raises(CheckpointError, match=r"the best checkpoint was asked for.*Set checkpoint: \{best:"):
+    with pytest.raises(CheckpointError, match=r"the best checkpoint is requested.*Set checkpoint: \{best:"):
         evaluate(config, join(detect_cluster({}), config.devices), line_task(), best=True)
 
 
