@@ -24,7 +24,7 @@ def test_every_outcome_has_a_code_and_every_code_an_outcome():
     assert (
         outcome(79) == "checkpoint cannot be used"
         and outcome(137) == "ended by signal 9"
-        and outcome(3) == "a code of its own"
+        and outcome(3) == "an unknown exit code"
     )
 
 
