@@ -105,8 +105,8 @@ class Checkpoints:
         return self.directory if self._staging is None else self._staging.written
 
     def last_committed(self) -> int | None:
-        """Returns the newest committed step without using the network: in a bucket, the newest one that this process has
-        committed."""
+        """Returns the newest committed step without using the network: in a bucket, the newest one that this process
+        has committed."""
         if not isinstance(self.directory, Remote):
             return self.latest()
         return self._committed[-1] if self._committed else None
@@ -116,14 +116,16 @@ class Checkpoints:
         return step in self._committed
 
     def latest(self) -> int | None:
-        """Returns the newest committed step on the disk. With several processes, call it on process 0 and broadcast it."""
+        """Returns the newest committed step on the disk. With several processes, call it on process 0 and broadcast
+        it."""
         steps = self.steps()
         return steps[-1] if steps else None
 
     def save(
         self, step: int, state: Any, record: Mapping[str, Any], metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Starts saving `state` as `step`; returns when the arrays may be donated. `check` and `wait` report the result.
+        """Starts saving `state` as `step`; returns when the arrays may be donated. `check` and `wait` report the
+        result.
 
         Args:
             record: JSON data that `restore` returns: the config, versions, the seed, the data position.
@@ -195,8 +197,8 @@ class Checkpoints:
             self._add_record(self._unfinished(self._draft.step), {})
 
     def _add_record(self, folder: Location, elsewhere: Mapping[str, int]) -> None:
-        """Writes record.json next to the finished arrays. `elsewhere`: sizes of files of the step that need not be in `folder`
-        (small ones are)."""
+        """Writes record.json next to the finished arrays. `elsewhere`: sizes of files of the step that need not be in
+        `folder` (small ones are)."""
         assert self._draft is not None
         if not self._is_ours():
             raise ConfigError(f"{self.directory} belongs to another run now, so nothing is committed to it.")

@@ -120,8 +120,8 @@ def remove(directory: Location, steps: Sequence[int]) -> None:
 
 
 def remove_unfinished(directory: Location) -> list[str]:
-    """Removes what a killed run left half written or half deleted; returns the names. Only the owner of the directory may
-    call this."""
+    """Removes what a killed run left half written or half deleted; returns the names. Only the owner of the directory
+    may call this."""
     if isinstance(directory, Remote):
         return _remove_all_uncommitted(directory)
     with os.scandir(directory) as entries:
@@ -137,8 +137,8 @@ def _remove_all_uncommitted(directory: Remote) -> list[str]:
 
 
 def remove_uncommitted(folder: Remote) -> bool:
-    """Removes the files of an unfinished save from a bucket; returns whether the folder held nothing else. Only the owner
-    of the directory may call this."""
+    """Removes the files of an unfinished save from a bucket; returns whether the folder held nothing else. Only the
+    owner of the directory may call this."""
     if not set(folder.names()) <= {records.RECORD_FILE, records.STATE_FOLDER, "_CHECKPOINT_METADATA"}:
         return False
     location.remove(folder)

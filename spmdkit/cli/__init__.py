@@ -320,7 +320,8 @@ def _load(path: Path, overrides: list[str] | None) -> Config:
 
 
 def _join(path: Path, overrides: list[str] | None) -> tuple[Config, Cluster]:
-    """Returns the checked config and the joined processes; the config is checked before any process waits for another."""
+    """Returns the checked config and the joined processes; the config is checked before any process waits for
+    another."""
     from spmdkit.cluster import detect_cluster, join
 
     config = _load(path, overrides)

@@ -41,7 +41,8 @@ class Retention(Section):
     def steps_to_keep(self, steps: Sequence[int], scores: Mapping[int, float | None]) -> set[int]:
         """Returns the steps to keep.
 
-        A step without a score (a metric that is missing or not finite) is never the best; of equal scores the newest is.
+        A step without a score (a metric that is missing or not finite) is never the best; of equal scores the newest
+        is.
 
         Args:
             scores: step -> value of the metric of `best`.

@@ -140,7 +140,8 @@ def this_process() -> dict[str, Any]:
 
 
 def is_gone(found: dict[str, Any]) -> bool:
-    """Returns whether the process of `this_process` has certainly ended: it ran on this machine, since the last boot."""
+    """Returns whether the process of `this_process` has certainly ended: it ran on this machine, since the last
+    boot."""
     here = found.get("host") == socket.gethostname() and found.get("boot") == _boot() is not None
     return here and isinstance(found.get("pid"), int) and _born(found["pid"]) != found.get("born")
 

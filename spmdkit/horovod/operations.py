@@ -180,7 +180,8 @@ def join(device: int = -1) -> int:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Returns an open process set, created by all ranks with the same ranks. Raises ValueError if it is open already."""
+    """Returns an open process set, created by all ranks with the same ranks. Raises ValueError if it is open
+    already."""
     wanted = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     queue = global_process_set.queue()
     queue.wait(queue.ask({"op": "add_process_set", "ranks": wanted.ranks}))

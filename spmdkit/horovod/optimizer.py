@@ -117,7 +117,8 @@ def reduced(
     sparse_as_dense: bool,
     process_set: ProcessSet,
 ) -> Any:
-    """Returns the gradients reduced over the ranks of a process set: dense ones together, each sparse one by its rows."""
+    """Returns the gradients reduced over the ranks of a process set: dense ones together, each sparse one by its
+    rows."""
     if not process_set.included():
         return dense(gradients)
     leaves, form = jax.tree.flatten(gradients, is_leaf=_is_sparse)

@@ -138,7 +138,8 @@ class Queue:
 
 
 def synchronize(handle: Handle) -> Any:
-    """Returns the result of an asynchronous operation when it is available. Raises HorovodInternalError if it failed."""
+    """Returns the result of an asynchronous operation when it is available. Raises HorovodInternalError if it
+    failed."""
     result = handle.queue.wait(handle)
     try:
         return jax.block_until_ready(result)

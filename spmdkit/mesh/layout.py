@@ -71,7 +71,8 @@ class LayoutOptions:
 
 
 def logical_axes(own: Mapping[str, Dim]) -> dict[str, tuple[str, ...]]:
-    """Returns name of a dim -> mesh axes: the mesh axes under their own names, the defaults, then those of the config."""
+    """Returns name of a dim -> mesh axes: the mesh axes under their own names, the defaults, then those of the
+    config."""
     table = {axis: (axis,) for axis in AXES} | dict(LOGICAL_AXES)
     return table | {n: (v,) if isinstance(v, str) else tuple(v or ()) for n, v in own.items()}
 

@@ -26,7 +26,8 @@ class Endpoint(Protocol):
 
 
 class Ending(NamedTuple):
-    """How a worker ended: `done`; `failed`, by a permanent error, of a kind and with a text; `lost`, without a report."""
+    """How a worker ended: `done`; `failed`, by a permanent error, of a kind and with a text; `lost`, without a
+    report."""
 
     how: str
     kind: str = ""

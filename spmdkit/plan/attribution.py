@@ -1,4 +1,4 @@
-"""Which strategy asked for a collective.
+"""The strategy behind a collective.
 
 Determined from, in this order: the innermost scope in its name (`spmdkit/reduce`, or that of an op;
 `spmdkit.step.trace_context`), the arrays (do they come from the parameters, are they all scalars), and the axes with
@@ -7,7 +7,8 @@ the op. What nothing explains is `other`.
 | cause | rule |
 | ----- | ---- |
 | metrics | an all_reduce of scalars: losses, counts, norms |
-| gradient reduction | all_reduce of arrays shaped like parameters outside of the forward pass; or the scope of the reducers |
+| gradient reduction | all_reduce of arrays shaped like parameters outside of the forward pass; or the scope of the
+reducers |
 | gradient scatter | reduce_scatter of such arrays (not over tensor), or over fsdp in the backward pass |
 | parameter gather | all_gather (or all_reduce in the forward pass) of what comes from a parameter |
 | update gather | all_gather outside of forward and backward: new parameters of ZeRO 1 and 2 |

@@ -20,7 +20,8 @@ def exceeded(budget: Budget | None, document: Mapping[str, Any]) -> list[str]:
             found.append(f"budget.collective_bytes is {_bytes(most)}, a device sends {_bytes(at_least)} a step")
         elif sent is None and document["fits"]:
             found.append(
-                f"budget.collective_bytes is {_bytes(most)}, and a loop of unknown length holds a collective: nobody can say what is sent"
+                f"budget.collective_bytes is {_bytes(most)}, and a loop of unknown length holds a collective: the "
+                "bytes are unknown"
             )
     peak = document["memory"]["peak_bytes"]
     if (most := budget.peak_memory) is not None and peak > most:

@@ -57,17 +57,17 @@ class Collective:
         group_size: devices of one group (the largest).
         groups: logical device numbers (places in the flattened mesh); for collective_permute the (source, target)
             pairs.
-        source: `file.py:12` of the user's line, or of the line in spmdkit that asked for it; None where XLA made it up.
+        source: `file.py:12` of the user's line, or of the line in spmdkit behind it; None if XLA created it.
         op_name: the path of JAX's names.
-        cause: the strategy that asked for it, one of `cause.CAUSES`.
+        cause: the strategy behind it, one of `cause.CAUSES`.
         is_async: started and awaited apart, so that other work can overlap.
         branch: inside a conditional.
         counted: False on a branch that is not the most expensive one: its bytes are not in the totals.
         names: the HLO instructions.
         loop_names: the HLO `while` instructions around it, outermost first.
         shapes: the arrays that each device puts in.
-        algorithm: what the backend says about how it is sent, where it does.
-        emulated_op: the cheaper op whose work this all_reduce does (`all_gather`, `reduce_scatter`), or None.
+        algorithm: the backend's algorithm, if it reports one.
+        emulated_op: the cheaper op that this all_reduce emulates (`all_gather`, `reduce_scatter`), or None.
     """
 
     op: str
@@ -194,8 +194,8 @@ def read_bill(
 
     Args:
         sizes: size of every mesh axis in the mesh's order (`Program.sizes`).
-        leaves: the parameters, so that the cause of a collective can be told (`cause.leaves_of(program)`).
-        scans: op_name -> length of the scans in the jaxpr, for loops whose text tells no trip count.
+        leaves: the parameters, to attribute collectives (`cause.leaves_of(program)`).
+        scans: op_name -> length of the scans in the jaxpr, for loops without a trip count in the text.
     """
     found = []
     for visit, c in hlo_collectives(module, sizes, loops.walk(module, scans)):

@@ -133,8 +133,8 @@ def choose_target(config: Config, target: str | None) -> Target:
 def _measure(machine: Target, quiet: bool) -> None:
     if not machine.is_here:
         raise ConfigError(
-            f"--calibrate measures this machine, and the target is {machine.name}. Rates of another machine are those of the chip table. "
-            "Use --target here or --target cpu:8."
+            f"--calibrate measures this machine, and the target is {machine.name}. Rates of another machine are those "
+            "of the chip table. Use --target here or --target cpu:8."
         )
     rates = calibrate(machine.devices)
     if not quiet:
@@ -172,8 +172,9 @@ def _write_config(best: Config, config: Config, document: Document, path: Path) 
     same_folder = path.resolve().parent == config.folder.resolve()
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     head = (
-        f"# The best of {len(document['candidates'])} candidates for {document['target']}, {document['num_compiled']} of them compiled "
-        f"(spmdkit plan --search, {date}).\n# Predicted: {document['predicted_step_s']:.4g} s a step.\n"
+        f"# The best of {len(document['candidates'])} candidates for {document['target']}, {document['num_compiled']} "
+        f"of them compiled (spmdkit plan --search, {date}).\n# Predicted: {document['predicted_step_s']:.4g} s a "
+        "step.\n"
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -29,8 +29,8 @@ def read_plan(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{path} cannot be read as a plan ({type(error).__name__}). A plan is JSON, as spmdkit plan CONFIG --json prints it and as "
-            "train writes it into its run directory (plan.json)."
+            f"{path} cannot be read as a plan ({type(error).__name__}). A plan is JSON, as spmdkit plan CONFIG --json "
+            "prints it and as train writes it into its run directory (plan.json)."
         ) from error
     if not isinstance(found, dict) or not {"target", "memory", "collectives", "layout"} <= found.keys():
         raise ConfigError(
@@ -51,8 +51,9 @@ def as_written(*paths: Path) -> Iterator[None]:
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         named = " or ".join(map(str, paths))
         raise ConfigError(
-            f"{named} has the keys of a plan, and not what stands under them ({type(error).__name__}: {str(error)[:120]}). A plan is shown as "
-            "spmdkit has written it. Make it again: spmdkit plan CONFIG --json."
+            f"{named} has the keys of a plan, and not what stands under them ({type(error).__name__}: "
+            f"{str(error)[:120]}). A plan is shown as spmdkit has written it. Make it again: spmdkit plan CONFIG "
+            "--json."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Everything that the text of a program's compiled step tells: the bill, the memory, the findings."""
+"""The contents of a compiled step's text: the bill, the memory, the findings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StepAnalysis:
         bill: the collectives.
         memory: of one device.
         findings: most severe first.
-        scans: op_name -> length of the scans in the jaxpr, for loops whose text tells no trip count.
+        scans: op_name -> length of the scans in the jaxpr, for loops without a trip count in the text.
     """
 
     module: Module

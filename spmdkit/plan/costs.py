@@ -13,7 +13,7 @@ from spmdkit.plan.hlo.text import Computation, Instruction, Module
 
 _SLICES = ("dynamic-slice", "gather", "slice")
 _KERNEL_COST = re.compile(r'"cost_estimate":\{"flops":"?(\d+)')
-"""What a kernel says of itself, in the text of the program (`spmdkit/ops/kernel.py` writes it)."""
+"""The cost that a kernel declares in the text of the program (`spmdkit/ops/kernel.py` writes it)."""
 _FLOATS = ("bf16", "f16", "f32")
 
 

@@ -1,9 +1,8 @@
-"""`plan_program`: everything that is known of a step before it runs, as one JSON object, which all faces of a plan
-show.
+"""`plan_program`: everything known about a step before it runs, as one JSON object, the source of every form of a plan.
 
 The object is what `spmdkit plan --json` prints and what `plan.json` in a run's directory holds; the table, the page and
 the comparison read nothing else, so a plan on disk is as good as a fresh one. All bytes and FLOPs are of one device and
-one step, unless a name says `global`. Keys:
+one step, unless a name contains `global`. Keys:
 
     target, compiler, notes           the machine, which compiler made the program, what the plan is not exact about
     num_devices, mesh, form           axis -> size (all axes), how the step is compiled
@@ -14,7 +13,7 @@ one step, unless a name says `global`. Keys:
     wire                              by_axes, by_cause: bytes, of the step; on_average, at_most: with the programs that
                                       run after some steps
     flops, model_flops                of matrix products: what the compiled program computes, with what devices repeat;
-                                      and a device's share of what the model asks for, without what remat and stages
+                                      and a device's share of the model's work, without what remat and stages
                                       compute again or for nothing. MFU is of the latter
     flops_by_dtype, elementwise_flops a device's share of the step, from its jaxpr
     predicted_step_s, time            parts, links, bound, mfu, examples_per_s, tokens_per_s, calibrated
@@ -56,9 +55,9 @@ VERSION = 1
 
 
 def plan_program(program: Program, target: Target, call_s: float = 0.0) -> Document:
-    """Returns the plan of a program on the target whose devices it was built on. Compiles it where that was not done.
+    """Returns the plan of a program on the target of its devices. Compiles it where that was not done.
 
-    A program that the compiler refuses for want of memory has a plan too: it does not fit, and says by how much.
+    A program that the compiler rejects for lack of memory has a plan too, which shows by how much it does not fit.
     """
     arithmetic = count(program.traced.jaxpr)
     model = count(program.traced_once().jaxpr) if program.computes_twice else arithmetic
@@ -66,8 +65,8 @@ def plan_program(program: Program, target: Target, call_s: float = 0.0) -> Docum
         needed = program.step_bytes
     except jax.errors.JaxRuntimeError as error:
         raise ConfigError(
-            f"the compiler of target {target.name} refused the step: {str(error).splitlines()[0][:400]}. It was asked for the step "
-            "as train would run it. Try another mesh, or report it with the config."
+            f"the compiler of target {target.name} rejected the step: {str(error).splitlines()[0][:400]}. train would "
+            "compile the same step. Try another mesh, or report it with the config."
         ) from error
     if needed.refused:
         return _without_program(program, target, arithmetic, model)
@@ -261,7 +260,7 @@ def _arithmetic(program: Program, arithmetic: Arithmetic, model: Arithmetic, com
 
     Args:
         compiled: FLOPs of products in the compiled program; 0 where there is none, or no products in it: then the
-            step's share is said.
+            step's share is used.
     """
     num = int(program.mesh.devices.size)
     params = sum(x.size for x in jax.tree.leaves(program.abstract_state.params))

@@ -1,9 +1,9 @@
-"""What `train` asks before it begins: does it fit? And the plan of its step, written beside the run.
+"""Checks before training that the state and the step fit, and writes the plan of the step into the run's directory.
 
-Whether a step fits is what the compiler says (`Program.step_bytes`) and nothing else. The rest of the plan is for
+Whether a step fits depends only on the compiler's report (`Program.step_bytes`). The rest of the plan is for
 people: a thread of process 0 reads the text of the compiled step while the run goes on, and writes `plan.json` and
 `plan.html`; whatever it raises is one line and an event, never the end of a run. Only a `budget` makes a run wait for
-its plan, since it asks what the step costs.
+its plan, since it limits the cost of the step.
 
 A refusal on one process is a refusal on all (`Cluster.first_problem`).
 
@@ -59,9 +59,10 @@ def check_state(program: Program, cluster: Cluster, limit_bytes: int | None) -> 
         if limit_bytes is None or state <= limit_bytes:
             return ""
         return (
-            f"the train state needs {format_bytes(state)} of each device, {_name(cluster)} has {format_bytes(limit_bytes)}. Parameters and "
-            "optimizer state have to fit before a step can. Shard them over more devices (mesh.fsdp, mesh.tensor), or set offload: "
-            "[optimizer]. spmdkit plan lists the largest arrays."
+            f"the train state needs {format_bytes(state)} of each device, {_name(cluster)} has "
+            f"{format_bytes(limit_bytes)}. Parameters and optimizer state have to fit before a step can. Shard them "
+            "over more devices (mesh.fsdp, mesh.tensor), or set offload: [optimizer]. spmdkit plan lists the largest "
+            "arrays."
         )
 
     if problem := cluster.first_problem("state", refusal):
@@ -97,7 +98,7 @@ def check_start(program: Program, cluster: Cluster, directory: Path, limit_bytes
 
 
 def nearest_that_fits(program: Program, limit_bytes: int | None, most: int = 5) -> str | None:
-    """Returns the smallest change of the config whose compiled step fits, as overrides, or None among the first
+    """Returns the smallest change of the config with a compiled step that fits, as overrides, or None among the first
     `most`."""
     from spmdkit.plan.search.variants import smaller_steps
 
@@ -124,8 +125,8 @@ def _over_budget(program: Program, cluster: Cluster, directory: Path) -> str:
         document = _write_plan(program, cluster, directory)
     except Exception as error:
         raise ConfigError(
-            f"the compiled step could not be read ({type(error).__name__}: {error}), and budget asks what it costs. Remove budget, "
-            "and report this with the config."
+            f"the compiled step could not be read ({type(error).__name__}: {error}), and budget needs its cost. "
+            "Remove budget, and report this with the config."
         ) from error
     try:
         refuse(document, "train does not begin")
@@ -150,12 +151,12 @@ def _name(cluster: Cluster) -> str:
 def start_plan_thread(
     program: Program, cluster: Cluster, directory: Path, say: Callable[[str], None], note: Callable[..., None]
 ) -> Callable[[], None]:
-    """Begins to write the plan of a compiled step beside its run, and returns a function that waits for it, for a
-    bounded time.
+    """Starts writing the plan of a compiled step into the run's directory, and returns a function that waits for it
+    with a timeout.
 
     Args:
-        say: takes the one line that is said where it fails.
-        note: takes the event, `note("plan_failed", error=...)`.
+        say: receives one line if it fails.
+        note: receives the event, `note("plan_failed", error=...)`.
     """
     if not cluster.is_main or program.config.budget is not None:  # with a budget it is written already
         return lambda: None

@@ -2,8 +2,8 @@
 
 A compiler's own count (`cost_analysis`) takes a scanned body once, so a stack of 32 layers would cost one. Counted are
 matrix products and convolutions, 2 x multiply-adds, as everybody counts who speaks of model FLOPs; the rest of the
-arithmetic, one for each element that an operation makes, is kept beside it. The numbers are of the whole mesh: inside
-`shard_map` a body's shapes are one device's, and count as often as there are devices on the mapped axes.
+arithmetic, one for each element that an operation makes, is counted separately. The numbers are of the whole mesh:
+inside `shard_map` a body's shapes are one device's, and count as often as there are devices on the mapped axes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ _FREE = {
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What one step of the whole mesh computes. A loop whose number of passes the program decides while it runs counts
-    as one pass.
+    """What one step of the whole mesh computes. A loop with a dynamic number of passes counts as one pass.
 
     Attributes:
         by_dtype: dtype of the operands -> FLOPs of matrix products and convolutions.
@@ -112,7 +111,7 @@ def _mapped_devices(params: Any) -> int:
 
 
 def _reduced(eqn: Any) -> list[Any]:
-    """Returns the operands of a reduction, whose arithmetic is that of its input."""
+    """Returns the operands of a reduction, since its arithmetic is that of its input."""
     return (
         [v for v in eqn.invars if hasattr(v, "aval")] if eqn.primitive.name.startswith(("reduce", "cum", "arg")) else []
     )

@@ -1,5 +1,5 @@
-"""`lower_bound_bytes`: what a device sends in a step by the formulas of data parallelism and ZeRO, over the replica and fsdp
-axes.
+"""`lower_bound_bytes`: what a device sends in a step by the formulas of data parallelism and ZeRO, over the replica and
+fsdp axes.
 
 With P the parameter bytes of one device when fsdp is gathered, in the dtype of computation, and G those of its
 gradient, in the dtype of reduction (ZeRO 3: in that of computation where that is smaller, since the gather's transpose
@@ -14,7 +14,7 @@ scatters it):
 
 S: the parameters as they are stored. Leaves that fsdp does not cut count as copies: their gradient is added up over
 fsdp too. With more microbatches than one, ZeRO 3 gathers in each, unless there is memory to keep what was gathered; the
-table says one. A program may send less: `sk.embed` moves vectors instead of its table, and what is not recomputed is
+table has one. A program may send less: `sk.embed` moves vectors instead of its table, and what is not recomputed is
 gathered once.
 Model axes other than fsdp are left out: what they need is the model's own affair.
 """

@@ -142,7 +142,7 @@ def predict_time(
 
     Args:
         devices: of the mesh, flattened.
-        scans: op_name -> length of the jaxpr's scans, for loops whose text does not tell.
+        scans: op_name -> length of the jaxpr's scans, for loops without a trip count in the text.
         host_bytes: state of one device that lives in host memory between steps.
         call_s: what the host needs for one call of the step.
     """

@@ -91,7 +91,8 @@ def choose(among: Sequence[Sequence[Changes]], limit_bytes: int | None, make: Ca
 
 
 def _mildest(variants: Sequence[Changes], limit: int | None, tried: Callable[[Changes], T]) -> tuple[Changes, T]:
-    """Returns the first variant that fits with its program, or the last one. Variants are sorted by decreasing memory."""
+    """Returns the first variant that fits with its program, or the last one. Variants are sorted by decreasing
+    memory."""
     first = tried(variants[0])
     if first.step_bytes.fits(limit) or len(variants) == 1:
         return variants[0], first

@@ -326,7 +326,8 @@ class Program:
     # ---- arrays ------------------------------------------------------------------------------------------------------
 
     def init(self) -> TrainState:
-        """Returns the state before the first step, each leaf created with its sharding; bitwise the same on every mesh."""
+        """Returns the state before the first step, each leaf created with its sharding; bitwise the same on every
+        mesh."""
         return call_user(lambda: self._compiled_init(jax.random.key(self.config.seed)), "init")
 
     @functools.cached_property

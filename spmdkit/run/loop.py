@@ -78,8 +78,8 @@ def train(
         config: a `Config`, or the path of its file.
         cluster: the joined processes; default: joins those that the environment names.
         task: instead of the one that the config names.
-        allow_change: what may be other than when the run was saved although it makes the run another one: `seed`, `train_data`
-            ...; see run/recovery/resume_check.py.
+        allow_change: what may be other than when the run was saved although it makes the run another one: `seed`,
+            `train_data` ...; see run/recovery/resume_check.py.
 
     Raises:
         ConfigError, CheckpointError: said before anything is changed in the directory.
@@ -99,7 +99,8 @@ def train(
 
 
 def train_once(job: TrainJob, join: Callable[[], tuple[Cluster, Config]], driver: Driver = NO_DRIVER) -> Result:
-    """Trains with the processes that `join` returns: join, check, open, restore or initialize, compile, loop, finish."""
+    """Trains with the processes that `join` returns: join, check, open, restore or initialize, compile, loop,
+    finish."""
     signals = job.signals
     with signals.nothing_to_save(report_and_leave):
         cluster, config = join()

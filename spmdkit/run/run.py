@@ -290,7 +290,8 @@ class Run:
             **ended,
         }
 
-    # ---- progress of the run: the methods that change its attributes ---------------------------------------------------
+    # ---- progress of the run: the methods that change its attributes
+    # ---------------------------------------------------
 
     def mark_finished(self, why: str) -> None:
         """Notes that a hook ended the run before its last step. The next checkpoint records it."""
@@ -333,7 +334,8 @@ class Run:
         self.step = self.saved_at_step = 0
 
     def is_new_rollback(self, from_step: int, skipped: Any) -> bool:
-        """Returns whether the run has not gone back from `from_step` to its step with the same skipped batches before."""
+        """Returns whether the run has not gone back from `from_step` to its step with the same skipped batches
+        before."""
         rollback = (from_step, self.step, skipped)
         is_new = rollback not in self._rollbacks
         self._rollbacks.add(rollback)

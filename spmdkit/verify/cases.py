@@ -22,7 +22,8 @@ DEFAULT_DEVICES = 8
 
 
 def all_meshes(num_devices: int, max_axis: int) -> list[dict[str, int]]:
-    """Returns every mesh of `num_devices` with axes of at most `max_axis`, as the sizes above one; fewest axes first."""
+    """Returns every mesh of `num_devices` with axes of at most `max_axis`, as the sizes above one; fewest axes
+    first."""
 
     def sizes(rest: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
         if not axes:

@@ -206,7 +206,8 @@ def _reduction_error(factor: float | None, mesh: Mapping[str, int], microbatches
 
 
 def _products(mesh: Mapping[str, int], microbatches: int) -> Iterable[tuple[str, int]]:
-    """Yields (names, size) of each group of axes that can explain a factor and is larger than one; the simplest first."""
+    """Yields (names, size) of each group of axes that can explain a factor and is larger than one; the simplest
+    first."""
     replicas = [(a, n) for a, n in mesh.items() if a in REPLICA_AXES and n > 1]
     others = [(a, n) for a, n in mesh.items() if a not in REPLICA_AXES and n > 1]
     groups: list[list[tuple[str, int]]] = []

@@ -40,7 +40,8 @@ def eps(x: Any) -> float:
 
 
 def difference(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Returns `found - expected`, wide. It is zero where half precision numbers are within `HALF_ULPS` of each other."""
+    """Returns `found - expected`, wide. It is zero where half precision numbers are within `HALF_ULPS` of each
+    other."""
     right = wide(expected)
     apart = wide(found) - right
     return (

@@ -33,7 +33,8 @@ class PlainResult(NamedTuple):
 def plain_value_and_grad(
     program: Program | Unpadded, loss_fn: Callable[..., Any], state: TrainState, batch: Batch
 ) -> PlainResult:
-    """Returns the plain JAX result of one batch, with rows in the order of a one-device program without microbatches."""
+    """Returns the plain JAX result of one batch, with rows in the order of a one-device program without
+    microbatches."""
     num = jax.tree.leaves(batch.examples)[0].shape[0]
     examples = trace_context.Examples(num, batch.mask, jnp.arange(num, dtype=jnp.int32), state.key)
 

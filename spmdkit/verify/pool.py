@@ -44,7 +44,8 @@ class Pool:
         self._workers = [_Worker(self._spec, folder / f"worker-{i}.log", environment) for i in range(num)]
 
     def request(self, job: Job) -> Response:
-        """Returns the response to one job from the first worker. Meanwhile the other workers start and open the task."""
+        """Returns the response to one job from the first worker. Meanwhile the other workers start and open the
+        task."""
         for worker in self._workers[1:]:
             threading.Thread(target=worker.request, args=({"kind": "open"},), daemon=True).start()
         return self._workers[0].request(job)

@@ -32,7 +32,8 @@ from spmdkit.verify.unpadded_reference import Unpadded
 
 
 class Reference(NamedTuple):
-    """One device: its results, the tolerance, the effect of one ulp in the input, the noise, and the dtype of that ulp."""
+    """One device: its results, the tolerance, the effect of one ulp in the input, the noise, and the dtype of that
+    ulp."""
 
     results: Results
     tolerance: dict[str, float]

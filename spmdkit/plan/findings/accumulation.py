@@ -29,10 +29,16 @@ def find(step: CompiledStep) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "collective-in-accumulation-loop",
-            f"{c.op} of gradients over {' x '.join(c.axes)} runs {sent} times a step inside a loop, {format_bytes(c.bytes_at_least)} sent "
-            f"by each device; once would be {format_bytes(c.bytes_at_least / times)}",
+            (
+                f"{c.op} of gradients over {' x '.join(c.axes)} runs {sent} times a step inside a loop, "
+                f"{format_bytes(c.bytes_at_least)} sent by each device; once would be "
+                f"{format_bytes(c.bytes_at_least / times)}"
+            ),
             c.source,
-            "Reduce after the loop: use sk.value_and_grad with microbatches, or add up local gradients and call sk.psum once.",
+            (
+                "Reduce after the loop: use sk.value_and_grad with microbatches, or add up local gradients and call "
+                "sk.psum once."
+            ),
         )
 
 

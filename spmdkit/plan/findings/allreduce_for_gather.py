@@ -1,9 +1,9 @@
-"""`all-reduce-for-gather`: the compiler sends an all_reduce where the strategy asked for the cheaper half of it.
+"""`all-reduce-for-gather`: the compiler sends an all_reduce where the strategy needs the cheaper half of it.
 
 An all_gather of shards, written as an all_reduce of zeros around each shard, sends twice the bytes; so does a
 reduce_scatter of which each device keeps one part. Measured with the TPU compiler (jax 0.10.2, v5p): a group over the
 whole torus is sent so, a group over a part of it is not. XLA's CPU compiler knows no other way for some; a plan for CPU
-says nothing about it.
+does not report it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spmdkit.plan.findings import CompiledStep
 def find(step: CompiledStep) -> Iterator[Finding]:
     """Yields one finding for each op and axes, with the bytes of all such operations together."""
     first = next(iter(step.program.mesh.devices.flat))
-    if first.platform == "cpu" or step.program.zero == 1:  # ZeRO 1 asks for the whole sum
+    if first.platform == "cpu" or step.program.zero == 1:  # ZeRO 1 needs the whole sum
         return
     together: dict[tuple[str, tuple[str, ...]], list] = {}
     for c in step.bill.rows:
@@ -32,8 +32,13 @@ def find(step: CompiledStep) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "all-reduce-for-gather",
-            f"the compiler sends {sum(c.count for c in rows)} all_reduce over {' x '.join(axes)} where a {meant} would do: "
-            f"{format_bytes(sent)} instead of {format_bytes(sent / 2)} a step",
+            (
+                f"the compiler sends {sum(c.count for c in rows)} all_reduce over {' x '.join(axes)} where a {meant} "
+                f"would do: {format_bytes(sent)} instead of {format_bytes(sent / 2)} a step"
+            ),
             largest.source,
-            f"Let {axes[-1]} span a part of the torus: half of it, and the rest as data or replica; or try more examples per device.",
+            (
+                f"Let {axes[-1]} span a part of the torus: half of it, and the rest as data or replica; or try more "
+                "examples per device."
+            ),
         )

@@ -39,8 +39,10 @@ def find(step: CompiledStep) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "donation-not-used",
-            f"{leaves[0][0]}{f' and {len(leaves) - 1} more' if len(leaves) > 1 else ''} ({format_bytes(total)} of each device) lie there "
-            "twice during a step: the old array is not reused for the new one",
+            (
+                f"{leaves[0][0]}{f' and {len(leaves) - 1} more' if len(leaves) > 1 else ''} ({format_bytes(total)} of "
+                "each device) lie there twice during a step: the old array is not reused for the new one"
+            ),
             leaves[0][2],
             "Read the old leaf in the step, or leave out of the state what is never read.",
         )

@@ -48,10 +48,15 @@ def find(step: CompiledStep) -> Iterator[Finding]:
             finding = Finding(
                 "warning",
                 "padding-waste",
-                f"{shape} holds {format_bytes(shape.bytes)} and takes {format_bytes(shape.padded_bytes)} of each device: its minor dims are "
-                "padded to whole tiles",
+                (
+                    f"{shape} holds {format_bytes(shape.bytes)} and takes {format_bytes(shape.padded_bytes)} of each "
+                    "device: its minor dims are padded to whole tiles"
+                ),
                 source,
-                "Put a long dim last (a multiple of 128) and one of at least 8 before it: transpose, or merge small dims into one.",
+                (
+                    "Put a long dim last (a multiple of 128) and one of at least 8 before it: transpose, or merge small "
+                    "dims into one."
+                ),
             )
             if source not in found or found[source][0] < waste:
                 found[source] = waste, finding

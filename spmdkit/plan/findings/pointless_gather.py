@@ -1,4 +1,4 @@
-"""`gather-of-unsharded`: something is cut over the devices and gathered whole, and nobody ever uses the parts.
+"""`gather-of-unsharded`: an array is sharded and gathered again, and its shards are never used.
 
 Two forms: an argument of the step that is no parameter (the batch, model state) is gathered before anything is computed
 with it; an array that every device holds is cut by the device's number, and gathered again.
@@ -34,17 +34,24 @@ def find(step: CompiledStep) -> Iterator[Finding]:
             yield Finding(
                 "warning",
                 "gather-of-unsharded",
-                f"{argument.replace(chr(92), '')} is cut over {' x '.join(c.axes)} and gathered whole on every device before it is used "
-                f"({format_bytes(c.size)}, {format_bytes(c.bytes_at_least)} sent a step)",
+                (
+                    f"{argument.replace(chr(92), '')} is cut over {' x '.join(c.axes)} and gathered whole on every device "
+                    f"before it is used ({format_bytes(c.size)}, {format_bytes(c.bytes_at_least)} sent a step)"
+                ),
                 c.source,
-                "Use each device's own rows, or keep it out of the batch (Task arguments, model state) if every device needs all of it.",
+                (
+                    "Use each device's own rows, or keep it out of the batch (Task arguments, model state) if every "
+                    "device needs all of it."
+                ),
             )
         elif _cut_from_whole(step.module, visit.instruction, c.group_size):
             yield Finding(
                 "warning",
                 "gather-of-unsharded",
-                f"{c.shapes[0]} is cut from an array that every device holds, and gathered again over {' x '.join(c.axes)} "
-                f"({format_bytes(c.bytes_at_least)} sent a step)",
+                (
+                    f"{c.shapes[0]} is cut from an array that every device holds, and gathered again over "
+                    f"{' x '.join(c.axes)} ({format_bytes(c.bytes_at_least)} sent a step)"
+                ),
                 c.source,
                 "Leave out the constraint that cuts it (sk.shard), or use the parts where they are.",
             )

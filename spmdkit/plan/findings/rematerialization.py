@@ -1,8 +1,8 @@
 """`full-rematerialization`: an array is gathered whole on every device, because XLA found no other way between two
 shardings.
 
-XLA says it in a log line only ("Involuntary full rematerialization"); that line is read where this process compiled the
-step.
+XLA reports it in a log line only ("Involuntary full rematerialization"); that line is read where this process compiled
+the step.
 Structurally it is an all_gather of which each device reads one part: the whole array was made in order to be cut again.
 """
 
@@ -21,11 +21,14 @@ from spmdkit.plan.hlo.text import Frame, Shape
 from spmdkit.plan.jaxpr_lines import lines_of
 
 MIN_BYTES = 2**16
-_FIX = "Say in between how the array is cut: sk.shard(x, ...) with one dim whole, or cut the producer and the consumer along the same dim."
+_FIX = (
+    "Say in between how the array is cut: sk.shard(x, ...) with one dim whole, or cut the producer and the "
+    "consumer along the same dim."
+)
 
 
 def find(step: CompiledStep) -> Iterator[Finding]:
-    """Yields a finding for each array that the log names, and for each gather whose result is read in parts."""
+    """Yields a finding for each array that the log names, and for each gather with a result that is read in parts."""
     seen: set[str | None] = set()
     for line in step.program.compile_log:
         array = re.search(r"%?([\w.\-]+) = (\w+)\[([\d,]*)\]", line)
@@ -43,7 +46,10 @@ def find(step: CompiledStep) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "full-rematerialization",
-            f"{what} is made whole on every device to be cut in another way (the partitioner's involuntary rematerialization{ways})",
+            (
+                f"{what} is made whole on every device to be cut in another way (the partitioner's involuntary "
+                f"rematerialization{ways})"
+            ),
             source,
             _FIX,
         )
@@ -56,8 +62,10 @@ def find(step: CompiledStep) -> Iterator[Finding]:
             yield Finding(
                 "warning",
                 "full-rematerialization",
-                f"{', '.join(map(str, c.shapes[:1]))} is gathered over {' x '.join(c.axes)} ({format_bytes(c.size)}), and each device reads "
-                f"one part in {c.group_size} of it",
+                (
+                    f"{', '.join(map(str, c.shapes[:1]))} is gathered over {' x '.join(c.axes)} ({format_bytes(c.size)}), "
+                    f"and each device reads one part in {c.group_size} of it"
+                ),
                 c.source,
                 _FIX,
             )

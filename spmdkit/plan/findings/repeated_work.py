@@ -1,15 +1,14 @@
-"""`repeated-work`: every replica computes the same, since what a line of the step is made of does not come from the
-batch.
+"""`repeated-work`: every replica computes the same, since the inputs of a line of the step do not come from the batch.
 
-In a global `train_step` the partitioner shares out what is made from the batch, whose rows are cut. What is not
-(collocation points, rollouts, a loop over weights) is whole everywhere, and so is all that is computed from it, with
-its gradient. The mesh then makes nothing faster.
+In a global `train_step` the partitioner distributes work that depends on the batch, since its rows are sharded. What is
+not (collocation points, rollouts, a loop over weights) is whole everywhere, and so is all that is computed from it,
+with its gradient. The mesh then makes nothing faster.
 
     FLOPs of the line's products on one device  *  devices  >=  replicas ** REPEATED  *  FLOPs of the line in the step
 
 Shared out it would be once that, repeated it is `replicas` times; XLA merges products that the traced step has twice (a
 network and its derivatives at the same points), so that both are less, by a factor up to two. Where fsdp cuts the
-weights it shares such products out, and the replicas beside it do not. What other axes (tensor, context) repeat is no
+weights it shares such products out, and the replicas do not. What other axes (tensor, context) repeat is no
 matter of the batch: the right side counts them in full, so that a line is found where it is repeated along all of them.
 """
 
@@ -62,11 +61,16 @@ def find(step: CompiledStep) -> Iterator[Finding]:
     yield Finding(
         "warning",
         "repeated-work",
-        f"the products of this line ({repeated[at]:.3g} FLOP a step on a device{more}) are computed {found:.3g} times over on {axes}: "
-        f"{total / whole:.0%} of what a device computes is what others compute too, since it is not made from the batch",
+        (
+            f"the products of this line ({repeated[at]:.3g} FLOP a step on a device{more}) are computed {found:.3g} times "
+            f"over on {axes}: {total / whole:.0%} of what a device computes is what others compute too, since it is not "
+            "made from the batch"
+        ),
         at,
-        'Share it out by its first dim, where it is made: x = sk.shard(x, "rows", None), or begin with sk.sharded_arange(num), or put it into the batch '
-        "(the loss of sk.value_and_grad sees one replica's rows).",
+        (
+            'Share it out by its first dim, where it is made: x = sk.shard(x, "rows", None), or begin with '
+            "sk.sharded_arange(num), or put it into the batch (the loss of sk.value_and_grad sees one replica's rows)."
+        ),
     )
 
 

@@ -1,7 +1,7 @@
-"""`silent-replication`: a large array is whole on every device of a mesh axis, and nobody asked for it.
+"""`silent-replication`: a large array is replicated over a mesh axis without being requested.
 
-A parameter that no rule cuts, on a mesh whose model axes could; or an activation that depends on the batch and is as
-large on one device as in the whole program, because a constraint is missing or names no axis. The bound is
+A parameter that no rule cuts, on a mesh with model axes that could; or an activation that depends on the batch and is
+as large on one device as in the whole program, because a constraint is missing or names no axis. The bound is
 `layout.replicate_above_bytes`.
 Weights that fsdp gathers before use are whole on purpose and are left alone.
 """
@@ -41,9 +41,15 @@ def _parameters(step: CompiledStep) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "silent-replication",
-            f"{leaf.path} ({format_bytes(leaf.num_bytes)}) is whole on every device of {' x '.join(axes)}: {leaf.reason}",
+            (
+                f"{leaf.path} ({format_bytes(leaf.num_bytes)}) is whole on every device of {' x '.join(axes)}: "
+                f"{leaf.reason}"
+            ),
             first_use(step.jaxpr.jaxpr, var),
-            f"Add a rule that cuts it: layout.rules: [['{leaf.path.removeprefix('params/')}', [...]]], or one of nulls to ask for the copy.",
+            (
+                f"Add a rule that cuts it: layout.rules: [['{leaf.path.removeprefix('params/')}', [...]]], or one of "
+                "nulls to ask for the copy."
+            ),
         )
 
 
@@ -77,8 +83,10 @@ def _activations(step: CompiledStep) -> Iterator[Finding]:
             yield Finding(
                 "warning",
                 "silent-replication",
-                f"{shape} ({format_bytes(shape.bytes)}) depends on the batch and is as large on each of the {program.mesh.size} devices as in "
-                "the whole program",
+                (
+                    f"{shape} ({format_bytes(shape.bytes)}) depends on the batch and is as large on each of the "
+                    f"{program.mesh.size} devices as in the whole program"
+                ),
                 source,
                 'Say how it is cut: sk.shard(x, "batch", ...) on it or on what it is made from.',
             )

@@ -17,7 +17,8 @@ from spmdkit.plan.machine.links import link_path_of
 
 
 def find(step: CompiledStep) -> Iterator[Finding]:
-    """Yields one finding for each model axis that crosses and whose size the number of hosts or slices divides."""
+    """Yields one finding for each model axis that crosses hosts or slices and has a multiple of their number as its
+    size."""
     target = step.target
     if target is None or target.hosts_or_slices < 2:
         return
@@ -30,9 +31,15 @@ def find(step: CompiledStep) -> Iterator[Finding]:
     for axis, rows in crossing.items():
         around = sizes["replica"] * sizes["data"]
         if around % parts == 0:  # replicas alone could cross, the order of the devices does not let them
-            fix = f"Reorder the mesh so that replica ({parts}) is the axis between hosts or slices: replica: {parts}, data: {around // parts}."
+            fix = (
+                f"Reorder the mesh so that replica ({parts}) is the axis between hosts or slices: replica: {parts}, "
+                f"data: {around // parts}."
+            )
         elif sizes[axis] % parts == 0:
-            fix = f"mesh: {{replica: {parts * sizes['replica']}, {axis}: {sizes[axis] // parts}}}, if it fits: only the gradient crosses then."
+            fix = (
+                f"mesh: {{replica: {parts * sizes['replica']}, {axis}: {sizes[axis] // parts}}}, if it fits: only "
+                "the gradient crosses then."
+            )
         else:
             continue
         sent = sum(c.bytes_at_least for c in rows)
@@ -40,8 +47,11 @@ def find(step: CompiledStep) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "axis-crosses-slow-links",
-            f"{axis} ({sizes[axis]}) spans {kind}: {format_bytes(sent)} a step and device over {target.chip.outer.name}, "
-            f"{target.chip.outer.bytes_per_s / 1e9:.3g} GB/s instead of {target.chip.inner.bytes_per_s / 1e9:.3g}",
+            (
+                f"{axis} ({sizes[axis]}) spans {kind}: {format_bytes(sent)} a step and device over "
+                f"{target.chip.outer.name}, {target.chip.outer.bytes_per_s / 1e9:.3g} GB/s instead of "
+                f"{target.chip.inner.bytes_per_s / 1e9:.3g}"
+            ),
             step.config_line(f"mesh.{axis}") or max(rows, key=lambda c: c.bytes_at_least).source,
             fix,
         )

@@ -2,7 +2,7 @@
 same bits.
 
 Looked for where `precision.compute` is bfloat16, in what only moves (gathers, exchanges, permutations). Sums are left
-alone: adding up in float32 is what `precision.reduce` asks for.
+alone: `precision.reduce` requests a sum in float32.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ def find(step: CompiledStep) -> Iterator[Finding]:
             yield Finding(
                 "warning",
                 "float32-on-the-wire",
-                f"{c.op} over {' x '.join(c.axes)} moves {', '.join(map(str, c.shapes[:2]))} as float32, and all its readers cast it to "
-                f"bfloat16: {format_bytes(c.bytes_at_least)} sent a step, {format_bytes(c.bytes_at_least / 2)} would do",
+                (
+                    f"{c.op} over {' x '.join(c.axes)} moves {', '.join(map(str, c.shapes[:2]))} as float32, and all its "
+                    f"readers cast it to bfloat16: {format_bytes(c.bytes_at_least)} sent a step, "
+                    f"{format_bytes(c.bytes_at_least / 2)} would do"
+                ),
                 c.source,
                 "Cast before it moves: x.astype(jnp.bfloat16) in front of sk.shard or of the collective.",
             )

@@ -1,8 +1,8 @@
-"""Finding the collectives of a compiled program in all their guises.
+"""Finds the collectives of a compiled program in all their forms.
 
 Plain (`all-reduce`), split (`all-gather-start` and `-done`: counted at the start), wrapped (`async-start` that calls a
 computation with the collective in it; `call-start` on the sparse cores of a TPU 7x), inside fusions (the TPU compiler
-makes a reduce-scatter of an all-reduce whose result is sliced in one fusion). Everything is read from opcodes, operands
+makes a reduce-scatter of an all-reduce with a sliced result in one fusion). Everything is read from opcodes, operands
 and groups, nothing from names.
 """
 
@@ -33,7 +33,7 @@ OPS = tuple(OPCODES.values())
 
 @dataclass(frozen=True)
 class HloCollective:
-    """A collective as it stands in the text; fields as in `bill.Collective`."""
+    """A collective in the text; fields as in `bill.Collective`."""
 
     instruction: Instruction
     op: str

@@ -4,7 +4,7 @@ A buffer lives from the instruction that makes it to the last one that reads it,
 (tuples, their elements, bitcasts, the carry of a loop, an update in place). What a called computation or a loop body
 needs beyond its operands is added while it runs. Outputs of the step are not temporaries and are left out. The
 compiler's own assignment may pack a little better or worse: the bytes of `compiled.memory_analysis()` are the truth,
-this says whose they are.
+this analysis attributes them.
 """
 
 from __future__ import annotations
@@ -100,8 +100,7 @@ def _peak(
 
 
 def _reused(i: Instruction, dying: Iterable[Instruction]) -> int:
-    """Returns the bytes of an operand that nobody needs any more and whose place the result takes, element by
-    element."""
+    """Returns the bytes of a dead operand that the result overwrites, element by element."""
     if i.opcode in (
         "dot",
         "convolution",

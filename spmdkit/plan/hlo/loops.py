@@ -1,7 +1,7 @@
 """How often each instruction of a compiled program runs in one step: loops, calls, branches.
 
-The trip count of a loop is, in this order: what the compiler wrote down (`known_trip_count`, CPU); what the loop's own
-condition says (an induction variable with a constant start, step and bound: the TPU compiler writes nothing down); the
+The trip count of a loop is, in this order: what the compiler wrote down (`known_trip_count`, CPU); the loop's own
+condition (an induction variable with a constant start, step and bound: the TPU compiler writes nothing down); the
 length of the scan in the jaxpr that has the loop's name. Else it is unknown (None): it depends on data, and is never
 guessed.
 """
@@ -212,7 +212,7 @@ def _value(module: Module, i: Instruction, place: _Place, depth: int) -> _Affine
 
 
 def _element(module: Module, i: Instruction, index: int, place: _Place, depth: int) -> _Affine | None:
-    """Returns element `index` of an instruction whose result is a tuple."""
+    """Returns element `index` of an instruction with a tuple as its result."""
     if depth > _DEPTH:
         return None
     if i.opcode == "tuple":

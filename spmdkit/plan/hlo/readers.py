@@ -32,10 +32,10 @@ def _takes_part(whole: int, group_size: int) -> Callable[[Instruction], bool | N
 
 
 def all_readers(module: Module, i: Instruction, wanted: Callable[[Instruction], bool | None], steps: int) -> bool:
-    """Returns whether all that reads an array, inside of fusions too, is `wanted`; None: it hands the array on, ask who
-    reads that.
+    """Returns whether all that reads an array, inside of fusions too, is `wanted`; None: it passes the array on, and
+    its readers decide.
 
-    Nobody reads a result that leaves its computation, and whoever is more than `steps` away is not looked for: False.
+    A result that leaves its computation has no reader, and readers more than `steps` away are not searched: False.
     """
     users = module.computations[i.computation].users[i.name]
     if not users or not steps or i.is_root:

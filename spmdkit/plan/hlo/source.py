@@ -1,4 +1,4 @@
-"""From an instruction to the line of the user's program that asked for it."""
+"""From an instruction to its line in the user's program."""
 
 from __future__ import annotations
 

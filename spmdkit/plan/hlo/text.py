@@ -1,8 +1,8 @@
-"""The text of a compiled program, `compiled.as_text()`, as data: computations, instructions, shapes, who calls whom.
+"""The text of a compiled program, `compiled.as_text()`, as data: computations, instructions, shapes, calls.
 
 XLA prints the optimized module after scheduling, so the order of the lines of a computation is the order in which one
 device runs them. Read are the texts of the CPU and the TPU compiler (jax 0.10.2), and the older spelling of metadata
-(`source_file=`, `source_line=`) beside the newer one (`stack_frame_id=` and four tables before the first computation).
+(`source_file=`, `source_line=`) and the newer one (`stack_frame_id=` and four tables before the first computation).
 
 Source: the grammar of HLO text, openxla.org/xla/operation_semantics and xla/hlo/parser/hlo_parser.cc.
 """
@@ -172,7 +172,7 @@ class Computation:
 
     @functools.cached_property
     def root(self) -> Instruction:
-        """The instruction whose result the computation returns."""
+        """The instruction that computes the result of the computation."""
         return next((i for i in self.instructions if i.is_root), self.instructions[-1])
 
     def operand(self, instruction: Instruction, index: int = 0) -> Instruction | None:

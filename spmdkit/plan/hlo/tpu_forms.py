@@ -2,11 +2,11 @@
 
 *Spread over fusions* (async collective fusion): one collective that goes on while products run is written into each of
 the fusions it overlaps with, every time with the same channel and an `async_collective_fusion_config`: in the first
-beside a custom call `AsyncCollectiveStart`, in the last beside `AsyncCollectiveDone`. It is sent once: the first
+next to a custom call `AsyncCollectiveStart`, in the last next to `AsyncCollectiveDone`. It is sent once: the first
 counts.
 
 *Between slices* (megascale): a `send` to the host with `_xla_megascale_transfer_type="ALL_REDUCE"` and its `recv`. Each
-device talks to the devices that stand at its place in the other slices (`_xla_megascale_target="{1,2}x{0:3}"`: slices x
+device talks to the devices at its position in the other slices (`_xla_megascale_target="{1,2}x{0:3}"`: slices x
 devices).
 """
 

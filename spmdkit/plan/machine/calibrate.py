@@ -1,12 +1,12 @@
-"""`calibrate`: what this machine really does: matrix products, memory, launching, collectives. Kept in a small file.
+"""`calibrate`: measures this machine: matrix products, memory, launching, collectives. Kept in a small file.
 
     <cache>/spmdkit/rates.json      {"cpu 8": {"date": ..., "flops_per_s": {...}, ...}, "NVIDIA H100 80GB HBM3 8":
                                     {...}}
 
-`<cache>` is `$XDG_CACHE_HOME`, else `~/.cache`; `SPMDKIT_RATES` names another file. All devices work at once while it
-is measured, as they do in training, so fake devices that share two cores get the share that each has. Plans of `here`
-and `cpu:N` use the rates of the same kind of device; of fake devices in another number, the machine's rates divided
-anew.
+`<cache>` is `$XDG_CACHE_HOME`, else `~/.cache`; `SPMDKIT_RATES` names another file. All devices work concurrently
+during the measurement, as they do in training, so fake devices that share two cores get the share that each has. Plans
+of `here` and `cpu:N` use the rates of the same kind of device; of fake devices in another number, the machine's rates
+divided again.
 
     time of a product     2 n^3 FLOPs, n = 512 (CPU) or 8,192, for each dtype
     time of a copy        y = 2 x + 1 of an array far larger than the caches, and of one of 256 KiB
@@ -117,8 +117,8 @@ def _read(file: Path) -> dict[str, Any]:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{file} cannot be read ({type(error).__name__}). It holds the rates of this machine. Remove it and measure again: "
-            "spmdkit plan CONFIG --calibrate."
+            f"{file} cannot be read ({type(error).__name__}). It holds the rates of this machine. Remove it and "
+            "measure again: spmdkit plan CONFIG --calibrate."
         ) from error
     return found if isinstance(found, dict) else {}
 
@@ -157,7 +157,7 @@ def _seconds(run: Callable[[], Any]) -> float:
 
 
 def _each(mesh: Any, body: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], dtype: str) -> float:
-    """Returns the seconds of `body` on every device at once, each with an array of `shape`."""
+    """Returns the seconds of `body` on all devices concurrently, each with an array of `shape`."""
     sharding = NamedSharding(mesh, PartitionSpec("all"))
     make = jax.jit(lambda: jnp.full((mesh.size, *shape), 0.01, dtype), out_shardings=sharding)
     run = jax.jit(
@@ -221,6 +221,6 @@ def describe(rates: Mapping[str, Any]) -> str:
     if rates["link_bytes_per_s"] is not None:
         link = f", links {rates['link_bytes_per_s'] / 1e9:.3g} GB/s and {rates['link_latency_s'] * 1e6:.3g} us a hop"
     return (
-        f"each of {rates['num_devices']} {rates['device_kind']}: {products}, memory {rates['memory_bytes_per_s'] / 1e9:.3g} GB/s, "
-        f"launch {rates['launch_s'] * 1e6:.3g} us{link}"
+        f"each of {rates['num_devices']} {rates['device_kind']}: {products}, memory "
+        f"{rates['memory_bytes_per_s'] / 1e9:.3g} GB/s, launch {rates['launch_s'] * 1e6:.3g} us{link}"
     )

@@ -10,7 +10,7 @@ The bytes are the bill's (ring algorithms). The way depends on where the group's
 | TPU | across slices | the device's share of the data centre's network, as often as the group has devices in a slice |
 | GPU | inside a host | NVLink |
 | GPU | across hosts | one network port for each of the group's devices in a host, at most NVLink |
-| CPU | anything | the machine's memory; processes on several hosts are not told apart |
+| CPU | anything | the machine's memory; processes on several hosts are not distinguished |
 
 A group that is cut out of an ICI axis (every second device of it) is a line, not a ring, and its hops pass others.
 Several groups that share links at the same time are not modelled: neighbours along a mesh axis are laid out apart by
@@ -51,7 +51,7 @@ class LinkPath:
     crosses: bool = False
 
     def seconds(self, num_bytes: float, op: str, group_size: int, runs: int = 1) -> float:
-        """Returns the time of a collective whose bytes (of all `runs` together) one device sends."""
+        """Returns the time of a collective from the bytes (of all `runs` together) that one device sends."""
         return num_bytes / (self.bytes_per_s * self.reached) + runs * hops(op, group_size) * self.latency_s
 
 

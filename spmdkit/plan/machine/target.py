@@ -6,10 +6,10 @@
     cpu:8               8 fake devices of this machine
     here                the devices of this machine
 
-What a target is exact about: `tpu` in the program, its collectives and its memory, since the compiler is the one that
-runs there. `gpu` only in what the strategy asks for: XLA's CPU compiler fuses, schedules and allocates in another way,
-so temporaries and the mix of collectives are indicative (no GPU compiler runs without a GPU, jax 0.10.2). Times are a
-model everywhere; `here` and `cpu` use measured rates after `--calibrate`.
+Exact for `tpu`: the program, its collectives and its memory, since the compiler is the one that
+runs there. `gpu` is exact only in the strategy's collectives: XLA's CPU compiler fuses, schedules and allocates in
+another way, so temporaries and the mix of collectives are indicative (no GPU compiler runs without a GPU, jax 0.10.2).
+Times are a model everywhere; `here` and `cpu` use measured rates after `--calibrate`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Target:
     """A machine.
 
     Attributes:
-        name: as it was asked for.
+        name: as requested.
         chip: figures of one device.
         num_devices: JAX devices.
         num_slices: parts that only the outer link joins (TPU slices, GPU hosts).
@@ -59,7 +59,7 @@ class Target:
         compiler: `tpu`, `cpu` or `gpu`: which one makes the program.
         notes: what the plan is not exact about.
         is_here: whether the program could run on these devices.
-        limit_bytes: what the backend itself lets a device use, where it says.
+        limit_bytes: the backend's own limit, if it reports one.
         calibrated: when the rates were measured on this machine; None: those of the chip table.
     """
 
@@ -89,10 +89,10 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """Returns the target that a text names, without its devices; touches no compiler and no device.
+    """Returns the target of a text, without its devices; touches no compiler and no device.
 
     Raises:
-        ConfigError: an unknown form, chip or topology; says the valid ones.
+        ConfigError: an unknown form, chip or topology; the message lists the valid ones.
     """
     kind, _, rest = text.strip().partition(":")
     if kind == "here" and not rest:
@@ -105,8 +105,8 @@ def parse_target(text: str) -> Target:
         return _parse_gpu(text, rest)
     kinds = ("tpu", "gpu", "cpu", "here")
     raise ConfigError(
-        f"target {text!r} begins with {kind!r}, which is no machine.{nearest(kind, kinds)} A target is one of {_FORMS}. "
-        f"Try --target cpu:8."
+        f"target {text!r} begins with {kind!r}, which is no machine.{nearest(kind, kinds)} A target is one of "
+        f"{_FORMS}. Try --target cpu:8."
     )
 
 
@@ -114,8 +114,8 @@ def _parse_cpu(text: str, rest: str) -> Target:
     count = fake_devices(text.strip())
     if count is None:
         raise ConfigError(
-            f"target {text!r} asks for {rest or 'no number'} of fake CPU devices. It is cpu:N with N from 1 to {MAX_FAKE_DEVICES}. "
-            f"Try --target cpu:8."
+            f"target {text!r} has {rest or 'no number'} of fake CPU devices. It is cpu:N with N from 1 to "
+            f"{MAX_FAKE_DEVICES}. Try --target cpu:8."
         )
     return Target(f"cpu:{count}", CHIPS["cpu"], count)
 
@@ -139,19 +139,21 @@ def _parse_gpu(text: str, rest: str) -> Target:
     total = math.prod(sizes)
     if len(sizes) != len(numbers) or len(sizes) not in (1, 2) or total > MAX_FAKE_DEVICES:
         raise ConfigError(
-            f"target {text!r} has the size {shape!r}. It is a number of GPUs, or hosts x GPUs of a host, at most {MAX_FAKE_DEVICES} "
-            f"in all. Try --target gpu:{name}:64 or gpu:{name}:8x8."
+            f"target {text!r} has the size {shape!r}. It is a number of GPUs, or hosts x GPUs of a host, at most "
+            f"{MAX_FAKE_DEVICES} in all. Try --target gpu:{name}:64 or gpu:{name}:8x8."
         )
     if len(sizes) == 2:
         chip = replace(chip, devices_per_host=sizes[1])
     elif total > chip.devices_per_host and total % chip.devices_per_host:
         raise ConfigError(
-            f"target {text!r} puts {total} GPUs into hosts of {chip.devices_per_host}, found a rest of {total % chip.devices_per_host}. "
-            f"Hosts are full. Try gpu:{name}:{total // chip.devices_per_host * chip.devices_per_host}, or gpu:{name}:HOSTSxGPUS."
+            f"target {text!r} puts {total} GPUs into hosts of {chip.devices_per_host}, found a rest of "
+            f"{total % chip.devices_per_host}. Hosts are full. Try "
+            f"gpu:{name}:{total // chip.devices_per_host * chip.devices_per_host}, or gpu:{name}:HOSTSxGPUS."
         )
     note = (
-        f"No GPU compiler runs without a GPU: the step was compiled by XLA for {total} fake CPU devices. The parameters, the "
-        "optimizer state and what the strategy sends are right; temporaries and how collectives are merged are indicative."
+        f"No GPU compiler runs without a GPU: the step was compiled by XLA for {total} fake CPU devices. The "
+        "parameters, the optimizer state and what the strategy sends are right; temporaries and how collectives are "
+        "merged are indicative."
     )
     hosts = math.ceil(total / chip.devices_per_host)
     return Target(f"gpu:{name}:{shape}", chip, total, num_slices=hosts, notes=(note,))
@@ -165,8 +167,8 @@ def _parse_tpu(text: str, rest: str) -> Target:
     dims = tuple(n for part in one.split("x") if (n := _count(part)) is not None)
     if num_slices is None or num_slices > 64 or len(dims) != len(one.split("x")) or not _offered(chip, dims):
         raise ConfigError(
-            f"target {text!r}: {name} has no slice of shape {shape!r}. A slice of {name} is {_shapes(chip)}; *N joins up to 64 of "
-            f"them. Try --target tpu:{name}:{_nearest_shape(chip, dims)}."
+            f"target {text!r}: {name} has no slice of shape {shape!r}. A slice of {name} is {_shapes(chip)}; *N joins "
+            f"up to 64 of them. Try --target tpu:{name}:{_nearest_shape(chip, dims)}."
         )
     chips = math.prod(dims) * num_slices
     notes = []
@@ -174,12 +176,14 @@ def _parse_tpu(text: str, rest: str) -> Target:
         notes.append(f"A 7x chip is two devices to JAX: {chips} chips are {2 * chips} devices.")
     if name == "v4":
         notes.append(
-            "The ahead-of-time compiler knows a v4 chip as two cores, and the machine as one device: the step was compiled for one core "
-            "of each chip. Mesh and wire are the machine's; a step that needs more than a core's 15.25 GiB has no program to read."
+            "The ahead-of-time compiler knows a v4 chip as two cores, and the machine as one device: the step was "
+            "compiled for one core of each chip. Mesh and wire are the machine's; a step that needs more than a "
+            "core's 15.25 GiB has no program to read."
         )
     if num_slices > 1:
         notes.append(
-            f"{num_slices} slices are joined by the data centre's network, {chip.outer.bytes_per_s:.3g} bytes/s of a device."
+            f"{num_slices} slices are joined by the data centre's network, {chip.outer.bytes_per_s:.3g} bytes/s of a "
+            "device."
         )
     devices = chips * chip.devices_per_chip
     return Target(f"tpu:{name}:{shape}", chip, devices, num_slices, dims, compiler="tpu", notes=tuple(notes))
@@ -206,7 +210,7 @@ def _shapes(chip: Chip) -> str:
 
 
 def _nearest_shape(chip: Chip, dims: tuple[int, ...]) -> str:
-    """Returns the offered shape whose number of chips is nearest to the asked one's."""
+    """Returns the available shape with the number of chips nearest to the requested one."""
     asked = math.prod(dims) if dims else 16
     options = list(chip.topologies)
     if chip.cube:
@@ -281,8 +285,8 @@ def _fake_devices(count: int, name: str) -> tuple[Any, ...]:
     found = jax.devices("cpu")
     if len(found) < count:
         raise ConfigError(
-            f"target {name} needs {count} fake CPU devices, found {len(found)}. JAX creates its devices once, at its first use. Start "
-            f"a new process: spmdkit plan CONFIG --target {name}."
+            f"target {name} needs {count} fake CPU devices, found {len(found)}. JAX creates its devices once, at its "
+            f"first use. Start a new process: spmdkit plan CONFIG --target {name}."
         )
     return tuple(found[:count])
 
@@ -290,8 +294,9 @@ def _fake_devices(count: int, name: str) -> tuple[Any, ...]:
 def _tpu_devices(target: Target) -> tuple[Any, ...]:
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(
-            f"target {target.name} needs the TPU compiler (package libtpu), which is not installed. It runs on any x86 machine and "
-            f"needs no TPU. Install the extra: pip install 'spmdkit[tpu]'. Without it: --target gpu:h100:8, cpu:8 or here."
+            f"target {target.name} needs the TPU compiler (package libtpu), which is not installed. It runs on any "
+            "x86 machine and needs no TPU. Install the extra: pip install 'spmdkit[tpu]'. Without it: --target "
+            "gpu:h100:8, cpu:8 or here."
         )
     for key, value in _TPU_ENVIRONMENT.items():
         os.environ.setdefault(key, value)
@@ -308,17 +313,19 @@ def _tpu_devices(target: Target) -> tuple[Any, ...]:
     name = f"{'tpu7x' if target.chip.name == '7x' else target.chip.name}:{'x'.join(map(str, target.topology))}"
     try:
         found = topologies.get_topology_desc(name, platform="tpu", **options).devices
-        if target.chip.devices_per_chip == 1:  # v4, whose chip is one device only where it is really there
+        if target.chip.devices_per_chip == 1:  # a v4 chip is one device only on a real v4
             found = [d for d in found if not getattr(d, "core_on_chip", 0)]
     except Exception as error:
         raise ConfigError(
-            f"target {target.name}: libtpu {_version('libtpu')} does not know the topology {name} ({str(error).splitlines()[0]}). "
-            f"It has to match jax {jax.__version__}. Install the pair that is tested: pip install 'spmdkit[tpu]'."
+            f"target {target.name}: libtpu {_version('libtpu')} does not know the topology {name} "
+            f"({str(error).splitlines()[0]}). It has to match jax {jax.__version__}. Install the pair that is tested: "
+            "pip install 'spmdkit[tpu]'."
         ) from error
     if len(found) != target.num_devices:
         raise ConfigError(
-            f"target {target.name} is {target.num_devices} devices by the chip table, and {len(found)} by libtpu {_version('libtpu')}. "
-            "The two have to agree. Install the pair that is tested: pip install 'spmdkit[tpu]'."
+            f"target {target.name} is {target.num_devices} devices by the chip table, and {len(found)} by libtpu "
+            f"{_version('libtpu')}. The two have to agree. Install the pair that is tested: pip install "
+            "'spmdkit[tpu]'."
         )
     return tuple(found)
 

@@ -1,6 +1,6 @@
-"""`candidates`: every legal way to spread a config over a machine, with what an analytic model says of each.
+"""`candidates`: every legal way to spread a config over a machine, with the estimate of an analytic model for each.
 
-A candidate is a mesh, and where asked a number of microbatches, a remat policy and a ZeRO stage. It is legal when the
+A candidate is a mesh, and optionally a number of microbatches, a remat policy and a ZeRO stage. It is legal when the
 program builds:
 the batch divides, the layout's dims divide, no axis is without use. The model's estimate orders them, so that only the
 best have to be compiled; it is not shown as a prediction:
@@ -90,7 +90,8 @@ def candidates(config: Config, task: Task, target: Target, search_over: Sequence
     """
     if unknown := [name for name in search_over if name not in VARIED]:
         raise ConfigError(
-            f"--search-over names {unknown[0]!r}. A search can vary {', '.join(VARIED)}. Try --search-over mesh,microbatches."
+            f"--search-over names {unknown[0]!r}. A search can vary {', '.join(VARIED)}. Try --search-over "
+            "mesh,microbatches."
         )
     found: list[Candidate] = []
     zeros: Sequence[int | None] = (1, 2, 3) if "zero" in search_over else (None,)
@@ -155,7 +156,10 @@ def _of_mesh(
         return [Candidate(changes, sizes, "refused", str(error).splitlines()[0])]
     state = program.held.state_bytes
     if state > target.memory_limit_bytes:
-        reason = f"parameters and optimizer state alone need {format_bytes(state)} of {format_bytes(target.memory_limit_bytes)}"
+        reason = (
+            f"parameters and optimizer state alone need {format_bytes(state)} of "
+            f"{format_bytes(target.memory_limit_bytes)}"
+        )
         return [Candidate(changes, sizes, "does not fit", reason, state_bytes=state)]
     counts: Sequence[int] = [config.microbatches] if isinstance(config.microbatches, int) else [1]
     if "microbatches" in search_over or config.microbatches == "auto":

@@ -53,14 +53,14 @@ class Ranking:
 
 
 def search(
-    config: Config, target: Target, search_over: Sequence[str], most_compiled: int, tell: Log, call_s: float = 0.0
+    config: Config, target: Target, search_over: Sequence[str], most_compiled: int, report: Log, call_s: float = 0.0
 ) -> Ranking:
     """Returns the candidates of a config on an opened target, compiled and ranked.
 
     Args:
         search_over: of `candidates.VARIED`; what the config leaves `auto` varies too.
         most_compiled: how many of the best are compiled.
-        tell: takes a line of progress.
+        report: receives a line of progress.
 
     Raises:
         ConfigError: a search cannot vary the named setting, or no mesh is legal.
@@ -68,14 +68,14 @@ def search(
     task = task_of(config)
     found = candidates(config, task, target, search_over)
     legal = [c for c in found if c.estimate_s is not None]
-    tell(f"{len(found)} candidates, {len(legal)} legal; compiling the best {min(most_compiled, len(legal))}")
+    report(f"{len(found)} candidates, {len(legal)} legal; compiling the best {min(most_compiled, len(legal))}")
     in_process = target.is_here and target.chip.kind != "cpu"
     plan = _in_process(config, task, target, call_s) if in_process else _Planner(config, target)
     workers = 1 if in_process else max(1, min(MOST_WORKERS, os.cpu_count() or 1))
     queue = _Queue(legal, most_compiled)
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         try:
-            for done in [pool.submit(_work_off, queue, plan, tell) for _ in range(workers)]:
+            for done in [pool.submit(_work_off, queue, plan, report) for _ in range(workers)]:
                 done.result()
         finally:
             queue.close()
@@ -146,7 +146,7 @@ def _needs_as_much(a: Candidate, b: Candidate) -> bool:
     return others(a) == others(b) and a.changes.get("microbatches", 1) <= b.changes.get("microbatches", 1)
 
 
-def _work_off(queue: _Queue, plan: Callable[[Candidate], dict[str, Any] | str], tell: Log) -> None:
+def _work_off(queue: _Queue, plan: Callable[[Candidate], dict[str, Any] | str], report: Log) -> None:
     while (candidate := queue.take()) is not None:
         result = plan(candidate)
         if isinstance(result, str):
@@ -162,7 +162,7 @@ def _work_off(queue: _Queue, plan: Callable[[Candidate], dict[str, Any] | str], 
             elif result["budget"]["exceeded"]:
                 candidate.status, candidate.reason = "refused", "; ".join(result["budget"]["exceeded"])
         predicted = "" if candidate.document is None or not result["fits"] else f", {_predicted(candidate):.3g} s"  # type: ignore[index]
-        tell(f"{candidate.name}: {candidate.status}{predicted}")
+        report(f"{candidate.name}: {candidate.status}{predicted}")
 
 
 # ---- compiling --------------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def winner(config: Config, found: Ranking) -> Config:
     """Returns the config of the best candidate.
 
     Raises:
-        ConfigError: none fits; says which came nearest.
+        ConfigError: none fits; the message names the nearest.
     """
     if found.best is not None:
         return replace_keys(config, found.best.changes)
@@ -238,6 +238,7 @@ def winner(config: Config, found: Ranking) -> Config:
     nearest = min(compiled, key=lambda c: c.document["memory"]["peak_bytes"], default=None)  # type: ignore[index]
     said = f" The smallest is {nearest.name}: {nearest.reason}." if nearest is not None else ""
     raise ConfigError(
-        f"--search found nothing that fits among {len(found.candidates)} candidates, {found.num_compiled} of them compiled.{said} "
-        "A step has to fit. Vary more (--search-over mesh,microbatches,remat), compile more (--compile), or take more devices."
+        f"--search found nothing that fits among {len(found.candidates)} candidates, {found.num_compiled} of them "
+        f"compiled.{said} A step has to fit. Vary more (--search-over mesh,microbatches,remat), compile more "
+        "(--compile), or take more devices."
     )

@@ -1,5 +1,5 @@
-"""`Hook`: functions that a run calls around its steps. The built-in hooks are one file each in this folder; a user-defined
-hook is `Task(hooks=[...])` or named in the config's `hooks`.
+"""`Hook`: functions that a run calls around its steps. The built-in hooks are one file each in this folder; a
+user-defined hook is `Task(hooks=[...])` or named in the config's `hooks`.
 
     @sk.hook
     def patience(evaluations=3):
@@ -109,8 +109,8 @@ class Rollback:
     """Restore an earlier step and train from there again.
 
     Attributes:
-        to_step: restores the newest checkpoint up to this step; None: the newest checkpoint, or the initial state; 0: the
-            initial state.
+        to_step: restores the newest checkpoint up to this step; None: the newest checkpoint, or the initial state; 0:
+            the initial state.
         skip_batches: number of batches after that step to skip permanently.
         batches: numbers of further batches to skip permanently. The number of a step's batch is
             `run.program.schedule.number(step)`.
@@ -174,9 +174,9 @@ class Hook:
         state: returns the state of the hook for the checkpoint, as JSON values.
         restore: receives that state, before `begin` and after a rollback.
 
-    An action may depend on values that only this process has (a clock, a signal, a metric): all processes agree on it and
-    do it at the same step. `known` declares that it follows from values that all processes have: the step number, the
-    metrics of an evaluation.
+    An action may depend on values that only this process has (a clock, a signal, a metric): all processes agree on it
+    and do it at the same step. `known` declares that it follows from values that all processes have: the step number,
+    the metrics of an evaluation.
 
     Raises:
         ConfigError: one of `state` and `restore` without the other, another `on`, an `every` below 1.
@@ -219,7 +219,8 @@ class Decision:
 
 
 def decide(actions: Iterable[Action]) -> Decision:
-    """Returns the decision for all actions requested at one step: the strongest turn, and no action that it makes useless.
+    """Returns the decision for all actions requested at one step: the strongest turn, and no action that it makes
+    useless.
 
     A `Stop` with a failure wins over one without; of several `Rollback`s the one to the earliest step wins.
     """

@@ -23,8 +23,8 @@ NOT_SAVED = (CheckpointWriteError, HangError, NonFiniteError, Preempted, Rendezv
 
 
 def save_before_exit(run: Run, state: TrainState, error: BaseException) -> None:
-    """Saves `state`, that of `run.step`, before `error` ends the run, and logs the result. Never raises, and never takes
-    longer than `checkpoint.emergency_timeout_s`."""
+    """Saves `state`, that of `run.step`, before `error` ends the run, and logs the result. Never raises, and never
+    takes longer than `checkpoint.emergency_timeout_s`."""
     options, step = run.config.checkpoint, run.step
     if options is None or options.emergency_timeout_s is None or isinstance(error, NOT_SAVED):
         return

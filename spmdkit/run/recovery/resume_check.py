@@ -2,8 +2,8 @@
 one table.
 
 A checkpoint's record holds what the run was when it was saved. What is other now is said, and written to events.jsonl.
-What makes it another run, whose examples would be others, is refused unless it is allowed by name (`train --allow_change-change
-KEY`).
+What makes it another run, whose examples would be others, is refused unless it is allowed by name (`train
+--allow_change-change KEY`).
 """
 
 from __future__ import annotations

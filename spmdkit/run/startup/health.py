@@ -1,5 +1,5 @@
-"""`health_check: true`: before a start, all devices compute the same products; a run is not trusted to one that computes
-other bits."""
+"""`health_check: true`: before a start, all devices compute the same products; a run is not trusted to one that
+computes other bits."""
 
 from __future__ import annotations
 

@@ -151,8 +151,8 @@ def _new_folder(config: Config) -> Path:
 
 
 def _run(request: DrillRequest, config: Config, folder: Path, driver: Driver, max_restarts: int) -> int:
-    """Returns the exit code of the job under the launcher, observed by `driver`. With in-process elasticity lost processes are
-    replaced, so that the number stays the same."""
+    """Returns the exit code of the job under the launcher, observed by `driver`. With in-process elasticity lost
+    processes are replaced, so that the number stays the same."""
     num, devices = request.num_processes, request.devices_per_process
     train, more = ["train", str(request.config), *request.overrides, f"run_dir={folder}"], dict[str, Any]()
     if config.elastic.in_process:

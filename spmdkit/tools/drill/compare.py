@@ -36,7 +36,8 @@ def _distance(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def different_record(clean: Path, disturbed: Path) -> str:
-    """Returns the first line of metrics.jsonl that differs, an empty text where none does. Measured times are left out."""
+    """Returns the first line of metrics.jsonl that differs, an empty text where none does. Measured times are left
+    out."""
     theirs, ours = (_records(run) for run in (clean, disturbed))
     for a, b in zip(theirs, ours, strict=False):
         if a != b:

@@ -2,8 +2,8 @@
 in user space (virtual_switch.py).
 
 The namespaces have no names and no files: open descriptors hold them, so they end with the drill however it ends. The
-machine's own network is not touched; the launcher also runs in a namespace. Linux, as root: a namespace and a TAP device
-need CAP_SYS_ADMIN and CAP_NET_ADMIN.
+machine's own network is not touched; the launcher also runs in a namespace. Linux, as root: a namespace and a TAP
+device need CAP_SYS_ADMIN and CAP_NET_ADMIN.
 
 `ip netns` and `tc netem` would replace this only in part: not every kernel has netem, and netem has no rules for pairs
 of hosts.
@@ -55,8 +55,8 @@ def host_address(process: int) -> str:
 
 
 def rules_of(kind: str, process: int, num_processes: int) -> Rules:
-    """Returns the rules of the switch for the frames of a process; port `num_processes` is the launcher, which hosts the
-    coordination service."""
+    """Returns the rules of the switch for the frames of a process; port `num_processes` is the launcher, which hosts
+    the coordination service."""
     others = [port for port in range(num_processes + 1) if port != process]
     if kind == "partition-send":
         return [(process, other, ALL_LOST, 0.0, 0.0) for other in others]

@@ -15,8 +15,8 @@ from spmdkit.metrics.events import parse_time
 from spmdkit.tools.drill.timing import Moment
 
 BARS = ("start", "compile", "restore", "step", "wait", "evaluate", "save", "end", "left", "dead", "restart")
-"""What a process does, as the page draws it: `left` exited by itself, `dead` until all have exited, `restart` until it is
-started again."""
+"""What a process does, as the page draws it: `left` exited by itself, `dead` until all have exited, `restart` until it
+is started again."""
 
 _OF_PHASE = {"begin": "start", "import": "start", "init": "compile", "evaluation": "evaluate", "waiting": "wait"}
 _OF_PHASE |= {name: name for name in ("compile", "restore", "save", "end")}

@@ -4,9 +4,9 @@ them by rules. network.py runs it by its path.
     python -I -S virtual_switch.py DESCRIPTOR ...
 
 Each line on standard input is a JSON list of rules `[from, to, lost, delay_s, bytes_per_s]` that replaces the
-previous one: ports are numbers of descriptors, `lost` is a fraction of the frames, from 0 to 1, and `bytes_per_s` limits
-the rate by a token bucket, 0 without a limit. A frame that would wait longer than MAX_QUEUED_S is dropped, as in a
-router with a full queue. The program ends with its standard input. Measured: 3.4 Gbit/s between two hosts
+previous one: ports are numbers of descriptors, `lost` is a fraction of the frames, from 0 to 1, and `bytes_per_s`
+limits the rate by a token bucket, 0 without a limit. A frame that would wait longer than MAX_QUEUED_S is dropped, as in
+a router with a full queue. The program ends with its standard input. Measured: 3.4 Gbit/s between two hosts
 (2026-11-22).
 """
 
