@@ -2,10 +2,10 @@
 can never end can be left.
 
 Gloo's all-reduce is a ring. When a process dies, its two neighbours get an error; everybody else waits for a neighbour
-that has given up and lives, for ever (n >= 4).
+that has given up and is alive, indefinitely (n >= 4).
 XLA has a time-out for that, one for every collective of the whole run. Here the connections are shut down by who waits,
-once somebody has said that one is dead: the collective then ends with an error within milliseconds. Only connections of
-Gloo: those on which this process listens for it, and to where another one does.
+once the launcher has reported that one is dead: the collective then ends with an error within milliseconds. Only
+connections of Gloo: those on which this process listens for it, and to where another one does.
 
 Linux. Elsewhere nothing is found, and the time-out remains.
 """
@@ -23,7 +23,7 @@ class CollectiveTransport:
 
     Attributes:
         own: the ports on which this process listens for the others' collectives.
-        others: those of all processes, which they tell each other.
+        others: those of all processes, gathered from each other.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,10 @@
 """`Membership`: this process goes from one job to the next, as its launcher orders, with the state in its memory.
 
-    1. The launcher says who the members of generation k are (launch/membership_file.py). A thread hears it, ends every
+    1. The launcher says who the members of generation k are (launch/membership_file.py). A thread reads it, ends every
        wait for the others, and cuts the connections of a collective that can never end (gloo_sockets.py).
-    2. The training thread comes out with an error, or sees between two steps that it is called; `takes` says that this
+    2. The training thread gets an error, or detects the change between two steps; `takes` decides that this
        is no failure.
-    3. It leaves its backend, says that it is ready, and waits for the address of the next service.
+    3. It leaves its backend, reports that it is ready, and waits for the address of the next service.
     4. It joins as the rank that it has now, and the run begins again as after a restart, but from the memory of the
        processes (peer_memory.py, redistribute.py).
 
@@ -79,7 +79,7 @@ class Membership:
         self._thread: threading.Thread | None = None
         self._waits = orders.born > 1  # for an order, before it joins
 
-    # ---- joining -------------------------------------------------------------------------------------------------------
+    # ---- joining ----
 
     def place(self, spec: ClusterSpec, warm: Callable[[], None]) -> tuple[ClusterSpec, Generation, tuple[str, ...]]:
         """Returns (this process's place, what `join` needs of the generation, `key=value`s of it), once all are there;
@@ -91,7 +91,7 @@ class Membership:
             warm()
         order = self._awaited()
         self.number, self.why, self._waits = order.number, order.why, False
-        told = dataclasses.replace(
+        joined = dataclasses.replace(
             spec,
             coordinator=order.service,
             service=order.service,
@@ -100,14 +100,14 @@ class Membership:
             notes=(f"generation {order.number}: {order.why}",),
             found_by="",
         )
-        return told, Generation(order.number, self._wires.noticed()), order.overrides
+        return joined, Generation(order.number, self._wires.noticed()), order.overrides
 
     def _awaited(self) -> MembershipUpdate:
         """Says for which generation this process is ready, and returns the order of the one that begins."""
         deadline, ready = Deadline(MEMBERSHIP_UPDATE_S), 0
         while not deadline.expired:
             order = self._orders.read()
-            if order is not None and self._orders.member < 0:  # a standby: nobody has died yet
+            if order is not None and self._orders.member < 0:  # a standby: no process has died yet
                 deadline = Deadline(MEMBERSHIP_UPDATE_S)
                 self._orders.member = order.process_of(self._orders.member)
             newest = max(self._orders.born, 0 if order is None else order.number)
@@ -118,16 +118,18 @@ class Membership:
                 if self._orders.member in order.members:
                     return order
                 if self._orders.member >= 0:
-                    raise RendezvousError("this process is no member of the next generation: nobody needs it any more")
+                    raise RendezvousError("this process was removed from the job")
             time.sleep(MEMBERSHIP_POLL_S)
         raise RendezvousError(
-            f"the launcher has not said within {MEMBERSHIP_UPDATE_S:g} s where to go on. See its output, and start the "
+            f"the launcher has not published the next membership within {MEMBERSHIP_UPDATE_S:g} s. See its output, and "
+            "start the "
             "job again."
         )
 
     def joined(self, cluster: Cluster) -> None:
         """Listens to the launcher from now on. On all processes, right after `join`."""
-        gc.freeze()  # what is there now stays: `leave` collects what the generation has made, and everybody waits for it (0.2 s a time otherwise)
+        # `leave` then collects only what this generation has created; a full collection takes 0.2 s, and all wait.
+        gc.freeze()
         self._called.clear()
         self._gone.clear()
         self._order = None
@@ -149,7 +151,7 @@ class Membership:
                 self._called.set()
                 self._wires.cut()
 
-    # ---- training ------------------------------------------------------------------------------------------------------
+    # ---- training ----
 
     def check(self) -> None:
         """Raises MembershipChanged where this process cannot go on with the others."""
@@ -171,7 +173,7 @@ class Membership:
         if ends or step % self._every == 0 or not self.memory.kept:
             self.keep(run, step, state)
         if ends:
-            run.cluster.barrier("the last step of the generation")  # nobody leaves while another one is still in it
+            run.cluster.barrier("the last step of the generation")  # no process leaves while another one is still in it
             # Another process may have read the update, and requested the end, before this one has read it.
             Deadline(MEMBERSHIP_NOTICE_S).wait_for(lambda: self._order is not None, MEMBERSHIP_POLL_S)
             raise MembershipChanged("more processes have come")
@@ -204,7 +206,7 @@ class Membership:
         self.memory.forget()  # the next snapshot is of the new mesh
         return Restored(step, state, record, lines, {}, is_saved=step == on_disk)
 
-    # ---- leaving -------------------------------------------------------------------------------------------------------
+    # ---- leaving ----
 
     def takes(self, error: BaseException | None) -> bool:
         """Returns whether an error is that another process has died, and the next generation begins. May wait a moment
@@ -213,7 +215,7 @@ class Membership:
             return self._order is not None
         if not isinstance(error, Exception):
             return False
-        is_lost = lost_peer(error)  # also what a user's hook was told, who has waited for a metric
+        is_lost = lost_peer(error)  # also an error that a user's hook got while it waited for a metric
         if isinstance(error, FINAL) and not is_lost:
             return False
         return self._called.wait(MEMBERSHIP_NOTICE_S if is_lost else 0.0)

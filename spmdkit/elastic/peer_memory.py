@@ -53,7 +53,7 @@ class Snapshot:
     """A state as this process holds it.
 
     Attributes:
-        record: what a checkpoint holds beside the arrays, as JSON; empty where this process has received all.
+        record: what a checkpoint holds in addition to the arrays, as JSON; empty where this process has received all.
         leaves: by path.
     """
 
@@ -100,7 +100,7 @@ class HostMemory:
 
 
 class Copier:
-    """Copies states of one program to the host; made anew in each generation.
+    """Copies states of one program to the host; one per generation.
 
     Args:
         mesh: that of the states.
@@ -140,7 +140,7 @@ class Copier:
         axes = tuple(self._mesh.axis_names)
         specs = [leaf.sharding.spec for leaf in leaves]  # type: ignore[attr-defined]
         shift = lambda shards: [lax.ppermute(x, axes, self._to) for x in shards]
-        # Untyped: what arrives on a device is another shard than its place says, and is read as such.
+        # Untyped: what arrives on a device is another shard than its sharding states, and is read as such.
         return jax.jit(jax.shard_map(shift, mesh=self._mesh, in_specs=(specs,), out_specs=specs, check_vma=False))
 
 
@@ -199,13 +199,13 @@ class FromMemory:
         return {path: (leaf.shape, str(leaf.dtype)) for path, leaf in self._snapshot.leaves.items()}
 
     def restore(self, step: int, abstract_state: Any, optional: Any = ()) -> tuple[Any, dict[str, Any]]:
-        """Returns (state, record), each leaf on the sharding that is asked for."""
-        made = [_placed(self._snapshot.leaves[path], asked) for path, asked in named_leaves(abstract_state)]
+        """Returns (state, record), each leaf on the requested sharding."""
+        made = [_placed(self._snapshot.leaves[path], target) for path, target in named_leaves(abstract_state)]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), made), json.loads(self._snapshot.record)
 
 
-def _placed(leaf: Parts, asked: Any) -> jax.Array:
-    return jax.make_array_from_callback(leaf.shape, asked.sharding, functools.partial(whole, leaf))
+def _placed(leaf: Parts, target: Any) -> jax.Array:
+    return jax.make_array_from_callback(leaf.shape, target.sharding, functools.partial(whole, leaf))
 
 
 def whole(leaf: Parts, index: Any) -> np.ndarray:

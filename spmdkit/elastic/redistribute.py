@@ -3,7 +3,7 @@
 All say what they hold (step, leaves, shards). The newest step of which every shard is somewhere is taken. Shards that
 some process needs on the new mesh and does not hold are put one after the other into a stream of bytes, the same for
 all; whoever is the first to hold one writes it, everybody else zeros, and the streams are added up: integers, so exact.
-Where nobody lacks anything (a death among replicas, nobody new) nothing is sent.
+Where no process lacks anything (a death among replicas, no new process) nothing is sent.
 
 Wire: an all-reduce of the shards that are lacking, in pieces of `PIECE_BYTES`; one program whatever the shapes.
 """
@@ -29,16 +29,16 @@ Holdings = dict[str, list[Location]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Said:
-    """What one process says of one of its snapshots."""
+class SnapshotInfo:
+    """The description of one snapshot of one process."""
 
     step: int
     leaves: dict[str, tuple[tuple[int, ...], str]]
     holdings: Holdings
 
 
-def told(snapshot: Snapshot) -> dict[str, Any]:
-    """Returns what is said of a snapshot, as JSON values."""
+def describe(snapshot: Snapshot) -> dict[str, Any]:
+    """Returns the description of a snapshot, as JSON values."""
     return {
         "step": snapshot.step,
         "leaves": {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in snapshot.leaves.items()},
@@ -46,16 +46,16 @@ def told(snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
-def said(value: Mapping[str, Any]) -> Said:
-    """Returns what `told` said."""
+def parse_info(value: Mapping[str, Any]) -> SnapshotInfo:
+    """Returns the result of `describe`, parsed."""
     holdings = {
         path: [tuple((a, b) for a, b in place) for place in places] for path, places in value["holdings"].items()
     }
     leaves = {path: (tuple(shape), dtype) for path, (shape, dtype) in value["leaves"].items()}
-    return Said(value["step"], leaves, holdings)
+    return SnapshotInfo(value["step"], leaves, holdings)
 
 
-def newest_whole(by_process: list[list[Said]]) -> int | None:
+def newest_whole(by_process: list[list[SnapshotInfo]]) -> int | None:
     """Returns the newest step of which every element of every leaf is somewhere."""
     everything = [each for of_one in by_process for each in of_one]
     for step in sorted({each.step for each in everything}, reverse=True):
@@ -69,11 +69,11 @@ def newest_whole(by_process: list[list[Said]]) -> int | None:
     return None
 
 
-def found(cluster: Cluster, memory: HostMemory, least: int) -> tuple[int, list[Said | None]] | None:
+def found(cluster: Cluster, memory: HostMemory, least: int) -> tuple[int, list[SnapshotInfo | None]] | None:
     """Returns (step, what each process holds of it) of the newest state that the processes have together, None where it
     is older than `least` or there is none."""
-    gathered = cluster.gather("memory", [told(snapshot) for snapshot in memory.kept])
-    by_process = [[said(value) for value in values] for values in gathered]
+    gathered = cluster.gather("memory", [describe(snapshot) for snapshot in memory.kept])
+    by_process = [[parse_info(value) for value in values] for values in gathered]
     step = newest_whole(by_process)
     if step is None or step < least:
         return None
@@ -81,7 +81,7 @@ def found(cluster: Cluster, memory: HostMemory, least: int) -> tuple[int, list[S
 
 
 def completed(
-    cluster: Cluster, memory: HostMemory, step: int, holders: list[Said | None], abstract_state: Any
+    cluster: Cluster, memory: HostMemory, step: int, holders: list[SnapshotInfo | None], abstract_state: Any
 ) -> Snapshot:
     """Returns the snapshot of `step` with everything that this process needs on the new mesh, received from the others
     where it lacks it. On all processes."""
@@ -118,15 +118,15 @@ def _dtype(name: str) -> np.dtype[Any]:
 def _needed(num: int, leaves: Mapping[str, Any], abstract_state: Any) -> list[Holdings]:
     """Returns what each process needs of each leaf."""
     needed: list[Holdings] = [{path: [] for path in leaves} for _ in range(num)]
-    for path, asked in named_leaves(abstract_state):
+    for path, target in named_leaves(abstract_state):
         if path not in leaves:
             continue
         shape = leaves[path][0]
-        if tuple(asked.shape) != shape:  # copies of another number of replicas: whoever restores reads all of them
+        if tuple(target.shape) != shape:  # copies of another number of replicas: whoever restores reads all of them
             for each in needed:
                 each[path].append(tuple((0, size) for size in shape))
             continue
-        for device, index in asked.sharding.devices_indices_map(shape).items():
+        for device, index in target.sharding.devices_indices_map(shape).items():
             place = place_of(index, shape)
             if place not in needed[device.process_index][path]:
                 needed[device.process_index][path].append(place)
@@ -137,7 +137,7 @@ def _needed(num: int, leaves: Mapping[str, Any], abstract_state: Any) -> list[Ho
 
 
 def _lacking(
-    holders: list[Said | None], needed: list[Holdings], leaves: Mapping[str, Any]
+    holders: list[SnapshotInfo | None], needed: list[Holdings], leaves: Mapping[str, Any]
 ) -> Iterator[tuple[str, Location, int, frozenset[int]]]:
     """Yields (path, place, who sends it, who lacks it) of each shard that somebody lacks, in an order that all have."""
     for path in leaves:

@@ -1,10 +1,10 @@
 """How many processes an elastic job is started with again, and with how many microbatches: the same examples of each
 step in the same order, whatever the number.
 
-The global batch stays. A step of fewer devices takes it in more microbatches, so that no device gets more rows at once
-than it had with the number that was asked for:
+The global batch stays. A step of fewer devices uses more microbatches, so that no device gets more rows at a time
+than with the requested number:
 
-    shards = product of the batch axes;  rows at once = batch_size / (shards * microbatches)
+    shards = product of the batch axes;  rows at a time = batch_size / (shards * microbatches)
 
 A number that the mesh or the batch cannot be cut into is passed over for the next smaller one. Adding up in another
 order makes other last bits (1e-5), and the same number the same bits. Source: Horovod Elastic and torchelastic's
@@ -29,7 +29,7 @@ it."""
 
 
 class Size(NamedTuple):
-    """One start: so many processes, and what their command needs besides."""
+    """One start: so many processes, and additional arguments of their command."""
 
     processes: int
     microbatches: int
@@ -87,7 +87,7 @@ class Elastic:
         self.first = Size(num, self._start)
 
     def ahead(self) -> dict[int, list[str]]:
-        """Returns the numbers of processes to compile for -> what the command is given besides.
+        """Returns the numbers of processes to compile for -> additional arguments of the command.
 
         Raises:
             ConfigError: a number that never comes.
@@ -111,21 +111,21 @@ class Elastic:
             before: processes of the start that has ended.
             lost: of them that died of their own, as if their machine was gone.
         """
-        asked = self._allowed()
-        left = min(self._most, max(before - lost, self._least) if asked is None else asked)
+        requested = self._allowed()
+        left = min(self._most, max(before - lost, self._least) if requested is None else requested)
         for processes in range(left, self._least - 1, -1):
             if (microbatches := self._fitting(processes)) is not None:
                 return Size(processes, microbatches)
         return None
 
     def resize(self, before: int, lost: int) -> tuple[int, list[str]] | None:
-        """Returns `after` as the launcher wants it: the number, and what the command is given besides."""
+        """Returns `after` as the launcher wants it: the number, and additional arguments of the command."""
         size = self.after(before, lost)
         return None if size is None else (size.processes, [f"microbatches={size.microbatches}"])
 
     def _wanted(self, now: int) -> tuple[int, list[str]] | None:
-        asked = self._allowed()
-        size = self.after(now, 0) if asked is not None and asked > now else None
+        requested = self._allowed()
+        size = self.after(now, 0) if requested is not None and requested > now else None
         return (
             None if size is None or size.processes <= now else (size.processes, [f"microbatches={size.microbatches}"])
         )
@@ -149,7 +149,7 @@ class Elastic:
         return math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
 
     def _fitting(self, processes: int) -> int | None:
-        """Returns the fewest microbatches with which no device gets more rows at once than at the start."""
+        """Returns the fewest microbatches with which no device gets more rows at a time than at the start."""
         shards = self._shards(processes)
         if shards is None or self._batch % shards:
             return None

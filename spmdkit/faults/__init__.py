@@ -1,5 +1,5 @@
-"""What happens when a run is asked to stop, cannot go on, or does not: signals, the one way out for every exception,
-the watchdog."""
+"""What happens when a run is requested to stop, cannot go on, or does not: signals, the one way out for every
+exception, the watchdog."""
 
 from spmdkit.faults.exit_handler import (
     describe,

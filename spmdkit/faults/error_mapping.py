@@ -27,7 +27,7 @@ _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
 
 def of_foreign(error: BaseException) -> tuple[int, str] | None:
-    """Returns (exit code, message) of an exception whose cause is the user's or the machine's, None where it is a bug
+    """Returns (exit code, message) of an exception caused by the user's code or by the machine, None where it is a bug
     of ours."""
     return of_callback(error) or _of_file_system(error)
 
@@ -43,26 +43,26 @@ def quiet_callbacks() -> None:
 
 def _no_traceback(record: logging.LogRecord) -> bool:
     if record.exc_info and (error := record.exc_info[1]) is not None:
-        for tell in list(callback_raised):
-            tell(error)
+        for report in list(callback_raised):
+            report(error)
     return not record.exc_info
 
 
 callback_raised: list[Callable[[BaseException], None]] = []
-"""Who is told of an exception in a callback, in the thread in which it was raised, before anybody meets it in the
+"""Functions that get an exception of a callback, in the thread in which it was raised, before it appears in the
 step."""
 
 
 @contextlib.contextmanager
-def callbacks_that_raise(told: Callable[[int, str], None], after_s: float = 3.0) -> Iterator[None]:
-    """Calls `told(exit code, message)` in a thread of its own where a callback has raised and what is in here goes on
+def callbacks_that_raise(report: Callable[[int, str], None], after_s: float = 3.0) -> Iterator[None]:
+    """Calls `report(exit code, message)` in another thread where a callback has raised and what is in here goes on
     for so long.
 
     XLA's CPU devices wait in their collectives for the one whose callback raised, after 40 s abort the process with a
     C++ stack (jaxlib 0.10.2), and the thread that waits for the step does not come back before.
     """
     timers: list[threading.Timer] = []
-    one_by_one = threading.Lock()  # the callbacks of several devices raise at once
+    one_by_one = threading.Lock()  # the callbacks of several devices raise at the same time
 
     def start(error: BaseException) -> None:
         with one_by_one:
@@ -71,7 +71,7 @@ def callbacks_that_raise(told: Callable[[int, str], None], after_s: float = 3.0)
             frames = traceback.extract_tb(error.__traceback__)
             own = [(frame.filename, frame.lineno, frame.name) for frame in frames if not _is_ours(frame.filename)]
             words = _callback_words(own, f"{type(error).__name__}: {error}")
-            timers.append(threading.Timer(after_s, told, (ExitCode.FAILED, words)))
+            timers.append(threading.Timer(after_s, report, (ExitCode.FAILED, words)))
             timers[0].daemon = True
             timers[0].start()
 

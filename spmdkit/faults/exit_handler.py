@@ -51,7 +51,8 @@ PEER_LOST = (
 STOPPING = [number for number in SIGNALS if number != signal.SIGINT]
 
 last_words: list[Callable[[int, str], None]] = []
-"""Called with (exit code, message) before a process leaves because of an exception: the watchdog tells the others."""
+"""Called with (exit code, message) before a process leaves because of an exception: the watchdog notifies the
+others."""
 
 taken_over = threading.Event()
 """Set while the watchdog ends the process: what the training thread then meets, peers that leave, is not the cause."""
@@ -93,7 +94,7 @@ def run_process(main: Callable[[], int | None]) -> int:
 
 
 def _flushed() -> int:
-    """Returns the exit code of a command that is done: a full disk behind what it printed is told now, and not by
+    """Returns the exit code of a command that is done: a full disk behind what it printed is reported now, and not by
     Python after the end."""
     try:
         sys.stdout.flush()
@@ -105,7 +106,7 @@ def _flushed() -> int:
 
 
 def _of_the_user(request: SystemExit) -> bool:
-    """Returns whether an exit was asked for in code of the user's, or under it: a command ends by returning."""
+    """Returns whether user code, or code that it called, requested the exit: a command ends by returning."""
     frames = traceback.extract_tb(request.__traceback__)[1:]  # the first is ours that has caught it
     return any(not _is_runtime(frame.filename) and not frame.filename.startswith("<") for frame in frames)
 
@@ -114,7 +115,7 @@ def _not_an_end(request: SystemExit) -> UserCodeError:
     error = UserCodeError(
         f"SystemExit({request.code!r}) was raised in your own code. A command ends when its work is done: with code 0 "
         "it would pass for done. Return, or "
-        "raise an error that says what is wrong."
+        "raise an error with the reason."
     )
     error.__cause__ = request
     return error
@@ -145,8 +146,8 @@ def _say_to_all(code: int, message: str, blamed: Sequence[int] = ()) -> None:
 
 
 def _tell_others(code: int, message: str) -> None:
-    for tell in list(last_words):
-        tell(code, message)
+    for notify in list(last_words):
+        notify(code, message)
 
 
 def say(code: int, message: str, blamed: Sequence[int] = (), stacks: str = "") -> None:
@@ -158,7 +159,7 @@ def say(code: int, message: str, blamed: Sequence[int] = (), stacks: str = "") -
     """
     message = redact.in_text(message if BUG in message else bounded(message))
     _write_error_file(code, message, blamed)
-    with suppress(OSError, ValueError):  # nobody reads any more; the error file and the code remain
+    with suppress(OSError, ValueError):  # the stream is closed; the error file and the exit code remain
         sys.stdout.flush()
     with suppress(OSError, ValueError):
         print(visible(message), file=sys.stderr, flush=True)
@@ -220,7 +221,7 @@ def _one_of_many() -> bool:
 
 
 def lost_peer(error: BaseException) -> str | None:
-    """Returns the line that tells of a dead peer, from the exception or one that it was raised from."""
+    """Returns the line about a lost process, from the exception or one of its causes."""
     link: BaseException | None = error
     while link is not None:
         if isinstance(link, (RuntimeError, ValueError)) and not isinstance(link, SpmdkitError):
@@ -261,7 +262,8 @@ def _write_error_file(code: int, message: str, blamed: Sequence[int]) -> None:
 def _tell_launcher(record: dict[str, Any]) -> None:
     """Writes a record for the launcher, which has set the variable. Whole or not at all.
 
-    While a command runs, the record says so: a process that leaves with code 0 then (`os._exit`) has not done its work.
+    While a command runs, the record contains that: a process that leaves with code 0 then (`os._exit`) has not done its
+    work.
     """
     path = os.environ.get(ERROR_FILE)
     if not path:

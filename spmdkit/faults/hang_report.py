@@ -1,4 +1,4 @@
-"""What is said when the watchdog ends a job: what was seen, the rule, what to do. Pure."""
+"""The message with which the watchdog ends a job: the observation, the rule, the next step. Pure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from spmdkit.errors import ExitCode
 from spmdkit.faults.heartbeat import Beat, stand
 
 
-def in_order(told: Iterable[int], first: list[int]) -> list[int]:
+def in_order(processes: Iterable[int], first: list[int]) -> list[int]:
     """Returns the processes, those in `first` before the others."""
-    return sorted(told, key=lambda p: (p not in first, p))
+    return sorted(processes, key=lambda p: (p not in first, p))
 
 
 def words(verdict: Mapping[str, Any], beats: Mapping[int, Beat], newest: str) -> str:
@@ -28,7 +28,7 @@ def words(verdict: Mapping[str, Any], beats: Mapping[int, Beat], newest: str) ->
     seen = "" if last is None else f"was last seen {last.does} at step {last.step}."
     if verdict["why"] == "unreachable":
         return (
-            "the coordination service has not answered for longer than watchdog.heartbeat_timeout_s: the machine that "
+            "the coordination service has not responded for longer than watchdog.heartbeat_timeout_s: the machine that "
             "holds it (process 0's, or that of "
             f"the launcher) is gone, or the network to it. {f'Process 0 {seen}' if seen else ''} No step is possible "
             f"without it. {newest} See to "
@@ -41,7 +41,7 @@ def words(verdict: Mapping[str, Any], beats: Mapping[int, Beat], newest: str) ->
             if one and seen
             else ""
             if one
-            else " Several at once: look at the network between the machines first."
+            else " Several at the same time: check the network between the machines first."
         )
         return (
             f"{who} {'is' if one else 'are'} silent: no sign of life for longer than "
@@ -77,6 +77,6 @@ KEYS = {
 """Phase -> its key in the section `watchdog`; what is not here is a hook's, or the evaluation."""
 
 
-def code_after(said: Mapping[str, Any]) -> int:
+def code_after(report: Mapping[str, Any]) -> int:
     """Returns the exit code of those that another one left behind."""
-    return int(ExitCode.PREEMPTED if said["exit"] == ExitCode.PREEMPTED else ExitCode.PEER_LOST)
+    return int(ExitCode.PREEMPTED if report["exit"] == ExitCode.PREEMPTED else ExitCode.PEER_LOST)

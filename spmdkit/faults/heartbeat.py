@@ -1,4 +1,4 @@
-"""What one process can tell of all from their beats: who is silent, who holds up the others, who is slow. Pure, with
+"""What one process concludes from the heartbeats of all: lost processes, hangs, stragglers. Pure, with
 the time handed in.
 
 A beat is a line that each process writes every second: where its training thread stands, since when, and how long it
@@ -37,7 +37,7 @@ DOES = {
 
 @dataclass(frozen=True)
 class Beat:
-    """What a process says of itself.
+    """The heartbeat of a process.
 
     Attributes:
         for_s: seconds in the phase, without pauses.
@@ -145,7 +145,7 @@ def culprits(beats: Mapping[int, Beat], quiet: Iterable[int] = ()) -> tuple[int,
 
 def silent(now: float, seen: Mapping[int, float], others: Iterable[int], limit_s: float) -> list[int]:
     """Returns who has given no sign of life for `limit_s`, or never came in twice that time; `seen`: when each beat was
-    new, where the store answers."""
+    new, where the store responds."""
     never = [p for p in others if p not in seen and now > 2 * limit_s]
     return sorted(never + [p for p, when in seen.items() if now - when > limit_s])
 
@@ -153,17 +153,17 @@ def silent(now: float, seen: Mapping[int, float], others: Iterable[int], limit_s
 def stand(beats: Mapping[int, Beat], blamed: Iterable[int]) -> str:
     """Returns who stands where: `p3 has been reading data for 41 s at step 812; p0, p1, p2 wait in the step`."""
     blamed = list(blamed)
-    said = []
+    parts = []
     for does in dict.fromkeys((beats[p].does, beats[p].step) for p in blamed if p in beats):
         those = [p for p in blamed if p in beats and (beats[p].does, beats[p].step) == does]
         have = "has" if len(those) == 1 else "have"
         longest = max(beats[p].for_s for p in those)
-        said.append(f"{_names(those)} {have} been {does[0]} for {longest:.0f} s at step {does[1]}")
+        parts.append(f"{_names(those)} {have} been {does[0]} for {longest:.0f} s at step {does[1]}")
     others = {p: b for p, b in beats.items() if p not in blamed}
     for waits in dict.fromkeys(_waits(b) for b in others.values()):
         those = [p for p, b in others.items() if _waits(b) == waits]
-        said.append(f"{_names(those)} {waits[len(those) > 1]}")
-    return "; ".join(said)
+        parts.append(f"{_names(those)} {waits[len(those) > 1]}")
+    return "; ".join(parts)
 
 
 def _waits(beat: Beat) -> tuple[str, str]:
@@ -196,7 +196,7 @@ def straggler(
     """Returns who kept the others waiting in the last `wall_s` seconds, from the spread of the times of their phases,
     or None.
 
-    Where all are slow alike, nobody is a straggler.
+    Where all are equally slow, no process is a straggler.
     """
     worst: Straggler | None = None
     both = sorted(set(before) & set(after))
@@ -228,13 +228,13 @@ class Stragglers:
         self._suspect: tuple[int, str] | None = None
 
     def look(self, now: float, spent: Mapping[int, Mapping[str, float]]) -> list[str]:
-        """Returns the lines to be said at `now`; `spent`: seconds of each process in each phase so far."""
+        """Returns the lines to log at `now`; `spent`: seconds of each process in each phase so far."""
         if self._begun is None:
             self._begun = now, spent
         if now - self._begun[0] < self._window_s:
             return []
         found = straggler(self._begun[1], spent, now - self._begun[0])
         again = found is not None and (found.process, found.phase) == self._suspect
-        self._suspect = None if found is None or again else (found.process, found.phase)  # said again after two more
+        self._suspect = None if found is None or again else (found.process, found.phase)  # logged again after two more
         self._begun = now, spent
         return [straggler_text(found)] if found is not None and again else []

@@ -1,4 +1,4 @@
-"""What a process and the launcher on its machine tell each other: that Python runs in it, which the launcher cannot see
+"""What a process and the launcher on its machine exchange: that Python runs in it, which the launcher cannot see
 otherwise; and who is dead."""
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ class Launcher:
         self._said = 0
 
     def dead(self) -> dict[int, dict[str, Any]]:
-        """Returns who is dead: process -> `exit` and `said`, as a process that leaves says it itself
+        """Returns the dead processes: process -> `exit` and `said`, as an exiting process reports it itself
         (faults/watchdog.py)."""
         if self._deaths is None:
             return {}
         with suppress(OSError, ValueError):  # half written: the rest is there the next time
-            return {int(process): said for process, said in json.loads(os.pread(self._deaths, MOST_BYTES, 0)).items()}
+            return {
+                int(process): report for process, report in json.loads(os.pread(self._deaths, MOST_BYTES, 0)).items()
+            }
         return {}
 
     def say(self, beat: Beat, interpreter_timeout_s: float | None) -> None:
@@ -39,10 +41,10 @@ class Launcher:
         if self._descriptor is None:
             return
         self._said += 1
-        said = {"number": self._said, "phase": beat.phase, "does": beat.does, "step": beat.step}
-        said |= {"interpreter_timeout_s": interpreter_timeout_s}
+        beat_report = {"number": self._said, "phase": beat.phase, "does": beat.does, "step": beat.step}
+        beat_report |= {"interpreter_timeout_s": interpreter_timeout_s}
         with suppress(OSError):
-            os.pwrite(self._descriptor, json.dumps(said).ljust(BEAT_BYTES).encode(), 0)
+            os.pwrite(self._descriptor, json.dumps(beat_report).ljust(BEAT_BYTES).encode(), 0)
 
     def close(self) -> None:
         """Says nothing more, and that this is meant. May be called twice."""

@@ -1,4 +1,4 @@
-"""`StopSignals`: what asks a run to stop. The first signal asks for a save and the end; Ctrl-C after that leaves at
+"""`StopSignals`: signals that stop a run. The first signal requests a save and the end; Ctrl-C after that exits
 once.
 
 | signal                               | before the loop           | in the loop                          |
@@ -8,8 +8,8 @@ once.
 | SIGQUIT (faults/stacks.py)           | prints all stacks         | prints all stacks                    |
 
 Python runs a signal's handler between two bytecodes of the main thread, so a main thread that waits inside a
-collective for ever never gets there, and a second Ctrl-C would do nothing. The signal's number is therefore read from
-Python's wakeup descriptor, which the C handler writes itself, by a thread of its own.
+collective indefinitely never gets there, and a second Ctrl-C would do nothing. The signal's number is therefore read
+from Python's wakeup descriptor, which the C handler writes itself, by a thread of its own.
 
 `jax.distributed.initialize` installs a C handler that swallows SIGTERM; the last one to install wins: call `again`
 after `join`. What was ignored from the start (SIGHUP under `nohup`) stays ignored.
@@ -32,7 +32,7 @@ from spmdkit.errors import ExitCode
 from spmdkit.foundation.timeouts import EXIT_GRACE_S
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
-NOTICE = "stopping after this step and saving; press Ctrl-C again to leave at once"
+NOTICE = "stopping after this step and saving; press Ctrl-C again to exit immediately"
 LEFT_AT_ONCE = 130
 
 
@@ -90,7 +90,7 @@ class StopSignals:
         """While the body runs, a signal ends it by an exception; a body that does not come out in time, by
         `leave(exception)`.
 
-        `run_is_open`: Ctrl-C asks for a stop, as in the loop; before that it is a plain KeyboardInterrupt.
+        `run_is_open`: Ctrl-C requests a stop, as in the loop; before that it is a plain KeyboardInterrupt.
         """
         self._at_once, self._started = leave, run_is_open
         try:
@@ -104,7 +104,7 @@ class StopSignals:
         return KeyboardInterrupt() if number == signal.SIGINT and not self._started else ExitRequested(number)
 
     def received(self, number: int) -> None:
-        """Takes note of one signal: the first is a request, SIGINT after a request leaves at once with 130."""
+        """Records one signal: the first is a request, SIGINT after a request exits immediately with 130."""
         if number not in SIGNALS:
             return
         if self.requested is not None:

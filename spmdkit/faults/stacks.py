@@ -22,7 +22,7 @@ def stacks(main: int | None) -> str:
     names = {t.ident: t.name for t in threading.enumerate()}
     frames = sys._current_frames()
     shown = sorted(frames, key=lambda ident: ident != main)
-    said = []
+    parts = []
     for ident in shown:
         name = names.get(ident, "a thread")
         if name in MONITOR_THREADS:
@@ -30,8 +30,8 @@ def stacks(main: int | None) -> str:
         text = "".join(traceback.format_stack(frames[ident])[-MOST_FRAMES:]).rstrip().splitlines()
         if not text or (ident != main and _idle(text)):
             continue
-        said.append("\n".join([f"{'training thread' if ident == main else name}:", *text]))
-    return "\n".join(said)
+        parts.append("\n".join([f"{'training thread' if ident == main else name}:", *text]))
+    return "\n".join(parts)
 
 
 def _idle(lines: list[str]) -> bool:
@@ -74,7 +74,7 @@ def never_end() -> None:
 
 
 def stop_without_end(number: int, frame: FrameType | None) -> None:
-    """Handler of SIGTSTP (Ctrl-Z): stops this process as asked, without the deadline that would end it when it goes
+    """Handler of SIGTSTP (Ctrl-Z): stops this process as requested, without the deadline that would end it when it goes
     on."""
     never_end()
     os.kill(os.getpid(), signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""Standard output and error that nobody reads any more end nothing: `| head`, a closed terminal, `>&-`.
+"""Closed standard output and error do not end a command: `| head`, a closed terminal, `>&-`.
 
 A descriptor that is closed at the start is opened on /dev/null, or the next file or socket would get its number, and be
 printed into. Where the reader goes away later, the descriptor is put on /dev/null at the first write that fails: what
@@ -26,7 +26,7 @@ class Outlet(io.FileIO):
     ends_nothing: tuple[int, ...] = GONE
 
     def write(self, data: Any) -> int:
-        """Returns the bytes written; all of them, where nobody reads."""
+        """Returns the bytes written; all of them, where the stream is closed."""
         try:
             written = super().write(data)
         except OSError as error:

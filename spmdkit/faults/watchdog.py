@@ -1,13 +1,13 @@
-"""The watchdog: every process says each second where it stands, all watch all, and a job that cannot go on ends, named
-and in time.
+"""The watchdog: every process sends a heartbeat per second, each watches all others, and a stalled job is terminated
+with and in time.
 
 | what is seen                                          | code | who is named                                     |
 | ----------------------------------------------------- | ---- | ------------------------------------------------ |
 | no beat of a process for `heartbeat_timeout_s`                  | 75   | the silent one
 |
-| no answer of the store for `heartbeat_timeout_s`                | 75   | process 0's machine, or the launcher's
+| no response of the store for `heartbeat_timeout_s`              | 75   | process 0's machine, or the launcher's
 |
-| a process left with an error                          | 75   | that one, with the first line of what it said    |
+| a process left with an error                          | 75   | that one, with the first line of its message     |
 | beats, and a phase that takes longer than it may      | 76   | who works on his own; in the step, who is behind |
 | the interpreter is held: no Python thread runs        | 76   | by the launcher; alone faulthandler ends it, 1   |
 
@@ -15,7 +15,7 @@ Beats go through the coordination service's store, so that it works whoever star
 process of its own (keeper/).
 Two threads: one talks to the store, and may hang when process 0's machine does; one looks, and never waits. Its clock
 leaves out pauses: a job that was suspended as a whole, or a machine whose clock was set forward, goes on. Before 76 all
-processes put their Python stacks into the store, and one of them tells all.
+processes put their Python stacks into the store, and one of them prints all.
 
 JAX's own heartbeat never decides (cluster/join.py): it counts by wall time, and ends processes by SIGABRT.
 
@@ -102,7 +102,7 @@ class Watchdog:
         self._leave, self.clock = leave, RunningClock(clock)  # which leaves out pauses
         self._beat_s = HEARTBEAT_INTERVAL_S * max(1.0, num_processes / FEW)
         self.step_s: float | None = None  # of a usual step, once that is known
-        self.told: Callable[[int, str, str], Any] = lambda code, message, stacks: None  # the run's records
+        self.record_end: Callable[[int, str, str], Any] = lambda code, message, stacks: None  # the run's records
         self.newest: Callable[[], str] = lambda: ""  # a sentence on the newest checkpoint
         self.notices: list[str] = []  # lines for the log
         self._main = threading.get_ident()
@@ -113,7 +113,7 @@ class Watchdog:
         self._alarm: dict[str, Any] | None = None
         self._left: Mapping[int, tuple[float, dict[str, Any]]] = {}
         self._talking_since: float | None = None
-        self._number, self._said = 0, -self._beat_s  # of the last beat, and when it was said
+        self._number, self._said = 0, -self._beat_s  # of the last heartbeat, and when it was sent
         self._stamps: dict[int, str] = {}
         self._stragglers = Stragglers()
         self._last_beat, self._mistakes = -HEARTBEAT_INTERVAL_S, 0
@@ -125,7 +125,7 @@ class Watchdog:
             self._threads.append(threading.Thread(target=self._talk, name="spmdkit-beat", daemon=True))
         self._launcher = launcher_of(os.environ)
 
-    # ---- life ---------------------------------------------------------------------------------------------------------
+    # ---- life ----
 
     def start(self) -> None:
         """Begins to beat and to watch."""
@@ -160,8 +160,7 @@ class Watchdog:
         taken, self.notices = self.notices, []
         return taken
 
-    # ---- the thread that looks
-    # ----------------------------------------------------------------------------------------
+    # ---- the thread that looks ----
 
     def _watch(self) -> None:
         while not self._stopped.wait(WATCHDOG_TICK_S):
@@ -178,7 +177,7 @@ class Watchdog:
                 if self._me == 0 and self._num > 1:
                     self.notices += self._stragglers.look(now, {p: b.spent for p, b in self._beats().items()})
                 self._judge(now)
-            except Exception as error:  # noqa: BLE001  a mistake here must end neither the watch nor the run; said once
+            except Exception as error:  # noqa: BLE001  a mistake here must end neither the watchdog nor the run; printed once
                 if not self._mistakes:
                     traceback.print_exception(error)
                 self._mistakes += 1
@@ -207,7 +206,7 @@ class Watchdog:
 
     def _patience_s(self, code: int | None) -> float:
         """Returns how long the training thread has for words of its own, after another process has left with `code`;
-        None: without a word."""
+        None: without a report."""
         if code is None or code > SIGNALLED:
             return 0.0
         compares = (
@@ -216,15 +215,13 @@ class Watchdog:
         return SHARED_ERROR_S if compares or code in AGREED else OWN_ERROR_S
 
     def _lost(self, now: float) -> dict[str, Any] | None:
-        """Returns the verdict where somebody gives no sign of life: the store, or, where that answers, a process."""
+        """Returns the verdict where the store, or a process, sends no sign of life."""
         code, limit_s, since = (
             int(ExitCode.PEER_LOST),
             max(self._heartbeat_timeout_s, 4 * self._beat_s),
             self._talking_since,
         )
-        if (
-            since is not None and now - since > HANG_SUSPECT_S
-        ):  # nobody's beat can be read, which says nothing about anybody
+        if since is not None and now - since > HANG_SUSPECT_S:  # no heartbeat can be read, so no process can be judged
             gone = now - since > limit_s
             return {"code": code, "processes": [0], "why": "unreachable"} if gone else None
         seen = {p: when for p, (when, _) in self._seen.items()}
@@ -234,12 +231,11 @@ class Watchdog:
     def _beats(self) -> dict[int, Beat]:
         return {p: beat for p, (_, beat) in self._seen.items()} | {self._me: self._mine}
 
-    # ---- the thread that talks
-    # ----------------------------------------------------------------------------------------
+    # ---- the thread that talks ----
 
     def _talk(self) -> None:
-        """Puts this process's beat and reads all others'. Hangs while the store does not answer; then `_lost` sees
-        it."""
+        """Sends this process's heartbeat and reads all others'. Hangs while the store does not respond; `_lost`
+        detects that."""
         while not self._stopped.wait(WATCHDOG_TICK_S * max(1.0, self._num / 8)):
             self._exchange()
 
@@ -254,9 +250,9 @@ class Watchdog:
                 self._board.put(f"{self._folder}/beat/{self._me}", beat, overwrite=True)
                 self._said = now
             found = self._board.entries(self._folder)
-        except Exception:  # noqa: BLE001  process 0 is gone, which JAX answers by SIGABRT; or the network is, which `_lost` sees
+        except Exception:  # noqa: BLE001  process 0 has ended and JAX aborts; or the network failed, which `_lost` detects
             return
-        if self.clock.now - since > HANG_SUSPECT_S:  # nobody could be heard: all deadlines begin anew
+        if self.clock.now - since > HANG_SUSPECT_S:  # no heartbeat could be read: all deadlines start again
             self._seen = {p: (self.clock.now, beat) for p, (_, beat) in self._seen.items()}
         self._talking_since = None
         self._read(found)
@@ -280,10 +276,10 @@ class Watchdog:
         if left.keys() - self._left.keys():
             self._left = {p: (self.clock.now, said) for p, said in left.items()} | dict(self._left)
 
-    # ---- the end ------------------------------------------------------------------------------------------------------
+    # ---- the end ----
 
     def leaves(self, code: int, message: str) -> None:
-        """Tells the others that this process leaves, and why: they need not wait to miss it."""
+        """Notifies the others that this process exits, and why, so that they need not wait for a timeout."""
         if self._stopped.is_set() or self._board is None or self._num == 1:
             return
         self._stopped.set()
@@ -307,16 +303,16 @@ class Watchdog:
         with suppress(SpmdkitError):
             exited = lambda: others <= {int(p) for p in board.entries(f"{self._folder}/left")}
             Deadline(patience_s).wait_for(exited, WATCHDOG_TICK_S / 4)
-            time.sleep(WATCHDOG_TICK_S / 4)  # they have said so, and now do it
+            time.sleep(WATCHDOG_TICK_S / 4)  # they have reported it, and exit now
 
     def _end(self, verdict: dict[str, Any]) -> None:
-        """Ends this process: the others learn of it, the stacks of all are gathered, one process tells them."""
+        """Ends this process: notifies the others, gathers the stacks of all, prints them in one process."""
         exit_handler.taken_over.set()
         self._alarm = verdict
-        beats, told = self._beats(), {self._me: stacks.stacks(self._main)}
+        beats, traces = self._beats(), {self._me: stacks.stacks(self._main)}
         unreachable = verdict["why"] == "unreachable"
         if self._board is not None and self._num > 1 and not unreachable:
-            _within(2 * STACKS_GATHER_S, lambda: self._gather(verdict, beats, told))
+            _within(2 * STACKS_GATHER_S, lambda: self._gather(verdict, beats, traces))
         if self._stopped.is_set():
             exit_handler.taken_over.clear()
             return  # the training thread has come to its end meanwhile, and leaves by itself
@@ -324,10 +320,14 @@ class Watchdog:
         with suppress(OSError):  # a disk that is gone
             newest = self.newest()
         text = words(verdict, beats, newest)
-        tells = verdict["why"] == "hang" and self._me == min(told)
-        shown = "\n\n".join(f"process {p}, {told[p]}" for p in in_order(told, verdict["processes"])) if tells else ""
+        is_reporter = verdict["why"] == "hang" and self._me == min(traces)
+        shown = (
+            "\n\n".join(f"process {p}, {traces[p]}" for p in in_order(traces, verdict["processes"]))
+            if is_reporter
+            else ""
+        )
         with suppress(Exception):
-            self.told(verdict["code"], text, shown)
+            self.record_end(verdict["code"], text, shown)
         exit_handler.say(verdict["code"], text, verdict["processes"], shown)
         self._stopped.set()
         if self._board is not None and self._num > 1 and not unreachable:
@@ -335,8 +335,8 @@ class Watchdog:
             self._leave_last()
         self._leave(verdict["code"])
 
-    def _gather(self, verdict: dict[str, Any], beats: dict[int, Beat], told: dict[int, str]) -> None:
-        """Raises the alarm, and reads where all others stand and their stacks, into `beats` and `told`."""
+    def _gather(self, verdict: dict[str, Any], beats: dict[int, Beat], traces: dict[int, str]) -> None:
+        """Raises the alarm, and reads the phases and stacks of all others into `beats` and `traces`."""
         board = self._board
         assert board is not None
         with suppress(SpmdkitError):
@@ -344,13 +344,13 @@ class Watchdog:
                 board.put(f"{self._folder}/alarm", json.dumps(verdict), overwrite=True)
             if verdict["why"] != "hang":
                 return
-            mine = json.dumps([to_text(self._mine), told[self._me]])
+            mine = json.dumps([to_text(self._mine), traces[self._me]])
             board.put(f"{self._folder}/stacks/{self._me}", mine, overwrite=True)
             for _ in Deadline(STACKS_GATHER_S).polls(WATCHDOG_TICK_S / 4):
                 for process, text in board.entries(f"{self._folder}/stacks").items():
                     beat, stack = json.loads(text)
-                    beats[int(process)], told[int(process)] = from_text(beat), stack
-                if len(told) == self._num:
+                    beats[int(process)], traces[int(process)] = from_text(beat), stack
+                if len(traces) == self._num:
                     break
 
 
@@ -390,7 +390,7 @@ def watching(
         yield watchdog
     except BaseException as error:
         if num_processes > 1 and exit_handler.owns_process():
-            raise  # this process leaves, and tells the others first; until then it goes on to beat
+            raise  # this process exits and notifies the others first; until then it sends heartbeats
         _stop(watchdog, sees_quit, exit_handler.describe(error))
         raise
     _stop(watchdog, sees_quit)

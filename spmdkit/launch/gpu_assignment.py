@@ -2,7 +2,7 @@
 process alone sees all.
 
 A process of JAX takes most of the memory of every GPU that it sees, so the second of two that see the same ones fails.
-Each is shown its own by CUDA_VISIBLE_DEVICES, whose indices (or uuids) are looked at before JAX is imported; the
+Each is shown its own by CUDA_VISIBLE_DEVICES, and its indices (or uuids) are read before JAX is imported; the
 launcher itself uses no GPU.
 """
 
@@ -18,7 +18,7 @@ DEVICES = Path("/dev")
 
 def gpus(env: Mapping[str, str], devices: Path = DEVICES) -> list[str]:
     """Returns the GPUs that a process with these variables would see, by the names that CUDA_VISIBLE_DEVICES takes;
-    none where JAX is told to use others."""
+    none where JAX is configured to use others."""
     platforms = env.get("JAX_PLATFORMS", "")
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return []
@@ -32,7 +32,7 @@ def pinned(seen: list[str], num_processes: int, process: int, each: int | None) 
     """Returns the variable of one process: its part of `seen`, `each` GPUs or as many as all can have; nothing where
     there are not enough for that.
 
-    Processes on CPUs are started on machines with few GPUs too; whether devices suffice is said by those who join.
+    Processes on CPUs are started on machines with few GPUs too; `join` reports missing devices.
     """
     share = each or len(seen) // num_processes
     if num_processes == 1 or not share or share * num_processes > len(seen):

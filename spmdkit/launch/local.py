@@ -75,15 +75,15 @@ class Outcome:
 
     Attributes:
         code: the exit code.
-        asked: the first signal that the launcher received meanwhile.
+        stop_signal: the first signal that the launcher received meanwhile.
         newest: the newest step that the run has committed.
-        before: the newest when the run said where it is.
+        before: the newest when the run reported its directory.
         lost: how many processes are gone as if their machine was.
         processes: how many there were at the end.
     """
 
     code: int = 0
-    asked: int | None = None
+    stop_signal: int | None = None
     newest: int | None = None
     before: int | None = None
     lost: int = 0
@@ -107,7 +107,7 @@ def launch(
 
     `grace_s` is how long processes may take to save and leave after SIGINT or SIGTERM came to the launcher. The second
     signal kills them. `max_restarts`: how often all are started again after a failure (restart_policy.py); a launcher
-    that was told to stop starts nothing.
+    that received a stop signal starts nothing.
     `observer`: who looks on, and may do harm (drill/); the output then goes to the logs alone. `resize`: how many
     processes are started again (elastic.py). `wanted`: processes go on without their dead (membership.py); how many
     there are to be now. `standby`: how many wait for a death (standby.py). `precompile`: what compiles ahead for other
@@ -128,7 +128,11 @@ def launch(
     with queued_signals() as signals:
         while True:
             attempt = _attempt(job, signals)
-            wait_s = None if attempt.asked is not None else restarts.after(attempt.code, attempt.newest, attempt.before)
+            wait_s = (
+                None
+                if attempt.stop_signal is not None
+                else restarts.after(attempt.code, attempt.newest, attempt.before)
+            )
             if wait_s is None:
                 if restarts.why:
                     _say(f"not started again: {restarts.why}")
@@ -148,7 +152,7 @@ def launch(
                 "are left"
             )
             if _asked_within(wait_s, signals):
-                _say("not started again: the launcher was told to stop")
+                _say("not started again: the launcher received a signal to stop")
                 return int(ExitCode.PREEMPTED)
 
 
@@ -176,7 +180,7 @@ def _say(line: str) -> None:
 
 
 def _asked_within(seconds: float, signals: deque[int]) -> bool:
-    """Waits, and returns whether the launcher was told to stop meanwhile."""
+    """Waits, and returns whether the launcher received a stop signal meanwhile."""
     return Deadline(seconds).wait_for(lambda: bool(signals), LAUNCH_POLL_S)
 
 
@@ -194,7 +198,7 @@ def _attempt(job: Job, signals: deque[int]) -> Outcome:
         if service_process is not None:
             service_process.listen(service)
             if job.membership is not None:
-                standby = 0 if starter.pinned[0] else job.standby  # whose GPUs it will have is not known before
+                standby = 0 if starter.pinned[0] else job.standby  # its GPUs are not known before
                 membership = MembershipHistory(
                     job.num_processes, *job.membership, starter.newcomer, service_process, standby, job.precompile
                 )
@@ -209,7 +213,7 @@ def _attempt(job: Job, signals: deque[int]) -> Outcome:
         if membership is not None:
             supervisor.goes_on, supervisor.members = membership.goes_on, lambda: membership.running
             supervisor.each_turn = partial(_turn, look, membership, supervisor, starter)
-        found.asked = supervisor.run()
+        found.stop_signal = supervisor.run()
         look()
         if service_process is not None and membership is None and (status := service_process.ended()) is not None:
             _say(f"the process of the coordination service has ended with {status}, which ends all that use it")
@@ -226,20 +230,20 @@ def _attempt(job: Job, signals: deque[int]) -> Outcome:
             holder.close()
     found.newest = _newest(logs.folder)
     if job.observer is not None:
-        job.observer.ended(children, found.asked)
+        job.observer.ended(children, found.stop_signal)
     _judge(found, job, children)
     return found
 
 
 def _pinned(job: Job) -> list[dict[str, str]]:
-    """Returns for each process the variables that show it its own GPUs, and says which."""
+    """Returns for each process the variables that assign its GPUs, and prints them."""
     seen = gpu_assignment.gpus(job.env)
     shown = [
         gpu_assignment.pinned(seen, job.num_processes, i, job.devices_per_process) for i in range(job.num_processes)
     ]
     if shown[0]:
-        told = ", ".join(f"{own[gpu_assignment.VISIBLE]} for process {i}" for i, own in enumerate(shown))
-        _say(f"{gpu_assignment.VISIBLE}: {told}")
+        assigned = ", ".join(f"{own[gpu_assignment.VISIBLE]} for process {i}" for i, own in enumerate(shown))
+        _say(f"{gpu_assignment.VISIBLE}: {assigned}")
     return shown
 
 
@@ -257,9 +261,9 @@ def _judge(found: Outcome, job: Job, children: Sequence[Child]) -> None:
     if first is None:
         return
     found.code = first.code
-    if first.ended_by_us and found.asked is not None:
-        _say(f"{job.num_processes} processes were killed after signal {found.asked}")
-        found.code = 128 + found.asked
+    if first.ended_by_us and found.stop_signal is not None:
+        _say(f"{job.num_processes} processes were killed after signal {found.stop_signal}")
+        found.code = 128 + found.stop_signal
     else:
         _explain(first, next(child for child in children if child.exit is first))
 
@@ -290,8 +294,8 @@ class _Starter:
         env |= {**(self.pinned[process] if 0 <= process < len(self.pinned) else {}), **variables}
         passed = [*descriptors, *(note.descriptor for note in (*notes, self.deaths))]
         if job.observer is not None:
-            told, opened = job.observer.given(process)
-            env, passed = {**env, **told}, [*passed, *opened]
+            variables, opened = job.observer.given(process)
+            env, passed = {**env, **variables}, [*passed, *opened]
         keys = tuple(f"{setting.partition('=')[0]}=" for setting in more)
         command = [word for word in job.command if not keys or not word.startswith(keys)]
         with nullcontext() if job.observer is None else job.observer.host(process):
@@ -316,7 +320,7 @@ class _Starter:
 
 
 def _look(job: Job, logs: Logs, children: Sequence[Child], found: Outcome) -> None:
-    """Lets logs be written where the run is, once a process has said where."""
+    """Moves logs to the run directory, once a process has reported it."""
     if job.observer is not None:
         job.observer.look(children)
     if logs.folder is None and (run_dir := directory_of(children[0].step.read())) is not None:
@@ -343,7 +347,7 @@ def child_environment(
     error_file: Path | str,
 ) -> dict[str, str]:
     """Returns the environment of one process: the given one and its place in the cluster."""
-    told = {
+    variables = {
         COORDINATOR: coordinator,
         NUM_PROCESSES: str(num_processes),
         PROCESS_ID: str(process),
@@ -351,12 +355,12 @@ def child_environment(
         "PYTHONUNBUFFERED": "1",
     }
     if devices_per_process is not None:
-        told[DEVICES_PER_PROCESS] = str(devices_per_process)
+        variables[DEVICES_PER_PROCESS] = str(devices_per_process)
     if any(name.lower() in ("http_proxy", "https_proxy", "grpc_proxy") for name in env):
         # gRPC would send even loopback through a proxy.
         others = [env[name] for name in ("no_proxy", "NO_PROXY") if env.get(name)]
-        told["no_proxy"] = told["NO_PROXY"] = ",".join(["127.0.0.1", "localhost", *others[:1]])
-    return {**env, **told}
+        variables["no_proxy"] = variables["NO_PROXY"] = ",".join(["127.0.0.1", "localhost", *others[:1]])
+    return {**env, **variables}
 
 
 def _start(command: list[str], env: Mapping[str, str], pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:
@@ -366,13 +370,13 @@ def _start(command: list[str], env: Mapping[str, str], pass_fds: Sequence[int]) 
 
 
 def _explain(first: Exit, child: Child) -> None:
-    """Prints, as the last thing, what the process said that is to blame."""
+    """Prints last the message of the process at fault."""
     code = coded(first.code)
     if first.code == ExitCode.PREEMPTED:
         line = f"process {first.process} stopped on request with {code}"
     elif first.blamed and list(first.blamed) != [first.process]:
         at_fault = " and ".join(map(str, first.blamed))
-        line = f"process {at_fault} is at fault, says process {first.process} ({code})"
+        line = f"process {at_fault} is at fault, reports process {first.process} ({code})"
     elif first.judged is not None:
         line = f"process {first.process} was ended by the launcher ({code})"
     elif first.status < 0:
@@ -380,5 +384,5 @@ def _explain(first: Exit, child: Child) -> None:
     else:
         line = f"process {first.process} failed first with {code}"
     tail = child.output.tail if child.output is not None else ()
-    said = first.message or ("" if first.code == ExitCode.PREEMPTED else "\n".join(tail))
-    print(f"{line}{':' if said else ''}\n{said}".rstrip(), file=sys.stderr, flush=True)
+    details = first.message or ("" if first.code == ExitCode.PREEMPTED else "\n".join(tail))
+    print(f"{line}{':' if details else ''}\n{details}".rstrip(), file=sys.stderr, flush=True)

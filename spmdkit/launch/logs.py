@@ -1,4 +1,4 @@
-"""`Logs`: what each process of an attempt prints, in `logs/attempt_k/p003/stdout.txt` and `stderr.txt` beside the
+"""`Logs`: what each process of an attempt prints, in `logs/attempt_k/p003/stdout.txt` and `stderr.txt` in the
 run."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from spmdkit.foundation import redact
 from spmdkit.foundation.constants import is_step_name
 
 MOST_WAITING = 10_000
-"""Lines that are kept until the run says where its directory is; of more the last."""
+"""Lines that are buffered until the run reports its directory; of more, the last."""
 
 
 class Logs:

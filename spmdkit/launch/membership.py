@@ -1,5 +1,5 @@
-"""`MembershipHistory`: a job that goes on without its dead. The launcher sees a death first; it tells the others to
-leave what they do, and where they meet again.
+"""`MembershipHistory`: a job that continues without lost processes. The launcher detects a death first; it notifies the
+others to leave what they do, and where they meet again.
 
     a member dies       -> order k: who the members of generation k are; newcomers are started for it
     all say ready k     -> a coordination service of its own for generation k, and its address
@@ -31,7 +31,7 @@ from spmdkit.launch.supervisor import Child, Note
 
 BUSY_SHARE = 0.01
 """Who waits in a step, and neither trains nor computes for more than this part of a core for so long, is in there for
-good, and is killed at once."""
+good, and is killed immediately."""
 STUCK = ("step", "data", "waiting")
 """Phases in which a process waits for the others; what compiles, restores or saves comes by itself."""
 MOST_IDLE = 3
@@ -41,14 +41,14 @@ Resize = Callable[[int, int], "tuple[int, list[str]] | None"]
 """(processes before, lost) -> (processes of the next generation, `key=value` for their config), None where no number
 will do."""
 Wanted = Callable[[int], "tuple[int, list[str]] | None"]
-"""Processes now -> the same of more processes, None where nobody asks for them."""
+"""Processes now -> the same of more processes, None where no more are requested."""
 
 
 class MembershipHistory:
     """The membership of one attempt.
 
     Args:
-        resize, wanted: how many are to go on after a death; and how many there are to be now, None where nobody asks
+        resize, wanted: how many are to go on after a death; and how many there are to be now, None where no more are
             for more.
         newcomer: starts one process: (its number, variables, descriptors, `key=value`s) -> the child.
         service_process: of the first generation.
@@ -88,16 +88,20 @@ class MembershipHistory:
         self._standbys, self._left_at = Standbys(standby, self._start_standby), -1
         self.gave_up = ""
 
-    # ---- what a process is given
-    # ---------------------------------------------------------------------------------------
+    # ---- what a process is given ----
 
     def given(self, process: int, born: int = 1) -> tuple[Mapping[str, str], list[int]]:
         """Returns variables and open descriptors of one process."""
         if process in self._ready:
             self._ready[process].close()
         ready = self._ready[process] = Note()
-        told = {MEMBERSHIP_FILE: self._note.path, READY_FILE: ready.path, MEMBER: str(process), GENERATION: str(born)}
-        return told, [self._note.descriptor, ready.descriptor]
+        variables = {
+            MEMBERSHIP_FILE: self._note.path,
+            READY_FILE: ready.path,
+            MEMBER: str(process),
+            GENERATION: str(born),
+        }
+        return variables, [self._note.descriptor, ready.descriptor]
 
     def take(self, child: Child) -> Child:
         """Takes note of a started process."""
@@ -109,10 +113,10 @@ class MembershipHistory:
         """Who is in the newest generation, in the order of their ranks."""
         return self._order.members
 
-    # ---- deaths --------------------------------------------------------------------------------------------------------
+    # ---- deaths ----
 
     def goes_on(self, child: Child) -> bool:
-        """Returns whether the others go on without a process that has ended; tells them."""
+        """Returns whether the others continue without a process that has ended; notifies them."""
         assert child.exit is not None
         if self._standbys.has_ended(child):
             return True
@@ -123,7 +127,7 @@ class MembershipHistory:
             self._say(
                 f"process {child.process}, which was to join, has ended; {len(self._order.members)} go on as before"
             )
-            self._refused = len(self._coming.members)  # asked for again when the number changes
+            self._refused = len(self._coming.members)  # requested again when the number changes
             self._dismiss(self._coming)
             return True
         if self.gave_up or not lost([child.exit]) or child.process not in self._order.members:
@@ -182,11 +186,10 @@ class MembershipHistory:
         """Returns the step that each has begun last, None before the first."""
         return [step_of(self._children[process].step.read()) for process in processes]
 
-    # ---- every turn of the launcher
-    # ------------------------------------------------------------------------------------
+    # ---- every turn of the launcher ----
 
     def turn(self) -> bool:
-        """Does what is due; returns False where all have to be started anew."""
+        """Does what is due; returns False where all have to be started again."""
         now = self._clock()
         if any(self._is_done(p) for p in self._order.members):
             self._standbys.end()
@@ -269,7 +272,7 @@ class MembershipHistory:
         self._note.write(self._order.text())
         self._since = None
         for service_process in self._service_processes[:-1]:
-            service_process.shutdown()  # it stays until nobody is connected to it
+            service_process.shutdown()  # it stays while a process is connected
 
     def _grow(self) -> None:
         """Starts newcomers where more processes are wanted; the others train until those can join."""
@@ -298,7 +301,7 @@ class MembershipHistory:
     def _start(self, process: int, order: MembershipUpdate) -> None:
         variables, descriptors = self.given(process, order.number)
         place = {NUM_PROCESSES: str(len(order.members)), PROCESS_ID: str(order.members.index(process))}
-        variables = {**variables, **place}  # as its environment says it; the order that it waits for decides
+        variables = {**variables, **place}  # for its environment; the update that it waits for decides
         self.take(self._newcomer(process, variables, descriptors, list(order.overrides)))
 
     def _start_standby(self, number: int) -> Child:
@@ -323,7 +326,7 @@ class MembershipHistory:
         self._coming = None
 
     def _send_home(self, process: int) -> None:
-        """Ends a process that nobody needs."""
+        """Ends a process that is no longer needed."""
         child = self._children[process]
         child.told_to_end = True
         self._dismissed.add(child.process)

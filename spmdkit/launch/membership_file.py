@@ -1,5 +1,5 @@
-"""`MembershipUpdate`: what a launcher says of a generation to its processes, in a file without a name that it hands
-down open; and what they say back.
+"""`MembershipUpdate`: the membership of a generation, from a launcher to its processes, in a file without a name that
+it passes down open; and what they say back.
 
 launcher                                               process
 a member is dead: number 2, members [0, 1, 4, 3] --->  leaves what it does, and its backend
@@ -30,8 +30,8 @@ class MembershipUpdate:
         number: counted from 1, the start of all.
         members: the process of each rank, by the number that the launcher gave it.
         service: `host:port` of the coordination service of this generation; empty until all members are ready.
-        planned: nobody has died: all go on to a step that they agree on.
-        overrides: `key=value` that the config of this generation has besides.
+        planned: no process has died: all continue to a step that they agree on.
+        overrides: `key=value` overrides for the config of this generation.
         adopted: (number of a standby, the process that it is from now on).
         why: for people.
     """
@@ -56,10 +56,15 @@ class MembershipUpdate:
 def parse_update(text: str | bytes) -> MembershipUpdate | None:
     """Returns the order of `MembershipUpdate.text`, None where it is half written or none."""
     try:
-        said: dict[str, Any] = json.loads(text)
-        adopted = tuple((standby, process) for standby, process in said["adopted"])
+        values: dict[str, Any] = json.loads(text)
+        adopted = tuple((standby, process) for standby, process in values["adopted"])
         return MembershipUpdate(
-            **{**said, "members": tuple(said["members"]), "overrides": tuple(said["overrides"]), "adopted": adopted}
+            **{
+                **values,
+                "members": tuple(values["members"]),
+                "overrides": tuple(values["overrides"]),
+                "adopted": adopted,
+            }
         )
     except (ValueError, TypeError, KeyError):
         return None
@@ -91,7 +96,7 @@ class MembershipFiles:
 
 
 def parse_ready(content: bytes) -> int:
-    """Returns the generation that a process is ready for, 0 where it has said nothing."""
+    """Returns the generation that a process is ready for, 0 where it has reported nothing."""
     try:
         return int(content[:21])
     except ValueError:

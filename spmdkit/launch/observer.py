@@ -23,7 +23,7 @@ class JobObserver(Protocol):
         ...
 
     def given(self, process: int) -> tuple[Mapping[str, str], Sequence[int]]:
-        """Returns variables and open descriptors that a process is started with besides. Called for each process of
+        """Returns variables and open descriptors that a process also gets. Called for each process of
         each attempt."""
         ...
 
@@ -31,7 +31,7 @@ class JobObserver(Protocol):
         """Looks at the processes of an attempt."""
         ...
 
-    def ended(self, children: Sequence[Child], asked: int | None) -> None:
-        """Learns that an attempt is over and all of it gone; `asked`: the signal that the launcher was sent
-        meanwhile."""
+    def ended(self, children: Sequence[Child], stop_signal: int | None) -> None:
+        """Called when an attempt has ended and all its processes are gone; `stop_signal`: the signal that the launcher
+        was sent meanwhile."""
         ...

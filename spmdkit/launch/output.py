@@ -18,12 +18,12 @@ TAIL_LINES = 20
 GREETING = re.compile(
     r"\[Gloo\] Rank (\[Gloo\] Rank |\d+| is connected to | peer ranks\. |Expected number of connected peer ranks is : )*"
 )
-"""What Gloo says on standard output for every group of processes; not for people. Its threads write several at once,
-one into the other, and what the process writes next may stand behind the beginning of one."""
+"""What Gloo prints on standard output for every group of processes; not for people. Its threads write several at the
+same time, one into the other, and what the process writes next may stand behind the beginning of one."""
 
 
 def without_greeting(line: str) -> str | None:
-    """Returns the line without what Gloo says at its beginning; None where nothing else is there."""
+    """Returns the line without Gloo's text at its beginning; None where nothing else is there."""
     found = GREETING.match(line)
     return line if found is None else line[found.end() :] or None
 

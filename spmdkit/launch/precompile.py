@@ -28,7 +28,7 @@ class Precompile:
     """The jobs that only compile, of one launcher.
 
     Args:
-        sizes: number of processes -> what its command has besides.
+        sizes: number of processes -> additional arguments of its command.
         train: the words of `train CONFIG KEY=VALUE...`.
         devices_per_process: as the job has it.
         env: the launcher's.

@@ -1,10 +1,10 @@
-"""Processes of ours: started so that they die with us, asked how they ended, sent signals. Used wherever spmdkit starts
-Python.
+"""Child processes: start them so that they die with this one, read how they ended, send signals. Used wherever spmdkit
+starts Python.
 
 `start` lets the kernel kill the child when its parent dies, even by `kill -9` (PR_SET_PDEATHSIG, Linux). Two traps of
 it: the signal comes when the *thread* that started the child ends, so every child is started by a thread that lasts as
 long as this process; and Python code between fork and exec (`preexec_fn`) can deadlock where JAX's threads run, so a
-small Python asks the kernel and then becomes the command (about 20 ms).
+small Python program calls the kernel and then becomes the command (about 20 ms).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def exit_status(pid: int) -> int | None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Returns whether a process is stopped (SIGSTOP, a debugger), which is nobody's fault; True also where that cannot
+    """Returns whether a process is stopped (SIGSTOP, a debugger), which is no fault; True also where that cannot
     be seen."""
     try:
         with open(f"/proc/{pid}/stat") as stat:

@@ -24,7 +24,7 @@ class Restarts:
 
     A start after a preemption (42) costs nothing, any other one of `most`. Three attempts in a row after which no newer
     step was committed are the last.
-    The wait doubles with each of these, from 1 s to 60, and begins anew where there was progress.
+    The wait doubles with each of these, from 1 s to 60, and starts again where there was progress.
 
     Attributes:
         left: how many starts are left.

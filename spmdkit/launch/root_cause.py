@@ -20,7 +20,7 @@ class Exit:
     ended_by_us: bool = False  # it was still alive when the launcher sent TERM or KILL because of another one
     message: str | None = None  # from its error file
     time: float = 0.0  # from its error file, comparable on one machine only
-    blamed: tuple[int, ...] = ()  # from its error file: whose fault it is, where it is not its own
+    blamed: tuple[int, ...] = ()  # from its error file: the processes at fault, where it is not this one
     judged: int | None = None  # the code of what the launcher saw, where the process could say nothing itself
 
     @property
@@ -35,7 +35,8 @@ def ended_by(exit: Exit) -> str:
     """Returns `ended by SIGKILL`, or the words of an exit code."""
     if exit.status >= 0 or exit.judged is not None:
         return outcome(exit.code)
-    return f"ended by {signal.Signals(-exit.status).name if -exit.status in set(signal.Signals) else f'signal {-exit.status}'}"
+    number = -exit.status
+    return f"ended by {signal.Signals(number).name if number in set(signal.Signals) else f'signal {number}'}"
 
 
 def coded(code: int) -> str:
@@ -57,13 +58,13 @@ def cause(exits: list[Exit]) -> Exit | None:
 
 def lost(exits: list[Exit]) -> frozenset[int]:
     """Returns who is gone as if its machine was: killed by a signal that is not ours, held, or missed by the others.
-    Not who said itself why it left."""
+    Not a process that reported why it exited."""
     killed = {
         e.process for e in exits if e.judged is not None or (e.status < 0 and not e.ended_by_us and e.code != ABORTED)
     }
     missed = {process for e in exits if e.code == ExitCode.PEER_LOST for process in e.blamed}
-    said = {e.process for e in exits if e.status > 0 and e.judged is None}
-    return frozenset(killed | (missed - said))
+    reported = {e.process for e in exits if e.status > 0 and e.judged is None}
+    return frozenset(killed | (missed - reported))
 
 
 def _weakness(e: Exit) -> tuple[int, bool, float, int]:

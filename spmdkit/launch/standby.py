@@ -1,8 +1,8 @@
 """`Standbys`: processes that have imported all that a run needs, and wait to take the place of one that dies: no
 newcomer has to be started for it.
 
-Each is started as a newcomer is, with a number below 0, and waits for an order (membership_file.py) that says which
-process it is from now on. Another one is started when all train again. One that ends while it waits is nobody's loss;
+Each is started as a newcomer is, with a number below 0, and waits for an order (membership_file.py) that names the
+process that it becomes. Another one is started when all train again. One that ends while it waits is no failure;
 after `MOST_FAILED` of them no more are started.
 """
 

@@ -1,4 +1,5 @@
-"""Policies over running processes: when the rest must end after one has failed, stopped, or the user asked to stop."""
+"""Policies over running processes: when the rest must end after one has failed, stopped, or the user requested a
+stop."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from spmdkit.launch.root_cause import Exit, ended_by
 
 
 class Note:
-    """A file without a name in which a process says something to the launcher, which hands it down open: nothing is
+    """A file without a name in which a process reports to the launcher, which passes it open: nothing is
     left on the disk."""
 
     def __init__(self) -> None:
@@ -52,15 +53,15 @@ MOST_NOTE_BYTES = 1 << 20
 
 @dataclass
 class Child:
-    """One started process, the leader of a session: its number in the cluster, what it tells, how it ended.
+    """One started process, the leader of a session: its number in the cluster, its reports, how it ended.
 
     Attributes:
         errors, beats, step: what ended it, that Python runs in it, the step that it dispatched last.
         beat, said: its last beat: where it stands, and for how long no Python may run in it.
         heard: when that came, by the launcher's running clock.
-        held: what the launcher says of it, when its interpreter is held.
+        held: the launcher's message about it, when its interpreter is blocked.
         mourned: it is dead, and the others go on without it (membership.py).
-        in_waiting: it is a standby (standby.py), and nobody's place is taken by it yet; `process` is below 0.
+        in_waiting: it is a standby (standby.py), and has not replaced a process yet; `process` is below 0.
     """
 
     process: int
@@ -83,7 +84,7 @@ class Child:
 
 
 STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
-"""What asks all processes to save and stop; SIGUSR1 is Slurm's notice."""
+"""Signals that make all processes save and stop; SIGUSR1 is Slurm's notice."""
 
 
 @contextmanager
@@ -169,7 +170,7 @@ class Supervisor:
                 self._end_held(child)
 
     def _end_held(self, child: Child) -> None:
-        """Asks a process whose interpreter is held for its stacks, which its C handler writes, and kills it."""
+        """Requests the stacks of a process with a blocked interpreter, which its C handler writes, and kills it."""
         if child.exit is not None or child.held is not None or child.said is None or is_stopped(child.popen.pid):
             return
         silent_s = self._running.now - child.heard
@@ -191,14 +192,14 @@ class Supervisor:
             status = exit_status(child.popen.pid)
             if status is None:
                 continue
-            told = _told(child.errors, self.members())
+            report = _report(child.errors, self.members())
             if child.held is not None:
                 judged = int(ExitCode.HANG)
                 child.exit = Exit(child.process, status, self._num_exits, message=child.held, judged=judged)
             else:
                 if status == 0 and (left := _left_at_work(child)):
-                    status, told = int(ExitCode.FAILED), {"message": left, "time": time.time()}
-                child.exit = Exit(child.process, status, self._num_exits, child.told_to_end, **told)
+                    status, report = int(ExitCode.FAILED), {"message": left, "time": time.time()}
+                child.exit = Exit(child.process, status, self._num_exits, child.told_to_end, **report)
             self._num_exits += 1
             child.mourned = self._asked is None and self._kill_at == float("inf") and self.goes_on(child)
             if child.mourned:
@@ -214,18 +215,18 @@ class Supervisor:
                         send(other.popen.pid, signal.SIGKILL)  # a stopped one can take nothing else
 
     def _tell_of(self, exit: Exit) -> None:
-        """Tells the others at once that a process is dead, and how it ended: they cannot go on, and end with that as
+        """Notifies the others immediately that a process died, and how: they cannot continue, and end with that as
         their reason."""
         if self._deaths is None or exit.code in (0, ExitCode.PREEMPTED):
             return
-        said = exit.message.splitlines()[0][:500] if exit.message else ended_by(exit)
+        message = exit.message.splitlines()[0][:500] if exit.message else ended_by(exit)
         members = list(self.members())
         rank = members.index(exit.process) if exit.process in members else exit.process
-        self._dead[rank] = {"exit": exit.code, "said": said}
+        self._dead[rank] = {"exit": exit.code, "said": message}
         self._deaths.write(json.dumps(self._dead))
 
     def _limit_the_others(self, exit: Exit) -> None:
-        """A stop that all agreed on leaves time to save; after a failure nobody can finish anything."""
+        """An agreed stop leaves time to save; after a failure no process can finish."""
         now = self._clock()
         stopping = exit.code == ExitCode.PREEMPTED or (
             self._asked is not None and exit.code in [128 + number for number in STOPPING]
@@ -256,7 +257,7 @@ def end_group(child: Child) -> None:
 def end(children: Sequence[Child]) -> None:
     """Kills what is left of every group, reaps, and lets the output run out."""
     for child in children:
-        if not child.mourned:  # whose number may be another's by now
+        if not child.mourned:  # its number may belong to another process by now
             send(child.popen.pid, signal.SIGKILL)
     for child in children:
         child.popen.wait()
@@ -268,7 +269,7 @@ def end(children: Sequence[Child]) -> None:
 
 
 def _left_at_work(child: Child) -> str:
-    """Returns what to say of a process that left with code 0 while its own record says that it runs, or an empty
+    """Returns a message for a process that exited with code 0 while its own record is unfinished, or an empty
     string."""
     try:
         if not json.loads(child.errors.read()).get("running"):
@@ -284,9 +285,9 @@ def _left_at_work(child: Child) -> str:
     )
 
 
-def _told(errors: Note, members: Sequence[int]) -> dict[str, Any]:
-    """Returns what the process wrote before it left: its message, when, and whose fault it is, of whom it knows the
-    ranks."""
+def _report(errors: Note, members: Sequence[int]) -> dict[str, Any]:
+    """Returns what the process wrote before it left: its message, the time, and the processes at fault, of which it
+    knows the ranks."""
     try:
         record = json.loads(errors.read())
         ranks = [int(rank) for rank in record.get("blamed", ())]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def connect(run: Run) -> None:
     """Lets the watchdog and the signals of a run know it."""
     if run.watchdog is not None:
-        run.watchdog.told = functools.partial(take_down, run)
+        run.watchdog.record_end = functools.partial(take_down, run)
         run.watchdog.newest = functools.partial(newest_on_disk, run)
     if run.signals is not None:
         run.signals.then = functools.partial(outlive_input, run)

@@ -13,7 +13,7 @@ from spmdkit.cluster.store import MemoryStore
 from spmdkit.elastic import peer_memory as rooms
 from spmdkit.elastic import redistribute
 from spmdkit.elastic.peer_memory import Copier, FromMemory, HostMemory, Parts, Snapshot, place_of
-from spmdkit.elastic.redistribute import Said, newest_whole
+from spmdkit.elastic.redistribute import SnapshotInfo, newest_whole
 from spmdkit.errors import ConfigError
 
 
@@ -88,21 +88,23 @@ def test_typed_keys_are_refused_with_the_repair():
         Copier(mesh(2, 2), 0).take(1, {"key": jax.random.key(0)}, {})
 
 
-def said(step, **holdings):
-    return Said(step, {"w": ((4,), "float32"), "b": ((), "float32")}, {"w": holdings["w"], "b": [()]})
+def parse_info(step, **holdings):
+    return SnapshotInfo(step, {"w": ((4,), "float32"), "b": ((), "float32")}, {"w": holdings["w"], "b": [()]})
 
 
 def test_the_newest_step_is_taken_of_which_every_shard_is_somewhere():
     halves = ((0, 2),), ((2, 4),)
-    first, second = said(5, w=[halves[0]]), said(5, w=[halves[1]])
+    first, second = parse_info(5, w=[halves[0]]), parse_info(5, w=[halves[1]])
     assert newest_whole([[first], [second], []]) == 5
-    assert newest_whole([[first, said(10, w=[halves[0]])], [second]]) == 5, "10 has been copied on one of two only"
+    assert newest_whole([[first, parse_info(10, w=[halves[0]])], [second]]) == 5, (
+        "10 has been copied on one of two only"
+    )
     assert newest_whole([[first], [first]]) is None and newest_whole([[], []]) is None
 
 
 def test_who_lacks_a_shard_gets_it_from_the_first_that_has_it_scalars_too():
     halves = ((0, 2),), ((2, 4),)
-    holders = [said(5, w=[halves[0], halves[1]]), said(5, w=[halves[1]]), None]
+    holders = [parse_info(5, w=[halves[0], halves[1]]), parse_info(5, w=[halves[1]]), None]
     needed = [{"w": [((0, 4),)], "b": [()]} for _ in holders]
     leaves = holders[0].leaves
     assert list(redistribute._lacking(holders, needed, leaves)) == [

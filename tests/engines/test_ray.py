@@ -150,4 +150,4 @@ def test_a_cluster_that_does_not_answer_is_told_at_once(tmp_path):
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"  # bound, and nobody listens
         code, said = ended(launched(folder, 2, "--set", f"address={address}"), folder, timeout=60)
-    assert code == 75 and f"no Ray cluster answers at address {address}" in said, said
+    assert code == 75 and f"no Ray cluster responds at address {address}" in said, said

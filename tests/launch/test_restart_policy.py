@@ -122,4 +122,4 @@ def test_a_launcher_that_is_told_to_stop_starts_nothing_again(start):
     launched.popen.send_signal(signal.SIGTERM)
     result = launched.wait(timeout_s=20)
     assert result.code == 42
-    assert result.err.splitlines()[-1] == "not started again: the launcher was told to stop"
+    assert result.err.splitlines()[-1] == "not started again: the launcher received a signal to stop"

@@ -11,7 +11,7 @@ import json
 import time
 from urllib.error import HTTPError
 
-from spmdkit.faults.preemption_sources.base import PreemptionSource, address, ask
+from spmdkit.faults.preemption_sources.base import PreemptionSource, address, query
 
 TOKEN_S = 21600
 
@@ -23,8 +23,8 @@ def make(every_s: float = 5.0) -> PreemptionSource:
 
     def headers(base: str) -> dict[str, str]:
         if time.monotonic() > max(token.values(), default=0.0):
-            asked = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}
-            text = ask(f"{base}/latest/api/token", asked, "PUT") or ""
+            wanted = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}
+            text = query(f"{base}/latest/api/token", wanted, "PUT") or ""
             token.clear()
             token[text] = time.monotonic() + TOKEN_S / 2
         return {"X-aws-ec2-metadata-token": next(iter(token))}
@@ -32,14 +32,14 @@ def make(every_s: float = 5.0) -> PreemptionSource:
     def notice() -> str:
         base = address("169.254.169.254", "AWS_EC2_METADATA_SERVICE_ENDPOINT")
         try:
-            answer = ask(f"{base}/latest/meta-data/spot/instance-action", headers(base))
+            response = query(f"{base}/latest/meta-data/spot/instance-action", headers(base))
         except HTTPError as error:
             if error.code == 401:  # the token is not known any more: another one the next time
                 token.clear()
             raise
-        if answer is None:
+        if response is None:
             return ""
-        action = json.loads(answer)
+        action = json.loads(response)
         return (
             f"AWS will {action['action']} this machine at {action['time']}"
             if action["action"] in ("terminate", "stop", "hibernate")

@@ -1,7 +1,7 @@
-"""What a watcher is: it asks something outside whether this machine is about to be taken away. A file each in this
+"""What a preemption source is: a query whether this machine is about to be preempted. One file each in this
 folder, `make(**options) -> PreemptionSource`.
 
-SIGTERM and SIGUSR1, which most schedulers send, need none (faults/signals.py). It is asked in a thread of its own, in
+SIGTERM and SIGUSR1, which most schedulers send, need none (faults/signals.py). It is queried in a separate thread, in
 every process of the run, since each may be on another machine; one notice is enough, and all processes save at one step
 and leave with 42 (run/hooks/preemption.py).
 """
@@ -19,12 +19,12 @@ from spmdkit.foundation.timeouts import METADATA_TIMEOUT_S
 
 @dataclass(frozen=True)
 class PreemptionSource:
-    """What is asked, and how often.
+    """A query and its interval.
 
     Attributes:
         notice: returns why this machine is about to go, or an empty text. What it raises (`OSError`, `ValueError`) is
-            no notice: asked again, and said once.
-        every_s: seconds between two questions.
+            no notice: it is queried again, and the error is logged once.
+        every_s: seconds between two queries.
     """
 
     notice: Callable[[], str]
@@ -38,19 +38,19 @@ def address(default: str, *variables: str) -> str:
     return (given if "://" in given else f"http://{given}").rstrip("/")
 
 
-def ask(url: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
-    """Returns the text that a metadata server answers, None where it says that there is no such thing (404). No proxy
-    is asked.
+def query(url: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
+    """Returns the response of a metadata server, None where there is no such entry (404). No proxy
+    is used.
 
     Raises:
-        OSError: no answer, or another status.
+        OSError: no response, or another status.
     """
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(
             urllib.request.Request(url, headers=dict(headers), method=method), timeout=METADATA_TIMEOUT_S
-        ) as answer:
-            text: str = answer.read(1 << 16).decode(errors="replace")
+        ) as response:
+            text: str = response.read(1 << 16).decode(errors="replace")
             return text.strip()
     except urllib.error.HTTPError as error:
         if error.code == 404:

@@ -9,7 +9,7 @@ Every request carries `Metadata-Flavor: Google`. Source: cloud.google.com/comput
 
 from __future__ import annotations
 
-from spmdkit.faults.preemption_sources.base import PreemptionSource, address, ask
+from spmdkit.faults.preemption_sources.base import PreemptionSource, address, query
 
 HEADERS = {"Metadata-Flavor": "Google"}
 
@@ -20,9 +20,9 @@ def make(every_s: float = 5.0) -> PreemptionSource:
 
     def notice() -> str:
         base = f"{address('metadata.google.internal', 'GCE_METADATA_HOST')}/computeMetadata/v1/instance"
-        if ask(f"{base}/preempted", HEADERS) == "TRUE":
+        if query(f"{base}/preempted", HEADERS) == "TRUE":
             return "Google Cloud preempts this machine"
-        if (ask(f"{base}/maintenance-event", HEADERS) or "").startswith("TERMINATE"):
+        if (query(f"{base}/maintenance-event", HEADERS) or "").startswith("TERMINATE"):
             return "Google Cloud stops this machine for maintenance"
         return ""
 

@@ -7,8 +7,8 @@ An engine is a module with
     render(job) -> Rendered              files and commands, as text
 
 `render` is pure: it looks at the job that it is given and at nothing else, so that what is printed is what is run. Each
-process then finds its place by the engine's own dialect (cluster/dialects/). Rendered text is for people, who change
-it: it says in comments what cannot be seen.
+process then gets its rank from the engine's environment (cluster/environments/). Rendered text is for people, who
+change it: comments explain what is not obvious.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spmdkit.foundation.formatting import nearest
 REQUIRED = "<required>"
 
 AGAIN = int(ExitCode.PREEMPTED)
-"""The code that asks for another start."""
+"""The exit code that requests another start."""
 
 FINAL = tuple(int(code) for code in (ExitCode.CHECK_FAILED, ExitCode.NOT_FINITE, ExitCode.CONFIG, ExitCode.CHECKPOINT))
 """Codes that another start would end with again."""
@@ -121,8 +121,8 @@ def complete(engine: str, options: Mapping[str, Option], given: Mapping[str, str
     found = {name: given.get(name, option.default) for name, option in options.items()}
     missing = [name for name, value in found.items() if value == REQUIRED]
     if missing:
-        told = "; ".join(f"{name}: {options[name].help}" for name in missing)
-        raise ConfigError(f"--on {engine} needs --set {missing[0]}=... ({told}). Add it to the command.")
+        listed = "; ".join(f"{name}: {options[name].help}" for name in missing)
+        raise ConfigError(f"--on {engine} needs --set {missing[0]}=... ({listed}). Add it to the command.")
     bad = [name for name, value in found.items() if any(ord(c) < 32 or ord(c) == 127 for c in value)]
     if bad:
         raise ConfigError(f"--set {bad[0]} holds a control character. Give it in one line.")

@@ -27,7 +27,7 @@ def render(job: ClusterJob) -> Rendered:
         raise ConfigError(
             f"--max-restarts {job.max_restarts} with --on kubeflow: the runtime {job.options['runtime']} decides about "
             "restarts, and has none. "
-            "Leave it out, or use --on kubernetes, whose JobSet restarts."
+            "Leave it out, or use --on kubernetes, which restarts its JobSet."
         )
     volumes, mounts = pods.volumes(job)
     patch = {
@@ -71,10 +71,13 @@ def render(job: ClusterJob) -> Rendered:
             "runtimePatches": [patch] if volumes else [],
         },
     }
-    told = f"{job.num_processes} pods, one process each. The runtime sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID."
+    comment = (
+        f"{job.num_processes} pods, one process each. The runtime sets JAX_COORDINATOR_ADDRESS, "
+        "JAX_NUM_PROCESSES and JAX_PROCESS_ID."
+    )
     name = f"{job.name}.yaml"
     return Rendered(
-        {name: pods.manifest(document, told)},
+        {name: pods.manifest(document, comment)},
         (("kubectl", "apply", "-f", name),),
         "kubectl, with Kubeflow Trainer in the cluster",
     )

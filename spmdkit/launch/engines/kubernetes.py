@@ -2,8 +2,8 @@
 for each host.
 
 JobSet gives each pod a name in a headless service, starts all again when one fails, and counts: 42 is not counted
-(`RestartJobSetAndIgnoreMaxRestarts`), codes that another start would end with again fail the JobSet at once, others
-restart it `--max-restarts` times. A Job ends at its first failed pod (`podFailurePolicy`, FailJob), whose message has
+(`RestartJobSetAndIgnoreMaxRestarts`), codes that another start would end with again fail the JobSet immediately, others
+restart it `--max-restarts` times. A Job ends at its first failed pod (`podFailurePolicy`, FailJob), and its message has
 the exit code. Each pod finds its place by what the manifest hands in (cluster/environments/jobset.py), a TPU pod by
 what GKE sets (cloud_tpu.py).
 Source: jobset.sigs.k8s.io, kubernetes-sigs/jobset 08dfbdf; kubernetes.io/docs/tasks/job/pod-failure-policy;
@@ -54,10 +54,12 @@ def render(job: ClusterJob) -> Rendered:
             "replicatedJobs": [{"name": "workers", "replicas": slices, "template": {"spec": _job(job, hosts)}}],
         },
     }
-    told = f"{job.num_processes} pods, one process each. 42 (stopped and saved) starts all again without being counted."
+    comment = (
+        f"{job.num_processes} pods, one process each. 42 (stopped and saved) starts all again without being counted."
+    )
     name = f"{job.name}.yaml"
     return Rendered(
-        {name: pods.manifest(document, told)},
+        {name: pods.manifest(document, comment)},
         (("kubectl", "apply", "-f", name),),
         "kubectl, with the JobSet controller in the cluster",
     )
@@ -115,13 +117,13 @@ def _job(job: ClusterJob, hosts: int) -> dict[str, Any]:
 
 def _place(hosts: int) -> list[dict[str, Any]]:
     """Returns the variables by which a pod knows its place; JOB_COMPLETION_INDEX is Kubernetes' own."""
-    told = {
+    variables = {
         "JOBSET_COORDINATOR": "coordinator",
         "JOBSET_JOB_INDEX": "job-index",
         "JOBSET_JOBS": "replicatedjob-replicas",
     }
     field = lambda name: {"fieldRef": {"fieldPath": f"metadata.annotations['jobset.sigs.k8s.io/{name}']"}}
-    return [{"name": name, "valueFrom": field(key)} for name, key in told.items()] + [
+    return [{"name": name, "valueFrom": field(key)} for name, key in variables.items()] + [
         {"name": "JOBSET_PODS", "value": str(hosts)}
     ]
 

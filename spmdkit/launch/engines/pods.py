@@ -15,8 +15,8 @@ OPTIONS = {
     "folder": Option("/app", "folder of the project in the image"),
     "python": Option("python", "Python in the image"),
     "gpus": Option("0", "nvidia.com/gpu of each pod"),
-    "cpu": Option("", "cores that each pod asks for, such as 4"),
-    "memory": Option("", "memory that each pod asks for, such as 32Gi"),
+    "cpu": Option("", "cores that each pod requests, such as 4"),
+    "memory": Option("", "memory that each pod requests, such as 32Gi"),
     "volume": Option("", "claim of a volume that all pods can write (ReadWriteMany), mounted at /runs for run_dir"),
     "queue": Option("", "local queue of Kueue"),
 }
@@ -32,8 +32,8 @@ def resources(job: ClusterJob, **more: int) -> dict[str, Any]:
     devices = {name.replace("__", ".").replace("_", "/"): str(count) for name, count in more.items() if count}
     if job.whole("gpus"):
         devices["nvidia.com/gpu"] = job.options["gpus"]
-    asked = {name: job.options[name] for name in ("cpu", "memory") if job.options[name]}
-    found = {"limits": devices, "requests": {**asked, **devices}}
+    requested = {name: job.options[name] for name in ("cpu", "memory") if job.options[name]}
+    found = {"limits": devices, "requests": {**requested, **devices}}
     return {kind: values for kind, values in found.items() if values}
 
 

@@ -1,4 +1,4 @@
-"""Ray: a placement group with one bundle for each process, a host each unless asked otherwise; an actor in each bundle
+"""Ray: a placement group with one bundle for each process, one host each by default; an actor in each bundle
 starts a process of spmdkit.
 
 What is rendered is the driver: it runs on a machine of the cluster, gives each process its place (SPMDKIT_*; process 0
@@ -7,7 +7,7 @@ failures `--max-restarts` times, once Ray has as many hosts again. Ray's own `ma
 which cannot join the others.
 
 `ray.train`'s JaxTrainer does not fit a command: it calls `jax.distributed.initialize` in the actor itself, runs a
-function in a thread of it (no signals), joins nothing where neither GPUs nor TPUs are asked for, and knows no exit
+function in a thread of it (no signals), joins nothing where neither GPUs nor TPUs are requested, and has no exit
 codes. `sk.train` inside of a JaxTrainer takes the join as it is (cluster/environments/ray.py, docs/launch/ray.md).
 Source: Ray 2.60, ray/train/v2/jax/config.py; docs.ray.io/en/latest/ray-core/scheduling/placement-group.html.
 """
@@ -115,7 +115,7 @@ def placed():
 
 
 def attempt():
-    """Starts all and returns the code of the first that failed, or 0; nobody is left afterwards."""
+    """Starts all and returns the code of the first that failed, or 0; no process is left afterwards."""
     group = placed()
     hosts = []
     try:
@@ -136,7 +136,7 @@ def attempt():
 
 
 def watched(hosts, runs):
-    """Waits for all. Those who stop on request save together, and are given the time; after a failure nobody can go on."""
+    """Waits for all. Processes that stop on request save together and get time for it; after a failure none can continue."""
     code, limit, told = 0, None, False
     while runs:
         for ref in ray.wait(list(runs), timeout=0.5)[0]:
@@ -168,15 +168,15 @@ def stop(*_):
 
 
 def connect():
-    """Joins the cluster; ends with 75 where none answers."""
+    """Joins the cluster; exits with 75 where none responds."""
     host, _, port = ADDRESS.rpartition(":")
     try:
-        if host:  # Ray would knock for minutes where nobody listens
+        if host:  # Ray would retry for minutes where no process listens
             socket.create_connection((host.removeprefix("ray://").strip("[]"), int(port)), 10).close()
         ray.init(address=ADDRESS, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError) as error:
         why = str(error).splitlines()[0]
-        say(f"no Ray cluster answers at address {ADDRESS} ({why}). On the first host: ray start --head; on the others: ray start --address=HOST:6379")
+        say(f"no Ray cluster responds at address {ADDRESS} ({why}). On the first host: ray start --head; on the others: ray start --address=HOST:6379")
         sys.exit(75)
 
 
@@ -232,7 +232,10 @@ def render(job: ClusterJob) -> Rendered:
         "AGAIN": AGAIN,
         "FINAL": FINAL,
     }
-    head = f'"""{job.num_processes} processes of spmdkit on Ray. The first that fails ends the others; {AGAIN} (stopped and saved) starts all again."""\n'
+    head = (
+        f'"""{job.num_processes} processes of spmdkit on Ray. The first failure ends the others; '
+        f'{AGAIN} (stopped and saved) starts all again."""\n'
+    )
     script = head + DRIVER.replace(HERE, "\n".join(f"{name} = {value!r}" for name, value in told.items()) + "\n", 1)
     name = f"{job.name}.py"
     return Rendered({name: script}, ((job.options["python"], name),), "a Python with Ray, on a machine of the cluster")

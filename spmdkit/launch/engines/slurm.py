@@ -1,4 +1,4 @@
-"""Slurm: a batch script with one `srun` step, whose tasks find each other by the step's own variables
+"""Slurm: a batch script with one `srun` step, and its tasks connect through the variables of the step
 (cluster/environments/slurm.py).
 
 - `--kill-on-bad-exit=1`: when one task ends badly, the others are ended by Slurm after KillWait (30 s by default;
@@ -22,7 +22,7 @@ OPTIONS = {
     "account": Option("", "account that pays; empty: yours"),
     "time": Option("24:00:00", "time limit of one start"),
     "tasks_per_node": Option("1", "processes on each node"),
-    "gpus_per_task": Option("0", "GPUs of each process; 0: none are asked for"),
+    "gpus_per_task": Option("0", "GPUs of each process; 0: none are requested"),
     "cpus_per_task": Option("1", "cores of each process"),
     "folder": Option("", "folder to run in, the same on every node; empty: where launch is called"),
     "python": Option("python", "Python that has spmdkit, on every node"),
@@ -42,7 +42,7 @@ def render(job: ClusterJob) -> Rendered:
             f"{job.num_processes % each}. "
             f"All nodes have the same number. Try -n {job.num_processes // each * each or each}."
         )
-    asked = {
+    options = {
         "job-name": job.name,
         "nodes": str(job.num_processes // each),
         "ntasks-per-node": str(each),
@@ -56,7 +56,7 @@ def render(job: ClusterJob) -> Rendered:
         "open-mode": "append",
         "signal": f"USR1@{job.grace_s}",
     }
-    lines = [f"#SBATCH --{name}={shlex.quote(value)}" for name, value in asked.items() if value]
+    lines = [f"#SBATCH --{name}={shlex.quote(value)}" for name, value in options.items() if value]
     script = f"""#!/bin/bash
 {chr(10).join(lines)}
 #SBATCH --requeue

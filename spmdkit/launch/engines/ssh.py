@@ -4,7 +4,7 @@ one machine.
 Every host has the project in the same folder and a shared run directory. Places are ours (SPMDKIT_*): process 0 is on
 the first host, at `port`. The script waits for all; the first that fails, or Ctrl-C and TERM, ends the others:
 `ssh -tt` hangs up what it has started when it goes, SIGHUP lets each save and leave with 42. Keys and known hosts are
-yours: nothing is asked (`BatchMode`).
+yours: there is no prompt (`BatchMode`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def render(job: ClusterJob) -> Rendered:
     )
     starts = "\n".join(f"  start {quoted([host, line(process)])}" for process, host in enumerate(hosts))
     script = f"""#!/bin/bash
-# {len(hosts)} processes, one on each host. The first that fails ends the others; 42 (stopped and saved) starts all again.
+# {len(hosts)} processes, one per host. The first failure ends the others; 42 (stopped and saved) starts all again.
 run() {{
   pids=()
   start() {{ {job.options["ssh"]} "$1" "$2" </dev/null & pids+=($!); }}
@@ -56,7 +56,7 @@ run() {{
       kill -0 "${{pids[i]}}" 2>/dev/null && continue
       wait "${{pids[i]}}"; ended=$?; unset "pids[i]"
       [ $code = 0 ] && code=$ended
-      # Those who stop on request save together, and are given the time; after a failure nobody can go on.
+      # Those who stop on request save together, and are given the time; after a failure no process can continue.
       [ $code != 0 ] && [ -z "$limit" ] && limit=$((SECONDS + ($code == {AGAIN} ? {job.grace_s} : 5)))
     done
     [ -n "$limit" ] && [ $SECONDS -ge $limit ] && kill "${{pids[@]}}" 2>/dev/null

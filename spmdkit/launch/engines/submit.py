@@ -1,4 +1,4 @@
-"""`launch --on`: what an engine renders is printed whole, and then, unless told otherwise, written and run."""
+"""`launch --on`: the files of an engine are printed in full and then, without --dry-run, written and run."""
 
 from __future__ import annotations
 
@@ -100,17 +100,17 @@ def submit(rendered: Rendered, into: Path, run: bool, say: Callable[[str], None]
 
 
 def _run(command: Sequence[str], folder: Path) -> int:
-    """Runs a command; what asks this process to stop is handed on to it, and Ctrl-C, which it gets from the terminal
+    """Runs a command; a signal to this process is forwarded to it, and Ctrl-C, which it gets from the terminal
     itself, waits for its end."""
     with subprocess.Popen(command, cwd=folder) as process:
-        asked = (signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, lambda sent, _: process.send_signal(sent)) for number in asked}
+        forwarded = (signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, lambda sent, _: process.send_signal(sent)) for number in forwarded}
         before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             return process.wait()
         finally:
-            for number, answer in before.items():
-                signal.signal(number, answer)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def launch_on(
@@ -130,10 +130,11 @@ def launch_on(
         ConfigError: as `prepared` and `submit`, or a word of the command holds a secret.
     """
     redact.remember_command([*arguments, *settings], files=False)
-    told = [word for word in (*arguments, *settings) if redact.in_text(word) != word]
-    if told and not dry_run:
+    secrets = [word for word in (*arguments, *settings) if redact.in_text(word) != word]
+    if secrets and not dry_run:
         raise ConfigError(
-            f"--on {engine}: {redact.in_text(told[0])} holds a secret, which would stand in the files of the job. "
+            f"--on {engine}: {redact.in_text(secrets[0])} contains a secret, which would be written to the files of "
+            "the job. "
             "Write it into the config file "
             "on the hosts, or let the task read a variable that they set. --dry-run prints the files without it."
         )

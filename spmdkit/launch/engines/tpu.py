@@ -1,11 +1,11 @@
-"""Cloud TPU VMs: `gcloud ... ssh --worker=all` runs one script on every host, which asks the VM's metadata server for
-its place.
+"""Cloud TPU VMs: `gcloud ... ssh --worker=all` runs one script on every host, which queries the VM's metadata server
+for its place.
 
 TPU VMs set no variables. `agent-worker-number` is the host's number, `worker-network-endpoints` lists the hosts, as
 names or as `name:id:address`, and `tpu-env` has MEGASCALE_* where several slices are joined
 (jax/_src/clusters/cloud_tpu_cluster.py). The script makes our three variables of them. 42 is started again, other
 failures `--max-restarts` times, on each host for itself: all end together, since none can go on alone.
-`-n` is not asked: a host of the TPU is a process. Source: cloud.google.com/tpu/docs/run-in-container,
+`-n` is not used: a host of the TPU is a process. Source: cloud.google.com/tpu/docs/run-in-container,
 managing-tpus-tpu-vm.
 """
 
@@ -43,7 +43,7 @@ def render(job: ClusterJob) -> Rendered:
     """Returns the script of a host, and the commands that copy and run it on all."""
     folder = job.options["folder"]
     script = f"""#!/bin/bash
-# Runs on every host of the TPU: asks for its place, trains, and starts again after {AGAIN} (stopped and saved).
+# Runs on every host of the TPU: queries its rank, trains, and starts again after {AGAIN} (stopped and saved).
 {PLACE.replace("PORT", str(PORT))}
 starts=0
 while true; do
