@@ -219,7 +219,7 @@ def test_no_secret_of_the_command_is_printed_or_written(case, monkeypatch, tmp_p
     printed = capsys.readouterr().out
     assert "canary" not in printed and "task_args.db_pwd=***" in printed
     with pytest.raises(
-        ConfigError, match=r"task_args\.db_pwd=\*\*\* holds a secret, which would stand in the files of the job"
+        ConfigError, match=r"task_args\.db_pwd=\*\*\* contains a secret, which would be written to the files of the job"
     ):
         launch_on(*args, dry_run=False)
     assert not list(tmp_path.iterdir())

@@ -56,7 +56,7 @@ run() {{
       kill -0 "${{pids[i]}}" 2>/dev/null && continue
       wait "${{pids[i]}}"; ended=$?; unset "pids[i]"
       [ $code = 0 ] && code=$ended
-      # Those who stop on request save together, and are given the time; after a failure no process can continue.
+      # Processes that stop on request save together and get time for it; after a failure none can continue.
       [ $code != 0 ] && [ -z "$limit" ] && limit=$((SECONDS + ($code == {AGAIN} ? {job.grace_s} : 5)))
     done
     [ -n "$limit" ] && [ $SECONDS -ge $limit ] && kill "${{pids[@]}}" 2>/dev/null
