@@ -56,13 +56,15 @@ def communication(
     code 0 or 1."""
     from spmdkit.cluster import detect_cluster, join
     from spmdkit.config import load_config
-    from spmdkit.tools.bench.communication import Compared, run_communication
+    from spmdkit.tools.bench.communication import ComparisonOptions, run_communication
 
     loaded = load_config(config, overrides or [])
     one_arena = allocator.one_arena(loaded.devices, os.environ)
     spec = detect_cluster(os.environ, loaded.cluster.environment)
     cluster = join(spec, loaded.devices, interface=loaded.cluster.interface)
-    asked = Compared(reducers=reducers, syncs=syncs, steps=steps, seeds=seeds, within=within, as_json=json_, out=out)
-    code = run_communication(loaded, cluster, asked, keeps_memory=one_arena)
+    options = ComparisonOptions(
+        reducers=reducers, syncs=syncs, steps=steps, seeds=seeds, within=within, as_json=json_, out=out
+    )
+    code = run_communication(loaded, cluster, options, keeps_memory=one_arena)
     cluster.shutdown()
     raise SystemExit(code)

@@ -45,8 +45,8 @@ def examine(config: Config | None, burn_text: str | None, as_json: bool) -> int:
     elif cluster.is_main:
         for name, value in found.items():
             if name not in ("problems", "slow"):
-                told = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
-                print(visible(f"{name:14} {told}"))
+                text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
+                print(visible(f"{name:14} {text}"))
         for kind, lines in (("PROBLEM", found["problems"]), ("slow", found["slow"])):
             for line in lines:
                 print(visible(f"{kind}: {line}"))
@@ -74,10 +74,10 @@ MOST_S = 86400.0
 
 def diagnose(cluster: Cluster, config: Config | None = None, burn_s: float | None = None) -> dict[str, Any]:
     """Returns what is shown, by name, with `problems` (what no run should be trusted to) and `slow`. Called by all
-    processes at once.
+    processes concurrently.
 
     Args:
-        config: whose run directory is written to, and whose mesh is measured.
+        config: its run directory is written to, and its mesh is measured.
         burn_s: seconds for which all devices compute the same products.
     """
     devices = cluster.devices
@@ -118,18 +118,18 @@ def _compile_cache(config: Config | None) -> str:
     options = config.compile_cache if config is not None else None
     if config is not None and options is None:
         return "off (compile_cache: null)"
-    asked = config.folder / options.directory if config and options and options.directory else None
-    folder, said = compile_cache.place(asked, os.environ)
+    configured = config.folder / options.directory if config and options and options.directory else None
+    folder, description = compile_cache.place(configured, os.environ)
     if folder is None:
-        return said
+        return description
     sizes = [path.stat().st_size for path in folder.glob(f"*{compile_cache.SUFFIX}")]
-    return f"{said}, {len(sizes)} programs of {format_bytes(sum(sizes))}"
+    return f"{description}, {len(sizes)} programs of {format_bytes(sum(sizes))}"
 
 
 def _devices(cluster: Cluster) -> str:
     groups = device_groups(cluster.devices)
-    told = ", ".join(f"{one['count']} x {one['kind']} ({one['platform']})" for one in groups)
-    return f"{told} in {cluster.num_processes} processes" if cluster.num_processes > 1 else told
+    text = ", ".join(f"{one['count']} x {one['kind']} ({one['platform']})" for one in groups)
+    return f"{text} in {cluster.num_processes} processes" if cluster.num_processes > 1 else text
 
 
 def _hosts(met: list[dict[str, Any]]) -> str:

@@ -1,7 +1,6 @@
-"""`spmdkit bench communication`: the user's task under each way of adding gradients and of agreeing, trained in turns
-and compared with `sum`.
+"""`spmdkit bench communication`: the user's task with each reducer and sync, trained in alternating blocks and compared
+with `sum`.
 
-In order: `choices` (what is compared), `opened` (their programs, or why there is none), `traffic` (bytes, from the
-compiled programs), `turns` (training and the clock), `figures` (what a row says), `plot` (the PNG), `communication`
-(the command).
+Enters: a config and the reducers and syncs to compare. Leaves: a row for each with bytes sent, time and loss. variants.py
+reads the command line, programs.py compiles, interleaved.py trains, figures.py computes the rows.
 """

@@ -1,4 +1,4 @@
-"""`spmdkit bench communication`: what is asked, put together; its JSON, its table, its files."""
+"""`spmdkit bench communication`: the command, its JSON, table and files."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ NAME = "communication"
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparisonOptions:
     """The options of the command.
 
     Attributes:
         reducers, syncs: as the command line has them; see `choices`.
         steps: to train; None: the config's.
         seeds: how many, from the config's on.
-        within: most share by which a loss may be above that of `sum`; None: any.
+        within: maximum relative increase of the loss over that of `sum`; None: any.
         out: folder of the files; None: `communication` in the run's directory.
     """
 
@@ -51,33 +51,33 @@ class Compared:
     out: Path | None = None
 
 
-def run_communication(config: Config, cluster: Cluster, asked: Compared, keeps_memory: bool = False) -> int:
+def run_communication(config: Config, cluster: Cluster, options: ComparisonOptions, keeps_memory: bool = False) -> int:
     """Trains, prints the table and writes the files. Returns 0, or 1 where a loss is above what `within` allows.
 
     Args:
         keeps_memory: what a step has used is kept for the next, as by `train`; after `allocator.one_arena` only.
 
     Raises:
-        SpmdkitError: `sum` itself cannot be trained, or what is asked cannot work.
+        SpmdkitError: `sum` itself cannot be trained, or the options are invalid.
     """
-    rows = rows_of(asked.reducers, asked.syncs, Row(config.reducer, config.sync))
-    steps = config.steps if asked.steps is None else asked.steps
-    if steps < 1 or asked.seeds < 1:
-        raise ConfigError(f"--steps {steps} --seeds {asked.seeds}: both are at least 1. Try --steps 200 --seeds 1.")
-    out = _folder(config, asked) if cluster.is_main else None
+    rows = rows_of(options.reducers, options.syncs, Row(config.reducer, config.sync))
+    steps = config.steps if options.steps is None else options.steps
+    if steps < 1 or options.seeds < 1:
+        raise ConfigError(f"--steps {steps} --seeds {options.seeds}: both are at least 1. Try --steps 200 --seeds 1.")
+    out = _folder(config, options) if cluster.is_main else None
     with kept(config.compile_cache, config.folder):
-        result = compare(config, cluster, rows, steps, asked.seeds, keeps_memory)
-    beyond = figures.above(result["rows"], asked.within)
-    result |= {"within": asked.within, "above": beyond}
+        result = compare(config, cluster, rows, steps, options.seeds, keeps_memory)
+    beyond = figures.above(result["rows"], options.within)
+    result |= {"within": options.within, "above": beyond}
     if out is not None:
         written = _write(result, out)
-        if asked.as_json:
+        if options.as_json:
             print(json.dumps(files.strict_json(result)))
         else:
             for line in [*table(result), *written]:
                 print(visible(line))
         for name in beyond:
-            _say(f"{name}: the loss is more than {asked.within:.2%} above that of sum")
+            _say(f"{name}: the loss is more than {options.within:.2%} above that of sum")
     return int(ExitCode.CHECK_FAILED) if beyond else 0
 
 
@@ -175,8 +175,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _folder(config: Config, asked: Compared) -> Path:
-    folder = asked.out or config.resolved_run_dir() / NAME
+def _folder(config: Config, options: ComparisonOptions) -> Path:
+    folder = options.out or config.resolved_run_dir() / NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

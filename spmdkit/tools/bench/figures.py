@@ -1,4 +1,4 @@
-"""What a row says: bytes, time and loss against `sum`, as plain values for the JSON, the table, the plot and the
+"""The figures of a row: bytes, time and loss against `sum`, as plain values for the JSON, the table, the plot and the
 page."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _time(opened: Opened, seeds: Sequence[tuple[Trained, Trained]], notes: list[
             f"no time: a block is {seeds[0][0].block_steps} steps here, and the first does not count. Try --steps {least}"
         )
     elif not found and not is_sum:
-        notes.append("no ratio of time: with sum beside it the memory does not suffice")
+        notes.append("no ratio of time: the memory does not hold this program and sum together")
     return {
         "step_s": statistics.median(counted) if counted else None,
         "time_over_sum": 1.0 if is_sum and counted else statistics.median(found) if found else None,
@@ -107,7 +107,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def above(rows: Sequence[Mapping[str, Any]], within: float | None) -> list[str]:
-    """Returns the names of the rows whose loss is more than the share `within` above that of `sum`, or is none."""
+    """Returns the names of the rows whose loss is more than the share `within` above that of `sum`, or is not finite."""
     if within is None:
         return []
     trained = [row for row in rows if not row["refused"] and row["name"] != "sum"]

@@ -1,5 +1,4 @@
-"""The programs of what is compared: built and compiled one after the other; what the mesh or the task refuses is told
-in one line."""
+"""The compiled programs of a comparison. A row that the mesh or the task rejects carries the reason in one line."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from spmdkit.tools.bench.traffic import Traffic, traffic_of
 from spmdkit.tools.bench.variants import BASELINE, Row
 
 OFF: Mapping[str, Any] = {"checkpoint": None, "budget": None, "profile": None}
-"""What a benchmark does without: it saves nothing, and is itself what asks for the cost."""
+"""Sections that a benchmark switches off."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +47,10 @@ class Opener:
         self._devices, self._steps, self._settled = devices, steps, dict[str, Any]()
 
     def open(self, row: Row, seed: int, reads: bool = True) -> Opened:
-        """Returns a row's program, compiled, with its traffic where that is asked for.
+        """Returns a row's program, compiled, with its traffic if requested.
 
         Raises:
-            SpmdkitError: `sum` itself is refused. Of any other row that is what the row says.
+            SpmdkitError: `sum` is rejected. For any other row the reason is part of the row.
         """
         try:
             program = self._program(row, seed)

@@ -30,7 +30,7 @@ class Row:
     @property
     def name(self) -> str:
         """How tables call it: `sum`, `int8`, `local_sgd(every=16)`, `int8, local_sgd(every=16)`."""
-        parts = [told(x) for x, plain in ((self.reducer, "sum"), (self.sync, "every_step")) if x != plain]
+        parts = [choice_text(x) for x, plain in ((self.reducer, "sum"), (self.sync, "every_step")) if x != plain]
         return ", ".join(parts) or "sum"
 
 
@@ -44,10 +44,10 @@ def rows_of(reducers: str, syncs: str, own: Row) -> list[Row]:
     Raises:
         ConfigError: there is no such kind, or the options are not its.
     """
-    asked = [Row(reducer=choice) for choice in read(reducers, "reducers")]
-    asked += [Row(sync=choice) for choice in read(syncs, "syncs")]
+    requested = [Row(reducer=choice) for choice in read(reducers, "reducers")]
+    requested += [Row(sync=choice) for choice in read(syncs, "syncs")]
     rows = list[Row]()
-    for row in (BASELINE, *asked, own):
+    for row in (BASELINE, *requested, own):
         if row not in rows:
             rows.append(row)
     if len(rows) == 1:
@@ -117,8 +117,8 @@ def _cut(text: str, option: str) -> Iterator[str]:
     yield text[begun:]
 
 
-def told(choice: Choice) -> str:
-    """Returns a choice as the command line takes it: `int8`, `stale(2)`, `diloco(every=16, reducer=int8)`."""
+def choice_text(choice: Choice) -> str:
+    """Returns a choice as the command line writes it: `int8`, `stale(2)`, `diloco(every=16, reducer=int8)`."""
     name, options = plugins.split(choice)
     if not isinstance(options, Mapping):
         return f"{name}({_yaml(options)})"

@@ -128,8 +128,8 @@ class Driver:
         if len(children) < self._num_processes:
             return
         for child in children:
-            said = child.said or {}
-            kind = bar_of(said.get("phase"))
+            beat = child.said or {}
+            kind = bar_of(beat.get("phase"))
             if child.exit is not None:
                 kind = "left" if child.exit.code in (0, ExitCode.PREEMPTED) else "dead"
             self.bars[child.process].at(kind, now)
@@ -299,10 +299,10 @@ class Driver:
         if by_drill and any(child.exit is not None for child in children):
             return  # injected in the next attempt
         with suppress(ValueError):
-            said = json.loads(self._requested[1].read()[RESULT_OFFSET:].rstrip(b" \0") or b"{}")
-            if said.get("number") == injection.number:
-                self._reached = max(self._reached, said["step"])
-                self._record(injection, said["time"], said["phase"], said["failed"])
+            result = json.loads(self._requested[1].read()[RESULT_OFFSET:].rstrip(b" \0") or b"{}")
+            if result.get("number") == injection.number:
+                self._reached = max(self._reached, result["step"])
+                self._record(injection, result["time"], result["phase"], result["failed"])
                 if by_drill:
                     self._inject_here(injection, children)
 

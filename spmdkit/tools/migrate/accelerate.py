@@ -15,8 +15,8 @@ from spmdkit.tools.migrate.base import (
     Migration,
     Rule,
     Table,
+    also_set,
     automatic,
-    beside,
     flag,
     is_on,
     meaningless,
@@ -41,17 +41,17 @@ NAMES = frozenset(
 _MEET = automatic(
     "processes find each other by the variables of what starts them: `spmdkit launch`, Slurm, torchrun, TF_CONFIG ..."
 )
-_SHAPES = automatic("any pytree is cut leaf by leaf (layout.fsdp: auto, or layout.rules), without wrapping modules")
+_SHAPES = automatic("any pytree is sharded leaf by leaf (layout.fsdp: auto, or layout.rules), without wrapping modules")
 _OVERLAP = automatic("XLA gathers and overlaps what the step needs")
-_CLOUD = meaningless("machines are made by a cloud's own tools; `spmdkit` runs on those that are there")
-_FP8 = meaningless("products in float8 are the model's own; `precision` is that of everything else")
+_CLOUD = meaningless("machines are created by the tools of the cloud; `spmdkit` runs on existing ones")
+_FP8 = meaningless("float8 products are part of the model; `precision` sets everything else")
 
 
 def migrate(settings: Mapping[str, Any], devices: int, folder: Path) -> Migration:
     """Returns what the settings are here. `folder`: where the file lies, for a DeepSpeed file that it names."""
     migration = Migration(devices)
     table = {**TABLE, "deepspeed_config": _deepspeed_table(folder), "downcast_bf16": _downcast(settings)}
-    ordered = sorted(settings, key=lambda name: name == "downcast_bf16")  # which says more of mixed_precision
+    ordered = sorted(settings, key=lambda name: name == "downcast_bf16")  # it refines mixed_precision
     walk(migration, {name: settings[name] for name in ordered}, table)
     mesh, zero = migration.config.setdefault("mesh", {}), migration.config.get("layout", {}).get("zero")
     fsdp = settings.get("distributed_type") == "FSDP" or zero is not None
@@ -74,12 +74,12 @@ def _type(migration: Migration, key: str, value: Any) -> None:
     parts = {
         "FSDP": "fsdp: -1", "DEEPSPEED": "by deepspeed_config", "MEGATRON_LM": "by megatron_lm_config", "NO": "one device"
     }  # fmt: skip
-    migration.say("mapped", key, value, f"mesh: {parts.get(str(value), 'data: -1')}")
+    migration.report("mapped", key, value, f"mesh: {parts.get(str(value), 'data: -1')}")
 
 
 def _precision(migration: Migration, key: str, value: Any) -> None:
     if value is False or str(value) == "no":
-        return migration.say(AUTOMATIC, key, value, "float32")
+        return migration.report(AUTOMATIC, key, value, "float32")
     notes = {"fp16": "no float16: bfloat16 needs no loss scale", "fp8": "float8 products are the model's own"}
     return migration.mapped(key, value, "precision", "bfloat16", notes.get(str(value), ""))
 
@@ -97,13 +97,13 @@ def _cpu(migration: Migration, key: str, value: Any) -> None:
     if is_on(value):
         migration.mapped(key, value, "devices", f"cpu:{migration.devices}", "fake devices of this CPU")
     else:
-        migration.say(AUTOMATIC, key, value, "devices: auto")
+        migration.report(AUTOMATIC, key, value, "devices: auto")
 
 
 def _gpus(migration: Migration, key: str, value: Any) -> None:
     numbers = str(value).split(",")
     if value is None or not all(n.strip().isdecimal() for n in numbers):
-        return migration.say(AUTOMATIC, key, value, "devices: auto")
+        return migration.report(AUTOMATIC, key, value, "devices: auto")
     return migration.mapped(key, value, "devices", [int(n) for n in numbers])
 
 
@@ -119,7 +119,7 @@ def _sharding(migration: Migration, key: str, value: Any) -> None:
         "5": 2,
     }.get(str(value))
     if zero is None:
-        return migration.say("mapped", key, value, "mesh: {data: -1}")
+        return migration.report("mapped", key, value, "mesh: {data: -1}")
     hybrid = (
         "mesh: {replica: machines, fsdp: -1}"
         if str(value).startswith("HYBRID") or str(value) in "45"
@@ -137,7 +137,7 @@ def _reshard(migration: Migration, key: str, value: Any) -> None:
 def _offload(migration: Migration, key: str, value: Any) -> None:
     if is_on(value):
         return migration.mapped(key, value, "offload", ["params", "optimizer"])
-    return migration.say(AUTOMATIC, key, value, "kept on the device")
+    return migration.report(AUTOMATIC, key, value, "stays on the device")
 
 
 def _axis(axis: str) -> Any:
@@ -149,20 +149,20 @@ def _deepspeed_table(folder: Path) -> Table:
     def file(migration: Migration, key: str, value: Any) -> None:
         path = folder / str(value)
         if not path.is_file():
-            return migration.say(
+            return migration.report(
                 "meaningless here",
                 key,
                 value,
-                "the file is not beside this one: migrate it, `spmdkit migrate` reads it",
+                "the file is not in this folder: run `spmdkit migrate` on it",
             )
         try:
             inner = deepspeed.migrate(json.loads(path.read_text()), migration.devices, folder)
         except (ValueError, AttributeError) as error:
-            return migration.say(
+            return migration.report(
                 UNKNOWN, key, value, f"that file is no config of DeepSpeed: {' '.join(str(error).split())}"
             )
         migration.config |= inner.config
-        migration.say("mapped", key, value, "read, line by line below")
+        migration.report("mapped", key, value, "read, line by line below")
         migration.lines += inner.lines
         return None
 
@@ -185,7 +185,7 @@ FSDP: Table = {
         _SHAPES,
     ),
     **dict.fromkeys(["fsdp_backward_prefetch", "fsdp_backward_prefetch_policy", "fsdp_forward_prefetch"], _OVERLAP),
-    "fsdp_cpu_ram_efficient_loading": automatic("parameters are made or restored where they will lie, shard by shard"),
+    "fsdp_cpu_ram_efficient_loading": automatic("parameters are created or restored on their devices, shard by shard"),
     "fsdp_sync_module_states": automatic(
         "parameters are made from the seed, the same on all processes, and compared before step 1"
     ),
@@ -198,11 +198,11 @@ DEEPSPEED: dict[str, Any] = {
     "gradient_clipping": to("clip_norm", float),
     "offload_optimizer_device": deepspeed.offload("optimizer"),
     "offload_param_device": deepspeed.offload("params"),
-    "zero3_init_flag": automatic("parameters are made where they will lie, shard by shard"),
+    "zero3_init_flag": automatic("parameters are created on their devices, shard by shard"),
     "zero3_save_16bit_model": automatic("`spmdkit checkpoint export` writes whole arrays"),
-    "deepspeed_moe_layer_cls_names": meaningless("experts are sk.moe in the model, cut by mesh.expert"),
+    "deepspeed_moe_layer_cls_names": meaningless("experts are sk.moe in the model, sharded by mesh.expert"),
     **dict.fromkeys(
-        ["offload_optimizer_nvme_path", "offload_param_nvme_path"], meaningless("nothing is kept on disks")
+        ["offload_optimizer_nvme_path", "offload_param_nvme_path"], meaningless("nothing is offloaded to disks")
     ),
     **dict.fromkeys(
         [
@@ -235,9 +235,9 @@ PARALLEL: Table = {
     "parallelism_config_sp_size": when(
         lambda v: v in (None, 1),
         automatic("mesh.context is 1"),
-        beside("attention.context", "all_to_all", to("mesh.context", note="attention.context: all_to_all")),
+        also_set("attention.context", "all_to_all", to("mesh.context", note="attention.context: all_to_all")),
     ),
-    "parallelism_config_cp_comm_strategy": automatic("attention.context: ring passes keys and values round"),
+    "parallelism_config_cp_comm_strategy": automatic("attention.context: ring passes keys and values around the ring"),
     "parallelism_config_cp_backend": _OVERLAP,
     "parallelism_config_sp_backend": _OVERLAP,
     "parallelism_config_sp_seq_length": automatic("the sequence is that of the data"),
@@ -247,12 +247,12 @@ PARALLEL: Table = {
 
 TABLE: dict[str, Any] = {
     "compute_environment": when(
-        lambda v: v == "LOCAL_MACHINE", automatic("this machine, or those of the scheduler"), _CLOUD
+        lambda v: v == "LOCAL_MACHINE", automatic("this machine, or the machines of the scheduler"), _CLOUD
     ),
     "distributed_type": _type,
     "mixed_precision": _precision,
     "fp16": _precision,
-    "num_processes": automatic("mesh axes of -1 take the devices that are there; `spmdkit launch -n N`"),
+    "num_processes": automatic("a mesh axis of -1 uses all devices; `spmdkit launch -n N`"),
     "num_machines": automatic(
         "the hosts that the starter knows; fsdp within and replica across: mesh: {replica: hosts, fsdp: -1}"
     ),
@@ -264,7 +264,7 @@ TABLE: dict[str, Any] = {
     "main_training_function": meaningless("a config names the task: task: file.py:name"),
     "downcast_bf16": automatic("float32 stays float32"),
     "debug": automatic("processes compare config, data, program and parameters before the first step"),
-    "enable_cpu_affinity": meaningless("threads are XLA's; use numactl around the command"),
+    "enable_cpu_affinity": meaningless("XLA manages threads; run the command under numactl"),
     "dynamo_config": automatic("the whole step is compiled"),
     "gradient_accumulation_steps": to("microbatches"),
     "fsdp_config": FSDP,
@@ -276,5 +276,5 @@ TABLE: dict[str, Any] = {
         ["tpu_use_cluster", "tpu_use_sudo", "tpu_name", "tpu_zone", "tpu_vm", "tpu_env", "commands", "command_file"],
         _CLOUD,
     ),
-    **dict.fromkeys(["ipex_config", "use_mps_device", "use_xpu"], automatic("devices: auto takes what JAX finds")),
+    **dict.fromkeys(["ipex_config", "use_mps_device", "use_xpu"], automatic("devices: auto uses what JAX detects")),
 }

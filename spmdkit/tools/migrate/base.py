@@ -1,4 +1,4 @@
-"""What every migration is made of: a config that grows, and a line for each setting of the other project."""
+"""Building blocks of a migration: the new config, and a line for each setting of the other project."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KINDS = (MAPPED, AUTOMATIC, MEANINGLESS, UNKNOWN)
 
 
 class Translation(NamedTuple):
-    """What became of one setting: `why` is where it went, or why it went nowhere and what to do instead."""
+    """The translation of one setting: `why` is its new key, or why it has none and what to do instead."""
 
     kind: str
     key: str
@@ -19,10 +19,10 @@ class Translation(NamedTuple):
 
 
 class Migration:
-    """The config so far, and what was said of each setting.
+    """The config so far, and the translation of each setting.
 
     Args:
-        devices: how many devices the config is for; sizes for each device are multiplied by it.
+        devices: number of devices of the job; sizes per device are multiplied by it.
     """
 
     def __init__(self, devices: int = 1):
@@ -39,18 +39,17 @@ class Migration:
         section[name] = [*section.get(name, []), *value] if isinstance(value, list) else value
 
     def mapped(self, key: str, value: Any, path: str, to: Any, note: str = "") -> None:
-        """Sets a key of the config, and says so."""
+        """Sets a key of the config, and reports it."""
         self.put(path, to)
         self.lines.append(Translation(MAPPED, key, value, f"{path}: {shown(to)}{note and f' ({note})'}"))
 
-    def say(self, kind: str, key: str, value: Any, why: str) -> None:
-        """Says what became of a setting."""
+    def report(self, kind: str, key: str, value: Any, why: str) -> None:
+        """Reports the translation of a setting."""
         self.lines.append(Translation(kind, key, value, why))
 
 
 def tidy(migration: Migration) -> None:
-    """Leaves out what has no effect without an axis of the mesh, and says where a number is missing that has to be
-    there."""
+    """Removes keys that have no effect without an axis of the mesh, and reports a missing learning rate."""
     config, mesh = migration.config, migration.config.get("mesh", {})
     for path, axis in (
         ("attention.context", "context"),
@@ -62,56 +61,56 @@ def tidy(migration: Migration) -> None:
         holder = config.get(section, {}) if name else config
         if mesh.get(axis, 1) == 1 and (name or section) in holder:
             value = holder.pop(name or section)
-            migration.say(AUTOMATIC, path, value, f"has no effect without mesh.{axis}, so it is left out")
+            migration.report(AUTOMATIC, path, value, f"has no effect without mesh.{axis}, so it is omitted")
         if name and section in config and not config[section]:
             config.pop(section)
     if "optimizer" in config and "learning_rate" not in config:
-        config["learning_rate"] = STAND_IN
-        migration.say(
-            UNKNOWN, "learning rate", None, f"it is not in this file: {STAND_IN:g} stands in, set learning_rate"
+        config["learning_rate"] = DEFAULT_RATE
+        migration.report(
+            UNKNOWN, "learning rate", None, f"it is not in this file: set learning_rate (now {DEFAULT_RATE:g})"
         )
 
 
-STAND_IN = 1e-3
+DEFAULT_RATE = 1e-3
 
 Rule = Callable[[Migration, str, Any], None]
 Table = Mapping[str, "Rule | Mapping[str, Any]"]
 
 
 def walk(migration: Migration, settings: Mapping[str, Any], table: Table, prefix: str = "") -> None:
-    """Applies the rule of each setting, a table to the settings of a section; what has no rule is unknown."""
+    """Applies the rule of each setting, or the table of a section to its settings. A setting without a rule is unknown."""
     for name, value in settings.items():
         key, rule = f"{prefix}{name}", table.get(str(name))
         if rule is None:
-            migration.say(UNKNOWN, key, value, "not known here: look it up, nothing was done about it")
+            migration.report(UNKNOWN, key, value, "unknown setting, ignored: check its meaning")
         elif callable(rule):
             apply(rule, migration, key, value)
         elif isinstance(value, Mapping):
             walk(migration, value, rule, f"{key}.")
         elif value not in (None, {}):
-            migration.say(UNKNOWN, key, value, "a section was expected, nothing was done about it")
+            migration.report(UNKNOWN, key, value, "expected a section, ignored")
 
 
 def apply(rule: Rule, migration: Migration, key: str, value: Any) -> None:
-    """Applies the rule of a setting; a value that it can make nothing of is told, and nothing was done about it."""
+    """Applies the rule of a setting. A value that the rule cannot read is reported and ignored."""
     try:
         rule(migration, key, value)
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
-        migration.say(UNKNOWN, key, value, "the value has another form than theirs, nothing was done about it")
+        migration.report(UNKNOWN, key, value, "the value has an unexpected form, ignored")
 
 
 def section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Returns the settings of a section, none where it is no section."""
+    """Returns the settings of a section, none if it is not a section."""
     found = settings.get(name)
     return found if isinstance(found, Mapping) else {}
 
 
 def to(path: str, of: Callable[[Any], Any] = lambda value: value, note: str = "") -> Rule:
-    """Returns the rule of a setting that is a key here. None and "auto" are left to what is the default."""
+    """Returns the rule of a setting that has a key here. None and "auto" keep the default."""
 
     def rule(migration: Migration, key: str, value: Any) -> None:
         if value is None or value == "auto":
-            migration.say(AUTOMATIC, key, value, f"the default of {path}")
+            migration.report(AUTOMATIC, key, value, f"the default of {path}")
         else:
             migration.mapped(key, value, path, of(value), note)
 
@@ -119,17 +118,17 @@ def to(path: str, of: Callable[[Any], Any] = lambda value: value, note: str = ""
 
 
 def automatic(why: str) -> Rule:
-    """Returns the rule of a setting that is done here without one."""
-    return lambda migration, key, value: migration.say(AUTOMATIC, key, value, why)
+    """Returns the rule of a setting that needs no key here."""
+    return lambda migration, key, value: migration.report(AUTOMATIC, key, value, why)
 
 
 def meaningless(why: str) -> Rule:
-    """Returns the rule of a setting that nothing here corresponds to."""
-    return lambda migration, key, value: migration.say(MEANINGLESS, key, value, why)
+    """Returns the rule of a setting that has no counterpart here."""
+    return lambda migration, key, value: migration.report(MEANINGLESS, key, value, why)
 
 
-def beside(path: str, value: Any, then: Rule) -> Rule:
-    """Returns a rule that sets another key of the config too."""
+def also_set(path: str, value: Any, then: Rule) -> Rule:
+    """Returns a rule that also sets another key of the config."""
 
     def rule(migration: Migration, key: str, given: Any) -> None:
         migration.put(path, value)
@@ -144,14 +143,14 @@ def when(wanted: Callable[[Any], bool], then: Rule, otherwise: Rule) -> Rule:
 
 
 def flag(path: str, value: Any, why_not: str, note: str = "") -> Rule:
-    """Returns the rule of a switch: on, a key is set to `value`; off, nothing is; "auto" is for whoever starts the
-    training."""
+    """Returns the rule of a switch: on sets a key to `value`; off sets nothing; "auto" is a value of the
+    trainer."""
     off = when(lambda given: given == "auto", automatic(f"the trainer's own value: set {path}"), automatic(why_not))
     return when(is_on, lambda m, key, given: m.mapped(key, given, path, value, note), off)
 
 
 def is_on(value: Any) -> bool:
-    """Returns whether a switch is on, in the ways in which YAML and JSON files write it."""
+    """Returns whether a switch is on, as YAML and JSON files write it."""
     return str(value).strip().lower() in ("true", "yes", "on", "1")
 
 

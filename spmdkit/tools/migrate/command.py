@@ -16,21 +16,20 @@ from spmdkit.foundation import plugins
 from spmdkit.foundation.formatting import visible
 from spmdkit.tools.migrate.base import KINDS, UNKNOWN, Migration, Translation, shown, tidy
 
-MOST_BYTES = 10**6
+MAX_BYTES = 10**6
 TASK = "task.py:task"
 
 
 def migrate(path: str | Path, project: str | None = None, devices: int = 1) -> str:
-    """Returns the config as YAML; behind it, as comments, what became of each setting.
+    """Returns the config as YAML; followed by the translation of each setting, as comments.
 
     Args:
-        project: accelerate, deepspeed, maxtext or an installed plug-in; None: the one with the most settings of the
-            file.
-        devices: what sizes for each device are multiplied by.
-    Raises: ConfigError for a file that cannot be read, is no mapping, or is nobody's.
+        project: accelerate, deepspeed, maxtext or an installed plug-in; None: the one with the most settings of the file.
+        devices: sizes per device are multiplied by this.
+    Raises: ConfigError for a file that cannot be read, is not a mapping, or belongs to no known project.
     """
     if devices < 1:
-        raise ConfigError(f"--devices {devices}: at least one. Give the number that the job has, --devices 8.")
+        raise ConfigError(f"--devices {devices}: it is at least 1. Give the number of devices of the job: --devices 8.")
     settings = read(Path(path))
     readers = plugins.load_all("migrations")
     name = chosen(settings, {name: reader.NAMES for name, reader in readers.items()}, project, path)
@@ -40,7 +39,7 @@ def migrate(path: str | Path, project: str | None = None, devices: int = 1) -> s
 
 
 def problem_of(migration: Migration) -> str:
-    """Returns why `spmdkit config check` would not take the config, in one line; empty where it does."""
+    """Returns why `spmdkit config check` rejects the config, in one line; empty if it accepts it."""
     try:
         parse_config({"task": TASK, **migration.config})
     except ConfigError as error:
@@ -51,9 +50,9 @@ def problem_of(migration: Migration) -> str:
 def read(path: Path) -> Mapping[str, Any]:
     """Returns the settings of a YAML or JSON file. Raises ConfigError where there are none."""
     try:
-        if path.stat().st_size > MOST_BYTES:
+        if path.stat().st_size > MAX_BYTES:
             raise ConfigError(
-                f"migrate {path}: {path.stat().st_size} bytes are no config; at most {MOST_BYTES}. Give the config itself."
+                f"migrate {path}: {path.stat().st_size} bytes, a config has at most {MAX_BYTES}. Give the config file itself."
             )
         written = path.read_text()
         settings = json.loads(written) if path.suffix == ".json" else yaml.safe_load(written)
@@ -77,8 +76,7 @@ def read(path: Path) -> Mapping[str, Any]:
 def chosen(
     settings: Mapping[str, Any], projects: Mapping[str, frozenset[str]], project: str | None, path: str | Path
 ) -> str:
-    """Returns the project of a config; `projects`: project -> names of its settings. Raises ConfigError if it is
-    unclear."""
+    """Returns the project of a config; `projects`: project -> names of its settings. Raises ConfigError if it is unclear."""
     if project is not None and project not in projects:
         raise ConfigError(f"migrate --project {project}: it is one of {', '.join(projects)}.")
     fitting = {name: len(names & settings.keys()) for name, names in projects.items()}
@@ -92,24 +90,26 @@ def chosen(
 
 
 def text(migration: Migration, source: str, problem: str = "") -> str:
-    """Returns the config as YAML with a comment for each setting, unknown ones first, and at the top what keeps it from
-    being one."""
-    head = [f"# From {source}; check it with `spmdkit config check`. What became of each setting stands at the end."]
+    """Returns the config as YAML with a comment for each setting, unknown ones first, and at the top why the config is
+    rejected."""
+    head = [
+        f"# From {source}; check it with `spmdkit config check`. The translation of each setting is listed at the end."
+    ]
     head += [f"# NOT ACCEPTED YET: {visible(problem)}"] if problem else []
     config = {"task": TASK, **migration.config}
     for name, value in config.items():
-        note = "  # yours: a function under @sk.task that returns sk.Task(...)" if name == "task" else ""
+        note = "  # your function with @sk.task that returns sk.Task(...)" if name == "task" else ""
         flow = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False).strip()
         head.append(f"{name}: {flow.removesuffix('...').strip()}{note}")
     lines = []
     for kind in (UNKNOWN, *(k for k in KINDS if k != UNKNOWN)):
         of_kind = [line for line in migration.lines if line.kind == kind]
         if of_kind:
-            lines += ["#", f"# {kind}:", *(told(line) for line in of_kind)]
+            lines += ["#", f"# {kind}:", *(comment_line(line) for line in of_kind)]
     return "\n".join([*head, *lines]) + "\n"
 
 
-def told(line: Translation) -> str:
+def comment_line(line: Translation) -> str:
     """Returns the comment of one setting."""
     value = " ".join(shown(line.value).split())
     return f"#   {line.key}: {value if len(value) <= 60 else value[:57] + '...'} -> {line.why}"

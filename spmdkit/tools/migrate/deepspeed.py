@@ -29,7 +29,7 @@ NAMES = frozenset(
 
 _OVERLAP = automatic("XLA gathers, reduces and overlaps what the step needs; there are no buckets")
 _SCALE = meaningless("bfloat16 has the range of float32, so there is no loss scale")
-_NVME = meaningless("nothing is kept on disks; `offload` uses host memory")
+_NVME = meaningless("nothing is offloaded to disks; `offload` uses host memory")
 _TRACKER = meaningless(
     "metrics.jsonl and report.html are always written; other services are a tracker of yours, log.trackers"
 )
@@ -39,9 +39,7 @@ _MODEL = meaningless("part of the model, so of the task")
 def migrate(settings: Mapping[str, Any], devices: int, folder: Path) -> Migration:
     """Returns what the settings are here."""
     migration = Migration(devices)
-    ordered = sorted(
-        settings, key=lambda name: name == "scheduler"
-    )  # whose rate is the optimizer's, wherever it stands
+    ordered = sorted(settings, key=lambda name: name == "scheduler")  # the optimizer's rate, wherever it is given
     walk(migration, {name: settings[name] for name in ordered}, TABLE)
     _batch(migration, settings)
     stage = migration.config.get("layout", {}).get("zero", 0)
@@ -54,11 +52,11 @@ def migrate(settings: Mapping[str, Any], devices: int, folder: Path) -> Migratio
 
 def _batch(migration: Migration, settings: Mapping[str, Any]) -> None:
     """Sets batch_size and microbatches from the three numbers, two of which DeepSpeed needs."""
-    asked = {
+    sizes = {
         k: settings.get(k)
         for k in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     }
-    total, micro, passes = (x if is_count(x) else None for x in asked.values())
+    total, micro, passes = (x if is_count(x) else None for x in sizes.values())
     if total is None and micro is not None:
         total = micro * (passes or 1) * migration.devices
     if passes is None and total is not None and micro is not None and total % (micro * migration.devices) == 0:
@@ -72,15 +70,15 @@ def _batch(migration: Migration, settings: Mapping[str, Any]) -> None:
     for name, value in found.items():
         if value is not None and (name == "batch_size" or (total or 0) % value == 0):
             migration.put(name, value)
-    for key, value in asked.items():
+    for key, value in sizes.items():
         if key in settings:
-            told = {k: v for k, v in found.items() if k in notes[key] and v is not None}
-            if is_count(value) and told:
-                migration.say(
+            given = {k: v for k, v in found.items() if k in notes[key] and v is not None}
+            if is_count(value) and given:
+                migration.report(
                     "mapped",
                     key,
                     value,
-                    ", ".join(f"{k}: {v}" for k, v in told.items())
+                    ", ".join(f"{k}: {v}" for k, v in given.items())
                     + (
                         " (batch_size and microbatches are for --devices " + str(migration.devices) + ")"
                         if "micro_batch" in key
@@ -88,9 +86,9 @@ def _batch(migration: Migration, settings: Mapping[str, Any]) -> None:
                     ),
                 )
             elif value in (None, "auto"):
-                migration.say(AUTOMATIC, key, value, "the trainer's own value: set batch_size and microbatches")
+                migration.report(AUTOMATIC, key, value, "the trainer's own value: set batch_size and microbatches")
             else:
-                migration.say(UNKNOWN, key, value, "it is no number of examples: set batch_size and microbatches")
+                migration.report(UNKNOWN, key, value, "not a number of examples: set batch_size and microbatches")
 
 
 def is_count(value: Any) -> bool:
@@ -105,23 +103,23 @@ def stage(migration: Migration, key: str, value: Any) -> None:
             key, value, "layout.zero", value, "mesh.fsdp cuts optimizer state, then gradients, then parameters"
         )
     elif value in (0, None, False):
-        migration.say(AUTOMATIC, key, value, "replicas over mesh.data")
+        migration.report(AUTOMATIC, key, value, "replicas over mesh.data")
     else:
-        migration.say(UNKNOWN, key, value, "there are stages 0 to 3: set layout.zero")
+        migration.report(UNKNOWN, key, value, "the stages are 0 to 3: set layout.zero")
 
 
 def offload(part: str) -> Rule:
     """Returns the rule of a device to which state is moved."""
     note = "NVMe is not used: host memory"
     return lambda m, key, value: (
-        m.say(AUTOMATIC, key, value, "kept on the device")
+        m.report(AUTOMATIC, key, value, "stays on the device")
         if value in (None, "none")
         else m.mapped(key, value, "offload", [part], note if value == "nvme" else "")
     )
 
 
 def _optimizer(migration: Migration, key: str, value: Any) -> None:
-    """An optax optimizer with the same arguments, and the learning rate beside it."""
+    """An optax optimizer with the same arguments, and the learning rate as a separate key."""
     kind, params = str(value.get("type", "")), dict(value.get("params") or {})
     decoupled = bool(params.pop("adam_w_mode", True))
     names = {
@@ -135,7 +133,7 @@ def _optimizer(migration: Migration, key: str, value: Any) -> None:
     compressed = kind.lower() in ("onebitadam", "onebitlamb", "zerooneadam")
     name = names.get(kind.lower().removeprefix("onebit").removeprefix("zeroone"))
     if name is None:
-        return migration.say(
+        return migration.report(
             MEANINGLESS,
             f"{key}.type",
             kind,
@@ -149,17 +147,21 @@ def _optimizer(migration: Migration, key: str, value: Any) -> None:
     )
     for option, given in params.items():
         if given == "auto":
-            migration.say(AUTOMATIC, f"{key}.params.{option}", given, "the trainer's own value: set it under optimizer")
+            migration.report(
+                AUTOMATIC, f"{key}.params.{option}", given, "the trainer's own value: set it under optimizer"
+            )
         elif option == "lr":
             migration.mapped(f"{key}.params.lr", given, "learning_rate", given)
         elif option == "betas" and name in ("adam", "adamw", "lamb", "lion"):
             chosen |= {"b1": given[0], "b2": given[1]}
-            migration.say("mapped", f"{key}.params.betas", given, f"optimizer.b1: {given[0]}, optimizer.b2: {given[1]}")
+            migration.report(
+                "mapped", f"{key}.params.betas", given, f"optimizer.b1: {given[0]}, optimizer.b2: {given[1]}"
+            )
         elif option in ("eps", "weight_decay", "momentum", "nesterov") and _takes(name, option):
             chosen[option] = given
-            migration.say("mapped", f"{key}.params.{option}", given, f"optimizer.{option}: {given}")
+            migration.report("mapped", f"{key}.params.{option}", given, f"optimizer.{option}: {given}")
         else:
-            migration.say(MEANINGLESS, f"{key}.params.{option}", given, f"optax.{name} has no such argument")
+            migration.report(MEANINGLESS, f"{key}.params.{option}", given, f"optax.{name} has no such argument")
     migration.mapped(f"{key}.type", kind, "optimizer", chosen, note)
 
 
@@ -197,8 +199,10 @@ def _scheduler(migration: Migration, key: str, value: Any) -> None:
         }
         return migration.mapped(key, value, "learning_rate", schedule)
     if any(x == "auto" for x in params.values()):
-        return migration.say(AUTOMATIC, key, value, "the trainer's own values: set learning_rate to an optax schedule")
-    migration.say(
+        return migration.report(
+            AUTOMATIC, key, value, "the trainer's own values: set learning_rate to an optax schedule"
+        )
+    migration.report(
         MEANINGLESS, key, value, "no single optax schedule has this form: join two in the task, Task(optimizer=...)"
     )
     return None
@@ -245,8 +249,8 @@ _BUCKETS = [
 ZERO: Table = {
     "stage": stage,
     **dict.fromkeys(_BUCKETS, _OVERLAP),
-    "cpu_offload": flag("offload", ["optimizer"], "kept on the device"),
-    "cpu_offload_params": flag("offload", ["params"], "kept on the device"),
+    "cpu_offload": flag("offload", ["optimizer"], "stays on the device"),
+    "cpu_offload_params": flag("offload", ["params"], "stays on the device"),
     "cpu_offload_use_pin_memory": automatic("host memory of `offload` is pinned"),
     "offload_optimizer": {"device": offload("optimizer"), **_OFFLOAD_REST},
     "offload_param": {"device": offload("params"), **_OFFLOAD_REST},
@@ -264,14 +268,14 @@ ZERO: Table = {
     "zero_hpz_partition_size": when(
         lambda v: v == 1,
         automatic("parameters are gathered over all of fsdp"),
-        meaningless("use mesh: {replica, fsdp}, which cuts within a host"),
+        meaningless("use mesh: {replica, fsdp}, which shards within a host"),
     ),
     "zero_quantized_weights": when(
         is_on, meaningless("weights are gathered as they are computed with: precision: bfloat16"), automatic("off")
     ),
     "zero_quantized_gradients": when(
         is_on,
-        meaningless("a compressing reducer takes replicas, not fsdp: mesh.replica and a reducer"),
+        meaningless("a compressing reducer works over replicas, not fsdp: set mesh.replica and a reducer"),
         automatic("off"),
     ),
 }
@@ -310,7 +314,7 @@ TABLE: Table = {
         automatic("gradients are reduced in float32"),
         to("reducer", lambda v: "bfloat16"),
     ),
-    "seq_parallel_communication_data_type": automatic("activations cross the wire in the dtype of the computation"),
+    "seq_parallel_communication_data_type": automatic("activations are sent in the dtype of the computation"),
     "prescale_gradients": automatic("sums are divided once, by the count of the whole batch"),
     "gradient_predivide_factor": automatic("sums are divided once, by the count of the whole batch"),
     "sparse_gradients": when(
@@ -319,26 +323,24 @@ TABLE: Table = {
     "steps_per_print": to("log.every_steps"),
     "wall_clock_breakdown": automatic("metrics.jsonl has the times of each step; a trace: profile"),
     "dump_state": automatic("config.yaml, environment.json and plan.json of the run"),
-    "memory_breakdown": automatic("`spmdkit plan` says what a device needs"),
+    "memory_breakdown": automatic("`spmdkit plan` shows the memory per device"),
     "tensorboard": {
         "enabled": flag("log.trackers", ["tensorboard"], "off"),
         "output_path": automatic("tensorboard/ in run_dir"),
         "job_name": automatic("run_dir names the run"),
     },
     **dict.fromkeys(("wandb", "csv_monitor", "comet"), _TRACKER),
-    **dict.fromkeys(
-        ("flops_profiler", "comms_logger"), automatic("`spmdkit plan` counts arithmetic and bytes on the wire")
-    ),
-    "autotuning": automatic("`spmdkit plan --search` looks for the fastest mesh that fits"),
+    **dict.fromkeys(("flops_profiler", "comms_logger"), automatic("`spmdkit plan` counts arithmetic and bytes sent")),
+    "autotuning": automatic("`spmdkit plan --search` searches the fastest mesh that fits"),
     "elasticity": automatic("a checkpoint is restored on any mesh; `spmdkit launch --max-restarts`"),
     "activation_checkpointing": {
-        "partition_activations": automatic("activations are cut as the mesh cuts them"),
+        "partition_activations": automatic("activations are sharded by the mesh"),
         "cpu_checkpointing": when(
             is_on, meaningless("name what is offloaded: remat: {offload: [...]}"), automatic("off")
         ),
         **dict.fromkeys(
             ["contiguous_memory_optimization", "number_checkpoints", "synchronize_checkpoint_boundary", "profile"],
-            automatic("`remat` says what is kept; XLA places it"),
+            automatic("`remat` selects the saved activations; XLA places them"),
         ),
     },
     "tensor_parallel": {"autotp_size": to("mesh.tensor", note="with layout.rules, or metadata of the model")},

@@ -13,9 +13,9 @@ from spmdkit.tools.migrate.base import (
     UNKNOWN,
     Migration,
     Rule,
+    also_set,
     apply,
     automatic,
-    beside,
     flag,
     is_on,
     meaningless,
@@ -69,7 +69,7 @@ PATTERNS: list[tuple[str, str, str]] = [
             r"eval_split|train_split|use_sft|sft_\w+|colocated_\w+|generate_padding_\w+|\w*image\w*|use_multimodal"
         ),
         MEANINGLESS,
-        "data are the task's: Task(train_data=...), any random-access source",
+        "the task defines its data: Task(train_data=...), any random-access source",
     ),
     (
         (
@@ -168,7 +168,7 @@ def migrate(settings: Mapping[str, Any], devices: int, folder: Path) -> Migratio
             migration.mapped(key, value, f"task_args.{key}", value)
         else:
             found = next((row for row in PATTERNS if re.fullmatch(row[0], key)), None)
-            migration.say(
+            migration.report(
                 *(
                     (UNKNOWN, key, value, "not known here: look it up, nothing was done about it")
                     if found is None
@@ -186,17 +186,17 @@ def _axis(migration: Migration, key: str, value: Any) -> None:
     where, name = _MESH.fullmatch(key).groups()  # type: ignore[union-attr]
     axis = "replica" if (where, name) == ("dcn", "data") else _AXES.get(name, _MERGED.get(name))
     if value == 1:
-        return migration.say(AUTOMATIC, key, value, "an axis that is not named is 1")
+        return migration.report(AUTOMATIC, key, value, "a missing axis has size 1")
     if axis is None:
-        return migration.say(MEANINGLESS, key, value, "there is no such axis: its devices go to another")
+        return migration.report(MEANINGLESS, key, value, "no such axis here: use its devices for another")
     if axis == "replica" and value == -1:
-        return migration.say(AUTOMATIC, key, value, "one slice; for several, mesh.replica is their number")
+        return migration.report(AUTOMATIC, key, value, "one slice; for several, mesh.replica is their number")
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{value!r} is no size of an axis")
     mesh = migration.config.setdefault("mesh", {})
     before = mesh.get(axis, 1)
     mesh[axis] = -1 if -1 in (before, value) else before * value
-    return migration.say("mapped", key, value, f"mesh.{axis}: {mesh[axis]}")
+    return migration.report("mapped", key, value, f"mesh.{axis}: {mesh[axis]}")
 
 
 def _mesh(migration: Migration) -> None:
@@ -216,16 +216,16 @@ def _optimizer(migration: Migration, settings: Mapping[str, Any]) -> None:
         return
     name = names.get(str(kind or "adamw"))
     if name is None:
-        return migration.say(
+        return migration.report(
             MEANINGLESS, "opt_type", kind, "no optax optimizer has this name: give it in the task, Task(optimizer=...)"
         )
     arguments = given if name == "adamw" else {}
     migration.put("optimizer", {"name": name, **arguments})
     if kind is not None:
-        migration.say("mapped", "opt_type", kind, f"optimizer.name: {name}")
+        migration.report("mapped", "opt_type", kind, f"optimizer.name: {name}")
     for key, option in ADAM.items():
         if key in settings:
-            migration.say(
+            migration.report(
                 "mapped" if arguments else AUTOMATIC,
                 key,
                 settings[key],
@@ -248,8 +248,8 @@ def _rate(migration: Migration, settings: Mapping[str, Any]) -> None:
     """Linear warm-up and cosine decay, as MaxText always does."""
     if "learning_rate" not in settings:
         return
-    rate, asked = float(settings["learning_rate"]), settings.get("learning_rate_schedule_steps", -1)
-    steps = asked if isinstance(asked, int) and asked > 0 else migration.config.get("steps", 150_001)
+    rate, given = float(settings["learning_rate"]), settings.get("learning_rate_schedule_steps", -1)
+    steps = given if isinstance(given, int) and given > 0 else migration.config.get("steps", 150_001)
     final = settings.get("cosine_learning_rate_final_fraction", settings.get("learning_rate_final_fraction", 0.1))
     warmup = int(steps * float(settings.get("warmup_steps_fraction", 0.1)))
     schedule = {
@@ -258,7 +258,7 @@ def _rate(migration: Migration, settings: Mapping[str, Any]) -> None:
     migration.put("learning_rate", schedule)
     for key in RATE:
         if key in settings:
-            migration.say("mapped", key, settings[key], "learning_rate: warmup_cosine_decay_schedule")
+            migration.report("mapped", key, settings[key], "learning_rate: warmup_cosine_decay_schedule")
 
 
 def _batch(path: str) -> Rule:
@@ -267,7 +267,7 @@ def _batch(path: str) -> Rule:
             float(value) * migration.devices * (migration.config.get("microbatches", 1) if path == "batch_size" else 1)
         )
         if total < 1:
-            return migration.say(AUTOMATIC, key, value, "as batch_size")
+            return migration.report(AUTOMATIC, key, value, "as batch_size")
         return migration.mapped(key, value, path, total, f"for --devices {migration.devices}")
 
     return rule
@@ -282,7 +282,7 @@ def _passes(migration: Migration, key: str, value: Any) -> None:
 def _remat(migration: Migration, key: str, value: Any) -> None:
     policy = _REMAT.get(str(value), "dots" if str(value).startswith("save_") else None)
     if policy is None:
-        return migration.say(
+        return migration.report(
             MEANINGLESS,
             key,
             value,
@@ -295,12 +295,12 @@ def _steps(migration: Migration, key: str, value: Any) -> None:
     if value > 0:
         migration.mapped(key, value, "steps", value)
     else:
-        migration.say(AUTOMATIC, key, value, "set steps")
+        migration.report(AUTOMATIC, key, value, "set steps")
 
 
 def _period(migration: Migration, key: str, value: Any) -> None:
     if migration.config.get("checkpoint", {}) is None:
-        migration.say(AUTOMATIC, key, value, "nothing is saved")
+        migration.report(AUTOMATIC, key, value, "nothing is saved")
     else:
         migration.mapped(key, value, "checkpoint.every_steps", value)
 
@@ -308,8 +308,8 @@ def _period(migration: Migration, key: str, value: Any) -> None:
 def _profiler(migration: Migration, key: str, value: Any) -> None:
     if value:
         migration.put("profile.start", 2)
-        return migration.say("mapped", key, value, "profile")
-    return migration.say(AUTOMATIC, key, value, "no trace")
+        return migration.report("mapped", key, value, "profile")
+    return migration.report(AUTOMATIC, key, value, "no trace")
 
 
 _POSITIVE = lambda path, why: when(lambda v: isinstance(v, int | float) and v > 0, to(path), automatic(why))
@@ -344,21 +344,21 @@ TABLE: dict[str, Rule] = {
     "run_name": when(bool, to("run_dir", lambda v: f"runs/{v}"), automatic("runs/<config name>")),
     "profiler": _profiler,
     "skip_first_n_steps_for_profiler": lambda m, key, v: (
-        m.mapped(key, v, "profile.start", v + 1) if "profile" in m.config else m.say(AUTOMATIC, key, v, "no trace")
+        m.mapped(key, v, "profile.start", v + 1) if "profile" in m.config else m.report(AUTOMATIC, key, v, "no trace")
     ),
     "profiler_steps": lambda m, key, v: (
-        m.mapped(key, v, "profile.steps", v) if "profile" in m.config else m.say(AUTOMATIC, key, v, "no trace")
+        m.mapped(key, v, "profile.steps", v) if "profile" in m.config else m.report(AUTOMATIC, key, v, "no trace")
     ),
-    "profile_periodically_period": automatic("one trace a run"),
+    "profile_periodically_period": automatic("one trace per run"),
     "profile_cleanly": automatic("a trace begins between two steps"),
-    "upload_all_profiler_results": automatic("the trace lies in run_dir"),
+    "upload_all_profiler_results": automatic("the trace is in run_dir"),
     "optimizer_memory_host_offload": flag("offload", ["optimizer"], "kept on the device"),
     "parameter_memory_host_offload": flag("offload", ["params"], "kept on the device"),
     "num_pipeline_microbatches": _POSITIVE("pipeline.microbatches", "chosen by the rows of a shard"),
     "num_pipeline_repeats": when(
         lambda v: isinstance(v, int) and v > 1,
-        beside("pipeline.schedule", "interleaved", to("pipeline.chunks")),
-        automatic("one chunk of layers a stage"),
+        also_set("pipeline.schedule", "interleaved", to("pipeline.chunks")),
+        automatic("one chunk of layers per stage"),
     ),
     "attention": to(
         "attention.implementation",
@@ -369,13 +369,13 @@ TABLE: dict[str, Rule] = {
     ),
     "context_parallel_strategy": to("attention.context", lambda v: "ring" if v == "ring" else "all_to_all"),
     "shard_optimizer_over_data": when(
-        is_on, meaningless("use mesh.fsdp with layout.zero: 1, which cuts optimizer state alone"), automatic("off")
+        is_on, meaningless("use mesh.fsdp with layout.zero: 1, which shards optimizer state only"), automatic("off")
     ),
     "base_config": meaningless(
         "a file with all defaults: what this one leaves out has spmdkit's defaults. Migrate it too if you changed it"
     ),
-    "override_model_config": meaningless("task_args win"),
-    "reuse_example_batch": meaningless("for measurements of MaxText; data are the task's"),
+    "override_model_config": meaningless("task_args take precedence"),
+    "reuse_example_batch": meaningless("for measurements of MaxText; the task defines its data"),
     "target_eval_loss": meaningless("a hook of yours returns sk.Stop: docs/adding.md"),
     **dict.fromkeys([*RATE, "opt_type", *ADAM], _LATER),
 }

@@ -15,9 +15,9 @@ from spmdkit.metrics.report.communication import communication_page, communicati
 from spmdkit.metrics.report.run import report_body
 from spmdkit.plan.command import make_plan
 from spmdkit.tools.bench import figures
-from spmdkit.tools.bench.communication import Compared, run_communication
+from spmdkit.tools.bench.communication import ComparisonOptions, run_communication
 from spmdkit.tools.bench.interleaved import Block, block_steps, period, ratios
-from spmdkit.tools.bench.variants import BASELINE, Row, read, rows_of, told
+from spmdkit.tools.bench.variants import BASELINE, Row, choice_text, read, rows_of
 
 CONFIG = "configs/linear_regression.yaml"
 OVERRIDES = ["devices=cpu:4"]
@@ -26,7 +26,7 @@ OVERRIDES = ["devices=cpu:4"]
 def bench(capsys, out, config=CONFIG, overrides=(), **asked):
     loaded = load_config(config, [*OVERRIDES, *overrides])
     cluster = join(detect_cluster({}), loaded.devices)
-    code = run_communication(loaded, cluster, Compared(as_json=True, out=out, **asked))
+    code = run_communication(loaded, cluster, ComparisonOptions(as_json=True, out=out, **asked))
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -35,7 +35,7 @@ def measured(tmp_path_factory):
     """The linear regression by two reducers and one sync; a third has nothing to send of so small a gradient."""
     out = tmp_path_factory.mktemp("bench")
     config = load_config(CONFIG, OVERRIDES)
-    asked = Compared(reducers="int8,topk", syncs="local_sgd(every=4)", steps=40, seeds=2, out=out)
+    asked = ComparisonOptions(reducers="int8,topk", syncs="local_sgd(every=4)", steps=40, seeds=2, out=out)
     return run_communication(config, join(detect_cluster({}), config.devices), asked), out
 
 
@@ -133,7 +133,7 @@ def test_loss_above_the_bound_exits_with_1(tmp_path, capsys):
 )
 def test_choices_are_read_and_told_alike(text, option, choices):
     assert read(text, option) == choices
-    assert read(",".join(map(told, choices)), option) == choices
+    assert read(",".join(map(choice_text, choices)), option) == choices
 
 
 @pytest.mark.parametrize(

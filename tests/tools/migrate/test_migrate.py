@@ -221,7 +221,7 @@ def test_deepspeed_batch_per_device_and_external_learning_rate(tmp_path):
     }
     config, kinds = migrated(tmp_path, "ds.json", json.dumps(settings), devices=16)
     assert (config["batch_size"], config["microbatches"], config["mesh"]) == (128, 2, {"data": -1})
-    assert kinds[UNKNOWN] == ["learning rate: null -> it is not in this file: 0.001 stands in, set learning_rate"]
+    assert kinds[UNKNOWN] == ["learning rate: null -> it is not in this file: set learning_rate (now 0.001)"]
 
 
 def test_a_maxtext_file(tmp_path):
@@ -307,7 +307,7 @@ def test_impossible_number_is_reported_at_the_top(tmp_path):
 )
 def test_unknown_zero_stage_is_reported(tmp_path, name, text):
     _, kinds = migrated(tmp_path, name, text)
-    assert any("stage: 9 -> there are stages 0 to 3" in line for line in kinds[UNKNOWN])
+    assert any("stage: 9 -> the stages are 0 to 3" in line for line in kinds[UNKNOWN])
 
 
 def test_invalid_deepspeed_file_of_accelerate_is_reported(tmp_path):
@@ -342,7 +342,7 @@ def test_the_command_prints_it_and_refuses_with_78(tmp_path, monkeypatch, capfd)
     for arguments, part in (
         (["nothing.yaml"], "No such file"),
         (["a.yaml", "--project", "keras"], "maxtext"),
-        (["a.yaml", "--devices", "0"], "at least one"),
+        (["a.yaml", "--devices", "0"], "at least 1"),
     ):
         assert folder.leaves("migrate", *arguments) == 78
         error = capfd.readouterr().err
