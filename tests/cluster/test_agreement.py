@@ -8,6 +8,8 @@ import random
 import threading
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from spmdkit.cluster.agreement import Agreement
 from spmdkit.cluster.store import MemoryStore
@@ -54,7 +56,7 @@ class Scheduler:
             self.pick()
         for t in threads:
             t.join(timeout=20)
-            assert not t.is_alive(), "the processes wait for each other for ever"
+            assert not t.is_alive(), "the processes wait for each other indefinitely"
         if errors:
             raise errors[0]
 
@@ -110,7 +112,11 @@ def simulate(seed, num_processes, num_steps, lag, requests, skew=1.0, step_s=0.0
     return true_at
 
 
-@pytest.mark.parametrize("seed", range(60))
+SEEDS = st.integers(0, 2**20)
+"""Of the scheduler: the order of all messages."""
+
+
+@given(seed=SEEDS)
 def test_every_process_gets_true_at_the_same_steps(seed):
     rng = random.Random(seed)
     num_processes, num_steps, lag = rng.choice([2, 3, 4]), 40, rng.choice([0, 1, 2, 5])
@@ -122,30 +128,28 @@ def test_every_process_gets_true_at_the_same_steps(seed):
         assert true_at[0] == []
 
 
-@pytest.mark.parametrize("seed", range(30))
-@pytest.mark.parametrize("asker", [0, 1, 2])
-def test_one_request_is_answered_once_and_soon(seed, asker):
-    true_at = simulate(seed, 3, 60, lag=2, requests={asker: {10}}, step_s=1.0)
+@given(seed=SEEDS, requester=st.integers(0, 2))
+def test_one_request_is_decided_once_and_soon(seed, requester):
+    true_at = simulate(seed, 3, 60, lag=2, requests={requester: {10}}, step_s=1.0)
     assert true_at[0] == true_at[1] == true_at[2]
     assert len(true_at[0]) == 1
     assert true_at[0][0] > 10
-    if asker == 0:  # one second a step: it is decided at once, for the step after the horizon
+    if requester == 0:  # one second per step: decided immediately, for the step after the horizon
         assert true_at[0][0] <= 10 + (2 + 1) + 1
 
 
-def test_with_slow_steps_the_decision_of_process_0_is_for_step_plus_lag_plus_1():
+def test_slow_steps_decide_for_step_plus_lag():
     assert simulate(0, 2, 40, lag=3, requests={0: {10}}, step_s=1.0)[0] in ([13], [14])
 
 
-@pytest.mark.parametrize("seed", range(30))
-@pytest.mark.parametrize("askers", [{0: 10}, {2: 10}, {0: 10, 1: 12}, {1: 10, 2: 10}])
-def test_requests_until_the_answer_comes_get_one_answer(seed, askers):
-    true_at = simulate(seed, 3, 60, lag=2, requests=askers, step_s=1.0)
+@given(seed=SEEDS, requests=st.sampled_from([{0: 10}, {2: 10}, {0: 10, 1: 12}, {1: 10, 2: 10}]))
+def test_requests_before_the_decision_share_it(seed, requests):
+    true_at = simulate(seed, 3, 60, lag=2, requests=requests, step_s=1.0)
     assert len(true_at[0]) == 1
     assert true_at[0] == true_at[1] == true_at[2]
 
 
-def test_a_standing_request_is_answered_again_and_again():
+def test_a_repeated_request_is_decided_repeatedly():
     true_at = simulate(1, 3, 60, lag=1, requests={2: set(range(1, 61))}, step_s=1.0)
     assert len(true_at[0]) > 5
     assert true_at[0] == true_at[1] == true_at[2]
@@ -178,7 +182,9 @@ def test_a_follower_whose_process_0_is_gone_says_so_after_its_timeout():
         now[0] += seconds
 
     agreement = Agreement(MemoryStore(), "a", 3, timeout_s=60, clock=lambda: now[0], sleep=sleep)
-    with pytest.raises(RendezvousError, match="process 3 waited 60 s at step 7 for process 0, which has started no step"):
+    with pytest.raises(
+        RendezvousError, match="process 3 waited 60 s at step 7 for process 0, which has started no step"
+    ):
         agreement.at(7, False, 2)
     assert 60 <= now[0] < 61
 
