@@ -131,7 +131,7 @@ class _Worker:
     def _describe_exit(self, timed_out: bool) -> str:
         code = self.end(kill=False)
         if timed_out:
-            return f"the process took longer than {VERIFY_JOB_S:.0f} s and was ended"
+            return f"the process took longer than {VERIFY_JOB_S:.0f} s and was killed"
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
         lines = [line for line in self._log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
         checks = [line for line in lines if "Check failed" in line] or lines

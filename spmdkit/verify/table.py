@@ -107,7 +107,7 @@ def _mutants(console: Console, report: Mapping[str, Any]) -> None:
             else f"[bold red]NOT CAUGHT: {escape(mutant['by'])}[/]"
         )
         mesh = describe_case(mutant["mesh"], mutant["microbatches"]) if "mesh" in mutant else ""
-        table.add_row(mutant["name"], mutant.get("does", ""), mesh, by)
+        table.add_row(mutant["name"], mutant.get("description", ""), mesh, by)
     if report["mutants"]:
         console.print(table)
     for mutant in report["mutants"]:

@@ -220,7 +220,7 @@ def runner_of(task: str, text: str, short: bool = False) -> CaseRunner:
 
 def _write(found: dict[str, dict[str, Told]], others: dict[str, Told]) -> None:
     what = {name: f"`{mistake.line.splitlines()[0]}`" for name, mistake in USERS.items()}
-    what |= {mutant.name: f"in the toolkit: {mutant.does}" for mutant in MUTANTS}
+    what |= {mutant.name: f"in the toolkit: {mutant.description}" for mutant in MUTANTS}
     rows = [["mistake", "line", *TASKS], ["---"] * (2 + len(TASKS))]
     rows += [[f"`{name}`", what[name], *(found[name][task].verdict for task in TASKS)] for name in found]
     total = {task: [row[task].verdict for row in found.values()] for task in TASKS}

@@ -68,13 +68,13 @@ mutant has no place in a task that does not use what it changes, with the reason
 
 
 def _write(found: dict[str, dict[str, str]]) -> None:
-    rows = [["mutant", "does", "caught", "has no place", "not caught"], ["---"] * 5]
+    rows = [["mutant", "description", "caught", "not applicable", "not caught"], ["---"] * 5]
     for mutant in MUTANTS:
         said = {name: outcomes[mutant.name] for name, outcomes in found.items()}
         caught = sum(words.startswith(CAUGHT) for words in said.values())
         missed = [name for name, words in said.items() if words == MISSED]
         others = str(len(said) - caught - len(missed))
-        rows.append([f"`{mutant.name}`", mutant.does, str(caught), others, ", ".join(missed) or "none"])
+        rows.append([f"`{mutant.name}`", mutant.description, str(caught), others, ", ".join(missed) or "none"])
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     date = f"Found on {datetime.date.today().isoformat()}, {len(found)} tasks.\n\n"
     PAGE.write_text(HEAD + date + table + "\n", encoding="utf-8")

@@ -68,7 +68,7 @@ def test_padding_that_counts_is_refused_by_the_reference():
 def test_padding_that_counts_differs_from_the_reference_where_nothing_else_looks_for_it(mesh, monkeypatch):
     """The reference of a short batch has no padding: the mistake is not made on both sides."""
     monkeypatch.setattr(padding_check, "changes", lambda *args: [])
-    found = case_runner.__wrapped__(tasks.counts_padding, "mask").case(mesh, 1, whole=False)
+    found = case_runner.__wrapped__(tasks.counts_padding, False).case(mesh, 1, whole=False)
     assert not found["passed"] and found["gradient_error"] > 1e-3
     assert found["diagnosis"]["kind"] == "uneven counts"
     assert "only in the short batch" in found["diagnosis"]["found"]
@@ -88,7 +88,7 @@ def test_accumulation_on_one_device_is_a_case_of_its_own():
 
 def test_everybodys_rows_are_those_of_a_microbatch_on_one_device_too():
     assert case_runner(tasks.right).case({"data": 4}, 2, whole=False)["passed"]
-    assert "everybody's rows are those of a microbatch" in case_runner(tasks.right).case({}, 2, whole=False)["skipped"]
+    assert "the gathered rows are those of a microbatch" in case_runner(tasks.right).case({}, 2, whole=False)["skipped"]
 
 
 def test_a_mesh_that_the_task_cannot_use_is_skipped_with_the_reason():

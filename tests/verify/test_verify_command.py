@@ -176,11 +176,11 @@ def test_locate_prints_line_of_mutants(folder, capfd):
 def test_workers_open_task_while_reference_runs(monkeypatch):
     begun = threading.Barrier(3, timeout=20)
 
-    def ask(worker, job):
+    def respond(worker, job):
         begun.wait()  # all at once, or never
         return {"outcome": job["kind"]}
 
-    monkeypatch.setattr(_Worker, "ask", ask)
+    monkeypatch.setattr(_Worker, "request", respond)
     with Pool({"devices": 1}, 3) as pool:
         assert pool.request({"kind": "reference"}) == {"outcome": "reference"}
 

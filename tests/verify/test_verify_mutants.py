@@ -158,7 +158,7 @@ def test_the_page_of_mutants_has_the_reasons_that_the_program_gives():
         assert "NOT CAUGHT" not in tried.values() and all(f"| {m.name} |" in page for m in MUTANTS), name
         for mutant in MUTANTS:
             reason = not_tried.get(mutant.name)
-            assert reason is None or reason in [mutant.unused, mutant.idle, mutant.settings(nothing)], (
+            assert reason is None or reason in [mutant.unused, mutant.no_effect, mutant.settings(nothing)], (
                 name,
                 mutant.name,
             )
@@ -186,7 +186,7 @@ def test_there_are_twenty_kinds_of_mistakes_those_of_users_too():
 )
 def test_a_mutant_that_changes_no_number_is_not_applicable_where_that_can_be(idle, outcome, monkeypatch):
     apply = lambda setting: contextlib.nullcontext(["acted"])
-    mutant = Mutant("idle", "nothing", lambda known: [Setting({"data": 2})], apply, idle=idle)
+    mutant = Mutant("idle", "nothing", lambda known: [Setting({"data": 2})], apply, no_effect=idle)
     monkeypatch.setattr("spmdkit.verify.mutants.by_name", lambda name: mutant)
     found = case_runner(tasks.right).mutant("idle", 2)
     assert outcome.items() <= found.items()
