@@ -212,7 +212,7 @@ def current_trace() -> Any:
 
 
 def auto_mesh(devices: np.ndarray, axes: Sequence[str]) -> Mesh:
-    """Returns a mesh whose axes are all of type Auto (`jax.make_mesh` would make them Explicit)."""
+    """Returns a mesh with axes of type Auto only (`jax.make_mesh` would make them Explicit)."""
     return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 

@@ -174,10 +174,10 @@ def _rule(value: Any) -> Rule:
         raise Wants("a pair [path pattern, [one axis name or null for each dim]]", _RULE_EXAMPLE)
     pattern, dims = value
     if not isinstance(pattern, str) or not pattern:
-        raise Wants("a pair whose first item is a regular expression over paths of parameters", _RULE_EXAMPLE)
+        raise Wants("a pair with a regular expression over paths of parameters as its first item", _RULE_EXAMPLE)
     if not isinstance(dims, list | tuple) or not all(_is_dim(d) for d in dims):
         raise Wants(
-            "a pair whose second item is a list with a name, a list of names or null for each dim", _RULE_EXAMPLE
+            "a pair with a list of a name, a list of names or null for each dim as its second item", _RULE_EXAMPLE
         )
     _check_pattern(pattern, _RULE_EXAMPLE)
     return pattern, tuple(tuple(d) if isinstance(d, list) else d for d in dims)

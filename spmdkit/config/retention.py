@@ -26,7 +26,7 @@ class Retention(Section):
 
     keep: fields.Count = Field(default=3, description="Number of newest checkpoints to keep, in addition to the best.")
     keep_every: fields.Count | None = Field(
-        default=None, description="Keep every checkpoint whose step is a multiple of this; null: none."
+        default=None, description="Keep every checkpoint at a multiple of this number of steps; null: none."
     )
     best: Best | None = Field(
         default=None,

@@ -156,7 +156,7 @@ def _pipeline(config: Settings) -> Iterator[Problem]:
         yield Problem(
             ("pipeline", "chunks"),
             (
-                f"is {asked.chunks}, and pipeline.schedule is {asked.schedule}, whose stages hold one chunk each. Remove "
+                f"is {asked.chunks}, and pipeline.schedule is {asked.schedule}, with one chunk per stage. Remove "
                 "it, or set schedule: interleaved."
             ),
         )
@@ -263,7 +263,7 @@ def _deterministic(config: Settings) -> Iterator[Problem]:
         yield Problem(
             ("attention", "implementation"),
             (
-                "is cudnn, whose gradient adds in another order each time, and deterministic is true. Try "
+                "is cudnn, with a gradient that sums in another order each time, and deterministic is true. Try "
                 "implementation: xla, or deterministic: false."
             ),
         )
@@ -329,7 +329,7 @@ def _without_effect(config: Settings) -> Iterator[Problem]:
     if config.profile and (last := config.profile.start + config.profile.steps - 1) > config.steps:
         yield Problem(
             ("profile",),
-            f"asks for steps {config.profile.start} to {last}, found steps: {config.steps}. The trace lies within the "
+            f"covers steps {config.profile.start} to {last}, found steps: {config.steps}. The trace lies within the "
             f"run. Try profile: {{start: {max(1, config.steps - config.profile.steps + 1)}, "
             f"steps: {min(config.profile.steps, config.steps)}}}.",
         )

@@ -1,4 +1,4 @@
-"""Rules for `run_dir`: a run writes many files, and must not do so where nobody expects them."""
+"""Rules for `run_dir`: a run writes many files, and must not do so in unexpected places."""
 
 from __future__ import annotations
 

@@ -167,9 +167,7 @@ class Schedule:
 
     def _check(self, step: int) -> None:
         if step < 1 or (self.finite and step > self.steps_per_epoch):
-            raise ValueError(
-                f"step {step} of a schedule whose steps are 1 to {self.num_batches if self.finite else 'any'}"
-            )
+            raise ValueError(f"step {step} of a schedule with steps 1 to {self.num_batches if self.finite else 'any'}")
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -44,12 +44,12 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         _remove(beside)
 
 
-def remove_unfinished(folder: Path, besides: tuple[str, ...]) -> None:
-    """Removes the partial files of killed writers in a folder that only the caller writes; `besides`: files that others
+def remove_unfinished(folder: Path, others: tuple[str, ...]) -> None:
+    """Removes the partial files of killed writers in a folder that only the caller writes; `others`: files that others
     write there too."""
     for path in folder.glob(".*.partial"):
         found = _PARTIAL.fullmatch(path.name)
-        if found is not None and found["name"] not in besides:
+        if found is not None and found["name"] not in others:
             _remove(path)
 
 

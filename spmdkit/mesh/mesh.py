@@ -24,23 +24,23 @@ from spmdkit.foundation.constants import MODEL_AXES as MODEL_AXES
 from spmdkit.foundation.constants import REPLICA_AXES as REPLICA_AXES
 
 
-def resolve(asked: Mapping[str, int], num_devices: int, num_slices: int = 1) -> dict[str, int]:
-    """Returns the size of every axis in `AXES`; one -1 in `asked` fills with the remaining part of `num_devices`.
+def resolve(requested: Mapping[str, int], num_devices: int, num_slices: int = 1) -> dict[str, int]:
+    """Returns the size of every axis in `AXES`; one -1 in `requested` fills with the remaining part of `num_devices`.
 
-    An empty `asked` is one device, the debugging default. If devices are in several slices and `replica` is not set, it
+    An empty `requested` is one device, the debugging default. If devices are in several slices and `replica` is not set, it
     is their number if the other sizes permit: the slowest links join slices, and this axis is for those.
 
     Raises:
         ConfigError: the product of the sizes is not the number of devices.
     """
-    sizes = {axis: asked.get(axis, 1) for axis in AXES}
-    if not asked:
+    sizes = {axis: requested.get(axis, 1) for axis in AXES}
+    if not requested:
         return sizes
     fixed = math.prod(size for size in sizes.values() if size != -1)
     room = num_devices % (fixed * num_slices) == 0 if -1 in sizes.values() else fixed * num_slices == num_devices
-    if num_slices > 1 and "replica" not in asked and room:
-        return resolve({**asked, "replica": num_slices}, num_devices)
-    named = " x ".join(f"{axis}({size})" for axis, size in asked.items())
+    if num_slices > 1 and "replica" not in requested and room:
+        return resolve({**requested, "replica": num_slices}, num_devices)
+    named = " x ".join(f"{axis}({size})" for axis, size in requested.items())
     open_axes = [axis for axis, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
         raise ConfigError(f"mesh has {named}: two axes are -1. At most one -1 can fill. Give one of them a number.")
@@ -48,27 +48,27 @@ def resolve(asked: Mapping[str, int], num_devices: int, num_slices: int = 1) -> 
         if num_devices % fixed:
             raise ConfigError(
                 f"mesh has {named}, found {num_devices} devices: {fixed} does not divide {num_devices}. The axis that "
-                f"is -1 fills the rest. {_repair(asked, fixed, num_devices)}"
+                f"is -1 fills the rest. {_repair(requested, fixed, num_devices)}"
             )
         sizes[open_axes[0]] = num_devices // fixed
     elif fixed != num_devices:
         raise ConfigError(
             f"mesh needs {named} = {fixed} devices, found {num_devices}. "
-            f"The product must equal the device count. {_repair(asked, fixed, num_devices)}"
+            f"The product must equal the device count. {_repair(requested, fixed, num_devices)}"
         )
     return sizes
 
 
-def _repair(asked: Mapping[str, int], fixed: int, num_devices: int) -> str:
+def _repair(requested: Mapping[str, int], fixed: int, num_devices: int) -> str:
     """Returns the smallest change of one axis that makes the product fit."""
-    for axis, size in sorted(asked.items(), key=lambda item: -item[1]):
+    for axis, size in sorted(requested.items(), key=lambda item: -item[1]):
         if size == -1:
             continue
         rest = fixed // size
-        if num_devices % rest == 0 and num_devices // rest != size and -1 not in asked.values():
+        if num_devices % rest == 0 and num_devices // rest != size and -1 not in requested.values():
             return f"Try {axis}: {num_devices // rest}, or {axis}: -1 to fill."
         fits = [s for s in range(1, size) if num_devices % (rest * s) == 0]
-        if fits and -1 in asked.values():
+        if fits and -1 in requested.values():
             return f"Try {axis}: {fits[-1]}."
     return "Try data: -1 alone, which uses all of them."
 

@@ -1,4 +1,4 @@
-"""What a run tells about itself: numbers (`metrics.jsonl`, TensorBoard), progress on the terminal, events.
+"""What a run logs: numbers (`metrics.jsonl`, TensorBoard), progress on the terminal, events.
 
 A tracker takes records of host numbers, one after the other, and never touches a device. The caller fetches the
 numbers, so nothing here waits for an accelerator. Only process 0 has trackers; every process may append to the event

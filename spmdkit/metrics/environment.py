@@ -33,7 +33,7 @@ FLAGS_WITHOUT_NUMBERS = re.compile(
 """Flags of XLA_FLAGS and LIBTPU_INIT_ARGS that change no number, by whole words: what they write, where, and how long
 they wait.
 
-What says how a kernel is chosen (`xla_gpu_load_autotune_results_from`, `..._algorithm_denylist_path`) does change them.
+Variables that select kernels (`xla_gpu_load_autotune_results_from`, `..._algorithm_denylist_path`) does change them.
 """
 
 PACKAGES = ("spmdkit", "jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "grain", "numpy")
@@ -46,7 +46,7 @@ NAMED = {
     "JAX_COORDINATOR_ADDRESS",
     "JAX_LOCAL_DEVICE_IDS",
 }
-"""Variables whose values are shown, beside XLA_FLAGS and all settings of JAX."""
+"""Variables with recorded values, in addition to XLA_FLAGS and all settings of JAX."""
 
 
 def environment(
@@ -58,7 +58,7 @@ def environment(
 ) -> dict[str, Any]:
     """Returns what `environment.json` holds, as plain JSON values.
 
-    `folder`: the config's folder, whose git commit is recorded. `devices`: the run's `jax.Device`s (default: all that
+    `folder`: the config's folder; its git commit is recorded. `devices`: the run's `jax.Device`s (default: all that
     JAX sees, which starts JAX's backend: call it after the cluster has been joined). `num_processes` likewise.
     """
     if devices is None or num_processes is None:

@@ -5,7 +5,7 @@ Numbers: a float is written as the shortest decimal that reads back as the same 
 widened first, which is exact, so `2.3` in float32 is written `2.299999952316284`; a reader gets the same bits and need
 not know the dtype. NaN and the infinities, which JSON has not, are the strings "NaN", "Infinity", "-Infinity": every
 strict parser takes the line, `float(...)` in Python and `Number(...)` in JavaScript give the number back, and the three
-stay apart (null would not tell them apart).
+remain distinct (null would not distinguish them).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def record_line(record: Mapping[str, Any], arrays: bool = False) -> str:
 
 
 _encode = json.JSONEncoder(allow_nan=False).encode
-"""Made once: `json.dumps` with arguments makes its encoder anew for each line."""
+"""Made once: `json.dumps` with arguments makes a new encoder for each line."""
 
 
 def plain_number(name: str, value: Any) -> int | float | bool:

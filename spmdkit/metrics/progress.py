@@ -57,7 +57,7 @@ class Progress:
             self._bar = Bar(self._out, total_steps)
 
     def start(self) -> None:
-        """Shows the first line, at once; call it before anything slow."""
+        """Shows the first line immediately; call it before anything slow."""
         first, total = self._first, self._total
         text = f"training steps 1 to {total}" if first == 1 else f"continuing at step {first} of {total}"
         self.message(text if first <= total else f"nothing to train: all {total} steps are done")
@@ -142,7 +142,7 @@ GONE = (OSError, ValueError, AttributeError)  # the other end is closed, the fil
 
 
 class QuietStream:
-    """A text stream that says nothing when what is behind it is gone, and prints `?` for what it cannot encode."""
+    """A text stream that ignores a closed output, and prints `?` for characters that it cannot encode."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream: Any = stream

@@ -25,7 +25,7 @@ STYLES = (
 
 
 class Bar:
-    """Drawn anew by a thread of rich's, between `start` and `stop`, from what stands in `step` and `words`."""
+    """Redrawn by a thread of rich, between `start` and `stop`, from `step` and `words`."""
 
     def __init__(self, out: Any, total_steps: int) -> None:
         self.console = Console(file=out, force_terminal=True)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 class Throughput:
     """Times the steps between two log records; compilation, evaluation and saving are left out by `pause` and `resume`.
 
-    The host runs ahead of the device, so a step's dispatch says nothing about its time. An interval runs from the
+    The host runs ahead of the device, so a step's dispatch time is not its run time. An interval runs from the
     moment when the last logged step was *finished* to the moment when this one is: the caller fetches the step's loss
     at a log step, and passes the time right after. For the same reason, pause only after fetching the latest step's
     loss: otherwise steps that still run on the device would run inside the pause and count as free.
@@ -26,7 +26,7 @@ class Throughput:
         self._paused_at: float | None = None
 
     def start(self) -> None:
-        """Begins the first interval now. Without it the first `tick` does, at the moment its batch was asked for."""
+        """Begins the first interval now. Without it the first `tick` does, when its batch was requested."""
         self._last_time = self._clock()
         self._paused_s = 0.0
         self._paused_at = None

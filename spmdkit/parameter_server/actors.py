@@ -97,7 +97,7 @@ class WorkerActor:
             roles.worker(number, incarnation, [RayEndpoint(server) for server in servers], devices).run()
         except (Unavailable, Fenced) as error:
             return "lost", "", str(error)
-        except Exception as error:  # noqa: BLE001  told by the coordinator
+        except Exception as error:  # noqa: BLE001  the coordinator reports it
             how, kind, text = failed(error)
             return how, kind, text
         return "done", "", ""

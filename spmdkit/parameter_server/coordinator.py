@@ -93,7 +93,7 @@ class Coordinator:
         self._progress_at_start = dict.fromkeys(range(workers), 0)
         self._generation, self._cursor = 0, 0
         self._away: set[int] = set()
-        self._told: set[int] = set()  # workers with a reported host
+        self._located: set[int] = set()  # workers with a reported host
         self._places: dict[int, str] = {}  # server -> its last host
         self._progress: dict[int, int] = {}
         self._first: Any = None
@@ -158,7 +158,7 @@ class Coordinator:
         incarnation = self._incarnations[number]
         self._running[number] = self._transport.worker(number, incarnation, self.endpoints)
         self._progress_at_start[number] = self._progress.get(number, 0)
-        self._told.discard(number)
+        self._located.discard(number)
         return WorkerEvent("worker_started", {"worker": number, "incarnation": incarnation})
 
     def join(self) -> WorkerEvent:
@@ -186,8 +186,8 @@ class Coordinator:
         if not self._servers_are_there(stats):
             return stats
         for number, running in list(self._running.items()):
-            if number not in self._told and (where := running.where):
-                self._told.add(number)
+            if number not in self._located and (where := running.where):
+                self._located.add(number)
                 fields = {"worker": number, "incarnation": self._incarnations[number], "where": where}
                 stats.events.append(WorkerEvent("worker_running", fields))
             if (ended := running.ended()) is not None and ended.how != "done":

@@ -150,8 +150,8 @@ class GradientStep:
             self._state, values = jax.block_until_ready(self.program.step(before, batch))
         # Copies: on the CPU `device_get` returns the memory of the state, which the next step reuses.
         arrays = {path: np.array(x) for path, x in to_arrays(self._state.opt_state["gradient"]).items()}
-        told = jax.device_get(dict(self.program.metrics(values)))
-        metrics = {name: float(x) for name, x in told.items() if not np.ndim(x)}
+        numbers = jax.device_get(dict(self.program.metrics(values)))
+        metrics = {name: float(x) for name, x in numbers.items() if not np.ndim(x)}
         finite = {name: metrics.pop(f"{OWN}{name}") for name in ("loss", "gradient")}
         weight, loss = metrics.pop(f"{OWN}weight"), metrics.pop("loss")
         wrong = [name for name, ok in finite.items() if not ok]

@@ -38,7 +38,7 @@ class Push:
         batch: the number of the batch.
         gradient: this server's leaves; None: the batch is skipped, since a value was not finite.
         loss, weight: the loss, and its count, the weight of the gradient in a mean.
-        told: for the first server only: metrics, `seconds` of the computation, and the `state` (old, new) of a model
+        report: for the first server only: metrics, `seconds` of the computation, and the `state` (old, new) of a model
             with mutable state.
     """
 
@@ -51,7 +51,7 @@ class Push:
     gradient: Arrays | None
     loss: float = 0.0
     weight: float = 1.0
-    told: Mapping[str, Any] | None = None
+    report: Mapping[str, Any] | None = None
 
 
 class Answer(NamedTuple):

@@ -27,7 +27,7 @@ class Roles:
         ConfigError: a parameter server cannot train the task or its optimizer.
 
     Attributes:
-        asked: the options of `sync: {parameter_server: ...}`.
+        options: the options of `sync: {parameter_server: ...}`.
         owned: path of a leaf -> its server.
         optimizer: of the servers.
         turn: a lock for programs on devices that are shared with others in this process.
@@ -35,20 +35,20 @@ class Roles:
 
     def __init__(self, config: Config, task: Task):
         check_task(config, task)
-        self.config, self.task, self.asked = config, task, options(config)
+        self.config, self.task, self.options = config, task, options(config)
         self._params = abstract_params(config, task)
         self.optimizer = server_optimizer(config, task)
-        self.owned: Mapping[str, int] = owners(self._params, self.asked.servers, self.asked.partition)
+        self.owned: Mapping[str, int] = owners(self._params, self.options.servers, self.options.partition)
         check_separable(self.optimizer, self._params, self.owned)
         self.turn: AbstractContextManager[Any] = (
-            threading.Lock() if self.asked.transport == "threads" else nullcontext()
+            threading.Lock() if self.options.transport == "threads" else nullcontext()
         )
 
     def server(self, number: int, donate: bool) -> Server:
         """Returns a server, without a state. `donate`: no puller shares its memory."""
-        asked = self.asked
+        options = self.options
         rules = Rules(
-            self.config.steps, asked.aggregate, asked.max_staleness, asked.scale_by_staleness, self.config.ema
+            self.config.steps, options.aggregate, options.max_staleness, options.scale_by_staleness, self.config.ema
         )
         return Server(self.optimizer, shard(self._params, self.owned, number), rules, donate)
 
@@ -61,7 +61,7 @@ class Roles:
         stopped: Callable[[], bool] = lambda: False,
     ) -> Worker:
         """Returns a worker on some devices; its step is compiled at its first gradient."""
-        paths = [[path for path, owner in self.owned.items() if owner == i] for i in range(self.asked.servers)]
+        paths = [[path for path, owner in self.owned.items() if owner == i] for i in range(self.options.servers)]
         policies: dict[str, Any] = dict(self.config.policies())
         computes = GradientStep(self.config, self.task, devices, self.turn)
-        return Worker(number, incarnation, endpoints, paths, computes, policies, self.asked.overlaps, stopped)
+        return Worker(number, incarnation, endpoints, paths, computes, policies, self.options.overlaps, stopped)

@@ -316,7 +316,7 @@ class Server:
             for push in own:
                 part.settled.add(push.batch)
         self._parts = merged(self._parts) if len(self._parts) > 1 else self._parts
-        states = [push.told["state"] for push in pushes if push.told and "state" in push.told]
+        states = [push.report["state"] for push in pushes if push.report and "state" in push.report]
         if states:
             self._model_state = moved(self._model_state, states, fresh=staleness == 0)
         for push in pushes:
@@ -343,7 +343,7 @@ class Server:
     def _note(self, push: Push, staleness: int) -> None:
         self._histogram[staleness] += 1
         self._progress[push.worker] += 1
-        told = {name: value for name, value in (push.told or {}).items() if name != "state"}
+        report = {name: value for name, value in (push.report or {}).items() if name != "state"}
         self._records.append(
             {
                 "step": self.applied,
@@ -354,7 +354,7 @@ class Server:
                 "loss": push.loss,
                 "weight": push.weight,
                 "time": self._clock(),
-                **told,
+                **report,
             }
         )
         self._num_records += 1

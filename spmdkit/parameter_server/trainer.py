@@ -75,7 +75,7 @@ class ParameterServerTrainer:
         if run.signals is not None:
             run.signals.again()  # Ray has just replaced the handler of SIGTERM
         try:
-            return _Watch(run, state, transport, roles, roles.asked.servers, roles.asked.workers).until_the_end()
+            return _Watch(run, state, transport, roles, roles.options.servers, roles.options.workers).until_the_end()
         except Unavailable as error:
             raise RendezvousError(
                 f"a stop was requested while a server was down ({error}), so its state is lost. {run.newest()} Start "
@@ -109,7 +109,7 @@ def _check(config: Config, cluster: Cluster, task: Task | None) -> None:
 
 
 def _transport(run: Run, roles: Roles) -> Transport:
-    if roles.asked.transport == "threads":
+    if roles.options.transport == "threads":
         devices = run.cluster.devices
         return Threads(
             lambda number: roles.server(number, donate=False),
@@ -119,12 +119,12 @@ def _transport(run: Run, roles: Roles) -> Transport:
         )
     from spmdkit.parameter_server.actors import Actors
 
-    asked = roles.asked
+    options = roles.options
     return Actors(
         run.config,
         run.directory,
-        asked.address,
-        asked.servers + asked.workers,
+        options.address,
+        options.servers + options.workers,
         tree_bytes(run.program.abstract_state.params),
     )
 
@@ -194,10 +194,10 @@ class _Watch:
     def _join(self) -> None:
         """Starts the additional workers that the file requests."""
         try:
-            asked = int((self.run.directory / JOIN).read_text())
+            requested = int((self.run.directory / JOIN).read_text())
         except (OSError, ValueError):
             return
-        while self.coordinator.num_workers < asked:
+        while self.coordinator.num_workers < requested:
             self._tell([self.coordinator.join()])
 
     def _tell(self, events: Any) -> None:

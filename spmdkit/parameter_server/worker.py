@@ -179,15 +179,15 @@ class Worker:
         for those of others."""
         found, pushes = computed.gradient, []
         for server, paths in enumerate(self.owned):
-            told: dict[str, Any] | None = None
+            report: dict[str, Any] | None = None
             if server == 0:
-                told = {"metrics": found.metrics, "seconds": computed.seconds}
+                report = {"metrics": found.metrics, "seconds": computed.seconds}
                 if found.model_state is not None:
-                    told["state"] = (ready.old_state or found.model_state, found.model_state)
+                    report["state"] = (ready.old_state or found.model_state, found.model_state)
             gradient = None if computed.skips else {path: found.arrays[path] for path in paths}
             where = (ready.generation, ready.versions[server], ready.batch_number)
             pushes.append(
-                Push(self.number, self.incarnation, ready.number, *where, gradient, found.loss, found.weight, told)
+                Push(self.number, self.incarnation, ready.number, *where, gradient, found.loss, found.weight, report)
             )
         answers: list[Answer] = self._of_all("push", [(push,) for push in pushes])
         if any(answer.outcome == "fenced" for answer in answers):

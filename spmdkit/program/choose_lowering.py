@@ -30,14 +30,14 @@ from spmdkit.step import reducer_state, trace_context
 
 
 class ChosenForm(NamedTuple):
-    """A step whose form is chosen.
+    """A step with its form.
 
     Attributes:
         context: of the step.
         traced: the step in that context, where it was traced last; otherwise None.
         state: where the train state lives, with what the reducer keeps.
         kept: what the reducer keeps, abstract: `TrainState.reducer`.
-        refused: forms that were tried before, and what each said: as text, since an error keeps all that its frames
+        refused: rejected forms, each with its reason as text, since an error keeps all that its frames
             hold.
     """
 
@@ -59,7 +59,7 @@ def choose_form(
         probe_padding: whether to look if padding rows count, where batches can be short.
 
     Raises:
-        ConfigError, UserCodeError: no form takes the user's functions, or they do not use what the config asks for.
+        ConfigError, UserCodeError: no form takes the user's functions, or they do not use a setting of the config.
     """
     reducer = context.options.reducer
     forms = forms_of(task_step.task.view, task_step.sizes, num_replicas)

@@ -201,19 +201,19 @@ class Programs:
 
     Attributes:
         store: the store of the programs; None if there is no cache.
-        said: where it is, or why there is none.
+        description: the folder of the cache, or why there is none.
         is_refused: a cache is configured, and its folder cannot be used.
     """
 
     store: Executables | None
-    said: str
+    description: str
     is_refused: bool = False
 
     def programs(self) -> dict[str, Any]:
         """Returns the fields of an event: the programs loaded from the cache, and those compiled, so far."""
         if self.store is None:
-            return {"cache": self.said}
-        return {"cache": self.said, "from_cache": list(self.store.found), "compiled": list(self.store.missed)}
+            return {"cache": self.description}
+        return {"cache": self.description, "from_cache": list(self.store.found), "compiled": list(self.store.missed)}
 
 
 @contextlib.contextmanager

@@ -78,7 +78,7 @@ class SpmdTrainer:
     def compile(self, run: Run, cache: Programs, limit_bytes: int | None, keeps_memory: bool) -> None:
         program, cluster = run.program, run.cluster
         if cache.is_refused:
-            run.message(f"note: compile cache {cache.said}")
+            run.message(f"note: compile cache {cache.description}")
         run.read_batches()  # while the step compiles
         with run.reporter.progress.compiling(), phase.during("compile"):
             check_start(program, cluster, run.directory, limit_bytes)

@@ -38,7 +38,7 @@ THREEFRY = "threefry2x32"
 
 
 def identity() -> dict[str, Any]:
-    """Returns everything besides the seed that determines the random numbers of a run."""
+    """Returns everything in addition to the seed that determines the random numbers of a run."""
     return {"version": VERSION, "impl": default_impl()}
 
 

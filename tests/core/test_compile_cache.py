@@ -169,11 +169,11 @@ def test_a_cache_that_somebody_has_given_to_jax_stays(tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "theirs"))
     try:
         with kept(OPTIONS, tmp_path, {"SPMDKIT_COMPILE_CACHE": str(tmp_path / "ours")}) as cache:
-            assert cache.store is None and cache.said.startswith("JAX's own") and not cache.is_refused
+            assert cache.store is None and cache.description.startswith("JAX's own") and not cache.is_refused
     finally:
         jax.config.update("jax_compilation_cache_dir", None)
     with kept(None, tmp_path, {}) as cache:
-        assert cache.said == "off: compile_cache is null" and cache.programs() == {"cache": cache.said}
+        assert cache.description == "off: compile_cache is null" and cache.programs() == {"cache": cache.description}
 
 
 def test_every_process_writes(tmp_path, monkeypatch):

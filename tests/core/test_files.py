@@ -54,5 +54,5 @@ def test_what_a_killed_writer_has_left_is_removed_and_nothing_that_others_write(
     for name in names:
         (tmp_path / name).write_text("half")
     (tmp_path / ".model.01234567.partial").mkdir()
-    files.remove_unfinished(tmp_path, besides=("report.html",))
+    files.remove_unfinished(tmp_path, others=("report.html",))
     assert sorted(os.listdir(tmp_path)) == sorted(names[1:])

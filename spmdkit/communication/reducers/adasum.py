@@ -11,14 +11,14 @@ tree adds the dot products of the parts; then each owner combines its part. The 
 Horovod's vector halving. Exchanging whole vectors would send log2(N) / 2 times as many.
 
 Use it for many replicas where a larger learning rate or batch no longer converges. Each replica contributes its own
-mean, so in a short batch an example weighs more on a replica with fewer examples. Not with ZeRO 2, whose scatter adds
+mean, so in a short batch an example weighs more on a replica with fewer examples. Not with ZeRO 2, since its scatter adds
 shards before the mean is known.
 Memory: none. Forward: all_to_all, log2(N) all_reduces of 3 N / 2^level numbers a leaf, all_gather over the replica
 axes. Backward: none.
 Wire: with `p` the sum over leaves of `V / N` rounded up, rounded up to a multiple of 1,024, a device sends `2 (N-1) * 4
 p` bytes in a step, and `8 (N-1)/N * 3 (N-1)` for each leaf.
 Source: Maleki et al., "Scaling distributed training with adaptive summation" (2021), equation 4 and algorithm 1;
-Horovod, adasum.h (order of the tree, zeros: a gradient whose norm is zero has the factor one).
+Horovod, adasum.h (order of the tree, zeros: a gradient with norm zero has the factor one).
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def line_chart(series: Sequence[Series], label: str, width: int = 880, height: i
     """Returns an `<svg>` of the series over steps, or a sentence where no value is finite.
 
     Values that are not finite leave a gap and a mark on the step axis. The y axis is logarithmic when all values are
-    positive and span more than `LOG_RATIO`; the label says so.
+    positive and span more than `LOG_RATIO`; the label states it.
     """
     finite = [(step, value) for s in series for step, value in s.points if math.isfinite(value)]
     if not finite:

@@ -1,4 +1,4 @@
-"""A mesh as an SVG: every device where it stands in the machine, coloured by the group that it talks to.
+"""A mesh as an SVG: every device at its position in the machine, colored by its communication group.
 
 A TPU slice is drawn as its planes, one grid of x and y for each z; other machines as one row for each host or slice.
 """

@@ -45,7 +45,7 @@ Record = Mapping[str, Any]
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """Writes `report.html` into a run's directory and returns its path.
 
-    Files other than `metrics.jsonl` may be missing or damaged; their section then says so.
+    Files other than `metrics.jsonl` may be missing or damaged; their section then states it.
     Raises ConfigError when `run_dir` holds no `metrics.jsonl`, or cannot be written.
     """
     folder = Path(run_dir)

@@ -1,4 +1,4 @@
-"""What a tracker is: where the records of a run go besides the terminal. A file each in this folder, found by its name.
+"""What a tracker is: where the records of a run go in addition to the terminal. One file each in this folder, found by its name.
 
 A file holds `open(run, last_step, **options) -> Tracker`, as a user-defined function under `@sk.tracker` does. `run`
 has `directory` and `config`, `last_step` is the restored step, or 0. The keyword arguments are the options of the
@@ -29,7 +29,7 @@ def nothing(*_: Any) -> None:
 
 @dataclass(frozen=True)
 class Tracker:
-    """Takes records, one after the other, in one thread of process 0. What it raises is told once, and it is not asked
+    """Takes records, one after the other, in one thread of process 0. An exception is logged once, and it is not called
     again.
 
     Attributes:
@@ -40,7 +40,7 @@ class Tracker:
             earlier step (0: to the beginning). It comes before all that is written afterwards, also where records were
             dropped for their number. A place in which a step's later value takes the earlier one's needs none.
         close: writes out what is left.
-        own: the run's own record: it is written at once, by the training itself, and what it raises ends the run.
+        own: the run's own record: the training writes it directly, and an exception ends the run.
     """
 
     write: Callable[[str, Record], None]

@@ -49,7 +49,7 @@ def open(run: Any, last_step: int) -> Tracker:
 class JsonlTracker:
     """Appends records to `path`, after cutting back what an interrupted run wrote past its last checkpoint.
 
-    `keep_through_step`: the step that was restored (0: start anew). Lines of later steps and lines that are no record
+    `keep_through_step`: the restored step (0: a new run). Lines of later steps and lines that are no record
     (torn by a kill, garbage) are dropped; the other lines keep their order and their bytes. None keeps all steps.
     `.dropped_steps` and `.dropped_damaged` count what went away. The file is replaced in one rename, so a kill at any
     moment leaves the old file or the new one.

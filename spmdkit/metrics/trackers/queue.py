@@ -21,7 +21,7 @@ class Trackers:
     """Writes records to every tracker that accepts them.
 
     The run's own record (`Tracker.own`) is written before `write` returns. The others follow in a thread: what finds
-    the queue full is dropped, and a tracker that raises is given up; both are said once by `warn`.
+    the queue full is dropped, and a tracker that raises is disabled; `warn` reports both once.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Trackers:
         self._thread: threading.Thread | None = None
 
     def add(self, name: str, open: Open) -> None:
-        """Opens a tracker. A user's mistake in its options is raised; a service that does not answer costs a
+        """Opens a tracker. A user's mistake in its options is raised; a service that does not respond costs a
         warning."""
         try:
             tracker = open()

@@ -22,7 +22,7 @@ def open(run: Any, last_step: int) -> Tracker:
 class TensorboardTracker:
     """Writes each number of a record as a scalar at the record's step into event files in `directory`.
 
-    `keep_through_step`: the restored step; TensorBoard is told to hide what an interrupted run wrote after it. 0: all
+    `keep_through_step`: the restored step; TensorBoard hides what an interrupted run wrote after it. 0: all
         of it, None: nothing.
     Raises ConfigError when tensorboardX is not installed.
     """
@@ -60,7 +60,7 @@ class TensorboardTracker:
         self._writer.flush()
 
     def rewind(self, step: int) -> None:
-        """Tells TensorBoard to hide what is newer than `step`."""
+        """Makes TensorBoard hide records newer than `step`."""
         self._writer.close()
         self._writer = self._open(step)
 

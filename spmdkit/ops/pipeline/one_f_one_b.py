@@ -10,7 +10,7 @@ v P - 1 inputs of a chunk, whatever the number of microbatches. That is why the 
 JAX cannot make it by differentiating a loop: the gradient is computed here, in the forward rule of a `custom_vjp`, by
 `jax.vjp` inside of the tick, and the backward rule only scales it. One program, with no send or receive of its own.
 Other projects implement 1F1B in JAX with several programs (MaxText issue 752; openxla/shardy issues 297 and 586;
-JaxPP, whose automatic schedules were still blocked in marin issue 7024 when explicit ones ran), or not at all (axlearn
+JaxPP, with automatic schedules still blocked in marin issue 7024 when explicit ones ran), or not at all (axlearn
 issue 1366).
 
 Cost: a stage's forward pass is computed a second time, from its kept input (as with `remat: full` around a whole stage;

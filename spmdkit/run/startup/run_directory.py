@@ -35,7 +35,7 @@ def take_directory(cluster: Cluster, directory: Path, stack: ExitStack, shared: 
         if cluster.is_main:
             stack.enter_context(RunLock(directory))
             claimed.append(claim(directory))
-            files.remove_unfinished(directory, besides=WRITTEN_BY_OTHERS)
+            files.remove_unfinished(directory, others=WRITTEN_BY_OTHERS)
         return {}
 
     if cluster.num_processes == 1:
