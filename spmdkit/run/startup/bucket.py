@@ -109,4 +109,4 @@ def options(run_dir: Path, cluster: Cluster) -> dict[str, Any]:
     for left in (run_dir / STAGE).glob("p*"):
         if left.name[1:].isdecimal() and int(left.name[1:]) >= cluster.num_processes:
             shutil.rmtree(left, ignore_errors=True)
-    return {"stage": run_dir / STAGE / f"p{cluster.process_index:03d}", "beside": [run_dir / name for name in RECORDS]}
+    return {"stage": run_dir / STAGE / f"p{cluster.process_index:03d}", "run_files": [run_dir / name for name in RECORDS]}
