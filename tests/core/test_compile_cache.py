@@ -90,7 +90,7 @@ def test_a_folder_that_others_can_enter_is_not_used(tmp_path, mode):
 def test_a_link_a_stranger_and_a_file_are_not_used(tmp_path, monkeypatch):
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    assert "no folder of its own" in place(tmp_path / "link", {})[1]
+    assert "is not a directory" in place(tmp_path / "link", {})[1]
     (tmp_path / "file").write_text("")
     assert "cannot be made" in place(tmp_path / "file", {})[1]
     monkeypatch.setattr(os, "getuid", lambda: 4711)
@@ -189,4 +189,4 @@ def test_what_cannot_be_kept_is_a_warning(tmp_path, monkeypatch):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         compiled(jnp.arange(4.0), SPMDKIT_COMPILE_CACHE=str(tmp_path))
-    assert "is not kept in the compile cache: ZeroDivisionError" in str(caught[0].message)
+    assert "is not stored in the compile cache: ZeroDivisionError" in str(caught[0].message)
