@@ -89,8 +89,8 @@ def _show_wire(document: Mapping[str, Any], out: Console) -> None:
         out.print("[bold]Wire[/]  nothing" if document["collective_bytes"] == 0 else "[bold]Wire[/]  not known")
         return
     total = document["collective_bytes"]
-    said = _bytes_of(total, document["collective_bytes_at_least"])
-    out.print(f"[bold]Wire[/]  a device sends {said} a step")
+    sent = _bytes_of(total, document["collective_bytes_at_least"])
+    out.print(f"[bold]Wire[/]  bytes sent per device and step: {sent}")
     if (average := document["wire"].get("on_average")) is not None:
         most = format_bytes(document["wire"]["at_most"])
         out.print(

@@ -1,6 +1,6 @@
 """The mistakes that mutants make, and the seams through which they get into a program.
 
-Each replaces one well-named function while a program is traced and run. Those of the package stand in a table beside
+Each replaces one function while a program is traced and run. Functions of the package are listed in a table next to
 the function, `SEAMS` of its module, so that a rename fails where it is made; nothing else in the package knows of it.
 
     seam                               what passes through it
@@ -14,10 +14,10 @@ the function, `SEAMS` of its module, so that a rename fails where it is made; no
                                        made
     gradient: local_gradient           the user's loss on one replica
     gradient: cut_microbatches         the parts of a batch
-    means: required                    the mask and the keys of examples that the user asks for
+    means: required                    the mask and the keys of examples that the user requests
     feed: place                        the mask of a short batch
     across: gathered_mask              which of everybody's rows are padding
-    optax.clip_by_global_norm          the clipping that `clip_norm` asks for
+    optax.clip_by_global_norm          the clipping of `clip_norm`
     checkpoint.leaves: pick            each leaf that a checkpoint gives back
     ops.vocab: axis_index              which part of the vocabulary a device holds
     ops.ring_attention: ring_shift     keys and values on their way round, and their gradients

@@ -1,4 +1,4 @@
-"""`verify`: every case and every mutant of a config, as one report of plain values."""
+"""The report of `verify`: every case and every mutant of a config, as plain values."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class VerifyOptions:
 
     Attributes:
         all_meshes: every mesh of the number of devices, not only the config's.
-        devices: number of fake devices; None: as the config says, else 8.
+        devices: number of fake devices; None: the config's number, else 8.
         max_axis: largest axis of `all_meshes`.
         microbatches: numbers to try, as `1,2,4`; None: 1 and the config's.
         steps: steps after which parameters are compared.
         float64: compute with 64-bit types.
         jobs: worker processes.
-        mutants: also prove that mistakes are seen.
-        batch_size_given: the config's batch size was asked for; else a small one is chosen.
-        locate: also say of each mutant where it first differs; of cases that differ it is always said.
-        resume: file of finished cases, which are not run again; new ones are added.
+        mutants: also check that injected mistakes are detected.
+        batch_size_given: an override sets the batch size; else a small one is chosen.
+        locate: also locate the first difference of each mutant; failed cases are always located.
+        resume: file of finished cases, which do not run again; new ones are added.
     """
 
     all_meshes: bool = False
@@ -168,9 +168,9 @@ class _CaseResults:
         self.missing = [job for job in jobs if _key(job) not in self._outcomes]
         self._done = len(jobs) - len(self.missing)
 
-    def add(self, job: dict[str, Any], answer: dict[str, Any]) -> None:
-        """Takes the answer to a job, and writes it down."""
-        outcome = answer.get("outcome") or _not_run(job, answer["error"])
+    def add(self, job: dict[str, Any], response: dict[str, Any]) -> None:
+        """Stores the response to a job, also in the file for `--resume`."""
+        outcome = response.get("outcome") or _not_run(job, response["error"])
         self._outcomes[_key(job)] = outcome
         self._done += 1
         self._say(f"[{self._done}/{len(self._jobs)}] {_progress(outcome)}")
@@ -193,7 +193,7 @@ def _not_run(job: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
     diagnosis = {
         "kind": "does not run",
         "found": error["message"],
-        "repair": "The program was accepted and then could not be compiled or run on this mesh. Take another mesh, or report it.",
+        "repair": "The program was accepted and then failed to compile or run on this mesh. Use another mesh, or report it.",
     }
     if job["kind"] == "mutant":
         return {"name": job["name"], "caught": False, "by": "does not run", "diagnosis": diagnosis}
@@ -270,7 +270,7 @@ def _report(outcomes: list[dict[str, Any]], known: dict[str, Any], spec: dict[st
 
 
 def _noise(noisy: dict[str, tuple[int, int]]) -> str:
-    """Returns the remark on the parameters of whose gradient the optimizer makes steps of noise."""
+    """Returns the note on the parameters to which the optimizer applies steps of noise."""
     named = [f"'{path}'" if num == of else f"'{path}' ({num} of {of} numbers)" for path, (num, of) in noisy.items()]
     more = f" and {len(named) - SHOWN_NOISY} more" if len(named) > SHOWN_NOISY else ""
     return (

@@ -20,7 +20,7 @@ FLOOR = 1e-5
 """Relative 2-norm below which two values are the same, where an ulp in the input moves less."""
 
 FAR = 1e-3
-"""Relative 2-norm above which they are not; what is between is left open, and no line is told for it."""
+"""Relative 2-norm above which they are not; between the two the relation is open, and no line is reported."""
 
 MAX_DIMS = 6
 """Of a value whose dims are tried in every order."""
@@ -45,7 +45,7 @@ def find_relation(
     noise: Callable[[float], float],
     reordered: bool = False,
 ) -> Relation | None:
-    """Returns how `found`, stacked over devices or global, is made of `right`; None where that cannot be told.
+    """Returns how `found`, stacked over devices or global, is made of `right`; None if it is unknown.
 
     Args:
         reordered: rows may stand in another order on the mesh (microbatches, a sequence that is cut).

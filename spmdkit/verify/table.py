@@ -131,7 +131,7 @@ def _tolerance(report: Mapping[str, Any]) -> str:
 def _verdict(report: Mapping[str, Any]) -> str:
     cases, mutants = report["cases"], report["mutants"]
     good, caught = sum(c["passed"] for c in cases), sum(m["caught"] for m in mutants)
-    teeth = f", {caught} of {len(mutants)} mutants caught" if mutants else ", no mutant tried"
+    mutants_caught = f", {caught} of {len(mutants)} mutants caught" if mutants else ", no mutant tried"
     style = "bold green" if report["passed"] else "bold red"
     word = "passed" if report["passed"] else "failed"
-    return f"[{style}]{word}[/]: {good} of {len(cases)} cases equal to one device{teeth}, {report['seconds']:.0f} s."
+    return f"[{style}]{word}[/]: {good} of {len(cases)} cases equal to one device{mutants_caught}, {report['seconds']:.0f} s."

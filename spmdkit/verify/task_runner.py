@@ -63,7 +63,7 @@ class Results:
         batches: single steps, each from the initial parameters.
         losses, metrics: of the steps in a row; `metrics` of the last one.
         params, model_state: after the steps.
-        evaluation: metrics of the evaluation, None where it was not asked for or there is none.
+        evaluation: metrics of the evaluation, None if it was not requested or there is none.
         restored: worst relative 2-norm of a leaf that went through a checkpoint, with its path; None where not asked
             for.
         apart: path of the first leaf of the last state whose copies on several devices have different bits, or None.
@@ -309,12 +309,12 @@ class TaskRunner:
     def _through_checkpoint(self, state: TrainState) -> tuple[float, str]:
         """Returns (error, path) of the leaf that differs most after it was saved here and restored on one device."""
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        asked = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), state)
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), state)
         with tempfile.TemporaryDirectory() as folder:
             checkpoints = Checkpoints(Path(folder) / "checkpoints")
             checkpoints.save(1, state, {})
             checkpoints.wait()
-            restored, _ = checkpoints.restore(1, asked)
+            restored, _ = checkpoints.restore(1, abstract)
             checkpoints.close()
         before, after = flat(state), flat(restored)
         worst = (0.0, "")
@@ -377,7 +377,7 @@ def _step_result(state: TrainState, metrics: Mapping[str, Any], model_state: Any
 
 
 def _apart(state: TrainState) -> str | None:
-    """Returns the path of the first leaf whose copies on several devices have different bits, or None."""
+    """Returns the path of the first leaf that is not bitwise equal on all devices that hold a copy, or None."""
     for path, x in named_leaves(state):
         copies: dict[str, bytes] = {}
         data = jax.random.key_data(x) if is_key(x) else x

@@ -78,7 +78,7 @@ class Value:
         primitive, shape: of the equation and the value, inside of its `shard_map`.
         backward: it belongs to a transposed part of the program.
         parents: places of the values that it is computed from; of the arguments, (-1, number).
-        stacked: sizes of the mesh axes over whose devices it is stacked, in order.
+        stacked: sizes of the mesh axes over which it is stacked, in order.
         loops: that it is inside of, the outermost first; a value has a dim for each, after those of the devices.
         carried: those of the parents that are of the turn before.
         is_key: it is a random key, or the data of one, which are no numbers: a loss's plain key is another one on each
@@ -110,7 +110,7 @@ class TappedProgram:
     """A traced function with taps.
 
     Args:
-        wanted: numbers of the results that are asked for; only what they are computed from is tapped.
+        wanted: indices of the requested results; only the values that they depend on are tapped.
 
     Attributes:
         values: by place, in the order of the program.

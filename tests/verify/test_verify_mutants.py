@@ -129,7 +129,7 @@ def test_a_sum_over_replicas_that_nothing_is_made_of_is_no_mutant_that_was_misse
     [
         ("key_shared_by_replicas", "sk.example_keys"),
         ("batch_statistics_per_replica", "no collective"),
-        ("padding_gathered", "gathers no rows by sk.all_gather"),
+        ("padding_gathered", "does not use sk.all_gather"),
         ("statistics_of_first_replica", "no collective"),
         ("padding_among_examples", "sk.example_mask"),
         ("example_keys_forgotten", "sk.example_keys"),

@@ -216,8 +216,8 @@ class _Planner:
         try:
             return json.loads(out)
         except ValueError:
-            said = [line for line in errors.splitlines() if line.strip()]
-            return said[-1] if said else f"the compiler ended with code {process.returncode}"
+            lines = [line for line in errors.splitlines() if line.strip()]
+            return lines[-1] if lines else f"the compiler ended with code {process.returncode}"
 
     def close(self) -> None:
         """Ends what still runs and removes the folder."""
@@ -236,9 +236,9 @@ def winner(config: Config, found: Ranking) -> Config:
         return replace_keys(config, found.best.changes)
     compiled = [c for c in found.candidates if c.document is not None]
     nearest = min(compiled, key=lambda c: c.document["memory"]["peak_bytes"], default=None)  # type: ignore[index]
-    said = f" The smallest is {nearest.name}: {nearest.reason}." if nearest is not None else ""
+    smallest = f" The smallest is {nearest.name}: {nearest.reason}." if nearest is not None else ""
     raise ConfigError(
         f"--search found nothing that fits among {len(found.candidates)} candidates, {found.num_compiled} of them "
-        f"compiled.{said} A step has to fit. Vary more (--search-over mesh,microbatches,remat), compile more "
+        f"compiled.{smallest} A step has to fit. Vary more (--search-over mesh,microbatches,remat), compile more "
         "(--compile), or take more devices."
     )
