@@ -32,7 +32,7 @@ from spmdkit.program.program import Program
 from spmdkit.program.task import Task
 from spmdkit.run.actions import evaluate, save
 from spmdkit.run.hooks.base import Stop
-from spmdkit.run.hooks.finite import not_finite, said
+from spmdkit.run.hooks.finite import format_metrics, not_finite
 from spmdkit.run.recovery import rollback
 from spmdkit.run.run import Run
 from spmdkit.step.state import TrainState
@@ -311,7 +311,7 @@ class _Watch:
         progress["pushes_dropped"] = float(sum(stats.dropped.values()))
         rate, values = rates(records, step - before, elapsed_s, run.config.batch_size), means(records)
         if bad := not_finite(values):  # applied anyway: on_nonfinite is continue
-            run.message(f"step {step}: {said(bad)}")
+            run.message(f"step {step}: {format_metrics(bad)}")
         run.write({"step": step, **values, **rate, **progress})
         counts = [stats.histogram.get(i, 0) for i in range(max(stats.histogram, default=0) + 1)]
         run.write({"step": step, "staleness_counts": counts}, kind="histogram")

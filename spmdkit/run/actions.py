@@ -1,4 +1,4 @@
-"""What hooks ask for, done: evaluate, save, replace the state, go back, stop."""
+"""The actions that hooks request: evaluate, save, replace the state, roll back, stop."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from spmdkit.step.state import TrainState
 def perform(
     run: Run, step: int, state: TrainState, batches: DeviceBatches, decision: Decision
 ) -> tuple[TrainState, DeviceBatches, Stop | None]:
-    """Returns (state, batches, how training stops or None) after everything that was decided at `step` is done.
+    """Does the actions decided at `step`; returns (state, batches, the `Stop` that ends training or None).
 
     Raises:
-        SpmdkitError: a `Stop` that is a failure; see `evaluate`, `save`, `go_back`.
+        SpmdkitError: a `Stop` with the code of a failure; see `evaluate`, `save`, `go_back`.
     """
     turn = decision.turn
     if isinstance(turn, Stop) and not turn.saves:
@@ -35,7 +35,7 @@ def perform(
         state = replaced(run, step, state, turn.state)
     if decision.evaluate:
         evaluate(run, step, state)
-    more = run.hook_runner.more()  # of after_eval: a best loss that is to be saved, patience that ends
+    more = run.hook_runner.more()  # from after_eval: a best loss to save, an early stop
     turn = next((t for t in (turn, more.turn) if isinstance(t, Stop)), None)
     if isinstance(more.turn, Rollback | ReplaceState) or (isinstance(more.turn, Stop) and not more.turn.saves):
         return perform(run, step, state, batches, more)
@@ -47,7 +47,7 @@ def perform(
 
 
 def evaluate(run: Run, step: int, state: TrainState) -> None:
-    """Evaluates the state of `step`, unless that is done already or the task has nothing to evaluate."""
+    """Evaluates the state of `step`, unless it is evaluated or the task has no evaluation."""
     if not run.program.has_eval or (run.last_eval is not None and run.last_eval[0] == step):
         return
     jax.block_until_ready(state.step)
@@ -58,11 +58,10 @@ def evaluate(run: Run, step: int, state: TrainState) -> None:
 
 
 def save(run: Run, step: int, state: TrainState) -> None:
-    """Saves the state of `step`, unless it is saved already. Returns when the arrays are copied; writing goes on
-    behind.
+    """Saves the state of `step`, unless it is saved. Returns once the arrays are copied; a thread writes them.
 
     Raises:
-        NonFiniteError: the state is not finite: it would replace a good checkpoint.
+        NonFiniteError: the state is not finite.
         CheckpointWriteError: this or the save before failed, `checkpoint.max_failures` times in a row.
     """
     if run.saves is None or run.saved_at_step == step:
@@ -98,11 +97,10 @@ AFTER_BAD_STATE = "Lower the learning rate or set clip_norm, and start again fro
 
 
 def check_last(run: Run, state: TrainState) -> None:
-    """Refuses a state that is not finite at the end of training, whatever `on_nonfinite` says: also where nothing is
-    saved.
+    """Rejects a last state that is not finite, for each policy of `on_nonfinite`, also if nothing is saved.
 
     Raises:
-        NonFiniteError: the last update made it so, which no loss has seen.
+        NonFiniteError: the last update made the state not finite; no loss was computed from it.
     """
     if run.saved_at_step == run.step:
         return  # `save` has looked
@@ -113,15 +111,15 @@ def check_last(run: Run, state: TrainState) -> None:
 
 
 def replaced(run: Run, step: int, state: TrainState, new: Any) -> TrainState:
-    """Returns the state that a hook wants instead, where the layout puts it.
+    """Returns the state that a hook requested, in the layout of the program.
 
     Raises:
-        ConfigError: it has other leaves.
+        ConfigError: it has other leaves, shapes or dtypes.
     """
     if not isinstance(new, TrainState) or (difference := first_difference(state, new)):
         found = difference if isinstance(new, TrainState) else f"it is {type(new).__name__}"
         raise ConfigError(
-            f"sk.ReplaceState at step {step}: the new state is shaped otherwise: {found}. Shapes and dtypes of the state stay the same over all "
+            f"sk.ReplaceState at step {step}: the new state differs in shape: {found}. Shapes and dtypes of the state are the same for all "
             "steps. Write sk.ReplaceState(state.replace(params=...))."
         )
     run.mark_save_failed(step)
@@ -132,7 +130,7 @@ def go_back(run: Run, asked: Rollback, batches: DeviceBatches) -> tuple[TrainSta
     """Returns the state of an earlier step and the batches that follow it.
 
     Raises:
-        UserCodeError: the same way back was taken before, with nothing left out: it would be taken for ever.
+        UserCodeError: the same rollback was done before, without skipped batches: it would repeat indefinitely.
     """
     batches.close()
     left, skipped_before = run.step, run.program.schedule.skipped
@@ -140,8 +138,8 @@ def go_back(run: Run, asked: Rollback, batches: DeviceBatches) -> tuple[TrainSta
         state = rollback.go_back(run, asked.to_step, asked.skip_batches, asked.batches)
     if not run.is_new_rollback(left, skipped_before) and not asked.skip_batches and not asked.batches:
         raise UserCodeError(
-            f"a hook goes back from step {left} to step {run.step} for the second time, and nothing is different: the same batches give the same "
-            "again. Leave some out, as in sk.Rollback(skip_batches=10), or stop."
+            f"a hook rolls back from step {left} to step {run.step} for the second time without a change: the same batches give the "
+            "same result. Skip batches, as in sk.Rollback(skip_batches=10), or stop."
         )
     return state, run.read_batches()
 

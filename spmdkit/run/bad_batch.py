@@ -1,5 +1,5 @@
-"""The batch that made a step not finite: its number, its rows, those that hold a NaN or an infinity themselves; and as
-a file to look at."""
+"""The batch of a step that is not finite: its number, its rows, the rows that contain a NaN or an infinity, and a file with
+the batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spmdkit.foundation.trees import named_leaves
 from spmdkit.program.program import Program
 
 MOST_ROWS = 8
-"""So many rows are named one by one."""
+"""The number of rows that a message lists."""
 
 
 def named(program: Program, step: int) -> str:
@@ -42,7 +42,7 @@ def _listed(rows: Sequence[int]) -> str:
 
 
 def not_finite_rows(batch: HostBatch) -> list[int]:
-    """Returns the places in a batch, padding apart, of rows that hold a NaN or an infinity."""
+    """Returns the positions in a batch, without padding, of rows that contain a NaN or an infinity."""
     leaves = [x for x in jax.tree.leaves(batch.examples) if np.issubdtype(x.dtype, np.inexact)]
     bad = [~np.isfinite(x.reshape(len(x), -1)).all(axis=1) for x in leaves]
     if not bad:

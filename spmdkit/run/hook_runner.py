@@ -14,7 +14,7 @@ from spmdkit.run.hooks.base import Action, Decision, Hook, ReplaceState, RunView
 
 
 class HookRunner:
-    """The hooks of a run. What they ask for is gathered, and taken by `decision` at the end of a step.
+    """The hooks of a run. `decision` returns, at the end of a step, the actions that they requested.
 
     Args:
         lag: steps that may be in flight.
@@ -31,42 +31,42 @@ class HookRunner:
         self._pending: list[Action] = []  # to be agreed on
         self._generation = 0
 
-    # ---- asking ------------------------------------------------------------------------------------------------------
+    # ---- calling -----------------------------------------------------------------------------------------------------
 
     def before_step(self, run: RunView, step: int, state: Any) -> None:
-        """Calls the hooks that look at the state before a step."""
+        """Calls `before_step` of the hooks."""
         for hook, call in self._before:
-            self._ask(hook, "before_step", call, run, step, state)
+            self._request(hook, "before_step", call, run, step, state)
 
     def after_step(self, run: RunView, step: int, state: Any, metrics: Any) -> None:
-        """Calls the hooks that are due after a step."""
+        """Calls `after_step` of the hooks that are due."""
         for hook, every, call in self._after:
             if every is None or step % every == 0 or step == self._last:
-                self._ask(hook, "after_step", call, run, step, state, metrics)
+                self._request(hook, "after_step", call, run, step, state, metrics)
 
     def call(self, what: str, *args: Any) -> None:
         """Calls `begin`, `after_eval`, `after_save` or `end` of every hook that has it."""
         for hook in self._here:
             if (call := getattr(hook, what)) is not None:
-                self._ask(hook, what, call, *args)
+                self._request(hook, what, call, *args)
 
     @property
     def generation(self) -> int:
-        """How often training went back: a step that comes again is asked about under another name."""
+        """The number of rollbacks. It names the agreements on steps that are repeated."""
         return self._generation
 
     @property
     def has_own(self) -> bool:
-        """Whether there are hooks of the user's."""
+        """Whether there are user-defined hooks."""
         return any(hook.name not in self._ours for hook in self._hooks)
 
-    def _ask(self, hook: Hook, what: str, call: Callable[..., Any], *args: Any) -> None:
+    def _request(self, hook: Hook, what: str, call: Callable[..., Any], *args: Any) -> None:
         action = self._called(hook, what, call, *args)
         if action is None:
             return
         if not isinstance(action, get_args(Action)):
             raise ConfigError(
-                f"hook '{hook.name}': {what} returned {type(action).__name__}. It returns None or what it asks for. Return sk.Stop(...), "
+                f"hook '{hook.name}': {what} returned {type(action).__name__}. A hook returns None or an action. Return sk.Stop(...), "
                 "sk.Save(), sk.Evaluate(), sk.ReplaceState(state) or sk.Rollback(...)."
             )
         if self._cluster.num_processes == 1:
@@ -86,26 +86,25 @@ class HookRunner:
                 return call(*args)
         except (Exception, SystemExit, GeneratorExit) as error:
             if hook.name in self._ours:
-                raise  # what it has met in a step is no error of a hook
+                raise  # an error of the step, not of the hook
             raised = error
             user_code.call_user(lambda: _again(raised), f"hook '{hook.name}': {what}")
             raise
 
     def _everywhere(self, hook: Hook, action: ReplaceState) -> ReplaceState:
-        """Returns the action, once every process asks for it: a state cannot be told to others."""
+        """Returns the action once every process has requested it: a state is not sent to other processes."""
         if hook.on == "main":
             raise ConfigError(
-                f"hook '{hook.name}': process 0 alone asks for sk.ReplaceState. All processes hold a part of the state, and replace it together. "
+                f"hook '{hook.name}': only process 0 requests sk.ReplaceState. Each process holds a part of the state, and all replace it together. "
                 'Write sk.Hook(..., on="all").'
             )
         self._cluster.same_everywhere("replaced state", hook.name)
         return action
 
-    # ---- agreeing ----------------------------------------------------------------------------------------------------
+    # ---- agreement ---------------------------------------------------------------------------------------------------
 
     def decision(self, step: int) -> Decision:
-        """Returns what is done after `step`, the same on every process. To be called by all of them at every step in
-        turn."""
+        """Returns the decision after `step`, the same on every process. All processes call it at every step."""
         cluster = self._cluster
         if cluster.num_processes > 1 and cluster.agree(
             f"actions/{self._generation}", step, bool(self._pending), self._lag
@@ -115,40 +114,38 @@ class HookRunner:
         return self.more()
 
     def more(self) -> Decision:
-        """Returns what was asked for since then, by `after_eval` and `after_save`."""
+        """Returns the decision for the actions requested since then, by `after_eval` and `after_save`."""
         if not self._now:
             return NOTHING
-        asked, self._now = self._now, []
-        return decide(asked)
+        requested, self._now = self._now, []
+        return decide(requested)
 
     def why_stopping(self) -> str:
-        """Returns why some process asks to stop, the same on all, or an empty text. To be called by all of them at one
-        place."""
+        """Returns the reason of the first process that requests a stop, the same on all, or an empty text. All processes call
+        it at the same point."""
         whys = [action.why for action in (*self._now, *self._pending) if isinstance(action, Stop)]
         return self._cluster.first_problem("reason to stop", lambda: next(iter(whys), ""))
 
     def _actions_of_all(self) -> list[Action]:
-        """Returns the actions that any process waits for, in the order of the processes."""
+        """Returns the pending actions of all processes, in the order of the processes."""
         mine = [to_json(action) for action in self._pending]
         gathered = self._cluster.gather("actions", mine)
         return [from_json(value) for values in gathered for value in values]
 
     def went_back(self) -> None:
-        """Forgets what was requested, after a rollback: steps come again."""
+        """Drops the requested actions, after a rollback."""
         self._now.clear()
         self._pending.clear()
         self._generation += 1
 
-    # ---- what travels in a checkpoint
-    # ---------------------------------------------------------------------------------
+    # ---- state in the checkpoint -------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Returns the hooks' own state, JSON values by name."""
+        """Returns the state of each hook, JSON values by name."""
         return {hook.name: self._checked(hook, hook.state()) for hook in self._hooks if hook.state is not None}
 
     def restore(self, saved: Mapping[str, Any]) -> Iterable[str]:
-        """Gives the hooks their state back. Returns the names of those that a checkpoint knows and that are not there
-        any more."""
+        """Restores the state of each hook. Returns the names in the checkpoint that no hook has."""
         for hook in self._hooks:
             if hook.restore is not None and hook.name in saved:
                 user_code.call_user(lambda h=hook: h.restore(saved[h.name]), f"hook '{hook.name}': restore")  # type: ignore[misc]
@@ -160,8 +157,8 @@ class HookRunner:
             same = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"hook '{hook.name}': state returned what JSON cannot hold ({error}). It travels in the checkpoint's record: numbers that are "
-                "finite, text, true, false, None, lists and dicts. Return those."
+                f"hook '{hook.name}': state returned a value that JSON cannot represent ({error}). The record of the checkpoint stores it: finite "
+                "numbers, text, true, false, None, lists and dicts. Return such values."
             ) from None
         if same != value:
             raise ConfigError(

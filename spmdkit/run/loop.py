@@ -1,4 +1,4 @@
-"""Training from beginning to end: restore or init, step, log, evaluate, save, stop."""
+"""`train`: one run from its start to its end. `evaluate`: the metrics of a checkpoint."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ from spmdkit.step.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What `train` returns.
+    """The result of `train`.
 
     Attributes:
         state: the state after the last step.
         program: the program that trained it.
-        run: the run's records, closed.
-        already_finished: the run had been finished before.
+        run: the records of the run, closed.
+        already_finished: an earlier start had finished the run.
     """
 
     state: TrainState
@@ -76,14 +76,14 @@ def train(
 
     Args:
         config: a `Config`, or the path of its file.
-        cluster: the joined processes; default: joins those that the environment names.
-        task: instead of the one that the config names.
-        allow_change: what may be other than when the run was saved although it makes the run another one: `seed`,
-            `train_data` ...; see run/recovery/resume_check.py.
+        cluster: the joined processes; default: joins the processes of the environment.
+        task: replaces the task that the config names.
+        allow_change: what may be other than when the run was saved although it makes the run another one: `seed`, `train_data`
+            ...; see run/recovery/resume_check.py.
 
     Raises:
-        ConfigError, CheckpointError: said before anything is changed in the directory.
-        Preempted: a signal asked to stop; the state is saved.
+        ConfigError, CheckpointError: raised before anything in the directory changes.
+        Preempted: a signal requested a stop; the state is saved.
         NonFiniteError, CheckpointWriteError, UserCodeError: see `spmdkit.errors`.
     """
     if not isinstance(config, Config):
@@ -200,14 +200,14 @@ def _introduce(run: Run, state: TrainState) -> None:
 
 
 def _preempted(run: Run, stopped: Stop) -> Preempted:
-    asked = None if run.signals is None else run.signals.requested
-    name = stopped.why or ("a signal to another process" if asked is None else signal.Signals(asked).name)
+    number = None if run.signals is None else run.signals.requested
+    name = stopped.why or ("a signal to another process" if number is None else signal.Signals(number).name)
     run.close_records("preempted", signal=name, code=Preempted.exit_code)
     if run.checkpoints is None:
         return Preempted(
             f"stopped after step {run.step} by {name}. Nothing was saved: checkpoint is null in the config."
         )
-    return Preempted(f"stopped after step {run.step} by {name}; saved. Start the same command again to go on.")
+    return Preempted(f"stopped after step {run.step} by {name}; saved. Start the same command again to continue.")
 
 
 def join_cluster(job: TrainJob) -> tuple[Cluster, Config]:
@@ -226,7 +226,7 @@ def join_cluster(job: TrainJob) -> tuple[Cluster, Config]:
 
 
 def watched(config: Config, cluster: Cluster) -> AbstractContextManager[Watchdog | None]:
-    """Returns the context in which all processes are watched, as a config says."""
+    """Returns the context in which the watchdog runs, if the config enables it."""
     board, folder = cluster.board("watch")
     return watching(config.watchdog, cluster.process_index, cluster.num_processes, board, folder)
 
@@ -253,7 +253,7 @@ def evaluate(
 ) -> tuple[int, dict[str, Any]]:
     """Returns (step, metrics) of a checkpoint in the config's run directory: of `step`, the best, or the newest.
 
-    A run that trains there at the same time does not delete it meanwhile.
+    A run that trains in the directory at the same time does not delete the checkpoint.
 
     Raises:
         CheckpointError: there is none, it is damaged, or of another model.

@@ -1,4 +1,4 @@
-"""What a run tells while it trains: records to its trackers, and to a person on the terminal of process 0."""
+"""`Reporter`: what a run reports while it trains, to its trackers and on the terminal of process 0."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class Reporter:
-    """Trackers, progress and pace of a run, from `open` on.
+    """Trackers, progress display and throughput of a run, from `open` on.
 
     Attributes:
-        environment: versions, devices and what else `environment.json` holds.
-        progress: what a person sees; nothing but on process 0.
-        throughput: the pace of the steps.
-        trackers: what records are written to; none but on process 0.
+        environment: the contents of `environment.json`: versions, devices.
+        progress: the display on the terminal; empty on other processes than 0.
+        throughput: the speed of the steps.
+        trackers: receive the records, on process 0.
     """
 
     progress: metrics.Progress
@@ -42,7 +42,7 @@ class Reporter:
         )
 
     def open(self, run: Run, step: int, stack: ExitStack) -> None:
-        """Opens the records of `run` behind `step`; they are closed with `stack`."""
+        """Opens the records of `run` after `step`; `stack` closes them."""
         config = self._config
         mode = config.log.progress if self._is_main else "off"
         self.progress = metrics.Progress(config.steps, step + 1, mode, examples_unit=run.program.task.unit)
@@ -58,11 +58,11 @@ class Reporter:
 
     def message(self, text: str) -> None:
         """Shows a line on the terminal of process 0."""
-        with phase.during("printing"):  # a reader may have stopped (a pager, Ctrl-S), which is no hang
+        with phase.during("printing"):  # a paused reader (a pager, Ctrl-S) is not a hang
             self.progress.message(redact.in_text(text))
 
     def write(self, record: Mapping[str, Any], kind: str) -> None:
-        """Writes a record `{"step", ...}` of host values; arrays among scalars are one of their own, of the kind
+        """Writes a record `{"step", ...}` of host values. Arrays among scalars are a separate record of the kind
         `histogram`. On process 0."""
         if kind != "scalars":
             self.trackers.write(record, kind)
@@ -82,7 +82,7 @@ class Reporter:
             )
 
     def close(self) -> None:
-        """Ends trackers and progress, on process 0, so that what they hold is written."""
+        """Closes trackers and progress, on process 0, so that all records are written."""
         if self._is_main:
             self.trackers.close()
             self.progress.close()

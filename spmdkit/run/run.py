@@ -1,10 +1,10 @@
-"""A run: its directory and lock, what all processes agree on, and what it restores. What is due around a step is in
-hooks/, what is told in reporter.py, the loop in loop.py.
+"""`Run`: the directory, the records and the progress of one run. Hooks are in hooks/, the display in reporter.py, the loop
+in trainer.py.
 
     run_dir/  config.yaml  environment.json  metrics.jsonl  events.jsonl  checkpoints/<step>/  report.html  ...
 
-Only process 0 writes files other than checkpoints. What depends on time or on a signal is decided once and known to all
-processes, at the same step.
+Only process 0 writes files other than checkpoints. Decisions that depend on time or on a signal are agreed on by all
+processes, at the same step. Only methods of `Run` change its attributes.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Run:
         elif kind is not None and not issubclass(kind, Preempted) and not taken_over.is_set():
             code = describe(error)[0]
             self.events.write("fault", step=self.step, code=code, error=f"{kind.__name__}: {error}"[:500])
-        # A failed process of several must not wait for a commit that its peers, who wait for it, will never join.
+        # A failed process of several must not wait for a commit: its peers never join it.
         waits = not self._save_abandoned and (
             kind is None or issubclass(kind, Preempted) or self.cluster.num_processes == 1
         )
@@ -157,13 +157,13 @@ class Run:
     # ---- begin -------------------------------------------------------------------------------------------------------
 
     def restore_or_init(self) -> TrainState:
-        """Returns the newest saved state that is not damaged, or a new one, and opens the records at that step.
+        """Returns the newest intact state, or the initial one, and opens the records at that step.
 
         Raises:
-            ConfigError: the directory holds a run that would see other examples.
-            CheckpointError: all checkpoints are damaged, or gone; or the newest is of another model.
+            ConfigError: the directory contains a run with other examples.
+            CheckpointError: all checkpoints are damaged or missing, or the newest is of another model.
         """
-        if self.checkpoints is not None:  # described now: at the first save another thread reads the data
+        if self.checkpoints is not None:  # described now: later another thread reads the data
             self._described = resume_check.described(self.config, self.program.task)
             bucket.bring_skipped(self.config, self.cluster, self.directory)
         found = restore.newest(self)
@@ -199,7 +199,7 @@ class Run:
         return found.state
 
     def resume_from(self, found: restore.Restored) -> None:
-        """Gives the schedule and the hooks what was saved of them; the step is that of the checkpoint."""
+        """Moves the run to the step of a checkpoint, and restores the schedule and the hooks."""
         on_disk = skipped_batches.read_for_all(self.directory, self.cluster)
         skipped_batches.take(self.program, on_disk, found.step, found.record)
         self.program.skipped_rows[0].restore(found.record.get("left_out_rows", []))
@@ -213,14 +213,14 @@ class Run:
         self.reporter.open(self, step, self._stack)
 
     def drop_metrics(self) -> None:
-        """Drops the metrics of steps that are about to be undone, those in flight too."""
+        """Drops the metrics of steps that a rollback undoes, also of steps in flight."""
         self.in_flight.clear()
         self._numbers, self.last_eval, self.last_logged = None, None, {}
 
     # ---- what hooks use ----------------------------------------------------------------------------------------------
 
     def is_log_step(self, step: int) -> bool:
-        """Returns whether metrics of `step` are told: the first, each `log.every_steps`, the last."""
+        """Returns whether the metrics of `step` are written: the first, each `log.every_steps`, the last."""
         return step == 1 or step % self.config.log.every_steps == 0 or step == self.config.steps
 
     def numbers(self, step: int, values: Mapping[str, jax.Array]) -> dict[str, Any]:
@@ -228,7 +228,7 @@ class Run:
         for each step."""
         if self._numbers is None or self._numbers[0] != step:
             found = self.program.metrics(values)
-            if len(found) > 1:  # all on their way before the first is waited for
+            if len(found) > 1:  # start all copies before waiting for the first
                 for x in found.values():
                     x.copy_to_host_async()
             read = {name: np.asarray(x) for name, x in found.items()}
@@ -243,22 +243,22 @@ class Run:
     def write(self, record: Mapping[str, Any], kind: str = "scalars") -> None:
         """Writes a record `{"step", ...}` of host values to the trackers, on process 0; scalars are shown too.
 
-        Arrays among scalars (`sk.bincount`) are a record of their own, of the kind `histogram`.
+        Arrays among scalars (`sk.bincount`) are a separate record of the kind `histogram`.
         """
         if self.cluster.is_main:
             self.fence.check(every_s=OWNERSHIP_RECHECK_S)
             self.reporter.write(record, kind)
 
     def newest(self) -> str:
-        """Returns a sentence on the newest checkpoint, once those in flight are written."""
+        """Returns a sentence about the newest checkpoint, once the save in flight has ended."""
         if self.checkpoints is None:
-            return "No checkpoints are kept."
+            return "Checkpoints are disabled."
         self.checkpoints.wait_without_raising()
         latest = self.checkpoints.latest()
         return f"The newest checkpoint is of step {latest}." if latest else "No checkpoint was saved yet."
 
     def report_saves(self) -> None:
-        """Tells of checkpoints that are written by now. Raises CheckpointWriteError where too many could not be."""
+        """Reports committed checkpoints. Raises CheckpointWriteError after too many failures."""
         if self.saves is not None:
             self.saves.note()
 
@@ -268,7 +268,7 @@ class Run:
             self.events.write("saved", step=step)
 
     def record(self, step: int) -> dict[str, Any]:
-        """Returns what a checkpoint holds beside the arrays.
+        """Returns the record of a checkpoint: all but the arrays.
 
         Raises:
             ConfigError: the directory belongs to another run now.
@@ -350,7 +350,7 @@ class Run:
     # ---- every step, and the end -------------------------------------------------------------------------------------
 
     def dispatched(self, step: int, values: Mapping[str, jax.Array], wait_s: float) -> None:
-        """Takes note of a step whose metrics are on their way; waits for the device only with too many in flight."""
+        """Notes a dispatched step. Waits for the device only if too many steps are in flight."""
         self.step = step
         self._mark.at(step)
         self.reporter.throughput.tick(step, wait_s)
@@ -359,22 +359,21 @@ class Run:
             jax.block_until_ready(self.in_flight.popleft())
 
     def finish(self, save_again: Callable[[], None]) -> None:
-        """Waits until everything is on disk. Raises CheckpointWriteError where the last save did not commit, however
-        often it was tried."""
+        """Waits until the last save is committed. Raises CheckpointWriteError if it failed `checkpoint.max_failures`
+        times."""
         if self.saves is not None:
             self.saves.finish(save_again)
-            # A process that left before process 0 has committed would make a launcher end process 0.
+            # A launcher ends process 0 if another process exits before it has committed.
             self.cluster.barrier("committed")
 
     def leave_cluster(self) -> None:
-        """Leaves the cluster. Together, and only after success: a process that left alone would make JAX abort the
-        others."""
+        """Leaves the cluster with all processes, only after success: JAX aborts the others if one leaves alone."""
         if self.watchdog is not None:
             self.watchdog.stop()
         self.cluster.shutdown()
 
     def close_records(self, event: str, **fields: Any) -> None:
-        """Writes how the run ended, into the events and the report."""
+        """Writes the last event, and the report."""
         self.fence.check()
         self.events.write(event, step=self.step, **fields)
         self.reporter.close()

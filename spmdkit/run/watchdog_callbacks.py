@@ -1,5 +1,5 @@
-"""What the watchdog and a signal do with a run, from their own threads: take down that it ends, and outlive a source of
-data that hangs."""
+"""Callbacks of the watchdog and of signals, called from their threads: they record the end of a run, and end a run whose
+data source hangs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 def connect(run: Run) -> None:
-    """Lets the watchdog and the signals of a run know it."""
+    """Connects the watchdog and the signals to a run."""
     if run.watchdog is not None:
-        run.watchdog.record_end = functools.partial(take_down, run)
+        run.watchdog.record_end = functools.partial(record_fault, run)
         run.watchdog.newest = functools.partial(newest_on_disk, run)
     if run.signals is not None:
-        run.signals.then = functools.partial(outlive_input, run)
+        run.signals.then = functools.partial(end_stalled_input, run)
 
 
-def take_down(run: Run, code: int, text: str, stacks: str) -> None:
-    """Writes that the watchdog ends this process, and the stacks into `logs/stacks.txt`."""
+def record_fault(run: Run, code: int, text: str, stacks: str) -> None:
+    """Writes the event `fault`, and the stacks to `logs/stacks.txt`."""
     run.events.write("fault", step=run.step, code=code, error=text[:500])
     if stacks:
         folder = run.directory / "logs"
@@ -35,20 +35,19 @@ def take_down(run: Run, code: int, text: str, stacks: str) -> None:
 
 
 def leave_stuck_callback(run: Run, code: int, text: str) -> None:
-    """Ends the process, whose devices wait for the one whose callback has raised."""
-    take_down(run, code, text, "")
+    """Ends the process: its devices wait indefinitely for the one whose callback raised."""
+    record_fault(run, code, text, "")
     leave_with(code, text)
 
 
 def newest_on_disk(run: Run) -> str:
-    """Returns a sentence on the newest checkpoint, without waiting for one that is being written."""
+    """Returns a sentence about the newest checkpoint, without waiting for one that is being written."""
     latest = run.checkpoints.last_committed() if run.checkpoints is not None else None
     return f"The newest checkpoint is of step {latest}." if latest else "No checkpoint was saved yet."
 
 
-def outlive_input(run: Run, number: int) -> None:
-    """After a request to stop, in a thread of its own: a source of data that gives nothing must not keep the run from
-    its end.
+def end_stalled_input(run: Run, number: int) -> None:
+    """Ends the run after a stop request although its data source does not return a batch. Runs in a separate thread.
 
     A run of one process saves its state. Of several processes, the others are inside the step that this one misses.
     """

@@ -93,7 +93,7 @@ def test_a_second_run_is_refused_and_a_folder_without_its_checkpoints_starts_not
     with Lease(location.resolve(URL), "other"), pytest.raises(ConfigError, match="is in use by process"):
         train(tmp_path / "b", checkpoint=SAVED, steps=30)
     client.objects = {name: x for name, x in client.objects.items() if "/run/run/" in name}
-    with pytest.raises(CheckpointError, match=r"s3://bucket-one/run holds no checkpoint.*never starts over"):
+    with pytest.raises(CheckpointError, match=r"s3://bucket-one/run holds no checkpoint.*never silently restarts"):
         train(tmp_path / "a", checkpoint=SAVED, steps=30)
 
 

@@ -103,7 +103,7 @@ def test_a_state_is_replaced_by_all_processes_together_each_with_its_part():
     ]
     found = processes(replace)
     assert [decisions[5].turn.state for decisions in found] == [f"state of {process}!" for process in range(NUM)]
-    with pytest.raises(ConfigError, match=r"hook 'mine': process 0 alone asks for sk\.ReplaceState"):
+    with pytest.raises(ConfigError, match=r"hook 'mine': only process 0 requests sk\.ReplaceState"):
         processes(lambda process: [asks(5, sk.ReplaceState("x"), on="main")(process)])
 
 

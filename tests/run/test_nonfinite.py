@@ -240,7 +240,7 @@ def test_batches_that_were_trained_on_cannot_be_left_out_any_more(tmp_path):
 
 
 def test_ways_back_that_lead_nowhere_end_the_run(tmp_path):
-    with pytest.raises(NonFiniteError, match="after 2 ways back"):
+    with pytest.raises(NonFiniteError, match="after 2 rollbacks"):
         train(tmp_path, make_task(np.full_like(CLEAN, np.nan)), on_nonfinite={**ROLLBACK, "max_consecutive": 2})
 
 

@@ -16,7 +16,7 @@ AFTER_WATCHDOG = 2000
 
 
 def make(config: Any) -> Hook | None:
-    """Returns the hook that injects faults, None where no drill runs."""
+    """Returns the hook that injects faults; None outside a drill."""
     path = os.environ.get(DRILL_FILE)
     if not path:
         return None

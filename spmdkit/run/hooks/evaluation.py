@@ -8,7 +8,7 @@ from spmdkit.run.hooks.base import Action, Evaluate, Hook, RunView
 
 
 def make(config: Any) -> Hook:
-    """Returns the hook that asks for evaluations."""
+    """Returns the hook that requests evaluations."""
     every = config.eval.every_steps
 
     def after_step(run: RunView, step: int, state: Any, metrics: Any) -> Action | None:

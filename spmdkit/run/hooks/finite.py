@@ -1,12 +1,11 @@
-"""What is done where loss, gradient, metrics or an evaluation are not finite: `on_nonfinite`, for each by choice.
+"""The policies of `on_nonfinite` for loss, gradient, metrics and evaluations that are not finite.
 
-The step itself looks at its loss, its metrics and the gradient, and leaves a code on the devices
-(`spmdkit.step.finite_check`); a step that is to be skipped has left everything as it was by then. The codes are read at
-log steps and before a save, and the host does the rest: it ends the run, goes back to a checkpoint and leaves that
-batch out for good, or tells of what was skipped.
+The step checks its loss, metrics and gradient, and stores a code on the devices (`spmdkit.step.finite_check`); a skipped
+step has changed nothing. The host reads the codes at log steps and before a save. It then ends the run, or rolls back to
+a checkpoint and skips the batch permanently, or reports the skipped step.
 
-Now and then every leaf of the state is looked at too, by a small program of its own: a moving average can overflow
-where no gradient does.
+A separate small program checks every leaf of the state from time to time: a moving average can overflow without a
+gradient that is not finite.
 """
 
 from __future__ import annotations
@@ -30,22 +29,21 @@ if TYPE_CHECKING:
     from spmdkit.run.run import Run
 
 LOOK_EVERY = 100
-"""Steps between looks at the state, at least: one takes about half a millisecond of the host, 5 % of ten steps of 1
-ms."""
+"""The least number of steps between two checks of the state. One takes about half a millisecond of the host, 5 % of ten
+steps of 1 ms."""
 
 MOST_CODES = 512
-"""So many codes wait on the devices, where log steps are far apart; then they are read, but for the newest, which may
-not be there yet."""
+"""The most codes that wait on the devices between log steps. Then all but the newest are read."""
 
 STEPS_IN_FLIGHT = 32
 
 TOGETHER = 16
-"""Codes that the devices join before the host reads them."""
+"""The number of codes that the devices combine before the host reads them."""
 
 
 def make(config: Any) -> Hook:
-    """Returns the guard of a run."""
-    asked = FiniteResults(config)
+    """Returns the hook that applies the policies."""
+    policy = FiniteResults(config)
     codes: list[tuple[int, Any]] = []  # of steps, on the devices
     looked = [
         0
@@ -67,21 +65,21 @@ def make(config: Any) -> Hook:
                 run.numbers(step, metrics)  # which waits for the step, while the devices join its code to the others
             for bad_step, bits in read():
                 values = not_finite(run.numbers(step, metrics)) if bad_step == step else {}
-                if (action := asked.to_step(run, bad_step, bits, values)) is not None:
+                if (action := policy.to_step(run, bad_step, bits, values)) is not None:
                     codes.clear()
                     return action
         if not is_told:
             return None
-        asked.tell(run, step, metrics)
+        policy.report(run, step, metrics)
         if 0 <= step - looked[0] < LOOK_EVERY:
             return None
         looked[0] = step
-        return None if _look(run.program.mesh)(state) else asked.to_state(run, step, state)
+        return None if _look(run.program.mesh)(state) else policy.to_state(run, step, state)
 
     def after_eval(run: Run, step: int, values: Mapping[str, Any]) -> Action | None:
         if not (bad := not_finite(values)):
             return None
-        what = f"the evaluation of step {step}: {said(bad)}"
+        what = f"the evaluation of step {step}: {format_metrics(bad)}"
         if config.on_nonfinite.evaluation == "continue":
             run.message(what)
             return None
@@ -149,31 +147,31 @@ def _or(bits: np.ndarray) -> int:
 
 
 class FiniteResults:
-    """What `on_nonfinite` answers to a step, and how often it has."""
+    """The actions of `on_nonfinite`, and how often each was taken."""
 
     def __init__(self, config: Any):
-        self._asked, self._policies = config.on_nonfinite, config.policies()
-        self._tells = "continue" in (self._asked.loss, self._asked.metrics)
+        self._options, self._policies = config.on_nonfinite, config.policies()
+        self._reports = "continue" in (self._options.loss, self._options.metrics)
         self._directory = config.resolved_run_dir() / "nonfinite"
-        self._skipped, self._in_a_row, self._ways_back = 0, 0, 0
+        self._skipped, self._in_a_row, self._rollbacks = 0, 0, 0
 
     def to_step(self, run: Run, step: int, bits: int, values: Mapping[str, float]) -> Action | None:
-        """Returns what is to be done about a step whose code is `bits`; `values` are its metrics that are not finite,
-        where they are known."""
+        """Returns the action for a step with the code `bits`. `values`: its metrics that are not finite, if they are
+        known."""
         names = [name for name, bit in finite_check.KINDS.items() if bits & bit]
         policies = {self._policies[name] for name in names}
         bad = ", ".join({"metrics": "a metric", "spike": "the loss"}.get(name, f"the {name}") for name in names)
-        told = "not finite" if bits & ~finite_check.SPIKE else "a spike"
-        known = f" ({said(values)})" if values else ""
-        what = f"{told} at step {step}: {bad}{known}, after {bad_batch.named(run.program, step)}"
+        kind = "not finite" if bits & ~finite_check.SPIKE else "a spike"
+        known = f" ({format_metrics(values)})" if values else ""
+        what = f"{kind} at step {step}: {bad}{known}, after {bad_batch.named(run.program, step)}"
         self._dump(run, step)
         if "stop" in policies:
             return self._stop(run, what, self._known(run, bits, "stop"))
         if "rollback" in policies:
-            self._ways_back += 1
-            if self._ways_back > self._asked.max_consecutive:
+            self._rollbacks += 1
+            if self._rollbacks > self._options.max_consecutive:
                 return self._stop(
-                    run, f"{what}, after {self._asked.max_consecutive} ways back", self._known(run, bits, "rollback")
+                    run, f"{what}, after {self._options.max_consecutive} rollbacks", self._known(run, bits, "rollback")
                 )
             run.message(what)
             batches = (run.program.schedule.number(step),)
@@ -182,28 +180,30 @@ class FiniteResults:
         self._skipped = step
         run.message(f"left out: {what}")
         run.events.write("skipped", step=step, batch=run.program.schedule.number(step), not_finite=names)
-        if self._in_a_row < self._asked.max_consecutive:
+        if self._in_a_row < self._options.max_consecutive:
             return None
         return self._stop(run, f"{self._in_a_row} steps in a row were left out: {what}", self._known(run, bits, "skip"))
 
     def to_state(self, run: Run, step: int, state: Any) -> Action | None:
-        """Returns what is to be done about a state that is not finite."""
+        """Returns the action for a state that is not finite."""
         what = f"the state is not finite at step {step}: '{run.program.non_finite_leaf(state)}'"
-        if self._asked.gradient != "continue":
+        if self._options.gradient != "continue":
             return self._stop(run, what, True)
         run.message(what)
         return None
 
-    def tell(self, run: Run, step: int, metrics: Any) -> None:
-        """Says what of the metrics of a log step is not finite, where the step does not look itself."""
-        bad = not_finite(run.numbers(step, metrics)) if self._tells else {}
-        bad = {n: x for n, x in bad.items() if getattr(self._asked, "loss" if n == "loss" else "metrics") == "continue"}
+    def report(self, run: Run, step: int, metrics: Any) -> None:
+        """Reports the metrics of a log step that are not finite, if the step does not check them."""
+        bad = not_finite(run.numbers(step, metrics)) if self._reports else {}
+        bad = {
+            n: x for n, x in bad.items() if getattr(self._options, "loss" if n == "loss" else "metrics") == "continue"
+        }
         if bad:
-            run.message(f"step {step}: {said(bad)}")
+            run.message(f"step {step}: {format_metrics(bad)}")
 
     def _known(self, run: Run, bits: int, policy: str) -> bool:
-        """Returns whether every process sees the same: not the part of a gradient that only its own devices hold, nor
-        one group's loss."""
+        """Returns whether every process has the same values: not true of a sharded gradient, nor of the loss of one
+        group."""
         if run.program.groups is not None:
             return False
         same = [name for name, bit in finite_check.KINDS.items() if bits & bit and name != "gradient"]
@@ -222,7 +222,7 @@ class FiniteResults:
         )
 
     def _dump(self, run: Run, step: int) -> None:
-        if not self._asked.save_batch or not run.cluster.is_main:
+        if not self._options.save_batch or not run.cluster.is_main:
             return
         try:
             run.message(f"the batch of step {step}: {bad_batch.save(run.program, step, self._directory)}")
@@ -230,26 +230,26 @@ class FiniteResults:
             run.message(f"the batch of step {step} cannot be written to {self._directory}: {error.strerror or error}")
 
 
-EVALUATION_RULE = "What an evaluation gives has to be finite. Look at that metric, or set on_nonfinite: {evaluation: continue} where it may be otherwise."
+EVALUATION_RULE = "The metrics of an evaluation have to be finite. Fix that metric, or set on_nonfinite: {evaluation: continue} to permit it."
 
 
 def check_evaluation(config: Any, step: int, values: Mapping[str, Any]) -> None:
-    """Refuses an evaluation outside of a run that is not finite.
+    """Rejects an evaluation outside a run that is not finite.
 
     Raises:
-        NonFiniteError: unless `on_nonfinite` lets evaluations be.
+        NonFiniteError: unless `on_nonfinite.evaluation` is `continue`.
     """
     if config.on_nonfinite.evaluation != "continue" and (bad := not_finite(values)):
-        raise NonFiniteError(f"the evaluation of step {step}: {said(bad)}. {EVALUATION_RULE}")
+        raise NonFiniteError(f"the evaluation of step {step}: {format_metrics(bad)}. {EVALUATION_RULE}")
 
 
 def not_finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the metrics that hold a NaN or an infinity; of arrays the first such element."""
+    """Returns the metrics that contain a NaN or an infinity; of arrays the first such element."""
     flat = {name: np.ravel(x) for name, x in values.items()}
     return {name: float(x[~np.isfinite(x)][0]) for name, x in flat.items() if not np.isfinite(x).all()}
 
 
-def said(bad: Mapping[str, Any]) -> str:
+def format_metrics(bad: Mapping[str, Any]) -> str:
     """Returns metrics and their values, `'worst' is nan`."""
     return ", ".join(f"'{name}' is {value}" for name, value in bad.items())
 

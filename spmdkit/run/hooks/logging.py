@@ -1,5 +1,5 @@
-"""Writes the first step, every `log.every_steps` steps and the last one to the trackers, and shows them; between them
-the bar moves on."""
+"""Writes the metrics of the first step, of every `log.every_steps` steps and of the last one; between them it advances the
+progress bar."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def make(config: Any) -> Hook:
-    """Returns the hook that tells how training goes."""
+    """Returns the hook that writes metrics."""
 
     def after_step(run: Run, step: int, state: Any, metrics: Any) -> None:
         if not run.is_log_step(step):

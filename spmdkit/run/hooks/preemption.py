@@ -1,8 +1,8 @@
-"""Stops when this machine, or that of any other process, is about to be taken away: `preemption` in a config; sources/
-has who is asked.
+"""Stops when the machine of any process is about to be preempted: `preemption` in a config. The sources are in
+faults/preemption_sources/.
 
-All processes agree on a step, save it, and leave with 42. Where this process waits for data that do not come, the
-notice is handed on as a signal would be (run/watchdog_callbacks.py).
+All processes agree on a step, save it, and exit with 42. If this process waits for data, the notice acts as a signal
+(run/watchdog_callbacks.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def make(config: Any) -> Hook | None:
-    """Returns the hook that heeds notices, None where nobody is asked."""
+    """Returns the hook that stops on a notice; None if the config names no source."""
     if not config.preemption:
         return None
     sources = [(plugins.split(choice)[0], plugins.make("preemption_sources", choice)) for choice in config.preemption]
@@ -48,7 +48,7 @@ def make(config: Any) -> Hook | None:
 def _watch(
     run: Run, name: str, source: PreemptionSource, noticed: list[str], taken: threading.Event, ended: threading.Event
 ) -> None:
-    """Asks until there is a notice, or training ends."""
+    """Polls a source until it gives notice, or training ends."""
     failed = False
     while not ended.wait(source.every_s):
         try:

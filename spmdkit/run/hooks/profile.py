@@ -10,7 +10,7 @@ from spmdkit.run.hooks.base import Hook, RunView
 
 
 def make(config: Any) -> Hook | None:
-    """Returns the hook that starts and stops the trace, None where none is asked for."""
+    """Returns the hook that starts and stops the trace; None if the config requests none."""
     options = config.profile
     if options is None:
         return None

@@ -1,5 +1,5 @@
-"""Saves every N steps, every N seconds on process 0's clock, after the last step, and when an evaluation is better than
-all before."""
+"""Saves every N steps, every N seconds by the clock of process 0, after the last step, and when an evaluation is better
+than all earlier ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def make(config: Any) -> Hook | None:
-    """Returns the hook that asks for checkpoints, None where none are kept."""
+    """Returns the hook that requests saves; None if the config disables checkpoints."""
     options = config.checkpoint
     if options is None:
         return None
@@ -27,7 +27,7 @@ def make(config: Any) -> Hook | None:
 
     if options.best is None:
         return Hook("saving", order=30, after_step=after_step)
-    # Travels in the checkpoint, so that a restart saves at the same steps.
+    # Part of the checkpoint, so that a restart saves at the same steps.
     seen: dict[str, Any] = {"best": None, "step": None}
 
     def after_eval(run: Run, step: int, values: Any) -> Action | None:
@@ -37,7 +37,7 @@ def make(config: Any) -> Hook | None:
         better = best is None or (value < best if options.best.mode == "min" else value > best)
         if not better and not (
             run.saves is not None and run.saves.is_lost(seen["step"])
-        ):  # where the best could not be saved, the next best is
+        ):  # if the best was not saved, the next best is
             return None
         seen.update(best=value, step=step)
         return Save(known=True)  # every process has the same values

@@ -1,4 +1,4 @@
-"""Stops when a signal asked any process to: SIGINT and SIGTERM (see `spmdkit.faults.signals`)."""
+"""Stops when any process has received a signal that requests it, such as SIGINT or SIGTERM (`spmdkit.faults.signals`)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def make(config: Any) -> Hook:
-    """Returns the hook that asks to stop, to be started again later."""
+    """Returns the hook that requests a stop with code 42."""
 
     def after_step(run: Run, step: int, state: Any, metrics: Any) -> Action | None:
-        asked = run.signals is not None and run.signals.requested is not None
-        return Stop(Preempted.exit_code) if asked else None
+        is_requested = run.signals is not None and run.signals.requested is not None
+        return Stop(Preempted.exit_code) if is_requested else None
 
     return Hook("signals", order=45, after_step=after_step)

@@ -30,14 +30,14 @@ FLOOR = 0.01
 
 
 def make(config: Any) -> Hook | None:
-    """Returns the hook that sets the limit, None where spikes are let be."""
+    """Returns the hook that sets the limit; None if the config has no `on_spike`."""
     asked = config.on_spike
     if asked is None:
         return None
     window: collections.deque[float] = collections.deque(maxlen=asked.window)
     limit: list[float | None] = [None]
     waiting: list[tuple[int, Any]] = []  # steps and their losses, on the devices
-    stale = [True]  # after a way back
+    stale = [True]  # after a rollback
 
     def read(run: Run | None = None) -> None:
         steps, losses = [step for step, _ in waiting], jax.device_get([loss for _, loss in waiting])

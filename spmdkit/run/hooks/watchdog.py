@@ -1,5 +1,4 @@
-"""Says where training stands, for the watchdog, and shows what the watchdog has noticed. The watchdog itself is
-faults/watchdog.py."""
+"""Reports the phase of training to the watchdog (faults/watchdog.py), and shows the notices of the watchdog."""
 
 from __future__ import annotations
 
@@ -14,15 +13,15 @@ if TYPE_CHECKING:
     from spmdkit.run.run import Run
 
 AFTER_ALL = 1000
-"""What other hooks take is a part of the step."""
+"""The time of other hooks counts as time of the step."""
 
 
 def make(config: Any) -> Hook | None:
-    """Returns the hook that says which step is computed and when its data is read, None where nothing is watched."""
+    """Returns the hook that reports the step and the reading of its data; None if the config disables the watchdog."""
     if config.watchdog is None:
         return None
-    recent: deque[float] = deque(maxlen=16)  # seconds of a step, as measured where the device was waited for
-    # The step that was waited for last, and when, by the watchdog's clock: a pause would be taken for a long step.
+    recent: deque[float] = deque(maxlen=16)  # seconds per step, measured between waits for the device
+    # The last step that was waited for, and the time by the clock of the watchdog, which stops during a pause.
     seen = [0, 0.0]
 
     def begin(run: Run, step: int, state: Any) -> None:

@@ -1,9 +1,9 @@
-"""Where a run goes on: the newest checkpoint that is as it was written, the same on every process; what is damaged is
-set aside and said.
+"""Restore: a run continues from the newest intact checkpoint, the same on every process. Damaged ones are quarantined and
+reported.
 
-A checkpoint is looked at twice: its record and its files by process 0, before anybody reads it, and the bytes of its
-arrays by whoever reads them. Damage that one process finds is damage to all. Nothing is renamed before a good one is
-found and belongs to this run.
+A checkpoint is verified twice: process 0 verifies its record and its files before any process reads it, and each process
+verifies the bytes of the arrays that it reads. Damage found by one process counts for all. Nothing is renamed before an
+intact checkpoint of this run is found.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ RECORDS = ("metrics.jsonl", "counts.jsonl")
 
 
 class Restored(NamedTuple):
-    """A checkpoint that was restored. `wrong`: what is wrong with the newer ones, which were passed over; `lines` are
-    for the user."""
+    """A restored checkpoint. `wrong`: newer checkpoints and their damage. `lines`: messages for the user. `is_saved`:
+    whether its step is committed on disk."""
 
     step: int
     state: TrainState
@@ -43,8 +43,8 @@ class Restored(NamedTuple):
 
 
 def newest(run: Run) -> Restored | None:
-    """Returns what the memory of the processes holds, where that is newer than every checkpoint, otherwise the newest
-    that can be restored, None where there is neither."""
+    """Returns the state in the memory of the processes if it is newer than each checkpoint, otherwise the newest intact
+    checkpoint; None if there is neither."""
     in_memory = run.driver.restored(run.cluster, run.program, run.checkpoints)
     if in_memory is not None or run.checkpoints is None:
         return in_memory
@@ -52,7 +52,7 @@ def newest(run: Run) -> Restored | None:
 
 
 def abandon(run: Run) -> None:
-    """Lets a save end that will never be committed, since a process that was to write a part of it has died."""
+    """Ends a save that cannot be committed, because a process that writes a part of it has died."""
     if run.checkpoints is not None:
         run.checkpoints.abandon(SAVE_ABANDON_S)
 
@@ -60,10 +60,10 @@ def abandon(run: Run) -> None:
 def newest_good(
     cluster: Cluster, checkpoints: Checkpoints, program: Program, most: int | None = None
 ) -> Restored | None:
-    """Returns the newest checkpoint up to `most` that can be restored, None where there is no checkpoint.
+    """Returns the newest intact checkpoint up to step `most`; None if there is no checkpoint.
 
     Raises:
-        CheckpointError: there are checkpoints, and all are damaged; or one is of another model.
+        CheckpointError: all checkpoints are damaged, or one is of another model.
     """
     directory, wrong = checkpoints.directory, dict[int, str]()
     while True:
@@ -92,25 +92,24 @@ def newest_good(
 
 
 def quarantine_checkpoints(run: Run, wrong: Mapping[str, str], lines: Sequence[str], step: int) -> None:
-    """Renames, on process 0, what is damaged and what has a step's name and is none, and tells the user, with `lines`
-    of what was restored."""
+    """Renames the damaged checkpoints and the folders that only look like one, on process 0, and reports them together with
+    `lines`."""
     if run.checkpoints is not None and run.cluster.is_main:
         directory = run.checkpoints.directory
         for name, why in (quarantine.steps_without_record(directory) | dict(wrong)).items():
             renamed = quarantine.quarantine(directory, name)
             run.events.write("checkpoint_quarantined", name=name, renamed=renamed, why=why)
-            run.message(f"checkpoint {name} is damaged: {why}. It is kept as {directory / renamed}")
+            run.message(f"checkpoint {name} is damaged: {why}. It is renamed to {directory / renamed}")
     for line in lines:
         run.message(line)
     if wrong:
-        run.message(f"going on from step {step}, the newest checkpoint that is as it was written")
+        run.message(f"continuing from step {step}, the newest intact checkpoint")
 
 
 def require_checkpoint(cluster: Cluster, checkpoints: Checkpoints, run_dir: Path) -> None:
-    """Raises CheckpointError where a run has trained and saved here, and its checkpoints are gone: it would start over
-    without a word.
+    """Raises CheckpointError if a run has saved here and its checkpoints are missing: it would silently restart from step 0.
 
-    Whoever wants that moves metrics.jsonl away.
+    Moving metrics.jsonl away permits that.
     """
 
     def found() -> str:
@@ -122,11 +121,11 @@ def require_checkpoint(cluster: Cluster, checkpoints: Checkpoints, run_dir: Path
         if not last or (events and not saved):
             return ""
         left = quarantine.steps_without_record(checkpoints.directory)
-        beside = f" but {', '.join(left)} without a record" if left else ""
+        damaged = f" but {', '.join(left)} without a record" if left else ""
         newest = f", and step {saved[-1]} was saved" if saved else ""
         return (
-            f"{checkpoints.directory} holds no checkpoint{beside}; a run was trained here up to step {last} (metrics.jsonl){newest}. A run never "
-            f"starts over without a word. Bring the folder back (is its disk mounted?), or, to start anew, move {run_dir / 'metrics.jsonl'} away "
+            f"{checkpoints.directory} holds no checkpoint{damaged}; a run was trained here up to step {last} (metrics.jsonl){newest}. A run never "
+            f"silently restarts from step 0. Restore the folder (is its disk mounted?), or, to restart, move {run_dir / 'metrics.jsonl'} away "
             "or set run_dir to a new folder."
         )
 
@@ -135,16 +134,16 @@ def require_checkpoint(cluster: Cluster, checkpoints: Checkpoints, run_dir: Path
 
 
 def keep_old_records(run_dir: Path) -> list[str]:
-    """Renames the metrics of a run that was never saved, so that starting anew does not empty them; returns a line for
-    the user of each."""
+    """Renames the metrics of a run that was never saved, so that the new start does not overwrite them; returns a message for
+    each file."""
     lines = []
     for name in RECORDS:
         path = run_dir / name
         if last := _last_step(path):
             number = next(n for n in range(1, 10**9) if not path.with_suffix(f".{n}.jsonl").exists())
-            kept = path.rename(path.with_suffix(f".{number}.jsonl"))
+            renamed = path.rename(path.with_suffix(f".{number}.jsonl"))
             lines.append(
-                f"note: {name} was of a run up to step {last} that has no checkpoint; it is kept as {kept.name}"
+                f"note: {name} belongs to a run up to step {last} that has no checkpoint; it is renamed to {renamed.name}"
             )
     return lines
 
@@ -161,8 +160,8 @@ def latest_for_all(cluster: Cluster, checkpoints: Checkpoints) -> int | None:
 
 @contextlib.contextmanager
 def chosen_for_all(cluster: Cluster, checkpoints: Checkpoints, step: int | None, best: bool) -> Iterator[int | None]:
-    """Yields `step`, the best step, or the newest, the same on every process, which nobody deletes meanwhile; None
-    where there is none."""
+    """Yields `step`, the best step, or the newest, the same on every process, and protects it from deletion; None if there is
+    none."""
     directory = checkpoints.directory
     with contextlib.ExitStack() as stack:
 
@@ -178,13 +177,13 @@ def chosen_for_all(cluster: Cluster, checkpoints: Checkpoints, step: int | None,
 
 
 def note_randomness(run: Run, record: dict[str, Any], step: int) -> None:
-    """Says so where the keys of the coming steps are not those that the run would have had before."""
+    """Reports a change of the random number generator, because of which the next steps use other keys."""
     before, now = record.get("randomness", {"version": 1}), rng.identity()
     if before != now:
         run.events.write("randomness_changed", step=step, before=before, now=now)
         run.message(
             f"note: step {step} was saved under other random keys ({_described(before)}; now {_described(now)}): randomness "
-            "continues differently from here, dropout and noise are not what they would have been"
+            "continues differently from here, so dropout and noise differ from an uninterrupted run"
         )
 
 

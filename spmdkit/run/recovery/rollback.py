@@ -1,4 +1,4 @@
-"""A run that goes back: to an earlier checkpoint, or to its beginning, with batches left out for good."""
+"""Rollback: a run returns to an earlier checkpoint or to its initial state, and may skip batches permanently."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ if TYPE_CHECKING:
 
 
 def go_back(run: Run, to_step: int | None, skip_batches: int, batches: Sequence[int] = ()) -> TrainState:
-    """Returns the state of the newest checkpoint up to `to_step`, the beginning where none was saved. What is newer is
-    forgotten.
+    """Returns the state of the newest checkpoint up to `to_step`, or the initial state if there is none.
 
-    Everything that training writes goes back with it: checkpoints, trackers, the schedule, the hooks' own state.
+    Checkpoints, trackers, the schedule and the state of the hooks return to that step too; newer ones are deleted.
 
     Raises:
-        UserCodeError: the checkpoints of that time are not kept any more.
+        UserCodeError: the checkpoints up to that step are deleted.
     """
     left, before = run.step, run.program.schedule.skipped
     run.hook_runner.went_back()
@@ -35,9 +34,9 @@ def go_back(run: Run, to_step: int | None, skip_batches: int, batches: Sequence[
         newest = restore.latest_for_all(run.cluster, run.checkpoints)
         if not target and newest is not None and to_step != 0:
             raise UserCodeError(
-                f"a hook goes back to step {to_step}, and the checkpoints that are kept are newer, up to step {newest}. Going back needs one of "
-                f"that step or before. Raise checkpoint.keep ({run.config.checkpoint.keep if run.config.checkpoint else 0}), or go back "
-                "less far; sk.Rollback(0) starts anew."
+                f"a hook rolls back to step {to_step}, and all checkpoints are newer, up to step {newest}. A rollback needs a checkpoint of "
+                f"that step or before. Raise checkpoint.keep ({run.config.checkpoint.keep if run.config.checkpoint else 0}), or roll back "
+                "less far; sk.Rollback(0) restarts from the initial state."
             )
         restore.quarantine_checkpoints(run, found.wrong if found else {}, (), target)
         run.cluster.barrier("before going back")
@@ -55,7 +54,7 @@ def go_back(run: Run, to_step: int | None, skip_batches: int, batches: Sequence[
     if run.cluster.is_main:
         run.reporter.trackers.rewind(target)
     run.events.write("rolled_back", step=target, from_step=left, skipped_batches=more)
-    told = f", {len(more)} batch{'es' * (len(more) > 1)} left out for good" if more else ""
-    run.message(f"back to step {target}, from step {left}{told}")
+    skipped = f", {len(more)} batch{'es' * (len(more) > 1)} skipped permanently" if more else ""
+    run.message(f"rolled back to step {target} from step {left}{skipped}")
     run.reporter.throughput.start()
     return state

@@ -1,8 +1,8 @@
-"""The saves of a run: one that fails is told and made up for at the next interval; `checkpoint.max_failures` in a row
-end the run with 74.
+"""The saves of a run. A failed save is logged and retried at the next interval; `checkpoint.max_failures` in a row end the
+run with 74.
 
-Whether a save has failed is decided by all processes together, before the next one is begun and at the end: a process
-that gave up alone, or began a save that the others do not begin, would let them wait for it.
+All processes decide together whether a save has failed, before the next one starts and at the end. Otherwise a process
+could start a save that the others do not start, and block them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Saves:
-    """What became of the saves of a run; `run` is the `Run`, `checkpoints` its own."""
+    """The results of the saves of a run."""
 
     def __init__(self, run: Run, checkpoints: Checkpoints):
         self._run, self._checkpoints = run, checkpoints
@@ -33,10 +33,10 @@ class Saves:
         self._slow_said = False
 
     def start(self, step: int, state: Any, record: Mapping[str, Any], metrics: Mapping[str, float] | None) -> bool:
-        """Starts a save, after the one before; returns whether it was started.
+        """Starts a save, after the previous one has ended; returns whether it was started.
 
         Raises:
-            CheckpointWriteError: it could not be, or the one before has failed, and that was once too often.
+            CheckpointWriteError: this save or the previous one was the last permitted failure.
         """
         self.settle()
         self._owed, self._began_at, self._slow_said = step, time.monotonic(), False
@@ -48,17 +48,17 @@ class Saves:
         return True
 
     def settle(self) -> None:
-        """Waits for the save in flight, on every process, and takes note of what became of it.
+        """Waits for the save in flight, on every process, and records its result.
 
         Raises:
-            CheckpointWriteError: it has failed, and that was once too often.
+            CheckpointWriteError: it was the last permitted failure.
         """
         waiting_since = time.monotonic()
         ended = self._checkpoints.settle()
         if (held_s := time.monotonic() - waiting_since) > SAVE_BLOCKED_S:
             self._run.message(
-                f"note: training waited {held_s:.1f} s for the checkpoint of step {self._owed} to be written; saves come faster than the disk takes "
-                "them. Raise checkpoint.every_steps or every_seconds."
+                f"note: training waited {held_s:.1f} s for the checkpoint of step {self._owed} to be written: saves are more frequent than the disk "
+                "can write. Raise checkpoint.every_steps or every_seconds."
             )
         self._run.write_saved(self._checkpoints.new_commits())
         if ended.committed:
@@ -74,11 +74,10 @@ class Saves:
         return step in self._failed_steps
 
     def note(self) -> None:
-        """Tells, without waiting, of checkpoints that are written by now and of one that takes long.
+        """Reports, without waiting, the checkpoints that are committed and a slow one.
 
         Raises:
-            CheckpointWriteError: as `settle`; with several processes only that tells, for they must hear of it at one
-                step.
+            CheckpointWriteError: as `settle`. With several processes only `settle` raises, at the same step.
         """
         if self._run.cluster.num_processes == 1 and not self._checkpoints.is_saving():
             self.settle()
@@ -90,7 +89,7 @@ class Saves:
             self._run.events.write("save_slow", step=self._owed, seconds=round(taken_s))
 
     def finish(self, again: Callable[[], None]) -> None:
-        """Returns when the last save of the run is committed; one that fails is tried `again`.
+        """Returns when the last save of the run is committed; calls `again` after a failure.
 
         Raises:
             CheckpointWriteError: it has failed `checkpoint.max_failures` times.
@@ -112,5 +111,5 @@ class Saves:
             )
             raise CheckpointWriteError(f"{why}{often}")
         run.message(
-            f"WARNING: {why} Training goes on, and saves again at the next interval ({self._failures} of checkpoint.max_failures {self._most} in a row)."
+            f"WARNING: {why} Training continues and saves again at the next interval ({self._failures} of checkpoint.max_failures {self._most} in a row)."
         )

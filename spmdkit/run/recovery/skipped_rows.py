@@ -10,8 +10,7 @@ if TYPE_CHECKING:
 
 
 def left_out_rows(run: Run) -> list[list[int]]:
-    """Returns [batch, row] of what any process has left out, on process 0. Where rows may be left out, all processes
-    ask for each save."""
+    """Returns [batch, row] of the rows that any process has skipped, on process 0. All processes call it at each save."""
     mine, cluster = run.program.skipped_rows[0].positions(), run.cluster
     if not run.config.data.max_bad_examples or cluster.num_processes == 1:
         return mine
