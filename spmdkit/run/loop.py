@@ -78,7 +78,7 @@ def train(
         config: a `Config`, or the path of its file.
         cluster: the joined processes; default: joins the processes of the environment.
         task: replaces the task that the config names.
-        allow_change: what may be other than when the run was saved although it makes the run another one: `seed`, `train_data`
+        allow_change: settings that may differ from the checkpoint although they change the result: `seed`, `train_data`
             ...; see run/recovery/resume_check.py.
 
     Raises:

@@ -127,7 +127,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(saved, gone):
         (saved / "run/checkpoints").mkdir()
     with pytest.raises(
         CheckpointError,
-        match=r"no checkpoint.* up to step 20 .*Bring the folder back .*move .*metrics.jsonl away or set run_dir",
+        match=r"no checkpoint.* up to step 20 .*Restore the folder .*move .*metrics.jsonl away or set run_dir",
     ):
         train(saved)
     assert (saved / "run/metrics.jsonl").read_bytes() == before
