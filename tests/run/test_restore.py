@@ -141,7 +141,7 @@ def test_a_run_that_was_never_saved_starts_anew_and_keeps_what_it_had_written(tm
     first = (tmp_path / "run/metrics.jsonl").read_bytes()
     for number in (1, 2):
         train(tmp_path, checkpoint=None)
-        assert f"kept as metrics.{number}.jsonl" in capsys.readouterr().out
+        assert f"renamed to metrics.{number}.jsonl" in capsys.readouterr().out
     assert (tmp_path / "run/metrics.1.jsonl").read_bytes() == first
     assert steps(tmp_path) == [1, 5, 10, 15, 20]
 
