@@ -91,7 +91,7 @@ def test_ls_shows_damage_best_size_and_age(saved, capsys):
     six, twenty, aside, *_ = capsys.readouterr().out.splitlines()
     assert six.split()[0] == "6" and "KiB" in six and " ago)" in six and six.endswith("best")
     assert "DAMAGED: state/_METADATA is missing" in twenty
-    assert aside == "damaged, set aside: 4.damaged"
+    assert aside == "damaged, quarantined: 4.damaged"
     (saved / "checkpoints/6/record.json").write_text("{")
     assert cli.main(["checkpoint", "ls", str(saved)]) == 0
     assert "unknown time" in capsys.readouterr().out
@@ -114,7 +114,7 @@ def test_verify_reads_every_byte_and_names_the_leaf(saved, capsys):
 
 def test_rm_removes_what_is_named_but_never_the_last_good_one(saved):
     directory = saved / "checkpoints"
-    with pytest.raises(CheckpointError, match=r"has no step 7.*has steps 6, 20"):
+    with pytest.raises(CheckpointError, match=r"has no step 7.*steps are 6, 20"):
         checkpoint.remove(directory, [6, 7])
     lose_a_file(directory / "20")
     with pytest.raises(CheckpointError, match="step 6 is the last good checkpoint"):
