@@ -217,7 +217,7 @@ def commands_agree(store, folder, url, undisturbed):
     words = [sys.executable, "-c", SEVERAL, json.dumps(commands)]
     output, errors = done(subprocess.Popen(words, cwd=folder, env=env_of(store, TMPDIR=str(folder)), **options), 79)
     said = output.split("\0")[1:]
-    assert len(said) == len(commands) and "last good checkpoint" in errors, errors
+    assert len(said) == len(commands) and "last valid checkpoint" in errors, errors
     assert json.loads(said[0])["step"] == 60
     for text in said[3:5]:
         found = json.loads(text)

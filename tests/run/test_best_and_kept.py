@@ -117,11 +117,11 @@ def test_rm_removes_what_is_named_but_never_the_last_good_one(saved):
     with pytest.raises(CheckpointError, match=r"has no step 7.*steps are 6, 20"):
         checkpoint.remove(directory, [6, 7])
     lose_a_file(directory / "20")
-    with pytest.raises(CheckpointError, match="step 6 is the last good checkpoint"):
+    with pytest.raises(CheckpointError, match="step 6 is the last valid checkpoint"):
         checkpoint.remove(directory, [6])
     assert cli.main(["checkpoint", "rm", str(saved), "20"]) == 0
     assert [row["step"] for row in ls(directory)] == [6]
-    with pytest.raises(CheckpointError, match="step 6 is the last good checkpoint"):
+    with pytest.raises(CheckpointError, match="step 6 is the last valid checkpoint"):
         checkpoint.remove(directory, [6])
 
 
