@@ -380,7 +380,7 @@ ROWS = [
     Row(
         "a step that lost a variable",
         {k: v for k, v in slurm_step(4, 3).items() if k != "SLURM_PROCID"},
-        Refused(("step 0 of the Slurm job 2", "SLURM_PROCID=''", "start it with srun")),
+        Refused(("step 0 of the Slurm job 2", "SLURM_PROCID=''", "Start it with srun")),
     ),
     Row("nothing", {}, Place()),
     Row("a shell", ALONE, Place()),

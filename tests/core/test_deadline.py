@@ -15,7 +15,7 @@ STANDALONE = ("cluster/service/service.py", "tools/drill/virtual_switch.py")
 NO_WAITS = {
     "mesh/chips.py",  # latencies of links
     "foundation/clock.py",  # the most that a pause counts
-    "faults/injection/protocol.py",  # sizes of faults
+    "faults/injection/fault.py",  # sizes of faults
     "faults/preemption_sources/aws.py",  # how long a token is valid
     "plan/fit_check.py",  # the interpreter's switch interval
     "run/startup/health_checks/outliers.py",  # the most that two clocks may differ
