@@ -126,7 +126,7 @@ def replaced(run: Run, step: int, state: TrainState, new: Any) -> TrainState:
     return jax.device_put(new, run.program.state_sharding)
 
 
-def go_back(run: Run, asked: Rollback, batches: DeviceBatches) -> tuple[TrainState, DeviceBatches]:
+def go_back(run: Run, rollback_to: Rollback, batches: DeviceBatches) -> tuple[TrainState, DeviceBatches]:
     """Returns the state of an earlier step and the batches that follow it.
 
     Raises:
@@ -135,8 +135,8 @@ def go_back(run: Run, asked: Rollback, batches: DeviceBatches) -> tuple[TrainSta
     batches.close()
     left, skipped_before = run.step, run.program.schedule.skipped
     with phase.during("restore"):
-        state = rollback.go_back(run, asked.to_step, asked.skip_batches, asked.batches)
-    if not run.is_new_rollback(left, skipped_before) and not asked.skip_batches and not asked.batches:
+        state = rollback.go_back(run, rollback_to.to_step, rollback_to.skip_batches, rollback_to.batches)
+    if not run.is_new_rollback(left, skipped_before) and not rollback_to.skip_batches and not rollback_to.batches:
         raise UserCodeError(
             f"a hook rolls back from step {left} to step {run.step} for the second time without a change: the same batches give the "
             "same result. Skip batches, as in sk.Rollback(skip_batches=10), or stop."

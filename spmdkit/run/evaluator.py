@@ -1,4 +1,4 @@
-"""The evaluator of TF_CONFIG: one process beside those that train, which evaluates each new checkpoint until the run is
+"""The evaluator of TF_CONFIG: one process in addition to those that train, which evaluates each new checkpoint until the run is
 finished.
 
 As TensorFlow's: it is no part of the cluster, so that training never waits for it, and it may be killed and started
@@ -49,7 +49,7 @@ def evaluate_each(
 
     Raises:
         ConfigError: the run saves no checkpoints.
-        Preempted: a signal asked to stop; start it again to go on.
+        Preempted: a signal requested a stop; start it again to continue.
         NonFiniteError: an evaluation that `on_nonfinite` does not let be.
     """
     if config.checkpoint is None:
@@ -92,8 +92,8 @@ def _follow(
                 evaluated.add(step)
                 steps.append(step)
                 _write(directory / FILE, step, values)
-                told = (f"{name} {x:.6g}" for name, x in values.items() if isinstance(x, float))
-                say(f"step {step} eval  " + "  ".join(told))
+                values_text = (f"{name} {x:.6g}" for name, x in values.items() if isinstance(x, float))
+                say(f"step {step} eval  " + "  ".join(values_text))
                 check_evaluation(config, step, values)
             if signals.requested is not None:
                 raise Preempted(f"the evaluator was stopped after {len(steps)} checkpoints. Start it again to go on.")

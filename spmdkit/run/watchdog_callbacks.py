@@ -51,10 +51,10 @@ def end_stalled_input(run: Run, number: int) -> None:
 
     A run of one process saves its state. Of several processes, the others are inside the step that this one misses.
     """
-    asked = time.monotonic()
+    requested_at = time.monotonic()
     while (place := phase.current_phase()).phase != "end":
         time.sleep(0.1)
-        waited_s = time.monotonic() - max(place.since, asked)
+        waited_s = time.monotonic() - max(place.since, requested_at)
         if place.phase != "data" or waited_s < INPUT_GRACE_S:
             continue
         if run.cluster.num_processes == 1:

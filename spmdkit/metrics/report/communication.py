@@ -95,8 +95,8 @@ def _line(row: Row) -> str:
 
 def _notes(rows: Sequence[Row]) -> str:
     refused = [f"{row['name']}: refused: {row['refused']}" for row in rows if row["refused"]]
-    told = [*refused, *(f"{row['name']}: {note}" for row in rows for note in row.get("notes", ()))]
-    return "".join(f'<p class="note after">{escape(text)}</p>' for text in told)
+    notes = [*refused, *(f"{row['name']}: {note}" for row in rows for note in row.get("notes", ()))]
+    return "".join(f'<p class="note after">{escape(text)}</p>' for text in notes)
 
 
 def loss_over_bytes(rows: Sequence[Row]) -> str:
@@ -121,10 +121,10 @@ def loss_over_bytes(rows: Sequence[Row]) -> str:
         at_x, at_y = x(float(row["bytes_per_step"])), y(float(row["loss_mean"]))
         low, high = y(min(map(float, row["loss"]))), y(max(map(float, row["loss"])))
         parts.append(f'<line class="axis" x1="{at_x:.1f}" x2="{at_x:.1f}" y1="{low:.1f}" y2="{high:.1f}"/>')
-        told = f"{row['name']}: {format_bytes(row['bytes_per_step'])} a step, loss {format_value(row['loss_mean'])}"
+        notes = f"{row['name']}: {format_bytes(row['bytes_per_step'])} a step, loss {format_value(row['loss_mean'])}"
         kind = "eval" if row["name"] == "sum" else "train"
         parts.append(
-            f'<circle class="{kind}" cx="{at_x:.1f}" cy="{at_y:.1f}" r="5"><title>{escape(told)}</title></circle>'
+            f'<circle class="{kind}" cx="{at_x:.1f}" cy="{at_y:.1f}" r="5"><title>{escape(notes)}</title></circle>'
         )
         parts.append(_label(str(row["name"]), at_x, at_y, taken))
     return "\n".join([*parts, "</svg>"])

@@ -235,8 +235,8 @@ def _meshes(document: Mapping[str, Any]) -> str:
     for axes, num in document["wire"]["by_axes"].items():
         names = [] if axes == "all" else axes.split(" x ")
         picture = draw_groups(document["mesh"], document["places"], names)
-        said = "unknown" if num is None else format_bytes(num)
-        drawn.append(f"<div><h3>over {escape(axes)}: {said} a device</h3>{picture}</div>")
+        amount = "unknown" if num is None else format_bytes(num)
+        drawn.append(f"<div><h3>over {escape(axes)}: {amount} a device</h3>{picture}</div>")
     if not drawn:
         drawn = [draw_groups(document["mesh"], document["places"], [])]
     note = '<p class="note">Devices of one colour talk to each other. Numbers are places in the mesh.</p>'

@@ -1,6 +1,6 @@
 """What is due around a step: a file each, found by its name.
 
-A file has `make(config) -> Hook | None`, None where the config asks for none of it. `of_run` puts a user's own between
+A file has `make(config) -> Hook | None`, None if the config does not enable it. `of_run` puts a user's own between
 them.
 """
 

@@ -1,8 +1,8 @@
 """Compares the copies of the train state bit by bit every `replica_check.every_steps` steps: a device that computes or
-remembers wrongly says nothing itself.
+remembers wrongly does not report it.
 
-Where three or more devices hold the same part, the odd one is named; of two, an audit says which one computes other
-bits from the same inputs a second time, if it is arithmetic that went wrong. What has no copy is said at the start.
+If three or more devices hold the same part, the outlier is named. Of two, an audit repeats the computation to find the one
+with wrong arithmetic. Leaves without a copy are reported at the start.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ MOST_LEAVES = 4
 
 
 def make(config: Any) -> Hook | None:
-    """Returns the hook that compares, None where it is not asked for."""
-    asked = config.replica_check
-    if asked is None:
+    """Returns the hook that compares replicas; None if the config has no `replica_check`."""
+    options = config.replica_check
+    if options is None:
         return None
     made: list[Copies] = []
     same = {"step": 0}  # the last at which all copies were the same
@@ -47,16 +47,18 @@ def make(config: Any) -> Hook | None:
                 leaves=[d.path for d in differences],
                 devices=[copies.device(p).id for p in _odd(differences)],
             )
-        if asked.action == "continue":
+        if options.action == "continue":
             run.message(what)
             return None
-        if asked.action == "rollback":
+        if options.action == "rollback":
             run.message(what)
             return Rollback(same["step"], known=True)
-        if asked.action == "repair" and all(d.source is not None for d in differences):
+        if options.action == "repair" and all(d.source is not None for d in differences):
             run.message(f"{what} It has the bits of the others again.")
             return ReplaceState(copies.mended(state, differences))
-        unknown = " Which of them is right is not known, so nothing can be mended." if asked.action == "repair" else ""
+        unknown = (
+            " Which of them is right is not known, so nothing can be mended." if options.action == "repair" else ""
+        )
         return Stop(
             NonFiniteError.exit_code,
             f"{what}{unknown} Copies of the state have to be the same on all devices; one of these computes or remembers wrongly. All were the same "
@@ -67,7 +69,7 @@ def make(config: Any) -> Hook | None:
     return Hook(
         "copies",
         order=15,
-        every=asked.every_steps,
+        every=options.every_steps,
         begin=begin,
         after_step=after_step,
         state=lambda: dict(same),
@@ -76,7 +78,7 @@ def make(config: Any) -> Hook | None:
 
 
 def _say_what_is_alone(run: RunView, copies: Copies) -> None:
-    """Says at the start what no copy can show."""
+    """Reports at the start the leaves that have no copy."""
     alone, sizes = set(copies.without()), {p.path: p.num_bytes for p in run.program.layout}
     if not alone:
         return

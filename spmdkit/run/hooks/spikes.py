@@ -31,10 +31,10 @@ FLOOR = 0.01
 
 def make(config: Any) -> Hook | None:
     """Returns the hook that sets the limit; None if the config has no `on_spike`."""
-    asked = config.on_spike
-    if asked is None:
+    options = config.on_spike
+    if options is None:
         return None
-    window: collections.deque[float] = collections.deque(maxlen=asked.window)
+    window: collections.deque[float] = collections.deque(maxlen=options.window)
     limit: list[float | None] = [None]
     waiting: list[tuple[int, Any]] = []  # steps and their losses, on the devices
     stale = [True]  # after a rollback
@@ -44,7 +44,7 @@ def make(config: Any) -> Hook | None:
         waiting.clear()
         for step, loss in zip(steps, map(float, losses), strict=True):
             if limit[0] is not None and loss > limit[0]:
-                if asked.action == "continue" and run is not None:
+                if options.action == "continue" and run is not None:
                     run.message(f"a spike at step {step}: the loss is {loss:.4g}, above {limit[0]:.4g}")
             elif math.isfinite(loss):
                 window.append(loss)
@@ -63,8 +63,8 @@ def make(config: Any) -> Hook | None:
             waiting.append((step, metrics["loss"]))
         if run.is_log_step(step):
             read(run)
-            if len(window) >= asked.window // 4:
-                limit[0] = limit_of(window, asked.z_score)
+            if len(window) >= options.window // 4:
+                limit[0] = limit_of(window, options.z_score)
             put(run)
 
     def saved() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What has changed between two starts of a run: settings, the text of the project, the data, versions and variables, as
 one table.
 
-A checkpoint's record holds what the run was when it was saved. What is other now is said, and written to events.jsonl.
+A checkpoint's record holds what the run was when it was saved. Changes are reported and written to events.jsonl.
 What makes it another run, whose examples would be others, is refused unless it is allowed by name (`train
 --allow_change-change KEY`).
 """
@@ -44,7 +44,7 @@ class Change(NamedTuple):
 
 
 def described(config: Config, task: Task) -> dict[str, Any]:
-    """Returns what a checkpoint's record holds of a run, beside its config: digests of text and data, versions,
+    """Returns the description of a run in the record of a checkpoint, in addition to its config: digests of text and data, versions,
     variables."""
     data = {
         name: _data(getattr(task, name), name, config.data.retries)
@@ -187,7 +187,7 @@ def check(
     found = changes(before, now)
     another = {change.key for change in found if change.key in ANOTHER_RUN}
     why = refusal(found, allow_change, directory, step)
-    if another <= {"train_data"} - set(allow_change):  # what is to blame is said by the batch
+    if another <= {"train_data"} - set(allow_change):  # the message about the batch names the cause
         why = other_examples(before.get("next_batch"), skipped_batches.as_saved(schedule, before), step) or why
     if why is not None:
         raise ConfigError(why)
@@ -211,7 +211,7 @@ def refusal(found: Sequence[Change], allow_change: Sequence[str], directory: Pat
 
 
 def other_examples(digest: str | None, schedule: Schedule, step: int) -> str | None:
-    """Returns why a run does not go on whose next batch would be of other examples, or None.
+    """Returns why the next batch of a run would have other examples, or None.
 
     Args:
         digest: of the batch after `step`, as it was when `step` was saved.

@@ -85,26 +85,26 @@ def as_saved(schedule: data.Schedule, record: Mapping[str, Any]) -> data.Schedul
 
 
 def saved_in(record: Mapping[str, Any]) -> Ranges:
-    """Returns what the record of a checkpoint says was left out until then."""
+    """Returns the batches that the record of a checkpoint lists as skipped."""
     return data.merge_ranges((int(first), int(last)) for first, last in record.get("skipped_batches", []))
 
 
-def ahead(schedule: data.Schedule, step: int, saved: Ranges, asked: Ranges) -> Ranges:
-    """Returns what is left out after `step`: what was when it was saved, and of what is asked for the batches that are
+def ahead(schedule: data.Schedule, step: int, saved: Ranges, requested: Ranges) -> Ranges:
+    """Returns what is left out after `step`: what was when it was saved, and of what is requested for the batches that are
     still to come."""
     last = dataclasses.replace(schedule, skipped=saved).number(step)
-    return data.merge_ranges([*saved, *((max(a, last + 1), b) for a, b in asked if b > last)])
+    return data.merge_ranges([*saved, *((max(a, last + 1), b) for a, b in requested if b > last)])
 
 
-def check(schedule: data.Schedule, step: int, saved: Ranges, asked: Ranges) -> None:
-    """Refuses a config whose `data.skip_batches` names what was trained on already.
+def check(schedule: data.Schedule, step: int, saved: Ranges, requested: Ranges) -> None:
+    """Rejects a config with batches in `data.skip_batches` that the run has trained on.
 
     Raises:
         ConfigError: with the first such batch.
     """
     last = dataclasses.replace(schedule, skipped=saved).number(step)
     left_out = {n for a, b in saved for n in range(a, min(b, last) + 1)}
-    late = next((n for a, b in asked for n in range(a, min(b, last) + 1) if n not in left_out), None)
+    late = next((n for a, b in requested for n in range(a, min(b, last) + 1) if n not in left_out), None)
     if late is not None:
         raise ConfigError(
             f"data.skip_batches names batch {late}, and step {step} of this run was saved after it had trained on that. What is left out is "

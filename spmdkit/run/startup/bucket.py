@@ -1,7 +1,7 @@
 """A run whose checkpoints are in a bucket: the bucket's folder is this attempt's by a lease, and the metrics come back
 from there on a new disk.
 
-Each host has a run directory of its own, which nobody else need see. Process 0's holds the records; that of another
+Each host has a private run directory. Process 0's holds the records; that of another
 process its events and logs.
 """
 
@@ -30,8 +30,8 @@ STAGE = "staging"
 
 def checkpoints_of(config: Config) -> location.Location:
     """Returns where the checkpoints of a config's run are."""
-    asked = config.checkpoint.directory if config.checkpoint is not None else None
-    return location.resolve(asked) if asked is not None else config.resolved_run_dir() / "checkpoints"
+    chosen = config.checkpoint.directory if config.checkpoint is not None else None
+    return location.resolve(chosen) if chosen is not None else config.resolved_run_dir() / "checkpoints"
 
 
 def take_bucket(config: Config, cluster: Cluster, local: ownership.Fence, stack: ExitStack) -> Callable[[], bool]:
@@ -60,7 +60,7 @@ def take_bucket(config: Config, cluster: Cluster, local: ownership.Fence, stack:
 
 
 def bring_records(config: Config, run_dir: Path) -> list[str]:
-    """Fetches the records that were copied beside the checkpoints, where they go further than those on this disk;
+    """Fetches the records that were copied with the checkpoints, if they have more steps than those on this disk;
     returns lines for the user.
 
     What is here is kept under another name. For process 0, before anything is written.
@@ -83,7 +83,7 @@ def bring_records(config: Config, run_dir: Path) -> list[str]:
 
 
 def bring_skipped(config: Config, cluster: Cluster, run_dir: Path) -> None:
-    """Fetches, on process 0, which batches the run has left out for good, where its disk does not know."""
+    """Fetches, on process 0, which batches the run has stage out for good, where its disk does not know."""
     directory, path = checkpoints_of(config), run_dir / skipped_batches.NAME
     if isinstance(directory, Remote) and cluster.is_main and not path.exists():
         with contextlib.suppress(FileNotFoundError):
@@ -104,9 +104,12 @@ def _last_step(path: Path) -> int:
 
 
 def options(run_dir: Path, cluster: Cluster) -> dict[str, Any]:
-    """Returns what `Checkpoints` is told of a bucket. Processes of one host have one run_dir and a stage each; what one
-    with more processes has left goes."""
-    for left in (run_dir / STAGE).glob("p*"):
-        if left.name[1:].isdecimal() and int(left.name[1:]) >= cluster.num_processes:
-            shutil.rmtree(left, ignore_errors=True)
-    return {"stage": run_dir / STAGE / f"p{cluster.process_index:03d}", "run_files": [run_dir / name for name in RECORDS]}
+    """Returns the arguments of `Checkpoints` for a bucket. Processes of one host share run_dir and have one stage each; stages
+    of an earlier start with more processes are deleted."""
+    for stage in (run_dir / STAGE).glob("p*"):
+        if stage.name[1:].isdecimal() and int(stage.name[1:]) >= cluster.num_processes:
+            shutil.rmtree(stage, ignore_errors=True)
+    return {
+        "stage": run_dir / STAGE / f"p{cluster.process_index:03d}",
+        "run_files": [run_dir / name for name in RECORDS],
+    }

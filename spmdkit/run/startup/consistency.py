@@ -10,7 +10,7 @@ on the same numbers.
     same_state      a checksum of each leaf after init or restore                                     before the first
     step
 
-Each is one comparison (cluster/comparison.py): a difference is 78 on every process, with whose and what. With one
+Each is one comparison (cluster/comparison.py): a difference exits with 78 on every process and names the processes and the difference. With one
 process nothing is done.
 """
 
@@ -64,7 +64,7 @@ def start_facts(config: Config) -> dict[str, str]:
 
 
 def same_data(cluster: Cluster, make: Callable[[], Task], retries: int = 0) -> Task:
-    """Returns the task that `make` gives, its data the same on all processes, or told to be others with the lengths of
+    """Returns the task that `make` returns, with the same data on all processes, or per-process data with the lengths of
     all.
 
     Arrays in memory are opened, once for all who read them.
@@ -94,11 +94,11 @@ def same_data(cluster: Cluster, make: Callable[[], Task], retries: int = 0) -> T
     own_lengths = {name: prints[name].examples for name in own(task)}
     shared = {name: found.rows for name, found in prints.items() if name not in own_lengths}
     mine = {f"{name}: {row}": digest for name, rows in shared.items() for row, digest in rows.items()}
-    told = cluster.gather("rows", [list(mine), own_lengths])
-    readable = [set(rows) for rows, _ in told]
+    gathered = cluster.gather("rows", [list(mine), own_lengths])
+    readable = [set(rows) for rows, _ in gathered]
     rows = lambda: {row: mine[row] for row in mine if all(row in each for each in readable)}
     cluster.same_everywhere("data", rows, repair=OWN_DATA)
-    lengths = {name: tuple(lengths[name] for _, lengths in told) for name in own_lengths}
+    lengths = {name: tuple(lengths[name] for _, lengths in gathered) for name in own_lengths}
     return dataclasses.replace(
         task, **{name: dataclasses.replace(getattr(task, name), lengths=of_all) for name, of_all in lengths.items()}
     )

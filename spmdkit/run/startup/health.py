@@ -14,20 +14,20 @@ from spmdkit.run.startup.health_checks import burn_all
 
 
 def devices_are_well(cluster: Cluster, config: Config) -> str | None:
-    """Returns what was found, where the config asks for it; slow devices are said, and no error.
+    """Returns the result of the health check, if the config requests it. Slow devices are reported and are no error.
 
     Raises:
         DeviceError: on every process, where one computes other bits, named with its process and host.
     """
     if not config.health_check:
         return None
-    said, verdict = burn_all(cluster, BURN_IN_S)
+    result, verdict = burn_all(cluster, BURN_IN_S)
     if verdict.wrong:
         raise DeviceError(
             f"health_check: {'; '.join(verdict.wrong)}. All devices were given the same products, and a run trusts each with a part of its numbers. Leave that "
             "host or device out, and look longer with spmdkit doctor --burn-in 5m."
         )
     if cluster.is_main and config.log.progress != "off":
-        for line in (f"health_check: {said}", *(f"note: {line}" for line in verdict.slow)):
+        for line in (f"health_check: {result}", *(f"note: {line}" for line in verdict.slow)):
             print(visible(line), file=sys.stderr, flush=True)
-    return said
+    return result

@@ -1,4 +1,4 @@
-"""Who does what in a run: said in the events `started` and `restored`, and in the guide.
+"""The roles of the processes of a run: part of the events `started` and `restored`, and of the guide.
 
 tf.train.Supervisor and MonitoredTrainingSession make one process the chief: it initialises or restores, saves and
 writes summaries, and the others wait until the model is ready.

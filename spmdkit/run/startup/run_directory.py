@@ -16,7 +16,7 @@ from spmdkit.foundation.deadline import Deadline
 from spmdkit.foundation.timeouts import RUN_DIRECTORY_POLL_S, RUN_DIRECTORY_VISIBLE_S
 
 WRITTEN_BY_OTHERS = ("report.html",)
-"""What `spmdkit report` writes beside a run that lives."""
+"""Files that `spmdkit report` writes while a run is active."""
 
 
 def take_directory(cluster: Cluster, directory: Path, stack: ExitStack, shared: bool = True) -> Fence:
@@ -67,7 +67,7 @@ def _take_own(directory: Path, attempt: str, stack: ExitStack) -> None:
     while not wait_for_claim(directory, attempt, 0):
         try:
             stack.enter_context(RunLock(directory))
-        except ConfigError:  # held by process 0, whose claim comes to be seen, or by another run
+        except ConfigError:  # held by process 0, whose claim is not visible yet, or by another run
             if deadline.expired:
                 raise
             time.sleep(RUN_DIRECTORY_POLL_S)

@@ -25,7 +25,7 @@ NEEDED_LATER = (
 def warm_up(config: Config) -> None:
     """Imports what a run of `config` needs. Calls nothing of the user's, and leaves no devices behind.
 
-    A file that cannot be imported is told where the run needs it.
+    An import error is reported later, when the run needs the file.
     """
     for name in NEEDED_LATER:
         importlib.import_module(name)

@@ -3,9 +3,9 @@ config.
 
 burn_in.py   the same products on every device, their bits and their rates
 bandwidth.py  what each link between neighbours moves, and collectives over each axis
-hosts.py     what the hosts tell and see of each other: versions, addresses, ports, clocks, the run's directory
+hosts.py     what the hosts report about each other: versions, addresses, ports, clocks, the run's directory
 all_processes.py  all of that on all processes
-outliers.py  which device, link or host is the odd one
+outliers.py  which device, link or host is the outlier
 """
 
 from spmdkit.run.startup.health_checks.all_processes import burn_all

@@ -1,4 +1,4 @@
-"""All devices of all processes at once: what they did is gathered, and judged alike everywhere."""
+"""The burn-in of all devices of all processes at the same time. All processes gather the results and reach one verdict."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def burn_all(cluster: Cluster, seconds: float) -> tuple[str, Verdict]:
     same products."""
     mine_links = links(cluster.devices, cluster.process_index)
     mine = {"devices": burn(cluster.devices, cluster.process_index, seconds), "links": mine_links}
-    told = cluster.gather("burn-in", mine, seconds + 120)
-    devices = [one for of_process in told for one in of_process["devices"]]
-    moved = [one for of_process in told for one in of_process["links"]]
+    gathered = cluster.gather("burn-in", mine, seconds + 120)
+    devices = [one for of_process in gathered for one in of_process["devices"]]
+    moved = [one for of_process in gathered for one in of_process["links"]]
     chains = sum(one["chains"] for one in devices)
     rates = sorted(one["gflops"] for one in devices)
     speeds = sorted(one["gb_per_s"] for one in moved)
     verdict = judge_burn(devices, moved)
-    said = f"{chains} chains of products on {len(devices)} devices, {'DIFFERENT bits' if verdict.wrong else 'the same bits'}"
-    said += f", {rates[0]:.3g} to {rates[-1]:.3g} GFLOP/s"
-    return said + (f", links {speeds[0]:.3g} to {speeds[-1]:.3g} GB/s" if speeds else ""), verdict
+    result = f"{chains} chains of products on {len(devices)} devices, {'DIFFERENT bits' if verdict.wrong else 'the same bits'}"
+    result += f", {rates[0]:.3g} to {rates[-1]:.3g} GFLOP/s"
+    return result + (f", links {speeds[0]:.3g} to {speeds[-1]:.3g} GB/s" if speeds else ""), verdict

@@ -30,7 +30,7 @@ SIZE = 4096
 PRODUCTS = 8
 """Products in a chain."""
 MOST_DIGESTS = 4
-"""Different results of one device that are told."""
+"""Different results of one device that are reported."""
 
 
 def burn(devices: Sequence[jax.Device], process_index: int, seconds: float) -> list[dict[str, Any]]:
@@ -45,7 +45,7 @@ def burn(devices: Sequence[jax.Device], process_index: int, seconds: float) -> l
         try:
             done = _burn_one(device, seconds, ready)
             found[place] = {"device": index, "process": process_index, "host": socket.gethostname(), "platform": device.platform, "kind": device.device_kind} | done  # fmt: skip
-        except BaseException as error:  # noqa: BLE001  told below, in the caller's thread
+        except BaseException as error:  # noqa: BLE001  raised below, in the caller's thread
             ready.abort()
             errors.append(error)
 

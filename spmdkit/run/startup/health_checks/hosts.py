@@ -1,4 +1,4 @@
-"""What the processes of a cluster tell and see of each other, before a collective would hang on it.
+"""The checks between hosts that explain a collective that would hang.
 
 Each listens for a moment on the address that Gloo would advertise (cluster/interface.py), and every other one connects
 there: collectives between hosts need exactly that, on ports of their own. The answer is the time there, from which the
@@ -24,8 +24,8 @@ from spmdkit.errors import ConfigError, Unreachable
 from spmdkit.foundation.timeouts import HOST_CHECK_S, HOST_CONNECT_S
 from spmdkit.metrics.environment import package_versions
 
-ASKED = 3
-"""How often each clock is asked; the quickest answer counts."""
+REQUESTS = 3
+"""Number of requests to each clock; the fastest response counts."""
 
 
 def meet(cluster: Cluster, address: str | None = None) -> list[dict[str, Any]]:
@@ -40,7 +40,7 @@ def meet(cluster: Cluster, address: str | None = None) -> list[dict[str, Any]]:
             if process == cluster.process_index:
                 continue
             try:
-                ahead = [_ask(other, its_port) for _ in range(ASKED)]
+                ahead = [_read_clock(other, its_port) for _ in range(REQUESTS)]
             except (OSError, ValueError) as error:
                 mine["unreached"][str(process)] = str(error) or type(error).__name__
                 continue
@@ -53,14 +53,14 @@ def meet(cluster: Cluster, address: str | None = None) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _answering(address: str) -> Any:
-    """Yields the port on which this process says what time it is; 0 where it cannot listen."""
+    """Yields the port on which this process serves its time; 0 if it cannot listen."""
     try:
         server = socket.create_server((address, 0))
     except OSError:  # the name resolves to an address that is none of this host's
         yield 0
         return
 
-    def answer() -> None:
+    def respond() -> None:
         while True:
             try:
                 connection, _ = server.accept()
@@ -69,7 +69,7 @@ def _answering(address: str) -> Any:
             with connection, contextlib.suppress(OSError):
                 connection.sendall(repr(time.time()).encode())
 
-    threading.Thread(target=answer, name="doctor", daemon=True).start()
+    threading.Thread(target=respond, name="doctor", daemon=True).start()
     try:
         yield server.getsockname()[1]
     finally:
@@ -78,27 +78,27 @@ def _answering(address: str) -> Any:
         server.close()
 
 
-def _ask(address: str, port: int) -> tuple[float, float]:
-    """Returns (seconds that an answer took, seconds that the other clock is ahead)."""
+def _read_clock(address: str, port: int) -> tuple[float, float]:
+    """Returns (seconds of the round trip, seconds that the other clock is ahead)."""
     if not port:
         raise OSError("it cannot listen there: the address is none of its own")
     begun, sent = time.perf_counter(), time.time()
     with socket.create_connection((address, port), HOST_CONNECT_S) as connection:
         connection.settimeout(HOST_CONNECT_S)
-        told = float(connection.recv(64))
+        gathered = float(connection.recv(64))
     took = time.perf_counter() - begun
-    return took, told - (sent + took / 2)
+    return took, gathered - (sent + took / 2)
 
 
 def same_versions(cluster: Cluster) -> tuple[dict[str, str], list[str]]:
     """Returns (the versions of this process, where other processes have others)."""
     mine = {"python": platform.python_version()} | {name: x for name, x in package_versions().items() if x}
-    told = cluster.gather("doctor versions", mine, HOST_CHECK_S)
+    gathered = cluster.gather("doctor versions", mine, HOST_CHECK_S)
     wrong = [
-        f"process {process} has {name} {theirs.get(name, 'not at all')}, process 0 {told[0].get(name, 'not at all')}"
-        for process, theirs in enumerate(told)
-        for name in sorted(set(told[0]) | set(theirs))
-        if theirs.get(name) != told[0].get(name)
+        f"process {process} has {name} {theirs.get(name, 'not at all')}, process 0 {gathered[0].get(name, 'not at all')}"
+        for process, theirs in enumerate(gathered)
+        for name in sorted(set(gathered[0]) | set(theirs))
+        if theirs.get(name) != gathered[0].get(name)
     ]
     return mine, wrong
 
@@ -118,15 +118,15 @@ def write_test(cluster: Cluster, run_dir: Path, checkpoints: Location) -> tuple[
     except (ConfigError, Unreachable, OSError) as error:
         mine["error"] = str(error)
     try:
-        told = cluster.gather("doctor files", mine, HOST_CHECK_S)
-        seen = [process for process, one in enumerate(told) if os.path.exists(run_dir / one["file"])]
+        gathered = cluster.gather("doctor files", mine, HOST_CHECK_S)
+        seen = [process for process, one in enumerate(gathered) if os.path.exists(run_dir / one["file"])]
         views = cluster.gather("doctor views", seen, HOST_CHECK_S)
     finally:
         with contextlib.suppress(OSError, Unreachable):
             path.unlink(missing_ok=True)
             if remote is not None:
                 remote.parent.remove([name])
-    wrong = [f"process {process} cannot write: {one['error']}" for process, one in enumerate(told) if one["error"]]
+    wrong = [f"process {process} cannot write: {one['error']}" for process, one in enumerate(gathered) if one["error"]]
     shared = all(view == list(range(cluster.num_processes)) for view in views)
     if not shared and not wrong and not isinstance(checkpoints, Remote):
         wrong.append(

@@ -1,4 +1,4 @@
-"""Which device, link or host is the odd one among its equals. Pure: what was measured goes in, words come out."""
+"""The outliers among devices, links and hosts: a pure function of the measurements."""
 
 from __future__ import annotations
 
