@@ -5,8 +5,8 @@
 
 A new run takes over a lease when the process of its owner is known to be gone (it ran on this machine), when the lease
 was released, or when its number has not changed for `STALE_S` on the new run's own monotonic clock: no two clocks are
-compared. Of two runs that take over at the same time both write, and after a moment read who wrote last. Safety does not
-depend on that: no run commits a step without reading that it still owns the lease (`is_owner`), as in ownership.py.
+compared. Of two runs that take over at the same time both write, and after a moment read who wrote last. Safety does
+not depend on that: no run commits a step without reading that it still owns the lease (`is_owner`), as in ownership.py.
 
 Source: Gray and Cheriton, "Leases: an efficient fault-tolerant mechanism for distributed file cache consistency"
 (1989); reading a token before each write is Kleppmann's fencing ("How to do distributed locking", 2016).

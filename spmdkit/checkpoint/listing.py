@@ -1,4 +1,5 @@
-"""Lists and inspects the checkpoints of a directory, finds the newest and the best, and holds a step while it is read."""
+"""Lists and inspects the checkpoints of a directory, finds the newest and the best, and holds a step while it is
+read."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ HOLD_TRIES = 100
 def hold_step(directory: Location, choose: Callable[[], int]) -> Iterator[int]:
     """Yields the step that `choose` returns. The run that writes here does not delete it until the end of the body.
 
-    If the step is deleted before it is held, `choose` is called again. The hold is a shared flock on the record. A bucket,
-    or a file system without flock, has no hold.
+    If the step is deleted before it is held, `choose` is called again. The hold is a shared flock on the record. A
+    bucket, or a file system without flock, has no hold.
     """
     if isinstance(directory, Remote):
         yield choose()

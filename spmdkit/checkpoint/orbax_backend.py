@@ -6,11 +6,12 @@ to report.
 A folder written here opens with `ocp.CheckpointManager` and `ocp.StandardCheckpointer` all the same.
 
 `active_processes` is always given with several processes: orbax then meets at barriers of the coordination service,
-which time out, and not in a psum over all devices, which has no timeout and can interleave with collectives of the step.
+which time out, and not in a psum over all devices, which has no timeout and can interleave with collectives of the
+step.
 
 Arrays are zarr3, and each chunk has a checksum, which tensorstore checks as it reads, whoever reads it on whatever
-mesh. orbax 0.12.8 has no option for that, so its list of codecs is changed where it is made (`write_chunk_checksums`); a
-test reads the codecs back from the disk.
+mesh. orbax 0.12.8 has no option for that, so its list of codecs is changed where it is made (`write_chunk_checksums`);
+a test reads the codecs back from the disk.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def open_checkpointer(
 
     Args:
         barrier: where several processes meet in the background (save_barrier.py).
-        separate: each of several processes writes its part to its own folder, without barriers, and runs `before_commit`.
+        separate: each of several processes writes its part to its own folder, without barriers, and runs
+            `before_commit`.
             `merge_parts` makes one step of the parts.
     """
     write_chunk_checksums()
@@ -122,7 +124,8 @@ SMALL = 2**18
 
 
 def write_plain_indexes(separate: bool = False) -> None:
-    """Makes orbax write the index of a checkpoint, which locates each array in its files, without compression. Readers need nothing of ours.
+    """Makes orbax write the index of a checkpoint, which locates each array in its files, without compression. Readers
+    need nothing of ours.
 
     tensorstore's choice, zstd at level 3, takes 3.6 MB for each index that is written at a time, for kilobytes, and
     keeps them: process 0 of several, which writes that of all, grew by as much now and then.
@@ -159,7 +162,8 @@ def merge_parts(folder: Path) -> None:
 def intern_names(names: Iterable[str]) -> None:
     """Interns the names that orbax and tensorstore use at each save: `names`, and three of tensorstore.
 
-    Otherwise CPython interns them again at each save, and its table of interned strings grows by 2 to 4 MB now and then.
+    Otherwise CPython interns them again at each save, and its table of interned strings grows by 2 to 4 MB now and
+    then.
     """
     _names.update(map(sys.intern, ("recheck_cached", "repeatable_read", "adjustable", *names)))
 
@@ -322,7 +326,8 @@ def _quiet_after_failure(before: Callable[[Any], Any], unraisable: Any) -> None:
 
 
 def close(checkpointer: ocp.AsyncCheckpointer) -> None:
-    """Stops the threads of the checkpointer. orbax raises the error of a failed save again here; it was reported before."""
+    """Stops the threads of the checkpointer. orbax raises the error of a failed save again here; it was reported
+    before."""
     with contextlib.suppress(Exception):
         checkpointer.close()
 
@@ -333,8 +338,8 @@ def start_save(checkpointer: ocp.AsyncCheckpointer, folder: Location, tree: dict
 
 
 def signal_folders_created() -> None:
-    """Signals on process 0 that the folders of a save exist. The other processes wait for that before they write; they learn
-    of the failure afterwards."""
+    """Signals on process 0 that the folders of a save exist. The other processes wait for that before they write; they
+    learn of the failure afterwards."""
     from orbax.checkpoint._src.futures import future  # private: pinned by tests/checkpoint/test_checkpoint_processes.py
 
     if jax.process_index() == 0:

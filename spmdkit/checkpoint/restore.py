@@ -1,5 +1,5 @@
-"""Restores a step: the requested state is compared with the saved one, the files with the record, and each chunk with its
-checksum as it is read."""
+"""Restores a step: the requested state is compared with the saved one, the files with the record, and each chunk with
+its checksum as it is read."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`SaveBarrier`: the agreement of all processes on one save: whether it starts, that all have written, and its result.
 
-orbax waits at a barrier twice per save (all files are written; the step is committed). A process that fails never reaches
-the barrier, and the others would wait until `checkpoint.timeout_s`. It aborts the next barrier instead, so that all fail
-within seconds.
+orbax waits at a barrier twice per save (all files are written; the step is committed). A process that fails never
+reaches the barrier, and the others would wait until `checkpoint.timeout_s`. It aborts the next barrier instead, so that
+all fail within seconds.
 """
 
 from __future__ import annotations

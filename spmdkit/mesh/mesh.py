@@ -27,8 +27,8 @@ from spmdkit.foundation.constants import REPLICA_AXES as REPLICA_AXES
 def resolve(requested: Mapping[str, int], num_devices: int, num_slices: int = 1) -> dict[str, int]:
     """Returns the size of every axis in `AXES`; one -1 in `requested` fills with the remaining part of `num_devices`.
 
-    An empty `requested` is one device, the debugging default. If devices are in several slices and `replica` is not set, it
-    is their number if the other sizes permit: the slowest links join slices, and this axis is for those.
+    An empty `requested` is one device, the debugging default. If devices are in several slices and `replica` is not
+    set, it is their number if the other sizes permit: the slowest links join slices, and this axis is for those.
 
     Raises:
         ConfigError: the product of the sizes is not the number of devices.

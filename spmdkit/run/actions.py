@@ -119,7 +119,8 @@ def replaced(run: Run, step: int, state: TrainState, new: Any) -> TrainState:
     if not isinstance(new, TrainState) or (difference := first_difference(state, new)):
         found = difference if isinstance(new, TrainState) else f"it is {type(new).__name__}"
         raise ConfigError(
-            f"sk.ReplaceState at step {step}: the new state differs in shape: {found}. Shapes and dtypes of the state are the same for all "
+            f"sk.ReplaceState at step {step}: the new state differs in shape: {found}. Shapes and dtypes of the state "
+            f"are the same for all "
             "steps. Write sk.ReplaceState(state.replace(params=...))."
         )
     run.mark_save_failed(step)
@@ -138,7 +139,8 @@ def go_back(run: Run, rollback_to: Rollback, batches: DeviceBatches) -> tuple[Tr
         state = rollback.go_back(run, rollback_to.to_step, rollback_to.skip_batches, rollback_to.batches)
     if not run.is_new_rollback(left, skipped_before) and not rollback_to.skip_batches and not rollback_to.batches:
         raise UserCodeError(
-            f"a hook rolls back from step {left} to step {run.step} for the second time without a change: the same batches give the "
+            f"a hook rolls back from step {left} to step {run.step} for the second time without a change: the same "
+            f"batches give the "
             "same result. Skip batches, as in sk.Rollback(skip_batches=10), or stop."
         )
     return state, run.read_batches()

@@ -1,5 +1,5 @@
-"""The batch of a step that is not finite: its number, its rows, the rows that contain a NaN or an infinity, and a file with
-the batch."""
+"""The batch of a step that is not finite: its number, its rows, the rows that contain a NaN or an infinity, and a file
+with the batch."""
 
 from __future__ import annotations
 

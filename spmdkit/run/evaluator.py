@@ -1,5 +1,5 @@
-"""The evaluator of TF_CONFIG: one process in addition to those that train, which evaluates each new checkpoint until the run is
-finished.
+"""The evaluator of TF_CONFIG: one process in addition to those that train, which evaluates each new checkpoint until
+the run is finished.
 
 As TensorFlow's: it is no part of the cluster, so that training never waits for it, and it may be killed and started
 again at any time. It has its own devices (those of the config, all in this process), reads `run_dir/checkpoints` and
@@ -74,7 +74,8 @@ def _follow(
         program = open_program(config, task or task_of(config), cluster.devices)
     if program.task.eval_data is None:
         raise ConfigError(
-            "this process is an evaluator, and the task has no eval_data. Give Task(eval_data=...), or start no evaluator."
+            "this process is an evaluator, and the task has no eval_data. Give Task(eval_data=...), or start no "
+            "evaluator."
         )
     directory, found_in = config.resolved_run_dir(), checkpoints_of(config)
     evaluated = {line["step"] for line in read_lines(directory / FILE) if isinstance(line.get("step"), int)}

@@ -66,7 +66,8 @@ class HookRunner:
             return
         if not isinstance(action, get_args(Action)):
             raise ConfigError(
-                f"hook '{hook.name}': {what} returned {type(action).__name__}. A hook returns None or an action. Return sk.Stop(...), "
+                f"hook '{hook.name}': {what} returned {type(action).__name__}. A hook returns None or an action. "
+                f"Return sk.Stop(...), "
                 "sk.Save(), sk.Evaluate(), sk.ReplaceState(state) or sk.Rollback(...)."
             )
         if self._cluster.num_processes == 1:
@@ -95,7 +96,8 @@ class HookRunner:
         """Returns the action once every process has requested it: a state is not sent to other processes."""
         if hook.on == "main":
             raise ConfigError(
-                f"hook '{hook.name}': only process 0 requests sk.ReplaceState. Each process holds a part of the state, and all replace it together. "
+                f"hook '{hook.name}': only process 0 requests sk.ReplaceState. Each process holds a part of the state, "
+                f"and all replace it together. "
                 'Write sk.Hook(..., on="all").'
             )
         self._cluster.same_everywhere("replaced state", hook.name)
@@ -121,8 +123,8 @@ class HookRunner:
         return decide(requested)
 
     def why_stopping(self) -> str:
-        """Returns the reason of the first process that requests a stop, the same on all, or an empty text. All processes call
-        it at the same point."""
+        """Returns the reason of the first process that requests a stop, the same on all, or an empty text. All
+        processes call it at the same point."""
         whys = [action.why for action in (*self._now, *self._pending) if isinstance(action, Stop)]
         return self._cluster.first_problem("reason to stop", lambda: next(iter(whys), ""))
 
@@ -157,12 +159,14 @@ class HookRunner:
             same = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"hook '{hook.name}': state returned a value that JSON cannot represent ({error}). The record of the checkpoint stores it: finite "
+                f"hook '{hook.name}': state returned a value that JSON cannot represent ({error}). The record of the "
+                f"checkpoint stores it: finite "
                 "numbers, text, true, false, None, lists and dicts. Return such values."
             ) from None
         if same != value:
             raise ConfigError(
-                f"hook '{hook.name}': state returned {value!r}, which comes back as {same!r}. JSON has lists and dicts with keys of text "
+                f"hook '{hook.name}': state returned {value!r}, which comes back as {same!r}. JSON has lists and dicts "
+                f"with keys of text "
                 "alone. Return those."
             )
         return same

@@ -189,7 +189,8 @@ def _introduce(run: Run, state: TrainState) -> None:
     num_params = sum(leaf.size for leaf in jax.tree.leaves(state.params)) // copies
     used = 1 if not config.mesh.sizes() else len(devices)
     progress.message(
-        f"{num_params:,} parameters ({tree_bytes(state.params) / copies / 2**20:.1f} MiB) on {used} of {len(devices)} {devices[0].platform} "
+        f"{num_params:,} parameters ({tree_bytes(state.params) / copies / 2**20:.1f} MiB) on {used} of {len(devices)} "
+        f"{devices[0].platform} "
         f"device{'s' * (len(devices) > 1)}, mesh {describe_mesh(program.sizes)}, {run.cluster.num_processes} process"
         f"{'es' * (run.cluster.num_processes > 1)}"
     )
@@ -218,7 +219,8 @@ def join_cluster(job: TrainJob) -> tuple[Cluster, Config]:
     spec = detect_cluster(os.environ, config.cluster.environment)
     if spec.role == "evaluator":
         raise ConfigError(
-            f"this process is an evaluator ({spec.found_by}), and does not train. `spmdkit train` starts one as what it is; from Python call "
+            f"this process is an evaluator ({spec.found_by}), and does not train. `spmdkit train` starts one as what "
+            f"it is; from Python call "
             "spmdkit.run.evaluator.evaluate_each(config), or set cluster: {environment: none} to train alone."
         )
     limit_s = config.watchdog.longest_timeout_s if config.watchdog else None
@@ -267,7 +269,8 @@ def evaluate(
         with restore.chosen_for_all(cluster, checkpoints, step, best) as chosen:
             if chosen is None:
                 raise CheckpointError(
-                    f"{directory} holds no checkpoint. Evaluation needs one. Train first: spmdkit train {config.source}."
+                    f"{directory} holds no checkpoint. Evaluation needs one. Train first: spmdkit train "
+                    f"{config.source}."
                 )
             left = unfinished(config.resolved_run_dir())
             if left is not None and not left.alive and cluster.is_main:

@@ -1,5 +1,5 @@
-"""`Run`: the directory, the records and the progress of one run. Hooks are in hooks/, the display in reporter.py, the loop
-in trainer.py.
+"""`Run`: the directory, the records and the progress of one run. Hooks are in hooks/, the display in reporter.py, the
+loop in trainer.py.
 
     run_dir/  config.yaml  environment.json  metrics.jsonl  events.jsonl  checkpoints/<step>/  report.html  ...
 

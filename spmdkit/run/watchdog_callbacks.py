@@ -1,5 +1,5 @@
-"""Callbacks of the watchdog and of signals, called from their threads: they record the end of a run, and end a run whose
-data source hangs."""
+"""Callbacks of the watchdog and of signals, called from their threads: they record the end of a run, and end a run
+whose data source hangs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def end_stalled_input(run: Run, number: int) -> None:
             return
         leave_with(
             128 + number,
-            f"stopped by {signal.Signals(number).name}, and train_data has not given the batch of step {place.step} for "
-            f"{time.monotonic() - place.since:.0f} s. The other processes are inside that step, so nothing newer can be saved. "
+            f"stopped by {signal.Signals(number).name}, and train_data has not given the batch of step {place.step} "
+            f"for "
+            f"{time.monotonic() - place.since:.0f} s. The other processes are inside that step, so nothing newer can "
+            f"be saved. "
             f"{newest_on_disk(run)} Start the same command again.",
         )

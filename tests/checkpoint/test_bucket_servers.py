@@ -267,8 +267,8 @@ def start_two(store, folders, *overrides):
 
 
 def test_two_processes_without_shared_disk_resume_from_bucket(store, url, undisturbed, tmp_path):
-    """Every tenth step: where the kill meets a save, the other takes `watchdog.heartbeat_timeout_s` (30 s) to leave, and on a
-    busy machine a save takes 5 s; 300 s are the limit."""
+    """Every tenth step: where the kill meets a save, the other takes `watchdog.heartbeat_timeout_s` (30 s) to leave,
+    and on a busy machine a save takes 5 s; 300 s are the limit."""
     folders = [host(tmp_path / name, url) for name in ("a", "b")]
     processes = start_two(store, folders, EVERY_TENTH)
     wait_for_step(folders[0], 23, processes[0])

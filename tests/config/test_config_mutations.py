@@ -1,4 +1,5 @@
-"""Every field of the schema, misspelled and set to every kind of value: a ConfigError or a valid config, nothing else."""
+"""Every field of the schema, misspelled and set to every kind of value: a ConfigError or a valid config, nothing
+else."""
 
 import string
 

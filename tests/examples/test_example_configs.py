@@ -17,7 +17,8 @@ GPT_CONFIGS = slow_except(
         *("tensor", "zero1", "zero2"),
     ),
 )
-"""The slow ones differ by what `tests/step/test_equal_to_one_device.py` compares, with the same GPT on the same meshes."""
+"""The slow ones differ by what `tests/step/test_equal_to_one_device.py` compares, with the same GPT on the same
+meshes."""
 PLANNED = ["gpt_1b", "llama_8b_v5p", "llama_70b_v5p"]
 """Configs of models that no test machine can train; `tests/plan` plans the small one."""
 QUICK_GPT = ["steps=5", "task_args.train_bytes=50000", "task_args.eval_bytes=4160", "learning_rate=0.005"]

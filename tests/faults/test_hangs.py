@@ -208,8 +208,8 @@ def test_a_job_that_is_suspended_as_a_whole_and_whose_clock_is_set_by_an_hour_go
 
     It is suspended with the others, or, in the long form, goes on: then its gRPC would give up clients that do not
     answer for 60 s (cluster/service/grpc_relay.py).
-    Of a process alone `interpreter_timeout_s` stays as it is by default, 600: the thread in C behind it counts while the
-    process is stopped.
+    Of a process alone `interpreter_timeout_s` stays as it is by default, 600: the thread in C behind it counts while
+    the process is stopped.
     """
     faulthandler.dump_traceback_later(paused_s + 300, exit=True)  # the limit of a test is five minutes
     if shutil.which("gcc") is None:

@@ -305,12 +305,14 @@ def test_a_run_with_a_dead_tracker_ends_well(tmp_path, monkeypatch, capfd):
         "import jax.numpy as jnp, numpy as np, optax\n"
         "import spmdkit as sk\n"
         "x = np.ones((8, 2), np.float32)\n"
-        "task = sk.Task(lambda key: jnp.zeros(2), lambda w, b, key: sk.mean((b @ w - 1) ** 2), optax.sgd(0.1), train_data=x)\n"
+        "task = sk.Task(lambda key: jnp.zeros(2), lambda w, b, key: sk.mean((b @ w - 1) ** 2), optax.sgd(0.1), "
+        "train_data=x)\n"
         "def dead(kind, record):\n    raise OSError('gone')\n"
         "@sk.tracker\ndef open(run, last_step):\n    return sk.Tracker(dead)\n"
     )
     (tmp_path / "run.yaml").write_text(
-        "task: my_dead.py:task\nrun_dir: run\nsteps: 3\nbatch_size: 4\ndevices: cpu:1\nlog: {every_steps: 1, progress: plain, trackers: ['my_dead.py:open']}\n"
+        "task: my_dead.py:task\nrun_dir: run\nsteps: 3\nbatch_size: 4\ndevices: cpu:1\nlog: {every_steps: 1, progress: "
+        "plain, trackers: ['my_dead.py:open']}\n"
     )
     assert int(sk.train(tmp_path / "run.yaml").state.step) == 3
     assert capfd.readouterr().out.count("tracker my_dead.py:open: OSError: gone") == 1

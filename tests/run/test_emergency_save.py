@@ -186,7 +186,8 @@ def test_a_row_that_is_read_again_is_told_and_changes_nothing(tmp_path, capfd):
 
 def test_what_asks_to_leave_in_a_tracker_does_not_end_the_run(tmp_path):
     (tmp_path / "leaving.py").write_text(
-        "import sys\nimport spmdkit as sk\n@sk.tracker\ndef leaving(run, last_step):\n    return sk.Tracker(lambda kind, record: sys.exit(0))\n"
+        "import sys\nimport spmdkit as sk\n@sk.tracker\ndef leaving(run, last_step):\n    return sk.Tracker(lambda "
+        "kind, record: sys.exit(0))\n"
     )
     sys.modules.pop("spmdkit_task_leaving", None)
     result = train(tmp_path, Rows(), log={"every_steps": 1, "trackers": [f"{tmp_path}/leaving.py:leaving"]})

@@ -161,8 +161,8 @@ def test_skip_leaves_out_one_step_and_names_the_batch_and_its_row(tmp_path, capf
     assert [(e["step"], e["batch"], e["not_finite"]) for e in events] == [(6, 6, ["loss", "gradient"])]
     printed = capfd.readouterr().out
     assert (
-        "left out: not finite at step 6: the loss, the gradient, after batch 6 (16 rows of train_data: 80 to 95; row 91 is not finite in the data)"
-        in printed
+        "left out: not finite at step 6: the loss, the gradient, after batch 6 (16 rows of train_data: 80 to 95; row "
+        "91 is not finite in the data)" in printed
     )
     with np.load(tmp_path / "run/nonfinite/6.npz") as dumped:
         np.testing.assert_array_equal(dumped["rows"], np.arange(80, 96))

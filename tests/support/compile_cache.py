@@ -1,7 +1,8 @@
 """One compile cache per test session: half of the programs of the suite have been compiled by an earlier test.
 
 The folder is temporary. The process that reports makes it and removes it, the workers of pytest-xdist share it. JAX
-writes an entry in place (0.10.2), where another worker could read half of it; here an entry is renamed when it is whole.
+writes an entry in place (0.10.2), where another worker could read half of it; here an entry is renamed when it is
+whole.
 """
 
 import os

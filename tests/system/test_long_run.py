@@ -40,7 +40,8 @@ def test_memory_grows_by_at_most_a_mebibyte_in_a_thousand_steps_of_25_saves(real
     steps, kib, files = np.array([row for row in seen if row[0] >= STEPS // 10]).T
     grown = 1000 * np.polyfit(steps, kib, 1)[0]
     print(
-        f"{len(kib)} readings: {grown:.0f} KiB in 1,000 steps, {kib[0]} to {kib[-1]} KiB, {files.min()} to {files.max()} files"
+        f"{len(kib)} readings: {grown:.0f} KiB in 1,000 steps, {kib[0]} to {kib[-1]} KiB, {files.min()} to "
+        f"{files.max()} files"
     )
     assert len(kib) > 50
     assert grown < MOST_KIB

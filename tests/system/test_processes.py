@@ -51,7 +51,8 @@ def test_a_config_that_differs_between_processes_is_refused(folder):
         .read_text()
         .replace(
             "@sk.task\ndef task(",
-            "import os\nif os.environ.get('SPMDKIT_PROCESS_ID') == '1':\n    raise ValueError('boom')\n\n@sk.task\ndef task(",
+            "import os\nif os.environ.get('SPMDKIT_PROCESS_ID') == '1':\n    raise ValueError('boom')\n\n@sk.task\ndef "
+            "task(",
         )
     )
     code, output = folder.run("launch", "-n", "2", "--", "train", "run.yaml")

@@ -11,8 +11,8 @@ tree adds the dot products of the parts; then each owner combines its part. The 
 Horovod's vector halving. Exchanging whole vectors would send log2(N) / 2 times as many.
 
 Use it for many replicas where a larger learning rate or batch no longer converges. Each replica contributes its own
-mean, so in a short batch an example weighs more on a replica with fewer examples. Not with ZeRO 2, since its scatter adds
-shards before the mean is known.
+mean, so in a short batch an example weighs more on a replica with fewer examples. Not with ZeRO 2, since its scatter
+adds shards before the mean is known.
 Memory: none. Forward: all_to_all, log2(N) all_reduces of 3 N / 2^level numbers a leaf, all_gather over the replica
 axes. Backward: none.
 Wire: with `p` the sum over leaves of `V / N` rounded up, rounded up to a multiple of 1,024, a device sends `2 (N-1) * 4

@@ -53,7 +53,8 @@ def communication_section(result: Mapping[str, Any] | None) -> str:
 def _lead(result: Mapping[str, Any]) -> str:
     seeds = len(result["seeds"])
     return (
-        f"{result['devices']} devices, {result['replicas']} replicas, batch {result['batch_size']}, {result['steps']} steps, "
+        f"{result['devices']} devices, {result['replicas']} replicas, batch {result['batch_size']}, {result['steps']} "
+        f"steps, "
         f"{seeds} seed{'s' * (seeds > 1)}; loss: {result['loss_is']}"
     )
 
@@ -61,7 +62,8 @@ def _lead(result: Mapping[str, Any]) -> str:
 def _sections(result: Mapping[str, Any]) -> list[str]:
     rows = [row for row in result["rows"] if not row["refused"]]
     note = (
-        "Bytes are what one device sends in a step of a long run, read from the compiled programs. Time is of blocks trained in turns, over the neighbouring "
+        "Bytes are what one device sends in a step of a long run, read from the compiled programs. Time is of blocks "
+        "trained in turns, over the neighbouring "
         "block of sum: the median, and its 95 % interval."
     )
     return [
@@ -153,7 +155,8 @@ def _axes(x: Scale, y: Scale) -> list[str]:
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}"/>')
     middle = (TOP + bottom) / 2
     parts.append(
-        f'<text x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 6}" text-anchor="middle">bytes of a step (log scale)</text>'
+        f'<text x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 6}" text-anchor="middle">bytes of a step (log '
+        f"scale)</text>"
     )
     parts.append(
         f'<text x="14" y="{middle:.0f}" text-anchor="middle" transform="rotate(-90 14 {middle:.0f})">loss</text>'
@@ -188,12 +191,14 @@ def times(rows: Sequence[Row]) -> str:
         colour = "var(--eval)" if row["name"] == "sum" else "var(--train)"
         parts.append(f'<text x="{NAMES - 10}" y="{y + 17}" text-anchor="end">{escape(str(row["name"]))}</text>')
         parts.append(
-            f'<rect x="{NAMES}" y="{y + 4}" width="{x(ratio) - NAMES:.1f}" height="{BAR - 12}" fill="{colour}"><title>{ratio:.3f}</title></rect>'
+            f'<rect x="{NAMES}" y="{y + 4}" width="{x(ratio) - NAMES:.1f}" height="{BAR - 12}" '
+            f'fill="{colour}"><title>{ratio:.3f}</title></rect>'
         )
         if row["time_interval"]:
             low, high = (x(float(bound)) for bound in row["time_interval"])
             parts.append(
-                f'<line class="axis" x1="{low:.1f}" x2="{high:.1f}" y1="{y + 13}" y2="{y + 13}" style="stroke:var(--ink);stroke-width:2"/>'
+                f'<line class="axis" x1="{low:.1f}" x2="{high:.1f}" y1="{y + 13}" y2="{y + 13}" '
+                f'style="stroke:var(--ink);stroke-width:2"/>'
             )
     if math.isfinite(x(1.0)):
         parts.append(f'<line class="axis" x1="{x(1.0):.1f}" x2="{x(1.0):.1f}" y1="{TOP - 6}" y2="{base}"/>')

@@ -29,8 +29,10 @@ def draw_groups(mesh: Mapping[str, int], places: Sequence[Mapping[str, Any]], ax
     for number, ((x, y), group) in enumerate(zip(at, groups, strict=True)):
         colour = f"hsl({(group * 137.508) % 360:.0f} 62% {42 + 10 * (group % 2)}%)"
         cells.append(
-            f'<g><rect x="{x * _CELL + 1}" y="{y * _CELL + 1}" width="{_CELL - 2}" height="{_CELL - 2}" rx="6" fill="{colour}"/>'
-            f'<text x="{x * _CELL + _CELL / 2}" y="{y * _CELL + _CELL / 2 + 4}">{number}</text><title>device {number}, group {group}</title></g>'
+            f'<g><rect x="{x * _CELL + 1}" y="{y * _CELL + 1}" width="{_CELL - 2}" height="{_CELL - 2}" rx="6" '
+            f'fill="{colour}"/>'
+            f'<text x="{x * _CELL + _CELL / 2}" y="{y * _CELL + _CELL / 2 + 4}">{number}</text><title>device {number}, '
+            f"group {group}</title></g>"
         )
     names = "".join(
         f'<text class="plane" x="{x * _CELL + 2}" y="{y * _CELL - 6}">{escape(text)}</text>' for x, y, text in labels

@@ -62,7 +62,8 @@ def drill_page(result: Mapping[str, Any]) -> str:
 
 def _lead(result: Mapping[str, Any]) -> str:
     return (
-        f"{result['processes']} processes, {result['steps']} steps, {result['fired']} of {result['requested']} faults injected, {result['attempts']} starts, seed "
+        f"{result['processes']} processes, {result['steps']} steps, {result['fired']} of {result['requested']} faults "
+        f"injected, {result['attempts']} starts, seed "
         f"{result['seed']}"
     )
 
@@ -125,7 +126,8 @@ def time_line(bars: Sequence[Sequence[Sequence[Any]]], faults: Sequence[Mapping[
             if wide < 0.15:
                 continue
             parts.append(
-                f'<rect x="{LEFT + begin * across:.1f}" y="{y + 2}" width="{max(wide, 0.4):.1f}" height="{ROW - 6}" fill="{COLOURS[kind]}">'
+                f'<rect x="{LEFT + begin * across:.1f}" y="{y + 2}" width="{max(wide, 0.4):.1f}" height="{ROW - 6}" '
+                f'fill="{COLOURS[kind]}">'
                 f"<title>p{process} {WORDS[kind]}, {begin:.1f} to {stop:.1f} s</title></rect>"
             )
     for fault in faults:

@@ -122,7 +122,8 @@ def _findings(document: Mapping[str, Any]) -> str:
         for text in document["budget"]["exceeded"]
     ]
     found = [
-        f'<div class="finding {escape(f["severity"])}"><p><b>{escape(f["code"])}</b> <code>{escape(f["source"] or "")}</code></p>'
+        f'<div class="finding {escape(f["severity"])}"><p><b>{escape(f["code"])}</b> '
+        f"<code>{escape(f['source'] or '')}</code></p>"
         f'<p>{escape(f["message"])}</p><p class="note">{escape(f["fix"])}</p></div>'
         for f in document["findings"]
     ]
@@ -138,7 +139,8 @@ def _memory(document: Mapping[str, Any]) -> str:
     parts = sorted(memory["parts"].items(), key=lambda item: -item[1])
     whole = max(memory["limit_bytes"], memory["peak_bytes"])
     bar = "".join(
-        f'<i style="width:{100 * num / whole:.3f}%;background:{_colour(n)}" title="{escape(name)} {format_bytes(num)}"></i>'
+        f'<i style="width:{100 * num / whole:.3f}%;background:{_colour(n)}" title="{escape(name)} '
+        f'{format_bytes(num)}"></i>'
         for n, (name, num) in enumerate(parts)
     )
     at = 100 * memory["limit_bytes"] / whole
@@ -165,7 +167,8 @@ def _time(document: Mapping[str, Any]) -> str:
     step_s = document["predicted_step_s"]
     parts = sorted(time["parts"].items(), key=lambda item: -item[1])
     bar = "".join(
-        f'<i style="width:{100 * part / step_s:.3f}%;background:{_colour(n)}" title="{escape(name)} {format_seconds(part)}"></i>'
+        f'<i style="width:{100 * part / step_s:.3f}%;background:{_colour(n)}" title="{escape(name)} '
+        f'{format_seconds(part)}"></i>'
         for n, (name, part) in enumerate(parts)
     )
     lines = "".join(
@@ -221,7 +224,8 @@ def _bill_row(row: Mapping[str, Any]) -> str:
     num = format_bytes(row["bytes_at_least"]) + (" at least" if row["bytes"] is None else "")
     counted = "" if row["counted"] else " (branch not counted)"
     return (
-        f'<tr><td class="keep">{escape(row["op"])} {escape(row["dtype"])}</td><td>{escape(" x ".join(row["axes"]))}</td>'
+        f'<tr><td class="keep">{escape(row["op"])} '
+        f"{escape(row['dtype'])}</td><td>{escape(' x '.join(row['axes']))}</td>"
         f'<td>{escape(row["link"])}</td><td class="number">{num}</td><td class="number">{row["count"]}</td>'
         f'<td class="number">{runs}{" in loop" if row["in_loop"] else ""}</td><td>{escape(row["cause"])}{counted}</td>'
         f"<td><code>{escape(row['source'] or '')}</code></td></tr>"
@@ -262,7 +266,8 @@ def _layout(document: Mapping[str, Any]) -> str:
     head = [("leaf", ""), ("array", ""), ("cut", ""), ("memory", ""), ("of a device", ' class="number"'), ("why", "")]
     leaves: Sequence[Mapping[str, Any]] = document["layout"]
     rows = [
-        f'<tr><td><code>{escape(leaf["path"])}</code></td><td class="keep">{escape(leaf["dtype"])}{escape(str(leaf["shape"]))}</td>'
+        f"<tr><td><code>{escape(leaf['path'])}</code></td><td "
+        f'class="keep">{escape(leaf["dtype"])}{escape(str(leaf["shape"]))}</td>'
         f'<td class="keep">{escape(_spec(leaf["spec"]))}</td><td>{escape(leaf["memory_kind"])}</td>'
         f'<td class="number">{format_bytes(leaf["device_bytes"])}</td><td>{escape(leaf["reason"])}</td></tr>'
         for leaf in leaves[:MOST_LEAVES]

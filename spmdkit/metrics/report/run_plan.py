@@ -31,7 +31,8 @@ def plan_section(plan: Mapping[str, Any], step_times_s: Sequence[float]) -> str:
     ]
     findings = plan.get("findings")
     rows = "".join(
-        f"<p><b>{escape(str(f.get('code')))}</b> {escape(str(f.get('message')))} <span class='none'>{escape(str(f.get('source') or ''))}"
+        f"<p><b>{escape(str(f.get('code')))}</b> {escape(str(f.get('message')))} <span "
+        f"class='none'>{escape(str(f.get('source') or ''))}"
         "</span></p>"
         for f in (findings[:20] if isinstance(findings, list) else ())
         if isinstance(f, Mapping)

@@ -1,4 +1,5 @@
-"""What a tracker is: where the records of a run go in addition to the terminal. One file each in this folder, found by its name.
+"""What a tracker is: where the records of a run go in addition to the terminal. One file each in this folder, found by
+its name.
 
 A file holds `open(run, last_step, **options) -> Tracker`, as a user-defined function under `@sk.tracker` does. `run`
 has `directory` and `config`, `last_step` is the restored step, or 0. The keyword arguments are the options of the

@@ -47,7 +47,8 @@ class Trackers:
             return
         if not isinstance(tracker, Tracker):
             raise ConfigError(
-                f"tracker {name}: open returned {type(tracker).__name__}. It opens one place to write to. Return sk.Tracker(write)."
+                f"tracker {name}: open returned {type(tracker).__name__}. It opens one place to write to. Return "
+                f"sk.Tracker(write)."
             )
         if tracker.own:
             self._own.append(tracker)
@@ -125,7 +126,8 @@ class Trackers:
                 return
             if not self._dropped:
                 self._warn(
-                    f"trackers: {', '.join(self._others)} is slower than the steps. Records are dropped, training goes on."
+                    f"trackers: {', '.join(self._others)} is slower than the steps. Records are dropped, training goes "
+                    f"on."
                 )
             self._dropped += 1
 
@@ -146,5 +148,6 @@ class Trackers:
 
     def _given_up(self, name: str, error: BaseException) -> None:
         self._warn(
-            f"tracker {name}: {type(error).__name__}: {str(error)[:200]}. Nothing more is written there, training goes on."
+            f"tracker {name}: {type(error).__name__}: {str(error)[:200]}. Nothing more is written there, training goes "
+            f"on."
         )

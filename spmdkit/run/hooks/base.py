@@ -199,12 +199,14 @@ class Hook:
     def __post_init__(self) -> None:
         if (self.state is None) != (self.restore is None):
             raise ConfigError(
-                f"hook '{self.name}' has {'restore' if self.state is None else 'state'} only. A checkpoint stores the state of a "
+                f"hook '{self.name}' has {'restore' if self.state is None else 'state'} only. A checkpoint stores the "
+                f"state of a "
                 "hook and restores it. Pass both, or neither."
             )
         if self.on not in ("all", "main") or (self.every is not None and self.every < 1):
             raise ConfigError(
-                f"hook '{self.name}' has on={self.on!r} and every={self.every!r}. on is 'all' or 'main', and every is None or a "
+                f"hook '{self.name}' has on={self.on!r} and every={self.every!r}. on is 'all' or 'main', and every is "
+                f"None or a "
                 "number of at least 1. Omit both for all processes and every step."
             )
 

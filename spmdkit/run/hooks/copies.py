@@ -1,8 +1,8 @@
 """Compares the copies of the train state bit by bit every `replica_check.every_steps` steps: a device that computes or
 remembers wrongly does not report it.
 
-If three or more devices hold the same part, the outlier is named. Of two, an audit repeats the computation to find the one
-with wrong arithmetic. Leaves without a copy are reported at the start.
+If three or more devices hold the same part, the outlier is named. Of two, an audit repeats the computation to find the
+one with wrong arithmetic. Leaves without a copy are reported at the start.
 """
 
 from __future__ import annotations
@@ -61,8 +61,10 @@ def make(config: Any) -> Hook | None:
         )
         return Stop(
             NonFiniteError.exit_code,
-            f"{what}{unknown} Copies of the state have to be the same on all devices; one of these computes or remembers wrongly. All were the same "
-            f"at step {same['step']}. {run.newest()} Take that device out of the job, and go on from a checkpoint of step {same['step']} or before.",
+            f"{what}{unknown} Copies of the state have to be the same on all devices; one of these computes or "
+            f"remembers wrongly. All were the same "
+            f"at step {same['step']}. {run.newest()} Take that device out of the job, and go on from a checkpoint of "
+            f"step {same['step']} or before.",
             known=True,
         )
 
@@ -84,7 +86,8 @@ def _say_what_is_alone(run: RunView, copies: Copies) -> None:
         return
     part = format_bytes(sum(sizes[path] for path in alone))
     run.message(
-        f"note: replica_check sees nothing of {len(alone)} of {len(sizes)} leaves of the state, {part} of {format_bytes(sum(sizes.values()))}: there "
+        f"note: replica_check sees nothing of {len(alone)} of {len(sizes)} leaves of the state, {part} of "
+        f"{format_bytes(sum(sizes.values()))}: there "
         "every device holds the only copy of its part, which fsdp and model axes cut. A mesh with replica: 2 has two."
     )
 

@@ -1,8 +1,8 @@
 """The policies of `on_nonfinite` for loss, gradient, metrics and evaluations that are not finite.
 
-The step checks its loss, metrics and gradient, and stores a code on the devices (`spmdkit.step.finite_check`); a skipped
-step has changed nothing. The host reads the codes at log steps and before a save. It then ends the run, or rolls back to
-a checkpoint and skips the batch permanently, or reports the skipped step.
+The step checks its loss, metrics and gradient, and stores a code on the devices (`spmdkit.step.finite_check`); a
+skipped step has changed nothing. The host reads the codes at log steps and before a save. It then ends the run, or
+rolls back to a checkpoint and skips the batch permanently, or reports the skipped step.
 
 A separate small program checks every leaf of the state from time to time: a moving average can overflow without a
 gradient that is not finite.
@@ -215,8 +215,10 @@ class FiniteResults:
         run.events.write("nonfinite", step=run.step, why=what)
         return Stop(
             NonFiniteError.exit_code,
-            f"{what}. The loss was {before.get('loss', 'not logged before')} at step {int(before.get('step', 0))}. Loss, gradient, metrics, "
-            f"parameters and the optimizer's state have to be finite. {run.newest()} Lower the learning rate, set clip_norm, look at that "
+            f"{what}. The loss was {before.get('loss', 'not logged before')} at step {int(before.get('step', 0))}. "
+            f"Loss, gradient, metrics, "
+            f"parameters and the optimizer's state have to be finite. {run.newest()} Lower the learning rate, set "
+            f"clip_norm, look at that "
             "batch (on_nonfinite: {save_batch: true} writes it to a file), or set on_nonfinite: skip or rollback.",
             known=known,
         )

@@ -1,4 +1,5 @@
-"""Stops when any process has received a signal that requests it, such as SIGINT or SIGTERM (`spmdkit.faults.signals`)."""
+"""Stops when any process has received a signal that requests it, such as SIGINT or SIGTERM
+(`spmdkit.faults.signals`)."""
 
 from __future__ import annotations
 

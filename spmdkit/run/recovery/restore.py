@@ -1,9 +1,9 @@
-"""Restore: a run continues from the newest intact checkpoint, the same on every process. Damaged ones are quarantined and
-reported.
+"""Restore: a run continues from the newest intact checkpoint, the same on every process. Damaged ones are quarantined
+and reported.
 
-A checkpoint is verified twice: process 0 verifies its record and its files before any process reads it, and each process
-verifies the bytes of the arrays that it reads. Damage found by one process counts for all. Nothing is renamed before an
-intact checkpoint of this run is found.
+A checkpoint is verified twice: process 0 verifies its record and its files before any process reads it, and each
+process verifies the bytes of the arrays that it reads. Damage found by one process counts for all. Nothing is renamed
+before an intact checkpoint of this run is found.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def newest_good(
 
 
 def quarantine_checkpoints(run: Run, wrong: Mapping[str, str], lines: Sequence[str], step: int) -> None:
-    """Renames the damaged checkpoints and the folders that only look like one, on process 0, and reports them together with
-    `lines`."""
+    """Renames the damaged checkpoints and the folders that only look like one, on process 0, and reports them together
+    with `lines`."""
     if run.checkpoints is not None and run.cluster.is_main:
         directory = run.checkpoints.directory
         for name, why in (quarantine.steps_without_record(directory) | dict(wrong)).items():
@@ -107,7 +107,8 @@ def quarantine_checkpoints(run: Run, wrong: Mapping[str, str], lines: Sequence[s
 
 
 def require_checkpoint(cluster: Cluster, checkpoints: Checkpoints, run_dir: Path) -> None:
-    """Raises CheckpointError if a run has saved here and its checkpoints are missing: it would silently restart from step 0.
+    """Raises CheckpointError if a run has saved here and its checkpoints are missing: it would silently restart from
+    step 0.
 
     Moving metrics.jsonl away permits that.
     """
@@ -124,8 +125,10 @@ def require_checkpoint(cluster: Cluster, checkpoints: Checkpoints, run_dir: Path
         damaged = f" but {', '.join(left)} without a record" if left else ""
         newest = f", and step {saved[-1]} was saved" if saved else ""
         return (
-            f"{checkpoints.directory} holds no checkpoint{damaged}; a run was trained here up to step {last} (metrics.jsonl){newest}. A run never "
-            f"silently restarts from step 0. Restore the folder (is its disk mounted?), or, to restart, move {run_dir / 'metrics.jsonl'} away "
+            f"{checkpoints.directory} holds no checkpoint{damaged}; a run was trained here up to step {last} "
+            f"(metrics.jsonl){newest}. A run never "
+            f"silently restarts from step 0. Restore the folder (is its disk mounted?), or, to restart, move "
+            f"{run_dir / 'metrics.jsonl'} away "
             "or set run_dir to a new folder."
         )
 
@@ -134,8 +137,8 @@ def require_checkpoint(cluster: Cluster, checkpoints: Checkpoints, run_dir: Path
 
 
 def keep_old_records(run_dir: Path) -> list[str]:
-    """Renames the metrics of a run that was never saved, so that the new start does not overwrite them; returns a message for
-    each file."""
+    """Renames the metrics of a run that was never saved, so that the new start does not overwrite them; returns a
+    message for each file."""
     lines = []
     for name in RECORDS:
         path = run_dir / name
@@ -143,7 +146,8 @@ def keep_old_records(run_dir: Path) -> list[str]:
             number = next(n for n in range(1, 10**9) if not path.with_suffix(f".{n}.jsonl").exists())
             renamed = path.rename(path.with_suffix(f".{number}.jsonl"))
             lines.append(
-                f"note: {name} belongs to a run up to step {last} that has no checkpoint; it is renamed to {renamed.name}"
+                f"note: {name} belongs to a run up to step {last} that has no checkpoint; it is renamed to "
+                f"{renamed.name}"
             )
     return lines
 
@@ -160,8 +164,8 @@ def latest_for_all(cluster: Cluster, checkpoints: Checkpoints) -> int | None:
 
 @contextlib.contextmanager
 def chosen_for_all(cluster: Cluster, checkpoints: Checkpoints, step: int | None, best: bool) -> Iterator[int | None]:
-    """Yields `step`, the best step, or the newest, the same on every process, and protects it from deletion; None if there is
-    none."""
+    """Yields `step`, the best step, or the newest, the same on every process, and protects it from deletion; None if
+    there is none."""
     directory = checkpoints.directory
     with contextlib.ExitStack() as stack:
 
@@ -182,7 +186,8 @@ def note_randomness(run: Run, record: dict[str, Any], step: int) -> None:
     if before != now:
         run.events.write("randomness_changed", step=step, before=before, now=now)
         run.message(
-            f"note: step {step} was saved under other random keys ({_described(before)}; now {_described(now)}): randomness "
+            f"note: step {step} was saved under other random keys ({_described(before)}; now {_described(now)}): "
+            f"randomness "
             "continues differently from here, so dropout and noise differ from an uninterrupted run"
         )
 

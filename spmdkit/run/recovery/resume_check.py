@@ -44,8 +44,8 @@ class Change(NamedTuple):
 
 
 def described(config: Config, task: Task) -> dict[str, Any]:
-    """Returns the description of a run in the record of a checkpoint, in addition to its config: digests of text and data, versions,
-    variables."""
+    """Returns the description of a run in the record of a checkpoint, in addition to its config: digests of text and
+    data, versions, variables."""
     data = {
         name: _data(getattr(task, name), name, config.data.retries)
         for name in ("train_data", "eval_data")
@@ -166,7 +166,8 @@ def check_allowed(allow_change: Sequence[str]) -> None:
     for key in allow_change:
         if key not in ANOTHER_RUN:
             raise ConfigError(
-                f"--allow_change-change {key}: no such key. It names what may change although it makes a run another one: {', '.join(ANOTHER_RUN)}; anything "
+                f"--allow_change-change {key}: no such key. It names what may change although it makes a run another "
+                f"one: {', '.join(ANOTHER_RUN)}; anything "
                 f"else may change anyway.{nearest(key, ANOTHER_RUN)}"
             )
 
@@ -204,8 +205,10 @@ def refusal(found: Sequence[Change], allow_change: Sequence[str], directory: Pat
         f" Also changed: {', '.join(f'{c.key} ({c.before} -> {c.now})' for c in another[1:])}." if another[1:] else ""
     )
     return (
-        f"{directory} holds a run with {first.key}: {first.before}, saved at step {step}; now {first.key} is {first.now}.{more} A run keeps "
-        f"{', '.join(ANOTHER_RUN)}, or its examples would be others. Set {first.key} back, or give the new run a run_dir of its own. If it is "
+        f"{directory} holds a run with {first.key}: {first.before}, saved at step {step}; now {first.key} is "
+        f"{first.now}.{more} A run keeps "
+        f"{', '.join(ANOTHER_RUN)}, or its examples would be others. Set {first.key} back, or give the new run a "
+        f"run_dir of its own. If it is "
         f"meant: {flags}."
     )
 
@@ -220,6 +223,7 @@ def other_examples(digest: str | None, schedule: Schedule, step: int) -> str | N
         return None
     return (
         f"train_data is not what it was: batch {step + 1} has other examples than when step {step} was saved "
-        f"({schedule.num_examples} examples now). Bring the data back, or give the new run a run_dir of its own. If it is meant: "
+        f"({schedule.num_examples} examples now). Bring the data back, or give the new run a run_dir of its own. If it "
+        f"is meant: "
         "--allow_change-change train_data."
     )

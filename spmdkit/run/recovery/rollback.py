@@ -34,8 +34,10 @@ def go_back(run: Run, to_step: int | None, skip_batches: int, batches: Sequence[
         newest = restore.latest_for_all(run.cluster, run.checkpoints)
         if not target and newest is not None and to_step != 0:
             raise UserCodeError(
-                f"a hook rolls back to step {to_step}, and all checkpoints are newer, up to step {newest}. A rollback needs a checkpoint of "
-                f"that step or before. Raise checkpoint.keep ({run.config.checkpoint.keep if run.config.checkpoint else 0}), or roll back "
+                f"a hook rolls back to step {to_step}, and all checkpoints are newer, up to step {newest}. A rollback "
+                f"needs a checkpoint of "
+                f"that step or before. Raise checkpoint.keep "
+                f"({run.config.checkpoint.keep if run.config.checkpoint else 0}), or roll back "
                 "less far; sk.Rollback(0) restarts from the initial state."
             )
         restore.quarantine_checkpoints(run, found.wrong if found else {}, (), target)

@@ -1,5 +1,5 @@
-"""The saves of a run. A failed save is logged and retried at the next interval; `checkpoint.max_failures` in a row end the
-run with 74.
+"""The saves of a run. A failed save is logged and retried at the next interval; `checkpoint.max_failures` in a row end
+the run with 74.
 
 All processes decide together whether a save has failed, before the next one starts and at the end. Otherwise a process
 could start a save that the others do not start, and block them.
@@ -57,7 +57,8 @@ class Saves:
         ended = self._checkpoints.settle()
         if (held_s := time.monotonic() - waiting_since) > SAVE_BLOCKED_S:
             self._run.message(
-                f"note: training waited {held_s:.1f} s for the checkpoint of step {self._owed} to be written: saves are more frequent than the disk "
+                f"note: training waited {held_s:.1f} s for the checkpoint of step {self._owed} to be written: saves "
+                f"are more frequent than the disk "
                 "can write. Raise checkpoint.every_steps or every_seconds."
             )
         self._run.write_saved(self._checkpoints.new_commits())
@@ -111,5 +112,6 @@ class Saves:
             )
             raise CheckpointWriteError(f"{why}{often}")
         run.message(
-            f"WARNING: {why} Training continues and saves again at the next interval ({self._failures} of checkpoint.max_failures {self._most} in a row)."
+            f"WARNING: {why} Training continues and saves again at the next interval ({self._failures} of "
+            f"checkpoint.max_failures {self._most} in a row)."
         )

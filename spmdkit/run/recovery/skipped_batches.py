@@ -41,7 +41,8 @@ def read(directory: Path) -> Ranges:
         return ()
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(
-            f"{directory / NAME} cannot be read ({type(error).__name__}: {error}). It holds the batches that this run has left out for good, and "
+            f"{directory / NAME} cannot be read ({type(error).__name__}: {error}). It holds the batches that this run "
+            f"has left out for good, and "
             "without it examples would be others. Bring it back, or delete it where no batch was left out."
         ) from None
 
@@ -90,8 +91,8 @@ def saved_in(record: Mapping[str, Any]) -> Ranges:
 
 
 def ahead(schedule: data.Schedule, step: int, saved: Ranges, requested: Ranges) -> Ranges:
-    """Returns what is left out after `step`: what was when it was saved, and of what is requested for the batches that are
-    still to come."""
+    """Returns what is left out after `step`: what was when it was saved, and of what is requested for the batches that
+    are still to come."""
     last = dataclasses.replace(schedule, skipped=saved).number(step)
     return data.merge_ranges([*saved, *((max(a, last + 1), b) for a, b in requested if b > last)])
 
@@ -107,6 +108,7 @@ def check(schedule: data.Schedule, step: int, saved: Ranges, requested: Ranges) 
     late = next((n for a, b in requested for n in range(a, min(b, last) + 1) if n not in left_out), None)
     if late is not None:
         raise ConfigError(
-            f"data.skip_batches names batch {late}, and step {step} of this run was saved after it had trained on that. What is left out is "
+            f"data.skip_batches names batch {late}, and step {step} of this run was saved after it had trained on "
+            f"that. What is left out is "
             f"still to come. Name batches from {last + 1} on, or give the new run a run_dir of its own."
         )

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 
 def left_out_rows(run: Run) -> list[list[int]]:
-    """Returns [batch, row] of the rows that any process has skipped, on process 0. All processes call it at each save."""
+    """Returns [batch, row] of the rows that any process has skipped, on process 0. All processes call it at each
+    save."""
     mine, cluster = run.program.skipped_rows[0].positions(), run.cluster
     if not run.config.data.max_bad_examples or cluster.num_processes == 1:
         return mine

@@ -1,5 +1,5 @@
-"""The mark of a running attempt: the event `running` at its start, and its last step in a file. A run that exits without an
-exit event is then not mistaken for a finished one."""
+"""The mark of a running attempt: the event `running` at its start, and its last step in a file. A run that exits
+without an exit event is then not mistaken for a finished one."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def note_running(run: Run, step: int) -> run_status.StepMark:
-    """Writes the event `running` and returns the mark of the steps. Reports a previous attempt that ended without an exit
-    event."""
+    """Writes the event `running` and returns the mark of the steps. Reports a previous attempt that ended without an
+    exit event."""
     quiet_callbacks()
     paths = [run.directory / run_status.LAST_STEP] if run.cluster.is_main else []
     if run.cluster.is_main:

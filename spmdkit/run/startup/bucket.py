@@ -104,8 +104,8 @@ def _last_step(path: Path) -> int:
 
 
 def options(run_dir: Path, cluster: Cluster) -> dict[str, Any]:
-    """Returns the arguments of `Checkpoints` for a bucket. Processes of one host share run_dir and have one stage each; stages
-    of an earlier start with more processes are deleted."""
+    """Returns the arguments of `Checkpoints` for a bucket. Processes of one host share run_dir and have one stage each;
+    stages of an earlier start with more processes are deleted."""
     for stage in (run_dir / STAGE).glob("p*"):
         if stage.name[1:].isdecimal() and int(stage.name[1:]) >= cluster.num_processes:
             shutil.rmtree(stage, ignore_errors=True)

@@ -10,8 +10,8 @@ on the same numbers.
     same_state      a checksum of each leaf after init or restore                                     before the first
     step
 
-Each is one comparison (cluster/comparison.py): a difference exits with 78 on every process and names the processes and the difference. With one
-process nothing is done.
+Each is one comparison (cluster/comparison.py): a difference exits with 78 on every process and names the processes and
+the difference. With one process nothing is done.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from spmdkit.step.state import TrainState
 
 DATA = ("train_data", "eval_data")
 OWN_DATA = (
-    "Every process reads its rows of one global batch, so data[i] has to be the same example everywhere. Give all processes the same data, or "
+    "Every process reads its rows of one global batch, so data[i] has to be the same example everywhere. Give all "
+    "processes the same data, or "
     "declare data that each has of its own: Task(train_data=sk.per_process(source))."
 )
 PHASES = {
@@ -64,8 +65,8 @@ def start_facts(config: Config) -> dict[str, str]:
 
 
 def same_data(cluster: Cluster, make: Callable[[], Task], retries: int = 0) -> Task:
-    """Returns the task that `make` returns, with the same data on all processes, or per-process data with the lengths of
-    all.
+    """Returns the task that `make` returns, with the same data on all processes, or per-process data with the lengths
+    of all.
 
     Arrays in memory are opened, once for all who read them.
 

@@ -24,7 +24,8 @@ def devices_are_well(cluster: Cluster, config: Config) -> str | None:
     result, verdict = burn_all(cluster, BURN_IN_S)
     if verdict.wrong:
         raise DeviceError(
-            f"health_check: {'; '.join(verdict.wrong)}. All devices were given the same products, and a run trusts each with a part of its numbers. Leave that "
+            f"health_check: {'; '.join(verdict.wrong)}. All devices were given the same products, and a run trusts "
+            f"each with a part of its numbers. Leave that "
             "host or device out, and look longer with spmdkit doctor --burn-in 5m."
         )
     if cluster.is_main and config.log.progress != "off":

@@ -78,7 +78,8 @@ Table = Mapping[str, "Rule | Mapping[str, Any]"]
 
 
 def walk(migration: Migration, settings: Mapping[str, Any], table: Table, prefix: str = "") -> None:
-    """Applies the rule of each setting, or the table of a section to its settings. A setting without a rule is unknown."""
+    """Applies the rule of each setting, or the table of a section to its settings. A setting without a rule is
+    unknown."""
     for name, value in settings.items():
         key, rule = f"{prefix}{name}", table.get(str(name))
         if rule is None:

@@ -24,7 +24,8 @@ def migrate(path: str | Path, project: str | None = None, devices: int = 1) -> s
     """Returns the config as YAML; followed by the translation of each setting, as comments.
 
     Args:
-        project: accelerate, deepspeed, maxtext or an installed plug-in; None: the one with the most settings of the file.
+        project: accelerate, deepspeed, maxtext or an installed plug-in; None: the one with the most settings of the
+            file.
         devices: sizes per device are multiplied by this.
     Raises: ConfigError for a file that cannot be read, is not a mapping, or belongs to no known project.
     """
@@ -76,7 +77,8 @@ def read(path: Path) -> Mapping[str, Any]:
 def chosen(
     settings: Mapping[str, Any], projects: Mapping[str, frozenset[str]], project: str | None, path: str | Path
 ) -> str:
-    """Returns the project of a config; `projects`: project -> names of its settings. Raises ConfigError if it is unclear."""
+    """Returns the project of a config; `projects`: project -> names of its settings. Raises ConfigError if it is
+    unclear."""
     if project is not None and project not in projects:
         raise ConfigError(f"migrate --project {project}: it is one of {', '.join(projects)}.")
     fitting = {name: len(names & settings.keys()) for name, names in projects.items()}

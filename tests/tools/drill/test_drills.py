@@ -1,4 +1,5 @@
-"""Drills of a real job: each kind of fault is injected, detected and survived where possible, and results are compared."""
+"""Drills of a real job: each kind of fault is injected, detected and survived where possible, and results are
+compared."""
 
 import json
 

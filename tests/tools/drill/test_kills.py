@@ -1,5 +1,5 @@
-"""SIGKILLs of any process in any phase, with restarts: bitwise equal results, no committed step lost. Eight of them, and
-in a slow form a hundred (`make soak`, with seeds by SEED)."""
+"""SIGKILLs of any process in any phase, with restarts: bitwise equal results, no committed step lost. Eight of them,
+and in a slow form a hundred (`make soak`, with seeds by SEED)."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""The burn-in of all devices of all processes at the same time. All processes gather the results and reach one verdict."""
+"""The burn-in of all devices of all processes at the same time. All processes gather the results and reach one
+verdict."""
 
 from __future__ import annotations
 

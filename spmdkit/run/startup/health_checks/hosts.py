@@ -95,7 +95,8 @@ def same_versions(cluster: Cluster) -> tuple[dict[str, str], list[str]]:
     mine = {"python": platform.python_version()} | {name: x for name, x in package_versions().items() if x}
     gathered = cluster.gather("doctor versions", mine, HOST_CHECK_S)
     wrong = [
-        f"process {process} has {name} {theirs.get(name, 'not at all')}, process 0 {gathered[0].get(name, 'not at all')}"
+        f"process {process} has {name} {theirs.get(name, 'not at all')}, process 0 "
+        f"{gathered[0].get(name, 'not at all')}"
         for process, theirs in enumerate(gathered)
         for name in sorted(set(gathered[0]) | set(theirs))
         if theirs.get(name) != gathered[0].get(name)
@@ -130,7 +131,8 @@ def write_test(cluster: Cluster, run_dir: Path, checkpoints: Location) -> tuple[
     shared = all(view == list(range(cluster.num_processes)) for view in views)
     if not shared and not wrong and not isinstance(checkpoints, Remote):
         wrong.append(
-            f"{run_dir} is not one folder for all processes: they do not see each other's files. Set run_dir to a folder of a shared disk, or "
+            f"{run_dir} is not one folder for all processes: they do not see each other's files. Set run_dir to a "
+            f"folder of a shared disk, or "
             "checkpoint.directory to one of a bucket"
         )
     where = f"{run_dir}" + (f", checkpoints in {checkpoints}" if isinstance(checkpoints, Remote) else "")

@@ -62,7 +62,8 @@ def _by_bits(devices: Sequence[Mapping[str, Any]]) -> Verdict:
         who = "; ".join(_name(one) for one in steady)
         return Verdict([*wrong, f"devices of one kind compute different bits, and none is outvoted: {who}"])
     wrong += [
-        f"{_name(one)} computes other bits than the {ranked[0][1]} others of its kind: {one['digests'][0]} and not {ranked[0][0]}"
+        f"{_name(one)} computes other bits than the {ranked[0][1]} others of its kind: {one['digests'][0]} and not "
+        f"{ranked[0][0]}"
         for one in steady
         if one["digests"][0] != ranked[0][0]
     ]
@@ -96,12 +97,15 @@ def judge_hosts(met: Sequence[Mapping[str, Any]]) -> Verdict:
         who = f"process {me} on {one['host']}"
         if num_hosts > 1 and one["address"].startswith("127."):
             verdict.wrong.append(
-                f"{who} would advertise {one['address']} to Gloo: its own name means that in its hosts file, and no other host reaches it. "
-                "Set cluster: {interface: eth0}, with the interface of its network, or let the name resolve to the address there"
+                f"{who} would advertise {one['address']} to Gloo: its own name means that in its hosts file, and no "
+                f"other host reaches it. "
+                "Set cluster: {interface: eth0}, with the interface of its network, or let the name resolve to the "
+                "address there"
             )
         for peer, error in one["unreached"].items():
             verdict.wrong.append(
-                f"{who} does not reach process {peer} on {met[int(peer)]['host']} at {met[int(peer)]['address']}: {error}"
+                f"{who} does not reach process {peer} on {met[int(peer)]['host']} at {met[int(peer)]['address']}: "
+                f"{error}"
             )
         if abs(one["clock_s"] or 0.0) > MOST_CLOCK_S:
             verdict.wrong.append(f"the clock of {who} is {one['clock_s']:+.1f} s off that of process 0")
