@@ -6,7 +6,7 @@ Lease     (lease.py)          the same for a folder of a bucket, which has no lo
 StepMark  (run/)              the last step that a process dispatched, read by the launcher; grants no right to write
 
 A lock ends with its process and belongs to the folder that was locked. A process of an earlier attempt that was stopped
-and continues, or a run whose folder was moved, would still write. So each attempt stores its id in the directory and
+and continues, or a run after its folder was moved, would still write. So each attempt stores its id in the directory and
 checks it before each save and event, and before metrics lines at most ten times per second.
 """
 

@@ -169,7 +169,7 @@ def _named_arrays(data: Any, what: str) -> list[tuple[str, Any]]:
         if not isinstance(leaf, (np.ndarray, jax.Array)):
             raise ConfigError(
                 f"{where} is a {type(leaf).__name__}, not an array. Every leaf of a mapping or tuple must be a numpy "
-                "or JAX array whose first dim counts the examples. Wrap it: np.asarray(...). Pass individual "
+                "or JAX array with the examples along its first dim. Wrap it: np.asarray(...). Pass individual "
                 "examples as a list."
             )
         if isinstance(leaf, np.ma.MaskedArray):

@@ -1,6 +1,6 @@
 """`Membership`: this process goes from one job to the next, as its launcher orders, with the state in its memory.
 
-    1. The launcher says who the members of generation k are (launch/membership_file.py). A thread reads it, ends every
+    1. The launcher publishes the members of generation k (launch/membership_file.py). A thread reads it, ends every
        wait for the others, and cuts the connections of a collective that can never end (gloo_sockets.py).
     2. The training thread gets an error, or detects the change between two steps; `takes` decides that this
        is no failure.

@@ -33,8 +33,8 @@ def of_foreign(error: BaseException) -> tuple[int, str] | None:
 
 
 def quiet_callbacks() -> None:
-    """Keeps JAX from printing the traceback of a callback that raised: the step that it stood in raises too, and is
-    told."""
+    """Keeps JAX from printing the traceback of a callback that raised. The step that contains it raises too, and
+    that error is reported."""
     from spmdkit import compat
 
     for name in compat.CALLBACK_LOGGERS:
@@ -58,7 +58,7 @@ def callbacks_that_raise(report: Callable[[int, str], None], after_s: float = 3.
     """Calls `report(exit code, message)` in another thread where a callback has raised and what is in here goes on
     for so long.
 
-    XLA's CPU devices wait in their collectives for the one whose callback raised, after 40 s abort the process with a
+    XLA's CPU devices wait in their collectives for the device with the failed callback, after 40 s abort the process with a
     C++ stack (jaxlib 0.10.2), and the thread that waits for the step does not come back before.
     """
     timers: list[threading.Timer] = []

@@ -22,7 +22,7 @@ def words(verdict: Mapping[str, Any], beats: Mapping[int, Beat], newest: str) ->
     if verdict["why"] == "left":
         left = "is gone" if verdict["exit"] is None else f"has left with exit code {verdict['exit']}"
         return (
-            f"{who} {left}: {verdict['said']}\nNo step is possible without it, so this process ends too; the "
+            f"{who} {left}: {verdict['message']}\nNo step is possible without it, so this process ends too; the "
             "cause is in that one's own output."
         )
     seen = "" if last is None else f"was last seen {last.does} at step {last.step}."

@@ -26,7 +26,7 @@ class Launcher:
         self._said = 0
 
     def dead(self) -> dict[int, dict[str, Any]]:
-        """Returns the dead processes: process -> `exit` and `said`, as an exiting process reports it itself
+        """Returns the dead processes: process -> `exit` and `message`, as an exiting process reports it itself
         (faults/watchdog.py)."""
         if self._deaths is None:
             return {}
@@ -37,7 +37,7 @@ class Launcher:
         return {}
 
     def say(self, beat: Beat, interpreter_timeout_s: float | None) -> None:
-        """Says that Python runs, where training stands, and for how long no Python may run."""
+        """Writes a beat: Python runs, the phase of training, and for how long no Python may run."""
         if self._descriptor is None:
             return
         self._said += 1
@@ -47,7 +47,7 @@ class Launcher:
             os.pwrite(self._descriptor, json.dumps(beat_report).ljust(BEAT_BYTES).encode(), 0)
 
     def close(self) -> None:
-        """Says nothing more, and that this is meant. May be called twice."""
+        """Writes the last beat, which marks an intended end. May be called twice."""
         self.say(Beat("end", "", 0, 0.0, None), interpreter_timeout_s=None)
         opened, self._descriptor, self._deaths = (self._descriptor, self._deaths), None, None
         for descriptor in opened:

@@ -40,7 +40,7 @@ class Outlet(io.FileIO):
 def keep_going(when_full: bool = False) -> None:
     """Lets this process outlive the readers of what it prints. To be called once, before anything is opened or printed.
 
-    `when_full`: also a full disk behind them, for a command whose result is elsewhere.
+    `when_full`: also a full disk behind them, for a command with its result elsewhere.
     """
     Outlet.ends_nothing = GONE + FULL * when_full
     for descriptor in (0, 1, 2):

@@ -14,7 +14,7 @@ with and in time.
 Beats go through the coordination service's store, so that it works whoever started the processes; the service is in a
 process of its own (keeper/).
 Two threads: one talks to the store, and may hang when process 0's machine does; one looks, and never waits. Its clock
-leaves out pauses: a job that was suspended as a whole, or a machine whose clock was set forward, goes on. Before 76 all
+leaves out pauses: a job that was suspended as a whole, or a machine after its clock was set forward, goes on. Before 76 all
 processes put their Python stacks into the store, and one of them prints all.
 
 JAX's own heartbeat never decides (cluster/join.py): it counts by wall time, and ends processes by SIGABRT.
@@ -287,7 +287,7 @@ class Watchdog:
         self._leave_last(SHARED_ERROR_S if code in AGREED else LEADER_EXIT_S)
 
     def _say_left(self, code: int, message: str) -> None:
-        said = json.dumps({"exit": code, "said": message.splitlines()[0][:500] if message else ""})
+        said = json.dumps({"exit": code, "message": message.splitlines()[0][:500] if message else ""})
         key, board = f"{self._folder}/left/{self._me}", self._board
         assert board is not None
         _within(OWN_ERROR_S, lambda: board.put(key, said, overwrite=True))
@@ -370,7 +370,7 @@ def _quietly(act: Callable[[], Any]) -> None:
 def watching(
     options: Any, process: int = 0, num_processes: int = 1, board: Board | None = None, folder: str = "watch"
 ) -> Iterator[Watchdog | None]:
-    """Watches while the body runs, as the section `watchdog` of a config says; yields None where that is null."""
+    """Watches while the body runs, with the settings of the section `watchdog` of a config; yields None where that is null."""
     phase.begin()
     sees_quit = stacks.on_sigquit()
     watchdog = None

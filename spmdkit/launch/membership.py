@@ -225,7 +225,7 @@ class MembershipHistory:
         """Kills who does not come out of the step of the generation before."""
         for process in self._order.members:
             child = self._children[process]
-            phase = str((child.said or {}).get("phase", ""))
+            phase = str((child.last_beat or {}).get("phase", ""))
             waits = phase in STUCK or phase.startswith("hook")
             if not waits or child in self._killed or self._is_ready(process, self._order.number):
                 continue

@@ -90,7 +90,7 @@ class MembershipFiles:
         return None
 
     def say_ready(self, number: int) -> None:
-        """Says that this process has left its backend, and can join generation `number`."""
+        """Reports that this process has left its backend, and can join generation `number`."""
         with suppress(OSError):
             os.pwrite(self._ready, f"{number:20d}\n".encode(), 0)
 

@@ -36,8 +36,8 @@ try:
 except OSError as error:
     sys.exit(f"{{sys.argv[2]}}: {{error.strerror}}")
 """
-"""Asks the kernel, looks whether the parent died in between, and becomes the command; -I -S: nothing else of Python is
-loaded. A Ctrl-C meanwhile ends it without a traceback; a command of ours takes it as soon as it can
+"""Makes the request to the kernel, checks whether the parent died in between, and becomes the command; -I -S: nothing
+else of Python is loaded. A Ctrl-C meanwhile ends it without a traceback; a command of ours takes it as soon as it can
 (spmdkit/__main__.py)."""
 
 _starter: concurrent.futures.ThreadPoolExecutor | None = None

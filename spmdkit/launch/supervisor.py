@@ -57,7 +57,7 @@ class Child:
 
     Attributes:
         errors, beats, step: what ended it, that Python runs in it, the step that it dispatched last.
-        beat, said: its last beat: where it stands, and for how long no Python may run in it.
+        beat, last_beat: its last beat as bytes, and as a mapping: the phase, and for how long no Python may run in it.
         heard: when that came, by the launcher's running clock.
         held: the launcher's message about it, when its interpreter is blocked.
         mourned: it is dead, and the others go on without it (membership.py).
@@ -73,7 +73,7 @@ class Child:
     exit: Exit | None = None
     told_to_end: bool = False
     beat: bytes = b""
-    said: Mapping[str, Any] | None = None
+    last_beat: Mapping[str, Any] | None = None
     heard: float = 0.0
     held: str | None = None
     mourned: bool = False
@@ -165,19 +165,21 @@ class Supervisor:
             if beat != child.beat:
                 child.heard, child.beat = now, beat
                 with suppress(ValueError):  # half written: the next one comes in a moment
-                    child.said = json.loads(beat)
-            elif child.said is not None and now - child.heard > (child.said["interpreter_timeout_s"] or float("inf")):
+                    child.last_beat = json.loads(beat)
+            elif child.last_beat is not None and now - child.heard > (
+                child.last_beat["interpreter_timeout_s"] or float("inf")
+            ):
                 self._end_held(child)
 
     def _end_held(self, child: Child) -> None:
         """Requests the stacks of a process with a blocked interpreter, which its C handler writes, and kills it."""
-        if child.exit is not None or child.held is not None or child.said is None or is_stopped(child.popen.pid):
+        if child.exit is not None or child.held is not None or child.last_beat is None or is_stopped(child.popen.pid):
             return
         silent_s = self._running.now - child.heard
         child.held = (
             f"process {child.process} runs no Python since {silent_s:.0f} s: code in C holds the interpreter. It was "
-            f"{child.said['does']} at step "
-            f"{child.said['step']}; its stacks are above. Code that takes long in C has to release the interpreter; a "
+            f"{child.last_beat['does']} at step {child.last_beat['step']}; its stacks are above. "
+            "Code that takes long in C has to release the interpreter; a "
             "longer limit is "
             "watchdog.interpreter_timeout_s."
         )
@@ -222,7 +224,7 @@ class Supervisor:
         message = exit.message.splitlines()[0][:500] if exit.message else ended_by(exit)
         members = list(self.members())
         rank = members.index(exit.process) if exit.process in members else exit.process
-        self._dead[rank] = {"exit": exit.code, "said": message}
+        self._dead[rank] = {"exit": exit.code, "message": message}
         self._deaths.write(json.dumps(self._dead))
 
     def _limit_the_others(self, exit: Exit) -> None:

@@ -1,5 +1,5 @@
 """Callbacks of the watchdog and of signals, called from their threads: they record the end of a run, and end a run
-whose data source hangs."""
+with a hanging data source."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def record_fault(run: Run, code: int, text: str, stacks: str) -> None:
 
 
 def leave_stuck_callback(run: Run, code: int, text: str) -> None:
-    """Ends the process: its devices wait indefinitely for the one whose callback raised."""
+    """Ends the process: its devices wait indefinitely for the one with the failed callback."""
     record_fault(run, code, text, "")
     leave_with(code, text)
 

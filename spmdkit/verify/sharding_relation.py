@@ -23,7 +23,7 @@ FAR = 1e-3
 """Relative 2-norm above which they are not; between the two the relation is open, and no line is reported."""
 
 MAX_DIMS = 6
-"""Of a value whose dims are tried in every order."""
+"""Of a value with dims that are tried in every order."""
 
 NEAR = 0.01
 """Relative distance at which a factor is taken for a whole number."""

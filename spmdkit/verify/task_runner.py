@@ -64,9 +64,9 @@ class Results:
         losses, metrics: of the steps in a row; `metrics` of the last one.
         params, model_state: after the steps.
         evaluation: metrics of the evaluation, None if it was not requested or there is none.
-        restored: worst relative 2-norm of a leaf that went through a checkpoint, with its path; None where not asked
-            for.
-        apart: path of the first leaf of the last state whose copies on several devices have different bits, or None.
+        restored: worst relative 2-norm of a leaf that went through a checkpoint, with its path; None where not
+            requested.
+        apart: path of the first leaf of the last state with copies that differ bitwise between devices, or None.
         form: how the step was compiled.
         uses: names of spmdkit's functions that the task called.
     """

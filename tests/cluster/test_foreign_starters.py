@@ -77,7 +77,12 @@ def test_two_workers_of_torchrun_train_as_one_process_does_while_its_agent_holds
     assert "2 processes" in together[0][1]
     [(code, output)], alone = train("one", [SLURM_BATCH])
     assert code == 0, output
-    says(output, "note: one process", found=("Slurm job 2 of 4 tasks", "not in one of its steps"), repair="start it with srun")
+    says(
+        output,
+        "note: one process",
+        found=("Slurm job 2 of 4 tasks", "not in one of its steps"),
+        repair="start it with srun",
+    )
     assert losses == pytest.approx(alone, rel=1e-6)
     assert losses[0] > losses[-1] > 0
 

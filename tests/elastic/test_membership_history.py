@@ -180,7 +180,7 @@ def test_who_stays_in_the_step_is_killed_and_counts_as_dead_and_who_compiles_is_
     job = Job(4, lambda before, lost: (before - lost, []))
     job.trains(5)
     assert job.dies(3)
-    job.membership._children[1].said = {"phase": "compile"}
+    job.membership._children[1].last_beat = {"phase": "compile"}
     job.now = rooms.LEAVE_STEP_S - 1
     assert job.comes(2) and KILLED == []
     job.now = rooms.LEAVE_STEP_S + 1
@@ -253,7 +253,7 @@ def test_who_waits_in_a_step_and_does_nothing_is_killed_at_once_and_who_works_or
     job = Job(5, lambda before, lost: (before - lost, []))
     job.trains(5)
     assert job.dies(4)
-    job.membership._children[2].said = {"phase": "data"}
+    job.membership._children[2].last_beat = {"phase": "data"}
     for _ in range(8):
         job.now += 0.25
         busy[NOBODY] += 1_000_000

@@ -51,9 +51,7 @@ def test_a_job_on_two_nodes_has_the_numbers_of_a_local_run(cluster, tmp_path, ex
     output = (folder / f"run-{job}.out").read_text()
     assert ended == "COMPLETED 0:0 0", output
     assert jobs.losses(folder) == expected
-    assert (
-        "note: 2 processes: slurm (SLURM_STEP_NUM_TASKS=2, SLURM_PROCID=0), since it started this process" in output
-    )
+    assert "note: 2 processes: slurm (SLURM_STEP_NUM_TASKS=2, SLURM_PROCID=0), since it started this process" in output
     assert {event["process"] for event in jobs.events(folder, "compiled")} == {0, 1}
 
 

@@ -170,9 +170,7 @@ def test_a_pause_of_five_minutes_is_no_part_of_a_usual_step_and_stretches_no_dea
             now[0] += 0.2
             dog.clock.tick()
         hook.after_step(run, step, None, None)
-        assert dog.step_s == pytest.approx(3.0 if step == 1 else 2.5, abs=0.3), (
-            "a step of two seconds, and a tick"
-        )
+        assert dog.step_s == pytest.approx(3.0 if step == 1 else 2.5, abs=0.3), "a step of two seconds, and a tick"
 
 
 def test_limits_follow_the_usual_step_once_it_is_known_and_every_phase_has_its_own():

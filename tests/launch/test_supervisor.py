@@ -24,7 +24,7 @@ def test_a_blamed_rank_is_mapped_to_its_process():
         assert {c.process: c.exit.blamed for c in children} == {0: (2,), 2: (), 3: ()}
         told = json.loads(deaths.read())
         assert sorted(told) == ["0", "1", "2"], "of the processes 0, 2 and 3"
-        assert told["0"]["said"] == "rank 1 is silent"
+        assert told["0"]["message"] == "rank 1 is silent"
     finally:
         end(children)
         deaths.close()

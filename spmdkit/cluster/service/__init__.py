@@ -1,4 +1,4 @@
-"""The process that holds JAX's coordination service, beside the processes of a job."""
+"""The process that runs JAX's coordination service, separate from the processes of a job."""
 
 from spmdkit.cluster.service.process import ServiceProcess, reserve_port
 

@@ -5,8 +5,8 @@ by its path.
 
 It imports only jaxlib and the standard library (0.15 s of a core). A line on standard input is the address to listen
 at; it prints `up`. It runs until its standard input closes or its parent has ended, and after that while processes are
-connected, at most one minute: JAX aborts a process (SIGABRT) that loses the service. PROCESS is the rank of the parent,
-whose end it then reports in the store; -1: a launcher.
+connected, at most one minute: JAX aborts a process (SIGABRT) that loses the service. PROCESS is the rank of the parent:
+the service reports its end in the store; -1: a launcher.
 
 `recoverable` (jaxlib 0.10.2 to 0.12): before 0.12 the service compares heartbeats by wall time, unsigned, so a clock
 that is set back makes all processes look lost. With `recoverable` the service only records that, and does not abort the
@@ -103,7 +103,7 @@ def _announce(jaxlib: object, address: str, process: int) -> None:
     beat = f"/beat/{process}"
     for key, _ in client.key_value_dir_get("spmdkit"):
         if key.endswith(beat):
-            said = json.dumps({"exit": None, "said": KILLED})
+            said = json.dumps({"exit": None, "message": KILLED})
             try:
                 client.key_value_set(f"{key.removesuffix(beat)}/left/{process}", said)
             except RuntimeError:

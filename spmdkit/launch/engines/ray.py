@@ -69,7 +69,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 TERM_WITH_ME = (1, signal.SIGTERM)  # prctl(PR_SET_PDEATHSIG): whoever loses its actor saves and leaves
-asked = False
+is_stopping = False
 
 
 class Host:
@@ -108,9 +108,9 @@ def placed():
     while not group.wait(min(30, max(1, end - time.monotonic()))):
         nodes = [{k: v for k, v in node["Resources"].items() if k in BUNDLE} for node in ray.nodes() if node["Alive"]]
         say(f"no room yet for {NUM} x {BUNDLE} ({STRATEGY}); hosts have {nodes}")
-        if asked or time.monotonic() > end:
+        if is_stopping or time.monotonic() > end:
             remove_placement_group(group)
-            sys.exit(AGAIN if asked else 75)
+            sys.exit(AGAIN if is_stopping else 75)
     return group
 
 
@@ -137,7 +137,7 @@ def attempt():
 
 def watched(hosts, runs):
     """Waits for all. Processes that stop on request save together and get time for it; after a failure none can continue."""
-    code, limit, told = 0, None, False
+    code, limit, is_terminated = 0, None, False
     while runs:
         for ref in ray.wait(list(runs), timeout=0.5)[0]:
             process = runs.pop(ref)
@@ -152,8 +152,8 @@ def watched(hosts, runs):
             if code and limit is None:
                 limit = time.monotonic() + (GRACE_S if code == AGAIN else 5)
         number = None
-        if asked and not told:
-            told, limit, number = True, time.monotonic() + GRACE_S, signal.SIGTERM
+        if is_stopping and not is_terminated:
+            is_terminated, limit, number = True, time.monotonic() + GRACE_S, signal.SIGTERM
         elif limit is not None and time.monotonic() > limit:
             limit, number = time.monotonic() + 5, signal.SIGKILL
         if number is not None:
@@ -163,8 +163,8 @@ def watched(hosts, runs):
 
 
 def stop(*_):
-    global asked
-    asked = True
+    global is_stopping
+    is_stopping = True
 
 
 def connect():
@@ -191,7 +191,7 @@ def main():
             code = attempt()
             if code in (0, *FINAL):
                 return code
-            if asked:
+            if is_stopping:
                 return AGAIN
             if code != AGAIN:
                 if starts >= RESTARTS:
@@ -219,7 +219,7 @@ def render(job: ClusterJob) -> Rendered:
     if strategy not in STRATEGIES:
         raise ConfigError(f"--set strategy={strategy}: Ray has {', '.join(STRATEGIES)}. Try --set strategy=SPREAD.")
     bundle = {"CPU": job.whole("cpus", 1), "GPU": job.whole("gpus"), "TPU": job.whole("tpus")}
-    told = {
+    settings = {
         "COMMAND": job.command(),
         "FOLDER": job.folder,
         "ADDRESS": address,
@@ -236,6 +236,6 @@ def render(job: ClusterJob) -> Rendered:
         f'"""{job.num_processes} processes of spmdkit on Ray. The first failure ends the others; '
         f'{AGAIN} (stopped and saved) starts all again."""\n'
     )
-    script = head + DRIVER.replace(HERE, "\n".join(f"{name} = {value!r}" for name, value in told.items()) + "\n", 1)
+    script = head + DRIVER.replace(HERE, "\n".join(f"{name} = {value!r}" for name, value in settings.items()) + "\n", 1)
     name = f"{job.name}.py"
     return Rendered({name: script}, ((job.options["python"], name),), "a Python with Ray, on a machine of the cluster")

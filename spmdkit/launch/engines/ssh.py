@@ -64,8 +64,8 @@ run() {{
   done
   return $code
 }}
-asked=
-stop() {{ asked=1; limit=$((SECONDS + {job.grace_s})); kill -HUP "${{pids[@]}}" 2>/dev/null; }}
+is_stopping=
+stop() {{ is_stopping=1; limit=$((SECONDS + {job.grace_s})); kill -HUP "${{pids[@]}}" 2>/dev/null; }}
 trap stop INT TERM HUP
 starts=0
 while true; do
@@ -75,7 +75,7 @@ while true; do
     {AGAIN}) ;;
     *) [ $starts -lt {job.max_restarts} ] || exit $code; starts=$((starts + 1)) ;;
   esac
-  [ -n "$asked" ] && exit {AGAIN}
+  [ -n "$is_stopping" ] && exit {AGAIN}
   sleep 2
 done
 """

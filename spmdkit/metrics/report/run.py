@@ -54,7 +54,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
         raise ConfigError(
             f"report of {folder}: no metrics.jsonl there, found {found}."
             " A report is made from a run's directory, which `spmdkit train` writes."
-            " Pass the run_dir of the config that was trained (by default runs/<config name> beside it)."
+            " Pass the run_dir of the config that was trained (by default runs/<config name> in the config's folder)."
         )
     name = folder.resolve().name
     records = [r for r in read_lines(folder / "metrics.jsonl") if _is_step(r.get("step"))]

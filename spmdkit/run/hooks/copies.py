@@ -57,7 +57,7 @@ def make(config: Any) -> Hook | None:
             run.message(f"{what} It has the bits of the others again.")
             return ReplaceState(copies.mended(state, differences))
         unknown = (
-            " Which of them is right is not known, so nothing can be mended." if options.action == "repair" else ""
+            " Which of them is right is not known, so nothing can be repaired." if options.action == "repair" else ""
         )
         return Stop(
             NonFiniteError.exit_code,

@@ -2,8 +2,8 @@
 one table.
 
 A checkpoint's record holds what the run was when it was saved. Changes are reported and written to events.jsonl.
-What makes it another run, whose examples would be others, is refused unless it is allowed by name (`train
---allow_change-change KEY`).
+A change that makes it another run, with other examples, is rejected unless it is allowed by name
+(`train --allow-change KEY`).
 """
 
 from __future__ import annotations

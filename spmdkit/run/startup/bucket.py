@@ -1,4 +1,4 @@
-"""A run whose checkpoints are in a bucket: the bucket's folder is this attempt's by a lease, and the metrics come back
+"""A run with its checkpoints in a bucket: the bucket's folder is this attempt's by a lease, and the metrics come back
 from there on a new disk.
 
 Each host has a private run directory. Process 0's holds the records; that of another

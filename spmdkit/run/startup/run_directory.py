@@ -26,8 +26,8 @@ def take_directory(cluster: Cluster, directory: Path, stack: ExitStack, shared: 
         shared: all processes have to see one folder. Otherwise each that does not see process 0's takes its own.
 
     Raises:
-        ConfigError: another run holds it; it cannot be written; or processes see different folders under its name, said
-            on each of them.
+        ConfigError: another run holds it; it cannot be written; or processes see different folders under its name,
+            reported on each of them.
     """
     claimed = list[Fence]()
 

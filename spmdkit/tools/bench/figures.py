@@ -107,7 +107,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def above(rows: Sequence[Mapping[str, Any]], within: float | None) -> list[str]:
-    """Returns the names of the rows whose loss is more than the share `within` above that of `sum`, or is not
+    """Returns the names of the rows with a loss of more than the share `within` above that of `sum`, or is not
     finite."""
     if within is None:
         return []

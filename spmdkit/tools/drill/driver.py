@@ -128,7 +128,7 @@ class Driver:
         if len(children) < self._num_processes:
             return
         for child in children:
-            beat = child.said or {}
+            beat = child.last_beat or {}
             kind = bar_of(beat.get("phase"))
             if child.exit is not None:
                 kind = "left" if child.exit.code in (0, ExitCode.PREEMPTED) else "dead"
@@ -271,11 +271,11 @@ class Driver:
             return  # injected in the next attempt
         self._due_at = float("inf")
         if injection.fault.kind in INJECTED_BY_DRILL:
-            self._record(injection, self._clock(), (child.said or {}).get("phase") or "start")
+            self._record(injection, self._clock(), (child.last_beat or {}).get("phase") or "start")
             return self._inject_here(injection, children)
         if injection.fault.kind not in SIGNALS:
             return self._send_request(injection, all_children, "now")
-        self._record(injection, self._clock(), (child.said or {}).get("phase") or "start")
+        self._record(injection, self._clock(), (child.last_beat or {}).get("phase") or "start")
         send(child.popen.pid, SIGNALS[injection.fault.kind])
 
     def _inject_here(self, injection: InjectionResult, children: Sequence[Child]) -> None:

@@ -28,8 +28,8 @@ REPEATS = 5
 
 
 def links(devices: Sequence[jax.Device], process_index: int) -> list[dict[str, Any]]:
-    """Returns `{"from", "to", "gb_per_s"}` of the links to the next device, of those that begin in this process. Called
-    by all processes at once."""
+    """Returns `{"from", "to", "gb_per_s"}` of the links to the next device, of those that begin in this process. All
+    processes call it together."""
     found = []
     for begin, end in _rounds(len(devices)):
         pair = [devices[begin], devices[end]]
@@ -50,8 +50,8 @@ def _rounds(num: int) -> list[tuple[int, int]]:
 
 
 def bandwidths(mesh: jax.sharding.Mesh) -> dict[str, float]:
-    """Returns axis -> GB/s over each link in an all_reduce along it, of the axes that are larger than one. Called by
-    all processes at once."""
+    """Returns axis -> GB/s over each link in an all_reduce along it, of the axes that are larger than one. All
+    processes call it together."""
     found = {}
     for axis, size in mesh.shape.items():
         if size > 1:

@@ -3,7 +3,7 @@ takes longer is slow.
 
 A chip that silently computes wrong numbers does so on some operands, at some temperatures, now and then (Hochschild et
 al., "Cores that don't count", 2021; Dixit et al., "Silent data corruptions at scale", 2021). So each device repeats
-chains of products with the same operands, all at once, and every result is looked at, not the last one. Nothing crosses
+chains of products with the same operands, all in one program, and every result is checked, not only the last. Nothing crosses
 devices: 32 bits for each chain go to the host.
 """
 

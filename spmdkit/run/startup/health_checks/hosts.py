@@ -1,7 +1,7 @@
 """The checks between hosts that explain a collective that would hang.
 
 Each listens for a moment on the address that Gloo would advertise (cluster/interface.py), and every other one connects
-there: collectives between hosts need exactly that, on ports of their own. The answer is the time there, from which the
+there: collectives between hosts need exactly that, on ports of their own. The reply is the time there, from which the
 difference of two clocks follows (Cristian, 1989).
 """
 

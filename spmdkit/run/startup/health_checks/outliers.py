@@ -89,7 +89,7 @@ def _by_links(devices: Sequence[Mapping[str, Any]], links: Sequence[Mapping[str,
 
 
 def judge_hosts(met: Sequence[Mapping[str, Any]]) -> Verdict:
-    """Returns who cannot reach whom, who would be reached nowhere, and whose clock is off; `met` as hosts.py `meet`
+    """Returns who cannot reach whom, who would be reached nowhere, and which clock is off; `met` as hosts.py `meet`
     gives it."""
     verdict = Verdict()
     num_hosts = len({one["host"] for one in met})
