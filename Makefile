@@ -74,6 +74,7 @@ reference:
 lint: $(VENV)/.test
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --quiet --check .
+	@find spmdkit tests -name '*.py' -exec wc -l {} + | awk '$$1 > 600 && $$2 != "total" {print "warning: " $$2 " has " $$1 " lines; more than 600 are hard to read"}'
 
 types: $(VENV)/.test
 	$(BIN)/mypy --no-error-summary

@@ -62,7 +62,7 @@ class Job:
             exit=None,
             step=note,
             told_to_end=False,
-            said={"phase": "step"},
+            last_beat={"phase": "step"},
         )
         order, ready = (os.dup(descriptor) for descriptor in descriptors)
         self.opened += [lambda: os.close(order), lambda: os.close(ready), note.close]
