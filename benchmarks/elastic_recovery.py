@@ -60,7 +60,7 @@ def task(width=256, wait=0.0):
 
     init = lambda key: {"a": jax.random.normal(key, (64, width)) / 8, "b": jax.random.normal(key, (width, width)) / width**0.5}
     return sk.Task(init, loss_fn, optax.adam(1e-3), train_data={"x": x, "y": np.sin(x.sum(1))}, hooks=[sk.Hook("clock", order=0, begin=begin, after_step=after)])
-"""
+"""  # noqa: E501
 
 
 def config(mode: str, every: int, standby: int, precompile: list[int]) -> str:
@@ -69,7 +69,7 @@ def config(mode: str, every: int, standby: int, precompile: list[int]) -> str:
     section = f"elastic: {{{told}}}\n" if alive else ""
     cut = "mesh: {fsdp: -1}\n" if mode == "cost" else "mesh: {data: -1}\n"
     return (
-        f"task: task.py:task\nrun_dir: run\nsteps: 1000000\nbatch_size: 96\ndevices: cpu:4\n{cut}{section}checkpoint: {{every_steps: 100, keep: 2}}\n"
+        f"task: task.py:task\nrun_dir: run\nsteps: 1000000\nbatch_size: 96\ndevices: cpu:4\n{cut}{section}checkpoint: {{every_steps: 100, keep: 2}}\n"  # noqa: E501
         "log: {every_steps: 1000, progress: plain}\n"
     )
 

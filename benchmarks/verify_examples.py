@@ -97,8 +97,8 @@ def page(found):
             "parameters after three steps, metrics;"
         ),
         (
-            "once for each mesh also evaluation, and the state through a checkpoint onto one device. Errors are relative "
-            "2-norms, the worst of all cases."
+            "once for each mesh also evaluation, and the state through a checkpoint onto one device. Errors are "
+            "relative 2-norms, the worst of all cases."
         ),
         "",
         "| config | meshes | cases | equal | gradient | tolerance | parameters | loss | date |",
@@ -123,9 +123,10 @@ def page(found):
         "## Mutants",
         "",
         (
-            f"Tried on {', '.join(dates)}. Why one is not applicable is said as the program says it today, which a test "
-            "compares. `-`: not tried in this run; every one is caught in `tests/verify/test_verify_mutants.py`, and on "
-            "forty tasks where it has a place ([mutants.md](mutants.md))."
+            f"Tried on {', '.join(dates)}. Why one is not applicable is said as the program says it today, which a "
+            "test compares. `-`: not tried in this run; every one is caught in "
+            "`tests/verify/test_verify_mutants.py`, and on forty tasks where it has a place "
+            "([mutants.md](mutants.md))."
         ),
         "",
     ]

@@ -122,7 +122,7 @@ def main() -> int:
                 f"{name:8} {process * 1e6:7.1f} us a step of the process, {thread * 1e6:7.1f} us of the training thread"
             )
         print(
-            f"cost     {process_s * 1e6:7.1f} us,                  {thread_s * 1e6:7.1f} us; at most {MOST_S * 1e6:.0f} us"
+            f"cost     {process_s * 1e6:7.1f} us,                  {thread_s * 1e6:7.1f} us; at most {MOST_S * 1e6:.0f} us"  # noqa: E501
         )
     return int(max(process_s, thread_s) > MOST_S)
 

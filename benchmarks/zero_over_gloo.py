@@ -39,7 +39,7 @@ def loss_fn(params, batch, key):
     return sk.mean((h.sum(1) - batch["y"]) ** 2)
 
 task = sk.Task(init, loss_fn, optax.adam(1e-3), train_data={"x": x, "y": np.sin(x.sum(1))})
-"""
+"""  # noqa: E501
 CONFIG = """
 task: task.py:task
 batch_size: 64

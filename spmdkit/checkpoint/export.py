@@ -92,8 +92,8 @@ def _read_part(directory: Path, found: record.Record, which: str) -> dict[str, n
     for path, (_, dtype) in part.items():
         if dtype.startswith("key<"):
             raise CheckpointError(
-                f"export of {which}: `{path}` is a random key ({dtype}), not a parameter, which has no form outside JAX. "
-                "Keep keys in the model state."
+                f"export of {which}: `{path}` is a random key ({dtype}), not a parameter, which has no form outside "
+                "JAX. Keep keys in the model state."
             )
     return {path.removeprefix(f"{which}/"): array for path, array in read_leaves(directory, found, part).items()}
 

@@ -70,8 +70,9 @@ def best_step(directory: Location) -> int:
     scores = _scores(directory)
     if not scores:
         raise CheckpointError(
-            f"the best checkpoint is requested, and no checkpoint in {directory} has the metric of "
-            "checkpoint.best. It is saved when an evaluation improves. Set checkpoint: {best: {metric: loss, mode: min}} and eval.every_steps, or name a step."
+            f"the best checkpoint is requested, and no checkpoint in {directory} has the metric of checkpoint.best. "
+            "It is saved when an evaluation improves. Set checkpoint: {best: {metric: loss, mode: min}} and "
+            "eval.every_steps, or name a step."
         )
     return scores[-1][1]
 

@@ -163,7 +163,8 @@ def _translate_errors(where: Remote, done: str) -> Iterator[None]:
 def _unreachable(where: Remote, done: str, error: Exception) -> Unreachable:
     text = " ".join(redact.in_text(str(error)).split())[:300]
     return Unreachable(
-        f"{where} could not be {done}: {type(error).__name__}: {text}. checkpoint.directory is a bucket that all processes reach with credentials of their "
-        f"client ({SCHEMES[where.scheme]}). Check the name, the network and the credentials (`gcloud auth application-default login`, or AWS_PROFILE, "
-        "AWS_ENDPOINT_URL), and start the same command again: what was committed is intact."
+        f"{where} could not be {done}: {type(error).__name__}: {text}. checkpoint.directory is a bucket that all "
+        f"processes reach with credentials of their client ({SCHEMES[where.scheme]}). Check the name, the network and "
+        "the credentials (`gcloud auth application-default login`, or AWS_PROFILE, AWS_ENDPOINT_URL), and start the "
+        "same command again: what was committed is intact."
     )

@@ -6,8 +6,8 @@ Lease     (lease.py)          the same for a folder of a bucket, which has no lo
 StepMark  (run/)              the last step that a process dispatched, read by the launcher; grants no right to write
 
 A lock ends with its process and belongs to the folder that was locked. A process of an earlier attempt that was stopped
-and continues, or a run after its folder was moved, would still write. So each attempt stores its id in the directory and
-checks it before each save and event, and before metrics lines at most ten times per second.
+and continues, or a run after its folder was moved, would still write. So each attempt stores its id in the directory
+and checks it before each save and event, and before metrics lines at most ten times per second.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ class Fence:
         """
         if time.monotonic() - self.seen[1] >= every_s and not self.is_owner():
             raise ConfigError(
-                f"{self.directory} belongs to another run now, of {owner(self.directory)}. "
-                "One run at a time may write to it, so this one ends and writes nothing more. Set run_dir to another folder, or end the other run."
+                f"{self.directory} belongs to another run now, of {owner(self.directory)}. One run at a time may "
+                "write to it, so this one ends and writes nothing more. Set run_dir to another folder, or end the "
+                "other run."
             )
 
 

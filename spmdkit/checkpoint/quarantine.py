@@ -70,7 +70,7 @@ def no_valid_checkpoint(directory: Location, wrong: dict[str, str]) -> Checkpoin
     shown = "".join(f"\n  {name}: {why}" for name, why in list(wrong.items())[:8])
     more = f"\n  and {len(wrong) - 8} more" if len(wrong) > 8 else ""
     return CheckpointError(
-        f"every checkpoint in {directory} is damaged:{shown}{more}\n"
-        "A run resumes from an intact checkpoint and never silently restarts from step 0. Restore one from a backup, or set "
-        "run_dir to a new folder to start again from step 0."
+        f"every checkpoint in {directory} is damaged:{shown}{more}\nA run resumes from an intact checkpoint and never "
+        "silently restarts from step 0. Restore one from a backup, or set run_dir to a new folder to start again "
+        "from step 0."
     )

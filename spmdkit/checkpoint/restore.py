@@ -60,11 +60,11 @@ def _check_fits(
         f"\n  and {len(lines) - state_dict.SHOWN_DIFFERENCES} more" if len(lines) > state_dict.SHOWN_DIFFERENCES else ""
     )
     raise CheckpointError(
-        f"restoring {directory / str(found.step)} into this task's state: {len(lines)} {'leaf differs' if len(lines) == 1 else 'leaves differ'} "
-        f"(saved {len(found.leaves)}, requested {len(requested)}).{shown}{more}\n"
-        "A checkpoint fits only the model, optimizer and precision that it was saved with; the mesh and the "
-        "layout may change. Go back to the config that wrote it (it is in the checkpoint's record), or set "
-        "run_dir to a new folder to start again from step 0."
+        f"restoring {directory / str(found.step)} into this task's state: {len(lines)} "
+        f"{'leaf differs' if len(lines) == 1 else 'leaves differ'} (saved {len(found.leaves)}, requested "
+        f"{len(requested)}).{shown}{more}\nA checkpoint fits only the model, optimizer and precision that it was "
+        "saved with; the mesh and the layout may change. Go back to the config that wrote it (it is in the "
+        "checkpoint's record), or set run_dir to a new folder to start again from step 0."
     )
 
 

@@ -45,7 +45,8 @@ def delete_old(directory: Location, just_written: int, retention: RetentionRules
         except OSError as error:
             raise CheckpointWriteError(
                 f"step {just_written} is saved, but the old step {old} could not be deleted from {directory} "
-                f"({records.first_line(error)}). Retention keeps {', '.join(map(str, sorted(kept)))}. Delete it by hand."
+                f"({records.first_line(error)}). Retention keeps {', '.join(map(str, sorted(kept)))}. Delete it by "
+                "hand."
             ) from error
 
 

@@ -79,7 +79,8 @@ class RunLock:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
         except OSError as error:
             raise ConfigError(
-                f"the lock {self.path} cannot be opened ({first_line(error)}). It must be a plain file, no link. Remove it."
+                f"the lock {self.path} cannot be opened ({first_line(error)}). It must be a plain file, no link. "
+                "Remove it."
             ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

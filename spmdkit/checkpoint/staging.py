@@ -124,8 +124,9 @@ class Staging:
                     (there / name).download(folder / name)
             if _part_digest(folder, part) != digest:
                 raise CheckpointWriteError(
-                    f"the files of process {process} in {there} are not those that it has uploaded. Another run writes there. One run at a time may "
-                    "write to a folder of a bucket: end the other, or set checkpoint.directory to another folder."
+                    f"the files of process {process} in {there} are not those that it has uploaded. Another run "
+                    "writes there. One run at a time may write to a folder of a bucket: end the other, or set "
+                    "checkpoint.directory to another folder."
                 )
             uploaded |= part
         return uploaded

@@ -47,7 +47,7 @@ def checkpoint_ls(run: RunDir, json_: AsJson = False) -> None:
             *([] if row["complete"] else [f"DAMAGED: {row['found']}"]),
         ]
         say(
-            f"{row['step']:>8}  {format_bytes(row['bytes']):>10}  {_local_time(row['time'])}  {'  '.join(words)}".rstrip()
+            f"{row['step']:>8}  {format_bytes(row['bytes']):>10}  {_local_time(row['time'])}  {'  '.join(words)}".rstrip()  # noqa: E501
         )
     if not rows:
         say(f"no checkpoint in {folder}")
@@ -134,7 +134,7 @@ def _local_time(seconds: float | None) -> str:
 
     if seconds is None or not 0 <= seconds < 1e11:
         return f"{'unknown time':<19}"
-    return f"{datetime.datetime.fromtimestamp(seconds).isoformat(sep=' ', timespec='seconds')} ({format_duration(max(0.0, time.time() - seconds))} ago)"
+    return f"{datetime.datetime.fromtimestamp(seconds).isoformat(sep=' ', timespec='seconds')} ({format_duration(max(0.0, time.time() - seconds))} ago)"  # noqa: E501
 
 
 def _checkpoints(run: str) -> Any:

@@ -25,7 +25,8 @@ SLICE_MS = 200
 
 
 class Client:
-    """A client of the coordination service with a `wait_at_barrier` that counts by keys; the rest is the given client's.
+    """A client of the coordination service with a `wait_at_barrier` that counts by keys; the rest is the given
+    client's.
 
     Args:
         client: JAX's.

@@ -161,8 +161,8 @@ def _of_options(asked: ParameterServer) -> Iterator[Problem]:
             yield Problem(
                 at("partition"),
                 (
-                    f"gives '{pattern}' to server {server}, found servers: {asked.servers}. Servers count from 0. Fix the "
-                    "rule."
+                    f"gives '{pattern}' to server {server}, found servers: {asked.servers}. Servers count from 0. Fix "
+                    "the rule."
                 ),
             )
 

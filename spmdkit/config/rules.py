@@ -101,8 +101,8 @@ def _batch_on_mesh(config: Settings, sizes: Mapping[str, int]) -> Iterator[Probl
         yield Problem(
             ("batch_size",),
             (
-                f"is {config.batch_size}; the mesh cuts a batch into {f'{cut} = {shards}' if cut else 1}{also}, found a "
-                f"rest of {config.batch_size % unit}. batch_size is a multiple of {unit}. Try batch_size: "
+                f"is {config.batch_size}; the mesh cuts a batch into {f'{cut} = {shards}' if cut else 1}{also}, found "
+                f"a rest of {config.batch_size % unit}. batch_size is a multiple of {unit}. Try batch_size: "
                 f"{_multiples(config.batch_size, unit)}."
             ),
         )
@@ -204,8 +204,8 @@ def _warmup(config: Settings, name: str, options: Mapping[str, Any]) -> Iterator
         yield Problem(
             ("reducer",),
             (
-                f"has warmup: {steps}, and steps is {config.steps}: {name} would never add. A warm-up ends before the run "
-                f"does. Try warmup: {config.steps // 10}, or reducer: sum."
+                f"has warmup: {steps}, and steps is {config.steps}: {name} would never add. A warm-up ends before the "
+                f"run does. Try warmup: {config.steps // 10}, or reducer: sum."
             ),
         )
 
@@ -272,8 +272,8 @@ def _deterministic(config: Settings) -> Iterator[Problem]:
             yield Problem(
                 ("compiler_options", name),
                 (
-                    f"is {show(config.compiler_options[name])}, and deterministic is true, which sets it to true on GPUs. "
-                    "Remove one of them."
+                    f"is {show(config.compiler_options[name])}, and deterministic is true, which sets it to true on "
+                    "GPUs. Remove one of them."
                 ),
             )
 
@@ -350,8 +350,8 @@ def _elastic(config: Settings) -> Iterator[Problem]:
         yield Problem(
             ("elastic", "in_process"),
             (
-                "is true, and with sync: parameter_server there is no step of all processes to go back to. A worker that "
-                "dies is started again there anyway. Remove it."
+                "is true, and with sync: parameter_server there is no step of all processes to go back to. A worker "
+                "that dies is started again there anyway. Remove it."
             ),
         )
 

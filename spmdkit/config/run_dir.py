@@ -45,8 +45,8 @@ def problems(config: Settings, folder: Path) -> Iterator[Problem]:
         yield Problem(
             ("run_dir",),
             (
-                f"{show(asked)} leads out of the project, to {place}. A relative path stays in {max(roots, key=len)}. Try "
-                "run_dir: runs/first, or give the whole path."
+                f"{show(asked)} leads out of the project, to {place}. A relative path stays in {max(roots, key=len)}. "
+                "Try run_dir: runs/first, or give the whole path."
             ),
         )
 

@@ -58,8 +58,8 @@ def callbacks_that_raise(report: Callable[[int, str], None], after_s: float = 3.
     """Calls `report(exit code, message)` in another thread where a callback has raised and what is in here goes on
     for so long.
 
-    XLA's CPU devices wait in their collectives for the device with the failed callback, after 40 s abort the process with a
-    C++ stack (jaxlib 0.10.2), and the thread that waits for the step does not come back before.
+    XLA's CPU devices wait in their collectives for the device with the failed callback, after 40 s abort the process
+    with a C++ stack (jaxlib 0.10.2), and the thread that waits for the step does not come back before.
     """
     timers: list[threading.Timer] = []
     one_by_one = threading.Lock()  # the callbacks of several devices raise at the same time

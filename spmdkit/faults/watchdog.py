@@ -14,8 +14,8 @@ with and in time.
 Beats go through the coordination service's store, so that it works whoever started the processes; the service is in a
 process of its own (keeper/).
 Two threads: one talks to the store, and may hang when process 0's machine does; one looks, and never waits. Its clock
-leaves out pauses: a job that was suspended as a whole, or a machine after its clock was set forward, goes on. Before 76 all
-processes put their Python stacks into the store, and one of them prints all.
+leaves out pauses: a job that was suspended as a whole, or a machine after its clock was set forward, goes on. Before 76
+all processes put their Python stacks into the store, and one of them prints all.
 
 JAX's own heartbeat never decides (cluster/join.py): it counts by wall time, and ends processes by SIGABRT.
 
@@ -370,7 +370,8 @@ def _quietly(act: Callable[[], Any]) -> None:
 def watching(
     options: Any, process: int = 0, num_processes: int = 1, board: Board | None = None, folder: str = "watch"
 ) -> Iterator[Watchdog | None]:
-    """Watches while the body runs, with the settings of the section `watchdog` of a config; yields None where that is null."""
+    """Watches while the body runs, with the settings of the section `watchdog` of a config; yields None where that is
+    null."""
     phase.begin()
     sees_quit = stacks.on_sigquit()
     watchdog = None

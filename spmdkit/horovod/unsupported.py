@@ -74,8 +74,8 @@ ABSENT: dict[str, tuple[str, str]] = {
         (
             "a statistic over all ranks is computed inside the step, where hvd's calls are not possible",
             (
-                "train with `spmdkit train` and flax's BatchNorm(axis_name=('replica', 'data')), with statistics of the "
-                "global batch"
+                "train with `spmdkit train` and flax's BatchNorm(axis_name=('replica', 'data')), with statistics of "
+                "the global batch"
             ),
         ),
     ),
@@ -127,7 +127,7 @@ ABSENT: dict[str, tuple[str, str]] = {
     },
     "DistributedOptimizer.set_backward_passes_per_step": (
         "the sum of the passes is in a state with a structure fixed by init",
-        "new = hvd.DistributedOptimizer(optimizer, backward_passes_per_step=2); state = new.init(params)._replace(inner=state.inner)",
+        "new = hvd.DistributedOptimizer(optimizer, backward_passes_per_step=2); state = new.init(params)._replace(inner=state.inner)",  # noqa: E501
     ),
 }
 

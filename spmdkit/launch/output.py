@@ -16,7 +16,7 @@ from spmdkit.launch.logs import Logs
 TAIL_LINES = 20
 
 GREETING = re.compile(
-    r"\[Gloo\] Rank (\[Gloo\] Rank |\d+| is connected to | peer ranks\. |Expected number of connected peer ranks is : )*"
+    r"\[Gloo\] Rank (\[Gloo\] Rank |\d+| is connected to | peer ranks\. |Expected number of connected peer ranks is : )*"  # noqa: E501
 )
 """What Gloo prints on standard output for every group of processes; not for people. Its threads write several at the
 same time, one into the other, and what the process writes next may stand behind the beginning of one."""

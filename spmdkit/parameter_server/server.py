@@ -202,7 +202,7 @@ class Server:
             }
             return self.generation, arrays, table
 
-    # ---- the workers' --------------------------------------------------------------------------------------------------
+    # ---- the workers' ------------------------------------------------------------------------------------------------
 
     def hello(self, worker: int, incarnation: int) -> None:
         """Records that a worker is ready to compute; on the first server."""

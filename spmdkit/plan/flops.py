@@ -20,9 +20,9 @@ import numpy as np
 from spmdkit.foundation import jaxprs
 
 _FREE = {
-    "broadcast_in_dim", "reshape", "squeeze", "transpose", "convert_element_type", "slice", "dynamic_slice", "concatenate", "pad",
-    "copy", "copy_p", "iota", "sharding_constraint", "pvary", "pcast", "stop_gradient", "gather", "device_put", "rev", "split",
-    "random_wrap", "random_unwrap", "dynamic_update_slice", "bitcast_convert_type", "optimization_barrier", "axis_index",
+    "broadcast_in_dim", "reshape", "squeeze", "transpose", "convert_element_type", "slice", "dynamic_slice", "concatenate", "pad",  # noqa: E501
+    "copy", "copy_p", "iota", "sharding_constraint", "pvary", "pcast", "stop_gradient", "gather", "device_put", "rev", "split",  # noqa: E501
+    "random_wrap", "random_unwrap", "dynamic_update_slice", "bitcast_convert_type", "optimization_barrier", "axis_index",  # noqa: E501
 }  # fmt: skip
 """Operations that move and do not compute."""
 

@@ -34,8 +34,8 @@ from spmdkit.plan.machine.target import Target
 
 _DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "s8": "int8", "f64": "float32"}
 _COST_NOTHING = {
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all", "domain",
-    "opt-barrier", "optimization-barrier", "partition-id", "replica-id", "copy-done", "slice-done", "dynamic-slice-done",
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all", "domain",  # noqa: E501
+    "opt-barrier", "optimization-barrier", "partition-id", "replica-id", "copy-done", "slice-done", "dynamic-slice-done",  # noqa: E501
     "async-start", "async-done", "async-update", "call-start", "call-done", "iota", "add-dependency",
 }  # fmt: skip
 OVERLAPPED_ON_GPU = frozenset({"parameter gather", "gradient reduction", "gradient scatter", "update gather"})

@@ -49,13 +49,13 @@ def _show_head(document: Mapping[str, Any], out: Console) -> None:
     parts = document["hosts_or_slices"]
     where = f", {parts} {'slices' if document['compiler'] == 'tpu' else 'hosts'}" if parts > 1 else ""
     out.print(
-        f"[bold]{document['target']}[/]  {devices} device{'s' * (devices > 1)}{where}  [bold]{describe_mesh(document['mesh'])}[/]  "
+        f"[bold]{document['target']}[/]  {devices} device{'s' * (devices > 1)}{where}  [bold]{describe_mesh(document['mesh'])}[/]  "  # noqa: E501
         f"{format_count(document['num_params'])} parameters, batch {document['batch_size']}"
         + (f" in {document['microbatches']} microbatches" if document["microbatches"] > 1 else "")
     )
 
 
-# ---- memory -----------------------------------------------------------------------------------------------------------
+# ---- memory ----------------------------------------------------------------------------------------------------------
 
 
 def _show_memory(document: Mapping[str, Any], out: Console) -> None:
@@ -79,7 +79,7 @@ def _show_memory(document: Mapping[str, Any], out: Console) -> None:
             out.print(f"[dim]  {format_bytes(buffer['bytes']):>10}  {buffer['shape']}  {_source(buffer['source'])}[/]")
 
 
-# ---- wire -------------------------------------------------------------------------------------------------------------
+# ---- wire ------------------------------------------------------------------------------------------------------------
 
 
 def _show_wire(document: Mapping[str, Any], out: Console) -> None:
@@ -131,7 +131,7 @@ def _bytes_of(num: int | None, at_least: int) -> str:
     return f"unknown, at least {format_bytes(at_least)}" if num is None else format_bytes(num)
 
 
-# ---- time -------------------------------------------------------------------------------------------------------------
+# ---- time ------------------------------------------------------------------------------------------------------------
 
 
 def _show_time(document: Mapping[str, Any], out: Console) -> None:
@@ -162,7 +162,7 @@ def _show_time(document: Mapping[str, Any], out: Console) -> None:
         out.print(f"[dim]{time['loops_of_unknown_length']} loops of unknown length were taken to run once[/]")
 
 
-# ---- findings ---------------------------------------------------------------------------------------------------------
+# ---- findings --------------------------------------------------------------------------------------------------------
 
 
 def _show_findings(document: Mapping[str, Any], out: Console) -> None:
@@ -178,7 +178,7 @@ def _show_findings(document: Mapping[str, Any], out: Console) -> None:
         out.print(f"    [dim]{_plain(finding['fix'])}[/]")
 
 
-# ---- candidates -------------------------------------------------------------------------------------------------------
+# ---- candidates ------------------------------------------------------------------------------------------------------
 
 
 def show_candidates(rows: Sequence[Mapping[str, Any]], to: Console | None = None, most: int = 20) -> None:
@@ -198,7 +198,7 @@ def show_candidates(rows: Sequence[Mapping[str, Any]], to: Console | None = None
         out.print(f"[dim]and {len(rows) - most} more; --json has all[/]")
 
 
-# ---- small parts ------------------------------------------------------------------------------------------------------
+# ---- small parts -----------------------------------------------------------------------------------------------------
 
 
 def _table(*columns: str, right: Sequence[int] = (1, 2)) -> Any:

@@ -45,7 +45,7 @@ _TPU: Mapping[str, Value] = {
     "xla_enable_async_all_gather": True,
     "xla_tpu_prefer_async_allgather_to_allreduce": True,
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
-    "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": True,  # v5e has no SparseCore; it stays native there
+    "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": True,  # v5e has no SparseCore; it stays native there  # noqa: E501
 }
 _SPARSE_CORE: Mapping[str, Value] = {
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False,  # otherwise all_gathers stay on the TensorCore

@@ -206,7 +206,7 @@ def _guard(task_step: TaskStep) -> str:
     looks = "; ".join(f"{policy} at {', '.join(names)}" for policy, names in by_policy.items() if names)
     if not looks:
         return "none: the step checks nothing"
-    return f"{looks}{'; one more all-reduce of a scalar' if by_policy['skip'] or by_policy['rollback'] else ', without communication'}"
+    return f"{looks}{'; one more all-reduce of a scalar' if by_policy['skip'] or by_policy['rollback'] else ', without communication'}"  # noqa: E501
 
 
 def _hooks(task_step: TaskStep) -> str:

@@ -62,7 +62,7 @@ class Driver:
         lambda cluster, watchdog, signals: nullcontext()
     )
     after_step: Callable[[Run, int, TrainState], None] = lambda run, step, state: None
-    restored: Callable[[Cluster, Program, Checkpoints | None], Restored | None] = lambda cluster, program, checkpoints: (
+    restored: Callable[[Cluster, Program, Checkpoints | None], Restored | None] = lambda cluster, program, checkpoints: (  # noqa: E501
         None
     )
     rolled_back: Callable[[], None] = lambda: None

@@ -29,7 +29,8 @@ from spmdkit.run.watchdog_callbacks import leave_stuck_callback
 from spmdkit.step.state import TrainState
 
 TRAINERS = {"parameter_server": "spmdkit.parameter_server.trainer"}
-"""Name of a `sync` -> the module with the `trainer()` that trains with it. All other syncs are part of the SPMD step."""
+"""Name of a `sync` -> the module with the `trainer()` that trains with it. All other syncs are part of the SPMD
+step."""
 
 STOP_AND_SAVE = Decision(save=True, turn=Stop(Preempted.exit_code))
 

@@ -137,7 +137,8 @@ def _hosts(met: list[dict[str, Any]]) -> str:
     if len(met) == 1:
         return f"{met[0]['host']}; to other hosts Gloo would advertise {met[0]['address']}"
     return "; ".join(
-        f"process {process} on {one['host']}, Gloo advertises {one['address']}, clock {'unknown' if one['clock_s'] is None else format(one['clock_s'], '+.3f')} s"
+        f"process {process} on {one['host']}, Gloo advertises {one['address']}, clock "
+        f"{'unknown' if one['clock_s'] is None else format(one['clock_s'], '+.3f')} s"
         for process, one in enumerate(met)
     )
 

@@ -29,7 +29,8 @@ def shard_arguments(
     chosen = [PartitionSpec()] * len(host) if specs is None else list(specs)
     if len(chosen) != len(host):
         raise ConfigError(
-            f"sk.verify_step: {len(host)} arguments and {len(chosen)} specs. Each argument needs one. Use PartitionSpec() for a replicated argument."
+            f"sk.verify_step: {len(host)} arguments and {len(chosen)} specs. Each argument needs one. Use "
+            "PartitionSpec() for a replicated argument."
         )
 
     def make(devices: np.ndarray) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -73,9 +74,9 @@ def check_holds_no_device(
         held = next(_meshes_in(call_user(trace, "the step"), frozenset([device])), None)
     if held is not None:
         raise ConfigError(
-            f"the step passed to sk.verify_step contains a mesh of {held[0]} devices, {held[1]}. A step that is passed "
-            "directly runs on every mesh in `meshes`, so it may name axes only. Pass a function make(devices) -> (step, "
-            "arguments) that creates the mesh, or use PartitionSpec only."
+            f"the step passed to sk.verify_step contains a mesh of {held[0]} devices, {held[1]}. A step that is "
+            "passed directly runs on every mesh in `meshes`, so it may name axes only. Pass a function make(devices) "
+            "-> (step, arguments) that creates the mesh, or use PartitionSpec only."
         )
 
 
@@ -96,7 +97,8 @@ def check_devices(step: Callable[..., Any], arguments: Sequence[Any], devices: n
         if isinstance(x, jax.Array) and not x.sharding.device_set <= given:
             others = len(x.sharding.device_set)
             raise ConfigError(
-                f"make received {len(given)} devices, and argument '{path}' is on {others} devices, some of them others. {rule}"
+                f"make received {len(given)} devices, and argument '{path}' is on {others} devices, some of them "
+                f"others. {rule}"
             )
     jaxpr = _traced(step, arguments)
     found = None if jaxpr is None else next(_meshes_in(jaxpr, given), None)

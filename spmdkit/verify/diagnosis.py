@@ -48,13 +48,19 @@ def diagnose(
         return Diagnosis(
             "checkpoint",
             f"leaf '{finding.leaf}' differs after save and restore",
-            "The checkpoint loses or changes a leaf of the state. This is a bug in spmdkit or in a user-defined leaf type.",
+            (
+                "The checkpoint loses or changes a leaf of the state. This is a bug in spmdkit or in a user-defined leaf "  # noqa: E501
+                "type."
+            ),
         )
     if finding.quantity == "replicas":
         return Diagnosis(
             "replicas apart",
             f"leaf '{finding.leaf}' is not bitwise equal on devices that hold the same part of it",
-            "Every replica must reduce the results of a step in the same way. This is a bug in spmdkit, a reducer or JAX.",
+            (
+                "Every replica must reduce the results of a step in the same way. This is a bug in spmdkit, a reducer or "  # noqa: E501
+                "JAX."
+            ),
         )
     if finding.quantity in ("loss", "gradient"):
         return _diagnose_gradient(finding, where, mesh, microbatches, key_matters, examples_interact)
@@ -63,16 +69,20 @@ def diagnose(
         return Diagnosis(
             "optimizer",
             f"{where}, while the gradient is right{factor}",
-            "The optimizer computes a value over its own shard (a norm, a trust ratio), or its state cannot be sharded. "
-            "Use optax transformations in the global view, or sk.pmean in a per-replica step.",
+            (
+                "The optimizer computes a value over its own shard (a norm, a trust ratio), or its state cannot be "
+                "sharded. Use optax transformations in the global view, or sk.pmean in a per-replica step."
+            ),
         )
     if finding.quantity == "state":
         return Diagnosis(
             "model state",
             f"{where}, while gradient and update are right",
-            "The new model state is computed from one replica's examples and then averaged. The average of variances is not "
-            'the variance of all examples. Compute it over the axes ("replica", "data"), as '
-            'BatchNorm(axis_name=("replica", "data")) does.',
+            (
+                "The new model state is computed from one replica's examples and then averaged. The average of variances "  # noqa: E501
+                'is not the variance of all examples. Compute it over the axes ("replica", "data"), as '
+                'BatchNorm(axis_name=("replica", "data")) does.'
+            ),
         )
     if finding.quantity in ("metric", "eval"):
         what = "metric" if finding.quantity == "metric" else "metric of the evaluation"
@@ -105,15 +115,19 @@ def _diagnose_gradient(
         return Diagnosis(
             "key folded by device",
             f"{where}; another plain key on one device changes the gradient too",
-            "The loss draws from its plain `key`, which differs by replica and microbatch. Draw from sk.example_keys(): one "
-            "key per example, equal on every mesh.",
+            (
+                "The loss draws from its plain `key`, which differs by replica and microbatch. Draw from "
+                "sk.example_keys(): one key per example, equal on every mesh."
+            ),
         )
     if finding.only_short:
         return Diagnosis(
             "uneven counts",
             f"{where}, and only in the short batch",
-            "Replicas hold unequal numbers of examples in it. Sum and count must be added up before the division: return "
-            "sk.mean(per_example_loss), or exclude padding with sk.example_mask().",
+            (
+                "Replicas hold unequal numbers of examples in it. Sum and count must be added up before the division: "
+                "return sk.mean(per_example_loss), or exclude padding with sk.example_mask()."
+            ),
         )
     factor = _reduction_error(finding.factor, mesh, microbatches)
     if factor is not None:
@@ -122,24 +136,31 @@ def _diagnose_gradient(
         return Diagnosis(
             "batch statistics",
             f"{where}; two microbatches on one device differ from one batch too",
-            "The loss of an example depends on other examples (batch statistics, a loss over pairs), and a replica has only "
-            'its own. Compute it over the replicas: BatchNorm(axis_name=("replica", "data")), or '
-            'lax.pmean(x, ("replica", "data")).' + KEEP_ONE_MICROBATCH * (microbatches > 1),
+            (
+                "The loss of an example depends on other examples (batch statistics, a loss over pairs), and a replica "
+                'has only its own. Compute it over the replicas: BatchNorm(axis_name=("replica", "data")), or '
+                'lax.pmean(x, ("replica", "data")).'
+            )
+            + KEEP_ONE_MICROBATCH * (microbatches > 1),
         )
     if finding.boundary is not None:
         dim, index = finding.boundary
         return Diagnosis(
             "shard boundary",
             f"{where}; dim {dim} of it is right on one side of index {index} and wrong on the other",
-            "Values beyond the shard are missing or misplaced: a halo, a step of a ring, an offset of positions or of a "
-            "vocabulary. Let sk.shard and the layout shard the value, or check that op.",
+            (
+                "Values beyond the shard are missing or misplaced: a halo, a step of a ring, an offset of positions or "
+                "of a vocabulary. Let sk.shard and the layout shard the value, or check that op."
+            ),
         )
     if finding.num_wrong == 1 < finding.num_leaves:
         return Diagnosis(
             "one leaf",
             where,
-            "All other leaves are equal. Check where only this leaf is used: a stop_gradient, a separate reduction, a layout "
-            "rule.",
+            (
+                "All other leaves are equal. Check where only this leaf is used: a stop_gradient, a separate reduction, "  # noqa: E501
+                "a layout rule."
+            ),
         )
     axes = [a for a in mesh if a in MODEL_AXES]
     over = f"the model axes {', '.join(axes)}" if axes else "the replica axes"
@@ -159,8 +180,10 @@ def _diagnose_counts(
         return Diagnosis(
             "mean of means",
             counted,
-            "The loss computes a mean and passes it to sk.mean as one value, so replicas and microbatches with unequal counts "
-            "get equal weights. Pass the values: sk.mean(per_example_loss, where=mask).",
+            (
+                "The loss computes a mean and passes it to sk.mean as one value, so replicas and microbatches with "
+                "unequal counts get equal weights. Pass the values: sk.mean(per_example_loss, where=mask)."
+            ),
         )
     if only_short and found > expected:
         return Diagnosis(
@@ -174,8 +197,10 @@ def _diagnose_counts(
     return Diagnosis(
         "uneven counts",
         counted,
-        "The count of the loss depends on how the batch is sharded. It must be the number of averaged values or the sum of "
-        "their weights, as in sk.mean(values, where=, weights=).",
+        (
+            "The count of the loss depends on how the batch is sharded. It must be the number of averaged values or the "  # noqa: E501
+            "sum of their weights, as in sk.mean(values, where=, weights=)."
+        ),
     )
 
 
@@ -196,7 +221,10 @@ def _reduction_error(factor: float | None, mesh: Mapping[str, int], microbatches
     for names, size in _products(mesh, microbatches):
         if abs(factor / size - 1) < NEAR:
             found = f"the wrong leaves are {size} times the right ones, and {size} is the size of {names}"
-            repair = f"A sum over {names} is taken twice. sk.value_and_grad already reduces: remove the other psum, pmean or factor."
+            repair = (
+                f"A sum over {names} is taken twice. sk.value_and_grad already reduces: remove the other psum, "
+                "pmean or factor."
+            )
             return "reduced twice", found, repair
         if abs(factor * size - 1) < NEAR:
             found = f"the wrong leaves are 1/{size} of the right ones, and {size} is the size of {names}"

@@ -118,8 +118,8 @@ def verify_step(
         make = shard_arguments(make, arguments, specs, axes)
     elif specs is not None:
         raise ConfigError(
-            "sk.verify_step has specs and no arguments. specs belong to a step that is passed directly; make(devices) shards its "
-            "own arguments. Pass arguments=(...), or leave specs out."
+            "sk.verify_step has specs and no arguments. specs belong to a step that is passed directly; "
+            "make(devices) shards its own arguments. Pass arguments=(...), or leave specs out."
         )
     one = _open(make, devices, dict.fromkeys(axes, 1))
     reference = _run(one, steps)
@@ -165,7 +165,8 @@ def _open(make: Make, devices: Sequence[jax.Device], sizes: Mapping[str, int]) -
     made = call_user(lambda: make(given), "make")
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple | list)):
         raise ConfigError(
-            f"make(devices) returned {type(made).__name__}. It must return the step and its arguments: return step, (state, batch)."
+            f"make(devices) returned {type(made).__name__}. It must return the step and its arguments: return step, "
+            "(state, batch)."
         )
     step, arguments = made[0], tuple(made[1])
     check_devices(step, arguments, given)

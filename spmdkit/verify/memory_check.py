@@ -30,10 +30,10 @@ def check_memory(task: Task, num_devices: int, jobs: int) -> None:
     needed = COPIES * params * num_devices * jobs
     if free is not None and needed > free:
         raise ConfigError(
-            f"verify runs the complete task on {num_devices} fake devices in {jobs} process{'es' * (jobs > 1)}: parameters of "
-            f"{format_bytes(params)} need about {format_bytes(needed)}, {format_bytes(free)} are free. A small model has the "
-            "same mathematics. Shrink it by overrides, for example task_args.width=64 task_args.layers=2, or use --jobs 1 "
-            "and fewer --devices."
+            f"verify runs the complete task on {num_devices} fake devices in {jobs} process{'es' * (jobs > 1)}: "
+            f"parameters of {format_bytes(params)} need about {format_bytes(needed)}, {format_bytes(free)} are free. "
+            "A small model has the same mathematics. Shrink it by overrides, for example task_args.width=64 "
+            "task_args.layers=2, or use --jobs 1 and fewer --devices."
         )
 
 

@@ -104,7 +104,7 @@ def seam(owner: Any, name: str, wrong: Callable[..., Any]) -> Callable[[Setting]
     return apply
 
 
-# ---- reductions -------------------------------------------------------------------------------------------------------
+# ---- reductions ------------------------------------------------------------------------------------------------------
 
 Reduce = Callable[[Sums, Any, tuple[str, ...]], tuple[Sums, Any, Any]]
 """`(sums, what else is added, axes) -> (sums, what else is added, the reducer's state)`."""
@@ -353,7 +353,7 @@ def lose_checkpoint_leaf(setting: Setting) -> Iterator[list[Any]]:
         yield lost
 
 
-# ---- ops --------------------------------------------------------------------------------------------------------------
+# ---- ops -------------------------------------------------------------------------------------------------------------
 
 
 def use_first_vocab_shard(axis_index: Any, names: Any) -> Any:

@@ -110,7 +110,8 @@ def verify_config(config: Config, options: VerifyOptions, say: Log = lambda text
             raise _raised(reference["error"])
         known = reference["outcome"]
         say(
-            f"one ulp in the input moves the gradient by {known['moved']['gradient']:.1e}: tolerance {known['tolerances']['gradient']:.1e}"
+            f"one ulp in the input moves the gradient by {known['moved']['gradient']:.1e}: tolerance "
+            f"{known['tolerances']['gradient']:.1e}"
         )
         pool.run(results.missing, results.add)
     report = _report(results.in_order(), known, spec | {"reducer_note": cases.reducer_note(config)})
@@ -151,8 +152,8 @@ def _finished(resume: Path, digest: str) -> dict[str, dict[str, Any]]:
                 found[entry["job"]] = dict(entry["outcome"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
-            f"--resume {resume} cannot be read ({type(error).__name__}). It holds the cases that an earlier verify has finished, a line each. Remove it, "
-            "or name another."
+            f"--resume {resume} cannot be read ({type(error).__name__}). It holds the cases that an earlier verify "
+            "has finished, a line each. Remove it, or name another."
         ) from error
     return found
 
@@ -193,7 +194,9 @@ def _not_run(job: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
     diagnosis = {
         "kind": "does not run",
         "found": error["message"],
-        "repair": "The program was accepted and then failed to compile or run on this mesh. Use another mesh, or report it.",
+        "repair": (
+            "The program was accepted and then failed to compile or run on this mesh. Use another mesh, or report it."
+        ),
     }
     if job["kind"] == "mutant":
         return {"name": job["name"], "caught": False, "by": "does not run", "diagnosis": diagnosis}
@@ -222,22 +225,25 @@ def _report(outcomes: list[dict[str, Any]], known: dict[str, Any], spec: dict[st
     notes = []
     if any(spec["config"]["precision"][key] != "float32" for key in ("compute", "params", "reduce")):
         notes.append(
-            f"precision is {spec['dtype']} here, not the config's: what is compared is the mathematics, not the rounding"
+            f"precision is {spec['dtype']} here, not the config's: what is compared is the mathematics, not the "
+            "rounding"
         )
     if known["dtype"] != spec["dtype"]:
         notes.append(
-            f"the task rounds to {known['dtype']} by itself (an astype, jnp.float32), so the tolerance is that of {known['dtype']}"
+            f"the task rounds to {known['dtype']} by itself (an astype, jnp.float32), so the tolerance is that of "
+            f"{known['dtype']}"
         )
     if noisy := known["below_noise"]:
         notes.append(_noise(noisy))
     if not known["watched"]:
         notes.append(
-            "the step reads its optimizer's state itself, so that nothing stands between: what is compared as gradient and as update is how "
-            "far the parameters move"
+            "the step reads its optimizer's state itself, so that nothing stands between: what is compared as "
+            "gradient and as update is how far the parameters move"
         )
     if (sync := spec["config"]["sync"]) != "every_step":
         notes.append(
-            f"sync {plugins.split(sync)[0]} is other mathematics ({SYNCS.get(plugins.split(sync)[0], GROUPS)}): what is compared is every_step"
+            f"sync {plugins.split(sync)[0]} is other mathematics ({SYNCS.get(plugins.split(sync)[0], GROUPS)}): what "
+            "is compared is every_step"
         )
     if spec["reducer_note"]:
         notes.append(spec["reducer_note"])
@@ -274,8 +280,9 @@ def _noise(noisy: dict[str, tuple[int, int]]) -> str:
     named = [f"'{path}'" if num == of else f"'{path}' ({num} of {of} numbers)" for path, (num, of) in noisy.items()]
     more = f" and {len(named) - SHOWN_NOISY} more" if len(named) > SHOWN_NOISY else ""
     return (
-        f"below noise: the gradient of {', '.join(named[:SHOWN_NOISY])}{more} is what rounding leaves (a bias that cancels, most often), and the "
-        "optimizer makes steps of it, with other signs on every mesh. The gradient is compared; the steps are held to their size alone"
+        f"below noise: the gradient of {', '.join(named[:SHOWN_NOISY])}{more} is what rounding leaves (a bias that "
+        "cancels, most often), and the optimizer makes steps of it, with other signs on every mesh. The gradient is "
+        "compared; the steps are held to their size alone"
     )
 
 

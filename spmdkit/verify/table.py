@@ -63,13 +63,15 @@ def _plain(console: Console, found: Mapping[str, Any]) -> None:
         console.print(f"one device against plain JAX: [dim]not compared, {escape(reason)}[/]")
     elif found["passed"]:
         console.print(
-            f"one device against plain JAX: equal, loss {found['loss_error']:.0e}, gradient {found['gradient_error']:.0e}"
+            f"one device against plain JAX: equal, loss {found['loss_error']:.0e}, gradient "
+            f"{found['gradient_error']:.0e}"
         )
     else:
         console.print(
             f"[bold red]one device against plain JAX: DIFFERS[/], loss {found['loss_error']:.0e}, gradient "
-            f"{found['gradient_error']:.0e} (leaf '{escape(found['worst_leaf'])}'): jax.value_and_grad of the loss's value gives another "
-            "one. A derivative is lost between sum and count; this is a bug of spmdkit, or a custom rule of yours."
+            f"{found['gradient_error']:.0e} (leaf '{escape(found['worst_leaf'])}'): jax.value_and_grad of the loss's "
+            "value gives another one. A derivative is lost between sum and count; this is a bug of spmdkit, or a "
+            "custom rule of yours."
         )
 
 
@@ -122,9 +124,10 @@ def _tolerance(report: Mapping[str, Any]) -> str:
     from spmdkit.verify.noise import MULTIPLE
 
     return (
-        f"Tolerance: gradient {report['tolerances']['gradient']:.1e}, loss {report['tolerances']['loss']:.1e}, relative 2-norm per leaf, "
-        f"{report['dtype']}: the larger of {FLOOR_ULPS} ulps and {MULTIPLE} times what one ulp in the input moves on one device "
-        f"(gradient {report['one_ulp_moves']['gradient']:.1e}). A restored state and the replicas' copies are equal bit for bit."
+        f"Tolerance: gradient {report['tolerances']['gradient']:.1e}, loss {report['tolerances']['loss']:.1e}, "
+        f"relative 2-norm per leaf, {report['dtype']}: the larger of {FLOOR_ULPS} ulps and {MULTIPLE} times what one "
+        f"ulp in the input moves on one device (gradient {report['one_ulp_moves']['gradient']:.1e}). A restored state "
+        "and the replicas' copies are equal bit for bit."
     )
 
 
@@ -134,4 +137,7 @@ def _verdict(report: Mapping[str, Any]) -> str:
     mutants_caught = f", {caught} of {len(mutants)} mutants caught" if mutants else ", no mutant tried"
     style = "bold green" if report["passed"] else "bold red"
     word = "passed" if report["passed"] else "failed"
-    return f"[{style}]{word}[/]: {good} of {len(cases)} cases equal to one device{mutants_caught}, {report['seconds']:.0f} s."
+    return (
+        f"[{style}]{word}[/]: {good} of {len(cases)} cases equal to one device{mutants_caught}, "
+        f"{report['seconds']:.0f} s."
+    )

@@ -194,7 +194,8 @@ class TaskRunner:
         if setting.clip_norm is not None:
             if not watched:
                 raise ConfigError(
-                    "the step reads its optimizer's state, so that its gradient, and a norm to clip it to, are not known"
+                    "the step reads its optimizer's state, so that its gradient, and a norm to clip it to, are not "
+                    "known"
                 )
             config = replace_keys(config, {"clip_norm": setting.clip_norm})
         optimizer = make_optimizer(config, self._task)

@@ -198,7 +198,7 @@ class TappedProgram:
             return self._read(body, given, here, at._replace(carried=carried))
         return None
 
-    # ---- values ----------------------------------------------------------------------------------------------------------
+    # ---- values ------------------------------------------------------------------------------------------------------
 
     def __call__(self, *arguments: Any) -> tuple[list[Any], dict[ValuePath, Any]]:
         """Returns (the results that are wanted, every value that they come from and that is an array of numbers); to be

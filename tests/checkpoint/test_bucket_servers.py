@@ -41,7 +41,7 @@ def task(pause_s: float = 0.0):
     pause = lambda run, step, state: time.sleep(pause_s)
     hooks = [sk.Hook("pause", before_step=pause)]
     return sk.Task(lambda key: {"w": jnp.zeros(4)}, loss_fn, optax.adam(0.05), train_data={"x": X}, eval_data={"x": X}, hooks=hooks)
-"""
+"""  # noqa: E501
 CONFIG = """
 task: task.py:task
 task_args: {{pause_s: 0.02}}
@@ -117,7 +117,7 @@ def done(process, code=0, timeout_s=240):
 
 
 def steps_of(folder):
-    return [json.loads(line)["step"] for line in (folder / "run/metrics.jsonl").read_text().splitlines() if '"eval"' not in line]  # fmt: skip
+    return [json.loads(line)["step"] for line in (folder / "run/metrics.jsonl").read_text().splitlines() if '"eval"' not in line]  # fmt: skip  # noqa: E501
 
 
 def losses(folder):
@@ -298,7 +298,7 @@ with Lease(location.resolve(sys.argv[1]), "held"):
     print("held", flush=True)
     sys.stdin.read()
 """
-    with subprocess.Popen([sys.executable, "-c", holder, url], env=env_of(store), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:  # fmt: skip
+    with subprocess.Popen([sys.executable, "-c", holder, url], env=env_of(store), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:  # fmt: skip  # noqa: E501
         assert run.stdout.readline() == "held\n"
         _, errors = done(spmdkit(store, second, "train", "run.yaml"), 78)
         assert "is in use by process" in errors and "checkpoint.directory" in errors

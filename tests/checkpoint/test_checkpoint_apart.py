@@ -44,7 +44,7 @@ def test_step_saved_apart_restores_bitwise_on_any_mesh(client):
     assert [(row["step"], row["good"], row["found"]) for row in verify(URL)] == [(s, True, None) for s in (2, 3, 4)]
     assert any("/ocdbt.process_1/d/" in name for name in client.objects), "process 1 has written nothing"
     want = global_state(4)
-    state, _ = checkpoints.restore(4, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), want))  # fmt: skip
+    state, _ = checkpoints.restore(4, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), want))  # fmt: skip  # noqa: E501
     assert np.array_equal(state["split"], value_of(4, 24)) and np.array_equal(state["whole"], value_of(4)[:3])
     checkpoints.close()
     run_processes(URL, 3, "restore")

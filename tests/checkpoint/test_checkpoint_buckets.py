@@ -65,7 +65,7 @@ def test_bucket_steps_are_listed_verified_exported_and_restored(client, tmp_path
     assert checkpoints.steps() == [1, 3, 4] and best_step(checkpoints.directory) == 1
     for step in (1, 4):
         check_restores(checkpoints, step)
-    assert [(row["step"], row["complete"], row["best"]) for row in ls(URL)] == [(1, True, True), (3, True, False), (4, True, False)]  # fmt: skip
+    assert [(row["step"], row["complete"], row["best"]) for row in ls(URL)] == [(1, True, True), (3, True, False), (4, True, False)]  # fmt: skip  # noqa: E501
     assert inspect(URL)["leaves"]["params/w"] == {"shape": [64, 16], "dtype": "float32"}
     assert all(row["good"] for row in verify(URL))
     assert export(URL, 3, tmp_path / "w.safetensors") == 3
@@ -160,7 +160,7 @@ def test_metrics_are_copied_before_a_step_is_committed(client, tmp_path):
     save(checkpoints, 1)
     assert client.objects["bucket-one/runs/first/run/metrics.jsonl"] == b'{"step": 1}\n'
     names = list(client.objects)
-    assert names.index("bucket-one/runs/first/run/metrics.jsonl") < names.index("bucket-one/runs/first/1/commit_success.txt")  # fmt: skip
+    assert names.index("bucket-one/runs/first/run/metrics.jsonl") < names.index("bucket-one/runs/first/1/commit_success.txt")  # fmt: skip  # noqa: E501
     checkpoints.close()
 
 

@@ -95,9 +95,13 @@ def test_environment_contract(name, monkeypatch):
 BROKEN = {
     "detects a cluster in nothing": "return DetectedCluster(ClusterSpec('h:1', 2, 0, names=NAMES), 'starter', NAMES)",
     "reads the real environment": "return Partial('a', 'b.', 'starter') if env and 'TF_CONFIG' in os.environ else None",
-    "has a rank beyond its size": "return DetectedCluster(ClusterSpec('h:1', 2, 2, names=NAMES), 'starter', NAMES) if env else None",
+    "has a rank beyond its size": (
+        "return DetectedCluster(ClusterSpec('h:1', 2, 2, names=NAMES), 'starter', NAMES) if env else None"
+    ),
     "has no address": "return DetectedCluster(ClusterSpec(None, 2, 1, names=NAMES), 'starter', NAMES) if env else None",
-    "reads what it does not name": "return DetectedCluster(ClusterSpec('h:1', 2, 1, names=NAMES), 'starter', NAMES) if env else None",
+    "reads what it does not name": (
+        "return DetectedCluster(ClusterSpec('h:1', 2, 1, names=NAMES), 'starter', NAMES) if env else None"
+    ),
     "has no repair": "return Partial('a', '', 'starter') if env else None",
     "returns something else": "return False",
 }
@@ -105,7 +109,10 @@ BROKEN = {
 
 @pytest.mark.parametrize("body", BROKEN.values(), ids=BROKEN)
 def test_the_contract_rejects_broken_environments(body, tmp_path, monkeypatch):
-    source = "from spmdkit.cluster.environments.base import *\nfrom spmdkit.cluster.spec import ClusterSpec, Names\nimport os\n"
+    source = (
+        "from spmdkit.cluster.environments.base import *\nfrom spmdkit.cluster.spec import ClusterSpec, "
+        "Names\nimport os\n"
+    )
     text = f'"""Broken."""\n{source}NAMES = Names("A", "B", "C")\ndef read(env):\n    {body}\n'
     install(monkeypatch, tmp_path, "environments", "broken", text)
     found = all_environments()

@@ -150,6 +150,6 @@ from spmdkit import compat
 for name in ("adamw", "adafactor", "lbfgs", "lion"):
     Config(task="a.py:t", optimizer={"name": name}, learning_rate={"name": "cosine_decay", "init_value": 1, "decay_steps": 9})
 print(compat.backends_initialized())
-"""
+"""  # noqa: E501
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
     assert shown.strip() == "False"

@@ -61,7 +61,7 @@ def test_the_page_has_an_example_of_each():
     assert all(8 <= text.count("\n") <= 45 for text in FILES.values())
 
 
-# ---- a reducer ----------------------------------------------------------------------------------------------------------
+# ---- a reducer -------------------------------------------------------------------------------------------------------
 
 
 def test_the_reducer_loses_nothing(added):
@@ -89,7 +89,7 @@ def test_the_reducer_sends_what_it_says(added):
     assert sum(c.bytes for c in large) == pytest.approx(plugins.make("reducers", name).wire(NUM_VALUES, 8), rel=2e-3)
 
 
-# ---- a sync -------------------------------------------------------------------------------------------------------------
+# ---- a sync ----------------------------------------------------------------------------------------------------------
 
 
 def by_hand(made, num_groups, every, momentum, rate, steps):
@@ -247,7 +247,7 @@ def test_the_environment_keeps_the_contract(added, monkeypatch):
     assert environment.read(env | alone).spec.coordinator is None
 
 
-# ---- an op --------------------------------------------------------------------------------------------------------------
+# ---- an op -----------------------------------------------------------------------------------------------------------
 
 
 def my_ops():
@@ -275,7 +275,7 @@ def test_the_op_is_the_same_alone_in_the_global_view_and_inside_of_a_part():
         assert_close(value_and_grad(fn, args, record), expected)
 
 
-# ---- a source ----------------------------------------------------------------------------------------------------------
+# ---- a source --------------------------------------------------------------------------------------------------------
 
 
 def test_the_preemption_source_gives_a_notice_where_azure_evicts(added, monkeypatch):

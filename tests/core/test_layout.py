@@ -37,7 +37,7 @@ def lay_out(rules=(), task_rules=(), sizes=SIZES, tree=None, **options):
     return {p.path: p for p in layout.lay_out(params() if tree is None else tree, options, sizes)}
 
 
-# ---- who decides -------------------------------------------------------------------------------------------------------
+# ---- who decides -----------------------------------------------------------------------------------------------------
 
 
 def test_a_rule_cuts_each_dim_by_the_mesh_axes_of_its_logical_name():
@@ -102,7 +102,7 @@ def test_specs_are_canonical_so_that_one_sharding_has_one_spelling():
     assert canonical(["tensor", None], sizes) == P()
 
 
-# ---- metadata ----------------------------------------------------------------------------------------------------------
+# ---- metadata --------------------------------------------------------------------------------------------------------
 
 
 class LinenModel(nn.Module):
@@ -168,7 +168,7 @@ def test_metadata_of_linen_and_nnx_is_followed_and_gives_the_numbers_of_one_devi
     assert many.eval == pytest.approx(one.eval, rel=1e-5)
 
 
-# ---- the state ---------------------------------------------------------------------------------------------------------
+# ---- the state -------------------------------------------------------------------------------------------------------
 
 
 def table(program):
@@ -283,7 +283,7 @@ def test_the_table_names_every_leaf_of_the_state_in_order_with_a_reason():
     assert program.layout[2].num_bytes == 16 * 8 * 4
 
 
-# ---- messages ----------------------------------------------------------------------------------------------------------
+# ---- messages --------------------------------------------------------------------------------------------------------
 
 
 def test_a_rule_that_matches_nothing_says_what_is_near():

@@ -76,7 +76,8 @@ def member(me: int, order: Path, folder: Path) -> None:
         watcher = threading.Thread(target=watch)
         watcher.start()
         print(
-            f"[{me}] generation {said}: rank {rank} of {num}, entered in {time.monotonic() - began:.2f} s at step {has}",
+            f"[{me}] generation {said}: rank {rank} of {num}, entered in {time.monotonic() - began:.2f} s at step "
+            f"{has}",
             flush=True,
         )
         step, why = has, ""
@@ -105,7 +106,8 @@ def member(me: int, order: Path, folder: Path) -> None:
         jax.clear_caches()
         gc.collect()
         print(
-            f"[{me}] left generation {said} at step {step} ({why or 'done'}), {time.monotonic() - out:.2f} s to leave; {len(os.listdir('/proc/self/fd'))} descriptors",
+            f"[{me}] left generation {said} at step {step} ({why or 'done'}), {time.monotonic() - out:.2f} s to "
+            f"leave; {len(os.listdir('/proc/self/fd'))} descriptors",
             flush=True,
         )
         if not why:

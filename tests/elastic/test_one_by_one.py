@@ -21,7 +21,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 both = jax.shard_map(lambda a, b: jax.lax.psum((a, b), "x"), mesh=jax.sharding.Mesh(jax.devices(), "x"), in_specs=P("x"), out_specs=P())
 text = jax.jit(both).lower(jnp.ones(4), jnp.ones((6, 2))).compile().as_text()
 print(sum(" all-reduce(" in line for line in text.splitlines()))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(("how", "num"), [("as ever", 1), ("one by one", 2)])

@@ -169,7 +169,7 @@ class Metadata(http.server.BaseHTTPRequestHandler):
         ("host0,host1", ""),
         (
             "self",
-            "MEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: 'WORKER'\nMEGASCALE_COORDINATOR_ADDRESS: '10.77.0.1:8080'\n",
+            "MEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: 'WORKER'\nMEGASCALE_COORDINATOR_ADDRESS: '10.77.0.1:8080'\n",  # noqa: E501
         ),
     ],
     ids=["old format", "names", "two slices"],
@@ -210,7 +210,7 @@ else:
     command = next(word.removeprefix("--command=") for word in words if word.startswith("--command="))
     started = [subprocess.Popen([*on, command], env=os.environ | {{"GCE_METADATA_HOST": at}}) for on, at in hosts.values()]
     sys.exit(max(each.wait() for each in started))
-"""
+"""  # noqa: E501
 """A stand-in for gcloud: copies, and runs the command on every host of the TPU."""
 
 

@@ -191,7 +191,7 @@ time_t time(time_t *t) {
     if (t) *t = s.tv_sec;
     return s.tv_sec;
 }
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def the_golden_prescale():
 
 
 @row(
-    "allreduce_process_sets, allgather_process_sets, broadcast_process_sets, alltoall_process_sets, reducescatter_process_sets, "
+    "allreduce_process_sets, allgather_process_sets, broadcast_process_sets, alltoall_process_sets, reducescatter_process_sets, "  # noqa: E501
     "grouped_allreduce_process_sets, grouped_allgather_process_sets, grouped_reducescatter_process_sets"
 )
 def both_process_sets_at_once():
@@ -270,7 +270,7 @@ def duplicate(ask):
 
 
 @row(
-    "allreduce_duplicate_name_error, allgather_duplicate_name_error, broadcast_duplicate_name_error, reducescatter_duplicate_name_error; "
+    "allreduce_duplicate_name_error, allgather_duplicate_name_error, broadcast_duplicate_name_error, reducescatter_duplicate_name_error; "  # noqa: E501
     "none: alltoall"
 )
 def two_of_one_name_at_once_are_an_error():
@@ -308,7 +308,7 @@ def gradients_of_allreduce():
 
 
 @row(
-    "allreduce_grad_process_sets, grouped_allreduce_grad_process_sets, allgather_grad_process_sets, broadcast_grad_process_sets, "
+    "allreduce_grad_process_sets, grouped_allreduce_grad_process_sets, allgather_grad_process_sets, broadcast_grad_process_sets, "  # noqa: E501
     "alltoall_grad_process_sets, reducescatter_grad_process_sets"
 )
 def gradients_in_process_sets():
@@ -328,8 +328,9 @@ def gradients_in_process_sets():
 
 
 @row(
-    "grouped_allreduce, grouped_allreduce_average, grouped_allgather, grouped_reducescatter, grouped_reducescatter_average, "
-    "grouped_reducescatter_prescale, grouped_reducescatter_postscale; none: several broadcasts are hvd.broadcast_parameters"
+    "grouped_allreduce, grouped_allreduce_average, grouped_allgather, grouped_reducescatter, "
+    "grouped_reducescatter_average, grouped_reducescatter_prescale, grouped_reducescatter_postscale; none: several "
+    "broadcasts are hvd.broadcast_parameters"
 )
 def groups_are_done_together():
     arrays = [
@@ -446,7 +447,7 @@ def alltoall_with_and_without_splits():
 
 
 @row(
-    "alltoall_type_error, alltoall_equal_split_length_error, alltoall_splits_error, alltoall_splits_type_error, alltoall_rank_error"
+    "alltoall_type_error, alltoall_equal_split_length_error, alltoall_splits_error, alltoall_splits_type_error, alltoall_rank_error"  # noqa: E501
 )
 def what_is_wrong_with_an_alltoall():
     n, rank = hvd.size(), hvd.rank()
@@ -502,7 +503,7 @@ def reducescatter_of_uneven_rows_gives_the_first_ranks_one_more():
 
 
 @row(
-    "reducescatter_scalar_error, grouped_reducescatter_scalar_error, reducescatter_adasum, reducescatter_error, reducescatter_type_error"
+    "reducescatter_scalar_error, grouped_reducescatter_scalar_error, reducescatter_adasum, reducescatter_error, reducescatter_type_error"  # noqa: E501
 )
 def what_is_wrong_with_a_reducescatter():
     with raises(ValueError, "scalar"):
@@ -728,7 +729,7 @@ def mean_of_ranks(steps=(0,), factor=1.0):
 
 
 @row(
-    "force_allreduce, gradient_clipping, no_named_parameters, optimizer_no_named_parameters, delta_optimizer, model_parallelism"
+    "force_allreduce, gradient_clipping, no_named_parameters, optimizer_no_named_parameters, delta_optimizer, model_parallelism"  # noqa: E501
 )
 def the_optimizer_reduces_gradients_before_its_step():
     import optax

@@ -39,7 +39,10 @@ def loss_fn(params, batch, key):
 def eval_fn(params, batch):
     return {"loss": loss_fn(params, batch, None)}
 """
-TASK = "\ntask = sk.Task(init, loss_fn, lambda learning_rate=0.1: optax.sgd(learning_rate), train_data=train_data, eval_data=eval_data, eval_fn=eval_fn)\n"
+TASK = (
+    "\ntask = sk.Task(init, loss_fn, lambda learning_rate=0.1: optax.sgd(learning_rate), train_data=train_data, "
+    "eval_data=eval_data, eval_fn=eval_fn)\n"
+)
 BASE = {
     "task": "task.py:task",
     "run_dir": "run",

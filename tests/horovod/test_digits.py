@@ -81,7 +81,10 @@ def test_fifty_steps_on_several_processes_equal_one_device(size, tmp_path):
 
 @pytest.mark.processes
 def test_launch_starts_a_script_with_its_arguments(tmp_path):
-    script = "import os, sys; print('rank', os.environ['SPMDKIT_PROCESS_ID'], 'of', os.environ['SPMDKIT_NUM_PROCESSES'], sys.argv[1:])"
+    script = (
+        "import os, sys; print('rank', os.environ['SPMDKIT_PROCESS_ID'], 'of', "
+        "os.environ['SPMDKIT_NUM_PROCESSES'], sys.argv[1:])"
+    )
     (tmp_path / "script.py").write_text(script)
     command = [sys.executable, "-m", "spmdkit", "launch", "-n", "2", "--", "script.py", "--lr", "0.1"]
     ended = subprocess.run(

@@ -13,7 +13,7 @@ from spmdkit.errors import ConfigError, ExitCode
 from spmdkit.launch.root_cause import Exit, lost
 from tests.support.forks import Forks, Process
 
-CONFIG = "task: task.py:task\nrun_dir: run\nsteps: 40\nbatch_size: {batch}\nmicrobatches: {micro}\ndevices: {devices}\nmesh: {mesh}\n"
+CONFIG = "task: task.py:task\nrun_dir: run\nsteps: 40\nbatch_size: {batch}\nmicrobatches: {micro}\ndevices: {devices}\nmesh: {mesh}\n"  # noqa: E501
 
 
 @pytest.fixture

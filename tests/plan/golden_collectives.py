@@ -153,7 +153,7 @@ def _bytes_of(same: Sequence[Any]) -> Row:
     return {"bytes": sum(c.bytes for c in same)}
 
 
-# ---- processes ----------------------------------------------------------------------------------------------------------
+# ---- processes -------------------------------------------------------------------------------------------------------
 
 
 def measure(target: str, strategies: Sequence[str]) -> Iterator[tuple[str, Entry]]:
@@ -194,7 +194,7 @@ def _run_child(target: str, strategies: Sequence[str]) -> None:
         print(json.dumps(pair), flush=True)
 
 
-# ---- the file -----------------------------------------------------------------------------------------------------------
+# ---- the file --------------------------------------------------------------------------------------------------------
 
 
 def read(path: Path = GOLDEN) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def _said(row: Row) -> str:
     return f"at least {row['bytes_at_least']}" if row["bytes"] is None else str(row["bytes"])
 
 
-# ---- the page -----------------------------------------------------------------------------------------------------------
+# ---- the page --------------------------------------------------------------------------------------------------------
 
 
 def page(document: dict[str, Any]) -> str:
@@ -349,7 +349,7 @@ def _details(strategy: str, targets: Golden) -> str:
     return "\n".join(lines)
 
 
-# ---- command ------------------------------------------------------------------------------------------------------------
+# ---- command ---------------------------------------------------------------------------------------------------------
 
 
 def chosen(names: Sequence[str]) -> dict[str, list[str]]:
@@ -359,8 +359,8 @@ def chosen(names: Sequence[str]) -> dict[str, list[str]]:
         target, _, strategy = name.partition("/")
         if target not in TARGETS or strategy not in ("", *strategies_of(target)):
             known = (
-                f"strategies: {', '.join((*STRATEGIES, *SYNCS))}, on {' and '.join(KERNEL_TARGETS)} also with {KERNELS}, "
-                f"on {' and '.join(REDUCER_TARGETS)} also {REDUCER}NAME"
+                f"strategies: {', '.join((*STRATEGIES, *SYNCS))}, on {' and '.join(KERNEL_TARGETS)} also with "
+                f"{KERNELS}, on {' and '.join(REDUCER_TARGETS)} also {REDUCER}NAME"
             )
             sys.exit(f"{name} is not in the table. Targets: {', '.join(TARGETS)}; {known}.")
         found.setdefault(target, []).extend([strategy] if strategy else strategies_of(target))
@@ -381,7 +381,8 @@ def main() -> int:
     document, wrong, asked = read(options.golden), 0, chosen(options.names)
     if importlib.util.find_spec("libtpu") is None and any(target.startswith("tpu:") for target in asked):
         sys.exit(
-            "libtpu is not installed, which compiles for TPUs on any x86 machine. pip install '.[tpu]', or name cpu:8 alone."
+            "libtpu is not installed, which compiles for TPUs on any x86 machine. pip install '.[tpu]', or name "
+            "cpu:8 alone."
         )
     for target, strategies in asked.items():
         start = time.monotonic()
@@ -402,7 +403,8 @@ def main() -> int:
         made = ", ".join(f"{k} {v}" for k, v in document["versions"].items())
         here = ", ".join(f"{k} {v}" for k, v in versions().items())
         print(
-            f"{wrong} differ from {options.golden.name} (made with {made}; here {here}). If it is meant: --write, and say why."
+            f"{wrong} differ from {options.golden.name} (made with {made}; here {here}). If it is meant: --write, and "
+            "say why."
         )
     return 1 if wrong else 0
 

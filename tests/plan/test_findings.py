@@ -141,7 +141,7 @@ ENTRY %main (x: f32[65536,4,2]) -> f32[65536,4,2] {
   %y = f32[65536,8]{1,0:T(8,128)} bitcast(%x)
   ROOT %sin.1 = f32[65536,4,2]{2,1,0:T(8,128)} sine(%x), metadata={op_name="jit(f)/sin" source_file="model.py" source_line=7}
 }
-"""
+"""  # noqa: E501
 
 
 def test_an_array_with_a_short_last_dim_is_padding():
@@ -166,7 +166,7 @@ ENTRY %main (x: f32[8,64,64], layer: s32[]) -> f32[8,64,64] {{
   %part = f32[1,64,64]{{2,1,0}} dynamic-slice(%whole, %{at}, %zero, %zero), dynamic_slice_sizes={{1,64,64}}
   ROOT %all-gather = f32[8,64,64]{{2,1,0}} all-gather(%part), channel_id=1, replica_groups={{{{0,1,2,3,4,5,6,7}}}}, dimensions={{0}}, use_global_device_ids=true
 }}
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("at, found", [("device", 1), ("layer", 0)])
@@ -211,7 +211,7 @@ ENTRY %main (start: s32[], count: s32[], x.1: f32[8,64,64]) -> (s32[], s32[], f3
   %begin = (s32[], s32[], f32[8,64,64]{2,1,0}) tuple(%start, %count, %x.1)
   ROOT %loop = (s32[], s32[], f32[8,64,64]{2,1,0}) while(%begin), condition=%condition, body=%body, metadata={op_name="jit(f)/while"}
 }
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(("scans", "times"), [({}, 1), ({"jit(f)/while": 3}, 3), ({"jit(f)/while": 48}, 48)])

@@ -88,7 +88,7 @@ def test_a_plan_that_hangs_holds_nothing_up_for_ever(tmp_path, monkeypatch):
     assert "plan_failed" not in [e["event"] for e in events(tmp_path)]
 
 
-# ---- memory --------------------------------------------------------------------------------------------------------------
+# ---- memory ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_step_that_the_compiler_refuses_for_its_size_does_not_fit_anywhere():

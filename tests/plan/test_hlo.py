@@ -87,7 +87,7 @@ ENTRY %main (w: f32[64,128]) -> f32[64,128] {
   %self = f32[64,128]{1,0} collective-permute(%sum.1), source_target_pairs={{0,0},{1,1}}
   ROOT %sent = f32[64,128]{1,0} collective-broadcast(%self), replica_groups={{0,1,2,3,4,5,6,7}}, metadata={op_name="(a) b" source_file="x.py" source_line=3}
 }
-"""
+"""  # noqa: E501
 
 
 def test_split_and_wrapped_collectives_count_once():

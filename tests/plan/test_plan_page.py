@@ -77,8 +77,9 @@ def test_a_browser_shows_it_without_an_error_and_without_sideways_scrolling(plan
     page = write_page(plan, tmp_path / "plan.html")
     # A probe is put into a copy: the page itself runs nothing.
     probe = (
-        "<script>document.title = [document.documentElement.scrollWidth, innerWidth, document.querySelectorAll('svg.mesh rect').length,"
-        " document.querySelectorAll('.stack.memory i').length].join(' ')</script></body>"
+        "<script>document.title = [document.documentElement.scrollWidth, innerWidth, "
+        "document.querySelectorAll('svg.mesh rect').length, document.querySelectorAll('.stack.memory "
+        "i').length].join(' ')</script></body>"
     )
     text = page.read_text().replace("default-src 'none'", "default-src 'none'; script-src 'unsafe-inline'")
     probed = tmp_path / "probed.html"

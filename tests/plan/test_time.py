@@ -46,7 +46,7 @@ ENTRY %main (x: s8[8], q: bf16[64,128]) -> bf16[64,128] {
 {\\"block_q\\": 512}"
 }}, metadata={op_name="jit(f)/pallas_call" stack_frame_id=3}, backend_config={"custom_call_config":{"body":"TUz","cost_estimate":{"flops":"459000000000","bytes_accessed":"305"}}}
 }
-"""
+"""  # noqa: E501
 
 
 def test_a_kernel_costs_what_it_says_of_itself():

@@ -62,7 +62,7 @@ def after_step(run, step, state, metrics):
 x = np.arange(32, dtype=np.float32).reshape(16, 2) / 16
 loss = lambda w, batch, key: sk.mean((batch @ w - 1) ** 2)
 task = sk.Task(lambda key: jnp.zeros(2), loss, optax.sgd(0.1), train_data=x, hooks=[sk.Hook(name="dies", after_step=after_step, every=1)])
-"""
+"""  # noqa: E501
 
 CONFIG = """
 task: task.py:task

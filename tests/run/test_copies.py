@@ -94,7 +94,7 @@ def test_an_audit_finds_the_device_that_computes_otherwise_a_second_time():
     assert Copies(steady_program).audit(steady_program.init(), next(iter(steady_program.batches(1, 1)))[1]) == []
 
 
-# ---- in a run ----------------------------------------------------------------------------------------------------------
+# ---- in a run --------------------------------------------------------------------------------------------------------
 
 
 def squares(params, batch):

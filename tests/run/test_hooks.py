@@ -54,7 +54,7 @@ def at(wanted, action):
     return lambda run, step, *_: action if step == wanted else None
 
 
-# ---- actions -----------------------------------------------------------------------------------------------------------
+# ---- actions ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_stop_saves_and_the_run_is_finished_then_and_when_it_is_started_again(tmp_path, capfd):
@@ -197,7 +197,7 @@ def test_a_rollback_to_a_time_whose_checkpoints_are_gone_is_refused_and_the_begi
     )
 
 
-# ---- in the step -------------------------------------------------------------------------------------------------------
+# ---- in the step -----------------------------------------------------------------------------------------------------
 
 
 def skip_where(bad):
@@ -271,7 +271,7 @@ def patience(evaluations=2):
     return sk.Hook("patience", after_eval=after_eval, state=lambda: dict(seen), restore=seen.update)
 
 note = sk.Hook("note", begin=lambda run, step, state: run.message(f"begin at {step}"), end=lambda run, step, state: run.message("the end"))
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture

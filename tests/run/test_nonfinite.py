@@ -244,7 +244,7 @@ def test_ways_back_that_lead_nowhere_end_the_run(tmp_path):
         train(tmp_path, make_task(np.full_like(CLEAN, np.nan)), on_nonfinite={**ROLLBACK, "max_consecutive": 2})
 
 
-# ---- spikes ------------------------------------------------------------------------------------------------------------
+# ---- spikes ----------------------------------------------------------------------------------------------------------
 
 
 def noisy(spike_at=None, steps=40, factor=30.0):

@@ -34,7 +34,7 @@ def hook(password):
 @sk.task
 def task(api_token, url, database, width=3):
     return sk.Task(lambda key: {"w": jnp.zeros(width)}, lambda p, b, key: sk.mean(b @ p["w"]), optax.sgd(0.1), train_data=Rows(api_token, url))
-"""
+"""  # noqa: E501
 CONFIG = f"""
 task: task.py:task
 task_args: {{api_token: {CANARY}-1, url: "https://me:{CANARY}-2@host/x", database: {{password: {CANARY}-3, name: mine}}}}
@@ -47,7 +47,7 @@ data: {{shuffle: false}}
 hooks: [{{"task.py:hook": {{password: {CANARY}-4}}}}]
 checkpoint: {{every_steps: 2}}
 log: {{every_steps: 1, progress: plain}}
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture

@@ -110,7 +110,7 @@ task = sk.Task(
     lambda key: {"w": jnp.zeros(4)}, loss_fn, optax.sgd(0.1), train_data=Slow(), eval_data=Evaluated() if "EVALUATED" in os.environ else None,
     hooks=[sk.Hook("mine", before_step=lambda run, step, state: around(step))],
 )
-'''
+'''  # noqa: E501
 
 CONFIG = """
 task: task.py:task

@@ -215,7 +215,7 @@ def runner_of(task: str, text: str, short: bool = False) -> CaseRunner:
     return CaseRunner(TaskRunner(config, module.task, BATCH, steps=2), locate="all")
 
 
-# ---- the table ----------------------------------------------------------------------------------------------------------
+# ---- the table -------------------------------------------------------------------------------------------------------
 
 
 def _write(found: dict[str, dict[str, Told]], others: dict[str, Told]) -> None:
@@ -234,7 +234,10 @@ def _write(found: dict[str, dict[str, Told]], others: dict[str, Told]) -> None:
     )
     found_on = f"Found on {datetime.date.today().isoformat()}, all kinds with one text of package and tasks.\n\n"
     on_others = [
-        f"| {' x '.join(f'{axis} {size}' for axis, size in mesh.items())} | {task} | `{name}` | {others[case].verdict} | {_words(others[case])} |"
+        (
+            f"| {' x '.join(f'{axis} {size}' for axis, size in mesh.items())} | {task} | `{name}` | "
+            f"{others[case].verdict} | {_words(others[case])} |"
+        )
         for case, (task, name, mesh) in OTHERS.items()
     ]
     more = "\n".join(["| mesh | task | mistake | line | what is said |", "| --- | --- | --- | --- | --- |", *on_others])
@@ -252,13 +255,13 @@ Written by `python -m tests.support.located --write`; the tasks are [tests/verif
 toolkit itself with a mutant in it. `right`: `verify` names the statement that was changed (of the toolkit, the function that makes the mistake); `silent`: it says that no single line is to blame. A
 `wrong` line, or a mistake that is not seen, is a failed test ([tests/verify/test_verify_located.py](../tests/verify/test_verify_located.py)). Meshes: four replicas, two times two where an axis is forgotten.
 
-"""
+"""  # noqa: E501
 
 OTHER_HEAD = """## On other meshes
 
 Where parameters are cut too, and in a part of `sk.manual` that is cut over `context`, with an attention of its own ([long](../tests/verify/located/long.py)): values are looked at inside of the part.
 
-"""
+"""  # noqa: E501
 
 
 def main(arguments: list[str]) -> None:

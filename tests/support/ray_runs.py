@@ -34,7 +34,7 @@ from ray._private import services
 services.resolve_ip_for_localhost = lambda host: host  # otherwise Ray takes the host's address for 127.0.0.1, here and where it listens
 from {module} import main
 raise SystemExit(main())
-"""
+"""  # noqa: E501
 
 
 class Driver:

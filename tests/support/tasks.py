@@ -201,7 +201,7 @@ def line_of(source: str) -> str:
     return Path(path).read_text().splitlines()[int(number) - 1].strip()
 
 
-# ---- lines ------------------------------------------------------------------------------------------------------------
+# ---- lines -----------------------------------------------------------------------------------------------------------
 
 HEADINGS = ("shared", "plain JAX, one device", "spmdkit")
 
@@ -273,7 +273,7 @@ forms of the examples of equinox, flax and optax
 | task | description | plain JAX | spmdkit |
 | --- | --- | --- | --- |
 {rows}
-"""
+"""  # noqa: E501
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def mutants_of(name: str) -> dict[str, str]:
     return {mutant: said(outcome) for mutant, outcome in found.items()}
 
 
-# ---- the page ---------------------------------------------------------------------------------------------------------
+# ---- the page --------------------------------------------------------------------------------------------------------
 
 HEAD = """# Mutants on forty tasks
 
@@ -64,7 +64,7 @@ mutant has no place in a task that does not use what it changes, with the reason
 ([tests/verify/test_verify_tasks.py](../tests/verify/test_verify_tasks.py)). Those that have no place in any of these tasks are caught in others
 ([tests/verify/test_verify_mutants.py](../tests/verify/test_verify_mutants.py)).
 
-"""
+"""  # noqa: E501
 
 
 def _write(found: dict[str, dict[str, str]]) -> None:

@@ -54,7 +54,7 @@ def task(width=32, pause_s=0.0, optimizer=True):
 
     data = Slow() if pause_s else {"x": x, "y": y}
     return sk.Task(init, loss_fn, optax.adam(1e-2), train_data=data, eval_data={"x": x[:101], "y": y[:101]})
-'''
+'''  # noqa: E501
 
 CONFIG = """
 task: task.py:task

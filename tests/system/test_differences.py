@@ -74,7 +74,7 @@ def task():
         return sk.mean((predict(params, batch["x"]) - given("CONSTANT", 1)) ** 2)
 
     return sk.Task(init, loss_fn, optax.sgd(given("RATE", 0.05)), train_data={"x": x})
-'''
+'''  # noqa: E501
 
 CONFIG = """
 task: task.py:task
@@ -125,7 +125,10 @@ def other_package(hosts: Path) -> dict[str, str]:
 
 def other_version(hosts: Path) -> dict[str, str]:
     (hosts / "other").mkdir()
-    patch = "import importlib.metadata as m\nold = m.version\nm.version = lambda name: '0.0.9' if name == 'optax' else old(name)\n"
+    patch = (
+        "import importlib.metadata as m\nold = m.version\nm.version = lambda name: '0.0.9' if name == 'optax' "
+        "else old(name)\n"
+    )
     (hosts / "other" / "sitecustomize.py").write_text(patch)
     return {"PYTHONPATH": f"{hosts / 'other'}:{REPOSITORY}"}
 
@@ -189,7 +192,10 @@ def test_other_folders_dumps_and_host_names_pass(forks, hosts):
 def test_a_process_that_fails_before_the_first_step_ends_the_others_at_once_with_its_reason(forks, hosts, who):
     for name in ("a", "b"):
         path = hosts / name / "task.py"
-        fails = f"def task():\n    if os.environ['SPMDKIT_PROCESS_ID'] == '{who}':\n        raise ValueError('no such disk')\n"
+        fails = (
+            f"def task():\n    if os.environ['SPMDKIT_PROCESS_ID'] == '{who}':\n        raise ValueError('no such "
+            "disk')\n"
+        )
         path.write_text(path.read_text().replace("def task():\n", fails))
     ended = train(forks, hosts)
     assert (ended[who].code, ended[1 - who].code) == (78, 75), ended

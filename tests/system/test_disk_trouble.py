@@ -47,7 +47,7 @@ static int failed(void) {
 }
 int fsync(int fd) { return bad(fd) ? failed() : ((int (*)(int))dlsym(RTLD_NEXT, "fsync"))(fd); }
 int fdatasync(int fd) { return bad(fd) ? failed() : ((int (*)(int))dlsym(RTLD_NEXT, "fdatasync"))(fd); }
-"""
+"""  # noqa: E501
 
 
 def events(folder, name):

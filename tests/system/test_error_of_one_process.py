@@ -52,7 +52,7 @@ def loss_fn(params, batch, key):
 
 task = sk.Task(lambda key: {"w": jnp.zeros(3)}, loss_fn, optax.adam(0.1), train_data=Rows("source"), eval_data=Rows("evaluation"),
                hooks=[sk.Hook("mine", after_step=after_step)])
-'''
+'''  # noqa: E501
 
 CONFIG = """
 task: task.py:task

@@ -39,7 +39,7 @@ def loss_fn(params, batch, key):
     return sk.mean((batch @ params["w"] - 1) ** 2)
 
 task = sk.Task(lambda key: {"w": jnp.zeros(4)}, loss_fn, optax.sgd(0.1), train_data=Rows(), eval_data=x[:8], hooks=[sk.Hook("leave", after_step=leave)])
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture

@@ -11,7 +11,9 @@ QUICK = ["cnn median_of_a_shard", "recurrent key_forgotten", "contrastive gradie
 QUICK_OTHERS = ["long places_in_the_shard", "long denominators_averaged", "recurrent key_forgotten"]
 
 WORDS = {
-    "long softmax_of_a_shard": ":36 (attention): broadcast_in_dim [8, 8, 1] is each shard's own sum over context, used as if it were of all",
+    "long softmax_of_a_shard": (
+        ":36 (attention): broadcast_in_dim [8, 8, 1] is each shard's own sum over context, used as if it were of all"
+    ),
     "moe statistic_of_a_shard": "is each shard's own mean over data, used as if it were of all",
     "contrastive times_replicas": "is 4 times that of one device: the size of data",
     "moe key_forgotten": "random_bits [4, 6, 8] draws other numbers than one device",

@@ -32,7 +32,10 @@ def test_every_reducer_is_compared_as_it_is_or_at_options_at_which_it_loses_noth
         assert re.match(said, reducer_note(config(name)))
         assert reducer_note(config(proven)) is None
     assert exact_reducer(config("adasum")) == "sum"
-    said = "reducer adasum makes of the means of the replicas something that is not their mean: what is compared is sum, and of adasum nothing"
+    said = (
+        "reducer adasum makes of the means of the replicas something that is not their mean: what is compared is "
+        "sum, and of adasum nothing"
+    )
     assert reducer_note(config("adasum")).startswith(said)
 
 

@@ -113,7 +113,7 @@ def _cards(document: Mapping[str, Any]) -> str:
     return cards(rows)
 
 
-# ---- findings ---------------------------------------------------------------------------------------------------------
+# ---- findings --------------------------------------------------------------------------------------------------------
 
 
 def _findings(document: Mapping[str, Any]) -> str:
@@ -144,7 +144,10 @@ def _memory(document: Mapping[str, Any]) -> str:
         for n, (name, num) in enumerate(parts)
     )
     at = 100 * memory["limit_bytes"] / whole
-    scale = f'<div class="scale"><span style="position:absolute;right:{100 - at:.2f}%">limit {format_bytes(memory["limit_bytes"])}</span></div>'
+    scale = (
+        f'<div class="scale"><span style="position:absolute;right:{100 - at:.2f}%">limit '
+        f"{format_bytes(memory['limit_bytes'])}</span></div>"
+    )
     peak = max(memory["peak_bytes"], 1)
     lines = "".join(_line(name, num / peak, format_bytes(num), _colour(n)) for n, (name, num) in enumerate(parts))
     host = "".join(
@@ -175,7 +178,10 @@ def _time(document: Mapping[str, Any]) -> str:
         _line(name, part / step_s, format_seconds(part), _colour(n)) for n, (name, part) in enumerate(parts)
     )
     rates = f"measured on {time['calibrated']}" if time["calibrated"] else "of the chip table"
-    return f'<div class="stack">{bar}</div>{lines}<p class="note after">Rates {escape(rates)}. Links show the time that nothing hides.</p>'
+    return (
+        f'<div class="stack">{bar}</div>{lines}<p class="note after">Rates {escape(rates)}. Links show the '
+        "time that nothing hides.</p>"
+    )
 
 
 def _line(name: str, share: float, value: str, colour: str) -> str:
@@ -214,7 +220,10 @@ def _wire(document: Mapping[str, Any]) -> str:
         ("why", ""),
         ("source", ""),
     ]
-    return f'<div class="bill">{lines}</div>{note}<h3>Bill, of one device and step</h3>{table(head, [_bill_row(r) for r in rows])}'
+    return (
+        f'<div class="bill">{lines}</div>{note}<h3>Bill, of one device and '
+        f"step</h3>{table(head, [_bill_row(r) for r in rows])}"
+    )
 
 
 def _bill_row(row: Mapping[str, Any]) -> str:
@@ -259,7 +268,7 @@ def _candidates(rows: Sequence[Mapping[str, Any]]) -> str:
     return table(head, body)
 
 
-# ---- layout -----------------------------------------------------------------------------------------------------------
+# ---- layout ----------------------------------------------------------------------------------------------------------
 
 
 def _layout(document: Mapping[str, Any]) -> str:

@@ -54,8 +54,8 @@ def find(step: CompiledStep) -> Iterator[Finding]:
                 ),
                 source,
                 (
-                    "Put a long dim last (a multiple of 128) and one of at least 8 before it: transpose, or merge small "
-                    "dims into one."
+                    "Put a long dim last (a multiple of 128) and one of at least 8 before it: transpose, or merge "
+                    "small dims into one."
                 ),
             )
             if source not in found or found[source][0] < waste:

@@ -35,8 +35,8 @@ def find(step: CompiledStep) -> Iterator[Finding]:
                 "warning",
                 "gather-of-unsharded",
                 (
-                    f"{argument.replace(chr(92), '')} is cut over {' x '.join(c.axes)} and gathered whole on every device "
-                    f"before it is used ({format_bytes(c.size)}, {format_bytes(c.bytes_at_least)} sent a step)"
+                    f"{argument.replace(chr(92), '')} is cut over {' x '.join(c.axes)} and gathered whole on every "
+                    f"device before it is used ({format_bytes(c.size)}, {format_bytes(c.bytes_at_least)} sent a step)"
                 ),
                 c.source,
                 (

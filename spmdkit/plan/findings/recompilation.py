@@ -48,8 +48,8 @@ def _baked(what: str, size: int, source: str | None) -> Finding:
         "warning",
         "recompilation-risk",
         (
-            f"{what} ({format_bytes(size)}) is a constant of the program: every device holds all of it, and another value "
-            "is another compilation"
+            f"{what} ({format_bytes(size)}) is a constant of the program: every device holds all of it, and another "
+            "value is another compilation"
         ),
         source,
         "Hand it over: in the batch, in the parameters, or as model state (sk.Variables).",

@@ -63,8 +63,8 @@ def find(step: CompiledStep) -> Iterator[Finding]:
                 "warning",
                 "full-rematerialization",
                 (
-                    f"{', '.join(map(str, c.shapes[:1]))} is gathered over {' x '.join(c.axes)} ({format_bytes(c.size)}), "
-                    f"and each device reads one part in {c.group_size} of it"
+                    f"{', '.join(map(str, c.shapes[:1]))} is gathered over {' x '.join(c.axes)} "
+                    f"({format_bytes(c.size)}), and each device reads one part in {c.group_size} of it"
                 ),
                 c.source,
                 _FIX,

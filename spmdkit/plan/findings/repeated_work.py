@@ -62,9 +62,9 @@ def find(step: CompiledStep) -> Iterator[Finding]:
         "warning",
         "repeated-work",
         (
-            f"the products of this line ({repeated[at]:.3g} FLOP a step on a device{more}) are computed {found:.3g} times "
-            f"over on {axes}: {total / whole:.0%} of what a device computes is what others compute too, since it is not "
-            "made from the batch"
+            f"the products of this line ({repeated[at]:.3g} FLOP a step on a device{more}) are computed {found:.3g} "
+            f"times over on {axes}: {total / whole:.0%} of what a device computes is what others compute too, since "
+            "it is not made from the batch"
         ),
         at,
         (

@@ -49,13 +49,13 @@ def find(step: CompiledStep) -> Iterator[Finding]:
         "batch-too-small",
         (
             f"{program.config.batch_size} examples on {program.batch_shards} shards are {rows:g} for each: "
-            f"{computing * 1e3:.3g} ms of arithmetic a step, while weights and gradients take {sending * 1e3:.3g} ms on "
-            "the wire"
+            f"{computing * 1e3:.3g} ms of arithmetic a step, while weights and gradients take {sending * 1e3:.3g} ms "
+            "on the wire"
         ),
         step.config_line("batch_size") or largest.source,
         (
-            f"batch_size: {_round_up(program.config.batch_size * sending / computing, program.config.batch_size)} would "
-            "balance both; or use fewer devices, or give some of them to tensor or context."
+            f"batch_size: {_round_up(program.config.batch_size * sending / computing, program.config.batch_size)} "
+            "would balance both; or use fewer devices, or give some of them to tensor or context."
         ),
     )
 

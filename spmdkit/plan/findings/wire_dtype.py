@@ -16,7 +16,7 @@ from spmdkit.plan.hlo.readers import all_readers
 from spmdkit.plan.hlo.text import Instruction
 
 _MOVES = ("all_gather", "all_to_all", "collective_permute")
-_RENAMES = ("copy", "copy-start", "copy-done", "bitcast", "reshape", "transpose", "get-tuple-element", "all-gather-done",
+_RENAMES = ("copy", "copy-start", "copy-done", "bitcast", "reshape", "transpose", "get-tuple-element", "all-gather-done",  # noqa: E501
             "collective-permute-done", "slice", "dynamic-slice")  # fmt: skip
 
 
@@ -33,8 +33,8 @@ def find(step: CompiledStep) -> Iterator[Finding]:
                 "warning",
                 "float32-on-the-wire",
                 (
-                    f"{c.op} over {' x '.join(c.axes)} moves {', '.join(map(str, c.shapes[:2]))} as float32, and all its "
-                    f"readers cast it to bfloat16: {format_bytes(c.bytes_at_least)} sent a step, "
+                    f"{c.op} over {' x '.join(c.axes)} moves {', '.join(map(str, c.shapes[:2]))} as float32, and all "
+                    f"its readers cast it to bfloat16: {format_bytes(c.bytes_at_least)} sent a step, "
                     f"{format_bytes(c.bytes_at_least / 2)} would do"
                 ),
                 c.source,

@@ -16,8 +16,8 @@ from spmdkit.plan.hlo.source import op_name_of, source_of
 from spmdkit.plan.hlo.text import HOST_SPACE, Computation, Instruction, Module
 
 _RENAMES = {
-    "tuple", "get-tuple-element", "bitcast", "while", "opt-barrier", "optimization-barrier", "copy-done", "all-gather-done",
-    "all-reduce-done", "collective-permute-done", "async-done", "call-done", "async-update", "after-all", "dynamic-update-slice", "domain",
+    "tuple", "get-tuple-element", "bitcast", "while", "opt-barrier", "optimization-barrier", "copy-done", "all-gather-done",  # noqa: E501
+    "all-reduce-done", "collective-permute-done", "async-done", "call-done", "async-update", "after-all", "dynamic-update-slice", "domain",  # noqa: E501
 }  # fmt: skip
 _ENTERED = {"while": ("body", "condition"), "call": ("to_apply",), "conditional": ("branch_computations",)}
 _FREE = {"parameter", "constant", "iota", "partition-id", "replica-id", "token"}

@@ -91,7 +91,7 @@ def walk(module: Module, scans: Mapping[str, int] | None = None) -> Iterator[Vis
     yield from visit(module.entry, 1, 1, (), (), None)
 
 
-# ---- trip counts ------------------------------------------------------------------------------------------------------
+# ---- trip counts -----------------------------------------------------------------------------------------------------
 
 
 def trip_count(

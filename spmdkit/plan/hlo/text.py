@@ -137,7 +137,7 @@ class Instruction:
         plain = _QUOTED.sub('""', self.attributes)
         roles: dict[str, tuple[str, ...]] = {}
         for role, many, one in re.findall(
-            r"(?:^|[ ,])(body|condition|calls|to_apply|select|scatter|branch_computations|true_computation|false_computation|"
+            r"(?:^|[ ,])(body|condition|calls|to_apply|select|scatter|branch_computations|true_computation|false_computation|"  # noqa: E501
             r"called_computations)=(?:\{([^{}]*)\}|%?([\w.\-]+))",
             plain,
         ):

@@ -123,7 +123,7 @@ def _read(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-# ---- measuring --------------------------------------------------------------------------------------------------------
+# ---- measuring -------------------------------------------------------------------------------------------------------
 
 
 def _measure(devices: Sequence[Any]) -> Rates:

@@ -221,7 +221,7 @@ def _nearest_shape(chip: Chip, dims: tuple[int, ...]) -> str:
     return min(options, key=lambda s: abs(math.prod(map(int, s.split("x"))) - asked))
 
 
-# ---- devices ----------------------------------------------------------------------------------------------------------
+# ---- devices ---------------------------------------------------------------------------------------------------------
 
 
 def open_target(target: Target) -> Target:

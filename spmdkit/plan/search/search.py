@@ -106,7 +106,7 @@ def _predicted(candidate: Candidate) -> float:
     return candidate.document["predicted_step_s"] if candidate.document else float("inf")
 
 
-# ---- the queue --------------------------------------------------------------------------------------------------------
+# ---- the queue -------------------------------------------------------------------------------------------------------
 
 
 class _Queue:
@@ -165,7 +165,7 @@ def _work_off(queue: _Queue, plan: Callable[[Candidate], dict[str, Any] | str], 
         report(f"{candidate.name}: {candidate.status}{predicted}")
 
 
-# ---- compiling --------------------------------------------------------------------------------------------------------
+# ---- compiling -------------------------------------------------------------------------------------------------------
 
 
 def _in_process(

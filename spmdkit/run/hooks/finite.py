@@ -232,7 +232,10 @@ class FiniteResults:
             run.message(f"the batch of step {step} cannot be written to {self._directory}: {error.strerror or error}")
 
 
-EVALUATION_RULE = "The metrics of an evaluation have to be finite. Fix that metric, or set on_nonfinite: {evaluation: continue} to permit it."
+EVALUATION_RULE = (
+    "The metrics of an evaluation have to be finite. Fix that metric, or set on_nonfinite: "
+    "{evaluation: continue} to permit it."
+)
 
 
 def check_evaluation(config: Any, step: int, values: Mapping[str, Any]) -> None:

@@ -75,4 +75,7 @@ def _take_own(directory: Path, attempt: str, stack: ExitStack) -> None:
             claim(directory, attempt)
 
 
-SHARED = "A run has one directory, on a disk that all hosts share. Set run_dir to a folder of such a disk, or checkpoint.directory to one of a bucket."
+SHARED = (
+    "A run has one directory, on a disk that all hosts share. Set run_dir to a folder of such a disk, or "
+    "checkpoint.directory to one of a bucket."
+)

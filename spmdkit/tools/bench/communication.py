@@ -153,7 +153,7 @@ def table(result: dict[str, Any]) -> list[str]:
         [row[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(row[1:], widths[1:], strict=True))]
     )
     seeds = len(result["seeds"])
-    title = f"{result['devices']} x {result['device']}, {describe_mesh(result['mesh'])}, batch {result['batch_size']}, {result['steps']} steps"
+    title = f"{result['devices']} x {result['device']}, {describe_mesh(result['mesh'])}, batch {result['batch_size']}, {result['steps']} steps"  # noqa: E501
     title += f", {seeds} seed{'s' * (seeds > 1)}; loss: {result['loss_is']}"
     lines = [title, *(aligned(row).rstrip() for row in cells)]
     for row in result["rows"]:

@@ -54,7 +54,8 @@ def _time(opened: Opened, seeds: Sequence[tuple[Trained, Trained]], notes: list[
     if not counted:
         least = first_lasting(program) + 3 * block_steps(program, seeds[0][0].steps)
         notes.append(
-            f"no time: a block is {seeds[0][0].block_steps} steps here, and the first does not count. Try --steps {least}"
+            f"no time: a block is {seeds[0][0].block_steps} steps here, and the first does not count. Try --steps "
+            f"{least}"
         )
     elif not found and not is_sum:
         notes.append("no ratio of time: the memory does not hold this program and sum together")

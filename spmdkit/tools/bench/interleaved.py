@@ -100,7 +100,8 @@ class Trained:
 def _loss(metrics: Any) -> float:
     if "loss" not in metrics:
         raise ConfigError(
-            f"bench communication compares losses, and the task's metrics are {', '.join(sorted(metrics))}. Return one named loss from train_step."
+            f"bench communication compares losses, and the task's metrics are {', '.join(sorted(metrics))}. Return "
+            "one named loss from train_step."
         )
     return float(metrics["loss"])
 

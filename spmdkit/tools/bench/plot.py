@@ -28,7 +28,7 @@ def write(result: Mapping[str, Any], path: Path) -> str:
     _curves(middle, rows, colours)
     _times(right, rows, colours)
     figure.suptitle(
-        f"{result['replicas']} replicas, batch {result['batch_size']}, {result['steps']} steps, {len(result['seeds'])} seed{'s' * (len(result['seeds']) > 1)}"
+        f"{result['replicas']} replicas, batch {result['batch_size']}, {result['steps']} steps, {len(result['seeds'])} seed{'s' * (len(result['seeds']) > 1)}"  # noqa: E501
     )
     figure.savefig(path)
     return str(path)

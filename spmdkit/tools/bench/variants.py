@@ -52,7 +52,8 @@ def rows_of(reducers: str, syncs: str, own: Row) -> list[Row]:
             rows.append(row)
     if len(rows) == 1:
         raise ConfigError(
-            'bench communication: there is nothing to compare with sum. Name some, for example --reducers int8 --syncs "local_sgd(every=16)".'
+            "bench communication: there is nothing to compare with sum. Name some, for example --reducers int8 "
+            '--syncs "local_sgd(every=16)".'
         )
     return rows
 

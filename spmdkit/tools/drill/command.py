@@ -102,7 +102,8 @@ def _checked(request: DrillRequest, config: Config) -> list[Fault]:
     """Returns the faults. Raises ConfigError where a drill with them proves nothing."""
     if not request.faults:
         raise ConfigError(
-            "drill: no fault is requested. A drill injects faults. Try --fault kill:1@20, or --fault kill:random --count 5."
+            "drill: no fault is requested. A drill injects faults. Try --fault kill:1@20, or --fault kill:random "
+            "--count 5."
         )
     if request.count < 1 or request.num_processes < 1:
         raise ConfigError(
@@ -213,8 +214,8 @@ def _failures(disturbed: Driver, code: int, leaf: str, record: str) -> list[str]
     missing = disturbed.num_requested - len(disturbed.injections)
     if missing:
         why.append(
-            f"{missing} of {disturbed.num_requested} faults were not injected before the run finished, so the drill proves nothing. Set "
-            "more steps (steps=...), or request fewer or earlier faults."
+            f"{missing} of {disturbed.num_requested} faults were not injected before the run finished, so the drill "
+            "proves nothing. Set more steps (steps=...), or request fewer or earlier faults."
         )
     if code != 0:
         why.append(f"the run exited with {code} ({outcome(code)}), not with 0")
@@ -248,7 +249,7 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
         lost = "-" if fault["steps_lost"] is None else fault["steps_lost"]
         after = "overtaken" if fault["overtaken"] else seconds(fault["recovery_s"])
         lines.append(
-            f"{fault['fault'][:16]:16}  {fault['process']:7}  {'step ' + str(fault['step']):8}  {fault['phase'][:10]:10}  {seconds(fault['detection_s']):>14}  {after:>15}  {lost:>10}"
+            f"{fault['fault'][:16]:16}  {fault['process']:7}  {'step ' + str(fault['step']):8}  {fault['phase'][:10]:10}  {seconds(fault['detection_s']):>14}  {after:>15}  {lost:>10}"  # noqa: E501
         )
     if len(result["faults"]) > 40:
         lines.append(f"... and {len(result['faults']) - 40} more")
@@ -256,7 +257,7 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
     for name, word in (("detection_s", "detected"), ("recovery_s", "recovered")):
         if result[name]:
             figures_line.append(
-                f"{word} after {format_seconds(result[name]['median'])} (median), {format_seconds(result[name]['max'])} (longest)"
+                f"{word} after {format_seconds(result[name]['median'])} (median), {format_seconds(result[name]['max'])} (longest)"  # noqa: E501
             )
     figures_line.append(f"{result['steps_lost']} steps repeated")
     lines += [

@@ -192,7 +192,7 @@ class Driver:
             if bars.bars and bars.bars[-1].kind == "restart":
                 bars.bars.pop()
 
-    # ---- injecting ------------------------------------------------------------------------------------------------------
+    # ---- injecting ---------------------------------------------------------------------------------------------------
 
     def _request_next(self, children: Sequence[Child], new_attempt: bool) -> None:
         """Requests the next fault; one that was not injected in the previous attempt is requested again."""

@@ -118,8 +118,9 @@ def network_for(faults: Sequence[Fault], num_processes: int) -> Iterator[Network
     )
     if why:
         raise ConfigError(
-            f"--fault {network_fault}: {why}. Network faults need one simulated host per process. Run as root on Linux with "
-            f"-n 2 or more, or try --fault stop:{network_fault.process or 0}@20, which also stops heartbeats."
+            f"--fault {network_fault}: {why}. Network faults need one simulated host per process. Run as root on "
+            f"Linux with -n 2 or more, or try --fault stop:{network_fault.process or 0}@20, which also stops "
+            "heartbeats."
         )
     with contextlib.ExitStack() as stack:
         home = _this_space()

@@ -72,7 +72,7 @@ def migrate(settings: Mapping[str, Any], devices: int, folder: Path) -> Migratio
 
 def _type(migration: Migration, key: str, value: Any) -> None:
     parts = {
-        "FSDP": "fsdp: -1", "DEEPSPEED": "by deepspeed_config", "MEGATRON_LM": "by megatron_lm_config", "NO": "one device"
+        "FSDP": "fsdp: -1", "DEEPSPEED": "by deepspeed_config", "MEGATRON_LM": "by megatron_lm_config", "NO": "one device"  # noqa: E501
     }  # fmt: skip
     migration.report("mapped", key, value, f"mesh: {parts.get(str(value), 'data: -1')}")
 

@@ -53,7 +53,8 @@ def read(path: Path) -> Mapping[str, Any]:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(
-                f"migrate {path}: {path.stat().st_size} bytes, a config has at most {MAX_BYTES}. Give the config file itself."
+                f"migrate {path}: {path.stat().st_size} bytes, a config has at most {MAX_BYTES}. Give the config file "
+                "itself."
             )
         written = path.read_text()
         settings = json.loads(written) if path.suffix == ".json" else yaml.safe_load(written)
@@ -86,7 +87,8 @@ def chosen(
     if project is None and fitting[best] == 0:
         some = ", ".join(list(settings)[:5])
         raise ConfigError(
-            f"migrate {path}: its settings ({some}) belong to none of {', '.join(projects)}. Name the project: --project accelerate."
+            f"migrate {path}: its settings ({some}) belong to none of {', '.join(projects)}. Name the project: "
+            "--project accelerate."
         )
     return project or best
 

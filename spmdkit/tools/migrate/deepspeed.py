@@ -141,7 +141,8 @@ def _optimizer(migration: Migration, key: str, value: Any) -> None:
         )
     chosen: dict[str, Any] = {"name": name}
     note = (
-        f"its compression is a reducer here, over replicas: reducer: {{sign: {{warmup: {params.get('freeze_step', 100)}}}}}"
+        "its compression is a reducer here, over replicas: reducer: "
+        f"{{sign: {{warmup: {params.get('freeze_step', 100)}}}}}"
         if compressed
         else ""
     )

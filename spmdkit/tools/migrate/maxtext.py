@@ -39,7 +39,7 @@ NAMES = frozenset(
 """A file that has one of these is MaxText's."""
 
 _AXES = {
-    "data": "data", "fsdp": "fsdp", "tensor": "tensor", "expert": "expert", "pipeline": "pipeline", "context": "context", "sequence": "context"
+    "data": "data", "fsdp": "fsdp", "tensor": "tensor", "expert": "expert", "pipeline": "pipeline", "context": "context", "sequence": "context"  # noqa: E501
 }  # fmt: skip
 _MERGED = {
     "fsdp_transpose": "fsdp",
@@ -253,7 +253,7 @@ def _rate(migration: Migration, settings: Mapping[str, Any]) -> None:
     final = settings.get("cosine_learning_rate_final_fraction", settings.get("learning_rate_final_fraction", 0.1))
     warmup = int(steps * float(settings.get("warmup_steps_fraction", 0.1)))
     schedule = {
-        "name": "warmup_cosine_decay_schedule", "init_value": 0.0, "peak_value": rate, "warmup_steps": warmup, "decay_steps": steps, "end_value": rate * float(final)
+        "name": "warmup_cosine_decay_schedule", "init_value": 0.0, "peak_value": rate, "warmup_steps": warmup, "decay_steps": steps, "end_value": rate * float(final)  # noqa: E501
     }  # fmt: skip
     migration.put("learning_rate", schedule)
     for key in RATE:

@@ -75,7 +75,10 @@ def test_a_keeper_that_cannot_listen_says_where_and_what_to_do():
 
 @pytest.mark.processes
 def test_a_keeper_ends_with_a_process_that_dies_before_anybody_came(tmp_path):
-    script = "import sys, time; from spmdkit.cluster.service import ServiceProcess; k = ServiceProcess(2, 0); print(k._popen.pid, flush=True); time.sleep(60)"
+    script = (
+        "import sys, time; from spmdkit.cluster.service import ServiceProcess; k = ServiceProcess(2, 0); "
+        "print(k._popen.pid, flush=True); time.sleep(60)"
+    )
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     popen = subprocess.Popen([sys.executable, "-c", script], env=env, cwd=tmp_path, stdout=subprocess.PIPE)
     service_process = int(popen.stdout.readline())

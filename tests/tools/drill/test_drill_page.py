@@ -92,10 +92,10 @@ def test_page_shows_faults_cost_and_failures():
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium (make test tries)")
 def test_a_browser_draws_every_bar_within_the_page(tmp_path):
     probe = (
-        "<script>const svg = document.querySelector('svg.timeline').getBoundingClientRect();"
-        "const inside = [...document.querySelector('svg.timeline').querySelectorAll('rect')].every(r => { const b = r.getBoundingClientRect();"
-        " return b.left >= svg.left - 1 && b.right <= svg.right + 1 && b.width > 0 });"
-        "document.title = [document.documentElement.scrollWidth, innerWidth, inside].join(' ')</script></body>"
+        "<script>const svg = document.querySelector('svg.timeline').getBoundingClientRect();const inside = "
+        "[...document.querySelector('svg.timeline').querySelectorAll('rect')].every(r => "
+        "{ const b = r.getBoundingClientRect(); return b.left >= svg.left - 1 && b.right <= svg.right + 1 && b.width > 0 });document.title "  # noqa: E501
+        "= [document.documentElement.scrollWidth, innerWidth, inside].join(' ')</script></body>"
     )
     text = drill_page(RESULT).replace("default-src 'none'", "default-src 'none'; script-src 'unsafe-inline'")
     probed = tmp_path / "probed.html"

@@ -21,9 +21,11 @@ def counted(result, key):
 
 def figures(result):
     return (
-        f"{result['fired']} kills in {result['attempts']} starts: phases {counted(result, 'phase')}; drawn {counted(result, 'drawn_at')}; processes "
-        f"{counted(result, 'process')}; {sum(f['unfinished'] is not None for f in result['faults'])} left a save half written; detection {result['detection_s']}; "
-        f"recovery {result['recovery_s']}; steps repeated {result['steps_lost']}; goodput {result['goodput']:.1%}"
+        f"{result['fired']} kills in {result['attempts']} starts: phases {counted(result, 'phase')}; drawn "
+        f"{counted(result, 'drawn_at')}; processes {counted(result, 'process')}; "
+        f"{sum(f['unfinished'] is not None for f in result['faults'])} left a save half written; detection "
+        f"{result['detection_s']}; recovery {result['recovery_s']}; steps repeated {result['steps_lost']}; goodput "
+        f"{result['goodput']:.1%}"
     )
 
 

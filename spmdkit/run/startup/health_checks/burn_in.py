@@ -3,8 +3,8 @@ takes longer is slow.
 
 A chip that silently computes wrong numbers does so on some operands, at some temperatures, now and then (Hochschild et
 al., "Cores that don't count", 2021; Dixit et al., "Silent data corruptions at scale", 2021). So each device repeats
-chains of products with the same operands, all in one program, and every result is checked, not only the last. Nothing crosses
-devices: 32 bits for each chain go to the host.
+chains of products with the same operands, all in one program, and every result is checked, not only the last. Nothing
+crosses devices: 32 bits for each chain go to the host.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def burn(devices: Sequence[jax.Device], process_index: int, seconds: float) -> l
     def run(place: int, index: int, device: jax.Device) -> None:
         try:
             done = _burn_one(device, seconds, ready)
-            found[place] = {"device": index, "process": process_index, "host": socket.gethostname(), "platform": device.platform, "kind": device.device_kind} | done  # fmt: skip
+            found[place] = {"device": index, "process": process_index, "host": socket.gethostname(), "platform": device.platform, "kind": device.device_kind} | done  # fmt: skip  # noqa: E501
         except BaseException as error:  # noqa: BLE001  raised below, in the caller's thread
             ready.abort()
             errors.append(error)

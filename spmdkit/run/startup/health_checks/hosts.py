@@ -31,7 +31,7 @@ REQUESTS = 3
 def meet(cluster: Cluster, address: str | None = None) -> list[dict[str, Any]]:
     """Returns for each process host, address, unreached (process -> error) and clock_s (seconds that its clock is ahead
     of process 0's)."""
-    mine: dict[str, Any] = {"host": socket.gethostname(), "address": address or cluster.advertises, "unreached": {}, "clock_s": None}  # fmt: skip
+    mine: dict[str, Any] = {"host": socket.gethostname(), "address": address or cluster.advertises, "unreached": {}, "clock_s": None}  # fmt: skip  # noqa: E501
     if cluster.num_processes == 1:
         return [mine | {"clock_s": 0.0}]
     with _answering(mine["address"]) as port:

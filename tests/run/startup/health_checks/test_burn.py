@@ -12,7 +12,7 @@ from spmdkit.run.startup.health_checks.bandwidth import _rounds
 
 def seen(device, digests=("aa",), gflops=100.0, host=None, platform="gpu", kind="H200"):
     host = host or f"node{device // 4}"
-    return {"device": device, "process": device // 4, "host": host, "platform": platform, "kind": kind, "digests": list(digests), "gflops": gflops}  # fmt: skip
+    return {"device": device, "process": device // 4, "host": host, "platform": platform, "kind": kind, "digests": list(digests), "gflops": gflops}  # fmt: skip  # noqa: E501
 
 
 def ring(num, slow=None):
