@@ -23,6 +23,7 @@ import pytest
 from spmdkit.faults.signals import SIGNALS
 from tests.support import compile_cache
 from tests.support.buckets import PACKAGES as SERVERS
+from tests.support.forms import mark_slow_forms
 from tests.support.seconds import Seconds
 from tests.support.strangers import let_optax_promote
 
@@ -58,7 +59,8 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Folders whose files take long begin, so that two workers end at the same time."""
+    """Marks the slow forms. Folders with long files come first, so that two workers end at the same time."""
+    mark_slow_forms(items)
     first = ("system", "examples", "ops", "step", "verify", "natural", "communication")
     place = {name: i for i, name in enumerate(first)}
     items.sort(key=lambda item: place.get(item.nodeid.split("/")[1], len(first)))

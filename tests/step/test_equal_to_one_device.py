@@ -36,10 +36,10 @@ from tests.support.core_runs import (
     program_of,
     train,
 )
-from tests.support.forms import pairwise, slow_except
+from tests.support.forms import slow_except
 
 FAST = [
-    *pairwise(["regression"], list(MESHES), [1, 4]),
+    *itertools.product(["regression"], MESHES, (1, 4)),
     ("gpt", "data 2 x fsdp 2 x tensor 2", 1),
     ("gpt", "fsdp 8 zero 2", 4),
     ("gpt", "tensor 4 x data 2", 4),

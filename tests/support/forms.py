@@ -1,29 +1,15 @@
-"""Which forms of a test run: every pair of values instead of every combination, and which of them are slow."""
+"""Which forms of a test run by default, and which are slow.
 
+`@pytest.mark.forms(n)` on a parametrized test: n of its forms run by default, chosen so that they cover the most values
+and pairs of values of its parameters. The others are slow.
+"""
+
+import collections
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
-
-
-def pairwise(*dims: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Returns few combinations, one value of each dim, in which every pair of values of two dims occurs.
-
-    Greedy and deterministic: each combination covers as many new pairs as one can. Three dims of 3, 8 and 2 values need
-    24 combinations instead of 48.
-    """
-    product = list(itertools.product(*(range(len(dim)) for dim in dims)))
-    pairs = {form: set(itertools.combinations(enumerate(form), 2)) for form in product}
-    missing = set().union(*pairs.values())
-    forms = []
-    while missing:
-        best = max(product, key=lambda form: len(pairs[form] & missing))
-        missing -= pairs[best]
-        forms.append(best)
-    if len(dims) < 2:
-        forms = product
-    return [tuple(dim[i] for dim, i in zip(dims, form, strict=True)) for form in sorted(forms)]
 
 
 def slow_except(fast: Collection[Any], forms: Iterable[Any]) -> list[Any]:
@@ -36,3 +22,33 @@ def slow_except(fast: Collection[Any], forms: Iterable[Any]) -> list[Any]:
         else pytest.param(form, marks=pytest.mark.slow)
         for form in forms
     ]
+
+
+def mark_slow_forms(items: Iterable[pytest.Item]) -> None:
+    """Marks slow the forms that the mark `forms` of their test leaves out."""
+    forms: dict[Any, list[pytest.Item]] = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("forms") is not None and item.get_closest_marker("slow") is None:
+            forms[item.function].append(item)
+    for of_test in forms.values():
+        number = of_test[0].get_closest_marker("forms").args[0]
+        for i in set(range(len(of_test))) - set(covering([item.callspec.indices for item in of_test], number)):
+            of_test[i].add_marker("slow")
+
+
+def covering(forms: Sequence[dict[str, int]], number: int) -> list[int]:
+    """Returns which forms (parameter -> index of its value) cover the most values, then pairs of values, then lie the
+    farthest apart."""
+    values = [set(form.items()) for form in forms]
+    pairs = [set(itertools.combinations(form.items(), 2)) for form in forms]
+    chosen: list[int] = []
+    seen_values: set[Any] = set()
+    seen_pairs: set[Any] = set()
+    while len(chosen) < min(number, len(forms)):
+        apart = [min((abs(i - j) for j in chosen), default=-i) for i in range(len(forms))]
+        gains = [(len(values[i] - seen_values), len(pairs[i] - seen_pairs), apart[i], i) for i in range(len(forms))]
+        best = max(gain for gain in gains if gain[-1] not in chosen)[-1]
+        chosen.append(best)
+        seen_values |= values[best]
+        seen_pairs |= pairs[best]
+    return chosen
