@@ -71,12 +71,14 @@ def test_a_loss_a_global_step_a_step_per_replica_and_an_own_loop_give_the_same_n
     assert f"loss {loss:.4f}" in capsys.readouterr().out
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize(("name", "accuracy"), [("digits_cnn", 0.92), ("digits_nnx", 0.92), ("digits_equinox", 0.86)])
 def test_digits_are_read_as_well_as_the_header_says(name, accuracy):
     _, program, state = run(name)
     assert program.eval(state)["accuracy"] > accuracy
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("loss", ["clip", "simclr"])
 def test_the_negatives_of_a_digit_are_everybodys_on_any_mesh(loss):
     """Three steps, and an evaluation of 360 digits in batches of 128, of which 24 rows of the last one are padding."""
@@ -94,6 +96,7 @@ def one_device():
     return run("one_device", *QUICK_GPT)
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("name", GPT_CONFIGS)
 def test_the_mesh_changes_nothing_but_where_the_gpt_lives(name, one_device):
     losses, program, state = run(name, *QUICK_GPT)
@@ -103,6 +106,7 @@ def test_the_mesh_changes_nothing_but_where_the_gpt_lives(name, one_device):
         assert program.eval(state)["loss"] == pytest.approx(reference, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_mesh_changes_nothing_of_the_mixture_of_experts():
     on_eight, program, state = run("moe", *QUICK_GPT)
     on_one, _, other_state = run("moe", *QUICK_GPT, "mesh={}")
@@ -140,6 +144,7 @@ def test_bfloat16_stays_close_to_float32(one_device):
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype("float32")}
 
 
+@pytest.mark.slow
 def test_a_physics_informed_network_has_the_numbers_of_one_device_and_comes_near_the_solution():
     losses, program, state = run("pinn", "steps=300")
     assert program.form == "manual" and program.eval(state)["error"] < 0.03
@@ -148,6 +153,7 @@ def test_a_physics_informed_network_has_the_numbers_of_one_device_and_comes_near
     assert state.model_state["points"] == 300 * 256 and other.model_state["points"] == 20 * 256
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [

@@ -81,12 +81,14 @@ def task_of(loss_fn, mesh="", **more):
     return sk.Task(init, loss_fn, keep_gradient(optax.sgd(0.1)), train_data=DATA, rules=rules, **more)
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_loss_over_all_rows_equals_one_device(mesh):
     _, run = train(task_of(by_sk, mesh), mesh)
     assert_same_run(run, by_hand(plain, init(jax.random.key(0)), DATA, optax.sgd(0.1)))
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("mesh", ["one device", "data 8", "replica 2 x data 4", "data 2 x fsdp 4"])
 def test_with_microbatches_everybody_is_in_the_same_microbatch(mesh):
     """On every mesh microbatch m has the same rows: the m-th part of the batch."""
@@ -126,6 +128,7 @@ def test_in_a_per_replica_step_it_is_too(mesh):
     assert all(metrics["right"] == 1 for metrics in run.metrics)
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize(
     ("mesh", "tiled"),
     [("one device", True), ("data 8", False), ("replica 2 x data 4", True), ("data 2 x fsdp 4", False)],
@@ -136,6 +139,7 @@ def test_lax_collectives_over_axis_tuples_equal_one_device(mesh, tiled):
     assert_same_run(run, expected._replace(metrics=[{"loss": x} for x in expected.losses]))
 
 
+@pytest.mark.forms(6)
 @pytest.mark.parametrize("tiled", [True, False])
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("mapped", [(0, 0), (1, 2), (None, 1)])

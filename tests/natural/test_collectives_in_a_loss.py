@@ -86,6 +86,7 @@ def plain(params, rows):
     return sum(losses.values()).mean(), {name: x.mean() for name, x in losses.items()}
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize("mesh", ["one device", "data 8", "replica 2 x data 4", "data 2 x fsdp 4", "fsdp 8 zero 2"])
 def test_loss_with_own_collectives_equals_one_device(mesh):
     task = sk.Task(init, loss_fn, keep_gradient(optax.sgd(0.1)), train_data=DATA)

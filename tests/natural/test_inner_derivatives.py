@@ -135,6 +135,7 @@ FORMS = slow_except(
 )
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize(("mesh", "microbatches"), FORMS)
 def test_derivatives_at_constants_equal_one_device(mesh, microbatches):
     """By the emitter that users get: with the one of the suite a Hessian on eight devices is 2.3e-5 from that of

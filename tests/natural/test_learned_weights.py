@@ -70,6 +70,7 @@ def test_the_reference_is_the_quotient_written_out():
 CASES = [*((mesh, 1) for mesh in MESHES), ("data 8", 2), ("fsdp 8 zero 2", 2), ("one device", 2)]
 
 
+@pytest.mark.forms(4)
 @pytest.mark.parametrize(("mesh", "microbatches"), CASES)
 def test_gradient_of_learned_weights_is_the_quotients(mesh, microbatches):
     _, run = train(task(weighted, mesh), mesh, microbatches=microbatches)

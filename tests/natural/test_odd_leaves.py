@@ -57,6 +57,7 @@ def by_hand():
     return params, state
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("mesh", ["one device", "data 8", "data 2 x fsdp 4", "fsdp 8 zero 2"])
 def test_they_are_those_of_one_device(mesh):
     program, run = train(sk.Task(init, loss_fn, keep_gradient(optax.sgd(0.1)), train_data=DATA), mesh)

@@ -64,6 +64,7 @@ def task(mesh):
     return sk.Task(init, train_step=train_step, optimizer=optax.sgd(RATE), train_data=DATA, rules=rules)
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize(("mesh", "microbatches"), [*((mesh, 1) for mesh in MESHES), ("data 2 x fsdp 4", 2)])
 def test_adversarial_networks_equal_one_device(mesh, microbatches):
     program = program_of(task(mesh), mesh, microbatches=microbatches)

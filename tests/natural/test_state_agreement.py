@@ -93,6 +93,7 @@ def assert_same_state(found, right):
         np.testing.assert_allclose(mine, value, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-6, err_msg=name)
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize("mesh", REPLICAS)
 def test_every_leaf_is_that_of_one_device(mesh):
     rules = [(".*", ["mlp"])] if "tensor" in mesh else []

@@ -104,6 +104,7 @@ def test_a_cut_sequence_gives_the_plain_formula(form, case):
     assert_equal(on_mesh(op, *qkv(), segments=segments, attention=FORMS[form], context=4, fsdp=2), expected)
 
 
+@pytest.mark.forms(2)
 @forms("ring", "all to all")
 @pytest.mark.parametrize(
     "kv_heads, asked", [(2, {"context": 2, "tensor": 4}), (4, {"context": 2, "tensor": 2, "fsdp": 2})]

@@ -125,6 +125,7 @@ def one_device():
     return train(program_of(task()), evaluate=False, steps=3)
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize(
     "mesh, form, microbatches, remat",
     [*DEFAULT, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in DEFAULT)],

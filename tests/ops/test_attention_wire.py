@@ -73,6 +73,7 @@ def passes(op, args, **asked):
 SLOW = {"marks": pytest.mark.slow}
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize(
     "asked, segments",
     [(MESHES[0], True), (MESHES[1], False), *(pytest.param(m, s, **SLOW) for m in MESHES for s in (True, False))],

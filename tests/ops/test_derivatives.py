@@ -92,6 +92,7 @@ def in_replicas(kind, op, args, tangents):
         return jax.jit(jax.vmap(one, axis_name="data", spmd_axis_name="data"))(cut(args[0]), cut(tangents[0]))
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("op", OPS)
 def test_derivatives_through_a_part_equal_one_device(op, kind):
@@ -151,6 +152,7 @@ def weighted(op):
     return lambda *args: (op(*args) ** 2 * jnp.arange(1, 5, dtype=jnp.float32)).sum()
 
 
+@pytest.mark.forms(4)
 @pytest.mark.parametrize(
     "form, kind",
     of_all(
@@ -262,6 +264,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.forms(4)
 @pytest.mark.parametrize(
     "op, kind",
     of_all(

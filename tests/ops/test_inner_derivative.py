@@ -56,6 +56,7 @@ def test_derivative_by_constant_is_rejected_with_line(fn, mesh):
         program_of(task(fn), mesh=mesh, **SETTINGS)
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("fn", [by_own, by_own_with_sums])
 def test_derivative_by_shard_value_equals_one_device(fn, mesh):

@@ -73,6 +73,7 @@ def one_device():
     return train(program_of(task()), evaluate=False)
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize(
     ("mesh", "microbatches"),
     [

@@ -144,6 +144,7 @@ def one_device(**options):
     return train(program_of(task(**options)), evaluate=False)
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(c, marks=pytest.mark.slow) for c in LONG_CASES)])
 def test_a_mesh_is_one_device(case):
     settings, options = (CASES | LONG_CASES)[case]

@@ -53,6 +53,7 @@ CASES = {
 }
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize(
     "case", [*list(CASES)[:2], *(pytest.param(case, marks=pytest.mark.slow) for case in list(CASES)[2:])]
 )
@@ -201,6 +202,7 @@ def executed_layers(schedule, microbatches, **settings):
     return executions(program.traced.jaxpr.jaxpr, "sinh")
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize("schedule, chunks, passes", [("gpipe", 1, 1), ("1f1b", 1, 2), ("interleaved", 2, 2)])
 @pytest.mark.parametrize("microbatches", [4, 8])
 def test_stages_idle_as_the_formula_says(schedule, chunks, passes, microbatches):
@@ -336,6 +338,7 @@ def test_unused_pipeline_axis_is_rejected():
         program_of(ignoring, mesh={"pipeline": 4})
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 def test_the_models_arithmetic_is_that_without_stages(schedule):
     settings = {"mesh": {"data": 2, "pipeline": 2, "tensor": 2}, "pipeline": {"schedule": schedule, "microbatches": 4}}

@@ -81,6 +81,7 @@ CASES = {
 }
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("case", CASES)
 def test_activations_move_once_per_tick(case):
     schedule, num_microbatches, num_chunks, mesh = CASES[case]
@@ -102,6 +103,7 @@ def test_activations_move_once_per_tick(case):
     }
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("case", CASES)
 def test_measured_gradient_equals_one_device(case):
     schedule, num_microbatches, num_chunks, mesh = CASES[case]

@@ -54,6 +54,7 @@ def reference():
     return train(program_of(task()), evaluate=False, steps=2)
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize("wraps", [True, False], ids=["sk.remat", "the whole loss"])
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "remat"),
@@ -71,6 +72,7 @@ def test_offloaded_values_come_back_unchanged(mesh, microbatches, remat, wraps):
     assert_same_run(train(program, evaluate=False, steps=2), reference())
 
 
+@pytest.mark.forms(4)
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "remat"),
     [

@@ -163,6 +163,7 @@ def reference(between):
     return train(program_of(task(plain(between))), evaluate=False)
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize("case", CASES)
 def test_sharded_products_and_vocabulary_equal_one_device(case):
     settings, form, between, dims = CASES[case]

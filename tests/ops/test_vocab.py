@@ -26,6 +26,7 @@ def arrays():
     return hidden, head, random.integers(0, V, (B, T)).astype(np.int32)
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize("chunk", [None, 1, 3, 4])
 @pytest.mark.parametrize("asked", [{}, MESH], ids=["one device", "fsdp 2 x context 2 x tensor 2"])
 def test_no_number_of_chunks_changes_the_loss(asked, chunk, arrays):

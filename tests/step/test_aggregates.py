@@ -125,6 +125,7 @@ def check_steps(program, rows_of_step=lambda number: slice(None)):
 SHORT = {"data": {"drop_remainder": False}, "steps": 2}
 
 
+@pytest.mark.forms(4)
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("mesh", ["one", "data 8", "fsdp 8 zero 3", "data 2 x fsdp 2 x tensor 2"])
 def test_aggregates_cover_all_rows_on_every_mesh(mesh, microbatches):

@@ -46,6 +46,7 @@ def start(optimizer):
     return PARAMS, optimizer.init(PARAMS), (jnp.zeros(128), jnp.ones(128)), jnp.zeros(128)
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_conditional_update_equals_selecting_at_the_end(name):
     """Two programs, whose rounding may differ."""

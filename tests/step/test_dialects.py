@@ -71,6 +71,7 @@ PER_REPLICA = {
 }
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("mesh", ["data 8", "data 2 x fsdp 2 x tensor 2"])
 def test_a_whole_global_step_is_the_default_step(mesh, microbatches):
@@ -79,6 +80,7 @@ def test_a_whole_global_step_is_the_default_step(mesh, microbatches):
     assert_same_run(run, one_device("regression"))
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize("mesh", ["data 8", "replica 2 x data 4"])
 @pytest.mark.parametrize("step", PER_REPLICA)
 def test_a_per_replica_step_is_the_default_step(step, mesh):

@@ -65,6 +65,7 @@ def test_zero_2_with_data_axis_equals_one_device(microbatches):
     assert_same_run(train(program), one_device("regression"))
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize(("mesh", "microbatches"), [form[1:] for form in FAST if form[0] == "gpt"])
 def test_gpt_reduces_gradient_once_outside_the_loop(mesh, microbatches):
     settings = MESHES[mesh]
@@ -126,6 +127,7 @@ def test_short_last_batch_counts_only_its_examples(mesh, microbatches):
         assert_close(kept_gradient(state), gradient)
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("model", ["gpt", "cnn"])
 def test_short_last_batch_of_models_equals_one_device(model):
     task = gpt() if model == "gpt" else cnn(short_batches=True)
@@ -138,6 +140,7 @@ def test_short_last_batch_of_models_equals_one_device(model):
     assert_same_run(train(program, evaluate=False, steps=3), one)
 
 
+@pytest.mark.forms(4)
 @pytest.mark.parametrize("num_examples", [1, 7, 32, 33, 50])
 @pytest.mark.parametrize("mesh", ["data 8", "data 2 x fsdp 2 x tensor 2"])
 def test_evaluation_set_of_any_size_is_exact(mesh, num_examples):
@@ -254,6 +257,7 @@ def test_moving_average_follows_formula_and_is_evaluated(mesh):
     np.testing.assert_allclose(program.eval(state)["loss"], loss, rtol=TOLERANCE)
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize("remat", ["full", "dots", "dots_no_batch", {"save": ["hidden"]}], ids=str)
 @pytest.mark.parametrize("wraps", [True, False], ids=["sk.remat", "the whole loss"])
 def test_rematerialisation_changes_memory_and_no_number(wraps, remat):

@@ -58,6 +58,7 @@ def changed(before, after):
     return [path for path in before if not np.array_equal(before[path], after[path], equal_nan=True)]
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_skipped_step_changes_only_the_step_number(mesh):
     program = program_of(regression(), on_nonfinite="skip", **MESHES[mesh])

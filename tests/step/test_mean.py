@@ -154,6 +154,7 @@ def by_plain_key(batch, key):
     return jax.random.uniform(key, batch["id"].shape)
 
 
+@pytest.mark.forms(4)
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize(
     "mesh", [{}, {"replica": 2, "data": 4}, {"data": 2, "fsdp": 4}, {"fsdp": 8}], ids=lambda mesh: str(mesh)

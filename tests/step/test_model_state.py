@@ -79,6 +79,7 @@ def assert_statistics(state, mean, var):
 NUM_REPLICAS = {"data 8": 8, "replica 2 x data 4": 8, "data 2 x fsdp 4": 2, "fsdp 8 zero 3": 1, "fsdp 8 zero 2": 8}
 
 
+@pytest.mark.forms(4)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("mesh", NUM_REPLICAS)
 def test_axis_name_gives_statistics_of_whole_batch(mesh, microbatches):
@@ -87,6 +88,7 @@ def test_axis_name_gives_statistics_of_whole_batch(mesh, microbatches):
     assert jax.device_get(state.model_state)["seen"] == 3 * microbatches
 
 
+@pytest.mark.forms(4)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("mesh", NUM_REPLICAS)
 def test_global_state_without_axis_name_is_replica_mean(mesh, microbatches):
@@ -96,6 +98,7 @@ def test_global_state_without_axis_name_is_replica_mean(mesh, microbatches):
     assert jax.device_get(state.model_state)["seen"] == 3 * microbatches
 
 
+@pytest.mark.forms(4)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("mesh", NUM_REPLICAS)
 def test_replica_keeps_one_state_for_each_replica(mesh, microbatches):
@@ -107,6 +110,7 @@ def test_replica_keeps_one_state_for_each_replica(mesh, microbatches):
     assert_evaluated_with(program, state, mean.mean(0), var.mean(0))
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize(
     ("mesh", "group"), [("data 8", 2), ("replica 2 x data 4", 4), ("data 2 x fsdp 4", 2), ("data 8", 8)]
 )
@@ -126,6 +130,7 @@ def assert_evaluated_with(program, state, mean, var):
     np.testing.assert_allclose(program.eval(state)["loss"], loss, rtol=TOLERANCE)
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize("policy", ["global", "replica", {"group": 2}], ids=str)
 @pytest.mark.parametrize("mesh", ["data 8", "data 2 x fsdp 4"])
 def test_policy_changes_state_but_not_gradient(mesh, policy):

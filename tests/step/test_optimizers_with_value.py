@@ -79,6 +79,7 @@ def assert_same(found, expected, tolerance=1e-5):
     assert_close(found[1], expected[1], tolerance)
 
 
+@pytest.mark.forms(4)
 @pytest.mark.parametrize("mesh", ["one", "data 8", "fsdp 8"])
 @pytest.mark.parametrize("name", WITH_VALUE)
 def test_optimizer_with_loss_equals_plain_loop(name, mesh):
@@ -88,6 +89,7 @@ def test_optimizer_with_loss_equals_plain_loop(name, mesh):
     )
 
 
+@pytest.mark.forms(4)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", WITH_FUNCTION)
 def test_line_search_equals_plain_loop(name, mesh):

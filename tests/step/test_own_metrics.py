@@ -126,6 +126,7 @@ def check(program, steps=2):
 SHORT = {"data": {"drop_remainder": False}, "steps": 2}
 
 
+@pytest.mark.forms(4)
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("mesh", ["one", "data 8", "data 2 x fsdp 2 x tensor 2", "zero 2"])
 def test_user_metric_covers_all_rows_on_every_mesh(mesh, microbatches):

@@ -105,6 +105,7 @@ def keys_of_a_run(seed):
     return found, per_example
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_no_two_keys_of_a_run_are_equal(impl):
     with jax.default_prng_impl(impl):

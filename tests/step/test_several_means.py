@@ -75,6 +75,7 @@ def task_of(loss_fn, **more):
     return sk.Task(init, loss_fn, keep_gradient(optax.sgd(0.1)), train_data=DATA, **more)
 
 
+@pytest.mark.forms(4)
 @pytest.mark.parametrize(
     ("loss_fn", "mesh", "microbatches"),
     [

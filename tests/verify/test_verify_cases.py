@@ -19,6 +19,7 @@ from tests.support.verify_tasks import case_runner
 pytestmark = pytest.mark.promotes("tasks as users write them: masks of bools times numbers")
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("drop_remainder", [True, False])
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
 def test_a_right_task_is_equal_to_one_device(mesh, drop_remainder):

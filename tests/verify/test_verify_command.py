@@ -133,6 +133,7 @@ def run_with(folder, mistake, *arguments):
     return run(*FEW, *arguments), 1 + text.splitlines().index(f"        {mistake}")
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize(
     ("mistake", "drop_remainder", "says"),
     [

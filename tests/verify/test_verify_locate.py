@@ -31,6 +31,7 @@ def is_in(line, function):
     return inspect.getsourcefile(function).endswith(file) and first <= int(number) < first + len(lines)
 
 
+@pytest.mark.forms(4)
 @pytest.mark.parametrize(
     ("loss_fn", "says"),
     [

@@ -23,6 +23,7 @@ WORDS = {
 test_verify_locate.py."""
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("case", QUICK)
 def test_the_line_that_is_wrong_is_told(case):
     assert located.told(*case.split()).verdict == "right"
@@ -36,6 +37,7 @@ def test_so_it_is_where_parameters_are_cut_and_inside_of_a_part_that_is_cut_over
     assert found.verdict == "right", found
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize(("case", "says"), WORDS.items())
 def test_a_line_is_told_with_how_the_value_differs_and_over_which_axes(case, says):
     found = located.told(*located.OTHERS.get(case, case.split()))

@@ -55,24 +55,28 @@ OF_COUNTS = ("mean_of_means", "mean_over_shard", "count_without_gradient", "clip
 """Mutants that have to do with what a mean is divided by."""
 
 
+@pytest.mark.forms(6)
 @pytest.mark.parametrize("name", [mutant.name for mutant in MUTANTS if mutant.name not in OF_OPS | OF_NATURAL_TASKS])
 def test_a_mutant_is_caught(name):
     found = case_runner(tasks.right, drop_remainder=False).mutant(name, 4)
     assert found.get("caught"), found
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("name", sorted(OF_OPS))
 def test_a_mutant_of_an_op_is_caught(name):
     found = tasks.language_judge().mutant(name, 4)
     assert found.get("caught"), found
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("name", sorted(OF_NATURAL_TASKS))
 def test_a_mutant_of_a_natural_task_is_caught(name):
     found = tasks.natural_judge().mutant(name, 4)
     assert found.get("caught"), found
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("name", OF_COUNTS)
 def test_a_mutant_of_counts_is_caught_where_the_loss_is_a_sum_of_two_means(name):
     found = case_runner(tasks.two_means, drop_remainder=False).mutant(name, 4)
@@ -92,6 +96,7 @@ def test_a_natural_task_is_equal_to_one_device_and_one_device_to_plain_jax(mesh)
     assert plain["passed"] and plain["gradient_error"] < 1e-6, plain
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize(
     ("mistake", "quantity"),
     [
@@ -112,6 +117,7 @@ def test_verify_finds_by_itself_that_a_repair_of_the_toolkit_was_taken_out(mista
         assert plain["passed"] and not case["passed"] and quantity in case["failed"], case
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
 def test_a_model_with_ops_is_equal_to_one_device(axis):
     found = tasks.language_judge().case({"data": 2, axis: 2}, 1, whole=False)

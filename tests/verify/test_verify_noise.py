@@ -24,6 +24,7 @@ BELOW = {
 """Parameters whose true gradient is zero, with (numbers, of how many) that are."""
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("model", models.MODELS)
 def test_a_model_with_parameters_that_have_no_gradient_is_equal_to_one_device_and_they_are_named(model):
     case_runner = models.case_runner(model)

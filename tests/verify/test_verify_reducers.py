@@ -39,6 +39,7 @@ def test_every_reducer_is_compared_as_it_is_or_at_options_at_which_it_loses_noth
     assert reducer_note(config("adasum")).startswith(said)
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("name", ["int8", "adasum"])
 def test_a_right_task_passes_and_a_wrong_one_does_not_under_a_reducer_that_is_no_sum(name):
     found = case_runner(tasks.right, reducer=name).case({"data": 2}, 1, whole=False)

@@ -68,6 +68,7 @@ MESHES = {
 }
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("mesh", [pytest.param(m, marks=pytest.mark.slow if "fsdp" in m else ()) for m in MESHES])
 def test_step_applies_tree_of_replica_means(mesh):
     made = program(MESHES[mesh], "adasum", task(num=64), data={})

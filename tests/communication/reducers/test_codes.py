@@ -53,6 +53,7 @@ def test_sign_decodes_to_mean_magnitude_of_block():
     np.testing.assert_allclose(back, (np.where(x.reshape(2, 3, 1024) >= 0, 1, -1) * size).reshape(2, 3072), rtol=1e-6)
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["int8", "float8", "sign"])
 def test_non_finite_value_affects_only_its_block(name, bad):

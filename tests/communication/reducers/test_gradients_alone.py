@@ -84,6 +84,7 @@ def trained(form, reducer="sum", input_scale=None):
     return metrics, gradients, jax.device_get(state.model_state), program.eval(state)
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize(
     ("form", "input_scale"),
     [

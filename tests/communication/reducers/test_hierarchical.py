@@ -92,6 +92,7 @@ def test_per_replica_call_is_sharded_too():
     assert_close(state.reducer, expected.reducer)
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize(
     "outer",
     [

@@ -40,6 +40,7 @@ def run(reducer, order, **settings):
 TASK = task(optax.adam(1e-2))
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("mesh, num", [({"data": 8}, 8), ({"replica": 2, "data": 2, "tensor": 2}, 2)])
 def test_eight_orders_of_devices_give_the_same_bits(mesh, num):
     found = [run("ordered", order, mesh=mesh) for order in ORDERS[:num]]

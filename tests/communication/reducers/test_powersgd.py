@@ -71,6 +71,7 @@ def one_by_one(steps, q):
     return sums, owed
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize(
     "path, shape, view",
     [

@@ -35,6 +35,7 @@ def part_of_the_parameters(state, batch):
     return state.apply_gradients(grads | {"up": jnp.zeros_like(state.params["up"])}), {"loss": loss}
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("mesh", [DATA_8, {"mesh": {"replica": 2, "fsdp": 2, "tensor": 2}}], ids=["manual", "mapped"])
 @pytest.mark.parametrize("step, calls", [(two_calls, 2), (part_of_the_parameters, 1)])
 def test_every_call_has_a_state_of_its_own(step, calls, mesh):
@@ -125,6 +126,7 @@ def scaled(params, scale):
     return jax.tree.map(lambda x: x * scale, params)
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("reducer", ["sum", "ordered"])
 @pytest.mark.parametrize("mesh", [DATA_8, {"mesh": {"replica": 2, "fsdp": 2, "tensor": 2}}], ids=["manual", "mapped"])
 def test_call_inside_user_vmap_equals_single_calls(mesh, reducer):
@@ -134,6 +136,7 @@ def test_call_inside_user_vmap_equals_single_calls(mesh, reducer):
     assert_close(found.params, expected.params)
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("step", [in_a_scan, in_a_branch, in_a_jit, in_a_vmap])
 def test_stateful_call_inside_control_flow_names_its_line(
     step,

@@ -54,6 +54,7 @@ def test_resume_is_bitwise_and_needs_the_residual(saved):
     assert bits(other.params) != bits(expected.params)
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize(
     "mesh", [{"data": 2}, {"data": 8}, {"replica": 2, "data": 2, "fsdp": 2}, {"data": 2, "tensor": 2}]
 )

@@ -54,6 +54,7 @@ def test_replicas_are_bitwise_equal_after_200_steps(name):
     assert np.isfinite(losses).all() and np.mean(losses[-8:]) < 0.5 * np.mean(losses[:8])
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize("name", once_of_each(STATEFUL))
 def test_resume_is_bitwise_only_with_the_residual(name, tmp_path):
     state, _ = train(made(name), 3)
@@ -71,6 +72,7 @@ def test_resume_is_bitwise_only_with_the_residual(name, tmp_path):
     checkpoints.close()
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize("name", once_of_each(STATEFUL))
 def test_run_preserves_residual_on_other_replica_numbers(name, tmp_path):
     state, _ = train(made(name), 3)
@@ -88,6 +90,7 @@ def test_run_preserves_residual_on_other_replica_numbers(name, tmp_path):
 SETTINGS = {"microbatches": 2, "clip_norm": 0.5, "ema": 0.9, "precision": {"compute": "bfloat16", "reduce": "float32"}}
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize("name", once_of_each(OTHERS))
 def test_exact_options_equal_sum_under_all_settings(name):
     if not (made := plugins.make("reducers", chosen(name))).exact_options and not made.exact:
@@ -99,6 +102,7 @@ def test_exact_options_equal_sum_under_all_settings(name):
     assert_close(state.ema, expected.ema, 1e-4)
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize("name", once_of_each(OTHERS))
 def test_non_finite_gradient_is_seen_and_residual_unchanged(name):
     one_example = data(67)["weight"].max()

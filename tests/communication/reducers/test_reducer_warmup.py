@@ -46,6 +46,7 @@ def bits(tree):
 CASES = [("bfloat16", mesh) for mesh in MESHES if mesh != "mapped"] + [("ordered", "manual")]
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("name, mesh", CASES)
 def test_warmup_steps_use_sum_then_the_reducer(name, mesh):
     warm = made(name, mesh, WARMUP)
@@ -61,6 +62,7 @@ def test_warmup_steps_use_sum_then_the_reducer(name, mesh):
     assert name == "ordered" or bits(further.params) != bits(summed.params), "the reducer has added"
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("at", [2, 3, 4])
 def test_resume_is_bitwise_around_the_warmup(at, tmp_path):
     warm = made("bfloat16", warmup=WARMUP)

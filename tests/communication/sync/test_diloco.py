@@ -88,6 +88,7 @@ def by_hand(made, steps, outer, every=3):
     return params, anchor
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize(
     "mesh, optimizer",
     [*((mesh, OUTER) for mesh in MESHES), ("data 4", {"name": "adam", "learning_rate": 3e-3, "eps": 1e-3})],

@@ -57,6 +57,7 @@ def group(tree, number):
     return jax.tree.map(lambda x: np.asarray(x)[number], jax.device_get(tree))
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_start_is_synchronous_with_equal_copies(mesh):
     """With Adam and clipping, which local SGD with `every: 1` does not equal."""

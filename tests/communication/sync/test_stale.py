@@ -73,6 +73,7 @@ def by_hand(made, k, steps):
     return params, losses
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_gradient_is_applied_k_steps_late(mesh):
     made = program(2, microbatches=2 if mesh == "data 4" else 1, **MESHES[mesh])

@@ -72,6 +72,7 @@ def by_hand(made, steps, every, fragments=1, overlap=0, alpha=None):
     return params, agreed
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize(
     "name, mesh",
     [*((name, "data 4") for name in STREAMS), ("two, two steps late, mixed", "replica 2 x fsdp 2 x tensor 2")],

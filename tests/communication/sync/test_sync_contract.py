@@ -105,6 +105,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.forms(4)
 @pytest.mark.parametrize(
     "mesh, name, optimizer",
     [
@@ -192,6 +193,7 @@ def test_otherwise_it_converges_beside_synchronous_training(name):
     assert found[-1] < 0.2 * found[0] and plain[-1] < found[-1] < 1.5 * plain[-1], (found, plain)
 
 
+@pytest.mark.forms(8)
 @pytest.mark.parametrize(
     "name, mesh, microbatches",
     [
@@ -229,6 +231,7 @@ def check_by_hand(name, mesh, microbatches=1, every=3):
 # ---- on the wire
 
 
+@pytest.mark.forms(6)
 @pytest.mark.parametrize("name, mesh", [*itertools.product(DELAYED, MESHES), (OWN, "data 4")])
 def test_step_sends_nothing_between_groups(name, mesh):
     check_wire(name, mesh)
