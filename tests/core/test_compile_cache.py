@@ -92,7 +92,7 @@ def test_a_link_a_stranger_and_a_file_are_not_used(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(tmp_path / "real")
     assert "is not a directory" in place(tmp_path / "link", {})[1]
     (tmp_path / "file").write_text("")
-    assert "cannot be made" in place(tmp_path / "file", {})[1]
+    assert "cannot be created" in place(tmp_path / "file", {})[1]
     monkeypatch.setattr(os, "getuid", lambda: 4711)
     assert "belongs to user" in place(tmp_path / "real", {})[1]
 
