@@ -65,11 +65,11 @@ footer { color: var(--soft); font-size: 13px; text-align: center; margin-top: 28
 def page(title: str, body: str) -> str:
     """Returns the whole document. Its policy forbids the browser to load or run anything."""
     return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta '
+        "http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n<meta "
+        'name="viewport" content="width=device-width, initial-scale=1">\n<meta name="color-scheme" '
+        'content="light '
+        f'dark">\n<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n'
     )
 
 
