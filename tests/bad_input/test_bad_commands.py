@@ -8,7 +8,7 @@ NEVER_TRAINED = {
     "eval without a checkpoint": (79, ("eval", "run.yaml"), Says(asked="run/checkpoints", found="no checkpoint", rule="Evaluation needs one", repair="spmdkit train")),
     "report of no run": (78, ("report", "."), Says(asked="report of .", found=("no metrics.jsonl", "found 2 other entries"), rule="a run's", repair="run_dir")),
     "report of nothing": (78, ("report", "nowhere"), Says(asked="report of nowhere", found=("no metrics.jsonl", "found no such folder"), rule="a run's", repair="run_dir")),
-    "checkpoints of nothing": (78, ("checkpoint", "ls", "nowhere"), Says(asked="nowhere", found="no directory", repair="checkpoints/")),
+    "checkpoints of nothing": (78, ("checkpoint", "ls", "nowhere"), Says(asked="nowhere", found="not a directory", repair="checkpoints/")),
     "inspect what is not there": (79, ("checkpoint", "inspect", "."), Says(asked="a checkpoint is requested", found="holds none", rule="a record.json in it", repair="Train first")),
     "export what is not there": (79, ("checkpoint", "export", ".", "out.safetensors"), Says(asked="a checkpoint is requested", found="holds none", rule="a record.json in it", repair="Train first")),
     "launch nothing": (78, ("launch", "-n", "2"), Says(asked="launch", found="nothing to run", rule="two dashes", repair="spmdkit launch -n 2 -- train CONFIG")),

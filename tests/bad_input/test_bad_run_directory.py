@@ -95,7 +95,7 @@ def test_a_damaged_checkpoint_is_told_and_not_replaced_by_a_new_start(name, fold
     damage, found = DAMAGE[name]
     damage(folder)
     folder.write()
-    folder.fails(79, Says("is damaged", found, repair="set run_dir to a new folder to start anew"))
+    folder.fails(79, Says("is damaged", found, repair="set run_dir to a new folder to start again"))
 
 
 def test_a_foreign_folder_in_the_place_of_a_checkpoint_is_kept_beside_it(folder):
@@ -135,7 +135,7 @@ def test_a_file_in_the_place_of_the_checkpoints(folder):
     shutil.rmtree(folder.path / "run/checkpoints")
     (folder.path / "run/checkpoints").write_text("mine")
     folder.write()
-    folder.fails(78, Says("checkpoints go to", "run/checkpoints'", "this process may write to", repair="Set run_dir"))
+    folder.fails(78, Says("checkpoints go to", "run/checkpoints'", "a folder with write permission", repair="Set run_dir"))
 
 
 def test_a_folder_in_the_place_of_the_metrics(folder):
@@ -144,7 +144,7 @@ def test_a_folder_in_the_place_of_the_metrics(folder):
     folder.write()
     found = ("cannot be written", "Is a directory (error 21)")
     repair = ("permissions", "set run_dir", "same command again")
-    folder.fails(78, Says("run/metrics.jsonl", found, "A run needs a folder that it can", repair))
+    folder.fails(78, Says("run/metrics.jsonl", found, "A run needs a writable folder", repair))
 
 
 def test_a_directory_that_is_in_use(folder):

@@ -83,7 +83,7 @@ def test_model_state_of_one_replicas_examples_is_told():
 
 def test_accumulation_on_one_device_is_a_case_of_its_own():
     diagnosis = case_runner(tasks.own_statistics).case({}, 2, whole=False)["diagnosis"]
-    assert diagnosis["kind"] == "batch statistics" and "leave microbatches at 1" in diagnosis["repair"]
+    assert diagnosis["kind"] == "batch statistics" and "set microbatches: 1" in diagnosis["repair"]
     assert case_runner(tasks.summed_twice).case({}, 2, whole=False)["passed"]
 
 

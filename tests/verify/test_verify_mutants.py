@@ -127,7 +127,7 @@ def test_a_model_with_ops_is_equal_to_one_device(axis):
 @pytest.mark.parametrize("name", ["batch_statistics_per_replica", "statistics_of_first_replica"])
 def test_a_sum_over_replicas_that_nothing_is_made_of_is_no_mutant_that_was_missed(name):
     found = case_runner(tasks.counts_devices).mutant(name, 4)
-    assert "changes no number" in found["not_applicable"], found
+    assert "change no number" in found["not_applicable"], found
 
 
 @pytest.mark.parametrize(

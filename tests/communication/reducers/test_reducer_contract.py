@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
 
 def forgetful_owner(monkeypatch):
-    monkeypatch.setattr(coded, "_on_owner", lambda part, over: jnp.zeros((over.num, *part.shape)))
+    monkeypatch.setattr(coded, "_place_owned_part", lambda part, over: jnp.zeros((over.num, *part.shape)))
 
 
 BY_OWNERS = frozenset({"all_to_all", "all_gather"})
