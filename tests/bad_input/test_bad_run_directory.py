@@ -135,7 +135,9 @@ def test_a_file_in_the_place_of_the_checkpoints(folder):
     shutil.rmtree(folder.path / "run/checkpoints")
     (folder.path / "run/checkpoints").write_text("mine")
     folder.write()
-    folder.fails(78, Says("checkpoints go to", "run/checkpoints'", "a folder with write permission", repair="Set run_dir"))
+    folder.fails(
+        78, Says("checkpoints go to", "run/checkpoints'", "a folder with write permission", repair="Set run_dir")
+    )
 
 
 def test_a_folder_in_the_place_of_the_metrics(folder):

@@ -1,4 +1,4 @@
-"""BYOL whose teacher is the average of the parameters that the toolkit keeps."""
+"""BYOL with the toolkit's average of the parameters as its teacher."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""BYOL with the teacher in the model state, which the loss returns anew."""
+"""BYOL with the teacher in the model state, which the loss returns."""
 
 import jax
 import jax.numpy as jnp

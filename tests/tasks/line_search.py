@@ -1,4 +1,4 @@
-"""L-BFGS with a line search, which asks for the loss as a function of the parameters."""
+"""L-BFGS with a line search, which needs the loss as a function of the parameters."""
 
 import optax
 

@@ -1,4 +1,4 @@
-"""Data from a generator that nobody can index, in a loop of one's own."""
+"""Data from a generator without an index, in a custom loop."""
 
 import jax
 import optax

@@ -173,7 +173,7 @@ def test_a_step_that_holds_a_mesh_is_refused_with_the_line_that_makes_it():
         return state, jnp.mean(x)
 
     with pytest.raises(
-        sk.SpmdkitError, match=r"mesh of 4 devices, made at .*test_verify_handmade.py:\d+: mesh = jax.make_mesh"
+        sk.SpmdkitError, match=r"mesh of 4 devices, created at .*test_verify_handmade.py:\d+: mesh = jax.make_mesh"
     ) as raised:
         sk.verify_step(step, meshes=[{"data": 4}], arguments=arguments())
     assert "make(devices) -> (step, arguments)" in str(raised.value)
@@ -189,7 +189,7 @@ def test_a_mesh_that_no_variable_holds_is_told_by_the_line_that_uses_it():
 
 
 def test_a_make_that_does_not_use_its_devices_is_refused():
-    with pytest.raises(sk.SpmdkitError, match="make was given 1 devices"):
+    with pytest.raises(sk.SpmdkitError, match="make received 1 devices"):
         sk.verify_step(lambda devices: by_hand(np.array(jax.devices()[:4]).reshape(4, 1)), meshes=[{"data": 4}])
 
 

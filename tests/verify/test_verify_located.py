@@ -12,7 +12,7 @@ QUICK_OTHERS = ["long places_in_the_shard", "long denominators_averaged", "recur
 
 WORDS = {
     "long softmax_of_a_shard": (
-        ":36 (attention): broadcast_in_dim [8, 8, 1] is each shard's own sum over context, used as if it were of all"
+        ":37 (attention): broadcast_in_dim [8, 8, 1] is each shard's own sum over context, used as if it were of all"
     ),
     "moe statistic_of_a_shard": "is each shard's own mean over data, used as if it were of all",
     "contrastive times_replicas": "is 4 times that of one device: the size of data",
