@@ -1,5 +1,6 @@
-# make demo | test | quick | extras | slurm | mpirun | ray | network | engines | thorough | verify | tpu | reference | lint | fuzz | soak | bench | versions-matrix | constraints. Everything runs in .venv, made from constraints.txt on
-# first use; what needs a package of more than 100 MB (the TPU compiler) in .venv-extras.
+# make demo | test | quick | extras | slurm | mpirun | ray | network | engines | thorough | verify | tpu | reference |
+# lint | fuzz | soak | bench | versions-matrix | constraints. Targets run in .venv, which is created from
+# constraints.txt on first use. Targets that need a package of more than 100 MB (the TPU compiler) run in .venv-extras.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,17 +15,18 @@ BOUND := timeout -s KILL
 demo: $(VENV)/.demo
 	$(BOUND) 900 $(BIN)/python examples/demo.py
 
-# What can be made and looked at before the tests, of which each takes one core: `make --jobs 2 environments`.
+# The virtual environments, ruff, mypy and Chromium. `make --jobs 2 environments` builds them in parallel.
 environments: $(EXTRAS)/.test lint types browser
 
 test: $(VENV)/.test versions lint types browser
 	$(BOUND) 2400 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
-# Without the tests that start real processes: after each change.
+# The suite without the tests that start processes.
 quick: $(VENV)/.test lint types
 	$(BOUND) 1200 $(BIN)/python -m pytest -m 'not slow and not processes' --numprocesses 2 --dist loadfile
 
-# The tests that `make test` skips for want of a large package, and a job on each engine that this machine has. `make --jobs 2 extras` runs both side by side.
+# The tests that need a large package, and a job on each engine that is installed. `make --jobs 2 extras` runs both in
+# parallel.
 extras: packages jobs
 
 packages: $(EXTRAS)/.test
@@ -33,39 +35,41 @@ packages: $(EXTRAS)/.test
 jobs: $(EXTRAS)/.test
 	$(BOUND) 600 $(EXTRAS)/bin/python -m pytest -m engines -k 'numbers_of_a_local_run and not lost' -rs
 
-# What is rendered for clusters, run: a Slurm of two nodes, and hosts as network namespaces. Root; packages slurm-wlm, munge, iproute2.
+# Rendered jobs on a Slurm of two nodes, with network namespaces as hosts. Needs root and the packages slurm-wlm, munge
+# and iproute2.
 slurm: $(VENV)/.test
 	$(BOUND) 900 $(BIN)/python -m pytest -m engines tests/engines/test_slurm.py
 
-# `mpirun` on this machine and over two hosts as network namespaces. Root; packages openmpi-bin, iproute2.
+# `mpirun` on this machine and over two network namespaces. Needs root and the packages openmpi-bin and iproute2.
 mpirun: $(VENV)/.test
 	$(BOUND) 600 $(BIN)/python -m pytest -m engines -k mpirun tests/engines
 
-# A Ray on this machine and, as root, of two nodes on hosts as network namespaces.
+# Ray on this machine and, as root, on two network namespaces.
 ray: $(EXTRAS)/.test
 	$(BOUND) 900 $(EXTRAS)/bin/python -m pytest -m ray tests/engines/test_ray.py
 
-# Hosts as network namespaces, joined by the switch in user space: delay, loss, rate, cuts. Root; /dev/net/tun.
+# Network faults (delay, loss, rate, partition) between network namespaces. Needs root and /dev/net/tun.
 network: $(VENV)/.test
 	$(BOUND) 900 $(BIN)/python -m pytest -m 'slow or not slow' tests/tools/drill/test_network.py -rs
 
 engines: $(VENV)/.test
 	$(BOUND) 1800 $(BIN)/python -m pytest -m engines
 
-# What the default suite leaves out: the long forms of its tests.
+# The slow tests and every form of the tests that `make test` samples.
 thorough: $(EXTRAS)/.test
 	$(BOUND) 7200 $(EXTRAS)/bin/python -m pytest -m slow --numprocesses 2 --dist loadfile -o faulthandler_timeout=1800
 
-# Every legal mesh, for every config in configs/verify. Hours of processor time; what is finished is kept in build/verify.
+# Every valid mesh for every config in configs/verify. Takes hours; finished results are kept in build/verify.
 verify: $(VENV)/.test
 	$(BOUND) 28800 $(BIN)/python benchmarks/verify_examples.py
 
-# What every strategy sends on every TPU, by the TPU compiler, against the golden file. `make tpu WRITE=--write` keeps what is found.
+# The collectives of every strategy on every TPU, from the TPU compiler, compared with the golden file.
+# `make tpu WRITE=--write` updates the file.
 tpu: $(EXTRAS)/.test
 	$(BOUND) 3600 $(EXTRAS)/bin/python tests/plan/golden_collectives.py $(WRITE)
 
-# TensorFlow's own strategies on the linear regression, against the golden file that the tests compare with: 1.6 GB in an environment of its own.
-# `make reference WRITE=--write` keeps what is found.
+# TensorFlow's strategies on the linear regression, compared with the golden file of the tests. Installs 1.6 GB into
+# its own environment. `make reference WRITE=--write` updates the file.
 reference:
 	test -x $(REFERENCE)/bin/python || $(PYTHON) -m venv $(REFERENCE)
 	$(REFERENCE)/bin/python -m pip --disable-pip-version-check --no-input install --quiet tensorflow-cpu==2.21.0
@@ -79,28 +83,30 @@ lint: $(VENV)/.test
 types: $(VENV)/.test
 	$(BIN)/mypy --no-error-summary
 
-# Configs, files and damages made from a seed: the right code, no traceback, 25 lines, 3 seconds. `make fuzz SEED=7 COUNT=30000`.
+# Random configs, files and damage: the documented exit code, no traceback, at most 25 lines, at most 3 seconds.
+# `make fuzz SEED=7 COUNT=30000`.
 fuzz: $(VENV)/.test
 	$(BOUND) 3600 $(BIN)/python -m tests.support.fuzz --seed $(or $(SEED),0) --count $(or $(COUNT),3000)
 
-# A hundred SIGKILLs of any of four processes, in any phase, with restarts: the same bits in the end. `make soak KILLS=20 SEED=7 PROCESSES=1`; its figures are in
-# docs/reliability.md.
+# 100 SIGKILLs of any of four processes in any phase: the final parameters are bitwise equal.
+# `make soak KILLS=20 SEED=7 PROCESSES=1`. Figures: docs/reliability.md.
 soak: $(VENV)/.test
 	KILLS=$(or $(KILLS),100) SEED=$(or $(SEED),1) PROCESSES=$(or $(PROCESSES),4) $(BOUND) 5400 $(BIN)/python -m pytest -m slow -s -o faulthandler_timeout=5000 tests/tools/drill/test_kills.py
 
 bench: $(VENV)/.test
 	$(BOUND) 1800 $(BIN)/python benchmarks/overhead.py
 
-# Where the TPU compiler is installed and there is no TPU, it would say so at length.
+# The environment variables silence the TPU compiler on a machine without a TPU.
 versions: $(VENV)/.test
 	@TPU_SKIP_MDS_QUERY=1 TPU_STDERR_LOG_LEVEL=3 TPU_MIN_LOG_LEVEL=3 TPU_ACCELERATOR_TYPE=v5p-8 TPU_WORKER_HOSTNAMES=localhost \
 		TPU_WORKER_ID=0 $(BIN)/python -m spmdkit doctor
 
-# What `make quick` runs, on each pair of Python and jax that is supported, in environments of their own. `make versions-matrix ONLY=3.13-0.12`.
+# `make quick` on every supported pair of Python and jax, each in its own environment.
+# `make versions-matrix ONLY=3.13-0.12`.
 versions-matrix:
 	$(BOUND) 21600 $(PYTHON) benchmarks/versions_matrix.py $(if $(ONLY),--only $(ONLY))
 
-# Pages are looked at in headless Chromium. Where it cannot be installed, that one test is skipped and says why.
+# The test of HTML pages uses headless Chromium. It is skipped where Chromium cannot be installed.
 browser:
 	@command -v chromium >/dev/null || (command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ] && \
 		$(BOUND) 300 sh -c 'apt-get update -qq && apt-get install -y -qq chromium' >/dev/null 2>&1) || \
@@ -123,7 +129,7 @@ $(EXTRAS)/.test: pyproject.toml constraints.txt
 	$(EXTRAS)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --constraint constraints.txt --editable '.[test-extras]'
 	@touch $@
 
-# The tested versions, from what is installed now.
+# Writes the installed versions to constraints.txt.
 constraints: $(EXTRAS)/.test
 	$(EXTRAS)/bin/python -m pip freeze --exclude-editable | LC_ALL=C sort > constraints.txt
 
