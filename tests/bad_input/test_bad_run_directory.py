@@ -16,11 +16,11 @@ OTHER_RUN = {
     "another shape": Case(Says(asked="run/checkpoints/2 into", found="2 leaves differ (saved 4, requested 4)", repair=("checkpoint's record", "set run_dir")), "DATA = {'x': DATA['x'], 'y': DATA['y'][:, :6]}\ndef init(key): return {'w': jnp.zeros((4, 6)), 'b': jnp.zeros(6)}", exit=79),
     "another optimizer": Case(Says(asked="run/checkpoints/2 into", found="5 leaves differ (saved 4, requested 9)", repair=("checkpoint's record", "set run_dir")), task={"optimizer": "optax.adam(1e-3)"}, exit=79),
     "an average that was not kept": Case(Says(asked="run/checkpoints/2 into", found="2 leaves differ (saved 4, requested 6)", repair=("checkpoint's record", "set run_dir")), config={"ema": "0.9"}, exit=79),
-    "another seed": Case(Says(asked="now seed is 1", found=("seed: 0", "saved at step 2"), rule="A run keeps", repair=("Set seed back", "a run_dir of its own")), config={"seed": "1"}),
-    "another batch size": Case(Says(asked="now batch_size is 16", found=("batch_size: 8", "saved at step 2"), rule="A run keeps", repair=("Set batch_size back", "a run_dir of its own")), config={"batch_size": "16"}),
-    "another order": Case(Says(asked="now data.shuffle is false", found=("data.shuffle: true", "saved at step 2"), rule="A run keeps", repair=("Set data.shuffle back", "a run_dir of its own")), config={"data": "{shuffle: false}"}),
-    "another number of examples": Case(Says(asked="train_data", found=("batch 3", "step 2", "24 examples now"), repair=("back", "a run_dir of its own")), "DATA = {'x': DATA['x'][:24], 'y': DATA['y'][:24]}"),
-    "another task": Case(Says(asked="now task is task.py:make", found=("task: task.py:task", "saved at step 2"), rule="A run keeps", repair=("Set task back", "a run_dir of its own")), "other = None\n@sk.task\ndef make(): return task", config={"task": "task.py:make"}),
+    "another seed": Case(Says(asked="now seed is 1", found=("seed: 0", "saved at step 2"), rule="must not change during a run", repair=("Restore seed", "set run_dir to a new folder")), config={"seed": "1"}),
+    "another batch size": Case(Says(asked="now batch_size is 16", found=("batch_size: 8", "saved at step 2"), rule="must not change during a run", repair=("Restore batch_size", "set run_dir to a new folder")), config={"batch_size": "16"}),
+    "another order": Case(Says(asked="now data.shuffle is false", found=("data.shuffle: true", "saved at step 2"), rule="must not change during a run", repair=("Restore data.shuffle", "set run_dir to a new folder")), config={"data": "{shuffle: false}"}),
+    "another number of examples": Case(Says(asked="train_data", found=("batch 3", "step 2", "24 examples now"), repair=("Restore the data", "set run_dir to a new folder")), "DATA = {'x': DATA['x'][:24], 'y': DATA['y'][:24]}"),
+    "another task": Case(Says(asked="now task is task.py:make", found=("task: task.py:task", "saved at step 2"), rule="must not change during a run", repair=("Restore task", "set run_dir to a new folder")), "other = None\n@sk.task\ndef make(): return task", config={"task": "task.py:make"}),
 }  # fmt: skip
 
 BELOW_A_FILE = {

@@ -1,9 +1,8 @@
-"""What has changed between two starts of a run: settings, the text of the project, the data, versions and variables, as
-one table.
+"""The differences between the run that a checkpoint was saved by and the run that resumes it: settings, source text,
+data, versions and environment variables, as one table.
 
-A checkpoint's record holds what the run was when it was saved. Changes are reported and written to events.jsonl.
-A change that makes it another run, with other examples, is rejected unless it is allowed by name
-(`train --allow-change KEY`).
+A checkpoint's record describes its run. Differences are reported and written to events.jsonl. A difference that changes
+the examples of a step is rejected unless the user allows it by name (`train --allow-change KEY`).
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from spmdkit.program.task import Task
 from spmdkit.run.recovery import skipped_batches
 
 ANOTHER_RUN = ("task", "seed", "batch_size", "data.shuffle", "data.drop_remainder", "train_data")
-"""What a run keeps for life: with another one, the examples of a step would be others."""
+"""Settings that determine the examples of a step and must not change during a run."""
 NOT_COMPARED = ("run_dir",)
 SHOWN = 60
 """Characters of a value in the table."""
 
 
 class Change(NamedTuple):
-    """One thing that is other than when the run was saved, as a person reads it."""
+    """One difference between the saved run and the present one, as text for the user."""
 
     key: str
     before: str
@@ -61,9 +60,9 @@ def described(config: Config, task: Task) -> dict[str, Any]:
 
 
 def _data(given: Any, name: str, retries: int) -> dict[str, Any]:
-    """Returns what tells the data from others, as JSON: rows that are read one by one each by itself, since one of them
-    may fail."""
-    if isinstance(given, PerProcess) and given.lengths:  # the same on all processes, whose rows are others
+    """Returns a fingerprint of the data, as JSON. Rows that are read one by one are hashed separately, because reading
+    one of them may fail."""
+    if isinstance(given, PerProcess) and given.lengths:  # identical on all processes, which have different rows
         example = structure(open_source(given, name))
         return {"examples": sum(given.lengths), "example": example, "rows": {"each process": str(given.lengths)}}
     found = fingerprint(open_source(given, name), retries)
@@ -76,8 +75,7 @@ def _data(given: Any, name: str, retries: int) -> dict[str, Any]:
 
 
 def _data_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
-    """Yields the data sets that are others: another length or structure, or other contents of a row that could be read
-    both times."""
+    """Yields the data sets that differ in length, structure, or the contents of a row that was readable both times."""
     for name in sorted({*old, *new}):
         was, now = old.get(name), new.get(name)
         if was is None or now is None:
@@ -94,8 +92,8 @@ def _told(data: Mapping[str, Any]) -> str:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Returns what is other in two records of a run: `config` (text of a YAML) and `described`. What one of them lacks
-    is not compared."""
+    """Returns the differences between two records of a run: `config` (text of a YAML) and `described`. Keys that one of
+    them lacks are not compared."""
     found = list[Change]()
     if "config" in before:
         old, new = (dict(_settings(record["config"])) for record in (before, now))
@@ -120,8 +118,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
 
 
 def _settings(text: str) -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) of every setting; the task by the names of its file and function, wherever they
-    are."""
+    """Yields (dotted key, value) of every setting. The task is identified by the names of its file and function."""
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -158,7 +155,7 @@ def _cut(text: str) -> str:
 
 
 def check_allowed(allow_change: Sequence[str]) -> None:
-    """Refuses a key that `--allow_change-change` does not know.
+    """Rejects a key that `--allow-change` does not accept.
 
     Raises:
         ConfigError: see above.
@@ -166,9 +163,8 @@ def check_allowed(allow_change: Sequence[str]) -> None:
     for key in allow_change:
         if key not in ANOTHER_RUN:
             raise ConfigError(
-                f"--allow_change-change {key}: no such key. It names what may change although it makes a run another "
-                f"one: {', '.join(ANOTHER_RUN)}; anything "
-                f"else may change anyway.{nearest(key, ANOTHER_RUN)}"
+                f"--allow-change {key}: no such key. It accepts the settings that must not change during a run: "
+                f"{', '.join(ANOTHER_RUN)}; all others may change.{nearest(key, ANOTHER_RUN)}"
             )
 
 
@@ -180,7 +176,7 @@ def check(
     directory: Path,
     allow_change: Sequence[str] = (),
 ) -> list[Change]:
-    """Returns what has changed since `step` was saved, by its record and what a record would hold now.
+    """Returns the differences between the record of `step` and the present run.
 
     Raises:
         ConfigError: it is another run, and that is not allowed.
@@ -196,34 +192,31 @@ def check(
 
 
 def refusal(found: Sequence[Change], allow_change: Sequence[str], directory: Path, step: int) -> str | None:
-    """Returns why a run does not go on as what it is now, or None."""
+    """Returns the reason why a run cannot be resumed with the present settings, or None."""
     another = [change for change in found if change.key in ANOTHER_RUN and change.key not in allow_change]
     if not another:
         return None
-    first, flags = another[0], " ".join(f"--allow_change-change {change.key}" for change in another)
+    first, flags = another[0], " ".join(f"--allow-change {change.key}" for change in another)
     more = (
         f" Also changed: {', '.join(f'{c.key} ({c.before} -> {c.now})' for c in another[1:])}." if another[1:] else ""
     )
     return (
         f"{directory} holds a run with {first.key}: {first.before}, saved at step {step}; now {first.key} is "
-        f"{first.now}.{more} A run keeps "
-        f"{', '.join(ANOTHER_RUN)}, or its examples would be others. Set {first.key} back, or give the new run a "
-        f"run_dir of its own. If it is "
-        f"meant: {flags}."
+        f"{first.now}.{more} {', '.join(ANOTHER_RUN)} must not change during a run, because its examples would "
+        f"differ. Restore {first.key}, or set run_dir to a new folder. To continue anyway: {flags}."
     )
 
 
 def other_examples(digest: str | None, schedule: Schedule, step: int) -> str | None:
-    """Returns why the next batch of a run would have other examples, or None.
+    """Returns the reason why the next batch of a resumed run would have different examples, or None.
 
     Args:
-        digest: of the batch after `step`, as it was when `step` was saved.
+        digest: of the batch after `step`, computed when `step` was saved.
     """
     if digest is None or digest == schedule.digest(step + 1):
         return None
     return (
-        f"train_data is not what it was: batch {step + 1} has other examples than when step {step} was saved "
-        f"({schedule.num_examples} examples now). Bring the data back, or give the new run a run_dir of its own. If it "
-        f"is meant: "
-        "--allow_change-change train_data."
+        f"train_data has changed: batch {step + 1} has different examples than when step {step} was saved "
+        f"({schedule.num_examples} examples now). Restore the data, or set run_dir to a new folder. To continue "
+        "anyway: --allow-change train_data."
     )

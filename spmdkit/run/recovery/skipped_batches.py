@@ -1,7 +1,8 @@
-"""`skipped_batches.json`: the batches that a run has left out for good. Every checkpoint's record has them too, but a
-way back is followed by none.
+"""`skipped_batches.json`: the batches that a run skips permanently. The record of every checkpoint lists them too, but
+no checkpoint follows a rollback immediately.
 
-What counts is the config's `data.skip_batches`, the record of the checkpoint that is restored, and this file, together.
+The skipped batches of a run are the union of the config's `data.skip_batches`, the record of the restored checkpoint
+and this file.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 def write(directory: Path, cluster: Cluster, skipped: Ranges) -> None:
-    """Writes the batches (first, last) that are left out, on process 0. They are on the disk when this returns."""
+    """Writes the skipped batches (first, last), on process 0. They are on disk when this returns."""
     if cluster.is_main:
         files.write_json(directory / NAME, {"skipped_batches": [list(pair) for pair in skipped]})
 
 
 def read(directory: Path) -> Ranges:
-    """Returns what `write` wrote, () where there is no such file.
+    """Returns what `write` wrote; () if there is no such file.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -41,26 +42,26 @@ def read(directory: Path) -> Ranges:
         return ()
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(
-            f"{directory / NAME} cannot be read ({type(error).__name__}: {error}). It holds the batches that this run "
-            f"has left out for good, and "
-            "without it examples would be others. Bring it back, or delete it where no batch was left out."
+            f"{directory / NAME} cannot be read ({type(error).__name__}: {error}). It lists the batches that this run "
+            "skips permanently; without it the examples would differ. Restore it, or delete it if no batch was "
+            "skipped."
         ) from None
 
 
 def read_for_all(directory: Path, cluster: Cluster) -> Ranges:
-    """Returns on every process what process 0 reads: hosts without a shared disk have directories of their own. Raises
-    as `read`."""
+    """Returns on every process what process 0 reads, because hosts without a shared disk have separate directories.
+    Raises as `read`."""
     return tuple((a, b) for a, b in cluster.from_main("skipped batches", lambda: read(directory)))
 
 
 def take(program: Program, on_disk: Ranges, step: int, record: Mapping[str, Any]) -> None:
-    """Leaves out of a program's schedule what was left out when `step` was saved, and what is to be after it.
+    """Removes from a program's schedule the batches that were skipped when `step` was saved and those to skip after it.
 
     Args:
-        on_disk: what `read_for_all` gave.
+        on_disk: the result of `read_for_all`.
 
     Raises:
-        ConfigError: the config names what was trained on already.
+        ConfigError: the config names a batch that the run has trained on.
     """
     saved = saved_in(record)
     check(program.schedule, step, saved, data.merge_ranges(program.config.data.left_out()))
@@ -68,11 +69,11 @@ def take(program: Program, on_disk: Ranges, step: int, record: Mapping[str, Any]
 
 
 def add(program: Program, step: int, before: Ranges, count: int, numbers: Sequence[int]) -> list[int]:
-    """Leaves out of a program's schedule `count` batches after `step` and those of these numbers; returns the numbers
-    of both.
+    """Removes from a program's schedule `count` batches after `step` and the batches of these numbers; returns the
+    numbers of both.
 
     Args:
-        before: what was left out until the run went back, which stays so.
+        before: the batches that were skipped before the rollback; they stay skipped.
     """
     program.skip_batches([*before, *program.schedule.skipped])
     more = [*(n for n, _ in program.schedule.numbers(step + 1, count)), *numbers]
@@ -91,8 +92,8 @@ def saved_in(record: Mapping[str, Any]) -> Ranges:
 
 
 def ahead(schedule: data.Schedule, step: int, saved: Ranges, requested: Ranges) -> Ranges:
-    """Returns what is left out after `step`: what was when it was saved, and of what is requested for the batches that
-    are still to come."""
+    """Returns the batches to skip after `step`: those skipped when it was saved, and the requested ones that are still
+    to come."""
     last = dataclasses.replace(schedule, skipped=saved).number(step)
     return data.merge_ranges([*saved, *((max(a, last + 1), b) for a, b in requested if b > last)])
 
@@ -108,7 +109,6 @@ def check(schedule: data.Schedule, step: int, saved: Ranges, requested: Ranges) 
     late = next((n for a, b in requested for n in range(a, min(b, last) + 1) if n not in left_out), None)
     if late is not None:
         raise ConfigError(
-            f"data.skip_batches names batch {late}, and step {step} of this run was saved after it had trained on "
-            f"that. What is left out is "
-            f"still to come. Name batches from {last + 1} on, or give the new run a run_dir of its own."
+            f"data.skip_batches names batch {late}, and step {step} of this run was saved after training on it. Only "
+            f"later batches can be skipped. Name batches from {last + 1} on, or set run_dir to a new folder."
         )

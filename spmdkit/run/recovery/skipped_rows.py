@@ -1,5 +1,5 @@
-"""Which rows of the data all processes have left out so far, for the checkpoint's record: a restart leaves out the
-same."""
+"""The rows of the data that all processes have skipped so far, for the checkpoint's record: a restart skips the same
+rows."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ def left_out_rows(run: Run) -> list[list[int]]:
     mine, cluster = run.program.skipped_rows[0].positions(), run.cluster
     if not run.config.data.max_bad_examples or cluster.num_processes == 1:
         return mine
-    return sorted(place for places in cluster.gather("left out rows", mine) for place in places)
+    return sorted(place for places in cluster.gather("skipped rows", mine) for place in places)

@@ -1,8 +1,7 @@
-"""A run with its checkpoints in a bucket: the bucket's folder is this attempt's by a lease, and the metrics come back
-from there on a new disk.
+"""A run with its checkpoints in a bucket: a lease makes the bucket's folder the property of this attempt, and a new
+disk fetches the metrics from there.
 
-Each host has a private run directory. Process 0's holds the records; that of another
-process its events and logs.
+Each host has a private run directory. That of process 0 holds the records; that of another process its events and logs.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from spmdkit.run.recovery import skipped_batches
 
 RECORDS = ("metrics.jsonl", "counts.jsonl")
 STAGE = "staging"
-"""Folder in the run directory for steps on their way to a bucket."""
+"""Folder in the run directory for checkpoints that are being uploaded."""
 
 
 def checkpoints_of(config: Config) -> location.Location:
@@ -35,11 +34,12 @@ def checkpoints_of(config: Config) -> location.Location:
 
 
 def take_bucket(config: Config, cluster: Cluster, local: ownership.Fence, stack: ExitStack) -> Callable[[], bool]:
-    """Returns whether what this run writes to is still its own; the bucket's folder is leased until `stack` is closed.
+    """Returns whether this run still owns the folders that it writes to; the bucket's folder is leased until `stack` is
+    closed.
 
     Raises:
-        ConfigError: on every process, where another run has the folder.
-        Unreachable: on every process, where the bucket cannot be used.
+        ConfigError: on every process, if another run has the folder.
+        Unreachable: on every process, if the bucket cannot be used.
     """
     directory = checkpoints_of(config)
     if not isinstance(directory, Remote):
@@ -63,7 +63,7 @@ def bring_records(config: Config, run_dir: Path) -> list[str]:
     """Fetches the records that were copied with the checkpoints, if they have more steps than those on this disk;
     returns lines for the user.
 
-    What is here is kept under another name. For process 0, before anything is written.
+    Existing files are renamed. Runs on process 0, before anything is written.
     """
     directory, lines = checkpoints_of(config), []
     if not isinstance(directory, Remote):
@@ -83,7 +83,7 @@ def bring_records(config: Config, run_dir: Path) -> list[str]:
 
 
 def bring_skipped(config: Config, cluster: Cluster, run_dir: Path) -> None:
-    """Fetches, on process 0, which batches the run has stage out for good, where its disk does not know."""
+    """Fetches on process 0 the list of skipped batches, if its disk has none."""
     directory, path = checkpoints_of(config), run_dir / skipped_batches.NAME
     if isinstance(directory, Remote) and cluster.is_main and not path.exists():
         with contextlib.suppress(FileNotFoundError):
@@ -91,7 +91,7 @@ def bring_skipped(config: Config, cluster: Cluster, run_dir: Path) -> None:
 
 
 def keep_skipped(config: Config, cluster: Cluster, run_dir: Path) -> None:
-    """Copies that file into the bucket, on process 0, as soon as it is written: no save comes between."""
+    """Copies that file into the bucket on process 0 as soon as it is written, before the next save."""
     directory = checkpoints_of(config)
     if isinstance(directory, Remote) and cluster.is_main:
         (directory / location.RUN_FOLDER / skipped_batches.NAME).write_bytes(

@@ -1,17 +1,12 @@
-"""What all processes agree on before the first step: they start from the same, read the same data, run the same program
-on the same numbers.
+"""What all processes compare before the first step: the inputs, the data, the program and the initial state.
 
-    same_start      config, text of the task and of what it imports, spmdkit, versions, variables     right after the
-    join
-    same_data       length, structure and a sample of rows of both data sets                          before anything is
-    traced
-    same_program    mesh, form, the lowered step and init, those of evaluation, warm-up and groups    before anything is
-    compiled
-    same_state      a checksum of each leaf after init or restore                                     before the first
-    step
+    same_start      config, source text of the task and its imports, spmdkit, versions, variables     right after the
+    join same_data length, structure and a sample of rows of both data sets before anything is traced same_program mesh,
+    form, the lowered step and init, those of evaluation, warm-up and groups before anything is compiled same_state a
+    checksum of each leaf after init or restore before the first step
 
-Each is one comparison (cluster/comparison.py): a difference exits with 78 on every process and names the processes and
-the difference. With one process nothing is done.
+Each is one comparison (cluster/comparison.py). A difference exits with 78 on every process, with a message that names
+the processes and the difference. A run of one process compares nothing.
 """
 
 from __future__ import annotations
@@ -40,8 +35,7 @@ from spmdkit.step.state import TrainState
 DATA = ("train_data", "eval_data")
 OWN_DATA = (
     "Every process reads its rows of one global batch, so data[i] has to be the same example everywhere. Give all "
-    "processes the same data, or "
-    "declare data that each has of its own: Task(train_data=sk.per_process(source))."
+    "processes the same data, or declare per-process data: Task(train_data=sk.per_process(source))."
 )
 PHASES = {
     "warmup": "program of a step while the reducer warms up",
@@ -51,12 +45,12 @@ PHASES = {
 
 
 def same_start(cluster: Cluster, config: Config) -> None:
-    """Checks what processes start from, before the task is imported."""
-    cluster.same_everywhere("what a run starts from", lambda: start_facts(config), FIRST_COMPARISON_S)
+    """Compares the inputs of the processes before the task is imported."""
+    cluster.same_everywhere("inputs of the run", lambda: start_facts(config), FIRST_COMPARISON_S)
 
 
 def start_facts(config: Config) -> dict[str, str]:
-    """Returns `{what: text}` of what decides the numbers of a run before any of its code runs."""
+    """Returns `{name: text}` of the inputs of a run that exist before any of its code runs."""
     versions = {f"version of {name}": str(version) for name, version in package_versions().items()}
     variables = numeric_variables(os.environ)
     package = {f"spmdkit/{name}": digest for name, digest in source_digest.package_digests().items()}
@@ -68,7 +62,7 @@ def same_data(cluster: Cluster, make: Callable[[], Task], retries: int = 0) -> T
     """Returns the task that `make` returns, with the same data on all processes, or per-process data with the lengths
     of all.
 
-    Arrays in memory are opened, once for all who read them.
+    Arrays in memory are opened once for all readers.
 
     Args:
         retries: how often a row that raises is read again.
@@ -106,13 +100,12 @@ def same_data(cluster: Cluster, make: Callable[[], Task], retries: int = 0) -> T
 
 
 def own(task: Task) -> list[str]:
-    """Returns which data of a task each process has of its own."""
+    """Returns which data sets of a task are per-process."""
     return [name for name in DATA if isinstance(getattr(task, name), PerProcess)]
 
 
 def _opened(given: Any, source: Source) -> Any:
-    """Returns the data as a task holds them: what is read example by example is opened again, with the retries of the
-    config."""
+    """Returns the data of a task, with per-example data opened again with the retries of the config."""
     if isinstance(given, PerProcess):
         return dataclasses.replace(given, source=_opened(given.source, source))
     return source if source.in_memory else given
@@ -133,7 +126,7 @@ def same_program(cluster: Cluster, make: Callable[[], Program]) -> Program:
 
 
 def program_facts(program: Program) -> dict[str, str]:
-    """Returns `{what: text}` of what is compiled, now or later in the run."""
+    """Returns `{name: text}` of everything that is compiled, now or later in the run."""
     later = dict[str, jax.stages.Lowered]()
     if program.has_eval:
         later["program of an evaluation"] = program.evaluator.lowered
@@ -149,7 +142,7 @@ def program_facts(program: Program) -> dict[str, str]:
 
 
 def same_state(cluster: Cluster, step: int, state: TrainState) -> None:
-    """Checks that the state begins with the same bits wherever it is kept more than once."""
+    """Checks that all copies of the initial state are bitwise equal."""
 
     def facts() -> dict[str, str]:
         return {"step": str(step)} | {path: f"{number:016x}" for path, number in checksums(state).items()}

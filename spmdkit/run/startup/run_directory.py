@@ -1,4 +1,5 @@
-"""Taking a run's directory: locked by process 0, claimed for this attempt, and the same folder for all processes."""
+"""Taking ownership of a run directory: process 0 locks it, this attempt claims it, and all processes see the same
+folder."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def take_directory(cluster: Cluster, directory: Path, stack: ExitStack, shared: 
     """Returns the fence of the directory, which is locked until `stack` is closed.
 
     Args:
-        shared: all processes have to see one folder. Otherwise each that does not see process 0's takes its own.
+        shared: all processes must see one folder. Otherwise each process that does not see that of process 0 takes its
+            own.
 
     Raises:
         ConfigError: another run holds it; it cannot be written; or processes see different folders under its name,
@@ -57,8 +59,8 @@ def take_directory(cluster: Cluster, directory: Path, stack: ExitStack, shared: 
 
 
 def _take_own(directory: Path, attempt: str, stack: ExitStack) -> None:
-    """Returns when the folder is of this attempt: process 0's, seen from here too, or one of this host's own, locked
-    and claimed now.
+    """Returns when the folder belongs to this attempt: that of process 0, visible here, or one of this host, locked and
+    claimed now.
 
     Raises:
         ConfigError: another run holds it.
@@ -77,5 +79,5 @@ def _take_own(directory: Path, attempt: str, stack: ExitStack) -> None:
 
 SHARED = (
     "A run has one directory, on a disk that all hosts share. Set run_dir to a folder of such a disk, or "
-    "checkpoint.directory to one of a bucket."
+    "checkpoint.directory to a bucket."
 )

@@ -1,5 +1,5 @@
-"""What a standby does before anybody dies: it imports what a run needs, and the user's file, so that it joins at
-once."""
+"""What a standby does before a failure: it imports the modules of a run and the user's file, so that it joins without
+delay."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ NEEDED_LATER = (
     "spmdkit.plan.document",
     "spmdkit.metrics.report.run",
 )
-"""What a run imports only when it comes to it."""
+"""Modules that a run imports lazily."""
 
 
 def warm_up(config: Config) -> None:
-    """Imports what a run of `config` needs. Calls nothing of the user's, and leaves no devices behind.
+    """Imports the modules that a run of `config` needs. Calls no user code and creates no devices.
 
     An import error is reported later, when the run needs the file.
     """

@@ -1,8 +1,7 @@
-"""Whether devices and hosts are well, before a run is trusted to them: `spmdkit doctor`, and `health_check: true` of a
-config.
+"""Health checks of devices and hosts: `spmdkit doctor`, and `health_check: true` of a config.
 
 burn_in.py   the same products on every device, their bits and their rates
-bandwidth.py  what each link between neighbours moves, and collectives over each axis
+bandwidth.py  the bandwidth of each link between neighbours, and of collectives over each axis
 hosts.py     what the hosts report about each other: versions, addresses, ports, clocks, the run's directory
 all_processes.py  all of that on all processes
 outliers.py  which device, link or host is the outlier

@@ -10,7 +10,7 @@ from spmdkit.run.startup.health_checks.outliers import Verdict, judge_burn
 
 
 def burn_all(cluster: Cluster, seconds: float) -> tuple[str, Verdict]:
-    """Returns (what to say, the odd devices and links), the same on all processes, after all devices have computed the
+    """Returns (messages, the outlier devices and links), the same on all processes, after all devices have computed the
     same products."""
     mine_links = links(cluster.devices, cluster.process_index)
     mine = {"devices": burn(cluster.devices, cluster.process_index, seconds), "links": mine_links}

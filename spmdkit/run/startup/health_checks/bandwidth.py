@@ -1,9 +1,8 @@
-"""What links move: each one between neighbours alone, and collectives over each axis of a mesh.
+"""Bandwidth of each link between neighbours, and of collectives over each axis of a mesh.
 
 Links are measured in rounds of pairs that share no device, in one order for all processes, so that they neither disturb
-nor wait for each other.
-Source of the busbw convention: nccl-tests, doc/PERFORMANCE.md (an all-reduce over n devices moves 2 (n-1) / n of its
-bytes over each link).
+nor wait for each other. Source of the busbw convention: nccl-tests, doc/PERFORMANCE.md (an all-reduce over n devices
+moves 2 (n-1) / n of its bytes over each link).
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from spmdkit import compat
 
 BYTES = {"cpu": 2**20}
 MOST_BYTES = 2**26
-"""Bytes that one device sends, by platform and elsewhere."""
+"""Bytes that one device sends, by platform; `None` is the default."""
 REPEATS = 5
 
 
 def links(devices: Sequence[jax.Device], process_index: int) -> list[dict[str, Any]]:
-    """Returns `{"from", "to", "gb_per_s"}` of the links to the next device, of those that begin in this process. All
-    processes call it together."""
+    """Returns `{"from", "to", "gb_per_s"}` of the links to the next device that begin in this process. Collective: all
+    processes call it."""
     found = []
     for begin, end in _rounds(len(devices)):
         pair = [devices[begin], devices[end]]
@@ -42,7 +41,7 @@ def links(devices: Sequence[jax.Device], process_index: int) -> list[dict[str, A
 
 
 def _rounds(num: int) -> list[tuple[int, int]]:
-    """Returns the pairs of neighbours on a ring, those first whose first one is even."""
+    """Returns the pairs of neighbours on a ring; those with an even first member come first."""
     if num < 2:
         return []
     pairs = [(i, i + 1) for i in range(num - 1)] + ([(num - 1, 0)] if num > 2 else [])
@@ -50,8 +49,8 @@ def _rounds(num: int) -> list[tuple[int, int]]:
 
 
 def bandwidths(mesh: jax.sharding.Mesh) -> dict[str, float]:
-    """Returns axis -> GB/s over each link in an all_reduce along it, of the axes that are larger than one. All
-    processes call it together."""
+    """Returns axis -> GB/s over each link in an all_reduce along it, of the axes that are larger than one. Collective:
+    all processes call it."""
     found = {}
     for axis, size in mesh.shape.items():
         if size > 1:

@@ -1,9 +1,9 @@
-"""The same products on every device for a while: a device that computes other bits than its equals is wrong, one that
-takes longer is slow.
+"""The same products on every device for a while: a device that computes different bits than its equals is wrong, one
+that takes longer is slow.
 
 A chip that silently computes wrong numbers does so on some operands, at some temperatures, now and then (Hochschild et
 al., "Cores that don't count", 2021; Dixit et al., "Silent data corruptions at scale", 2021). So each device repeats
-chains of products with the same operands, all in one program, and every result is checked, not only the last. Nothing
+chains of products with the same operands in one program, and every result is checked, not only the last. Nothing
 crosses devices: 32 bits for each chain go to the host.
 """
 
@@ -26,16 +26,16 @@ from spmdkit.foundation.deadline import Deadline
 
 SIZES = {"cpu": 256}
 SIZE = 4096
-"""Rows of the square factors, by platform and elsewhere: as long as a product keeps all units of the chip busy."""
+"""Rows of the square factors, by platform and by default: large enough that a product uses all units of the chip."""
 PRODUCTS = 8
 """Products in a chain."""
 MOST_DIGESTS = 4
-"""Different results of one device that are reported."""
+"""Maximum number of different results of one device that are reported."""
 
 
 def burn(devices: Sequence[jax.Device], process_index: int, seconds: float) -> list[dict[str, Any]]:
-    """Returns what each device of this process did: index in `devices`, process, host, platform, kind, digests (of the
-    chains, each once), chains, gflops (median)."""
+    """Returns the results of each device of this process: index in `devices`, process, host, platform, kind, digests
+    (the distinct ones of its chains), chains, gflops (median)."""
     mine = [(index, device) for index, device in enumerate(devices) if device.process_index == process_index]
     found: list[dict[str, Any]] = [{} for _ in mine]
     errors: list[BaseException] = []
@@ -88,7 +88,7 @@ def _operands(size: int) -> tuple[np.ndarray, np.ndarray]:
 
 @jax.jit
 def _chain(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns uint32[]: a digest of a b b ... b, in which every bit of every element counts, also by its place."""
+    """Returns uint32[]: a digest of a b b ... b that depends on every bit of every element and on its position."""
 
     def one(x: jax.Array, _: None) -> tuple[jax.Array, None]:
         return x @ b, None

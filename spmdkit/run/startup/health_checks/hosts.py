@@ -1,8 +1,8 @@
 """The checks between hosts that explain a collective that would hang.
 
-Each listens for a moment on the address that Gloo would advertise (cluster/interface.py), and every other one connects
-there: collectives between hosts need exactly that, on ports of their own. The reply is the time there, from which the
-difference of two clocks follows (Cristian, 1989).
+Each process listens for a moment on the address that Gloo would advertise (cluster/interface.py), and every other one
+connects to it: collectives between hosts need exactly that. The reply is the time there, which gives the difference of
+two clocks (Cristian, 1989).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _answering(address: str) -> Any:
     """Yields the port on which this process serves its time; 0 if it cannot listen."""
     try:
         server = socket.create_server((address, 0))
-    except OSError:  # the name resolves to an address that is none of this host's
+    except OSError:  # the name resolves to an address of another host
         yield 0
         return
 
@@ -81,7 +81,7 @@ def _answering(address: str) -> Any:
 def _read_clock(address: str, port: int) -> tuple[float, float]:
     """Returns (seconds of the round trip, seconds that the other clock is ahead)."""
     if not port:
-        raise OSError("it cannot listen there: the address is none of its own")
+        raise OSError("it cannot listen there: the address belongs to another host")
     begun, sent = time.perf_counter(), time.time()
     with socket.create_connection((address, port), HOST_CONNECT_S) as connection:
         connection.settimeout(HOST_CONNECT_S)
@@ -91,7 +91,7 @@ def _read_clock(address: str, port: int) -> tuple[float, float]:
 
 
 def same_versions(cluster: Cluster) -> tuple[dict[str, str], list[str]]:
-    """Returns (the versions of this process, where other processes have others)."""
+    """Returns (the versions of this process, the processes with other versions)."""
     mine = {"python": platform.python_version()} | {name: x for name, x in package_versions().items() if x}
     gathered = cluster.gather("doctor versions", mine, HOST_CHECK_S)
     wrong = [
@@ -105,8 +105,8 @@ def same_versions(cluster: Cluster) -> tuple[dict[str, str], list[str]]:
 
 
 def write_test(cluster: Cluster, run_dir: Path, checkpoints: Location) -> tuple[str, list[str]]:
-    """Returns (what to say of the run's directory and checkpoints, what is wrong): written by every process, and looked
-    for by all."""
+    """Returns (messages about the run's directory and checkpoints, the problems): every process writes, and all look
+    for the file."""
     name = f".doctor-{cluster.process_index}-{secrets.token_hex(4)}"
     mine, path = {"file": name, "error": ""}, run_dir / name
     remote = checkpoints / name if isinstance(checkpoints, Remote) else None
@@ -132,8 +132,7 @@ def write_test(cluster: Cluster, run_dir: Path, checkpoints: Location) -> tuple[
     if not shared and not wrong and not isinstance(checkpoints, Remote):
         wrong.append(
             f"{run_dir} is not one folder for all processes: they do not see each other's files. Set run_dir to a "
-            f"folder of a shared disk, or "
-            "checkpoint.directory to one of a bucket"
+            "folder of a shared disk, or checkpoint.directory to a bucket"
         )
     where = f"{run_dir}" + (f", checkpoints in {checkpoints}" if isinstance(checkpoints, Remote) else "")
     return f"{'cannot be used' if wrong else 'written by all'}: {where}", wrong

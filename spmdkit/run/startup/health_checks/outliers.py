@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SLOW_DEVICE, SLOW_LINK = 0.7, 0.5
-"""Share of the median below which a device, or a link, is called slow. Links between hosts and inside of one are not
-compared."""
+"""Share of the median below which a device or a link is slow. Links between hosts and within a host are not compared.
+"""
 MOST_CLOCK_S = 1.0
-"""Seconds that clocks of two hosts may differ: times in events.jsonl, and leases of tokens, go by them."""
+"""Seconds that the clocks of two hosts may differ. Times in events.jsonl and leases depend on them."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`wrong`: must not be trusted with a run. `slow`: costs time, and no number."""
+    """`wrong`: must not take part in a run. `slow`: costs time, and changes no number."""
 
     wrong: list[str] = field(default_factory=list)
     slow: list[str] = field(default_factory=list)
@@ -27,8 +27,8 @@ class Verdict:
 
 
 def judge_burn(devices: Sequence[Mapping[str, Any]], links: Sequence[Mapping[str, Any]]) -> Verdict:
-    """Returns the odd ones by bits (within one kind of device), by rate, and by their links; arguments as burn_in.py
-    and bandwidth.py give them, of all processes."""
+    """Returns the outliers by bits (within one kind of device), by rate, and by their links. Arguments: the results of
+    burn_in.py and bandwidth.py on all processes."""
     verdict = Verdict()
     kinds = collections.defaultdict(list)
     for one in devices:
@@ -44,7 +44,7 @@ def judge_burn(devices: Sequence[Mapping[str, Any]], links: Sequence[Mapping[str
 
 
 def _shares_cores(device: Mapping[str, Any], devices: Sequence[Mapping[str, Any]]) -> bool:
-    """Returns whether a device is one of several that are the same CPU: who is slow there is chance."""
+    """Returns whether a device is one of several on the same CPU, where speed differs by chance."""
     return device["platform"] == "cpu" and sum(one["host"] == device["host"] for one in devices) > 1
 
 
@@ -60,7 +60,7 @@ def _by_bits(devices: Sequence[Mapping[str, Any]]) -> Verdict:
         return Verdict(wrong)
     if ranked[0][1] == ranked[1][1]:
         who = "; ".join(_name(one) for one in steady)
-        return Verdict([*wrong, f"devices of one kind compute different bits, and none is outvoted: {who}"])
+        return Verdict([*wrong, f"devices of one kind compute different bits, and there is no majority: {who}"])
     wrong += [
         f"{_name(one)} computes other bits than the {ranked[0][1]} others of its kind: {one['digests'][0]} and not "
         f"{ranked[0][0]}"
@@ -89,18 +89,17 @@ def _by_links(devices: Sequence[Mapping[str, Any]], links: Sequence[Mapping[str,
 
 
 def judge_hosts(met: Sequence[Mapping[str, Any]]) -> Verdict:
-    """Returns who cannot reach whom, who would be reached nowhere, and which clock is off; `met` as hosts.py `meet`
-    gives it."""
+    """Returns which processes cannot reach each other, which advertise an unreachable address, and which clock is off;
+    `met` is the result of `meet` in hosts.py."""
     verdict = Verdict()
     num_hosts = len({one["host"] for one in met})
     for me, one in enumerate(met):
         who = f"process {me} on {one['host']}"
         if num_hosts > 1 and one["address"].startswith("127."):
             verdict.wrong.append(
-                f"{who} would advertise {one['address']} to Gloo: its own name means that in its hosts file, and no "
-                f"other host reaches it. "
-                "Set cluster: {interface: eth0}, with the interface of its network, or let the name resolve to the "
-                "address there"
+                f"{who} would advertise {one['address']} to Gloo: its hosts file maps its name to that address, and "
+                "no other host reaches it. Set cluster: {interface: eth0}, with the interface of its network, or "
+                "let the name resolve to the address there"
             )
         for peer, error in one["unreached"].items():
             verdict.wrong.append(

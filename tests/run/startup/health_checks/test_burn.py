@@ -51,7 +51,7 @@ def test_one_whose_results_change_is_named_and_of_two_that_differ_both_are():
     (said,) = judge_burn([seen(0), seen(1, ["aa", "ab"]), seen(2)], []).wrong
     assert "device 1 (process 0 on node0) computes other bits from time to time: 2 results" in said
     (said,) = judge_burn([seen(0), seen(1, ["bb"])], []).wrong
-    assert "none is outvoted: device 0" in said and "device 1" in said
+    assert "there is no majority: device 0" in said and "device 1" in said
     assert judge_burn([seen(0), seen(1, ["bb"], kind="A100")], []).wrong == []
 
 
