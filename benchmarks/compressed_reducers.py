@@ -1,6 +1,5 @@
 """The loss of compressed reducers compared with `sum`: the byte GPT of configs/mirrored.yaml, 400 steps, 8 replicas,
-three
-seeds.
+three seeds.
 
     python benchmarks/compressed_reducers.py [--only int8] [--seeds 0 1 2] [--steps 400] [--results FILE] [--json]
 

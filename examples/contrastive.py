@@ -1,6 +1,5 @@
 """Contrastive learning on real digits (scikit-learn's bundled set): the losses of CLIP and SimCLR, with negatives from
-all
-replicas.
+all replicas.
 
     spmdkit train configs/contrastive.yaml
 

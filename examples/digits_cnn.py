@@ -127,8 +127,7 @@ class MaskedBatchNorm(nn.Module):
     """`nn.BatchNorm` with statistics that exclude padding rows, the same on any number of replicas.
 
     linen's own `mask` averages the means of the replicas (flax 0.12.8). That is wrong if they hold unequal numbers of
-    real
-    rows, and NaN if one holds none. Here sums and counts are added over the replicas, and divided once.
+    real rows, and NaN if one holds none. Here sums and counts are added over the replicas, and divided once.
     """
 
     momentum: float = 0.9

@@ -95,8 +95,7 @@ def dropped(x: jax.Array, keys_B: jax.Array, shape: tuple[int, ...]) -> jax.Arra
 
 class DistributedSampler:
     """The examples of one rank, as torch's sampler: shuffled the same on all ranks, every n-th is this rank's, padded
-    from the
-    front."""
+    from the front."""
 
     def __init__(self, num_examples: int, num_replicas: int, rank: int, seed: int = 0):
         self.num_examples, self.num_replicas, self.rank, self.seed, self.epoch = (

@@ -141,8 +141,7 @@ def block(x_BTD: jax.Array, weights: Params, rows: Params) -> jax.Array:
 
 def block_part(x_BTD: jax.Array, w: Params) -> jax.Array:
     """Returns the same on the shards of one device. Each branch gathers and scatters x over tensor once, and gathers
-    its
-    weights over fsdp."""
+    its weights over fsdp."""
     columns = [w["value"], w["update"], w["output_gate"]]
     bias = {"extra": [w["bias"]], "extra_dims": [BLOCK_DIMS["bias"]]}
     x_BTD += sk.column_row_parallel(

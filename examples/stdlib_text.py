@@ -18,8 +18,7 @@ def read_files(train_bytes: int, eval_bytes: int) -> tuple[list[bytes], list[byt
     """Returns the files to train on and the files to evaluate on, each truncated to its number of bytes.
 
     The order and the split follow from a hash of each file's path: they do not depend on the order of the file system,
-    and
-    both sides contain all parts of the library.
+    and both sides contain all parts of the library.
     """
     library = Path(sysconfig.get_path("stdlib"))
     names = [path.relative_to(library) for path in library.rglob("*.py")]

@@ -128,8 +128,7 @@ def _rows(indices: Iterable[Any], size: int) -> np.ndarray:
 
 def rows_of_processes(mesh: Mesh, sizes: Mapping[str, int], size: int, microbatches: int) -> list[np.ndarray]:
     """Returns for each process the positions of its rows in a global batch of `size`, in the order in which a `Feed`
-    reads
-    them."""
+    reads them."""
     shards = count(sizes, BATCH_AXES)
     positions = RowOrder(shards, microbatches, size // (shards * microbatches)).positions()
     held: dict[int, list[Any]] = {}

@@ -1,6 +1,5 @@
 """The fingerprint of a data set without reading all of it: its length, the structure of an example, and hashes of a
-fixed
-sample of rows.
+fixed sample of rows.
 
 The sample is a function of the length alone, so that all processes, and two starts of a run, sample the same rows.
 Arrays of up to `ROWS_IN_MEMORY` rows are hashed completely. Of data that are read example by example up to `ROWS_READ`

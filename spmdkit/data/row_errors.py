@@ -1,6 +1,5 @@
 """How a user's examples are read: by one thread unless configured otherwise, with retries, and with a limit of rows
-that
-may be skipped.
+that may be skipped.
 
 A row that cannot be read after all retries may be skipped. If batches can be short (`drop_remainder: false`, and rows
 that do not fill them), its position is padding. Otherwise the next readable row replaces it, and counts twice in that

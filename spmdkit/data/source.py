@@ -47,13 +47,11 @@ class Source(Protocol):
 
     def gather(self, indices: np.ndarray, epoch: int = 0, batch: int | None = None) -> Any:
         """Returns a pytree of numpy arrays with first dim `len(indices)`. `indices` are int64 in [0, len), of the batch
-        with this
-        number."""
+        with this number."""
 
     def skipped(self, indices: np.ndarray, batch: int) -> np.ndarray | None:
         """Returns bool[len(indices)] of the rows that `gather` has skipped in the batch with this number, or None if no
-        row may be
-        skipped."""
+        row may be skipped."""
 
     def element(self) -> Any:
         """Returns a pytree of `jax.ShapeDtypeStruct` of one example, without the batch dim."""

@@ -46,8 +46,7 @@ def apply_guard(
     limit: jax.Array | None = None,
 ) -> tuple[TrainState, jax.Array | None]:
     """Returns (the state after the step, its code): int32[], or int32[parts] if it is not joined and devices hold parts
-    of the
-    gradient.
+    of the gradient.
 
     Args:
         gradients: those passed to the optimizer, one tree per call; None: check the new parameters.
@@ -185,8 +184,7 @@ def is_finite(x: jax.Array, platform: str | None = None) -> jax.Array:
 
 def _parts(x: jax.Array, most: int) -> list[jax.Array]:
     """Returns at most `most` parts of equal size along the first long dim. The last one may overlap the one before it,
-    which
-    does not change the result."""
+    which does not change the result."""
     axis = next((axis for axis, size in enumerate(x.shape) if size > WINDOW), int(np.argmax(x.shape)))
     size = x.shape[axis]
     each = -(-size // most)

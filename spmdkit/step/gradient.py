@@ -109,8 +109,7 @@ def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Metric]]:
     """Returns a function `(params, model_state, batch, key, number) -> {name: metric}` over the whole global batch.
 
     With a key `eval_fn` receives a key as its last argument. It differs for each batch, of which `number` is the index,
-    and
-    each replica. Example keys follow from the position in the whole set.
+    and each replica. Example keys follow from the position in the whole set.
     """
 
     def evaluated(params: Any, model_state: Any, batch: Any, key: Any = None, number: Any = 0) -> dict[str, Metric]:

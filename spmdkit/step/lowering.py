@@ -54,8 +54,7 @@ def map_replicas(
     -> (Sums, state)`.
 
     Gradients are trees like the parameters, in the sharding of the gradient. They are already divided if the reducer
-    does
-    not take sums.
+    does not take sums.
 
     Args:
         kinds: the reduction of each leaf of the model state.
@@ -256,8 +255,7 @@ def _reducer_state_specs(context: trace_context.Context, gradient: Any, reducer_
 
 def whole_state_specs(context: trace_context.Context, reducer_state: Any) -> Any:
     """Returns the specs of a reducer's state for unsharded gradients: leaf by leaf for per-shard states, otherwise one
-    for
-    all."""
+    for all."""
     if not context.options.reducer.per_shard_state:
         return PartitionSpec(_non_trivial(context, REPLICA_AXES))
     return jax.tree.map(lambda x: reducer_state_spec(context, PartitionSpec(), x.shape[1:]), reducer_state)

@@ -100,8 +100,7 @@ def microbatch_gradients(
     depends: bool,
 ) -> tuple[Any, Any]:
     """Returns (gradient of the sum, gradient of the count or None) of one microbatch; for a sum of means (gradient of
-    its
-    value, None).
+    its value, None).
 
     Args:
         whole: the sum of means over everything; None if this microbatch is the only one.

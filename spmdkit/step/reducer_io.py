@@ -82,8 +82,7 @@ class ReducerSlots:
 
     def record_update(self, gradient: Any) -> None:
         """Records a gradient that is passed to the optimizer, for the guard of the step. One inside a trace of the
-        user's own
-        cannot be used."""
+        user's own cannot be used."""
         if compat.current_trace() is self._trace:
             self._updates.append(gradient)
         else:

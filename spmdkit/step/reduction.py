@@ -64,8 +64,7 @@ def reduced(
 
 def _exact(reducer: Reducer, tree: Any, axes: tuple[str, ...]) -> Any:
     """Returns everything but gradients over all replicas: sums added, maxima (`sk.max`) in one more all-reduce if there
-    are
-    any, and user-defined metrics gathered."""
+    are any, and user-defined metrics gathered."""
     return reduce_parts(
         tree,
         lambda sums: reducer.add(sums, axes),

@@ -37,8 +37,7 @@ def all_gather(tree: Any, with_mask: bool = False) -> Any:
     microbatches, of one microbatch.
 
     This replica's own rows start at `sk.replica_index() * rows`. If a batch can be short, some rows are padding and
-    must
-    not be used (as negatives, in a statistic): use the mask.
+    must not be used (as negatives, in a statistic): use the mask.
 
     Args:
         tree: arrays with the examples as first dim, or others with at least one dim.
@@ -123,8 +122,7 @@ def psum(tree: Any) -> Any:
 
 def pmean(tree: Any) -> Any:
     """Returns the mean of `tree` over all replicas. A `sk.mean` in it is pooled by its counts, not averaged; other
-    metrics
-    merge.
+    metrics merge.
 
     Wire: one all-reduce of the tree.
 

@@ -27,8 +27,7 @@ import jax.numpy as jnp
 
 VERSION = 2
 """Version of this tree, written with every checkpoint. 1: no tags; `init`, the steps and the evaluation drew from the
-same
-keys."""
+same keys."""
 
 STEPS, EVALUATION, LOSS, EXAMPLES, REDUCER = 0x73746570, 0x6576616C, 0x6C6F7373, 0x65786D70, 0x72656475
 UPDATE = 0x75706474
@@ -106,8 +105,7 @@ def _threefry(key: jax.Array) -> jax.Array:
 
 def _of_data(data: jax.Array, whole: bool = False) -> jax.Array:
     """Returns a threefry key from another key's data. Without `whole` only from its first two words: in a root key they
-    hold
-    the seed."""
+    hold the seed."""
     words = data.reshape(-1)
     key = jax.random.wrap_key_data(words[:2], impl=THREEFRY)
     return _fold(key, *words[2:]) if whole else key

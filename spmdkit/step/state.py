@@ -39,8 +39,8 @@ class ReplicaCopy:
     replicas.
 
     The copy is typed varying, so that `jax.grad` returns the replica's own gradient. The update needs the original, so
-    that
-    the result is provably the same on all replicas. JAX cannot type a varying value as invariant without communication.
+    that the result is provably the same on all replicas. JAX cannot type a varying value as invariant without
+    communication.
 
     Attributes:
         own: the parameters in the state, the same objects.
@@ -224,8 +224,7 @@ def _updated(optimizer: Any, grads: Any, opt_state: Any, params: Any, extra: dic
 
 def check_not_donated(state: Any, what: str) -> None:
     """Rejects a state with arrays that were donated to an earlier step. On two or more CPU devices jaxlib 0.10.2 would
-    end the
-    process by SIGSEGV.
+    end the process by SIGSEGV.
 
     Costs about 20 us for 100 leaves (2026-11-22).
 

@@ -338,14 +338,13 @@ def shard(x: jax.Array, *dims: str | None) -> jax.Array:
     """Returns `x` with each dim sharded over the mesh axes of its logical name; `None` leaves a dim unsharded.
 
     An activation constraint: values do not change, only their sharding. Without constraints the partitioner may
-    replicate
-    whole activations. A dim with `None` is gathered: `sk.shard(w, None, None)` gathers a weight. No-op on a mesh that
-    shards no array.
+    replicate whole activations. A dim with `None` is gathered: `sk.shard(w, None, None)` gathers a weight. No-op on a
+    mesh that shards no array.
 
     Layout: `dims` names as in `layout.axes`, e.g. `sk.shard(x_BTD, "batch", None, None)`. `batch` means the axes that
     shard one replica's examples. `rows` means all axes that shard a batch. Use it in a global `train_step`, where
-    arrays
-    are global, for data that do not come from the batch (collocation points, rollouts): without it they are replicated.
+    arrays are global, for data that do not come from the batch (collocation points, rollouts): without it they are
+    replicated.
     In
     a loss it is `batch`.
 

@@ -1,6 +1,5 @@
 """`sk.verify_step(make, meshes=[...])`: compares a step that does not use spmdkit, with its own mesh axes and
-shardings,
-on meshes and on one device.
+shardings, on meshes and on one device.
 
     def make(devices):            # [data, tensor], the shape of the tried mesh; (1, 1) for one device
         mesh = jax.sharding.Mesh(devices, ("data", "tensor"))

@@ -2,9 +2,8 @@
 axis.
 
 Both programs run with every intermediate value as a result (tracing.py); the one-device program also runs with its
-input
-moved by one ulp. A value of the mesh is matched with the one-device value of the same text, line and order. It is right
-if, for some dims or mesh axes, it is
+input moved by one ulp. A value of the mesh is matched with the one-device value of the same text, line and order. It is
+right if, for some dims or mesh axes, it is
 
     the same        the one-device value: complete, sharded along any dim, or replicated; rows in another order if the
                     mesh reorders them
@@ -121,8 +120,7 @@ class Locator:
         """Returns where a program on a mesh first differs from one device, or None.
 
         If the loss differs too, the values that it is computed from suffice: the backward pass takes several times as
-        long to
-        compile.
+        long to compile.
 
         Args:
             many: the program; its jaxpr is evaluated, so that it contains a mutant's mistake.

@@ -23,8 +23,7 @@ class Traced(NamedTuple):
 
 def locate_step(one: Traced, moved: Sequence[Sequence[Any]], many: Traced, axes: Mapping[str, int]) -> Location | None:
     """Returns where a step on a mesh first differs from one device. None if it cannot be traced from outside, or no
-    single
-    line is responsible.
+    single line is responsible.
 
     Args:
         moved: arguments of the one device, moved by one ulp.

@@ -2,8 +2,7 @@
 
 A key's bias cancels in the softmax, a bias before a batch norm in the norm: the true gradient is zero, and the computed
 one is rounding error. An optimizer that divides by the size of the gradient (Adam, Lion, LAMB) turns it into full
-steps,
-with different signs on every mesh.
+steps, with different signs on every mesh.
 
 Both are measured with the probes of the tolerance: inputs moved by one ulp, through the user's optimizer on one device:
 
@@ -37,8 +36,7 @@ LARGEST = 1e-2
 
 BOUND = 4.0
 """Tolerated multiple of the effect of noise on one device. Adam's noise steps have one size and any sign, so two of
-them
-differ by 2."""
+them differ by 2."""
 
 Part = tuple[str, Tree, Tree]
 """(Name of the tree of a result, found, expected); `gradient 0` is that of the first batch."""

@@ -1,6 +1,5 @@
 """Probes around a task: the gradient before its optimizer and the update after it, the count of its loss, an input
-moved
-by one ulp.
+moved by one ulp.
 
 They wrap the user's code and change no number of it.
 """

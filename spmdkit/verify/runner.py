@@ -63,8 +63,7 @@ class CaseRunner:
 
         A task with model state, or a loss that calls sk.all_gather, has one reference per number of microbatches: batch
         statistics and gathered rows are those of a microbatch. If the config has short batches, the reference is not
-        padded,
-        except with several microbatches.
+        padded, except with several microbatches.
 
         Args:
             evaluated: compare the evaluation too.
@@ -132,8 +131,7 @@ class CaseRunner:
 
     def compare_with_plain_jax(self) -> dict[str, Any]:
         """Returns the distance of one spmdkit device from `jax.value_and_grad` of the user's loss, or `not_applicable`
-        with the
-        reason."""
+        with the reason."""
         loss_fn = self.task_runner.loss_fn
         if loss_fn is None:
             return {"not_applicable": "the task has its own train_step, and no loss to compare"}

@@ -1,6 +1,5 @@
 """The sum in float8 (e4m3) with one scale per block: a quarter of the bytes of `sum`. The rounding error is added to
-the
-next step's gradient.
+the next step's gradient.
 
     s_b = max |c_b| / 448,   q = float8_e4m3fn(c_b / s_b)       of each block of 256 values        8 bits, scale float32
 

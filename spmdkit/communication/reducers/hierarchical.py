@@ -1,6 +1,5 @@
 """Two levels: an exact sum within each position along `replica`, on fast links, and a second reducer between positions,
-on
-slow links, for a fraction of the bytes.
+on slow links, for a fraction of the bytes.
 
     g[D F] -> reduce_scatter over data -> g[D F/data] -> outer over replica, on the shard -> all_gather over data -> g[D
     F]

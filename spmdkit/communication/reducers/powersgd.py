@@ -205,8 +205,7 @@ def _start(
     product, or a random one.
 
     Orthonormal also if the product had fewer directions than `rank` (a batch of two rows): random directions replace
-    the
-    missing ones.
+    the missing ones.
     """
     num, m, n = view
     key = over.key() if product is None else jax.random.key(0, impl="threefry2x32")
@@ -221,8 +220,7 @@ def _start(
 
 def orthonormal(x: jax.Array, index: int) -> jax.Array:
     """Returns [..., n, rank], orthonormal columns that span those of `x`. A column that depends on those before it
-    becomes a
-    random one.
+    becomes a random one.
 
     Gram-Schmidt, each column twice ("twice is enough": Giraud et al., 2005), in XLA alone: LAPACK's QR, called by eight
     devices of one process concurrently, took 12 s of processor time for 40 matrices of 128 x 128 (jaxlib 0.10.2, two

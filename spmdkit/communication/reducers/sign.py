@@ -1,6 +1,5 @@
 """One bit per value, a thirtieth of the bytes of `sum`: the sign, with the mean magnitude of its block. The error is
-added
-to the next step's gradient.
+added to the next step's gradient.
 
     s_b = mean |c_b|,   q = sign(c_b)       of each block of 1,024 values                          1 bit, scale float32
 

@@ -1,6 +1,5 @@
 """Sparse reduction of embedding gradients: the tokens of a step touch few rows of a table, and only these rows are
-sent,
-with their indices. Exact.
+sent, with their indices. Exact.
 
     rounds = max_r ceil(touched_r / N)               touched_r: rows of g_r[V D] that are not all zero; one all_reduce
                                                      of a maximum

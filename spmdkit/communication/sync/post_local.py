@@ -1,6 +1,5 @@
 """Synchronous training for the first `start` steps, then local SGD: groups train separately and average their
-parameters
-every `every` steps.
+parameters every `every` steps.
 
     steps 1 to start     the step of the whole mesh: all replicas are synchronous, with one optimizer state
     later                w_g <- w_g - update(g_g) per group, and w_g <- mean_h w_h after each step that `every` divides

@@ -1,27 +1,20 @@
 """Faults of a drill, specified as `KIND:PROCESS@WHEN`: `kill:2@120`, `stop:0@30s`, `kill:random@random`.
 
-| kind | what is injected | expected recovery |
-| --- | --- | --- |
-| kill | SIGKILL | a restart from the newest checkpoint |
-| stop | SIGSTOP: the process lives and sends no heartbeat | exit code 75 after `watchdog.heartbeat_timeout_s`, a
+| kind | what is injected | expected recovery | | --- | --- | --- | | kill | SIGKILL | a restart from the newest
+checkpoint | | stop | SIGSTOP: the process lives and sends no heartbeat | exit code 75 after
+`watchdog.heartbeat_timeout_s`, a restart | | term | SIGTERM to this process alone | all save at one step and exit with
+42, a restart that loses no step | | hang | its training thread sleeps before a step, like a stalled data source | 76
+after `watchdog.step_timeout_s`, a restart | | slow | each of its steps takes 0.25 s longer, for 5 s | no restart | |
+nan | a NaN in its rows of one batch | the action of `on_nonfinite`; `stop` ends the run | | bit-flip | one bit of its
+replica of the largest parameter | `replica_check` detects it | | truncate | SIGKILL, then a file of the newest
+checkpoint is truncated to half | a restart from the previous checkpoint | | corrupt | SIGKILL, then one bit of the
+newest checkpoint is flipped | a restart from the previous checkpoint | | disk-full | no file of any process can grow
+beyond 2 KiB until a save has failed | the next interval saves again | | partition | its host sends and receives nothing
+until the attempt has ended | 75 after `watchdog.heartbeat_timeout_s` | | partition-send | what its host sends is lost
+until the attempt has ended | as partition | | partition-peer | nothing passes between its host and the next process's
+host | 76 after `watchdog.step_timeout_s` | | delay | 50 ms more latency each way, for 5 s | no restart | | loss | 2 %
+of its host's frames are lost, for 5 s | no restart | | rate | 1 MB/s between its host and each other host, for 5 s | no
 restart |
-| term | SIGTERM to this process alone | all save at one step and exit with 42, a restart that loses no step |
-| hang | its training thread sleeps before a step, like a stalled data source | 76 after `watchdog.step_timeout_s`, a
-restart |
-| slow | each of its steps takes 0.25 s longer, for 5 s | no restart |
-| nan | a NaN in its rows of one batch | the action of `on_nonfinite`; `stop` ends the run |
-| bit-flip | one bit of its replica of the largest parameter | `replica_check` detects it |
-| truncate | SIGKILL, then a file of the newest checkpoint is truncated to half | a restart from the previous checkpoint
-|
-| corrupt | SIGKILL, then one bit of the newest checkpoint is flipped | a restart from the previous checkpoint |
-| disk-full | no file of any process can grow beyond 2 KiB until a save has failed | the next interval saves again |
-| partition | its host sends and receives nothing until the attempt has ended | 75 after `watchdog.heartbeat_timeout_s`
-|
-| partition-send | what its host sends is lost until the attempt has ended | as partition |
-| partition-peer | nothing passes between its host and the next process's host | 76 after `watchdog.step_timeout_s` |
-| delay | 50 ms more latency each way, for 5 s | no restart |
-| loss | 2 % of its host's frames are lost, for 5 s | no restart |
-| rate | 1 MB/s between its host and each other host, for 5 s | no restart |
 
 The last six run each process in a network namespace (tools/drill/network.py): Linux, as root.
 The rest of this file is the protocol between the drill and a process, a file without a name that both have open:

@@ -24,8 +24,7 @@ pipeline axis to the vmap.
 Microbatches cut what one call of the loss sees; each shard of a batch keeps its own rows, so no example moves.
 
 Wire: gpipe.py and one_f_one_b.py. With fsdp at ZeRO 3 a stage's weights are gathered again for each microbatch, as with
-accumulation;
-ZeRO 1 and 2 gather nothing in the loop.
+accumulation; ZeRO 1 and 2 gather nothing in the loop.
 Source: Huang et al. (2019); Narayanan et al. (2019, 2021); Xu et al., "GSPMD" (2021), section 3.3 (a pipeline as a
 vectorised loop).
 """

@@ -1,8 +1,8 @@
 """What costs more than it needs to: one detector for each finding, a file each, found by its name.
 
 A detector is a module with `find(step) -> iterable of Finding`. It reads the compiled program, its jaxpr and the
-layout;
-it runs nothing. A bound on the size keeps small arrays out: a finding is something that is worth an hour of work.
+layout; it runs nothing. A bound on the size keeps small arrays out: a finding is something that is worth an hour of
+work.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Sets the limit above which a loss is a spike: the median of the losses before it and `on_spike.z_score` robust
-deviations;
-finite.py does the rest.
+deviations; finite.py does the rest.
 
     deviation = 1.4826 x the median distance from the median, and at least FLOOR of the median: a loss that stands still
     is no noise at all

@@ -85,8 +85,7 @@ def takes_derivative(closed: ClosedJaxpr) -> bool:
 
 def _sums(jaxpr: Any, axes: Collection[str]) -> Iterator[str]:
     """Yields the source line of every sum over any of `axes`, once per summed array, except those of reducers. Reducers
-    are
-    not derivatives, and have fewer sums without types: the sum of a constant is a constant there."""
+    are not derivatives, and have fewer sums without types: the sum of a constant is a constant there."""
     for eqn, (line, is_reducers) in jaxprs.equations_within(jaxpr, ("", False), _place):
         if _adds_over(eqn, axes) and not is_reducers:
             yield from [line] * len(eqn.invars)
@@ -94,8 +93,7 @@ def _sums(jaxpr: Any, axes: Collection[str]) -> Iterator[str]:
 
 def _leaving(closed: ClosedJaxpr, lines: Sequence[str], axes: Collection[str], own: Collection[str]) -> set[str]:
     """Returns those of `lines` at which a backward pass sums over `axes` a value that leaves it other than through a
-    cast at
-    one of the lines `own`."""
+    cast at one of the lines `own`."""
     walk = _Backward(frozenset(), 0, tuple(lines), frozenset(axes), frozenset(own))
     out = walk.run(closed.jaxpr, [Depends()] * len(closed.jaxpr.invars))
     left = walk.left[0]

@@ -24,8 +24,7 @@ def check_reductions(jaxpr: jax.extend.core.ClosedJaxpr, axes: Collection[str] =
     """Rejects a `lax.psum` or `lax.pmean` over a value that is already the same on every replica.
 
     JAX casts such an operand to varying and multiplies by N silently: the pattern `pvary` followed by `psum`. A
-    constant,
-    as in `lax.psum(1, axis)` to count replicas, is accepted.
+    constant, as in `lax.psum(1, axis)` to count replicas, is accepted.
 
     Args:
         axes: the replica axes larger than one; over the others a sum changes nothing.

@@ -1,6 +1,5 @@
 """Groups of replicas that train separately and synchronize at intervals: the train state with one copy per group, and
-the
-communication between groups.
+the communication between groups.
 
 A group's step is the step of the mesh without the sync's axes (step.py). The sync (sync/) determines when groups
 synchronize.

@@ -24,8 +24,7 @@ def mean_with_reducer(
     reducer: Reducer, groups: Groups, specs: Mapping[str, PartitionSpec], mesh: Mesh, key: jax.Array
 ) -> Any:
     """Returns `tree [groups, ...] -> tree [...]`, the mean over the groups, for trees like the parameters with None for
-    leaves
-    that are not sent.
+    leaves that are not sent.
 
     Args:
         specs: path of each parameter -> the spec of one copy.

@@ -74,8 +74,7 @@ class Bincount(Metric):
 
 class _DerivedFunction:
     """The function of a `Derived`. All instances are equal: a loss creates a new one in every trace, and the structure
-    of its
-    metrics must not change."""
+    of its metrics must not change."""
 
     def __init__(self, fn: Callable[..., Any]):
         self.fn = fn
@@ -112,8 +111,7 @@ def _part_value(part: Any) -> Any:
 
 def derived(fn: Callable[..., Any], *parts: Any) -> Derived:
     """Returns the metric `fn(*parts)`, computed once from the totals of the parts over all rows, microbatches, replicas
-    and
-    batches.
+    and batches.
 
     Perplexity is `sk.derived(jnp.exp, sk.mean(losses))`, accuracy by class `sk.derived(lambda c: jnp.diag(c) /
     c.sum(1), sk.bincount((labels, predictions), (10, 10)))`.

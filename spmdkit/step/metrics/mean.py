@@ -110,8 +110,7 @@ class Means(Metric):
     Wire: as a loss one more small all-reduce, of the counts, before the gradient; none if they follow from shapes
     alone.
     With microbatches the counts of all microbatches are computed first (the rest of that pass is dead code, unless
-    counts
-    depend on the parameters).
+    counts depend on the parameters).
     """
 
     parts: tuple[Mean, ...]
@@ -164,8 +163,7 @@ def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike |
     """Returns the weighted mean of `values` over this replica's examples, as a pair that adds.
 
     Padding rows (a short last batch, an evaluation set that no batch size divides) do not count: if the program has
-    padded,
-    the first dim of `values` must be the examples.
+    padded, the first dim of `values` must be the examples.
 
     Args:
         values: any shape; summed in float32, or in float64 for float64 values.
@@ -236,8 +234,7 @@ def as_float(values: ArrayLike) -> jax.Array:
 
 def inclusion_mask(name: str, values: jax.Array, where: ArrayLike | None) -> jax.Array | None:
     """Returns bool like `values`: those that count, by `where` and without padding rows; None if all count. `name` is
-    the
-    caller's.
+    the caller's.
 
     Raises:
         ConfigError: `values` has no example dim while some rows are padding.

@@ -39,8 +39,7 @@ Kinds = Mapping[str, Kind]
 
 def declared_reductions(patterns: Mapping[str, str], state: Any) -> dict[str, Kind]:
     """Returns path -> kind for the leaves of a model state that the task declares; the first pattern that matches a
-    whole path
-    applies.
+    whole path applies.
 
     Raises:
         ConfigError: a pattern matches no leaf, or a leaf cannot be reduced in that way.
@@ -221,8 +220,7 @@ def reduced_state(
 
 def reduce_by_group(kinds: Kinds, old: Any, new: Any, groups: int) -> Any:
     """Returns [groups, ...] from the state of all replicas [replicas, ...], reduced over each group of neighbors; `old`
-    is
-    [groups, ...]."""
+    is [groups, ...]."""
     before = dict(named_leaves(old))
 
     def leaf(path: str, x: jax.Array) -> jax.Array:
