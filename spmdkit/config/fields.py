@@ -217,7 +217,7 @@ def _axes(value: Any) -> str | list[str] | None:
         choice(name, AXES)
     if len(set(names)) != len(names):
         raise Wants("a list that names each axis once", "[data, fsdp]")
-    return value
+    return value if value is None or isinstance(value, str) else names
 
 
 MeshAxes = Annotated[

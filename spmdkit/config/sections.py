@@ -365,7 +365,7 @@ class Watchdog(Section):
     @property
     def longest_timeout_s(self) -> float:
         """The longest of these timeouts, which every background timeout has to exceed."""
-        return max(value for value in self.model_dump().values() if value is not None)
+        return float(max(value for value in self.model_dump().values() if value is not None))
 
 
 class OnSpike(Section):

@@ -113,4 +113,4 @@ def _on_cpu(devices: str | Sequence[int], environ: Mapping[str, str]) -> bool:
 
 
 def _set(parameter: int, value: int) -> bool:
-    return ctypes.CDLL(None).mallopt(parameter, value) == 1
+    return bool(ctypes.CDLL(None).mallopt(parameter, value) == 1)

@@ -173,6 +173,7 @@ def temp_bytes(stats: Any, platform: str) -> int:
         platform: of the devices.
     """
     if platform != "tpu" or not stats.peak_memory_in_bytes:
-        return stats.temp_size_in_bytes
+        return int(stats.temp_size_in_bytes)
     new = max(stats.output_size_in_bytes - stats.alias_size_in_bytes, 0)
-    return min(max(stats.peak_memory_in_bytes - stats.argument_size_in_bytes - new, 0), stats.temp_size_in_bytes)
+    used = max(stats.peak_memory_in_bytes - stats.argument_size_in_bytes - new, 0)
+    return int(min(used, stats.temp_size_in_bytes))

@@ -42,7 +42,10 @@ def abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Var
                     "jnp.asarray for numbers, and remove everything that is not an array from the pytree."
                 )
             made[path] = leaf.dtype
-        return jax.tree.map_with_path(lambda path, x: jnp.asarray(_narrowed(path_name(path), x)), variables)
+        narrowed: Variables = jax.tree.map_with_path(
+            lambda path, x: jnp.asarray(_narrowed(path_name(path), x)), variables
+        )
+        return narrowed
 
     def init_as_stored(key: jax.Array) -> Variables:
         variables = init(key)

@@ -74,7 +74,7 @@ def held(leaves: Sequence[layout.LeafPlacement], mesh: Mesh, batch: Any = None) 
 def shard_bytes(shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding) -> int:
     """Returns the bytes of one device's shard of an array."""
     dtype = dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
-    return math.prod(sharding.shard_shape(tuple(shape))) * dtype.itemsize
+    return int(math.prod(sharding.shard_shape(tuple(shape))) * dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def memory_limit(devices: Sequence[Any]) -> int | None:
     first = devices[0]
     if first.platform == "cpu":
         local = sum(d.process_index == jax.process_index() for d in devices)
-        return memory_of_this_machine() // max(1, local)
+        return int(memory_of_this_machine() // max(1, local))
     mine = next((d for d in devices if hasattr(d, "memory_stats") and d.process_index == jax.process_index()), None)
     try:
         stats = mine.memory_stats() if mine is not None else None

@@ -195,7 +195,8 @@ class Program:
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
         """The step as passed to the compiler."""
-        return self.traced.lower()
+        lowered: jax.stages.Lowered = self.traced.lower()
+        return lowered
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
@@ -296,7 +297,9 @@ class Program:
 
     def lowered_by(self, reducer: Reducer) -> jax.stages.Lowered:
         """Returns the step with another reducer, as passed to the compiler."""
-        return self._task_step.trace(self._step_context.with_options(reducer=reducer).for_new_trace()).lower()
+        context = self._step_context.with_options(reducer=reducer).for_new_trace()
+        lowered: jax.stages.Lowered = self._task_step.trace(context).lower()
+        return lowered
 
     @functools.cached_property
     def _add_metrics(self) -> Any:
@@ -328,7 +331,8 @@ class Program:
     def init(self) -> TrainState:
         """Returns the state before the first step, each leaf created with its sharding; bitwise the same on every
         mesh."""
-        return call_user(lambda: self._compiled_init(jax.random.key(self.config.seed)), "init")
+        state: TrainState = call_user(lambda: self._compiled_init(jax.random.key(self.config.seed)), "init")
+        return state
 
     @functools.cached_property
     def lowered_init(self) -> jax.stages.Lowered:

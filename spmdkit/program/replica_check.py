@@ -93,7 +93,8 @@ class Copies:
         return jax.jit(hashes, out_shardings=NamedSharding(self._mesh, PartitionSpec()))
 
     def _specs(self) -> TrainState:
-        return jax.tree.map(lambda x: x.spec, self._program.state_sharding)
+        specs: TrainState = jax.tree.map(lambda x: x.spec, self._program.state_sharding)
+        return specs
 
     def hashes(self, state: TrainState) -> np.ndarray:
         """Returns uint32[devices, leaves, 2], the same on every process. Waits for the devices."""
@@ -145,7 +146,8 @@ class Copies:
             flat, structure = jax.tree.flatten(state)
             for i, leaf in enumerate(leaves):
                 flat[leaf] = _of_source(flat[leaf], source[i] == here, self.axes_of(leaf))
-            return jax.tree.unflatten(structure, flat)
+            repaired: TrainState = jax.tree.unflatten(structure, flat)
+            return repaired
 
         def mend(state: TrainState) -> TrainState:
             specs = self._specs()
@@ -159,7 +161,8 @@ class Copies:
             return each(to_device(self._table, self._mesh, state), jnp.asarray(sources))
 
         mend_all = jax.jit(mend, out_shardings=self._program.state_sharding, donate_argnums=0)
-        return mend_all(state)
+        repaired: TrainState = mend_all(state)
+        return repaired
 
     # ---- the audit ---------------------------------------------------------------------------------------------------
 

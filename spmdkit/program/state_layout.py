@@ -158,4 +158,5 @@ def to_device(table: Sequence[LeafPlacement], mesh: Mesh, state: TrainState) -> 
     if all(p.memory_kind == "device" for p in table):
         return state
     leaves, treedef = jax.tree.flatten(state)
-    return jax.tree.unflatten(treedef, [bring(x, p) for x, p in zip(leaves, table, strict=True)])
+    moved: TrainState = jax.tree.unflatten(treedef, [bring(x, p) for x, p in zip(leaves, table, strict=True)])
+    return moved

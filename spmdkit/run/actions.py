@@ -124,7 +124,8 @@ def replaced(run: Run, step: int, state: TrainState, new: Any) -> TrainState:
             "steps. Write sk.ReplaceState(state.replace(params=...))."
         )
     run.mark_save_failed(step)
-    return jax.device_put(new, run.program.state_sharding)
+    placed: TrainState = jax.device_put(new, run.program.state_sharding)
+    return placed
 
 
 def go_back(run: Run, rollback_to: Rollback, batches: DeviceBatches) -> tuple[TrainState, DeviceBatches]:

@@ -253,4 +253,5 @@ def to_json(action: Action) -> list[Any]:
 
 def from_json(value: list[Any]) -> Action:
     """Returns the action of `to_json`."""
-    return _TYPES[value[0]](**value[1])
+    action: Action = _TYPES[value[0]](**value[1])
+    return action

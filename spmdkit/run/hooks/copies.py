@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from spmdkit.cluster.cluster import name_processes
+from spmdkit.cluster.comparison import name_processes
 from spmdkit.errors import NonFiniteError
 from spmdkit.foundation.formatting import format_bytes
 from spmdkit.program.replica_check import Copies, Difference

@@ -60,7 +60,8 @@ def bandwidths(mesh: jax.sharding.Mesh) -> dict[str, float]:
 
 
 def _swap(x: jax.Array) -> jax.Array:
-    return lax.ppermute(x, "pair", [(0, 1), (1, 0)])
+    swapped: jax.Array = lax.ppermute(x, "pair", [(0, 1), (1, 0)])
+    return swapped
 
 
 def _seconds_of(mesh: jax.sharding.Mesh, axis: str, fn: Any) -> float:

@@ -96,4 +96,5 @@ def _chain(a: jax.Array, b: jax.Array) -> jax.Array:
     x, _ = lax.scan(one, a, None, length=PRODUCTS)
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     weights = 2 * lax.iota(jnp.uint32, bits.size) + jnp.uint32(1)
-    return (bits.reshape(-1) * weights).sum(dtype=jnp.uint32)
+    weighted_sum: jax.Array = (bits.reshape(-1) * weights).sum(dtype=jnp.uint32)
+    return weighted_sum

@@ -45,7 +45,8 @@ def judge_burn(devices: Sequence[Mapping[str, Any]], links: Sequence[Mapping[str
 
 def _shares_cores(device: Mapping[str, Any], devices: Sequence[Mapping[str, Any]]) -> bool:
     """Returns whether a device is one of several on the same CPU, where speed differs by chance."""
-    return device["platform"] == "cpu" and sum(one["host"] == device["host"] for one in devices) > 1
+    num_here = sum(one["host"] == device["host"] for one in devices)
+    return bool(device["platform"] == "cpu") and num_here > 1
 
 
 def _by_bits(devices: Sequence[Mapping[str, Any]]) -> Verdict:
