@@ -3,7 +3,7 @@
 import pytest
 
 from spmdkit.config import load_config, overrides, source
-from spmdkit.config.problems import Place
+from spmdkit.config.problems import Location
 from spmdkit.errors import ConfigError
 from tests.support.messages import Says, says
 
@@ -109,7 +109,7 @@ def test_a_rule_broken_by_an_override_is_told_where_the_other_key_stands(path):
 
 
 def test_the_values_of_the_file_are_not_changed_by_overrides():
-    document = source.parse(BASE, lambda line: Place(f"x:{line}", line), "x")
+    document = source.parse(BASE, lambda line: Location(f"x:{line}", line), "x")
     first = overrides.apply(document, ["mesh.data=8", "checkpoint.keep=1"])
     assert document.value["mesh"] == {"data": 4, "fsdp": 2} and document.value["checkpoint"] is None
     assert first.value["mesh"] == {"data": 8, "fsdp": 2}
