@@ -39,7 +39,7 @@ def calls(monkeypatch):
 def test_one_arena_is_for_cpu_devices_and_leaves_settings_of_the_environment_alone(calls, devices, environ, is_set):
     assert allocator.one_arena(devices, environ) == is_set
     assert bool(calls) == is_set
-    assert ("left alone" in allocator.describe(environ)) == ("cpu" in devices and not is_set)
+    assert ("unchanged" in allocator.describe(environ)) == ("cpu" in devices and not is_set)
 
 
 def test_another_c_library_is_left_alone_and_that_is_said(calls, monkeypatch):
@@ -48,7 +48,7 @@ def test_another_c_library_is_left_alone_and_that_is_said(calls, monkeypatch):
 
     monkeypatch.setattr(os, "confstr", none)
     assert not allocator.one_arena("cpu:8", {}) and not calls
-    assert allocator.describe({}) == "not glibc: left alone"
+    assert allocator.describe({}) == "not glibc: unchanged"
 
 
 def test_an_unknown_choice_names_those_that_there_are():
@@ -75,7 +75,7 @@ def test_a_command_that_trains_on_eight_cpu_devices_tells_the_allocator_three_th
     if command[0] == "train":
         assert folder.leaves("doctor") == 0
         said = next(line for line in capfd.readouterr().out.splitlines() if line.startswith("allocator"))
-        assert ("keeps a step's memory" if choice == "keep" else "left alone (SPMDKIT_ALLOCATOR=system)") in said
+        assert ("reuses a step's memory" if choice == "keep" else "unchanged (SPMDKIT_ALLOCATOR=system)") in said
         assert len(calls) == (3 if choice == "keep" else 0), "doctor sets nothing"
 
 

@@ -32,5 +32,5 @@ def test_what_names_no_fake_devices_is_refused_alike_by_config_and_join(text):
     assert constants.fake_devices(text) is None
     with pytest.raises(ConfigError):
         Config(task="a.py:t", devices=text)
-    with pytest.raises(ConfigError, match="is not known"):
+    with pytest.raises(ConfigError, match="auto, cpu:N"):
         join(ClusterSpec(), text)

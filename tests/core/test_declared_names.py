@@ -46,13 +46,13 @@ def test_a_function_is_found_under_its_own_decorator_and_no_other(kind, mine):
     with refused(found=f"with @sk.{other}", repair=f"@sk.{name} above its definition"):
         mine(f"@sk.{other}\ndef made(): return 3", kind)
     sys.modules.pop("spmdkit_task_mine")
-    with refused(found="a function of mine", rule="what its module declares"):
+    with refused(found="a function of mine", rule="its module registers"):
         mine("def made(): return 3", kind)
 
 
 def test_what_another_module_declares_is_named_there(mine, tmp_path):
     (tmp_path / "elsewhere.py").write_text("import spmdkit as sk\n@sk.hook\ndef made(): pass\n")
-    with pytest.raises(ConfigError, match="Name it where it is declared: elsewhere:made"):
+    with pytest.raises(ConfigError, match="Name it where it is registered: elsewhere:made"):
         mine("from elsewhere import made", "hook")
     assert callable(user_code.find("elsewhere:made", "hook", tmp_path))
 
@@ -70,7 +70,7 @@ def test_a_decorator_may_stand_above_and_a_partial_may_be_declared(mine):
     sys.modules.pop("spmdkit_task_mine")
     found = mine("import functools\nmade = sk.hook(functools.partial(max, 2))", "hook")
     assert isinstance(found, functools.partial)
-    with refused("@sk.hook", found="a function of builtins", rule="a function of yours"):
+    with refused("@sk.hook", found="a function of builtins", rule="registers a function"):
         sk.hook(max)
 
 
