@@ -99,7 +99,7 @@ def test_a_second_run_is_refused_and_a_folder_without_its_checkpoints_starts_not
 
 @pytest.mark.parametrize("text", ["s3://b/run", "gs://bucket-one", "/local/path", "gs:/bucket-one/run", "gs://bucket-one/a b", "file://bucket/x"])  # fmt: skip  # noqa: E501
 def test_what_is_no_folder_of_a_bucket_is_refused_by_the_config(tmp_path, text):
-    with pytest.raises(Exception, match="folder of a bucket"):
+    with pytest.raises(Exception, match="a folder in an object store"):
         config_of(tmp_path, checkpoint={"directory": text})
 
 

@@ -94,7 +94,7 @@ def test_config_check_does_not_import_the_reducer(config, tmp_path):
     asked = config("mine.py:coarse")
     assert not (tmp_path / "imported").exists()
     assert exact_reducer(asked) == "sum"
-    assert reducer_note(asked).startswith("reducer mine.py:coarse is not exact, and names no options at which it loses")
+    assert reducer_note(asked).startswith("reducer mine.py:coarse is not exact and declares no exact options")
     assert exact_reducer(config("mine.py:scaled")) == "mine.py:scaled"
     assert (tmp_path / "imported").read_text() == "1"
 
@@ -107,7 +107,7 @@ def test_reducer_text_is_part_of_source_digest(config, tmp_path):
     assert source_digest.digests(config("sum")) == source_digest.digests(config("ordered")) != before
 
 
-DECLARED = "A config names what its module declares"
+DECLARED = "A config names objects that its module registers"
 WRONG = {
     "os:system": Says("reducer: os:system", "is a function of", DECLARED, "in a file of yours"),
     "mine.py:undeclared": Says(

@@ -30,7 +30,7 @@ def child():
     """A process of a job, as the launcher knows it, that has begun step 3."""
     popen = subprocess.Popen(["sleep", "600"])
     step = SimpleNamespace(read=lambda: json.dumps({"step": 3}).encode())
-    fields = {"said": {"phase": "step"}, "popen": popen, "step": step}
+    fields = {"last_beat": {"phase": "step"}, "popen": popen, "step": step}
     yield SimpleNamespace(process=0, exit=None, mourned=False, in_waiting=False, **fields)
     popen.kill()
     popen.wait()
@@ -67,7 +67,7 @@ def test_death_in_process_is_recovered_within_one_start(tmp_path):
     def started(drill, process):
         note = drill.given(process)[0][DRILL_FILE]
         step = SimpleNamespace(read=lambda: b"%d" % steps[note] if note in steps else b"")
-        child = {"process": process, "exit": None, "said": None, "mourned": False, "in_waiting": process < 0}
+        child = {"process": process, "exit": None, "last_beat": None, "mourned": False, "in_waiting": process < 0}
         return SimpleNamespace(**child, step=step, note=note)
 
     clock = iter(range(100, 200))
