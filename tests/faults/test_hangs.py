@@ -47,14 +47,14 @@ def test_a_hang_alone_is_76_and_a_held_interpreter_1_with_its_stacks(job):
 @pytest.mark.parametrize(
     ("phase", "who", "options", "says"),
     [
-        ("save", 0, [], "p0 has been saving for 3 s at step 11; p1 waits at 'a save of all'"),
+        ("save", 0, [], "p0 has been saving for 3 s at step 11; p1 waits at 'a save of all processes'"),
         ("evaluation", 1, ["eval.every_steps=5"], "p1 has been evaluating (reading data) for 3 s at step 6; p0 is"),
     ],
     ids=["save", "evaluation"],
 )
 def test_a_hang_in_a_save_or_an_evaluation_is_76_with_the_one_who_hangs(job, phase, who, options, says):
     """The other waits for it: in a save in the background, in an evaluation for its batch."""
-    ended = job.end_of(job.train(f"watchdog.{phase}_s=3", *options, n=2, faults={who: [phase, 0]}, EVALUATED="1"))
+    ended = job.end_of(job.train(f"watchdog.{phase}_timeout_s=3", *options, n=2, faults={who: [phase, 0]}, EVALUATED="1"))
     assert (ended.code, bool(job.fired())) == (76, True), ended.output
     assert f"no progress: {says}" in ended.output.splitlines()[-1]
 
@@ -85,7 +85,7 @@ def test_a_stopped_process_is_silent_75_and_named_last(job, frozen):
     last = ended.output.rstrip().splitlines()[-2:]
     assert (
         last[0]
-        == f"process {frozen} is at fault, says process {1 - frozen} (exit code 75, rendezvous or a peer timed out):"
+        == f"process {frozen} is at fault, reports process {1 - frozen} (exit code 75, rendezvous or a peer timed out):"
     )
     assert last[1].startswith(f"process {frozen} is silent: no sign of life")
     assert job.processes() == {}
@@ -118,7 +118,7 @@ def test_without_our_launcher_a_kill_of_process_0_ends_the_others_with_75_and_it
     first, *others = job.by_hand(faults={0: ["hook kill", 7]})
     for ended in map(job.end_of, others):
         assert (ended.code, bool(job.fired())) == (75, True), ended.output
-        assert ended.output.rstrip().splitlines()[-2].startswith("process 0 is gone: it ended without a word")
+        assert ended.output.rstrip().splitlines()[-2].startswith("process 0 is gone: it ended without an error report")
     assert job.end_of(first).code == 137
     job.wait_for(lambda: not job.service_processes())
 
