@@ -54,7 +54,8 @@ def test_a_hang_alone_is_76_and_a_held_interpreter_1_with_its_stacks(job):
 )
 def test_a_hang_in_a_save_or_an_evaluation_is_76_with_the_one_who_hangs(job, phase, who, options, says):
     """The other waits for it: in a save in the background, in an evaluation for its batch."""
-    ended = job.end_of(job.train(f"watchdog.{phase}_timeout_s=3", *options, n=2, faults={who: [phase, 0]}, EVALUATED="1"))
+    options = [f"watchdog.{phase}_timeout_s=3", *options]
+    ended = job.end_of(job.train(*options, n=2, faults={who: [phase, 0]}, EVALUATED="1"))
     assert (ended.code, bool(job.fired())) == (76, True), ended.output
     assert f"no progress: {says}" in ended.output.splitlines()[-1]
 

@@ -138,8 +138,8 @@ def test_sync_text_is_part_of_source_digest(config, tmp_path):
 
 
 WRONG = {
-    "os:system": r"sync: os:system is a function of .*\. A config names objects that its module registers: .* Write one, in a "
-    r"file of yours",
+    "os:system": r"sync: os:system is a function of .*\. A config names objects that its module registers: .* "
+    r"Write one, in a file of yours",
     "mine.py:undeclared": r"sync: mine\.py:undeclared is a function of mine\. .* Write @sk\.sync above its definition",
     "mine.py:slwo": r"sync: mine\.py has no 'slwo'\. Did you mean 'slow'",
     "nowhere.py:made": r"sync: file .*nowhere\.py does not exist\. Paths are relative to the config's folder",
