@@ -103,6 +103,7 @@ def process(directory: str, address: str, process_id: str, num_processes: str, c
         object_store._client = lambda scheme: client
     checkpoints = Checkpoints(
         directory,
+        retention=Retention(),
         timeout_s=600 if command == "lose_one" else 60,
         is_main=process_id == 0,
         num_processes=num_processes,

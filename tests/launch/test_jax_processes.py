@@ -75,7 +75,7 @@ run(main)
     stops = [line.split("] ")[1] for line in result.out.splitlines() if "stopped" in line]
     assert len(stops) == 2
     assert len(set(stops)) == 1
-    assert result.err.count("stopping after this step and saving; press Ctrl-C again to leave at once") == 1
+    assert result.err.count("stopping after this step and saving; press Ctrl-C again to exit immediately") == 1
 
 
 FAILING = (

@@ -27,7 +27,7 @@ def test_the_number_of_collectives_can_be_asserted(mirrored):
         ({"all_gather": 1}, "all_gather 0 times, expected 1"),
         ({"in_loop": 1}, "0 inside of loops, expected 1"),
         ({"total": 3}, "1 in all, expected 3"),
-        ({"max_bytes": 1000}, "sent by a device in a step, expected at most 1000"),
+        ({"max_bytes": 1000}, "sent per device in a step, expected at most 1000"),
     ],
 )
 def test_what_differs_is_said_with_every_operation(mirrored, asked, said):
@@ -41,5 +41,5 @@ def test_what_differs_is_said_with_every_operation(mirrored, asked, said):
 def test_a_name_that_is_no_collective_is_refused(mirrored):
     with pytest.raises(sk.SpmdkitError, match=r"'all_reduces' is no collective.*Did you mean 'all_reduce'"):
         sk.testing.assert_collectives(mirrored, all_reduces=1)
-    with pytest.raises(sk.SpmdkitError, match=r"'dota' is no mesh axis.*Did you mean 'data'"):
+    with pytest.raises(sk.SpmdkitError, match=r"'dota' is not a mesh axis.*Did you mean 'data'"):
         sk.testing.assert_collectives(mirrored, axes=("dota",))
