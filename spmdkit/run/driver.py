@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.cluster import Cluster
@@ -17,11 +17,9 @@ from spmdkit.config import Config
 from spmdkit.faults import StopSignals, Watchdog
 from spmdkit.program.program import Program
 from spmdkit.program.task import Task
+from spmdkit.run.hooks.base import RunView
+from spmdkit.run.recovery.restore import Restored
 from spmdkit.step.state import TrainState
-
-if TYPE_CHECKING:
-    from spmdkit.run.recovery.restore import Restored
-    from spmdkit.run.run import Run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +59,7 @@ class Driver:
     session: Callable[[Cluster, Watchdog | None, StopSignals], AbstractContextManager[Any]] = (
         lambda cluster, watchdog, signals: nullcontext()
     )
-    after_step: Callable[[Run, int, TrainState], None] = lambda run, step, state: None
+    after_step: Callable[[RunView, int, TrainState], None] = lambda run, step, state: None
     restored: Callable[[Cluster, Program, Checkpoints | None], Restored | None] = lambda cluster, program, checkpoints: (  # noqa: E501
         None
     )

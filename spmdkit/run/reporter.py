@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +14,7 @@ from spmdkit.cluster import Cluster
 from spmdkit.config import Config, to_yaml
 from spmdkit.foundation import files, phase, redact
 from spmdkit.metrics import trackers
-
-if TYPE_CHECKING:
-    from spmdkit.run.run import Run
+from spmdkit.run.hooks.base import RunView
 
 
 class Reporter:
@@ -41,7 +39,7 @@ class Reporter:
             folder=config.folder, devices=cluster.devices, num_processes=cluster.num_processes
         )
 
-    def open(self, run: Run, step: int, stack: ExitStack) -> None:
+    def open(self, run: RunView, step: int, stack: ExitStack) -> None:
         """Opens the records of `run` after `step`; `stack` closes them."""
         config = self._config
         mode = config.log.progress if self._is_main else "off"

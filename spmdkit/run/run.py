@@ -26,7 +26,7 @@ from spmdkit.data import DeviceBatches
 from spmdkit.errors import CheckpointWriteError, Preempted
 from spmdkit.faults import ExitRequested, StopSignals, Watchdog, describe, taken_over
 from spmdkit.foundation.run_status import StepMark
-from spmdkit.foundation.timeouts import OWNERSHIP_RECHECK_S
+from spmdkit.foundation.timeouts import OWNERSHIP_RECHECK_S, SAVE_ABANDON_S
 from spmdkit.mesh.mesh import describe_mesh
 from spmdkit.metrics.report.run import write_report
 from spmdkit.program.dispatch_limit import most_in_flight
@@ -35,7 +35,7 @@ from spmdkit.run import hooks, watchdog_callbacks
 from spmdkit.run.driver import NO_DRIVER, Driver
 from spmdkit.run.hook_runner import HookRunner
 from spmdkit.run.recovery import restore, resume_check, skipped_batches
-from spmdkit.run.recovery.save_retries import Saves
+from spmdkit.run.recovery.save_retries import Saves, write_saved
 from spmdkit.run.recovery.skipped_rows import left_out_rows
 from spmdkit.run.recovery.start_marker import note_running
 from spmdkit.run.reporter import Reporter
@@ -104,12 +104,12 @@ class Run:
                     is_owner=is_owner,
                     **bucket.options(self.directory, self.cluster),
                 )
-            self.saves = Saves(self, self.checkpoints) if self.checkpoints is not None else None
             self.events = metrics.EventLog(
                 self.directory / "events.jsonl", self.cluster.process_index, is_owner=self.fence.is_owner
             )
+            self.saves = Saves(self, self.checkpoints, self.mark_save_failed) if self.checkpoints is not None else None
             self._stack = stack.pop_all()
-        watchdog_callbacks.connect(self)
+        watchdog_callbacks.connect(self, self.watchdog, self.signals, self.checkpoints, self.give_up_input)
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
@@ -117,7 +117,8 @@ class Run:
             self.events.write("preempted", step=self.step, code=error.exit_code, why=str(error))
         elif kind is not None and (change := self.driver.ends(error)) is not None:
             self.events.write("membership_changed", step=self.step, **change)
-            restore.abandon(self)
+            if self.checkpoints is not None:
+                self.checkpoints.abandon(SAVE_ABANDON_S)  # a process that writes a part of the save has died
         elif kind is not None and not issubclass(kind, Preempted) and not taken_over.is_set():
             code = describe(error)[0]
             self.events.write("fault", step=self.step, code=code, error=f"{kind.__name__}: {error}"[:500])
@@ -129,7 +130,7 @@ class Run:
             self.batches.close()
         try:
             if waits and self.checkpoints is not None:
-                self.write_saved(self.checkpoints.close())
+                write_saved(self.events, self.checkpoints.close())
         except CheckpointWriteError as failed:
             self.events.write("fault", step=self.step, code=failed.exit_code, error=str(failed)[:500])
             if kind is None:
@@ -166,14 +167,16 @@ class Run:
         if self.checkpoints is not None:  # described now: later another thread reads the data
             self._described = resume_check.described(self.config, self.program.task)
             bucket.bring_skipped(self.config, self.cluster, self.directory)
-        found = restore.newest(self)
+        found = self.driver.restored(self.cluster, self.program, self.checkpoints)
+        if found is None and self.checkpoints is not None:
+            found = restore.newest_good(self.cluster, self.checkpoints, self.program)
         where = {"roles": ROLES, "mesh": describe_mesh(self.program.sizes), "form": self.program.form}
         if found is None:
             if self.checkpoints is not None:
                 restore.require_checkpoint(self.cluster, self.checkpoints, self.directory)
             lines = restore.keep_old_records(self.directory) if self.cluster.is_main else []
             self._open_records(0)
-            restore.quarantine_checkpoints(self, {}, lines, 0)
+            restore.quarantine_checkpoints(self, self.checkpoints, {}, lines, 0)
             self.program.skip_batches(skipped_batches.read_for_all(self.directory, self.cluster))
             self.events.write("started", step=0, **where)
             self._mark = note_running(self, 0)
@@ -186,7 +189,7 @@ class Run:
         self.first_step = found.step + 1
         fetched = bucket.bring_records(self.config, self.directory) if self.cluster.is_main else []
         self._open_records(found.step)
-        restore.quarantine_checkpoints(self, found.wrong, [*fetched, *found.lines], found.step)
+        restore.quarantine_checkpoints(self, self.checkpoints, found.wrong, [*fetched, *found.lines], found.step)
         self.events.write("restored", step=found.step, **where)
         if changed and self.cluster.is_main:
             self.message(f"since step {found.step} was saved, these have changed:\n{resume_check.table(changed)}")
@@ -262,11 +265,6 @@ class Run:
         if self.saves is not None:
             self.saves.note()
 
-    def write_saved(self, saved: list[int]) -> None:
-        """Writes the events of saved steps."""
-        for step in saved:
-            self.events.write("saved", step=step)
-
     def record(self, step: int) -> dict[str, Any]:
         """Returns the record of a checkpoint: all but the arrays.
 
@@ -285,13 +283,12 @@ class Run:
             "randomness": rng.identity(),
             "hooks": self.hook_runner.state(),
             "skipped_batches": [list(pair) for pair in self.program.schedule.skipped],
-            "left_out_rows": left_out_rows(self),
+            "left_out_rows": left_out_rows(self.config, self.cluster, self.program),
             **self._extra_record,
             **ended,
         }
 
-    # ---- progress of the run: the methods that change its attributes
-    # ---------------------------------------------------
+    # ---- progress of the run: the methods that change its attributes -------------------------------------------------
 
     def mark_finished(self, why: str) -> None:
         """Notes that a hook ended the run before its last step. The next checkpoint records it."""

@@ -48,11 +48,8 @@ def imported_names(node):
 
 
 def imports(path):
-    """Returns the modules of spmdkit that a file imports when it runs: all but those under `if TYPE_CHECKING`."""
+    """Returns the modules of spmdkit that a file imports, also inside functions and for type checking."""
     found, tree = set(), ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = []
     for node in ast.walk(tree):
         for name in imported_names(node) if isinstance(node, ast.Import | ast.ImportFrom) else ():
             while name not in MODULES:

@@ -112,7 +112,7 @@ def test_hanging_source_of_two_processes_exits_on_sigterm(job):
     child.send_signal(signal.SIGTERM)
     ended = job.end_of(child)
     assert ended.code == 143, ended.output
-    assert "stopped by SIGTERM, and train_data has not given the batch of step" in ended.output
+    assert "stopped by SIGTERM, and train_data has not returned the batch of step" in ended.output
     assert job.processes() == {}
 
 

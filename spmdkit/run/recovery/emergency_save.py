@@ -15,6 +15,7 @@ import jax
 from spmdkit.errors import CheckpointWriteError, HangError, NonFiniteError, Preempted, RendezvousError
 from spmdkit.faults.error_mapping import of_callback
 from spmdkit.foundation import phase
+from spmdkit.run.recovery.save_retries import write_saved
 from spmdkit.run.run import Run
 from spmdkit.step.state import TrainState
 
@@ -60,7 +61,7 @@ def _save(run: Run, step: int, state: TrainState) -> str:
         run.checkpoints.settle()  # an earlier failed save does not prevent this one
         run.checkpoints.save(step, state, run.record(step))
         ended = run.checkpoints.settle()
-        run.write_saved(run.checkpoints.new_commits())
+        write_saved(run.events, run.checkpoints.new_commits())
         if ended.why:
             return f"could not be saved: {ended.why}"
     except Exception as error:  # noqa: BLE001  another error ends the run, and that one is reported

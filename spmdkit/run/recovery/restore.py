@@ -12,20 +12,17 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from spmdkit.checkpoint import Checkpoints, best_step, hold_step, newest_step, quarantine
 from spmdkit.cluster import Cluster
 from spmdkit.errors import CheckpointError, DamagedError
-from spmdkit.foundation.timeouts import SAVE_ABANDON_S
 from spmdkit.metrics import read_lines
 from spmdkit.program.program import Program
 from spmdkit.program.restore import restored
+from spmdkit.run.hooks.base import RunView
 from spmdkit.step import rng
 from spmdkit.step.state import TrainState
-
-if TYPE_CHECKING:
-    from spmdkit.run.run import Run
 
 RECORDS = ("metrics.jsonl", "counts.jsonl")
 
@@ -40,21 +37,6 @@ class Restored(NamedTuple):
     lines: list[str]
     wrong: dict[str, str]
     is_saved: bool = True
-
-
-def newest(run: Run) -> Restored | None:
-    """Returns the state in the memory of the processes if it is newer than each checkpoint, otherwise the newest intact
-    checkpoint; None if there is neither."""
-    in_memory = run.driver.restored(run.cluster, run.program, run.checkpoints)
-    if in_memory is not None or run.checkpoints is None:
-        return in_memory
-    return newest_good(run.cluster, run.checkpoints, run.program)
-
-
-def abandon(run: Run) -> None:
-    """Ends a save that cannot be committed, because a process that writes a part of it has died."""
-    if run.checkpoints is not None:
-        run.checkpoints.abandon(SAVE_ABANDON_S)
 
 
 def newest_good(
@@ -91,11 +73,13 @@ def newest_good(
     return None
 
 
-def quarantine_checkpoints(run: Run, wrong: Mapping[str, str], lines: Sequence[str], step: int) -> None:
+def quarantine_checkpoints(
+    run: RunView, checkpoints: Checkpoints | None, wrong: Mapping[str, str], lines: Sequence[str], step: int
+) -> None:
     """Renames the damaged checkpoints and the folders that only look like one, on process 0, and reports them together
     with `lines`."""
-    if run.checkpoints is not None and run.cluster.is_main:
-        directory = run.checkpoints.directory
+    if checkpoints is not None and run.cluster.is_main:
+        directory = checkpoints.directory
         for name, why in (quarantine.steps_without_record(directory) | dict(wrong)).items():
             renamed = quarantine.quarantine(directory, name)
             run.events.write("checkpoint_quarantined", name=name, renamed=renamed, why=why)
@@ -180,7 +164,7 @@ def chosen_for_all(cluster: Cluster, checkpoints: Checkpoints, step: int | None,
         yield cluster.from_main("chosen checkpoint", choose)
 
 
-def note_randomness(run: Run, record: dict[str, Any], step: int) -> None:
+def note_randomness(run: RunView, record: dict[str, Any], step: int) -> None:
     """Reports a change of the random number generator, because of which the next steps use other keys."""
     before, now = record.get("randomness", {"version": 1}), rng.identity()
     if before != now:

@@ -40,7 +40,7 @@ def go_back(run: Run, to_step: int | None, skip_batches: int, batches: Sequence[
                 f"({run.config.checkpoint.keep if run.config.checkpoint else 0}), or roll back "
                 "less far; sk.Rollback(0) restarts from the initial state."
             )
-        restore.quarantine_checkpoints(run, found.wrong if found else {}, (), target)
+        restore.quarantine_checkpoints(run, run.checkpoints, found.wrong if found else {}, (), target)
         run.cluster.barrier("before going back")
         run.checkpoints.delete_after(target)
         run.cluster.barrier("went back")

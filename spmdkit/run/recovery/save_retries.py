@@ -8,22 +8,27 @@ could start a save that the others do not start, and block them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from spmdkit.checkpoint import Checkpoints
 from spmdkit.errors import CheckpointWriteError
 from spmdkit.foundation.timeouts import SAVE_BLOCKED_S, SAVE_RETRY_S, SLOW_SAVE_S
+from spmdkit.metrics import EventLog
+from spmdkit.run.hooks.base import RunView
 
-if TYPE_CHECKING:
-    from spmdkit.run.run import Run
+
+def write_saved(events: EventLog, steps: Sequence[int]) -> None:
+    """Writes the events of saved steps."""
+    for step in steps:
+        events.write("saved", step=step)
 
 
 class Saves:
-    """The results of the saves of a run."""
+    """The results of the saves of a run. `on_failure`: called with the step of a failed save."""
 
-    def __init__(self, run: Run, checkpoints: Checkpoints):
-        self._run, self._checkpoints = run, checkpoints
+    def __init__(self, run: RunView, checkpoints: Checkpoints, on_failure: Callable[[int | None], None]):
+        self._run, self._checkpoints, self._on_failure = run, checkpoints, on_failure
         assert run.config.checkpoint is not None
         self._most = run.config.checkpoint.max_failures
         self._failed_steps: set[int] = set()  # known to all processes alike
@@ -61,7 +66,7 @@ class Saves:
                 f"are more frequent than the disk "
                 "can write. Raise checkpoint.every_steps or every_seconds."
             )
-        self._run.write_saved(self._checkpoints.new_commits())
+        write_saved(self._run.events, self._checkpoints.new_commits())
         if ended.committed:
             self._owed, self._failures = None, 0
         if ended.why:
@@ -82,7 +87,7 @@ class Saves:
         """
         if self._run.cluster.num_processes == 1 and not self._checkpoints.is_saving():
             self.settle()
-        self._run.write_saved(self._checkpoints.new_commits())
+        write_saved(self._run.events, self._checkpoints.new_commits())
         taken_s = time.monotonic() - self._began_at
         if self._checkpoints.is_saving() and taken_s > SLOW_SAVE_S and not self._slow_said:
             self._slow_said = True
@@ -104,7 +109,7 @@ class Saves:
     def _failed(self, why: str) -> None:
         run, self._failures = self._run, self._failures + 1
         self._failed_steps |= {self._owed} if self._owed is not None else set()
-        run.mark_save_failed(self._owed)
+        self._on_failure(self._owed)
         run.events.write("save_failed", step=self._owed, failures=self._failures, error=why[:500])
         if self._failures >= self._most:
             often = (

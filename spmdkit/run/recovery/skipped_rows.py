@@ -3,16 +3,15 @@ rows."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from spmdkit.cluster import Cluster
+from spmdkit.config import Config
+from spmdkit.program.program import Program
 
-if TYPE_CHECKING:
-    from spmdkit.run.run import Run
 
-
-def left_out_rows(run: Run) -> list[list[int]]:
+def left_out_rows(config: Config, cluster: Cluster, program: Program) -> list[list[int]]:
     """Returns [batch, row] of the rows that any process has skipped, on process 0. All processes call it at each
     save."""
-    mine, cluster = run.program.skipped_rows[0].positions(), run.cluster
-    if not run.config.data.max_bad_examples or cluster.num_processes == 1:
+    mine = program.skipped_rows[0].positions()
+    if not config.data.max_bad_examples or cluster.num_processes == 1:
         return mine
     return sorted(place for places in cluster.gather("skipped rows", mine) for place in places)

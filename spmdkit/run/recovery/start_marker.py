@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from spmdkit.faults.error_mapping import quiet_callbacks
 from spmdkit.foundation import run_status
 from spmdkit.foundation.constants import STEP_FILE
-
-if TYPE_CHECKING:
-    from spmdkit.run.run import Run
+from spmdkit.run.hooks.base import RunView
 
 
-def note_running(run: Run, step: int) -> run_status.StepMark:
+def note_running(run: RunView, step: int) -> run_status.StepMark:
     """Writes the event `running` and returns the mark of the steps. Reports a previous attempt that ended without an
     exit event."""
     quiet_callbacks()
