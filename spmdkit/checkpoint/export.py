@@ -1,4 +1,4 @@
-"""Plain parameters out of a checkpoint, for other tools: one safetensors file, or an orbax checkpoint of its own.
+"""Plain parameters out of a checkpoint, for other tools: one safetensors file, or its own orbax checkpoint.
 
 The record describes every leaf, so neither the task nor its code is needed.
 """

@@ -391,7 +391,7 @@ def read_leaf(folder: Path, path: str) -> None:
 
 
 def write_plain(folder: Path, tree: dict[str, Any]) -> None:
-    """Writes a nested dict of numpy arrays as an orbax checkpoint of its own, and waits for it."""
+    """Writes a nested dict of numpy arrays as its own orbax checkpoint, and waits for it."""
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(str(folder), tree)
         checkpointer.wait_until_finished()

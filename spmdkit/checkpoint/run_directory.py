@@ -46,7 +46,7 @@ def prepare_run_dir(run_dir: Path | str) -> Path:
         probe.unlink()
     except OSError as error:
         raise ConfigError(
-            f"run_dir is {path}, which cannot be written ({first_line(error)}). A run needs a folder of its own that "
+            f"run_dir is {path}, which cannot be written ({first_line(error)}). A run needs its own folder that "
             "it may write to. Set run_dir to one."
         ) from error
     return path

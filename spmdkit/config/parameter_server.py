@@ -169,7 +169,7 @@ def _of_options(asked: ParameterServer) -> Iterator[Problem]:
 
 def _of_config(config: Any) -> Iterator[Problem]:
     """Settings that need one step of all devices, or hooks around it."""
-    why = "with sync: parameter_server each worker has a step of its own"
+    why = "with sync: parameter_server each worker has its own step"
     if plugins.is_reference(config.reducer) or plugins.split(config.reducer)[0] not in ("sum", "ordered"):
         yield Problem(("reducer",), f"keeps or rounds something from step to step, and {why}. Use reducer: sum.")
     for key in ("on_spike", "replica_check", "profile", "budget"):

@@ -35,7 +35,7 @@ def problems(config: Settings, folder: Path) -> Iterator[Problem]:
             what = "goes up by '..'" if ".." in Path(asked).parts else "is the root of the file system"
             yield Problem(
                 ("run_dir",),
-                f"{show(asked)} {what}. A run has a folder of its own, which it fills. Try run_dir: runs/first.",
+                f"{show(asked)} {what}. A run has its own folder, which it fills. Try run_dir: runs/first.",
             )
         return
     start, cwd = os.path.abspath(folder), os.getcwd()

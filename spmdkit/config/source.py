@@ -137,7 +137,7 @@ class _Reader:
         value = self._value(next(self._events), ())
         next(self._events)  # the document ends
         if not isinstance(after := next(self._events), yaml.StreamEndEvent):
-            raise _Refused(after, "another document begins here; a config is one. Put it into a file of its own.")
+            raise _Refused(after, "another document begins here; a config is one. Put it into its own file.")
         return value
 
     def _value(self, event: Any, path: KeyPath) -> Any:
@@ -183,9 +183,7 @@ class _Reader:
             raise _Refused(event, f"{what} is refused: a config holds plain values. Write the value itself.")
         self._num_values += 1
         if self._num_values > MAX_VALUES:
-            raise _Refused(
-                event, f"more than {MAX_VALUES} values. A config holds settings; put data in a file of its own."
-            )
+            raise _Refused(event, f"more than {MAX_VALUES} values. A config holds settings; put data in its own file.")
         if len(path) >= MAX_DEPTH:
             raise _Refused(event, f"nested more than {MAX_DEPTH} deep. Write it flatter.")
 

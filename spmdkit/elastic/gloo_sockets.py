@@ -66,7 +66,7 @@ def _port(each: socket.socket) -> int:
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """Yields the TCP sockets of this process, each by a descriptor of its own."""
+    """Yields the TCP sockets of this process, each by its own descriptor."""
     try:
         names = os.listdir("/proc/self/fd")
     except OSError:

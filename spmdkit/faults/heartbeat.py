@@ -17,7 +17,7 @@ from spmdkit.foundation.timeouts import FIRST_BATCH_TIMEOUT_S, MIN_STEP_TIMEOUT_
 
 STEP = "step"
 OWN_SHARE = 0.25
-"""A straggler spends this much more of the wall time in a phase of its own than the median of the others does."""
+"""A straggler spends this much more of the wall time in its own phase than the median of the others does."""
 BEFORE_TRAINING = ("begin", "import", "compile", "restore", "init", "end")
 
 DOES = {

@@ -9,7 +9,7 @@ once.
 
 Python runs a signal's handler between two bytecodes of the main thread, so a main thread that waits inside a
 collective indefinitely never gets there, and a second Ctrl-C would do nothing. The signal's number is therefore read
-from Python's wakeup descriptor, which the C handler writes itself, by a thread of its own.
+from Python's wakeup descriptor, which the C handler writes itself, by its own thread.
 
 `jax.distributed.initialize` installs a C handler that swallows SIGTERM; the last one to install wins: call `again`
 after `join`. What was ignored from the start (SIGHUP under `nohup`) stays ignored.
@@ -54,7 +54,7 @@ class StopSignals:
     def __init__(self, announce: bool = True, leave: Callable[[int], Any] = os._exit):
         self.requested: int | None = None
         self.announce, self._leave = announce, leave
-        self.then: Callable[[int], Any] | None = None  # called with the first signal, in a thread of its own
+        self.then: Callable[[int], Any] | None = None  # called with the first signal, in its own thread
         self._restore: list[Callable[[], Any]] = []
         self._at_once: Callable[[BaseException], Any] | None = None  # while nothing is unsaved
         self._started = False

@@ -105,22 +105,23 @@ def launch(
 ) -> int:
     """Returns the exit code of `num_processes` copies of `command`: 0, or that of the first to fail.
 
-    `grace_s` is how long processes may take to save and leave after SIGINT or SIGTERM came to the launcher. The second
-    signal kills them. `max_restarts`: how often all are started again after a failure (restart_policy.py); a launcher
-    that received a stop signal starts nothing.
-    `observer`: who looks on, and may do harm (drill/); the output then goes to the logs alone. `resize`: how many
-    processes are started again (elastic.py). `wanted`: processes go on without their dead (membership.py); how many
-    there are to be now. `standby`: how many wait for a death (standby.py). `precompile`: what compiles ahead for other
-    numbers. To be called from the main thread.
+    Called from the main thread.
+
+    Args:
+        grace_s: seconds that processes have to save and exit after the launcher received SIGINT or SIGTERM. The second
+            signal kills them.
+        max_restarts: number of restarts of all processes after a failure (restart_policy.py). A launcher that received
+            a stop signal starts nothing.
+        observer: observes the job and may inject faults (tools/drill/); the output then goes to the logs only.
+        resize: the number of processes of a restart (elastic.py).
+        wanted: the number of processes that the job should have now; it continues without lost ones (membership.py).
+        standby: number of standby processes that replace lost ones (standby.py).
+        precompile: compiles ahead for other numbers of processes.
+
+    Raises:
+        ConfigError: a number is out of its range.
     """
-    if num_processes < 1:
-        raise ConfigError(f"launch -n {num_processes}: at least one process is needed. Try -n 2.")
-    if devices_per_process is not None and devices_per_process < 1:
-        raise ConfigError(f"--devices-per-process {devices_per_process}: at least one device. Try 1.")
-    if not 0 <= grace_s < 86400:
-        raise ConfigError(f"--grace-s {grace_s:g}: seconds, from 0 to less than a day. Try 60.")
-    if max_restarts < 0:
-        raise ConfigError(f"--max-restarts {max_restarts}: a number of starts, at least 0. Try 3.")
+    _check_numbers(num_processes, devices_per_process, grace_s, max_restarts)
     membership = None if resize is None or wanted is None else (resize, wanted)
     job = Job(command, num_processes, devices_per_process, env, grace_s, observer, membership, standby, precompile)
     redact.remember_command(command)  # what is kept of the processes' output is without them
@@ -156,6 +157,17 @@ def launch(
                 return int(ExitCode.PREEMPTED)
 
 
+def _check_numbers(num_processes: int, devices_per_process: int | None, grace_s: float, max_restarts: int) -> None:
+    if num_processes < 1:
+        raise ConfigError(f"launch -n {num_processes}: at least one process is needed. Try -n 2.")
+    if devices_per_process is not None and devices_per_process < 1:
+        raise ConfigError(f"--devices-per-process {devices_per_process}: at least one device. Try 1.")
+    if not 0 <= grace_s < 86400:
+        raise ConfigError(f"--grace-s {grace_s:g}: seconds, from 0 to less than a day. Try 60.")
+    if max_restarts < 0:
+        raise ConfigError(f"--max-restarts {max_restarts}: a number of starts, at least 0. Try 3.")
+
+
 def _resized(job: Job, command: list[str], resize: Resize, ended: Outcome) -> Job | None:
     """Returns the job as it is started again, None where no number of processes will do."""
     before = ended.processes
@@ -185,7 +197,7 @@ def _asked_within(seconds: float, signals: deque[int]) -> bool:
 
 
 def _attempt(job: Job, signals: deque[int]) -> Outcome:
-    """Starts all processes, with ports and a coordination service of their own, and returns when all are gone."""
+    """Starts all processes, with ports and their own coordination service, and returns when all are gone."""
     children: list[Child] = []
     found, logs, deaths = Outcome(processes=job.num_processes), Logs(), Note()
     held = [reserve_port() for _ in range(2)]
@@ -364,7 +376,7 @@ def child_environment(
 
 
 def _start(command: list[str], env: Mapping[str, str], pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Starts one process in a session of its own: a Ctrl-C reaches only the launcher, and the group can be killed."""
+    """Starts one process in its own session: a Ctrl-C reaches only the launcher, and the group can be killed."""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return start(command, env, **pipes, pass_fds=pass_fds, start_new_session=True)
 

@@ -2,7 +2,7 @@
 others to leave what they do, and where they meet again.
 
     a member dies       -> order k: who the members of generation k are; newcomers are started for it
-    all say ready k     -> a coordination service of its own for generation k, and its address
+    all say ready k     -> its own coordination service for generation k, and its address
 
 What is no death of a machine's kind (an error of the user's, a stop, JAX's own abort) ends the job as without
 membership, and `--max-restarts` starts it again; so does a generation in which not all come within `MEMBERS_READY_S`,

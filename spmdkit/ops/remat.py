@@ -35,7 +35,7 @@ from spmdkit.step import trace_context
 
 NAMES = ("none", "full", "dots", "dots_no_batch")
 KEPT = "spmdkit: kept by sk.manual"
-"""The mark of what a part keeps without a name of its own."""
+"""The mark of what a part keeps without its own name."""
 
 
 class Remat(NamedTuple):

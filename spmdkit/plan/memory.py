@@ -3,7 +3,7 @@ knows.
 
 The layout cuts the arguments into parameters, optimizer state and the rest. Gradients and activations are both
 temporaries: gradients are counted from their layout, the rest is activations and work space. On a TPU arrays are padded
-to whole tiles, which is a part of its own.
+to whole tiles, which is its own part.
 """
 
 from __future__ import annotations

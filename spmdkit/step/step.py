@@ -185,15 +185,7 @@ def replica_step(
             new_state, metrics = _checked(state, train_step(handed, examples))
             metrics = {**metrics, **slots.metrics}
         new_state = without_copies(with_program_fields(state, new_state, inner)).replace(reducer=())
-        for what, tree in (("state leaf", new_state), ("metric", metrics)):
-            for path, leaf in named_leaves(tree):
-                if axes := trace_context.differing_axes(inner, leaf):
-                    raise ConfigError(
-                        f"train_step: {what} '{path}' differs between the replicas of axes {list(axes)}: a reduction "
-                        "is missing. The results of a per-replica step must be the same on every replica. Apply "
-                        "sk.pmean to "
-                        f"it{' and update through state.apply_gradients' if what == 'state leaf' else ''}."
-                    )
+        _require_same_on_replicas(inner, new_state, metrics)
         new_state, metrics = jax.tree.map(_untype_trivial, (new_state, metrics))
         reducer_state = compat.as_varying(jax.tree.map(lambda x: x[None], slots.collected()), REPLICA_AXES)
         new_state, code = apply_guard(
@@ -218,6 +210,18 @@ def replica_step(
 
     whole_step.__name__ = COMPILED_NAME
     return whole_step
+
+
+def _require_same_on_replicas(context: trace_context.Context, state: TrainState, metrics: Any) -> None:
+    for what, tree in (("state leaf", state), ("metric", metrics)):
+        for path, leaf in named_leaves(tree):
+            if axes := trace_context.differing_axes(context, leaf):
+                update = " and update through state.apply_gradients" if what == "state leaf" else ""
+                raise ConfigError(
+                    f"train_step: {what} '{path}' differs between the replicas of axes {list(axes)}: a reduction is "
+                    "missing. The results of a per-replica step must be the same on every replica. Apply sk.pmean to "
+                    f"it{update}."
+                )
 
 
 def with_program_fields(

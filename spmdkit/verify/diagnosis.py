@@ -30,6 +30,67 @@ class Diagnosis(NamedTuple):
     repair: str
 
 
+REPAIRS = {
+    "checkpoint": (
+        "The checkpoint loses or changes a leaf of the state. This is a bug in spmdkit or in a user-defined leaf type."
+    ),
+    "replicas apart": (
+        "Every replica must reduce the results of a step in the same way. This is a bug in spmdkit, a reducer or JAX."
+    ),
+    "optimizer": (
+        "The optimizer computes a value over its own shard (a norm, a trust ratio), or its state cannot be sharded. "
+        "Use optax transformations in the global view, or sk.pmean in a per-replica step."
+    ),
+    "model state": (
+        "The new model state is computed from one replica's examples and then averaged. The average of variances is "
+        'not the variance of all examples. Compute it over the axes ("replica", "data"), as '
+        'BatchNorm(axis_name=("replica", "data")) does.'
+    ),
+    "metric": "Pass sk.mean one value per example, not a mean that is already computed.",
+    "later step": "State that the step carries over (optimizer state, model state, moving average) differs by mesh.",
+    "key folded by device": (
+        "The loss draws from its plain `key`, which differs by replica and microbatch. Draw from sk.example_keys(): "
+        "one key per example, equal on every mesh."
+    ),
+    "short batch": (
+        "Replicas hold unequal numbers of examples in it. Sum and count must be added up before the division: return "
+        "sk.mean(per_example_loss), or exclude padding with sk.example_mask()."
+    ),
+    "batch statistics": (
+        "The loss of an example depends on other examples (batch statistics, a loss over pairs), and a replica has "
+        'only its own. Compute it over the replicas: BatchNorm(axis_name=("replica", "data")), or lax.pmean(x, '
+        '("replica", "data")).'
+    ),
+    "shard boundary": (
+        "Values beyond the shard are missing or misplaced: a halo, a step of a ring, an offset of positions or of a "
+        "vocabulary. Let sk.shard and the layout shard the value, or check that op."
+    ),
+    "one leaf": (
+        "All other leaves are equal. Check where only this leaf is used: a stop_gradient, a separate reduction, a "
+        "layout rule."
+    ),
+    "mean of means": (
+        "The loss computes a mean and passes it to sk.mean as one value, so replicas and microbatches with unequal "
+        "counts get equal weights. Pass the values: sk.mean(per_example_loss, where=mask)."
+    ),
+    "duplicate padding": (
+        "Padding rows of a short batch count as examples. Pass sk.mean one value per example, or multiply by "
+        "sk.example_mask()."
+    ),
+    "uneven counts": (
+        "The count of the loss depends on how the batch is sharded. It must be the number of averaged values or the "
+        "sum of their weights, as in sk.mean(values, where=, weights=)."
+    ),
+}
+"""Kind of mistake -> the smallest repair. A short batch is of the kind `uneven counts`, with another repair."""
+
+KEEP_ONE_MICROBATCH = " If only cases with microbatches differ, set microbatches: 1."
+
+
+def _known(kind: str, found: str) -> Diagnosis:
+    return Diagnosis(kind, found, REPAIRS[kind])
+
+
 def diagnose(
     finding: Difference,
     mesh: Mapping[str, int],
@@ -45,60 +106,21 @@ def diagnose(
     """
     where = _where(finding)
     if finding.quantity == "restore":
-        return Diagnosis(
-            "checkpoint",
-            f"leaf '{finding.leaf}' differs after save and restore",
-            (
-                "The checkpoint loses or changes a leaf of the state. This is a bug in spmdkit or in a user-defined leaf "  # noqa: E501
-                "type."
-            ),
-        )
+        return _known("checkpoint", f"leaf '{finding.leaf}' differs after save and restore")
     if finding.quantity == "replicas":
-        return Diagnosis(
-            "replicas apart",
-            f"leaf '{finding.leaf}' is not bitwise equal on devices that hold the same part of it",
-            (
-                "Every replica must reduce the results of a step in the same way. This is a bug in spmdkit, a reducer or "  # noqa: E501
-                "JAX."
-            ),
-        )
+        found = f"leaf '{finding.leaf}' is not bitwise equal on devices that hold the same part of it"
+        return _known("replicas apart", found)
     if finding.quantity in ("loss", "gradient"):
         return _diagnose_gradient(finding, where, mesh, microbatches, key_matters, examples_interact)
     if finding.quantity == "update":
         factor = "" if finding.factor is None else f"; it is {finding.factor:.4g} times the right one"
-        return Diagnosis(
-            "optimizer",
-            f"{where}, while the gradient is right{factor}",
-            (
-                "The optimizer computes a value over its own shard (a norm, a trust ratio), or its state cannot be "
-                "sharded. Use optax transformations in the global view, or sk.pmean in a per-replica step."
-            ),
-        )
+        return _known("optimizer", f"{where}, while the gradient is right{factor}")
     if finding.quantity == "state":
-        return Diagnosis(
-            "model state",
-            f"{where}, while gradient and update are right",
-            (
-                "The new model state is computed from one replica's examples and then averaged. The average of variances "  # noqa: E501
-                'is not the variance of all examples. Compute it over the axes ("replica", "data"), as '
-                'BatchNorm(axis_name=("replica", "data")) does.'
-            ),
-        )
+        return _known("model state", f"{where}, while gradient and update are right")
     if finding.quantity in ("metric", "eval"):
         what = "metric" if finding.quantity == "metric" else "metric of the evaluation"
-        return Diagnosis(
-            "metric",
-            f"{what} '{finding.leaf}' differs by {finding.error:.1e}, while training is equal",
-            "Pass sk.mean one value per example, not a mean that is already computed.",
-        )
-    return Diagnosis(
-        "later step",
-        f"{where}, while the first gradients and updates are equal",
-        "State that the step carries over (optimizer state, model state, moving average) differs by mesh.",
-    )
-
-
-KEEP_ONE_MICROBATCH = " If only cases with microbatches differ, set microbatches: 1."
+        return _known("metric", f"{what} '{finding.leaf}' differs by {finding.error:.1e}, while training is equal")
+    return _known("later step", f"{where}, while the first gradients and updates are equal")
 
 
 def _diagnose_gradient(
@@ -112,56 +134,21 @@ def _diagnose_gradient(
     if finding.counts is not None:
         return _diagnose_counts(*finding.counts, where, mesh, microbatches, finding.only_short)
     if key_matters():
-        return Diagnosis(
-            "key folded by device",
-            f"{where}; another plain key on one device changes the gradient too",
-            (
-                "The loss draws from its plain `key`, which differs by replica and microbatch. Draw from "
-                "sk.example_keys(): one key per example, equal on every mesh."
-            ),
-        )
+        return _known("key folded by device", f"{where}; another plain key on one device changes the gradient too")
     if finding.only_short:
-        return Diagnosis(
-            "uneven counts",
-            f"{where}, and only in the short batch",
-            (
-                "Replicas hold unequal numbers of examples in it. Sum and count must be added up before the division: "
-                "return sk.mean(per_example_loss), or exclude padding with sk.example_mask()."
-            ),
-        )
+        return Diagnosis("uneven counts", f"{where}, and only in the short batch", REPAIRS["short batch"])
     factor = _reduction_error(finding.factor, mesh, microbatches)
     if factor is not None:
         return Diagnosis(factor[0], f"{where}; {factor[1]}", factor[2])
     if examples_interact():
-        return Diagnosis(
-            "batch statistics",
-            f"{where}; two microbatches on one device differ from one batch too",
-            (
-                "The loss of an example depends on other examples (batch statistics, a loss over pairs), and a replica "
-                'has only its own. Compute it over the replicas: BatchNorm(axis_name=("replica", "data")), or '
-                'lax.pmean(x, ("replica", "data")).'
-            )
-            + KEEP_ONE_MICROBATCH * (microbatches > 1),
-        )
+        known = _known("batch statistics", f"{where}; two microbatches on one device differ from one batch too")
+        return known._replace(repair=known.repair + KEEP_ONE_MICROBATCH * (microbatches > 1))
     if finding.boundary is not None:
         dim, index = finding.boundary
-        return Diagnosis(
-            "shard boundary",
-            f"{where}; dim {dim} of it is right on one side of index {index} and wrong on the other",
-            (
-                "Values beyond the shard are missing or misplaced: a halo, a step of a ring, an offset of positions or "
-                "of a vocabulary. Let sk.shard and the layout shard the value, or check that op."
-            ),
-        )
+        found = f"{where}; dim {dim} of it is right on one side of index {index} and wrong on the other"
+        return _known("shard boundary", found)
     if finding.num_wrong == 1 < finding.num_leaves:
-        return Diagnosis(
-            "one leaf",
-            where,
-            (
-                "All other leaves are equal. Check where only this leaf is used: a stop_gradient, a separate reduction, "  # noqa: E501
-                "a layout rule."
-            ),
-        )
+        return _known("one leaf", where)
     axes = [a for a in mesh if a in MODEL_AXES]
     over = f"the model axes {', '.join(axes)}" if axes else "the replica axes"
     return Diagnosis(
@@ -177,31 +164,12 @@ def _diagnose_counts(
 ) -> Diagnosis:
     counted = f"{where}; the loss counts {found:.6g}, on one device {expected:.6g}"
     if expected <= 1:
-        return Diagnosis(
-            "mean of means",
-            counted,
-            (
-                "The loss computes a mean and passes it to sk.mean as one value, so replicas and microbatches with "
-                "unequal counts get equal weights. Pass the values: sk.mean(per_example_loss, where=mask)."
-            ),
-        )
+        return _known("mean of means", counted)
     if only_short and found > expected:
-        return Diagnosis(
-            "duplicate padding",
-            counted,
-            "Padding rows of a short batch count as examples. Pass sk.mean one value per example, or multiply by "
-            "sk.example_mask().",
-        )
+        return _known("duplicate padding", counted)
     if reduced := _reduction_error(found / expected, mesh, microbatches):
         return Diagnosis(reduced[0], counted, reduced[2])
-    return Diagnosis(
-        "uneven counts",
-        counted,
-        (
-            "The count of the loss depends on how the batch is sharded. It must be the number of averaged values or the "  # noqa: E501
-            "sum of their weights, as in sk.mean(values, where=, weights=)."
-        ),
-    )
+    return _known("uneven counts", counted)
 
 
 def _where(finding: Difference) -> str:

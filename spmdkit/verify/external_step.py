@@ -365,9 +365,7 @@ def _diagnosis(
             "found": found_at,
             "repair": "Values beyond the shard are missing or misplaced.",
         }
-    repair = (
-        "First check what the step computes over an axis: shard_map, collectives, axis_index, a mean of its own rows."
-    )
+    repair = "First check what the step computes over an axis: shard_map, collectives, axis_index, its own mean rows."
     return {"kind": "other", "found": where, "repair": repair}
 
 

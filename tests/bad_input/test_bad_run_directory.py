@@ -28,7 +28,7 @@ BELOW_A_FILE = {
         Says(
             asked="task.py/run",
             found=("cannot be written", "NotADirectoryError: [Errno 20]"),
-            rule="a folder of its own",
+            rule="its own folder",
             repair="Set run_dir",
         ),
         config={"run_dir": "task.py/run"},
@@ -37,7 +37,7 @@ BELOW_A_FILE = {
         Says(
             asked="task.py",
             found=("cannot be written", "FileExistsError: [Errno 17]"),
-            rule="a folder of its own",
+            rule="its own folder",
             repair="Set run_dir",
         ),
         config={"run_dir": "task.py"},
@@ -46,7 +46,7 @@ BELOW_A_FILE = {
         Says(
             asked="run_dir is /proc/run",
             found=("cannot be written", "FileNotFoundError: [Errno 2]"),
-            rule="a folder of its own",
+            rule="its own folder",
             repair="Set run_dir",
         ),
         config={"run_dir": "/proc/run"},
@@ -215,4 +215,4 @@ def test_a_disk_without_a_single_byte(folder, small_disk):
             pass
     folder.write()
     found = ("cannot be written", "[Errno 28] No space left on device")
-    folder.fails(78, Says("disk/run", found, "a folder of its own", "Set run_dir"))
+    folder.fails(78, Says("disk/run", found, "its own folder", "Set run_dir"))

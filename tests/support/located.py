@@ -259,7 +259,7 @@ toolkit itself with a mutant in it. `right`: `verify` names the statement that w
 
 OTHER_HEAD = """## On other meshes
 
-Where parameters are cut too, and in a part of `sk.manual` that is cut over `context`, with an attention of its own ([long](../tests/verify/located/long.py)): values are looked at inside of the part.
+Where parameters are cut too, and in a part of `sk.manual` that is cut over `context`, with its own attention ([long](../tests/verify/located/long.py)): values are looked at inside of the part.
 
 """  # noqa: E501
 

@@ -1,4 +1,4 @@
-"""A GAN: two networks against each other, each with an optimizer of its own."""
+"""A GAN: two networks against each other, each with its own optimizer."""
 
 import jax
 import numpy as np

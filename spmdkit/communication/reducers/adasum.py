@@ -37,10 +37,10 @@ from spmdkit.communication.reducers.base import (
     ReducedLeaf,
     ReduceGroup,
     Reducer,
-    buffer_groups,
     exchange_parts,
     gather_parts,
     group_by_axes,
+    map_buffers,
 )
 from spmdkit.errors import ConfigError
 
@@ -49,11 +49,7 @@ def make() -> Reducer:
     """Returns the reducer."""
 
     def apply(leaves: Leaves, states: list[LeafState], over: ReduceGroup) -> tuple[Leaves, list[LeafState]]:
-        out = list(leaves)
-        for group in buffer_groups(leaves):
-            for i, leaf in zip(group, _of_group([leaves[i] for i in group], over), strict=True):
-                out[i] = leaf
-        return out, states
+        return map_buffers(leaves, lambda own: _of_group(own, over)), states
 
     def wire_of(added: Sequence[ReducedLeaf]) -> float:
         sent = 0.0

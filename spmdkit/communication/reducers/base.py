@@ -228,6 +228,15 @@ def buffer_groups(leaves: Sequence[jax.Array]) -> list[list[int]]:
     return list(groups.values())
 
 
+def map_buffers(leaves: Sequence[jax.Array], fn: Callable[[Leaves], Sequence[jax.Array]]) -> Leaves:
+    """Returns the leaves after `fn`, which is applied to the leaves of each buffer (`buffer_groups`)."""
+    out = list(leaves)
+    for group in buffer_groups(leaves):
+        for i, leaf in zip(group, fn([leaves[i] for i in group]), strict=True):
+            out[i] = leaf
+    return out
+
+
 def flatten(leaves: Sequence[jax.Array], multiple: int) -> jax.Array:
     """Returns [length]: the leaves one after the other in their dtype (float32 at least), padded with zeros to a
     multiple."""

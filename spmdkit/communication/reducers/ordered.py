@@ -30,11 +30,11 @@ from spmdkit.communication.reducers.base import (
     ReducedLeaf,
     ReduceGroup,
     Reducer,
-    buffer_groups,
     exchange_parts,
     flatten,
     gather_parts,
     group_by_axes,
+    map_buffers,
     unflatten,
 )
 
@@ -43,14 +43,11 @@ def make() -> Reducer:
     """Returns the reducer."""
 
     def apply(leaves: Leaves, states: list[LeafState], over: ReduceGroup) -> tuple[Leaves, list[LeafState]]:
-        out = list(leaves)
-        for group in buffer_groups(leaves):
-            own = [leaves[i] for i in group]
+        def total(own: Leaves) -> Leaves:
             parts = flatten(own, over.num * PAD).reshape(over.num, -1)
-            total = gather_parts(_in_order(exchange_parts(parts, over.axes)), over.axes)
-            for i, leaf in zip(group, unflatten(total, own), strict=True):
-                out[i] = leaf
-        return out, states
+            return unflatten(gather_parts(_in_order(exchange_parts(parts, over.axes)), over.axes), own)
+
+        return map_buffers(leaves, total), states
 
     return Reducer(exact=True, apply=apply, wire=_wire, wire_of=_wire_of, add=add)
 
@@ -67,14 +64,12 @@ def _wire_of(leaves: Sequence[ReducedLeaf]) -> float:
 def add(tree: Any, axes: tuple[str, ...]) -> Any:
     """Returns the sum of a small tree, added on every replica in replica order: one all_gather per dtype."""
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
-    out = list(leaves)
-    for group in buffer_groups(leaves):
-        own = [leaves[i] for i in group]
+
+    def total(own: Leaves) -> Leaves:
         buffer = jnp.concatenate([x.reshape(-1) for x in own])
-        total = _in_order(gather_parts(buffer[None], axes))
-        for i, leaf in zip(group, unflatten(total, own), strict=True):
-            out[i] = leaf
-    return jax.tree.unflatten(structure, out)
+        return unflatten(_in_order(gather_parts(buffer[None], axes)), own)
+
+    return jax.tree.unflatten(structure, map_buffers(leaves, total))
 
 
 def _in_order(parts: jax.Array) -> jax.Array:

@@ -8,6 +8,8 @@ kubernetes`. Source: kubeflow/trainer 8c0f505, manifests/base/runtimes/jax_distr
 
 from __future__ import annotations
 
+from typing import Any
+
 from spmdkit.errors import ConfigError
 from spmdkit.launch.engines import pods
 from spmdkit.launch.engines.base import ClusterJob, Option, Rendered
@@ -26,34 +28,9 @@ def render(job: ClusterJob) -> Rendered:
     if job.max_restarts:
         raise ConfigError(
             f"--max-restarts {job.max_restarts} with --on kubeflow: the runtime {job.options['runtime']} decides about "
-            "restarts, and has none. "
-            "Leave it out, or use --on kubernetes, which restarts its JobSet."
+            "restarts, and has none. Leave it out, or use --on kubernetes, which restarts its JobSet."
         )
     volumes, mounts = pods.volumes(job)
-    patch = {
-        "manager": "spmdkit.dev/launch",
-        "trainingRuntimeSpec": {
-            "template": {
-                "spec": {
-                    "replicatedJobs": [
-                        {
-                            "name": "node",
-                            "template": {
-                                "spec": {
-                                    "template": {
-                                        "spec": {
-                                            "volumes": volumes,
-                                            "containers": [{"name": "node", "volumeMounts": mounts}],
-                                        }
-                                    }
-                                }
-                            },
-                        }
-                    ]
-                }
-            }
-        },
-    }
     # The container of the runtime has its own folder: the shell goes to the project's first.
     command = ["sh", "-c", 'cd "$0" && exec "$@"', job.options["folder"], *pods.words(job)]
     document = {
@@ -68,7 +45,7 @@ def render(job: ClusterJob) -> Rendered:
                 "numNodes": job.num_processes,
                 "resourcesPerNode": pods.resources(job),
             },
-            "runtimePatches": [patch] if volumes else [],
+            "runtimePatches": [_volume_patch(volumes, mounts)] if volumes else [],
         },
     }
     comment = (
@@ -81,3 +58,12 @@ def render(job: ClusterJob) -> Rendered:
         (("kubectl", "apply", "-f", name),),
         "kubectl, with Kubeflow Trainer in the cluster",
     )
+
+
+def _volume_patch(volumes: list[Any], mounts: list[Any]) -> dict[str, Any]:
+    pod = {"volumes": volumes, "containers": [{"name": "node", "volumeMounts": mounts}]}
+    job = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
+    return {
+        "manager": "spmdkit.dev/launch",
+        "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}},
+    }

@@ -120,7 +120,7 @@ def loss_and_metrics(out: Any, one_sum: bool) -> tuple[Mean | Means, dict[str, M
         )
     if one_sum and isinstance(loss, Means):
         raise ConfigError(
-            f"sk.pipeline: head returned a sum of {len(loss.parts)} means, each with a count of its own. The "
+            f"sk.pipeline: head returned a sum of {len(loss.parts)} means, each with its own count. The "
             "schedules 1f1b and interleaved compute the gradient of one sum, before the counts of all microbatches "
             "are known. Use pipeline.schedule: gpipe, or one sk.mean in which weights share out what counts."
         )

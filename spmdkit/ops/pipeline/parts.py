@@ -76,7 +76,7 @@ def alone(fn: Callable[..., Any], *args: Any) -> Any:
 
     A function is traced several times here, each time on other rows, and may ask the scope for them. `jax.checkpoint`
     around it keeps the first trace, and with it arrays of that time ("unexpected tracer", jax 0.10.2); what it keeps is
-    distinguished by the names of the axes in place, so each trace gets a name of its own.
+    distinguished by the names of the axes in place, so each trace gets its own name.
     """
     return jax.vmap(fn, None, None, axis_size=1, axis_name=f"pipeline trace {next(_traces)}")(*args)
 

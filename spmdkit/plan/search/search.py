@@ -1,6 +1,6 @@
 """`search`: the fastest mesh that fits. Every legal candidate is ordered by a model, the best are compiled for real.
 
-Each compilation is a process of its own (`spmdkit plan ... --json`): as many side by side as there are cores, at most
+Each compilation is its own process (`spmdkit plan ... --json`): as many side by side as there are cores, at most
 four; one that crashes the compiler costs its candidate and nothing else. On an accelerator that is here, they are
 compiled one after the other in this process, since a second process would not get its memory. A candidate that needs at
 least what one that did not fit needed (same mesh and remat, fewer microbatches) is not compiled. What is reported is
@@ -181,7 +181,7 @@ def _in_process(
 
 
 class _Planner:
-    """Plans a candidate in a process of its own."""
+    """Plans a candidate in its own process."""
 
     def __init__(self, config: Config, target: Target):
         self._folder = tempfile.TemporaryDirectory(prefix="spmdkit-search-")

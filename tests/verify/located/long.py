@@ -1,4 +1,4 @@
-"""A language model whose sequence is cut over `context`, with an attention of its own: each device has some of the
+"""A language model whose sequence is cut over `context`, with its own attention: each device has some of the
 keys, and all queries."""
 
 import jax
