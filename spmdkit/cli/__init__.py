@@ -41,8 +41,8 @@ Overrides = Annotated[
 ]
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         from spmdkit.foundation.version import __version__
 
         print(f"spmdkit {__version__}")
@@ -103,8 +103,8 @@ def eval(
         if json_:
             print(json.dumps({"step": step, **plain}))
         else:
-            told = (f"{name} {x:.6g}" if isinstance(x, float) else f"{name} {x}" for name, x in plain.items())
-            say(f"step {step} eval  " + "  ".join(told))
+            shown = (f"{name} {x:.6g}" if isinstance(x, float) else f"{name} {x}" for name, x in plain.items())
+            say(f"step {step} eval  " + "  ".join(shown))
     cluster.shutdown()
     check_evaluation(loaded, step, values)
 
@@ -241,8 +241,8 @@ def drill(
     from spmdkit.tools.drill.command import DrillRequest, run_drill
 
     faults = [*(fault or []), *(f"kill:{text}" for text in kill or [])]
-    asked = DrillRequest(config, overrides or [], faults, num, devices_per_process, seed, count, json_)
-    raise SystemExit(run_drill(asked))
+    requested = DrillRequest(config, overrides or [], faults, num, devices_per_process, seed, count, json_)
+    raise SystemExit(run_drill(requested))
 
 
 @app.command(epilog="Example: spmdkit report runs/first")

@@ -55,7 +55,7 @@ def checkpoint_ls(run: RunDir, json_: AsJson = False) -> None:
         aside = checkpoint.DAMAGED_MARK in name
         say(f"damaged, quarantined: {name}" if aside else f"not a checkpoint, ignored: {name}")
     if left is not None:
-        say(f"note: {left.told()}")
+        say(f"note: {left.message()}")
 
 
 @app.command("inspect", epilog="Example: spmdkit checkpoint inspect runs/first --step 100")
@@ -98,8 +98,8 @@ def checkpoint_verify(run: RunDir, step: Step = None, json_: AsJson = False) -> 
         print(json.dumps({"checkpoints": rows}))
     for row in [] if json_ else rows:
         good = "good" if row["checked"] else "can be read (saved without checksums)"
-        said = good if row["good"] else f"DAMAGED: {row['found']}"
-        say(f"{row['step']:>8}  {row['leaves']} leaves, {format_bytes(row['bytes'])}  {said}")
+        verdict = good if row["good"] else f"DAMAGED: {row['found']}"
+        say(f"{row['step']:>8}  {row['leaves']} leaves, {format_bytes(row['bytes'])}  {verdict}")
     if damaged := [str(row["step"]) for row in rows if not row["good"]]:
         raise CheckpointError(
             f"{len(damaged)} of {len(rows)} checkpoints in {run} {'is' if len(damaged) == 1 else 'are'} damaged: "

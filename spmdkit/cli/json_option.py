@@ -10,19 +10,19 @@ from typing import Annotated
 import typer
 
 
-def _keep_for_ourselves(asked: bool) -> bool:
+def _keep_for_ourselves(requested: bool) -> bool:
     """Redirects file descriptor 1 to standard error, except for Python's own standard output.
 
     Gloo's C++ code prints there from several threads without a lock, so a reader could not separate its lines from
     ours. If sys.stdout is not the process's own (another program calls us, a test), nothing is changed.
     """
     out = sys.stdout
-    if asked and isinstance(out, io.TextIOWrapper) and out is sys.__stdout__:
+    if requested and isinstance(out, io.TextIOWrapper) and out is sys.__stdout__:
         out.flush()
         ours = os.dup(1)
         os.dup2(2, 1)
         sys.stdout = open(ours, "w", encoding=out.encoding, errors=out.errors)  # noqa: SIM115
-    return asked
+    return requested
 
 
 AsJson = Annotated[

@@ -373,8 +373,8 @@ def policy_to_mapping(value: Any) -> Any:
     if isinstance(value, dict | Section):
         return value
     policy = choice(value, POLICIES, "a mapping {loss, gradient, metrics, evaluation}")
-    said = dict.fromkeys(("loss", "gradient", "metrics"), policy)
-    return said | {"evaluation": "continue" if policy == "continue" else "stop"}
+    policies = dict.fromkeys(("loss", "gradient", "metrics"), policy)
+    return policies | {"evaluation": "continue" if policy == "continue" else "stop"}
 
 
 def names_or(names: Sequence[str], model: type[Section]) -> WrapValidator:

@@ -236,8 +236,10 @@ def _try(build: Callable[[], Any], what: str, path: KeyPath, arguments: Mapping[
         built = build()
         _trace_step(built) if hasattr(built, "update") else _trace_schedule(built)
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, NotImplementedError) as error:
-        said = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
-        yield Problem(path, f"optax.{what} refuses its arguments, found {show(dict(arguments))}: {said}. Change them.")
+        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+        yield Problem(
+            path, f"optax.{what} refuses its arguments, found {show(dict(arguments))}: {reason}. Change them."
+        )
         return
     _passed.add(key)
 

@@ -121,48 +121,48 @@ def problems(config: Any) -> Iterator[Problem]:
         yield Problem(("sync",), wrong)
         return
     try:
-        asked = ParameterServer.model_validate(given)
+        section = ParameterServer.model_validate(given)
     except ValidationError as error:
         for found in wording.translate(ParameterServer, error.errors(include_url=False)):
             yield Problem(("sync", NAME, *found.path), found.text)
         return
-    yield from _of_options(asked)
+    yield from _of_options(section)
     yield from _of_config(config)
 
 
-def _of_options(asked: ParameterServer) -> Iterator[Problem]:
+def _of_options(section: ParameterServer) -> Iterator[Problem]:
     at = lambda key: ("sync", NAME, key)
-    if asked.aggregate > asked.workers:
+    if section.aggregate > section.workers:
         yield Problem(
             at("aggregate"),
-            f"is {asked.aggregate} of {asked.workers} workers. Try aggregate: {asked.workers}, or more workers.",
+            f"is {section.aggregate} of {section.workers} workers. Try aggregate: {section.workers}, or more workers.",
         )
-    if asked.aggregate > 1 and asked.max_staleness is not None:
+    if section.aggregate > 1 and section.max_staleness is not None:
         yield Problem(at("max_staleness"), "has no effect with aggregate, which drops whatever is stale. Remove it.")
-    if asked.aggregate > 1 and asked.scale_by_staleness:
+    if section.aggregate > 1 and section.scale_by_staleness:
         yield Problem(
             at("scale_by_staleness"), "has no effect with aggregate, which drops whatever is stale. Remove it."
         )
-    if asked.max_staleness == 0 and asked.scale_by_staleness:
+    if section.max_staleness == 0 and section.scale_by_staleness:
         yield Problem(at("scale_by_staleness"), "has no effect with max_staleness: 0. Remove it.")
-    if asked.overlap and asked.aggregate > 1:
+    if section.overlap and section.aggregate > 1:
         yield Problem(
             at("overlap"), "is true, and with aggregate a worker waits for the parameters of the next round. Remove it."
         )
-    if asked.overlap and asked.max_staleness == 0:
+    if section.overlap and section.max_staleness == 0:
         yield Problem(
             at("overlap"),
             "is true, which makes gradients stale, and max_staleness is 0: all would be dropped. Remove it.",
         )
-    if asked.transport == "threads" and asked.address != "local":
+    if section.transport == "threads" and section.address != "local":
         yield Problem(at("address"), "has no effect with transport: threads. Remove it.")
-    for pattern, server in () if isinstance(asked.partition, str) else asked.partition:
-        if server >= asked.servers:
+    for pattern, server in () if isinstance(section.partition, str) else section.partition:
+        if server >= section.servers:
             yield Problem(
                 at("partition"),
                 (
-                    f"gives '{pattern}' to server {server}, found servers: {asked.servers}. Servers count from 0. Fix "
-                    "the rule."
+                    f"gives '{pattern}' to server {server}, found servers: {section.servers}. Servers count from 0. "
+                    "Fix the rule."
                 ),
             )
 

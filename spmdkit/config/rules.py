@@ -141,10 +141,10 @@ def _layout(config: Settings) -> Iterator[Problem]:
 
 
 def _pipeline(config: Settings) -> Iterator[Problem]:
-    asked, default = config.pipeline, type(config.pipeline)()
+    pipeline, default = config.pipeline, type(config.pipeline)()
     if config.mesh.pipeline is None:
         for key in ("schedule", "microbatches", "chunks"):
-            if (value := getattr(asked, key)) != getattr(default, key):
+            if (value := getattr(pipeline, key)) != getattr(default, key):
                 yield Problem(
                     ("pipeline", key),
                     (
@@ -152,15 +152,15 @@ def _pipeline(config: Settings) -> Iterator[Problem]:
                         "axis, for example mesh: {pipeline: 2}."
                     ),
                 )
-    elif asked.schedule != "interleaved" and asked.chunks is not None:
+    elif pipeline.schedule != "interleaved" and pipeline.chunks is not None:
         yield Problem(
             ("pipeline", "chunks"),
             (
-                f"is {asked.chunks}, and pipeline.schedule is {asked.schedule}, with one chunk per stage. Remove "
-                "it, or set schedule: interleaved."
+                f"is {pipeline.chunks}, and pipeline.schedule is {pipeline.schedule}, with one chunk per stage. "
+                "Remove it, or set schedule: interleaved."
             ),
         )
-    elif asked.chunks == 1:
+    elif pipeline.chunks == 1:
         yield Problem(
             ("pipeline", "chunks"),
             "is 1: interleaved with one chunk per stage is 1f1b. Try chunks: 2, or schedule: 1f1b.",
@@ -247,13 +247,13 @@ def _learning(config: Settings) -> Iterator[Problem]:
 
 
 def _precision(config: Settings) -> Iterator[Problem]:
-    asked = config.precision
-    if asked.inputs is not None and asked.compute == asked.params == "float32":
+    precision = config.precision
+    if precision.inputs is not None and precision.compute == precision.params == "float32":
         yield Problem(
             ("precision", "inputs"),
             (
-                f"is {show(asked.inputs)}, and compute and params are float32: nothing is cast, so it has no effect. "
-                "Remove it, or set compute: bfloat16."
+                f"is {show(precision.inputs)}, and compute and params are float32: nothing is cast, so it has no "
+                "effect. Remove it, or set compute: bfloat16."
             ),
         )
 

@@ -202,8 +202,8 @@ class Settings(Section):
 
     def policies(self) -> Mapping[str, str]:
         """Returns the action for a step with a non-finite loss, gradient or metric, or with a loss spike."""
-        asked = self.on_nonfinite
-        own: dict[str, str] = {"loss": asked.loss, "gradient": asked.gradient, "metrics": asked.metrics}
+        requested = self.on_nonfinite
+        own: dict[str, str] = {"loss": requested.loss, "gradient": requested.gradient, "metrics": requested.metrics}
         return own | {"spike": "continue" if self.on_spike is None else self.on_spike.action}
 
     _origin: problems.Origin = PrivateAttr(default_factory=problems.Origin)

@@ -168,7 +168,7 @@ class Watchdog:
             self._mine = self._beat()
             if self._launcher is not None:
                 self._launcher.say(self._mine, self._interpreter_timeout_s)
-                self._hear({p: said for p, said in self._launcher.dead().items() if p != self._me})
+                self._hear({p: report for p, report in self._launcher.dead().items() if p != self._me})
             if now - self._last_beat >= HEARTBEAT_INTERVAL_S:
                 self._last_beat = now
                 if self._guards_interpreter:
@@ -194,9 +194,9 @@ class Watchdog:
         if self._alarm is not None:
             return self._end(self._alarm)
         causes_first = sorted(self._left.items(), key=lambda item: item[1][1]["exit"] in FOLLOWED)
-        for process, (when, said) in causes_first:
-            if now - when > self._patience_s(said["exit"]) and not phase.is_ending(OWN_EXIT_S):
-                return self._end({"code": code_after(said), "processes": [process], "why": "left", **said})
+        for process, (when, report) in causes_first:
+            if now - when > self._patience_s(report["exit"]) and not phase.is_ending(OWN_EXIT_S):
+                return self._end({"code": code_after(report), "processes": [process], "why": "left", **report})
         if lost := self._lost(now):
             return self._end(lost)
         beats = self._beats()
@@ -274,7 +274,7 @@ class Watchdog:
     def _hear(self, left: Mapping[int, dict[str, Any]]) -> None:
         """Takes note of who has left; what was heard first of each counts."""
         if left.keys() - self._left.keys():
-            self._left = {p: (self.clock.now, said) for p, said in left.items()} | dict(self._left)
+            self._left = {p: (self.clock.now, report) for p, report in left.items()} | dict(self._left)
 
     # ---- the end ----
 
@@ -287,10 +287,10 @@ class Watchdog:
         self._leave_last(SHARED_ERROR_S if code in AGREED else LEADER_EXIT_S)
 
     def _say_left(self, code: int, message: str) -> None:
-        said = json.dumps({"exit": code, "message": message.splitlines()[0][:500] if message else ""})
+        report = json.dumps({"exit": code, "message": message.splitlines()[0][:500] if message else ""})
         key, board = f"{self._folder}/left/{self._me}", self._board
         assert board is not None
-        _within(OWN_ERROR_S, lambda: board.put(key, said, overwrite=True))
+        _within(OWN_ERROR_S, lambda: board.put(key, report, overwrite=True))
 
     def _leave_last(self, patience_s: float = LEADER_EXIT_S) -> None:
         from spmdkit import compat

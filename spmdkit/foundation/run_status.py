@@ -81,7 +81,7 @@ def step_of(content: bytes) -> int | None:
 _DIRECTORY_AT = 64
 
 
-def tell_directory(path: Path, directory: Path) -> None:
+def write_directory(path: Path, directory: Path) -> None:
     """Writes the directory of the run behind a `StepMark`, for the reader of its file (`launch`)."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
@@ -93,8 +93,8 @@ def tell_directory(path: Path, directory: Path) -> None:
 
 def directory_of(content: bytes) -> Path | None:
     """Returns the directory of the run that has written `content`, or None if it is not written yet."""
-    told, ended, _ = content[_DIRECTORY_AT:].partition(b"\n")
-    return Path(os.fsdecode(told)) if ended and told else None
+    name, ended, _ = content[_DIRECTORY_AT:].partition(b"\n")
+    return Path(os.fsdecode(name)) if ended and name else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Attempt:
     host: str
     alive: bool | None
 
-    def told(self) -> str:
+    def message(self) -> str:
         """Returns a sentence for people."""
         if self.alive:
             return f"the run is still running: process {self.pid}, at step {self.step}"

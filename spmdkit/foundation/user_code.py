@@ -187,14 +187,14 @@ def find(text: str, kind: str, folder: Path, instance: type | None = None) -> An
     raise ConfigError(f"{key}: {text} {what}. A config names objects that its module registers: {rule}. {repair}.")
 
 
-def named(asked: str | Mapping[str, Any], kind: str, folder: Path, returns: type[T]) -> T:
+def named(requested: str | Mapping[str, Any], kind: str, folder: Path, returns: type[T]) -> T:
     """Returns the object of a config entry, as `module:name` or `{module:name: options}`: a `returns`, or the result of
     a function with the options.
 
     Raises:
         ConfigError: it is not found, not registered, not a `returns`, or does not accept the options.
     """
-    text, options = (asked, {}) if isinstance(asked, str) else next(iter(asked.items()))
+    text, options = (requested, {}) if isinstance(requested, str) else next(iter(requested.items()))
     key = KEYS.get(kind, kind)
     found = find(text, kind, folder, returns)
     if not isinstance(found, returns):
@@ -312,8 +312,8 @@ def _import(target: str, kind: str, folder: Path) -> ModuleType:
 def _not_to_its_end(kind: str, what: str, error: BaseException) -> SpmdkitError:
     """Returns the error of a module or a task that did not run to its end; a request to exit the process is code 70
     everywhere."""
-    said = _raised(kind, what, error)
-    return UserCodeError(said) if isinstance(error, SystemExit) else ConfigError(said)
+    message = _raised(kind, what, error)
+    return UserCodeError(message) if isinstance(error, SystemExit) else ConfigError(message)
 
 
 def _raised(kind: str, what: str, error: BaseException) -> str:

@@ -41,17 +41,17 @@ class Wire:
         self._mesh = compat.auto_mesh(np.array([first[r] for r in ranks]), (AXIS,))
         self._programs: dict[Any, Callable[..., Any]] = {}
 
-    def run(self, arrays: list[jax.Array] | None, said: Wants) -> Any:
+    def run(self, arrays: list[jax.Array] | None, by_rank: Wants) -> Any:
         """Returns the result of an operation that all ranks have requested. `arrays` None: this rank has joined and
         contributes zeros."""
-        want = next(want for want in said.values() if want is not None)
+        want = next(want for want in by_rank.values() if want is not None)
         if arrays is None:
             shapes = zip(want.get("shapes") or (), want.get("dtypes") or (), strict=True)
             arrays = [jnp.zeros(shape, dtype) for shape, dtype in shapes]
         run: Callable[..., Any] = getattr(self, f"_{want['op']}")
-        return run(arrays, want, said)
+        return run(arrays, want, by_rank)
 
-    def _allreduce(self, arrays: list[jax.Array], want: dict[str, Any], said: Wants) -> list[jax.Array]:
+    def _allreduce(self, arrays: list[jax.Array], want: dict[str, Any], by_rank: Wants) -> list[jax.Array]:
         how, prescale, postscale = want["reduce"], want["prescale"], want["postscale"]
         divisor = self._num if how == "Average" else 1
         arrays = [scaled_on_host(x, prescale) for x in arrays]
@@ -63,8 +63,8 @@ class Wire:
 
         return [scaled_on_host(x, postscale, divisor) for x in self._call(key, body, arrays)]
 
-    def _allgather(self, arrays: list[jax.Array], want: dict[str, Any], said: Wants) -> list[jax.Array]:
-        sizes = [[s["own_shapes"][i][0] for s in said.values() if s is not None] for i in range(len(arrays))]
+    def _allgather(self, arrays: list[jax.Array], want: dict[str, Any], by_rank: Wants) -> list[jax.Array]:
+        sizes = [[s["own_shapes"][i][0] for s in by_rank.values() if s is not None] for i in range(len(arrays))]
         padded = [padded_to(x, max(each)) for x, each in zip(arrays, sizes, strict=True)]
 
         def body(parts: list[jax.Array]) -> list[jax.Array]:
@@ -76,7 +76,7 @@ class Wire:
 
         return self._call(("allgather", str(sizes)), body, padded)
 
-    def _broadcast(self, arrays: list[jax.Array], want: dict[str, Any], said: Wants) -> list[jax.Array]:
+    def _broadcast(self, arrays: list[jax.Array], want: dict[str, Any], by_rank: Wants) -> list[jax.Array]:
         root = self._ranks.index(want["root"])
 
         def body(parts: list[jax.Array]) -> list[jax.Array]:
@@ -86,8 +86,8 @@ class Wire:
 
         return self._call(("broadcast", root), body, arrays)
 
-    def _alltoall(self, arrays: list[jax.Array], want: dict[str, Any], said: Wants) -> tuple[jax.Array, jax.Array]:
-        splits = np.array([s["splits"] for s in said.values() if s is not None])  # [from, to]
+    def _alltoall(self, arrays: list[jax.Array], want: dict[str, Any], by_rank: Wants) -> tuple[jax.Array, jax.Array]:
+        splits = np.array([s["splits"] for s in by_rank.values() if s is not None])  # [from, to]
         most = max(1, int(splits.max()))
         send, receive = splits[self._index], splits[:, self._index]
         begins = np.cumsum(send) - send
@@ -105,7 +105,7 @@ class Wire:
         kept = np.concatenate([i * most + np.arange(n) for i, n in enumerate(receive)]).astype(np.int32)
         return jnp.take(moved, kept, axis=0), jnp.asarray(receive, jnp.int32)
 
-    def _reducescatter(self, arrays: list[jax.Array], want: dict[str, Any], said: Wants) -> list[jax.Array]:
+    def _reducescatter(self, arrays: list[jax.Array], want: dict[str, Any], by_rank: Wants) -> list[jax.Array]:
         how, prescale, postscale = want["reduce"], want["prescale"], want["postscale"]
         divisor = self._num if how == "Average" else 1
         sizes = [shares(x.shape[0], self._num)[self._index] for x in arrays]
@@ -128,7 +128,7 @@ class Wire:
         totals = self._call(("reducescatter", how, prescale, postscale), body, arrays, is_cut=True)
         return [scaled_on_host(x[:rows], postscale, divisor) for x, rows in zip(totals, sizes, strict=True)]
 
-    def _barrier(self, arrays: list[jax.Array], want: dict[str, Any], said: Wants) -> None:
+    def _barrier(self, arrays: list[jax.Array], want: dict[str, Any], by_rank: Wants) -> None:
         return None  # the round itself
 
     _add_process_set = _remove_process_set = _barrier

@@ -110,22 +110,22 @@ class Rounds:
                 answer = self._wait(f"{folder}/all", self._ranks[:1], wants, self._board.patience.at_most_s + 30)
         except RendezvousError as error:
             raise HorovodInternalError(str(error)) from error
-        told = json.loads(answer)
-        if "error" in told:
-            raise HorovodInternalError(told["error"])
-        return {int(rank): asked for rank, asked in told["wants"].items()}
+        response = json.loads(answer)
+        if "error" in response:
+            raise HorovodInternalError(response["error"])
+        return {int(rank): requested for rank, requested in response["wants"].items()}
 
     def _collect(self, folder: str, wants: list[dict[str, Any]]) -> str:
         """The first rank: waits for the lists of all others, publishes them, and removes the previous round, which all
         have read."""
-        asked, deadline = {self._ranks[0]: wants}, Deadline(self._board.patience.at_most_s)
+        requested, deadline = {self._ranks[0]: wants}, Deadline(self._board.patience.at_most_s)
         try:
             for rank in self._ranks[1:]:
-                asked[rank] = json.loads(self._wait(f"{folder}/{rank}", [rank], wants, deadline.remaining_s))
+                requested[rank] = json.loads(self._wait(f"{folder}/{rank}", [rank], wants, deadline.remaining_s))
         except HorovodInternalError as error:
             answer = json.dumps({"error": str(error)})
         else:
-            answer = json.dumps({"wants": asked})
+            answer = json.dumps({"wants": requested})
             if self._round > 1:
                 self._board.store.remove(f"{self._folder}/{self._round - 2}")
         self._board.store.put(f"{folder}/all", answer)
@@ -176,39 +176,39 @@ class Agreed(NamedTuple):
 
 def decide(wants: Mapping[int, Sequence[Mapping[str, Any]]]) -> Agreed:
     """Returns the outcome for the requests of each rank. Pure, so that all ranks decide the same."""
-    table = {rank: {want["name"]: dict(want) for want in asked} for rank, asked in wants.items()}
-    joined = [rank for rank, asked in table.items() if JOIN in asked]
-    names = dict.fromkeys(want["name"] for asked in wants.values() for want in asked if want["name"] != JOIN)
+    table = {rank: {want["name"]: dict(want) for want in requested} for rank, requested in wants.items()}
+    joined = [rank for rank, requested in table.items() if JOIN in requested]
+    names = dict.fromkeys(want["name"] for requested in wants.values() for want in requested if want["name"] != JOIN)
     run: list[tuple[str, dict[int, dict[str, Any] | None]]] = []
     errors: dict[str, str] = {}
     for name in names:
-        said = {rank: table[rank].get(name) for rank in table}
-        if any(want is None and rank not in joined for rank, want in said.items()):
+        by_rank = {rank: table[rank].get(name) for rank in table}
+        if any(want is None and rank not in joined for rank, want in by_rank.items()):
             continue  # a rank has not requested it yet
-        why = disagreement(name, said)
+        why = disagreement(name, by_rank)
         if why is None:
-            run.append((name, said))
+            run.append((name, by_rank))
         else:
             errors[name] = why
     stuck = None
     if not run and not errors and len(joined) < len(table):
-        asked = "; ".join(f"rank {rank}: {describe(list(asked.values()))}" for rank, asked in table.items())
+        requested = "; ".join(f"rank {rank}: {describe(list(requested.values()))}" for rank, requested in table.items())
         stuck = (
-            f"the ranks wait for different operations, and would indefinitely: {asked}. Every rank of a process set "
-            "makes the same calls, with the same names. Make the missing call on all ranks."
+            f"the ranks wait for different operations, and would indefinitely: {requested}. Every rank of a process "
+            "set makes the same calls, with the same names. Make the missing call on all ranks."
         )
     return Agreed(run, errors, joined, stuck)
 
 
-def disagreement(name: str, said: Mapping[int, dict[str, Any] | None]) -> str | None:
+def disagreement(name: str, by_rank: Mapping[int, dict[str, Any] | None]) -> str | None:
     """Returns why an operation cannot run, with the request of each rank; None if it can."""
-    present = {rank: want for rank, want in said.items() if want is not None}
+    present = {rank: want for rank, want in by_rank.items() if want is not None}
     faults = {rank: want["fault"] for rank, want in present.items() if "fault" in want}
     if faults:
         return f"{name}: " + "; ".join(f"rank {rank}: {fault}" for rank, fault in faults.items())
     for key in COMPARED:
         if len({json.dumps(want.get(key)) for want in present.values()}) > 1:
-            told = "; ".join(
+            response = "; ".join(
                 f"rank {rank}: {describe([want])}{_of_its_own(rank, present)}" for rank, want in present.items()
             )
             names = {
@@ -218,11 +218,11 @@ def disagreement(name: str, said: Mapping[int, dict[str, Any] | None]) -> str | 
                 "leaves": "names of leaves",
             }
             what = names.get(key, key)
-            return f"mismatched {what}: {told}. All ranks must pass the same."
+            return f"mismatched {what}: {response}. All ranks must pass the same."
     first = next(iter(present.values()))
     offered = first["op"] == "allreduce" and first["reduce"] in OFFERED_TO_THE_JOINED
-    if len(present) < len(said) and not offered:
-        gone = [rank for rank, want in said.items() if want is None]
+    if len(present) < len(by_rank) and not offered:
+        gone = [rank for rank, want in by_rank.items() if want is None]
         what = first["op"] if first.get("reduce") is None else f"{first['op']} with {first['reduce']}"
         return (
             f"{what} is not supported while ranks have joined, found {gone}: they contribute zeros only. Only "

@@ -109,13 +109,13 @@ class Queue:
         for name, why in decision.errors.items():
             if name in self._asked:
                 self._asked.pop(name).fail(why)
-        for name, said in decision.run:
-            self._run(self._asked.pop(name, None), said)
+        for name, by_rank in decision.run:
+            self._run(self._asked.pop(name, None), by_rank)
         for rank in decision.joined:
             self._joined.setdefault(rank, self._num_rounds)
         if decision.stuck is not None or len(decision.joined) == len(self.ranks):
             # Unnamed calls are numbered equally again: ranks may have made different numbers of them.
-            self._num_unnamed = max(want["unnamed"] for asked in table.values() for want in asked)
+            self._num_unnamed = max(want["unnamed"] for requested in table.values() for want in requested)
         if len(decision.joined) == len(self.ranks):
             self._asked.pop(JOIN).finish(max(self._joined, key=lambda rank: (self._joined[rank], rank)))
             self._joined = {}
@@ -125,10 +125,10 @@ class Queue:
             if joined is not None:
                 self._asked[JOIN] = joined  # the rank continues to serve those that catch the error
 
-    def _run(self, handle: Handle | None, said: dict[int, dict[str, Any] | None]) -> None:
+    def _run(self, handle: Handle | None, by_rank: dict[int, dict[str, Any] | None]) -> None:
         """Runs an operation; a rank that has joined takes part without a handle."""
         try:
-            result = self._wire.run(None if handle is None else handle.arrays, said)
+            result = self._wire.run(None if handle is None else handle.arrays, by_rank)
         except (RuntimeError, ValueError) as error:  # an error of XLA: a peer exited in the middle
             if handle is not None:
                 handle.fail(f"{handle.want['op']} {handle.want['name']!r} failed on rank {self.rank}: {error}")

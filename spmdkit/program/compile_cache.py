@@ -189,9 +189,9 @@ def _cpu() -> str:
     """Returns the model and features of the CPU; without /proc, what Python reports."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-        told = dict(line.partition(":")[::2] for line in lines)
+        values = dict(line.partition(":")[::2] for line in lines)
         wanted = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part")
-        return "; ".join(value for name, value in told.items() if name.strip() in wanted)
+        return "; ".join(value for name, value in values.items() if name.strip() in wanted)
     return platform.processor()
 
 
@@ -227,12 +227,12 @@ def kept(options: Any, base: Path, environ: Mapping[str, str] = os.environ) -> I
     if options is None:
         yield Programs(None, "off: compile_cache is null")
         return
-    folder, said = place(base / options.directory if options.directory else None, environ)
+    folder, status = place(base / options.directory if options.directory else None, environ)
     if folder is not None and compat_cache.has_compilation_cache():
-        folder, said = None, "JAX's own, as configured"
+        folder, status = None, "JAX's own, as configured"
     if folder is None:
-        yield Programs(None, said, is_refused=said.startswith("off: "))
+        yield Programs(None, status, is_refused=status.startswith("off: "))
         return
     store = Executables(folder, options.max_bytes)
     with compat_cache.compilation_cache(store, str(folder), options.min_s):
-        yield Programs(store, said)
+        yield Programs(store, status)

@@ -111,12 +111,12 @@ def _many(num: int, word: str) -> str:
 
 
 def _precision(task_step: TaskStep) -> str:
-    asked = task_step.config.precision
+    requested = task_step.config.precision
     inputs = ""
-    if {asked.compute, asked.params} != {"float32"}:
+    if {requested.compute, requested.params} != {"float32"}:
         cast = {"compute": "cast too", "given": "as they are"}
-        inputs = f", floats of a batch {cast.get(str(asked.inputs or 'compute'), f'cast where {asked.inputs}')}"
-    return f"compute {asked.compute}, parameters {asked.params}, gradients summed in {asked.reduce}{inputs}"
+        inputs = f", floats of a batch {cast.get(str(requested.inputs or 'compute'), f'cast where {requested.inputs}')}"
+    return f"compute {requested.compute}, parameters {requested.params}, gradients summed in {requested.reduce}{inputs}"
 
 
 def _microbatches(context: trace_context.Context, batch_size: int) -> str:
@@ -127,10 +127,10 @@ def _microbatches(context: trace_context.Context, batch_size: int) -> str:
 
 
 def _remat(task_step: TaskStep, context: trace_context.Context) -> str:
-    asked = task_step.config.remat
+    requested = task_step.config.remat
     if context.options.remat is None:
         return "none: all residuals of the backward pass are saved"
-    name = asked if isinstance(asked, str) else f"save {asked.save}, offload {asked.offload}"
+    name = requested if isinstance(requested, str) else f"save {requested.save}, offload {requested.offload}"
     where = (
         "the whole loss, since the step calls no sk.remat"
         if context.options.remat_whole

@@ -78,24 +78,24 @@ def _outer_reducer(sync: Sync, config: Config, name: str) -> Reducer | None:
     Raises:
         ConfigError: there is no such reducer, or it has a state or metrics.
     """
-    asked = sync.reducer
-    if asked is None:
+    requested = sync.reducer
+    if requested is None:
         return None
-    made = reducer_named(asked, config.folder)
-    if made.init is not stateless and "error_feedback" in plugins.options("reducers", asked):
-        reducer, options = plugins.split(asked)
+    made = reducer_named(requested, config.folder)
+    if made.init is not stateless and "error_feedback" in plugins.options("reducers", requested):
+        reducer, options = plugins.split(requested)
         if "error_feedback" not in options:
             made = reducer_named({reducer: options | {"error_feedback": False}}, config.folder)
     if made.init is not stateless or made.warmup:
         what = "warms up" if made.warmup else "has a state"
         raise ConfigError(
-            f"sync: {name}: its reducer {plugins.split(asked)[0]} {what}, and outer gradients are reduced without a "
-            "state. Use a reducer without a state, for example sync: "
+            f"sync: {name}: its reducer {plugins.split(requested)[0]} {what}, and outer gradients are reduced without "
+            "a state. Use a reducer without a state, for example sync: "
             f"{{{name}: {{every: {sync.every}, reducer: int8}}}}."
         )
     if made.apply_with_metrics is not None:
         raise ConfigError(
-            f"sync: {name}: its reducer {plugins.split(asked)[0]} reports metrics of each step, and metrics of an "
+            f"sync: {name}: its reducer {plugins.split(requested)[0]} reports metrics of each step, and metrics of an "
             "outer reducer cannot be logged. It is for gradients. Write it as the config's reducer, and sync: "
             f"{{{name}: {{every: {sync.every}, reducer: int8}}}}."
         )

@@ -142,9 +142,9 @@ def input_notes(config: Config, batches: Sequence[Any]) -> list[str]:
     Raises:
         ConfigError: a pattern of `precision.inputs` matches no floating point array of a batch.
     """
-    asked, compute = config.precision.inputs, config.precision.compute
+    requested, compute = config.precision.inputs, config.precision.compute
     floats = {p: x for b in batches for p, x in named_leaves(b) if jnp.issubdtype(x.dtype, jnp.floating)}
-    for pattern in asked if isinstance(asked, list) else ():
+    for pattern in requested if isinstance(requested, list) else ():
         if not any(is_cast([pattern], path) for path in floats):
             raise ConfigError(
                 f"precision.inputs: pattern '{pattern}' matches none of the {len(floats)} floating point arrays of a "
@@ -152,7 +152,7 @@ def input_notes(config: Config, batches: Sequence[Any]) -> list[str]:
                 f"path.{nearest(pattern, floats)} Fix it, or remove it."
             )
     rounded = sorted(path or "(the whole)" for path, x in floats.items() if common_dtype(x.dtype, compute) != compute)
-    if asked is not None or compute == config.precision.params == "float32" or not rounded:
+    if requested is not None or compute == config.precision.params == "float32" or not rounded:
         return []
     note = (
         f"these arrays of a batch are rounded to {compute} before the loss (precision.compute): {', '.join(rounded)}. "

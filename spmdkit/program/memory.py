@@ -142,11 +142,11 @@ def step_bytes(make: Callable[[], jax.stages.Compiled], given: Held, platform: s
     )
 
 
-def _needed(said: str) -> int:
+def _needed(text: str) -> int:
     """Returns the bytes that the compiler's message requires; the largest of its numbers before the limit."""
     units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "": 1}
-    found = [float(n) * units[unit] for n, unit in re.findall(r"([\d.]+)([KMGT]?)\)? (?:exceeds|of)", said)]
-    found += [float(n) * units[unit] for n, unit in re.findall(r"\(([\d.]+)([KMGT]?)\)", said)[:1]]
+    found = [float(n) * units[unit] for n, unit in re.findall(r"([\d.]+)([KMGT]?)\)? (?:exceeds|of)", text)]
+    found += [float(n) * units[unit] for n, unit in re.findall(r"\(([\d.]+)([KMGT]?)\)", text)[:1]]
     return int(max(found, default=0))
 
 

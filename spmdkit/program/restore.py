@@ -46,19 +46,20 @@ def restored(checkpoints: Restorable, step: int, program: Program) -> tuple[Trai
         CheckpointError: see `Checkpoints.restore`.
     """
     table = {path: shape for path, (shape, _) in checkpoints.read_tree(step).items()}
-    num, asked = _saved_groups(program, table), None if program.groups is None else program.groups.num
+    num, requested = _saved_groups(program, table), None if program.groups is None else program.groups.num
     late, wanted = _saved_late(table), _late(program)
     kept, begins = _sync_kept(program, table)
-    abstract = program.abstract_state if num == asked else _of_groups(program, num)
+    abstract = program.abstract_state if num == requested else _of_groups(program, num)
     abstract = abstract.replace(sync=program.abstract_state.sync if kept else None)
     if late != wanted:
         abstract = abstract.replace(opt_state=_without_line(abstract.opt_state, late > 0))
     state, record, lines = _with_reducer(checkpoints, step, program, abstract, table)
     dropped = any(path.startswith("sync/") for path in table) and not kept
-    if num != asked:
+    if num != requested:
         lines.append(
             f"note: step {step} was saved by {num or 'no'} groups of replicas that train alone, this run has "
-            f"{asked or 'none'}: " + ("all continue from their mean" if num else "each begins with the same parameters")
+            f"{requested or 'none'}: "
+            + ("all continue from their mean" if num else "each begins with the same parameters")
         )
     if late != wanted:
         waited = (
@@ -71,16 +72,16 @@ def restored(checkpoints: Restorable, step: int, program: Program) -> tuple[Trai
             "steps change nothing"
         )
     if (begins and num) or dropped:
-        said = [f"the sync state of step {step} is dropped"] * dropped + ["this one's is initialized"] * begins
-        lines.append(f"note: {', and '.join(said)}")
-    if num == asked and late == wanted and not begins:
+        changes = [f"the sync state of step {step} is dropped"] * dropped + ["this one's is initialized"] * begins
+        lines.append(f"note: {', and '.join(changes)}")
+    if num == requested and late == wanted and not begins:
         return state, record, lines
 
     def run(state: TrainState) -> TrainState:
         saved = state.sync
         if late != wanted and late:
             state = state.replace(opt_state=state.opt_state.optimizer)
-        if num != asked:
+        if num != requested:
             state = groups.regroup_state(state, num is not None, program.groups, program.said_of_state)
         elif begins and program.groups is not None:
             state = state.replace(sync=program.groups.sync.init(groups.mean(state.params)))
@@ -97,9 +98,9 @@ def restored(checkpoints: Restorable, step: int, program: Program) -> tuple[Trai
 def _sync_kept(program: Program, saved: Mapping[str, tuple[int, ...]]) -> tuple[bool, bool]:
     """Returns (whether a checkpoint has the state of the program's sync, whether that state is initialized again); a
     sync may have no state."""
-    asked = {path: leaf.shape for path, leaf in named_leaves(program.abstract_state) if path.startswith("sync/")}
-    held = all(saved.get(path) == shape for path, shape in asked.items())
-    return bool(asked) and held, bool(asked) and not held
+    requested = {path: leaf.shape for path, leaf in named_leaves(program.abstract_state) if path.startswith("sync/")}
+    held = all(saved.get(path) == shape for path, shape in requested.items())
+    return bool(requested) and held, bool(requested) and not held
 
 
 def _saved_late(saved: Mapping[str, tuple[int, ...]]) -> int:
@@ -152,18 +153,18 @@ def _with_reducer(
 ) -> tuple[TrainState, dict[str, Any], list[str]]:
     """Returns what `restored` does if only the reducer's state differs."""
     saved = {path: shape for path, shape in table.items() if path.startswith(FIELD)}
-    asked = {path: leaf for path, leaf in named_leaves(abstract) if path.startswith(FIELD)}
+    requested = {path: leaf for path, leaf in named_leaves(abstract) if path.startswith(FIELD)}
     found = {
         path: _as_saved(leaf, saved[path])
-        for path, leaf in asked.items()
+        for path, leaf in requested.items()
         if path in saved and saved[path][1:] == leaf.shape[1:]
     }
     read = nest({path.removeprefix(FIELD): leaf for path, leaf in found.items()})
     state, record = checkpoints.restore(step, abstract.replace(reducer=read), optional=OPTIONAL)
     old = dict(zip([path for path, _ in named_leaves(read)], jax.tree.leaves(state.reducer), strict=True))
-    made = _on_this_mesh(program, asked, {FIELD + path: x for path, x in old.items()})
+    made = _on_this_mesh(program, requested, {FIELD + path: x for path, x in old.items()})
     kept = jax.tree.unflatten(jax.tree.structure(abstract.reducer), list(made.values()))
-    return state.replace(reducer=kept), record, _lines(step, saved, asked, found)
+    return state.replace(reducer=kept), record, _lines(step, saved, requested, found)
 
 
 def _as_saved(leaf: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -177,11 +178,11 @@ def _as_saved(leaf: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDt
 
 
 def _on_this_mesh(
-    program: Program, asked: Mapping[str, jax.ShapeDtypeStruct], old: Mapping[str, jax.Array]
+    program: Program, requested: Mapping[str, jax.ShapeDtypeStruct], old: Mapping[str, jax.Array]
 ) -> dict[str, jax.Array]:
     """Returns path -> array for every requested leaf; those of one leaf of the gradient are resharded together."""
     by_leaf: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
-    for path, x in asked.items():
+    for path, x in requested.items():
         leaf, _, name = path.rpartition("/")
         by_leaf.setdefault(leaf, {})[name] = x
     made: dict[str, jax.Array] = {}
@@ -196,16 +197,17 @@ def _on_this_mesh(
 
         placed = {name: x.sharding for name, x in wanted.items()}
         made |= {f"{leaf}/{name}": x for name, x in jax.jit(carry, out_shardings=placed)(have).items()}
-    return {path: made[path] for path in asked}
+    return {path: made[path] for path in requested}
 
 
 def _lines(
-    step: int, saved: Mapping[str, Any], asked: Mapping[str, jax.ShapeDtypeStruct], found: Mapping[str, Any]
+    step: int, saved: Mapping[str, Any], requested: Mapping[str, jax.ShapeDtypeStruct], found: Mapping[str, Any]
 ) -> list[str]:
     lines = []
-    if missing := sum(path not in found for path in asked):
+    if missing := sum(path not in found for path in requested):
         lines.append(
-            f"note: of the reducer's state {missing} of {len(asked)} arrays are not in step {step} and begin at zero"
+            f"note: of the reducer's state {missing} of {len(requested)} arrays are not in step {step} and begin at "
+            "zero"
         )
     if dropped := sum(path not in found for path in saved):
         lines.append(

@@ -45,19 +45,19 @@ def state_groups(config: Config, stateful: bool, per_replica: bool, num_replicas
     Raises:
         ConfigError: there is no model state, the view has no groups, or they would not be equal.
     """
-    asked = config.model_state
-    if asked == "global":
+    requested = config.model_state
+    if requested == "global":
         return None
     if not stateful:
         raise ConfigError(
-            f"model_state: {asked} has no effect: init returns no state. Return sk.Variables(params, state)."
+            f"model_state: {requested} has no effect: init returns no state. Return sk.Variables(params, state)."
         )
     if per_replica:
         raise ConfigError(
             "model_state other than global needs the global view; this task has view='replica'. Use model_state: "
             "global."
         )
-    size = 1 if asked == "replica" else asked.group
+    size = 1 if requested == "replica" else requested.group
     if num_replicas % size:
         raise ConfigError(
             f"model_state.group is {size}, the mesh has {num_replicas} replicas. Groups have to be equal: {size} must "

@@ -132,7 +132,7 @@ def check_arity(name: str, fn: Callable[..., Any] | None, args: tuple[str, ...])
         ) from None
 
 
-def load_hooks(asked: Sequence[str | Mapping[str, Any]], folder: Path) -> list[HookLike]:
+def load_hooks(requested: Sequence[str | Mapping[str, Any]], folder: Path) -> list[HookLike]:
     """Returns the hooks of a config, each as `module:name` or `{module:name: options}`: a hook, or a function that
     makes one.
 
@@ -143,7 +143,7 @@ def load_hooks(asked: Sequence[str | Mapping[str, Any]], folder: Path) -> list[H
         user_code.named(entry, "hook", folder, HookLike)  # type: ignore[type-abstract]
         if plugins.is_reference(entry)
         else plugins.make("hooks", entry)
-        for entry in asked
+        for entry in requested
     ]
 
 

@@ -274,7 +274,7 @@ def evaluate(
                 )
             left = unfinished(config.resolved_run_dir())
             if left is not None and not left.alive and cluster.is_main:
-                print(visible(f"note: {left.told()}"), file=sys.stderr, flush=True)
+                print(visible(f"note: {left.message()}"), file=sys.stderr, flush=True)
             with phase.during("restore"):
                 state, *_ = restored(checkpoints, chosen, program)
             checkpoints.close()

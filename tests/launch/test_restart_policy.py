@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from spmdkit.foundation.run_status import directory_of, step_of, tell_directory
+from spmdkit.foundation.run_status import directory_of, step_of, write_directory
 from spmdkit.launch.restart_policy import Restarts
 
 
@@ -51,7 +51,7 @@ def test_a_run_says_where_it_is_behind_its_step(tmp_path):
     path = tmp_path / "note"
     path.write_bytes(b"%20d\n" % 7)
     assert directory_of(path.read_bytes()) is None
-    tell_directory(path, tmp_path / "run of mine")
+    write_directory(path, tmp_path / "run of mine")
     assert step_of(path.read_bytes()) == 7
     assert directory_of(path.read_bytes()) == tmp_path / "run of mine"
 
@@ -59,11 +59,11 @@ def test_a_run_says_where_it_is_behind_its_step(tmp_path):
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
-from spmdkit.foundation.run_status import StepMark, tell_directory
+from spmdkit.foundation.run_status import StepMark, write_directory
 me, run = int(os.environ['SPMDKIT_PROCESS_ID']), Path('run').absolute()
 run.joinpath('checkpoints').mkdir(parents=True, exist_ok=True)
 StepMark([Path(os.environ['SPMDKIT_STEP_FILE'])]).at(3)
-tell_directory(Path(os.environ['SPMDKIT_STEP_FILE']), run)
+write_directory(Path(os.environ['SPMDKIT_STEP_FILE']), run)
 print('hello', me, os.environ['SPMDKIT_COORDINATOR'])
 print('password=abcdefghi', file=sys.stderr)
 time.sleep(0.3)

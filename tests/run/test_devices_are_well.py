@@ -32,6 +32,6 @@ def test_a_device_that_computes_other_bits_is_named_and_nothing_is_trained(tmp_p
         return (a, b + np.float32(1e-6)) if device.id == 1 else (a, b)
 
     monkeypatch.setattr(burn_in, "operands", operands)
-    with pytest.raises(DeviceError, match=r"health_check: .*device 1 .*Leave that host or device out") as told:
+    with pytest.raises(DeviceError, match=r"health_check: .*device 1 .*Exclude that host or device") as told:
         train(tmp_path, health_check=True, steps=2)
     assert told.value.exit_code == 1 and not (tmp_path / "run").exists()

@@ -126,7 +126,7 @@ def test_a_run_that_is_going_on_is_not_said_to_have_left_and_one_that_was_killed
         helpers.wait_until(lambda: (folder.path / "run/last_step").exists(), 60)
         helpers.wait_until(lambda: (last_step(folder.path / "run/last_step") or 0) > 2, 60)
         found = unfinished(folder.path / "run")
-        assert found is not None and found.alive and "still running" in found.told()
+        assert found is not None and found.alive and "still running" in found.message()
     finally:
         child.send_signal(signal.SIGKILL)
         child.communicate(timeout=30)

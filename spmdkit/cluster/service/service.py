@@ -103,9 +103,9 @@ def _announce(jaxlib: object, address: str, process: int) -> None:
     beat = f"/beat/{process}"
     for key, _ in client.key_value_dir_get("spmdkit"):
         if key.endswith(beat):
-            said = json.dumps({"exit": None, "message": KILLED})
+            report = json.dumps({"exit": None, "message": KILLED})
             try:
-                client.key_value_set(f"{key.removesuffix(beat)}/left/{process}", said)
+                client.key_value_set(f"{key.removesuffix(beat)}/left/{process}", report)
             except RuntimeError:
                 continue  # it reported its own exit
 

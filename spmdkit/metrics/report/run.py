@@ -61,7 +61,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     events = read_lines(folder / "events.jsonl")
     left = unfinished(folder)
     if left is not None and not left.alive:
-        events.append({"event": "exited", "process": 0, "step": left.step, "why": left.told()})
+        events.append({"event": "exited", "process": 0, "step": left.step, "why": left.message()})
     path = folder / "report.html"
     write_text(
         path,
@@ -111,10 +111,10 @@ def report_body(
 
 
 def _heading(name: str, records: Sequence[Record], events: Sequence[Record]) -> str:
-    told = next((e for e in reversed(events) if e.get("event") in TONES), {})  # "saved" says nothing about how it ended
-    last, done = str(told.get("event", "")), told.get("code") in (None, 0)
+    end = next((e for e in reversed(events) if e.get("event") in TONES), {})  # "saved" says nothing about how it ended
+    last, done = str(end.get("event", "")), end.get("code") in (None, 0)
     if last == "exited":
-        last = f"exited at step {told.get('step')}"
+        last = f"exited at step {end.get('step')}"
     tone = "bad" if last.startswith("exited") or (TONES.get(last) == "good" and not done) else TONES.get(last, "open")
     last = "finished" if last == "stopped" and done else last
     pill = f'<span class="pill {tone}">{escape(last)}</span>' if last else ""
@@ -123,8 +123,8 @@ def _heading(name: str, records: Sequence[Record], events: Sequence[Record]) -> 
     if times:
         facts.append(f"begun {escape(_clock_text(min(times)))} UTC")
         facts.append(f"{format_duration(max(times) - min(times))} from the first event to the last")
-    if told.get("event") == "exited" and told.get("why"):
-        facts.append(escape(str(told["why"])))
+    if end.get("event") == "exited" and end.get("why"):
+        facts.append(escape(str(end["why"])))
     return f'<header><h1>{escape(name)}</h1>{pill}</header>\n<p class="lead">{" &middot; ".join(facts)}</p>'
 
 

@@ -43,13 +43,15 @@ def find(step: CompiledStep) -> Iterator[Finding]:
         return
     replicas = program.sizes["replica"] * program.sizes["data"]
     times, others = replicas if replicas > 1 else shards, num // shards
-    asked = products_by_line(step.jaxpr, line)
+    requested = products_by_line(step.jaxpr, line)
     computed = _computed_by_line(step)
     whole = sum(computed.values())
     repeated = {
         at: flops
         for at, flops in computed.items()
-        if not at.startswith("spmdkit/") and asked.get(at) and flops * num >= times**REPEATED * others * asked[at]
+        if not at.startswith("spmdkit/")
+        and requested.get(at)
+        and flops * num >= times**REPEATED * others * requested[at]
     }
     total = sum(repeated.values())
     if not repeated or total < SHARE * whole:
@@ -57,7 +59,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
     at = max(repeated, key=lambda at: repeated[at])
     axes = " x ".join(f"{a} {program.sizes[a]}" for a in BATCH_AXES if program.sizes[a] > 1)
     more = f", and so are those of {len(repeated) - 1} more lines" if len(repeated) > 1 else ""
-    found = min(repeated[at] * num / asked[at], times * others)
+    found = min(repeated[at] * num / requested[at], times * others)
     yield Finding(
         "warning",
         "repeated-work",

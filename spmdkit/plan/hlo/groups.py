@@ -89,12 +89,12 @@ def _of_mesh(num_devices: int, mesh: str, reshape: str | None, transpose: str | 
     order = _order(num_devices, reshape, transpose).reshape(lengths)
     shape: list[int] = []
     together: list[int] = []
-    asked = dict(_part(axis) for axis in re.findall(r"'[^']*'(?::\(\d+\)\d+)?|\"[^\"]*\"(?::\(\d+\)\d+)?", joined))
+    requested = dict(_part(axis) for axis in re.findall(r"'[^']*'(?::\(\d+\)\d+)?|\"[^\"]*\"(?::\(\d+\)\d+)?", joined))
     for name, length in zip(names, lengths, strict=True):
-        if name not in asked:
+        if name not in requested:
             shape.append(length)
             continue
-        before, size = asked[name] or (1, length)
+        before, size = requested[name] or (1, length)
         shape += [before, size, length // (before * size)]
         together.append(len(shape) - 2)
     order = order.reshape(shape)

@@ -211,14 +211,14 @@ def _shapes(chip: Chip) -> str:
 
 def _nearest_shape(chip: Chip, dims: tuple[int, ...]) -> str:
     """Returns the available shape with the number of chips nearest to the requested one."""
-    asked = math.prod(dims) if dims else 16
+    requested = math.prod(dims) if dims else 16
     options = list(chip.topologies)
     if chip.cube:
         lengths = [range(chip.cube, most + 1, chip.cube) for most in chip.largest]
         options += [
             f"{a}x{b}x{c}" for a in lengths[0] for b in lengths[1] if b >= a for c in lengths[2] if b <= c <= 2 * b
         ]
-    return min(options, key=lambda s: abs(math.prod(map(int, s.split("x"))) - asked))
+    return min(options, key=lambda s: abs(math.prod(map(int, s.split("x"))) - requested))
 
 
 # ---- devices ---------------------------------------------------------------------------------------------------------

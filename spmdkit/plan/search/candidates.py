@@ -115,8 +115,8 @@ def _meshes(config: Config, target: Target, every: bool) -> Iterator[dict[str, i
 
         yield resolve(config.mesh.sizes(), num, target.num_slices if target.compiler == "tpu" else 1)
         return
-    asked = config.mesh.sizes()
-    axes = [a for a in AXES if a in SEARCHED_AXES or asked.get(a, 1) != 1]
+    requested = config.mesh.sizes()
+    axes = [a for a in AXES if a in SEARCHED_AXES or requested.get(a, 1) != 1]
     parts = target.hosts_or_slices
     replicas = [1, parts] if parts > 1 and num % parts == 0 else [1]
     free = [a for a in axes if a != "replica"]

@@ -21,12 +21,12 @@ def note_running(run: RunView, step: int) -> run_status.StepMark:
         left = run_status.unfinished(run.directory)
         if left is not None and not left.alive:
             run.events.write("exited", step=left.step, restored=step)
-            run.message(f"note: {left.told()}")
+            run.message(f"note: {left.message()}")
         run.events.write(run_status.RUNNING, **run_status.running(step))
     if path := os.environ.get(STEP_FILE):
         paths.append(Path(path))
     mark = run_status.StepMark(paths)
     mark.at(step)
     if path:
-        run_status.tell_directory(Path(path), run.directory)
+        run_status.write_directory(Path(path), run.directory)
     return mark
