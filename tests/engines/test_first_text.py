@@ -54,7 +54,7 @@ def test_tf_config_of_a_chief_two_workers_and_an_evaluator_has_the_same_numbers(
     ended = started(folder, environments, [*TRAIN, *jobs.THREE])
     assert [code for code, _ in ended] == [0] * 4, ended
     assert jobs.losses(folder) == three
-    assert "3 processes: tf_config (task chief 0 of 3), since it has lent this host" in ended[0][1]
+    assert "3 processes: tf_config (task chief 0 of 3), since it allocated this host" in ended[0][1]
     evaluated = [json.loads(line) for line in (folder / "run/evaluator.jsonl").read_text().splitlines()]
     assert evaluated[-1]["step"] == 40 and "evaluator of " in ended[3][1]
     (first,) = jobs.events(folder, "started")[:1]
