@@ -11,35 +11,75 @@ from typing import TYPE_CHECKING, Any
 from spmdkit.foundation.version import __version__
 
 if TYPE_CHECKING:
-    from spmdkit import testing
-    from spmdkit.communication.reducers.base import Reducer
-    from spmdkit.communication.sync.base import Sync
-    from spmdkit.config import Config, load_config
-    from spmdkit.data.per_process import per_process
-    from spmdkit.errors import SpmdkitError
-    from spmdkit.foundation.user_code import hook, reducer, sync, task, tracker
-    from spmdkit.metrics.trackers.base import Tracker
-    from spmdkit.ops.attention import attention
-    from spmdkit.ops.context import context_order, context_positions, context_restore
-    from spmdkit.ops.manual import manual
-    from spmdkit.ops.moe import moe
-    from spmdkit.ops.pipeline import pipeline
-    from spmdkit.ops.remat import remat
-    from spmdkit.ops.tensor import column_row_parallel
-    from spmdkit.ops.vocab import cross_entropy, embed
-    from spmdkit.program.opening import build
-    from spmdkit.program.program import Program
-    from spmdkit.program.task import Task
-    from spmdkit.run.hooks.base import Evaluate, Hook, ReplaceState, Rollback, Save, Stop
-    from spmdkit.run.loop import train
-    from spmdkit.step.gradient import value_and_grad
-    from spmdkit.step.metrics.aggregates import Bincount, Derived, Max, Sum, bincount, derived, max, sum
-    from spmdkit.step.metrics.base import Metric
-    from spmdkit.step.metrics.mean import Mean, Means, example_keys, example_mask, examples, mean, scalar
-    from spmdkit.step.replica_collectives import all_gather, num_replicas, pmean, psum, replica_index
-    from spmdkit.step.state import TrainState, Variables
-    from spmdkit.step.step import Batch
-    from spmdkit.step.trace_context import shard, sharded_arange
+    from spmdkit import testing as testing
+    from spmdkit.communication.reducers.base import Reducer as Reducer
+    from spmdkit.communication.sync.base import Sync as Sync
+    from spmdkit.config import Config as Config, load_config as load_config
+    from spmdkit.data.per_process import per_process as per_process
+    from spmdkit.errors import SpmdkitError as SpmdkitError
+    from spmdkit.foundation.user_code import (
+        hook as hook,
+        reducer as reducer,
+        sync as sync,
+        task as task,
+        tracker as tracker,
+    )
+    from spmdkit.metrics.trackers.base import Tracker as Tracker
+    from spmdkit.ops.attention import attention as attention
+    from spmdkit.ops.context import (
+        context_order as context_order,
+        context_positions as context_positions,
+        context_restore as context_restore,
+    )
+    from spmdkit.ops.manual import manual as manual
+    from spmdkit.ops.moe import moe as moe
+    from spmdkit.ops.pipeline import pipeline as pipeline
+    from spmdkit.ops.remat import remat as remat
+    from spmdkit.ops.tensor import column_row_parallel as column_row_parallel
+    from spmdkit.ops.vocab import cross_entropy as cross_entropy, embed as embed
+    from spmdkit.program.opening import build as build
+    from spmdkit.program.program import Program as Program
+    from spmdkit.program.task import Task as Task
+    from spmdkit.run.hooks.base import (
+        Evaluate as Evaluate,
+        Hook as Hook,
+        ReplaceState as ReplaceState,
+        Rollback as Rollback,
+        Save as Save,
+        Stop as Stop,
+    )
+    from spmdkit.run.loop import train as train
+    from spmdkit.step.gradient import value_and_grad as value_and_grad
+    from spmdkit.step.metrics.aggregates import (
+        Bincount as Bincount,
+        Derived as Derived,
+        Max as Max,
+        Sum as Sum,
+        bincount as bincount,
+        derived as derived,
+        max as max,
+        sum as sum,
+    )
+    from spmdkit.step.metrics.base import Metric as Metric
+    from spmdkit.step.metrics.mean import (
+        Mean as Mean,
+        Means as Means,
+        example_keys as example_keys,
+        example_mask as example_mask,
+        examples as examples,
+        mean as mean,
+        scalar as scalar,
+    )
+    from spmdkit.step.replica_collectives import (
+        all_gather as all_gather,
+        num_replicas as num_replicas,
+        pmean as pmean,
+        psum as psum,
+        replica_index as replica_index,
+    )
+    from spmdkit.step.state import TrainState as TrainState, Variables as Variables
+    from spmdkit.step.step import Batch as Batch
+    from spmdkit.step.trace_context import shard as shard, sharded_arange as sharded_arange
 
 _HOME = {
     "Batch": "step.step",
