@@ -2,92 +2,63 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, WithJsonSchema
-from pydantic.functional_validators import PlainValidator
+from pydantic import Field, ValidationError
 
 from spmdkit.config import fields, wording
-from spmdkit.config.fields import Section, Wants
-from spmdkit.config.problems import Problem
+from spmdkit.config.fields import Section
+from spmdkit.config.problems import Problem, key_path
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import plugins
 
 NAME = "parameter_server"
 
-_EXAMPLE = '{rules: [["embed/.*", 0]]}'
 
+class PartitionRules(Section):
+    """Leaves by their paths: [[path pattern, server], ...]."""
 
-def _partition(value: Any) -> str | list[tuple[str, int]]:
-    if not isinstance(value, dict):
-        return fields.choice(value, ("greedy", "round_robin"), "{rules: [[path pattern, server], ...]}")
-    rules = value.get("rules")
-    if set(value) != {"rules"} or not isinstance(rules, list) or not rules:
-        raise Wants("greedy, round_robin or a mapping {rules: [[path pattern, server], ...]}", _EXAMPLE)
-    for rule in rules:
-        pair = isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str)
-        if not pair or isinstance(rule[1], bool) or not isinstance(rule[1], int) or rule[1] < 0:
-            raise Wants(
-                "rules that are pairs [regular expression over paths of parameters, number of a server from 0]",
-                _EXAMPLE,
-            )
-        try:
-            re.compile(rule[0])
-        except (re.error, OverflowError, RecursionError) as error:
-            raise Wants(f"rules with regular expressions ({error})", _EXAMPLE) from None
-    return [(pattern, server) for pattern, server in rules]
+    rules: list[Annotated[tuple[fields.Pattern, Annotated[int, Field(ge=0)]], Field(strict=False)]] = Field(
+        min_length=1
+    )
+    """Pairs [regular expression over paths of parameters, number of a server from 0]."""
 
 
 Partition = Annotated[
-    str | list[tuple[str, int]],
-    PlainValidator(_partition),
-    WithJsonSchema({"anyOf": [{"enum": ["greedy", "round_robin"]}, {"type": "object", "required": ["rules"]}]}),
+    Literal["greedy", "round_robin"] | PartitionRules,
+    fields.wants(
+        "greedy, round_robin or {rules: [[path pattern, server], ...]}, pairs of a regular expression over paths of "
+        "parameters and the number of a server from 0",
+        '{rules: [["embed/.*", 0]]}',
+        ("greedy", "round_robin"),
+    ),
 ]
 
 
 class ParameterServer(Section):
     """Servers and workers."""
 
-    servers: fields.Few = Field(default=1, description="Servers; each holds some leaves of the parameters.")
-    workers: fields.Few = Field(
-        default=2, description="Workers; each has its own mesh and computes gradients of batch_size examples."
-    )
-    partition: Partition = Field(
-        default="greedy",
-        description=(
-            "Which server holds a leaf: greedy (by size), round_robin, or "
-            "{rules: [[path pattern, server], ...]}, the rest greedily."
-        ),
-    )
-    aggregate: fields.Few = Field(
-        default=1,
-        description=(
-            "Number of workers with gradients that are averaged into one update; later ones are dropped "
-            "(backup workers). 1: each gradient is one update."
-        ),
-    )
-    max_staleness: Annotated[int, Field(ge=0, le=fields.INT32_MAX)] | None = Field(
-        default=None, description="Staler gradients, in updates, are dropped; null: none."
-    )
-    scale_by_staleness: fields.Flag = Field(
-        default=False, description="Divide an update by the staleness of its gradient, from two on."
-    )
-    overlap: fields.Flag | None = Field(
-        default=None,
-        description=(
-            "Push and pull while the next gradient is computed, which adds one update of staleness; null: "
-            "where possible."
-        ),
-    )
-    transport: Literal["ray", "threads"] = Field(
-        default="ray",
-        description=("ray: one process each (extra `ray`); threads: all in this process, on its devices."),
-    )
-    address: fields.Name = Field(
-        default="local", description="local: a private Ray on this machine; or the address of a Ray cluster."
-    )
+    servers: fields.Few = 1
+    """Servers; each holds some leaves of the parameters."""
+    workers: fields.Few = 2
+    """Workers; each has its own mesh and computes gradients of batch_size examples."""
+    partition: Partition = "greedy"
+    """Which server holds a leaf: greedy (by size), round_robin, or {rules: [[path pattern, server], ...]}, the rest
+    greedily."""
+    aggregate: fields.Few = 1
+    """Number of workers with gradients that are averaged into one update; later ones are dropped (backup workers). 1:
+    each gradient is one update."""
+    max_staleness: Annotated[int, Field(ge=0, le=fields.INT32_MAX)] | None = None
+    """Staler gradients, in updates, are dropped; null: none."""
+    scale_by_staleness: fields.Flag = False
+    """Divide an update by the staleness of its gradient, from two on."""
+    overlap: fields.Flag | None = None
+    """Push and pull while the next gradient is computed, which adds one update of staleness; null: where possible."""
+    transport: Literal["ray", "threads"] = "ray"
+    """ray: one process each (extra `ray`); threads: all in this process, on its devices."""
+    address: fields.Name = "local"
+    """local: a private Ray on this machine; or the address of a Ray cluster."""
 
     @property
     def overlaps(self) -> bool:
@@ -131,63 +102,68 @@ def problems(config: Any) -> Iterator[Problem]:
 
 
 def _of_options(section: ParameterServer) -> Iterator[Problem]:
-    at = lambda key: ("sync", NAME, key)
-    if section.aggregate > section.workers:
-        yield Problem(
-            at("aggregate"),
+    several, stale = section.aggregate > 1, "has no effect with aggregate, which drops whatever is stale. Remove it."
+    fresh = section.max_staleness == 0
+    for key, wrong, text in (
+        (
+            "aggregate",
+            section.aggregate > section.workers,
             f"is {section.aggregate} of {section.workers} workers. Try aggregate: {section.workers}, or more workers.",
-        )
-    if section.aggregate > 1 and section.max_staleness is not None:
-        yield Problem(at("max_staleness"), "has no effect with aggregate, which drops whatever is stale. Remove it.")
-    if section.aggregate > 1 and section.scale_by_staleness:
-        yield Problem(
-            at("scale_by_staleness"), "has no effect with aggregate, which drops whatever is stale. Remove it."
-        )
-    if section.max_staleness == 0 and section.scale_by_staleness:
-        yield Problem(at("scale_by_staleness"), "has no effect with max_staleness: 0. Remove it.")
-    if section.overlap and section.aggregate > 1:
-        yield Problem(
-            at("overlap"), "is true, and with aggregate a worker waits for the parameters of the next round. Remove it."
-        )
-    if section.overlap and section.max_staleness == 0:
-        yield Problem(
-            at("overlap"),
+        ),
+        ("max_staleness", several and section.max_staleness is not None, stale),
+        ("scale_by_staleness", several and section.scale_by_staleness, stale),
+        (
+            "scale_by_staleness",
+            fresh and section.scale_by_staleness,
+            "has no effect with max_staleness: 0. Remove it.",
+        ),
+        (
+            "overlap",
+            section.overlap and several,
+            "is true, and with aggregate a worker waits for the parameters of the next round. Remove it.",
+        ),
+        (
+            "overlap",
+            section.overlap and fresh,
             "is true, which makes gradients stale, and max_staleness is 0: all would be dropped. Remove it.",
-        )
-    if section.transport == "threads" and section.address != "local":
-        yield Problem(at("address"), "has no effect with transport: threads. Remove it.")
-    for pattern, server in () if isinstance(section.partition, str) else section.partition:
+        ),
+        (
+            "address",
+            section.transport == "threads" and section.address != "local",
+            "has no effect with transport: threads. Remove it.",
+        ),
+    ):
+        if wrong:
+            yield Problem(("sync", NAME, key), text)
+    for pattern, server in () if isinstance(section.partition, str) else section.partition.rules:
         if server >= section.servers:
-            yield Problem(
-                at("partition"),
-                (
-                    f"gives '{pattern}' to server {server}, found servers: {section.servers}. Servers count from 0. "
-                    "Fix the rule."
-                ),
-            )
+            text = f"gives '{pattern}' to server {server}, found servers: {section.servers}. Servers count from 0."
+            yield Problem(("sync", NAME, "partition"), f"{text} Fix the rule.")
 
 
 def _of_config(config: Any) -> Iterator[Problem]:
     """Settings that need one step of all devices, or hooks around it."""
     why = "with sync: parameter_server each worker has its own step"
-    if plugins.is_reference(config.reducer) or plugins.split(config.reducer)[0] not in ("sum", "ordered"):
-        yield Problem(("reducer",), f"keeps or rounds something from step to step, and {why}. Use reducer: sum.")
-    for key in ("on_spike", "replica_check", "profile", "budget"):
-        if getattr(config, key) is not None:
-            yield Problem((key,), f"looks at the steps of one program, and {why}. Remove it, or use sync: every_step.")
-    if config.hooks:
-        yield Problem(
-            ("hooks",), f"stand around the steps of one program, and {why}. Remove them, or use sync: every_step."
-        )
-    if config.model_state != "global":
-        yield Problem(
-            ("model_state",), "is not global, and the first server holds one model state. Use model_state: global."
-        )
-    if "rollback" in config.policies().values():
-        yield Problem(
-            ("on_nonfinite",), f"is rollback, and {why}, none of which can take updates back. Use stop or skip."
-        )
-    if config.checkpoint and config.checkpoint.best:
-        yield Problem(
-            ("checkpoint", "best"), "is not kept with sync: parameter_server. Remove it; keep_every keeps more."
-        )
+    exact = not plugins.is_reference(config.reducer) and plugins.split(config.reducer)[0] in ("sum", "ordered")
+    looks = f"looks at the steps of one program, and {why}. Remove it, or use sync: every_step."
+    for key, wrong, text in (
+        ("reducer", not exact, f"keeps or rounds something from step to step, and {why}. Use reducer: sum."),
+        *((key, getattr(config, key), looks) for key in ("on_spike", "replica_check", "profile", "budget", "hooks")),
+        (
+            "model_state",
+            config.model_state != "global",
+            "is not global, and the first server holds one model state. Use model_state: global.",
+        ),
+        (
+            "on_nonfinite",
+            "rollback" in config.policies().values(),
+            f"is rollback, and {why}, none of which can take updates back. Use stop or skip.",
+        ),
+        (
+            "checkpoint.best",
+            config.checkpoint and config.checkpoint.best,
+            "is not kept with sync: parameter_server. Remove it; keep_every keeps more.",
+        ),
+    ):
+        if wrong:
+            yield Problem(key_path(key), text)

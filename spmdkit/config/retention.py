@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from pydantic import Field
-
 from spmdkit.config import fields
 from spmdkit.config.fields import Section
 
@@ -17,21 +15,21 @@ from spmdkit.config.fields import Section
 class Best(Section):
     """Which checkpoint is the best."""
 
-    metric: fields.Name = Field(description="Name of an evaluation metric, for example loss.")
-    mode: Literal["min", "max"] = Field(description="Whether the smallest or the largest value is best.")
+    metric: fields.Name
+    """Name of an evaluation metric, for example loss."""
+    mode: Literal["min", "max"]
+    """Whether the smallest or the largest value is best."""
 
 
 class Retention(Section):
     """Which checkpoints are kept; all others are deleted after each save."""
 
-    keep: fields.Count = Field(default=3, description="Number of newest checkpoints to keep, in addition to the best.")
-    keep_every: fields.Count | None = Field(
-        default=None, description="Keep every checkpoint at a multiple of this number of steps; null: none."
-    )
-    best: Best | None = Field(
-        default=None,
-        description="Save when an evaluation improves, and keep the best checkpoint. Needs eval.every_steps.",
-    )
+    keep: fields.Count = 3
+    """Number of newest checkpoints to keep, in addition to the best."""
+    keep_every: fields.Count | None = None
+    """Keep every checkpoint at a multiple of this number of steps; null: none."""
+    best: Best | None = None
+    """Save when an evaluation improves, and keep the best checkpoint. Needs eval.every_steps."""
 
     @property
     def best_metric(self) -> tuple[str, str] | None:

@@ -25,21 +25,8 @@ MAX_DEPTH = 32
 
 def check(config: Settings, folder: Path) -> list[Problem]:
     """Returns every problem between the valid fields of a config; `folder` is the base of relative paths."""
-    return [
-        *_task(config),
-        *run_dir.problems(config, folder),
-        *_batch(config),
-        *_mesh(config),
-        *_layout(config),
-        *_pipeline(config),
-        *_choices(config),
-        *_remat(config),
-        *_learning(config),
-        *_precision(config),
-        *_deterministic(config),
-        *_without_effect(config),
-        *_elastic(config),
-    ]
+    rules = (_task, _batch, _mesh, _layout, _choices, _remat, _learning, _deterministic, _without_effect, _combinations)
+    return [*run_dir.problems(config, folder), *(problem for rule in rules for problem in rule(config))]
 
 
 def _task(config: Settings) -> Iterator[Problem]:
@@ -49,36 +36,31 @@ def _task(config: Settings) -> Iterator[Problem]:
         if not key.isidentifier() or keyword.iskeyword(key):
             yield Problem(("task_args", key), "is no name of a keyword argument of Python. Rename it.")
     yield from plain_values(config.task_args, ("task_args",))
-    for path in _hidden(config.task_args, ("task_args",)):
-        yield Problem(
-            path,
-            "is '***', which spmdkit writes in place of a secret. No file of a run contains the value. Set it.",
-        )
+    yield from _hidden(config.task_args, ("task_args",))
 
 
-def _hidden(value: Any, path: KeyPath) -> Iterator[KeyPath]:
+def _hidden(value: Any, path: KeyPath) -> Iterator[Problem]:
     """Yields the keys with `***` in place of a secret."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _hidden(inner, (*path, key))
     elif isinstance(value, str) and value == redact.HIDDEN:
-        yield path
+        why = "which spmdkit writes in place of a secret. No file of a run contains the value"
+        yield Problem(path, f"is '***', {why}. Set it.")
 
 
 def _batch(config: Settings) -> Iterator[Problem]:
-    if isinstance(config.microbatches, int) and config.batch_size % config.microbatches:
+    parts = config.microbatches if isinstance(config.microbatches, int) else 1
+    if rest := config.batch_size % parts:
         divisors = [d for d in range(1, min(config.batch_size, 100_000) + 1) if config.batch_size % d == 0]
-        below = max((d for d in divisors if d < config.microbatches), default=1)
-        above = min((d for d in divisors if d > config.microbatches), default=None)
-        counts = f"{below} or {above}" if above else str(below)
+        near = [str(d) for d in (max(d for d in divisors if d < parts), min([d for d in divisors if d > parts] or [0]))]
         yield Problem(
             ("microbatches",),
-            f"cuts batch_size {config.batch_size} into {config.microbatches} parts, found a rest of "
-            f"{config.batch_size % config.microbatches}. microbatches divides batch_size. "
-            f"Try microbatches: {counts}, or batch_size: {_multiples(config.batch_size, config.microbatches)}.",
+            f"cuts batch_size {config.batch_size} into {parts} parts, found a rest of {rest}. microbatches divides "
+            f"batch_size. Try microbatches: {' or '.join(d for d in near if d != '0')}, or batch_size: "
+            f"{_multiples(config.batch_size, parts)}.",
         )
-        return
-    if all(config.mesh.sizes().get(axis, 1) > 0 for axis in LOGICAL_AXES["batch"]):
+    elif all(config.mesh.sizes().get(axis, 1) > 0 for axis in LOGICAL_AXES["batch"]):
         yield from _batch_on_mesh(config, config.mesh.sizes())
 
 
@@ -98,13 +80,12 @@ def _batch_on_mesh(config: Settings, sizes: Mapping[str, int]) -> Iterator[Probl
         cut = " x ".join(f"{axis}({size})" for axis, size in axes.items())
         also = f" and microbatches into {microbatches}" if microbatches > 1 else ""
         also += f" and pipeline.microbatches into {staged}" if staged > 1 else ""
+        cut = f"{cut} = {shards}" if cut else "1"
         yield Problem(
             ("batch_size",),
-            (
-                f"is {config.batch_size}; the mesh cuts a batch into {f'{cut} = {shards}' if cut else 1}{also}, found "
-                f"a rest of {config.batch_size % unit}. batch_size is a multiple of {unit}. Try batch_size: "
-                f"{_multiples(config.batch_size, unit)}."
-            ),
+            f"is {config.batch_size}; the mesh cuts a batch into {cut}{also}, found a rest of "
+            f"{config.batch_size % unit}. batch_size is a multiple of {unit}. Try batch_size: "
+            f"{_multiples(config.batch_size, unit)}.",
         )
 
 
@@ -140,33 +121,6 @@ def _layout(config: Settings) -> Iterator[Problem]:
                 )
 
 
-def _pipeline(config: Settings) -> Iterator[Problem]:
-    pipeline, default = config.pipeline, type(config.pipeline)()
-    if config.mesh.pipeline is None:
-        for key in ("schedule", "microbatches", "chunks"):
-            if (value := getattr(pipeline, key)) != getattr(default, key):
-                yield Problem(
-                    ("pipeline", key),
-                    (
-                        f"is {value}, and the mesh has no pipeline axis, so it has no effect. Remove it, or name the "
-                        "axis, for example mesh: {pipeline: 2}."
-                    ),
-                )
-    elif pipeline.schedule != "interleaved" and pipeline.chunks is not None:
-        yield Problem(
-            ("pipeline", "chunks"),
-            (
-                f"is {pipeline.chunks}, and pipeline.schedule is {pipeline.schedule}, with one chunk per stage. "
-                "Remove it, or set schedule: interleaved."
-            ),
-        )
-    elif pipeline.chunks == 1:
-        yield Problem(
-            ("pipeline", "chunks"),
-            "is 1: interleaved with one chunk per stage is 1f1b. Try chunks: 2, or schedule: 1f1b.",
-        )
-
-
 def _choices(config: Settings) -> Iterator[Problem]:
     for key, (group, default) in PLUGIN_KEYS.items():
         value = getattr(config, key)
@@ -196,18 +150,16 @@ def _choices(config: Settings) -> Iterator[Problem]:
 
 def _warmup(config: Settings, name: str, options: Mapping[str, Any]) -> Iterator[Problem]:
     steps = options.get("warmup", 0)
+    text = ""
     if steps and name == "sum":
-        yield Problem(
-            ("reducer",), f"is sum with warmup: {steps}, steps in which sum is used instead. Write reducer: sum."
+        text = f"is sum with warmup: {steps}, steps in which sum is used instead. Write reducer: sum."
+    elif steps >= config.steps:
+        text = (
+            f"has warmup: {steps}, and steps is {config.steps}: {name} would never add. A warm-up ends before the run "
+            f"does. Try warmup: {config.steps // 10}, or reducer: sum."
         )
-    elif config.steps is not None and steps >= config.steps:
-        yield Problem(
-            ("reducer",),
-            (
-                f"has warmup: {steps}, and steps is {config.steps}: {name} would never add. A warm-up ends before the "
-                f"run does. Try warmup: {config.steps // 10}, or reducer: sum."
-            ),
-        )
+    if text:
+        yield Problem(("reducer",), text)
 
 
 def _remat(config: Settings) -> Iterator[Problem]:
@@ -246,86 +198,75 @@ def _learning(config: Settings) -> Iterator[Problem]:
         yield from optimizer.optimizer_problems(config.optimizer, config.learning_rate is not None)
 
 
-def _precision(config: Settings) -> Iterator[Problem]:
-    precision = config.precision
-    if precision.inputs is not None and precision.compute == precision.params == "float32":
-        yield Problem(
-            ("precision", "inputs"),
-            (
-                f"is {show(precision.inputs)}, and compute and params are float32: nothing is cast, so it has no "
-                "effect. Remove it, or set compute: bfloat16."
-            ),
-        )
-
-
 def _deterministic(config: Settings) -> Iterator[Problem]:
-    if config.deterministic and config.attention.implementation == "cudnn":
-        yield Problem(
-            ("attention", "implementation"),
-            (
-                "is cudnn, with a gradient that sums in another order each time, and deterministic is true. Try "
-                "implementation: xla, or deterministic: false."
-            ),
-        )
+    if not config.deterministic:
+        return
+    if config.attention.implementation == "cudnn":
+        why = "with a gradient that sums in another order each time, and deterministic is true"
+        repair = "Try implementation: xla, or deterministic: false."
+        yield Problem(("attention", "implementation"), f"is cudnn, {why}. {repair}")
     for name in ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops"):
-        if config.deterministic and name in config.compiler_options and config.compiler_options[name] is not True:
-            yield Problem(
-                ("compiler_options", name),
-                (
-                    f"is {show(config.compiler_options[name])}, and deterministic is true, which sets it to true on "
-                    "GPUs. Remove one of them."
-                ),
-            )
+        if (value := config.compiler_options.get(name, True)) is not True:
+            why = "and deterministic is true, which sets it to true on GPUs"
+            yield Problem(("compiler_options", name), f"is {show(value)}, {why}. Remove one of them.")
 
 
 def _without_effect(config: Settings) -> Iterator[Problem]:
-    layout, default = config.layout, type(config.layout)()
-    if config.mesh.fsdp is None:
-        for key in ("zero", "fsdp", "min_shard_bytes"):
-            if (value := getattr(layout, key)) != getattr(default, key):
-                yield Problem(
-                    ("layout", key),
-                    f"is {value}, and the mesh has no fsdp axis, so it has no effect. "
-                    f"Remove it, or name the axis, for example mesh: {{fsdp: -1}}.",
-                )
-    elif layout.fsdp == "off" and layout.min_shard_bytes != default.min_shard_bytes:
-        yield Problem(
-            ("layout", "min_shard_bytes"),
-            f"is {layout.min_shard_bytes}, and layout.fsdp is off, so it has no effect. Remove it, or set fsdp: auto.",
-        )
-    if config.mesh.context in (None, 1):
-        for key in ("context", "order"):
-            if (value := getattr(config.attention, key)) != getattr(type(config.attention)(), key):
-                yield Problem(
-                    ("attention", key),
-                    f"is {value}, and the mesh has no context axis, so it has no effect. "
-                    "Remove it, or name the axis, for example mesh: {context: 2}.",
-                )
-    elif config.attention.context == "all_to_all" and config.attention.order != "zigzag":
-        yield Problem(
-            ("attention", "order"),
-            (
-                "is contiguous, and attention.context is all_to_all, which always keeps neighbours together, so it has "
-                "no effect. Remove it, or set context: ring."
-            ),
-        )
+    """Yields settings that differ from their default and have no effect under another one."""
+    mesh, pipeline, layout, attention = config.mesh, config.pipeline, config.layout, config.attention
+    axis = "the mesh has no {0} axis", "name the axis, for example mesh: {{{0}: {1}}}"
+    no_axis = lambda *names: tuple(text.format(*names) for text in axis)
+    exact = config.precision.compute == config.precision.params == "float32"
+    for is_idle, section, keys, (why, repair) in (
+        (mesh.pipeline is None, "pipeline", ("schedule", "microbatches", "chunks"), no_axis("pipeline", 2)),
+        (
+            mesh.pipeline is not None and pipeline.schedule != "interleaved",
+            "pipeline",
+            ("chunks",),
+            (f"pipeline.schedule is {pipeline.schedule}, with one chunk per stage", "set schedule: interleaved"),
+        ),
+        (mesh.fsdp is None, "layout", ("zero", "fsdp", "min_shard_bytes"), no_axis("fsdp", -1)),
+        (
+            mesh.fsdp is not None and layout.fsdp == "off",
+            "layout",
+            ("min_shard_bytes",),
+            ("layout.fsdp is off", "set fsdp: auto"),
+        ),
+        (mesh.context in (None, 1), "attention", ("context", "order"), no_axis("context", 2)),
+        (
+            mesh.context not in (None, 1) and attention.context == "all_to_all",
+            "attention",
+            ("order",),
+            ("attention.context is all_to_all, which always keeps neighbors together", "set context: ring"),
+        ),
+        (
+            not config.elastic.in_process,
+            "elastic",
+            ("snapshot_every", "standby", "precompile"),
+            ("elastic.in_process is false", "set in_process: true"),
+        ),
+        (exact, "precision", ("inputs",), ("compute and params are float32", "set compute: bfloat16")),
+    ):
+        default = type(getattr(config, section))()
+        for key in keys if is_idle else ():
+            if (value := getattr(getattr(config, section), key)) != getattr(default, key):
+                text = f"is {value}, and {why}, so it has no effect. Remove it, or {repair}."
+                yield Problem((section, key), text)
+
+
+def _combinations(config: Settings) -> Iterator[Problem]:
+    if config.mesh.pipeline is not None and config.pipeline.schedule == "interleaved" and config.pipeline.chunks == 1:
+        text = "is 1: interleaved with one chunk per stage is 1f1b. Try chunks: 2, or schedule: 1f1b."
+        yield Problem(("pipeline", "chunks"), text)
     if config.on_spike is not None and plugins.split(config.sync)[0] not in ("every_step", "stale"):
-        yield Problem(
-            ("on_spike",),
-            (
-                "looks at the loss of all replicas in every step, and with this sync groups of them train alone, so it "
-                "has no effect. Remove it, or use sync: every_step."
-            ),
-        )
+        text = "looks at the loss of all replicas in every step, and with this sync groups of them train alone"
+        yield Problem(("on_spike",), f"{text}, so it has no effect. Remove it, or use sync: every_step.")
     if config.eval.params == "ema" and config.ema is None:
-        yield Problem(
-            ("eval", "params"), "is ema, and there is no average of parameters. Try ema: 0.999, or params: params."
-        )
+        text = "is ema, and there is no average of parameters. Try ema: 0.999, or params: params."
+        yield Problem(("eval", "params"), text)
     if config.checkpoint and config.checkpoint.best and config.eval.every_steps is None:
-        yield Problem(
-            ("checkpoint", "best"),
-            "needs evaluations while training, found eval.every_steps: null. Try eval: {every_steps: 100}.",
-        )
+        text = "needs evaluations while training, found eval.every_steps: null. Try eval: {every_steps: 100}."
+        yield Problem(("checkpoint", "best"), text)
     if config.profile and (last := config.profile.start + config.profile.steps - 1) > config.steps:
         yield Problem(
             ("profile",),
@@ -333,27 +274,10 @@ def _without_effect(config: Settings) -> Iterator[Problem]:
             f"run. Try profile: {{start: {max(1, config.steps - config.profile.steps + 1)}, "
             f"steps: {min(config.profile.steps, config.steps)}}}.",
         )
-
-
-def _elastic(config: Settings) -> Iterator[Problem]:
-    for name in ("snapshot_every", "standby", "precompile"):
-        value = getattr(config.elastic, name)
-        if not config.elastic.in_process and value != getattr(type(config.elastic)(), name):
-            yield Problem(
-                ("elastic", name),
-                (
-                    f"is {value}, and elastic.in_process is false, so it has no effect. Remove it, or set in_process: "
-                    "true."
-                ),
-            )
     if config.elastic.in_process and parameter_server.is_chosen(config):
-        yield Problem(
-            ("elastic", "in_process"),
-            (
-                "is true, and with sync: parameter_server there is no step of all processes to go back to. A worker "
-                "that dies is started again there anyway. Remove it."
-            ),
-        )
+        why = "with sync: parameter_server there is no step of all processes to go back to"
+        repair = "A worker that dies is started again there anyway. Remove it."
+        yield Problem(("elastic", "in_process"), f"is true, and {why}. {repair}")
 
 
 def plain_values(value: Any, path: KeyPath, depth: int = 0) -> Iterator[Problem]:

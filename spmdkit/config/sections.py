@@ -14,24 +14,20 @@ from spmdkit.config.retention import Retention
 class Mesh(Section):
     """Sizes of the mesh axes. An unnamed axis has size 1; an empty mesh is one device; one -1 fills."""
 
-    replica: fields.AxisSize | None = Field(
-        default=None, description="Replicas between hosts or slices, over the slowest links."
-    )
-    data: fields.AxisSize | None = Field(
-        default=None, description="Replicas: each computes the gradient of its examples."
-    )
-    fsdp: fields.AxisSize | None = Field(
-        default=None,
-        description="Shards both the examples and the parameters, which are gathered when needed (see layout.zero).",
-    )
-    expert: fields.AxisSize | None = Field(
-        default=None, description=("Shards the experts of a mixture, and the examples.")
-    )
-    context: fields.AxisSize | None = Field(default=None, description="Shards the sequence dim.")
-    tensor: fields.AxisSize | None = Field(
-        default=None, description=("Shards matrices inside a layer, over the fastest links.")
-    )
-    pipeline: fields.AxisSize | None = Field(default=None, description="Splits the layers into stages.")
+    replica: fields.AxisSize | None = None
+    """Replicas between hosts or slices, over the slowest links."""
+    data: fields.AxisSize | None = None
+    """Replicas: each computes the gradient of its examples."""
+    fsdp: fields.AxisSize | None = None
+    """Shards both the examples and the parameters, which are gathered when needed (see layout.zero)."""
+    expert: fields.AxisSize | None = None
+    """Shards the experts of a mixture, and the examples."""
+    context: fields.AxisSize | None = None
+    """Shards the sequence dim."""
+    tensor: fields.AxisSize | None = None
+    """Shards matrices inside a layer, over the fastest links."""
+    pipeline: fields.AxisSize | None = None
+    """Splits the layers into stages."""
 
     def sizes(self) -> dict[str, int]:
         """Returns the named axes; -1 is unchanged."""
@@ -41,192 +37,107 @@ class Mesh(Section):
 class ClusterOptions(Section):
     """How processes find each other."""
 
-    environment: fields.Environment = Field(
-        default="auto",
-        description=(
-            "Which environment variables give the rank of this process: auto: all known environments, the "
-            "most specific wins; a name: only that environment; none: one process, whatever is set."
-        ),
-    )
-    interface: fields.FileName = Field(
-        default="auto",
-        examples=["eth0"],
-        description=(
-            "Address that CPU collectives (Gloo) advertise to other hosts: the name of a network interface. "
-            "auto: the address of the host's name, or, if that is loopback, the address by which it reaches "
-            "the coordinator."
-        ),
-    )
+    environment: fields.Environment = "auto"
+    """Which environment variables give the rank of this process: auto: all known environments, the most specific wins;
+    a name: only that environment; none: one process, whatever is set."""
+    interface: fields.FileName = Field(default="auto", examples=["eth0"])
+    """Address that CPU collectives (Gloo) advertise to other hosts: the name of a network interface. auto: the address
+    of the host's name, or, if that is loopback, the address by which it reaches the coordinator."""
 
 
 class Layout(Section):
     """The sharding of each parameter: rules, then metadata of the model, then the fsdp heuristic."""
 
-    rules: list[fields.LayoutRule] = Field(
-        default_factory=list,
-        description=(
-            "Ordered [pattern, [axis of each dim]]: the pattern is a regular expression that matches the "
-            "whole path of a parameter (blocks/0/kernel), an axis is a logical axis, a mesh axis or null."
-        ),
-    )
-    axes: dict[str, fields.MeshAxes] = Field(
-        default_factory=dict,
-        description="Logical axis -> mesh axis, list of mesh axes or null; extends and overrides the defaults.",
-    )
-    fsdp: Literal["auto", "off"] = Field(
-        default="auto",
-        description="auto: leaves without a rule are sharded over the fsdp axis on their largest divisible dim.",
-    )
-    zero: Literal[1, 2, 3] = Field(
-        default=3,
-        description=(
-            "What the fsdp axis shards: 1 optimizer state, 2 also gradients, 3 also parameters. Needs mesh.fsdp."
-        ),
-    )
-    min_shard_bytes: fields.NumBytes = Field(
-        default=2**14,
-        description=("Size in bytes below which fsdp: auto replicates a leaf. Needs mesh.fsdp and fsdp: auto."),
-    )
-    replicate_above_bytes: fields.NumBytes = Field(
-        default=2**27,
-        description="Size of a leaf in bytes above which replication over a model axis needs a rule.",
-    )
+    rules: list[fields.LayoutRule] = Field(default_factory=list)
+    """Ordered [pattern, [axis of each dim]]: the pattern is a regular expression that matches the whole path of a
+    parameter (blocks/0/kernel), an axis is a logical axis, a mesh axis or null."""
+    axes: dict[str, fields.MeshAxes] = Field(default_factory=dict)
+    """Logical axis -> mesh axis, list of mesh axes or null; extends and overrides the defaults."""
+    fsdp: Literal["auto", "off"] = "auto"
+    """auto: leaves without a rule are sharded over the fsdp axis on their largest divisible dim."""
+    zero: Literal[1, 2, 3] = 3
+    """What the fsdp axis shards: 1 optimizer state, 2 also gradients, 3 also parameters. Needs mesh.fsdp."""
+    min_shard_bytes: fields.NumBytes = 2**14
+    """Size in bytes below which fsdp: auto replicates a leaf. Needs mesh.fsdp and fsdp: auto."""
+    replicate_above_bytes: fields.NumBytes = 2**27
+    """Size of a leaf in bytes above which replication over a model axis needs a rule."""
 
 
 class Precision(Section):
     """Dtypes of a step. A plain `precision: bfloat16` means {compute: bfloat16}."""
 
-    compute: fields.Dtype = Field(
-        default="float32", description="Dtype of the loss function's parameters and activations."
-    )
-    params: fields.Dtype = Field(default="float32", description="Dtype in which the parameters are stored and updated.")
-    reduce: fields.Dtype = Field(
-        default_factory=lambda given: fields.widest("float32", given.get("params", "float32")),
-        description="Dtype of gradients while they are summed; default: the wider of float32 and params.",
-    )
-    inputs: fields.Inputs | None = Field(
-        default=None,
-        description=(
-            "Floating point arrays of a batch: compute casts all of them to that dtype, given casts none, a "
-            "list casts those with a path that matches one of its patterns. null: compute, and train lists "
-            "those that it rounds."
-        ),
-    )
+    compute: fields.Dtype = "float32"
+    """Dtype of the loss function's parameters and activations."""
+    params: fields.Dtype = "float32"
+    """Dtype in which the parameters are stored and updated."""
+    reduce: fields.Dtype = Field(default_factory=lambda given: fields.widest("float32", given.get("params", "float32")))
+    """Dtype of gradients while they are summed; default: the wider of float32 and params."""
+    inputs: fields.Inputs | None = None
+    """Floating point arrays of a batch: compute casts all of them to that dtype, given casts none, a list casts those
+    with a path that matches one of its patterns. null: compute, and train lists those that it rounds."""
 
 
 class Pipeline(Section):
     """How `sk.pipeline` runs its stages. Needs mesh.pipeline."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = Field(
-        default="1f1b",
-        description=(
-            "gpipe: all forward passes, then all backward; 1f1b: alternating, memory bounded by the stages; "
-            "interleaved: 1f1b with several chunks of layers per stage, a smaller bubble and more transfers."
-        ),
-    )
-    microbatches: fields.Count | None = Field(
-        default=None,
-        description=(
-            "Number of parts of the rows of one shard of a microbatch; null: the largest divisor of the rows "
-            "that is at most 4 per stage."
-        ),
-    )
-    chunks: fields.Count | None = Field(
-        default=None, description="Chunks of layers per stage, at least 2; null: 2. Needs schedule: interleaved."
-    )
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    """gpipe: all forward passes, then all backward; 1f1b: alternating, memory bounded by the stages; interleaved: 1f1b
+    with several chunks of layers per stage, a smaller bubble and more transfers."""
+    microbatches: fields.Count | None = None
+    """Number of parts of the rows of one shard of a microbatch; null: the largest divisor of the rows that is at most 4
+    per stage."""
+    chunks: fields.Count | None = None
+    """Chunks of layers per stage, at least 2; null: 2. Needs schedule: interleaved."""
 
 
 class Attention(Section):
     """How sk.attention runs."""
 
-    context: Literal["ring", "all_to_all"] = Field(
-        default="ring",
-        description=(
-            "With mesh.context: ring passes keys and values around the ring; all_to_all shards the heads "
-            "instead of the sequence, so it has to divide their number."
-        ),
-    )
-    implementation: Literal["auto", "xla", "cudnn", "splash"] = Field(
-        default="auto",
-        description=(
-            "auto: the best one for the operands and the mesh's devices; xla: everywhere; cudnn: NVIDIA "
-            "GPUs; splash: TPUs."
-        ),
-    )
-    order: Literal["zigzag", "contiguous"] = Field(
-        default="zigzag",
-        description=(
-            "Order of a sequence on the ring: zigzag gives each device an early and a late part, with equal "
-            "work under a causal mask; contiguous: neighbors, the last device works longest."
-        ),
-    )
+    context: Literal["ring", "all_to_all"] = "ring"
+    """With mesh.context: ring passes keys and values around the ring; all_to_all shards the heads instead of the
+    sequence, so it has to divide their number."""
+    implementation: Literal["auto", "xla", "cudnn", "splash"] = "auto"
+    """auto: the best one for the operands and the mesh's devices; xla: everywhere; cudnn: NVIDIA GPUs; splash: TPUs."""
+    order: Literal["zigzag", "contiguous"] = "zigzag"
+    """Order of a sequence on the ring: zigzag gives each device an early and a late part, with equal work under a
+    causal mask; contiguous: neighbors, the last device works longest."""
 
 
 class RematNames(Section):
     """Rematerialization that saves only named values."""
 
-    save: list[fields.Name] = Field(
-        default_factory=list,
-        min_length=1,
-        examples=["[attention]"],
-        description="Names of jax.ad_checkpoint.checkpoint_name with values to save.",
-    )
-    offload: list[fields.Name] = Field(
-        default_factory=list,
-        min_length=1,
-        examples=["[block]"],
-        description=(
-            "Names of values to offload to host memory until the backward pass. Excludes the same name in save."
-        ),
-    )
+    save: list[fields.Name] = Field(default_factory=list, min_length=1, examples=["[attention]"])
+    """Names of jax.ad_checkpoint.checkpoint_name with values to save."""
+    offload: list[fields.Name] = Field(default_factory=list, min_length=1, examples=["[block]"])
+    """Names of values to offload to host memory until the backward pass. Excludes the same name in save."""
 
 
 class StateGroup(Section):
     """Model state that is shared within groups of replicas."""
 
-    group: fields.Count = Field(
-        description=("Number of neighboring replicas that share one state; divides the number of replicas.")
-    )
+    group: fields.Count
+    """Number of neighboring replicas that share one state; divides the number of replicas."""
 
 
 class Data(Section):
     """How batches are made."""
 
-    shuffle: fields.Flag = Field(
-        default=True, description="Shuffle the training examples in each epoch, from the seed."
-    )
-    drop_remainder: fields.Flag = Field(
-        default=True,
-        description=(
-            "true: the last short batch of an epoch is dropped; false: it is padded to batch_size, and the "
-            "padding rows are masked."
-        ),
-    )
-    prefetch: fields.Few = Field(
-        default=2, description="Number of batches prefetched on the device, and in the reader."
-    )
-    threads: fields.Few = Field(
-        default=1,
-        description=(
-            "Reader threads of each process. With 1, one thread at a time reads the training and evaluation data."
-        ),
-    )
-    retries: fields.Times = Field(
-        default=0, description="Number of retries of a row when data[i] raises, with a growing pause."
-    )
-    max_bad_examples: fields.Times = Field(
-        default=0,
-        description=(
-            "Number of unreadable training examples that each process may skip. The next readable one "
-            "replaces a skipped one, unless the batch can hold padding."
-        ),
-    )
-    skip_batches: list[fields.Batches] = Field(
-        default_factory=list,
-        description=(
-            "Batches to skip, by number or as [first, last]; counted from 1 as if none were skipped, over all epochs."
-        ),
-    )
+    shuffle: fields.Flag = True
+    """Shuffle the training examples in each epoch, from the seed."""
+    drop_remainder: fields.Flag = True
+    """true: the last short batch of an epoch is dropped; false: it is padded to batch_size, and the padding rows are
+    masked."""
+    prefetch: fields.Few = 2
+    """Number of batches prefetched on the device, and in the reader."""
+    threads: fields.Few = 1
+    """Reader threads of each process. With 1, one thread at a time reads the training and evaluation data."""
+    retries: fields.Times = 0
+    """Number of retries of a row when data[i] raises, with a growing pause."""
+    max_bad_examples: fields.Times = 0
+    """Number of unreadable training examples that each process may skip. The next readable one replaces a skipped one,
+    unless the batch can hold padding."""
+    skip_batches: list[fields.Batches] = Field(default_factory=list)
+    """Batches to skip, by number or as [first, last]; counted from 1 as if none were skipped, over all epochs."""
 
     def left_out(self) -> list[tuple[int, int]]:
         """Returns `skip_batches` as (first, last)."""
@@ -236,131 +147,85 @@ class Data(Section):
 class Checkpoint(Retention):
     """When the state is saved. The last step and a stop are always saved."""
 
-    every_steps: fields.Count | None = Field(default=None, description="Steps between saves; null: not by steps.")
-    every_seconds: fields.Seconds | None = Field(
-        default=600.0, description="Seconds between saves, on process 0's clock; null: not by time."
-    )
-    directory: fields.Bucket | None = Field(
-        default=None,
-        description=(
-            "Object store for the checkpoints, gs://bucket/folder or s3://bucket/folder (extra: storage), if "
-            "hosts share no disk; null: checkpoints/ in run_dir."
-        ),
-    )
-    max_failures: fields.Count = Field(
-        default=3,
-        description=(
-            "Consecutive failed saves that end the run with 74; before that, a failed save is retried at the "
-            "next interval."
-        ),
-    )
-    timeout_s: fields.Seconds = Field(default=600.0, description="Seconds after which an unfinished save is an error.")
-    emergency_timeout_s: fields.Seconds | None = Field(
-        default=60.0,
-        description=(
-            "Time limit for saving the last complete step when the data or a hook raises in a run of one "
-            "process; null: no such save."
-        ),
-    )
+    every_steps: fields.Count | None = None
+    """Steps between saves; null: not by steps."""
+    every_seconds: fields.Seconds | None = 600.0
+    """Seconds between saves, on process 0's clock; null: not by time."""
+    directory: fields.Bucket | None = None
+    """Object store for the checkpoints, gs://bucket/folder or s3://bucket/folder (extra: storage), if hosts share no
+    disk; null: checkpoints/ in run_dir."""
+    max_failures: fields.Count = 3
+    """Consecutive failed saves that end the run with 74; before that, a failed save is retried at the next interval."""
+    timeout_s: fields.Seconds = 600.0
+    """Seconds after which an unfinished save is an error."""
+    emergency_timeout_s: fields.Seconds | None = 60.0
+    """Time limit for saving the last complete step when the data or a hook raises in a run of one process; null: no
+    such save."""
 
 
 class Eval(Section):
     """When and how the evaluation runs."""
 
-    every_steps: fields.Count | None = Field(
-        default=None, description="Steps between evaluations; null: only at the end."
-    )
-    batch_size: fields.Count | None = Field(
-        default=None, description="Global examples of an evaluation batch; null: batch_size."
-    )
-    params: Literal["params", "ema"] = Field(
-        default="params", description="The parameters to evaluate. ema needs the key ema."
-    )
+    every_steps: fields.Count | None = None
+    """Steps between evaluations; null: only at the end."""
+    batch_size: fields.Count | None = None
+    """Global examples of an evaluation batch; null: batch_size."""
+    params: Literal["params", "ema"] = "params"
+    """The parameters to evaluate. ema needs the key ema."""
 
 
 class Log(Section):
     """What a run logs."""
 
-    every_steps: fields.Count = Field(
-        default=10, description="Steps between lines of metrics.jsonl and of the display."
-    )
-    progress: Literal["auto", "rich", "plain", "off"] = Field(
-        default="auto", description="The display on process 0; auto: rich on a terminal, plain lines elsewhere."
-    )
-    trackers: list[fields.NamedChoice] = Field(
-        default_factory=list,
-        description=(
-            "Trackers in addition to metrics.jsonl: tensorboard, or a user-defined function under "
-            "@sk.tracker, file.py:name; {name: {option: value}} with options."
-        ),
-    )
+    every_steps: fields.Count = 10
+    """Steps between lines of metrics.jsonl and of the display."""
+    progress: Literal["auto", "rich", "plain", "off"] = "auto"
+    """The display on process 0; auto: rich on a terminal, plain lines elsewhere."""
+    trackers: list[fields.NamedChoice] = Field(default_factory=list)
+    """Trackers in addition to metrics.jsonl: tensorboard, or a user-defined function under @sk.tracker, file.py:name;
+    {name: {option: value}} with options."""
 
 
 class OnNonfinite(Section):
     """The action for non-finite values. A plain `on_nonfinite: skip` applies to loss, gradient and metrics."""
 
-    loss: fields.Policy = Field(
-        default="stop",
-        description=(
-            "For the loss: stop: end with code 77; skip: the step changes nothing but its number; rollback: "
-            "return to the newest checkpoint and continue without that batch; continue: report and continue."
-        ),
-    )
-    gradient: fields.Policy = Field(
-        default="stop", description=("The same for the gradient that the optimizer receives.")
-    )
-    metrics: fields.Policy = Field(default="stop", description="The same for every other metric of a step.")
-    evaluation: Literal["stop", "continue"] = Field(
-        default="stop", description="For a metric of an evaluation, also the last one and that of `spmdkit eval`."
-    )
-    max_consecutive: fields.Count = Field(
-        default=10,
-        description="Consecutive skipped steps, or rollbacks in one process, after which the run ends with code 77.",
-    )
-    save_batch: fields.Flag = Field(
-        default=False,
-        description="Write the batch of a non-finite step to nonfinite/<step>.npz in the run's directory.",
-    )
+    loss: fields.Policy = "stop"
+    """For the loss: stop: end with code 77; skip: the step changes nothing but its number; rollback: return to the
+    newest checkpoint and continue without that batch; continue: report and continue."""
+    gradient: fields.Policy = "stop"
+    """The same for the gradient that the optimizer receives."""
+    metrics: fields.Policy = "stop"
+    """The same for every other metric of a step."""
+    evaluation: Literal["stop", "continue"] = "stop"
+    """For a metric of an evaluation, also the last one and that of `spmdkit eval`."""
+    max_consecutive: fields.Count = 10
+    """Consecutive skipped steps, or rollbacks in one process, after which the run ends with code 77."""
+    save_batch: fields.Flag = False
+    """Write the batch of a non-finite step to nonfinite/<step>.npz in the run's directory."""
 
 
 class Watchdog(Section):
     """Timeouts for heartbeats and phases of a process. A timeout ends the job with 75, or with 76 and the stacks of all
     processes."""
 
-    heartbeat_timeout_s: fields.Seconds = Field(
-        default=30.0,
-        description=(
-            "Seconds without a heartbeat of a process, after which the others end with 75 and name it; "
-            "pauses of the whole job do not count."
-        ),
-    )
-    step_timeout_s: fields.Seconds | None = Field(
-        default=None,
-        description=(
-            "Seconds for a step, or for reading its data; null: 40 times a usual step, at least 60; 300 for "
-            "the first data."
-        ),
-    )
-    import_timeout_s: fields.Seconds = Field(
-        default=1800.0, description="Seconds for importing the task and building its program."
-    )
-    compile_timeout_s: fields.Seconds = Field(
-        default=3600.0, description="Seconds for compiling, and for the first step."
-    )
-    restore_timeout_s: fields.Seconds = Field(default=1800.0, description="Seconds for restoring a checkpoint.")
-    save_timeout_s: fields.Seconds = Field(
-        default=1800.0, description="Seconds that the run waits for a save; checkpoint.timeout_s usually ends first."
-    )
-    evaluation_timeout_s: fields.Seconds = Field(
-        default=3600.0, description="Seconds for a batch of an evaluation, or for a hook."
-    )
-    interpreter_timeout_s: fields.Seconds | None = Field(
-        default=600.0,
-        description=(
-            "Seconds in which C code may hold the interpreter: launch ends the process with 76, a single "
-            "process ends with 1; null: no limit."
-        ),
-    )
+    heartbeat_timeout_s: fields.Seconds = 30.0
+    """Seconds without a heartbeat of a process, after which the others end with 75 and name it; pauses of the whole job
+    do not count."""
+    step_timeout_s: fields.Seconds | None = None
+    """Seconds for a step, or for reading its data; null: 40 times a usual step, at least 60; 300 for the first data."""
+    import_timeout_s: fields.Seconds = 1800.0
+    """Seconds for importing the task and building its program."""
+    compile_timeout_s: fields.Seconds = 3600.0
+    """Seconds for compiling, and for the first step."""
+    restore_timeout_s: fields.Seconds = 1800.0
+    """Seconds for restoring a checkpoint."""
+    save_timeout_s: fields.Seconds = 1800.0
+    """Seconds that the run waits for a save; checkpoint.timeout_s usually ends first."""
+    evaluation_timeout_s: fields.Seconds = 3600.0
+    """Seconds for a batch of an evaluation, or for a hook."""
+    interpreter_timeout_s: fields.Seconds | None = 600.0
+    """Seconds in which C code may hold the interpreter: launch ends the process with 76, a single process ends with 1;
+    null: no limit."""
 
     @property
     def longest_timeout_s(self) -> float:
@@ -372,72 +237,74 @@ class OnSpike(Section):
     """The action for a loss spike: a loss more than z_score robust deviations (1.48 medians of the distance) above the
     median of the previous ones."""
 
-    action: fields.Policy = Field(
-        default="skip",
-        description=(
-            "stop, skip, rollback or continue, as in on_nonfinite; on_nonfinite.max_consecutive applies to spikes too."
-        ),
-    )
-    z_score: fields.Positive = Field(
-        default=6.0, examples=[6.0], description="Robust deviations above the median that make a spike."
-    )
-    window: Annotated[int, Field(ge=8, le=4096)] = Field(
-        default=128, description="Number of previous losses in the median; a quarter of them is required."
-    )
+    action: fields.Policy = "skip"
+    """stop, skip, rollback or continue, as in on_nonfinite; on_nonfinite.max_consecutive applies to spikes too."""
+    z_score: fields.Positive = Field(default=6.0, examples=[6.0])
+    """Robust deviations above the median that make a spike."""
+    window: Annotated[int, Field(ge=8, le=4096)] = 128
+    """Number of previous losses in the median; a quarter of them is required."""
 
 
 class ReplicaCheck(Section):
     """Bitwise comparison of the copies of the train state on several devices."""
 
-    every_steps: fields.Count = Field(
-        default=1000, description="Steps between two checks; each reads the state once and waits for it."
-    )
-    action: Literal["stop", "repair", "rollback", "continue"] = Field(
-        default="stop",
-        description=(
-            "If copies differ: stop: end with code 77; repair: the outlier of three or more receives the "
-            "bytes of the others, of two the one that an audit finds faulty; rollback: return to a "
-            "checkpoint at which all were equal; continue: report and continue."
-        ),
-    )
+    every_steps: fields.Count = 1000
+    """Steps between two checks; each reads the state once and waits for it."""
+    action: Literal["stop", "repair", "rollback", "continue"] = "stop"
+    """If copies differ: stop: end with code 77; repair: the outlier of three or more receives the bytes of the others,
+    of two the one that an audit finds faulty; rollback: return to a checkpoint at which all were equal; continue:
+    report and continue."""
 
 
 class CompileCache(Section):
     """Cache of compiled programs on the machine's disk, so that a restart compiles nothing again. null: no cache."""
 
-    directory: fields.FileName | None = Field(
-        default=None,
-        description=(
-            "Folder that only its owner can access, since its contents are executed; null: "
-            "SPMDKIT_COMPILE_CACHE, or ~/.cache/spmdkit/compile."
-        ),
-    )
-    min_s: Annotated[float, Field(ge=0, le=1e8)] = Field(
-        default=0.5, description="Compile time in seconds above which a program is cached."
-    )
-    max_bytes: fields.NumBytes = Field(
-        default=4 * 2**30, description="Size in bytes above which the least recently used programs are removed."
-    )
+    directory: fields.FileName | None = None
+    """Folder that only its owner can access, since its contents are executed; null: SPMDKIT_COMPILE_CACHE, or
+    ~/.cache/spmdkit/compile."""
+    min_s: Annotated[float, Field(ge=0, le=1e8)] = 0.5
+    """Compile time in seconds above which a program is cached."""
+    max_bytes: fields.NumBytes = 4 * 2**30
+    """Size in bytes above which the least recently used programs are removed."""
 
 
 class Profile(Section):
     """A profiler trace of some steps."""
 
-    start: fields.Count = Field(description="First step of the trace; steps count from 1.")
-    steps: fields.Count = Field(default=3, description="Number of steps in the trace.")
+    start: fields.Count
+    """First step of the trace; steps count from 1."""
+    steps: fields.Count = 3
+    """Number of steps in the trace."""
 
 
 class Budget(Section):
     """Maximum cost of a step. `plan` and `train` fail with code 78 above it; null: no limit."""
 
-    collective_bytes: fields.NumBytes | None = Field(
-        default=None, description="Maximum bytes that one device sends in a step."
-    )
-    peak_memory: fields.NumBytes | None = Field(default=None, description="Maximum bytes of one device in a step.")
-    collectives_in_loop: Annotated[int, Field(ge=0, le=fields.INT32_MAX)] | None = Field(
-        default=None, description="Maximum number of collectives inside loops."
-    )
-    findings: Literal["none"] | None = Field(default=None, description="none: a plan must have no findings.")
+    collective_bytes: fields.NumBytes | None = None
+    """Maximum bytes that one device sends in a step."""
+    peak_memory: fields.NumBytes | None = None
+    """Maximum bytes of one device in a step."""
+    collectives_in_loop: Annotated[int, Field(ge=0, le=fields.INT32_MAX)] | None = None
+    """Maximum number of collectives inside loops."""
+    findings: Literal["none"] | None = None
+    """none: a plan must have no findings."""
+
+
+class ElasticOptions(Section):
+    """How a job goes on without a process that dies, under launch --elastic MIN:MAX."""
+
+    in_process: fields.Flag = False
+    """The other processes go on, with the state from their memory; false: all are started again, from the newest
+    checkpoint. CPU devices."""
+    snapshot_every: fields.Count = 10
+    """Steps between two copies of the state in the memory of its processes, each shard on two of them: as many are
+    repeated at most."""
+    standby: fields.FewOrNone = 0
+    """Processes that wait on this machine, with everything imported, to take the place of one that dies: each has the
+    memory of a process before its first step."""
+    precompile: fields.Sizes = Field(default=[])
+    """Numbers of processes for which the step is compiled ahead, into the compile cache, by a job of so many processes
+    at the lowest priority."""
 
 
 Remat = Annotated[

@@ -7,198 +7,113 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
-from spmdkit.config import fields, problems
-from spmdkit.config.elastic import ElasticOptions
+from spmdkit.config import fields, problems, sections
 from spmdkit.config.fields import Section
-from spmdkit.config.sections import (
-    Attention,
-    Budget,
-    Checkpoint,
-    ClusterOptions,
-    CompileCache,
-    Data,
-    Eval,
-    Layout,
-    Log,
-    Mesh,
-    ModelState,
-    OnNonfinite,
-    OnSpike,
-    Pipeline,
-    Precision,
-    Profile,
-    Remat,
-    ReplicaCheck,
-    Watchdog,
-)
 
 
 class Settings(Section):
     """Every setting of a run, each validated separately; `Config` (schema.py) validates combinations."""
 
-    task: fields.TaskName = Field(
-        description="The user's Task: path/to/file.py:name (path from the config's folder) or package.module:name."
-    )
-    task_args: dict[str, Any] = Field(
-        default_factory=dict,
-        examples=["{width: 64}"],
-        description="Keyword arguments, when the target is a function that returns a Task.",
-    )
-    run_dir: fields.FileName | None = Field(
-        default=None, description="Directory of the run, relative to the config's folder; null: runs/<config name>."
-    )
-    seed: fields.Seed = Field(
-        default=0, description="Seed of the initial parameters, of the order of examples and of all keys."
-    )
-    steps: fields.Count = Field(default=100, description="Steps to train; step 1 is the first.")
-    batch_size: fields.Count = Field(
-        default=32, description="Global examples per step, over all replicas and microbatches."
-    )
-    microbatches: fields.CountOrAuto = Field(
-        default=1,
-        description=(
-            "Number of sequential parts of a batch, with one update. Divides batch_size. auto: the smallest "
-            "number that fits the device's memory."
-        ),
-    )
-    devices: fields.Devices = Field(
-        default="auto",
-        description="auto: all devices; cpu:N: N fake devices of this CPU, over all processes; or local indices.",
-    )
-    cluster: ClusterOptions = Field(default_factory=ClusterOptions, description="How processes find each other.")
-    mesh: Mesh = Field(default_factory=Mesh, description="Axis sizes. One -1 fills; empty: one device.")
-    layout: Layout = Field(default_factory=Layout, description="Sharding of each parameter.")
-    pipeline: Pipeline = Field(default_factory=Pipeline, description="How sk.pipeline runs its stages.")
-    offload: list[Literal["params", "optimizer"]] = Field(
-        default_factory=list,
-        description=(
-            "Parts of the train state in host memory between steps: params, optimizer; empty: all on the devices."
-        ),
-    )
-    reducer: fields.NamedChoice = Field(
-        default="sum",
-        description=(
-            "How gradients are reduced over replicas: sum, ordered, {bfloat16: {...}}, or user-defined: "
-            "file.py:name of a function under @sk.reducer, {file.py:name: {option: value}} with its "
-            "keyword arguments. All but sum take warmup: N, the number of first steps with sum."
-        ),
-    )
-    sync: fields.NamedChoice = Field(
-        default="every_step",
-        description=(
-            "When replicas synchronize: every_step, {local_sgd: {every: N}}, {diloco: {every: N}}, "
-            "{post_local: {start: S, every: N}}, {stale: K}, or user-defined: file.py:name of a "
-            "function under @sk.sync, {file.py:name: {option: value}} with its keyword arguments; or "
-            "asynchronous: {parameter_server: {servers: 1, workers: 2}}."
-        ),
-    )
+    task: fields.TaskName
+    """The user's Task: path/to/file.py:name (path from the config's folder) or package.module:name."""
+    task_args: dict[str, Any] = Field(default_factory=dict, examples=["{width: 64}"])
+    """Keyword arguments, when the target is a function that returns a Task."""
+    run_dir: fields.FileName | None = None
+    """Directory of the run, relative to the config's folder; null: runs/<config name>."""
+    seed: fields.Seed = 0
+    """Seed of the initial parameters, of the order of examples and of all keys."""
+    steps: fields.Count = 100
+    """Steps to train; step 1 is the first."""
+    batch_size: fields.Count = 32
+    """Global examples per step, over all replicas and microbatches."""
+    microbatches: fields.CountOrAuto = 1
+    """Number of sequential parts of a batch, with one update. Divides batch_size. auto: the smallest number that fits
+    the device's memory."""
+    devices: fields.Devices = "auto"
+    """auto: all devices; cpu:N: N fake devices of this CPU, over all processes; or local indices."""
+    cluster: sections.ClusterOptions = sections.ClusterOptions()
+    """How processes find each other."""
+    mesh: sections.Mesh = sections.Mesh()
+    """Axis sizes. One -1 fills; empty: one device."""
+    layout: sections.Layout = sections.Layout()
+    """Sharding of each parameter."""
+    pipeline: sections.Pipeline = sections.Pipeline()
+    """How sk.pipeline runs its stages."""
+    offload: list[Literal["params", "optimizer"]] = Field(default_factory=list)
+    """Parts of the train state in host memory between steps: params, optimizer; empty: all on the devices."""
+    reducer: fields.NamedChoice = "sum"
+    """How gradients are reduced over replicas: sum, ordered, {bfloat16: {...}}, or user-defined: file.py:name of a
+    function under @sk.reducer, {file.py:name: {option: value}} with its keyword arguments. All but sum take warmup: N,
+    the number of first steps with sum."""
+    sync: fields.NamedChoice = "every_step"
+    """When replicas synchronize: every_step, {local_sgd: {every: N}}, {diloco: {every: N}}, {post_local: {start: S,
+    every: N}}, {stale: K}, or user-defined: file.py:name of a function under @sk.sync, {file.py:name: {option: value}}
+    with its keyword arguments; or asynchronous: {parameter_server: {servers: 1, workers: 2}}."""
     precision: Annotated[
-        Precision,
-        BeforeValidator(fields.dtype_to_mapping, json_schema_input_type=Literal["float32", "bfloat16"] | Precision),
-    ] = Field(default_factory=Precision, description="Dtype of the computation, or dtypes of compute, params, reduce.")
-    remat: Remat = Field(
-        default="none",
-        description=(
-            "What sk.remat saves for the backward pass: everything, nothing, matrix products, or named "
-            "values, on the device or the host. auto: the most that fits the device's memory."
+        sections.Precision,
+        BeforeValidator(
+            fields.dtype_to_mapping, json_schema_input_type=Literal["float32", "bfloat16"] | sections.Precision
         ),
-    )
-    attention: Attention = Field(default_factory=Attention, description="How sk.attention runs.")
-    compiler_options: fields.CompilerOptions = Field(
-        default_factory=dict,
-        description=(
-            "XLA options and their values, in addition to those of spmdkit (spmdkit/program/compiler.py); "
-            "null removes one of these."
-        ),
-    )
-    optimizer: fields.Optimizer | None = Field(
-        default=None, description="Name of an optax optimizer and its keyword arguments; null: the task's optimizer."
-    )
-    learning_rate: fields.LearningRate | None = Field(
-        default=None,
-        description=(
-            "A number, or the name of an optax schedule and its keyword arguments; null: the optimizer's own."
-        ),
-    )
-    clip_norm: fields.Positive | None = Field(
-        default=None, description="Maximum global norm of the gradient; null: no clipping."
-    )
-    ema: fields.Fraction | None = Field(
-        default=None, description="Decay of the exponential moving average of parameters; null: no average."
-    )
-    model_state: ModelState = Field(
-        default="global",
-        description="How replicas share mutable model state: one for all, one for each, or one for each group.",
-    )
-    data: Data = Field(default_factory=Data, description="How batches are made.")
-    budget: Budget | None = Field(default=None, description="Maximum cost of a step; null: no limit.")
-    checkpoint: Checkpoint | None = Field(
-        default_factory=Checkpoint, description="When the state is saved; null: never."
-    )
-    eval: Eval = Field(default_factory=Eval, description="When and how the evaluation runs.")
-    log: Log = Field(default_factory=Log, description="What a run logs.")
-    hooks: list[fields.NamedChoice] = Field(
-        default_factory=list,
-        description=(
-            "User-defined hooks in addition to Task(hooks=...): path/to/file.py:name or package.module:name "
-            "of a sk.Hook, or of a function under @sk.hook; {name: {option: value}} with its keyword "
-            "arguments."
-        ),
-    )
-    profile: Profile | None = Field(default=None, description="A profiler trace of some steps; null: none.")
-    compile_cache: CompileCache | None = Field(
-        default_factory=CompileCache,
-        description="Cache of compiled programs for the next start; null: no cache.",
-    )
-    watchdog: Watchdog | None = Field(
-        default_factory=Watchdog, description="Timeouts before a stalled job is terminated; null disables a timeout."
-    )
-    elastic: ElasticOptions = Field(
-        default_factory=ElasticOptions, description="How a job continues without a process that dies."
-    )
-    preemption: list[fields.NamedChoice] = Field(
-        default_factory=list,
-        description=(
-            "Preemption sources in addition to SIGTERM and SIGUSR1: gce, aws, "
-            "{file: {path: /run/preempt}}. On a notice to any process all processes save at the same "
-            "step and exit with 42."
-        ),
-    )
-    health_check: fields.Flag = Field(
-        default=False,
-        description=(
-            "Before each start all devices compute the same products for three seconds; if the results "
-            "differ, the run ends."
-        ),
-    )
-    replica_check: ReplicaCheck | None = Field(
-        default=None,
-        description=(
-            "How often the copies of the state on several devices are compared bitwise, and the action if "
-            "they differ; null: never."
-        ),
-    )
-    deterministic: fields.Flag = Field(
-        default=False,
-        description=(
-            "On GPUs: only deterministic operations, and no autotuning; operations without a deterministic "
-            "form are rejected. CPUs and TPUs are always deterministic."
-        ),
-    )
-    on_spike: OnSpike | None = Field(
-        default=None,
-        description=(
-            "The action for a finite loss far above the previous ones; null: none. The limit is updated at log steps."
-        ),
-    )
+    ] = sections.Precision()
+    """Dtype of the computation, or dtypes of compute, params, reduce."""
+    remat: sections.Remat = "none"
+    """What sk.remat saves for the backward pass: everything, nothing, matrix products, or named values, on the device
+    or the host. auto: the most that fits the device's memory."""
+    attention: sections.Attention = sections.Attention()
+    """How sk.attention runs."""
+    compiler_options: fields.CompilerOptions = Field(default_factory=dict)
+    """XLA options and their values, in addition to those of spmdkit (spmdkit/program/compiler.py); null removes one of
+    these."""
+    optimizer: fields.Optimizer | None = None
+    """Name of an optax optimizer and its keyword arguments; null: the task's optimizer."""
+    learning_rate: fields.LearningRate | None = None
+    """A number, or the name of an optax schedule and its keyword arguments; null: the optimizer's own."""
+    clip_norm: fields.Positive | None = None
+    """Maximum global norm of the gradient; null: no clipping."""
+    ema: fields.Fraction | None = None
+    """Decay of the exponential moving average of parameters; null: no average."""
+    model_state: sections.ModelState = "global"
+    """How replicas share mutable model state: one for all, one for each, or one for each group."""
+    data: sections.Data = sections.Data()
+    """How batches are made."""
+    budget: sections.Budget | None = None
+    """Maximum cost of a step; null: no limit."""
+    checkpoint: sections.Checkpoint | None = sections.Checkpoint()
+    """When the state is saved; null: never."""
+    eval: sections.Eval = sections.Eval()
+    """When and how the evaluation runs."""
+    log: sections.Log = sections.Log()
+    """What a run logs."""
+    hooks: list[fields.NamedChoice] = Field(default_factory=list)
+    """User-defined hooks in addition to Task(hooks=...): path/to/file.py:name or package.module:name of a sk.Hook, or
+    of a function under @sk.hook; {name: {option: value}} with its keyword arguments."""
+    profile: sections.Profile | None = None
+    """A profiler trace of some steps; null: none."""
+    compile_cache: sections.CompileCache | None = sections.CompileCache()
+    """Cache of compiled programs for the next start; null: no cache."""
+    watchdog: sections.Watchdog | None = sections.Watchdog()
+    """Timeouts before a stalled job is terminated; null disables a timeout."""
+    elastic: sections.ElasticOptions = sections.ElasticOptions()
+    """How a job continues without a process that dies."""
+    preemption: list[fields.NamedChoice] = Field(default_factory=list)
+    """Preemption sources in addition to SIGTERM and SIGUSR1: gce, aws, {file: {path: /run/preempt}}. On a notice to any
+    process all processes save at the same step and exit with 42."""
+    health_check: fields.Flag = False
+    """Before each start all devices compute the same products for three seconds; if the results differ, the run
+    ends."""
+    replica_check: sections.ReplicaCheck | None = None
+    """How often the copies of the state on several devices are compared bitwise, and the action if they differ; null:
+    never."""
+    deterministic: fields.Flag = False
+    """On GPUs: only deterministic operations, and no autotuning; operations without a deterministic form are rejected.
+    CPUs and TPUs are always deterministic."""
+    on_spike: sections.OnSpike | None = None
+    """The action for a finite loss far above the previous ones; null: none. The limit is updated at log steps."""
     on_nonfinite: Annotated[
-        OnNonfinite, BeforeValidator(fields.policy_to_mapping, json_schema_input_type=fields.Policy | OnNonfinite)
-    ] = Field(
-        default_factory=OnNonfinite,
-        description=(
-            "The action if loss, gradient, metrics or an evaluation are not finite: one policy, or one for each."
-        ),
-    )
+        sections.OnNonfinite,
+        BeforeValidator(fields.policy_to_mapping, json_schema_input_type=fields.Policy | sections.OnNonfinite),
+    ] = sections.OnNonfinite()
+    """The action if loss, gradient, metrics or an evaluation are not finite: one policy, or one for each."""
 
     def policies(self) -> Mapping[str, str]:
         """Returns the action for a step with a non-finite loss, gradient or metric, or with a loss spike."""

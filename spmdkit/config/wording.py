@@ -38,7 +38,7 @@ def _translate(model: type[BaseModel], error: Mapping[str, Any]) -> Problem:
         return Problem(path, _unknown_key(model, section, path))
     info = _field(model, path)
     if kind == "missing" and info is not None:
-        about = (info.description or "").strip()
+        about = " ".join((info.description or "").split())
         return Problem(path, f"is missing: {about[:1].lower()}{about[1:]} Add {path[-1]}: {_example(info) or '...'}")
     if kind in ("model_type", "dict_type"):
         inner = section_at(model, path)

@@ -38,7 +38,9 @@ class Roles:
         self.config, self.task, self.options = config, task, options(config)
         self._params = abstract_params(config, task)
         self.optimizer = server_optimizer(config, task)
-        self.owned: Mapping[str, int] = owners(self._params, self.options.servers, self.options.partition)
+        partition = self.options.partition
+        rules = partition if isinstance(partition, str) else partition.rules
+        self.owned: Mapping[str, int] = owners(self._params, self.options.servers, rules)
         check_separable(self.optimizer, self._params, self.owned)
         self.turn: AbstractContextManager[Any] = (
             threading.Lock() if self.options.transport == "threads" else nullcontext()
