@@ -98,7 +98,7 @@ def test_the_pods_of_a_jobset_have_the_numbers_of_a_local_run(machines, tmp_path
     ended = run(machines, container_of(document)["workingDir"], starts)
     assert [code for code, _ in ended] == [0, 0], ended
     assert jobs.losses(folder) == expected
-    assert "2 processes: jobset (JOBSET_PODS=2, JOB_COMPLETION_INDEX=0), since it has lent this host" in ended[0][1]
+    assert "2 processes: jobset (JOBSET_PODS=2, JOB_COMPLETION_INDEX=0), since it allocated this host" in ended[0][1]
 
 
 def test_the_hosts_of_two_tpu_slices_have_the_numbers_of_a_local_run(machines, tmp_path, expected):
