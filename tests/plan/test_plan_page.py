@@ -104,7 +104,7 @@ def test_a_browser_shows_it_without_an_error_and_without_sideways_scrolling(plan
 
 
 def test_the_report_of_a_run_sets_its_plan_beside_what_was_measured(plan):
-    from spmdkit.metrics.report.run_plan import plan_section
+    from spmdkit.metrics.report.run import plan_section
 
     text = plan_section(plan, [0.002, 0.004, 0.003])
     for part in ("memory of a device", "step, predicted", "3 ms", "bound by"):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+
+import numpy as np
 
 from spmdkit.foundation.formatting import format_value
 
@@ -61,9 +63,11 @@ def line_chart(series: Sequence[Series], label: str, width: int = 880, height: i
     x = Scale(*_spread(min(steps), max(steps), share=0), LEFT, width - RIGHT)
     low, high = (min(values) / 1.15, max(values) * 1.15) if log else _spread(min(values), max(values), share=0.06)
     y = Scale(low, high, height - BOTTOM, TOP, log)
+    across = {tick: _tick(tick, x) for tick in x.ticks() if tick == round(tick)}
+    up = {tick: _tick(tick, y) for tick in y.ticks()}
     parts = [
         f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)} over steps">',
-        *_axes(x, y, label + (" (log scale)" if log else ""), width, height),
+        *axes(x, y, across, up, "step", label + (" (log scale)" if log else "")),
     ]
     for s in series:
         parts += _line(s, x, y)
@@ -112,47 +116,41 @@ def _spread(low: float, high: float, share: float) -> tuple[float, float]:
     return low - (high - low) * share, high + (high - low) * share
 
 
-def _axes(x: Scale, y: Scale, label: str, width: int, height: int) -> list[str]:
-    bottom = height - BOTTOM
-    parts = []
-    for tick in y.ticks():
+def axes(
+    x: Scale, y: Scale, across: Mapping[float, str], up: Mapping[float, str], x_label: str, y_label: str
+) -> list[str]:
+    """Returns the axes of a chart, with its ticks: value -> text."""
+    left, right, bottom, middle = x.start, x.end, y.start, (y.start + y.end) / 2
+    turned, parts = f'transform="rotate(-90 13 {middle:.0f})"', []
+    for tick, text in up.items():
         at = y(tick)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{_tick(tick, y)}</text>')
-    for tick in x.ticks():
-        if tick != round(tick):
-            continue
+        parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        parts.append(f'<text class="tick" x="{left - 8}" y="{at + 4:.1f}" text-anchor="end">{text}</text>')
+    for tick, text in across.items():
         at = x(tick)
         parts.append(f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{bottom}" y2="{bottom + 5}"/>')
-        parts.append(f'<text class="tick" x="{at:.1f}" y="{bottom + 18}" text-anchor="middle">{_tick(tick, x)}</text>')
-    parts.append(f'<line class="axis" x1="{LEFT}" x2="{width - RIGHT}" y1="{bottom}" y2="{bottom}"/>')
-    middle = (TOP + bottom) / 2
-    parts.append(
-        f'<text class="label" x="{(LEFT + width - RIGHT) / 2:.0f}" y="{height - 5}" text-anchor="middle">step</text>'
-    )
-    parts.append(
-        f'<text class="label" x="13" y="{middle:.0f}" text-anchor="middle"'
-        f' transform="rotate(-90 13 {middle:.0f})">{escape(label)}</text>'
-    )
-    return parts
+        parts.append(f'<text class="tick" x="{at:.1f}" y="{bottom + 18}" text-anchor="middle">{text}</text>')
+    return [
+        *parts,
+        f'<line class="axis" x1="{left}" x2="{right}" y1="{bottom}" y2="{bottom}"/>',
+        f'<text class="label" x="{(left + right) / 2:.0f}" y="{bottom + 35}" text-anchor="middle">{x_label}</text>',
+        f'<text class="label" x="13" y="{middle:.0f}" text-anchor="middle" {turned}>{escape(y_label)}</text>',
+    ]
 
 
 def _tick(value: float, scale: Scale) -> str:
     """Returns a tick's text with as many digits as the distance to its neighbour needs."""
     if value == 0:
         return "0"
+    thousands = f"{round(value):,}".replace(",", "\N{NARROW NO-BREAK SPACE}")
     if abs(value) >= 1e6 or abs(value) < 1e-3:
-        return f"{value:.6g}" if scale.log else f"{value:.2e}" if value != round(value) else _thousands(value)
+        return f"{value:.6g}" if scale.log else f"{value:.2e}" if value != round(value) else thousands
     if scale.log:
         return f"{value:g}"
     ticks = scale.ticks()
     distance = ticks[1] - ticks[0] if len(ticks) > 1 else abs(value)
-    digits = max(0, -math.floor(math.log10(distance) + 1e-9))
-    return f"{value:.{min(digits, 6)}f}" if digits else _thousands(value)
-
-
-def _thousands(value: float) -> str:
-    return f"{round(value):,}".replace(",", "\N{NARROW NO-BREAK SPACE}")
+    digits = min(6, max(0, -math.floor(math.log10(distance) + 1e-9)))
+    return f"{value:.{digits}f}" if digits else thousands
 
 
 def _line(series: Series, x: Scale, y: Scale) -> list[str]:
@@ -197,13 +195,9 @@ def thin(points: Sequence[Point], count: int) -> list[Point]:
     for i in range(0, len(points), size):
         group = points[i : i + size]
         bad = next((p for p in group if not math.isfinite(p[1])), None)
-        chosen = {min(group, key=_value), max(group, key=_value)} if bad is None else {bad}
+        chosen = {f(group, key=lambda point: point[1]) for f in (min, max)} if bad is None else {bad}
         kept += sorted(chosen)
     return kept
-
-
-def _value(point: Point) -> float:
-    return point[1]
 
 
 def _window(points: Sequence[Point]) -> int:
@@ -212,14 +206,10 @@ def _window(points: Sequence[Point]) -> int:
 
 def _means(points: Sequence[Point], window: int) -> list[Point]:
     """Returns means over `window` values around each, fewer at the ends. Gaps stay gaps."""
-    sums, counts = [0.0], [0]
-    for _, value in points:
-        finite = math.isfinite(value)
-        sums.append(sums[-1] + (value if finite else 0.0))
-        counts.append(counts[-1] + finite)
-    means = []
-    for i, (step, value) in enumerate(points):
-        low, high = max(0, i - window // 2), min(len(points), i + window // 2 + 1)
-        mean = (sums[high] - sums[low]) / max(1, counts[high] - counts[low])
-        means.append((step, mean if math.isfinite(value) else value))
-    return means
+    values = np.array([value for _, value in points])
+    finite, kernel = np.isfinite(values), np.ones(window)
+    sums, counts = (np.convolve(x, kernel, "same") for x in (np.where(finite, values, 0), finite))
+    return [
+        (step, float(total / count) if math.isfinite(value) else value)
+        for (step, value), total, count in zip(points, sums, counts, strict=True)
+    ]

@@ -1,11 +1,12 @@
 """A mesh as an SVG: every device at its position in the machine, colored by its communication group.
 
-A TPU slice is drawn as its planes, one grid of x and y for each z; other machines as one row for each host or slice.
+A TPU slice is drawn as its planes, one grid of x and y for each z; other machines as a grid for each host.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -17,7 +18,7 @@ _CELL = 30
 
 
 def draw_groups(mesh: Mapping[str, int], places: Sequence[Mapping[str, Any]], axes: Sequence[str]) -> str:
-    """Returns an SVG of the mesh in which devices of one colour form a group along `axes`.
+    """Returns an SVG of the mesh in which devices of one color form a group along `axes`.
 
     Args:
         mesh: axis -> size, in the mesh's order.
@@ -27,10 +28,10 @@ def draw_groups(mesh: Mapping[str, int], places: Sequence[Mapping[str, Any]], ax
     at, labels, columns, rows = _positions(places[: len(groups)])
     cells = []
     for number, ((x, y), group) in enumerate(zip(at, groups, strict=True)):
-        colour = f"hsl({(group * 137.508) % 360:.0f} 62% {42 + 10 * (group % 2)}%)"
+        color = f"hsl({(group * 137.508) % 360:.0f} 62% {42 + 10 * (group % 2)}%)"
         cells.append(
             f'<g><rect x="{x * _CELL + 1}" y="{y * _CELL + 1}" width="{_CELL - 2}" height="{_CELL - 2}" rx="6" '
-            f'fill="{colour}"/>'
+            f'fill="{color}"/>'
             f'<text x="{x * _CELL + _CELL / 2}" y="{y * _CELL + _CELL / 2 + 4}">{number}</text><title>device {number}, '
             f"group {group}</title></g>"
         )
@@ -55,47 +56,25 @@ def _positions(
     places: Sequence[Mapping[str, Any]],
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float, str]], float, float]:
     """Returns (x and y of each device in cells, labels, columns, rows)."""
-    if places and places[0]["coords"]:
-        return _planes(places)
-    parts = sorted({p["part"] for p in places})
-    seen: dict[int, int] = {}
-    per_part = max(sum(p["part"] == part for p in places) for part in parts)
-    columns = per_part if len(parts) > 1 else min(per_part, 16)
-    lines = math.ceil(per_part / columns)
-    at = []
-    for p in places:
-        n = seen.get(p["part"], 0)
-        seen[p["part"]] = n + 1
-        at.append((float(n % columns), float(parts.index(p["part"]) * lines + n // columns)))
-    return at, [], float(columns), float(len(parts) * lines)
-
-
-def _planes(
-    places: Sequence[Mapping[str, Any]],
-) -> tuple[list[tuple[float, float]], list[tuple[float, float, str]], float, float]:
-    coords = [tuple(p["coords"]) + (0,) * (3 - len(p["coords"])) for p in places]
+    is_slice, seen = bool(places and places[0]["coords"]), Counter[Any]()
+    coords = []
+    for place in places:
+        given, n = tuple(place["coords"] or ()), seen[place["part"]]
+        seen[place["part"]] += 1
+        coords.append((*given, 0, 0)[:3] if is_slice else (n % 16, n // 16, 0))
     width, height = (max(c[i] for c in coords) + 1 for i in (0, 1))
     keys = sorted({(p["part"], c[2]) for p, c in zip(places, coords, strict=True)})
-    shared: dict[tuple[int, ...], int] = {}
+    shared = Counter[Any]()
     cores = max(1, round(len(places) / len({(p["part"], *c) for p, c in zip(places, coords, strict=True)})))
     wide = max(20, round(math.sqrt(2.2 * len(places))))
     across = max(1, min(len(keys), wide // (width * cores + 1)))
+    corner = lambda n: ((n % across) * (width * cores + 0.7), (n // across) * (height + 1.0))
     at = []
-    for p, c in zip(places, coords, strict=True):
-        key = (p["part"], *c)
-        core = shared.get(key, 0)
-        shared[key] = core + 1
-        n = keys.index((p["part"], c[2]))
-        x, y = (n % across) * (width * cores + 0.7), (n // across) * (height + 1.0)
-        at.append((x + c[0] * cores + core, y + c[1]))
+    for place, c in zip(places, coords, strict=True):
+        x, y = corner(keys.index((place["part"], c[2])))
+        at.append((x + c[0] * cores + shared[place["part"], c], y + c[1]))
+        shared[place["part"], c] += 1
     several = len({part for part, _ in keys}) > 1
-    labels = [
-        (
-            (n % across) * (width * cores + 0.7),
-            (n // across) * (height + 1.0),
-            f"slice {part}, z {z}" if several else f"z {z}",
-        )
-        for n, (part, z) in enumerate(keys)
-    ]
-    planes_down = math.ceil(len(keys) / across)
-    return at, labels, across * (width * cores + 0.7), planes_down * (height + 1.0)
+    names = [(f"slice {part}, z {z}" if several else f"z {z}") if is_slice else f"host {part}" for part, z in keys]
+    labels = [(*corner(n), name) for n, name in enumerate(names)]
+    return at, labels, across * (width * cores + 0.7), math.ceil(len(keys) / across) * (height + 1.0)

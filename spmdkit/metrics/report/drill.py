@@ -8,64 +8,47 @@ from html import escape
 from typing import Any
 
 from spmdkit.foundation.formatting import format_seconds
-from spmdkit.metrics.report.page import cards, fact_table, page, section, table
+from spmdkit.metrics.report.chart import linear_ticks
+from spmdkit.metrics.report.page import KEEP, NUMBER, WIDE, cards, fact_table, heading, note, page, section, table
 
-COLOURS = {
-    "start": "#9aa7b8",
-    "compile": "#8b5cf6",
-    "restore": "#0ea5a4",
-    "step": "#2f9e5b",
-    "wait": "#cfd6df",
-    "evaluate": "#d9922b",
-    "save": "#2563eb",
-    "end": "#5b7a99",
-    "left": "#e8ecf1",
-    "dead": "#1b2330",
-    "restart": "#f0b8b8",
+KINDS = {
+    "start": ("#9aa7b8", "starting"),
+    "compile": ("#8b5cf6", "compiling"),
+    "restore": ("#0ea5a4", "restoring"),
+    "step": ("#2f9e5b", "steps"),
+    "wait": ("#cfd6df", "waiting for others"),
+    "evaluate": ("#d9922b", "evaluating"),
+    "save": ("#2563eb", "saving"),
+    "end": ("#5b7a99", "ending"),
+    "left": ("#e8ecf1", "exited"),
+    "dead": ("#1b2330", "dead"),
+    "restart": ("#f0b8b8", "until the next start"),
 }
-WORDS = {
-    "start": "starting",
-    "compile": "compiling",
-    "restore": "restoring",
-    "step": "steps",
-    "wait": "waiting for others",
-    "evaluate": "evaluating",
-    "save": "saving",
-    "end": "ending",
-    "left": "exited",
-    "dead": "dead",
-    "restart": "until the next start",
-}
+"""Kind of bar -> (color, text of the legend)."""
 WIDTH, LEFT, RIGHT, ROW, TOP, BOTTOM = 940, 34, 8, 24, 30, 26
 
 
 def drill_page(result: Mapping[str, Any]) -> str:
     """Returns the page of a drill's result (`spmdkit drill --json`)."""
     name = f"drill of {result['config']}"
-    tone, word = ("good", "passed") if result["passed"] else ("bad", "failed")
+    pill = ("good", "passed") if result["passed"] else ("bad", "failed")
+    lead = [
+        *(f"{result['processes']} processes", f"{result['steps']} steps"),
+        f"{result['fired']} of {result['requested']} faults injected",
+        *(f"{result['attempts']} starts", f"seed {result['seed']}"),
+    ]
+    with_faults, without = result["bars"], result["undisturbed_bars"]
     body = [
-        f'<header><h1>{escape(name)}</h1><span class="pill {tone}">{word}</span></header>',
-        f'<p class="lead">{_lead(result)}</p>',
+        heading(name, [pill], lead),
         _summary(result),
-        _failures(result["why"]),
-        section("With the faults", _legend(result["bars"]) + time_line(result["bars"], result["faults"])),
-        section(
-            "Without a fault, the same job",
-            _legend(result["undisturbed_bars"]) + time_line(result["undisturbed_bars"], []),
-        ),
+        section("Why it failed", "".join(map(note, result["why"]))) if result["why"] else "",
+        section("With the faults", _legend(with_faults) + time_line(with_faults, result["faults"])),
+        section("Without a fault, the same job", _legend(without) + time_line(without, [])),
         section("Faults", _faults(result["faults"])),
         section("Facts", fact_table(_facts(result))),
         "<footer>Made by spmdkit from drill.json.</footer>",
     ]
     return page(f"{name} - spmdkit", "\n".join(part for part in body if part))
-
-
-def _lead(result: Mapping[str, Any]) -> str:
-    return (
-        f"{result['processes']} processes, {result['steps']} steps, {result['fired']} of {result['requested']} faults "
-        f"injected, {result['attempts']} starts, seed "
-        f"{result['seed']}"
-    )
 
 
 def _summary(result: Mapping[str, Any]) -> str:
@@ -82,17 +65,13 @@ def _summary(result: Mapping[str, Any]) -> str:
     )
 
 
-def _failures(why: Sequence[str]) -> str:
-    return section("Why it failed", "".join(f'<p class="note">{escape(text)}</p>' for text in why)) if why else ""
-
-
 def _legend(bars: Sequence[Sequence[Sequence[Any]]]) -> str:
     """Returns the legend of a time line, with the share of each kind in the time of all processes."""
-    seconds = {kind: sum(bar[2] - bar[1] for row in bars for bar in row if bar[0] == kind) for kind in COLOURS}
+    seconds = {kind: sum(bar[2] - bar[1] for row in bars for bar in row if bar[0] == kind) for kind in KINDS}
     total = sum(seconds.values()) or 1.0
+    box = "display:inline-block;width:12px;height:12px;border-radius:2px;margin-right:6px;vertical-align:-1px"
     keys = (
-        f'<span><i style="display:inline-block;width:12px;height:12px;border-radius:2px;background:{COLOURS[kind]};margin-right:6px;vertical-align:-1px"></i>'
-        f"{WORDS[kind]} {spent / total:.0%}</span>"
+        f'<span><i style="{box};background:{KINDS[kind][0]}"></i>{KINDS[kind][1]} {spent / total:.0%}</span>'
         for kind, spent in seconds.items()
         if spent > 0
     )
@@ -113,7 +92,7 @@ def time_line(bars: Sequence[Sequence[Sequence[Any]]], faults: Sequence[Mapping[
         f'<svg class="chart timeline" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="what each process did">'
     ]
     base = TOP + ROW * len(bars)
-    for tick in _ticks(end):
+    for tick in linear_ticks(0, end):
         x = LEFT + tick * across
         parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 4}" y2="{base}"/>')
         anchor = "end" if x > WIDTH - 30 else "middle"
@@ -127,8 +106,7 @@ def time_line(bars: Sequence[Sequence[Sequence[Any]]], faults: Sequence[Mapping[
                 continue
             parts.append(
                 f'<rect x="{LEFT + begin * across:.1f}" y="{y + 2}" width="{max(wide, 0.4):.1f}" height="{ROW - 6}" '
-                f'fill="{COLOURS[kind]}">'
-                f"<title>p{process} {WORDS[kind]}, {begin:.1f} to {stop:.1f} s</title></rect>"
+                f'fill="{KINDS[kind][0]}"><title>p{process} {KINDS[kind][1]}, {begin:.1f} to {stop:.1f} s</title></rect>'
             )
     for fault in faults:
         x, y = LEFT + fault["at_s"] * across, TOP + ROW * fault["process"]
@@ -140,33 +118,20 @@ def time_line(bars: Sequence[Sequence[Sequence[Any]]], faults: Sequence[Mapping[
     return "".join([*parts, "</svg>"])
 
 
-def _ticks(end: float) -> list[float]:
-    """Returns at most nine round numbers of seconds from 0 to `end`."""
-    step = next(s for k in range(-1, 9) for s in (10.0**k, 2 * 10.0**k, 5 * 10.0**k) if end / s <= 8)
-    return [round(n * step, 6) for n in range(int(end / step) + 1)]
-
-
 def _faults(faults: Sequence[Mapping[str, Any]]) -> str:
-    number = ' class="number"'
     seconds = lambda x: "" if x is None else format_seconds(x)
+    columns = dict.fromkeys(("fault", "process", "while"), KEEP)
+    columns |= dict.fromkeys(("at", "step", "noticed after", "goes on after", "steps lost"), NUMBER)
     rows = [
-        "<tr>"
-        + "".join(f'<td class="keep">{escape(str(text))}</td>' for text in (f["fault"], f"p{f['process']}", f["phase"]))
-        + "".join(
-            f"<td{number}>{escape(str(text))}</td>"
-            for text in (
-                f"{f['at_s']:.1f} s",
-                f["step"],
-                seconds(f["detection_s"]),
-                "overtaken" if f["overtaken"] else seconds(f["recovery_s"]),
-                "" if f["steps_lost"] is None else f["steps_lost"],
-            )
+        (
+            *(f["fault"], f"p{f['process']}", f["phase"], f"{f['at_s']:.1f} s", f["step"], seconds(f["detection_s"])),
+            "overtaken" if f["overtaken"] else seconds(f["recovery_s"]),
+            "" if f["steps_lost"] is None else f["steps_lost"],
+            f["failed"] or f["detected_by"] or "",
         )
-        + f"<td>{escape(f['failed'] or f['detected_by'] or '')}</td></tr>"
         for f in faults
     ]
-    head = [("fault", ""), ("process", ""), ("while", ""), ("at", number), ("step", number), ("noticed after", number)]
-    return table([*head, ("goes on after", number), ("steps lost", number), ("noticed by", "")], rows)
+    return table(columns | {"noticed by": WIDE}, rows)
 
 
 def _facts(result: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
+
+NUMBER, KEEP, WIDE = ' class="number"', ' class="keep"', ""
+"""Attributes of the cells of a column: a number, text that is not wrapped, text."""
+BEST = ' class="best"'
 
 STYLE = """
 :root { color-scheme: light dark;
@@ -62,15 +66,51 @@ footer { color: var(--soft); font-size: 13px; text-align: center; margin-top: 28
 """
 
 
+class Html(str):
+    """Text that is HTML already, and is not escaped again."""
+
+
+def html(value: Any) -> str:
+    """Returns a value as HTML."""
+    return value if isinstance(value, Html) else escape(str(value))
+
+
+def code(value: Any) -> Html:
+    """Returns an identifier or a line of a source in a fixed-width font."""
+    return Html(f"<code>{escape(str(value or ''))}</code>")
+
+
+def note(text: str, kind: str = "note") -> str:
+    """Returns a paragraph in a soft color: a `note`, a note `after` something, or `none` in place of content."""
+    return f'<p class="{kind}">{escape(text)}</p>'
+
+
+def heading(name: str, pills: Iterable[tuple[str, str]], facts: Iterable[str]) -> str:
+    """Returns the head of a page: its name, (tone, text) of each pill, and facts below it."""
+    shown = "".join(f'<span class="pill {tone}">{escape(text)}</span>' for tone, text in pills)
+    lead = " &middot; ".join(map(escape, facts))
+    return f'<header><h1>{escape(name)}</h1>{shown}</header>\n<p class="lead">{lead}</p>'
+
+
 def page(title: str, body: str) -> str:
     """Returns the whole document. Its policy forbids the browser to load or run anything."""
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta '
-        "http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n<meta "
-        'name="viewport" content="width=device-width, initial-scale=1">\n<meta name="color-scheme" '
-        'content="light '
-        f'dark">\n<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n'
-    )
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{escape(title)}</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<main>
+{body}
+</main>
+</body>
+</html>
+"""
 
 
 def section(title: str, body: str) -> str:
@@ -94,7 +134,17 @@ def fact_table(facts: Sequence[tuple[str, Any]]) -> str:
     return f'<table class="facts"><tbody>{"".join(rows)}</tbody></table>'
 
 
-def table(head: Sequence[tuple[str, str]], rows: Sequence[str]) -> str:
-    """Returns a table that scrolls in its box. `head`: (name, attributes); `rows`: `<tr>` elements, already escaped."""
-    names = "".join(f'<th scope="col"{attributes}>{escape(name)}</th>' for name, attributes in head)
-    return f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+def table(columns: Mapping[str, str], rows: Iterable[Sequence[Any]], best: Collection[int] = ()) -> str:
+    """Returns a table that scrolls in its box.
+
+    Args:
+        columns: name -> attributes of its cells.
+        rows: the values of each row.
+        best: numbers of highlighted rows.
+    """
+    names = "".join(f'<th scope="col"{attributes}>{escape(name)}</th>' for name, attributes in columns.items())
+    lines = []
+    for number, row in enumerate(rows):
+        cells = "".join(f"<td{a}>{html(x)}</td>" for a, x in zip(columns.values(), row, strict=True))
+        lines.append(f"<tr{BEST if number in best else ''}>{cells}</tr>")
+    return f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'

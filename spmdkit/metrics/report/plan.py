@@ -5,7 +5,7 @@ Made from the plan's JSON alone. Nothing is loaded and nothing is executed; ever
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,13 @@ from spmdkit.foundation.files import write_text
 from spmdkit.foundation.formatting import format_bytes, format_count, format_seconds
 from spmdkit.mesh.mesh import describe_mesh
 from spmdkit.metrics.report.drawing import draw_groups
-from spmdkit.metrics.report.page import cards, page, section, table
+from spmdkit.metrics.report.page import KEEP, NUMBER, WIDE, cards, code, heading, note, page, section, table
 
-COLOURS = ("#2563eb", "#c2570c", "#15803d", "#9333ea", "#0891b2", "#be185d", "#a16207", "#64748b")
+COLORS = ("#2563eb", "#c2570c", "#15803d", "#9333ea", "#0891b2", "#be185d", "#a16207", "#64748b")
 MOST_LEAVES = 2000
 _STYLE = """<style>
 .stack { display: flex; height: 34px; border-radius: 8px; overflow: hidden; background: var(--grid); margin: 4px 0 10px; }
 .stack i { display: block; height: 100%; min-width: 1px; }
-.scale { position: relative; height: 18px; font-size: 12px; color: var(--soft); }
 .swatch::before { content: ""; display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 6px;
   background: var(--c); }
 .line { display: grid; grid-template-columns: minmax(110px, 220px) 1fr 110px; gap: 12px; align-items: center; font-size: 14px; padding: 3px 0; }
@@ -79,18 +78,13 @@ def plan_body(name: str, document: Mapping[str, Any]) -> str:
 
 
 def _heading(name: str, document: Mapping[str, Any]) -> str:
-    pill = '<span class="pill good">fits</span>' if document["fits"] else '<span class="pill bad">does not fit</span>'
-    if document["budget"]["exceeded"]:
-        pill += '<span class="pill bad">over budget</span>'
+    pills = [("good", "fits") if document["fits"] else ("bad", "does not fit")]
+    pills += [("bad", "over budget")] if document["budget"]["exceeded"] else []
     facts = [
-        escape(document["target"]),
-        f"{document['num_devices']} devices",
-        escape(describe_mesh(document["mesh"])),
-        f"{format_count(document['num_params'])} parameters",
-        f"batch {document['batch_size']}",
+        *(document["target"], f"{document['num_devices']} devices", describe_mesh(document["mesh"])),
+        *(f"{format_count(document['num_params'])} parameters", f"batch {document['batch_size']}"),
     ]
-    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in document["notes"])
-    return f'<header><h1>{escape(name)}</h1>{pill}</header>\n<p class="lead">{" &middot; ".join(facts)}</p>{notes}'
+    return heading(name, pills, facts) + "".join(map(note, document["notes"]))
 
 
 def _cards(document: Mapping[str, Any]) -> str:
@@ -113,137 +107,92 @@ def _cards(document: Mapping[str, Any]) -> str:
     return cards(rows)
 
 
-# ---- findings --------------------------------------------------------------------------------------------------------
-
-
 def _findings(document: Mapping[str, Any]) -> str:
     over = [
         f'<div class="finding error"><p><b>over budget</b> {escape(text)}</p></div>'
         for text in document["budget"]["exceeded"]
     ]
     found = [
-        f'<div class="finding {escape(f["severity"])}"><p><b>{escape(f["code"])}</b> '
-        f"<code>{escape(f['source'] or '')}</code></p>"
-        f'<p>{escape(f["message"])}</p><p class="note">{escape(f["fix"])}</p></div>'
+        f'<div class="finding {escape(f["severity"])}"><p><b>{escape(f["code"])}</b> {code(f["source"])}</p>'
+        f"<p>{escape(f['message'])}</p>{note(f['fix'])}</div>"
         for f in document["findings"]
     ]
-    return section("Findings", "".join(over + found) or '<p class="none">None.</p>')
+    return section("Findings", "".join(over + found) or note("None.", "none"))
 
 
-# ---- memory and time
-# --------------------------------------------------------------------------------------------------
+def _stack(parts: Mapping[str, float], whole: float, of: float, shown: Callable[[float], str], kind: str = "") -> str:
+    """Returns a bar of parts up to `whole`, and a line for each with its share `of` another number."""
+    ordered = list(enumerate(sorted(parts.items(), key=lambda item: -item[1])))
+    bar = "".join(
+        f'<i style="width:{100 * x / whole:.3f}%;background:{_color(n)}" title="{escape(name)} {shown(x)}"></i>'
+        for n, (name, x) in ordered
+    )
+    return f'<div class="stack{kind}">{bar}</div>' + "".join(
+        _line(name, x / of, shown(x), _color(n)) for n, (name, x) in ordered
+    )
 
 
 def _memory(document: Mapping[str, Any]) -> str:
     memory = document["memory"]
-    parts = sorted(memory["parts"].items(), key=lambda item: -item[1])
-    whole = max(memory["limit_bytes"], memory["peak_bytes"])
-    bar = "".join(
-        f'<i style="width:{100 * num / whole:.3f}%;background:{_colour(n)}" title="{escape(name)} '
-        f'{format_bytes(num)}"></i>'
-        for n, (name, num) in enumerate(parts)
-    )
-    at = 100 * memory["limit_bytes"] / whole
-    scale = (
-        f'<div class="scale"><span style="position:absolute;right:{100 - at:.2f}%">limit '
-        f"{format_bytes(memory['limit_bytes'])}</span></div>"
-    )
-    peak = max(memory["peak_bytes"], 1)
-    lines = "".join(_line(name, num / peak, format_bytes(num), _colour(n)) for n, (name, num) in enumerate(parts))
-    host = "".join(
-        _line(f"{name}, on the host", 0, format_bytes(num), "") for name, num in memory["host_parts"].items()
-    )
-    rows = [
-        f'<tr><td class="number">{format_bytes(b["bytes"])}</td><td>{escape(b["shape"])}</td><td><code>{escape(b["source"] or "")}</code></td>'
-        f"<td>{escape(b['op_name'])}</td></tr>"
-        for b in memory["live"]
-    ]
-    head = [("bytes", ' class="number"'), ("array", ""), ("source", ""), ("operation", "")]
-    live = f"<h3>Largest buffers at the peak</h3>{table(head, rows)}" if rows else ""
-    return f'<div class="stack memory">{bar}</div>{scale}{lines}{host}{live}'
+    limit, peak = memory["limit_bytes"], memory["peak_bytes"]
+    bar = _stack(memory["parts"], max(limit, peak), max(peak, 1), format_bytes, " memory")
+    host = (_line(f"{name}, on the host", 0, format_bytes(num), "") for name, num in memory["host_parts"].items())
+    columns = {"bytes": NUMBER, "array": WIDE, "source": WIDE, "operation": WIDE}
+    rows = [(format_bytes(b["bytes"]), b["shape"], code(b["source"]), b["op_name"]) for b in memory["live"]]
+    live = f"<h3>Largest buffers at the peak</h3>{table(columns, rows)}" if rows else ""
+    return f"{bar}{''.join(host)}{note(f'The limit is {format_bytes(limit)}.')}{live}"
 
 
 def _time(document: Mapping[str, Any]) -> str:
-    time = document["time"]
+    time, step_s = document["time"], document["predicted_step_s"]
     if time is None:
-        return '<p class="none">The compiler made no program: it does not fit.</p>'
-    step_s = document["predicted_step_s"]
-    parts = sorted(time["parts"].items(), key=lambda item: -item[1])
-    bar = "".join(
-        f'<i style="width:{100 * part / step_s:.3f}%;background:{_colour(n)}" title="{escape(name)} '
-        f'{format_seconds(part)}"></i>'
-        for n, (name, part) in enumerate(parts)
-    )
-    lines = "".join(
-        _line(name, part / step_s, format_seconds(part), _colour(n)) for n, (name, part) in enumerate(parts)
-    )
+        return note("The compiler made no program: it does not fit.", "none")
     rates = f"measured on {time['calibrated']}" if time["calibrated"] else "of the chip table"
+    text = f"Rates {rates}. Links show the time that nothing hides."
+    return _stack(time["parts"], step_s, step_s, format_seconds) + note(text, "note after")
+
+
+def _line(name: str, share: float, value: str, color: str) -> str:
     return (
-        f'<div class="stack">{bar}</div>{lines}<p class="note after">Rates {escape(rates)}. Links show the '
-        "time that nothing hides.</p>"
+        f'<div class="line"><span class="swatch" style="--c:{color or "transparent"}">{escape(name)}</span>'
+        f'<b style="width:{100 * share:.2f}%;--c:{color or "transparent"}"></b><span>{escape(value)}</span></div>'
     )
 
 
-def _line(name: str, share: float, value: str, colour: str) -> str:
-    return (
-        f'<div class="line"><span class="swatch" style="--c:{colour or "transparent"}">{escape(name)}</span>'
-        f'<b style="width:{100 * share:.2f}%;--c:{colour or "transparent"}"></b><span>{escape(value)}</span></div>'
-    )
-
-
-def _colour(number: int) -> str:
-    return COLOURS[number % len(COLOURS)]
-
-
-# ---- wire and mesh
-# ----------------------------------------------------------------------------------------------------
+def _color(number: int) -> str:
+    return COLORS[number % len(COLORS)]
 
 
 def _wire(document: Mapping[str, Any]) -> str:
     rows = document["collectives"]
     if not rows:
-        return '<p class="none">Nothing is sent.</p>' if document["fits"] else '<p class="none">Not known.</p>'
+        return note("Nothing is sent." if document["fits"] else "Not known.", "none")
     totals = document["wire"]["by_axes"]
     most = max((num or 0 for num in totals.values()), default=0) or 1
-    least = document["wire"]["least"]
     lines = "".join(
-        _line(f"over {axes}", (num or 0) / most, "unknown" if num is None else format_bytes(num), _colour(n))
+        _line(f"over {axes}", (num or 0) / most, "unknown" if num is None else format_bytes(num), _color(n))
         for n, (axes, num) in enumerate(totals.items())
     )
-    needs = ", ".join(f"{escape(a)} {format_bytes(n)}" for a, n in least.items())
-    note = f'<p class="note">Data parallelism by its formulas: {needs}.</p>' if needs else ""
-    head = [(n, "") for n in ("collective", "over", "link")]
-    head += [
-        ("bytes", ' class="number"'),
-        ("ops", ' class="number"'),
-        ("runs", ' class="number"'),
-        ("why", ""),
-        ("source", ""),
-    ]
-    return (
-        f'<div class="bill">{lines}</div>{note}<h3>Bill, of one device and '
-        f"step</h3>{table(head, [_bill_row(r) for r in rows])}"
-    )
+    needs = ", ".join(f"{a} {format_bytes(n)}" for a, n in document["wire"]["least"].items())
+    needed = note(f"Data parallelism by its formulas: {needs}.") if needs else ""
+    columns = {"collective": KEEP, "over": WIDE, "link": WIDE, "bytes": NUMBER, "ops": NUMBER, "runs": NUMBER}
+    bill = table(columns | {"why": WIDE, "source": WIDE}, map(_bill_row, rows))
+    return f'<div class="bill">{lines}</div>{needed}<h3>Bill, of one device and step</h3>{bill}'
 
 
-def _bill_row(row: Mapping[str, Any]) -> str:
+def _bill_row(row: Mapping[str, Any]) -> tuple[Any, ...]:
     runs = "?" if row["trip_count"] is None else str(row["trip_count"])
     runs += f", every {row['every']} steps" if row.get("every", 1) > 1 else ""
     runs += f", to step {row['until']}" if "until" in row else ""
     num = format_bytes(row["bytes_at_least"]) + (" at least" if row["bytes"] is None else "")
-    counted = "" if row["counted"] else " (branch not counted)"
-    return (
-        f'<tr><td class="keep">{escape(row["op"])} '
-        f"{escape(row['dtype'])}</td><td>{escape(' x '.join(row['axes']))}</td>"
-        f'<td>{escape(row["link"])}</td><td class="number">{num}</td><td class="number">{row["count"]}</td>'
-        f'<td class="number">{runs}{" in loop" if row["in_loop"] else ""}</td><td>{escape(row["cause"])}{counted}</td>'
-        f"<td><code>{escape(row['source'] or '')}</code></td></tr>"
-    )
+    why = row["cause"] + ("" if row["counted"] else " (branch not counted)")
+    what = (f"{row['op']} {row['dtype']}", " x ".join(row["axes"]), row["link"], num, row["count"])
+    return *what, runs + (" in loop" if row["in_loop"] else ""), why, code(row["source"])
 
 
 def _meshes(document: Mapping[str, Any]) -> str:
     if document["num_devices"] == 1:
-        return '<p class="none">One device.</p>'
+        return note("One device.", "none")
     drawn = []
     for axes, num in document["wire"]["by_axes"].items():
         names = [] if axes == "all" else axes.split(" x ")
@@ -252,40 +201,36 @@ def _meshes(document: Mapping[str, Any]) -> str:
         drawn.append(f"<div><h3>over {escape(axes)}: {amount} a device</h3>{picture}</div>")
     if not drawn:
         drawn = [draw_groups(document["mesh"], document["places"], [])]
-    note = '<p class="note">Devices of one colour talk to each other. Numbers are places in the mesh.</p>'
-    return f'{note}<div class="meshes">{"".join(drawn)}</div>'
+    text = "Devices of one color talk to each other. Numbers are places in the mesh."
+    return f'{note(text)}<div class="meshes">{"".join(drawn)}</div>'
 
 
 def _candidates(rows: Sequence[Mapping[str, Any]]) -> str:
-    head = [("", ""), ("step", ' class="number"'), ("memory", ' class="number"'), ("", ""), ("why", "")]
-    body = [
-        f"<tr{' class=best' if row['status'] == 'best' else ''}><td>{escape(row['name'])}</td>"
-        f'<td class="number">{format_seconds(row["predicted_step_s"]) if row["predicted_step_s"] else ""}</td>'
-        f'<td class="number">{format_bytes(row["peak_bytes"]) if row["peak_bytes"] else ""}</td>'
-        f'<td class="keep">{escape(row["status"])}</td><td>{escape(row["reason"])}</td></tr>'
+    columns = {"config": WIDE, "step": NUMBER, "memory": NUMBER, "status": KEEP, "why": WIDE}
+    known = lambda value, shown: shown(value) if value else ""
+    cells = [
+        (
+            *(row["name"], known(row["predicted_step_s"], format_seconds), known(row["peak_bytes"], format_bytes)),
+            *(row["status"], row["reason"]),
+        )
         for row in rows
     ]
-    return table(head, body)
-
-
-# ---- layout ----------------------------------------------------------------------------------------------------------
+    return table(columns, cells, [i for i, row in enumerate(rows) if row["status"] == "best"])
 
 
 def _layout(document: Mapping[str, Any]) -> str:
-    head = [("leaf", ""), ("array", ""), ("cut", ""), ("memory", ""), ("of a device", ' class="number"'), ("why", "")]
+    columns = {"leaf": WIDE, "array": KEEP, "sharded": KEEP, "memory": WIDE, "of a device": NUMBER, "why": WIDE}
     leaves: Sequence[Mapping[str, Any]] = document["layout"]
     rows = [
-        f"<tr><td><code>{escape(leaf['path'])}</code></td><td "
-        f'class="keep">{escape(leaf["dtype"])}{escape(str(leaf["shape"]))}</td>'
-        f'<td class="keep">{escape(_spec(leaf["spec"]))}</td><td>{escape(leaf["memory_kind"])}</td>'
-        f'<td class="number">{format_bytes(leaf["device_bytes"])}</td><td>{escape(leaf["reason"])}</td></tr>'
+        (
+            *(code(leaf["path"]), f"{leaf['dtype']}{leaf['shape']}", _spec(leaf["spec"]), leaf["memory_kind"]),
+            *(format_bytes(leaf["device_bytes"]), leaf["reason"]),
+        )
         for leaf in leaves[:MOST_LEAVES]
     ]
-    more = f'<p class="note">and {len(leaves) - MOST_LEAVES} more</p>' if len(leaves) > MOST_LEAVES else ""
-    return table(head, rows) + more
+    more = note(f"and {len(leaves) - MOST_LEAVES} more") if len(leaves) > MOST_LEAVES else ""
+    return table(columns, rows) + more
 
 
 def _spec(spec: Sequence[Any]) -> str:
-    if not spec:
-        return "whole"
-    return ", ".join("-" if d is None else d if isinstance(d, str) else "+".join(d) for d in spec)
+    return ", ".join("-" if d is None else d if isinstance(d, str) else "+".join(d) for d in spec) or "whole"

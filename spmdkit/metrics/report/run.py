@@ -17,14 +17,26 @@ from typing import Any
 
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.files import write_text
-from spmdkit.foundation.formatting import format_duration, format_rate, format_seconds, format_value
+from spmdkit.foundation.formatting import format_bytes, format_duration, format_rate, format_seconds, format_value
 from spmdkit.foundation.run_status import unfinished
 from spmdkit.metrics.events import parse_time
 from spmdkit.metrics.jsonl import FIRST_KEYS, LAST_KEYS, read_lines
 from spmdkit.metrics.report.chart import Series, legend, line_chart
 from spmdkit.metrics.report.communication import communication_section
-from spmdkit.metrics.report.page import cards, fact_table, page, section, table
-from spmdkit.metrics.report.run_plan import plan_section
+from spmdkit.metrics.report.page import (
+    KEEP,
+    NUMBER,
+    WIDE,
+    Html,
+    cards,
+    code,
+    fact_table,
+    heading,
+    note,
+    page,
+    section,
+    table,
+)
 
 MAX_SMALL_CHARTS = 12
 MAX_EVENTS = 300
@@ -72,7 +84,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
                 records,
                 events,
                 _config(folder),
-                _environment(folder),
+                _json_object(folder / "environment.json"),
                 _json_object(folder / "plan.json"),
                 _json_object(folder / "communication" / "communication.json"),
             ),
@@ -102,7 +114,7 @@ def report_body(
         _throughput(train),
         plan_section(plan, _finite(train, "step_time_s")) if plan else "",
         communication_section(communication),
-        section("Config", f"<pre>{escape(config)}</pre>" if config else _none("No config.yaml was found.")),
+        section("Config", f"<pre>{escape(config)}</pre>" if config else note("No config.yaml was found.", "none")),
         section("Environment", _environment_table(environment)),
         section("Events", _timeline(events)),
         "<footer>Made by spmdkit from the files of the run directory.</footer>",
@@ -117,15 +129,14 @@ def _heading(name: str, records: Sequence[Record], events: Sequence[Record]) -> 
         last = f"exited at step {end.get('step')}"
     tone = "bad" if last.startswith("exited") or (TONES.get(last) == "good" and not done) else TONES.get(last, "open")
     last = "finished" if last == "stopped" and done else last
-    pill = f'<span class="pill {tone}">{escape(last)}</span>' if last else ""
     times = [t for t in (parse_time(e.get("time")) for e in events) if t is not None]
     facts = [f"{max((r['step'] for r in records), default=0)} steps"]
     if times:
-        facts.append(f"begun {escape(_clock_text(min(times)))} UTC")
+        facts.append(f"begun {_clock_text(min(times))} UTC")
         facts.append(f"{format_duration(max(times) - min(times))} from the first event to the last")
     if end.get("event") == "exited" and end.get("why"):
-        facts.append(escape(str(end["why"])))
-    return f'<header><h1>{escape(name)}</h1>{pill}</header>\n<p class="lead">{" &middot; ".join(facts)}</p>'
+        facts.append(str(end["why"]))
+    return heading(name, [(tone, last)] if last else [], facts)
 
 
 def _summary(train: Sequence[Record], evaluations: Sequence[Record], events: Sequence[Record]) -> str:
@@ -155,22 +166,16 @@ def _chart(key: str, train: Sequence[Record], evaluations: Sequence[Record], wid
 
 def _evaluations(evaluations: Sequence[Record]) -> str:
     if not evaluations:
-        return section("Evaluations", _none("No evaluation was recorded."))
+        return section("Evaluations", note("No evaluation was recorded.", "none"))
     names = [n for n in FIRST_KEYS if any(n in r for r in evaluations)]
     names += sorted({k for r in evaluations for k in r} - set(FIRST_KEYS))
-    losses = _finite(evaluations, "loss")
-    best = min(losses, default=None)
-    rows = []
-    for record in evaluations:
-        style = ' class="best"' if best is not None and record.get("loss") == best else ""
-        cells = "".join(f"<td{_align(n)}>{escape(_cell(record.get(n, '')))}</td>" for n in names)
-        rows.append(f"<tr{style}>{cells}</tr>")
-    note = '<p class="note after">Highlighted: the lowest evaluation loss.</p>' if best is not None else ""
-    return section("Evaluations", table([(n, _align(n)) for n in names], rows) + note)
-
-
-def _align(name: str) -> str:
-    return "" if name == "split" else ' class="number"'
+    least = min(_finite(evaluations, "loss"), default=None)
+    best = [i for i, r in enumerate(evaluations) if least is not None and r.get("loss") == least]
+    rows = [[_cell(record.get(n, "")) for n in names] for record in evaluations]
+    shown = table({n: WIDE if n == "split" else NUMBER for n in names}, rows, best)
+    return section(
+        "Evaluations", shown + (note("Highlighted: the lowest evaluation loss.", "note after") if best else "")
+    )
 
 
 def _other_metrics(train: Sequence[Record], evaluations: Sequence[Record]) -> str:
@@ -182,14 +187,14 @@ def _other_metrics(train: Sequence[Record], evaluations: Sequence[Record]) -> st
         f"<div><h3>{escape(n)}</h3>{_chart(n, train, evaluations, 440, 230)}</div>" for n in names[:MAX_SMALL_CHARTS]
     ]
     hidden = len(names) - len(charts)
-    note = f'<p class="note after">{hidden} more in metrics.jsonl.</p>' if hidden else ""
-    return section("Other metrics", f'<div class="small">{"".join(charts)}</div>{note}')
+    more = note(f"{hidden} more in metrics.jsonl.", "note after") if hidden else ""
+    return section("Other metrics", f'<div class="small">{"".join(charts)}</div>{more}')
 
 
 def _throughput(train: Sequence[Record]) -> str:
     rates, times = _finite(train, "examples_per_s"), _finite(train, "step_time_s")
     if not rates and not times:
-        return section("Throughput", _none("No throughput was recorded."))
+        return section("Throughput", note("No throughput was recorded.", "none"))
     waits = [
         w / t
         for w, t in ((_number(r.get("input_wait_s")), _number(r.get("step_time_s"))) for r in train)
@@ -200,11 +205,10 @@ def _throughput(train: Sequence[Record]) -> str:
         ("time of a step", _quartiles(times, format_seconds)),
         ("input wait", f"{min(1.0, statistics.fmean(waits)):.1%} of the time of a step" if waits else ""),
     ]
-    chart = (
-        line_chart([Series("examples/s", _points(train, "examples_per_s"))], "examples/s", 920, 220) if rates else ""
-    )
-    note = '<p class="note after">Compilation, evaluation and saving are left out.</p>'
-    return section("Throughput", fact_table(facts) + chart + note)
+    series = Series("examples/s", _points(train, "examples_per_s"))
+    chart = line_chart([series], "examples/s", 920, 220) if rates else ""
+    text = note("Compilation, evaluation and saving are left out.", "note after")
+    return section("Throughput", fact_table(facts) + chart + text)
 
 
 def _quartiles(values: Sequence[float], shown: Any) -> str:
@@ -214,9 +218,42 @@ def _quartiles(values: Sequence[float], shown: Any) -> str:
     return f"{shown(middle)} median, {shown(low)} to {shown(high)} in the middle half of {len(values)} records"
 
 
+def plan_section(plan: Mapping[str, Any], step_times_s: Sequence[float]) -> str:
+    """Returns the section that compares a plan with what was measured, or nothing for a file that is no plan."""
+    peak, limit = (_at(plan, "memory", name) for name in ("peak_bytes", "limit_bytes"))
+    if peak is None or limit is None:
+        return ""
+    sent, predicted = _at(plan, "collective_bytes"), _at(plan, "predicted_step_s")
+    given = plan.get("time")
+    time = given if isinstance(given, Mapping) else {}
+    calibrated = time.get("calibrated")
+    facts = [
+        ("memory of a device", f"{format_bytes(peak)} of {format_bytes(limit)}"),
+        ("sent by a device in a step", "unknown" if sent is None else format_bytes(sent)),
+        ("step, predicted", "not known" if predicted is None else format_seconds(predicted)),
+        ("step, measured (median)", format_seconds(statistics.median(step_times_s)) if step_times_s else ""),
+        ("bound by", time.get("bound")),
+        ("rates", f"measured on {calibrated}" if calibrated else "of the chip table"),
+    ]
+    findings = plan.get("findings")
+    rows = "".join(
+        f"<p><b>{escape(str(f.get('code')))}</b> {escape(str(f.get('message')))} {code(f.get('source'))}</p>"
+        for f in (findings[:20] if isinstance(findings, list) else ())
+        if isinstance(f, Mapping)
+    )
+    return section("Plan", fact_table(facts) + rows)
+
+
+def _at(plan: Mapping[str, Any], *path: str) -> float | None:
+    value: Any = plan
+    for name in path:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value if (number := _number(value)) is not None and math.isfinite(number) else None
+
+
 def _environment_table(environment: Record | None) -> str:
     if environment is None:
-        return _none("No environment.json was found.")
+        return note("No environment.json was found.", "none")
     facts: list[tuple[str, Any]] = []
     for key, value in environment.items():
         if key == "devices" and isinstance(value, list):
@@ -241,25 +278,19 @@ def _device(device: Any) -> str:
 
 def _timeline(events: Sequence[Record]) -> str:
     if not events:
-        return _none("No events.jsonl was found, or it is empty.")
+        return note("No events.jsonl was found, or it is empty.", "none")
     first = next((t for t in (parse_time(e.get("time")) for e in events) if t is not None), None)
-    shown = events[-MAX_EVENTS:]
     rows = []
-    for event in shown:
-        at = parse_time(event.get("time"))
+    for event in events[-MAX_EVENTS:]:
+        at, name = parse_time(event.get("time")), str(event.get("event", "?"))
         since = f"+{format_duration(at - first)}" if at is not None and first is not None else ""
         details = ", ".join(f"{k}: {_cell(v)}" for k, v in event.items() if k not in ("event", "time", "process"))
-        name = str(event.get("event", "?"))
-        rows.append(
-            f'<tr><td class="keep">{escape(_clock_text(at) if at is not None else str(event.get("time", "")))}</td>'
-            f'<td class="keep">{escape(since)}</td><td>{escape(str(event.get("process", "")))}</td>'
-            f'<td class="keep"><span class="dot {TONES.get(name, "")}"></span>{escape(name)}</td>'
-            f"<td>{escape(details)}</td></tr>"
-        )
-    hidden = len(events) - len(shown)
-    note = f'<p class="note after">The last {len(shown)} of {len(events)} events.</p>' if hidden else ""
-    head = [(name, "") for name in ("time (UTC)", "since start", "process", "event", "details")]
-    return table(head, rows) + note
+        moment = _clock_text(at) if at is not None else event.get("time", "")
+        dot = Html(f'<span class="dot {TONES.get(name, "")}"></span>{escape(name)}')
+        rows.append((moment, since, event.get("process", ""), dot, details))
+    hidden = f"The last {len(rows)} of {len(events)} events." if len(events) > len(rows) else ""
+    columns = {"time (UTC)": KEEP, "since start": KEEP, "process": WIDE, "event": KEEP, "details": WIDE}
+    return table(columns, rows) + (note(hidden, "note after") if hidden else "")
 
 
 def _config(folder: Path) -> str | None:
@@ -267,10 +298,6 @@ def _config(folder: Path) -> str | None:
         return (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-
-
-def _environment(folder: Path) -> Record | None:
-    return _json_object(folder / "environment.json")
 
 
 def _json_object(path: Path) -> Record | None:
@@ -313,7 +340,3 @@ def _clock_text(seconds: float) -> str:
     from datetime import UTC, datetime
 
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _none(text: str) -> str:
-    return f'<p class="none">{escape(text)}</p>'
