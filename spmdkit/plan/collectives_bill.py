@@ -24,95 +24,58 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 from spmdkit.plan.attribution import Leaf, strategy_of
 from spmdkit.plan.hlo import loops
-from spmdkit.plan.hlo.collectives import OPS, hlo_collectives
-from spmdkit.plan.hlo.groups import Groups
-from spmdkit.plan.hlo.text import Module, Shape
+from spmdkit.plan.hlo.collectives import OPS, HloCollective, hlo_collectives
+from spmdkit.plan.hlo.text import Module
 
 __all__ = ["OPS", "Bill", "Collective", "read_bill"]
 
+_ROW = (
+    "op", "axes", "dtype", "bytes", "bytes_at_least", "count", "in_loop", "trip_count", "group_size", "source",
+    "op_name", "cause", "branch", "counted", "emulated_op",
+)  # fmt: skip
+_SAME = operator.attrgetter(
+    "op", "axes", "dtype", "in_loop", "trip_count", "source", "cause", "branch", "counted", "is_async", "emulated_op"
+)
 
-@dataclass(frozen=True)
-class Collective:
-    """One collective operation of the program.
+
+@dataclass(frozen=True, kw_only=True)
+class Collective(HloCollective):
+    """One collective operation of the program, or several alike.
 
     Attributes:
-        op: one of `OPS`.
-        axes: mesh axes along which the devices of a group differ, in the mesh's order.
-        spans: positions of each of these axes in one group; less than the axis is long where only a part of it takes
-            part.
-        dtype: of the largest array, as XLA spells it (`f32`, `bf16`).
-        size: bytes of the arrays in the table above, once.
         bytes: sent by one device per step; None under an unknown trip count.
         bytes_at_least: the same with every unknown trip count taken as one.
         count: operations of the program that this row stands for.
         in_loop: whether a `while` is around it.
         trip_count: executions per step, all loops multiplied; None where unknown.
-        group_size: devices of one group (the largest).
-        groups: logical device numbers (places in the flattened mesh); for collective_permute the (source, target)
-            pairs.
-        source: `file.py:12` of the user's line, or of the line in spmdkit behind it; None if XLA created it.
-        op_name: the path of JAX's names.
-        cause: the strategy behind it, one of `cause.CAUSES`.
-        is_async: started and awaited apart, so that other work can overlap.
+        cause: the strategy behind it, one of `attribution.CAUSES`.
         branch: inside a conditional.
         counted: False on a branch that is not the most expensive one: its bytes are not in the totals.
-        names: the HLO instructions.
         loop_names: the HLO `while` instructions around it, outermost first.
-        shapes: the arrays that each device puts in.
-        algorithm: the backend's algorithm, if it reports one.
-        emulated_op: the cheaper op that this all_reduce emulates (`all_gather`, `reduce_scatter`), or None.
     """
 
-    op: str
-    axes: tuple[str, ...]
-    dtype: str
-    size: int
     bytes: int | None
     bytes_at_least: int
-    count: int
+    count: int = 1
     in_loop: bool
     trip_count: int | None
-    group_size: int
-    source: str | None
-    op_name: str
     cause: str
-    is_async: bool = False
     branch: bool = False
     counted: bool = True
-    spans: Mapping[str, int] = field(default_factory=dict)
-    groups: Groups = field(default=(), repr=False)
-    names: tuple[str, ...] = ()
     loop_names: tuple[str, ...] = ()
-    shapes: tuple[Shape, ...] = ()
-    algorithm: str | None = None
-    emulated_op: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Returns the row of `plan --json`."""
-        return {
-            "op": self.op,
-            "axes": list(self.axes),
-            "dtype": self.dtype,
-            "bytes": self.bytes,
-            "bytes_at_least": self.bytes_at_least,
-            "count": self.count,
-            "in_loop": self.in_loop,
-            "trip_count": self.trip_count,
-            "group_size": self.group_size,
-            "source": self.source,
-            "op_name": self.op_name,
-            "cause": self.cause,
-            "branch": self.branch,
-            "counted": self.counted,
-            "emulated_op": self.emulated_op,
-        }
+        return {name: getattr(self, name) for name in _ROW} | {"axes": list(self.axes)}
 
 
 @dataclass(frozen=True)
@@ -147,20 +110,7 @@ class Bill:
         """Operations that differ in nothing but their names and arrays, as one row each; most bytes first."""
         together: dict[Any, list[Collective]] = {}
         for c in self.collectives:
-            key = (
-                c.op,
-                c.axes,
-                c.dtype,
-                c.in_loop,
-                c.trip_count,
-                c.source,
-                c.cause,
-                c.branch,
-                c.counted,
-                c.is_async,
-                c.emulated_op,
-            )
-            together.setdefault(key, []).append(c)
+            together.setdefault(_SAME(c), []).append(c)
         return tuple(sorted(map(_merge, together.values()), key=lambda c: -c.bytes_at_least))
 
     def by_axes(self) -> dict[tuple[str, ...], int | None]:
@@ -199,40 +149,19 @@ def read_bill(
     """
     found = []
     for visit, c in hlo_collectives(module, sizes, loops.walk(module, scans)):
-        factor = _factor(c.op, c.group_size)
-        if not factor:
-            continue
-        exact = c.size * factor * visit.known_runs
-        at_least = round(exact)
-        found.append(
-            (
-                visit.branches,
-                Collective(
-                    op=c.op,
-                    axes=tuple(c.spans),
-                    dtype=c.dtype,
-                    size=c.size,
-                    bytes=None if visit.runs is None else at_least,
-                    bytes_at_least=at_least,
-                    count=1,
-                    in_loop=bool(visit.loops),
-                    trip_count=visit.runs,
-                    group_size=c.group_size,
-                    source=c.source,
-                    op_name=c.op_name,
-                    cause=strategy_of(module, c, visit, leaves),
-                    is_async=c.is_async,
-                    branch=bool(visit.branches),
-                    spans=c.spans,
-                    groups=c.groups,
-                    names=(c.instruction.name,),
-                    loop_names=tuple(loop.name for loop in visit.loops),
-                    shapes=c.shapes,
-                    algorithm=c.algorithm,
-                    emulated_op=c.emulated_op,
-                ),
+        if factor := _factor(c.op, c.group_size):
+            at_least = round(c.size * factor * visit.known_runs)
+            collective = Collective(
+                **vars(c),
+                bytes=None if visit.runs is None else at_least,
+                bytes_at_least=at_least,
+                in_loop=bool(visit.loops),
+                trip_count=visit.runs,
+                cause=strategy_of(module, c, visit, leaves),
+                branch=bool(visit.branches),
+                loop_names=tuple(loop.name for loop in visit.loops),
             )
-        )
+            found.append((visit.branches, collective))
     return Bill(tuple(_dearest_branches(found)), dict(sizes))
 
 
@@ -246,31 +175,19 @@ def _factor(op: str, n: int) -> Fraction:
 
 
 def _dearest_branches(found: Sequence[tuple[Any, Collective]]) -> Iterable[Collective]:
-    """Marks the collectives of every branch that is not its conditional's most expensive one as not counted."""
+    """Marks the collectives of every branch that is not its conditional's most expensive one as not counted, inner
+    conditionals first."""
     outside: set[int] = set()
-
-    def cost(conditional: Any, number: int, depth: int) -> int:
-        inside = [
-            i
-            for i, (branches, _) in enumerate(found)
-            if len(branches) > depth and branches[depth] == (conditional, number)
-        ]
-        settle(inside, depth + 1)
-        return sum(found[i][1].bytes_at_least for i in inside if i not in outside)
-
-    def settle(indices: Iterable[int], depth: int) -> None:
-        conditionals: dict[int, tuple[Any, dict[int, list[int]]]] = {}
-        for i in indices:
-            branches = found[i][0]
-            if len(branches) > depth:
-                conditional, number = branches[depth]
-                conditionals.setdefault(id(conditional), (conditional, {}))[1].setdefault(number, []).append(i)
-        for conditional, numbers in conditionals.values():
-            costs = {number: cost(conditional, number, depth) for number in numbers}
-            best = max(costs, key=lambda number: costs[number])
-            outside.update(i for number, inside in numbers.items() if number != best for i in inside)
-
-    settle(range(len(found)), 0)
+    for depth in reversed(range(max((len(branches) for branches, _ in found), default=0))):
+        inside = {i: branches for i, (branches, _) in enumerate(found) if len(branches) > depth and i not in outside}
+        costs: dict[Any, Counter[int]] = defaultdict(Counter)
+        for i, branches in inside.items():
+            conditional, number = branches[depth]
+            costs[*branches[:depth], conditional][number] += found[i][1].bytes_at_least
+        for i, branches in inside.items():
+            of_branches = costs[*branches[:depth], branches[depth][0]]
+            if branches[depth][1] != max(of_branches, key=lambda number: of_branches[number]):
+                outside.add(i)
     return [dataclasses.replace(c, counted=i not in outside) for i, (_, c) in enumerate(found)]
 
 

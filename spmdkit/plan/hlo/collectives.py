@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from spmdkit.plan.hlo.groups import Groups, axes_of, replica_groups, source_target_pairs
 from spmdkit.plan.hlo.loops import Visit
@@ -31,23 +32,44 @@ OPCODES = {
 OPS = tuple(OPCODES.values())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HloCollective:
-    """A collective in the text; fields as in `bill.Collective`."""
+    """A collective in the text.
 
-    instruction: Instruction
+    Attributes:
+        names: the HLO instruction; those of all operations, where several are one row of a bill.
+        op: one of `OPS`.
+        size: bytes of the arrays in the table of `collectives_bill`, once.
+        dtype: of the largest array, as XLA spells it (`f32`, `bf16`).
+        shapes: the arrays that each device puts in.
+        groups: logical device numbers (places in the flattened mesh); for collective_permute the (source, target)
+            pairs.
+        spans: mesh axes along which the devices of a group differ, in the mesh's order -> their positions in one
+            group; less than the axis is long where only a part of it takes part.
+        group_size: devices of one group (the largest).
+        is_async: started and awaited apart, so that other work can overlap.
+        source: `file.py:12` of the user's line, or of the line in spmdkit behind it; None if XLA created it.
+        op_name: the path of JAX's names.
+        emulated_op: the cheaper op that this all_reduce emulates (`all_gather`, `reduce_scatter`), or None.
+    """
+
+    names: tuple[str, ...]
     op: str
     size: int
     dtype: str
     shapes: tuple[Shape, ...]
-    groups: Groups
-    spans: dict[str, int]
+    groups: Groups = field(repr=False)
+    spans: Mapping[str, int]
     group_size: int
     is_async: bool
     source: str | None
     op_name: str
-    algorithm: str | None
-    emulated_op: str | None
+    emulated_op: str | None = None
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Mesh axes along which the devices of a group differ."""
+        return tuple(self.spans)
 
 
 def hlo_collectives(
@@ -64,112 +86,80 @@ def hlo_collectives(
         caller = visit.site.caller if visit.site is not None else None
         key = (id(i), id(caller))
         if key not in read:
-            read[key] = (
-                _read(module, i, OPCODES[base], caller, sizes)
-                if sliced is None
-                else _read_between_slices(module, i, *sliced, sizes)
+            found = (
+                _read(module, i, OPCODES[base], caller) if sliced is None else _read_between_slices(module, i, *sliced)
             )
+            read[key] = HloCollective(names=(i.name,), spans=axes_of(found["groups"], sizes), **found)
         yield visit, read[key]
 
 
-def _read(
-    module: Module, i: Instruction, op: str, caller: Instruction | None, sizes: Mapping[str, int]
-) -> HloCollective:
-    computation = module.computations[i.computation]
-    put_in = [computation.by_name[name] for name in i.operands if name in computation.by_name]
+def _read(module: Module, i: Instruction, op: str, caller: Instruction | None) -> dict[str, Any]:
+    put_in = module.operands(i)
     if op == "ragged_all_to_all":
         put_in = put_in[:1]  # the others are the output buffer, offsets and sizes
     shapes = tuple(shape for operand in put_in for shape in operand.shapes)
     size = sum(shape.bytes for shape in shapes)
-    num_devices = module.num_partitions
     if op == "collective_permute":
         groups = source_target_pairs(i)
-        moving = [pair for pair in groups if pair[0] != pair[1]]
-        group_size = 2 if moving else 1
-        size = size if moving else 0
+        moves = any(source != target for source, target in groups)
+        group_size, size = (2, size) if moves else (1, 0)
     else:
-        groups = replica_groups(i, num_devices)
+        groups = replica_groups(i, module.num_partitions)
         group_size = max((len(group) for group in groups), default=1)
     if op == "all_gather":
         size *= group_size
     elif op == "all_reduce" and not i.opcode.endswith("-start"):
         size = (size + i.bytes) // 2  # a TPU's may cast: the sums travel as they went in, the result as it comes out
-    if (
-        op == "all_reduce"
-        and caller is not None
-        and caller.opcode == "fusion"
-        and _sliced(module, i, caller, group_size)
-    ):
+    of_caller = "" if caller is None else caller.opcode
+    if op == "all_reduce" and caller is not None and of_caller == "fusion" and _sliced(module, i, caller, group_size):
         op = "reduce_scatter"
-    emulated_op = _stands_for(module, i, put_in, group_size) if op == "all_reduce" else None
     largest = max(shapes, key=lambda shape: shape.bytes, default=None)
-    named = caller if caller is not None and not i.op_name and not module.frames(i) and caller.opcode != "while" else i
-    config = i.backend_config.get("collective_algorithm_config") or {}
-    if not config and caller is not None and caller.opcode == "fusion":
-        config = caller.backend_config.get("collective_algorithm_config") or {}
-    return HloCollective(
-        instruction=i,
-        op=op,
-        size=size,
-        dtype=largest.dtype if largest else "token",
-        shapes=shapes,
-        groups=groups,
-        spans=axes_of(groups, sizes),
-        group_size=group_size,
-        is_async=is_spread(i)
-        or i.opcode.endswith("-start")
-        or (caller is not None and caller.opcode in ("async-start", "call-start")),
-        source=source_of(module, named),
-        op_name=op_name_of(module, named),
-        algorithm=config.get("emitter"),
-        emulated_op=emulated_op,
-    )
+    named = caller if caller is not None and not i.op_name and not module.frames(i) and of_caller != "while" else i
+    return {
+        "op": op,
+        "size": size,
+        "dtype": largest.dtype if largest else "token",
+        "shapes": shapes,
+        "groups": groups,
+        "group_size": group_size,
+        "is_async": is_spread(i) or i.opcode.endswith("-start") or of_caller in ("async-start", "call-start"),
+        "source": source_of(module, named),
+        "op_name": op_name_of(module, named),
+        "emulated_op": _stands_for(module, i, put_in, group_size) if op == "all_reduce" else None,
+    }
 
 
-def _read_between_slices(
-    module: Module, i: Instruction, op: str, groups: Groups, sizes: Mapping[str, int]
-) -> HloCollective:
+def _read_between_slices(module: Module, i: Instruction, op: str, groups: Groups) -> dict[str, Any]:
     """Returns a collective between slices; what is sent is its first operand."""
-    put_in = module.computations[i.computation].operand(i)
-    shapes = put_in.shapes if put_in is not None else i.shapes[:1]
-    size = sum(shape.bytes for shape in shapes)
-    group_size = len(groups[0]) if groups else 1
-    return HloCollective(
-        instruction=i,
-        op=op,
-        size=size * group_size if op == "all_gather" else size,
-        dtype=shapes[0].dtype if shapes else "token",
-        shapes=shapes,
-        groups=groups,
-        spans=axes_of(groups, sizes),
-        group_size=group_size,
-        is_async=True,
-        source=source_of(module, i),
-        op_name=op_name_of(module, i),
-        algorithm="megascale",
-        emulated_op=None,
-    )
+    shapes = next((operand.shapes for operand in module.operands(i)), i.shapes[:1])
+    size, group_size = sum(shape.bytes for shape in shapes), len(groups[0]) if groups else 1
+    return {
+        "op": op,
+        "size": size * group_size if op == "all_gather" else size,
+        "dtype": shapes[0].dtype if shapes else "token",
+        "shapes": shapes,
+        "groups": groups,
+        "group_size": group_size,
+        "is_async": True,
+        "source": source_of(module, i),
+        "op_name": op_name_of(module, i),
+    }
 
 
 def _sliced(module: Module, i: Instruction, caller: Instruction, group_size: int) -> bool:
     """Returns whether a fusion keeps one part in `group_size` of what its all-reduce gives."""
     whole, kept = i.bytes, sum(shape.bytes for shape in caller.shapes)
-    users = module.computations[i.computation].users.get(i.name, [])
+    users = module.around(i).users[i.name]
     slices = {"dynamic-slice", "bitcast", "reshape", "copy", "tuple", "get-tuple-element"}
     return bool(users) and kept * group_size == whole and all(user.opcode in slices for user in users)
-
-
-# ---- what an all-reduce is for
-# ----------------------------------------------------------------------------------------
 
 
 def _stands_for(module: Module, i: Instruction, put_in: list[Instruction], group_size: int) -> str | None:
     """Returns the cheaper op that an all-reduce does the work of, or None.
 
     `all_gather`: each device puts its shard into zeros. `reduce_scatter`: each device reads one part in `group_size` of
-        the
-    sum. The TPU compiler does this where it finds no way for the cheaper one (jax 0.10.2, v5p, a group over the whole
-    torus).
+    the sum. The TPU compiler does this where it finds no way for the cheaper one (jax 0.10.2, v5p, a group over the
+    whole torus).
     """
     if group_size < 2:
         return None

@@ -6,8 +6,9 @@ given in these logical numbers, on every backend (`use_global_device_ids` with o
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -53,17 +54,12 @@ def axes_of(groups: Groups, sizes: Mapping[str, int]) -> dict[str, int]:
     A whole axis spans its size; a part of an axis spans less. `sizes` is in the mesh's order, the last axis the
     fastest.
     """
-    names, shape = list(sizes), tuple(sizes.values())
-    spans: dict[str, int] = {}
+    spans = dict.fromkeys(sizes, 1)
     for group in groups:
-        if len(group) < 2:
-            continue
-        places = np.stack(np.unravel_index(np.asarray(group), shape))
-        for name, row in zip(names, places, strict=True):
-            count = len(set(row.tolist()))
-            if count > 1:
-                spans[name] = max(spans.get(name, 1), count)
-    return {name: spans[name] for name in names if name in spans}
+        places = np.unravel_index(np.asarray(group, int), tuple(sizes.values()))
+        for name, positions in zip(sizes, places, strict=True):
+            spans[name] = max(spans[name], len(set(positions.tolist())))
+    return {name: span for name, span in spans.items() if span > 1}
 
 
 def _numbers(text: str) -> list[int]:
@@ -80,34 +76,25 @@ def _order(num_devices: int, reshape: str | None, transpose: str | None) -> np.n
 
 def _of_mesh(num_devices: int, mesh: str, reshape: str | None, transpose: str | None, joined: str) -> Groups:
     """Reads `mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}`; a part of an axis is `'a':(pre)size`."""
-    names: list[str] = []
-    lengths: list[int] = []
-    for axis in mesh.split(","):
-        name, number = axis.strip().rsplit("=", 1)
-        names.append(name.strip("'\""))
-        lengths.append(int(number))
-    order = _order(num_devices, reshape, transpose).reshape(lengths)
+    lengths = {name.strip("'\" "): int(number) for name, number in (axis.rsplit("=", 1) for axis in mesh.split(","))}
+    order = _order(num_devices, reshape, transpose)
+    requested = {
+        name: (int(before), int(size)) if size else (1, lengths[name])
+        for name, before, size in re.findall(r"['\"]([^'\"]*)['\"](?::\((\d+)\)(\d+))?", joined)
+    }
     shape: list[int] = []
     together: list[int] = []
-    requested = dict(_part(axis) for axis in re.findall(r"'[^']*'(?::\(\d+\)\d+)?|\"[^\"]*\"(?::\(\d+\)\d+)?", joined))
-    for name, length in zip(names, lengths, strict=True):
+    for name, length in lengths.items():
         if name not in requested:
             shape.append(length)
             continue
-        before, size = requested[name] or (1, length)
+        before, size = requested[name]
         shape += [before, size, length // (before * size)]
         together.append(len(shape) - 2)
-    order = order.reshape(shape)
     rest = [i for i in range(len(shape)) if i not in together]
-    order = order.transpose(*rest, *together)
-    return _as_groups(order.reshape(-1, int(np.prod([shape[i] for i in together], dtype=int))))
+    order = order.reshape(shape).transpose(*rest, *together)
+    return _as_groups(order.reshape(-1, math.prod(shape[i] for i in together)))
 
 
-def _part(axis: str) -> tuple[str, tuple[int, int] | None]:
-    found = re.match(r"['\"]([^'\"]*)['\"](?::\((\d+)\)(\d+))?", axis)
-    assert found, axis
-    return found[1], (int(found[2]), int(found[3])) if found[2] else None
-
-
-def _as_groups(rows: Sequence[Sequence[int]] | np.ndarray) -> Groups:
-    return tuple(tuple(int(n) for n in row) for row in rows)
+def _as_groups(rows: np.ndarray) -> Groups:
+    return tuple(map(tuple, rows.tolist()))

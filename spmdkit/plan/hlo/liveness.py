@@ -9,11 +9,12 @@ this analysis attributes them.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from spmdkit.plan.hlo.source import op_name_of, source_of
-from spmdkit.plan.hlo.text import HOST_SPACE, Computation, Instruction, Module
+from spmdkit.plan.hlo.text import Computation, Instruction, Module
 
 _RENAMES = {
     "tuple", "get-tuple-element", "bitcast", "while", "opt-barrier", "optimization-barrier", "copy-done", "all-gather-done",  # noqa: E501
@@ -21,6 +22,9 @@ _RENAMES = {
 }  # fmt: skip
 _ENTERED = {"while": ("body", "condition"), "call": ("to_apply",), "conditional": ("branch_computations",)}
 _FREE = {"parameter", "constant", "iota", "partition-id", "replica-id", "token"}
+_NOT_IN_PLACE = {
+    "dot", "convolution", "reduce", "transpose", "gather", "scatter", "sort", "custom-call", "while", "conditional",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,6 @@ class Buffer:
 def live_at_peak(module: Module, limit: int = 12) -> tuple[Buffer, ...]:
     """Returns the largest temporaries that are alive at the peak of the step, largest first."""
     _, alive = _peak(module, module.entry, {})
-    largest = sorted(alive, key=lambda i: -own_bytes(i))[:limit]
     return tuple(
         Buffer(
             i.name,
@@ -54,16 +57,16 @@ def live_at_peak(module: Module, limit: int = 12) -> tuple[Buffer, ...]:
             source_of(module, i),
             op_name_of(module, i),
         )
-        for i in largest
+        for i in sorted(alive, key=own_bytes, reverse=True)[:limit]
     )
 
 
 def own_bytes(i: Instruction) -> int:
     """Returns the bytes that an instruction's result takes in the device's main memory."""
     shapes = i.shapes
-    if i.opcode.endswith("-start"):  # (operand, result, context): the operand is somebody else's
+    if i.opcode.endswith("-start"):  # (operand, result, context): the operand belongs to another instruction
         shapes = shapes[len(shapes) // 2 :] if i.opcode == "all-gather-start" else shapes[1:2]
-    return sum(shape.padded_bytes for shape in shapes if shape.space in (0, HOST_SPACE) and shape.space != HOST_SPACE)
+    return sum(shape.padded_bytes for shape in shapes if shape.space == 0)
 
 
 def _peak(
@@ -73,48 +76,29 @@ def _peak(
     if computation.name in known:
         return known[computation.name]
     last, end = _last_uses(module, computation), len(computation.instructions)
-    dying: dict[int, list[Instruction]] = {}
-    for i in computation.instructions:
-        if _makes(module, i) and not (computation.is_entry and last[i.name] == end):
-            dying.setdefault(last[i.name], []).append(i)
+    dying: dict[int, list[Instruction]] = defaultdict(list)
     now, best, alive, at_best = 0, 0, dict[str, Instruction](), list[Instruction]()
     for i in computation.instructions:
         if _makes(module, i) and not (computation.is_entry and last[i.name] == end):
+            dying[last[i.name]].append(i)
             alive[i.name] = i
             now += own_bytes(i)
-        inner_bytes, inner = 0, list[Instruction]()
-        for role in _ENTERED.get(i.opcode, ()):
-            for name in i.called.get(role, ()):
-                found = _peak(module, module.computations[name], known)
-                if found[0] > inner_bytes:
-                    inner_bytes, inner = found
-        needed = now + inner_bytes - _reused(i, dying.get(i.index, ()))
+        entered = (name for role in _ENTERED.get(i.opcode, ()) for name in i.called.get(role, ()))
+        peaks = (_peak(module, module.computations[name], known) for name in entered)
+        inner_bytes, inner = max(peaks, key=lambda peak: peak[0], default=(0, []))
+        needed = now + inner_bytes - _reused(i, dying[i.index])
         if needed > best:
             best, at_best = needed, [*alive.values(), *inner]
-        for j in dying.get(i.index, ()):
-            if j.name in alive:
-                del alive[j.name]
-                now -= own_bytes(j)
+        for j in dying[i.index]:
+            del alive[j.name]
+            now -= own_bytes(j)
     known[computation.name] = best, at_best
     return known[computation.name]
 
 
 def _reused(i: Instruction, dying: Iterable[Instruction]) -> int:
     """Returns the bytes of a dead operand that the result overwrites, element by element."""
-    if i.opcode in (
-        "dot",
-        "convolution",
-        "reduce",
-        "transpose",
-        "gather",
-        "scatter",
-        "sort",
-        "custom-call",
-        "while",
-        "conditional",
-    ):
-        return 0
-    if i.opcode == "fusion" and i.attribute("kind") not in ("kLoop", None):
+    if i.opcode in _NOT_IN_PLACE or (i.opcode == "fusion" and i.attribute("kind") not in ("kLoop", None)):
         return 0
     own = own_bytes(i)
     return own if any(j.name in i.operands and own_bytes(j) == own for j in dying) else 0
@@ -122,34 +106,24 @@ def _reused(i: Instruction, dying: Iterable[Instruction]) -> int:
 
 def _makes(module: Module, i: Instruction) -> bool:
     """Returns whether an instruction allocates its result, and does not only rename or update its operand."""
-    if i.opcode in _FREE or i.opcode in _RENAMES:
-        return False
-    return not (i.opcode == "fusion" and _updates_in_place(module, i))
+    return i.opcode not in _FREE and i.opcode not in _RENAMES and not _updates_in_place(module, i)
 
 
 def _updates_in_place(module: Module, i: Instruction) -> bool:
-    names = i.called.get("calls", ())
-    if not names:
+    if i.opcode != "fusion":
         return False
-    root = module.computations[names[0]].root
-    while root.opcode in ("bitcast", "copy", "convert") and root.operands:
-        below = module.computations[names[0]].operand(root)
-        if below is None:
-            break
-        root = below
-    return root.opcode == "dynamic-update-slice"
+    fused = module.fused(i)
+    return fused.behind(fused.root, ("bitcast", "copy", "convert")).opcode == "dynamic-update-slice"
 
 
 def _last_uses(module: Module, computation: Computation) -> dict[str, int]:
     """Returns name -> position of the last instruction that needs the buffer, through renames; the root's live to the
     end."""
-    end = len(computation.instructions)
     last = {i.name: i.index for i in computation.instructions}
-    last[computation.root.name] = end
+    last[computation.root.name] = len(computation.instructions)
     for i in reversed(computation.instructions):
         renames = not _makes(module, i) and i.opcode not in _FREE
-        needed = last[i.name] if renames or i.name == computation.root.name else i.index
         for operand in i.operands:
             if operand in last:
-                last[operand] = max(last[operand], needed if renames else i.index)
+                last[operand] = max(last[operand], last[i.name] if renames else i.index)
     return last

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from spmdkit.plan.hlo.text import Computation, Instruction, Module
+from spmdkit.plan.hlo.text import SAME, Computation, Instruction, Module
 
-_SAME = ("copy", "bitcast", "convert", "reshape", "copy-done", "copy-start", "opt-barrier", "optimization-barrier")
+_SAME = (*SAME, "opt-barrier", "optimization-barrier")
 _CALLS = {
     "fusion": "calls",
     "call": "to_apply",
@@ -44,11 +44,19 @@ class Visit(NamedTuple):
     """
 
     instruction: Instruction
-    runs: int | None
-    known_runs: int
-    loops: tuple[Instruction, ...]
-    branches: tuple[tuple[Instruction, int], ...]
-    site: Site | None
+    runs: int | None = 1
+    known_runs: int = 1
+    loops: tuple[Instruction, ...] = ()
+    branches: tuple[tuple[Instruction, int], ...] = ()
+    site: Site | None = None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether it runs inside a fusion."""
+        site = self.site
+        while site is not None and site.caller.opcode != "fusion":
+            site = site.outer
+        return site is not None
 
 
 def walk(module: Module, scans: Mapping[str, int] | None = None) -> Iterator[Visit]:
@@ -62,33 +70,29 @@ def walk(module: Module, scans: Mapping[str, int] | None = None) -> Iterator[Vis
     """
     scans = scans or {}
 
-    def visit(
-        computation: Computation,
-        runs: int | None,
-        known: int,
-        loops: tuple[Instruction, ...],
-        branches: tuple[tuple[Instruction, int], ...],
-        site: Site | None,
-    ) -> Iterator[Visit]:
+    def visit(computation: Computation, around: Visit) -> Iterator[Visit]:
         for i in computation.instructions:
-            yield Visit(i, runs, known, loops, branches, site)
-            inner = Site(i, site)
+            here = around._replace(instruction=i)
+            yield here
+            inside = here._replace(site=Site(i, here.site))
             if i.opcode == "while":
-                trips = trip_count(module, i, site, scans)
+                trips = trip_count(module, i, here.site, scans)
                 for role, extra in (("body", 0), ("condition", 1)):
-                    times = None if trips is None or runs is None else runs * (trips + extra)
-                    certain = known * (1 if trips is None else trips + extra)
+                    runs = None if trips is None or here.runs is None else here.runs * (trips + extra)
+                    known = here.known_runs * (1 if trips is None else trips + extra)
+                    of_loop = inside._replace(runs=runs, known_runs=known, loops=(*here.loops, i))
                     for name in i.called.get(role, ()):
-                        yield from visit(module.computations[name], times, certain, (*loops, i), branches, inner)
+                        yield from visit(module.computations[name], of_loop)
             elif i.opcode == "conditional":
                 for number, name in enumerate(i.called.get("branch_computations", ())):
-                    yield from visit(module.computations[name], runs, known, loops, (*branches, (i, number)), inner)
+                    branches = (*here.branches, (i, number))
+                    yield from visit(module.computations[name], inside._replace(branches=branches))
             elif i.opcode in _CALLS:
                 for name in i.called.get(_CALLS[i.opcode], ()):
                     if name in module.computations:
-                        yield from visit(module.computations[name], runs, known, loops, branches, inner)
+                        yield from visit(module.computations[name], inside)
 
-    yield from visit(module.entry, 1, 1, (), (), None)
+    yield from visit(module.entry, Visit(module.entry.root))
 
 
 # ---- trip counts -----------------------------------------------------------------------------------------------------
@@ -115,18 +119,17 @@ class _Affine(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where an instruction is read: inside a called computation, parameters are the caller's operands."""
+    """Where an instruction is read: inside a called computation, parameters are the operands of `caller` in `outer`."""
 
     computation: Computation
-    loop: Instruction | None
-    caller: Instruction | None
-    outer: _Place | None
+    loop: Instruction | None = None
+    caller: Instruction | None = None
+    outer: _Place | None = None
 
 
 def _from_condition(module: Module, loop: Instruction, site: Site | None) -> int | None:
-    condition = module.computations[loop.called["condition"][0]]
-    inside = _Place(condition, loop, None, None)
-    found = _comparison(module, condition.root, inside)
+    condition, body = (module.computations[loop.called[role][0]] for role in ("condition", "body"))
+    found = _comparison(module, condition.root, _Place(condition, loop))
     if found is None:
         return None
     left, right, direction = found
@@ -137,8 +140,7 @@ def _from_condition(module: Module, loop: Instruction, site: Site | None) -> int
         return None
     bound = _entry_value(module, loop, site, right)
     start = _entry_value(module, loop, site, _Affine(left.element, 0), invariant=False)
-    body = module.computations[loop.called["body"][0]]
-    after = _element(module, body.root, left.element, _Place(body, loop, None, None), 0)
+    after = _value(module, body.root, left.element, _Place(body, loop))
     if bound is None or start is None or after is None or after.element != left.element:
         return None
     return _count(start + left.offset, bound, after.offset, direction)
@@ -149,11 +151,8 @@ def _count(start: int, bound: int, stride: int, direction: str) -> int | None:
         start, bound, stride = -start, -bound, -stride
         direction = {"GT": "LT", "GE": "LE"}[direction]
     if direction == "NE":
-        return (
-            (bound - start) // stride
-            if stride and (bound - start) % stride == 0 and (bound - start) // stride >= 0
-            else None
-        )
+        exact = stride and (bound - start) % stride == 0 and (bound - start) // stride >= 0
+        return (bound - start) // stride if exact else None
     if direction not in ("LT", "LE"):
         return None
     bound += direction == "LE"
@@ -162,84 +161,64 @@ def _count(start: int, bound: int, stride: int, direction: str) -> int | None:
     return -((start - bound) // stride) if stride > 0 else None
 
 
-def _comparison(module: Module, i: Instruction, place: _Place) -> tuple[_Affine, _Affine, str] | None:
+def _comparison(module: Module, i: Instruction | None, place: _Place) -> tuple[_Affine, _Affine, str] | None:
     """Returns (left, right, direction) where an instruction is one comparison of integers."""
+    if i is None:
+        return None
     if i.opcode == "compare":
-        left, right = (_operand(module, i, n, place, 0) for n in (0, 1))
+        left, right = (_value(module, place.computation.operand(i, n), None, place) for n in (0, 1))
         direction = i.attribute("direction")
         return None if left is None or right is None or direction is None else (left, right, direction)
-    if i.opcode in _CALLS and (names := i.called.get(_CALLS[i.opcode])):
-        inner = module.computations[names[0]]
+    if inner := _called(module, i):
         return _comparison(module, inner.root, _Place(inner, None, i, place))
-    if i.opcode in _SAME and (source := place.computation.operand(i)):
-        return _comparison(module, source, place)
-    return None
+    return _comparison(module, place.computation.operand(i), place) if i.opcode in _SAME else None
 
 
-def _operand(module: Module, i: Instruction, index: int, place: _Place, depth: int) -> _Affine | None:
-    source = place.computation.operand(i, index)
-    return None if source is None else _value(module, source, place, depth + 1)
+def _called(module: Module, i: Instruction) -> Computation | None:
+    names = i.called.get(_CALLS.get(i.opcode, ""))
+    return module.computations[names[0]] if names else None
 
 
-def _value(module: Module, i: Instruction, place: _Place, depth: int) -> _Affine | None:
-    """Returns a scalar integer as an element of the loop's carry plus a constant, or None."""
-    if depth > _DEPTH:
+def _value(
+    module: Module, i: Instruction | None, index: int | None, place: _Place, depth: int = _DEPTH
+) -> _Affine | None:
+    """Returns a scalar integer, or element `index` of a tuple, as an element of the loop's carry plus a constant."""
+    if i is None or not depth:
         return None
-    if i.opcode == "constant":
-        text = i.text.strip()
-        return _Affine(None, int(text)) if text.lstrip("-").isdigit() else None
+    operand = lambda n, index: _value(module, place.computation.operand(i, n), index, place, depth - 1)
     if i.opcode in _SAME:
-        return _operand(module, i, 0, place, depth)
-    if i.opcode in ("add", "subtract"):
-        left, right = (_operand(module, i, n, place, depth) for n in (0, 1))
-        if left is None or right is None or (left.element is not None and right.element is not None):
-            return None
-        if i.opcode == "subtract":
-            return None if right.element is not None else _Affine(left.element, left.offset - right.offset)
-        element = left.element if left.element is not None else right.element
-        return _Affine(element, left.offset + right.offset)
-    if i.opcode == "parameter":
-        if place.caller is None or place.outer is None:
-            return None
-        return _operand(module, place.caller, int(i.text), place.outer, depth)
-    if i.opcode == "get-tuple-element":
-        source = place.computation.operand(i)
-        return None if source is None else _element(module, source, int(i.attribute("index") or 0), place, depth + 1)
-    if i.opcode in _CALLS and (names := i.called.get(_CALLS[i.opcode])):
-        inner = module.computations[names[0]]
-        return _value(module, inner.root, _Place(inner, None, i, place), depth + 1)
-    return None
-
-
-def _element(module: Module, i: Instruction, index: int, place: _Place, depth: int) -> _Affine | None:
-    """Returns element `index` of an instruction with a tuple as its result."""
-    if depth > _DEPTH:
-        return None
-    if i.opcode == "tuple":
-        return _operand(module, i, index, place, depth)
+        return operand(0, index)
     if i.opcode == "parameter":
         if place.loop is not None:
-            return _Affine(index, 0)
+            return None if index is None else _Affine(index, 0)
         if place.caller is None or place.outer is None:
             return None
         source = place.outer.computation.operand(place.caller, int(i.text))
-        return None if source is None else _element(module, source, index, place.outer, depth + 1)
-    if i.opcode in _SAME:
-        source = place.computation.operand(i)
-        return None if source is None else _element(module, source, index, place, depth + 1)
-    if i.opcode in _CALLS and (names := i.called.get(_CALLS[i.opcode])):
-        inner = module.computations[names[0]]
-        return _element(module, inner.root, index, _Place(inner, None, i, place), depth + 1)
-    if i.opcode == "while" and _keeps(module, i, index):
-        source = place.computation.operand(i)
-        return None if source is None else _element(module, source, index, place, depth + 1)
-    return None
+        return _value(module, source, index, place.outer, depth - 1)
+    if inner := _called(module, i):
+        return _value(module, inner.root, index, _Place(inner, None, i, place), depth - 1)
+    if index is not None:
+        if i.opcode == "tuple":
+            return operand(index, None)
+        return operand(0, index) if i.opcode == "while" and _keeps(module, i, index) else None
+    if i.opcode == "constant":
+        text = i.text.strip()
+        return _Affine(None, int(text)) if text.lstrip("-").isdigit() else None
+    if i.opcode == "get-tuple-element":
+        return operand(0, int(i.attribute("index") or 0))
+    if i.opcode not in ("add", "subtract"):
+        return None
+    left, right = operand(0, None), operand(1, None)
+    if left is None or right is None or (right.element is not None and (left.element is not None or i.opcode != "add")):
+        return None
+    sign = 1 if i.opcode == "add" else -1
+    return _Affine(right.element if left.element is None else left.element, left.offset + sign * right.offset)
 
 
 def _keeps(module: Module, loop: Instruction, index: int) -> bool:
     """Returns whether a loop hands an element of its carry through unchanged."""
     body = module.computations[loop.called["body"][0]]
-    return _element(module, body.root, index, _Place(body, loop, None, None), 0) == _Affine(index, 0)
+    return _value(module, body.root, index, _Place(body, loop)) == _Affine(index, 0)
 
 
 def _entry_value(
@@ -250,19 +229,12 @@ def _entry_value(
         return value.offset
     if invariant and not _keeps(module, loop, value.element):
         return None
-    around = module.computations[loop.computation]
-    caller = None if site is None else site.caller
-    if caller is not None and caller.opcode == "while":
-        place = _Place(around, caller, None, None)
-    else:
-        place = _Place(around, None, None, None)
-    source = around.operand(loop)
-    first = None if source is None else _element(module, source, value.element, place, 0)
+    around = module.around(loop)
+    outer = site.caller if site is not None and site.caller.opcode == "while" else None
+    first = _value(module, around.operand(loop), value.element, _Place(around, outer))
     if first is None:
         return None
-    if first.element is None:
-        return first.offset + value.offset
-    if caller is None or caller.opcode != "while":
-        return None
-    outer = _entry_value(module, caller, site.outer if site else None, first)
-    return None if outer is None else outer + value.offset
+    if outer is None or site is None:
+        return first.offset + value.offset if first.element is None else None
+    start = _entry_value(module, outer, site.outer, first)
+    return None if start is None else start + value.offset

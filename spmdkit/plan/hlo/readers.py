@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from spmdkit.plan.hlo.text import Instruction, Module
-
-SAME = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "transpose")
-"""Operations that hand an array on, in another form."""
+from spmdkit.plan.hlo.text import SAME, Instruction, Module
 
 
 def only_parts_read(module: Module, i: Instruction, group_size: int) -> bool:
     """Returns whether every large array of a result is read only in parts, one in `group_size`, directly or inside
     fusions."""
-    computation = module.computations[i.computation]
     large = max((shape.size for shape in i.shapes), default=0)
     if large < group_size:
         return False
-    arrays = [i] if len(i.shapes) == 1 else [u for u in computation.users[i.name] if u.opcode == "get-tuple-element"]
+    users = module.around(i).users[i.name]
+    arrays = [i] if len(i.shapes) == 1 else [u for u in users if u.opcode == "get-tuple-element"]
     arrays = [a for a in arrays if a.shapes[0].size * 4 >= large]
     return bool(arrays) and all(all_readers(module, a, _takes_part(a.shapes[0].size, group_size), 8) for a in arrays)
 
@@ -37,14 +34,14 @@ def all_readers(module: Module, i: Instruction, wanted: Callable[[Instruction], 
 
     A result that leaves its computation has no reader, and readers more than `steps` away are not searched: False.
     """
-    users = module.computations[i.computation].users[i.name]
+    users = module.around(i).users[i.name]
     if not users or not steps or i.is_root:
         return False
     for user in users:
         if user.opcode == "fusion":
-            inner = module.computations[user.called["calls"][0]]
             numbers = [n for n, name in enumerate(user.operands) if name == i.name]
-            handed_on = [p for p in inner.instructions if p.opcode == "parameter" and int(p.text) in numbers]
+            parameters = (p for p in module.fused(user).instructions if p.opcode == "parameter")
+            handed_on = [p for p in parameters if int(p.text) in numbers]
         elif (found := wanted(user)) is None:
             handed_on = [user]
         elif found:
@@ -58,14 +55,10 @@ def all_readers(module: Module, i: Instruction, wanted: Callable[[Instruction], 
 
 def is_padded_shard(module: Module, i: Instruction, group_size: int) -> bool:
     """Returns whether an array is zeros with one part in `group_size` put in."""
-    computation = module.computations[i.computation]
-    steps = 0
-    while i.opcode in SAME and steps < 16 and (source := computation.operand(i)):
-        i, steps = source, steps + 1
-    root, base_of = i, computation
-    if i.opcode == "fusion":
-        base_of = module.computations[i.called["calls"][0]]
-        root = base_of.root
+    computation = module.around(i)
+    i = computation.behind(i, SAME)
+    base_of = module.fused(i) if i.opcode == "fusion" else computation
+    root = base_of.root if i.opcode == "fusion" else i
     if root.opcode != "dynamic-update-slice":
         return False
     base, update = base_of.operand(root, 0), base_of.operand(root, 1)

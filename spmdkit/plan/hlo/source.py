@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from spmdkit.plan.hlo.text import Frame, Instruction, Module
@@ -22,13 +24,8 @@ def source_of(module: Module, instruction: Instruction) -> str | None:
     spmdkit's, as `spmdkit/communication/reducers/sum.py:17`. Where XLA made the instruction, the nearest one that feeds
     it or reads it speaks.
     """
-    return line_of(stack_of(module, instruction))
-
-
-def stack_of(module: Module, instruction: Instruction) -> tuple[Frame, ...]:
-    """Returns the frames of an instruction, innermost first, or of the nearest one that has any."""
     near = _nearest(module, instruction, lambda i: bool(module.frames(i)))
-    return () if near is None else module.frames(near)
+    return None if near is None else line_of(module.frames(near))
 
 
 def op_name_of(module: Module, instruction: Instruction) -> str:
@@ -39,47 +36,34 @@ def op_name_of(module: Module, instruction: Instruction) -> str:
 
 def line_of(frames: tuple[Frame, ...]) -> str | None:
     """Returns the line to show for a stack (innermost first), or None for an empty one."""
-    inside = []
-    for frame in frames:
-        if frame.file.startswith(_PACKAGE) and frame.function.startswith(_STEP):
-            break
-        inside.append(frame)
-    ours = [f for f in inside if f.file.startswith(_PACKAGE)]
-    users = [f for f in inside if not f.file.startswith(_PACKAGE) and not any(part in f.file for part in _LIBRARIES)]
+    inside = list(itertools.takewhile(lambda f: not (_is_ours(f) and f.function.startswith(_STEP)), frames))
+    ours = [f for f in inside if _is_ours(f)]
+    users = [f for f in inside if not _is_ours(f) and not any(part in f.file for part in _LIBRARIES)]
     if len(inside) == len(frames) and ours and users:  # no step around it: what stands outside of spmdkit is the caller
-        last = max(i for i, f in enumerate(inside) if f.file.startswith(_PACKAGE))
+        last = max(i for i, f in enumerate(inside) if _is_ours(f))
         users = [f for f in users if inside.index(f) < last] or users
-    for frame in (*users, *ours, *inside):
-        file = frame.file
-        if file.startswith(_PACKAGE):
-            file = "spmdkit/" + file.removeprefix(_PACKAGE).replace(os.sep, "/")
-        return f"{file}:{frame.line}"
-    return None
+    frame = next(iter((*users, *ours, *inside)), None)
+    if frame is None or not _is_ours(frame):
+        return None if frame is None else f"{frame.file}:{frame.line}"
+    return f"spmdkit/{frame.file.removeprefix(_PACKAGE).replace(os.sep, '/')}:{frame.line}"
 
 
-def _nearest(module: Module, start: Instruction, good) -> Instruction | None:  # type: ignore[no-untyped-def]
-    """Returns the nearest instruction that is good: itself, what it calls, what feeds it, what reads it."""
+def _is_ours(frame: Frame) -> bool:
+    return frame.file.startswith(_PACKAGE)
+
+
+def _nearest(module: Module, start: Instruction, good: Callable[[Instruction], bool]) -> Instruction | None:
+    """Returns the nearest instruction that is good: itself, what feeds it, what reads it, with what these call."""
     if good(start):
         return start
-    computation = module.computations[start.computation]
-    for direction in ("operands", "users"):
+    computation = module.around(start)
+    for neighbours in (computation.operands, lambda i: computation.users[i.name]):
         layer, seen = [start], {start.name}
         for _ in range(_NEAR):
-            following = []
-            for i in layer:
-                near = (
-                    [computation.by_name[n] for n in i.operands if n in computation.by_name]
-                    if direction == "operands"
-                    else computation.users[i.name]
-                )
-                following += [j for j in near if j.name not in seen]
-                seen |= {j.name for j in near}
-            for j in following:
-                if good(j):
-                    return j
-                for name in j.called.get("calls", ()):
-                    inside = next((k for k in reversed(module.computations[name].instructions) if good(k)), None)
-                    if inside is not None:
-                        return inside
-            layer = following
+            layer = list({j.name: j for i in layer for j in neighbours(i) if j.name not in seen}.values())
+            seen |= {j.name for j in layer}
+            for j in layer:
+                fused = (k for name in j.calls for k in reversed(module.computations[name].instructions))
+                if (found := next((k for k in (j, *fused) if good(k)), None)) is not None:
+                    return found
     return None

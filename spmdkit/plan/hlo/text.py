@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-HOST_SPACE = 5
-"""The memory space that XLA prints as `S(5)`: the host's."""
+SAME = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "transpose")
+"""Operations that hand an array on, in another form."""
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "tf32": 32, "c64": 64, "c128": 128}
 _SHAPE = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{([^{}]*)\})?")
@@ -53,20 +54,19 @@ class Shape:
     def padded_bytes(self) -> int:
         """Bytes that the array takes in memory: a TPU pads the two minor dims to whole tiles, `T(8,128)`."""
         tile = re.search(r"T\(([\d,]+)\)", self.layout)
+        if tile is None:
+            return self.bytes
+        if not self.dims:
+            return max(self.bytes, 512)
         order = self.layout.split(":")[0]
-        if tile is None or not self.dims:
-            return self.bytes if self.dims or tile is None else max(self.bytes, 512)
-        lengths = [self.dims[int(i)] for i in order.split(",")] if order else list(self.dims[::-1])
+        lengths = [self.dims[int(i)] for i in order.split(",")] if order else self.dims[::-1]
         sizes = [int(n) for n in tile[1].split(",")][::-1]
-        for i, n in enumerate(sizes[: len(lengths)]):
-            lengths[i] = -(-lengths[i] // n) * n
-        for n in sizes[len(lengths) :]:
-            lengths.append(n)
-        return (math.prod(lengths) * bits(self.dtype) + 7) // 8
+        padded = (-(-length // n) * n for length, n in itertools.zip_longest(lengths, sizes, fillvalue=1))
+        return (math.prod(padded) * bits(self.dtype) + 7) // 8
 
     @property
     def space(self) -> int:
-        """Memory space: 0 is the device's main memory, on TPU 1 is on the chip, `HOST_SPACE` is the host."""
+        """Memory space: 0 is the device's main memory, on TPU 1 is on the chip, 5 is the host's."""
         found = re.search(r"S\((\d+)\)", self.layout)
         return int(found[1]) if found else 0
 
@@ -146,6 +146,11 @@ class Instruction:
             roles["branch_computations"] = roles.pop("true_computation") + roles.pop("false_computation")
         return roles
 
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """The computations of a fusion or an async start; empty for others."""
+        return self.called.get("calls", ())
+
 
 @dataclass(frozen=True, eq=False)
 class Computation:
@@ -178,6 +183,16 @@ class Computation:
     def operand(self, instruction: Instruction, index: int = 0) -> Instruction | None:
         """Returns the instruction that makes an operand, or None."""
         return self.by_name.get(instruction.operands[index]) if index < len(instruction.operands) else None
+
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        """Returns the instructions that make the operands."""
+        return [self.by_name[name] for name in instruction.operands if name in self.by_name]
+
+    def behind(self, instruction: Instruction, forms: Collection[str]) -> Instruction:
+        """Returns what an instruction makes its result of, behind operations that only give it another form."""
+        while instruction.opcode in forms and (source := self.operand(instruction)) is not None:
+            instruction = source
+        return instruction
 
 
 @dataclass(frozen=True)
@@ -218,6 +233,23 @@ class Module:
         """Yields every instruction once."""
         for computation in self.computations.values():
             yield from computation.instructions
+
+    def unfused(self) -> Iterator[Instruction]:
+        """Yields the instructions outside of fusions: those with a result in memory."""
+        inside = {name for i in self.instructions() if i.opcode in ("fusion", "async-start") for name in i.calls}
+        return (i for i in self.instructions() if i.computation not in inside)
+
+    def around(self, instruction: Instruction) -> Computation:
+        """Returns the computation of an instruction."""
+        return self.computations[instruction.computation]
+
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        """Returns the instructions that make the operands."""
+        return self.around(instruction).operands(instruction)
+
+    def fused(self, fusion: Instruction) -> Computation:
+        """Returns the computation of a fusion."""
+        return self.computations[fusion.calls[0]]
 
     def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
         """Returns the stack that made an instruction, innermost first; empty where XLA made it."""
@@ -304,14 +336,11 @@ def _stacks(tables: dict[str, list[str]]) -> dict[int, tuple[Frame, ...]]:
     locations, frames = rows("FileLocations"), rows("StackFrames")
     offset = 1 if any(row.get("parent_frame_id") == number for number, row in frames.items()) else 0
     found: dict[int, tuple[Frame, ...]] = {}
-    for number, row in frames.items():
-        at = locations[row["file_location_id"]]
-        frame = Frame(files[at["file_name_id"]], at["line"], functions[at["function_name_id"]])
-        stack, parent, seen = [frame], row.get("parent_frame_id", 0) - offset, {number}
-        while parent > 0 and parent in frames and parent not in seen:
-            seen.add(parent)
-            at = locations[frames[parent]["file_location_id"]]
-            stack.append(Frame(files[at["file_name_id"]], at["line"], functions[at["function_name_id"]]))
-            parent = frames[parent].get("parent_frame_id", 0) - offset
-        found[number] = tuple(stack)
+    for number in frames:
+        at, stack = number, dict[int, Frame]()
+        while at in frames and at not in stack:
+            place = locations[frames[at]["file_location_id"]]
+            stack[at] = Frame(files[place["file_name_id"]], place["line"], functions[place["function_name_id"]])
+            at = frames[at].get("parent_frame_id", 0) - offset
+        found[number] = tuple(stack.values())
     return found

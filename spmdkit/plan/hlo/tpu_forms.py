@@ -34,13 +34,8 @@ def is_spread(i: Instruction) -> bool:
 
 def is_continued(module: Module, i: Instruction) -> bool:
     """Returns whether a collective only goes on here: it has been started, and counted, in an earlier fusion."""
-    if not is_spread(i):
-        return False
-    return not any(_starts(other) for other in module.computations[i.computation].instructions)
-
-
-def _starts(i: Instruction) -> bool:
-    return i.opcode == "custom-call" and 'custom_call_target="AsyncCollectiveStart"' in i.attributes
+    starts = 'custom_call_target="AsyncCollectiveStart"'
+    return is_spread(i) and not any(starts in other.attributes for other in module.around(i).instructions)
 
 
 def between_slices(i: Instruction, num_devices: int) -> tuple[str, Groups] | None:
@@ -50,11 +45,9 @@ def between_slices(i: Instruction, num_devices: int) -> tuple[str, Groups] | Non
     transfer = re.search(r'_xla_megascale_transfer_type="(\w+)"', i.attributes)
     target = re.search(r'_xla_megascale_target="\{([\d,:]+)\}', i.attributes)
     num_slices = _number_of(target[1]) if target else 2
-    twins = np.arange(num_devices).reshape(num_slices, -1).T
+    peers = np.arange(num_devices).reshape(num_slices, -1).T.tolist()
     op = _TRANSFERS.get(transfer[1] if transfer else "", "collective_permute")
-    if op == "collective_permute":
-        return op, tuple((int(row[0]), int(row[1])) for row in twins)
-    return op, tuple(tuple(int(n) for n in row) for row in twins)
+    return op, tuple(tuple(row[:2] if op == "collective_permute" else row) for row in peers)
 
 
 def _number_of(ids: str) -> int:
