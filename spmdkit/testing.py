@@ -13,19 +13,14 @@ from collections import Counter
 
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.formatting import format_bytes, nearest
-from spmdkit.plan.attribution import leaves_of
-from spmdkit.plan.collectives_bill import OPS, Bill, read_bill
-from spmdkit.plan.hlo.text import parse
-from spmdkit.plan.jaxpr_lines import scan_lengths
+from spmdkit.plan.collectives_bill import OPS, Bill
+from spmdkit.plan.compiled_step import read_program
 from spmdkit.program.program import Program
 
 
 def bill_of(program: Program) -> Bill:
     """Returns the collectives of a program's compiled step."""
-    text = program.compiled.as_text()
-    assert text is not None, "this backend does not show its programs"
-    scans = scan_lengths(program.traced.jaxpr, program.traced.fun_name)
-    return read_bill(parse(text), program.sizes, leaves_of(program), scans)
+    return read_program(program).bill
 
 
 def assert_collectives(

@@ -121,6 +121,10 @@ class Chip:
         """Returns the peak FLOP/s of matrix products of a dtype; of float32 for an unknown one."""
         return self.flops_per_s.get(dtype, self.flops_per_s["float32"])
 
+    def products_s(self, by_dtype: Mapping[str, float]) -> float:
+        """Returns the seconds of matrix products, dtype -> FLOPs."""
+        return sum(flops / (self.peak(dtype) * self.reached.matmul) for dtype, flops in by_dtype.items())
+
 
 _TPU_REACHED = Reached(matmul=0.75, memory=0.85, link=0.85)
 _GPU_REACHED = Reached(matmul=0.65, memory=0.85, link=0.8)

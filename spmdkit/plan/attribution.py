@@ -4,16 +4,21 @@ Determined from, in this order: the innermost scope in its name (`spmdkit/reduce
 `spmdkit.step.trace_context`), the arrays (do they come from the parameters, are they all scalars), and the axes with
 the op. What nothing explains is `other`.
 
-| cause | rule | | ----- | ---- | | metrics | an all_reduce of scalars: losses, counts, norms | | gradient reduction |
-all_reduce of arrays shaped like parameters outside of the forward pass; or the scope of the reducers | | gradient
-scatter | reduce_scatter of such arrays (not over tensor), or over fsdp in the backward pass | | parameter gather |
-all_gather (or all_reduce in the forward pass) of what comes from a parameter | | update gather | all_gather outside of
-forward and backward: new parameters of ZeRO 1 and 2 | | context ring | collective_permute over context; or in the scope
-of ring attention | | context exchange | all_to_all or all_gather over context; or in the scope of attention by
-all_to_all | | expert dispatch | any over expert of what is no parameter; or in the scope of the mixture of experts | |
-pipeline transfer | any over pipeline of what is no parameter; or in the scope of the pipeline | | tensor activation |
-any over tensor of a non-parameter; or in the scope of a pair of products or of the vocabulary | | activation | any
-other over model axes in the forward or backward pass |
+| cause              | rule                                                                                     |
+| ------------------ | ---------------------------------------------------------------------------------------- |
+| metrics            | an all_reduce of scalars: losses, counts, norms                                          |
+| gradient reduction | all_reduce of arrays shaped like parameters outside of the forward pass; or the scope of |
+|                    | the reducers                                                                             |
+| gradient scatter   | reduce_scatter of such arrays (not over tensor), or over fsdp in the backward pass       |
+| parameter gather   | all_gather (or all_reduce in the forward pass) of what comes from a parameter            |
+| update gather      | all_gather outside of forward and backward: new parameters of ZeRO 1 and 2               |
+| context ring       | collective_permute over context; or in the scope of ring attention                       |
+| context exchange   | all_to_all or all_gather over context; or in the scope of attention by all_to_all        |
+| expert dispatch    | any over expert of what is no parameter; or in the scope of the mixture of experts       |
+| pipeline transfer  | any over pipeline of what is no parameter; or in the scope of the pipeline               |
+| tensor activation  | any over tensor of a non-parameter; or in the scope of a pair of products or of the      |
+|                    | vocabulary                                                                               |
+| activation         | any other over model axes in the forward or backward pass                                |
 """
 
 from __future__ import annotations
@@ -21,32 +26,24 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from spmdkit.mesh.mesh import spec_axes
 from spmdkit.plan.hlo.collectives import HloCollective
 from spmdkit.plan.hlo.loops import Visit
-from spmdkit.plan.hlo.text import Instruction, Module
+from spmdkit.plan.hlo.text import SAME, Computation, Instruction, Module
 from spmdkit.step import trace_context
 
 if TYPE_CHECKING:
     from spmdkit.program.program import Program
 
 CAUSES = (
-    "gradient reduction",
-    "agreement of groups",
-    "gradient scatter",
-    "parameter gather",
-    "update gather",
-    "context ring",
-    "context exchange",
-    "expert dispatch",
-    "pipeline transfer",
-    "tensor activation",
-    "activation",
-    "metrics",
-    "other",
-)
+    "gradient reduction", "agreement of groups", "gradient scatter", "parameter gather", "update gather",
+    "context ring", "context exchange", "expert dispatch", "pipeline transfer", "tensor activation", "activation",
+    "metrics", "other",
+)  # fmt: skip
+OF_DATA_PARALLELISM = frozenset({"gradient reduction", "gradient scatter", "parameter gather", "update gather"})
+"""Causes of data parallelism and ZeRO: what they send does not depend on the batch."""
 
 _OF_OPS = {
     trace_context.RING: ("context", "context ring"),
@@ -103,7 +100,7 @@ def strategy_of(module: Module, found: HloCollective, visit: Visit, leaves: Sequ
     for axis, cause in (_OF_OPS[s] for s in scopes if s in _OF_OPS):
         if axis in axes:
             return cause
-    if (op == "all_gather" or forward) and from_parameter(module, visit):
+    if (op == "all_gather" or forward) and ".params" in (origin_of(module, visit) or "").split("[")[0]:
         return "parameter gather"
     if op == "all_gather" and not forward and not backward and like_parameters:
         return "update gather"
@@ -149,15 +146,8 @@ def _like_parameters(found: HloCollective, leaves: Sequence[Leaf]) -> bool:
     return 2 * like > sum(s.bytes for s in found.shapes)
 
 
-def from_parameter(module: Module, visit: Visit) -> bool:
-    """Returns whether what a collective sends is a parameter of the state, moved or cast but not computed with."""
-    origin = origin_of(module, visit)
-    return origin is not None and ".params" in origin.split("[")[0]
-
-
 _MOVES = {
-    "copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "transpose", "dynamic-slice", "slice",
-    "get-tuple-element", "opt-barrier", "broadcast", "dynamic-update-slice", "pad",
+    *SAME, "dynamic-slice", "slice", "get-tuple-element", "opt-barrier", "broadcast", "dynamic-update-slice", "pad",
 }  # fmt: skip
 
 
@@ -165,45 +155,35 @@ def origin_of(module: Module, visit: Visit, steps: int = 80) -> str | None:
     """Returns the name of the program's argument (`state.params['w']`) that a collective's largest operand is, moved or
     cast but not computed with; None where it is computed.
     """
-    i, site, index = visit.instruction, visit.site, None
-    first = True
-    while steps:
-        steps -= 1
-        computation = module.computations[i.computation]
+    i: Instruction | None = visit.instruction
+    site, index = visit.site, None
+    for step in range(steps):
+        if i is None:
+            return None
+        computation = module.around(i)
         if i.opcode == "parameter":
             if site is None:
                 return i.op_name
             caller, site = site.caller, site.outer
             number = int(i.text) if caller.opcode in ("fusion", "call", "async-start") else 0
-            source = module.computations[caller.computation].operand(caller, number)
+            i = module.around(caller).operand(caller, number)
         elif i.opcode == "tuple" and index is not None:
-            source, index = computation.operand(i, index), None
-        elif i.opcode == "while":
-            source = computation.operand(i)
-        elif i.opcode == "get-tuple-element":
-            index = int(i.attribute("index") or 0)
-            source = computation.operand(i)
-        elif first or i.opcode in _MOVES or (i.opcode == "fusion" and _only_moves(module, i)):
-            source = _largest(computation, i)
+            i, index = computation.operand(i, index), None
+        elif i.opcode in ("while", "get-tuple-element"):
+            index = int(i.attribute("index") or 0) if i.opcode == "get-tuple-element" else index
+            i = computation.operand(i)
+        elif step == 0 or i.opcode in _MOVES or (i.opcode == "fusion" and _only_moves(module.fused(i))):
+            operands = computation.operands(i)
+            useful = [o for o in operands if o.opcode not in ("constant", "broadcast")] or operands
+            i = max(useful, key=lambda o: o.bytes, default=None)
         else:
             return None
-        first = False
-        if source is None:
-            return None
-        i = source
     return None
 
 
-def _largest(computation: Any, i: Instruction) -> Instruction | None:
-    operands = [computation.by_name[n] for n in i.operands if n in computation.by_name]
-    useful = [o for o in operands if o.opcode not in ("constant", "broadcast")] or operands
-    return max(useful, key=lambda o: o.bytes, default=None)
-
-
-def _only_moves(module: Module, i: Instruction) -> bool:
-    names = i.called.get("calls", ())
+def _only_moves(fused: Computation) -> bool:
     allowed = _MOVES | {"parameter", "constant", "tuple", "compare", "select", "add", "iota", "and", "clamp"}
-    return bool(names) and all(
+    return all(
         j.opcode in allowed and (j.opcode not in ("add", "select", "compare", "clamp") or j.bytes <= 8)
-        for j in module.computations[names[0]].instructions
+        for j in fused.instructions
     )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+import jax
+
+from spmdkit.foundation import plugins
 from spmdkit.plan.attribution import leaves_of
-from spmdkit.plan.collectives_bill import Bill, read_bill
-from spmdkit.plan.finding import Finding
-from spmdkit.plan.findings import CompiledStep, find_all
+from spmdkit.plan.collectives_bill import Bill, Collective, read_bill
+from spmdkit.plan.findings import SEVERITIES, Finding
 from spmdkit.plan.hlo.text import Module, parse
 from spmdkit.plan.jaxpr_lines import scan_lengths
 from spmdkit.plan.memory import Memory, read_memory
@@ -18,37 +21,67 @@ if TYPE_CHECKING:
     from spmdkit.plan.machine.target import Target
     from spmdkit.program.program import Program
 
+MIN_WIRE_BYTES = 2**16
+"""Bytes per step below which a collective is not worth a finding."""
+
 
 @dataclass(frozen=True)
-class StepAnalysis:
-    """A compiled step, read.
+class CompiledStep:
+    """A compiled step, read: what detectors look at.
 
     Attributes:
         module: the parsed text (`loops.walk(module, scans)` visits every instruction with its executions per step).
         bill: the collectives.
-        memory: of one device.
-        findings: most severe first.
+        target: None where the machine is not known: what depends on it is not looked for.
         scans: op_name -> length of the scans in the jaxpr, for loops without a trip count in the text.
     """
 
+    program: Program
     module: Module
     bill: Bill
-    memory: Memory
-    findings: tuple[Finding, ...]
-    scans: Mapping[str, int]
+    target: Target | None = None
+    scans: Mapping[str, int] = field(default_factory=dict)
+
+    @functools.cached_property
+    def memory(self) -> Memory:
+        """The memory of one device."""
+        return read_memory(self.program, self.module)
+
+    @functools.cached_property
+    def findings(self) -> tuple[Finding, ...]:
+        """What all detectors find, most severe first, each thing once."""
+        found = dict.fromkeys(finding for find in plugins.load_all("findings").values() for finding in find(self))
+        return tuple(sorted(found, key=lambda f: SEVERITIES.index(f.severity)))
+
+    @property
+    def jaxpr(self) -> Any:
+        """The closed jaxpr of the step."""
+        return self.program.traced.jaxpr
+
+    def config_line(self, key: str) -> str | None:
+        """Returns `configs/gpt.yaml:12`, the line of a key of the config; None where the config is not of a file."""
+        return self.program.config.where(key).rpartition(": ")[0] or None
+
+    def matters(self, collective: Collective) -> bool:
+        """Returns whether a collective is large in itself and within its program."""
+        return collective.bytes_at_least >= max(MIN_WIRE_BYTES, self.bill.bytes_at_least // 50)
 
 
-def read_program(program: Program, target: Target | None = None) -> StepAnalysis:
+def read_program(program: Program, target: Target | None = None) -> CompiledStep:
     """Returns what the compiled step of a program costs. Compiles it where that has not been done.
 
     Args:
         target: the machine; without it, findings about links and about the size of the batch are not looked for.
     """
-    text = program.compiled.as_text()
+    scans = scan_lengths(program.traced.jaxpr, program.traced.fun_name)
+    return read_compiled(program, program.compiled, scans, target)
+
+
+def read_compiled(
+    program: Program, compiled: jax.stages.Compiled, scans: Mapping[str, int], target: Target | None = None
+) -> CompiledStep:
+    """Returns the same of one of the compiled programs that a run calls."""
+    text = compiled.as_text()
     assert text is not None, "this backend does not show its programs"
     module = parse(text)
-    scans = scan_lengths(program.traced.jaxpr, program.traced.fun_name)
-    bill = read_bill(module, program.sizes, leaves_of(program), scans)
-    memory = read_memory(program, module)
-    found = find_all(CompiledStep(program, module, bill, memory, target, scans))
-    return StepAnalysis(module, bill, memory, found, scans)
+    return CompiledStep(program, module, read_bill(module, program.sizes, leaves_of(program), scans), target, scans)

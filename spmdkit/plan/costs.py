@@ -6,7 +6,6 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 from spmdkit.plan.flops import valid_pairs
 from spmdkit.plan.hlo.text import Computation, Instruction, Module
@@ -27,19 +26,14 @@ class Costs:
 
     def flops(self, i: Instruction) -> dict[tuple[str, int], float]:
         """Returns (dtype, passes) -> FLOPs of the products of an instruction, those of a fusion inside it."""
-        if i.opcode in ("dot", "convolution"):
-            computation = self._module.computations[i.computation]
-            operands = [computation.operand(i, n) for n in (0, 1)]
-            if any(o is None for o in operands):
-                return {}
-            found = _dot(i, operands) if i.opcode == "dot" else _convolution(i, operands)
-            return {(operands[0].shapes[0].dtype, _passes(i)): found}  # type: ignore[union-attr]
         if i.opcode == "fusion":
-            return self._fused(i.called["calls"][0])
+            return self._fused(i.calls[0])
+        operands = self._module.operands(i)
+        if i.opcode in ("dot", "convolution") and len(operands) == 2:
+            found = _dot(i, operands) if i.opcode == "dot" else _convolution(i, operands)
+            return {(operands[0].shapes[0].dtype, _passes(i)): found}
         if i.opcode == "custom-call" and (cost := _KERNEL_COST.search(i.attributes)):
-            computation = self._module.computations[i.computation]
-            made = [o for n in range(len(i.operands)) if (o := computation.operand(i, n)) is not None]
-            dtypes = [o.shapes[0].dtype for o in made if o.shapes and o.shapes[0].dtype in _FLOATS]
+            dtypes = [o.shapes[0].dtype for o in operands if o.shapes and o.shapes[0].dtype in _FLOATS]
             return {(dtypes[0] if dtypes else "f32", 1): float(cost[1])}
         return {}
 
@@ -54,33 +48,25 @@ class Costs:
 
     def bytes(self, i: Instruction) -> int:
         """Returns the bytes that an instruction moves between main memory and the chip."""
-        computation = self._module.computations[i.computation]
-        operands = [computation.operand(i, n) for n in range(len(i.operands))]
-        written = _in_memory(i)
+        operands, written = self._module.operands(i), _in_memory(i)
         if i.opcode in _SLICES:
             return 2 * written
         if i.opcode == "dynamic-update-slice":
-            return 2 * _in_memory(operands[1]) if len(operands) > 1 and operands[1] is not None else written
+            return 2 * _in_memory(operands[1]) if len(operands) > 1 else written
         if i.opcode == "fusion":
-            inner = self._module.computations[i.called["calls"][0]]
+            inner = self._module.fused(i)
             reads = self._reads(inner)
             total = min(written, _update_bytes(inner, inner.root, written))
-            for n, operand in enumerate(operands):
-                if operand is not None:
-                    total += min(_in_memory(operand), reads.get(n, 2**62))
-            return total
+            return total + sum(min(_in_memory(o), reads.get(n, 2**62)) for n, o in enumerate(operands))
         if i.opcode.endswith("-start"):  # (operand, result, context)
             return 2 * min((s.bytes for s in i.shapes[:2]), default=0)
-        return written + sum(_in_memory(operand) for operand in operands if operand is not None)
+        return written + sum(map(_in_memory, operands))
 
     def _reads(self, fused: Computation) -> dict[int, int]:
         """Returns number of a parameter -> bytes read of it, for those of which only slices are read."""
         if fused.name not in self._reads_of:
-            found: dict[int, int] = {}
-            for i in fused.instructions:
-                if i.opcode == "parameter" and (bytes_read := _slices_of(fused, i)) is not None:
-                    found[int(i.text)] = bytes_read
-            self._reads_of[fused.name] = found
+            read = {int(i.text): _slices_of(fused, i) for i in fused.instructions if i.opcode == "parameter"}
+            self._reads_of[fused.name] = {n: num for n, num in read.items() if num is not None}
         return self._reads_of[fused.name]
 
 
@@ -106,10 +92,8 @@ def _slices_of(fused: Computation, i: Instruction, depth: int = 0) -> int | None
 def _update_bytes(fused: Computation, root: Instruction, whole: int) -> int:
     """Returns the bytes that a fusion writes: of an update in place, the update; of several results, each one's."""
     if root.opcode == "tuple":
-        results = [fused.operand(root, n) for n in range(len(root.operands))]
-        return sum(_update_bytes(fused, result, _in_memory(result)) for result in results if result is not None)
-    while root.opcode in ("bitcast", "reshape") and (source := fused.operand(root)) is not None:
-        root = source
+        return sum(_update_bytes(fused, result, _in_memory(result)) for result in fused.operands(root))
+    root = fused.behind(root, ("bitcast", "reshape"))
     if root.opcode == "dynamic-update-slice" and (update := fused.operand(root, 1)) is not None:
         return update.bytes
     return whole
@@ -123,12 +107,12 @@ def _is_same(user: Instruction, of: Instruction) -> bool:
     return user.opcode in ("bitcast", "reshape")
 
 
-def _in_memory(i: Instruction | None) -> int:
+def _in_memory(i: Instruction) -> int:
     """Returns the bytes of a result in the device's main memory (on TPU, space 1 is on the chip)."""
-    return 0 if i is None else sum(s.padded_bytes for s in i.shapes if s.space == 0)
+    return sum(s.padded_bytes for s in i.shapes if s.space == 0)
 
 
-def _dot(i: Instruction, operands: Sequence[Any]) -> float:
+def _dot(i: Instruction, operands: Sequence[Instruction]) -> float:
     lhs = operands[0].shapes[0].dims
     contracted = [int(n) for n in (i.attribute("lhs_contracting_dims") or "").split(",") if n]
     return 2.0 * i.shapes[0].size * math.prod(lhs[n] for n in contracted)
@@ -140,7 +124,7 @@ def _passes(i: Instruction) -> int:
     return {"highest": 6, "high": 3}.get(found[1], 1) if found else 1
 
 
-def _convolution(i: Instruction, operands: Sequence[Any]) -> float:
+def _convolution(i: Instruction, operands: Sequence[Instruction]) -> float:
     """Returns 2 x multiply-adds of a convolution; the TPU compiler writes every product as one."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
     if labels is None:
@@ -148,9 +132,8 @@ def _convolution(i: Instruction, operands: Sequence[Any]) -> float:
     lhs, rhs, out = operands[0].shapes[0].dims, operands[1].shapes[0].dims, i.shapes[0].dims
     window = _window(i)
     pairs = 1.0
-    spatial = [c for c in labels[3] if c.isdigit()]
-    for c in spatial:
-        n = int(c)
+    for n in range(len(out) - 2):
+        c = str(n)
         pairs *= valid_pairs(
             size=lhs[labels[1].index(c)],
             window=rhs[labels[2].index(c)],

@@ -34,24 +34,25 @@ import jax
 from spmdkit.config import to_yaml
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.formatting import format_bytes
-from spmdkit.mesh import layout
-from spmdkit.mesh.chips import Chip
-from spmdkit.plan.attribution import leaves_of
 from spmdkit.plan.budget import exceeded
-from spmdkit.plan.collectives_bill import Bill, Collective, read_bill
-from spmdkit.plan.compiled_step import StepAnalysis, read_program
-from spmdkit.plan.finding import Finding
+from spmdkit.plan.collectives_bill import Bill, Collective
+from spmdkit.plan.compiled_step import CompiledStep, read_compiled, read_program
+from spmdkit.plan.findings import Finding
 from spmdkit.plan.flops import Arithmetic, count
-from spmdkit.plan.hlo.text import parse
 from spmdkit.plan.lower_bound import lower_bound_bytes
 from spmdkit.plan.machine.links import link_path_of
 from spmdkit.plan.machine.target import Target
-from spmdkit.plan.roofline import Time, predict_time
+from spmdkit.plan.memory import memory_without_program
+from spmdkit.plan.roofline import predict_time
 from spmdkit.program.memory import shard_bytes
 from spmdkit.program.program import Program
 
 Document = dict[str, Any]
 VERSION = 1
+_MEMORY = ("argument", "output", "alias", "temp", "code", "peak")
+_DOES_NOT_FIT = (
+    "More microbatches, remat: full, a larger fsdp or tensor axis, or offload: [optimizer]; --search tries them."
+)
 
 
 def plan_program(program: Program, target: Target, call_s: float = 0.0) -> Document:
@@ -68,72 +69,61 @@ def plan_program(program: Program, target: Target, call_s: float = 0.0) -> Docum
             f"the compiler of target {target.name} rejected the step: {str(error).splitlines()[0][:400]}. train would "
             "compile the same step. Try another mesh, or report it with the config."
         ) from error
-    if needed.refused:
-        return _without_program(program, target, arithmetic, model)
-    analysis = read_program(program, target)
-    devices = list(program.mesh.devices.flat)
-    time = predict_time(
-        target,
-        analysis.module,
-        analysis.bill,
-        devices,
-        scans=analysis.scans,
-        host_bytes=analysis.memory.host_bytes,
-        call_s=call_s,
-    )
-    return _document(program, target, arithmetic, model, analysis, time)
-
-
-def _document(
-    program: Program, target: Target, arithmetic: Arithmetic, model: Arithmetic, analysis: StepAnalysis, time: Time
-) -> Document:
-    bill, memory, limit, of_phases = (
-        analysis.bill,
-        analysis.memory,
-        target.memory_limit_bytes,
-        phases(program, analysis),
-    )
-    findings = [*analysis.findings]
-    devices = list(program.mesh.devices.flat)
-    if memory.peak_bytes > limit:
-        findings.insert(0, _does_not_fit(memory.peak_bytes, limit, target.chip))
+    analysis = None if needed.refused else read_program(program, target)
+    memory = memory_without_program(program) if analysis is None else analysis.memory
+    findings = [] if analysis is None else [*analysis.findings]
+    limit, chip = target.memory_limit_bytes, target.chip
+    # A v4 is refused for one core, which has half of the chip's memory.
+    fits = memory.peak_bytes <= limit and (analysis is not None or needed.temp_bytes > 0)
+    if not fits:
+        message = f"a step needs {format_bytes(memory.peak_bytes)} of a device, {chip.name} has {format_bytes(limit)}"
+        findings.insert(0, Finding("does-not-fit", message, None, _DOES_NOT_FIT, severity="error"))
     document = _head(program, target) | {
-        "fits": memory.peak_bytes <= limit,
+        "fits": fits,
         "memory": {
-            "argument_bytes": memory.argument_bytes,
-            "output_bytes": memory.output_bytes,
-            "alias_bytes": memory.alias_bytes,
-            "temp_bytes": memory.temp_bytes,
-            "code_bytes": memory.code_bytes,
-            "peak_bytes": memory.peak_bytes,
+            **{f"{name}_bytes": getattr(memory, f"{name}_bytes") for name in _MEMORY},
             "limit_bytes": limit,
             "host_bytes": memory.host_bytes,
             "parts": dict(memory.parts),
             "host_parts": dict(memory.host_parts),
             "live": [vars(buffer) for buffer in memory.live],
         },
-        "collectives": [
-            row.as_json() | _over(target, devices, row) | phase
-            for phase, of_phase in of_phases
-            for row in of_phase.rows
-        ],
-        "collective_bytes": bill.bytes,
+        "findings": [vars(finding) for finding in findings],
+        **_sent(program, target, analysis),
+        **_computed(program, target, arithmetic, model, analysis, call_s),
+        "layout": layout_rows(program),
+        "config": to_yaml(program.config, hide_secrets=True),
+        "source": str(program.config.source) if program.config.source else None,
+    }
+    budget = program.config.budget
+    document["budget"] = {
+        "allowed": {} if budget is None else budget.model_dump(exclude_none=True),
+        "exceeded": exceeded(budget, document),
+    }
+    return document
+
+
+def _sent(program: Program, target: Target, analysis: CompiledStep | None) -> Document:
+    """Returns the collectives and their sums; without a program nothing is known of them."""
+    of_phases = [] if analysis is None else phases(program, analysis)
+    bill = Bill((), program.sizes) if analysis is None else analysis.bill
+    devices = list(program.mesh.devices.flat)
+    rows = [(row, phase) for phase, of_phase in of_phases for row in of_phase.rows]
+    wire = {
+        "by_axes": {" x ".join(axes) or "all": num for axes, num in bill.by_axes().items()},
+        "by_cause": bill.by_cause(),
+        "least": lower_bound_bytes(program),
+    }
+    return {
+        "collectives": [row.as_json() | _over(target, devices, row) | phase for row, phase in rows],
+        "collective_bytes": None if analysis is None else bill.bytes,
         "collective_bytes_at_least": bill.bytes_at_least,
         "collectives_in_loops": bill.num_in_loops,
-        "wire": {
-            "by_axes": {" x ".join(axes) or "all": num for axes, num in bill.by_axes().items()},
-            "by_cause": bill.by_cause(),
-            "least": lower_bound_bytes(program),
-        }
-        | over_a_run(program, of_phases),
-        "findings": [finding.as_json() for finding in findings],
+        "wire": wire | (over_a_run(program, of_phases) if of_phases else {}),
     }
-    document |= _arithmetic(program, arithmetic, model, time.hlo_flops)
-    document |= _time(program, target, model, time)
-    return _close(document, program)
 
 
-def phases(program: Program, analysis: StepAnalysis) -> list[tuple[Document, Bill]]:
+def phases(program: Program, analysis: CompiledStep) -> list[tuple[Document, Bill]]:
     """Returns (phase, bill) of each program that a run calls; a single one has no phase.
 
     A phase is its name, `every`: the steps from one call to the next, and of one that takes the step's place at the
@@ -144,7 +134,7 @@ def phases(program: Program, analysis: StepAnalysis) -> list[tuple[Document, Bil
         until = {} if phase.until is None else {"until": phase.until}
         scans = analysis.scans if phase.in_place else {}
         of_phase = {"phase": phase.name, "every": phase.every} | until
-        others.append((of_phase, _bill_of(program, phase.compiled, scans)))
+        others.append((of_phase, read_compiled(program, phase.compiled, scans).bill))
     return [({"phase": "step", "every": 1}, analysis.bill), *others] if others else [({}, analysis.bill)]
 
 
@@ -167,64 +157,11 @@ def over_a_run(program: Program, of_phases: Sequence[tuple[Document, Bill]]) -> 
     }
 
 
-def _bill_of(program: Program, compiled: jax.stages.Compiled, scans: Mapping[str, int]) -> Bill:
-    text = compiled.as_text()
-    assert text is not None, "this backend does not show its programs"
-    return read_bill(parse(text), program.sizes, leaves_of(program), scans)
-
-
 def _over(target: Target, devices: Sequence[Any], row: Collective) -> Document:
     """Returns the link of a row of the bill, whether it leads between hosts or slices, and how long it is busy."""
     found = link_path_of(target, devices, row)
     seconds = found.seconds(row.bytes_at_least, row.op, row.group_size, (row.trip_count or 1) * row.count)
     return {"link": found.link, "crosses": found.crosses, "seconds": seconds, "async": row.is_async}
-
-
-def _without_program(program: Program, target: Target, arithmetic: Arithmetic, model: Arithmetic) -> Document:
-    """Returns the plan of a step that the compiler refused: its state is known from the layout, its temporaries from
-    the message."""
-    needed, inputs = program.step_bytes, program.held.device["inputs"]
-    peak, limit = needed.peak_bytes, target.memory_limit_bytes
-    fits = needed.temp_bytes > 0 and peak <= limit  # v4: refused for one core, which has half of the chip's memory
-    document = _head(program, target) | {
-        "fits": fits,
-        "memory": {
-            "argument_bytes": needed.argument_bytes,
-            "output_bytes": needed.output_bytes,
-            "alias_bytes": needed.alias_bytes,
-            "temp_bytes": needed.temp_bytes,
-            "code_bytes": 0,
-            "peak_bytes": peak,
-            "limit_bytes": limit,
-            "host_bytes": 0,
-            "parts": {
-                "state": needed.argument_bytes - inputs,
-                "inputs": inputs,
-                "gradients, activations and work space": needed.temp_bytes,
-            },
-            "host_parts": {},
-            "live": [],
-        },
-        "collectives": [],
-        "collective_bytes": None,
-        "collective_bytes_at_least": 0,
-        "collectives_in_loops": 0,
-        "wire": {"by_axes": {}, "by_cause": {}, "least": lower_bound_bytes(program)},
-        "findings": [] if fits else [_does_not_fit(peak, limit, target.chip).as_json()],
-        "predicted_step_s": None,
-        "time": None,
-    }
-    return _close(document | _arithmetic(program, arithmetic, model), program)
-
-
-def _does_not_fit(peak: int, limit: int, chip: Chip) -> Finding:
-    return Finding(
-        "error",
-        "does-not-fit",
-        f"a step needs {format_bytes(peak)} of a device, {chip.name} has {format_bytes(limit)}",
-        None,
-        "More microbatches, remat: full, a larger fsdp or tensor axis, or offload: [optimizer]; --search tries them.",
-    )
 
 
 def _head(program: Program, target: Target) -> Document:
@@ -244,48 +181,43 @@ def _head(program: Program, target: Target) -> Document:
     }
 
 
-def _close(document: Document, program: Program) -> Document:
-    document["layout"] = layout_rows(program)
-    document["config"] = to_yaml(program.config, hide_secrets=True)
-    document["source"] = str(program.config.source) if program.config.source else None
-    document["budget"] = {
-        "allowed": {} if program.config.budget is None else program.config.budget.model_dump(exclude_none=True),
-        "exceeded": exceeded(program.config.budget, document),
-    }
-    return document
-
-
-def _arithmetic(program: Program, arithmetic: Arithmetic, model: Arithmetic, compiled: float = 0.0) -> Document:
-    """Returns the counts of one device.
-
-    Args:
-        compiled: FLOPs of products in the compiled program; 0 where there is none, or no products in it: then the
-            step's share is used.
-    """
-    num = int(program.mesh.devices.size)
-    params = sum(x.size for x in jax.tree.leaves(program.abstract_state.params))
-    return {
-        "num_params": params,
-        "flops": compiled or arithmetic.flops / num,
+def _computed(
+    program: Program,
+    target: Target,
+    arithmetic: Arithmetic,
+    model: Arithmetic,
+    analysis: CompiledStep | None,
+    call_s: float,
+) -> Document:
+    """Returns the FLOPs and the time of one device. Without a program, or without products in it, the FLOPs are the
+    step's share."""
+    devices = list(program.mesh.devices.flat)
+    num = len(devices)
+    found = {
+        "num_params": sum(x.size for x in jax.tree.leaves(program.abstract_state.params)),
+        "flops": arithmetic.flops / num,
         "model_flops": model.flops / num,
         "flops_by_dtype": {dtype: flops / num for dtype, flops in arithmetic.by_dtype.items()},
         "elementwise_flops": arithmetic.elementwise / num,
     }
-
-
-def _time(program: Program, target: Target, model: Arithmetic, time: Time) -> Document:
+    if analysis is None:
+        return found | {"predicted_step_s": None, "time": None}
+    host_bytes = analysis.memory.host_bytes
+    time = predict_time(
+        target, analysis.module, analysis.bill, devices, scans=analysis.scans, host_bytes=host_bytes, call_s=call_s
+    )
     step_s = max(time.step_s, 1e-9)
     tokens = tokens_of_batch(program)
     dtype = max(model.by_dtype, key=lambda d: model.by_dtype[d], default="float32")
     peak = max(target.chip.peak(dtype), target.chip.peak("float32"))  # a CPU multiplies bfloat16 as float32
-    per_device = model.products / program.mesh.devices.size
-    return {
+    return found | {
+        "flops": time.hlo_flops or found["flops"],
         "predicted_step_s": step_s,
         "time": {
             "parts": time.parts(),
             "links": {name: vars(link) for name, link in time.links.items()},
             "bound": time.bound,
-            "mfu": per_device / (step_s * peak),
+            "mfu": model.products / num / (step_s * peak),
             "peak_flops_per_s": peak,
             "examples_per_s": program.config.batch_size / step_s,
             "tokens_per_s": tokens / step_s if tokens else None,
@@ -307,20 +239,19 @@ def tokens_of_batch(program: Program) -> int | None:
 
 def layout_rows(program: Program) -> list[Document]:
     """Returns where every leaf of the train state lives: global shape and bytes, the bytes of one device, and why."""
-    return [_row(program, leaf) for leaf in program.layout]
-
-
-def _row(program: Program, leaf: layout.LeafPlacement) -> Document:
-    return {
-        "path": leaf.path,
-        "shape": list(leaf.shape),
-        "dtype": str(leaf.dtype),
-        "spec": [list(d) if isinstance(d, tuple) else d for d in leaf.spec],
-        "memory_kind": leaf.memory_kind,
-        "bytes": leaf.num_bytes,
-        "device_bytes": shard_bytes(leaf.shape, leaf.dtype, leaf.sharding(program.mesh)),
-        "reason": leaf.reason,
-    }
+    return [
+        {
+            "path": leaf.path,
+            "shape": list(leaf.shape),
+            "dtype": str(leaf.dtype),
+            "spec": [list(d) if isinstance(d, tuple) else d for d in leaf.spec],
+            "memory_kind": leaf.memory_kind,
+            "bytes": leaf.num_bytes,
+            "device_bytes": shard_bytes(leaf.shape, leaf.dtype, leaf.sharding(program.mesh)),
+            "reason": leaf.reason,
+        }
+        for leaf in program.layout
+    ]
 
 
 def places(program: Program, target: Target, most: int = 1024) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@ batch."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,8 +15,8 @@ from spmdkit.plan.hlo.text import Frame
 _INSIDE = {"scan": "while/body/closed_call", "while": "while/body", "shard_map": "shard_map", "cond": "cond"}
 
 
-def paths(jaxpr: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yields (op_name without the operation's own, equation) for a jaxpr that was traced from a function called
+def paths(jaxpr: Any, name: str) -> Iterator[tuple[Any, str]]:
+    """Yields (equation, op_name without the operation's own) for a jaxpr that was traced from a function called
     `name`."""
 
     def enter(eqn: Any, prefix: str) -> tuple[str, str]:
@@ -25,8 +26,7 @@ def paths(jaxpr: Any, name: str) -> Iterator[tuple[str, Any]]:
         inside = f"jit({eqn.params['name']})" if primitive in ("jit", "pjit") else _INSIDE.get(primitive)
         return path, f"{path}/{inside}" if inside else path
 
-    for eqn, path in equations_within(jaxpr, f"jit({name})", enter):
-        yield path, eqn
+    return equations_within(jaxpr, f"jit({name})", enter)
 
 
 def scan_lengths(jaxpr: Any, name: str) -> dict[str, int]:
@@ -34,16 +34,16 @@ def scan_lengths(jaxpr: Any, name: str) -> dict[str, int]:
 
     A path that several loops share with different lengths, or with a loop of no fixed length, is left out.
     """
-    lengths: dict[str, set[int | None]] = {}
-    for path, eqn in paths(jaxpr, name):
+    lengths = defaultdict[str, set[Any]](set)
+    for eqn, path in paths(jaxpr, name):
         if eqn.primitive.name in ("scan", "while"):
-            lengths.setdefault(f"{path}/while", set()).add(eqn.params.get("length"))
-    return {path: n.pop() for path, n in lengths.items() if len(n) == 1 and None not in n}  # type: ignore[misc]
+            lengths[f"{path}/while"].add(eqn.params.get("length"))
+    return {path: n.pop() for path, n in lengths.items() if len(n) == 1 and None not in n}
 
 
 def lines_of(jaxpr: Any, name: str, op_name: str) -> list[str]:
     """Returns the user's lines of the equations that XLA shows as `op_name`."""
-    found = [line(eqn) for path, eqn in paths(jaxpr, name) if f"{path}/{eqn.primitive.name}" == op_name]
+    found = [line(eqn) for eqn, path in paths(jaxpr, name) if f"{path}/{eqn.primitive.name}" == op_name]
     return [at for at in dict.fromkeys(found) if at is not None]
 
 
@@ -72,45 +72,32 @@ def first_use(jaxpr: Any, var: Any) -> str | None:
     return None
 
 
-def depending(jaxpr: Any, inputs: Sequence[bool]) -> Iterator[tuple[Any, Any]]:
-    """Yields (equation, output) for every output outside of `shard_map` that depends on the marked inputs."""
-    yield from _depending(jaxpr, inputs)[1]
-
-
-def _depending(jaxpr: Any, inputs: Sequence[bool]) -> tuple[list[bool], list[tuple[Any, Any]]]:
-    marked = {id(v) for v, mark in zip(jaxpr.invars, inputs, strict=True) if mark}
+def depending(jaxpr: Any, inputs: Sequence[bool]) -> list[tuple[Any, Any]]:
+    """Returns (equation, output) for every output outside of `shard_map` that depends on the marked inputs. All that a
+    loop carries depends on them if anything in it does."""
     found: list[tuple[Any, Any]] = []
+    _depending(jaxpr, inputs, found)
+    return found
+
+
+def _depending(jaxpr: Any, inputs: Sequence[bool], found: list[tuple[Any, Any]]) -> list[bool]:
+    """Adds to `found`, and returns which results depend on the marked inputs."""
+    marked = {id(v) for v, mark in zip(jaxpr.invars, inputs, strict=True) if mark}
     for eqn in jaxpr.eqns:
-        marks = [id(x) in marked for x in eqn.invars]
+        name, marks = eqn.primitive.name, [id(x) in marked for x in eqn.invars]
         if not any(marks):
             continue
         outs = [True] * len(eqn.outvars)
-        if eqn.primitive.name != "shard_map":
-            for body in inner(eqn):
-                offset = len(eqn.invars) - len(body.invars)
-                given = marks[offset:] if offset >= 0 else [True] * len(body.invars)
-                if eqn.primitive.name in ("scan", "while"):
-                    given = _through_carry(eqn, body, given)
-                results, below = _depending(body, given)
-                found += below
-                if len(results) == len(outs) and eqn.primitive.name not in ("while", "cond"):
-                    outs = results
-        for out, mark in zip(eqn.outvars, outs, strict=True):
-            if mark:
-                marked.add(id(out))
-                found.append((eqn, out))
-    return [id(v) in marked for v in jaxpr.outvars], found
-
-
-def _through_carry(eqn: Any, body: Any, given: list[bool]) -> list[bool]:
-    """Returns the marks of a loop body's inputs once what its carry picks up is in them."""
-    if eqn.primitive.name == "while":
-        return [True] * len(body.invars) if any(given) else given
-    first, length = compat.carried_inputs(eqn)
-    for _ in range(length + 1):
-        results, _ = _depending(body, given)
-        carried = [a or b for a, b in zip(given[first : first + length], results[:length], strict=True)]
-        if carried == given[first : first + length]:
-            break
-        given = [*given[:first], *carried, *given[first + length :]]
-    return given
+        for body in inner(eqn) if name != "shard_map" else ():
+            offset = len(eqn.invars) - len(body.invars)
+            given = marks[offset:] if offset >= 0 and name != "while" else [True] * len(body.invars)
+            if name == "scan":
+                first, length = compat.carried_inputs(eqn)
+                given[first : first + length] = [True] * length
+            results = _depending(body, given, found)
+            if len(results) == len(outs) and name not in ("while", "cond"):
+                outs = results
+        dependent = [out for out, mark in zip(eqn.outvars, outs, strict=True) if mark]
+        marked.update(map(id, dependent))
+        found += [(eqn, out) for out in dependent]
+    return [id(v) in marked for v in jaxpr.outvars]

@@ -9,43 +9,32 @@ to whole tiles, which is its own part.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit.plan.hlo.liveness import Buffer, live_at_peak
 from spmdkit.plan.hlo.text import Module
-from spmdkit.program.memory import shard_bytes
+from spmdkit.program.memory import StepBytes, shard_bytes
 
 if TYPE_CHECKING:
     from spmdkit.program.program import Program
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of one device (the same on each).
+@dataclass(frozen=True, kw_only=True)
+class Memory(StepBytes):
+    """Bytes of one device (the same on each), in parts.
 
     Attributes:
         parts: name -> bytes on the device; they add up to `peak_bytes`.
         host_parts: name -> bytes in the host's memory for this device.
-        argument_bytes: the state and the batch, as the compiler lays them out.
-        output_bytes: new arrays that come out.
-        alias_bytes: outputs that lie in a donated argument's place.
-        temp_bytes: gradients, activations and work space at their largest.
-        code_bytes: the program itself, where it lives in the device's memory.
-        peak_bytes: all that is allocated while the step runs.
         live: the largest buffers that are alive when most is, with their source lines.
     """
 
     parts: Mapping[str, int]
-    host_parts: Mapping[str, int]
-    argument_bytes: int
-    output_bytes: int
-    alias_bytes: int
-    temp_bytes: int
-    code_bytes: int
-    peak_bytes: int
+    host_parts: Mapping[str, int] = field(default_factory=dict)
     live: tuple[Buffer, ...] = ()
 
     @property
@@ -54,7 +43,7 @@ class Memory:
         return sum(self.host_parts.values())
 
 
-def read_memory(program: Program, module: Module, num_live: int = 12) -> Memory:
+def read_memory(program: Program, module: Module) -> Memory:
     """Returns the memory of a program's compiled step."""
     step, given = program.step_bytes, program.held
     gradients = min(_gradient_bytes(program), step.temp_bytes)
@@ -68,16 +57,19 @@ def read_memory(program: Program, module: Module, num_live: int = 12) -> Memory:
     }
     host = {**given.host, "temporaries": step.host_temp_bytes}
     return Memory(
+        **vars(step),
         parts={name: n for name, n in parts.items() if n},
         host_parts={name: n for name, n in host.items() if n},
-        argument_bytes=step.argument_bytes,
-        output_bytes=step.output_bytes,
-        alias_bytes=step.alias_bytes,
-        temp_bytes=step.temp_bytes,
-        code_bytes=step.code_bytes,
-        peak_bytes=step.peak_bytes,
-        live=live_at_peak(module, num_live),
+        live=live_at_peak(module),
     )
+
+
+def memory_without_program(program: Program) -> Memory:
+    """Returns the memory of a step that the compiler refused: its state is known from the layout, its temporaries from
+    the message."""
+    step, inputs = program.step_bytes, program.held.device["inputs"]
+    work = {"gradients, activations and work space": step.temp_bytes}
+    return Memory(**vars(step), parts={"state": step.argument_bytes - inputs, "inputs": inputs, **work})
 
 
 def _gradient_bytes(program: Program) -> int:
@@ -86,10 +78,8 @@ def _gradient_bytes(program: Program) -> int:
     if context.sharding.placements is None:
         return 0
     params = jax.tree.leaves(program.abstract_state.params)
-    specs = jax.tree.leaves(
-        context.sharding.placements.gradient, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec)
-    )
-    shardings = [jax.sharding.NamedSharding(program.mesh, spec) for spec in specs]
+    specs = jax.tree.leaves(context.sharding.placements.gradient, is_leaf=lambda x: isinstance(x, PartitionSpec))
     return sum(
-        shard_bytes(x.shape, context.options.reduce_dtype or x.dtype, s) for x, s in zip(params, shardings, strict=True)
+        shard_bytes(x.shape, context.options.reduce_dtype or x.dtype, NamedSharding(program.mesh, spec))
+        for x, spec in zip(params, specs, strict=True)
     )

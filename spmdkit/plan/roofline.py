@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spmdkit.mesh.chips import Chip
+from spmdkit.plan.attribution import OF_DATA_PARALLELISM
 from spmdkit.plan.collectives_bill import Bill, Collective
 from spmdkit.plan.costs import Costs
 from spmdkit.plan.hlo import loops
@@ -38,9 +39,6 @@ _COST_NOTHING = {
     "opt-barrier", "optimization-barrier", "partition-id", "replica-id", "copy-done", "slice-done", "dynamic-slice-done",  # noqa: E501
     "async-start", "async-done", "async-update", "call-start", "call-done", "iota", "add-dependency",
 }  # fmt: skip
-OVERLAPPED_ON_GPU = frozenset({"parameter gather", "gradient reduction", "gradient scatter", "update gather"})
-"""Causes that XLA's GPU scheduler hides behind arithmetic; the fake devices' program does not say which are started
-early."""
 
 
 @dataclass(frozen=True)
@@ -57,38 +55,35 @@ class Time:
     """Predicted time of one step.
 
     Attributes:
-        step_s: all of it.
-        arithmetic_s: instructions that the matrix unit bounds.
-        memory_s: instructions that main memory bounds.
-        launch_s: starting instructions.
-        host_s: state that comes from and goes to host memory.
+        seconds: `arithmetic`, `memory`: instructions that the matrix unit or main memory bounds; `launch`: starting
+            instructions; `host`: state that comes from and goes to host memory.
         links: `ici fsdp` -> seconds; the way and the mesh axes.
         hlo_flops: products that one device computes, all executions.
         memory_bytes: that one device reads and writes.
-        bound: what takes most of the step.
         guessed: loops of unknown length, which were taken to run once.
     """
 
-    step_s: float
-    arithmetic_s: float
-    memory_s: float
-    launch_s: float
-    host_s: float
+    seconds: Mapping[str, float]
     links: Mapping[str, LinkTime]
     hlo_flops: float
     memory_bytes: float
-    bound: str
     guessed: int = 0
 
     @property
-    def exposed_s(self) -> float:
-        """Seconds of collectives that nothing hides."""
-        return sum(link.exposed_s for link in self.links.values())
+    def step_s(self) -> float:
+        """All of it."""
+        return sum(self.seconds.values()) + sum(link.exposed_s for link in self.links.values())
+
+    @property
+    def bound(self) -> str:
+        """What takes most of the step."""
+        parts = {name.replace("host", "host memory"): s for name, s in self.seconds.items()}
+        parts |= {f"link {name}": link.exposed_s for name, link in self.links.items()}
+        return max(parts, key=lambda name: parts[name])
 
     def parts(self) -> dict[str, float]:
         """Returns part of the step -> seconds; they add up to the step."""
-        named = {"arithmetic": self.arithmetic_s, "memory": self.memory_s, "launch": self.launch_s, "host": self.host_s}
-        named |= {name: link.exposed_s for name, link in self.links.items()}
+        named = self.seconds | {name: link.exposed_s for name, link in self.links.items()}
         return {name: seconds for name, seconds in named.items() if seconds > 0}
 
 
@@ -109,8 +104,7 @@ class _Region:
     def add(self, chip: Chip, runs: int, flops: Mapping[tuple[str, int], float], num_bytes: int) -> None:
         """Adds an instruction that runs so many times: what bounds it, arithmetic or memory, and its start."""
         arithmetic_s = sum(
-            passes * f / (chip.peak(_DTYPES.get(dtype, dtype)) * chip.reached.matmul)
-            for (dtype, passes), f in flops.items()
+            chip.products_s({_DTYPES.get(dtype, dtype): passes * f}) for (dtype, passes), f in flops.items()
         )
         memory_s = chip.memory_s(num_bytes)
         if arithmetic_s > memory_s:
@@ -149,26 +143,13 @@ def predict_time(
     regions: dict[tuple[str, ...], _Region] = defaultdict(_Region)
     totals = _add_instructions(regions, target.chip, module, bill, scans)
     links = _add_links(regions, target, devices, bill)
-    host_s = 2 * host_bytes / target.chip.host_link.bytes_per_s
-    parts = {
+    seconds = {
         "arithmetic": sum(r.arithmetic_s for r in regions.values()),
         "memory": sum(r.memory_s for r in regions.values()),
         "launch": sum(r.launch_s for r in regions.values()) + call_s,
-        "host memory": host_s,
-        **{f"link {name}": link.exposed_s for name, link in links.items()},
+        "host": 2 * host_bytes / target.chip.host_link.bytes_per_s,
     }
-    return Time(
-        step_s=sum(parts.values()),
-        arithmetic_s=parts["arithmetic"],
-        memory_s=parts["memory"],
-        launch_s=parts["launch"],
-        host_s=host_s,
-        links=links,
-        hlo_flops=totals.flops,
-        memory_bytes=totals.bytes,
-        bound=max(parts, key=lambda name: parts[name]),
-        guessed=len(totals.guessed),
-    )
+    return Time(seconds, links, totals.flops, totals.bytes, len(totals.guessed))
 
 
 @dataclass
@@ -190,7 +171,7 @@ def _add_instructions(
         i = visit.instruction
         if visit.runs is None and visit.loops:
             totals.guessed.add(visit.loops[-1].name)
-        if i.opcode in _COST_NOTHING or i.name in on_wire or _inside_fusion(visit.site):
+        if i.opcode in _COST_NOTHING or i.name in on_wire or visit.is_fused:
             continue
         flops, num_bytes = costs.flops(i), costs.bytes(i)
         if flops or num_bytes:
@@ -209,7 +190,9 @@ def _add_links(
     sent: dict[str, int] = defaultdict(int)
     for c in bill.collectives:
         if c.counted:
-            name, seconds = _collective(target, devices, c)
+            link = link_path_of(target, devices, c)
+            name = f"{link.link} {' x '.join(c.axes) or 'all'}"
+            seconds = link.seconds(c.bytes_at_least, c.op, c.group_size, c.trip_count or 1)
             busy[name] += seconds
             sent[name] += c.bytes_at_least
             region = regions[c.loop_names]
@@ -221,19 +204,7 @@ def _add_links(
     return {name: LinkTime(busy[name], exposed[name], sent[name]) for name in sorted(busy, key=lambda n: -busy[n])}
 
 
-def _inside_fusion(site: loops.Site | None) -> bool:
-    while site is not None:
-        if site.caller.opcode == "fusion":
-            return True
-        site = site.outer
-    return False
-
-
 def _overlaps(target: Target, c: Collective) -> bool:
-    return c.is_async or (target.chip.kind == "gpu" and target.compiler == "cpu" and c.cause in OVERLAPPED_ON_GPU)
-
-
-def _collective(target: Target, devices: Sequence[Any], c: Collective) -> tuple[str, float]:
-    found = link_path_of(target, devices, c)
-    name = f"{found.link} {' x '.join(c.axes) or 'all'}"
-    return name, found.seconds(c.bytes_at_least, c.op, c.group_size, c.trip_count or 1)
+    """Returns whether arithmetic hides a collective. XLA's GPU scheduler hides those of data parallelism; the fake
+    devices' program does not show which are started early."""
+    return c.is_async or (target.chip.kind == "gpu" and target.compiler == "cpu" and c.cause in OF_DATA_PARALLELISM)

@@ -26,7 +26,7 @@ import optax
 
 import spmdkit as sk
 from spmdkit.plan.compiled_step import read_program
-from spmdkit.plan.finding import Finding
+from spmdkit.plan.findings import Finding
 from spmdkit.program.program import Program
 from tests.support.natural_runs import leaf_errors
 

@@ -7,12 +7,13 @@ are left alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from spmdkit.foundation.formatting import format_bytes
 from spmdkit.plan.collectives_bill import Collective
-from spmdkit.plan.finding import Finding
-from spmdkit.plan.findings import CompiledStep
+from spmdkit.plan.compiled_step import CompiledStep
+from spmdkit.plan.findings import Finding
 from spmdkit.plan.hlo.text import Shape
 
 
@@ -27,7 +28,6 @@ def find(step: CompiledStep) -> Iterator[Finding]:
             continue
         sent = "an unknown number of" if c.trip_count is None else f"{c.trip_count}"
         yield Finding(
-            "warning",
             "collective-in-accumulation-loop",
             (
                 f"{c.op} of gradients over {' x '.join(c.axes)} runs {sent} times a step inside a loop, "
@@ -45,17 +45,14 @@ def find(step: CompiledStep) -> Iterator[Finding]:
 def _times(step: CompiledStep, c: Collective, shape: Shape) -> int:
     """Returns how often a step reduces the same parameter, as far as its number of elements tells; 0 for other
     arrays."""
-    most = 0
-    for leaf in step.program.layout:
-        if not leaf.path.startswith("params") or shape.size < 2:
+    runs, parts = c.trip_count or 2, step.program.sizes["fsdp"]
+    found = [0]
+    for leaf in step.program.layout if shape.size > 1 else ():
+        full = math.prod(leaf.shape)
+        if not leaf.path.startswith("params"):
             continue
-        full = 1
-        for n in leaf.shape:
-            full *= n
-        runs = c.trip_count or 2
-        parts = step.program.sizes["fsdp"]
         if shape.size in (full, full // parts):
-            most = max(most, runs)
+            found.append(runs)
         elif len(leaf.shape) > 1 and shape.size in (full // leaf.shape[0], full // leaf.shape[0] // parts):
-            most = max(most, runs // leaf.shape[0])
-    return most
+            found.append(runs // leaf.shape[0])
+    return max(found)

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spmdkit.foundation.formatting import format_bytes
-from spmdkit.plan.finding import Finding
-from spmdkit.plan.findings import CompiledStep
+from spmdkit.plan.compiled_step import CompiledStep
+from spmdkit.plan.findings import Finding
 
 
 def find(step: CompiledStep) -> Iterator[Finding]:
@@ -30,7 +30,6 @@ def find(step: CompiledStep) -> Iterator[Finding]:
             continue
         largest = max(rows, key=lambda c: c.bytes_at_least)
         yield Finding(
-            "warning",
             "all-reduce-for-gather",
             (
                 f"the compiler sends {sum(c.count for c in rows)} all_reduce over {' x '.join(axes)} where a {meant} "

@@ -9,12 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-import numpy as np
-
 from spmdkit.foundation.formatting import format_bytes
-from spmdkit.plan.finding import Finding
-from spmdkit.plan.findings import CompiledStep
+from spmdkit.plan.compiled_step import CompiledStep
+from spmdkit.plan.findings import Finding
 from spmdkit.plan.hlo.source import source_of
+from spmdkit.program.memory import shard_bytes
 
 MIN_BYTES = 2**16
 
@@ -28,8 +27,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
     for number, leaf in enumerate(program.layout):
         if number in reused or leaf.memory_kind != "device":
             continue
-        shard = leaf.sharding(program.mesh).shard_shape(tuple(leaf.shape))
-        size = int(np.prod(shard, dtype=np.int64)) * getattr(leaf.dtype, "itemsize", 4)
+        size = shard_bytes(leaf.shape, leaf.dtype, leaf.sharding(program.mesh))
         made = module.entry.operand(root, number) if root.opcode == "tuple" else root
         if size >= MIN_BYTES:
             source = None if made is None else source_of(module, made)
@@ -37,7 +35,6 @@ def find(step: CompiledStep) -> Iterator[Finding]:
     for leaves in twice.values():
         total = sum(size for _, size, _ in leaves)
         yield Finding(
-            "warning",
             "donation-not-used",
             (
                 f"{leaves[0][0]}{f' and {len(leaves) - 1} more' if len(leaves) > 1 else ''} ({format_bytes(total)} of "

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spmdkit.foundation.formatting import format_bytes
-from spmdkit.plan.finding import Finding
-from spmdkit.plan.findings import CompiledStep
+from spmdkit.plan.compiled_step import CompiledStep
+from spmdkit.plan.findings import Finding
 from spmdkit.plan.hlo.source import source_of
 
 MIN_BYTES = 2**24
@@ -24,29 +24,17 @@ _NO_BUFFER = ("get-tuple-element", "tuple", "bitcast", "while", "constant")
 def find(step: CompiledStep) -> Iterator[Finding]:
     """Yields the arrays that waste most, one for each line."""
     module = step.module
-    inside = {
-        name
-        for i in module.instructions()
-        if i.opcode in ("fusion", "async-start")
-        for name in i.called.get("calls", ())
-    }
+    least = max(MIN_BYTES, step.memory.peak_bytes // 50)
     found: dict[str | None, tuple[int, Finding]] = {}
-    for i in module.instructions():
-        if (
-            i.computation in inside
-            or i.opcode in _NO_BUFFER
-            or (i.opcode == "parameter" and i.computation != module.entry.name)
-        ):
+    for i in module.unfused():
+        if i.opcode in _NO_BUFFER or (i.opcode == "parameter" and i.computation != module.entry.name):
             continue
         for shape in i.shapes:
             waste = shape.padded_bytes - shape.bytes
-            if shape.space or waste < max(MIN_BYTES, step.memory.peak_bytes // 50):
-                continue
-            if shape.padded_bytes < MIN_FACTOR * shape.bytes:
+            if shape.space or waste < least or shape.padded_bytes < MIN_FACTOR * shape.bytes:
                 continue
             source = source_of(module, i)
             finding = Finding(
-                "warning",
                 "padding-waste",
                 (
                     f"{shape} holds {format_bytes(shape.bytes)} and takes {format_bytes(shape.padded_bytes)} of each "

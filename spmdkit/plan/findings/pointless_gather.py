@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from spmdkit.foundation.formatting import format_bytes
 from spmdkit.plan.attribution import origin_of
 from spmdkit.plan.collectives_bill import Collective
-from spmdkit.plan.finding import Finding
-from spmdkit.plan.findings import CompiledStep
+from spmdkit.plan.compiled_step import CompiledStep
+from spmdkit.plan.findings import Finding
 from spmdkit.plan.hlo import loops
-from spmdkit.plan.hlo.readers import SAME
-from spmdkit.plan.hlo.text import Computation, Instruction, Module
+from spmdkit.plan.hlo.text import SAME, Computation, Instruction, Module
 
 
 def find(step: CompiledStep) -> Iterator[Finding]:
@@ -32,7 +31,6 @@ def find(step: CompiledStep) -> Iterator[Finding]:
         argument = origin_of(step.module, visit)
         if argument and "params" not in argument and "opt_state" not in argument:
             yield Finding(
-                "warning",
                 "gather-of-unsharded",
                 (
                     f"{argument.replace(chr(92), '')} is cut over {' x '.join(c.axes)} and gathered whole on every "
@@ -46,7 +44,6 @@ def find(step: CompiledStep) -> Iterator[Finding]:
             )
         elif _cut_from_whole(step.module, visit.instruction, c.group_size):
             yield Finding(
-                "warning",
                 "gather-of-unsharded",
                 (
                     f"{c.shapes[0]} is cut from an array that every device holds, and gathered again over "
@@ -59,45 +56,30 @@ def find(step: CompiledStep) -> Iterator[Finding]:
 
 def _cut_from_whole(module: Module, gather: Instruction, group_size: int) -> bool:
     """Returns whether a gather's operand is one part in `group_size`, cut at the device's own number."""
-    computation = module.computations[gather.computation]
-    i = computation.operand(gather)
-    steps = 0
-    while i is not None and i.opcode in SAME and steps < 16:
-        i, steps = computation.operand(i), steps + 1
-    if i is None:
+    computation = module.around(gather)
+    operands = computation.operands(gather)
+    if not operands:
         return False
-    cut, place = i, computation
-    if i.opcode == "fusion":
-        place = module.computations[i.called["calls"][0]]
-        cut = place.root
-        while cut.opcode in SAME and (below := place.operand(cut)):
-            cut = below
-    if cut.opcode != "dynamic-slice" or not cut.operands:
+    part = computation.behind(operands[0], SAME)
+    place = module.fused(part) if part.opcode == "fusion" else computation
+    cut = place.behind(place.root, SAME) if part.opcode == "fusion" else part
+    if cut.opcode != "dynamic-slice" or not (operands := place.operands(cut)):
         return False
-    whole = place.operand(cut)
-    if whole is None or whole.shapes[0].size != cut.shapes[0].size * group_size:
+    if operands[0].shapes[0].size != cut.shapes[0].size * group_size:
         return False  # above all: one layer's weights out of a stack, cut at the number of the layer
-    starts = [place.by_name[name] for name in cut.operands[1:] if name in place.by_name]
+    makers = _before(place, operands[1:])
     if place is not computation:
-        fused = [s.text for s in _before(place, starts) if s.opcode == "parameter"]
-        if any(s.opcode == "partition-id" for s in _before(place, starts)):
-            return True
-        starts = [operand for number in fused if (operand := computation.operand(i, int(number))) is not None]
-    makers = _before(computation, starts)
-    called = [c for maker in makers if maker.opcode == "fusion" for c in maker.called["calls"]]
-    return any(
-        maker.opcode == "partition-id"
-        for maker in (*makers, *(j for c in called for j in module.computations[c].instructions))
-    )
+        given = [computation.operand(part, int(maker.text)) for maker in makers if maker.opcode == "parameter"]
+        makers += _before(computation, [operand for operand in given if operand is not None])
+    inside = (j for maker in makers for name in maker.calls for j in module.computations[name].instructions)
+    return any(maker.opcode == "partition-id" for maker in (*makers, *inside))
 
 
 def _before(computation: Computation, ends: list[Instruction]) -> list[Instruction]:
     """Returns the instructions of a computation from which `ends` are computed, with them."""
-    found = {i.name: i for i in ends}
-    waiting = list(ends)
+    found, waiting = {i.name: i for i in ends}, list(ends)
     while waiting:
-        for name in waiting.pop().operands:
-            if name in computation.by_name and name not in found:
-                found[name] = computation.by_name[name]
-                waiting.append(found[name])
+        new = {i.name: i for i in computation.operands(waiting.pop()) if i.name not in found}
+        found |= new
+        waiting += new.values()
     return list(found.values())

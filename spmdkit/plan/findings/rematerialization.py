@@ -13,8 +13,8 @@ import re
 from collections.abc import Iterator
 
 from spmdkit.foundation.formatting import format_bytes
-from spmdkit.plan.finding import Finding
-from spmdkit.plan.findings import CompiledStep
+from spmdkit.plan.compiled_step import CompiledStep
+from spmdkit.plan.findings import Finding
 from spmdkit.plan.hlo.readers import only_parts_read
 from spmdkit.plan.hlo.source import line_of
 from spmdkit.plan.hlo.text import Frame, Shape
@@ -44,7 +44,6 @@ def find(step: CompiledStep) -> Iterator[Finding]:
         ways = f", from {shardings[1]} to {shardings[2]}" if shardings else ""
         what = f"an array of {format_bytes(size)}" if array else "an array"
         yield Finding(
-            "warning",
             "full-rematerialization",
             (
                 f"{what} is made whole on every device to be cut in another way (the partitioner's involuntary "
@@ -60,7 +59,6 @@ def find(step: CompiledStep) -> Iterator[Finding]:
         if only_parts_read(step.module, gather, c.group_size):
             seen.add(c.source)
             yield Finding(
-                "warning",
                 "full-rematerialization",
                 (
                     f"{', '.join(map(str, c.shapes[:1]))} is gathered over {' x '.join(c.axes)} "

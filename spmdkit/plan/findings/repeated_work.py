@@ -18,9 +18,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from spmdkit.mesh.mesh import BATCH_AXES
+from spmdkit.plan.compiled_step import CompiledStep
 from spmdkit.plan.costs import Costs
-from spmdkit.plan.finding import Finding
-from spmdkit.plan.findings import CompiledStep
+from spmdkit.plan.findings import Finding
 from spmdkit.plan.flops import products_by_line
 from spmdkit.plan.hlo import loops
 from spmdkit.plan.hlo.source import source_of
@@ -61,7 +61,6 @@ def find(step: CompiledStep) -> Iterator[Finding]:
     more = f", and so are those of {len(repeated) - 1} more lines" if len(repeated) > 1 else ""
     found = min(repeated[at] * num / requested[at], times * others)
     yield Finding(
-        "warning",
         "repeated-work",
         (
             f"the products of this line ({repeated[at]:.3g} FLOP a step on a device{more}) are computed {found:.3g} "

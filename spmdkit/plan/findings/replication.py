@@ -15,8 +15,8 @@ import jax
 
 from spmdkit.foundation.formatting import format_bytes
 from spmdkit.mesh.mesh import MODEL_AXES
-from spmdkit.plan.finding import Finding
-from spmdkit.plan.findings import CompiledStep
+from spmdkit.plan.compiled_step import CompiledStep
+from spmdkit.plan.findings import Finding
 from spmdkit.plan.hlo.source import source_of
 from spmdkit.plan.jaxpr_lines import depending, first_use, line
 
@@ -39,7 +39,6 @@ def _parameters(step: CompiledStep) -> Iterator[Finding]:
         if "rule" in leaf.reason or "metadata" in leaf.reason:
             continue
         yield Finding(
-            "warning",
             "silent-replication",
             (
                 f"{leaf.path} ({format_bytes(leaf.num_bytes)}) is whole on every device of {' x '.join(axes)}: "
@@ -60,18 +59,17 @@ def _activations(step: CompiledStep) -> Iterator[Finding]:
     bound = program.config.layout.replicate_above_bytes
     num_state = len(jax.tree.leaves(program.abstract_state))
     jaxpr = step.jaxpr.jaxpr
-    whole: dict[tuple[str, int], tuple[int, ...]] = {}
+    whole = set[tuple[str, int]]()
     for eqn, out in depending(jaxpr, [n >= num_state for n in range(len(jaxpr.invars))]):
-        shape = getattr(out.aval, "shape", ())
-        if math.prod(shape) * getattr(getattr(out.aval, "dtype", None), "itemsize", 4) > bound and (at := line(eqn)):
-            whole[at, math.prod(shape)] = tuple(shape)
+        size = math.prod(getattr(out.aval, "shape", ()))
+        if size * getattr(getattr(out.aval, "dtype", None), "itemsize", 4) > bound and (at := line(eqn)):
+            whole.add((at, size))
     if not whole:
         return
     weights = {n for leaf in program.layout for n in (math.prod(leaf.shape), math.prod(leaf.shape[1:]))}
-    inside = {name for i in module.instructions() if i.opcode == "fusion" for name in i.called.get("calls", ())}
     seen: set[str] = set()
-    for i in module.instructions():
-        if i.computation in inside or i.opcode in _NO_BUFFER:
+    for i in module.unfused():
+        if i.opcode in _NO_BUFFER:
             continue
         for shape in i.shapes:
             if shape.bytes <= bound or shape.size in weights or shape.space:
@@ -81,7 +79,6 @@ def _activations(step: CompiledStep) -> Iterator[Finding]:
                 continue
             seen.add(source)
             yield Finding(
-                "warning",
                 "silent-replication",
                 (
                     f"{shape} ({format_bytes(shape.bytes)}) depends on the batch and is as large on each of the "

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from spmdkit.foundation.formatting import format_bytes
 from spmdkit.mesh.mesh import MODEL_AXES
-from spmdkit.plan.finding import Finding
-from spmdkit.plan.findings import CompiledStep
+from spmdkit.plan.compiled_step import CompiledStep
+from spmdkit.plan.findings import Finding
 from spmdkit.plan.machine.links import link_path_of
 
 
@@ -26,7 +26,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
     crossing: dict[str, list] = {}
     for c in step.bill.rows:
         if step.matters(c) and link_path_of(target, devices, c).crosses:
-            for axis in set(c.axes) & set(MODEL_AXES):
+            for axis in (axis for axis in c.axes if axis in MODEL_AXES):
                 crossing.setdefault(axis, []).append(c)
     for axis, rows in crossing.items():
         around = sizes["replica"] * sizes["data"]
@@ -45,7 +45,6 @@ def find(step: CompiledStep) -> Iterator[Finding]:
         sent = sum(c.bytes_at_least for c in rows)
         kind = "hosts" if target.chip.kind == "gpu" else "slices"
         yield Finding(
-            "warning",
             "axis-crosses-slow-links",
             (
                 f"{axis} ({sizes[axis]}) spans {kind}: {format_bytes(sent)} a step and device over "

@@ -11,15 +11,16 @@ Source: "How to Scale Your Model", chapter on training (data parallelism and FSD
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from spmdkit.mesh.mesh import BATCH_AXES
-from spmdkit.plan.finding import Finding
-from spmdkit.plan.findings import CompiledStep
+from spmdkit.plan.attribution import OF_DATA_PARALLELISM
+from spmdkit.plan.compiled_step import CompiledStep
+from spmdkit.plan.findings import Finding
 from spmdkit.plan.flops import count
 from spmdkit.plan.machine.links import link_path_of
 
-_CAUSES = {"gradient reduction", "gradient scatter", "parameter gather", "update gather"}
 FACTOR = 1.5
 """How much longer than the arithmetic the wire has to take: both are estimates."""
 
@@ -29,15 +30,11 @@ def find(step: CompiledStep) -> Iterator[Finding]:
     target, program = step.target, step.program
     if target is None or target.chip.kind == "cpu" or program.batch_shards < 2:
         return
-    arithmetic = count(step.jaxpr)
-    chip = target.chip
-    computing = sum(
-        flops / (chip.peak(dtype) * chip.reached.matmul) for dtype, flops in arithmetic.by_dtype.items()
-    ) / len(target.devices or program.mesh.devices.flat)
     devices = list(program.mesh.devices.flat)
+    computing = target.chip.products_s(count(step.jaxpr).by_dtype) / len(target.devices or devices)
     sending, largest = 0.0, None
     for c in step.bill.rows:
-        if c.counted and c.cause in _CAUSES and set(c.axes) <= set(BATCH_AXES):
+        if c.counted and c.cause in OF_DATA_PARALLELISM and set(c.axes) <= set(BATCH_AXES):
             way = link_path_of(target, devices, c)
             sending += c.bytes_at_least / (way.bytes_per_s * way.reached)
             largest = largest if largest and largest.bytes_at_least >= c.bytes_at_least else c
@@ -45,7 +42,6 @@ def find(step: CompiledStep) -> Iterator[Finding]:
         return
     rows = program.config.batch_size / program.batch_shards
     yield Finding(
-        "warning",
         "batch-too-small",
         (
             f"{program.config.batch_size} examples on {program.batch_shards} shards are {rows:g} for each: "
@@ -54,11 +50,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
         ),
         step.config_line("batch_size") or largest.source,
         (
-            f"batch_size: {_round_up(program.config.batch_size * sending / computing, program.config.batch_size)} "
-            "would balance both; or use fewer devices, or give some of them to tensor or context."
+            f"batch_size: {program.config.batch_size * math.ceil(sending / computing)} would balance both; or use "
+            "fewer devices, or give some of them to tensor or context."
         ),
     )
-
-
-def _round_up(wanted: float, unit: int) -> int:
-    return -(-int(wanted) // unit) * unit

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spmdkit.foundation.formatting import format_bytes
-from spmdkit.plan.finding import Finding
-from spmdkit.plan.findings import CompiledStep
+from spmdkit.plan.compiled_step import CompiledStep
+from spmdkit.plan.findings import Finding
 from spmdkit.plan.hlo.readers import all_readers
-from spmdkit.plan.hlo.text import Instruction
+from spmdkit.plan.hlo.text import SAME, Instruction
 
 _MOVES = ("all_gather", "all_to_all", "collective_permute")
-_RENAMES = ("copy", "copy-start", "copy-done", "bitcast", "reshape", "transpose", "get-tuple-element", "all-gather-done",  # noqa: E501
-            "collective-permute-done", "slice", "dynamic-slice")  # fmt: skip
+_RENAMES = (*SAME, "get-tuple-element", "all-gather-done", "collective-permute-done", "slice", "dynamic-slice")
 
 
 def find(step: CompiledStep) -> Iterator[Finding]:
@@ -30,7 +29,6 @@ def find(step: CompiledStep) -> Iterator[Finding]:
             continue
         if all_readers(step.module, instructions[c.names[0]], _is_cast, 12):
             yield Finding(
-                "warning",
                 "float32-on-the-wire",
                 (
                     f"{c.op} over {' x '.join(c.axes)} moves {', '.join(map(str, c.shapes[:2]))} as float32, and all "
