@@ -118,8 +118,7 @@ def layout(config: ConfigPath, overrides: Overrides = None) -> None:
 
     program = open_on_all_processes(*_join(config, overrides))
     print(f"mesh {describe_mesh(program.sizes)}, step compiled in the {program.form} form")
-    say(table(program.layout))
-    say(f"\n{program.explain()}")
+    say("\n".join([*table(program.layout), "", program.explain()]))
 
 
 @app.command(epilog="Example: spmdkit plan configs/fsdp.yaml --target cpu:8")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -73,6 +73,13 @@ def format_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     raise AssertionError("unreachable")
+
+
+def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Returns the lines of a table: columns in line, those of the numbers in `right` to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cell = lambda n, text: text.rjust(widths[n]) if n in right else text.ljust(widths[n])
+    return ["  ".join(cell(n, text) for n, text in enumerate(row)).rstrip() for row in rows]
 
 
 _INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

@@ -24,8 +24,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.constants import LOGICAL_AXES
-from spmdkit.foundation.formatting import format_bytes, nearest
-from spmdkit.foundation.trees import leaf_bytes, named_leaves, path_name
+from spmdkit.foundation.formatting import columns, format_bytes, nearest
+from spmdkit.foundation.trees import describe, leaf_bytes, named_leaves, path_name
 from spmdkit.mesh.mesh import AXES, canonical, dim_axes, spec_axes
 
 Dim = str | Sequence[str] | None
@@ -296,11 +296,11 @@ def _product(sizes: Mapping[str, int], axes: Sequence[str]) -> int:
     return result
 
 
-def table(placements: Sequence[LeafPlacement]) -> str:
-    """Returns the placements as text: path, dtype and shape, spec, memory, and the reason."""
-    rows = [
-        (p.path, f"{p.dtype}[{','.join(map(str, p.shape))}]", f"P{tuple(p.spec)}", p.memory_kind, p.reason)
-        for p in placements
-    ]
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]]) for row in rows)
+def table(placements: Sequence[LeafPlacement]) -> list[str]:
+    """Returns the lines of a table: path, dtype and shape, global bytes, spec, memory, and the reason."""
+    return columns(
+        [
+            (p.path, describe(p), format_bytes(p.num_bytes), f"P{tuple(p.spec)}", p.memory_kind, p.reason)
+            for p in placements
+        ]
+    )

@@ -7,17 +7,17 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from spmdkit.cluster import detect_cluster, join
-from spmdkit.config import Config, load_config, to_short_yaml
+from spmdkit.config import Config, load_config, replace_keys, to_short_yaml
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import files
 from spmdkit.foundation.formatting import visible
 from spmdkit.plan.compare import as_written, compare, read_plan, show_comparison
-from spmdkit.plan.document import Document, plan_program, refuse
+from spmdkit.plan.document import Document, plan_program, problem_of
 from spmdkit.plan.machine.calibrate import calibrate, describe, rates_file, with_measured
 from spmdkit.plan.machine.target import Target, open_target, parse_target, target_of
+from spmdkit.plan.table import show, show_candidates
 from spmdkit.program.opening import open_program, task_of
 
 
@@ -56,23 +56,20 @@ def run_plan(path: Path, overrides: list[str], options: PlanOptions) -> None:
     """
     _check(path, overrides, options)
     if options.diff is not None:
-        _run_diff(path, overrides, options)
-        return
-    if path.suffix == ".json":
+        _run_diff(path, options.diff, overrides, options)
+    elif path.suffix == ".json":
         document = read_plan(path)
         with as_written(path):
             _print(document, options)
-        return
-    config = load_config(path, overrides)
-    machine = choose_target(config, options.target)
-    if options.calibrate:
-        _measure(machine, quiet=options.as_json)
-    if options.search:
-        config, document = _run_search(config, machine, options)
     else:
-        document = plan_on(config, machine)
-    _print(document, options)
-    refuse(document, f"plan of {path}")
+        config = load_config(path, overrides)
+        machine = choose_target(config, options.target)
+        if options.calibrate:
+            _measure(machine, quiet=options.as_json)
+        document = _run_search(config, machine, options) if options.search else plan_on(config, machine)
+        _print(document, options)
+        if problem := problem_of(document):
+            raise ConfigError(f"plan of {path}: {problem}.")
 
 
 def _check(path: Path, overrides: list[str], options: PlanOptions) -> None:
@@ -98,8 +95,6 @@ def _print(document: Document, options: PlanOptions) -> None:
     if options.as_json:
         print(json.dumps(document))
         return
-    from spmdkit.plan.table import show
-
     show(document)
     for written in (options.html, options.write):
         if written is not None:
@@ -141,36 +136,34 @@ def _measure(machine: Target, quiet: bool) -> None:
         print(f"{describe(rates)}\nwritten to {rates_file()}\n")
 
 
-def _run_search(config: Config, machine: Target, options: PlanOptions) -> tuple[Config, Document]:
-    """Returns the winning config and its plan, which carries all candidates.
+def _run_search(config: Config, machine: Target, options: PlanOptions) -> Document:
+    """Returns the plan of the best candidate, which carries all candidates.
 
     Raises:
         ConfigError: nothing fits.
     """
-    from spmdkit.plan.search.search import search, winner
+    from spmdkit.plan.search.search import search
 
     machine, call_s = with_measured(machine)
     search_over = [name.strip() for name in options.search_over.split(",") if name.strip()]
     found = search(config, machine, search_over, options.compile, _log, call_s)
-    rows: list[dict[str, Any]] = [candidate.as_json() for candidate in found.candidates]
-    if found.best is None or found.best.document is None:
+    rows = [candidate.as_json() for candidate in found.candidates]
+    if found.best is None:
         if options.as_json:
             print(json.dumps({"target": machine.name, "fits": False, "candidates": rows}))
         else:
-            from spmdkit.plan.table import show_candidates
-
             show_candidates(rows)
-    best = winner(config, found)
-    assert found.best is not None and found.best.document is not None
+        raise found.nothing_fits()
+    assert found.best.document is not None
     document = found.best.document | {"candidates": rows, "num_compiled": found.num_compiled}
     if options.write is not None:
-        _write_config(best, config, document, options.write)
-    return best, document
+        _write_config(replace_keys(config, found.best.changes), config, document, options.write)
+    return document
 
 
 def _write_config(best: Config, config: Config, document: Document, path: Path) -> None:
     same_folder = path.resolve().parent == config.folder.resolve()
-    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    date = datetime.datetime.now(datetime.UTC).date()
     head = (
         f"# The best of {len(document['candidates'])} candidates for {document['target']}, {document['num_compiled']} "
         f"of them compiled (spmdkit plan --search, {date}).\n# Predicted: {document['predicted_step_s']:.4g} s a "
@@ -185,16 +178,13 @@ def _write_config(best: Config, config: Config, document: Document, path: Path) 
         ) from error
 
 
-def _run_diff(path: Path, overrides: list[str], options: PlanOptions) -> None:
-    assert options.diff is not None
-    plans = []
-    for file, own in ((path, overrides), (options.diff, [])):
-        if file.suffix == ".json":
-            plans.append(read_plan(file))
-        else:
-            plans.append(make_plan(load_config(file, own), options.target))
-    with as_written(*(file for file in (path, options.diff) if file.suffix == ".json")):
+def _run_diff(path: Path, other: Path, overrides: list[str], options: PlanOptions) -> None:
+    read = lambda file, own: (
+        read_plan(file) if file.suffix == ".json" else make_plan(load_config(file, own), options.target)
+    )
+    plans = read(path, overrides), read(other, [])
+    with as_written(*(file for file in (path, other) if file.suffix == ".json")):
         if options.as_json:
             print(json.dumps(compare(*plans)))
         else:
-            show_comparison(plans[0], plans[1], (str(path), str(options.diff)))
+            show_comparison(*plans, (str(path), str(other)))

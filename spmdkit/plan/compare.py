@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
 
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.formatting import all_visible, format_bytes, format_count, format_seconds
 from spmdkit.mesh.mesh import describe_mesh
-from spmdkit.plan.table import console
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from spmdkit.plan.table import console, new_table
 
 Document = Mapping[str, Any]
 
@@ -112,18 +112,13 @@ def _codes(plan: Document) -> set[str]:
     return {f"{f['code']} {f['source'] or ''}".strip() for f in plan["findings"]}
 
 
-# ---- on the terminal
-# --------------------------------------------------------------------------------------------------
-
-
 def show_comparison(a: Document, b: Document, names: tuple[str, str], to: Console | None = None) -> None:
     """Prints what moved from `a` to `b`."""
-    from rich.markup import escape
-
     out, found, names = to or console(), all_visible(compare(a, b)), all_visible(names)
     out.print(f"[bold]{escape(names[0])}[/] -> [bold]{escape(names[1])}[/]")
     for name, (before, after) in found["what"].items():
-        out.print(f"  {name}: {escape(_value(before))} -> {escape(_value(after))}")
+        values = (format_count(value) if isinstance(value, float) else str(value) for value in (before, after))
+        out.print(f"  {name}: {escape(' -> '.join(values))}")
     _numbers(out, "Memory of a device", found["peak_bytes"], found["memory"], format_bytes)
     _numbers(out, "Wire, bytes of a device and step", found["collective_bytes"], found["collectives"], format_bytes)
     _numbers(out, "Time of a step", found["step_s"], found["time"], format_seconds)
@@ -136,26 +131,17 @@ def show_comparison(a: Document, b: Document, names: tuple[str, str], to: Consol
             out.print(f"  {escape(path)}: {escape(str(before))} -> {escape(str(after))}")
 
 
-def _numbers(out: Any, title: str, total: list[Any], parts: Mapping[str, list[Any]], unit: Any) -> None:
-    from rich.table import Table
-
-    show = lambda value: "unknown" if value is None else unit(value)
-    out.print(f"\n[bold]{title}[/]  {show(total[0])} -> {show(total[1])}{_ratio(*total)}")
-    table = Table(box=None, padding=(0, 2, 0, 2), show_header=False)
-    table.add_column(ratio=1)
-    for _ in range(3):
-        table.add_column(justify="right", no_wrap=True)
-    ordered = sorted(parts.items(), key=lambda item: -abs((item[1][1] or 0) - (item[1][0] or 0)))
-    for name, (before, after) in ordered:
-        moved = (after or 0) - (before or 0)
-        table.add_row(name, unit(before or 0), unit(after or 0), f"{'+' if moved > 0 else '-'}{unit(abs(moved))}")
+def _numbers(
+    out: Console, title: str, total: list[Any], parts: Mapping[str, list[Any]], unit: Callable[[float], str]
+) -> None:
+    before, after = total
+    ratio = f"  (x {after / before:.2f})" if before and after is not None else ""
+    shown = ["unknown" if value is None else unit(value) for value in total]
+    out.print(f"\n[bold]{title}[/]  {' -> '.join(shown)}{ratio}")
+    table = new_table("", "", "", "", right=(1, 2, 3))
+    moved = {name: (after or 0) - (before or 0) for name, (before, after) in parts.items()}
+    for name, by in sorted(moved.items(), key=lambda item: -abs(item[1])):
+        before, after = parts[name]
+        table.add_row(name, unit(before or 0), unit(after or 0), f"{'+' if by > 0 else '-'}{unit(abs(by))}")
     if parts:
         out.print(table)
-
-
-def _ratio(before: float | None, after: float | None) -> str:
-    return f"  (x {after / before:.2f})" if before and after is not None else ""
-
-
-def _value(value: Any) -> str:
-    return format_count(value) if isinstance(value, float) else str(value)

@@ -266,23 +266,10 @@ def places(program: Program, target: Target, most: int = 1024) -> list[dict[str,
     return found
 
 
-def refuse(document: Mapping[str, Any], what: str) -> None:
-    """Raises for a plan that must not be run: it does not fit, or exceeds the config's budget.
-
-    Raises:
-        ConfigError: exit code 78.
-    """
+def problem_of(document: Mapping[str, Any]) -> str:
+    """Returns why a plan must not be run: it does not fit, or exceeds the config's budget; empty if it may."""
     problems = list(document["budget"]["exceeded"])
     if not document["fits"]:
-        memory = document["memory"]
-        problems.insert(
-            0,
-            f"a step needs {format_bytes(memory['peak_bytes'])} of each device, {document['target']} has "
-            f"{format_bytes(memory['limit_bytes'])}",
-        )
-    if problems:
-        raise PlanRejected(f"{what}: {'; '.join(problems)}.")
-
-
-class PlanRejected(ConfigError):
-    """A plan that does not fit or exceeds its budget."""
+        needed, limit = (format_bytes(document["memory"][name]) for name in ("peak_bytes", "limit_bytes"))
+        problems.insert(0, f"a step needs {needed} of each device, {document['target']} has {limit}")
+    return "; ".join(problems)

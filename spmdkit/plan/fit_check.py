@@ -16,23 +16,22 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import jax
 
 from spmdkit.cluster import Cluster
+from spmdkit.config import Config
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.files import write_json
 from spmdkit.foundation.formatting import format_bytes
 from spmdkit.foundation.timeouts import PLAN_CLOSE_S
-from spmdkit.plan.machine.target import Target, target_of
+from spmdkit.plan.machine.target import target_of
+from spmdkit.program.auto import REMATS, microbatch_counts
 from spmdkit.program.memory import memory_limit
 from spmdkit.program.program import Program
-
-if TYPE_CHECKING:
-    from spmdkit.plan.document import Document
 
 GIVE_WAY_S = 0.0002
 """How long the run waits for the interpreter while the plan is written. With Python's 5 ms a step of 0.7 ms took 5.7
@@ -89,20 +88,16 @@ def check_start(program: Program, cluster: Cluster, directory: Path, limit_bytes
     if problem := cluster.first_problem("memory", refusal):
         nearest = nearest_that_fits(program, limit_bytes) if cluster.num_processes == 1 else None
         hint = f"Try {nearest}." if nearest else "spmdkit plan CONFIG shows the plan, --search looks for one."
-        raise _not_allowed(f"{problem} {hint}")
-    if program.config.budget is None:
-        return
+        raise ConfigError(f"{problem} {hint}")
     over_budget = lambda: _over_budget(program, cluster, directory) if cluster.is_main else ""
-    if problem := cluster.first_problem("budget", over_budget):
-        raise _not_allowed(problem)
+    if program.config.budget is not None and (problem := cluster.first_problem("budget", over_budget)):
+        raise ConfigError(problem)
 
 
 def nearest_that_fits(program: Program, limit_bytes: int | None, most: int = 5) -> str | None:
     """Returns the smallest change of the config with a compiled step that fits, as overrides, or None among the first
     `most`."""
-    from spmdkit.plan.search.variants import smaller_steps
-
-    for changes in smaller_steps(program.config, program.batch_shards)[:most]:
+    for changes in _smaller_steps(program.config, program.batch_shards)[:most]:
         try:
             needed = program.with_step(changes).step_bytes
         except (ConfigError, jax.errors.JaxRuntimeError):
@@ -113,32 +108,33 @@ def nearest_that_fits(program: Program, limit_bytes: int | None, most: int = 5) 
     return None
 
 
+def _smaller_steps(config: Config, batch_shards: int) -> list[dict[str, Any]]:
+    """Returns changes that need less memory than the config, the mildest first: microbatches, then remat, then both."""
+    now = config.microbatches if isinstance(config.microbatches, int) else 1
+    more = [m for m in microbatch_counts(config, batch_shards) if m > now]
+    leaner: Sequence[str] = REMATS[REMATS.index(config.remat) + 1 :] if config.remat in REMATS else ()
+    found: list[dict[str, Any]] = [{"microbatches": m} for m in more[:2]]
+    found += [{"remat": remat} for remat in leaner[-1:]]
+    found += [{"microbatches": m, "remat": leaner[-1]} for m in more[:4] if leaner]
+    found += [{"microbatches": m} for m in more[2:]]
+    return found
+
+
 def _over_budget(program: Program, cluster: Cluster, directory: Path) -> str:
     """Writes the plan, and returns in what it exceeds the budget.
 
     Raises:
         ConfigError: the step cannot be read.
     """
-    from spmdkit.plan.document import PlanRejected, refuse
-
     try:
-        document = _write_plan(program, cluster, directory)
+        problem = _write_plan(program, cluster, directory)
     except Exception as error:
         raise ConfigError(
             f"the compiled step could not be read ({type(error).__name__}: {error}), and budget needs its cost. "
             "Remove budget, and report this with the config."
         ) from error
-    try:
-        refuse(document, "train does not begin")
-    except PlanRejected as error:
-        return f"{error} A step has to keep to its budget. spmdkit plan CONFIG shows the plan, --search looks for one."
-    return ""
-
-
-def _not_allowed(text: str) -> ConfigError:
-    from spmdkit.plan.document import PlanRejected
-
-    return PlanRejected(text)
+    repair = "A step has to keep to its budget. spmdkit plan CONFIG shows the plan, --search looks for one."
+    return f"train does not begin: {problem}. {repair}" if problem else ""
 
 
 def _name(cluster: Cluster) -> str:
@@ -179,20 +175,13 @@ def start_plan_thread(
     return lambda: thread.join(PLAN_CLOSE_S)
 
 
-def plan_program(program: Program, target: Target, call_s: float) -> Document:
-    """Returns the plan of a compiled step; see `spmdkit.plan.document`."""
-    from spmdkit.plan import document
-
-    return document.plan_program(program, target, call_s)
-
-
-def _write_plan(program: Program, cluster: Cluster, directory: Path) -> Document:
-    """Returns the plan, written as `plan.json` and `plan.html`."""
+def _write_plan(program: Program, cluster: Cluster, directory: Path) -> str:
+    """Writes the plan as `plan.json` and `plan.html`. Returns why it must not be run, if so."""
     from spmdkit.metrics.report.plan import write_page
+    from spmdkit.plan import document as plan
     from spmdkit.plan.machine.calibrate import with_measured
 
-    target, call_s = with_measured(target_of(cluster.devices))
-    document = plan_program(program, target, call_s)
+    document = plan.plan_program(program, *with_measured(target_of(cluster.devices)))
     write_json(directory / "plan.json", document)
     write_page(document, directory / "plan.html")
-    return document
+    return plan.problem_of(document)

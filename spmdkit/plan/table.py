@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from spmdkit.foundation.formatting import all_visible, format_bytes, format_count, format_seconds
 from spmdkit.mesh.mesh import describe_mesh
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 WIDTH = 100
 MOST_ROWS = 12
@@ -21,8 +22,6 @@ _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 def console() -> Console:
     """Returns the console that plans are written to: as wide as the terminal, at most `WIDTH`."""
-    from rich.console import Console
-
     found = Console(file=sys.stdout, highlight=False, soft_wrap=False)
     found.width = min(WIDTH, found.width) if found.is_terminal else WIDTH
     return found
@@ -39,9 +38,9 @@ def show(document: Mapping[str, Any], to: Console | None = None) -> None:
     if document.get("candidates"):
         show_candidates(document["candidates"], out)
     for sentence in document["budget"]["exceeded"]:
-        out.print(f"[bold red]over budget[/] {_plain(sentence)}")
+        out.print(f"[bold red]over budget[/] {escape(sentence)}")
     for note in document["notes"]:
-        out.print(f"[dim]note: {_plain(note)}[/]")
+        out.print(f"[dim]note: {escape(note)}[/]")
 
 
 def _show_head(document: Mapping[str, Any], out: Console) -> None:
@@ -55,9 +54,6 @@ def _show_head(document: Mapping[str, Any], out: Console) -> None:
     )
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
-
-
 def _show_memory(document: Mapping[str, Any], out: Console) -> None:
     memory = document["memory"]
     peak, limit = memory["peak_bytes"], memory["limit_bytes"]
@@ -66,20 +62,15 @@ def _show_memory(document: Mapping[str, Any], out: Console) -> None:
     out.print(
         f"[bold]Memory[/]  {verdict}: {format_bytes(peak)} of {format_bytes(limit)} a device ({peak / limit:.1%})"
     )
-    table = _table("", "", "", "")
-    for name, num in sorted(memory["parts"].items(), key=lambda item: -item[1]):
-        table.add_row(name, format_bytes(num), f"{num / max(peak, 1):.0%}", _bar(num / max(peak, 1)))
+    table = _shares(memory["parts"], peak, format_bytes)
     for name, num in memory["host_parts"].items():
         table.add_row(f"{name} (host)", format_bytes(num), "", "")
     out.print(table)
-    if memory["live"]:
-        largest = memory["live"][:3]
+    largest = memory["live"][:3]
+    if largest:
         out.print("[dim]largest at the peak:[/]")
-        for buffer in largest:
-            out.print(f"[dim]  {format_bytes(buffer['bytes']):>10}  {buffer['shape']}  {_source(buffer['source'])}[/]")
-
-
-# ---- wire ------------------------------------------------------------------------------------------------------------
+    for buffer in largest:
+        out.print(f"[dim]  {format_bytes(buffer['bytes']):>10}  {buffer['shape']}  {_source(buffer['source'])}[/]")
 
 
 def _show_wire(document: Mapping[str, Any], out: Console) -> None:
@@ -96,7 +87,7 @@ def _show_wire(document: Mapping[str, Any], out: Console) -> None:
         out.print(
             f"      with what runs after some steps {format_bytes(average)} a step on average, at most {most} in one"
         )
-    table = _table("collective", "over", "link", "bytes", "ops", "loop", "why", "where", right=(3, 4))
+    table = new_table("collective", "over", "link", "bytes", "ops", "loop", "why", "where", right=(3, 4))
     for row in rows[:MOST_ROWS]:
         loop = "" if not row["in_loop"] else "in loop" if row["trip_count"] is None else f"x {row['trip_count']}"
         if row.get("every", 1) > 1:
@@ -120,18 +111,12 @@ def _show_wire(document: Mapping[str, Any], out: Console) -> None:
     totals = ", ".join(f"{axes} {_bytes_of(num, 0)}" for axes, num in document["wire"]["by_axes"].items())
     out.print(f"[dim]by axis: {totals}[/]")
     if least := document["wire"].get("least"):
-        out.print(
-            "[dim]data parallelism by its formulas: "
-            + ", ".join(f"{a} {format_bytes(n)}" for a, n in least.items())
-            + "[/]"
-        )
+        formulas = ", ".join(f"{axes} {format_bytes(num)}" for axes, num in least.items())
+        out.print(f"[dim]data parallelism by its formulas: {formulas}[/]")
 
 
 def _bytes_of(num: int | None, at_least: int) -> str:
     return f"unknown, at least {format_bytes(at_least)}" if num is None else format_bytes(num)
-
-
-# ---- time ------------------------------------------------------------------------------------------------------------
 
 
 def _show_time(document: Mapping[str, Any], out: Console) -> None:
@@ -141,28 +126,19 @@ def _show_time(document: Mapping[str, Any], out: Console) -> None:
         out.print("[bold]Time[/]  not known: there is no program")
         return
     step_s = document["predicted_step_s"]
-    speed = (
-        f"{format_count(time['tokens_per_s'])} tokens/s"
-        if time["tokens_per_s"]
-        else f"{format_count(time['examples_per_s'])} examples/s"
-    )
+    unit = "tokens" if time["tokens_per_s"] else "examples"
+    speed = f"{format_count(time[f'{unit}_per_s'])} {unit}/s"
     rates = f"rates of {time['calibrated']}" if time["calibrated"] else "chip table"
     out.print(
         f"[bold]Time[/]  a step takes about [bold]{format_seconds(step_s)}[/], {speed}, MFU {time['mfu']:.1%}, "
         f"bound by {time['bound']} ({rates})"
     )
-    table = _table("", "", "", "")
-    for name, part in sorted(time["parts"].items(), key=lambda item: -item[1]):
-        table.add_row(name, format_seconds(part), f"{part / step_s:.0%}", _bar(part / step_s))
+    out.print(_shares(time["parts"], step_s, format_seconds))
     hidden = sum(link["busy_s"] - link["exposed_s"] for link in time["links"].values())
-    out.print(table)
     if hidden > 1e-9:
         out.print(f"[dim]{format_seconds(hidden)} of the links' time is hidden behind arithmetic[/]")
     if time["loops_of_unknown_length"]:
         out.print(f"[dim]{time['loops_of_unknown_length']} loops of unknown length were taken to run once[/]")
-
-
-# ---- findings --------------------------------------------------------------------------------------------------------
 
 
 def _show_findings(document: Mapping[str, Any], out: Console) -> None:
@@ -173,12 +149,9 @@ def _show_findings(document: Mapping[str, Any], out: Console) -> None:
     out.print("[bold]Findings[/]")
     for finding in document["findings"]:
         where = f" [dim]{_source(finding['source'])}[/]" if finding["source"] else ""
-        out.print(f"  [{_COLOURS[finding['severity']]}]{finding['severity']}[/] {_plain(finding['code'])}{where}")
-        out.print(f"    {_plain(finding['message'])}")
-        out.print(f"    [dim]{_plain(finding['fix'])}[/]")
-
-
-# ---- candidates ------------------------------------------------------------------------------------------------------
+        out.print(f"  [{_COLOURS[finding['severity']]}]{finding['severity']}[/] {escape(finding['code'])}{where}")
+        out.print(f"    {escape(finding['message'])}")
+        out.print(f"    [dim]{escape(finding['fix'])}[/]")
 
 
 def show_candidates(rows: Sequence[Mapping[str, Any]], to: Console | None = None, most: int = 20) -> None:
@@ -187,23 +160,19 @@ def show_candidates(rows: Sequence[Mapping[str, Any]], to: Console | None = None
     colours = {"best": "bold green", "fits": "green", "does not fit": "red", "refused": "dim", "not compiled": "dim"}
     out.print()
     out.print(f"[bold]Candidates[/]  {len(rows)}")
-    table = _table("", "step", "memory", "", "why")
+    table = new_table("", "step", "memory", "", "why")
     for row in rows[:most]:
         step = format_seconds(row["predicted_step_s"]) if row["predicted_step_s"] else ""
         memory = format_bytes(row["peak_bytes"]) if row["peak_bytes"] else ""
         status = f"[{colours[row['status']]}]{row['status']}[/]"
-        table.add_row(row["name"], step, memory, status, _plain(row["reason"]))
+        table.add_row(row["name"], step, memory, status, escape(row["reason"]))
     out.print(table)
     if len(rows) > most:
         out.print(f"[dim]and {len(rows) - most} more; --json has all[/]")
 
 
-# ---- small parts -----------------------------------------------------------------------------------------------------
-
-
-def _table(*columns: str, right: Sequence[int] = (1, 2)) -> Any:
-    from rich.table import Table
-
+def new_table(*columns: str, right: Sequence[int] = (1, 2)) -> Table:
+    """Returns an empty table, the columns with the numbers in `right` to the right."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=any(columns), header_style="dim")
     for number, name in enumerate(columns):
         table.add_column(
@@ -212,21 +181,19 @@ def _table(*columns: str, right: Sequence[int] = (1, 2)) -> Any:
     return table
 
 
-def _bar(share: float, width: int = 30) -> str:
-    return "[blue]" + "█" * max(1, round(share * width)) + "[/]" if share > 0 else ""
-
-
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
+def _shares(parts: Mapping[str, float], whole: float, form: Callable[[float], str]) -> Table:
+    """Returns a table of parts, the largest first: name, amount, share, bar."""
+    table = new_table("", "", "", "")
+    for name, part in sorted(parts.items(), key=lambda item: -item[1]):
+        share = part / max(whole, 1e-9)
+        bar = f"[blue]{'█' * max(1, round(share * 30))}[/]" if share > 0 else ""
+        table.add_row(name, form(part), f"{share:.0%}", bar)
+    return table
 
 
 def _source(source: str | None) -> str:
-    if not source:
-        return ""
-    path, colon, line = source.rpartition(":")
+    path, colon, line = (source or "").rpartition(":")
     if not colon:
-        return source
+        return source or ""
     relative = os.path.relpath(path) if os.path.isabs(path) else path
     return f"{relative if not relative.startswith('../..') else os.path.basename(path)}:{line}"

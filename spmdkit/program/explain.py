@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from spmdkit.communication.reducers.base import stateless
 from spmdkit.foundation import plugins
-from spmdkit.foundation.formatting import format_bytes
-from spmdkit.mesh.layout import LeafPlacement
+from spmdkit.foundation.formatting import columns, format_bytes
+from spmdkit.mesh.layout import table
 from spmdkit.mesh.mesh import describe_mesh
 from spmdkit.program.groups import sync_of
 from spmdkit.program.task_step import TaskStep
@@ -53,7 +53,7 @@ def explain(task_step: TaskStep, context: trace_context.Context, refused: Refuse
         ("sync", _sync(task_step)),
         *(("note", note) for note in notes),
     ]
-    return "\n".join(f"{name:<13} {text}" for name, text in lines)
+    return "\n".join(columns(lines))
 
 
 def _layout(task_step: TaskStep) -> Iterator[Line]:
@@ -65,17 +65,13 @@ def _layout(task_step: TaskStep) -> Iterator[Line]:
         zero = f"; zero {task_step.config.layout.zero}: fsdp shards {', '.join(what)}"
     counts = ", ".join(f"{reason} {num}" for reason, num in reasons.most_common())
     yield "layout", f"{len(leaves)} parameters, {format_bytes(sum(p.num_bytes for p in leaves))}: {counts}{zero}"
-    for p in sorted(leaves, key=lambda p: -p.num_bytes)[:LARGEST]:
-        yield "  largest", f"{p.path} {_shape(p)} {format_bytes(p.num_bytes)}, P{tuple(p.spec)}, {p.reason}"
+    largest = sorted(leaves, key=lambda p: -p.num_bytes)[:LARGEST]
+    yield from (("  largest", line) for line in table(largest))
 
 
 def _short(reason: str) -> str:
     """Returns a reason without the part about one leaf."""
     return reason.partition(" '")[0].partition(":")[0]
-
-
-def _shape(leaf: LeafPlacement) -> str:
-    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
 def _offload(task_step: TaskStep) -> str:

@@ -15,7 +15,7 @@ from spmdkit import compat
 from spmdkit.cluster import Cluster, detect_cluster, join
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError, ExitCode
-from spmdkit.foundation.formatting import format_bytes, visible
+from spmdkit.foundation.formatting import columns, format_bytes, visible
 from spmdkit.foundation.timeouts import DOCTOR_COLLECTIVE_S
 from spmdkit.mesh.mesh import make_mesh, resolve
 from spmdkit.metrics.environment import device_groups
@@ -43,13 +43,10 @@ def examine(config: Config | None, burn_text: str | None, as_json: bool) -> int:
     if cluster.is_main and as_json:
         print(json.dumps(found))
     elif cluster.is_main:
-        for name, value in found.items():
-            if name not in ("problems", "slow"):
-                text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
-                print(visible(f"{name:14} {text}"))
-        for kind, lines in (("PROBLEM", found["problems"]), ("slow", found["slow"])):
-            for line in lines:
-                print(visible(f"{kind}: {line}"))
+        text = lambda value: ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
+        lines = columns([(name, text(value)) for name, value in found.items() if name not in ("problems", "slow")])
+        lines += [f"PROBLEM: {line}" for line in found["problems"]] + [f"slow: {line}" for line in found["slow"]]
+        print(visible("\n".join(lines)))
     cluster.shutdown()
     return ExitCode.CHECK_FAILED if found["problems"] else ExitCode.DONE
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from spmdkit.plan import fit_check
+from spmdkit.plan import document, fit_check
 from spmdkit.plan.command import make_plan
 from spmdkit.program import auto, memory
 from spmdkit.program.opening import open_program, task_of
@@ -34,7 +34,7 @@ def events(run_dir):
 
 def test_the_first_step_does_not_wait_for_the_plan_and_the_end_of_the_run_does(tmp_path, monkeypatch):
     stepped = threading.Event()
-    step, plan_program = Program.step, fit_check.plan_program
+    step, plan_program = Program.step, document.plan_program
 
     def stepping(self, *args):
         out = step(self, *args)
@@ -46,7 +46,7 @@ def test_the_first_step_does_not_wait_for_the_plan_and_the_end_of_the_run_does(t
         return plan_program(*args)
 
     monkeypatch.setattr(Program, "step", stepping)
-    monkeypatch.setattr(fit_check, "plan_program", planning)
+    monkeypatch.setattr(document, "plan_program", planning)
     train(config(run_dir=str(tmp_path)))
     assert json.loads((tmp_path / "plan.json").read_text())["num_devices"] == 8
     assert "sent by a device in a step" in (tmp_path / "report.html").read_text()
@@ -59,7 +59,7 @@ def test_whatever_a_plan_raises_is_one_line_and_one_event_and_the_run_goes_on(er
     def broken(*_):
         raise error
 
-    monkeypatch.setattr(fit_check, "plan_program", broken)
+    monkeypatch.setattr(document, "plan_program", broken)
     interval = sys.getswitchinterval()
     run = train(config(run_dir=str(tmp_path), log={"progress": "plain"})).run
     assert run.step == 2
@@ -71,13 +71,13 @@ def test_whatever_a_plan_raises_is_one_line_and_one_event_and_the_run_goes_on(er
 
 
 def test_a_plan_that_hangs_holds_nothing_up_for_ever(tmp_path, monkeypatch):
-    hangs, plan_program = threading.Event(), fit_check.plan_program
+    hangs, plan_program = threading.Event(), document.plan_program
 
     def planning(*args):
         assert hangs.wait(60)
         return plan_program(*args)
 
-    monkeypatch.setattr(fit_check, "plan_program", planning)
+    monkeypatch.setattr(document, "plan_program", planning)
     monkeypatch.setattr(fit_check, "PLAN_CLOSE_S", 0.1)
     assert train(config(run_dir=str(tmp_path))).run.step == 2
     assert not (tmp_path / "plan.json").exists()

@@ -10,7 +10,6 @@ import pytest
 from spmdkit.cluster import detect_cluster, join
 from spmdkit.errors import ConfigError
 from spmdkit.plan.command import PlanOptions, make_plan, run_plan
-from spmdkit.plan.document import PlanRejected
 from spmdkit.plan.machine.target import target_of
 from spmdkit.plan.table import WIDTH, console, show
 from spmdkit.run.loop import train
@@ -113,11 +112,11 @@ def test_the_table_fits_a_hundred_columns(plan):
 )
 def test_a_budget_that_is_exceeded_fails_plan_and_train(budget, said, tmp_path, capsys):
     over = config(budget=budget, run_dir=str(tmp_path / "run"))
-    with pytest.raises(PlanRejected, match=said) as refused:
+    with pytest.raises(ConfigError, match=said) as refused:
         run_plan(write(tmp_path, budget=budget), [], PlanOptions(as_json=True))
     assert refused.value.exit_code == 78
     assert json.loads(capsys.readouterr().out)["budget"]["exceeded"]
-    with pytest.raises(PlanRejected, match=said):
+    with pytest.raises(ConfigError, match=said):
         train(over)
     assert "exceeded" in json.loads((tmp_path / "run" / "plan.json").read_text())["budget"]
 
@@ -142,9 +141,9 @@ def test_a_step_that_does_not_fit_is_refused_with_the_nearest_that_does(tmp_path
     monkeypatch.setattr("spmdkit.program.memory.memory_of_this_machine", lambda: between * len(devices))
     assert target_of(devices).memory_limit_bytes == between
     planned = []  # memory alone decides: no text of a program is read
-    monkeypatch.setattr("spmdkit.plan.fit_check.plan_program", lambda *_: planned.append(True))
+    monkeypatch.setattr("spmdkit.plan.document.plan_program", lambda *_: planned.append(True))
     with pytest.raises(
-        PlanRejected, match=r"a step needs .* of each device, cpu has .*A step has to fit\. Try microbatches: [24]"
+        ConfigError, match=r"a step needs .* of each device, cpu has .*A step has to fit\. Try microbatches: [24]"
     ):
         train(small)
     assert planned == []

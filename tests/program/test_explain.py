@@ -45,7 +45,7 @@ def test_the_lines_stand_in_order_and_a_data_mesh_is_told_with_the_bytes_of_its_
     assert [name for name in found if name in ORDER] == ORDER
     has(found["mesh"], "data 8: 8 devices")
     has(found["layout"], "3 parameters", "no fsdp axis 1", "task rule 2")
-    has(found["largest"].splitlines()[0], "params/up float32[128,128] 64.0 KiB")
+    has(found["largest"].splitlines()[0], "params/up", "float32[128,128]  64.0 KiB")
     has(found["form"], "manual: shard_map over 8 replicas")
     has(
         found["precision"],

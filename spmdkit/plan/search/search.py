@@ -48,8 +48,18 @@ class Ranking:
     @property
     def best(self) -> Candidate | None:
         """The fastest that fits, or None."""
-        first = self.candidates[0] if self.candidates else None
-        return first if first is not None and first.status == "best" else None
+        return next((candidate for candidate in self.candidates if candidate.status == "best"), None)
+
+    def nothing_fits(self) -> ConfigError:
+        """Returns the error of a search without a candidate that fits; it names the nearest."""
+        compiled = [c for c in self.candidates if c.document is not None]
+        nearest = min(compiled, key=lambda c: c.document["memory"]["peak_bytes"], default=None)  # type: ignore[index]
+        smallest = f" The smallest is {nearest.name}: {nearest.reason}." if nearest is not None else ""
+        return ConfigError(
+            f"--search found nothing that fits among {len(self.candidates)} candidates, {self.num_compiled} of them "
+            f"compiled.{smallest} A step has to fit. Vary more (--search-over mesh,microbatches,remat), compile more "
+            "(--compile), or take more devices."
+        )
 
 
 def search(
@@ -78,7 +88,7 @@ def search(
             for done in [pool.submit(_work_off, queue, plan, report) for _ in range(workers)]:
                 done.result()
         finally:
-            queue.close()
+            queue.most = 0
             if isinstance(plan, _Planner):
                 plan.close()
     for candidate in legal:
@@ -106,39 +116,26 @@ def _predicted(candidate: Candidate) -> float:
     return candidate.document["predicted_step_s"] if candidate.document else float("inf")
 
 
-# ---- the queue -------------------------------------------------------------------------------------------------------
-
-
 class _Queue:
     """Hands out the candidates, best first, at most so many; skips what is known to need too much."""
 
     def __init__(self, legal: Sequence[Candidate], most: int):
-        self._left, self._most, self._lock = list(legal), most, threading.Lock()
-        self._too_large: list[Candidate] = []
+        self._left, self.most, self._lock = list(legal), most, threading.Lock()
+        self.too_large: list[Candidate] = []
         self.num_taken = 0
 
     def take(self) -> Candidate | None:
         """Returns the next candidate, or None at the end."""
         with self._lock:
-            while self._left and self.num_taken < self._most:
+            while self._left and self.num_taken < self.most:
                 candidate = self._left.pop(0)
-                larger = next((c for c in self._too_large if _needs_as_much(candidate, c)), None)
+                larger = next((c for c in self.too_large if _needs_as_much(candidate, c)), None)
                 if larger is None:
                     self.num_taken += 1
                     return candidate
                 candidate.status = "does not fit"
                 candidate.reason = f"needs at least as much as {larger.name}, which does not fit"
             return None
-
-    def too_large(self, candidate: Candidate) -> None:
-        """Notes that a candidate does not fit."""
-        with self._lock:
-            self._too_large.append(candidate)
-
-    def close(self) -> None:
-        """Hands out no more."""
-        with self._lock:
-            self._left.clear()
 
 
 def _needs_as_much(a: Candidate, b: Candidate) -> bool:
@@ -158,14 +155,11 @@ def _work_off(queue: _Queue, plan: Callable[[Candidate], dict[str, Any] | str], 
             candidate.status = "fits" if result["fits"] else "does not fit"
             candidate.reason = f"needs {need} a device"
             if not result["fits"]:
-                queue.too_large(candidate)
+                queue.too_large.append(candidate)
             elif result["budget"]["exceeded"]:
                 candidate.status, candidate.reason = "refused", "; ".join(result["budget"]["exceeded"])
         predicted = "" if candidate.document is None or not result["fits"] else f", {_predicted(candidate):.3g} s"  # type: ignore[index]
         report(f"{candidate.name}: {candidate.status}{predicted}")
-
-
-# ---- compiling -------------------------------------------------------------------------------------------------------
 
 
 def _in_process(
@@ -192,17 +186,8 @@ class _Planner:
 
     def __call__(self, candidate: Candidate) -> dict[str, Any] | str:
         overrides = [f"{key}={json.dumps(value)}" for key, value in candidate.changes.items()]
-        command = [
-            sys.executable,
-            "-m",
-            "spmdkit",
-            "plan",
-            str(self._file),
-            *overrides,
-            "--target",
-            self._target.name,
-            "--json",
-        ]
+        command = [sys.executable, "-m", "spmdkit", "plan", str(self._file), *overrides, "--json"]
+        command += ["--target", self._target.name]
         process = start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self._running.add(process)
         try:
@@ -224,21 +209,3 @@ class _Planner:
         for process in list(self._running):
             process.kill()
         self._folder.cleanup()
-
-
-def winner(config: Config, found: Ranking) -> Config:
-    """Returns the config of the best candidate.
-
-    Raises:
-        ConfigError: none fits; the message names the nearest.
-    """
-    if found.best is not None:
-        return replace_keys(config, found.best.changes)
-    compiled = [c for c in found.candidates if c.document is not None]
-    nearest = min(compiled, key=lambda c: c.document["memory"]["peak_bytes"], default=None)  # type: ignore[index]
-    smallest = f" The smallest is {nearest.name}: {nearest.reason}." if nearest is not None else ""
-    raise ConfigError(
-        f"--search found nothing that fits among {len(found.candidates)} candidates, {found.num_compiled} of them "
-        f"compiled.{smallest} A step has to fit. Vary more (--search-over mesh,microbatches,remat), compile more "
-        "(--compile), or take more devices."
-    )

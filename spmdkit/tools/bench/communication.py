@@ -16,7 +16,7 @@ from spmdkit.cluster import Cluster
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError, ExitCode
 from spmdkit.foundation import files
-from spmdkit.foundation.formatting import format_bytes, format_seconds, format_value, visible
+from spmdkit.foundation.formatting import columns, format_bytes, format_seconds, format_value, visible
 from spmdkit.mesh.mesh import describe_mesh
 from spmdkit.metrics.report.communication import communication_page
 from spmdkit.program import allocator
@@ -148,14 +148,10 @@ def table(result: dict[str, Any]) -> list[str]:
     """Returns the lines of the table: columns in line, refusals and notes below."""
     head = ["", "bytes/step", "of sum", "time/step", "of sum (95 %)", "loss", "over sum"]
     cells = [head, *([row["name"], *_cells(row)] for row in result["rows"] if not row["refused"])]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-    aligned = lambda row: "  ".join(
-        [row[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(row[1:], widths[1:], strict=True))]
-    )
     seeds = len(result["seeds"])
     title = f"{result['devices']} x {result['device']}, {describe_mesh(result['mesh'])}, batch {result['batch_size']}, {result['steps']} steps"  # noqa: E501
     title += f", {seeds} seed{'s' * (seeds > 1)}; loss: {result['loss_is']}"
-    lines = [title, *(aligned(row).rstrip() for row in cells)]
+    lines = [title, *columns(cells, right=range(1, len(head)))]
     for row in result["rows"]:
         lines += [f"{row['name']}: refused: {row['refused']}"] if row["refused"] else []
         lines += [f"{row['name']}: {note}" for note in row.get("notes", ())]
