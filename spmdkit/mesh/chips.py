@@ -26,7 +26,7 @@ passes; with the default precision it is one. GPU float32: TF32 with JAX's defau
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 GIB = 2**30
@@ -126,9 +126,6 @@ class Chip:
         return sum(flops / (self.peak(dtype) * self.reached.matmul) for dtype, flops in by_dtype.items())
 
 
-_TPU_REACHED = Reached(matmul=0.75, memory=0.85, link=0.85)
-_GPU_REACHED = Reached(matmul=0.65, memory=0.85, link=0.8)
-_ICI_HOP_S, _DCN_HOP_S, _PCIE_S = 1e-6, 5e-5, 1e-5
 _SLICES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _SLICES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
 
@@ -142,7 +139,6 @@ def _tpu(
     ici: float,
     dcn: float,
     pcie: float,
-    dims: int,
     largest: tuple[int, ...],
     limit_gib: float,
     devices_per_chip: int = 1,
@@ -151,7 +147,7 @@ def _tpu(
 
     `limit_gib` is what libtpu 0.0.42 lets a program use of a device, from its message to a program that is too large.
     """
-    share = 1 / devices_per_chip
+    share, is_2d = 1 / devices_per_chip, len(largest) == 2
     return Chip(
         name=name,
         kind="tpu",
@@ -159,16 +155,16 @@ def _tpu(
         flops_per_s={"bfloat16": bf16 * share, "float32": bf16 * share, "int8": 2 * bf16 * share},
         memory_bytes=int(memory_gib * GIB * share),
         memory_bytes_per_s=memory_bytes_per_s * share,
-        inner=Link("ici", ici, _ICI_HOP_S),
-        outer=Link("dcn", dcn * share, _DCN_HOP_S),
-        host_link=Link("host", pcie * share, _PCIE_S),
-        reached=_TPU_REACHED,
+        inner=Link("ici", ici, 1e-6),
+        outer=Link("dcn", dcn * share, 5e-5),
+        host_link=Link("host", pcie * share, 1e-5),
+        reached=Reached(matmul=0.75, memory=0.85, link=0.85),
         devices_per_chip=devices_per_chip,
-        torus_dims=dims,
-        topologies=_SLICES_2D if dims == 2 else _SLICES_3D,
-        cube=0 if dims == 2 else 4,
+        torus_dims=len(largest),
+        topologies=_SLICES_2D if is_2d else _SLICES_3D,
+        cube=0 if is_2d else 4,
         largest=largest,
-        wraps_at=16 if dims == 2 else 4,
+        wraps_at=16 if is_2d else 4,
         reserved_bytes=int((memory_gib * share - limit_gib) * GIB),
         launch_s=5e-7,
     )
@@ -184,8 +180,8 @@ def _gpu(name: str, device_kinds: tuple[str, ...], memory_bytes: int, memory_byt
         memory_bytes_per_s=memory_bytes_per_s,
         inner=Link("nvlink", 450e9, 3e-6),
         outer=Link("network", 50e9, 1e-5),
-        host_link=Link("host", 64e9, _PCIE_S),
-        reached=_GPU_REACHED,
+        host_link=Link("host", 64e9, 1e-5),
+        reached=Reached(matmul=0.65, memory=0.85, link=0.8),
         devices_per_host=8,
         # JAX reserves 75 % of the memory unless XLA_PYTHON_CLIENT_MEM_FRACTION sets another share; CUDA itself and NCCL
         # need 1 to 2 GiB.
@@ -197,11 +193,11 @@ def _gpu(name: str, device_kinds: tuple[str, ...], memory_bytes: int, memory_byt
 CHIPS: Mapping[str, Chip] = {
     chip.name: chip
     for chip in (
-        _tpu("v4", ("TPU v4",), 275e12, 32, 1.2e12, 45e9, 6.25e9, 16e9, 3, (16, 16, 16), 30.75),
-        _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 16, 0.82e12, 45e9, 3.125e9, 16e9, 2, (16, 16), 15.75),
-        _tpu("v5p", ("TPU v5", "TPU v5p"), 459e12, 96, 2.765e12, 90e9, 6.25e9, 16e9, 3, (16, 16, 24), 95.74),
-        _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 32, 1.638e12, 90e9, 12.5e9, 32e9, 2, (16, 16), 31.25),
-        _tpu("7x", ("TPU7x",), 2307e12, 192, 7.38e12, 90e9, 12.5e9, 32e9, 3, (16, 24, 24), 94.75, 2),
+        _tpu("v4", ("TPU v4",), 275e12, 32, 1.2e12, 45e9, 6.25e9, 16e9, (16, 16, 16), 30.75),
+        _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 16, 0.82e12, 45e9, 3.125e9, 16e9, (16, 16), 15.75),
+        _tpu("v5p", ("TPU v5", "TPU v5p"), 459e12, 96, 2.765e12, 90e9, 6.25e9, 16e9, (16, 16, 24), 95.74),
+        _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 918e12, 32, 1.638e12, 90e9, 12.5e9, 32e9, (16, 16), 31.25),
+        _tpu("7x", ("TPU7x",), 2307e12, 192, 7.38e12, 90e9, 12.5e9, 32e9, (16, 24, 24), 94.75, 2),
         _gpu("h100", ("NVIDIA H100 80GB HBM3", "NVIDIA H100"), 80 * GIB, 3.35e12),
         _gpu("h200", ("NVIDIA H200",), 141_000_000_000, 4.8e12),
         # A placeholder for one fake device on a laptop's core; `--calibrate` replaces it with measurements of this
@@ -233,28 +229,3 @@ def chip_of_device_kind(device_kind: str, platform: str) -> Chip | None:
             return chip
     close = [c for c in CHIPS.values() if c.kind == platform and any(device_kind.startswith(k) for k in c.device_kinds)]
     return close[0] if close else None
-
-
-def with_rates(
-    chip: Chip,
-    *,
-    flops_per_s: Mapping[str, float],
-    memory_bytes_per_s: float,
-    link_bytes_per_s: float | None,
-    link_latency_s: float | None,
-    launch_s: float,
-    cache_bytes_per_s: float,
-) -> Chip:
-    """Returns the chip with measured rates in place of the peaks; measured rates are reached in full."""
-    inner = chip.inner
-    if link_bytes_per_s is not None and link_latency_s is not None:
-        inner = replace(inner, bytes_per_s=link_bytes_per_s, latency_s=link_latency_s)
-    return replace(
-        chip,
-        flops_per_s={**chip.flops_per_s, **flops_per_s},
-        memory_bytes_per_s=memory_bytes_per_s,
-        inner=inner,
-        launch_s=launch_s,
-        cache_bytes_per_s=cache_bytes_per_s,
-        reached=Reached(1.0, 1.0, 1.0 if inner is not chip.inner else chip.reached.link),
-    )

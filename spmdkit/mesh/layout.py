@@ -26,7 +26,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.foundation.constants import LOGICAL_AXES
 from spmdkit.foundation.formatting import columns, format_bytes, nearest
 from spmdkit.foundation.trees import describe, leaf_bytes, named_leaves, path_name
-from spmdkit.mesh.mesh import AXES, canonical, dim_axes, spec_axes
+from spmdkit.mesh.mesh import AXES, canonical, count, dim_axes, spec_axes
 
 Dim = str | Sequence[str] | None
 Rule = tuple[str, Sequence[Dim]]
@@ -89,25 +89,20 @@ def lay_out(params: Any, options: LayoutOptions, sizes: Mapping[str, int]) -> li
             unknown name, a mesh axis used twice on a leaf, or a large leaf that would be replicated without a rule.
     """
     leaves = named_leaves(params)
-    table = options.axes
     by_config = _match(options.config_rules, leaves, "layout.rules")
     by_task = _match(options.task_rules, leaves, "the task's rules")
-    metadata = model_annotations(params)
+    named = {path: (dims, "metadata of the model") for path, dims in model_annotations(params).items()}
+    named |= {path: (dims, f"task rule '{pattern}'") for path, (pattern, dims) in by_task.items()}
+    named |= {path: (dims, f"rule '{pattern}'") for path, (pattern, dims) in by_config.items()}
     placements = []
     for path, leaf in leaves:
-        if path in by_config:
-            dims, reason = by_config[path][1], f"rule '{by_config[path][0]}'"
-        elif path in by_task:
-            dims, reason = by_task[path][1], f"task rule '{by_task[path][0]}'"
-        elif path in metadata:
-            dims, reason = metadata[path], "metadata of the model"
+        if path in named:
+            dims, reason = named[path]
+            spec = _spec_of(path, leaf, dims, options.axes, sizes, reason)
         else:
             spec, reason = _automatic(leaf, options, sizes)
             if reason.startswith("replicated"):
                 _refuse_large_copy(path, leaf, options, sizes, reason)
-            placements.append(LeafPlacement(path, tuple(leaf.shape), leaf.dtype, spec, "device", reason))
-            continue
-        spec = _spec_of(path, leaf, dims, table, sizes, reason)
         placements.append(LeafPlacement(path, tuple(leaf.shape), leaf.dtype, spec, "device", reason))
     return placements
 
@@ -122,9 +117,8 @@ def _match(rules: Sequence[Rule], leaves: Sequence[tuple[str, Any]], where: str)
         paths = [path for path, _ in leaves if compiled.fullmatch(path)]
         if not paths:
             known = [path for path, _ in leaves]
-            close = (
-                nearest(pattern, known) or f" The parameters are: {', '.join(known[:6])}{', ...' * (len(known) > 6)}."
-            )
+            listed = f" The parameters are: {', '.join(known[:6])}{', ...' * (len(known) > 6)}."
+            close = nearest(pattern, known) or listed
             raise ConfigError(
                 f"{where}: pattern '{pattern}' matches none of the {len(known)} parameters. A pattern has to match a "
                 f"whole path.{close}"
@@ -152,7 +146,7 @@ def _spec_of(
             f"layout: {reason} names {len(dims)} dims {list(dims)} for parameter '{path}' of shape "
             f"{tuple(leaf.shape)}. It needs one name (or null) for each of the {len(leaf.shape)} dims."
         )
-    spec: list[tuple[str, ...] | None] = []
+    spec: list[tuple[str, ...]] = []
     owner: dict[str, int] = {}
     for i, (dim, length) in enumerate(zip(dims, leaf.shape, strict=True)):
         axes: list[str] = []
@@ -171,14 +165,14 @@ def _spec_of(
                     "axis can shard one dim of a leaf. Set one of the two dims to null."
                 )
             owner[axis] = i
-        parts = _product(sizes, axes)
+        parts = count(sizes, axes)
         if length % parts:
             raise ConfigError(
                 f"layout: {reason} shards dim {i} of '{path}' (length {length}) over {' x '.join(axes)} = {parts}: "
                 f"{length} is not divisible by {parts}. Try length {(length // parts + 1) * parts}, or null for this "
                 "dim."
             )
-        spec.append(tuple(axes) or None)
+        spec.append(tuple(axes))
     return canonical(spec, sizes)
 
 
@@ -211,8 +205,7 @@ def _refuse_large_copy(path: str, leaf: Any, options: LayoutOptions, sizes: Mapp
 
 def without_fsdp(spec: PartitionSpec, sizes: Mapping[str, int]) -> PartitionSpec:
     """Returns `spec` without the fsdp axis: the leaf is replicated over fsdp."""
-    dims = [tuple(a for a in dim_axes(d) if a != "fsdp") for d in spec]
-    return canonical([d or None for d in dims], sizes)
+    return canonical([tuple(a for a in dim_axes(d) if a != "fsdp") for d in spec], sizes)
 
 
 def follow(
@@ -226,9 +219,11 @@ def follow(
     by_path = {p.path: p for p in params}
     result = []
     for path, leaf in named_leaves(tree):
-        twin = _twin(path, tuple(leaf.shape), by_path)
-        if twin is not None:
-            spec, reason = twin.spec, f"as parameter '{twin.path}'" if twin.path else "as the parameter"
+        parts = path.split("/")
+        ends = (by_path.get("/".join(parts[start:])) for start in range(len(parts) + 1))
+        param = next((p for p in ends if p is not None and p.shape == tuple(leaf.shape)), None)
+        if param is not None:
+            spec, reason = param.spec, f"as parameter '{param.path}'" if param.path else "as the parameter"
         else:
             spec, reason = _automatic(leaf, options, sizes)
         kind = memory_kind if len(leaf.shape) else "device"
@@ -236,25 +231,13 @@ def follow(
     return result
 
 
-def _twin(path: str, shape: tuple[int, ...], by_path: Mapping[str, LeafPlacement]) -> LeafPlacement | None:
-    parts = path.split("/")
-    for start in range(len(parts) + 1):
-        candidate = by_path.get("/".join(parts[start:]))
-        if candidate is not None and candidate.shape == shape:
-            return candidate
-    return None
-
-
 def model_annotations(params: Any) -> dict[str, Sequence[Dim]]:
     """Returns path -> dim names for the leaves with metadata of the model (`nn.with_partitioning`,
     `nnx.with_partitioning`)."""
     found: dict[str, Sequence[Dim]] = {}
-    boxed = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: _names_of(x) is not None)[0]
-    for path, box in boxed:
-        names = _names_of(box)
-        if names is not None:
-            for inner, _ in jax.tree_util.tree_flatten_with_path(box)[0]:
-                found[path_name((*path, *inner))] = tuple(names)
+    for path, box in jax.tree.leaves_with_path(params, is_leaf=lambda x: _names_of(x) is not None):
+        if (names := _names_of(box)) is not None:
+            found |= {path_name((*path, *inner)): tuple(names) for inner, _ in jax.tree.leaves_with_path(box)}
     return found
 
 
@@ -287,13 +270,6 @@ def check_axes_used(placements: Sequence[LeafPlacement], sizes: Mapping[str, int
                 f"repeat each other's work. Name it in layout.rules (e.g. a dim 'mlp' or '{axis}'), or use data: "
                 f"{sizes[axis]}."
             )
-
-
-def _product(sizes: Mapping[str, int], axes: Sequence[str]) -> int:
-    result = 1
-    for axis in axes:
-        result *= sizes[axis]
-    return result
 
 
 def table(placements: Sequence[LeafPlacement]) -> list[str]:

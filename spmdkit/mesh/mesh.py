@@ -84,8 +84,7 @@ def slices(devices: Sequence[jax.Device]) -> int:
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
     """Returns the mesh of `sizes` over the first devices, arranged by the machine's links if JAX knows them."""
     shape = tuple(sizes[axis] for axis in AXES)
-    used = list(devices)[: math.prod(shape)]
-    return compat.auto_mesh(_arrange(shape, used), AXES)
+    return compat.auto_mesh(_arrange(shape, list(devices)[: math.prod(shape)]), AXES)
 
 
 def _arrange(shape: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
@@ -98,8 +97,8 @@ def _arrange(shape: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     for i, size in enumerate(shape):
         if size % num_slices == 0:
-            outer = tuple(num_slices if j == i else 1 for j in range(len(shape)))
-            inner = tuple(s // o for s, o in zip(shape, outer, strict=True))
+            outer = [num_slices if j == i else 1 for j in range(len(shape))]
+            inner = [*shape[:i], size // num_slices, *shape[i + 1 :]]
             return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
     raise ConfigError(
         f"mesh {dict(zip(AXES, shape, strict=True))} on {num_slices} slices: no axis is divisible by {num_slices}. "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,73 +52,59 @@ class Arithmetic:
 
 def count(jaxpr: Any) -> Arithmetic:
     """Returns the arithmetic of a (closed) jaxpr."""
-    total: defaultdict[str, float] = defaultdict(float)
-    _add(jaxprs.opened(jaxpr), 1.0, total)
-    products = {k.removeprefix("product "): v for k, v in total.items() if k.startswith("product ")}
-    return Arithmetic(products, total["elementwise"])
+    by_dtype, elementwise = defaultdict[str, float](float), 0.0
+    for eqn, flops, is_product in _operations(jaxprs.opened(jaxpr), 1.0):
+        if is_product:
+            by_dtype[str(eqn.invars[0].aval.dtype)] += flops
+        else:
+            elementwise += flops
+    return Arithmetic(dict(by_dtype), elementwise)
 
 
 def products_by_line(jaxpr: Any, line: Callable[[Any], str | None]) -> dict[str, float]:
     """Returns the FLOPs of products of each line of the user's, `line(equation)`."""
-    total: defaultdict[str, float] = defaultdict(float)
-    _add(jaxprs.opened(jaxpr), 1.0, total, line)
-    return {k.removeprefix("line "): v for k, v in total.items() if k.startswith("line ")}
+    total = defaultdict[str, float](float)
+    for eqn, flops, _ in _operations(jaxprs.opened(jaxpr), 1.0):
+        if eqn.primitive.name in _PRODUCTS and (at := line(eqn)):
+            total[at] += flops
+    return total
 
 
-def _add(
-    jaxpr: Any, times: float, total: defaultdict[str, float], line: Callable[[Any], str | None] | None = None
-) -> None:
+def _operations(jaxpr: Any, times: float) -> Iterator[tuple[Any, float, bool]]:
+    """Yields (equation, FLOPs of all its runs, whether it is a product or a kernel)."""
     for eqn in jaxpr.eqns:
-        if line is not None and eqn.primitive.name in ("dot_general", "conv_general_dilated") and (at := line(eqn)):
-            total[f"line {at}"] += times * (_dot if eqn.primitive.name == "dot_general" else _convolution)(eqn)
-        name = eqn.primitive.name
-        if name == "dot_general":
-            total[f"product {_dtype(eqn)}"] += times * _dot(eqn)
-        elif name == "conv_general_dilated":
-            total[f"product {_dtype(eqn)}"] += times * _convolution(eqn)
+        name, params = eqn.primitive.name, eqn.params
+        if name in _PRODUCTS:
+            yield eqn, times * _PRODUCTS[name](eqn), True
         elif name == "scan":
-            _add(eqn.params["jaxpr"].jaxpr, times * eqn.params["length"], total, line)
+            yield from _operations(params["jaxpr"].jaxpr, times * params["length"])
         elif name == "while":
-            _add(eqn.params["body_jaxpr"].jaxpr, times, total, line)
+            yield from _operations(params["body_jaxpr"].jaxpr, times)
         elif name == "cond":
-            _add(max((b.jaxpr for b in eqn.params["branches"]), key=_weight), times, total, line)
+            weight = lambda branch: sum(flops for _, flops, _ in _operations(branch.jaxpr, 1.0))
+            yield from _operations(max(params["branches"], key=weight).jaxpr, times)
         elif name == "shard_map":
-            _add(jaxprs.opened(eqn.params["jaxpr"]), times * _mapped_devices(eqn.params), total, line)
+            yield from _operations(jaxprs.opened(params["jaxpr"]), times * _mapped_devices(params))
         elif name == "spmdkit_manual":  # what sk.manual wraps: one shard_map
             shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-            _add(jax.make_jaxpr(eqn.params["part"].run)(*shapes).jaxpr, times, total, line)
+            yield from _operations(jax.make_jaxpr(params["part"].run)(*shapes).jaxpr, times)
         elif name == "spmdkit_kernel":
-            total[f"product {_dtype(eqn)}"] += times * eqn.params["flops"]
-        elif name == "pallas_call" and eqn.params.get("cost_estimate") is not None:
-            total[f"product {_dtype(eqn)}"] += times * eqn.params["cost_estimate"].flops
+            yield eqn, times * params["flops"], True
+        elif name == "pallas_call" and params.get("cost_estimate") is not None:
+            yield eqn, times * params["cost_estimate"].flops, True
         elif inner := list(jaxprs.inner(eqn)):
             for sub in inner:
-                _add(sub, times, total, line)
-        elif name not in _FREE:
-            total["elementwise"] += times * max((_size(v.aval) for v in [*eqn.outvars, *_reduced(eqn)]), default=0)
-
-
-def _weight(jaxpr: Any) -> float:
-    inner: defaultdict[str, float] = defaultdict(float)
-    _add(jaxpr, 1.0, inner)
-    return sum(inner.values())
+                yield from _operations(sub, times)
+        elif name not in _FREE:  # the arithmetic of a reduction is that of its input
+            reduced = eqn.invars if name.startswith(("reduce", "cum", "arg")) else ()
+            avals = [v.aval for v in [*eqn.outvars, *reduced] if hasattr(v, "aval")]
+            yield eqn, times * max(map(_size, avals), default=0), False
 
 
 def _mapped_devices(params: Any) -> int:
     mesh = params["mesh"]
     names = params.get("manual_axes") or mesh.axis_names
     return math.prod(mesh.shape[name] for name in names)
-
-
-def _reduced(eqn: Any) -> list[Any]:
-    """Returns the operands of a reduction, since its arithmetic is that of its input."""
-    return (
-        [v for v in eqn.invars if hasattr(v, "aval")] if eqn.primitive.name.startswith(("reduce", "cum", "arg")) else []
-    )
-
-
-def _dtype(eqn: Any) -> str:
-    return str(eqn.invars[0].aval.dtype)
 
 
 def _size(aval: Any) -> int:
@@ -149,6 +135,9 @@ def _convolution(eqn: Any) -> float:
         )
     batch, features = out[numbers.out_spec[0]], out[numbers.out_spec[1]]
     return 2.0 * batch * features * rhs[numbers.rhs_spec[1]] * pairs
+
+
+_PRODUCTS: Mapping[str, Callable[[Any], float]] = {"dot_general": _dot, "conv_general_dilated": _convolution}
 
 
 def valid_pairs(

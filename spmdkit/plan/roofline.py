@@ -63,7 +63,7 @@ class Time:
         guessed: loops of unknown length, which were taken to run once.
     """
 
-    seconds: Mapping[str, float]
+    seconds: dict[str, float]
     links: Mapping[str, LinkTime]
     hlo_flops: float
     memory_bytes: float

@@ -9,7 +9,10 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit import compat
 from spmdkit.cluster import Cluster, detect_cluster, join
@@ -58,11 +61,12 @@ def seconds_of(text: str) -> float:
         ConfigError: it is none of them.
     """
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)(s|m|h|)", text.strip())
-    if match is None or not 0 < float(match[1]) * UNITS_S[match[2]] <= MOST_S:
+    seconds = float(match[1]) * UNITS_S[match[2]] if match else 0.0
+    if not 0 < seconds <= MOST_S:
         raise ConfigError(
             f"doctor --burn-in {text}: it is a time above 0 and up to a day: a number and s, m or h. Try --burn-in 30s."
         )
-    return float(match[1]) * UNITS_S[match[2]]
+    return seconds
 
 
 UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600}
@@ -142,10 +146,6 @@ def _hosts(met: list[dict[str, Any]]) -> str:
 
 def _reduction(devices: list[jax.Device]) -> tuple[str, list[str]]:
     """Returns (outcome, what is wrong) of one small sum over all devices."""
-    import jax.numpy as jnp
-    from jax import lax
-    from jax.sharding import NamedSharding, PartitionSpec
-
     mesh = compat.auto_mesh(np.array(devices), ("data",))
     spec = PartitionSpec("data")
     add = jax.jit(jax.shard_map(lambda x: lax.psum(x, "data"), mesh=mesh, in_specs=spec, out_specs=PartitionSpec()))

@@ -39,7 +39,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.files import write_json
-from spmdkit.mesh.chips import with_rates
+from spmdkit.mesh.chips import Reached
 from spmdkit.plan.machine.links import hops
 from spmdkit.plan.machine.target import Target
 
@@ -49,13 +49,11 @@ Rates = dict[str, Any]
 
 def rates_file() -> Path:
     """Returns where the rates of this machine are kept."""
-    if named := os.environ.get("SPMDKIT_RATES"):
-        return Path(named)
-    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(cache) / "spmdkit" / "rates.json"
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("SPMDKIT_RATES") or Path(cache) / "spmdkit" / "rates.json")
 
 
-def calibrate(devices: Sequence[Any], file: Path | None = None) -> Rates:
+def calibrate(devices: Sequence[Any]) -> Rates:
     """Measures the devices, adds the result to the file and returns it.
 
     Raises:
@@ -66,7 +64,7 @@ def calibrate(devices: Sequence[Any], file: Path | None = None) -> Rates:
             "--calibrate measures the devices of this process, and some of these are elsewhere. Use --target here."
         )
     found = _measure(devices)
-    file = file or rates_file()
+    file = rates_file()
     known = _read(file)
     known[f"{devices[0].device_kind} {len(devices)}"] = found
     try:
@@ -79,33 +77,34 @@ def calibrate(devices: Sequence[Any], file: Path | None = None) -> Rates:
     return found
 
 
-def with_measured(target: Target, file: Path | None = None) -> tuple[Target, float]:
+def with_measured(target: Target) -> tuple[Target, float]:
     """Returns the target with the rates that were measured for its kind of device, and the seconds of one call.
 
     Without such rates: the target itself, and 0.
     """
     if not target.is_here or not target.devices:
         return target, 0.0
-    kind = target.devices[0].device_kind
-    measured = {
-        int(name.rpartition(" ")[2]): rates
-        for name, rates in _read(file or rates_file()).items()
-        if name.rpartition(" ")[0] == kind
-    }
+    known, kind, chip = _read(rates_file()), target.devices[0].device_kind, target.chip
+    measured = [int(name.rpartition(" ")[2]) for name in known if name.rpartition(" ")[0] == kind]
     if not measured:
         return target, 0.0
     nearest = min(measured, key=lambda n: abs(n - target.num_devices))
-    rates = measured[nearest]
+    rates = known[f"{kind} {nearest}"]
     # Fake devices share one machine: what all of them do together stays the same.
-    share = nearest / target.num_devices if target.chip.kind == "cpu" else 1.0
-    chip = with_rates(
-        target.chip,
-        flops_per_s={dtype: rate * share for dtype, rate in rates["flops_per_s"].items()},
+    share = nearest / target.num_devices if chip.kind == "cpu" else 1.0
+    inner, link_reached = chip.inner, chip.reached.link
+    if rates["link_bytes_per_s"] is not None:
+        link_bytes_per_s = rates["link_bytes_per_s"] * share
+        inner = replace(inner, bytes_per_s=link_bytes_per_s, latency_s=rates["link_latency_s"])
+        link_reached = 1.0
+    chip = replace(
+        chip,
+        flops_per_s={**chip.flops_per_s, **{dtype: rate * share for dtype, rate in rates["flops_per_s"].items()}},
         memory_bytes_per_s=rates["memory_bytes_per_s"] * share,
-        link_bytes_per_s=None if rates["link_bytes_per_s"] is None else rates["link_bytes_per_s"] * share,
-        link_latency_s=rates["link_latency_s"],
+        inner=inner,
         launch_s=rates["launch_s"] / share,
         cache_bytes_per_s=rates["cache_bytes_per_s"] * share,
+        reached=Reached(1.0, 1.0, link_reached),  # what is measured is reached in full
     )
     return replace(target, chip=chip, calibrated=rates["date"]), float(rates["call_s"])
 
@@ -159,13 +158,9 @@ def _seconds(run: Callable[[], Any]) -> float:
 def _each(mesh: Any, body: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], dtype: str) -> float:
     """Returns the seconds of `body` on all devices concurrently, each with an array of `shape`."""
     sharding = NamedSharding(mesh, PartitionSpec("all"))
-    make = jax.jit(lambda: jnp.full((mesh.size, *shape), 0.01, dtype), out_shardings=sharding)
-    run = jax.jit(
-        jax.shard_map(
-            lambda x: body(x[0])[None], mesh=mesh, in_specs=PartitionSpec("all"), out_specs=PartitionSpec("all")
-        )
-    )
-    x = make()
+    x = jax.jit(lambda: jnp.full((mesh.size, *shape), 0.01, dtype), out_shardings=sharding)()
+    spec = sharding.spec
+    run = jax.jit(jax.shard_map(lambda x: body(x[0])[None], mesh=mesh, in_specs=spec, out_specs=spec))
     return _seconds(lambda: run(x))
 
 
@@ -208,8 +203,7 @@ def _link(mesh: Any) -> tuple[float, float]:
     times = [_each(mesh, body, (size // 4,), "float32") / 4 for size in sizes]
     sent = [2 * (n - 1) / n * size for size in sizes]
     # Relative errors count: else the largest array alone would decide.
-    weights = [1 / t for t in times]
-    matrix = np.array([[b * w, w] for b, w in zip(sent, weights, strict=True)])
+    matrix = np.array([[b / t, 1 / t] for b, t in zip(sent, times, strict=True)])
     per_byte, fixed = np.linalg.lstsq(matrix, np.ones(len(times)), rcond=None)[0]
     return 1 / max(float(per_byte), 1e-15), max(float(fixed), 0.0) / hops("all_reduce", n)
 
@@ -218,8 +212,8 @@ def describe(rates: Mapping[str, Any]) -> str:
     """Returns the rates in one line."""
     products = ", ".join(f"{dtype} {rate / 1e9:.4g} GFLOP/s" for dtype, rate in rates["flops_per_s"].items())
     link = ""
-    if rates["link_bytes_per_s"] is not None:
-        link = f", links {rates['link_bytes_per_s'] / 1e9:.3g} GB/s and {rates['link_latency_s'] * 1e6:.3g} us a hop"
+    if (link_bytes_per_s := rates["link_bytes_per_s"]) is not None:
+        link = f", links {link_bytes_per_s / 1e9:.3g} GB/s and {rates['link_latency_s'] * 1e6:.3g} us a hop"
     return (
         f"each of {rates['num_devices']} {rates['device_kind']}: {products}, memory "
         f"{rates['memory_bytes_per_s'] / 1e9:.3g} GB/s, launch {rates['launch_s'] * 1e6:.3g} us{link}"

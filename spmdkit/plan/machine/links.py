@@ -23,11 +23,11 @@ wrap-around, one port per GPU and rail-optimised hierarchy.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spmdkit.mesh.chips import Link
 from spmdkit.plan.collectives_bill import Collective
 from spmdkit.plan.machine.target import Target
 
@@ -65,59 +65,41 @@ def hops(op: str, group_size: int) -> int:
 
 def link_path(target: Target, devices: Sequence[Any], group: Sequence[int]) -> LinkPath:
     """Returns the way between the devices of a group; `group` are places in the flattened mesh `devices`."""
-    members = [devices[i] for i in group]
     if target.chip.kind == "tpu":
-        return _torus(target, members)
-    if target.chip.kind == "gpu":
-        return _hosts(target, group)
-    inner = target.chip.inner
-    return LinkPath(inner.name, inner.bytes_per_s, target.chip.reached.link, inner.latency_s)
+        return _torus(target, [devices[i] for i in group])
+    return _hosts(target, group)
 
 
 def link_path_of(target: Target, devices: Sequence[Any], collective: Collective) -> LinkPath:
     """Returns the way of a collective: that of its first group, of a permutation's slowest pair."""
-    if collective.op == "collective_permute":
-        ways = [link_path(target, devices, pair) for pair in collective.groups] or [link_path(target, devices, (0,))]
-        return min(ways, key=lambda found: found.bytes_per_s)
-    group = collective.groups[0] if collective.groups else range(collective.group_size)
-    return link_path(target, devices, group)
+    groups = collective.groups or ((0,),)
+    ways = [link_path(target, devices, g) for g in (groups if collective.op == "collective_permute" else groups[:1])]
+    return min(ways, key=lambda found: found.bytes_per_s)
 
 
 def _hosts(target: Target, group: Sequence[int]) -> LinkPath:
     chip = target.chip
-    per_host: dict[int, int] = {}
-    for place in group:
-        per_host[place // chip.devices_per_host] = per_host.get(place // chip.devices_per_host, 0) + 1
-    if len(per_host) == 1:
-        return _over(chip.inner, chip.reached.link)
+    per_host = Counter(place // chip.devices_per_host for place in group)
+    if len(per_host) == 1 or chip.kind == "cpu":
+        return LinkPath(chip.inner.name, chip.inner.bytes_per_s, chip.reached.link, chip.inner.latency_s)
     rate = min(chip.inner.bytes_per_s, chip.outer.bytes_per_s * min(per_host.values()))
     return LinkPath(chip.outer.name, rate, chip.reached.link, chip.outer.latency_s, crosses=True)
 
 
-def _over(link: Link, reached: float) -> LinkPath:
-    return LinkPath(link.name, link.bytes_per_s, reached, link.latency_s)
-
-
 def _torus(target: Target, members: Sequence[Any]) -> LinkPath:
     chip = target.chip
-    slices: dict[int, int] = {}
-    for device in members:
-        number = getattr(device, "slice_index", 0) or 0
-        slices[number] = slices.get(number, 0) + 1
+    slices = Counter(getattr(device, "slice_index", 0) or 0 for device in members)
     if len(slices) > 1:
         rate = chip.outer.bytes_per_s * min(slices.values())
         fastest = 2 * chip.torus_dims * chip.inner.bytes_per_s
         return LinkPath(chip.outer.name, min(rate, fastest), chip.reached.link, chip.outer.latency_s, crosses=True)
-    coords = {tuple(device.coords)[: chip.torus_dims] for device in members}
     rate = 0.0
     for axis in range(chip.torus_dims):
-        places = {c[axis] for c in coords}
-        if len(places) < 2:
-            continue
-        length = target.topology[axis] if axis < len(target.topology) else len(places)
-        whole = len(places) == length
-        rings = whole and length % chip.wraps_at == 0
-        rate += chip.inner.bytes_per_s * (2 if rings else 1)
+        num = len({device.coords[axis] for device in members})
+        if num > 1:
+            length = target.topology[axis] if axis < len(target.topology) else num
+            is_ring = num == length and length % chip.wraps_at == 0
+            rate += chip.inner.bytes_per_s * (2 if is_ring else 1)
     if not rate:  # the two devices of one chip
         return LinkPath("on chip", chip.memory_bytes_per_s, chip.reached.memory, chip.inner.latency_s / 10)
     return LinkPath(chip.inner.name, rate, chip.reached.link, chip.inner.latency_s)

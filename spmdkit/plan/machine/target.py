@@ -15,11 +15,13 @@ Times are a model everywhere; `here` and `cpu` use measured rates after `--calib
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
 from typing import Any
 
 import jax
@@ -98,78 +100,62 @@ def parse_target(text: str) -> Target:
     if kind == "here" and not rest:
         return Target("here", CHIPS["cpu"], 0, is_here=True)
     if kind == "cpu":
-        return _parse_cpu(text, rest)
-    if kind == "tpu":
-        return _parse_tpu(text, rest)
-    if kind == "gpu":
-        return _parse_gpu(text, rest)
-    kinds = ("tpu", "gpu", "cpu", "here")
-    raise ConfigError(
-        f"target {text!r} begins with {kind!r}, which is no machine.{nearest(kind, kinds)} A target is one of "
-        f"{_FORMS}. Try --target cpu:8."
-    )
-
-
-def _parse_cpu(text: str, rest: str) -> Target:
-    count = fake_devices(text.strip())
-    if count is None:
+        count = fake_devices(text.strip())
+        if count is None:
+            raise ConfigError(
+                f"target {text!r} has {rest or 'no number'} of fake CPU devices. It is cpu:N with N from 1 to "
+                f"{MAX_FAKE_DEVICES}. Try --target cpu:8."
+            )
+        return Target(f"cpu:{count}", CHIPS["cpu"], count)
+    if kind not in ("tpu", "gpu"):
         raise ConfigError(
-            f"target {text!r} has {rest or 'no number'} of fake CPU devices. It is cpu:N with N from 1 to "
-            f"{MAX_FAKE_DEVICES}. Try --target cpu:8."
+            f"target {text!r} begins with {kind!r}, which is no machine.{nearest(kind, ('tpu', 'gpu', 'cpu', 'here'))} "
+            f"A target is one of {_FORMS}. Try --target cpu:8."
         )
-    return Target(f"cpu:{count}", CHIPS["cpu"], count)
-
-
-def _chip(text: str, name: str, kind: str) -> Chip:
+    name, _, shape = rest.partition(":")
     names = [chip.name for chip in CHIPS.values() if chip.kind == kind]
     if name not in names:
-        example = "tpu:v5p:4x4x4" if kind == "tpu" else "gpu:h100:8"
         raise ConfigError(
             f"target {text!r} names the {kind.upper()} {name!r}, which the table does not hold.{nearest(name, names)} "
-            f"Known: {', '.join(names)}. Try --target {example}."
+            f"Known: {', '.join(names)}. Try --target {'tpu:v5p:4x4x4' if kind == 'tpu' else 'gpu:h100:8'}."
         )
-    return CHIPS[name]
+    return (_parse_tpu if kind == "tpu" else _parse_gpu)(text, CHIPS[name], shape)
 
 
-def _parse_gpu(text: str, rest: str) -> Target:
-    name, _, shape = rest.partition(":")
-    chip = _chip(text, name, "gpu")
-    numbers = [_count(part) for part in shape.split("x")]
-    sizes = [n for n in numbers if n is not None]
+def _parse_gpu(text: str, chip: Chip, shape: str) -> Target:
+    sizes = _sizes(shape)
     total = math.prod(sizes)
-    if len(sizes) != len(numbers) or len(sizes) not in (1, 2) or total > MAX_FAKE_DEVICES:
+    if len(sizes) not in (1, 2) or total > MAX_FAKE_DEVICES:
         raise ConfigError(
             f"target {text!r} has the size {shape!r}. It is a number of GPUs, or hosts x GPUs of a host, at most "
-            f"{MAX_FAKE_DEVICES} in all. Try --target gpu:{name}:64 or gpu:{name}:8x8."
+            f"{MAX_FAKE_DEVICES} in all. Try --target gpu:{chip.name}:64 or gpu:{chip.name}:8x8."
         )
     if len(sizes) == 2:
         chip = replace(chip, devices_per_host=sizes[1])
-    elif total > chip.devices_per_host and total % chip.devices_per_host:
+    hosts, rest = divmod(total, chip.devices_per_host)
+    if hosts and rest:
         raise ConfigError(
-            f"target {text!r} puts {total} GPUs into hosts of {chip.devices_per_host}, found a rest of "
-            f"{total % chip.devices_per_host}. Hosts are full. Try "
-            f"gpu:{name}:{total // chip.devices_per_host * chip.devices_per_host}, or gpu:{name}:HOSTSxGPUS."
+            f"target {text!r} puts {total} GPUs into hosts of {chip.devices_per_host}, found a rest of {rest}. Hosts "
+            f"are full. Try gpu:{chip.name}:{total - rest}, or gpu:{chip.name}:HOSTSxGPUS."
         )
     note = (
         f"No GPU compiler runs without a GPU: the step was compiled by XLA for {total} fake CPU devices. The "
         "parameters, the optimizer state and what the strategy sends are right; temporaries and how collectives are "
         "merged are indicative."
     )
-    hosts = math.ceil(total / chip.devices_per_host)
-    return Target(f"gpu:{name}:{shape}", chip, total, num_slices=hosts, notes=(note,))
+    return Target(f"gpu:{chip.name}:{shape}", chip, total, num_slices=max(1, hosts), notes=(note,))
 
 
-def _parse_tpu(text: str, rest: str) -> Target:
-    name, _, shape = rest.partition(":")
-    chip = _chip(text, name, "tpu")
+def _parse_tpu(text: str, chip: Chip, shape: str) -> Target:
+    name = chip.name
     one, star, count = shape.partition("*")
-    num_slices = _count(count) if star else 1
-    dims = tuple(n for part in one.split("x") if (n := _count(part)) is not None)
-    if num_slices is None or num_slices > 64 or len(dims) != len(one.split("x")) or not _offered(chip, dims):
+    dims, counts = _sizes(one), _sizes(count) if star else (1,)
+    if len(counts) != 1 or counts[0] > 64 or not _offered(chip, dims):
         raise ConfigError(
             f"target {text!r}: {name} has no slice of shape {shape!r}. A slice of {name} is {_shapes(chip)}; *N joins "
             f"up to 64 of them. Try --target tpu:{name}:{_nearest_shape(chip, dims)}."
         )
+    num_slices = counts[0]
     chips = math.prod(dims) * num_slices
     notes = []
     if name == "7x":
@@ -189,8 +175,10 @@ def _parse_tpu(text: str, rest: str) -> Target:
     return Target(f"tpu:{name}:{shape}", chip, devices, num_slices, dims, compiler="tpu", notes=tuple(notes))
 
 
-def _count(text: str) -> int | None:
-    return int(text) if re.fullmatch(r"[1-9][0-9]{0,5}", text) else None
+def _sizes(text: str) -> tuple[int, ...]:
+    """Returns the numbers of `4x4x4`; none where one of them is no number."""
+    parts = text.split("x")
+    return tuple(map(int, parts)) if all(re.fullmatch(r"[1-9][0-9]{0,5}", part) for part in parts) else ()
 
 
 def _offered(chip: Chip, dims: tuple[int, ...]) -> bool:
@@ -203,22 +191,17 @@ def _offered(chip: Chip, dims: tuple[int, ...]) -> bool:
 
 
 def _shapes(chip: Chip) -> str:
-    small = ", ".join(chip.topologies)
-    if not chip.cube:
-        return f"one of {small}"
-    return f"one of {small}, or AxBxC of multiples of {chip.cube} up to {'x'.join(map(str, chip.largest))}"
+    more = f", or AxBxC of multiples of {chip.cube} up to {'x'.join(map(str, chip.largest))}" if chip.cube else ""
+    return f"one of {', '.join(chip.topologies)}{more}"
 
 
 def _nearest_shape(chip: Chip, dims: tuple[int, ...]) -> str:
     """Returns the available shape with the number of chips nearest to the requested one."""
+    options = [tuple(map(int, shape.split("x"))) for shape in chip.topologies]
+    lengths = [range(chip.cube, most + 1, chip.cube) for most in chip.largest] if chip.cube else []
+    options += [(a, b, c) for a, b, c in itertools.product(*lengths) if a <= b <= c <= 2 * b] if lengths else []
     requested = math.prod(dims) if dims else 16
-    options = list(chip.topologies)
-    if chip.cube:
-        lengths = [range(chip.cube, most + 1, chip.cube) for most in chip.largest]
-        options += [
-            f"{a}x{b}x{c}" for a in lengths[0] for b in lengths[1] if b >= a for c in lengths[2] if b <= c <= 2 * b
-        ]
-    return min(options, key=lambda s: abs(math.prod(map(int, s.split("x"))) - requested))
+    return "x".join(map(str, min(options, key=lambda shape: abs(math.prod(shape) - requested))))
 
 
 # ---- devices ---------------------------------------------------------------------------------------------------------
@@ -235,7 +218,7 @@ def open_target(target: Target) -> Target:
     if target.compiler == "tpu":
         return replace(target, devices=_tpu_devices(target))
     if target.is_here:
-        return _here()
+        return target_of(jax.devices())
     devices = _fake_devices(target.num_devices, target.name)
     limit = memory_limit(devices) if target.chip.kind == "cpu" else None
     return replace(target, devices=devices, limit_bytes=limit, is_here=target.chip.kind == "cpu")
@@ -252,28 +235,20 @@ def target_of(devices: Sequence[Any], name: str = "here") -> Target:
     hosts = len({d.process_index for d in devices})
     if chip.kind == "gpu":
         chip = replace(chip, devices_per_host=max(1, len(devices) // hosts))
+    bounds = tuple(max(axis) + 1 for axis in zip(*(getattr(d, "coords", ()) for d in devices), strict=True))
     slices = len({getattr(d, "slice_index", 0) or 0 for d in devices}) if chip.kind == "tpu" else hosts
     return Target(
         name,
         chip,
         len(devices),
         num_slices=slices,
-        topology=_bounds(devices) if chip.kind == "tpu" else (),
+        topology=bounds if chip.kind == "tpu" else (),
         devices=tuple(devices),
         compiler=first.platform,
         notes=tuple(notes),
         is_here=True,
         limit_bytes=memory_limit(devices),
     )
-
-
-def _here() -> Target:
-    return target_of(jax.devices())
-
-
-def _bounds(devices: Sequence[Any]) -> tuple[int, ...]:
-    coords = [tuple(d.coords) for d in devices]
-    return tuple(max(axis) + 1 for axis in zip(*coords, strict=True))
 
 
 def _fake_devices(count: int, name: str) -> tuple[Any, ...]:
@@ -298,15 +273,12 @@ def _tpu_devices(target: Target) -> tuple[Any, ...]:
             "x86 machine and needs no TPU. Install the extra: pip install 'spmdkit[tpu]'. Without it: --target "
             "gpu:h100:8, cpu:8 or here."
         )
-    for key, value in _TPU_ENVIRONMENT.items():
-        os.environ.setdefault(key, value)
+    os.environ.update(_TPU_ENVIRONMENT | os.environ)
     if not compat.backends_initialized():
         jax.config.update("jax_platforms", "cpu")
     from jax.experimental import topologies
 
-    options: dict[str, Any] = {}
-    if target.num_slices > 1:
-        options["num_slices"] = target.num_slices
+    options: dict[str, Any] = {"num_slices": target.num_slices} if target.num_slices > 1 else {}
     if target.topology in ((1, 1), (2, 4)):
         # Hosts of v5e and v6e with one or eight chips; the default is four.
         options["chips_per_host_bounds"] = [*target.topology, 1]
@@ -317,23 +289,14 @@ def _tpu_devices(target: Target) -> tuple[Any, ...]:
             found = [d for d in found if not getattr(d, "core_on_chip", 0)]
     except Exception as error:
         raise ConfigError(
-            f"target {target.name}: libtpu {_version('libtpu')} does not know the topology {name} "
+            f"target {target.name}: libtpu {metadata.version('libtpu')} does not know the topology {name} "
             f"({str(error).splitlines()[0]}). It has to match jax {jax.__version__}. Install the pair that is tested: "
             "pip install 'spmdkit[tpu]'."
         ) from error
     if len(found) != target.num_devices:
         raise ConfigError(
             f"target {target.name} is {target.num_devices} devices by the chip table, and {len(found)} by libtpu "
-            f"{_version('libtpu')}. The two have to agree. Install the pair that is tested: pip install "
+            f"{metadata.version('libtpu')}. The two have to agree. Install the pair that is tested: pip install "
             "'spmdkit[tpu]'."
         )
     return tuple(found)
-
-
-def _version(package: str) -> str:
-    from importlib import metadata
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "of unknown version"

@@ -15,14 +15,17 @@ best have to be compiled; it is not shown as a prediction:
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from spmdkit.config import Config, replace_keys
 from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.foundation.formatting import format_bytes
-from spmdkit.mesh.mesh import AXES, BATCH_AXES, REPLICA_AXES, count, describe_mesh
+from spmdkit.mesh.mesh import AXES, BATCH_AXES, REPLICA_AXES, count, describe_mesh, dim_axes, resolve
 from spmdkit.plan.document import tokens_of_batch
 from spmdkit.plan.flops import count as count_flops
 from spmdkit.plan.lower_bound import lower_bound_bytes
@@ -55,7 +58,6 @@ class Candidate:
     status: str = "not compiled"
     reason: str = ""
     estimate_s: float | None = None
-    state_bytes: int | None = None
     document: dict[str, Any] | None = field(default=None, repr=False)
 
     @property
@@ -66,19 +68,19 @@ class Candidate:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the row of `plan --search --json`."""
-        plan = self.document
+        plan = self.document or {}
         return {
             "name": self.name,
             "changes": self.changes,
             "mesh": self.sizes,
             "status": self.status,
             "reason": self.reason,
-            "fits": None if plan is None else plan["fits"],
-            "predicted_step_s": None if plan is None else plan["predicted_step_s"],
+            "fits": plan.get("fits"),
+            "predicted_step_s": plan.get("predicted_step_s"),
             "estimated_step_s": self.estimate_s,
-            "peak_bytes": None if plan is None else plan["memory"]["peak_bytes"],
-            "collective_bytes": None if plan is None else plan["collective_bytes"],
-            "mfu": None if plan is None or plan["time"] is None else plan["time"]["mfu"],
+            "peak_bytes": plan.get("memory", {}).get("peak_bytes"),
+            "collective_bytes": plan.get("collective_bytes"),
+            "mfu": (plan.get("time") or {}).get("mfu"),
         }
 
 
@@ -102,38 +104,28 @@ def candidates(config: Config, task: Task, target: Target, search_over: Sequence
         if zero is not None and sizes["fsdp"] > 1:
             changes["layout.zero"] = zero
         found += _of_mesh(config, task, target, sizes, changes, search_over)
-    legal = [c for c in found if c.estimate_s is not None]
-    return sorted(legal, key=lambda c: c.estimate_s or 0.0) + [c for c in found if c.estimate_s is None]
+    return sorted(found, key=lambda c: math.inf if c.estimate_s is None else c.estimate_s)
 
 
 def _meshes(config: Config, target: Target, every: bool) -> Iterator[dict[str, int]]:
     """Yields axis -> size for every product that is the number of devices; axes that only some models know, only if
     named."""
     num = target.num_devices
-    if not every:
-        from spmdkit.mesh.mesh import resolve
-
-        yield resolve(config.mesh.sizes(), num, target.num_slices if target.compiler == "tpu" else 1)
-        return
     requested = config.mesh.sizes()
-    axes = [a for a in AXES if a in SEARCHED_AXES or requested.get(a, 1) != 1]
+    if not every:
+        yield resolve(requested, num, target.num_slices if target.compiler == "tpu" else 1)
+        return
+    free = [a for a in AXES if a != "replica" and (a in SEARCHED_AXES or requested.get(a, 1) != 1)]
     parts = target.hosts_or_slices
-    replicas = [1, parts] if parts > 1 and num % parts == 0 else [1]
-    free = [a for a in axes if a != "replica"]
-    for replica in dict.fromkeys(replicas):
+    for replica in [1, parts] if parts > 1 and num % parts == 0 else [1]:
         for split in _splits(num // replica, len(free)):
-            sizes = dict.fromkeys(AXES, 1) | {"replica": replica} | dict(zip(free, split, strict=True))
-            yield sizes
+            yield dict.fromkeys(AXES, 1) | {"replica": replica} | dict(zip(free, split, strict=True))
 
 
 def _splits(num: int, parts: int) -> Iterator[tuple[int, ...]]:
-    if parts == 1:
-        yield (num,)
-        return
-    for first in range(1, num + 1):
-        if num % first == 0:
-            for rest in _splits(num // first, parts - 1):
-                yield (first, *rest)
+    """Yields the ways to write a number as a product of so many."""
+    divisors = [n for n in range(1, num + 1) if num % n == 0]
+    return (split for split in itertools.product(divisors, repeat=parts) if math.prod(split) == num)
 
 
 def _of_mesh(
@@ -160,7 +152,7 @@ def _of_mesh(
             f"parameters and optimizer state alone need {format_bytes(state)} of "
             f"{format_bytes(target.memory_limit_bytes)}"
         )
-        return [Candidate(changes, sizes, "does not fit", reason, state_bytes=state)]
+        return [Candidate(changes, sizes, "does not fit", reason)]
     counts: Sequence[int] = [config.microbatches] if isinstance(config.microbatches, int) else [1]
     if "microbatches" in search_over or config.microbatches == "auto":
         counts = [m for m in microbatch_counts(config, shards) if m <= 16]
@@ -178,40 +170,33 @@ def _of_mesh(
         all_changes |= {"remat": remat} if remat != config.remat else {}
         cost = _REMAT_COST.get(remat if isinstance(remat, str) else "dots", 1.0)
         estimate = work["arithmetic"] * cost + work["memory"] + work["fixed wire"] + work["gathers"] * m
-        found.append(Candidate(all_changes, sizes, estimate_s=estimate, state_bytes=state))
+        found.append(Candidate(all_changes, sizes, estimate_s=estimate))
     return found
 
 
 def _work(program: Program, target: Target) -> Mapping[str, float]:
     """Returns the seconds of the model's parts."""
-    chip, num = target.chip, program.mesh.devices.size
-    arithmetic = count_flops(program.traced.jaxpr)
+    chip, arithmetic = target.chip, count_flops(program.traced.jaxpr)
     by_dtype = arithmetic.by_dtype or {"float32": arithmetic.elementwise}
-    devices = list(program.mesh.devices.flat)
     least = lower_bound_bytes(program)
     state = program.held.state_bytes + program.held.host_bytes
+    over_replicas = _over(target, program, REPLICA_AXES, least.get("replica x data", 0))
     return {
-        "arithmetic": sum(f / num / (chip.peak(d) * chip.reached.matmul) for d, f in by_dtype.items()),
+        "arithmetic": chip.products_s(by_dtype) / program.mesh.devices.size,
         "memory": 3 * state / (chip.memory_bytes_per_s * chip.reached.memory),
-        "fixed wire": _over(target, program, devices, REPLICA_AXES, least.get("replica x data", 0))
-        + _over(target, program, devices, ("tensor",), _tensor_bytes(program)),
-        "gathers": _over(target, program, devices, ("fsdp",), least.get("fsdp", 0)),
+        "fixed wire": over_replicas + _over(target, program, ("tensor",), _tensor_bytes(program)),
+        "gathers": _over(target, program, ("fsdp",), least.get("fsdp", 0)),
     }
 
 
-def _over(target: Target, program: Program, devices: Sequence[Any], axes: Sequence[str], num_bytes: float) -> float:
-    if not num_bytes:
+def _over(target: Target, program: Program, axes: Sequence[str], num_bytes: float) -> float:
+    """Returns the seconds in which a device sends so many bytes to those that differ from it along the axes."""
+    places = np.arange(program.mesh.size).reshape(program.mesh.devices.shape)
+    group = places[tuple(slice(None) if axis in axes else 0 for axis in AXES)].ravel()
+    if not num_bytes or group.size < 2:
         return 0.0
-    sizes = program.sizes
-    group = [0]
-    stride = 1
-    for axis in reversed(AXES):
-        if axis in axes:
-            group = [place + i * stride for i in range(sizes[axis]) for place in group]
-        stride *= sizes[axis]
-    if len(group) < 2:
-        return 0.0
-    return link_path(target, devices, group).seconds(num_bytes, "all_reduce", len(group))
+    path = link_path(target, list(program.mesh.devices.flat), group.tolist())
+    return path.seconds(num_bytes, "all_reduce", group.size)
 
 
 def _tensor_bytes(program: Program) -> float:
@@ -224,11 +209,10 @@ def _tensor_bytes(program: Program) -> float:
     width = 2 if program.config.precision.compute == "bfloat16" else 4
     total = 0.0
     for leaf in program.layout:
-        axes = [d if isinstance(d, tuple) else (d,) for d in leaf.spec]
-        cut = [i for i, names in enumerate(axes) if "tensor" in names]
+        cut = [i for i, dim in enumerate(leaf.spec) if "tensor" in dim_axes(dim)]
         if not leaf.path.startswith("params") or not cut or len(leaf.shape) < 2:
             continue
-        layers = leaf.shape[0] if len(leaf.shape) > 2 and not (axes and axes[0] != (None,)) else 1
+        layers = leaf.shape[0] if len(leaf.shape) > 2 and leaf.spec[0] is None else 1
         whole = [n for i, n in enumerate(leaf.shape) if i not in cut and not (i == 0 and layers > 1)]
         total += layers * rows * max(whole, default=1) * width
     return total * 2 * (t - 1) / t

@@ -89,14 +89,16 @@ def compare(
     say = _say if cluster.is_main else lambda line: None
     opened = list[Opened]()
     for row in rows:
-        opened.append(opener.open(row, config.seed))
-        say(f"{row.name}: " + (f"refused: {opened[-1].refused}" if opened[-1].refused else "compiled"))
+        opened.append(x := opener.open(row, config.seed))
+        say(f"{row.name}: {f'refused: {x.refused}' if x.refused else 'compiled'}")
     if keeps_memory and cluster.devices[0].platform == "cpu":
         allocator.keep_memory()
     found = list[dict[int, tuple[Trained, Trained]]]()
-    for number in range(seeds):
-        seed = config.seed + number
-        of_seed = opened if number == 0 else _again(opener, opened, seed)
+    all_seeds = range(config.seed, config.seed + seeds)
+    for seed in all_seeds:
+        of_seed = opened
+        if seed != config.seed:
+            of_seed = [x if x.program is None else opener.open(x.row, seed, reads=False) for x in opened]
         found.append(_trained(of_seed, cluster, steps))
         say(f"seed {seed}: trained {steps} steps each")
     main = opened[0]
@@ -114,17 +116,12 @@ def compare(
         "replicas": main.program.num_replicas,
         "batch_size": config.batch_size,
         "steps": steps,
-        "seeds": [config.seed + number for number in range(seeds)],
+        "seeds": list(all_seeds),
         "loss_is": "evaluation" if main.program.has_eval else "training, mean of the last tenth of the steps",
         "rows": result,
         "jax": jax.__version__,
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-
-
-def _again(opener: Opener, opened: Sequence[Opened], seed: int) -> list[Opened]:
-    """Returns the rows that were not refused, opened with another seed."""
-    return [x if x.program is None else opener.open(x.row, seed, reads=False) for x in opened]
 
 
 def _trained(opened: Sequence[Opened], cluster: Cluster, steps: int) -> dict[int, tuple[Trained, Trained]]:
@@ -140,17 +137,13 @@ def _trained(opened: Sequence[Opened], cluster: Cluster, steps: int) -> dict[int
     return found
 
 
-# ---- what is shown
-# -----------------------------------------------------------------------------------------------------
-
-
 def table(result: dict[str, Any]) -> list[str]:
     """Returns the lines of the table: columns in line, refusals and notes below."""
     head = ["", "bytes/step", "of sum", "time/step", "of sum (95 %)", "loss", "over sum"]
     cells = [head, *([row["name"], *_cells(row)] for row in result["rows"] if not row["refused"])]
     seeds = len(result["seeds"])
-    title = f"{result['devices']} x {result['device']}, {describe_mesh(result['mesh'])}, batch {result['batch_size']}, {result['steps']} steps"  # noqa: E501
-    title += f", {seeds} seed{'s' * (seeds > 1)}; loss: {result['loss_is']}"
+    title = f"{result['devices']} x {result['device']}, {describe_mesh(result['mesh'])}, batch {result['batch_size']}, "
+    title += f"{result['steps']} steps, {seeds} seed{'s' * (seeds > 1)}; loss: {result['loss_is']}"
     lines = [title, *columns(cells, right=range(1, len(head)))]
     for row in result["rows"]:
         lines += [f"{row['name']}: refused: {row['refused']}"] if row["refused"] else []

@@ -69,11 +69,9 @@ def _time(opened: Opened, seeds: Sequence[tuple[Trained, Trained]], notes: list[
 
 def _loss(seeds: Sequence[tuple[Trained, Trained]], notes: list[str]) -> Figures:
     losses = [trained.loss for trained, _ in seeds]
-    for trained, _ in seeds:
-        bad = next((step for step, loss in enumerate(trained.losses, 1) if not math.isfinite(loss)), None)
-        if bad is not None:
-            notes.append(f"the loss is not finite from step {bad} on (seed {trained.program.config.seed})")
-            break
+    of_steps = ((trained, step, loss) for trained, _ in seeds for step, loss in enumerate(trained.losses, 1))
+    if bad := next((x for x in of_steps if not math.isfinite(x[2])), None):
+        notes.append(f"the loss is not finite from step {bad[1]} on (seed {bad[0].program.config.seed})")
     return {
         "loss": losses,
         "loss_mean": math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else None,

@@ -27,9 +27,8 @@ def write(result: Mapping[str, Any], path: Path) -> str:
     _loss_over_bytes(left, rows, colours)
     _curves(middle, rows, colours)
     _times(right, rows, colours)
-    figure.suptitle(
-        f"{result['replicas']} replicas, batch {result['batch_size']}, {result['steps']} steps, {len(result['seeds'])} seed{'s' * (len(result['seeds']) > 1)}"  # noqa: E501
-    )
+    seeds = f"{len(result['seeds'])} seed{'s' * (len(result['seeds']) > 1)}"
+    figure.suptitle(f"{result['replicas']} replicas, batch {result['batch_size']}, {result['steps']} steps, {seeds}")
     figure.savefig(path)
     return str(path)
 
@@ -40,15 +39,8 @@ def _loss_over_bytes(axes: Any, rows: list[Any], colours: Mapping[str, str]) -> 
     for row in rows:
         if row["bytes_per_step"] and row["loss_mean"] is not None:
             below, above = row["loss_mean"] - min(row["loss"]), max(row["loss"]) - row["loss_mean"]
-            axes.errorbar(
-                [row["bytes_per_step"]],
-                [row["loss_mean"]],
-                yerr=[[below], [above]],
-                fmt="o",
-                capsize=3,
-                color=colours[row["name"]],
-                label=row["name"],
-            )
+            style = {"fmt": "o", "capsize": 3, "color": colours[row["name"]], "label": row["name"]}
+            axes.errorbar([row["bytes_per_step"]], [row["loss_mean"]], yerr=[[below], [above]], **style)
     axes.xaxis.set_major_formatter(lambda value, _: format_bytes(value))
     axes.grid(alpha=0.3)
     if axes.has_data():

@@ -1,4 +1,5 @@
-"""The compiled programs of a comparison. A row that the mesh or the task rejects carries the reason in one line."""
+"""The compiled programs of a comparison, and what a device sends under each: the figures of `plan`. A row that the
+mesh or the task rejects carries the reason in one line."""
 
 from __future__ import annotations
 
@@ -11,15 +12,47 @@ import jax
 from spmdkit.config import Config, replace_keys
 from spmdkit.errors import ConfigError, SpmdkitError
 from spmdkit.foundation.formatting import format_bytes
+from spmdkit.plan.compiled_step import read_program
+from spmdkit.plan.document import over_a_run, phases
 from spmdkit.program.memory import memory_limit
 from spmdkit.program.opening import open_program, task_of
 from spmdkit.program.program import Program
 from spmdkit.program.task import Task
-from spmdkit.tools.bench.traffic import Traffic, traffic_of
 from spmdkit.tools.bench.variants import BASELINE, Row
 
 OFF: Mapping[str, Any] = {"checkpoint": None, "budget": None, "profile": None}
 """Sections that a benchmark switches off."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one device sends, by the formulas of `plan.collectives_bill`; None where a loop's length is unknown.
+
+    Attributes:
+        per_step: in a step of a long run, programs that run after some steps shared out over them.
+        most: in the step that sends most.
+        run_per_step: in a step of a run of `steps` steps, its warm-up and its start included.
+    """
+
+    per_step: float | None
+    most: int | None
+    run_per_step: float | None
+
+
+def traffic_of(program: Program, steps: int) -> Traffic:
+    """Returns what a device sends under a program. Compiles what is not compiled yet."""
+    reading = read_program(program)
+    of_phases = phases(program, reading)
+    step, *others = (bill.bytes_at_least for _, bill in of_phases)
+    if any(bill.bytes is None for _, bill in of_phases):
+        return Traffic(None, None, None)
+    run = 0
+    for number in range(1, steps + 1):
+        due = [(phase.in_place, num) for phase, num in zip(program.phases, others, strict=True) if phase.runs(number)]
+        run += next((num for in_place, num in due if in_place), step)
+        run += sum(num for in_place, num in due if not in_place)
+    lasting = over_a_run(program, of_phases) or {"on_average": step, "at_most": step}
+    return Traffic(lasting["on_average"], lasting["at_most"], run / steps)
 
 
 @dataclass(frozen=True)
@@ -33,13 +66,7 @@ class Opened:
 
 
 class Opener:
-    """Opens the rows of a config for a seed, the task loaded once.
-
-    Args:
-        config: the user's.
-        devices: those of all processes.
-        steps: to train.
-    """
+    """Opens the rows of a config for a seed, on the devices of all processes, the task loaded once."""
 
     def __init__(self, config: Config, devices: Sequence[jax.Device], steps: int):
         self._config = replace_keys(config, {**OFF, "reducer": "sum", "sync": "every_step", "steps": steps})
@@ -53,24 +80,17 @@ class Opener:
             SpmdkitError: `sum` is rejected. For any other row the reason is part of the row.
         """
         try:
-            program = self._program(row, seed)
-            if row == BASELINE:
-                self._settle(program)
+            changes = {"reducer": row.reducer, "sync": row.sync, "seed": seed, **self._settled}
+            program = open_program(replace_keys(self._config, changes), self._task, self._devices)
+            if row == BASELINE:  # every row computes as `sum` does where the config leaves that open
+                chosen = program.config
+                self._settled = {"microbatches": chosen.microbatches, "remat": chosen.model_dump()["remat"]}
             check_fits(program, self._devices)
             return Opened(row, program, traffic_of(program, self._steps) if reads else None)
         except SpmdkitError as error:
             if row == BASELINE:
                 raise
             return Opened(row, refused=" ".join(str(error).split()))
-
-    def _program(self, row: Row, seed: int) -> Program:
-        changes = {"reducer": row.reducer, "sync": row.sync, "seed": seed}
-        return open_program(replace_keys(self._config, changes | self._settled), self._task, self._devices)
-
-    def _settle(self, program: Program) -> None:
-        """Has every row compute as `sum` does where the config leaves that open."""
-        chosen = program.config
-        self._settled = {"microbatches": chosen.microbatches, "remat": chosen.model_dump()["remat"]}
 
 
 def check_fits(program: Program, devices: Sequence[jax.Device]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,6 @@ from spmdkit.errors import ConfigError
 from spmdkit.foundation import plugins
 
 Choice = str | dict[str, Any]
-BASELINES = {"reducers": "sum", "syncs": "every_step"}
-"""Option, which is a group of plug-ins -> the plug-in that the others are compared with."""
-
 _CALL = re.compile(r"([^\s(){}\[\],]+)\((.*)\)", re.DOTALL)
 
 
@@ -46,10 +43,7 @@ def rows_of(reducers: str, syncs: str, own: Row) -> list[Row]:
     """
     requested = [Row(reducer=choice) for choice in read(reducers, "reducers")]
     requested += [Row(sync=choice) for choice in read(syncs, "syncs")]
-    rows = list[Row]()
-    for row in (BASELINE, *requested, own):
-        if row not in rows:
-            rows.append(row)
+    rows = list({row.name: row for row in (BASELINE, *requested, own)}.values())
     if len(rows) == 1:
         raise ConfigError(
             "bench communication: there is nothing to compare with sum. Name some, for example --reducers int8 "
@@ -66,13 +60,10 @@ def read(text: str, option: str) -> list[Choice]:
     """
     found = list[Choice]()
     for part in _parts(text, option):
-        choice = _choice(part, option)
-        known = plugins.is_reference(choice) or (
-            option == "syncs" and plugins.split(choice)[0] == parameter_server.NAME
-        )
-        if not known and (wrong := plugins.problem(option, choice)):
+        found.append(choice := _choice(part, option))
+        is_server = option == "syncs" and plugins.split(choice)[0] == parameter_server.NAME
+        if not (is_server or plugins.is_reference(choice)) and (wrong := plugins.problem(option, choice)):
             raise ConfigError(f"--{option} {part}: {wrong}")
-        found.append(choice)
     return found
 
 
@@ -80,20 +71,19 @@ def _choice(part: str, option: str) -> Choice:
     where = f"--{option} {part}"
     yaml = part
     if call := _CALL.fullmatch(part):
-        arguments = [_named(argument, where) for argument in _parts(call[2], option)]
-        values = [yaml for name, yaml in arguments if name is None]
-        several = len(arguments) != 1 or not values
-        inner = "{" + ", ".join(f"{name}: {yaml}" for name, yaml in arguments) + "}" if several else values[0]
-        yaml = "{" + f"{json.dumps(call[1])}: {inner}" + "}"
+        arguments = [_named(argument) for argument in _parts(call[2], option)]
+        inner = ", ".join(yaml if name is None else f"{name}: {yaml}" for name, yaml in arguments)
+        is_value = len(arguments) == 1 and arguments[0][0] is None
+        yaml = "{" + json.dumps(call[1]) + ": " + (inner if is_value else "{" + inner + "}") + "}"
     value = source.parse(yaml, lambda _line: Location(where, 0), where).value
-    if isinstance(value, str) or (
-        isinstance(value, Mapping) and len(value) == 1 and isinstance(next(iter(value)), str)
-    ):
-        return value if isinstance(value, str) else dict(value)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping) and len(value) == 1 and isinstance(next(iter(value)), str):
+        return dict(value)
     raise ConfigError(f"{where}: is no name of a kind with its options. Write --{option} NAME, or NAME(OPTION=VALUE).")
 
 
-def _named(argument: str, where: str) -> tuple[str | None, str]:
+def _named(argument: str) -> tuple[str | None, str]:
     """Returns (name, YAML) of `every=16`; no name of a value alone."""
     name, equals, value = argument.partition("=")
     return (name.strip(), value.strip()) if equals and name.strip().isidentifier() else (None, argument)
@@ -101,21 +91,18 @@ def _named(argument: str, where: str) -> tuple[str | None, str]:
 
 def _parts(text: str, option: str) -> list[str]:
     """Returns what stands between the commas that are in no brackets."""
-    return [part for part in (x.strip() for x in _cut(text, option)) if part]
-
-
-def _cut(text: str, option: str) -> Iterator[str]:
-    depth, begun = 0, 0
-    for at, character in enumerate(text):
+    depth, parts = 0, [""]
+    for character in text:
         depth += (character in "([{") - (character in ")]}")
         if depth < 0:
             break
         if character == "," and depth == 0:
-            yield text[begun:at]
-            begun = at + 1
+            parts.append("")
+        else:
+            parts[-1] += character
     if depth:
         raise ConfigError(f"--{option} {text}: brackets do not match. Write NAME(OPTION=VALUE), separated by commas.")
-    yield text[begun:]
+    return [part for part in map(str.strip, parts) if part]
 
 
 def choice_text(choice: Choice) -> str:
