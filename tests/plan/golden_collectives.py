@@ -5,14 +5,12 @@ from it.
     python tests/plan/golden_collectives.py --write               # and keep what was found
     python tests/plan/golden_collectives.py tpu:v5e:2x4/fsdp cpu:8    # some targets, or one strategy of a target
 
-The programs are those of configs/ as they are (GPT, width 64, eight devices), with little text to train on; those named
-`+kernels` have sequences so long that attention is a kernel. Those named `reducer=` are that reducer alone, on the
-gradient of the GPT with width 128 and four layers, over data 8, `hierarchical` over replica 2 x data 4, `sparse_rows`
-with the bytes of one round. TPU targets need the extra `tpu`, and no TPU. Exit code 0: all as in the file; 1: a
-difference, said line by line.
+The programs are those of configs/ (GPT, width 64, eight devices), with little text to train on. Those named `+kernels`
+have sequences so long that attention is a kernel. Those named `reducer=` are that reducer alone, on the gradient of the
+GPT with width 128 and four layers, over data 8, `hierarchical` over replica 2 x data 4, `sparse_rows` with the bytes of
+one round. TPU targets need the extra `tpu`, and no TPU. Exit code 0: all as in the file; 1: a difference.
 
-Each target is compiled in a process of its own, since a compiler that aborts takes its process along; that is then what
-the file says.
+Each target is compiled in a process, since a compiler that aborts ends its process; the file then has the reason.
 """
 
 from __future__ import annotations
@@ -22,12 +20,11 @@ import collections
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -44,17 +41,16 @@ SYNCS = {
     "diloco": f"sync={{diloco: {{every: {EVERY}}}}}",
     "diloco_int8": f"sync={{diloco: {{every: {EVERY}, reducer: int8}}}}",
 }
-"""Strategy -> what of configs/diloco.yaml is another. Their rows are those of the step, and with `phase` and `every` of
+"""Strategy -> its change of configs/diloco.yaml. Its rows are those of the step, and with `phase` and `every` those of
 the program in which groups agree."""
 TWO_SLICES = "tpu:v5e:2x2*2"
 TARGETS = ("cpu:8", "tpu:v4:2x2x2", "tpu:v5e:2x4", "tpu:v5p:2x2x2", "tpu:v6e:2x4", "tpu:7x:2x2x1", TWO_SLICES)
 LITTLE_TEXT = ["task_args.train_bytes=65536", "task_args.eval_bytes=4096"]
-# Only `replica` or `data` may lie over slices: what is cut over all eight devices elsewhere is cut within a slice here.
+# Only `replica` or `data` may cross slices: what all eight devices shard elsewhere is sharded within a slice here.
 OVER_SLICES = {name: ["mesh.replica=2", "mesh.fsdp=4"] for name in ("zero1", "zero2", "fsdp")}
-# Where nothing is asked for, `replica` is the number of slices (mesh.py); these are looked at as on one.
+# By default `replica` is the number of slices (mesh.py); these are compiled as on one.
 OVER_SLICES |= {name: ["mesh.replica=1"] for name in ("mirrored", *SYNCS)}
-# Blocks of a multiple of 128 tokens, as splash attention takes them; a ring over four devices cuts a sequence into
-# eight.
+# Blocks of a multiple of 128 tokens, as splash attention takes them; a ring over four devices has eight blocks.
 KERNELS = "+kernels"
 KERNEL_TARGETS = ("tpu:v5e:2x4", "tpu:v5p:2x2x2")
 KERNEL_TOKENS = {"context": 1024}
@@ -128,44 +124,32 @@ def compiled_entry(strategy: str, machine: Any) -> Entry:
 
 
 def rows_of(bill: Any) -> list[Row]:
-    """Returns (op, what it stands for, axes, in a loop) -> count and bytes, as rows; bytes None: a loop of unknown
+    """Returns (op, the op it emulates, axes, in a loop) -> count and bytes, as rows; bytes None: a loop of unknown
     length, with those of one run."""
     together = collections.defaultdict(list)
     for c in bill.collectives:
         if c.counted:
             together[c.op, c.emulated_op or "", "x".join(c.axes), c.in_loop].append(c)
-    return [
-        {
-            "op": op,
-            "for": emulated_op,
-            "axes": axes,
-            "in_loop": in_loop,
-            "count": len(same),
-            **_bytes_of(same),
-        }
-        for (op, emulated_op, axes, in_loop), same in sorted(together.items())
-    ]
-
-
-def _bytes_of(same: Sequence[Any]) -> Row:
-    if any(c.bytes is None for c in same):
-        return {"bytes": None, "bytes_at_least": sum(c.bytes_at_least for c in same)}
-    return {"bytes": sum(c.bytes for c in same)}
+    rows = []
+    for (op, emulated_op, axes, in_loop), same in sorted(together.items()):
+        row = {"op": op, "for": emulated_op, "axes": axes, "in_loop": in_loop, "count": len(same)}
+        at_least = sum(c.bytes_at_least for c in same)
+        unknown = any(c.bytes is None for c in same)
+        rows.append(row | ({"bytes": None, "bytes_at_least": at_least} if unknown else {"bytes": at_least}))
+    return rows
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
 def measure(target: str, strategies: Sequence[str]) -> Iterator[tuple[str, Entry]]:
-    """Yields the entry of each strategy, compiled in a process of its own; one that dies leaves its last words as the
-    reason."""
+    """Yields the entry of each strategy, compiled in a process; one that dies leaves its last line as the reason."""
     left = list(strategies)
     while left:
         command = [sys.executable, str(Path(__file__)), "--child", target, *left]
-        with tempfile.TemporaryFile("w+") as said:
-            child = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=said, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
-            )
+        with tempfile.TemporaryFile("w+") as errors:
+            environment = os.environ | {"PYTHONPATH": str(ROOT)}
+            child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
             try:
                 assert child.stdout is not None
                 for line in child.stdout:
@@ -175,23 +159,11 @@ def measure(target: str, strategies: Sequence[str]) -> Iterator[tuple[str, Entry
                 code = child.wait(60)
             finally:
                 child.kill()
-            said.seek(0)
-            words = said.read()
+            errors.seek(0)
+            lines = [line for line in errors if line.strip()]
         if left:
-            yield left.pop(0), {"refused": f"the process ended with code {code}: {_last_words(words)}"}
-
-
-def _last_words(text: str) -> str:
-    """Returns the line of a dead process's output that says why, without the time and place that a compiler writes
-    before it."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    telling = [line for line in lines if "Check failed" in line or "Error" in line] or lines or ["nothing was said"]
-    return re.sub(r"^[FEWI][0-9]{4} .*?\] ", "", telling[-1])
-
-
-def _run_child(target: str, strategies: Sequence[str]) -> None:
-    for pair in entries(target, strategies):
-        print(json.dumps(pair), flush=True)
+            reasons = [line for line in lines if "Check failed" in line or "Error" in line] or lines or ["no output"]
+            yield left.pop(0), {"refused": f"the process ended with code {code}: {reasons[-1].strip()}"}
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------
@@ -226,13 +198,8 @@ def write(path: Path, document: dict[str, Any]) -> None:
 
 def versions() -> dict[str, str]:
     """Returns the versions that decide what a compiler makes of a program."""
-    found = {}
-    for package in ("jax", "libtpu"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "none"
-    return found
+    has = lambda package: importlib.util.find_spec(package) is not None
+    return {package: metadata.version(package) if has(package) else "none" for package in ("jax", "libtpu")}
 
 
 def differences(expected: Entry | None, found: Entry) -> list[str]:
@@ -258,11 +225,10 @@ def _key(row: Row) -> str:
 
 
 def _amount(row: Row | None) -> str:
-    return f"{row['count']} with {_said(row)} bytes" if row else "none"
-
-
-def _said(row: Row) -> str:
-    return f"at least {row['bytes_at_least']}" if row["bytes"] is None else str(row["bytes"])
+    if row is None:
+        return "none"
+    sent = f"at least {row['bytes_at_least']}" if row["bytes"] is None else row["bytes"]
+    return f"{row['count']} with {sent} bytes"
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
@@ -288,16 +254,20 @@ def _totals(targets: Golden, strategies: Sequence[str]) -> str:
     """Returns the table strategy x target of bytes that a device sends in a step; in brackets, over what the CPU
     sends."""
     names = [t for t in TARGETS if t in targets]
-    lines = ["| strategy | " + " | ".join(names) + " |", "| --- |" + " ---: |" * len(names)]
+    rows = {}
     for strategy in strategies:
-        cells = []
+        rows[strategy] = cells = []
         least = _bytes(targets.get("cpu:8", {}).get(strategy))
         for target in names:
             sent = _bytes(targets[target].get(strategy))
             ratio = f" ({sent / least:.2f})" if sent is not None and least and target != "cpu:8" else ""
             cells.append("refused" if sent is None else f"{sent:,}{ratio}")
-        lines.append(f"| {strategy} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return _table("strategy", names, rows)
+
+
+def _table(what: str, names: Iterable[str], rows: dict[str, list[str]]) -> str:
+    lines = [[what, *names], ["---", *("---:" for _ in names)], *([name, *cells] for name, cells in rows.items())]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def share(targets: Golden, target: str, reducer: str) -> float:
@@ -309,15 +279,14 @@ def share(targets: Golden, target: str, reducer: str) -> float:
 
 def _shares(targets: Golden) -> str:
     """Returns the table reducer x target of bytes over those of `sum`, and what is sent."""
-    lines = ["| reducer | " + " | ".join(targets) + " |", "| --- |" + " ---: |" * len(targets)]
+    rows_of_reducer = {}
     for reducer in REDUCERS:
-        cells = []
+        rows_of_reducer[reducer] = cells = []
         for target, found in targets.items():
             rows = found[REDUCER + reducer]["collectives"]
             what = ", ".join(f"{row['count']} {_key(row)}: {row.get('bytes_at_least', row['bytes']):,}" for row in rows)
             cells.append(f"{share(targets, target, reducer):.4f} ({what})")
-        lines.append(f"| {reducer} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return _table("reducer", targets, rows_of_reducer)
 
 
 def _bytes(entry: Entry | None) -> int | None:
@@ -340,13 +309,11 @@ def _details(strategy: str, targets: Golden) -> str:
     lines += [
         f"Mesh {common}{others}.{' Calls of kernels: ' if calls else ''}{', '.join(calls)}{'.' if calls else ''}",
         "",
-        "| collective | " + " | ".join(names) + " |",
-        "| --- |" + " ---: |" * len(names),
     ]
-    for key in sorted({key for rows in cells.values() for key in rows}):
-        amounts = [f"{row['count']}: {row['bytes']:,}" if (row := cells[t].get(key)) else "" for t in names]
-        lines.append(f"| {key} | " + " | ".join(amounts) + " |")
-    return "\n".join(lines)
+    amount = lambda row: f"{row['count']}: {row['bytes']:,}" if row else ""
+    keys = sorted({key for rows in cells.values() for key in rows})
+    table = _table("collective", names, {key: [amount(cells[t].get(key)) for t in names] for key in keys})
+    return "\n".join([*lines, table])
 
 
 # ---- command ---------------------------------------------------------------------------------------------------------
@@ -376,7 +343,8 @@ def main() -> int:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        _run_child(options.names[0], options.names[1:])
+        for pair in entries(options.names[0], options.names[1:]):
+            print(json.dumps(pair), flush=True)
         return 0
     document, wrong, asked = read(options.golden), 0, chosen(options.names)
     if importlib.util.find_spec("libtpu") is None and any(target.startswith("tpu:") for target in asked):

@@ -1,9 +1,7 @@
-"""Trains one step and prints (predicted peak of all devices, bytes by which the process grew at most). Run in a process
-of its own.
+"""Trains one step and prints (predicted peak of all devices, bytes by which the process grew at most).
 
-The allocator is told to take every large array from the kernel and to give it back at once (glibc's
-MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_): else its own caches, up to a third of the peak here, are measured and
-not the program.
+The allocator takes every large array from the kernel and returns it immediately (glibc's MALLOC_MMAP_THRESHOLD_,
+MALLOC_TRIM_THRESHOLD_). Otherwise its caches, up to a third of the peak here, are measured too.
 """
 
 import gc
@@ -29,12 +27,8 @@ def loss(params, batch, key):
     return sk.mean(((h - batch["y"]) ** 2).mean(-1))
 
 
-def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
-def most_resident():
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+def resident(name):
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) * 1024
 
 
@@ -49,10 +43,10 @@ task = sk.Task(
 program = program_of(task, mesh={"fsdp": 4}, batch_size=B)
 predicted = read_program(program).memory.peak_bytes * program.mesh.size
 gc.collect()
-before = resident()
+before = resident("VmRSS")
 state = program.init()
 batch = program.put({"x": x, "y": x})
 jax.block_until_ready((state, batch))
 Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
 jax.block_until_ready(program.step(state, batch))
-print(predicted, most_resident() - before)
+print(predicted, resident("VmHWM") - before)

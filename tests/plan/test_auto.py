@@ -1,120 +1,92 @@
-"""`microbatches: auto` and `remat: auto`: the mildest step that fits, by what the compiler says."""
+"""`microbatches: auto` and `remat: auto`: the mildest step that fits, by what the compiler reports."""
 
-import json
-import re
-import subprocess
-import sys
-from pathlib import Path
-
+import jax
 import pytest
 
 import spmdkit as sk
-from spmdkit.config import parse_config
 from spmdkit.errors import ConfigError
-from spmdkit.program.auto import microbatch_counts
+from spmdkit.plan.command import make_plan
+from spmdkit.program import auto
 from spmdkit.program.opening import open_program, task_of
-from tests.support.environment import environment_of_a_user
-from tests.support.plan_files import write
-
-TASK = f"{Path(__file__).parents[1] / 'support' / 'plan_tasks.py'}:task"
+from spmdkit.program.program import Program
+from spmdkit.run.loop import train
+from tests.support.plan_files import config as base_config
 
 
 def config(**changes):
-    base = {"task": TASK, "task_args": {"layers": 16}, "batch_size": 4096, "steps": 1, "devices": "cpu:8"}
-    return parse_config(base | {"mesh": {"data": 8}, "microbatches": "auto"} | changes)
+    base = {"task_args": {"layers": 16}, "batch_size": 4096, "steps": 1, "mesh": {"data": 8}, "microbatches": "auto"}
+    return base_config(**base | changes)
 
 
-def opened(limit, **changes):
-    import jax
-
-    return open_program(config(**changes), task_of(config()), jax.devices(), limit)
-
-
-def needs(**changes):
-    stats = opened(None, **changes).compiled.memory_analysis()
-    new = stats.output_size_in_bytes - stats.alias_size_in_bytes
-    return stats.argument_size_in_bytes + new + stats.temp_size_in_bytes + stats.generated_code_size_in_bytes
+def opened(limit, log=None, **changes):
+    requested = config(**changes)
+    return open_program(requested, task_of(requested), jax.devices(), limit, *([log] if log else []))
 
 
 @pytest.fixture(scope="module")
 def bytes_of():
-    return {m: needs(microbatches=m) for m in (1, 2, 4)}
+    return {m: opened(None, microbatches=m).step_bytes.peak_bytes for m in (1, 2)}
 
 
-def test_the_fewest_microbatches_that_fit_are_chosen(bytes_of):
-    assert bytes_of[4] < bytes_of[2] < bytes_of[1]
+def test_the_fewest_microbatches_that_fit(bytes_of):
+    """Traces the step again for each number, and builds one program."""
     assert opened(bytes_of[1]).config.microbatches == 1
-    chosen = opened(bytes_of[2])
-    assert chosen.config.microbatches == 2
+    made, lines, init = [], [], Program.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Program, "__init__", lambda self, *args: made.append(args[0]) or init(self, *args))
+        chosen = opened(bytes_of[2], lines.append, remat="auto")
+    assert len(made) == 1 and (chosen.config.microbatches, chosen.config.remat) == (2, "none")
     assert any("auto chose microbatches 2" in note for note in chosen.notes)
+    assert [(line.split(": ")[1], line.rsplit(", ", 1)[1]) for line in lines] == [
+        ("microbatches 1, remat none", "does not fit"),
+        ("microbatches 64, remat none", "fits"),
+        ("microbatches 8, remat none", "fits"),
+        ("microbatches 2, remat none", "fits"),
+    ]
+    alone = opened(None, microbatches=2)
+    assert (chosen.form, chosen.layout, chosen.step_bytes) == (alone.form, alone.layout, alone.step_bytes)
+    state, batch = chosen.init(), next(iter(chosen.batches()))[1]
+    assert float(chosen.step(state, batch)[1]["loss"]) == float(alone.step(alone.init(), batch)[1]["loss"])
 
 
-def test_remat_comes_only_where_it_has_to(bytes_of):
+def test_remat_only_where_microbatches_do_not_suffice(bytes_of):
     assert opened(bytes_of[1], microbatches=1, remat="auto").config.remat == "none"
     assert opened(bytes_of[1] - 1, microbatches=1, remat="auto").config.remat in ("dots", "full")
-
-
-def test_where_nothing_fits_it_says_what_the_smallest_needs():
     with pytest.raises(ConfigError, match=r"microbatches: auto found no step that fits.*the limit is 1000 B"):
         opened(1000)
 
 
-def test_counts_are_powers_of_two_that_cut_the_batch_evenly():
-    assert microbatch_counts(config(batch_size=96), 8) == [1, 2, 4]
-    assert microbatch_counts(config(batch_size=8), 8) == [1]
+def test_choices_in_order():
+    assert auto.choices(config(batch_size=64, remat="auto"), 8) == [
+        [{"microbatches": m, "remat": remat} for m in (1, 2, 4, 8)] for remat in ("none", "dots", "full")
+    ]
+    assert auto.microbatch_counts(config(batch_size=96), 8) == [1, 2, 4]
 
 
-def test_build_settles_auto_by_the_memory_of_the_devices():
+def test_build_chooses_by_the_memory_of_the_devices():
     assert sk.build(config(task_args={"layers": 1}, batch_size=64)).config.microbatches == 1
 
 
-def test_a_word_that_is_not_auto_is_refused():
-    with pytest.raises(ConfigError, match=r"microbatches: should be a whole number .* or auto"):
-        config(microbatches="automatic")
-
-
-def test_another_number_of_microbatches_keeps_the_place_of_what_the_reducer_keeps():
-    import jax
-
+def test_other_microbatches_keep_the_reducers_state():
     made = opened(None, microbatches=1, reducer="bfloat16")
     other = made.with_step({"microbatches": 2})
     assert [leaf.path for leaf in other.layout] == [leaf.path for leaf in made.layout]
     assert jax.tree.structure(other.abstract_state) == jax.tree.structure(made.abstract_state)
 
 
-# ---- on the terminal
-# ------------------------------------------------------------------------------------------------------
-
-
-def typed(folder, *command):
-    """Returns (standard output, the lines of standard error that are auto's) of a command in a process of its own."""
-    root, command = Path(__file__).parents[2], [sys.executable, "-m", "spmdkit", *command]
-    environment = environment_of_a_user() | {"PYTHONPATH": str(root)}
-    ended = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout, [line for line in ended.stderr.splitlines() if line.startswith("auto: ")]
-
-
-@pytest.mark.processes
-def test_a_plan_says_on_the_terminal_what_auto_tries_and_what_it_needs(tmp_path):
+def test_a_plan_logs_what_auto_tries(capsys):
     """Activations of half a million layers, of which nothing is ever allocated."""
-    write(tmp_path, batch_size=4096, remat="auto", task_args={"layers": 500_000})
-    output, said = typed(tmp_path, "plan", "config.yaml", "--target", "gpu:h100:8", "--json")
-    tried = [
-        re.fullmatch(r"auto: (.*): a step needs ([\d.]+) GiB of 78\.0 GiB per device, (.*)", line) for line in said
-    ]
-    assert [match[1] for match in tried] == ["remat none", "remat dots", "remat full"]
-    assert [match[3] for match in tried] == ["does not fit", "does not fit", "fits"]
-    assert [float(match[2]) for match in tried] == sorted((float(match[2]) for match in tried), reverse=True)
-    assert f"{json.loads(output)['memory']['peak_bytes'] / 2**30:.1f}" == tried[-1][2], "standard output is one object"
+    planned = config(task_args={"layers": 500_000}, microbatches=1, remat="auto")
+    peak = make_plan(planned, "gpu:h100:8")["memory"]["peak_bytes"]
+    output, errors = capsys.readouterr()
+    tried = [line.removeprefix("auto: ").split(": a step needs ") for line in errors.splitlines() if "auto: " in line]
+    assert [name for name, _ in tried] == ["remat none", "remat dots", "remat full"] and output == ""
+    assert [text.split("per device, ")[1] for _, text in tried] == ["does not fit", "does not fit", "fits"]
+    assert tried[-1][1].startswith(f"{peak / 2**30:.1f} GiB of 78.0 GiB")
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("progress, number", [("plain", 1), pytest.param("off", 0, marks=pytest.mark.slow)])
-def test_training_says_on_the_terminal_what_auto_tries_unless_it_is_to_be_quiet(progress, number, tmp_path):
-    write(tmp_path, microbatches="auto", log={"progress": progress}, run_dir=str(tmp_path / "run"))
-    output, said = typed(tmp_path, "train", "config.yaml")
-    assert len(said) == number and "auto: " not in output
-    assert all(re.search(r"^auto: microbatches 1: a step needs .* per device, fits$", line) for line in said)
+def test_training_logs_what_auto_tries_unless_quiet(tmp_path, capsys):
+    for progress, number in (("plain", 1), ("off", 0)):
+        train(config(batch_size=64, task_args={}, log={"progress": progress}, run_dir=str(tmp_path / progress)))
+        output, errors = capsys.readouterr()
+        assert errors.count("auto: microbatches 1: a step needs") == number and "auto: " not in output

@@ -1,5 +1,4 @@
-"""The temporary memory of the GPT at real size, by the TPU compiler, against the least that its strategy can live
-with."""
+"""The temporary memory of the GPT at real size, by the TPU compiler, against the minimum of its strategy."""
 
 import json
 import subprocess
@@ -19,30 +18,18 @@ BF16, F32 = 2, 4
 def floor(config, num_devices):
     """Returns bytes of one device that no order of the same work can do without: ZeRO 3 over f, tensor t, remat `full`.
 
-    A device has B sequences of T tokens, so n = B T tokens, and 1/t of heads, hidden units and vocabulary. At every
-    moment of the backward pass the inputs of the layers that it has still to do are there; at its start of all L
-    layers, n D / t elements each.
-    On top of them at the head, before the first layer's gradient exists:
+    A device has n tokens and 1/t of heads, hidden units and vocabulary. At the start of the backward pass the inputs of
+    all L layers are there, n D / t elements each. On top of them, in bfloat16 unless float32 is named:
 
-        the gathered head and its whole gradient, 2 D V / t (each is one array to the collective that gathers or
-        scatters it);
-        the head's input, n D, its gradient, added up over blocks of columns in float32, n D; one block of logits
-        (`LOGITS_BYTES` of float32, held in bfloat16).
+        at the head: its gathered weights and their whole gradient, 2 D V / t; its input, n D, with a gradient that is
+        summed in float32, n D; one block of logits (`LOGITS_BYTES` of float32, held in bfloat16).
 
-    and at the last layer's MLP, where the gradients of the attention's part are still to come:
+        at the last layer: the gathered weights, 2 D F / t + D H (2 N + 2 K) / t, and the gradient of one of the MLP's,
+        D F / t; what attention's backward pass reads: q, k, v and its result, n H (2 N + 2 K) / t, and n N / t float32;
+        what the MLP's reads: its input, n D, hidden units and their gradient, 2 n F / t; the gradient of its result,
+        n D; the residual stream and its gradient, 2 n D / t; its own shards of the gradients of a layer.
 
-        the gathered weights, 2 D F / t + D H (2 N + 2 K) / t, and the gradient of one of the MLP's, D F / t;
-        what attention's backward pass reads: q, k, v and its result, n H (2 N + 2 K) / t, a log-sum-exp, n N / t
-        float32;
-        what the MLP's reads: its normed input, n D, hidden units before the square, n F / t, and their gradient, n F /
-        t;
-        the gradient of its result over all positions, n D; the residual stream and its gradient, 2 n D / t;
-        its own shards of the gradients of a layer (the sum over layers grows as the saved inputs are used up, and is
-        smaller).
-
-    All in bfloat16 but where it says float32. Not counted, though this program has them: the copies of its shards in
-    bfloat16 (2 of 4 bytes a parameter), the next layer's weights, gathered while this one computes, tiles,
-    fragmentation.
+    Not counted: copies of shards in bfloat16, the next layer's weights, tiles, fragmentation.
     """
     m, sizes = config.task_args, config.mesh.sizes()
     t = sizes.get("tensor", 1)
@@ -63,7 +50,7 @@ def floor(config, num_devices):
 
 
 @pytest.mark.parametrize("name, target, num", [("llama_8b_v5p", "4x4x4", 64), ("llama_70b_v5p", "8x8x16", 1024)])
-def test_temporary_memory_is_within_a_fifth_of_the_floor(name, target, num):
+def test_temporary_memory_within_a_fifth_of_the_floor(name, target, num):
     path = CONFIGS / f"{name}.yaml"
     command = [sys.executable, "-m", "spmdkit", "plan", str(path), "--target", f"tpu:v5p:{target}", "--json"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600)

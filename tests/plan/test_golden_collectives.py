@@ -1,8 +1,6 @@
-"""The golden file of collectives: a few of its programs compiled again (`make tpu`: all of them), and that a difference
-is told."""
+"""The golden file of collectives: a few of its programs compiled again (`make tpu`: all of them), and differences."""
 
 import copy
-import json
 import subprocess
 import sys
 
@@ -23,19 +21,14 @@ def compare(*arguments):
 
 @pytest.mark.tpu
 @needs_its_versions
-def test_programs_send_on_a_tpu_what_the_golden_file_says():
-    ended = compare(
-        "tpu:v5e:2x4/zero2",
-        "tpu:v5e:2x4/fsdp",
-        "tpu:v5e:2x4/zero2+kernels",
-        "tpu:v5p:2x2x2/data_fsdp_tensor",
-        f"{golden.TWO_SLICES}/hsdp",
-    )
+def test_tpu_programs_send_what_the_file_says():
+    v5e = [f"tpu:v5e:2x4/{strategy}" for strategy in ("zero2", "fsdp", "zero2+kernels")]
+    ended = compare(*v5e, "tpu:v5p:2x2x2/data_fsdp_tensor", f"{golden.TWO_SLICES}/hsdp")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("as in the file") == 5
 
 
-def test_a_changed_count_is_told_with_its_collective(tmp_path):
+def test_a_changed_count_is_a_difference(tmp_path):
     document = golden.read()
     row = next(row for row in document["targets"]["cpu:8"]["fsdp"]["collectives"] if row["op"] == "all_gather")
     was = row["count"]
@@ -48,7 +41,7 @@ def test_a_changed_count_is_told_with_its_collective(tmp_path):
     assert ended.stdout.count(": was ") == 1
 
 
-def test_every_strategy_on_every_target_is_in_the_file_and_compiles():
+def test_every_strategy_and_target_is_in_the_file():
     targets = golden.read()["targets"]
     assert {target: set(found) for target, found in targets.items()} == {
         target: set(golden.strategies_of(target)) for target in golden.TARGETS
@@ -57,7 +50,7 @@ def test_every_strategy_on_every_target_is_in_the_file_and_compiles():
     assert refused == []
 
 
-def test_attention_is_a_kernel_in_every_strategy_with_long_sequences():
+def test_attention_is_a_kernel_with_long_sequences():
     targets = golden.read()["targets"]
     calls = {
         (t, s): entry["kernels"] for t, found in targets.items() for s, entry in found.items() if "kernels" in entry
@@ -66,7 +59,7 @@ def test_attention_is_a_kernel_in_every_strategy_with_long_sequences():
     assert all(count >= 3 for count in calls.values()), calls
 
 
-def test_diloco_sends_a_hundredth_of_synchronous_training_and_in_int8_a_quarter_of_that_on_every_target():
+def test_bytes_of_diloco_on_every_target():
     """Amortised over the 100 steps between two agreements; the most in one step is one all-reduce of the parameters, or
     0.26 of it."""
     for target, found in golden.read()["targets"].items():
@@ -98,7 +91,7 @@ def test_only_replica_and_data_cross_slices():
         (lambda e: e.update(refused="no"), "is:  no"),
     ],
 )
-def test_whatever_changes_in_an_entry_is_a_difference(change, said):
+def test_every_change_of_an_entry_is_found(change, said):
     entry = golden.read()["targets"]["cpu:8"]["fsdp"]
     other = copy.deepcopy(entry)
     change(other)
@@ -110,10 +103,4 @@ def test_file_and_page_are_what_the_script_writes(tmp_path):
     document = golden.read()
     golden.write(tmp_path / "again.json", document)
     assert (tmp_path / "again.json").read_text() == golden.GOLDEN.read_text()
-    assert json.loads(golden.GOLDEN.read_text()) == document
     assert golden.page(document) == golden.PAGE.read_text()
-
-
-def test_a_compiler_that_dies_leaves_its_last_words_as_the_reason():
-    text = "F1121 10:00:00.123456  77 spmd.cc:7] Check failed: groups.has_value()\nlater\n"
-    assert golden._last_words(text) == "Check failed: groups.has_value()"

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,6 @@ from tests.support.core_runs import program_of
 PARAMETERS = 2 * 256 * 512 * 4
 RULES = [("up", ["embed", "mlp"]), ("down", ["mlp", "embed"])]
 CASES = {
-    "mirrored": ({"mesh": {"data": 8}}, 1),
     "zero 3": ({"mesh": {"fsdp": 8}}, 8),
     "zero 1, accumulated": ({"mesh": {"fsdp": 8}, "layout": {"zero": 1}, "microbatches": 2}, 1),
     "tensor": ({"mesh": {"data": 2, "tensor": 4}}, 4),
@@ -23,7 +21,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_parts_add_up_to_the_peak_that_the_compiler_reserves(case):
+def test_parts_add_up_to_the_compilers_peak(case):
     settings, parts = CASES[case]
     program = program_of(task(good_loss, rules=RULES), batch_size=512, **settings)
     analysis = read_program(program)
@@ -31,20 +29,15 @@ def test_the_parts_add_up_to_the_peak_that_the_compiler_reserves(case):
     assert sum(memory.parts.values()) == memory.peak_bytes
     assert memory.parts["parameters"] == PARAMETERS // parts
     assert memory.parts["inputs"] == 2 * 512 * 256 * 4 // (8 if case != "tensor" else 2)
-    assert (
-        memory.peak_bytes
-        == stats.argument_size_in_bytes
-        + stats.output_size_in_bytes
-        - stats.alias_size_in_bytes
-        + (stats.temp_size_in_bytes + stats.generated_code_size_in_bytes)
-    )
+    new = stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.generated_code_size_in_bytes
+    assert memory.peak_bytes == stats.argument_size_in_bytes + stats.temp_size_in_bytes + new
     alive = sum(buffer.bytes for buffer in live_at_peak(analysis.module, limit=10**6))
     assert 0.8 < alive / memory.temp_bytes < 1.25
     assert [b.bytes for b in memory.live] == sorted((b.bytes for b in memory.live), reverse=True)
     assert any(b.source and "bad_programs.py" in b.source for b in memory.live)
 
 
-def test_what_lives_on_the_host_is_no_memory_of_the_device():
+def test_offloaded_state_is_no_memory_of_the_device():
     on_device = read_program(program_of(task(good_loss), mesh={"data": 8})).memory
     settings = {"offload": ["params", "optimizer"]}
     on_host = read_program(program_of(task(good_loss), mesh={"data": 8}, **settings)).memory
@@ -55,18 +48,12 @@ def test_what_lives_on_the_host_is_no_memory_of_the_device():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_the_predicted_peak_is_within_five_percent_of_what_a_run_allocates():
+def test_the_predicted_peak_is_what_a_run_allocates():
     """Measured 2026-11-21: 1,449 MiB allocated, 1,440 predicted (batch of 4,096), on four fake devices of two cores."""
-    settings = {
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_TRIM_THRESHOLD_": "0",
-        "MALLOC_ARENA_MAX": "1",
-        "NPROC": "20",
-    }
-    file = Path(__file__).with_name("memory_run.py")
-    environment = os.environ | settings | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    malloc = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
+    command = [sys.executable, "-m", "tests.plan.memory_run"]
     done = subprocess.run(
-        [sys.executable, str(file)], capture_output=True, text=True, timeout=300, env=environment, check=False
+        command, capture_output=True, text=True, timeout=300, env=os.environ | malloc | {"NPROC": "20"}
     )
     assert done.returncode == 0, done.stderr[-2000:]
     predicted, allocated = map(int, done.stdout.split())

@@ -2,12 +2,10 @@
 
 import json
 import math
-import re
 
 import jax
 import pytest
 
-from spmdkit.cluster import detect_cluster, join
 from spmdkit.errors import ConfigError
 from spmdkit.plan.command import PlanOptions, make_plan, run_plan
 from spmdkit.plan.machine.target import target_of
@@ -26,69 +24,46 @@ def plan():
 def test_the_json_has_every_key_of_the_contract(plan, tmp_path, capsys):
     run_plan(write(tmp_path), [], PlanOptions(as_json=True))
     printed = json.loads(capsys.readouterr().out)
-    keys = [
-        "target",
-        "num_devices",
-        "mesh",
-        "fits",
-        "memory",
-        "collectives",
-        "flops",
-        "predicted_step_s",
-        "findings",
-        "layout",
-    ]
-    assert set(keys) <= printed.keys()
+    keys = {"target", "num_devices", "mesh", "fits", "memory", "collectives", "flops", "predicted_step_s", "findings"}
+    assert keys <= printed.keys()
     assert {"argument_bytes", "temp_bytes", "peak_bytes", "limit_bytes"} <= printed["memory"].keys()
-    assert all(
-        {"op", "axes", "dtype", "bytes", "count", "in_loop", "source"} <= row.keys() for row in printed["collectives"]
-    )
+    keys = {"op", "axes", "dtype", "bytes", "count", "in_loop", "source"}
+    assert all(keys <= row.keys() for row in printed["collectives"])
     assert {"path", "shape", "dtype", "spec", "memory_kind", "bytes", "reason"} <= printed["layout"][0].keys()
     assert (printed["target"], printed["num_devices"], printed["mesh"]["fsdp"]) == ("cpu:8", 8, 4)
     assert printed["flops"] == plan["flops"]
 
 
-def test_arithmetic_is_that_of_the_model_over_the_devices(plan):
+def test_figures_of_a_plan_by_hand(plan):
     assert plan["flops"] == plan["model_flops"] == 6 * BATCH * WIDE**2 * LAYERS / 8
-
-
-def test_remat_adds_a_forward_pass_to_the_flops_and_nothing_to_the_models(plan):
-    again = make_plan(config(remat="full"))
-    assert again["model_flops"] == plan["model_flops"]
-    assert again["flops"] > plan["flops"]
-    assert again["time"]["hlo_flops"] == pytest.approx(again["flops"])
-
-
-def test_the_state_of_a_device_is_counted_to_the_byte(plan):
     leaf = WIDE * WIDE * LAYERS * 4
     assert plan["memory"]["parts"]["parameters"] == leaf / 4
     assert plan["memory"]["parts"]["optimizer state"] == 2 * leaf / 4 + 4
     assert sum(plan["memory"]["parts"].values()) == plan["memory"]["peak_bytes"]
     row = next(row for row in plan["layout"] if row["path"] == "params/layers")
     assert (row["bytes"], row["device_bytes"], row["spec"]) == (leaf, leaf / 4, [None, "fsdp"])
-
-
-def test_the_parts_of_the_time_add_up_and_the_shares_are_shares(plan):
     assert sum(plan["time"]["parts"].values()) == pytest.approx(plan["predicted_step_s"])
     assert 0 < plan["time"]["mfu"] < 1
     assert plan["time"]["examples_per_s"] == pytest.approx(BATCH / plan["predicted_step_s"])
-
-
-def test_the_wire_is_between_the_least_and_a_few_times_of_it(plan):
     least = sum(plan["wire"]["least"].values())
-    assert least == 2 * (2 - 1) / 2 * WIDE**2 * LAYERS * 4 / 4 + 3 * 3 / 4 * WIDE**2 * LAYERS * 4
+    assert least == 2 * (2 - 1) / 2 * leaf / 4 + 3 * 3 / 4 * leaf
     assert 0.5 * least < plan["collective_bytes"] < 4 * least
 
 
-@pytest.mark.parametrize("target", ["cpu:8", "gpu:h100:8", "gpu:h200:2x4", "here"])
+def test_remat_adds_flops_to_the_program_alone(plan):
+    again = make_plan(config(remat="full"))
+    assert again["model_flops"] == plan["model_flops"]
+    assert again["time"]["hlo_flops"] == again["flops"] > plan["flops"]
+
+
+@pytest.mark.parametrize("target", ["gpu:h200:2x4", "here"])
 def test_other_machines_plan_the_same_program(target, plan):
     other = make_plan(config(), target)
     assert other["collective_bytes"] == plan["collective_bytes"]
     assert other["flops"] == plan["flops"]
-    if target == "gpu:h200:2x4":
+    if target.startswith("gpu"):
         assert any(row["crosses"] and row["link"] == "network" for row in other["collectives"])
         assert not any(row["crosses"] for row in other["collectives"] if row["axes"] == ["fsdp"])
-    if target.startswith("gpu"):
         assert "indicative" in other["notes"][0]
 
 
@@ -110,7 +85,7 @@ def test_the_table_fits_a_hundred_columns(plan):
         ({"collectives_in_loop": 0}, r"budget.collectives_in_loop is 0, the program has \d+ inside loops"),
     ],
 )
-def test_a_budget_that_is_exceeded_fails_plan_and_train(budget, said, tmp_path, capsys):
+def test_an_exceeded_budget_fails_plan_and_train(budget, said, tmp_path, capsys):
     over = config(budget=budget, run_dir=str(tmp_path / "run"))
     with pytest.raises(ConfigError, match=said) as refused:
         run_plan(write(tmp_path, budget=budget), [], PlanOptions(as_json=True))
@@ -121,7 +96,7 @@ def test_a_budget_that_is_exceeded_fails_plan_and_train(budget, said, tmp_path, 
     assert "exceeded" in json.loads((tmp_path / "run" / "plan.json").read_text())["budget"]
 
 
-def test_a_budget_that_is_kept_changes_nothing(tmp_path):
+def test_a_budget_that_is_met_changes_nothing(tmp_path):
     kept = config(budget={"collective_bytes": 10**9, "peak_memory": 10**9}, run_dir=str(tmp_path / "run"))
     assert train(kept).run.step == 2
     written = json.loads((tmp_path / "run" / "plan.json").read_text())
@@ -129,17 +104,14 @@ def test_a_budget_that_is_kept_changes_nothing(tmp_path):
     assert math.isfinite(written["predicted_step_s"])
 
 
-def test_a_step_that_does_not_fit_is_refused_with_the_nearest_that_does(tmp_path, monkeypatch):
-    devices = jax.devices()
-    small = config(run_dir=str(tmp_path / "run"), mesh={"data": 8}, task_args={"layers": 16}, batch_size=4096)
-    plans = (
-        make_plan(config(mesh={"data": 8}, task_args={"layers": 16}, batch_size=4096, microbatches=m)) for m in (1, 2)
-    )
-    whole, halved = (p["memory"]["peak_bytes"] for p in plans)
+def test_a_step_too_large_names_the_nearest_fit(tmp_path, monkeypatch):
+    settings = {"mesh": {"data": 8}, "task_args": {"layers": 16}, "batch_size": 4096}
+    small = config(run_dir=str(tmp_path / "run"), **settings)
+    whole, halved = (make_plan(config(microbatches=m, **settings))["memory"]["peak_bytes"] for m in (1, 2))
     between = (whole + halved) // 2
     assert halved < between < whole
-    monkeypatch.setattr("spmdkit.program.memory.memory_of_this_machine", lambda: between * len(devices))
-    assert target_of(devices).memory_limit_bytes == between
+    monkeypatch.setattr("spmdkit.program.memory.memory_of_this_machine", lambda: between * 8)
+    assert target_of(jax.devices()).memory_limit_bytes == between
     planned = []  # memory alone decides: no text of a program is read
     monkeypatch.setattr("spmdkit.plan.document.plan_program", lambda *_: planned.append(True))
     with pytest.raises(
@@ -149,7 +121,7 @@ def test_a_step_that_does_not_fit_is_refused_with_the_nearest_that_does(tmp_path
     assert planned == []
 
 
-def test_a_state_that_does_not_fit_is_refused_before_any_array(tmp_path, monkeypatch):
+def test_a_state_too_large_is_refused_first(tmp_path, monkeypatch):
     monkeypatch.setattr("spmdkit.program.memory.memory_of_this_machine", lambda: 8 * 1000)
     with pytest.raises(ConfigError, match=r"the train state needs .* of each device, cpu has 1000 B"):
         train(config(run_dir=str(tmp_path / "run")))
@@ -159,10 +131,3 @@ def test_a_state_that_does_not_fit_is_refused_before_any_array(tmp_path, monkeyp
 def test_a_mesh_that_does_not_match_the_target_is_refused():
     with pytest.raises(ConfigError, match=r"mesh needs data\(2\) x fsdp\(4\) = 8 devices, found 4"):
         make_plan(config(), "gpu:h100:4")
-
-
-def test_no_message_has_more_than_one_line():
-    with pytest.raises(ConfigError) as refused:
-        make_plan(config(), "tpu:v9:4x4")
-    assert not re.search(r"\n", str(refused.value))
-    assert join(detect_cluster({}), "cpu:8").num_processes == 1

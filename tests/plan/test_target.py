@@ -22,7 +22,7 @@ from spmdkit.plan.machine.target import open_target, parse_target, target_of
         ("cpu:8", 8, 1),
     ],
 )
-def test_a_target_has_so_many_devices_in_so_many_parts(text, num_devices, parts):
+def test_devices_and_parts_of_a_target(text, num_devices, parts):
     target = parse_target(text)
     assert (target.num_devices, target.hosts_or_slices) == (num_devices, parts)
 
@@ -45,14 +45,14 @@ def test_a_target_has_so_many_devices_in_so_many_parts(text, num_devices, parts)
         ("", "A target is one of"),
     ],
 )
-def test_a_target_that_does_not_exist_is_refused_with_those_that_do(text, said):
+def test_unknown_targets_are_refused_with_known_ones(text, said):
     with pytest.raises(ConfigError) as refused:
         parse_target(text)
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-def test_more_fake_devices_than_this_process_has_are_refused_with_the_way_out():
+def test_more_fake_devices_than_the_process_has():
     assert len(jax.devices()) == 8  # made once: the target would else make its own
     with pytest.raises(ConfigError, match=r"needs 64 fake CPU devices, found 8.*Start a new process"):
         open_target(parse_target("gpu:h100:64"))

@@ -1,6 +1,8 @@
 """The predicted time: its instructions, its links, its rates, against numbers worked out by hand."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,21 +20,21 @@ from spmdkit.plan.roofline import predict_time
 from tests.support.plan_files import config
 
 
-def predicted(fn, *shapes, chip="v5p", dtype=jnp.float32):
-    from dataclasses import replace
+def target(chip="v5p"):
+    return replace(target_of(jax.devices()[:1]), chip=CHIPS[chip])
 
-    arguments = [jax.ShapeDtypeStruct(s, dtype) for s in shapes]
+
+def predicted(fn, *shapes):
+    arguments = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
     module = parse(jax.jit(fn).lower(*arguments).compile().as_text())
-    target = replace(target_of(jax.devices()[:1]), chip=CHIPS[chip])
-    return predict_time(target, module, Bill((), {}), jax.devices()[:1])
+    return predict_time(target(), module, Bill((), {}), jax.devices()[:1])
 
 
-def test_a_large_product_is_bound_by_arithmetic_and_takes_its_flops_over_the_rate():
-    n = 1024
+def test_a_large_product_takes_its_flops_or_bytes():
+    n, chip = 1024, CHIPS["v5p"]
     time = predicted(lambda x, y: x @ y, (n, n), (n, n))
-    chip = CHIPS["v5p"]
     assert time.hlo_flops == 2 * n**3
-    assert max(time.arithmetic_s, time.memory_s) == pytest.approx(
+    assert time.seconds["arithmetic"] + time.seconds["memory"] == pytest.approx(
         max(2 * n**3 / (chip.peak("float32") * 0.75), 3 * 4 * n * n / (chip.memory_bytes_per_s * 0.85))
     )
 
@@ -49,15 +51,12 @@ ENTRY %main (x: s8[8], q: bf16[64,128]) -> bf16[64,128] {
 """  # noqa: E501
 
 
-def test_a_kernel_costs_what_it_says_of_itself():
+def test_a_kernel_costs_what_it_declares():
     """0.459 TFLOP in bfloat16, at 459 TFLOP/s of which three quarters are reached: 1.33 ms. The text goes on over
     several lines."""
-    from dataclasses import replace
-
-    target = replace(target_of(jax.devices()[:1]), chip=CHIPS["v5p"])
-    time = predict_time(target, parse(KERNEL), Bill((), {}), jax.devices()[:1])
+    time = predict_time(target(), parse(KERNEL), Bill((), {}), jax.devices()[:1])
     assert time.hlo_flops == 459e9
-    assert time.arithmetic_s == pytest.approx(1e-3 / 0.75)
+    assert time.seconds["arithmetic"] == pytest.approx(1e-3 / 0.75)
 
 
 UPDATES = """HloModule updates, is_scheduled=true
@@ -92,11 +91,11 @@ ENTRY %main (a: f32[16,256], b: f32[16,256], c: f32[1,256], i: s32[]) -> (f32[16
 
 def test_several_updates_in_place_cost_the_updates():
     """Written: two updates of 1 KiB and their source. Read: what is updated, the source, the position."""
-    time = predict_time(target_of(jax.devices()[:1]), parse(UPDATES), Bill((), {}), jax.devices()[:1])
+    time = predict_time(target("cpu"), parse(UPDATES), Bill((), {}), jax.devices()[:1])
     assert time.memory_bytes == 3 * 1024 + 3 * 1024 + 4
 
 
-def test_a_scan_costs_its_length_and_reads_a_slice_of_what_is_stacked():
+def test_a_scan_reads_slices_of_its_stack():
     def layers(x, w):
         return jax.lax.scan(lambda c, wl: (jnp.tanh(c @ wl), None), x, w)[0]
 
@@ -105,35 +104,24 @@ def test_a_scan_costs_its_length_and_reads_a_slice_of_what_is_stacked():
     assert four.memory_bytes < 7 * one.memory_bytes  # reading all of the stack each time would be over 8 times
 
 
-def test_a_convolution_counts_what_meets_the_input():
-    conv = lambda x, w: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    time = predicted(conv, (2, 5, 5, 4), (3, 3, 4, 6))
-    assert time.hlo_flops == 2 * 2 * 6 * 4 * 13 * 13
-
-
-def test_a_group_inside_a_host_uses_its_links_and_one_across_hosts_the_network():
-    target = parse_target("gpu:h100:2x8")
-    devices = list(range(16))
-    inside, across = link_path(target, devices, range(8)), link_path(target, devices, range(16))
+def test_links_inside_and_across_hosts():
+    hosts, devices = parse_target("gpu:h100:2x8"), range(16)
+    inside, across = link_path(hosts, devices, range(8)), link_path(hosts, devices, range(16))
     assert (inside.link, inside.bytes_per_s, inside.crosses) == ("nvlink", 450e9, False)
     assert (across.link, across.bytes_per_s, across.crosses) == ("network", 400e9, True)
-    assert link_path(target, devices, [0, 8]).bytes_per_s == 50e9
+    assert link_path(hosts, devices, [0, 8]).bytes_per_s == 50e9
 
 
-class Chip:
-    def __init__(self, x, y, z, slice_index=0):
-        self.coords, self.slice_index = (x, y, z), slice_index
+def chip(x, y, z, slice_index=0):
+    return SimpleNamespace(coords=(x, y, z), slice_index=slice_index)
 
 
-def test_on_a_torus_every_axis_adds_its_links_and_a_ring_has_two():
-    target = parse_target("tpu:v5p:4x4x4")
-    devices = [Chip(x, y, z) for z in range(4) for y in range(4) for x in range(4)]
-    assert link_path(target, devices, range(4)).bytes_per_s == 2 * 90e9  # x, a whole ring of four
-    assert link_path(target, devices, range(2)).bytes_per_s == 90e9  # half of it: a line
-    assert link_path(target, devices, range(16)).bytes_per_s == 4 * 90e9  # x and y
-    assert link_path(target, devices, range(64)).bytes_per_s == 6 * 90e9
-    two = parse_target("tpu:v5p:4x4x4*2")
-    crossing = link_path(two, [Chip(0, 0, 0), Chip(0, 0, 0, 1)], range(2))
+def test_links_of_a_torus():
+    one, two = parse_target("tpu:v5p:4x4x4"), parse_target("tpu:v5p:4x4x4*2")
+    devices = [chip(x, y, z) for z in range(4) for y in range(4) for x in range(4)]
+    for num, links in ((4, 2), (2, 1), (16, 4), (64, 6)):  # x, a ring of four; half of it, a line; x and y; all
+        assert link_path(one, devices, range(num)).bytes_per_s == links * 90e9
+    crossing = link_path(two, [chip(0, 0, 0), chip(0, 0, 0, 1)], range(2))
     assert (crossing.link, crossing.bytes_per_s, crossing.crosses) == ("dcn", 6.25e9, True)
 
 
@@ -142,7 +130,7 @@ def test_a_collective_takes_its_bytes_and_its_hops():
     assert LinkPath("ici", 1e9, 0.5, 1e-6).seconds(1e9, "all_gather", 8, runs=3) == pytest.approx(2 + 3 * 4e-6)
 
 
-def test_what_the_machine_does_is_measured_kept_and_used(tmp_path, monkeypatch):
+def test_measured_rates_are_stored_and_used(tmp_path, monkeypatch):
     file = tmp_path / "rates.json"
     monkeypatch.setenv("SPMDKIT_RATES", str(file))
     before = make_plan(config())
@@ -150,17 +138,17 @@ def test_what_the_machine_does_is_measured_kept_and_used(tmp_path, monkeypatch):
     rates = calibrate(jax.devices())
     assert json.loads(file.read_text())["cpu 8"] == rates
     assert rates["flops_per_s"]["float32"] == 2 * 512**3 * 8 / 0.25
-    target, call_s = with_measured(choose_target(config(), None))
-    assert target.calibrated == rates["date"]
-    assert (target.chip.peak("float32"), call_s) == (rates["flops_per_s"]["float32"], 0.0025)
+    measured, call_s = with_measured(choose_target(config(), None))
+    assert measured.calibrated == rates["date"]
+    assert (measured.chip.peak("float32"), call_s) == (rates["flops_per_s"]["float32"], 0.0025)
     after = make_plan(config())
     assert after["time"]["calibrated"] == rates["date"] and before["time"]["calibrated"] is None
     assert after["predicted_step_s"] > before["predicted_step_s"]  # a quarter of a second for everything is slow
     half = with_measured(target_of(jax.devices()[:4]))[0]
-    assert half.chip.peak("float32") == 2 * target.chip.peak("float32")  # four devices share what eight shared
+    assert half.chip.peak("float32") == 2 * measured.chip.peak("float32")  # four devices share what eight shared
 
 
-def test_rates_that_cannot_be_read_are_refused_with_the_repair(tmp_path, monkeypatch):
+def test_unreadable_rates_are_refused(tmp_path, monkeypatch):
     file = tmp_path / "rates.json"
     file.write_text("{")
     monkeypatch.setenv("SPMDKIT_RATES", str(file))

@@ -19,7 +19,7 @@ def plan(tmp_path, target, *arguments, code=0, **changes):
     return json.loads(ended.stdout) if ended.stdout else None, ended.stderr
 
 
-def test_a_slice_of_v5e_is_planned_by_its_own_compiler(tmp_path):
+def test_v5e_is_planned_by_its_own_compiler(tmp_path):
     found, errors = plan(tmp_path, "tpu:v5e:2x4")
     assert (found["compiler"], found["num_devices"], found["fits"]) == ("tpu", 8, True)
     assert found["memory"]["limit_bytes"] == int(15.75 * 2**30)
@@ -29,7 +29,7 @@ def test_a_slice_of_v5e_is_planned_by_its_own_compiler(tmp_path):
     assert "Traceback" not in errors
 
 
-def test_two_slices_are_joined_by_the_network_on_the_replica_axis_alone(tmp_path):
+def test_only_the_replica_axis_crosses_two_slices(tmp_path):
     found, _ = plan(tmp_path, "tpu:v5e:2x2*2", mesh={"fsdp": 4})  # replica: 2 since there are two slices
     assert found["mesh"]["replica"] == 2
     assert found["hosts_or_slices"] == 2
@@ -39,7 +39,7 @@ def test_two_slices_are_joined_by_the_network_on_the_replica_axis_alone(tmp_path
     assert not any(row["crosses"] for row in found["collectives"] if row["axes"] == ["fsdp"])
 
 
-def test_a_step_that_is_too_large_is_planned_and_fails_with_78(tmp_path):
+def test_a_step_too_large_fails_with_78(tmp_path):
     wide = {"width": 32768, "layers": 2}
     found, errors = plan(tmp_path, "tpu:v5e:2x2", code=78, task_args=wide, mesh={"data": 4})
     assert not found["fits"]
@@ -50,7 +50,7 @@ def test_a_step_that_is_too_large_is_planned_and_fails_with_78(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["tpu:7x:2x2x1", "tpu:v4:2x2x2", "tpu:v5p:2x2x2", "tpu:v6e:2x4"])
-def test_every_chip_is_planned_and_sends_at_least_what_fsdp_needs(tmp_path, target):
+def test_every_chip_sends_what_fsdp_needs(tmp_path, target):
     # 7x sends from its sparse cores (call-start); a v4 chip is two cores to the compiler, of which one is used.
     found, _ = plan(tmp_path, target, mesh={"data": 2, "fsdp": 4})
     assert (found["num_devices"], found["fits"]) == (8, True)

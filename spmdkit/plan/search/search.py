@@ -2,9 +2,8 @@
 
 Each compilation is its own process (`spmdkit plan ... --json`): as many side by side as there are cores, at most
 four; one that crashes the compiler costs its candidate and nothing else. On an accelerator that is here, they are
-compiled one after the other in this process, since a second process would not get its memory. A candidate that needs at
-least what one that did not fit needed (same mesh and remat, fewer microbatches) is not compiled. What is reported is
-the prediction of the compiled program, never the model's.
+compiled one after the other in this process, since a second process would not get its memory. What is reported is the
+prediction of the compiled program, never the model's.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,20 +80,20 @@ def search(
     in_process = target.is_here and target.chip.kind != "cpu"
     plan = _in_process(config, task, target, call_s) if in_process else _Planner(config, target)
     workers = 1 if in_process else max(1, min(MOST_WORKERS, os.cpu_count() or 1))
-    queue = _Queue(legal, most_compiled)
+    chosen = legal[:most_compiled]
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         try:
-            for done in [pool.submit(_work_off, queue, plan, report) for _ in range(workers)]:
+            for done in [pool.submit(_compile, candidate, plan, report) for candidate in chosen]:
                 done.result()
         finally:
-            queue.most = 0
+            pool.shutdown(wait=False, cancel_futures=True)
             if isinstance(plan, _Planner):
                 plan.close()
-    for candidate in legal:
-        if candidate.status == "not compiled" and not candidate.reason:
-            estimate = candidate.estimate_s or 0.0
-            candidate.reason = f"the model puts it behind the {most_compiled} that were compiled ({estimate:.3g} s)"
-    return Ranking(_rank(found), queue.num_taken)
+    for candidate in legal[most_compiled:]:
+        candidate.reason = (
+            f"the model puts it behind the {most_compiled} that were compiled ({candidate.estimate_s:.3g} s)"
+        )
+    return Ranking(_rank(found), len(chosen))
 
 
 def _rank(found: list[Candidate]) -> tuple[Candidate, ...]:
@@ -116,50 +114,20 @@ def _predicted(candidate: Candidate) -> float:
     return candidate.document["predicted_step_s"] if candidate.document else float("inf")
 
 
-class _Queue:
-    """Hands out the candidates, best first, at most so many; skips what is known to need too much."""
-
-    def __init__(self, legal: Sequence[Candidate], most: int):
-        self._left, self.most, self._lock = list(legal), most, threading.Lock()
-        self.too_large: list[Candidate] = []
-        self.num_taken = 0
-
-    def take(self) -> Candidate | None:
-        """Returns the next candidate, or None at the end."""
-        with self._lock:
-            while self._left and self.num_taken < self.most:
-                candidate = self._left.pop(0)
-                larger = next((c for c in self.too_large if _needs_as_much(candidate, c)), None)
-                if larger is None:
-                    self.num_taken += 1
-                    return candidate
-                candidate.status = "does not fit"
-                candidate.reason = f"needs at least as much as {larger.name}, which does not fit"
-            return None
-
-
-def _needs_as_much(a: Candidate, b: Candidate) -> bool:
-    others = lambda c: {k: v for k, v in c.changes.items() if k != "microbatches"}
-    return others(a) == others(b) and a.changes.get("microbatches", 1) <= b.changes.get("microbatches", 1)
-
-
-def _work_off(queue: _Queue, plan: Callable[[Candidate], dict[str, Any] | str], report: Log) -> None:
-    while (candidate := queue.take()) is not None:
-        result = plan(candidate)
-        if isinstance(result, str):
-            candidate.status, candidate.reason = "refused", result
-        else:
-            candidate.document = result
-            memory = result["memory"]
-            need = f"{format_bytes(memory['peak_bytes'])} of {format_bytes(memory['limit_bytes'])}"
-            candidate.status = "fits" if result["fits"] else "does not fit"
-            candidate.reason = f"needs {need} a device"
-            if not result["fits"]:
-                queue.too_large.append(candidate)
-            elif result["budget"]["exceeded"]:
-                candidate.status, candidate.reason = "refused", "; ".join(result["budget"]["exceeded"])
-        predicted = "" if candidate.document is None or not result["fits"] else f", {_predicted(candidate):.3g} s"  # type: ignore[index]
-        report(f"{candidate.name}: {candidate.status}{predicted}")
+def _compile(candidate: Candidate, plan: Callable[[Candidate], dict[str, Any] | str], report: Log) -> None:
+    result = plan(candidate)
+    predicted = ""
+    if isinstance(result, str):
+        candidate.status, candidate.reason = "refused", result
+    else:
+        candidate.document, memory = result, result["memory"]
+        candidate.status = "fits" if result["fits"] else "does not fit"
+        needed, limit = (format_bytes(memory[name]) for name in ("peak_bytes", "limit_bytes"))
+        candidate.reason = f"needs {needed} of {limit} a device"
+        predicted = f", {_predicted(candidate):.3g} s" if result["fits"] else ""
+        if result["fits"] and (exceeded := result["budget"]["exceeded"]):
+            candidate.status, candidate.reason = "refused", "; ".join(exceeded)
+    report(f"{candidate.name}: {candidate.status}{predicted}")
 
 
 def _in_process(
