@@ -1,24 +1,16 @@
 """The strategy behind a collective.
 
 Determined from, in this order: the innermost scope in its name (`spmdkit/reduce`, or that of an op;
-`spmdkit.step.trace_context`), the arrays (do they come from the parameters, are they all scalars), and the axes with
-the op. What nothing explains is `other`.
+`spmdkit.step.trace_context`), the arrays (whether they come from the parameters, have the size of one, are scalars),
+and the axes with the op. What no rule explains is `other`.
 
-| cause              | rule                                                                                     |
-| ------------------ | ---------------------------------------------------------------------------------------- |
-| metrics            | an all_reduce of scalars: losses, counts, norms                                          |
-| gradient reduction | all_reduce of arrays shaped like parameters outside of the forward pass; or the scope of |
-|                    | the reducers                                                                             |
-| gradient scatter   | reduce_scatter of such arrays (not over tensor), or over fsdp in the backward pass       |
-| parameter gather   | all_gather (or all_reduce in the forward pass) of what comes from a parameter            |
-| update gather      | all_gather outside of forward and backward: new parameters of ZeRO 1 and 2               |
-| context ring       | collective_permute over context; or in the scope of ring attention                       |
-| context exchange   | all_to_all or all_gather over context; or in the scope of attention by all_to_all        |
-| expert dispatch    | any over expert of what is no parameter; or in the scope of the mixture of experts       |
-| pipeline transfer  | any over pipeline of what is no parameter; or in the scope of the pipeline               |
-| tensor activation  | any over tensor of a non-parameter; or in the scope of a pair of products or of the      |
-|                    | vocabulary                                                                               |
-| activation         | any other over model axes in the forward or backward pass                                |
+    metrics               an all_reduce of scalars: losses, counts, norms
+    gradient reduction    all_reduce of arrays like parameters outside of the forward pass
+    gradient scatter      reduce_scatter of such arrays (not over tensor), or over fsdp in the backward pass
+    parameter gather      all_gather (or all_reduce in the forward pass) of what comes from a parameter
+    update gather         all_gather outside of forward and backward: new parameters of ZeRO 1 and 2
+    context, expert, pipeline, tensor    by the axis, of what is no parameter
+    activation            any other over model axes in the forward or backward pass
 """
 
 from __future__ import annotations

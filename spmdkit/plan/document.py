@@ -1,8 +1,7 @@
 """`plan_program`: everything known about a step before it runs, as one JSON object, the source of every form of a plan.
 
-The object is what `spmdkit plan --json` prints and what `plan.json` in a run's directory holds; the table, the page and
-the comparison read nothing else, so a plan on disk is as good as a fresh one. All bytes and FLOPs are of one device and
-one step, unless a name contains `global`. Keys:
+`spmdkit plan --json` prints the object and `plan.json` in a run's directory holds it; the table, the page and the
+comparison read nothing else. All bytes and FLOPs are of one device and one step. Keys:
 
     target, compiler, notes           the machine, which compiler made the program, what the plan is not exact about
     num_devices, mesh, form           axis -> size (all axes), how the step is compiled
@@ -12,9 +11,8 @@ one step, unless a name contains `global`. Keys:
     collective_bytes                  their sum, of the step
     wire                              by_axes, by_cause: bytes, of the step; on_average, at_most: with the programs that
                                       run after some steps
-    flops, model_flops                of matrix products: what the compiled program computes, with what devices repeat;
-                                      and a device's share of the model's work, without what remat and stages
-                                      compute again or for nothing. MFU is of the latter
+    flops, model_flops                of matrix products: in the compiled program, and a device's share of the model's
+                                      work, without repeated work and recomputation (MFU is of the latter)
     flops_by_dtype, elementwise_flops a device's share of the step, from its jaxpr
     predicted_step_s, time            parts, links, bound, mfu, examples_per_s, tokens_per_s, calibrated
     findings                          severity, code, message, source, fix

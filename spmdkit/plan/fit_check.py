@@ -1,14 +1,9 @@
 """Checks before training that the state and the step fit, and writes the plan of the step into the run's directory.
 
-Whether a step fits depends only on the compiler's report (`Program.step_bytes`). The rest of the plan is for
-people: a thread of process 0 reads the text of the compiled step while the run goes on, and writes `plan.json` and
-`plan.html`; whatever it raises is one line and an event, never the end of a run. Only a `budget` makes a run wait for
-its plan, since it limits the cost of the step.
-
-A refusal on one process is a refusal on all (`Cluster.first_problem`).
-
-What a plan is made of is imported where one is made: 28 modules, 0.06 s of the processor that the first step need not
-wait for (2026-11-23).
+Whether a step fits depends only on the compiler's report (`Program.step_bytes`). A thread of process 0 reads the text
+of the compiled step while the run goes on, and writes `plan.json` and `plan.html`; what it raises is one line and an
+event. Only a `budget` makes a run wait for its plan. A refusal on one process is a refusal on all
+(`Cluster.first_problem`). Modules of a plan are imported where one is made: the first step need not wait for them.
 """
 
 from __future__ import annotations

@@ -12,11 +12,9 @@ scatters it):
 | fsdp, ZeRO 2           | scatter the gradient, gather the new parameters       | (f-1)/f * (G + S)           |
 | fsdp, ZeRO 1           | add up the gradient, gather the new parameters        | (f-1)/f * (2 G + S)         |
 
-S: the parameters as they are stored. Leaves that fsdp does not cut count as copies: their gradient is added up over
-fsdp too. With more microbatches than one, ZeRO 3 gathers in each, unless there is memory to keep what was gathered; the
-table has one. A program may send less: `sk.embed` moves vectors instead of its table, and what is not recomputed is
-gathered once.
-Model axes other than fsdp are left out: what they need is the model's own affair.
+S: the parameters as they are stored. The gradient of leaves that fsdp does not shard is reduced over fsdp too. With
+several microbatches ZeRO 3 gathers in each; the table has one. A program may send less: `sk.embed` moves vectors
+instead of its table, and what is not recomputed is gathered once. Other model axes are left out.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
 """`predict_time`: how long one step takes, from the compiled program, instruction by instruction, and the bill.
 
     instruction   max(FLOPs / arithmetic, bytes / memory) + launch, times its executions
-    collective    bytes sent / way + hops x latency (links.py)
+    collective    bytes sent / rate of the link + hops x latency (links.py)
     a loop's body, or the rest of the program:
                   instructions + collectives that wait + what the started ones (async) need beyond the instructions
     step          all of these, + state that lives in host memory, in and out, + the host's call
 
-The FLOPs of an instruction are read from the program, so what a device does in vain (an axis that repeats work) and
-what is computed twice (remat) costs time here. Model FLOPs, of which MFU is a share, are counted from the jaxpr without
-remat. Bytes of an instruction are what it reads and writes in main memory; of a slice of a stacked array, the slice.
-
-What it does not know: who finds his operands in a cache (small ones do, on CPU), stragglers, traffic of others on the
-links, how well a particular product fills the matrix unit. Compare it with itself: the order of plans is what it is
-good at.
+FLOPs are read from the program, so repeated work and recomputation (remat) cost time here. MFU is a share of model
+FLOPs, counted from the jaxpr without remat. Bytes of an instruction are what it reads and writes in main memory.
+Caches, stragglers, other traffic and the fill of the matrix unit are not modelled: compare plans with each other.
 
 Source: Williams, Waterman, Patterson, "Roofline" (CACM 2009); "How to Scale Your Model", chapter "All About Rooflines".
 """

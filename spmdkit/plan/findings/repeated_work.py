@@ -1,15 +1,13 @@
 """`repeated-work`: every replica computes the same, since the inputs of a line of the step do not come from the batch.
 
-In a global `train_step` the partitioner distributes work that depends on the batch, since its rows are sharded. What is
-not (collocation points, rollouts, a loop over weights) is whole everywhere, and so is all that is computed from it,
-with its gradient. The mesh then makes nothing faster.
+In a global `train_step` the partitioner distributes work that depends on the batch. What does not (collocation points,
+rollouts, a loop over weights) is whole everywhere, and so is all that is computed from it, with its gradient.
 
     FLOPs of the line's products on one device  *  devices  >=  replicas ** REPEATED  *  FLOPs of the line in the step
 
-Shared out it would be once that, repeated it is `replicas` times; XLA merges products that the traced step has twice (a
-network and its derivatives at the same points), so that both are less, by a factor up to two. Where fsdp cuts the
-weights it shares such products out, and the replicas do not. What other axes (tensor, context) repeat is no
-matter of the batch: the right side counts them in full, so that a line is found where it is repeated along all of them.
+Distributed it would be once that, repeated it is `replicas` times; XLA merges products that the traced step has twice,
+so that both are less, by a factor up to two. The right side counts in full what other axes (tensor, context) repeat, so
+that a line is found where it is repeated along all of them.
 """
 
 from __future__ import annotations

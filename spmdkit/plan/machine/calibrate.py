@@ -1,21 +1,18 @@
-"""`calibrate`: measures this machine: matrix products, memory, launching, collectives. Kept in a small file.
+"""`calibrate`: measures this machine: matrix products, memory, launching, collectives.
 
-    <cache>/spmdkit/rates.json      {"cpu 8": {"date": ..., "flops_per_s": {...}, ...}, "NVIDIA H100 80GB HBM3 8":
-                                    {...}}
+    <cache>/spmdkit/rates.json      {"cpu 8": {"date": ..., "flops_per_s": {...}, ...}, "NVIDIA H100 80GB HBM3 8": ...}
 
-`<cache>` is `$XDG_CACHE_HOME`, else `~/.cache`; `SPMDKIT_RATES` names another file. All devices work concurrently
-during the measurement, as they do in training, so fake devices that share two cores get the share that each has. Plans
-of `here` and `cpu:N` use the rates of the same kind of device; of fake devices in another number, the machine's rates
-divided again.
+`<cache>` is `$XDG_CACHE_HOME`, else `~/.cache`; `SPMDKIT_RATES` names another file. All devices are measured
+concurrently, as they work in training, so fake devices that share two cores get their share. Plans of `here` and
+`cpu:N` use the rates of the same kind of device, divided again for another number of fake devices.
 
     time of a product     2 n^3 FLOPs, n = 512 (CPU) or 8,192, for each dtype
     time of a copy        y = 2 x + 1 of an array far larger than the caches, and of one of 256 KiB
     launch                a chain of products of 8 x 8, so small that starting them is all of the time
     call                  a compiled function of one number, from Python
-    collectives           all_reduce over all devices, from 4 KiB to 8 MiB: bytes sent / rate + hops x latency, by least
-                          squares
+    collectives           all_reduce over all devices, 4 KiB to 8 MiB: bytes sent / rate + hops x latency, least squares
 
-About ten seconds. Medians of five; other load on the machine shows in full, so measure when it is idle.
+About ten seconds. Medians of five; other load on the machine shows in full.
 """
 
 from __future__ import annotations

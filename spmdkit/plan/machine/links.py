@@ -1,23 +1,20 @@
-"""Which link a group of devices talks over, how fast it is for them, and how long a collective takes on it.
+"""Which link connects a group of devices, how fast it is for them, and how long a collective takes on it.
 
-    time = bytes that one device sends / bytes per second of its way + hops x latency
+    time = bytes that one device sends / bytes per second of its link + hops x latency
 
-The bytes are the bill's (ring algorithms). The way depends on where the group's devices stand:
+The bytes are the bill's (ring algorithms). The link depends on the positions of the group's devices:
 
 | machine | group | bytes per second of one device |
 | --- | --- | --- |
 | TPU | inside a slice | per ICI axis that it spans: two links where the axis is a ring, else one |
-| TPU | across slices | the device's share of the data centre's network, as often as the group has devices in a slice |
+| TPU | across slices | the device's share of the data centre's network, times the group's devices in a slice |
 | GPU | inside a host | NVLink |
 | GPU | across hosts | one network port for each of the group's devices in a host, at most NVLink |
 | CPU | anything | the machine's memory; processes on several hosts are not distinguished |
 
-A group that is cut out of an ICI axis (every second device of it) is a line, not a ring, and its hops pass others.
-Several groups that share links at the same time are not modelled: neighbours along a mesh axis are laid out apart by
-`mesh.py`, so on a torus they do not, mostly.
+A part of an ICI axis is a line, not a ring. Groups that share links at the same time are not modelled.
 
-Source: "How to Scale Your Model", chapters on TPUs, GPUs and sharded matrices (jax-ml.github.io/scaling-book): rings,
-wrap-around, one port per GPU and rail-optimised hierarchy.
+Source: "How to Scale Your Model", chapters on TPUs, GPUs and sharded matrices (jax-ml.github.io/scaling-book).
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """`candidates`: every legal way to spread a config over a machine, with the estimate of an analytic model for each.
 
 A candidate is a mesh, and optionally a number of microbatches, a remat policy and a ZeRO stage. It is legal when the
-program builds:
-the batch divides, the layout's dims divide, no axis is without use. The model's estimate orders them, so that only the
-best have to be compiled; it is not shown as a prediction:
+program builds. The model's estimate orders them, so that only the best are compiled; it is not a prediction:
 
     arithmetic    FLOPs of the step / devices, a quarter to a third more with remat
     memory        state read and written once; a state that alone exceeds a device rules the candidate out
