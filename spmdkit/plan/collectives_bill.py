@@ -129,10 +129,6 @@ class Bill:
         order = sorted(parts, key=lambda k: -sum(c.bytes_at_least for c in parts[k]))
         return {k: _total(parts[k]) for k in order}
 
-    def over(self, *axes: str, op: str | None = None) -> tuple[Collective, ...]:
-        """Returns the collectives (of one `op`) that join devices along any of `axes`."""
-        return tuple(c for c in self.collectives if set(axes) & set(c.axes) and op in (None, c.op))
-
 
 def read_bill(
     module: Module,

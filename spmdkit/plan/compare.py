@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,12 +44,11 @@ def read_plan(path: Path) -> dict[str, Any]:
 def as_written(*paths: Path) -> Iterator[None]:
     """Runs what shows the plans of these files. Raises ConfigError where one does not hold what `spmdkit plan`
     writes."""
-    if not paths:
-        yield
-        return
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        if not paths:
+            raise
         named = " or ".join(map(str, paths))
         raise ConfigError(
             f"{named} has the keys of a plan, and not what stands under them ({type(error).__name__}: "
@@ -60,61 +60,43 @@ def as_written(*paths: Path) -> Iterator[None]:
 def compare(a: Document, b: Document) -> dict[str, Any]:
     """Returns what differs from plan `a` to plan `b`: `{name: [before, after]}` in groups; what is equal is left
     out."""
+    before, after = _groups(a), _groups(b)
+    codes = [{f"{f['code']} {f['source'] or ''}".strip() for f in plan["findings"]} for plan in (a, b)]
     return {
-        "what": _changed(_facts(a), _facts(b)),
+        **{name: _changed(before[name], after[name]) for name in before},
         "step_s": [a["predicted_step_s"], b["predicted_step_s"]],
-        "time": _changed(_parts(a), _parts(b)),
         "peak_bytes": [a["memory"]["peak_bytes"], b["memory"]["peak_bytes"]],
-        "memory": _changed(a["memory"]["parts"], b["memory"]["parts"]),
         "collective_bytes": [a["collective_bytes"], b["collective_bytes"]],
-        "collectives": _changed(_wire(a), _wire(b)),
-        "layout": _changed(_leaves(a), _leaves(b)),
-        "findings": [sorted(_codes(a) - _codes(b)), sorted(_codes(b) - _codes(a))],
+        "findings": [sorted(codes[0] - codes[1]), sorted(codes[1] - codes[0])],
     }
 
 
-def _changed(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, list[Any]]:
-    names = [*a, *(name for name in b if name not in a)]
-    return {name: [a.get(name), b.get(name)] for name in names if a.get(name) != b.get(name)}
+def _changed(a: dict[str, Any], b: dict[str, Any]) -> dict[str, list[Any]]:
+    return {name: [a.get(name), b.get(name)] for name in a | b if a.get(name) != b.get(name)}
 
 
-def _facts(plan: Document) -> dict[str, Any]:
-    facts = {
-        name: plan[name]
-        for name in ("target", "num_devices", "form", "batch_size", "microbatches", "fits", "num_params")
-    }
-    return facts | {"mesh": describe_mesh(plan["mesh"]), "flops": plan["flops"]}
-
-
-def _parts(plan: Document) -> dict[str, float]:
-    return plan["time"]["parts"] if plan["time"] else {}
-
-
-def _wire(plan: Document) -> dict[str, int]:
-    """Returns a name of what is sent and why -> bytes, whatever the lines of the source are."""
-    found: dict[str, int] = {}
+def _groups(plan: Document) -> dict[str, dict[str, Any]]:
+    facts = ("target", "num_devices", "form", "batch_size", "microbatches", "fits", "num_params", "flops")
+    wire = Counter[str]()  # by what is sent and why, whatever the lines of the source are
     for row in plan["collectives"]:
         if row["counted"]:
             place = "in loop" if row["in_loop"] else "once"
             phase = "" if row.get("phase", "step") == "step" else f", {row['phase']}"
             name = f"{row['op']} {row['dtype']} over {' x '.join(row['axes'])}, {row['cause']}, {place}{phase}"
-            found[name] = found.get(name, 0) + row["bytes_at_least"]
-    return found
-
-
-def _leaves(plan: Document) -> dict[str, str]:
+            wire[name] += row["bytes_at_least"]
+    leaf = lambda row: f"{row['dtype']}{row['shape']} cut {row['spec']} in {row['memory_kind']}"
     return {
-        row["path"]: f"{row['dtype']}{row['shape']} cut {row['spec']} in {row['memory_kind']}" for row in plan["layout"]
+        "what": {name: plan[name] for name in facts} | {"mesh": describe_mesh(plan["mesh"])},
+        "time": plan["time"]["parts"] if plan["time"] else {},
+        "memory": plan["memory"]["parts"],
+        "collectives": dict(wire),
+        "layout": {row["path"]: leaf(row) for row in plan["layout"]},
     }
 
 
-def _codes(plan: Document) -> set[str]:
-    return {f"{f['code']} {f['source'] or ''}".strip() for f in plan["findings"]}
-
-
-def show_comparison(a: Document, b: Document, names: tuple[str, str], to: Console | None = None) -> None:
+def show_comparison(a: Document, b: Document, names: tuple[str, str]) -> None:
     """Prints what moved from `a` to `b`."""
-    out, found, names = to or console(), all_visible(compare(a, b)), all_visible(names)
+    out, found, names = console(), all_visible(compare(a, b)), all_visible(names)
     out.print(f"[bold]{escape(names[0])}[/] -> [bold]{escape(names[1])}[/]")
     for name, (before, after) in found["what"].items():
         values = (format_count(value) if isinstance(value, float) else str(value) for value in (before, after))

@@ -85,17 +85,11 @@ class Time:
 
 @dataclass
 class _Region:
-    """One loop's body, or the program outside of all loops."""
+    """One loop's body, or the program outside of all loops: seconds of its instructions, and of each link."""
 
-    arithmetic_s: float = 0.0
-    memory_s: float = 0.0
-    launch_s: float = 0.0
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     waits: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     started: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-
-    @property
-    def device_s(self) -> float:
-        return self.arithmetic_s + self.memory_s + self.launch_s
 
     def add(self, chip: Chip, runs: int, flops: Mapping[tuple[str, int], float], num_bytes: int) -> None:
         """Adds an instruction that runs so many times: what bounds it, arithmetic or memory, and its start."""
@@ -103,15 +97,12 @@ class _Region:
             chip.products_s({_DTYPES.get(dtype, dtype): passes * f}) for (dtype, passes), f in flops.items()
         )
         memory_s = chip.memory_s(num_bytes)
-        if arithmetic_s > memory_s:
-            self.arithmetic_s += runs * arithmetic_s
-        else:
-            self.memory_s += runs * memory_s
-        self.launch_s += runs * chip.launch_s
+        self.seconds["arithmetic" if arithmetic_s > memory_s else "memory"] += runs * max(arithmetic_s, memory_s)
+        self.seconds["launch"] += runs * chip.launch_s
 
     def exposed(self) -> dict[str, float]:
         """Returns link -> seconds that nothing hides: what waits, and what is started and outlasts the instructions."""
-        left, found = self.device_s, dict(self.waits)
+        left, found = sum(self.seconds.values()), dict(self.waits)
         for name, seconds in sorted(self.started.items(), key=lambda item: -item[1]):
             found[name] = found.get(name, 0.0) + max(0.0, seconds - left)
             left = max(0.0, left - seconds)
@@ -137,45 +128,33 @@ def predict_time(
         call_s: what the host needs for one call of the step.
     """
     regions: dict[tuple[str, ...], _Region] = defaultdict(_Region)
-    totals = _add_instructions(regions, target.chip, module, bill, scans)
+    hlo_flops, memory_bytes, guessed = _add_instructions(regions, target.chip, module, bill, scans)
     links = _add_links(regions, target, devices, bill)
-    seconds = {
-        "arithmetic": sum(r.arithmetic_s for r in regions.values()),
-        "memory": sum(r.memory_s for r in regions.values()),
-        "launch": sum(r.launch_s for r in regions.values()) + call_s,
-        "host": 2 * host_bytes / target.chip.host_link.bytes_per_s,
-    }
-    return Time(seconds, links, totals.flops, totals.bytes, len(totals.guessed))
-
-
-@dataclass
-class _Totals:
-    """What one device does in all executions; `guessed` names loops of unknown length."""
-
-    flops: float = 0.0
-    bytes: float = 0.0
-    guessed: set[str] = field(default_factory=set)
+    seconds = {name: sum(r.seconds[name] for r in regions.values()) for name in ("arithmetic", "memory", "launch")}
+    seconds["launch"] += call_s
+    seconds["host"] = 2 * host_bytes / target.chip.host_link.bytes_per_s
+    return Time(seconds, links, hlo_flops, memory_bytes, guessed)
 
 
 def _add_instructions(
     regions: dict[tuple[str, ...], _Region], chip: Chip, module: Module, bill: Bill, scans: Mapping[str, int] | None
-) -> _Totals:
-    """Adds the seconds of each instruction that is no collective to its region; returns what they compute and move."""
-    costs, totals = Costs(module), _Totals()
+) -> tuple[float, float, int]:
+    """Adds the seconds of each instruction that is no collective to its region. Returns the FLOPs and bytes of all
+    executions, and the number of loops of unknown length."""
+    costs, unknown, total_flops, total_bytes = Costs(module), set[str](), 0.0, 0.0
     on_wire = {name for c in bill.collectives for name in c.names}
     for visit in loops.walk(module, scans):
         i = visit.instruction
         if visit.runs is None and visit.loops:
-            totals.guessed.add(visit.loops[-1].name)
+            unknown.add(visit.loops[-1].name)
         if i.opcode in _COST_NOTHING or i.name in on_wire or visit.is_fused:
             continue
-        flops, num_bytes = costs.flops(i), costs.bytes(i)
+        flops, num_bytes, runs = costs.flops(i), costs.bytes(i), visit.known_runs
         if flops or num_bytes:
-            runs = visit.known_runs
             regions[tuple(loop.name for loop in visit.loops)].add(chip, runs, flops, num_bytes)
-            totals.flops += runs * sum(flops.values())
-            totals.bytes += runs * num_bytes
-    return totals
+            total_flops += runs * sum(flops.values())
+            total_bytes += runs * num_bytes
+    return total_flops, total_bytes, len(unknown)
 
 
 def _add_links(

@@ -44,13 +44,12 @@ def show(document: Mapping[str, Any], to: Console | None = None) -> None:
 
 
 def _show_head(document: Mapping[str, Any], out: Console) -> None:
-    devices = document["num_devices"]
-    parts = document["hosts_or_slices"]
+    devices, parts, num = document["num_devices"], document["hosts_or_slices"], document["microbatches"]
     where = f", {parts} {'slices' if document['compiler'] == 'tpu' else 'hosts'}" if parts > 1 else ""
     out.print(
-        f"[bold]{document['target']}[/]  {devices} device{'s' * (devices > 1)}{where}  [bold]{describe_mesh(document['mesh'])}[/]  "  # noqa: E501
-        f"{format_count(document['num_params'])} parameters, batch {document['batch_size']}"
-        + (f" in {document['microbatches']} microbatches" if document["microbatches"] > 1 else "")
+        f"[bold]{document['target']}[/]  {devices} device{'s' * (devices > 1)}{where}  "
+        f"[bold]{describe_mesh(document['mesh'])}[/]  {format_count(document['num_params'])} parameters, batch "
+        f"{document['batch_size']}{f' in {num} microbatches' if num > 1 else ''}"
     )
 
 
@@ -79,8 +78,7 @@ def _show_wire(document: Mapping[str, Any], out: Console) -> None:
     if not rows:
         out.print("[bold]Wire[/]  nothing" if document["collective_bytes"] == 0 else "[bold]Wire[/]  not known")
         return
-    total = document["collective_bytes"]
-    sent = _bytes_of(total, document["collective_bytes_at_least"])
+    sent = _bytes_of(document["collective_bytes"], document["collective_bytes_at_least"])
     out.print(f"[bold]Wire[/]  bytes sent per device and step: {sent}")
     if (average := document["wire"].get("on_average")) is not None:
         most = format_bytes(document["wire"]["at_most"])
@@ -94,16 +92,9 @@ def _show_wire(document: Mapping[str, Any], out: Console) -> None:
             loop = f"every {row['every']} steps"
         elif "until" in row:
             loop = f"{loop} to step {row['until']}".strip()
-        table.add_row(
-            f"{row['op']} {row['dtype']}",
-            " x ".join(row["axes"]),
-            row["link"],
-            _bytes_of(row["bytes"], row["bytes_at_least"]),
-            str(row["count"]),
-            loop,
-            row["cause"],
-            _source(row["source"]),
-        )
+        sent, axes = _bytes_of(row["bytes"], row["bytes_at_least"]), " x ".join(row["axes"])
+        where = row["cause"], _source(row["source"])
+        table.add_row(f"{row['op']} {row['dtype']}", axes, row["link"], sent, str(row["count"]), loop, *where)
     out.print(table)
     if len(rows) > MOST_ROWS:
         rest = sum(row["bytes_at_least"] for row in rows[MOST_ROWS:])

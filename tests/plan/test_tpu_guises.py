@@ -39,11 +39,12 @@ SIZES = dict.fromkeys(AXES, 1) | {"replica": 2, "fsdp": 4}
 
 
 def test_a_collective_spread_over_fusions_counts_once():
-    gathers = read_bill(parse(TEXT), SIZES).over("fsdp")
-    assert [(c.op, c.bytes, c.is_async) for c in gathers] == [("all_gather", 3 * 16 * 64 * 2, True)]
+    (gather, _) = read_bill(parse(TEXT), SIZES).collectives
+    assert (gather.op, gather.axes, gather.bytes, gather.is_async) == ("all_gather", ("fsdp",), 3 * 16 * 64 * 2, True)
 
 
 def test_a_transfer_between_slices_is_a_collective():
-    (crossing,) = read_bill(parse(TEXT), SIZES).over("replica")
+    (_, crossing) = read_bill(parse(TEXT), SIZES).collectives
+    assert crossing.axes == ("replica",)
     assert (crossing.op, crossing.bytes, crossing.group_size) == ("all_reduce", 5 * 8 * 128 * 4, 2)
     assert crossing.groups == ((0, 4), (1, 5), (2, 6), (3, 7))
