@@ -170,7 +170,7 @@ def _head(program: Program, target: Target) -> Document:
         "compiler": target.compiler,
         "notes": [*target.notes, *program.notes],
         "num_devices": int(program.mesh.devices.size),
-        "hosts_or_slices": target.hosts_or_slices,
+        "hosts_or_slices": target.num_slices,
         "mesh": dict(program.sizes),
         "form": program.form,
         "batch_size": program.config.batch_size,

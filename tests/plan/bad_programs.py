@@ -1,4 +1,4 @@
-"""One deliberately bad program for each finding. The line that is to blame ends with `# bad: <code>`."""
+"""One deliberately bad program for each finding. The line that causes it ends with `# bad: <code>`."""
 
 from pathlib import Path
 
@@ -18,8 +18,8 @@ TABLE = np.linspace(0, 1, 256 * 256, dtype=np.float32).reshape(256, 256)
 
 def lines_to_blame(code):
     """Returns `file:line` of the lines of this file that are marked with a code."""
-    file = Path(__file__)
-    return [f"{file}:{n}" for n, text in enumerate(file.read_text().splitlines(), 1) if text.endswith(f"# bad: {code}")]
+    lines = enumerate(Path(__file__).read_text().splitlines(), 1)
+    return [f"{__file__}:{n}" for n, text in lines if text.endswith(f"# bad: {code}")]
 
 
 def data(rows=512, width=256, **more):
@@ -29,13 +29,8 @@ def data(rows=512, width=256, **more):
 
 def task(loss, params=None, **changes):
     shapes = params or {"up": (256, 512), "down": (512, 256)}
-    arguments = {
-        "init": lambda key: {name: jnp.zeros(shape) for name, shape in shapes.items()},
-        "loss_fn": loss,
-        "optimizer": optax.sgd(0.1),
-        "train_data": data(),
-    }
-    return sk.Task(**(arguments | changes))
+    init = lambda key: {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    return sk.Task(init, loss, **{"optimizer": optax.sgd(0.1), "train_data": data()} | changes)
 
 
 def error(y, batch):
@@ -159,30 +154,27 @@ def padding_waste():
     return task(loss, train_data=data(rows=65536)), {"mesh": {"data": 8}, "batch_size": 65536}
 
 
-def repeated_work():
-    """A rollout that does not come from the batch: each of 8 devices computes all of it."""
+def rollout(points_of, mesh):
+    """A loss at points that do not come from the batch."""
 
     def train_step(state, batch):
         def loss(params):
-            points = jax.random.normal(state.key, (512, 256))
-            return jnp.mean((points @ params["up"]) ** 2)  # bad: repeated-work
+            return jnp.mean((points_of(state.key) @ params["up"]) ** 2)  # bad: repeated-work
 
         value, grads = jax.value_and_grad(loss)(state.params)
         return state.apply_gradients(grads), {"loss": value}
 
-    return task(None, {"up": (256, 512)}, train_step=train_step), {"mesh": {"data": 8}, "batch_size": 512}
+    return task(None, {"up": (256, 512)}, train_step=train_step), {"mesh": mesh, "batch_size": 512}
+
+
+def repeated_work():
+    """Each of 8 devices computes all points."""
+    return rollout(lambda key: jax.random.normal(key, (512, 256)), {"data": 8})
 
 
 def shared_work():
-    """The same, shared out."""
+    def points_of(key):
+        keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(sk.sharded_arange(512))
+        return jax.vmap(lambda key: jax.random.normal(key, (256,)))(keys)
 
-    def train_step(state, batch):
-        def loss(params):
-            keys = jax.vmap(lambda i: jax.random.fold_in(state.key, i))(sk.sharded_arange(512))
-            points = jax.vmap(lambda key: jax.random.normal(key, (256,)))(keys)
-            return jnp.mean((points @ params["up"]) ** 2)
-
-        value, grads = jax.value_and_grad(loss)(state.params)
-        return state.apply_gradients(grads), {"loss": value}
-
-    return task(None, {"up": (256, 512)}, train_step=train_step), {"mesh": {"data": 4, "fsdp": 2}, "batch_size": 512}
+    return rollout(points_of, {"data": 4, "fsdp": 2})

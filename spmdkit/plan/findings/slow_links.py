@@ -20,9 +20,9 @@ def find(step: CompiledStep) -> Iterator[Finding]:
     """Yields one finding for each model axis that crosses hosts or slices and has a multiple of their number as its
     size."""
     target = step.target
-    if target is None or target.hosts_or_slices < 2:
+    if target is None or target.num_slices < 2:
         return
-    devices, parts, sizes = list(step.program.mesh.devices.flat), target.hosts_or_slices, step.program.sizes
+    devices, parts, sizes = list(step.program.mesh.devices.flat), target.num_slices, step.program.sizes
     crossing: dict[str, list] = {}
     for c in step.bill.rows:
         if step.matters(c) and link_path_of(target, devices, c).crosses:

@@ -55,7 +55,7 @@ class Target:
         name: as requested.
         chip: figures of one device.
         num_devices: JAX devices.
-        num_slices: parts that only the outer link joins (TPU slices, GPU hosts).
+        num_slices: parts between which only the outer link leads (TPU slices, GPU hosts).
         topology: shape of one slice in chips; empty where there is no torus.
         devices: JAX devices, abstract for a machine that is not here; empty until `open_target`.
         compiler: `tpu`, `cpu` or `gpu`: which one makes the program.
@@ -81,13 +81,6 @@ class Target:
     def memory_limit_bytes(self) -> int:
         """Bytes of one device that a program may use."""
         return self.limit_bytes if self.limit_bytes is not None else self.chip.limit_bytes
-
-    @property
-    def hosts_or_slices(self) -> int:
-        """Number of parts between which only the outer link leads."""
-        if self.chip.kind == "gpu":
-            return math.ceil(self.num_devices / self.chip.devices_per_host)
-        return self.num_slices
 
 
 def parse_target(text: str) -> Target:

@@ -114,7 +114,7 @@ def _meshes(config: Config, target: Target, every: bool) -> Iterator[dict[str, i
         yield resolve(requested, num, target.num_slices if target.compiler == "tpu" else 1)
         return
     free = [a for a in AXES if a != "replica" and (a in SEARCHED_AXES or requested.get(a, 1) != 1)]
-    parts = target.hosts_or_slices
+    parts = target.num_slices
     for replica in [1, parts] if parts > 1 and num % parts == 0 else [1]:
         for split in _splits(num // replica, len(free)):
             yield dict.fromkeys(AXES, 1) | {"replica": replica} | dict(zip(free, split, strict=True))
