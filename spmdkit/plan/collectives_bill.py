@@ -194,8 +194,6 @@ def _total(collectives: Iterable[Collective]) -> int | None:
 
 def _merge(same: Sequence[Collective]) -> Collective:
     first = same[0]
-    if len(same) == 1:
-        return first
     return dataclasses.replace(
         first,
         size=sum(c.size for c in same),
