@@ -1,13 +1,13 @@
 """The page of a plan: what it holds, and how a browser shows it."""
 
 import shutil
-import struct
 import subprocess
 
 import pytest
 
 from spmdkit.metrics.report.drawing import group_numbers
 from spmdkit.metrics.report.plan import plan_page, write_page
+from spmdkit.metrics.report.run_plan import plan_section
 from spmdkit.plan.command import make_plan
 from tests.support.plan_files import config
 
@@ -18,6 +18,7 @@ FLAGS = [
     "--disable-gpu",
     "--no-first-run",
     "--hide-scrollbars",
+    "--window-size=1000,1400",
     "--virtual-time-budget=2000",
 ]
 
@@ -67,28 +68,15 @@ def test_a_browser_shows_the_page(plan, tmp_path):
     text = page.read_text().replace("default-src 'none'", "default-src 'none'; script-src 'unsafe-inline'")
     probed = tmp_path / "probed.html"
     probed.write_text(text.replace("</body>", probe))
-    run = lambda *arguments: subprocess.run(
-        [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1000,1400", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    dom = run("--dump-dom", f"file://{probed}").stdout
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{probed}"]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     width, window, rects, parts = map(int, dom.split("<title>")[1].split("</title>")[0].split())
     assert width <= window
     assert rects == 8 * len(plan["wire"]["by_axes"])
     assert parts == len(plan["memory"]["parts"])
-    picture = tmp_path / "plan.png"
-    run(f"--screenshot={picture}", f"file://{page}")
-    data = picture.read_bytes()
-    assert struct.unpack(">II", data[16:24]) == (1000, 1400)
-    assert len(data) > 20_000  # not a blank page
 
 
 def test_a_report_compares_plan_and_measurement(plan):
-    from spmdkit.metrics.report.run_plan import plan_section
-
     text = plan_section(plan, [0.002, 0.004, 0.003])
     assert all(part in text for part in ("memory of a device", "step, predicted", "3 ms", "bound by"))
     assert plan_section({"memory": 3}, []) == ""
