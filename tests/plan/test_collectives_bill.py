@@ -37,6 +37,14 @@ def test_trip_counts_from_the_condition_of_a_loop(name):
     assert bill.collectives == read_bill(parse(text), SIZES).collectives and sent(bill) == PROGRAMS[name][1]["cpu"]
 
 
+def test_trip_counts_from_the_scan_of_the_jaxpr():
+    text = compiled("ring_in_a_scan", jax.devices()).as_text()
+    module = parse(text.replace("known_trip_count", "unused").replace("direction=LT", "direction=EQ"))
+    (loop,) = (i for i in module.instructions() if i.opcode == "while")
+    assert read_bill(module, SIZES).bytes is None
+    assert sent(read_bill(module, SIZES, scans={loop.op_name: 4})) == PROGRAMS["ring_in_a_scan"][1]["cpu"]
+
+
 def test_an_unknown_trip_count_is_not_guessed():
     bill = read_bill(parse(compiled("while_until_it_converges", jax.devices()).as_text()), SIZES)
     (c,) = bill.collectives

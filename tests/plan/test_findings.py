@@ -15,12 +15,10 @@ import pytest
 
 from spmdkit.config import load_config
 from spmdkit.foundation import plugins
-from spmdkit.foundation.formatting import format_bytes
 from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.compiled_step import read_program
 from spmdkit.plan.document import plan_program
 from spmdkit.plan.findings import allreduce_for_gather, padding, pointless_gather
-from spmdkit.plan.hlo import loops
 from spmdkit.plan.hlo.text import parse
 from spmdkit.plan.machine.target import parse_target
 from spmdkit.program.program import Program
@@ -170,56 +168,6 @@ def test_a_gather_of_a_part_of_a_copy(at, found):
     assert len(messages) == found and all("cut from an array that every device holds" in m for m in messages)
 
 
-LOOP = """HloModule loop, is_scheduled=true, num_partitions=8
-
-%body (carry: (s32[], s32[], f32[8,64,64])) -> (s32[], s32[], f32[8,64,64]) {
-  %carry = (s32[], s32[], f32[8,64,64]{2,1,0}) parameter(0)
-  %i = s32[] get-tuple-element(%carry), index=0
-  %n = s32[] get-tuple-element(%carry), index=1
-  %x = f32[8,64,64]{2,1,0} get-tuple-element(%carry), index=2
-  %one = s32[] constant(1)
-  %zero = s32[] constant(0)
-  %next = s32[] add(%i, %one)
-  %partition-id = u32[] partition-id()
-  %device = s32[] convert(%partition-id)
-  %whole = f32[8,64,64]{2,1,0} sine(%x)
-  %part = f32[1,64,64]{2,1,0} dynamic-slice(%whole, %device, %zero, %zero), dynamic_slice_sizes={1,64,64}
-  %all-gather = f32[8,64,64]{2,1,0} all-gather(%part), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, use_global_device_ids=true
-  ROOT %out = (s32[], s32[], f32[8,64,64]{2,1,0}) tuple(%next, %n, %all-gather)
-}
-
-%condition (carry.1: (s32[], s32[], f32[8,64,64])) -> pred[] {
-  %carry.1 = (s32[], s32[], f32[8,64,64]{2,1,0}) parameter(0)
-  %i.1 = s32[] get-tuple-element(%carry.1), index=0
-  %n.1 = s32[] get-tuple-element(%carry.1), index=1
-  ROOT %less = pred[] compare(%i.1, %n.1), direction=LT
-}
-
-ENTRY %main (start: s32[], count: s32[], x.1: f32[8,64,64]) -> (s32[], s32[], f32[8,64,64]) {
-  %start = s32[] parameter(0)
-  %count = s32[] parameter(1)
-  %x.1 = f32[8,64,64]{2,1,0} parameter(2), metadata={op_name="batch['x']"}
-  %begin = (s32[], s32[], f32[8,64,64]{2,1,0}) tuple(%start, %count, %x.1)
-  ROOT %loop = (s32[], s32[], f32[8,64,64]{2,1,0}) while(%begin), condition=%condition, body=%body, metadata={op_name="jit(f)/while"}
-}
-"""  # noqa: E501
-
-
-@pytest.mark.parametrize(("scans", "times"), [({}, 1), ({"jit(f)/while": 48}, 48)])
-def test_a_gather_in_a_loop_of_a_scan(scans, times, monkeypatch):
-    """The loop's own text does not tell how long it is: its length is that of the scan in the jaxpr."""
-    module = parse(LOOP)
-    visits = []
-    walk = loops.walk
-    seen = lambda *given: (visits.append(visit) or visit for visit in walk(*given))
-    monkeypatch.setattr(pointless_gather.loops, "walk", seen)
-    bill = read_bill(module, {"fsdp": 8}, scans=scans)
-    step = SimpleNamespace(module=module, bill=bill, scans=scans, matters=lambda c: True)
-    (finding,) = pointless_gather.find(step)
-    assert f"({format_bytes(times * 7 * 64 * 64 * 4)} sent a step)" in finding.message
-    assert {visit.runs for visit in visits if visit.instruction.name == "all-gather"} == {times if scans else None}
-
-
 PAD = """
 from spmdkit.plan.machine.target import open_target, parse_target
 machine = open_target(parse_target("tpu:v5e:2x4"))
@@ -238,7 +186,7 @@ def test_padding_by_the_tpu_compiler():
     assert set(in_process(PAD).stdout.split()) == set(lines_to_blame("padding-waste"))
 
 
-def test_a_python_number_in_the_state_is_a_note():
+def test_a_python_number_is_a_note():
     count = optax.GradientTransformation(init=lambda params: {"scale": 0.5}, update=lambda g, s, p=None: (g, s))
     made = task(good_loss, optimizer=optax.chain(optax.sgd(0.1), count))
     found = [f for f in read_program(program_of(made, mesh={"data": 8})).findings if f.code == "recompilation-risk"]

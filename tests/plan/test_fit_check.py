@@ -22,7 +22,7 @@ def events(run_dir):
     return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
 
 
-def test_only_the_end_of_a_run_waits_for_its_plan(tmp_path, monkeypatch):
+def test_only_the_end_waits_for_the_plan(tmp_path, monkeypatch):
     stepped = threading.Event()
     step, plan_program = Program.step, document.plan_program
 

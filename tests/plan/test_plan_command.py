@@ -120,6 +120,6 @@ def test_a_state_too_large_is_refused_first(tmp_path, monkeypatch):
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
-def test_a_mesh_that_does_not_match_the_target_is_refused():
+def test_a_mesh_of_another_size_is_refused():
     with pytest.raises(ConfigError, match=r"mesh needs data\(2\) x fsdp\(4\) = 8 devices, found 4"):
         make_plan(config(), "gpu:h100:4")

@@ -51,7 +51,7 @@ def test_devices_of_a_group_share_a_number():
     assert group_numbers(mesh, ["data", "tensor"]) == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
-def test_a_step_without_a_program_has_a_page_too(plan):
+def test_a_step_without_a_program_has_a_page(plan):
     refused = plan | {"fits": False, "time": None, "predicted_step_s": None, "collectives": []}
     refused["wire"] = {"by_axes": {}, "by_cause": {}, "least": {}}
     assert "does not fit" in plan_page(refused)
