@@ -4,16 +4,6 @@ All figures are per *device*, as JAX counts devices: a TPU 7x chip is two device
 Rates are of one direction. All rates are peaks; the share that a program reaches is `Chip.reached`, an estimate until
 `spmdkit plan --calibrate` measures it on the machine.
 
-| chip | bf16 FLOP/s | memory      | bytes/s | link, one way        | between hosts or slices |
-| ---- | ----------- | ----------- | ------- | -------------------- | ----------------------- |
-| v4   | 275e12      | 32 GiB      | 1.2e12  | ICI 45e9 x 3 axes    | DCN 6.25e9              |
-| v5e  | 197e12      | 16 GiB      | 0.82e12 | ICI 45e9 x 2 axes    | DCN 3.125e9             |
-| v5p  | 459e12      | 96 GiB      | 2.77e12 | ICI 90e9 x 3 axes    | DCN 6.25e9              |
-| v6e  | 918e12      | 32 GiB      | 1.64e12 | ICI 90e9 x 2 axes    | DCN 12.5e9              |
-| 7x   | 2307e12     | 192 GiB     | 7.38e12 | ICI 90e9 x 3 axes    | DCN 12.5e9              |
-| h100 | 989e12      | 80 GiB      | 3.35e12 | NVLink 450e9         | network 50e9            |
-| h200 | 989e12      | 141 GB      | 4.8e12  | NVLink 450e9         | network 50e9            |
-
 Source: TPU: cloud.google.com/tpu/docs, pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU7x (Ironwood)" (compute,
 memory, DCN); jax-ml.github.io/scaling-book, chapters "How to Think About TPUs" (ICI bytes/s of a link, wrap-around of
 axes, DCN, about 1 us per hop) and "How to Think About GPUs" (NVLink, network of a DGX). GPU: NVIDIA data sheets "H100
@@ -193,6 +183,7 @@ def _gpu(name: str, device_kinds: tuple[str, ...], memory_bytes: int, memory_byt
 CHIPS: Mapping[str, Chip] = {
     chip.name: chip
     for chip in (
+        # bfloat16 FLOP/s, GiB, bytes/s of memory, of an ICI link, of the DCN, of PCIe, largest slice, GiB of a program
         _tpu("v4", ("TPU v4",), 275e12, 32, 1.2e12, 45e9, 6.25e9, 16e9, (16, 16, 16), 30.75),
         _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 197e12, 16, 0.82e12, 45e9, 3.125e9, 16e9, (16, 16), 15.75),
         _tpu("v5p", ("TPU v5", "TPU v5p"), 459e12, 96, 2.765e12, 90e9, 6.25e9, 16e9, (16, 16, 24), 95.74),

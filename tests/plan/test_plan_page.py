@@ -7,7 +7,7 @@ import pytest
 
 from spmdkit.metrics.report.drawing import group_numbers
 from spmdkit.metrics.report.plan import plan_page, write_page
-from spmdkit.metrics.report.run_plan import plan_section
+from spmdkit.metrics.report.run import plan_section
 from spmdkit.plan.command import make_plan
 from tests.support.plan_files import config
 

@@ -6,9 +6,8 @@
     cpu:8               8 fake devices of this machine
     here                the devices of this machine
 
-Exact for `tpu`: the program, its collectives and its memory, since the compiler is the one that
-runs there. `gpu` is exact only in the strategy's collectives: XLA's CPU compiler fuses, schedules and allocates in
-another way, so temporaries and the mix of collectives are indicative (no GPU compiler runs without a GPU, jax 0.10.2).
+Exact for `tpu`: the program, its collectives and its memory, since the compiler is the one that runs there. `gpu` is
+exact only in the strategy's collectives: XLA's CPU compiler fuses, schedules and allocates in another way.
 Times are a model everywhere; `here` and `cpu` use measured rates after `--calibrate`.
 """
 
