@@ -74,19 +74,13 @@ def test_other_microbatches_keep_the_reducers_state():
     assert jax.tree.structure(other.abstract_state) == jax.tree.structure(made.abstract_state)
 
 
-def test_a_plan_logs_what_auto_tries(capsys):
-    """Activations of half a million layers, of which nothing is ever allocated."""
-    planned = config(task_args={"layers": 500_000}, microbatches=1, remat="auto")
-    peak = make_plan(planned, "gpu:h100:8")["memory"]["peak_bytes"]
-    output, errors = capsys.readouterr()
-    tried = [line.removeprefix("auto: ").split(": a step needs ") for line in errors.splitlines() if "auto: " in line]
-    assert [name for name, _ in tried] == ["remat none", "remat dots", "remat full"] and output == ""
-    assert [text.split("per device, ")[1] for _, text in tried] == ["does not fit", "does not fit", "fits"]
-    assert tried[-1][1].startswith(f"{peak / 2**30:.1f} GiB of 78.0 GiB")
-
-
-def test_training_logs_what_auto_tries_unless_quiet(tmp_path, capsys):
-    for progress, number in (("plain", 1), ("off", 0)):
-        train(config(batch_size=64, task_args={}, log={"progress": progress}, run_dir=str(tmp_path / progress)))
+def test_plan_and_training_log_what_auto_tries(tmp_path, capsys):
+    small = {"batch_size": 64, "task_args": {"layers": 1}}
+    runs = [lambda: make_plan(config(**small), "cpu:8")]
+    for progress in ("plain", "off"):
+        requested = config(**small, log={"progress": progress}, run_dir=str(tmp_path / progress))
+        runs.append(lambda requested=requested: train(requested))
+    for run, number in zip(runs, (1, 1, 0), strict=True):
+        run()
         output, errors = capsys.readouterr()
         assert errors.count("auto: microbatches 1: a step needs") == number and "auto: " not in output

@@ -10,15 +10,11 @@ import pytest
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LARGE = {"llama_8b_v5p": "tpu:v5p:4x4x4", "llama_70b_v5p": "tpu:v5p:8x8x16", "gpt_1b": "tpu:v5p:2x2x4"}
-IN_EVERY_RUN = ("data_fsdp_tensor",)
 LITTLE_TEXT = ["task_args.train_bytes=65536", "task_args.eval_bytes=4096"]
-SLOW, TPU = [pytest.mark.slow], [pytest.mark.tpu]
-PATHS = [
-    pytest.param(path, marks=SLOW * (path.stem not in IN_EVERY_RUN) + TPU * (path.stem in LARGE))
-    for path in sorted(CONFIGS.glob("*.yaml"))
-]
+PATHS = [pytest.param(path, marks=[pytest.mark.tpu] * (path.stem in LARGE)) for path in sorted(CONFIGS.glob("*.yaml"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_a_shipped_config_has_no_findings(path):
     reads_text = "gpt.py" in path.read_text() and "random_tokens" not in path.read_text() and path.stem not in LARGE

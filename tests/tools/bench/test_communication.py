@@ -32,7 +32,7 @@ def bench(**options):
 def measured(tmp_path_factory):
     """The linear regression by two reducers and one sync; a third has nothing to send of so small a gradient."""
     out = tmp_path_factory.mktemp("bench")
-    return bench(reducers="int8,topk", syncs="local_sgd(every=4)", steps=40, seeds=2, out=out), out
+    return bench(reducers="int8,topk", syncs="local_sgd(every=4)", steps=20, seeds=2, out=out), out
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +47,11 @@ def named(result, name):
 def test_json_has_a_row_per_reducer(measured, result):
     assert measured[0] == 0
     assert [row["name"] for row in result["rows"]] == ["sum", "int8", "topk", "local_sgd(every=4)"]
-    assert (result["replicas"], result["steps"], result["seeds"], result["loss_is"]) == (4, 40, [0, 1], "evaluation")
+    assert (result["replicas"], result["steps"], result["seeds"], result["loss_is"]) == (4, 20, [0, 1], "evaluation")
     for row in (row for row in result["rows"] if row["name"] != "topk"):
         assert len(row["loss"]) == len(row["loss_more"]) == 2
         assert row["loss_mean"] == pytest.approx(sum(row["loss"]) / 2)
-        assert row["step_s"] > 0 and row["time_over_sum"] > 0 and row["curve"][-1][0] == 40
+        assert row["step_s"] > 0 and row["time_over_sum"] > 0 and row["curve"][-1][0] == 20
     assert named(result, "sum")["loss_more_mean"] == 0 and named(result, "sum")["time_over_sum"] == 1
     low, high = named(result, "int8")["time_interval"]
     assert low <= named(result, "int8")["time_over_sum"] <= high and named(result, "int8")["time_pairs"] == 2 * 19
@@ -77,7 +77,7 @@ def test_bytes_of_a_sync_and_a_refused_reducer(result):
 def test_losses_are_those_of_a_run_alone(result):
     import spmdkit as sk
 
-    program = sk.build(CONFIG, overrides=[*OVERRIDES, "steps=40", "seed=1", "reducer=int8", "checkpoint=null"])
+    program = sk.build(CONFIG, overrides=[*OVERRIDES, "steps=20", "seed=1", "reducer=int8", "checkpoint=null"])
     state = program.init()
     for _, batch in program.batches():
         state, _ = program.step(state, batch)
