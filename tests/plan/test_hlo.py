@@ -139,6 +139,40 @@ def test_a_collective_on_sparse_cores_after_a_kernel():
     assert (row.op, row.axes, row.bytes, row.is_async) == ("all_gather", ("fsdp",), 3 / 4 * 8 * 8 * 2, True)
 
 
+SPREAD = """
+%{name} (p: bf16[1,16,64]) -> bf16[1,64,64] {{
+  %p = bf16[1,16,64]{{2,1,0}} parameter(0)
+  %all-gather.{name} = bf16[1,64,64]{{2,1,0}} all-gather(%p), channel_id=10, replica_groups={{{{0,1,2,3}}}}, dimensions={{1}}, backend_config={{"async_collective_fusion_config":{{"flag_start":"2","flag_end":"8"}}}}
+  ROOT %c = bf16[1,64,64]{{2,1,0}} custom-call(%all-gather.{name}), custom_call_target="{target}"
+}}
+"""  # noqa: E501
+BETWEEN_SLICES = """
+ENTRY %main (x: bf16[1,16,64], g: f32[5,8,128]) -> f32[5,8,128] {
+  %x = bf16[1,16,64]{2,1,0} parameter(0)
+  %g = f32[5,8,128]{2,1,0} parameter(1)
+  %f.1 = bf16[1,64,64]{2,1,0} fusion(%x), kind=kCustom, calls=%a
+  %f.2 = bf16[1,64,64]{2,1,0} fusion(%x), kind=kOutput, calls=%b
+  %f.3 = bf16[1,64,64]{2,1,0} fusion(%x), kind=kCustom, calls=%d
+  %after-all = token[] after-all()
+  %send = (f32[5,8,128]{2,1,0}, u32[], token[]) send(%g, %after-all), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %recv = (f32[5,8,128]{2,1,0}, u32[], token[]) recv(%after-all), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
+  %recv-done = (f32[5,8,128]{2,1,0}, token[]) recv-done(%recv), channel_id=1, is_host_transfer=true
+  ROOT %r = f32[5,8,128]{2,1,0} get-tuple-element(%recv-done), index=0
+}
+"""  # noqa: E501
+
+
+def test_collectives_spread_over_fusions_or_between_slices():
+    """Cut from texts of libtpu 0.0.42."""
+    targets = {"a": "AsyncCollectiveStart", "b": "Other", "d": "AsyncCollectiveDone"}
+    spread = "".join(SPREAD.format(name=name, target=target) for name, target in targets.items())
+    text = f"HloModule step, num_partitions=4\n{spread}{BETWEEN_SLICES}"
+    gather, crossing = read_bill(parse(text), SIZES).collectives
+    assert (gather.op, gather.axes, gather.bytes, gather.is_async) == ("all_gather", ("fsdp",), 3 * 16 * 64 * 2, True)
+    assert (crossing.op, crossing.axes, crossing.bytes) == ("all_reduce", ("data",), 5 * 8 * 128 * 4)
+    assert crossing.groups == ((0, 4), (1, 5), (2, 6), (3, 7))
+
+
 READERS = """HloModule readers, is_scheduled=true
 
 %fused (p.0: f32[8], p.1: f32[8]) -> bf16[8] {
