@@ -104,7 +104,8 @@ def compare(
     main = opened[0]
     assert main.program is not None and main.traffic is not None
     result = [
-        figures.row_figures(x, [s[i] for s in found if i in s], main.traffic.per_step) for i, x in enumerate(opened)
+        figures.row_figures(x, [s[i] for s in found if i in s], main.traffic["bytes_per_step"])
+        for i, x in enumerate(opened)
     ]
     figures.against(result)
     return {

@@ -32,14 +32,10 @@ def row_figures(opened: Opened, seeds: Sequence[tuple[Trained, Trained]], sum_by
     }
     if opened.program is None or opened.traffic is None:
         return found
-    traffic, notes = opened.traffic, list[str]()
-    found |= {
-        "bytes_per_step": traffic.per_step,
-        "bytes_over_sum": None if traffic.per_step is None or not sum_bytes else traffic.per_step / sum_bytes,
-        "most_bytes_in_a_step": traffic.most,
-        "run_bytes_per_step": traffic.run_per_step,
-    }
-    if traffic.per_step is None:
+    per_step, notes = opened.traffic["bytes_per_step"], list[str]()
+    found |= opened.traffic
+    found["bytes_over_sum"] = None if per_step is None or not sum_bytes else per_step / sum_bytes
+    if per_step is None:
         notes.append("bytes are not known: a loop's length stands nowhere in the compiled program")
     found |= _time(opened, seeds, notes) | _loss(seeds, notes)
     return found | {"notes": notes}

@@ -24,35 +24,28 @@ OFF: Mapping[str, Any] = {"checkpoint": None, "budget": None, "profile": None}
 """Sections that a benchmark switches off."""
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that one device sends, by the formulas of `plan.collectives_bill`; None where a loop's length is unknown.
-
-    Attributes:
-        per_step: in a step of a long run, programs that run after some steps shared out over them.
-        most: in the step that sends most.
-        run_per_step: in a step of a run of `steps` steps, its warm-up and its start included.
-    """
-
-    per_step: float | None
-    most: int | None
-    run_per_step: float | None
+Traffic = Mapping[str, float | None]
 
 
 def traffic_of(program: Program, steps: int) -> Traffic:
-    """Returns what a device sends under a program. Compiles what is not compiled yet."""
-    reading = read_program(program)
-    of_phases = phases(program, reading)
+    """Returns the bytes that one device sends, by the formulas of `plan.collectives_bill`; None where a loop's length
+    is unknown: in a step of a long run (programs that run after some steps shared out over them), in the step that
+    sends most, and in a step of a run of `steps` steps, its warm-up and its start included."""
+    of_phases = phases(program, read_program(program))
     step, *others = (bill.bytes_at_least for _, bill in of_phases)
     if any(bill.bytes is None for _, bill in of_phases):
-        return Traffic(None, None, None)
+        return {"bytes_per_step": None, "most_bytes_in_a_step": None, "run_bytes_per_step": None}
     run = 0
     for number in range(1, steps + 1):
         due = [(phase.in_place, num) for phase, num in zip(program.phases, others, strict=True) if phase.runs(number)]
         run += next((num for in_place, num in due if in_place), step)
         run += sum(num for in_place, num in due if not in_place)
     lasting = over_a_run(program, of_phases) or {"on_average": step, "at_most": step}
-    return Traffic(lasting["on_average"], lasting["at_most"], run / steps)
+    return {
+        "bytes_per_step": lasting["on_average"],
+        "most_bytes_in_a_step": lasting["at_most"],
+        "run_bytes_per_step": run / steps,
+    }
 
 
 @dataclass(frozen=True)
