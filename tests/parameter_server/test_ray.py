@@ -187,4 +187,4 @@ def test_unreachable_ray_address_is_refused_immediately(start):
         address = f"127.0.0.1:{taken.getsockname()[1]}"  # bound, and nobody listens
         driver = start(f"sync={{parameter_server: {{workers: 2, address: '{address}'}}}}")
         assert driver.ends(60) == 78
-    assert f"address is {address}, where no Ray cluster answers" in driver.said()
+    assert f"address is {address}, where no Ray cluster responds" in driver.said()
