@@ -44,18 +44,16 @@ def launch(
         from spmdkit.launch.engines.submit import launch_on
 
         raise SystemExit(launch_on(on, context.args, num, settings or (), name, max_restarts, grace_s, dry_run))
-    resize = wanted = None
-    standby, precompile = 0, None
+    elasticity = None
     if elastic is not None:
         from spmdkit.elastic.sizes import Elastic
+        from spmdkit.launch.membership import Elasticity
+        from spmdkit.launch.precompile import Precompile
 
         sizes = Elastic(context.args, elastic, num, devices_per_process)
-        devices_per_process, resize, wanted = sizes.devices_per_process, sizes.resize, sizes.wanted
-        standby = sizes.standby
-        if ahead := sizes.ahead():
-            from spmdkit.launch.precompile import Precompile
-
-            precompile = Precompile(ahead, context.args, devices_per_process)
+        devices_per_process = sizes.devices_per_process
+        precompile = Precompile(ahead, context.args, devices_per_process) if (ahead := sizes.ahead()) else None
+        elasticity = Elasticity(sizes.resize, sizes.wanted, sizes.standby, precompile)
     script = [] if context.args[0].endswith(".py") else ["-m", "spmdkit"]
     code = run(
         [sys.executable, *script, *context.args],
@@ -63,10 +61,7 @@ def launch(
         devices_per_process,
         grace_s=15.0 if grace_s is None else grace_s,
         max_restarts=max_restarts,
-        resize=resize,
-        wanted=wanted,
-        standby=standby,
-        precompile=precompile,
+        elasticity=elasticity,
     )
     raise SystemExit(code)
 

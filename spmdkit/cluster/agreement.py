@@ -28,7 +28,7 @@ from spmdkit.cluster.store import Store
 from spmdkit.errors import RendezvousError
 from spmdkit.foundation import phase
 from spmdkit.foundation.deadline import Deadline
-from spmdkit.foundation.timeouts import AGREEMENT_INTERVAL_S
+from spmdkit.foundation.timeouts import AGREEMENT_INTERVAL_S, EXCHANGE_S
 
 MOST_STEPS_AHEAD = 1024
 
@@ -42,7 +42,7 @@ class Agreement:
         folder: str,
         process_index: int,
         *,
-        timeout_s: float,
+        timeout_s: float = EXCHANGE_S,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ):
@@ -62,8 +62,7 @@ class Agreement:
         if self._step is not None and step != self._step + 1:
             raise ValueError(
                 f"agreement {self._folder!r} was called at step {step} after step {self._step}. Every process calls it "
-                "at "
-                f"every step in turn. Use another name for another loop."
+                "at every step in turn. Use another name for another loop."
             )
         self._step = step
         if self._process_index == 0:

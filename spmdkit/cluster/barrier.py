@@ -42,11 +42,6 @@ class Client:
         self._times: Counter[str] = Counter()
         self._lock = Lock()
 
-    @property
-    def own(self) -> Any:
-        """JAX's own client."""
-        return self._client
-
     def __getattr__(self, name: str) -> Any:
         self._check()
         return getattr(self._client, name)
@@ -84,10 +79,8 @@ class Client:
         if how is not None and how.startswith(GIVEN_UP):
             raise RuntimeError(f"ABORTED: {how.removeprefix(GIVEN_UP)}")
         if how != OPEN:
-            raise RuntimeError(
-                f"DEADLINE_EXCEEDED: barrier {barrier_id!r}: not all {num} processes arrived within "
-                f"{timeout_in_ms / 1000:g} s"
-            )
+            late = f"not all {num} processes arrived within {timeout_in_ms / 1000:g} s"
+            raise RuntimeError(f"DEADLINE_EXCEEDED: barrier {barrier_id!r}: {late}")
         if self._client.key_value_increment(f"{folder}/left", 1) >= num:
             self._client.key_value_delete(folder)
 

@@ -17,11 +17,20 @@ import jax
 
 from spmdkit import errors
 from spmdkit.cluster.agreement import Agreement
-from spmdkit.cluster.comparison import GIVE_THE_SAME, Comparison, Facts, name_processes
+from spmdkit.cluster.comparison import (
+    GIVE_THE_SAME,
+    Facts,
+    difference_message,
+    differences,
+    digest,
+    name_processes,
+    shortened,
+)
 from spmdkit.cluster.store import Store
-from spmdkit.errors import RendezvousError
+from spmdkit.errors import ConfigError, RendezvousError
+from spmdkit.foundation import phase
 from spmdkit.foundation.deadline import Deadline
-from spmdkit.foundation.timeouts import EXCHANGE_REPORT_S, EXCHANGE_S
+from spmdkit.foundation.timeouts import COMPARISON_LINGER_S, COMPARISON_REPLY_S, EXCHANGE_REPORT_S, EXCHANGE_S
 
 # A second cluster object in one process (a notebook, a test) must not use the keys of the first.
 _join_count = itertools.count()
@@ -37,9 +46,6 @@ class Cluster:
         num_processes: int,
         devices: Sequence[jax.Device],
         store: Store,
-        timeout_s: float = EXCHANGE_S,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
         namespace: str | None = None,
         notes: Sequence[str] = (),
         advertises: str = "127.0.0.1",
@@ -49,8 +55,7 @@ class Cluster:
         self.process_index = process_index
         self.num_processes = num_processes
         self.devices = list(devices)
-        self._store, self._timeout_s = store, timeout_s
-        self._clock, self._sleep = clock, sleep
+        self._store = store
         self._root = f"spmdkit/{next(_join_count)}" if namespace is None else namespace
         self._num_barriers = self._num_checks = self._num_boards = 0
         self._agreements: dict[str, Agreement] = {}
@@ -125,38 +130,86 @@ class Cluster:
         """
         if self.num_processes == 1:
             return check()
-        folder = self._next_exchange()
-        try:
-            mine = {"problem": check()}
-        except BaseException as error:
-            failed = f"process {self.process_index} failed in its check of {name} ({type(error).__name__})"
-            key = f"{folder}/all/{name}" if self.is_main else f"{folder}/{self.process_index}/{name}"
-            self.put(key, json.dumps([{"failed": failed}] if self.is_main else {"failed": failed}))
-            raise
-        reports = self._exchange(folder, name, mine, timeout_s)
-        if failed := next((report["failed"] for report in reports if "failed" in report), ""):
-            raise RendezvousError(f"{failed}. All processes start together. See its output, and start all again.")
-        problem: str = next((report["problem"] for report in reports if report["problem"]), "")
-        if problem:  # processes usually exit after this; process 0 holds what the others still have to read
+        problem: str = next(filter(None, self._gather_results(name, check, timeout_s)), "")
+        if problem:  # processes usually exit after this; process 0 may hold what the others still have to read
             with contextlib.suppress(RendezvousError):
                 self.barrier(f"{name}: reported", timeout_s=EXCHANGE_REPORT_S)
         return problem
+
+    def same_everywhere(
+        self, name: str, facts: str | Callable[[], Facts], timeout_s: float = EXCHANGE_S, repair: str = GIVE_THE_SAME
+    ) -> None:
+        """Checks that all processes have the same text, or the same facts `{what: text}`; `repair` ends the message.
+
+        Equal facts cost one digest per process. Only after a difference are the facts of process 0 published.
+
+        Raises:
+            ConfigError: on every process, naming those that differ from process 0 and the first differing lines.
+            RendezvousError: a process did not come, or its `facts` raised.
+        """
+        if self.num_processes == 1:
+            return
+        mine: dict[str, str] = {}
+
+        def compute() -> str:
+            mine.update({name: f"{facts}\n"} if isinstance(facts, str) else facts())
+            return digest(mine)
+
+        digests = self._gather_results(name, compute, timeout_s)
+        if len(set(digests)) == 1:
+            return
+        theirs = self.from_main(name, lambda: shortened(mine), COMPARISON_REPLY_S)
+        lines = self.gather(name, differences(theirs, shortened(mine)), COMPARISON_REPLY_S)
+        phase.mark_ending()
+        with contextlib.suppress(RendezvousError):
+            self.barrier(f"{name}: reported", timeout_s=EXCHANGE_REPORT_S)
+        if self.is_main:
+            time.sleep(COMPARISON_LINGER_S)
+        raise ConfigError(f"{difference_message(name, lines)} {repair}")
 
     def _next_exchange(self) -> str:
         self._num_checks += 1
         return f"exchange/{self._num_checks}"
 
+    def _gather_results(self, name: str, make: Callable[[], Any], timeout_s: float) -> list[Any]:
+        """Returns what `make` returns on every process. An exception of one is a RendezvousError of all others."""
+        folder = self._next_exchange()
+        try:
+            mine = {"value": make()}
+        except BaseException as error:
+            first = (str(error).strip().splitlines() or [""])[0][:300]
+            failed = f"process {self.process_index} failed in its check of {name} ({type(error).__name__}: {first})"
+            with contextlib.suppress(RendezvousError):
+                if self.is_main:
+                    self.put(f"{folder}/all/{name}", json.dumps(failed))
+                else:
+                    self.put(f"{folder}/{self.process_index}/{name}", json.dumps({"failed": failed}))
+            phase.mark_ending()
+            raise
+        reports = self._exchange(folder, name, mine, timeout_s)
+        if failed := next((report["failed"] for report in reports if "failed" in report), ""):
+            phase.mark_ending()
+            raise RendezvousError(f"{failed}. All processes start together. See its output, and start all again.")
+        return [report["value"] for report in reports]
+
     def _exchange(self, folder: str, name: str, value: Any, timeout_s: float) -> list[Any]:
         """Returns the values of all processes; the name is the last part of each key, for the messages of a wait."""
+        found: Any = [value]
         if not self.is_main:
             self.put(f"{folder}/{self.process_index}/{name}", json.dumps(value))
-            return list(json.loads(self.get(f"{folder}/all/{name}", timeout_s)))
-        deadline = Deadline(timeout_s, self._clock)
-        values = [value]
-        for process in range(1, self.num_processes):
-            values.append(json.loads(self.get(f"{folder}/{process}/{name}", deadline.remaining_s)))
-        self.put(f"{folder}/all/{name}", json.dumps(values))
-        return values
+            found = json.loads(self.get(f"{folder}/all/{name}", timeout_s + COMPARISON_REPLY_S))
+        else:
+            deadline = Deadline(timeout_s)
+            try:
+                for process in range(1, self.num_processes):
+                    found.append(json.loads(self.get(f"{folder}/{process}/{name}", deadline.remaining_s)))
+            except RendezvousError:
+                found = f"process {process} did not report {name} within {timeout_s:g} s"
+            self.put(f"{folder}/all/{name}", json.dumps(found))
+        if isinstance(found, str):
+            phase.mark_ending()
+            raise RendezvousError(f"{found}. All processes start together. See its output, and start all again.")
+        return list(found)
 
     def barrier(self, name: str, timeout_s: float = EXCHANGE_S) -> None:
         """Waits for every process. Raises RendezvousError with the missing processes after `timeout_s`.
@@ -188,27 +241,11 @@ class Cluster:
         about 50 ms later when steps are faster than that. `agreement.py` explains why no process can miss the step.
         With one process it returns `request`.
         """
-        return self._agreement(name).at(step, request, lag) if self.num_processes > 1 else request
-
-    def same_everywhere(
-        self,
-        name: str,
-        facts: str | Callable[[], Facts],
-        timeout_s: float = EXCHANGE_S,
-        repair: str = GIVE_THE_SAME,
-    ) -> None:
-        """Checks that all processes have the same text, or the same facts `{what: text}`; `repair` ends the message.
-
-        Raises:
-            ConfigError: on every process, naming those that differ from process 0 and the first differing lines.
-            RendezvousError: a process did not come, or its `facts` raised.
-        """
         if self.num_processes == 1:
-            return
-        folder = f"{self._root}/same/{self._num_checks}-{name}"
-        self._num_checks += 1
-        comparison = Comparison(self._store, folder, self.process_index, self.num_processes, timeout_s)
-        comparison.run(name, (lambda: {name: f"{facts}\n"}) if isinstance(facts, str) else facts, repair)
+            return request
+        if name not in self._agreements:
+            self._agreements[name] = Agreement(self._store, f"{self._root}/agree/{name}", self.process_index)
+        return self._agreements[name].at(step, request, lag)
 
     def shutdown(self, timeout_s: float = 60.0) -> None:
         """Leaves the cluster together with the others, after success. A failed process exits without it.
@@ -220,15 +257,3 @@ class Cluster:
             return
         self.barrier("shutdown", timeout_s)
         jax.distributed.shutdown()
-
-    def _agreement(self, name: str) -> Agreement:
-        if name not in self._agreements:
-            self._agreements[name] = Agreement(
-                self._store,
-                f"{self._root}/agree/{name}",
-                self.process_index,
-                timeout_s=self._timeout_s,
-                clock=self._clock,
-                sleep=self._sleep,
-            )
-        return self._agreements[name]

@@ -118,8 +118,8 @@ def _described(found: DetectedCluster) -> str:
     """Returns `SLURM_STEP_NUM_TASKS=4, SLURM_PROCID=1`, or the environment's own description."""
     if found.description:
         return found.description
-    names, spec = found.names, found.spec
-    return f"{names.num_processes}={spec.num_processes}, {names.process_id}={spec.process_id}"
+    spec = found.spec
+    return f"{spec.names.num_processes}={spec.num_processes}, {spec.names.process_id}={spec.process_id}"
 
 
 def _unused(others: Detections, because: str) -> tuple[str, ...]:

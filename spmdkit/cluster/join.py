@@ -73,8 +73,8 @@ def join(
         if num_processes > 1 and not joined:
             raise ConfigError(
                 f"the job has {num_processes} processes, but JAX has already created the devices of this one. "
-                "Processes "
-                "must join before the first use of JAX. Move the code that computes with JAX into the task's functions."
+                "Processes must join before the first use of JAX. Move the code that computes with JAX into the task's "
+                "functions."
             )
     else:
         _configure(spec, devices, num_cpu, num_processes)
@@ -142,10 +142,8 @@ def num_threads(num_devices: int) -> int:
 
     XLA runs CPU programs on max(cores, devices) threads. A collective blocks one thread per waiting device, and a
     device waits in several collectives at the same time where the program does not order them. With no thread left, the
-    device that all wait for never starts ("Expected 2 threads to join the rendezvous"; jaxlib 0.10.2). Seen with two
-    devices on two threads after minutes, with eight devices on ten threads at the first step of a pipeline with a
-    sharded sequence, and never on eighteen threads. Idle threads cost nothing, but creating 16,000 of them takes 39 s
-    and 5,000 take 2 s: beyond 256 devices there are fewer per device.
+    device that all wait for never starts ("Expected 2 threads to join the rendezvous"; jaxlib 0.10.2: eight devices on
+    ten threads, never on eighteen). Creating 16,000 threads takes 39 s: beyond 256 devices there are fewer per device.
     """
     return num_devices + 3 * min(num_devices, 256) + (os.cpu_count() or 1)
 
@@ -240,7 +238,14 @@ def _choose(
     """Returns the global devices to use, the same list on every process."""
     local = [[d for d in found if d.process_index == p] for p in range(num_processes)]
     if num_cpu is not None:
-        _require(local, num_cpu, f"devices: {devices} needs")
+        for process, of_process in enumerate(local):
+            if len(of_process) < num_cpu:
+                platform = of_process[0].platform if of_process else "no"
+                raise ConfigError(
+                    f"devices: {devices} needs {num_cpu} in process {process}, found {len(of_process)} {platform} "
+                    "device(s). JAX creates its devices once, at its first use. Request at most "
+                    f"{len(of_process)}, or call spmdkit before any code computes with JAX."
+                )
         return [d for of_process in local for d in of_process[:num_cpu]]
     if isinstance(devices, str):
         each = spec.devices_per_process
@@ -264,14 +269,3 @@ def _choose(
                 "devices: auto for all."
             )
     return [of_process[i] for of_process in local for i in indices]
-
-
-def _require(local: list[list[jax.Device]], count: int, what: str) -> None:
-    for process, of_process in enumerate(local):
-        if len(of_process) < count:
-            platform = of_process[0].platform if of_process else "no"
-            raise ConfigError(
-                f"{what} {count} in process {process}, found {len(of_process)} {platform} device(s). JAX creates its "
-                f"devices once, at its first use. Request at most {len(of_process)}, or call spmdkit before any code "
-                f"computes with JAX."
-            )

@@ -56,16 +56,10 @@ def _collect(spec: ClusterSpec, deadline: Deadline) -> str:
     present: dict[int, socket.socket] = {}
     error: str | None = None
     try:
-        with listener:
-            while error is None and len(present) < spec.num_processes - 1:
-                if deadline.expired:
-                    break
+        with listener, contextlib.suppress(TimeoutError):
+            while error is None and len(present) < spec.num_processes - 1 and not deadline.expired:
                 listener.settimeout(deadline.remaining_s)
-                try:
-                    connection, _ = listener.accept()
-                except TimeoutError:
-                    break
-                error = _register(connection, spec, present)
+                error = _register(listener.accept()[0], spec, present)
         missing = [p for p in range(1, spec.num_processes) if p not in present or _hung_up(present[p])]
         kind = "config" if error else "rendezvous"
         if error is None and missing:
@@ -78,10 +72,8 @@ def _collect(spec: ClusterSpec, deadline: Deadline) -> str:
             )
         reply = json.dumps({"spmdkit": 1, "error": error, "kind": kind}).encode() + b"\n"
         for connection in present.values():
-            try:
+            with contextlib.suppress(OSError):  # it has ended; JAX's own timeout detects that
                 connection.sendall(reply)
-            except OSError:
-                continue  # it has ended; JAX's own timeout detects that
     finally:
         for connection in present.values():
             connection.close()
@@ -110,8 +102,7 @@ def _listen(spec: ClusterSpec) -> tuple[socket.socket, str]:
         raise RendezvousError(
             f"process 0 cannot listen at {coordinator}: {error.strerror or error}. It needs a free port of its "
             "machine. End the process that uses the port, or choose another port in SPMDKIT_COORDINATOR of all "
-            "processes."
-            f"{_advice(spec)}"
+            f"processes.{_advice(spec)}"
         ) from None
 
 
@@ -163,9 +154,8 @@ def _connect(spec: ClusterSpec, deadline: Deadline) -> None:
                 f"{_advice(spec)}"
             )
         try:
-            with socket.create_connection(
-                (host, port), timeout=min(deadline.remaining_s, RENDEZVOUS_CONNECT_S)
-            ) as connection:
+            timeout_s = min(deadline.remaining_s, RENDEZVOUS_CONNECT_S)
+            with socket.create_connection((host, port), timeout_s) as connection:
                 connection.sendall(hello)
                 reply = _receive(connection, timeout_s=deadline.remaining_s + RENDEZVOUS_REPLY_MARGIN_S)
                 found = "it closed the connection without a reply"

@@ -98,8 +98,8 @@ def _callback_words(frames: Sequence[tuple[Any, ...]], last: str) -> str:
     where = " at {}:{}, in {}".format(*frames[-1]) if frames else ""
     return (
         f"a callback in the step raised{where}: {last[:500]}\nThe step that it stood in is lost, and the state that it "
-        "was given with it: what is kept is the newest "
-        "checkpoint. Catch it in the callback, or look there for what is wrong."
+        "was given with it: what is kept is the newest checkpoint. Catch it in the callback, or look there for what is "
+        "wrong."
     )
 
 
@@ -123,8 +123,7 @@ def _of_file_system(error: BaseException) -> tuple[int, str] | None:
     code = ExitCode.NOT_WRITTEN if error.errno in NO_ROOM else ExitCode.CONFIG
     return code, (
         f"{what[:300]} cannot be used: {error.strerror} (error {error.errno}). spmdkit has to read and write the files "
-        "that it is given. Fix the permissions, free some "
-        "room, or name another."
+        "that it is given. Fix the permissions, free some room, or name another."
     )
 
 

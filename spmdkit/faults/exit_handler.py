@@ -73,7 +73,12 @@ def run_process(main: Callable[[], int | None]) -> int:
         code = main() or 0
     except SystemExit as request:
         if _of_the_user(request):
-            code = report(_not_an_end(request))
+            failure = UserCodeError(
+                f"SystemExit({request.code!r}) was raised in your own code. A command ends when its work is done: with "
+                "code 0 it would pass for done. Return, or raise an error with the reason."
+            )
+            failure.__cause__ = request
+            code = report(failure)
         elif request.code is None or isinstance(request.code, int):
             code = request.code or 0
         else:
@@ -85,24 +90,17 @@ def run_process(main: Callable[[], int | None]) -> int:
     finally:
         _owned[0] = False
     if code == 0:
-        code = _flushed()
+        try:
+            sys.stdout.flush()  # a full disk behind what it printed is reported now, and not by Python after the end
+        except OSError as error:
+            code = report(error)
+        except (ValueError, AttributeError):
+            code = 0  # closed, or not there
     if code == 0:
         _tell_launcher({"running": False})
     if code != 0 or _one_of_many():
         leave(code)
     return code
-
-
-def _flushed() -> int:
-    """Returns the exit code of a command that is done: a full disk behind what it printed is reported now, and not by
-    Python after the end."""
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        return report(error)
-    except (ValueError, AttributeError):
-        return 0  # closed, or not there
-    return 0
 
 
 def _of_the_user(request: SystemExit) -> bool:
@@ -111,38 +109,19 @@ def _of_the_user(request: SystemExit) -> bool:
     return any(not _is_runtime(frame.filename) and not frame.filename.startswith("<") for frame in frames)
 
 
-def _not_an_end(request: SystemExit) -> UserCodeError:
-    error = UserCodeError(
-        f"SystemExit({request.code!r}) was raised in your own code. A command ends when its work is done: with code 0 "
-        "it would pass for done. Return, or "
-        "raise an error with the reason."
-    )
-    error.__cause__ = request
-    return error
-
-
 def report(error: BaseException) -> int:
     """Writes the error file and the message for people; returns the exit code."""
-    _nobody_else_ends_us()
+    if _owned[0] and threading.current_thread() is threading.main_thread():
+        for number in STOPPING:  # the process ends by itself: another request to stop must not take its code away
+            signal.signal(number, signal.SIG_IGN)
     if taken_over.is_set():
         time.sleep(WATCHDOG_EXIT_S)
     code, message = describe(error)
     if code == ExitCode.PEER_LOST and last_words and taken_over.wait(LOST_PEER_NAME_S):
         time.sleep(WATCHDOG_EXIT_S)  # the watchdog knows by now who it was, and ends this process
-    _say_to_all(code, message, getattr(error, "blamed", ()))
-    return code
-
-
-def _nobody_else_ends_us() -> None:
-    """From here on the process ends by itself: another request to stop must not take its code away."""
-    if _owned[0] and threading.current_thread() is threading.main_thread():
-        for number in STOPPING:
-            signal.signal(number, signal.SIG_IGN)
-
-
-def _say_to_all(code: int, message: str, blamed: Sequence[int] = ()) -> None:
-    say(code, message, blamed)
+    say(code, message, getattr(error, "blamed", ()))
     _tell_others(code, message)
+    return code
 
 
 def _tell_others(code: int, message: str) -> None:
@@ -158,7 +137,7 @@ def say(code: int, message: str, blamed: Sequence[int] = (), stacks: str = "") -
         stacks: shown whole after the message.
     """
     message = redact.in_text(message if BUG in message else bounded(message))
-    _write_error_file(code, message, blamed)
+    _tell_launcher({"exit_code": code, "message": message, "blamed": list(blamed)})
     with suppress(OSError, ValueError):  # the stream is closed; the error file and the exit code remain
         sys.stdout.flush()
     with suppress(OSError, ValueError):
@@ -174,17 +153,16 @@ def report_and_leave(error: BaseException) -> NoReturn:
 
 def leave_with(code: int, message: str) -> NoReturn:
     """Ends the process with a message, from any thread."""
-    _say_to_all(code, message)
+    say(code, message)
+    _tell_others(code, message)
     leave(code)
 
 
 def leave(code: int) -> NoReturn:
     """Ends the process now: what was printed is flushed, nothing else runs, no thread is waited for."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(OSError, ValueError):  # closed or broken pipe
             stream.flush()
-        except (OSError, ValueError):
-            continue  # closed or broken pipe
     if code == 0:
         _tell_launcher({"running": False})  # what is left so is done
     os._exit(code)
@@ -247,16 +225,9 @@ _STDLIB = sysconfig.get_paths()["stdlib"]
 
 
 def _is_runtime(filename: str) -> bool:
-    if filename.startswith("<frozen "):
-        return True
-    if not {"site-packages", "dist-packages"}.isdisjoint(Path(filename).parts):
+    if filename.startswith("<frozen ") or {"site-packages", "dist-packages"} & set(Path(filename).parts):
         return True
     return any(Path(filename).is_relative_to(folder) for folder in (_STDLIB, files.PACKAGE))
-
-
-def _write_error_file(code: int, message: str, blamed: Sequence[int]) -> None:
-    """Tells the launcher what ended this process."""
-    _tell_launcher({"exit_code": code, "message": message, "blamed": list(blamed)})
 
 
 def _tell_launcher(record: dict[str, Any]) -> None:

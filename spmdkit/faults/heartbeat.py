@@ -102,29 +102,31 @@ class Limits:
             if step_s is None:
                 return FIRST_BATCH_TIMEOUT_S if phase == "data" else self.compile_timeout_s
             return max(MIN_STEP_TIMEOUT_S, STEPS * step_s)
-        named: dict[str, float | None] = {
-            "begin": self.import_timeout_s,
-            "import": self.import_timeout_s,
-            "compile": self.compile_timeout_s,
-            "init": self.compile_timeout_s,
-            "restore": self.restore_timeout_s,
-            "save": self.save_timeout_s,
-            "end": self.save_timeout_s,
-            WAITING: None,
-        }
-        return named.get(phase, self.evaluation_timeout_s)
+        limit: float | None = None if phase == WAITING else getattr(self, LIMIT_OF.get(phase, "evaluation_timeout_s"))
+        return limit
 
 
 STEPS = 40
+LIMIT_OF = {
+    "begin": "import_timeout_s",
+    "import": "import_timeout_s",
+    "compile": "compile_timeout_s",
+    "init": "compile_timeout_s",
+    "restore": "restore_timeout_s",
+    "save": "save_timeout_s",
+    "end": "save_timeout_s",
+    "data": "step_timeout_s",
+    STEP: "step_timeout_s",
+}
+"""Phase -> its key in the section `watchdog`; what is not here is a hook's, or the evaluation."""
 
 
 def culprits(beats: Mapping[int, Beat], quiet: Iterable[int] = ()) -> tuple[int, ...]:
     """Returns the processes that hold up the job, none while it may still go on.
 
     Who works on his own for longer than he may holds up the others, whatever they do; in an evaluation that is who
-    reads. In the step all wait for
-    all: there the job hangs when everybody is overdue, and first comes who gives no sign of life, then who has come
-        less far.
+    reads. In the step all wait for all: there the job hangs when everybody is overdue, and first comes who gives no
+    sign of life, then who has come less far.
     """
     reads = {p for p, b in beats.items() if b.phase == EVALUATION and b.detail == READING}
     over = [
@@ -214,8 +216,7 @@ def straggler_text(found: Straggler) -> str:
     does = DOES.get(found.phase, f"the {found.phase}")
     return (
         f"process {found.process} holds up the others: {does} takes {found.share:.0%} of its time, and "
-        f"{found.usual:.0%} of theirs. Steps are as "
-        "slow as the slowest process."
+        f"{found.usual:.0%} of theirs. Steps are as slow as the slowest process."
     )
 
 

@@ -31,9 +31,8 @@ class Launcher:
         if self._deaths is None:
             return {}
         with suppress(OSError, ValueError):  # half written: the rest is there the next time
-            return {
-                int(process): report for process, report in json.loads(os.pread(self._deaths, MOST_BYTES, 0)).items()
-            }
+            found = json.loads(os.pread(self._deaths, MOST_BYTES, 0))
+            return {int(process): report for process, report in found.items()}
         return {}
 
     def say(self, beat: Beat, interpreter_timeout_s: float | None) -> None:

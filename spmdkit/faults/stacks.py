@@ -68,13 +68,8 @@ def end_unless_called_again(seconds: float) -> None:
             faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
 
 
-def never_end() -> None:
-    """Undoes `end_unless_called_again`."""
-    faulthandler.cancel_dump_traceback_later()
-
-
 def stop_without_end(number: int, frame: FrameType | None) -> None:
     """Handler of SIGTSTP (Ctrl-Z): stops this process as requested, without the deadline that would end it when it goes
     on."""
-    never_end()
+    faulthandler.cancel_dump_traceback_later()
     os.kill(os.getpid(), signal.SIGSTOP)

@@ -1,18 +1,15 @@
 """The watchdog: every process sends a heartbeat per second, each watches all others, and a stalled job is terminated
 with and in time.
 
-| what is seen                                          | code | who is named                                     |
-| ----------------------------------------------------- | ---- | ------------------------------------------------ |
-| no beat of a process for `heartbeat_timeout_s`                  | 75   | the silent one
-|
-| no response of the store for `heartbeat_timeout_s`              | 75   | process 0's machine, or the launcher's
-|
-| a process left with an error                          | 75   | that one, with the first line of its message     |
-| beats, and a phase that takes longer than it may      | 76   | who works on his own; in the step, who is behind |
-| the interpreter is held: no Python thread runs        | 76   | by the launcher; alone faulthandler ends it, 1   |
+| what is seen                                       | code | who is named                                     |
+| -------------------------------------------------- | ---- | ------------------------------------------------ |
+| no beat of a process for `heartbeat_timeout_s`     | 75   | the silent one                                   |
+| no response of the store for `heartbeat_timeout_s` | 75   | process 0's machine, or the launcher's           |
+| a process left with an error                       | 75   | that one, with the first line of its message     |
+| beats, and a phase that takes longer than it may   | 76   | who works on his own; in the step, who is behind |
+| the interpreter is held: no Python thread runs     | 76   | by the launcher; alone faulthandler ends it, 1   |
 
-Beats go through the coordination service's store, so that it works whoever started the processes; the service is in a
-process of its own (keeper/).
+Beats go through the coordination service's store, which is in a process of its own (cluster/service/).
 Two threads: one talks to the store, and may hang when process 0's machine does; one looks, and never waits. Its clock
 leaves out pauses: a job that was suspended as a whole, or a machine after its clock was set forward, goes on. Before 76
 all processes put their Python stacks into the store, and one of them prints all.
@@ -24,6 +21,7 @@ Cost: four short ticks a second, in each of them one listing of the store with f
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -36,7 +34,7 @@ from typing import Any, Protocol
 
 from spmdkit.errors import ExitCode, SpmdkitError
 from spmdkit.faults import exit_handler, stacks
-from spmdkit.faults.hang_report import code_after, in_order, words
+from spmdkit.faults.hang_report import words
 from spmdkit.faults.heartbeat import Beat, Limits, Stragglers, culprits, from_text, silent, to_text
 from spmdkit.faults.launcher_channel import launcher_of
 from spmdkit.foundation import phase
@@ -94,11 +92,8 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._board, self._folder, self._me, self._num = board, folder, process, num_processes
-        self._limits, self._heartbeat_timeout_s, self._interpreter_timeout_s = (
-            limits,
-            heartbeat_timeout_s,
-            interpreter_timeout_s,
-        )
+        self._limits, self._heartbeat_timeout_s = limits, heartbeat_timeout_s
+        self._interpreter_timeout_s = interpreter_timeout_s
         self._leave, self.clock = leave, RunningClock(clock)  # which leaves out pauses
         self._beat_s = HEARTBEAT_INTERVAL_S * max(1.0, num_processes / FEW)
         self.step_s: float | None = None  # of a usual step, once that is known
@@ -144,7 +139,7 @@ class Watchdog:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(2 * WATCHDOG_TICK_S + 1.0)
         if self._guards_interpreter:
-            stacks.never_end()
+            faulthandler.cancel_dump_traceback_later()
         if self._on_stop is not None:
             signal.signal(signal.SIGTSTP, self._on_stop)
             self._on_stop = None
@@ -196,7 +191,9 @@ class Watchdog:
         causes_first = sorted(self._left.items(), key=lambda item: item[1][1]["exit"] in FOLLOWED)
         for process, (when, report) in causes_first:
             if now - when > self._patience_s(report["exit"]) and not phase.is_ending(OWN_EXIT_S):
-                return self._end({"code": code_after(report), "processes": [process], "why": "left", **report})
+                preempted = report["exit"] == ExitCode.PREEMPTED
+                code = int(ExitCode.PREEMPTED if preempted else ExitCode.PEER_LOST)
+                return self._end({"code": code, "processes": [process], "why": "left", **report})
         if lost := self._lost(now):
             return self._end(lost)
         beats = self._beats()
@@ -209,18 +206,13 @@ class Watchdog:
         None: without a report."""
         if code is None or code > SIGNALLED:
             return 0.0
-        compares = (
-            self._mine.step == 0 and code != ExitCode.PREEMPTED
-        )  # before the first step all look at the same things
+        compares = self._mine.step == 0 and code != ExitCode.PREEMPTED  # before it all look at the same things
         return SHARED_ERROR_S if compares or code in AGREED else OWN_ERROR_S
 
     def _lost(self, now: float) -> dict[str, Any] | None:
         """Returns the verdict where the store, or a process, sends no sign of life."""
-        code, limit_s, since = (
-            int(ExitCode.PEER_LOST),
-            max(self._heartbeat_timeout_s, 4 * self._beat_s),
-            self._talking_since,
-        )
+        code, since = int(ExitCode.PEER_LOST), self._talking_since
+        limit_s = max(self._heartbeat_timeout_s, 4 * self._beat_s)
         if since is not None and now - since > HANG_SUSPECT_S:  # no heartbeat can be read, so no process can be judged
             gone = now - since > limit_s
             return {"code": code, "processes": [0], "why": "unreachable"} if gone else None
@@ -320,12 +312,10 @@ class Watchdog:
         with suppress(OSError):  # a disk that is gone
             newest = self.newest()
         text = words(verdict, beats, newest)
-        is_reporter = verdict["why"] == "hang" and self._me == min(traces)
-        shown = (
-            "\n\n".join(f"process {p}, {traces[p]}" for p in in_order(traces, verdict["processes"]))
-            if is_reporter
-            else ""
-        )
+        shown = ""
+        if verdict["why"] == "hang" and self._me == min(traces):
+            blamed_first = sorted(traces, key=lambda p: (p not in verdict["processes"], p))
+            shown = "\n\n".join(f"process {p}, {traces[p]}" for p in blamed_first)
         with suppress(Exception):
             self.record_end(verdict["code"], text, shown)
         exit_handler.say(verdict["code"], text, verdict["processes"], shown)
@@ -356,14 +346,14 @@ class Watchdog:
 
 def _within(seconds: float, act: Callable[[], Any]) -> None:
     """Does what may hang with process 0, for so long at most."""
-    thread = threading.Thread(target=lambda: _quietly(act), name="spmdkit-last", daemon=True)
+
+    def quietly() -> None:
+        with suppress(SpmdkitError):
+            act()
+
+    thread = threading.Thread(target=quietly, name="spmdkit-last", daemon=True)
     thread.start()
     thread.join(seconds)
-
-
-def _quietly(act: Callable[[], Any]) -> None:
-    with suppress(SpmdkitError):
-        act()
 
 
 @contextmanager
@@ -377,15 +367,8 @@ def watching(
     watchdog = None
     if options is not None:
         limits = Limits(**{name: getattr(options, name) for name in Limits.__dataclass_fields__})
-        watchdog = Watchdog(
-            board,
-            folder,
-            process,
-            num_processes,
-            limits,
-            heartbeat_timeout_s=options.heartbeat_timeout_s,
-            interpreter_timeout_s=options.interpreter_timeout_s,
-        )
+        others = {name: getattr(options, name) for name in ("heartbeat_timeout_s", "interpreter_timeout_s")}
+        watchdog = Watchdog(board, folder, process, num_processes, limits, **others)
         watchdog.start()
     try:
         yield watchdog

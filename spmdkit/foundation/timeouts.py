@@ -21,7 +21,6 @@ SERVICE_SHUTDOWN_S = 15  # jax.distributed.shutdown; with JAX's default of 300 a
 EXCHANGE_S = 600.0  # for a value that another process publishes, and at a barrier
 EXCHANGE_REPORT_S = 30.0  # a process that has read a problem, until all others have read it
 COMPARISON_REPLY_S = 20.0  # for the differences that another process reports
-COMPARISON_END_S = 5.0  # process 0, until all others know the result
 COMPARISON_LINGER_S = 0.5  # process 0 after that: JAX aborts a process that loses the coordination service
 AGREEMENT_INTERVAL_S = 0.05  # between two updates of the horizon, see cluster/agreement.py
 

@@ -1,9 +1,8 @@
 """`launch`: several processes of one command on this machine, as one: one output, one Ctrl-C, one exit code.
 
-Each concern is a file: how a process is started and ends with us (process.py), how its output comes out (output.py),
-when the others must end (supervisor.py), who is to blame (root_cause.py), whether all are started again
-(restart_policy.py), what is kept of their output (logs.py). What is here is this machine's: addresses, environments,
-the last words. Hosts and schedulers are other ways to start and other policies over the same parts.
+process.py starts a process, output.py prints its output, supervisor.py decides when the others must end,
+root_cause.py who is to blame, restart_policy.py whether all are started again. Here are addresses, environments and the
+last message.
 
 Guarantees: no child outlives the launcher, not even a `kill -9` of it (Linux); when a process fails, all are gone about
 two seconds later; everything listens on the loopback interface only; nothing is left on the disk but the logs of a run,
@@ -15,14 +14,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import subprocess
-import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
 
 from spmdkit.cluster.service import ServiceProcess, reserve_port
 from spmdkit.errors import ConfigError, ExitCode
@@ -44,14 +44,37 @@ from spmdkit.foundation.run_status import directory_of, newest_saved
 from spmdkit.foundation.timeouts import LAUNCH_POLL_S
 from spmdkit.launch import gpu_assignment
 from spmdkit.launch.logs import Logs
-from spmdkit.launch.membership import MembershipHistory, Resize, Wanted
-from spmdkit.launch.observer import JobObserver
+from spmdkit.launch.membership import Elasticity, MembershipHistory
 from spmdkit.launch.output import Output
-from spmdkit.launch.precompile import Precompile
-from spmdkit.launch.process import start
+from spmdkit.launch.process import say, start
 from spmdkit.launch.restart_policy import Restarts
 from spmdkit.launch.root_cause import Exit, cause, coded, ended_by, lost
 from spmdkit.launch.supervisor import Child, Note, Supervisor, end, queued_signals
+
+
+class JobObserver(Protocol):
+    """Who looks on while processes run: a drill, which injects faults. The launcher calls it in its main thread."""
+
+    @property
+    def addresses(self) -> tuple[str, str]:
+        """The addresses at which process 0, and the launcher and its services listen."""
+        ...
+
+    def host(self, process: int) -> AbstractContextManager[None]:
+        """Returns the context in which a process is started."""
+        ...
+
+    def given(self, process: int) -> tuple[Mapping[str, str], Sequence[int]]:
+        """Returns additional variables and open descriptors of each process of each attempt."""
+        ...
+
+    def look(self, children: Sequence[Child]) -> None:
+        """Looks at the processes of an attempt, twenty times a second."""
+        ...
+
+    def ended(self, children: Sequence[Child], stop_signal: int | None) -> None:
+        """Called when all processes of an attempt are gone, with the first signal that the launcher received."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -64,9 +87,7 @@ class Job:
     env: Mapping[str, str]
     grace_s: float
     observer: JobObserver | None
-    membership: tuple[Resize, Wanted] | None = None
-    standby: int = 0
-    precompile: Precompile | None = None
+    elasticity: Elasticity | None
 
 
 @dataclass
@@ -98,10 +119,7 @@ def launch(
     grace_s: float = 15.0,
     max_restarts: int = 0,
     observer: JobObserver | None = None,
-    resize: Resize | None = None,
-    wanted: Wanted | None = None,
-    standby: int = 0,
-    precompile: Precompile | None = None,
+    elasticity: Elasticity | None = None,
 ) -> int:
     """Returns the exit code of `num_processes` copies of `command`: 0, or that of the first to fail.
 
@@ -113,48 +131,39 @@ def launch(
         max_restarts: number of restarts of all processes after a failure (restart_policy.py). A launcher that received
             a stop signal starts nothing.
         observer: observes the job and may inject faults (tools/drill/); the output then goes to the logs only.
-        resize: the number of processes of a restart (elastic.py).
-        wanted: the number of processes that the job should have now; it continues without lost ones (membership.py).
-        standby: number of standby processes that replace lost ones (standby.py).
-        precompile: compiles ahead for other numbers of processes.
+        elasticity: how the number of processes changes.
 
     Raises:
         ConfigError: a number is out of its range.
     """
     _check_numbers(num_processes, devices_per_process, grace_s, max_restarts)
-    membership = None if resize is None or wanted is None else (resize, wanted)
-    job = Job(command, num_processes, devices_per_process, env, grace_s, observer, membership, standby, precompile)
     redact.remember_command(command)  # what is kept of the processes' output is without them
-    restarts = Restarts(max_restarts)
+    job = Job(command, num_processes, devices_per_process, env, grace_s, observer, elasticity)
     with queued_signals() as signals:
-        while True:
-            attempt = _attempt(job, signals)
-            wait_s = (
-                None
-                if attempt.stop_signal is not None
-                else restarts.after(attempt.code, attempt.newest, attempt.before)
-            )
-            if wait_s is None:
-                if restarts.why:
-                    _say(f"not started again: {restarts.why}")
-                return attempt.code
-            if resize is not None:
-                resized = _resized(job, command, resize, attempt)
-                if resized is None:
-                    return attempt.code
-                job = resized
-            newest = (
-                "there is no checkpoint yet"
-                if attempt.newest is None
-                else f"the newest checkpoint is of step {attempt.newest}"
-            )
-            _say(
-                f"starting all processes again in {wait_s:g} s: {newest}; {restarts.left} of {max_restarts} restarts "
-                "are left"
-            )
-            if _asked_within(wait_s, signals):
-                _say("not started again: the launcher received a signal to stop")
-                return int(ExitCode.PREEMPTED)
+        return _run(job, signals, Restarts(max_restarts))
+
+
+def _run(job: Job, signals: deque[int], restarts: Restarts) -> int:
+    """Starts the job, and again as the policy allows; returns the last exit code."""
+    command, most = job.command, restarts.left
+    while True:
+        ended = _Attempt(job, signals).run()
+        wait_s = None if ended.stop_signal is not None else restarts.after(ended.code, ended.newest, ended.before)
+        if wait_s is None and restarts.why:
+            say(f"not started again: {restarts.why}")
+        resized = None if wait_s is None else _resized(job, command, ended)
+        if wait_s is None or resized is None:
+            return ended.code
+        job = resized
+        newest = f"the newest checkpoint is of step {ended.newest}"
+        say(
+            f"starting all processes again in {wait_s:g} s: "
+            f"{'there is no checkpoint yet' if ended.newest is None else newest}; {restarts.left} of {most} restarts "
+            "are left"
+        )
+        if Deadline(wait_s).wait_for(lambda: bool(signals), LAUNCH_POLL_S):
+            say("not started again: the launcher received a signal to stop")
+            return int(ExitCode.PREEMPTED)
 
 
 def _check_numbers(num_processes: int, devices_per_process: int | None, grace_s: float, max_restarts: int) -> None:
@@ -168,176 +177,160 @@ def _check_numbers(num_processes: int, devices_per_process: int | None, grace_s:
         raise ConfigError(f"--max-restarts {max_restarts}: a number of starts, at least 0. Try 3.")
 
 
-def _resized(job: Job, command: list[str], resize: Resize, ended: Outcome) -> Job | None:
+def _resized(job: Job, command: list[str], ended: Outcome) -> Job | None:
     """Returns the job as it is started again, None where no number of processes will do."""
+    if job.elasticity is None:
+        return job
     before = ended.processes
-    found = resize(before, ended.lost)
+    found = job.elasticity.resize(before, ended.lost)
     if found is None:
-        _say(
+        say(
             f"not started again: {ended.lost} of {before} processes are lost, and no smaller number that --elastic "
             "allows divides mesh and batch"
         )
         return None
     processes, more = found
     if processes != before:
-        _say(
+        say(
             f"{ended.lost} of {before} processes are lost; the next start has {processes}, with {' '.join(more)}: the "
             "same examples in each step"
         )
     return dataclasses.replace(job, num_processes=processes, command=[*command, *more])
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+class _Attempt:
+    """One start of all processes, with their own ports and coordination service."""
 
+    def __init__(self, job: Job, signals: deque[int]):
+        self._job, self._signals = job, signals
+        self._children: list[Child] = []
+        self._logs, self._deaths, self._lock = Logs(), Note(), threading.Lock()
+        self._outcome = Outcome(processes=job.num_processes)
+        self._membership: MembershipHistory | None = None
+        num, gpus = job.num_processes, gpu_assignment.gpus(job.env)
+        self._pinned = [gpu_assignment.pinned(gpus, num, i, job.devices_per_process) for i in range(num)]
+        if self._pinned[0]:
+            assigned = ", ".join(f"{own[gpu_assignment.VISIBLE]} for process {i}" for i, own in enumerate(self._pinned))
+            say(f"{gpu_assignment.VISIBLE}: {assigned}")
 
-def _asked_within(seconds: float, signals: deque[int]) -> bool:
-    """Waits, and returns whether the launcher received a stop signal meanwhile."""
-    return Deadline(seconds).wait_for(lambda: bool(signals), LAUNCH_POLL_S)
+    def run(self) -> Outcome:
+        """Starts all processes, and returns when all are gone."""
+        job, outcome = self._job, self._outcome
+        held = [reserve_port() for _ in range(2)]
+        addresses = ("127.0.0.1", "127.0.0.1") if job.observer is None else job.observer.addresses
+        self._addresses = [f"{address}:{port}" for address, (_, port) in zip(addresses, held, strict=True)]
+        service = ServiceProcess(job.num_processes, -1, start) if job.num_processes > 1 else None
+        try:
+            if service is not None:
+                service.listen(self._addresses[1])
+            supervisor = self._start_all(service)
+            outcome.stop_signal = supervisor.run()
+            self._look()
+            if service is not None and self._membership is None and (status := service.ended()) is not None:
+                say(f"the process of the coordination service has ended with {status}, which ends all that use it")
+        finally:
+            end(self._children)
+            self._logs.close()
+            if service is not None:
+                service.kill()
+            if self._membership is not None:
+                outcome.processes = len(self._membership.members)
+                self._membership.close()
+            self._deaths.close()
+            for holder, _ in held:
+                holder.close()
+        outcome.newest = _newest(self._logs.folder)
+        if job.observer is not None:
+            job.observer.ended(self._children, outcome.stop_signal)
+        self._judge()
+        return outcome
 
-
-def _attempt(job: Job, signals: deque[int]) -> Outcome:
-    """Starts all processes, with ports and their own coordination service, and returns when all are gone."""
-    children: list[Child] = []
-    found, logs, deaths = Outcome(processes=job.num_processes), Logs(), Note()
-    held = [reserve_port() for _ in range(2)]
-    addresses = ("127.0.0.1", "127.0.0.1") if job.observer is None else job.observer.addresses
-    coordinator, service = (f"{address}:{port}" for address, (_, port) in zip(addresses, held, strict=True))
-    service_process = ServiceProcess(job.num_processes, -1, start) if job.num_processes > 1 else None
-    starter = _Starter(job, logs, deaths, coordinator, service, children, _pinned(job))
-    membership = None
-    try:
-        if service_process is not None:
-            service_process.listen(service)
-            if job.membership is not None:
-                standby = 0 if starter.pinned[0] else job.standby  # its GPUs are not known before
-                membership = MembershipHistory(
-                    job.num_processes, *job.membership, starter.newcomer, service_process, standby, job.precompile
-                )
-        for process in range(job.num_processes):
-            more: tuple[Mapping[str, str], list[int]] = ({}, []) if membership is None else membership.given(process)
-            child = starter.start(process, *more)
-            if membership is not None:
-                membership.take(child)
-        starter.shows_output()
-        look = partial(_look, job, logs, children, found)
-        supervisor = Supervisor(children, signals, job.grace_s, deaths, look)
-        if membership is not None:
+    def _start_all(self, service: ServiceProcess | None) -> Supervisor:
+        job = self._job
+        supervisor = Supervisor(self._children, self._signals, job.grace_s, self._deaths, self._look)
+        elasticity, membership = job.elasticity, None
+        if service is not None and elasticity is not None and elasticity.wanted is not None:
+            standby = 0 if self._pinned[0] else elasticity.standby  # its GPUs are not known before
+            membership = self._membership = MembershipHistory(
+                job.num_processes,
+                elasticity.resize,
+                elasticity.wanted,
+                self._start,
+                service,
+                standby,
+                elasticity.precompile,
+            )
             supervisor.goes_on, supervisor.members = membership.goes_on, lambda: membership.running
-            supervisor.each_turn = partial(_turn, look, membership, supervisor, starter)
-        found.stop_signal = supervisor.run()
-        look()
-        if service_process is not None and membership is None and (status := service_process.ended()) is not None:
-            _say(f"the process of the coordination service has ended with {status}, which ends all that use it")
-    finally:
-        end(children)
-        logs.close()
-        if service_process is not None:
-            service_process.kill()
-        if membership is not None:
-            found.processes = len(membership.members)
-            membership.close()
-        deaths.close()
-        for holder, _ in held:
-            holder.close()
-    found.newest = _newest(logs.folder)
-    if job.observer is not None:
-        job.observer.ended(children, found.stop_signal)
-    _judge(found, job, children)
-    return found
+            supervisor.each_turn = partial(self._turn, membership, supervisor)
+        for process in range(job.num_processes):
+            if membership is None:
+                self._start(process)
+            else:
+                membership.take(self._start(process, *membership.given(process)))
+        self._show_output()
+        return supervisor
 
-
-def _pinned(job: Job) -> list[dict[str, str]]:
-    """Returns for each process the variables that assign its GPUs, and prints them."""
-    seen = gpu_assignment.gpus(job.env)
-    shown = [
-        gpu_assignment.pinned(seen, job.num_processes, i, job.devices_per_process) for i in range(job.num_processes)
-    ]
-    if shown[0]:
-        assigned = ", ".join(f"{own[gpu_assignment.VISIBLE]} for process {i}" for i, own in enumerate(shown))
-        _say(f"{gpu_assignment.VISIBLE}: {assigned}")
-    return shown
-
-
-def _turn(look: Callable[[], None], membership: MembershipHistory, supervisor: Supervisor, starter: _Starter) -> None:
-    look()
-    if not membership.turn():
-        supervisor.end_all()
-    starter.shows_output()
-
-
-def _judge(found: Outcome, job: Job, children: Sequence[Child]) -> None:
-    """Says how the attempt ended, and why, as the last thing that is printed."""
-    exits = [c.exit for c in children if c.exit is not None and not c.mourned and not c.in_waiting]
-    first, found.lost = cause(exits), len(lost(exits))
-    if first is None:
-        return
-    found.code = first.code
-    if first.ended_by_us and found.stop_signal is not None:
-        _say(f"{job.num_processes} processes were killed after signal {found.stop_signal}")
-        found.code = 128 + found.stop_signal
-    else:
-        _explain(first, next(child for child in children if child.exit is first))
-
-
-@dataclass
-class _Starter:
-    """Starts the processes of one attempt."""
-
-    job: Job
-    logs: Logs
-    deaths: Note
-    coordinator: str
-    service: str
-    children: list[Child]
-    pinned: Sequence[Mapping[str, str]]
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def start(
-        self, process: int, variables: Mapping[str, str], descriptors: Sequence[int], more: Sequence[str] = ()
+    def _start(
+        self,
+        process: int,
+        variables: Mapping[str, str] = MappingProxyType({}),
+        descriptors: Sequence[int] = (),
+        overrides: Sequence[str] = (),
     ) -> Child:
-        """Returns one process, started."""
-        job = self.job
+        """Returns one process, started; a number below 0: a standby."""
+        job = self._job
+        coordinator, service = self._addresses
         errors, beats, step = notes = Note(), Note(), Note()
-        env = child_environment(
-            job.env, self.coordinator, job.num_processes, process, job.devices_per_process, errors.path
-        )
-        env |= {BEAT_FILE: beats.path, STEP_FILE: step.path, DEATHS_FILE: self.deaths.path, SERVICE: self.service}
-        env |= {**(self.pinned[process] if 0 <= process < len(self.pinned) else {}), **variables}
-        passed = [*descriptors, *(note.descriptor for note in (*notes, self.deaths))]
+        env = child_environment(job.env, coordinator, job.num_processes, process, job.devices_per_process, errors.path)
+        env |= {BEAT_FILE: beats.path, STEP_FILE: step.path, DEATHS_FILE: self._deaths.path, SERVICE: service}
+        env |= {**(self._pinned[process] if 0 <= process < len(self._pinned) else {}), **variables}
+        passed = [*descriptors, *(note.descriptor for note in (*notes, self._deaths))]
         if job.observer is not None:
             variables, opened = job.observer.given(process)
             env, passed = {**env, **variables}, [*passed, *opened]
-        keys = tuple(f"{setting.partition('=')[0]}=" for setting in more)
-        command = [word for word in job.command if not keys or not word.startswith(keys)]
+        replaced = tuple(f"{setting.partition('=')[0]}=" for setting in overrides)
+        command = [word for word in job.command if not replaced or not word.startswith(replaced)]
         with nullcontext() if job.observer is None else job.observer.host(process):
-            popen = _start([*command, *more], env, pass_fds=passed)
+            popen = _start([*command, *overrides], env, pass_fds=passed)
         child = Child(process, popen, *notes)
-        self.children.append(child)
+        self._children.append(child)
         return child
 
-    def newcomer(
-        self, process: int, variables: Mapping[str, str], descriptors: list[int], overrides: list[str]
-    ) -> Child:
-        """Returns a process that joins a later generation; a number below 0: a standby."""
-        return self.start(process, variables, descriptors, overrides)
-
-    def shows_output(self) -> None:
+    def _show_output(self) -> None:
         """Lets what they print be read. After all of the first are started: a thread that reads holds up the start of
         the next."""
-        for child in self.children:
+        for child in self._children:
             if child.output is None and not child.in_waiting:
-                shown = self.job.observer is None
-                child.output = Output(child.process, child.popen, self.lock, self.logs, shown=shown)
+                shown = self._job.observer is None
+                child.output = Output(child.process, child.popen, self._lock, self._logs, shown=shown)
 
+    def _look(self) -> None:
+        """Moves logs to the run directory, once a process has reported it."""
+        if self._job.observer is not None:
+            self._job.observer.look(self._children)
+        if self._logs.folder is None and (run_dir := directory_of(self._children[0].step.read())) is not None:
+            self._logs.open(run_dir, len(self._children))
+            self._outcome.before = _newest(self._logs.folder)
 
-def _look(job: Job, logs: Logs, children: Sequence[Child], found: Outcome) -> None:
-    """Moves logs to the run directory, once a process has reported it."""
-    if job.observer is not None:
-        job.observer.look(children)
-    if logs.folder is None and (run_dir := directory_of(children[0].step.read())) is not None:
-        logs.open(run_dir, len(children))
-        found.before = _newest(logs.folder)
+    def _turn(self, membership: MembershipHistory, supervisor: Supervisor) -> None:
+        self._look()
+        if not membership.turn():
+            supervisor.end_all()
+        self._show_output()
+
+    def _judge(self) -> None:
+        """Prints how the attempt ended, and why, as the last thing."""
+        outcome = self._outcome
+        exits = [c.exit for c in self._children if c.exit is not None and not c.mourned and not c.in_waiting]
+        first, outcome.lost = cause(exits), len(lost(exits))
+        if first is None:
+            return
+        outcome.code = first.code
+        if first.ended_by_us and outcome.stop_signal is not None:
+            say(f"{self._job.num_processes} processes were killed after signal {outcome.stop_signal}")
+            outcome.code = 128 + outcome.stop_signal
+        else:
+            _explain(first, next(child for child in self._children if child.exit is first))
 
 
 def _newest(folder: Path | None) -> int | None:
@@ -397,4 +390,4 @@ def _explain(first: Exit, child: Child) -> None:
         line = f"process {first.process} failed first with {code}"
     tail = child.output.tail if child.output is not None else ()
     details = first.message or ("" if first.code == ExitCode.PREEMPTED else "\n".join(tail))
-    print(f"{line}{':' if details else ''}\n{details}".rstrip(), file=sys.stderr, flush=True)
+    say(f"{line}{':' if details else ''}\n{details}".rstrip())

@@ -14,9 +14,9 @@ from __future__ import annotations
 import dataclasses
 import signal
 import socket
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from spmdkit.cluster.service import ServiceProcess, reserve_port
 from spmdkit.foundation.constants import GENERATION, MEMBER, MEMBERSHIP_FILE, NUM_PROCESSES, PROCESS_ID, READY_FILE
@@ -24,7 +24,7 @@ from spmdkit.foundation.run_status import step_of
 from spmdkit.foundation.timeouts import IDLE_IN_STEP_S, LEAVE_STEP_S, MEMBERS_READY_S, RESIZE_POLL_S
 from spmdkit.launch.membership_file import MembershipUpdate, parse_ready
 from spmdkit.launch.precompile import Precompile
-from spmdkit.launch.process import busy_ns, send, start
+from spmdkit.launch.process import busy_ns, say, send, start
 from spmdkit.launch.root_cause import ended_by, lost
 from spmdkit.launch.standby import Standbys
 from spmdkit.launch.supervisor import Child, Note
@@ -42,6 +42,22 @@ Resize = Callable[[int, int], "tuple[int, list[str]] | None"]
 will do."""
 Wanted = Callable[[int], "tuple[int, list[str]] | None"]
 """Processes now -> the same of more processes, None where no more are requested."""
+
+
+class Elasticity(NamedTuple):
+    """How the number of processes of a job changes (elastic/sizes.py).
+
+    Attributes:
+        resize: the number of a restart.
+        wanted: the number that the job should have now; it continues without lost processes. None: it does not.
+        standby: number of standby processes that replace lost ones (standby.py).
+        precompile: compiles ahead for other numbers of processes.
+    """
+
+    resize: Resize
+    wanted: Wanted | None = None
+    standby: int = 0
+    precompile: Precompile | None = None
 
 
 class MembershipHistory:
@@ -64,7 +80,7 @@ class MembershipHistory:
         num: int,
         resize: Resize,
         wanted: Wanted,
-        newcomer: Callable[[int, Mapping[str, str], list[int], list[str]], Child],
+        newcomer: Callable[[int, Mapping[str, str], Sequence[int], Sequence[str]], Child],
         service_process: ServiceProcess,
         standby: int = 0,
         precompile: Precompile | None = None,
@@ -95,13 +111,8 @@ class MembershipHistory:
         if process in self._ready:
             self._ready[process].close()
         ready = self._ready[process] = Note()
-        variables = {
-            MEMBERSHIP_FILE: self._note.path,
-            READY_FILE: ready.path,
-            MEMBER: str(process),
-            GENERATION: str(born),
-        }
-        return variables, [self._note.descriptor, ready.descriptor]
+        variables = {MEMBERSHIP_FILE: self._note.path, READY_FILE: ready.path}
+        return variables | {MEMBER: str(process), GENERATION: str(born)}, [self._note.descriptor, ready.descriptor]
 
     def take(self, child: Child) -> Child:
         """Takes note of a started process."""
@@ -124,9 +135,7 @@ class MembershipHistory:
             self._dismissed.discard(child.process)
             return True
         if self._coming is not None and child.process in self._coming.members[len(self._order.members) :]:
-            self._say(
-                f"process {child.process}, which was to join, has ended; {len(self._order.members)} go on as before"
-            )
+            say(f"process {child.process}, which was to join, has ended; {len(self._order.members)} go on as before")
             self._refused = len(self._coming.members)  # requested again when the number changes
             self._dismiss(self._coming)
             return True
@@ -149,12 +158,10 @@ class MembershipHistory:
         members = members[:processes]
         free = [p for p in (dead, *range(processes + len(self._children))) if p not in members]
         more = list(dict.fromkeys(free))[: processes - len(members)]
+        started = [*more]
         if more and more[0] == dead:  # its place, and with it its rank
             members.insert(min(self._order.members.index(dead), len(members)), more.pop(0))
-            started = [dead]
-        else:
-            started = []
-        members, started = [*members, *more], [*started, *more]
+        members += more
         self._standbys.lost(dead)
         self._busy.clear()
         taken = [process for process in started if self._adopt(process)]
@@ -165,7 +172,7 @@ class MembershipHistory:
         self._note.write(self._order.text())
         self._since = self._clock()
         places = f"; a standby takes the place of process {' and '.join(map(str, taken))}" if taken else ""
-        self._say(
+        say(
             f"{why}; {len(living)} go on in this start, as {len(members)} processes (generation "
             f"{self._order.number}){places}"
         )
@@ -191,16 +198,17 @@ class MembershipHistory:
     def turn(self) -> bool:
         """Does what is due; returns False where all have to be started again."""
         now = self._clock()
-        if any(self._is_done(p) for p in self._order.members):
+        gone = [p for p in self._order.members if self._children[p].exit is not None]
+        if gone:
             self._standbys.end()
-            self._end_compiling()
+            if self._precompile is not None:
+                self._precompile.end()
             if self._coming is not None:
                 self._dismiss(self._coming)
         if self._since is not None:
-            gone = [p for p in self._order.members if self._children[p].exit is not None]
             if gone or now - self._since > MEMBERS_READY_S:
                 self.gave_up = f"process {gone[0]} has ended" if gone else f"not all came within {MEMBERS_READY_S:g} s"
-                self._say(f"generation {self._order.number} is given up: {self.gave_up}")
+                say(f"generation {self._order.number} is given up: {self.gave_up}")
                 self._since = None
                 return False
             if all(self._is_ready(p, self._order.number) for p in self._order.members):
@@ -231,7 +239,7 @@ class MembershipHistory:
                 continue
             if is_late or (phase != "data" and self._is_idle(child, now)):
                 why = f"within {LEAVE_STEP_S:g} s" if is_late else "and does nothing any more"
-                self._say(f"process {process} does not come out of its step {why}, and is killed")
+                say(f"process {process} does not come out of its step {why}, and is killed")
                 self._killed.append(child)
                 send(child.popen.pid, signal.SIGKILL)
 
@@ -245,9 +253,6 @@ class MembershipHistory:
             self._busy[child.process] = (now, busy)
             return False
         return now - since >= IDLE_IN_STEP_S
-
-    def _is_done(self, process: int) -> bool:
-        return self._children[process].exit is not None
 
     def _is_ready(self, process: int, number: int) -> bool:
         return parse_ready(self._ready[process].read()) >= number
@@ -290,7 +295,7 @@ class MembershipHistory:
             overrides=tuple(size[1]),
             why=f"{size[0]} processes are wanted",
         )
-        self._say(
+        say(
             f"{size[0]} processes are wanted instead of {now}: {len(more)} more are started, and join as soon as they "
             "can"
         )
@@ -332,17 +337,10 @@ class MembershipHistory:
         self._dismissed.add(child.process)
         send(child.popen.pid, signal.SIGKILL)
 
-    @staticmethod
-    def _say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    def _end_compiling(self) -> None:
-        if self._precompile is not None:
-            self._precompile.end()
-
     def close(self) -> None:
         """Ends what is left."""
-        self._end_compiling()
+        if self._precompile is not None:
+            self._precompile.end()
         for service_process in self._service_processes[1:]:
             service_process.kill()
         for note in (self._note, *self._ready.values()):

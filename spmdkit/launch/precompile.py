@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmdkit.foundation.constants import COMPILE_ONLY
-from spmdkit.launch.process import start
+from spmdkit.launch.process import say, start
 
 LOWEST = 19
 """`nice`."""
@@ -51,23 +51,14 @@ class Precompile:
             if self._running.poll() is None:
                 return
             if code := self._running.returncode:
-                print(
-                    f"compiling ahead for {self._size} processes has failed with {code}: such a generation compiles "
-                    "itself",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                what = f"compiling ahead for {self._size} processes has failed with {code}"
+                say(f"{what}: such a generation compiles itself")
             self._running = None
         if self._left:
             self._size, more = self._left.popitem()
-            self._running = start(
-                self.command(self._size, more),
-                {**self._env, COMPILE_ONLY: "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+            env = {**self._env, COMPILE_ONLY: "1"}
+            self._running = start(self.command(self._size, more), env, **streams, start_new_session=True)
 
     def command(self, size: int, more: Sequence[str]) -> list[str]:
         """Returns the words of the job of one size."""

@@ -63,6 +63,11 @@ def _lasting_thread() -> concurrent.futures.ThreadPoolExecutor:
         return _starter
 
 
+def say(line: str) -> None:
+    """Prints a line of the launcher."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def exit_status(pid: int) -> int | None:
     """Returns the exit status (negative for a signal), or None while it runs. The dead stay zombies until they are
     waited for.

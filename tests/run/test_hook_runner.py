@@ -31,9 +31,7 @@ def processes(make_hooks, body=None):
                 decisions[step] = decision
 
     def run(process):
-        cluster = Cluster(
-            process_index=process, num_processes=NUM, devices=[], store=store, timeout_s=30, namespace="test"
-        )
+        cluster = Cluster(process_index=process, num_processes=NUM, devices=[], store=store, namespace="test")
         due = HookRunner(make_hooks(process), cluster, STEPS, lag=2)
         try:
             (body or train)(due, found[process], process, *([dispatched] if body else []))

@@ -35,7 +35,6 @@ class DetectedCluster:
     """A complete cluster: its size, the rank of this process, and the address of process 0.
 
     Attributes:
-        names: the environment's own variables, for messages.
         agents: how many processes of its own the starter runs, one per host (torchrun's agents, Open MPI's daemons).
             Another environment with that many processes has started the agents, so this one is used.
         description: where the variables do not hold the size and the rank as numbers.
@@ -45,7 +44,6 @@ class DetectedCluster:
 
     spec: ClusterSpec
     level: Level
-    names: Names
     agents: int | None = None
     description: str = ""
     repair: str = ""
@@ -87,6 +85,11 @@ def whole_number(env: Mapping[str, str], name: str) -> int | None:
     """Returns the value of a variable that holds a whole number, None otherwise."""
     text = env.get(name, "")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
+
+
+def shown(env: Mapping[str, str], *names: str) -> str:
+    """Returns `A='1', B=''`, for a message."""
+    return ", ".join(f"{name}={env.get(name, '')!r}" for name in names)
 
 
 def port_of(number: int) -> int:

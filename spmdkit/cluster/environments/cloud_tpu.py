@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmdkit.cluster.environments.base import DetectedCluster, Detection, Partial, address, whole_number
+from spmdkit.cluster.environments.base import DetectedCluster, Detection, Partial, address, shown, whole_number
 from spmdkit.cluster.spec import ClusterSpec, Names
 
 NAMES = Names("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID", "TPU_PROCESS_ADDRESSES")
@@ -39,9 +39,9 @@ def read(env: Mapping[str, str]) -> Detection:
     first = hosts[0] if num_slices == 1 else _host(env.get(FIRST_HOST, ""))
     num, process = len(hosts) * num_slices, worker + slice_ * len(hosts)
     if worker >= len(hosts) or slice_ >= num_slices or not first:
-        found = ", ".join(f"{name}={env.get(name, '')!r}" for name in (*NAMES, SLICES, SLICE, FIRST_HOST))
         return Partial(
-            f"the variables of Cloud TPU do not give this host a rank ({found})",
+            "the variables of Cloud TPU do not give this host a rank "
+            f"({shown(env, *NAMES, SLICES, SLICE, FIRST_HOST)})",
             "TPU_WORKER_ID counts the hosts of TPU_WORKER_HOSTNAMES from 0. Several slices need MEGASCALE_NUM_SLICES, "
             "MEGASCALE_SLICE_ID and MEGASCALE_COORDINATOR_ADDRESS. GKE sets them for a JobSet with one pod per host.",
             "starter",
@@ -50,7 +50,7 @@ def read(env: Mapping[str, str]) -> Detection:
     description = f"{NAMES.process_id}={worker} of {len(hosts)} hosts" + (
         f", {SLICE}={slice_} of {num_slices}" if num_slices > 1 else ""
     )
-    return DetectedCluster(spec, "allocation", NAMES, description=description, repair=REPAIR)
+    return DetectedCluster(spec, "allocation", description=description, repair=REPAIR)
 
 
 def _host(text: str) -> str:

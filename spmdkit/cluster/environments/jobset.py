@@ -19,7 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmdkit.cluster.environments.base import FIRST_PORT, DetectedCluster, Detection, Partial, address, whole_number
+from spmdkit.cluster.environments.base import (
+    FIRST_PORT,
+    DetectedCluster,
+    Detection,
+    Partial,
+    address,
+    shown,
+    whole_number,
+)
 from spmdkit.cluster.spec import ClusterSpec, Names
 
 NAMES = Names("JOBSET_PODS", "JOB_COMPLETION_INDEX", "JOBSET_COORDINATOR")
@@ -47,9 +55,8 @@ def read(env: Mapping[str, str]) -> Detection:
             "allocation",
         )
     if not pods or not host or index >= pods or process >= num:
-        found = ", ".join(f"{name}={env.get(name, '')!r}" for name in (*NAMES, JOBS, JOB))
         return Partial(
-            f"the variables of the JobSet do not give this pod a rank ({found})",
+            f"the variables of the JobSet do not give this pod a rank ({shown(env, *NAMES, JOBS, JOB)})",
             "JOBSET_PODS is the parallelism of one Job, JOBSET_COORDINATOR the annotation that spec.coordinator "
             "creates. `spmdkit launch --on kubernetes` writes both.",
             "starter",
@@ -58,4 +65,4 @@ def read(env: Mapping[str, str]) -> Detection:
     description = f"{NAMES.num_processes}={pods}, {NAMES.process_id}={index}" + (
         f", {JOB}={job} of {jobs}" if (jobs or 1) > 1 else ""
     )
-    return DetectedCluster(spec, "allocation", NAMES, description=description, repair=REPAIR)
+    return DetectedCluster(spec, "allocation", description=description, repair=REPAIR)

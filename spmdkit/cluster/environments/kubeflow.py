@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmdkit.cluster.environments.base import DetectedCluster, Detection, Partial, is_address, whole_number
+from spmdkit.cluster.environments.base import DetectedCluster, Detection, Partial, is_address, shown, whole_number
 from spmdkit.cluster.spec import ClusterSpec, Names
 
 NAMES = Names("JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS")
@@ -26,20 +26,15 @@ def read(env: Mapping[str, str]) -> Detection:
     """Returns the cluster of a pod of a TrainJob."""
     if not any(env.get(name) for name in NAMES):
         return None
-    num, process, meeting = (
-        whole_number(env, NAMES.num_processes),
-        whole_number(env, NAMES.process_id),
-        env.get(NAMES.coordinator, ""),
-    )
+    num, process = whole_number(env, NAMES.num_processes), whole_number(env, NAMES.process_id)
+    meeting = env.get(NAMES.coordinator, "")
     if not num or process is None or process >= num or (num > 1 and not is_address(meeting)):
-        found = ", ".join(f"{name}={env.get(name, '')!r}" for name in NAMES)
         return Partial(
-            f"JAX's variables do not give this process a rank ({found})",
+            f"JAX's variables do not give this process a rank ({shown(env, *NAMES)})",
             "A TrainJob with runtimeRef jax-distributed and a trainer section sets all three in each pod. Set numNodes "
             "there, or all three variables in each process.",
             "starter",
             num,
         )
-    return DetectedCluster(
-        ClusterSpec(meeting if num > 1 else None, num, process, names=NAMES), "allocation", NAMES, repair=REPAIR
-    )
+    spec = ClusterSpec(meeting if num > 1 else None, num, process, names=NAMES)
+    return DetectedCluster(spec, "allocation", repair=REPAIR)

@@ -13,7 +13,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from spmdkit.cluster.environments.base import DetectedCluster, Detection, Partial, address, port_of, whole_number
+from spmdkit.cluster.environments.base import (
+    DetectedCluster,
+    Detection,
+    Partial,
+    address,
+    port_of,
+    shown,
+    whole_number,
+)
 from spmdkit.cluster.spec import ClusterSpec, Names
 
 NAMES = Names("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_MCA_orte_hnp_uri")
@@ -37,15 +45,14 @@ def read(env: Mapping[str, str]) -> Detection:
         return None
     met = _meeting(env, size)
     if rank >= size or (met is None and size > 1):
-        found = ", ".join(f"{name}={env.get(name, '')!r}" for name in (*NAMES, NAMESPACE))
         return Partial(
-            f"mpirun's variables do not give this process a rank ({found})",
+            f"mpirun's variables do not give this process a rank ({shown(env, *NAMES, NAMESPACE)})",
             "Start it with mpirun of Open MPI 4 or 5, or set the address of process 0: mpirun -x "
             "SPMDKIT_COORDINATOR=HOST:PORT -x SPMDKIT_NUM_PROCESSES=N, and SPMDKIT_PROCESS_ID for each process.",
             "starter",
         )
     spec = ClusterSpec(met if size > 1 else None, size, rank, names=NAMES)
-    return DetectedCluster(spec, "starter", NAMES, agents=_daemons(env), repair=REPAIR)
+    return DetectedCluster(spec, "starter", agents=_daemons(env), repair=REPAIR)
 
 
 def _daemons(env: Mapping[str, str]) -> int | None:
@@ -76,6 +83,5 @@ def _meeting(env: Mapping[str, str], size: int) -> str | None:
 
 def _first_address(uri: str) -> str:
     """Returns the first address of `7.0;tcp://10.0.0.1,10.1.0.1:34911;tcp6://[fd00::2]:45179`, IPv4 before IPv6."""
-    plain, six = re.search(r"tcp://([^,:;]+)", uri), re.search(r"tcp6://\[([^],]+)", uri)
-    found = plain or six
+    found = re.search(r"tcp://([^,:;]+)", uri) or re.search(r"tcp6://\[([^],]+)", uri)
     return found[1] if found else ""

@@ -11,9 +11,18 @@ on one host use different ports.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
-from spmdkit.cluster.environments.base import DetectedCluster, Detection, Partial, address, port_of, whole_number
+from spmdkit.cluster.environments.base import (
+    DetectedCluster,
+    Detection,
+    Partial,
+    address,
+    port_of,
+    shown,
+    whole_number,
+)
 from spmdkit.cluster.spec import ClusterSpec, Names
 
 NAMES = Names("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST")
@@ -39,23 +48,18 @@ def read(env: Mapping[str, str]) -> Detection:
         return None
     if step is None or step >= FIRST_INTERNAL_STEP:
         return _allocation(env, job)
-    num_tasks, task, hosts = (
-        whole_number(env, NAMES.num_processes),
-        whole_number(env, NAMES.process_id),
-        env.get(NAMES.coordinator),
-    )
+    num_tasks, task = whole_number(env, NAMES.num_processes), whole_number(env, NAMES.process_id)
+    hosts = env.get(NAMES.coordinator)
     if not num_tasks or task is None or task >= num_tasks or not hosts:
-        found = ", ".join(f"{name}={env.get(name, '')!r}" for name in NAMES)
         return Partial(
-            f"step {step} of the Slurm job {job} does not give this task a rank ({found})",
+            f"step {step} of the Slurm job {job} does not give this task a rank ({shown(env, *NAMES)})",
             "Slurm sets all three for each task. Start it with srun --ntasks=N, or set cluster.environment: none for "
-            "one "
-            "process.",
+            "one process.",
             "starter",
         )
     port = port_of(job + PORTS_BETWEEN_STEPS * step)
     coordinator = address(first_host(hosts), port) if num_tasks > 1 else None
-    return DetectedCluster(ClusterSpec(coordinator, num_tasks, task, names=NAMES), "starter", NAMES, repair=REPAIR)
+    return DetectedCluster(ClusterSpec(coordinator, num_tasks, task, names=NAMES), "starter", repair=REPAIR)
 
 
 def _allocation(env: Mapping[str, str], job: int) -> Partial:
@@ -73,16 +77,5 @@ def _allocation(env: Mapping[str, str], job: int) -> Partial:
 def first_host(hosts: str) -> str:
     """Returns the first host of a list in Slurm's notation: `a` of `a,b`, `n007` of `n[007-015],x`, `r1n3` of
     `r[1-2]n[3,5]`."""
-    name, depth, taken = "", 0, True
-    for character in hosts:
-        if character == "," and depth == 0:
-            break
-        if character == "[":
-            depth, taken = 1, True
-        elif character == "]":
-            depth, taken = 0, True
-        elif depth and character in ",-":
-            taken = False
-        elif taken:
-            name += character
-    return name
+    first = re.split(r",(?![^\[]*\])", hosts)[0]
+    return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first)

@@ -17,8 +17,7 @@ NAMES = OURS
 
 REPAIR = (
     f"Each process needs its own {NAMES.process_id}, and all connect to {NAMES.coordinator}. `spmdkit launch -n N -- "
-    "...` "
-    "starts all of them on one machine, `spmdkit launch --on ssh -n N -- ...` on several."
+    "...` starts all of them on one machine, `spmdkit launch --on ssh -n N -- ...` on several."
 )
 
 
@@ -52,9 +51,7 @@ def read(env: Mapping[str, str]) -> Detection:
     coordinator = given.get(NAMES.coordinator) if num_processes > 1 else None
     if coordinator is not None:
         split_address(coordinator)
-    return DetectedCluster(
-        ClusterSpec(coordinator, num_processes, process_id, names=NAMES), "explicit", NAMES, repair=REPAIR
-    )
+    return DetectedCluster(ClusterSpec(coordinator, num_processes, process_id, names=NAMES), "explicit", repair=REPAIR)
 
 
 def integer(given: Mapping[str, str], name: str, *, default: int, least: int) -> int:

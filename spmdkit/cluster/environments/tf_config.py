@@ -44,9 +44,8 @@ def read(env: Mapping[str, str]) -> Detection:
     cluster, kind, index = task
     hosts = [host for role in TRAINS for host in cluster.get(role, [])]
     if kind == "evaluator":
-        return DetectedCluster(
-            ClusterSpec(names=NAMES), "allocation", NAMES, description="task evaluator", repair=REPAIR, role="evaluator"
-        )
+        spec = ClusterSpec(names=NAMES)
+        return DetectedCluster(spec, "allocation", description="task evaluator", repair=REPAIR, role="evaluator")
     if kind == "ps":
         return Partial(
             f"this is task ps {index} of {VARIABLE}, but every process of spmdkit trains",
@@ -65,7 +64,7 @@ def read(env: Mapping[str, str]) -> Detection:
     if not is_address(hosts[0]):
         return Partial(f"{hosts[0]!r} of {VARIABLE} is no host:port", f"For example {EXAMPLE}.", "starter")
     spec = ClusterSpec(hosts[0] if len(hosts) > 1 else None, len(hosts), process, names=NAMES)
-    return DetectedCluster(spec, "allocation", NAMES, description=f"task {kind} {index} of {len(hosts)}", repair=REPAIR)
+    return DetectedCluster(spec, "allocation", description=f"task {kind} {index} of {len(hosts)}", repair=REPAIR)
 
 
 def _task(text: str) -> tuple[dict[str, list[str]], str, int] | str:

@@ -13,7 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmdkit.cluster.environments.base import DetectedCluster, Detection, Partial, address, port_of, whole_number
+from spmdkit.cluster.environments.base import (
+    DetectedCluster,
+    Detection,
+    Partial,
+    address,
+    port_of,
+    shown,
+    whole_number,
+)
 from spmdkit.cluster.spec import ClusterSpec, Names
 
 NAMES = Names("WORLD_SIZE", "RANK", "MASTER_ADDR")
@@ -39,11 +47,11 @@ def read(env: Mapping[str, str]) -> Detection:
         repair = f"Start it with torchrun, which sets LOCAL_RANK for each process: {START}."
         return Partial(why, repair, "allocation", size)
     if not host or port is None or not 0 < port < 65536 or rank >= size:
-        found = ", ".join(f"{name}={env.get(name, '')!r}" for name in (*NAMES, PORT))
         repair = (
             f"RANK is less than WORLD_SIZE, and MASTER_ADDR:MASTER_PORT is process 0. Start it with torchrun: {START}."
         )
-        return Partial(f"LOCAL_RANK={local} is set, but the rest does not give a rank ({found})", repair, "starter")
+        why = f"LOCAL_RANK={local} is set, but the rest does not give a rank ({shown(env, *NAMES, PORT)})"
+        return Partial(why, repair, "starter")
     free = port_of(port + 1) if env.get(AGENT_HAS_PORT) == "True" else port
     spec = ClusterSpec(address(host, free) if size > 1 else None, size, rank, names=NAMES)
-    return DetectedCluster(spec, "starter", NAMES, agents=whole_number(env, AGENTS), repair=REPAIR)
+    return DetectedCluster(spec, "starter", agents=whole_number(env, AGENTS), repair=REPAIR)

@@ -34,11 +34,10 @@ class ServiceProcess:
     def __init__(self, num_processes: int, process: int, start: Start = subprocess.Popen):
         jaxlib = importlib.util.find_spec("jaxlib")
         assert jaxlib is not None and jaxlib.origin is not None
-        site = str(Path(jaxlib.origin).parents[1])
-        program = str(Path(__file__).with_name("service.py"))
-        numbers = map(str, (num_processes, SERVICE_HEARTBEAT_S, SERVICE_SHUTDOWN_S, process))
+        site, program = Path(jaxlib.origin).parents[1], Path(__file__).with_name("service.py")
+        words = (program, site, num_processes, SERVICE_HEARTBEAT_S, SERVICE_SHUTDOWN_S, process)
         self._popen = start(
-            [sys.executable, "-I", "-S", program, site, *numbers],
+            [sys.executable, "-I", "-S", *map(str, words)],
             env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "NONE"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -63,8 +62,7 @@ class ServiceProcess:
             raise RendezvousError(
                 f"the coordination service could not listen at {address}: its process ended with "
                 f"{self._popen.returncode}. It needs a free port of this machine. End the process that uses the port, "
-                "or "
-                "choose another port in SPMDKIT_COORDINATOR of all processes."
+                "or choose another port in SPMDKIT_COORDINATOR of all processes."
             )
 
     def shutdown(self) -> None:

@@ -15,6 +15,7 @@ job. The watchdog detects lost processes (faults/watchdog.py).
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import select
@@ -22,6 +23,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # -I leaves it out
 from grpc_relay import Relay  # type: ignore[import-not-found]
@@ -30,6 +32,7 @@ POLL_S = 0.05
 LINGER_S = 60.0
 """The longest time that it runs for connected processes after its parent has ended."""
 ANNOUNCE_S = 5
+BACKLOG = 1024
 IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 """Slurm's notice, `scancel` and signals to a process group reach every process of a job, this one too. The others need
 the service to save and exit with 42."""
@@ -59,18 +62,24 @@ def main(site: str, num_processes: int, heartbeat_s: int, shutdown_s: int, proce
             shutdown_timeout=shutdown_s,
             recoverable=True,
         )
-    relay = Relay(listener, inner)
-    print("up", flush=True)
-    while not (ended := _ended(parent)):
-        relay.turn(POLL_S)
-    relay.turn(0)  # includes a process that has just connected
-    if ended == KILLED and process >= 0 and relay.num_connected:
-        _announce(jaxlib, f"127.0.0.1:{inner[1]}", process)
-    deadline = time.monotonic() + LINGER_S
-    while relay.num_connected and time.monotonic() < deadline:
-        relay.turn(POLL_S)
+    asyncio.run(_serve(Relay(inner), listener, parent, lambda: _announce(jaxlib, f"127.0.0.1:{inner[1]}", process)))
     del service
     os._exit(0)
+
+
+async def _serve(relay: Relay, listener: socket.socket, parent: int, announce: Callable[[], None]) -> None:
+    """Relays until no process needs the service."""
+    server = await asyncio.start_server(relay.connect, sock=listener, backlog=BACKLOG)
+    print("up", flush=True)
+    while not (ended := _ended(parent)):
+        await asyncio.sleep(POLL_S)
+    await asyncio.sleep(POLL_S)  # includes a process that has just connected
+    if ended == KILLED and relay.num_connected:
+        announce()
+    deadline = time.monotonic() + LINGER_S
+    while relay.num_connected and time.monotonic() < deadline:
+        await asyncio.sleep(POLL_S)
+    server.close()
 
 
 def _listen(address: str, is_reserved: bool) -> socket.socket:
@@ -78,9 +87,7 @@ def _listen(address: str, is_reserved: bool) -> socket.socket:
     launcher."""
     host, _, port = address.rpartition(":")
     family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-    listener = socket.create_server(target[:2], family=family, reuse_port=is_reserved, backlog=1024)
-    listener.setblocking(False)
-    return listener
+    return socket.create_server(target[:2], family=family, reuse_port=is_reserved)
 
 
 def _ended(parent: int) -> str:
@@ -96,6 +103,8 @@ def _ended(parent: int) -> str:
 
 def _announce(jaxlib: object, address: str, process: int) -> None:
     """Reports the end of `process` in its place, in every folder of its heartbeats (faults/watchdog.py)."""
+    if process < 0:  # a launcher
+        return
     client = jaxlib.get_distributed_runtime_client(  # type: ignore[attr-defined]
         address, process, init_timeout=ANNOUNCE_S, shutdown_on_destruction=False, use_compression=True
     )

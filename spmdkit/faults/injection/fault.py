@@ -1,22 +1,7 @@
 """Faults of a drill, specified as `KIND:PROCESS@WHEN`: `kill:2@120`, `stop:0@30s`, `kill:random@random`.
 
-| kind | what is injected | expected recovery | | --- | --- | --- | | kill | SIGKILL | a restart from the newest
-checkpoint | | stop | SIGSTOP: the process lives and sends no heartbeat | exit code 75 after
-`watchdog.heartbeat_timeout_s`, a restart | | term | SIGTERM to this process alone | all save at one step and exit with
-42, a restart that loses no step | | hang | its training thread sleeps before a step, like a stalled data source | 76
-after `watchdog.step_timeout_s`, a restart | | slow | each of its steps takes 0.25 s longer, for 5 s | no restart | |
-nan | a NaN in its rows of one batch | the action of `on_nonfinite`; `stop` ends the run | | bit-flip | one bit of its
-replica of the largest parameter | `replica_check` detects it | | truncate | SIGKILL, then a file of the newest
-checkpoint is truncated to half | a restart from the previous checkpoint | | corrupt | SIGKILL, then one bit of the
-newest checkpoint is flipped | a restart from the previous checkpoint | | disk-full | no file of any process can grow
-beyond 2 KiB until a save has failed | the next interval saves again | | partition | its host sends and receives nothing
-until the attempt has ended | 75 after `watchdog.heartbeat_timeout_s` | | partition-send | what its host sends is lost
-until the attempt has ended | as partition | | partition-peer | nothing passes between its host and the next process's
-host | 76 after `watchdog.step_timeout_s` | | delay | 50 ms more latency each way, for 5 s | no restart | | loss | 2 %
-of its host's frames are lost, for 5 s | no restart | | rate | 1 MB/s between its host and each other host, for 5 s | no
-restart |
-
-The last six run each process in a network namespace (tools/drill/network.py): Linux, as root.
+docs/guide.md lists the kinds, with what each injects and the expected recovery. Network faults run each process in a
+network namespace (tools/drill/network.py): Linux, as root.
 The rest of this file is the protocol between the drill and a process, a file without a name that both have open:
 
 bytes 0 to 511   the request, as JSON: `number`, `kind`, `at` ("step", "save", "now"), `moment` (number of the step or
@@ -78,9 +63,7 @@ class Fault:
     count: int = 1
 
     def __str__(self) -> str:
-        when = (
-            RANDOM if self.step is None and self.seconds is None else self.step if self.step else f"{self.seconds:g}s"
-        )
+        when = self.step or (RANDOM if self.seconds is None else f"{self.seconds:g}s")
         return f"{self.kind}:{RANDOM if self.process is None else self.process}@{when}"
 
 
@@ -93,8 +76,7 @@ def parse(text: str, num_processes: int, count: int = 1) -> Fault:
     kind = text.partition(":")[0]
     if kind not in KINDS:
         raise ConfigError(
-            f"--fault {text[:60]}: unknown kind {kind[:30]!r}. The kinds are "
-            f"{', '.join(KINDS)}."
+            f"--fault {text[:60]}: unknown kind {kind[:30]!r}. The kinds are {', '.join(KINDS)}."
             f"{nearest(kind, KINDS)} Try --fault kill:1@20."
         )
     match = _SPEC.fullmatch(text)
@@ -114,8 +96,7 @@ def parse(text: str, num_processes: int, count: int = 1) -> Fault:
     seconds = float(match["seconds"]) if match["seconds"] else None
     if step == 0 or seconds == 0:
         raise ConfigError(
-            f"--fault {text[:60]}: the first step is 1, and a time is more than 0 s. "
-            f"Try --fault "
+            f"--fault {text[:60]}: the first step is 1, and a time is more than 0 s. Try --fault "
             f"{kind}:{match['process']}@1."
         )
     return Fault(kind, process, step, seconds, count)

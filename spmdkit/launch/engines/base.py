@@ -114,10 +114,8 @@ def complete(engine: str, options: Mapping[str, Option], given: Mapping[str, str
     """
     for name in given:
         if name not in options:
-            raise ConfigError(
-                f"--set {name}: --on {engine} has no such option. It has "
-                f"{', '.join(options)}.{nearest(name, list(options))}"
-            )
+            known = f"It has {', '.join(options)}.{nearest(name, list(options))}"
+            raise ConfigError(f"--set {name}: --on {engine} has no such option. {known}")
     found = {name: given.get(name, option.default) for name, option in options.items()}
     missing = [name for name, value in found.items() if value == REQUIRED]
     if missing:
@@ -127,6 +125,21 @@ def complete(engine: str, options: Mapping[str, Option], given: Mapping[str, str
     if bad:
         raise ConfigError(f"--set {bad[0]} holds a control character. Give it in one line.")
     return found
+
+
+def restart_loop(job: ClusterJob, run: str, wait_s: int, stop: str = "") -> str:
+    """Returns shell that runs `run` and starts it again as its exit code `$code` says."""
+    return f"""starts=0
+while true; do
+  {run}
+  case $code in
+    0|{"|".join(map(str, FINAL))}) exit $code ;;
+    {AGAIN}) ;;
+    *) [ $starts -lt {job.max_restarts} ] || exit $code; starts=$((starts + 1)) ;;
+  esac
+{stop}  sleep {wait_s}
+done
+"""
 
 
 def quoted(words: list[str] | tuple[str, ...]) -> str:

@@ -8,8 +8,6 @@ kubernetes`. Source: kubeflow/trainer 8c0f505, manifests/base/runtimes/jax_distr
 
 from __future__ import annotations
 
-from typing import Any
-
 from spmdkit.errors import ConfigError
 from spmdkit.launch.engines import pods
 from spmdkit.launch.engines.base import ClusterJob, Option, Rendered
@@ -18,6 +16,31 @@ OPTIONS = {
     **pods.OPTIONS,
     "runtime": Option("jax-distributed", "ClusterTrainingRuntime to use"),
 }
+
+
+TEMPLATE = """
+apiVersion: trainer.kubeflow.org/v1alpha1
+kind: TrainJob
+metadata: $metadata
+spec:
+  runtimeRef: {name: $runtime}
+  trainer:
+    image: $image
+    command: $shell
+    numNodes: $num
+    resourcesPerNode: $resources
+"""
+
+VOLUME = """
+  runtimePatches:
+  - manager: spmdkit.dev/launch
+    trainingRuntimeSpec:
+      template:
+        spec:
+          replicatedJobs:
+          - name: node
+            template: {spec: {template: {spec: {volumes: $volumes, containers: [{name: node, volumeMounts: $mounts}]}}}}
+"""
 
 
 def render(job: ClusterJob) -> Rendered:
@@ -30,40 +53,14 @@ def render(job: ClusterJob) -> Rendered:
             f"--max-restarts {job.max_restarts} with --on kubeflow: the runtime {job.options['runtime']} decides about "
             "restarts, and has none. Leave it out, or use --on kubernetes, which restarts its JobSet."
         )
-    volumes, mounts = pods.volumes(job)
-    # The container of the runtime has its own folder: the shell goes to the project's first.
-    command = ["sh", "-c", 'cd "$0" && exec "$@"', job.options["folder"], *pods.words(job)]
-    document = {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": pods.metadata(job),
-        "spec": {
-            "runtimeRef": {"name": job.options["runtime"]},
-            "trainer": {
-                "image": job.options["image"],
-                "command": command,
-                "numNodes": job.num_processes,
-                "resourcesPerNode": pods.resources(job),
-            },
-            "runtimePatches": [_volume_patch(volumes, mounts)] if volumes else [],
-        },
-    }
-    comment = (
-        f"{job.num_processes} pods, one process each. The runtime sets JAX_COORDINATOR_ADDRESS, "
-        "JAX_NUM_PROCESSES and JAX_PROCESS_ID."
+    return pods.rendered(
+        job,
+        TEMPLATE + (VOLUME if job.options["volume"] else ""),
+        f"{job.num_processes} pods, one process each. The runtime sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and "
+        "JAX_PROCESS_ID.",
+        "Kubeflow Trainer in the cluster",
+        num=job.num_processes,
+        # The container of the runtime has its own folder: the shell goes to the project's first.
+        shell=["sh", "-c", 'cd "$0" && exec "$@"', job.options["folder"], *pods.words(job)],
+        resources=pods.resources(job),
     )
-    name = f"{job.name}.yaml"
-    return Rendered(
-        {name: pods.manifest(document, comment)},
-        (("kubectl", "apply", "-f", name),),
-        "kubectl, with Kubeflow Trainer in the cluster",
-    )
-
-
-def _volume_patch(volumes: list[Any], mounts: list[Any]) -> dict[str, Any]:
-    pod = {"volumes": volumes, "containers": [{"name": "node", "volumeMounts": mounts}]}
-    job = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
-    return {
-        "manager": "spmdkit.dev/launch",
-        "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}},
-    }

@@ -12,12 +12,13 @@ cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.timeouts import POD_GRACE_MARGIN_S
 from spmdkit.launch.engines import pods
-from spmdkit.launch.engines.base import AGAIN, FINAL, ClusterJob, Option, Rendered
+from spmdkit.launch.engines.base import FINAL, ClusterJob, Option, Rendered
 
 OPTIONS = {
     **pods.OPTIONS,
@@ -28,110 +29,90 @@ OPTIONS = {
 }
 
 
+TEMPLATE = """
+apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata: $metadata
+spec:
+  failurePolicy:
+    maxRestarts: $restarts
+    rules:
+    - name: stopped
+      action: RestartJobSetAndIgnoreMaxRestarts
+      onJobFailureReasons: [PodFailurePolicy]
+      onJobFailureMessagePatterns: [.* exit code (42) .*]
+    - name: final
+      action: FailJobSet
+      onJobFailureReasons: [PodFailurePolicy]
+      onJobFailureMessagePatterns: [$final]
+  network: {enableDNSHostnames: true, publishNotReadyAddresses: true}
+  coordinator: {replicatedJob: workers, jobIndex: 0, podIndex: 0}
+  replicatedJobs:
+  - name: workers
+    replicas: $slices
+    template:
+      spec:
+        parallelism: $hosts
+        completions: $hosts
+        completionMode: Indexed
+        backoffLimit: 0
+        podFailurePolicy:
+          rules:  # by its code first: a host that is drained ends its pod too, by TERM, which saves and leaves with 42
+          - {action: FailJob, onExitCodes: {containerName: spmdkit, operator: NotIn, values: [0]}}
+          - {action: FailJob, onPodConditions: [{type: DisruptionTarget, status: 'True'}]}
+        template:
+          spec:
+            restartPolicy: Never
+            terminationGracePeriodSeconds: $grace
+            nodeSelector: $selector
+            containers:
+            - name: spmdkit
+              image: $image
+              workingDir: $folder
+              command: $words
+              env: $env
+              resources: $resources
+              volumeMounts: $mounts
+            volumes: $volumes
+"""
+
+
 def render(job: ClusterJob) -> Rendered:
-    """Returns a JobSet and `kubectl apply` of it.
+    """Returns a JobSet and `kubectl apply` of it. One pod that fails restarts all: a process cannot go on alone.
 
     Raises: ConfigError when a topology and the number of hosts do not go together.
     """
-    slices = _slices(job)
+    slices, tpu = _slices(job), job.options["tpu"]
     hosts = job.num_processes // slices
-    # One pod that fails brings the whole JobSet down: a process cannot go on without the others.
-    policy = {
-        "maxRestarts": job.max_restarts,
-        "rules": [
-            _rule("stopped", "RestartJobSetAndIgnoreMaxRestarts", [AGAIN]),
-            _rule("final", "FailJobSet", FINAL),
-        ],
-    }
-    document = {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": {**pods.metadata(job), **_one_job_a_slice(job)},
-        "spec": {
-            "failurePolicy": policy,
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "coordinator": {"replicatedJob": "workers", "jobIndex": 0, "podIndex": 0},
-            "replicatedJobs": [{"name": "workers", "replicas": slices, "template": {"spec": _job(job, hosts)}}],
-        },
-    }
-    comment = (
-        f"{job.num_processes} pods, one process each. 42 (stopped and saved) starts all again without being counted."
+    one_job_a_slice = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    gke = "cloud.google.com/gke-tpu"
+    return pods.rendered(
+        job,
+        TEMPLATE,
+        f"{job.num_processes} pods, one process each. 42 (stopped and saved) starts all again without being counted.",
+        "the JobSet controller in the cluster",
+        metadata={"annotations": one_job_a_slice} if tpu else {},
+        restarts=job.max_restarts,
+        final=f".* exit code ({'|'.join(map(str, FINAL))}) .*",
+        slices=slices,
+        hosts=hosts,
+        grace=job.grace_s + POD_GRACE_MARGIN_S,
+        selector={f"{gke}-accelerator": tpu, f"{gke}-topology": job.options["topology"]} if tpu else {},
+        env=[] if tpu else _place(hosts),
+        resources=pods.resources(job, job.whole("chips", 1) if tpu else 0),
     )
-    name = f"{job.name}.yaml"
-    return Rendered(
-        {name: pods.manifest(document, comment)},
-        (("kubectl", "apply", "-f", name),),
-        "kubectl, with the JobSet controller in the cluster",
-    )
-
-
-def _rule(name: str, action: str, codes: Any) -> dict[str, Any]:
-    pattern = f".* exit code ({'|'.join(map(str, codes))}) .*"
-    return {
-        "name": name,
-        "action": action,
-        "onJobFailureReasons": ["PodFailurePolicy"],
-        "onJobFailureMessagePatterns": [pattern],
-    }
-
-
-def _job(job: ClusterJob, hosts: int) -> dict[str, Any]:
-    """Returns the spec of one indexed Job of `hosts` pods."""
-    volumes, mounts = pods.volumes(job)
-    tpu = job.options["tpu"]
-    container = {
-        "name": "spmdkit",
-        "image": job.options["image"],
-        "workingDir": job.options["folder"],
-        "command": pods.words(job),
-        "env": [] if tpu else _place(hosts),
-        "resources": pods.resources(job, google__com_tpu=job.whole("chips", 1) if tpu else 0),
-        "volumeMounts": mounts,
-    }
-    selector = {
-        "cloud.google.com/gke-tpu-accelerator": tpu,
-        "cloud.google.com/gke-tpu-topology": job.options["topology"],
-    }
-    # By its code first: a host that is drained ends its pod too, by TERM, which saves and leaves with 42.
-    rules = [
-        {"action": "FailJob", "onExitCodes": {"containerName": "spmdkit", "operator": "NotIn", "values": [0]}},
-        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-    ]
-    return {
-        "parallelism": hosts,
-        "completions": hosts,
-        "completionMode": "Indexed",
-        "backoffLimit": 0,
-        "podFailurePolicy": {"rules": rules},
-        "template": {
-            "spec": {
-                "restartPolicy": "Never",
-                "terminationGracePeriodSeconds": job.grace_s + POD_GRACE_MARGIN_S,
-                "nodeSelector": selector if tpu else {},
-                "containers": [container],
-                "volumes": volumes,
-            }
-        },
-    }
 
 
 def _place(hosts: int) -> list[dict[str, Any]]:
     """Returns the variables by which a pod knows its place; JOB_COMPLETION_INDEX is Kubernetes' own."""
-    variables = {
+    names = {
         "JOBSET_COORDINATOR": "coordinator",
         "JOBSET_JOB_INDEX": "job-index",
         "JOBSET_JOBS": "replicatedjob-replicas",
     }
     field = lambda name: {"fieldRef": {"fieldPath": f"metadata.annotations['jobset.sigs.k8s.io/{name}']"}}
-    return [{"name": name, "valueFrom": field(key)} for name, key in variables.items()] + [
-        {"name": "JOBSET_PODS", "value": str(hosts)}
-    ]
-
-
-def _one_job_a_slice(job: ClusterJob) -> dict[str, Any]:
-    if not job.options["tpu"]:
-        return {}
-    return {"annotations": {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}}
+    variables: list[dict[str, Any]] = [{"name": name, "valueFrom": field(key)} for name, key in names.items()]
+    return [*variables, {"name": "JOBSET_PODS", "value": str(hosts)}]
 
 
 def _slices(job: ClusterJob) -> int:
@@ -153,14 +134,10 @@ def _slices(job: ClusterJob) -> int:
     parts = topology.split("x")
     if len(parts) not in (2, 3) or not all(part.isascii() and part.isdigit() and int(part) for part in parts):
         raise ConfigError(f"--set topology={topology}: expected chips along each direction. Try --set topology=2x2x2.")
-    chips = 1
-    for part in parts:
-        chips *= int(part)
-    hosts = max(1, chips // job.whole("chips", 1)) * slices
+    hosts = max(1, math.prod(map(int, parts)) // job.whole("chips", 1)) * slices
     if hosts != job.num_processes:
         raise ConfigError(
             f"-n {job.num_processes} with {slices} slice{'s' * (slices > 1)} of {topology} and {job.options['chips']} "
-            f"chips a host: that is {hosts} "
-            f"hosts, one process each. Try -n {hosts}."
+            f"chips a host: that is {hosts} hosts, one process each. Try -n {hosts}."
         )
     return slices

@@ -1,13 +1,14 @@
-"""What the engines on Kubernetes share: a container, its volume and its resources, and YAML that reads as people write
-it."""
+"""What the engines on Kubernetes share: a manifest from a template, a volume and resources."""
 
 from __future__ import annotations
 
+import json
+from string import Template
 from typing import Any
 
 import yaml
 
-from spmdkit.launch.engines.base import REQUIRED, ClusterJob, Option
+from spmdkit.launch.engines.base import REQUIRED, ClusterJob, Option, Rendered
 
 OPTIONS = {
     "image": Option(REQUIRED, "container image with your project and spmdkit"),
@@ -27,39 +28,44 @@ def words(job: ClusterJob) -> list[str]:
     return [word.replace("$(", "$$(") for word in job.command()]
 
 
-def resources(job: ClusterJob, **more: int) -> dict[str, Any]:
+def rendered(job: ClusterJob, template: str, comment: str, needs: str, **more: Any) -> Rendered:
+    """Returns a manifest and `kubectl apply` of it.
+
+    Args:
+        template: YAML, in which `$NAME` is replaced by JSON. Empty values are left out.
+        comment: a line above the manifest.
+        more: values of the template besides those of `job`.
+    """
+    options, volume = job.options, job.options["volume"]
+    labels = {"kueue.x-k8s.io/queue-name": options["queue"]} if options["queue"] else {}
+    values = {
+        **options,
+        "words": words(job),
+        "metadata": {"name": job.name, "namespace": options["namespace"], "labels": labels} | more.pop("metadata", {}),
+        "volumes": [{"name": "runs", "persistentVolumeClaim": {"claimName": volume}}] if volume else [],
+        "mounts": [{"name": "runs", "mountPath": "/runs"}] if volume else [],
+        **more,
+    }
+    document = yaml.safe_load(
+        Template(template).substitute({name: json.dumps(value) for name, value in values.items()})
+    )
+    text = yaml.safe_dump(_without_empty(document), sort_keys=False, width=160)
+    name = f"{job.name}.yaml"
+    return Rendered({name: f"# {comment}\n{text}"}, (("kubectl", "apply", "-f", name),), f"kubectl, with {needs}")
+
+
+def resources(job: ClusterJob, tpu_chips: int = 0) -> dict[str, Any]:
     """Returns limits and requests of one container."""
-    devices = {name.replace("__", ".").replace("_", "/"): str(count) for name, count in more.items() if count}
+    devices = {"google.com/tpu": str(tpu_chips)} if tpu_chips else {}
     if job.whole("gpus"):
         devices["nvidia.com/gpu"] = job.options["gpus"]
-    requested = {name: job.options[name] for name in ("cpu", "memory") if job.options[name]}
-    found = {"limits": devices, "requests": {**requested, **devices}}
-    return {kind: values for kind, values in found.items() if values}
+    requested = {name: job.options[name] for name in ("cpu", "memory")}
+    return {"limits": devices, "requests": {**requested, **devices}}
 
 
-def volumes(job: ClusterJob) -> tuple[list[Any], list[Any]]:
-    """Returns (volumes of a pod, mounts of its container)."""
-    if not job.options["volume"]:
-        return [], []
-    claim = {"name": "runs", "persistentVolumeClaim": {"claimName": job.options["volume"]}}
-    return [claim], [{"name": "runs", "mountPath": "/runs"}]
-
-
-def metadata(job: ClusterJob) -> dict[str, Any]:
-    """Returns name, namespace and the label of a queue."""
-    labels = {"labels": {"kueue.x-k8s.io/queue-name": job.options["queue"]}} if job.options["queue"] else {}
-    return {"name": job.name, "namespace": job.options["namespace"], **labels}
-
-
-def without_empty(value: Any) -> Any:
+def _without_empty(value: Any) -> Any:
     """Returns a mapping without what is empty, at any depth."""
     if isinstance(value, dict):
-        kept = {key: without_empty(x) for key, x in value.items()}
+        kept = {key: _without_empty(x) for key, x in value.items()}
         return {key: x for key, x in kept.items() if x not in ({}, [], None, "")}
-    return [without_empty(x) for x in value] if isinstance(value, list) else value
-
-
-def manifest(document: Any, comment: str) -> str:
-    """Returns YAML with a comment above."""
-    head = "".join(f"# {line}\n" for line in comment.splitlines())
-    return head + yaml.safe_dump(without_empty(document), sort_keys=False, width=160)
+    return [_without_empty(x) for x in value] if isinstance(value, list) else value

@@ -39,8 +39,7 @@ def render(job: ClusterJob) -> Rendered:
     if job.num_processes % each:
         raise ConfigError(
             f"-n {job.num_processes} with --set tasks_per_node={each}: the last node would have "
-            f"{job.num_processes % each}. "
-            f"All nodes have the same number. Try -n {job.num_processes // each * each or each}."
+            f"{job.num_processes % each}. All nodes have the same number. Try -n {job.num_processes // each * each or each}."
         )
     options = {
         "job-name": job.name,

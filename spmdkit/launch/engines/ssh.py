@@ -12,7 +12,7 @@ from __future__ import annotations
 import shlex
 
 from spmdkit.errors import ConfigError
-from spmdkit.launch.engines.base import AGAIN, FINAL, REQUIRED, ClusterJob, Option, Rendered, quoted
+from spmdkit.launch.engines.base import AGAIN, REQUIRED, ClusterJob, Option, Rendered, quoted, restart_loop
 
 OPTIONS = {
     "hosts": Option(REQUIRED, "hosts, separated by commas, as ssh and the others of them know them: host0,host1"),
@@ -32,16 +32,15 @@ def render(job: ClusterJob) -> Rendered:
     hosts = [host.strip() for host in job.options["hosts"].split(",") if host.strip()]
     if len(hosts) != job.num_processes:
         raise ConfigError(
-            f"-n {job.num_processes} with {len(hosts)} hosts ({', '.join(hosts)}): each host has one process. Try -n "
-            f"{len(hosts)}."
+            f"-n {job.num_processes} with {len(hosts)} hosts ({', '.join(hosts)}): each host has one process. "
+            f"Try -n {len(hosts)}."
         )
     port = job.whole("port", 1)
     first = hosts[0].rpartition("@")[2]
     setup = f"{job.options['setup']} && " if job.options["setup"] else ""
     line = lambda process: (
         f"cd {shlex.quote(job.folder)} && {setup}exec env SPMDKIT_COORDINATOR={first}:{port} "
-        f"SPMDKIT_NUM_PROCESSES={len(hosts)} "
-        f"SPMDKIT_PROCESS_ID={process} {quoted(job.command())}"
+        f"SPMDKIT_NUM_PROCESSES={len(hosts)} SPMDKIT_PROCESS_ID={process} {quoted(job.command())}"
     )
     starts = "\n".join(f"  start {quoted([host, line(process)])}" for process, host in enumerate(hosts))
     script = f"""#!/bin/bash
@@ -67,16 +66,5 @@ run() {{
 is_stopping=
 stop() {{ is_stopping=1; limit=$((SECONDS + {job.grace_s})); kill -HUP "${{pids[@]}}" 2>/dev/null; }}
 trap stop INT TERM HUP
-starts=0
-while true; do
-  run; code=$?
-  case $code in
-    0|{"|".join(map(str, FINAL))}) exit $code ;;
-    {AGAIN}) ;;
-    *) [ $starts -lt {job.max_restarts} ] || exit $code; starts=$((starts + 1)) ;;
-  esac
-  [ -n "$is_stopping" ] && exit {AGAIN}
-  sleep 2
-done
-"""
+{restart_loop(job, "run; code=$?", 2, f'  [ -n "$is_stopping" ] && exit {AGAIN}' + chr(10))}"""
     return Rendered({f"{job.name}.sh": script}, (("bash", f"{job.name}.sh"),), "bash and ssh")

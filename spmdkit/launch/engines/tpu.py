@@ -11,7 +11,7 @@ managing-tpus-tpu-vm.
 
 from __future__ import annotations
 
-from spmdkit.launch.engines.base import AGAIN, FINAL, REQUIRED, ClusterJob, Option, Rendered, quoted
+from spmdkit.launch.engines.base import AGAIN, REQUIRED, ClusterJob, Option, Rendered, quoted, restart_loop
 
 OPTIONS = {
     "tpu": Option(REQUIRED, "name of the TPU VM or queued resource's node"),
@@ -42,28 +42,14 @@ export SPMDKIT_NUM_PROCESSES=$((each * ${slices:-1})) SPMDKIT_PROCESS_ID=$((work
 def render(job: ClusterJob) -> Rendered:
     """Returns the script of a host, and the commands that copy and run it on all."""
     folder = job.options["folder"]
+    run = f"{quoted(job.command())}\n  code=$?"
     script = f"""#!/bin/bash
 # Runs on every host of the TPU: queries its rank, trains, and starts again after {AGAIN} (stopped and saved).
 {PLACE.replace("PORT", str(PORT))}
-starts=0
-while true; do
-  {quoted(job.command())}
-  code=$?
-  case $code in
-    0|{"|".join(map(str, FINAL))}) exit $code ;;
-    {AGAIN}) ;;
-    *) [ $starts -lt {job.max_restarts} ] || exit $code; starts=$((starts + 1)) ;;
-  esac
-  sleep 5
-done
-"""
+{restart_loop(job, run, 5)}"""
     name = f"{job.name}.sh"
-    to = (
-        "--zone",
-        job.options["zone"],
-        *(("--project", job.options["project"]) if job.options["project"] else ()),
-        "--worker=all",
-    )
+    project = ("--project", job.options["project"]) if job.options["project"] else ()
+    to = ("--zone", job.options["zone"], *project, "--worker=all")
     at, tpu = ("gcloud", "compute", "tpus", "tpu-vm"), job.options["tpu"]
     copy = (*at, "scp", name, f"{tpu}:{folder}/", *to)
     start = (*at, "ssh", tpu, *to, f"--command=cd {folder} && bash {name}")

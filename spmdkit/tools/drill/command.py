@@ -27,6 +27,7 @@ from spmdkit.foundation.constants import is_step_name
 from spmdkit.foundation.files import write_json, write_text
 from spmdkit.foundation.formatting import format_seconds, visible
 from spmdkit.launch import launch
+from spmdkit.launch.membership import Elasticity
 from spmdkit.metrics.report.drill import drill_page
 from spmdkit.tools.drill import compare, figures
 from spmdkit.tools.drill.driver import Driver
@@ -155,16 +156,13 @@ def _run(request: DrillRequest, config: Config, folder: Path, driver: Driver, ma
     """Returns the exit code of the job under the launcher, observed by `driver`. With in-process elasticity lost
     processes are replaced, so that the number stays the same."""
     num, devices = request.num_processes, request.devices_per_process
-    train, more = ["train", str(request.config), *request.overrides, f"run_dir={folder}"], dict[str, Any]()
+    train, elasticity = ["train", str(request.config), *request.overrides, f"run_dir={folder}"], None
     if config.elastic.in_process:
         sizes = Elastic(train, f"{num}:{num}", num, devices)
-        devices, more = (
-            sizes.devices_per_process,
-            {"resize": sizes.resize, "wanted": sizes.wanted, "standby": sizes.standby},
-        )
+        devices, elasticity = sizes.devices_per_process, Elasticity(sizes.resize, sizes.wanted, sizes.standby)
     command = [sys.executable, "-m", "spmdkit", *train]
     try:
-        return launch(command, num, devices, max_restarts=max_restarts, observer=driver, **more)
+        return launch(command, num, devices, max_restarts=max_restarts, observer=driver, elasticity=elasticity)
     finally:
         driver.close()
 
