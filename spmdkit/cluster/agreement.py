@@ -8,12 +8,9 @@ and the number of decisions so far. A follower passes step t only when it has re
   - a follower at step D has not yet read a horizon that covers D, so it reads. A board with a horizon >= D was written
     after decision D, so the follower reads D and returns True at exactly that step.
 
-Neither argument needs a bound on how far apart processes run, or on how long a message takes; with `lag`, processes
-that run ahead do not wait. H is never less than `step + lag`, so a decision is for `step + lag + 1`, or for a little
-later when steps are fast: process 0 then extends the horizon only every `AGREEMENT_INTERVAL_S` seconds.
-
-A request belongs to the number of the decision that it was made under; the next step at which all get True satisfies
-it. A request under an old number is ignored: the decision that made the number old is for a step after the request.
+H is never less than `step + lag`, so processes that run ahead do not wait. When steps are fast, process 0 extends the
+horizon only every `AGREEMENT_INTERVAL_S` seconds. A request belongs to the number of the decision that it was made
+under; one under an old number is satisfied already.
 
 Wire, per name and every max(1, AGREEMENT_INTERVAL_S / step time) steps: process 0 one put and one listing, each
 follower one read.
@@ -95,8 +92,7 @@ class Agreement:
         return bool(self._store.entries(f"{self._folder}/requests/{self._num_decided}"))
 
     def _next_stride(self, step: int) -> int:
-        """Returns the steps until the next extension: about AGREEMENT_INTERVAL_S of them at the pace seen since the
-        last one."""
+        """Returns the steps until the next extension: about AGREEMENT_INTERVAL_S of them at the last one's pace."""
         now = self._clock()
         if self._extended is not None:
             then, last = self._extended
@@ -114,7 +110,7 @@ class Agreement:
             self._requested = self._num_decided
 
     def _read_until(self, step: int) -> None:
-        """Waits for a horizon that covers `step`; process 0 is at most `lag` + stride steps behind when it has to."""
+        """Waits for a horizon that covers `step`."""
         deadline, pause = Deadline(self._timeout_s, self._clock), 0.0005
         while True:
             board = self._store.try_get(f"{self._folder}/board")

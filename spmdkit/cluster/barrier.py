@@ -1,12 +1,9 @@
 """Barriers on the coordination service that are safe against clock changes and pauses, for all code in the process
 (orbax too).
 
-The service's own barriers have deadlines by wall time. Before jax 0.12 the service drops a waiting process when the
-clock is set back, and the barrier then never completes (jaxlib 0.10.2). Keys have no deadlines: each arriving process
-increments a counter, the last one to arrive opens the barrier, the last one to leave removes the keys. `give_up` (a
-process reports that it cannot come) is needed with every jax; the service has no such call.
-
-Cost: five short requests per process instead of one, 0.7 ms on loopback.
+The service's own barriers have deadlines by wall time, and before jax 0.12 never complete when the clock is set back
+(jaxlib 0.10.2). Keys have no deadlines: each arriving process increments a counter, the last one to arrive opens the
+barrier, the last one to leave removes the keys. Cost: five short requests instead of one, 0.7 ms on loopback.
 """
 
 from __future__ import annotations
@@ -25,12 +22,7 @@ SLICE_MS = 200
 
 
 class Client:
-    """A client of the coordination service with a `wait_at_barrier` that counts by keys; the rest is the given
-    client's.
-
-    Args:
-        client: JAX's.
-        num_processes: the number of processes at a barrier without a list of processes.
+    """A client of the coordination service with a `wait_at_barrier` that counts by keys; the rest is JAX's client.
 
     Attributes:
         is_over: set from any thread to end all waits: every call raises CANCELLED.
@@ -89,18 +81,15 @@ class Client:
         self._decide(self._next(barrier_id), f"{GIVEN_UP}{why}")
 
     def _next(self, barrier_id: str) -> str:
-        """Returns the folder of this use of a barrier."""
         with self._lock:
             self._times[barrier_id] += 1
             return f"barriers/{barrier_id}/{self._times[barrier_id]}"
 
     def _decide(self, folder: str, how: str) -> None:
-        """Publishes how the barrier ends, unless another process has."""
         with suppress(RuntimeError):  # ALREADY_EXISTS
             self._client.key_value_set(f"{folder}/ended", how)
 
     def _decided(self, folder: str, timeout_in_ms: int) -> str | None:
-        """Returns how the barrier ends, None after the timeout."""
         try:
             return str(self.blocking_key_value_get(f"{folder}/ended", timeout_in_ms))
         except RuntimeError as error:

@@ -1,7 +1,7 @@
 """`Cluster`: the processes that train together, their devices, and their exchange of small values.
 
-Values, barriers and agreements use JAX's coordination service (TCP), never a collective: a collective has no timeout
-and names no process. Every wait is bounded. With one process everything is local.
+All use JAX's coordination service (TCP), never a collective: a collective has no timeout and names no process. Every
+wait is bounded. With one process everything is local.
 """
 
 from __future__ import annotations
@@ -87,8 +87,6 @@ class Cluster:
     def gather(self, name: str, value: Any, timeout_s: float = EXCHANGE_S) -> list[Any]:
         """Returns the JSON values of all processes, in the order of the processes, on every process.
 
-        Process 0 collects them, and each other process reads once.
-
         Raises:
             RendezvousError: a process did not come within `timeout_s`.
         """
@@ -100,8 +98,7 @@ class Cluster:
         """Returns on every process the JSON value that `make` returns on process 0. Other processes do not call it.
 
         Raises:
-            SpmdkitError: `make` raised it on process 0; the same error on every process.
-            RendezvousError: process 0 did not come within `timeout_s`.
+            SpmdkitError: `make` raised it; the same error on every process. RendezvousError: process 0 did not come.
         """
         if self.num_processes == 1:
             return make()
@@ -120,13 +117,10 @@ class Cluster:
         return value
 
     def first_problem(self, name: str, check: Callable[[], str], timeout_s: float = EXCHANGE_S) -> str:
-        """Returns the first problem that `check` reports on any process, in the order of the processes.
-
-        The result is the same on every process: an empty text where no process has a problem.
+        """Returns the first problem that `check` reports on any process, the same on every process, or an empty text.
 
         Raises:
-            RendezvousError: `check` raised on another process, or a process did not come within `timeout_s`. On the
-                process on which it raised, the exception propagates.
+            RendezvousError: `check` raised on another process, or a process did not come within `timeout_s`.
         """
         if self.num_processes == 1:
             return check()
@@ -140,8 +134,7 @@ class Cluster:
         self, name: str, facts: str | Callable[[], Facts], timeout_s: float = EXCHANGE_S, repair: str = GIVE_THE_SAME
     ) -> None:
         """Checks that all processes have the same text, or the same facts `{what: text}`; `repair` ends the message.
-
-        Equal facts cost one digest per process. Only after a difference are the facts of process 0 published.
+        Only after a difference are the facts of process 0 published.
 
         Raises:
             ConfigError: on every process, naming those that differ from process 0 and the first differing lines.
@@ -212,10 +205,7 @@ class Cluster:
         return list(found)
 
     def barrier(self, name: str, timeout_s: float = EXCHANGE_S) -> None:
-        """Waits for every process. Raises RendezvousError with the missing processes after `timeout_s`.
-
-        The coordination service checks once per second, so the error is up to a second late.
-        """
+        """Waits for every process. Raises RendezvousError with the missing processes after `timeout_s`."""
         if self.num_processes == 1:
             return
         key = f"{self._root}/barrier/{self._num_barriers}-{name}"
@@ -238,8 +228,7 @@ class Cluster:
 
         Every process calls it at every step in turn; each loop uses its own name. `lag` is the number of steps that may
         be in flight; a process further ahead waits for process 0. The decided step is `step + lag + 1` of process 0, or
-        about 50 ms later when steps are faster than that. `agreement.py` explains why no process can miss the step.
-        With one process it returns `request`.
+        about 50 ms later when steps are faster than that (agreement.py).
         """
         if self.num_processes == 1:
             return request

@@ -50,7 +50,6 @@ def _difference(name: str, theirs: str | None, ours: str | None) -> str:
 
 
 def _quoted(line: str | None) -> str:
-    """Returns a line for a message; of a long line both ends, since numbers are at the end."""
     if line is None:
         return "absent"
     line = line.strip()
@@ -71,7 +70,6 @@ def difference_message(what: str, lines: Sequence[Sequence[str]]) -> str:
 
 
 def _listed(what: str, lines: Sequence[str]) -> str:
-    """Returns the differences for a sentence; several are listed one per line."""
     shown = [*lines[:SHOWN], *([f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else [])]
     return shown[0].removeprefix(f"{what}: ") if len(shown) == 1 else "".join(f"\n  {line}" for line in shown)
 

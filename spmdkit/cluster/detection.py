@@ -1,9 +1,8 @@
 """Environment variables -> `ClusterSpec`: how many processes there are, which one this is, where they meet. Pure.
 
-Every module of `environments/` reads the same variables. The detection of the highest level is used: variables set for
-spmdkit, then those of the program that started this process, then those of the system that allocated the host. The
-others become a line in the log. Two detections of one level that disagree are an error, unless one of them started the
-other's agents. spmdkit's own variables for devices, timeout and address apply in every case.
+Every module of `environments/` reads the variables, and the detection of the highest level is used; the others become a
+line in the log. Two of one level that disagree are an error, unless one has started the other's agents. spmdkit's own
+variables for devices, timeout and address apply in every case.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ Detections = Mapping[str, DetectedCluster | Partial]
 
 def detect_cluster(env: Mapping[str, str], environment: str = "auto") -> ClusterSpec:
     """Returns the rank of this process and the size of its cluster; one process where no environment is detected.
-
-    Args:
-        environment: `auto`; the name of the one environment to read; `none`: one process whatever is set.
+    `environment`: `auto`; the name of the one environment to read; `none`: one process whatever is set.
 
     Raises:
         ConfigError: variables are malformed, incomplete, or contradict each other.
@@ -89,7 +86,7 @@ def _with_source(name: str, found: DetectedCluster, notes: tuple[str, ...] = ())
 
 
 def _check_complete(partials: Mapping[str, Partial]) -> None:
-    """Raises for processes that were requested or started and cannot join; the advice of the allocation comes last."""
+    """Raises for processes that were requested or started and cannot join."""
     broken = [each for each in partials.values() if each.level != "allocation"]
     if not broken:
         return
@@ -98,7 +95,7 @@ def _check_complete(partials: Mapping[str, Partial]) -> None:
 
 
 def _innermost(clusters: Mapping[str, DetectedCluster]) -> str:
-    """Returns the name of the environment to use among those of one level: the one that started no other's agents."""
+    """Returns the environment to use among those of one level: the one that started no other's agents."""
     started_agents = lambda name, found: any(
         found.spec.num_processes == other.agents for n, other in clusters.items() if n != name
     )
@@ -123,7 +120,6 @@ def _described(found: DetectedCluster) -> str:
 
 
 def _unused(others: Detections, because: str) -> tuple[str, ...]:
-    """Returns one line for each detection that is not used."""
     shown = {name: _described(each) if isinstance(each, DetectedCluster) else each.why for name, each in others.items()}
     return tuple(f"{name} is not used ({described}): {because}" for name, described in shown.items())
 
@@ -140,7 +136,6 @@ def _of_one(name: str, detection: Detection, names: tuple[str, ...]) -> ClusterS
 
 
 def _with_spmdkit_variables(spec: ClusterSpec, env: Mapping[str, str]) -> ClusterSpec:
-    """Returns the cluster with spmdkit's own variables for address, devices and timeout applied."""
     coordinator = env.get(COORDINATOR) if spec.num_processes > 1 else None
     service = env.get(SERVICE) if coordinator else None
     if coordinator:

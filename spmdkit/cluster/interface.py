@@ -1,12 +1,11 @@
 """The address of this host that Gloo advertises to the other processes.
 
-Gloo's default is the address of the host's name, often 127.0.1.1, which no other host reaches. Coordinator and service
-still connect, and the first collective fails on the other hosts ("Connection refused, remote=[127.0.1.1]"). JAX has no
-setting for it (0.10.2 to 0.12); its call of XLA has a parameter (compat/gloo.py).
+Gloo's default is the address of the host's name, often 127.0.1.1, which no other host reaches: the first collective
+fails there. JAX has no setting for it (0.10.2 to 0.12); its call of XLA has a parameter (compat/gloo.py).
 
-`cluster.interface` names a network interface, the same on every host. With `auto`: where the coordinator is on
-loopback, all processes run on this host and use loopback. Where it is not, and the host's name resolves to loopback or
-to nothing, Gloo advertises the address from which this host reaches the coordinator.
+`cluster.interface` names a network interface, the same on every host. With `auto`, a coordinator on loopback means
+loopback; otherwise, where the host's name resolves to loopback or to nothing, Gloo advertises the address from which
+this host reaches the coordinator.
 """
 
 from __future__ import annotations
@@ -26,12 +25,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Advertised(NamedTuple):
-    """The address that this process advertises.
-
-    Attributes:
-        address: for Gloo; None: Gloo resolves the host's name.
-        reason: for the log; empty for the default.
-    """
+    """The address that Gloo advertises (None: it resolves the host's name), and the reason for the log."""
 
     address: str | None
     reason: str = ""
@@ -46,11 +40,7 @@ def by_name() -> str:
 
 
 def choose(interface: str, coordinator: str) -> Advertised:
-    """Returns the address that this process advertises.
-
-    Args:
-        interface: auto, or the name of a network interface.
-        coordinator: `host:port`.
+    """Returns the address that this process advertises; `interface`: auto, or a name; `coordinator`: `host:port`.
 
     Raises:
         ConfigError: there is no such interface, or it has no address.

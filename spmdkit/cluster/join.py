@@ -1,8 +1,4 @@
-"""`join`: configures JAX for the requested devices, joins the other processes, returns the `Cluster`. First use of JAX.
-
-Order: settings for devices (they take effect only before JAX creates any), the rendezvous,
-`jax.distributed.initialize`, then the devices.
-"""
+"""`join`: configures JAX for the requested devices, joins the other processes, returns the `Cluster`."""
 
 from __future__ import annotations
 
@@ -32,15 +28,10 @@ from spmdkit.foundation.timeouts import COLLECTIVE_MARGIN_S, JAX_INITIALIZE_S, S
 
 
 class Generation(NamedTuple):
-    """One of several clusters that a process joins in turn.
+    """One of several clusters that a process joins in turn."""
 
-    Attributes:
-        number: counted from 1; from 2 on a launcher has checked that all processes are ready.
-        creating_devices: entered while JAX creates the devices.
-    """
-
-    number: int
-    creating_devices: AbstractContextManager[None]
+    number: int  # counted from 1; from 2 on a launcher has checked that all processes are ready
+    creating_devices: AbstractContextManager[None]  # entered while JAX creates the devices
 
 
 def join(
@@ -108,7 +99,6 @@ def join(
 
 
 def _how(spec: ClusterSpec, joined: bool, num_processes: int) -> tuple[str, ...]:
-    """Returns lines for the log: the environment from which the rank was read, and the ones that were not used."""
     if joined and spec.num_processes != num_processes:
         return (f"{num_processes} processes, since jax.distributed is initialized already",)
     source = f"{num_processes} processes: {spec.found_by}"
@@ -149,7 +139,7 @@ def num_threads(num_devices: int) -> int:
 
 
 def _configure(spec: ClusterSpec, devices: str | Sequence[int], num_cpu: int | None, num_processes: int) -> None:
-    """Sets what JAX reads when it creates its devices. The settings are global to the process, as the devices are."""
+    """Sets what JAX reads when it creates its devices, for the whole process."""
     if num_cpu is not None and num_cpu > 1:
         os.environ.setdefault("NPROC", str(num_threads(num_cpu)))
     if num_cpu is not None:
@@ -182,10 +172,8 @@ def open_to_all(spec: ClusterSpec, bound: str) -> tuple[str, ...]:
 
 
 def _initialize(spec: ClusterSpec, is_first: bool = True) -> str:
-    """Connects to JAX's coordination service. Process 0 starts it where no launcher runs it.
-
-    Returns the address that process 0 has bound: loopback for a loopback coordinator.
-    """
+    """Connects to JAX's coordination service, which process 0 starts where no launcher runs it. Returns the address
+    that process 0 has bound."""
     service_process = (
         ServiceProcess(spec.num_processes, spec.process_id) if spec.process_id == 0 and spec.service is None else None
     )
@@ -229,13 +217,8 @@ def _initialize(spec: ClusterSpec, is_first: bool = True) -> str:
 
 
 def _choose(
-    found: list[jax.Device],
-    spec: ClusterSpec,
-    devices: str | Sequence[int],
-    num_cpu: int | None,
-    num_processes: int,
+    found: list[jax.Device], spec: ClusterSpec, devices: str | Sequence[int], num_cpu: int | None, num_processes: int
 ) -> list[jax.Device]:
-    """Returns the global devices to use, the same list on every process."""
     local = [[d for d in found if d.process_index == p] for p in range(num_processes)]
     if num_cpu is not None:
         for process, of_process in enumerate(local):

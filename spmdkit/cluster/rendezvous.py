@@ -2,9 +2,7 @@
 
 `jax.distributed.initialize` aborts the process (SIGABRT) when a process is missing, without naming it; with the port in
 use it crashes with SIGSEGV (jaxlib 0.10.2, 2026-11-20). So processes first meet on the same port over plain TCP: each
-sends one line of JSON, process 0 replies to all of them with one line and closes the port. Then JAX uses the port (or
-its service runs elsewhere: `ClusterSpec.service`). As a side effect the service already listens at JAX's first
-connection, which saves gRPC's back-off of one second at every start.
+sends one line of JSON, process 0 replies to all of them with one line and closes the port.
 """
 
 from __future__ import annotations
@@ -50,7 +48,6 @@ def is_loopback(host: str) -> bool:
 
 
 def _collect(spec: ClusterSpec, deadline: Deadline) -> str:
-    """Process 0: collects one line from every other process, then sends all of them the result."""
     assert spec.coordinator is not None
     listener, bound = _listen(spec)
     present: dict[int, socket.socket] = {}
@@ -107,7 +104,6 @@ def _listen(spec: ClusterSpec) -> tuple[socket.socket, str]:
 
 
 def _advice(spec: ClusterSpec) -> str:
-    """Returns the environment that gave the address, and its advice."""
     return "".join(
         f" {text}" for text in (spec.found_by and f"The address is from {spec.found_by}.", spec.repair) if text
     )
@@ -139,7 +135,6 @@ def _register(connection: socket.socket, spec: ClusterSpec, present: dict[int, s
 
 
 def _connect(spec: ClusterSpec, deadline: Deadline) -> None:
-    """Every other process: connects to process 0, sends its rank, and waits for the result."""
     assert spec.coordinator is not None
     host, port = split_address(spec.coordinator)
     hello = json.dumps({"spmdkit": 1, "process": spec.process_id, "num_processes": spec.num_processes}).encode() + b"\n"
@@ -184,7 +179,7 @@ def _wait_for_service(host: str, port: int, deadline: Deadline) -> None:
 
 
 def _receive(connection: socket.socket, timeout_s: float) -> dict[str, Any]:
-    """Returns one line of JSON from the other side; an empty dict after a timeout, a close, or any other content."""
+    """Returns one line of JSON from the other side; an empty dict for anything else."""
     deadline, data = Deadline(timeout_s), b""
     try:
         while not data.endswith(b"\n") and len(data) < MOST_LINE_BYTES:

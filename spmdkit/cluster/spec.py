@@ -26,29 +26,19 @@ Role: TypeAlias = Literal["train", "evaluator"]
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """The rank of one process, and how it joins the others.
+    """The rank of one process, and how it joins the others."""
 
-    Attributes:
-        coordinator: `host:port` of process 0; None for a single process.
-        names: the variables that this was read from.
-        notes: lines for the log on how it was read; process 0 prints them once.
-        service: `host:port` of JAX's coordination service where a launcher runs it; None: process 0 starts it.
-        found_by: the environment and its variables, for the log; empty where none was detected.
-        repair: what to check in that environment when processes do not meet.
-        role: an evaluator is a single process.
-    """
-
-    coordinator: str | None = None
+    coordinator: str | None = None  # `host:port` of process 0; None for a single process
     num_processes: int = 1
     process_id: int = 0
     devices_per_process: int | None = None
     rendezvous_timeout_s: float = RENDEZVOUS_S
-    names: Names = OURS
-    notes: tuple[str, ...] = ()
-    service: str | None = None
-    found_by: str = field(default="", compare=False)
-    repair: str = field(default="", compare=False)
-    role: Role = "train"
+    names: Names = OURS  # the variables that this was read from
+    notes: tuple[str, ...] = ()  # lines for the log on how it was read; process 0 prints them once
+    service: str | None = None  # `host:port` of JAX's coordination service where a launcher runs it
+    found_by: str = field(default="", compare=False)  # the environment and its variables, for the log
+    repair: str = field(default="", compare=False)  # what to check in it when processes do not meet
+    role: Role = "train"  # an evaluator is a single process
 
 
 def split_address(address: str, name: str = OURS.coordinator) -> tuple[str, int]:

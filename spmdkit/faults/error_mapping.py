@@ -1,5 +1,4 @@
-"""What an exception that is none of ours means: a callback of the user's in a compiled step, or the file system.
-Anything else is a bug."""
+"""What an exception that is none of ours means: a user's callback in a compiled step, or the file system."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ import errno
 import logging
 import os
 import re
+import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -23,18 +23,17 @@ _CALLBACK = re.compile(
     re.I,
 )
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.*)$', re.M)
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
 
 def of_foreign(error: BaseException) -> tuple[int, str] | None:
-    """Returns (exit code, message) of an exception caused by the user's code or by the machine, None where it is a bug
-    of ours."""
+    """Returns (exit code, message) of an exception of the user's code or the machine, None for a bug of ours."""
     return of_callback(error) or _of_file_system(error)
 
 
 def quiet_callbacks() -> None:
-    """Keeps JAX from printing the traceback of a callback that raised. The step that contains it raises too, and
-    that error is reported."""
+    """Keeps JAX from printing the traceback of a callback that raised: the step raises too."""
     from spmdkit import compat
 
     for name in compat.CALLBACK_LOGGERS:
@@ -55,11 +54,10 @@ step."""
 
 @contextlib.contextmanager
 def callbacks_that_raise(report: Callable[[int, str], None], after_s: float = 3.0) -> Iterator[None]:
-    """Calls `report(exit code, message)` in another thread where a callback has raised and what is in here goes on
-    for so long.
+    """Calls `report(exit code, message)` in another thread where a callback has raised and the body goes on.
 
-    XLA's CPU devices wait in their collectives for the device with the failed callback, after 40 s abort the process
-    with a C++ stack (jaxlib 0.10.2), and the thread that waits for the step does not come back before.
+    XLA's CPU devices wait in their collectives for the device with the failed callback, and after 40 s abort the
+    process with a C++ stack (jaxlib 0.10.2).
     """
     timers: list[threading.Timer] = []
     one_by_one = threading.Lock()  # the callbacks of several devices raise at the same time
@@ -69,7 +67,7 @@ def callbacks_that_raise(report: Callable[[int, str], None], after_s: float = 3.
             if timers:
                 return
             frames = traceback.extract_tb(error.__traceback__)
-            own = [(frame.filename, frame.lineno, frame.name) for frame in frames if not _is_ours(frame.filename)]
+            own = [(frame.filename, frame.lineno, frame.name) for frame in frames if not is_runtime(frame.filename)]
             words = _callback_words(own, f"{type(error).__name__}: {error}")
             timers.append(threading.Timer(after_s, report, (ExitCode.FAILED, words)))
             timers[0].daemon = True
@@ -89,7 +87,7 @@ def of_callback(error: BaseException) -> tuple[int, str] | None:
     text = str(error)
     if type(error).__name__ not in ("JaxRuntimeError", "XlaRuntimeError") or not _CALLBACK.search(text[:2000]):
         return None
-    own = [(f["file"], f["line"], f["name"]) for f in _FRAME.finditer(text) if not _is_ours(f["file"])]
+    own = [(f["file"], f["line"], f["name"]) for f in _FRAME.finditer(text) if not is_runtime(f["file"])]
     last = [line for line in text.strip().splitlines() if line and not line.startswith((" ", "\t"))][-1]
     return ExitCode.FAILED, _callback_words(own, last)
 
@@ -103,21 +101,17 @@ def _callback_words(frames: Sequence[tuple[Any, ...]], last: str) -> str:
     )
 
 
-def _is_ours(file: str) -> bool:
-    return (
-        file.startswith((files.PACKAGE, "<"))
-        or _INSTALLED.search(file) is not None
-        or f"{os.sep}lib{os.sep}python3" in file
-    )
+def is_runtime(file: str) -> bool:
+    """Returns whether the file of a frame belongs to Python, an installed package or spmdkit."""
+    return file.startswith((files.PACKAGE, _STDLIB, "<frozen ")) or _INSTALLED.search(file) is not None
 
 
 def _of_file_system(error: BaseException) -> tuple[int, str] | None:
-    """A file that we could not use, when no better message was found; where the frame is the user's own it is their
-    exception."""
     if not isinstance(error, OSError) or error.errno is None:
         return None
     frames = traceback.extract_tb(error.__traceback__)
-    if error.filename is None and not any(map(_is_print, frames[-3:])):
+    prints = lambda frame: "print(" in (frame.line or "") or "flush" in (frame.line or "")
+    if error.filename is None and not any(map(prints, frames[-3:])):
         return None
     what = "standard output" if error.filename is None else str(error.filename)
     code = ExitCode.NOT_WRITTEN if error.errno in NO_ROOM else ExitCode.CONFIG
@@ -125,7 +119,3 @@ def _of_file_system(error: BaseException) -> tuple[int, str] | None:
         f"{what[:300]} cannot be used: {error.strerror} (error {error.errno}). spmdkit has to read and write the files "
         "that it is given. Fix the permissions, free some room, or name another."
     )
-
-
-def _is_print(frame: traceback.FrameSummary) -> bool:
-    return "print(" in (frame.line or "") or "flush" in (frame.line or "")

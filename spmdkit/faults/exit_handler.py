@@ -15,19 +15,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
-import sysconfig
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NoReturn
 
 from spmdkit.errors import ExitCode, RendezvousError, SpmdkitError, UserCodeError
-from spmdkit.faults.error_mapping import of_foreign
+from spmdkit.faults.error_mapping import is_runtime, of_foreign
 from spmdkit.faults.signals import SIGNALS, ExitRequested
 from spmdkit.foundation import files, redact
 from spmdkit.foundation.constants import ERROR_FILE, NAMELESS, PROCESS_ID
@@ -38,14 +37,7 @@ BUG = "this is a bug in spmdkit"
 
 # How a dead peer shows itself in the survivors: Gloo, gRPC and the coordination service. Seen with jaxlib 0.10.2 and
 # 0.11.2.
-PEER_LOST = (
-    "gloo",
-    "connection reset by peer",
-    "connection closed by peer",
-    "coordination service",
-    "coordinationservice",
-    "heartbeat timeout",
-)
+PEER_LOST = re.compile("gloo|connection (?:reset|closed) by peer|coordination ?service|heartbeat timeout", re.I)
 
 
 STOPPING = [number for number in SIGNALS if number != signal.SIGINT]
@@ -61,7 +53,7 @@ _owned = [False]
 
 
 def owns_process() -> bool:
-    """Returns whether this process is a command of ours, and not somebody's program that called us."""
+    """Returns whether this process is a command of ours, and not a user's program that called us."""
     return _owned[0]
 
 
@@ -106,7 +98,7 @@ def run_process(main: Callable[[], int | None]) -> int:
 def _of_the_user(request: SystemExit) -> bool:
     """Returns whether user code, or code that it called, requested the exit: a command ends by returning."""
     frames = traceback.extract_tb(request.__traceback__)[1:]  # the first is ours that has caught it
-    return any(not _is_runtime(frame.filename) and not frame.filename.startswith("<") for frame in frames)
+    return any(not is_runtime(frame.filename) and not frame.filename.startswith("<") for frame in frames)
 
 
 def report(error: BaseException) -> int:
@@ -130,12 +122,7 @@ def _tell_others(code: int, message: str) -> None:
 
 
 def say(code: int, message: str, blamed: Sequence[int] = (), stacks: str = "") -> None:
-    """Writes the error file and the message for people.
-
-    Args:
-        blamed: the processes that are at fault, where it is not this one.
-        stacks: shown whole after the message.
-    """
+    """Writes the error file and the message; `blamed`: the processes at fault; `stacks`: printed after the message."""
     message = redact.in_text(message if BUG in message else bounded(message))
     _tell_launcher({"exit_code": code, "message": message, "blamed": list(blamed)})
     with suppress(OSError, ValueError):  # the stream is closed; the error file and the exit code remain
@@ -190,7 +177,6 @@ def describe(error: BaseException) -> tuple[int, str]:
 
 
 def _one_of_many() -> bool:
-    """Whether this process has joined others. Does not import JAX for commands that had no need of it."""
     if "jax" not in sys.modules:
         return False
     from spmdkit import compat
@@ -202,18 +188,16 @@ def lost_peer(error: BaseException) -> str | None:
     """Returns the line about a lost process, from the exception or one of its causes."""
     link: BaseException | None = error
     while link is not None:
-        if isinstance(link, (RuntimeError, ValueError)) and not isinstance(link, SpmdkitError):
-            text = str(link)
-            if any(sign in text.lower() for sign in PEER_LOST):
-                return text.strip().splitlines()[0]
+        is_foreign = isinstance(link, (RuntimeError, ValueError)) and not isinstance(link, SpmdkitError)
+        if is_foreign and PEER_LOST.search(str(link)):
+            return str(link).strip().splitlines()[0]
         link = link.__cause__
     return None
 
 
 def _users_part(error: BaseException) -> str:
-    """Returns the user's exception without the frames of JAX, spmdkit, Python and installed packages."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not _is_runtime(frame.filename)]
+    own = [frame for frame in frames if not is_runtime(frame.filename)]
     lines = traceback.format_list(own or frames[-3:])
     shown = traceback.TracebackException(type(error), error, None)
     notes = getattr(error, "__notes__", ())
@@ -221,21 +205,9 @@ def _users_part(error: BaseException) -> str:
     return "".join([*lines, *shown.format_exception_only()]).rstrip()
 
 
-_STDLIB = sysconfig.get_paths()["stdlib"]
-
-
-def _is_runtime(filename: str) -> bool:
-    if filename.startswith("<frozen ") or {"site-packages", "dist-packages"} & set(Path(filename).parts):
-        return True
-    return any(Path(filename).is_relative_to(folder) for folder in (_STDLIB, files.PACKAGE))
-
-
 def _tell_launcher(record: dict[str, Any]) -> None:
-    """Writes a record for the launcher, which has set the variable. Whole or not at all.
-
-    While a command runs, the record contains that: a process that leaves with code 0 then (`os._exit`) has not done its
-    work.
-    """
+    """Writes a record for the launcher, which has set the variable. While a command runs, the record contains that: a
+    process that leaves with code 0 then (`os._exit`) has not done its work."""
     path = os.environ.get(ERROR_FILE)
     if not path:
         return

@@ -1,8 +1,7 @@
-"""What one process concludes from the heartbeats of all: lost processes, hangs, stragglers. Pure, with
-the time handed in.
+"""What one process concludes from the heartbeats of all: lost processes, hangs, stragglers. Pure.
 
-A beat is a line that each process writes every second: where its training thread stands, since when, and how long it
-may. Times in it are of its own clock without pauses, so that no clock is compared with another.
+A beat is a line that each process writes every second. Times in it are of its own clock without pauses, so that no
+clock is compared with another.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import json
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from spmdkit.foundation.phase import EVALUATION, READING, WAITING
 from spmdkit.foundation.timeouts import FIRST_BATCH_TIMEOUT_S, MIN_STEP_TIMEOUT_S, STRAGGLER_WINDOW_S
@@ -37,46 +37,37 @@ DOES = {
 
 @dataclass(frozen=True)
 class Beat:
-    """The heartbeat of a process.
-
-    Attributes:
-        for_s: seconds in the phase, without pauses.
-        limit_s: how many it may be there; None: as long as others let it wait.
-        spent: phase -> seconds so far.
-    """
+    """The heartbeat of a process."""
 
     phase: str
     detail: str
     step: int
-    for_s: float
-    limit_s: float | None
-    spent: Mapping[str, float] = field(default_factory=dict)
+    for_s: float  # seconds in the phase, without pauses
+    limit_s: float | None  # how many it may be there; None: as long as others let it wait
+    spent: Mapping[str, float] = field(default_factory=dict)  # phase -> seconds so far
 
     @property
     def works(self) -> bool:
-        """Whether it is on its own there, and does not wait for others."""
+        """Whether it does not wait for others."""
         return self.phase not in (STEP, WAITING)
 
     @property
     def overdue(self) -> bool:
-        """Whether it is there for longer than it may."""
         return self.limit_s is not None and self.for_s > self.limit_s
 
     @property
     def does(self) -> str:
-        """`reading data`, `in the hook 'mine'`, `waiting at 'committed'`."""
+        """`reading data`, `waiting for others at 'committed'`."""
         if self.phase == WAITING:
             return f"waiting for others at '{self.detail}'"
         return DOES.get(self.phase, f"in the {self.phase}") + (f" ({self.detail})" if self.detail else "")
 
 
 def to_text(beat: Beat) -> str:
-    """Returns a beat as it is written."""
     return json.dumps(asdict(beat))
 
 
 def from_text(text: str) -> Beat:
-    """Returns the beat of `to_text`."""
     return Beat(**json.loads(text))
 
 
@@ -92,10 +83,8 @@ class Limits:
     evaluation_timeout_s: float
 
     def of(self, phase: str, step_s: float | None) -> float | None:
-        """Returns the limit of a phase, where a step takes `step_s`; None before that is known.
-
-        Steps in flight are waited for together: 16 of them, and room.
-        """
+        """Returns the limit of a phase, where a step takes `step_s`; None before that is known. Steps in flight are
+        waited for together: 16 of them, and room."""
         if phase in ("data", STEP):
             if self.step_timeout_s is not None:
                 return self.step_timeout_s
@@ -124,9 +113,9 @@ LIMIT_OF = {
 def culprits(beats: Mapping[int, Beat], quiet: Iterable[int] = ()) -> tuple[int, ...]:
     """Returns the processes that hold up the job, none while it may still go on.
 
-    Who works on his own for longer than he may holds up the others, whatever they do; in an evaluation that is who
-    reads. In the step all wait for all: there the job hangs when everybody is overdue, and first comes who gives no
-    sign of life, then who has come less far.
+    A process that works on its own for longer than it may holds up the others; in an evaluation that is the one that
+    reads. In the step all wait for all: there the job hangs when all are overdue, and blamed are those without a
+    heartbeat, then those that are behind.
     """
     reads = {p for p, b in beats.items() if b.phase == EVALUATION and b.detail == READING}
     over = [
@@ -146,8 +135,8 @@ def culprits(beats: Mapping[int, Beat], quiet: Iterable[int] = ()) -> tuple[int,
 
 
 def silent(now: float, seen: Mapping[int, float], others: Iterable[int], limit_s: float) -> list[int]:
-    """Returns who has given no sign of life for `limit_s`, or never came in twice that time; `seen`: when each beat was
-    new, where the store responds."""
+    """Returns the processes without a new beat for `limit_s`, or without any in twice that time; `seen`: when each beat
+    was new."""
     never = [p for p in others if p not in seen and now > 2 * limit_s]
     return sorted(never + [p for p, when in seen.items() if now - when > limit_s])
 
@@ -169,7 +158,6 @@ def stand(beats: Mapping[int, Beat], blamed: Iterable[int]) -> str:
 
 
 def _waits(beat: Beat) -> tuple[str, str]:
-    """Returns what one, and what several of the others do."""
     if beat.phase == STEP:
         return "waits in the step", "wait in the step"
     if beat.phase == WAITING:
@@ -181,10 +169,45 @@ def _names(processes: Iterable[int]) -> str:
     return ", ".join(f"p{p}" for p in sorted(processes))
 
 
+def hang_report(verdict: Mapping[str, Any], beats: Mapping[int, Beat], newest: str) -> str:
+    """Returns the message with which the watchdog ends a job: what was seen, the rule, what to do."""
+    blamed = verdict["processes"]
+    who = " and ".join(f"process {p}" for p in blamed)
+    last = beats.get(blamed[0])
+    if verdict["why"] == "left":
+        left = "is gone" if verdict["exit"] is None else f"has left with exit code {verdict['exit']}"
+        return (
+            f"{who} {left}: {verdict['message']}\nNo step is possible without it, so this process ends too; the "
+            "cause is in that one's own output."
+        )
+    seen = "" if last is None else f"was last seen {last.does} at step {last.step}."
+    if verdict["why"] == "unreachable":
+        return (
+            "the coordination service has not responded for longer than watchdog.heartbeat_timeout_s: the machine that "
+            "holds it (process 0's, or that of the launcher) is gone, or the network to it. "
+            f"{f'Process 0 {seen}' if seen else ''} No step is possible without it. {newest} See to it, and start all "
+            "processes again.".replace("  ", " ")
+        )
+    if verdict["why"] == "silent":
+        one = len(blamed) == 1
+        hint = f"It {seen}" if one and seen else "" if one else "Check the network between the machines first."
+        return (
+            f"{who} {'is' if one else 'are'} silent: no sign of life for longer than watchdog.heartbeat_timeout_s. "
+            f"{hint} A silent process is stopped, its machine is gone or cut off, or its interpreter is held, and no "
+            f"step is possible without it. {newest} See to it, and start all processes again.".replace("  ", " ")
+        )
+    key = LIMIT_OF.get(last.phase, "evaluation_timeout_s") if last else "step_timeout_s"
+    limit = last.limit_s if last else None
+    most = "" if limit is None else f" It may take {limit:.0f} s (watchdog.{key})."
+    return (
+        f"no progress: {stand(beats, blamed)}.{most} {newest} Look at the stacks, and start the same command again; "
+        f"raise watchdog.{key} where that was no hang.".replace("  ", " ")
+    )
+
+
 @dataclass(frozen=True)
 class Straggler:
-    """A process that the others wait for, again and again: `phase` takes `share` of its time, and `usual` of the
-    others'."""
+    """A process that the others wait for: `phase` takes `share` of its time, and `usual` of theirs."""
 
     process: int
     phase: str
@@ -195,11 +218,7 @@ class Straggler:
 def straggler(
     before: Mapping[int, Mapping[str, float]], after: Mapping[int, Mapping[str, float]], wall_s: float
 ) -> Straggler | None:
-    """Returns who kept the others waiting in the last `wall_s` seconds, from the spread of the times of their phases,
-    or None.
-
-    Where all are equally slow, no process is a straggler.
-    """
+    """Returns the process that held up the others in the last `wall_s` seconds, None where all are equally slow."""
     worst: Straggler | None = None
     both = sorted(set(before) & set(after))
     for phase in {phase for p in both for phase in after[p]} - {STEP, WAITING, *BEFORE_TRAINING}:
@@ -212,7 +231,6 @@ def straggler(
 
 
 def straggler_text(found: Straggler) -> str:
-    """Returns the line about a straggler."""
     does = DOES.get(found.phase, f"the {found.phase}")
     return (
         f"process {found.process} holds up the others: {does} takes {found.share:.0%} of its time, and "
@@ -221,7 +239,7 @@ def straggler_text(found: Straggler) -> str:
 
 
 class Stragglers:
-    """Looks at windows of time, and names who held up the others in two of them in turn."""
+    """Looks at windows of time, and names a process that held up the others in two of them in turn."""
 
     def __init__(self, window_s: float = STRAGGLER_WINDOW_S):
         self._window_s = window_s

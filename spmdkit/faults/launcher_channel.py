@@ -1,5 +1,4 @@
-"""What a process and the launcher on its machine exchange: that Python runs in it, which the launcher cannot see
-otherwise; and who is dead."""
+"""What a process and the launcher on its machine exchange: that Python runs in it, and who is dead."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ class Launcher:
         self._said = 0
 
     def dead(self) -> dict[int, dict[str, Any]]:
-        """Returns the dead processes: process -> `exit` and `message`, as an exiting process reports it itself
-        (faults/watchdog.py)."""
+        """Returns the dead processes: process -> `exit` and `message`."""
         if self._deaths is None:
             return {}
         with suppress(OSError, ValueError):  # half written: the rest is there the next time
@@ -56,7 +54,6 @@ class Launcher:
 
 
 def launcher_of(env: Mapping[str, str]) -> Launcher | None:
-    """Returns the launcher that has set its variable, or None."""
     try:
         beats = os.open(env[BEAT_FILE], os.O_WRONLY | os.O_CLOEXEC)
     except (KeyError, OSError):

@@ -1,5 +1,4 @@
-"""`StopSignals`: signals that stop a run. The first signal requests a save and the end; Ctrl-C after that exits
-once.
+"""`StopSignals`: signals that stop a run. The first signal requests a save and the end; Ctrl-C after that exits once.
 
 | signal                               | before the loop           | in the loop                          |
 | ------------------------------------ | ------------------------- | ------------------------------------ |
@@ -7,12 +6,10 @@ once.
 | SIGINT after one of these            | 130, immediately          | 130, immediately                     |
 | SIGQUIT (faults/stacks.py)           | prints all stacks         | prints all stacks                    |
 
-Python runs a signal's handler between two bytecodes of the main thread, so a main thread that waits inside a
-collective indefinitely never gets there, and a second Ctrl-C would do nothing. The signal's number is therefore read
-from Python's wakeup descriptor, which the C handler writes itself, by its own thread.
-
-`jax.distributed.initialize` installs a C handler that swallows SIGTERM; the last one to install wins: call `again`
-after `join`. What was ignored from the start (SIGHUP under `nohup`) stays ignored.
+Python runs a signal's handler between two bytecodes of the main thread, never while that waits inside a collective. The
+signal's number is therefore read from Python's wakeup descriptor, which the C handler writes itself, by its own thread.
+`jax.distributed.initialize` installs a C handler that swallows SIGTERM: call `again` after `join`. What was ignored
+from the start (SIGHUP under `nohup`) stays ignored.
 """
 
 from __future__ import annotations
@@ -80,7 +77,7 @@ class StopSignals:
         self._restore.clear()
 
     def again(self) -> None:
-        """Takes the signals back from somebody who has installed handlers since."""
+        """Takes the signals back from code that has installed handlers since."""
         if self._restore and threading.current_thread() is threading.main_thread():
             for number in self._taken:
                 signal.signal(number, self._in_main_thread)
@@ -88,10 +85,8 @@ class StopSignals:
     @contextmanager
     def nothing_to_save(self, leave: Callable[[BaseException], Any], run_is_open: bool = False) -> Iterator[None]:
         """While the body runs, a signal ends it by an exception; a body that does not come out in time, by
-        `leave(exception)`.
-
-        `run_is_open`: Ctrl-C requests a stop, as in the loop; before that it is a plain KeyboardInterrupt.
-        """
+        `leave(exception)`. `run_is_open`: Ctrl-C requests a stop, as in the loop; before that it is a plain
+        KeyboardInterrupt."""
         self._at_once, self._started = leave, run_is_open
         try:
             if self.requested is not None:

@@ -1,5 +1,4 @@
-"""Where the threads of this process are in Python: for a message, on SIGQUIT, and when the interpreter itself is
-held."""
+"""Where the threads of this process are in Python: for a message, and on SIGQUIT."""
 
 from __future__ import annotations
 
@@ -35,13 +34,11 @@ def stacks(main: int | None) -> str:
 
 
 def _idle(lines: list[str]) -> bool:
-    """Whether a thread waits for work to come."""
     return any(word in lines[-1] for word in ("work_queue.get", "work_item = ", ".wait(", "queue.get", "slots.get"))
 
 
 def on_sigquit() -> bool:
-    """SIGQUIT shows the stacks of all threads on standard error, and all goes on. Works while the interpreter is held:
-    its handler is C."""
+    """SIGQUIT prints the stacks of all threads to standard error, also while the interpreter is held (C handler)."""
     number = getattr(signal, "SIGQUIT", None)
     if number is None or sys.__stderr__ is None:
         return False
@@ -52,24 +49,19 @@ def on_sigquit() -> bool:
 
 
 def off_sigquit() -> None:
-    """Undoes `on_sigquit`."""
     if hasattr(signal, "SIGQUIT"):
         faulthandler.unregister(signal.SIGQUIT)
 
 
 def end_unless_called_again(seconds: float) -> None:
-    """Ends this process with code 1, after the stacks of all threads, unless it is called again in time: then no Python
-    runs any more.
-
-    A thread in C waits for that (`faulthandler`), with a clock that goes on while the process is stopped.
-    """
+    """Ends this process with code 1, after the stacks of all threads, unless it is called again in time. A thread in C
+    waits for that (`faulthandler`), with a clock that goes on while the process is stopped."""
     if sys.__stderr__ is not None:
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
 
 
 def stop_without_end(number: int, frame: FrameType | None) -> None:
-    """Handler of SIGTSTP (Ctrl-Z): stops this process as requested, without the deadline that would end it when it goes
-    on."""
+    """Handler of SIGTSTP (Ctrl-Z): stops this process without the deadline that would end it later."""
     faulthandler.cancel_dump_traceback_later()
     os.kill(os.getpid(), signal.SIGSTOP)

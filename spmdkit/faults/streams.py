@@ -1,8 +1,7 @@
 """Closed standard output and error do not end a command: `| head`, a closed terminal, `>&-`.
 
-A descriptor that is closed at the start is opened on /dev/null, or the next file or socket would get its number, and be
-printed into. Where the reader goes away later, the descriptor is put on /dev/null at the first write that fails: what
-is printed after that, by us, by the user's functions, by C++, goes nowhere.
+A descriptor that is closed at the start is opened on /dev/null, or the next file or socket would get its number. Where
+the reader goes away later, the descriptor is put on /dev/null at the first write that fails.
 """
 
 from __future__ import annotations
@@ -38,10 +37,8 @@ class Outlet(io.FileIO):
 
 
 def keep_going(when_full: bool = False) -> None:
-    """Lets this process outlive the readers of what it prints. To be called once, before anything is opened or printed.
-
-    `when_full`: also a full disk behind them, for a command with its result elsewhere.
-    """
+    """Lets this process outlive the readers of what it prints. Called once, before anything is opened or printed;
+    `when_full`: also a full disk behind them."""
     Outlet.ends_nothing = GONE + FULL * when_full
     for descriptor in (0, 1, 2):
         try:
@@ -53,7 +50,6 @@ def keep_going(when_full: bool = False) -> None:
 
 
 def to_nowhere(descriptor: int) -> None:
-    """Puts a descriptor on /dev/null."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     if nowhere != descriptor:
         os.dup2(nowhere, descriptor)
@@ -61,7 +57,6 @@ def to_nowhere(descriptor: int) -> None:
 
 
 def _outlet(stream: Any, descriptor: int) -> Any:
-    """Returns the stream that writes as `stream` does, and outlives its readers."""
     if stream is not None:
         if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != descriptor:
             return stream  # somebody has replaced it

@@ -9,14 +9,9 @@ with and in time.
 | beats, and a phase that takes longer than it may   | 76   | who works on his own; in the step, who is behind |
 | the interpreter is held: no Python thread runs     | 76   | by the launcher; alone faulthandler ends it, 1   |
 
-Beats go through the coordination service's store, which is in a process of its own (cluster/service/).
-Two threads: one talks to the store, and may hang when process 0's machine does; one looks, and never waits. Its clock
-leaves out pauses: a job that was suspended as a whole, or a machine after its clock was set forward, goes on. Before 76
-all processes put their Python stacks into the store, and one of them prints all.
-
-JAX's own heartbeat never decides (cluster/join.py): it counts by wall time, and ends processes by SIGABRT.
-
-Cost: four short ticks a second, in each of them one listing of the store with few processes.
+Beats go through the coordination service's store. Two threads: one talks to the store, and may hang when process 0's
+machine does; one looks, and never waits. Its clock leaves out pauses. Before 76 all processes put their Python stacks
+into the store, and one of them prints all. JAX's own heartbeat never decides: it counts by wall time.
 """
 
 from __future__ import annotations
@@ -34,8 +29,7 @@ from typing import Any, Protocol
 
 from spmdkit.errors import ExitCode, SpmdkitError
 from spmdkit.faults import exit_handler, stacks
-from spmdkit.faults.hang_report import words
-from spmdkit.faults.heartbeat import Beat, Limits, Stragglers, culprits, from_text, silent, to_text
+from spmdkit.faults.heartbeat import Beat, Limits, Stragglers, culprits, from_text, hang_report, silent, to_text
 from spmdkit.faults.launcher_channel import launcher_of
 from spmdkit.foundation import phase
 from spmdkit.foundation.clock import RunningClock
@@ -72,7 +66,6 @@ class Watchdog:
 
     Args:
         board, folder: where the processes meet; None: there is one process.
-        limits: seconds of each phase.
         heartbeat_timeout_s: without a beat for so long a process is lost.
         interpreter_timeout_s: without any Python for so long a process alone is ended; None: never.
         leave: what ends the process.
@@ -123,7 +116,6 @@ class Watchdog:
     # ---- life ----
 
     def start(self) -> None:
-        """Begins to beat and to watch."""
         exit_handler.last_words.append(self.leaves)
         if self._guards_interpreter and threading.current_thread() is threading.main_thread():
             self._on_stop = signal.signal(signal.SIGTSTP, stacks.stop_without_end)
@@ -151,7 +143,6 @@ class Watchdog:
         return self._interpreter_timeout_s is not None and self._launcher is None and exit_handler.owns_process()
 
     def take_notices(self) -> list[str]:
-        """Returns the lines for the log since the last call."""
         taken, self.notices = self.notices, []
         return taken
 
@@ -185,7 +176,6 @@ class Watchdog:
         return Beat(place.phase, place.detail, place.step, now - self._since, limit, dict(phase.seconds_by_phase))
 
     def _judge(self, now: float) -> None:
-        """Ends the process where it cannot go on."""
         if self._alarm is not None:
             return self._end(self._alarm)
         causes_first = sorted(self._left.items(), key=lambda item: item[1][1]["exit"] in FOLLOWED)
@@ -202,15 +192,13 @@ class Watchdog:
             self._end({"code": int(ExitCode.HANG), "processes": list(found), "why": "hang"})
 
     def _patience_s(self, code: int | None) -> float:
-        """Returns how long the training thread has for words of its own, after another process has left with `code`;
-        None: without a report."""
+        """Returns how long the training thread has for its own error, after another process has left with `code`."""
         if code is None or code > SIGNALLED:
             return 0.0
         compares = self._mine.step == 0 and code != ExitCode.PREEMPTED  # before it all look at the same things
         return SHARED_ERROR_S if compares or code in AGREED else OWN_ERROR_S
 
     def _lost(self, now: float) -> dict[str, Any] | None:
-        """Returns the verdict where the store, or a process, sends no sign of life."""
         code, since = int(ExitCode.PEER_LOST), self._talking_since
         limit_s = max(self._heartbeat_timeout_s, 4 * self._beat_s)
         if since is not None and now - since > HANG_SUSPECT_S:  # no heartbeat can be read, so no process can be judged
@@ -226,8 +214,6 @@ class Watchdog:
     # ---- the thread that talks ----
 
     def _talk(self) -> None:
-        """Sends this process's heartbeat and reads all others'. Hangs while the store does not respond; `_lost`
-        detects that."""
         while not self._stopped.wait(WATCHDOG_TICK_S * max(1.0, self._num / 8)):
             self._exchange()
 
@@ -311,7 +297,7 @@ class Watchdog:
         newest = ""
         with suppress(OSError):  # a disk that is gone
             newest = self.newest()
-        text = words(verdict, beats, newest)
+        text = hang_report(verdict, beats, newest)
         shown = ""
         if verdict["why"] == "hang" and self._me == min(traces):
             blamed_first = sorted(traces, key=lambda p: (p not in verdict["processes"], p))
@@ -360,8 +346,7 @@ def _within(seconds: float, act: Callable[[], Any]) -> None:
 def watching(
     options: Any, process: int = 0, num_processes: int = 1, board: Board | None = None, folder: str = "watch"
 ) -> Iterator[Watchdog | None]:
-    """Watches while the body runs, with the settings of the section `watchdog` of a config; yields None where that is
-    null."""
+    """Watches while the body runs, with the section `watchdog` of a config; yields None where that is null."""
     phase.begin()
     sees_quit = stacks.on_sigquit()
     watchdog = None

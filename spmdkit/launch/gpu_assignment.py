@@ -1,10 +1,5 @@
-"""Which GPUs each process of this machine sees: consecutive ones by its number, so that no two processes share one. One
-process alone sees all.
-
-A process of JAX takes most of the memory of every GPU that it sees, so the second of two that see the same ones fails.
-Each is shown its own by CUDA_VISIBLE_DEVICES, and its indices (or uuids) are read before JAX is imported; the
-launcher itself uses no GPU.
-"""
+"""Which GPUs each process of this machine sees: consecutive ones by its number, since a process of JAX takes most of
+the memory of every GPU that it sees. One process alone sees all."""
 
 from __future__ import annotations
 
@@ -30,10 +25,7 @@ def gpus(env: Mapping[str, str], devices: Path = DEVICES) -> list[str]:
 
 def pinned(seen: list[str], num_processes: int, process: int, each: int | None) -> dict[str, str]:
     """Returns the variable of one process: its part of `seen`, `each` GPUs or as many as all can have; nothing where
-    there are not enough for that.
-
-    Processes on CPUs are started on machines with few GPUs too; `join` reports missing devices.
-    """
+    there are not enough for that."""
     share = each or len(seen) // num_processes
     if num_processes == 1 or not share or share * num_processes > len(seen):
         return {}

@@ -1,12 +1,7 @@
-"""`launch`: several processes of one command on this machine, as one: one output, one Ctrl-C, one exit code.
+"""`launch`: several processes of one command on this machine, with one output, one Ctrl-C and one exit code.
 
-process.py starts a process, output.py prints its output, supervisor.py decides when the others must end,
-root_cause.py who is to blame, restart_policy.py whether all are started again. Here are addresses, environments and the
-last message.
-
-Guarantees: no child outlives the launcher, not even a `kill -9` of it (Linux); when a process fails, all are gone about
-two seconds later; everything listens on the loopback interface only; nothing is left on the disk but the logs of a run,
-in its own directory.
+No child outlives the launcher, not even a `kill -9` of it (Linux). After a failure all are gone about two seconds
+later. Everything listens on the loopback interface only, and only the logs of a run are left on the disk.
 """
 
 from __future__ import annotations
@@ -92,23 +87,14 @@ class Job:
 
 @dataclass
 class Outcome:
-    """How one start of all processes ended.
-
-    Attributes:
-        code: the exit code.
-        stop_signal: the first signal that the launcher received meanwhile.
-        newest: the newest step that the run has committed.
-        before: the newest when the run reported its directory.
-        lost: how many processes are gone as if their machine was.
-        processes: how many there were at the end.
-    """
+    """How one start of all processes ended."""
 
     code: int = 0
-    stop_signal: int | None = None
-    newest: int | None = None
-    before: int | None = None
-    lost: int = 0
-    processes: int = 0
+    stop_signal: int | None = None  # the first signal that the launcher received meanwhile
+    newest: int | None = None  # the newest step that the run has committed
+    before: int | None = None  # the newest when the run reported its directory
+    lost: int = 0  # how many processes are gone as if their machine was
+    processes: int = 0  # how many there were at the end
 
 
 def launch(
@@ -297,8 +283,7 @@ class _Attempt:
         return child
 
     def _show_output(self) -> None:
-        """Lets what they print be read. After all of the first are started: a thread that reads holds up the start of
-        the next."""
+        """Reads what they print. After all have started: a thread that reads holds up the start of the next."""
         for child in self._children:
             if child.output is None and not child.in_waiting:
                 shown = self._job.observer is None
@@ -337,10 +322,10 @@ def _newest(folder: Path | None) -> int | None:
     """Returns the newest committed step of the run that has this folder of logs."""
     if folder is None:
         return None
-    run_dir = folder.parents[1]
-    if not (run_dir / "checkpoints").is_dir():  # in a bucket
+    run_dir, checkpoints = folder.parents[1], folder.parents[1] / "checkpoints"
+    if not checkpoints.is_dir():  # in a bucket
         return newest_saved(run_dir)
-    return max((int(p.name) for p in (run_dir / "checkpoints").glob("*") if is_step_name(p.name)), default=None)
+    return max((int(p.name) for p in checkpoints.glob("*") if is_step_name(p.name)), default=None)
 
 
 def child_environment(

@@ -18,8 +18,7 @@ MOST_WAITING = 10_000
 
 
 class Logs:
-    """Keeps lines until `open`, and writes them from then on. A disk that takes none ends it quietly: the terminal has
-    them."""
+    """Keeps lines until `open`, and writes them from then on. A full disk ends it silently: the terminal has them."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[int, str, str]] = deque(maxlen=MOST_WAITING)
@@ -28,8 +27,7 @@ class Logs:
         self.folder: Path | None = None
 
     def open(self, run_dir: Path, num_processes: int) -> None:
-        """Makes the folder of the next attempt in a run's directory. Does nothing when called again, and follows no
-        link."""
+        """Makes the folder of the next attempt in a run's directory, once. Follows no link."""
         with self._lock, suppress(OSError):
             parent = run_dir / "logs"
             if self.folder is not None or parent.is_symlink():

@@ -1,12 +1,11 @@
-"""`MembershipHistory`: a job that continues without lost processes. The launcher detects a death first; it notifies the
-others to leave what they do, and where they meet again.
+"""`MembershipHistory`: a job that continues without lost processes.
 
     a member dies       -> order k: who the members of generation k are; newcomers are started for it
     all say ready k     -> its own coordination service for generation k, and its address
 
-What is no death of a machine's kind (an error of the user's, a stop, JAX's own abort) ends the job as without
-membership, and `--max-restarts` starts it again; so does a generation in which not all come within `MEMBERS_READY_S`,
-or the third one in a row after which no step was done.
+Another death than of a machine's kind (an error of the user's, a stop, JAX's own abort) ends the job, and
+`--max-restarts` starts it again; so does a generation in which not all come within `MEMBERS_READY_S`, or the third one
+in a row after which no step was done.
 """
 
 from __future__ import annotations
@@ -45,31 +44,20 @@ Wanted = Callable[[int], "tuple[int, list[str]] | None"]
 
 
 class Elasticity(NamedTuple):
-    """How the number of processes of a job changes (elastic/sizes.py).
+    """How the number of processes of a job changes (elastic/sizes.py)."""
 
-    Attributes:
-        resize: the number of a restart.
-        wanted: the number that the job should have now; it continues without lost processes. None: it does not.
-        standby: number of standby processes that replace lost ones (standby.py).
-        precompile: compiles ahead for other numbers of processes.
-    """
-
-    resize: Resize
-    wanted: Wanted | None = None
-    standby: int = 0
-    precompile: Precompile | None = None
+    resize: Resize  # the number of a restart
+    wanted: Wanted | None = None  # the number that the job should have now; None: it stops at a loss
+    standby: int = 0  # processes that replace lost ones (standby.py)
+    precompile: Precompile | None = None  # compiles ahead for other numbers
 
 
 class MembershipHistory:
     """The membership of one attempt.
 
     Args:
-        resize, wanted: how many are to go on after a death; and how many there are to be now, None where no more are
-            for more.
         newcomer: starts one process: (its number, variables, descriptors, `key=value`s) -> the child.
         service_process: of the first generation.
-        standby: how many processes wait to take the place of a dead one.
-        precompile: what compiles ahead for other sizes.
 
     Attributes:
         running: the process of each rank in the generation that has begun last.
@@ -100,7 +88,7 @@ class MembershipHistory:
         self._refused = 0
         self._looked, self._best, self._idle = clock(), -1, 0
         self.running = tuple(range(num))
-        self._precompile = precompile
+        self._precompile = precompile or Precompile({}, [], None)
         self._standbys, self._left_at = Standbys(standby, self._start_standby), -1
         self.gave_up = ""
 
@@ -115,7 +103,6 @@ class MembershipHistory:
         return variables | {MEMBER: str(process), GENERATION: str(born)}, [self._note.descriptor, ready.descriptor]
 
     def take(self, child: Child) -> Child:
-        """Takes note of a started process."""
         self._children[child.process] = child
         return child
 
@@ -190,7 +177,6 @@ class MembershipHistory:
         return self._idle >= MOST_IDLE
 
     def _steps(self, processes: Iterable[int]) -> list[int | None]:
-        """Returns the step that each has begun last, None before the first."""
         return [step_of(self._children[process].step.read()) for process in processes]
 
     # ---- every turn of the launcher ----
@@ -201,8 +187,7 @@ class MembershipHistory:
         gone = [p for p in self._order.members if self._children[p].exit is not None]
         if gone:
             self._standbys.end()
-            if self._precompile is not None:
-                self._precompile.end()
+            self._precompile.end()
             if self._coming is not None:
                 self._dismiss(self._coming)
         if self._since is not None:
@@ -224,8 +209,7 @@ class MembershipHistory:
             self._looked = now
             if all(step is not None and step > self._left_at for step in self._steps(self._order.members)):
                 self._standbys.fill()  # not before: it takes a core that all wait for
-                if self._precompile is not None:
-                    self._precompile.turn()
+                self._precompile.turn()
             self._grow()
         return True
 
@@ -258,7 +242,6 @@ class MembershipHistory:
         return parse_ready(self._ready[process].read()) >= number
 
     def _prepare(self, num: int) -> None:
-        """Starts the process of the next service while the others leave: importing takes it a moment."""
         for service_process in self._service_processes[1:]:
             if service_process.ended() is not None:
                 self._service_processes.remove(service_process)
@@ -266,7 +249,6 @@ class MembershipHistory:
         self._service_processes.append(ServiceProcess(num, -1, start))
 
     def _go(self) -> None:
-        """Tells all members where they meet."""
         holder, port = reserve_port()
         self._holders.append(holder)
         if len(self._holders) > 2:
@@ -288,17 +270,10 @@ class MembershipHistory:
             return
         free = [p for p in range(size[0] + len(self._children)) if p not in self._order.members]
         more = free[: size[0] - now]
-        self._coming = MembershipUpdate(
-            self._order.number + 1,
-            (*self._order.members, *more),
-            planned=True,
-            overrides=tuple(size[1]),
-            why=f"{size[0]} processes are wanted",
-        )
-        say(
-            f"{size[0]} processes are wanted instead of {now}: {len(more)} more are started, and join as soon as they "
-            "can"
-        )
+        members, why = (*self._order.members, *more), f"{size[0]} processes are wanted"
+        number, overrides = self._order.number + 1, tuple(size[1])
+        self._coming = MembershipUpdate(number, members, planned=True, overrides=overrides, why=why)
+        say(f"{why} instead of {now}: {len(more)} more are started, and join as soon as they can")
         self._prepare(size[0])
         for process in more:
             self._start(process, self._coming)
@@ -314,7 +289,6 @@ class MembershipHistory:
         return self._newcomer(number, {**variables, PROCESS_ID: "0"}, descriptors, [])
 
     def _adopt(self, process: int) -> bool:
-        """Returns whether a standby has taken the place of a process."""
         found = self._standbys.adopt(process)
         if found is not None:
             number, child = found
@@ -331,16 +305,13 @@ class MembershipHistory:
         self._coming = None
 
     def _send_home(self, process: int) -> None:
-        """Ends a process that is no longer needed."""
         child = self._children[process]
         child.told_to_end = True
         self._dismissed.add(child.process)
         send(child.popen.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Ends what is left."""
-        if self._precompile is not None:
-            self._precompile.end()
+        self._precompile.end()
         for service_process in self._service_processes[1:]:
             service_process.kill()
         for note in (self._note, *self._ready.values()):

@@ -1,5 +1,5 @@
-"""`MembershipUpdate`: the membership of a generation, from a launcher to its processes, in a file without a name that
-it passes down open; and what they say back.
+"""`MembershipUpdate`: the membership of a generation, from a launcher to its processes in a nameless file, and the
+reply.
 
 launcher                                               process
 a member is dead: number 2, members [0, 1, 4, 3] --->  leaves what it does, and its backend
@@ -24,32 +24,21 @@ ORDER_BYTES = 1 << 14
 
 @dataclass(frozen=True)
 class MembershipUpdate:
-    """One generation.
+    """One generation."""
 
-    Attributes:
-        number: counted from 1, the start of all.
-        members: the process of each rank, by the number that the launcher gave it.
-        service: `host:port` of the coordination service of this generation; empty until all members are ready.
-        planned: no process has died: all continue to a step that they agree on.
-        overrides: `key=value` overrides for the config of this generation.
-        adopted: (number of a standby, the process that it is from now on).
-        why: for people.
-    """
-
-    number: int
-    members: tuple[int, ...]
-    service: str = ""
-    planned: bool = False
-    overrides: tuple[str, ...] = ()
-    why: str = ""
-    adopted: tuple[tuple[int, int], ...] = ()
+    number: int  # counted from 1, the start of all
+    members: tuple[int, ...]  # the process of each rank, by the number that the launcher gave it
+    service: str = ""  # `host:port` of its coordination service; empty until all members are ready
+    planned: bool = False  # no process has died: all continue to a step that they agree on
+    overrides: tuple[str, ...] = ()  # `key=value` overrides for the config of this generation
+    why: str = ""  # for people
+    adopted: tuple[tuple[int, int], ...] = ()  # (number of a standby, the process that it is from now on)
 
     def process_of(self, number: int) -> int:
         """Returns which process one is that was started with `number`: another one where it was a standby."""
         return dict(self.adopted).get(number, number)
 
     def text(self) -> str:
-        """Returns it as it is written."""
         return json.dumps(asdict(self)).ljust(ORDER_BYTES)
 
 
@@ -57,34 +46,21 @@ def parse_update(text: str | bytes) -> MembershipUpdate | None:
     """Returns the order of `MembershipUpdate.text`, None where it is half written or none."""
     try:
         values: dict[str, Any] = json.loads(text)
-        adopted = tuple((standby, process) for standby, process in values["adopted"])
-        return MembershipUpdate(
-            **{
-                **values,
-                "members": tuple(values["members"]),
-                "overrides": tuple(values["overrides"]),
-                "adopted": adopted,
-            }
-        )
+        values["adopted"] = tuple((standby, process) for standby, process in values["adopted"])
+        values |= {name: tuple(values[name]) for name in ("members", "overrides")}
+        return MembershipUpdate(**values)
     except (ValueError, TypeError, KeyError):
         return None
 
 
 class MembershipFiles:
-    """The files of one process; `open_membership_files` opens them.
-
-    Attributes:
-        member: the number that the launcher gave to this process; below 0: a standby, which waits to become another
-            one.
-        born: the number of the generation that it was started for.
-    """
+    """The files of a process; `member`: its number, below 0 for a standby; `born`: its first generation."""
 
     def __init__(self, order: int, ready: int, member: int, born: int):
         self._order, self._ready = order, ready
         self.member, self.born = member, born
 
     def read(self) -> MembershipUpdate | None:
-        """Returns the newest order."""
         with suppress(OSError):
             return parse_update(os.pread(self._order, ORDER_BYTES, 0))
         return None

@@ -29,28 +29,21 @@ def without_greeting(line: str) -> str | None:
 
 
 class Output:
-    """Two threads that copy one process's lines to ours, where they are `shown`, and into its logs. `tail` is the end
-    of what it wrote to standard error."""
+    """Two threads that copy one process's lines to ours and into its logs. `tail`: the end of its standard error."""
 
     def __init__(
         self, process: int, popen: subprocess.Popen[bytes], lock: threading.Lock, logs: Logs, shown: bool = True
     ):
         assert popen.stdout is not None and popen.stderr is not None
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
-        prefix = f"[{process}] "
-        self._readers = [
-            threading.Thread(
-                target=_copy,
-                args=(source, target if shown else None, prefix, lock, partial(logs.add, process, name), tail),
-                daemon=True,
-            )
-            for source, target, name, tail in (
-                (popen.stdout, sys.stdout, "stdout", None),
-                (popen.stderr, sys.stderr, "stderr", self.tail),
-            )
-        ]
-        for reader in self._readers:
-            reader.start()
+        streams = ((popen.stdout, sys.stdout, "stdout"), (popen.stderr, sys.stderr, "stderr"))
+        self._readers = []
+        for source, target, name in streams:
+            tail = self.tail if name == "stderr" else None
+            log = partial(logs.add, process, name)
+            arguments = (source, target if shown else None, f"[{process}] ", lock, log, tail)
+            self._readers.append(threading.Thread(target=_copy, args=arguments, daemon=True))
+            self._readers[-1].start()
 
     def run_out(self) -> None:
         """Waits until the last lines of a process that has ended are copied."""
@@ -66,20 +59,18 @@ def _copy(
     log: Callable[[str], None],
     tail: deque[str] | None,
 ) -> None:
-    readable = target is not None
-    for raw in iter(source.readline, b""):
-        line = without_greeting(raw.decode(errors="replace").rstrip("\r\n"))
-        if line is None:
-            continue
-        log(line)
-        if tail is not None:
-            tail.append(line)
-        if not readable:
-            continue  # our reader is gone; the child must still not block on a full pipe
-        with lock:
+    with source:
+        for raw in source:
+            line = without_greeting(raw.decode(errors="replace").rstrip("\r\n"))
+            if line is None:
+                continue
+            log(line)
+            if tail is not None:
+                tail.append(line)
             try:
-                assert target is not None
-                target.write(f"{prefix}{line}\n")
-                target.flush()
+                if target is not None:
+                    with lock:
+                        target.write(f"{prefix}{line}\n")
+                        target.flush()
             except (OSError, ValueError):
-                readable = False
+                target = None  # our reader is gone; the child must still not block on a full pipe

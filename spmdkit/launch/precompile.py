@@ -1,12 +1,8 @@
-"""`Precompile`: fills the compile cache for other numbers of processes while the job trains, so that a generation of
-such a size compiles nothing.
+"""`Precompile`: fills the compile cache for other numbers of processes while the job trains.
 
 For each size, one after the other, a job of so many processes is started with the same config, at the lowest priority,
-up to the point where its step is compiled: before it has a state or opens the run. These are real processes, since
-XLA's key holds the devices and their arrangement.
-
-Cost: the memory of such a job with its data and without a state, and what cores have left, once for each size and
-config.
+up to the point where its step is compiled. These are real processes, since XLA's key holds the devices and their
+arrangement.
 """
 
 from __future__ import annotations
@@ -30,8 +26,6 @@ class Precompile:
     Args:
         sizes: number of processes -> additional arguments of its command.
         train: the words of `train CONFIG KEY=VALUE...`.
-        devices_per_process: as the job has it.
-        env: the launcher's.
     """
 
     def __init__(
@@ -46,7 +40,7 @@ class Precompile:
         self._size = 0
 
     def turn(self) -> None:
-        """Begins the next one when the one before has ended. To be called now and then while the job trains."""
+        """Begins the next one when the one before has ended. Called now and then while the job trains."""
         if self._running is not None:
             if self._running.poll() is None:
                 return

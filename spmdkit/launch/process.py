@@ -1,10 +1,8 @@
-"""Child processes: start them so that they die with this one, read how they ended, send signals. Used wherever spmdkit
-starts Python.
+"""Child processes: start them so that they die with this one, read how they ended, send signals.
 
-`start` lets the kernel kill the child when its parent dies, even by `kill -9` (PR_SET_PDEATHSIG, Linux). Two traps of
-it: the signal comes when the *thread* that started the child ends, so every child is started by a thread that lasts as
-long as this process; and Python code between fork and exec (`preexec_fn`) can deadlock where JAX's threads run, so a
-small Python program calls the kernel and then becomes the command (about 20 ms).
+The kernel kills a child when its parent dies, even by `kill -9` (PR_SET_PDEATHSIG, Linux). The signal comes when the
+*thread* that started the child ends, so a lasting thread starts it. Python code between fork and exec (`preexec_fn`)
+can deadlock where JAX's threads run, so a small Python program calls the kernel and then becomes the command (20 ms).
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
@@ -40,8 +39,8 @@ except OSError as error:
 else of Python is loaded. A Ctrl-C meanwhile ends it without a traceback; a command of ours takes it as soon as it can
 (spmdkit/__main__.py)."""
 
-_starter: concurrent.futures.ThreadPoolExecutor | None = None
-_lock = threading.Lock()
+_lasting_thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="spmdkit-start")
+"""Starts children for threads that may end before them."""
 
 
 def start(command: list[str], env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[Any]:
@@ -51,16 +50,7 @@ def start(command: list[str], env: Mapping[str, str] | None = None, **options: A
     given = None if env is None else dict(env)
     if threading.current_thread() is threading.main_thread():
         return subprocess.Popen(command, env=given, **options)
-    return _lasting_thread().submit(lambda: subprocess.Popen(command, env=given, **options)).result()
-
-
-def _lasting_thread() -> concurrent.futures.ThreadPoolExecutor:
-    """Returns the one thread that starts children for threads that may end before them."""
-    global _starter
-    with _lock:
-        if _starter is None:
-            _starter = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="spmdkit-start")
-        return _starter
+    return _lasting_thread.submit(lambda: subprocess.Popen(command, env=given, **options)).result()
 
 
 def say(line: str) -> None:
@@ -69,11 +59,8 @@ def say(line: str) -> None:
 
 
 def exit_status(pid: int) -> int | None:
-    """Returns the exit status (negative for a signal), or None while it runs. The dead stay zombies until they are
-    waited for.
-
-    So their group's number is not given to anybody else before the group is killed.
-    """
+    """Returns the exit status (negative for a signal), or None while it runs. The dead stay zombies, so that the number
+    of their group is not reused before the group is killed."""
     info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if info is None:
         return None
@@ -92,10 +79,7 @@ def is_stopped(pid: int) -> bool:
 
 def busy_ns(pid: int) -> int | None:
     """Returns for how many nanoseconds the main thread of a process and XLA's pools of threads have run, None where
-    that cannot be seen.
-
-    All others only look after something, a few times a second: up to 10 % of a core together.
-    """
+    that cannot be seen. All others use up to 10 % of a core together."""
     total = 0
     try:
         for thread in os.scandir(f"/proc/{pid}/task"):
@@ -111,10 +95,5 @@ def send(pid: int, number: int) -> None:
     """Sends a signal to the leader of a session; KILL goes to its whole group, so that its own children go too."""
     if pid <= 1:  # the group 1 means every process of the machine to the kernel
         raise ValueError(f"process {pid} is none that we have started")
-    try:
-        if number == signal.SIGKILL:
-            os.killpg(pid, number)
-        else:
-            os.kill(pid, number)
-    except ProcessLookupError:
-        return  # it ended in this moment
+    with suppress(ProcessLookupError):  # it ended in this moment
+        (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)

@@ -23,12 +23,7 @@ class Restarts:
     """Counts the attempts of one launcher.
 
     A start after a preemption (42) costs nothing, any other one of `most`. Three attempts in a row after which no newer
-    step was committed are the last.
-    The wait doubles with each of these, from 1 s to 60, and starts again where there was progress.
-
-    Attributes:
-        left: how many starts are left.
-        why: why there is no other attempt, where there could be one.
+    step was committed are the last. The wait doubles from 1 s to 60, and starts again where there was progress.
     """
 
     def __init__(self, most: int):
@@ -41,7 +36,6 @@ class Restarts:
         """Returns the seconds until the next attempt, None where there is none.
 
         Args:
-            code: how the attempt ended.
             newest: the newest step that is committed by now.
             before: the newest when the attempt began; a run that the launcher found is no progress of its own.
         """

@@ -48,9 +48,8 @@ def coded(code: int) -> str:
 def cause(exits: list[Exit]) -> Exit | None:
     """Returns the process that failed first, or None when all returned 0.
 
-    Strongest sign first: it wrote its own error, rather than one of another process; it died by a signal other
-    than 6 (JAX aborts by 6 when a *peer* dies); it returned another code; it saved and stopped on request; it wrote
-    that a peer went away; it aborted; we ended it.
+    Strongest sign first: it wrote its own error; it died by a signal other than 6 (JAX aborts by 6 when a *peer* dies);
+    it returned another code; it stopped on request; it wrote that a peer went away; it aborted; we ended it.
     """
     failed = [e for e in exits if e.code != 0]
     return min(failed, key=_weakness) if failed else None

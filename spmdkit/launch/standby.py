@@ -1,9 +1,7 @@
-"""`Standbys`: processes that have imported all that a run needs, and wait to take the place of one that dies: no
-newcomer has to be started for it.
+"""`Standbys`: processes that have imported all that a run needs, and wait to take the place of one that dies.
 
-Each is started as a newcomer is, with a number below 0, and waits for an order (membership_file.py) that names the
-process that it becomes. Another one is started when all train again. One that ends while it waits is no failure;
-after `MOST_FAILED` of them no more are started.
+Each is started as a newcomer with a number below 0, and waits for an order (membership_file.py). After `MOST_FAILED`
+that end while they wait no more are started.
 """
 
 from __future__ import annotations
@@ -20,10 +18,6 @@ MOST_FAILED = 3
 class Standbys:
     """The standbys of one attempt.
 
-    Args:
-        num: how many wait at a time.
-        start: starts one: its number -> the child.
-
     Attributes:
         adopted: the number of each that has taken a place -> the process that it is.
     """
@@ -35,14 +29,12 @@ class Standbys:
         self.adopted: dict[int, int] = {}
 
     def fill(self) -> None:
-        """Starts those that are lacking."""
         while len(self._waiting) < self._num and self._failed < MOST_FAILED:
             self._started += 1
             self._waiting.append(self._start(-self._started))
 
     def adopt(self, process: int) -> tuple[int, Child] | None:
-        """Returns (the number, the child) of the one that waits the longest, which is `process` from now on; None where
-        none waits."""
+        """Returns (number, child) of the one that waits the longest, which is `process` from now on, or None."""
         while self._waiting:
             child = self._waiting.pop(0)
             if child.exit is None:
@@ -52,7 +44,6 @@ class Standbys:
         return None
 
     def lost(self, process: int) -> None:
-        """Forgets who has taken the place of a process that is dead."""
         self.adopted = {number: each for number, each in self.adopted.items() if each != process}
 
     def has_ended(self, child: Child) -> bool:

@@ -1,5 +1,4 @@
-"""Policies over running processes: when the rest must end after one has failed, stopped, or the user requested a
-stop."""
+"""When the rest of the processes must end: after one has failed or stopped, or a stop was requested."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ from spmdkit.launch.root_cause import Exit, ended_by
 
 
 class Note:
-    """A file without a name in which a process reports to the launcher, which passes it open: nothing is
-    left on the disk."""
+    """A file without a name in which a process reports to the launcher, which passes it open."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  it lasts as long as the process that writes into it
@@ -36,15 +34,13 @@ class Note:
         self.path = f"{NAMELESS}{self.descriptor}"  # as the process sees it
 
     def read(self) -> bytes:
-        """Returns what stands there now."""
         return os.pread(self.descriptor, MOST_NOTE_BYTES, 0)
 
     def write(self, text: str) -> None:
-        """Lets this stand there: it begins with no less than what stood there before."""
+        """Writes from the beginning, no less than what stands there."""
         os.pwrite(self.descriptor, text.encode(), 0)
 
     def close(self) -> None:
-        """Ends it."""
         self._file.close()
 
 
@@ -53,30 +49,21 @@ MOST_NOTE_BYTES = 1 << 20
 
 @dataclass
 class Child:
-    """One started process, the leader of a session: its number in the cluster, its reports, how it ended.
-
-    Attributes:
-        errors, beats, step: what ended it, that Python runs in it, the step that it dispatched last.
-        beat, last_beat: its last beat as bytes, and as a mapping: the phase, and for how long no Python may run in it.
-        heard: when that came, by the launcher's running clock.
-        held: the launcher's message about it, when its interpreter is blocked.
-        mourned: it is dead, and the others go on without it (membership.py).
-        in_waiting: it is a standby (standby.py), and has not replaced a process yet; `process` is below 0.
-    """
+    """One started process, the leader of a session: its number in the cluster, its reports, how it ended."""
 
     process: int
     popen: subprocess.Popen[bytes]
-    errors: Note
-    beats: Note
-    step: Note
+    errors: Note  # what ended it
+    beats: Note  # that Python runs in it
+    step: Note  # the step that it dispatched last
     output: Output | None = None
     exit: Exit | None = None
     told_to_end: bool = False
-    beat: bytes = b""
-    last_beat: Mapping[str, Any] | None = None
-    heard: float = 0.0
-    held: str | None = None
-    mourned: bool = False
+    beat: bytes = b""  # its last beat
+    last_beat: Mapping[str, Any] | None = None  # parsed: the phase, and for how long no Python may run in it
+    heard: float = 0.0  # when that came, by the launcher's running clock
+    held: str | None = None  # the launcher's message about it, when its interpreter is blocked
+    mourned: bool = False  # it is dead, and the others go on without it (membership.py)
 
     @property
     def in_waiting(self) -> bool:
@@ -89,8 +76,7 @@ STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP
 
 @contextmanager
 def queued_signals() -> Iterator[deque[int]]:
-    """Signals that ask to stop are collected for the supervisor instead of ending the launcher; what is ignored stays
-    so (`nohup`)."""
+    """Collects signals that request a stop, instead of ending the launcher. Ignored ones stay so (`nohup`)."""
     received: deque[int] = deque()
 
     def receive(number: int, frame: FrameType | None) -> None:
@@ -115,19 +101,16 @@ class Supervisor:
         grace_s: float,
         deaths: Note | None = None,
         each_turn: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
     ):
         self._children, self._signals, self._grace_s = children, signals, grace_s
         self._deaths, self.each_turn = deaths, each_turn
         self.goes_on: Callable[[Child], bool] = lambda child: False  # whether the others do, without a dead one
         self.members: Callable[[], Sequence[int]] = lambda: range(len(children))  # the process of each rank
         self._dead: dict[int, dict[str, Any]] = {}
-        self._clock, self._sleep = clock, sleep
         self._asked: int | None = None
         self._term_at = self._kill_at = float("inf")
         self._num_exits = 0
-        self._running = RunningClock(clock)
+        self._running = RunningClock(time.monotonic)
 
     def run(self) -> int | None:
         """Returns when every child is dead: the first signal that the launcher received, or None."""
@@ -136,23 +119,23 @@ class Supervisor:
             self._take_signals()
             self._take_beats()
             self._take_exits()
-            now = self._clock()
+            now = time.monotonic()
             if now >= self._kill_at:
                 self._send_all(signal.SIGKILL)
             elif now >= self._term_at:
                 self._term_at = float("inf")
                 self._send_all(signal.SIGTERM)
-            self._sleep(LAUNCH_POLL_S)
+            time.sleep(LAUNCH_POLL_S)
         return self._asked
 
     def _take_signals(self) -> None:
         while self._signals:
             number = self._signals.popleft()
             if self._asked is not None:
-                self._kill_at = self._clock()
+                self._kill_at = time.monotonic()
                 continue
             self._asked = number
-            self._kill_at = min(self._kill_at, self._clock() + self._grace_s)
+            self._kill_at = min(self._kill_at, time.monotonic() + self._grace_s)
             for child in self._children:
                 if child.exit is None:
                     send(child.popen.pid, number)
@@ -166,10 +149,10 @@ class Supervisor:
                 child.heard, child.beat = now, beat
                 with suppress(ValueError):  # half written: the next one comes in a moment
                     child.last_beat = json.loads(beat)
-            elif child.last_beat is not None and now - child.heard > (
-                child.last_beat["interpreter_timeout_s"] or float("inf")
-            ):
-                self._end_held(child)
+            elif child.last_beat is not None:
+                limit_s = child.last_beat["interpreter_timeout_s"]
+                if limit_s is not None and now - child.heard > limit_s:
+                    self._end_held(child)
 
     def _end_held(self, child: Child) -> None:
         """Requests the stacks of a process with a blocked interpreter, which its C handler writes, and kills it."""
@@ -178,13 +161,11 @@ class Supervisor:
         silent_s = self._running.now - child.heard
         child.held = (
             f"process {child.process} runs no Python since {silent_s:.0f} s: code in C holds the interpreter. It was "
-            f"{child.last_beat['does']} at step {child.last_beat['step']}; its stacks are above. "
-            "Code that takes long in C has to release the interpreter; a "
-            "longer limit is "
-            "watchdog.interpreter_timeout_s."
+            f"{child.last_beat['does']} at step {child.last_beat['step']}; its stacks are above. Code that takes long "
+            "in C has to release the interpreter; a longer limit is watchdog.interpreter_timeout_s."
         )
         send(child.popen.pid, signal.SIGQUIT)
-        self._sleep(STACKS_WRITE_S)
+        time.sleep(STACKS_WRITE_S)
         send(child.popen.pid, signal.SIGKILL)
 
     def _take_exits(self) -> None:
@@ -205,7 +186,8 @@ class Supervisor:
             self._num_exits += 1
             child.mourned = self._asked is None and self._kill_at == float("inf") and self.goes_on(child)
             if child.mourned:
-                end_group(child)
+                send(child.popen.pid, signal.SIGKILL)  # what it has left of its group
+                child.popen.wait()
                 continue
             self._tell_of(child.exit)
             self._limit_the_others(child.exit)
@@ -229,31 +211,22 @@ class Supervisor:
 
     def _limit_the_others(self, exit: Exit) -> None:
         """An agreed stop leaves time to save; after a failure no process can finish."""
-        now = self._clock()
-        stopping = exit.code == ExitCode.PREEMPTED or (
-            self._asked is not None and exit.code in [128 + number for number in STOPPING]
-        )
-        if stopping:
+        now = time.monotonic()
+        signalled = self._asked is not None and exit.code in [128 + number for number in STOPPING]
+        if exit.code == ExitCode.PREEMPTED or signalled:
             self._kill_at = min(self._kill_at, now + self._grace_s)
         elif exit.code != 0:
             self._term_at = min(self._term_at, now + ERROR_COLLECT_S)
             self._kill_at = min(self._kill_at, now + ERROR_COLLECT_S + FAILED_GRACE_S)
 
     def end_all(self) -> None:
-        """Lets all that are left be killed."""
-        self._kill_at = self._clock()
+        self._kill_at = time.monotonic()
 
     def _send_all(self, number: signal.Signals) -> None:
         for child in self._children:
             if child.exit is None:
                 child.told_to_end = True
                 send(child.popen.pid, number)
-
-
-def end_group(child: Child) -> None:
-    """Kills what a dead process has left of its group, and reaps it."""
-    send(child.popen.pid, signal.SIGKILL)
-    child.popen.wait()
 
 
 def end(children: Sequence[Child]) -> None:
@@ -271,8 +244,7 @@ def end(children: Sequence[Child]) -> None:
 
 
 def _left_at_work(child: Child) -> str:
-    """Returns a message for a process that exited with code 0 while its own record is unfinished, or an empty
-    string."""
+    """Returns a message for a process that exited with code 0 while its record is unfinished, or nothing."""
     try:
         if not json.loads(child.errors.read()).get("running"):
             return ""
@@ -288,8 +260,7 @@ def _left_at_work(child: Child) -> str:
 
 
 def _report(errors: Note, members: Sequence[int]) -> dict[str, Any]:
-    """Returns what the process wrote before it left: its message, the time, and the processes at fault, of which it
-    knows the ranks."""
+    """Returns what the process wrote before it left: its message, the time, and the processes at fault."""
     try:
         record = json.loads(errors.read())
         ranks = [int(rank) for rank in record.get("blamed", ())]

@@ -1,8 +1,5 @@
 """The agreement under every order of messages that a seeded scheduler comes up with: no real time, no real network.
-
-Each process is a thread; whenever it touches the store or waits, the scheduler picks who goes on. So each store access
-is an atomic event, as in the real service, and any interleaving of them can happen.
-"""
+Each process is a thread, and each store access an atomic event."""
 
 import random
 import threading
@@ -135,11 +132,7 @@ def test_one_request_is_decided_once_and_soon(seed, requester):
     assert len(true_at[0]) == 1
     assert true_at[0][0] > 10
     if requester == 0:  # one second per step: decided immediately, for the step after the horizon
-        assert true_at[0][0] <= 10 + (2 + 1) + 1
-
-
-def test_slow_steps_decide_for_step_plus_lag():
-    assert simulate(0, 2, 40, lag=3, requests={0: {10}}, step_s=1.0)[0] in ([13], [14])
+        assert true_at[0][0] in (13, 14)
 
 
 @given(seed=SEEDS, requests=st.sampled_from([{0: 10}, {2: 10}, {0: 10, 1: 12}, {1: 10, 2: 10}]))
@@ -149,7 +142,7 @@ def test_requests_before_the_decision_share_it(seed, requests):
     assert true_at[0] == true_at[1] == true_at[2]
 
 
-def test_a_repeated_request_is_decided_repeatedly():
+def test_repeated_request_is_decided_repeatedly():
     true_at = simulate(1, 3, 60, lag=1, requests={2: set(range(1, 61))}, step_s=1.0)
     assert len(true_at[0]) > 5
     assert true_at[0] == true_at[1] == true_at[2]
@@ -159,23 +152,15 @@ def test_fast_steps_cost_few_messages():
     """1 ms steps: the horizon is extended about every 50 steps, not every step."""
     accesses, now = [], [0.0]
 
-    class Counting(MemoryStore):
-        def put(self, key, value, overwrite=False):
-            accesses.append(key)
-            super().put(key, value, overwrite)
-
-        def entries(self, folder):
-            accesses.append(folder)
-            return super().entries(folder)
-
-    agreement = Agreement(Counting(), "a", 0, timeout_s=1, clock=lambda: now[0])
+    store = SteppedStore(MemoryStore(), lambda: accesses.append(1))  # before and after each
+    agreement = Agreement(store, "a", 0, timeout_s=1, clock=lambda: now[0])
     for step in range(1, 1001):
         agreement.at(step, False, 2)
         now[0] += 0.001
-    assert len(accesses) < 1000 / 50 * 2 * 1.6
+    assert len(accesses) / 2 < 1000 / 50 * 2 * 1.6
 
 
-def test_a_follower_whose_process_0_is_gone_says_so_after_its_timeout():
+def test_follower_without_process_0_times_out():
     now = [0.0]
 
     def sleep(seconds):
@@ -189,7 +174,7 @@ def test_a_follower_whose_process_0_is_gone_says_so_after_its_timeout():
     assert 60 <= now[0] < 61
 
 
-def test_a_skipped_step_is_a_bug_and_says_so():
+def test_skipped_step_is_an_error():
     agreement = Agreement(MemoryStore(), "a", 0, timeout_s=1)
     agreement.at(5, False, 2)
     with pytest.raises(ValueError, match="at step 7 after step 5"):

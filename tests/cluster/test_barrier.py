@@ -41,12 +41,12 @@ class Service:
                     del kept[name]
 
 
-def test_nobody_goes_on_before_all_are_there_again_and_again_and_nothing_is_left():
+def test_all_arrive_before_any_continues():
     service, came = Service(), []
 
     def visit(process, late_s):
         client = Client(service, 3)
-        for turn in range(20):
+        for turn in range(10):
             time.sleep(late_s)
             came.append((turn, process))
             client.wait_at_barrier("same", 5000)
@@ -57,22 +57,17 @@ def test_nobody_goes_on_before_all_are_there_again_and_again_and_nothing_is_left
     assert not service.values and not service.counts
 
 
-def test_some_of_the_processes_can_meet_and_who_waits_in_vain_is_told():
+def test_subset_of_processes_can_meet():
     service = Service()
     meet = lambda process: Client(service, 3).wait_at_barrier("two", 2000, process_ids=[0, 2])
     assert in_threads(meet, {0: 0, 2: 2}) == {0: None, 2: None}
     with pytest.raises(RuntimeError, match="DEADLINE_EXCEEDED: barrier 'alone': not all 3 processes"):
         Client(service, 3).wait_at_barrier("alone", 50)
+    with pytest.raises(RuntimeError, match="DEADLINE_EXCEEDED"):  # a late one
+        Client(service, 3).wait_at_barrier("alone", 50)
 
 
-def test_who_comes_after_the_others_have_given_up_is_told_too():
-    service = Service()
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="DEADLINE_EXCEEDED"):
-            Client(service, 2).wait_at_barrier("late", 20)
-
-
-def test_a_barrier_that_one_gives_up_lets_nobody_wait_and_the_next_visit_counts_anew():
+def test_given_up_barrier_releases_all():
     service = Service()
     clients = {process: Client(service, 3) for process in range(3)}
 

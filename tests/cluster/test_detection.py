@@ -8,21 +8,11 @@ from spmdkit.errors import ConfigError
 MANY = {"SPMDKIT_COORDINATOR": "10.0.0.1:8476", "SPMDKIT_NUM_PROCESSES": "4", "SPMDKIT_PROCESS_ID": "3"}
 
 
-def test_an_empty_environment_is_one_process():
-    assert detect_cluster({}) == ClusterSpec(None, 1, 0, None)
-
-
-def test_the_variables_of_the_launcher_are_read():
+def test_variables_of_the_launcher_are_read():
     spec = detect_cluster({**MANY, "SPMDKIT_DEVICES_PER_PROCESS": "2", "SPMDKIT_RENDEZVOUS_TIMEOUT_S": "7.5"})
     assert spec == ClusterSpec("10.0.0.1:8476", 4, 3, 2, 7.5)
-
-
-def test_one_process_ignores_a_coordinator():
+    assert detect_cluster({}) == detect_cluster({"SPMDKIT_ERROR_FILE": "/tmp/e.json"}) == ClusterSpec(None, 1, 0, None)
     assert detect_cluster({"SPMDKIT_COORDINATOR": "10.0.0.1:1", "SPMDKIT_NUM_PROCESSES": "1"}).coordinator is None
-
-
-def test_an_error_file_alone_does_not_make_a_cluster():
-    assert detect_cluster({"SPMDKIT_ERROR_FILE": "/tmp/e.json"}) == ClusterSpec()
 
 
 @pytest.mark.parametrize(
@@ -42,7 +32,7 @@ def test_an_error_file_alone_does_not_make_a_cluster():
         ({"SPMDKIT_RENDEZVOUS_TIMEOUT_S": "nan"}, "expected seconds"),
     ],
 )
-def test_a_bad_variable_is_named_with_its_repair(change, expected):
+def test_bad_variable_is_named_with_its_repair(change, expected):
     with pytest.raises(ConfigError, match="SPMDKIT_") as caught:
         detect_cluster({**MANY, **change})
     assert expected in str(caught.value)

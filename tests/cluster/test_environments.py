@@ -5,16 +5,16 @@ import os
 from types import MappingProxyType
 
 import pytest
-from starter_environments import LATER_PORT, ROWS, Refused
 
 from spmdkit.cluster import ClusterSpec, detect_cluster
 from spmdkit.cluster.detection import resolve
 from spmdkit.cluster.environments import all_environments
 from spmdkit.cluster.environments.base import LEVELS, DetectedCluster, Partial
+from spmdkit.cluster.environments.slurm import first_host
 from spmdkit.cluster.spec import Names, split_address
 from spmdkit.config import parse_config
 from spmdkit.errors import ConfigError
-from tests.support.distributions import install
+from tests.cluster.starter_environments import LATER_PORT, ROWS, Refused
 
 ENVIRONMENTS = all_environments()
 
@@ -48,7 +48,7 @@ def test_detection_matches_the_table(row):
         assert getattr(spec, name) == value
 
 
-def test_the_table_covers_every_environment():
+def test_table_covers_every_environment():
     places = [expected(row) for row in ROWS if not isinstance(expected(row), Refused)]
     decides = {place.by for place in places} - {None}
     assert decides | {"ray"} == set(ENVIRONMENTS), "Ray gives a process no rank: its rows are lines in the log"
@@ -92,41 +92,12 @@ def test_environment_contract(name, monkeypatch):
     check_contract(ENVIRONMENTS[name], monkeypatch)
 
 
-BROKEN = {
-    "detects a cluster in nothing": "return DetectedCluster(ClusterSpec('h:1', 2, 0, names=NAMES), 'starter')",
-    "reads the real environment": "return Partial('a', 'b.', 'starter') if env and 'TF_CONFIG' in os.environ else None",
-    "has a rank beyond its size": (
-        "return DetectedCluster(ClusterSpec('h:1', 2, 2, names=NAMES), 'starter') if env else None"
-    ),
-    "has no address": "return DetectedCluster(ClusterSpec(None, 2, 1, names=NAMES), 'starter') if env else None",
-    "reads what it does not name": (
-        "return DetectedCluster(ClusterSpec('h:1', 2, 1, names=NAMES), 'starter') if env else None"
-    ),
-    "has no repair": "return Partial('a', '', 'starter') if env else None",
-    "returns something else": "return False",
-}
-
-
-@pytest.mark.parametrize("body", BROKEN.values(), ids=BROKEN)
-def test_the_contract_rejects_broken_environments(body, tmp_path, monkeypatch):
-    source = (
-        "from spmdkit.cluster.environments.base import *\nfrom spmdkit.cluster.spec import ClusterSpec, "
-        "Names\nimport os\n"
-    )
-    text = f'"""Broken."""\n{source}NAMES = Names("A", "B", "C")\ndef read(env):\n    {body}\n'
-    install(monkeypatch, tmp_path, "environments", "broken", text)
-    found = all_environments()
-    assert set(found) == {*ENVIRONMENTS, "broken"}
-    with pytest.raises((AssertionError, IndexError)):
-        check_contract(found["broken"], monkeypatch)
-
-
 def found(num, process, level="starter", name="X", agents=None):
     names = Names(f"{name}_SIZE", f"{name}_RANK", f"{name}_ADDR")
     return DetectedCluster(ClusterSpec("h:1" if num > 1 else None, num, process, names=names), level, agents)
 
 
-def test_the_highest_level_wins():
+def test_highest_level_wins():
     spec = resolve(
         {"a": found(4, 1, "allocation", "A"), "b": found(2, 0, "starter", "B"), "c": found(8, 5, "explicit", "C")}
     )
@@ -141,20 +112,12 @@ def test_the_highest_level_wins():
 def test_disagreement_within_a_level_is_an_error(other):
     with pytest.raises(ConfigError) as caught:
         resolve({"a": found(4, 1, name="A"), "b": found(*other, name="B")})
-    for words in (
-        "A_SIZE=4, A_RANK=1",
-        f"B_SIZE={other[0]}, B_RANK={other[1]}",
-        "cluster: {environment: a}",
-        "unset",
-    ):
+    for words in ("A_SIZE=4, A_RANK=1", f"B_SIZE={other[0]}, B_RANK={other[1]}", "{environment: a}", "unset"):
         assert words in str(caught.value)
-
-
-def test_agreement_within_a_level_is_accepted():
     assert resolve({"a": found(4, 1, name="A"), "b": found(4, 1, name="B")}).process_id == 1
 
 
-def test_the_starter_of_agents_is_not_used():
+def test_starter_of_agents_is_not_used():
     spec = resolve({"a": found(2, 1, name="A"), "b": found(8, 6, name="B", agents=2)})
     assert (spec.num_processes, spec.process_id) == (8, 6)
     assert spec.notes == ("a is not used (A_SIZE=2, A_RANK=1): b has B_SIZE=8, B_RANK=6",)
@@ -162,7 +125,7 @@ def test_the_starter_of_agents_is_not_used():
         resolve({"a": found(3, 1, name="A"), "b": found(8, 6, name="B", agents=2)})
 
 
-def test_a_requested_number_must_match_the_detected_one():
+def test_requested_number_must_match_the_detected_one():
     asked = Partial("4 are requested", "Set the ranks.", "explicit", 4)
     assert resolve({"a": found(4, 1), "ours": asked}).process_id == 1
     with pytest.raises(ConfigError, match=r"4 are requested, but a has started 2 .*Or let a set the number"):
@@ -172,35 +135,13 @@ def test_a_requested_number_must_match_the_detected_one():
 def test_an_allocation_alone_is_one_process():
     lent = Partial("a job of 4 tasks without a step", "Start it with srun.", "allocation", 4)
     assert resolve({"a": lent}).notes == ("one process: a job of 4 tasks without a step. Start it with srun.",)
+    with pytest.raises(ConfigError, match=r"half. Fix it."):
+        resolve({"a": Partial("half", "Fix it.", "starter")})
     with pytest.raises(ConfigError, match=r"4 are requested. Set the ranks. a job of 4 tasks .*srun"):
         resolve({"a": lent, "ours": Partial("4 are requested", "Set the ranks.", "explicit", 4)})
 
 
-COMMANDS = {
-    "slurm": "srun --ntasks=",
-    "torchrun": "torchrun --nnodes=",
-    "spmdkit": "`spmdkit launch -n ",
-    "open_mpi": "mpirun -x SPMDKIT_COORDINATOR=",
-}
-"""The command that repairs it, by environment."""
-
-
-@pytest.mark.parametrize(("name", "command"), COMMANDS.items())
-def test_advice_contains_a_command_of_the_starter(name, command):
-    answers = [ENVIRONMENTS[name].read(row.env) for row in ROWS]
-    halves = [answer for answer in answers if isinstance(answer, Partial)]
-    together = [answer for answer in answers if isinstance(answer, DetectedCluster) and answer.spec.num_processes > 1]
-    assert together and (halves or name == "open_mpi")
-    for answer in (*halves, *together):
-        assert command in answer.repair, answer
-
-
-def test_an_incomplete_starter_is_an_error():
-    with pytest.raises(ConfigError, match=r"half. Fix it."):
-        resolve({"a": Partial("half", "Fix it.", "starter")})
-
-
-def test_the_config_names_an_environment_or_none():
+def test_config_names_an_environment_or_none():
     env = next(row.env for row in ROWS if row.name == "spmdkit launch -n 4")
     alone = detect_cluster(env, "none")
     assert alone.num_processes == 1
@@ -212,10 +153,26 @@ def test_the_config_names_an_environment_or_none():
         detect_cluster({}, "slrum")
 
 
-def test_the_config_accepts_every_environment():
+def test_config_accepts_every_environment():
     for name in ("auto", "none", *ENVIRONMENTS):
         assert parse_config({"task": "a.py:t", "cluster": {"environment": name}}).cluster.environment == name
     with pytest.raises(ConfigError) as caught:
         parse_config({"task": "a.py:t", "cluster": {"environment": "spmdkti"}})
     assert "cluster.environment: should be auto, none, " in str(caught.value)
     assert "Did you mean 'spmdkit'?" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("vm", "vm"),
+        ("node001,host2", "node001"),
+        ("node[001-015],host2", "node001"),
+        ("node[001,007-015],host2", "node001"),
+        ("a-b[3-9].c-d,x", "a-b3.c-d"),
+        ("rack[1-2]node[3,5]", "rack1node3"),
+        ("10.0.0.7,10.0.0.8", "10.0.0.7"),
+    ],
+)
+def test_first_host_of_a_slurm_list(hosts, first):
+    assert first_host(hosts) == first

@@ -1,5 +1,4 @@
-"""Real processes with the variables of a foreign starter train together, and are 78 where they contradict each
-other."""
+"""Real processes with the variables of a foreign starter train together."""
 
 from __future__ import annotations
 
@@ -9,8 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from starter_environments import SLURM_BATCH, torchrun
 
+from tests.cluster.starter_environments import SLURM_BATCH, torchrun
 from tests.support.environment import environment_of_a_user
 from tests.support.messages import says
 
@@ -24,7 +23,7 @@ import spmdkit as sk
 
 x = np.arange(32, dtype=np.float32).reshape(16, 2) / 16
 task = sk.Task(
-    lambda key: jnp.ones(2),
+    lambda key: jnp.array([1.0, -2.0]),
     lambda params, batch, key: sk.mean((batch["x"] @ params - batch["y"]) ** 2),
     optax.sgd(0.1),
     train_data={"x": x, "y": x.sum(1)},
@@ -42,49 +41,47 @@ log: {every_steps: 1, progress: plain}
 """
 
 
-@pytest.fixture
-def train(tmp_path):
-    """Returns a function that trains with one environment for each process, and gives (code, output) of each and the
-    losses."""
-    (tmp_path / "task.py").write_text(TASK.replace("jnp.ones(2)", "jnp.array([1.0, -2.0])"))
-    (tmp_path / "run.yaml").write_text(CONFIG)
-    clean = {k: v for k, v in environment_of_a_user().items() if not k.startswith("SLURM_")}
-    started = []
-
-    def train(name, environments, *overrides, program=""):
-        python = [sys.executable, "-c", program] if program else [sys.executable, "-m", "spmdkit"]
-        command = [*python, "train", "run.yaml", f"run_dir={name}", *overrides]
-        for env in environments:
-            options = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            started.append(subprocess.Popen(command, env=clean | env, **options))
-        ended = [(p.communicate(timeout=100)[0], p.returncode) for p in started[-len(environments) :]]
-        metrics = tmp_path / name / "metrics.jsonl"
-        lines = metrics.read_text().splitlines() if metrics.is_file() else []
-        return [(code, output) for output, code in ended], [json.loads(line)["loss"] for line in lines]
-
-    yield train
-    for process in started:
-        process.kill()
-        process.wait()
+CLEAN = {k: v for k, v in environment_of_a_user().items() if not k.startswith("SLURM_")}
 
 
-def test_two_workers_of_torchrun_train_as_one_process_does_while_its_agent_holds_the_port(train):
+def train(folder, environments, program=""):
+    """Trains with one environment for each process; returns (exit code, output) of each, and the losses."""
+    (folder / "task.py").write_text(TASK)
+    (folder / "run.yaml").write_text(CONFIG)
+    python = [sys.executable, "-c", program] if program else [sys.executable, "-m", "spmdkit"]
+    options = {"cwd": folder, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    started = [
+        subprocess.Popen([*python, "train", "run.yaml", "run_dir=run"], env=CLEAN | env, **options)
+        for env in environments
+    ]
+    try:
+        ended = [(process.communicate(timeout=100)[0], process.returncode) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert [code for _, code in ended] == [0] * len(ended), ended
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return [output for output, _ in ended], [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The losses of one process, in an allocation of Slurm that starts none."""
+    [output], losses = train(tmp_path_factory.mktemp("alone"), [SLURM_BATCH])
+    found = ("Slurm job 2 of 4 tasks", "not in one of its steps")
+    says(output, "note: one process", found=found, repair="start it with srun")
+    assert losses[0] > losses[-1] > 0 and len(losses) == 3
+    return losses
+
+
+def test_torchrun_workers_train_beside_their_agent(tmp_path, alone):
     with socket.create_server(("127.0.0.1", 0)) as agent:
         port = str(agent.getsockname()[1])
         workers = [torchrun(rank, 2, 1, MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in (0, 1)]
-        together, losses = train("two", workers)
-    assert [code for code, _ in together] == [0, 0], together
-    assert "2 processes" in together[0][1]
-    [(code, output)], alone = train("one", [SLURM_BATCH])
-    assert code == 0, output
-    says(
-        output,
-        "note: one process",
-        found=("Slurm job 2 of 4 tasks", "not in one of its steps"),
-        repair="start it with srun",
-    )
+        outputs, losses = train(tmp_path, workers)
+    assert "2 processes" in outputs[0]
     assert losses == pytest.approx(alone, rel=1e-6)
-    assert losses[0] > losses[-1] > 0
 
 
 JOINED_ALREADY = """
@@ -103,23 +100,12 @@ thread.join()
 """
 
 
-def test_processes_that_somebody_else_has_joined_train_as_they_are_in_a_thread_of_a_ray_worker(train):
-    """As ray.train's JaxTrainer does it: JAX is joined, has no devices yet, and Ray says nothing of a rank."""
+def test_processes_that_are_joined_already_train(tmp_path, alone):
+    """As ray.train's JaxTrainer does it: JAX is joined, has no devices yet, and Ray gives no rank."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     worker = {"RAY_JOB_ID": "01000000", "RAY_RAYLET_PID": "7", "AT": address, "JAX_PLATFORMS": "cpu"}
-    together, losses = train(
-        "joined", [worker | {"ME": str(rank)} for rank in (0, 1)], "devices=cpu:4", program=JOINED_ALREADY
-    )
-    assert "2 processes, since jax.distributed is initialized already" in together[0][1], together
-    assert "on 4 of 4 cpu devices, mesh data 4, 2 processes" in together[0][1]
-    [(code, output)], alone = train("one", [{}], "devices=cpu:4")
-    assert code == 0, output
-    assert losses == pytest.approx(alone, rel=1e-6) and len(losses) == 3
-
-
-def test_a_number_of_processes_that_nobody_started_is_78_before_anything_waits(train):
-    [(code, output)], _ = train("refused", [SLURM_BATCH | {"SPMDKIT_NUM_PROCESSES": "4"}])
-    assert code == 78
-    assert "Traceback" not in output
-    assert "SPMDKIT_NUM_PROCESSES=4" in output and "srun" in output
+    outputs, losses = train(tmp_path, [worker | {"ME": str(rank)} for rank in (0, 1)], program=JOINED_ALREADY)
+    assert "2 processes, since jax.distributed is initialized already" in outputs[0], outputs
+    assert "on 2 of 2 cpu devices, mesh data 2, 2 processes" in outputs[0]
+    assert losses == pytest.approx(alone, rel=1e-6)

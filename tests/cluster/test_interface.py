@@ -5,7 +5,6 @@ import socket
 
 import pytest
 
-from spmdkit.cluster import interface
 from spmdkit.cluster.interface import Advertised, by_name, choose
 from spmdkit.compat import gloo as compat_gloo
 from spmdkit.config import parse_config
@@ -24,35 +23,34 @@ def named(monkeypatch, address):
     monkeypatch.setattr(socket, "gethostbyname", lookup)
 
 
-@pytest.mark.parametrize("coordinator", ["127.0.0.1:8476", "localhost:8476", "[::1]:8476"])
-@pytest.mark.parametrize("name_means", ["127.0.1.1", "10.0.0.7", None])
-def test_on_one_machine_it_is_loopback_whatever_the_name_means(monkeypatch, coordinator, name_means):
+@pytest.mark.parametrize(
+    ("coordinator", "name_means"),
+    [("127.0.0.1:8476", "127.0.1.1"), ("localhost:8476", "10.0.0.7"), ("[::1]:8476", None)],
+)
+def test_coordinator_on_loopback_means_loopback(monkeypatch, coordinator, name_means):
     named(monkeypatch, name_means)
     assert choose("auto", coordinator) == Advertised("127.0.0.1")
 
 
-def test_a_name_that_means_an_address_of_the_network_is_left_alone(monkeypatch):
+def test_name_of_the_network_is_left_alone(monkeypatch):
     named(monkeypatch, "10.0.0.7")
     assert choose("auto", "192.0.2.99:8476") == Advertised(None)
+    assert choose("auto", "no-such-host.invalid:8476") == Advertised(None)
 
 
 @pytest.mark.parametrize("address", ["127.0.1.1", None])
-def test_a_name_that_means_loopback_is_replaced_by_the_way_to_the_coordinator(monkeypatch, address):
+def test_name_of_loopback_is_replaced(monkeypatch, address):
     named(monkeypatch, address)
     own = own_address()
     if own is None or own.startswith("127."):
         pytest.skip("this machine reaches no other")
     found = choose("auto", "192.0.2.99:8476")
+    assert address is not None or by_name() == "127.0.0.1"
     assert found.address == own and f"resolves to {address or '127.0.0.1'}" in found.reason
     assert choose("auto", f"{own}:8476").address == own, "the coordinator's own host as well"
 
 
-def test_a_coordinator_that_nobody_knows_changes_nothing(monkeypatch):
-    named(monkeypatch, "127.0.1.1")
-    assert choose("auto", "no-such-host.invalid:8476") == Advertised(None)
-
-
-def test_an_interface_is_named_and_one_that_is_not_there_is_78_with_those_that_are():
+def test_interface_is_named_and_checked():
     assert choose("lo", "192.0.2.99:8476") == Advertised(
         "127.0.0.1", "Gloo advertises 127.0.0.1, from cluster.interface: lo"
     )
@@ -61,7 +59,7 @@ def test_an_interface_is_named_and_one_that_is_not_there_is_78_with_those_that_a
     assert parse_config({"task": "a.py:t", "cluster": {"interface": "eth0"}}).cluster.interface == "eth0"
 
 
-def test_jax_hands_it_to_gloo_and_gets_its_own_call_back(monkeypatch):
+def test_jax_passes_the_address_to_gloo(monkeypatch):
     from jax._src import xla_bridge
 
     monkeypatch.setattr(compat_gloo, "_own", None)
@@ -76,8 +74,3 @@ def test_jax_hands_it_to_gloo_and_gets_its_own_call_back(monkeypatch):
         compat_gloo.advertise(address)
         made = xla_bridge._jax.make_gloo_tcp_collectives(distributed_client="c")
         assert made == {"distributed_client": "c", **expected}
-
-
-def test_a_name_that_means_nothing_is_loopback(monkeypatch):
-    named(monkeypatch, None)
-    assert by_name() == "127.0.0.1" and interface.by_name is by_name

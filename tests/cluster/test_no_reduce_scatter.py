@@ -50,8 +50,9 @@ def compiled(name):
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="what JAX does itself is right from 0.12 on")
+@pytest.mark.forms(3)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_no_reduce_scatter_is_sent_and_the_sums_are_the_same(restored, name):
+def test_sums_without_reduce_scatter_are_equal(restored, name):
     text, values = compiled(name)
     assert "reduce-scatter" in text
     compat.send_no_reduce_scatter()

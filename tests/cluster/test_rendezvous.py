@@ -29,18 +29,13 @@ def service_after(monkeypatch):
     monkeypatch.setattr("spmdkit.cluster.rendezvous._wait_for_service", lambda *args: None)
 
 
-def test_all_present_go_on(service_after):
+def test_all_present_continue(service_after):
     address = free_address()
     assert call([ClusterSpec(address, 3, p, None, 10.0) for p in (2, 0, 1)]) == [address] * 3
+    socket.create_server(("127.0.0.1", int(address.split(":")[1]))).close()  # the port is free again for JAX
 
 
-def test_the_port_is_free_again_for_jax_when_the_rendezvous_is_over(service_after):
-    address = free_address()
-    call([ClusterSpec(address, 2, p, None, 10.0) for p in (0, 1)])
-    socket.create_server(("127.0.0.1", int(address.split(":")[1]))).close()
-
-
-def test_the_missing_are_named_to_all_who_came(service_after):
+def test_missing_processes_are_named_to_all(service_after):
     address = free_address()
     errors = call([ClusterSpec(address, 5, p, None, 0.5) for p in (0, 1, 3)])
     for error in errors:
@@ -55,20 +50,20 @@ def test_process_0_missing_is_named_with_its_address(service_after):
     assert f"could not reach process 0 at {address} within 0.3 s (Connection refused); missing: process 0" in str(error)
 
 
-def test_a_port_in_use_is_an_error_and_no_crash():
+def test_port_in_use_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as holder:
         [error] = call([ClusterSpec(f"127.0.0.1:{holder.getsockname()[1]}", 2, 0, None, 1.0)])
     assert isinstance(error, RendezvousError)
     assert "cannot listen" in str(error) and "Address already in use" in str(error)
 
 
-def test_different_counts_are_a_config_error_for_both(service_after):
+def test_different_counts_are_a_config_error(service_after):
     address = free_address()
     errors = call([ClusterSpec(address, 2, 0, None, 5.0), ClusterSpec(address, 3, 1, None, 5.0)])
     assert all(isinstance(e, ConfigError) and "SPMDKIT_NUM_PROCESSES=3, process 0 with 2" in str(e) for e in errors)
 
 
-def test_two_processes_with_one_number_are_a_config_error_for_all(service_after):
+def test_rank_used_twice_is_a_config_error(service_after):
     address = free_address()
     errors = call([ClusterSpec(address, 3, p, None, 5.0) for p in (0, 1, 1)])
     assert all(
@@ -99,7 +94,7 @@ def test_strangers_at_the_port_are_ignored(noise, service_after):
     assert results == [address, address]
 
 
-def test_loopback_is_recognised():
+def test_loopback_is_recognized():
     assert [is_loopback(h) for h in ("127.0.0.1", "127.9.9.9", "::1", "localhost", "10.0.0.1", "example.org")] == [
         True, True, True, True, False, False,
     ]  # fmt: skip

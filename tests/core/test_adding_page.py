@@ -235,7 +235,6 @@ def test_the_environment_reads_the_environments_that_wait_for_it(added):
 
 
 def test_the_environment_keeps_the_contract(added, monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(Path(starter_environments.__file__).parent), *sys.path])
     from tests.cluster.test_environments import check_contract
 
     name = added("environments")

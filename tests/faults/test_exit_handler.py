@@ -22,8 +22,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
     ("error", "code"),
     [(ConfigError("m"), 78), (CheckpointError("m"), 79), (RendezvousError("m"), 75), (Preempted("m"), 42)],
 )
-def test_our_own_errors_are_their_message_and_their_code(error, code):
+def test_own_errors_are_message_and_code(error, code):
     assert describe(error) == (code, "m")
+    assert describe(KeyboardInterrupt()) == (130, "interrupted")
 
 
 def wrapped(function):
@@ -37,50 +38,31 @@ def wrapped(function):
 
 
 def user_loss(x):
-    raise ValueError("x must be odd")
+    error = ValueError("x must be odd")
+    error.add_note("the user's note")
+    raise error
 
 
-def test_a_users_error_shows_only_the_users_frames():
+def test_user_error_shows_only_user_frames():
     code, text = describe(wrapped(lambda: jax.jit(user_loss)(jnp.ones(2))))
     assert code == 70
     lines = text.splitlines()
     assert lines[0] == "loss_fn raised at step 5."
-    assert lines[-1] == "ValueError: x must be odd"
+    assert lines[-2:] == ["ValueError: x must be odd", "the user's note"]
     assert "in user_loss" in text
     assert not any(part in text for part in ("site-packages", "JAX has removed", "lib/python3"))
 
 
-def test_frames_of_python_itself_are_left_out():
-    text = describe(wrapped(lambda: json.loads("{")))[1]
-    assert "json/decoder.py" not in text
-    assert "json.loads" in text
+def test_error_without_a_user_frame_shows_where():
+    error = wrapped(lambda: json.loads("{"))
+    text = describe(error)[1]
+    assert "json.loads" in text and "json/decoder.py" not in text, "frames of Python are left out"
+    while "json" not in error.__cause__.__traceback__.tb_frame.f_code.co_filename:
+        error.__cause__.__traceback__ = error.__cause__.__traceback__.tb_next
+    assert "json/decoder.py" in describe(error)[1]
 
 
-def test_a_users_notes_are_kept():
-    def noted():
-        error = ValueError("no")
-        error.add_note("the user's note")
-        raise error
-
-    assert describe(wrapped(noted))[1].splitlines()[-2:] == ["ValueError: no", "the user's note"]
-
-
-def test_an_error_without_a_frame_of_the_user_still_shows_where():
-    assert "json" in describe(wrapped(lambda: None) or wrapped_without_frames())[1]
-
-
-def wrapped_without_frames():
-    try:
-        json.loads("{")
-    except ValueError as cause:
-        while cause.__traceback__ and "json" not in cause.__traceback__.tb_frame.f_code.co_filename:
-            cause.__traceback__ = cause.__traceback__.tb_next
-        error = UserCodeError("data raised.")
-        error.__cause__ = cause
-        return error
-
-
-def test_anything_else_is_our_bug_with_its_whole_traceback():
+def test_other_errors_are_bugs_with_a_traceback():
     try:
         {}["missing"]
     except KeyError as error:
@@ -90,14 +72,10 @@ def test_anything_else_is_our_bug_with_its_whole_traceback():
     assert "this is a bug in spmdkit" in text
 
 
-def test_a_keyboard_interrupt_is_one_line():
-    assert describe(KeyboardInterrupt()) == (130, "interrupted")
-
-
 GLOO = "UNKNOWN: Gloo all-reduce failed: [external/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:1234"
 
 
-def test_a_lost_peer_is_75_among_many_and_a_bug_alone(monkeypatch):
+def test_lost_peer_is_75_among_several(monkeypatch):
     error = wrapped(lambda: (_ for _ in ()).throw(ValueError(GLOO)))
     assert describe(error.__cause__)[0] == 70
     monkeypatch.setattr(exit_handler, "_one_of_many", lambda: True)
@@ -122,7 +100,7 @@ def run(body, **env):
 
 
 @pytest.mark.processes
-def test_success_returns_and_failure_leaves_at_once_with_everything_printed(tmp_path):
+def test_success_returns_and_failure_exits_immediately(tmp_path):
     good = run("sys.exit(run_process(lambda: print('done')))")
     assert (good.returncode, good.stdout, good.stderr) == (0, "done\natexit ran\n", "")
     path = tmp_path / "error.json"
@@ -153,13 +131,8 @@ def test_success_returns_and_failure_leaves_at_once_with_everything_printed(tmp_
         ("sys.exit(run_process(lambda: 42))", 42),
         ("sys.exit(run_process(lambda: sys.exit(5)))", 5),
         ("sys.exit(run_process(lambda: sys.exit()))", 0),
-        ("def main(): raise KeyboardInterrupt\nrun_process(main)", 130),
+        ("os.close(1); os.close(2)\ndef main(): raise ConfigError('x')\nrun_process(main)", 78),
     ],
 )
-def test_every_way_to_end_has_its_code(body, code):
+def test_every_end_has_its_code(body, code):
     assert run(body).returncode == code
-
-
-@pytest.mark.processes
-def test_a_closed_output_does_not_hide_the_code():
-    assert run("os.close(1); os.close(2)\ndef main(): raise ConfigError('x')\nrun_process(main)").returncode == 78

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 
 from spmdkit.errors import RendezvousError
-from spmdkit.faults.hang_report import words
 from spmdkit.faults.heartbeat import (
     Beat,
     Limits,
     Stragglers,
     culprits,
     from_text,
+    hang_report,
     silent,
     stand,
     straggler,
@@ -36,7 +36,7 @@ def beat(phase, for_s, limit_s=10.0, step=812, detail="", spent=None):
     return Beat(phase, detail, step, for_s, limit_s, spent or {})
 
 
-def test_a_beat_comes_back_as_it_was_written():
+def test_beat_is_read_as_written():
     said = beat("data", 1.5, None, detail="x", spent={"data": 2.0})
     assert from_text(to_text(said)) == said
 
@@ -69,7 +69,7 @@ def test_a_beat_comes_back_as_it_was_written():
         ("a hang in an import", {0: beat("waiting", 99, None), 1: beat("import", 61, 60)}, [], (1,)),
     ],
 )
-def test_who_holds_up_the_job(name, beats, quiet, blamed):
+def test_culprits_of_a_hang(name, beats, quiet, blamed):
     assert culprits(beats, quiet) == blamed, name
 
 
@@ -82,30 +82,23 @@ def test_who_holds_up_the_job(name, beats, quiet, blamed):
         ("one never came", {1: 99.0}, [2]),
     ],
 )
-def test_who_is_silent(name, seen, lost):
+def test_silent_processes(name, seen, lost):
     assert silent(100.0, seen, [1, 2], 30.0) == lost, name
 
 
-def test_while_the_store_does_not_answer_nobody_is_called_silent_but_its_machine_and_afterwards_deadlines_begin_anew():
+def test_silent_store_delays_all_deadlines():
     """Seen before on three hosts, of which that of process 0 was cut off: the others called each other silent."""
 
-    class Board:
-        """Answers when it is told to, always with the same beat of process 1."""
+    now, responds = [0.0], [True]
 
-        def __init__(self):
-            self.answers = True
+    def entries(folder):
+        """Always the same beat of process 1."""
+        if not responds[0]:
+            raise RendezvousError("gone")
+        text = to_text(beat("step", 1.0))
+        return {"beat/0": f"{now[0]} {text}", "beat/1": f"7 {text}"}
 
-        def put(self, key, value, overwrite=False):
-            if not self.answers:
-                raise RendezvousError("gone")
-
-        def entries(self, folder):
-            if not self.answers:
-                raise RendezvousError("gone")
-            said = to_text(beat("step", 1.0))
-            return {"beat/0": f"{now[0]} {said}", "beat/1": f"7 {said}"}
-
-    board, now = Board(), [0.0]
+    board = SimpleNamespace(put=lambda *_, **__: None, entries=entries)
     dog = Watchdog(
         board,
         "w",
@@ -125,25 +118,25 @@ def test_while_the_store_does_not_answer_nobody_is_called_silent_but_its_machine
             dog._exchange()
 
     pass_(1.0)
-    board.answers = False
+    responds[0] = False
     verdicts = []
     for _ in range(66):
         pass_(0.5)
         verdicts.append((dog._lost(dog.clock.now) or {}).get("why"))
     assert set(verdicts) == {None, "unreachable"} and verdicts.index("unreachable") > 58
-    board.answers = True
+    responds[0] = True
     pass_(1.0)
     assert dog._lost(dog.clock.now) is None
     pass_(31.0)
     assert dog._lost(dog.clock.now) == {"code": 75, "processes": [1], "why": "silent"}
 
 
-def test_who_stands_where_in_one_line():
+def test_hang_report_names_every_phase():
     beats = {3: beat("data", 41.2), 0: beat("step", 40), 1: beat("step", 40), 2: beat("waiting", 3, detail="committed")}
     assert stand(beats, [3]) == (
         "p3 has been reading data for 41 s at step 812; p0, p1 wait in the step; p2 waits at 'committed'"
     )
-    text = words({"why": "hang", "code": 76, "processes": [3]}, beats, "The newest checkpoint is of step 800.")
+    text = hang_report({"why": "hang", "code": 76, "processes": [3]}, beats, "The newest checkpoint is of step 800.")
     for part in (
         "no progress: p3 has been",
         "It may take 10 s (watchdog.step_timeout_s)",
@@ -153,13 +146,13 @@ def test_who_stands_where_in_one_line():
         assert part in text
 
 
-def test_a_clock_without_pauses_counts_a_second_of_five_minutes():
+def test_running_clock_skips_pauses():
     times = iter([0.0, 0.2, 0.4, 300.4, 300.6, 300.0])
     clock = RunningClock(lambda: next(times))
     assert [round(clock.tick(), 1) for _ in range(5)] == [0.2, 0.4, 1.4, 1.6, 1.6]
 
 
-def test_a_pause_of_five_minutes_is_no_part_of_a_usual_step_and_stretches_no_deadline():
+def test_pause_stretches_no_deadline():
     now = [0.0]
     dog = Watchdog(None, "w", 0, 1, LIMITS, heartbeat_timeout_s=30.0, interpreter_timeout_s=None, clock=lambda: now[0])
     run, hook = SimpleNamespace(watchdog=dog, is_log_step=lambda step: True), make(SimpleNamespace(watchdog=LIMITS))
@@ -173,7 +166,7 @@ def test_a_pause_of_five_minutes_is_no_part_of_a_usual_step_and_stretches_no_dea
         assert dog.step_s == pytest.approx(3.0 if step == 1 else 2.5, abs=0.3), "a step of two seconds, and a tick"
 
 
-def test_limits_follow_the_usual_step_once_it_is_known_and_every_phase_has_its_own():
+def test_limits_of_every_phase():
     assert LIMITS.of("step", None) == 2, "the first step: as long as compiling"
     assert LIMITS.of("data", None) == 300
     assert LIMITS.of("step", 0.01) == LIMITS.of("data", 0.01) == 60
@@ -198,14 +191,14 @@ def test_limits_follow_the_usual_step_once_it_is_known_and_every_phase_has_its_o
         ("one process", {0: {"data": 9.0}}, None),
     ],
 )
-def test_a_straggler_is_told_from_the_spread_of_the_phases(name, after, named):
+def test_straggler_is_found_by_phase_times(name, after, named):
     found = straggler({p: {} for p in after}, after, wall_s=10.0)
     assert (found and (found.process, found.phase)) == named, name
     if found is not None:
         assert straggler_text(found).startswith(f"process {named[0]} holds up the others: ")
 
 
-def test_a_straggler_is_named_when_two_windows_in_turn_show_him():
+def test_straggler_is_named_after_two_windows():
     look, said = Stragglers(window_s=10.0), []
     for second in range(61):
         slow = float(second) if second < 10 or second > 20 else 10.0  # but not in the second window

@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_a_request_with_one_line(number, capsys):
+def test_first_signal_is_a_request_with_one_line(number, capsys):
     with StopSignals() as signals:
         assert signals.requested is None
         os.kill(os.getpid(), number)
@@ -28,7 +28,7 @@ def test_the_first_signal_is_a_request_with_one_line(number, capsys):
     assert capsys.readouterr().err == NOTICE + "\n"
 
 
-def test_only_ctrl_c_after_a_request_leaves(capsys):
+def test_only_ctrl_c_after_a_request_exits(capsys):
     left = []
     signals = StopSignals(leave=left.append)
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGCHLD):
@@ -36,25 +36,24 @@ def test_only_ctrl_c_after_a_request_leaves(capsys):
     assert (signals.requested, left) == (signal.SIGTERM, [])
     signals.received(signal.SIGINT)
     assert (signals.requested, left) == (signal.SIGTERM, [130])
+    StopSignals(announce=False).received(signal.SIGINT)
     assert capsys.readouterr().err.count(NOTICE) == 1
 
 
-def test_a_quiet_process_says_nothing(capsys):
-    StopSignals(announce=False).received(signal.SIGINT)
-    assert capsys.readouterr().err == ""
-
-
-def test_afterwards_everything_is_as_before():
+def test_handlers_are_restored():
     before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     threads = threading.active_count()
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with StopSignals():
         assert signal.getsignal(signal.SIGINT) is not before[0]
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN, "as under nohup"
+    signal.signal(signal.SIGHUP, ignored)
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
     assert threading.active_count() == threads
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_outside_the_main_thread_it_does_nothing():
+def test_other_threads_change_no_handler():
     seen = []
 
     def body():
@@ -68,7 +67,7 @@ def test_outside_the_main_thread_it_does_nothing():
 
 
 @pytest.mark.processes
-def test_the_second_ctrl_c_leaves_a_main_thread_that_never_returns_to_python():
+def test_second_ctrl_c_ends_a_blocked_main_thread():
     """A main thread inside C code, as in a collective that never ends, runs no Python handler."""
     code = """
 import ctypes, threading

@@ -20,7 +20,7 @@ def events_of(job, kind):
 
 
 @pytest.mark.slow
-def test_a_healthy_hour_with_slow_evaluations_compilations_and_saves_has_no_false_alarm(job):
+def test_healthy_hour_has_no_false_alarm(job):
     """With the limits of a config that says nothing of them. What is printed goes to a file: a pipe that nobody reads
     would hold up the job."""
     faulthandler.dump_traceback_later(SOAK_S + 300, exit=True)

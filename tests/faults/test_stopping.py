@@ -16,12 +16,12 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
-def test_a_closed_terminal_or_slurms_notice_saves_and_leaves_with_42_and_sigquit_shows_stacks(job, number):
+def test_hangup_saves_and_sigquit_shows_stacks(job, number):
     child = job.train()
-    job.wait_for(lambda: len(job.steps()) > 2)
+    job.wait_for(lambda: len(job.steps()) > 1)
     child.send_signal(signal.SIGQUIT)
     before = len(job.steps())
-    job.wait_for(lambda: len(job.steps()) > before + 1)
+    job.wait_for(lambda: len(job.steps()) > before)
     child.send_signal(number)
     time.sleep(0.2)
     while child.poll() is None:  # also once it has saved, and in its last moment
@@ -35,36 +35,7 @@ def test_a_closed_terminal_or_slurms_notice_saves_and_leaves_with_42_and_sigquit
     assert job.saved()[-1] == last["step"], "the newest checkpoint is of the last step"
 
 
-@pytest.mark.slow
-def test_a_hang_up_of_the_launcher_stops_all(job):
-    child = job.train(n=2)
-    job.wait_for(lambda: len(job.steps()) > 2)
-    child.send_signal(signal.SIGHUP)
-    ended = job.end_of(child)
-    assert ended.code == 42, ended.output
-
-
-def test_a_hang_up_under_nohup_stops_nothing(job):
-    steps = 0
-    ignored = subprocess.Popen(
-        ["nohup", sys.executable, "-m", "spmdkit", "train", "run.yaml", "devices=cpu:2"],
-        cwd=job.folder,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    job.started.append(ignored)
-    job.wait_for(lambda: len(job.steps()) > steps + 1)
-    ignored.send_signal(signal.SIGHUP)
-    steps = len(job.steps())
-    job.wait_for(lambda: len(job.steps()) > steps + 2)
-    ignored.send_signal(signal.SIGTERM)
-    assert job.end_of(ignored).code == 42
-
-
-def test_sigterm_before_the_loop_leaves_with_42_at_once(job):
-    """While the task is imported, and again in the first moments of Python."""
+def test_sigterm_before_the_loop_exits_with_42(job):
     child = job.train(faults={0: ["import", 0]})
     job.wait_for(job.fired)
     child.send_signal(signal.SIGTERM)
@@ -72,26 +43,19 @@ def test_sigterm_before_the_loop_leaves_with_42_at_once(job):
     assert ended.code == 42, ended.output
     assert "stopped by SIGTERM before the first step; nothing is lost" in ended.output
     assert "Traceback" not in ended.output
-    child = job.train(n=2, faults={1: ["import", 0]})
-    (job.folder / "fired-0").unlink()
-    job.wait_for(job.fired)
-    os.kill(job.processes()[1], signal.SIGTERM)  # one of two
-    ended = job.end_of(child)
-    assert ended.code == 42, ended.output
 
 
-def test_ctrl_c_in_the_first_half_second_shows_no_traceback(job):
-    for launch in ([], ["launch", "-n", "2", "--"]):
-        for wait_s in (0.12, 0.3, 0.6):
-            child = job.start(*launch, "train", "run.yaml")
-            time.sleep(wait_s)
-            child.send_signal(signal.SIGINT)
-            ended = job.end_of(child)
-            assert ended.code == 130, (wait_s, ended.output)
-            assert "Traceback" not in ended.output, (wait_s, ended.output)
+def test_early_ctrl_c_shows_no_traceback(job):
+    for launch, wait_s in (([], 0.12), (["launch", "-n", "2", "--"], 0.3)):
+        child = job.start(*launch, "train", "run.yaml")
+        time.sleep(wait_s)
+        child.send_signal(signal.SIGINT)
+        ended = job.end_of(child)
+        assert ended.code == 130, (wait_s, ended.output)
+        assert "Traceback" not in ended.output, (wait_s, ended.output)
 
 
-def test_sigterm_to_a_run_whose_source_hangs_saves_what_it_has_and_leaves(job):
+def test_sigterm_with_a_hanging_source_saves(job):
     child = job.train(faults={0: ["data sleep", 12]})
     job.wait_for(job.fired)
     job.wait_for(lambda: len(job.steps()) > 1)
@@ -118,9 +82,9 @@ def test_hanging_source_of_two_processes_exits_on_sigterm(job):
 
 @pytest.mark.parametrize(
     "redirection",
-    ["| head -1", ">&- 2>&- <&-", *(pytest.param(r, marks=pytest.mark.slow) for r in (">&-", "> /dev/full"))],
+    ["| head -1", *(pytest.param(r, marks=pytest.mark.slow) for r in (">&- 2>&- <&-", ">&-", "> /dev/full"))],
 )
-def test_nobody_who_reads_the_output_ends_no_training(job, redirection):
+def test_closed_output_ends_no_training(job, redirection):
     command = shlex.join([sys.executable, "-m", "spmdkit", "train", "run.yaml", "devices=cpu:2", "steps=12"])
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command} {redirection}"],
@@ -133,15 +97,3 @@ def test_nobody_who_reads_the_output_ends_no_training(job, redirection):
     assert (done.returncode, done.stderr) == (0, "")
     assert job.saved()[-1] == 12
     assert json.loads((job.folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 12
-
-
-def test_a_killed_launcher_leaves_nothing_in_the_folder_for_temporary_files(job):
-    child = job.train(n=2)
-    job.wait_for(lambda: len(job.steps()) > 1)
-    child.kill()
-    child.wait(timeout=30)
-    deadline = time.monotonic() + 10
-    while job.processes() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert job.processes() == {}
-    assert [path.name for path in job.folder.iterdir() if "spmdkit" in path.name] == []

@@ -1,4 +1,4 @@
-"""Real launchers of real processes, each bounded in time: killing the launcher kills what it started."""
+"""Real launchers of real processes: in this process, or in their own where they are signalled or killed."""
 
 import os
 import subprocess
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from spmdkit.launch import launch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LAUNCHER = (
@@ -25,16 +27,36 @@ class Result:
     wall_s: float
 
 
+def environment(folder, env):
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu", "TMPDIR": str(folder), **env}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Returns a function that launches a script in this process."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "script.py"
+
+    def run(script, num_processes=2, max_restarts=0, arguments=(), **env):
+        path.write_text(textwrap.dedent(script))
+        command, begin = [sys.executable, str(path), *arguments], time.monotonic()
+        code = launch(command, num_processes, env=environment(tmp_path, env), grace_s=4, max_restarts=max_restarts)
+        out, err = capsys.readouterr()
+        return Result(code, out, err, time.monotonic() - begin)
+
+    return run
+
+
 class Launched:
     """A running launcher of `num_processes` copies of a script; `under`: words before its command."""
 
-    def __init__(self, folder, script, num_processes, max_restarts, under, env, arguments):
+    def __init__(self, folder, script, num_processes, max_restarts, under, arguments):
         path = folder / "script.py"
         path.write_text(textwrap.dedent(script))
         self.start = time.monotonic()
         self.popen = subprocess.Popen(
             [*under, sys.executable, "-c", LAUNCHER, str(num_processes), str(max_restarts), str(path), *arguments],
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu", "TMPDIR": str(folder), **env},
+            env=environment(folder, {}),
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -59,8 +81,8 @@ class Launched:
 def start(tmp_path):
     started = []
 
-    def start(script, num_processes=2, max_restarts=0, under=(), arguments=(), **env):
-        started.append(Launched(tmp_path, script, num_processes, max_restarts, under, env, arguments))
+    def start(script, num_processes=2, max_restarts=0, under=(), arguments=()):
+        started.append(Launched(tmp_path, script, num_processes, max_restarts, under, arguments))
         return started[-1]
 
     yield start

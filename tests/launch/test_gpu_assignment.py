@@ -9,7 +9,7 @@ def shown(seen, num, each=None):
     return [gpu_assignment.pinned(seen, num, i, each).get(gpu_assignment.VISIBLE) for i in range(num)]
 
 
-def test_processes_have_consecutive_gpus_of_their_own_and_one_alone_has_all():
+def test_processes_get_consecutive_gpus():
     eight = [str(i) for i in range(8)]
     assert shown(eight, 4) == ["0,1", "2,3", "4,5", "6,7"]
     assert shown(eight, 3) == ["0,1", "2,3", "4,5"] and shown(eight, 2, each=1) == ["0", "1"]
@@ -17,7 +17,7 @@ def test_processes_have_consecutive_gpus_of_their_own_and_one_alone_has_all():
     assert shown(["0", "1"], 4) == [None] * 4 and shown(eight, 4, each=4) == [None] * 4, "there are not enough"
 
 
-def test_gpus_are_those_of_the_machine_or_those_that_are_left_by_who_lent_it(tmp_path):
+def test_visible_gpus_are_found(tmp_path):
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     assert gpu_assignment.gpus({}, tmp_path) == ["0", "1"]
@@ -31,8 +31,9 @@ def test_gpus_are_those_of_the_machine_or_those_that_are_left_by_who_lent_it(tmp
 
 
 @pytest.mark.processes
-def test_the_launcher_hands_each_process_its_own_and_says_so(start):
-    script = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
-    result = start(script, 2, CUDA_VISIBLE_DEVICES="4,5,6,7", JAX_PLATFORMS="").wait()
+def test_launcher_assigns_and_reports_gpus(run):
+    result = run(
+        "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])", CUDA_VISIBLE_DEVICES="4,5,6,7", JAX_PLATFORMS=""
+    )
     assert sorted(result.out.splitlines()) == ["[0] 4,5", "[1] 6,7"], result
     assert "CUDA_VISIBLE_DEVICES: 4,5 for process 0, 6,7 for process 1" in result.err

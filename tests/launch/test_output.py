@@ -22,5 +22,5 @@ TWO_AT_ONCE = (
         ("Gloo all-reduce failed: [external/gloo] closed", "Gloo all-reduce failed: [external/gloo] closed"),
     ],
 )
-def test_a_line_is_shown_without_gloos_greeting(line, shown):
+def test_lines_lose_the_greeting_of_gloo(line, shown):
     assert without_greeting(line) == shown

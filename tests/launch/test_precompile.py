@@ -20,20 +20,20 @@ def train(tmp_path):
     return ["train", str(tmp_path / "run.yaml")]
 
 
-def test_the_sizes_that_may_come_are_compiled_with_the_microbatches_that_they_will_have(train):
+def test_sizes_are_compiled_with_their_microbatches(train):
     assert Elastic(train, "2:4", 4).ahead() == {3: ["microbatches=2"], 2: ["microbatches=2"]}
     with pytest.raises(ConfigError, match=r"elastic.precompile: 2 processes are none .* 3:4"):
         Elastic(train, "3:4", 4).ahead()
 
 
-def test_the_job_is_the_same_with_another_number_of_processes(train):
+def test_command_differs_in_the_number_of_processes(train):
     words = Precompile({3: ["microbatches=2"]}, [*train, "seed=4"], 1).command(3, ["microbatches=2"])
     assert words[words.index("launch") :] == [
         "launch", "-n", "3", "--devices-per-process", "1", "--", *train, "seed=4", "microbatches=2"
     ]  # fmt: skip
 
 
-def test_one_is_started_after_the_other_and_the_last_ends_with_the_job(monkeypatch, train):
+def test_sizes_compile_in_turn_until_the_job_ends(monkeypatch, train):
     asked = []
 
     def command(self, size, more):

@@ -12,38 +12,18 @@ import pytest
 
 from spmdkit.launch import process
 from spmdkit.launch.process import exit_status, start
+from tests.launch.test_local import alive, wait_until_dead
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's"),
-]
+pytestmark = [pytest.mark.processes, pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def ended(pid, within_s):
-    """Returns whether a process that may not be our child has ended in time."""
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except FileNotFoundError:
-            return True
-        time.sleep(0.02)
-    return False
-
-
-def test_a_child_outlives_the_thread_that_started_it_and_answers():
+def test_child_outlives_the_thread_that_started_it():
     started = []
 
-    def work():
-        started.append(start(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-        started[0].stdin.write("first\n")
-        started[0].stdin.flush()
-        started[0].stdout.readline()  # it has asked the kernel and become `cat`
-
-    thread = threading.Thread(target=work)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    thread = threading.Thread(target=lambda: started.append(start(["cat"], **pipes)))
     thread.start()
     thread.join()
     time.sleep(0.3)
@@ -54,7 +34,7 @@ def test_a_child_outlives_the_thread_that_started_it_and_answers():
 
 
 @pytest.mark.parametrize("in_a_thread", [False, True])
-def test_kill_9_of_the_parent_ends_a_child_that_listens_to_nothing(in_a_thread):
+def test_child_dies_with_its_killed_parent(in_a_thread):
     body = "print(start(['sleep', '60']).pid, flush=True)"
     call = f"t = threading.Thread(target=lambda: {body}); t.start(); t.join()" if in_a_thread else body
     code = f"import threading, time\nfrom spmdkit.launch.process import start\n{call}\ntime.sleep(60)"
@@ -62,12 +42,12 @@ def test_kill_9_of_the_parent_ends_a_child_that_listens_to_nothing(in_a_thread):
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) as parent:
         pid = int(parent.stdout.readline())
         time.sleep(0.3)
-        assert not ended(pid, 0.1)
+        assert alive(pid)
         parent.send_signal(signal.SIGKILL)
-    assert ended(pid, 5)
+    wait_until_dead([pid])
 
 
-def test_a_command_that_is_not_there_says_so():
+def test_missing_command_is_reported():
     process = start(["/nowhere/at-all"], stderr=subprocess.PIPE, text=True)
     _, errors = process.communicate(timeout=20)
     assert process.returncode != 0
@@ -75,7 +55,7 @@ def test_a_command_that_is_not_there_says_so():
 
 
 @pytest.mark.parametrize("pid", [-1, 0, 1])
-def test_a_number_that_means_all_processes_is_sent_nothing(pid, monkeypatch):
+def test_signals_to_all_processes_are_rejected(pid, monkeypatch):
     """`killpg(1)` is `kill(-1)`: everybody's."""
     sent = []
     monkeypatch.setattr(process.os, "killpg", lambda *asked: sent.append(asked))
@@ -85,7 +65,7 @@ def test_a_number_that_means_all_processes_is_sent_nothing(pid, monkeypatch):
     assert not sent
 
 
-def test_what_works_is_busy_and_what_sleeps_is_not():
+def test_busy_time_counts_work_only():
     works, sleeps = (
         start([sys.executable, "-I", "-S", "-c", code]) for code in ("while True: pass", "import time; time.sleep(60)")
     )

@@ -37,7 +37,7 @@ PEER_LOST = {"status": 75, "message": "lost contact with another process", "time
         ([{"status": 42}, {"status": -9, "ended_by_us": True}], 0, 42),
     ],
 )
-def test_the_process_that_failed_first_is_found(exits, first, code):
+def test_process_that_failed_first_is_found(exits, first, code):
     found = cause([Exit(process=i, order=i, **e) for i, e in enumerate(exits)])
     assert (None if found is None else found.process) == first
     assert (0 if found is None else found.code) == code

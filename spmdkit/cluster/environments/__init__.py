@@ -1,7 +1,4 @@
-"""How starters (Slurm, torchrun, Kubernetes, ...) give a process its rank: one file each.
-
-In: environment variables. Out: a `DetectedCluster` or a `Partial`, see base.py.
-"""
+"""How starters (Slurm, torchrun, Kubernetes, ...) give a process its rank: one file each, see base.py."""
 
 from __future__ import annotations
 

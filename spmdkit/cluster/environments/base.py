@@ -5,8 +5,8 @@ An environment is a module with
     NAMES: Names              its variables, for messages
     read(env) -> Detection    `DetectedCluster`, `Partial`, or None where none of its variables is set
 
-`read` is pure: it reads the mapping that is passed and nothing else. Environments are nested (`mpirun` inside `salloc`,
-`spmdkit launch` in a batch script), so several may be detected; `detection.py` chooses by `level`.
+`read` is pure. Environments are nested (`mpirun` inside `salloc`, `spmdkit launch` in a batch script), so several may
+be detected; `detection.py` chooses by `level`.
 """
 
 from __future__ import annotations
@@ -32,39 +32,23 @@ FIRST_PORT, NUM_PORTS = 61440, 4096
 
 @dataclass(frozen=True)
 class DetectedCluster:
-    """A complete cluster: its size, the rank of this process, and the address of process 0.
-
-    Attributes:
-        agents: how many processes of its own the starter runs, one per host (torchrun's agents, Open MPI's daemons).
-            Another environment with that many processes has started the agents, so this one is used.
-        description: where the variables do not hold the size and the rank as numbers.
-        repair: what to check in this environment when processes do not meet, a sentence.
-        role: `train`, or `evaluator`: a single process outside the cluster that trains.
-    """
+    """A complete cluster: its size, the rank of this process, and the address of process 0."""
 
     spec: ClusterSpec
     level: Level
-    agents: int | None = None
-    description: str = ""
-    repair: str = ""
+    agents: int | None = None  # processes of the starter itself, one per host; what has started so many is not used
+    description: str = ""  # where the variables do not hold the size and the rank as numbers
+    repair: str = ""  # what to check in this environment when processes do not meet, a sentence
     role: Role = "train"
 
 
 @dataclass(frozen=True)
 class Partial:
-    """Some variables of the environment are set, and they do not give a rank in a cluster.
+    """Variables of the environment are set, and do not give a rank: an error at the levels explicit and starter where
+    nothing else is detected, otherwise one process and a line in the log."""
 
-    At the levels explicit and starter this is an error where nothing else is detected. At the level allocation it is
-    one process and a line in the log.
-
-    Attributes:
-        why: what is set and what is missing, a sentence without its full stop.
-        repair: the smallest change that makes it a cluster, a sentence.
-        num_processes: the number of processes, where it is set.
-    """
-
-    why: str
-    repair: str
+    why: str  # what is set and what is missing, a sentence without its full stop
+    repair: str  # the smallest change that makes it a cluster, a sentence
     level: Level
     num_processes: int | None = None
 
@@ -93,12 +77,10 @@ def shown(env: Mapping[str, str], *names: str) -> str:
 
 
 def port_of(number: int) -> int:
-    """Returns a port for a number that all processes know."""
     return FIRST_PORT + number % NUM_PORTS
 
 
 def is_address(text: str) -> bool:
-    """Returns whether `text` is `host:port` or `[ipv6]:port`."""
     try:
         split_address(text)
     except ConfigError:
@@ -107,5 +89,4 @@ def is_address(text: str) -> bool:
 
 
 def address(host: str, port: int) -> str:
-    """Returns `host:port`, an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,16 +1,11 @@
-"""Kubernetes JobSet: pods of indexed Jobs, which know their number; how many there are and who is first the manifest
-has to hand in.
-
-Kubernetes sets JOB_COMPLETION_INDEX in each pod of an indexed Job. JobSet sets no variable: it writes the address of
-the pod that `spec.coordinator` names, and the number of a pod's Job, as annotations of the pod, which a manifest turns
-into variables (`fieldRef`):
+"""Kubernetes JobSet: pods of indexed Jobs know their number (JOB_COMPLETION_INDEX). JobSet sets no variable; a manifest
+turns its annotations into variables (`fieldRef`), as `spmdkit launch --on kubernetes` does:
 
     JOBSET_COORDINATOR    metadata.annotations['jobset.sigs.k8s.io/coordinator']       job-workers-0-0.job
     JOBSET_JOB_INDEX      metadata.annotations['jobset.sigs.k8s.io/job-index']         0, for several replicas of a Job
     JOBSET_JOBS           metadata.annotations['jobset.sigs.k8s.io/replicatedjob-replicas']   1
     JOBSET_PODS           parallelism of one Job, as a number
 
-`spmdkit launch --on kubernetes` writes them. A TPU pod on GKE has its place from GKE: cloud_tpu.py.
 Names: kubernetes-sigs/jobset 08dfbdf (2026-08-18), api/jobset/v1alpha2/jobset_types.go;
 kubernetes.io/docs/concepts/workloads/controllers/job, "Completion mode".
 """

@@ -1,11 +1,9 @@
 """Open MPI: `mpirun` sets the rank of each process and the address of its daemon. Process 0 runs on the same host,
-unless a host file puts it elsewhere.
+unless a host file puts it elsewhere. Processes of one host meet on its loopback interface.
 
 Open MPI 4 sets the daemon's addresses and the number of the job, a multiple of 4096 (OMPI_MCA_orte_hnp_uri). Open MPI 5
-sets the name of its host in PMIX_NAMESPACE (`prterun-HOST-PID@1`), which jax 0.10.2 does not detect. Processes of one
-host meet on its loopback interface.
-Names: Open MPI 4.1.4 and 5.0.10, 2026-11-23; docs.open-mpi.org, "Environment variables set by mpirun";
-jax/_src/clusters/ompi_cluster.py.
+sets the name of its host in PMIX_NAMESPACE (`prterun-HOST-PID@1`), which jax 0.10.2 does not detect.
+Names: Open MPI 4.1.4 and 5.0.10, 2026-11-23; docs.open-mpi.org, "Environment variables set by mpirun".
 """
 
 from __future__ import annotations
@@ -13,15 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from spmdkit.cluster.environments.base import (
-    DetectedCluster,
-    Detection,
-    Partial,
-    address,
-    port_of,
-    shown,
-    whole_number,
-)
+from spmdkit.cluster.environments.base import DetectedCluster, Detection, Partial, address, port_of, shown, whole_number
 from spmdkit.cluster.spec import ClusterSpec, Names
 
 NAMES = Names("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_MCA_orte_hnp_uri")

@@ -1,10 +1,6 @@
-"""Ray: its processes have a job and no rank. Inside ray.train's JaxTrainer JAX is joined already; elsewhere each worker
-needs variables.
-
-Ray 2.60 sets RAY_JOB_ID for the processes of a job and RAY_RAYLET_PID for its workers (2026-11-23). `ray.train` keeps
-ranks in its own context. With GPUs or TPUs its JaxTrainer calls `jax.distributed.initialize` before the user's function
-(ray/train/v2/jax/config.py), and `join` uses that cluster. Its torch backend sets torchrun's variables.
-"""
+"""Ray: its processes have a job and no rank, so each worker needs variables. In ray.train's JaxTrainer with GPUs or
+TPUs JAX is joined already (ray/train/v2/jax/config.py), and `join` uses that cluster. Its torch backend sets torchrun's
+variables. Names: Ray 2.60, 2026-11-23."""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
 """Slurm: a task of a step (`srun`) has a rank; a job without a step allocates hosts and starts no process.
 
 A step sets SLURM_STEP_NODELIST, SLURM_STEP_NUM_TASKS, SLURM_STEP_ID and each task's SLURM_PROCID
-(slurm.schedmd.com/srun.html). SLURM_NTASKS and SLURM_PROCID are not enough: they are set in a batch script too (4 and 0
-under `sbatch -n 4`). The shell that `salloc` opens is an "interactive step" with one task and the number 4294967290; it
-has the SLURM_NTASKS of the whole job (Slurm 22.05, 2026-11-22).
+(slurm.schedmd.com/srun.html). SLURM_NTASKS and SLURM_PROCID are not enough: a batch script has them too. The shell of
+`salloc` is an "interactive step" with one task and the number 4294967290 (Slurm 22.05, 2026-11-22).
 
-Process 0 is on the first host of the step. The port is derived from the numbers of job and step, so that steps and jobs
-on one host use different ports.
+Process 0 is on the first host of the step. The port is derived from the numbers of job and step.
 """
 
 from __future__ import annotations
@@ -14,15 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from spmdkit.cluster.environments.base import (
-    DetectedCluster,
-    Detection,
-    Partial,
-    address,
-    port_of,
-    shown,
-    whole_number,
-)
+from spmdkit.cluster.environments.base import DetectedCluster, Detection, Partial, address, port_of, shown, whole_number
 from spmdkit.cluster.spec import ClusterSpec, Names
 
 NAMES = Names("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST")

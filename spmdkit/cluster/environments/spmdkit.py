@@ -1,8 +1,7 @@
 """spmdkit's own variables: `spmdkit launch` sets them, and so can any other starter.
 
-`SPMDKIT_NUM_PROCESSES`, `SPMDKIT_PROCESS_ID` and `SPMDKIT_COORDINATOR` describe a cluster. The number of processes
-alone is a requirement: another environment has to have that many. The remaining variables (`SPMDKIT_COORDINATOR`
-without a number, devices, timeout) override those of another environment; `detection.py` applies them.
+`SPMDKIT_NUM_PROCESSES` alone is a requirement: another environment has to have that many. The remaining variables
+override those of another environment; `detection.py` applies them.
 """
 
 from __future__ import annotations

@@ -3,11 +3,9 @@ evaluator evaluates each new checkpoint.
 
     {"cluster": {"chief": ["a:2222"], "worker": ["b:2222", "c:2222"]}, "task": {"type": "worker", "index": 1}}
 
-Process 0 is the chief, or worker 0 where there is none. Processes meet at its address, the port of a TensorFlow server.
-An evaluator is not part of the cluster and is not listed in it. `ps` has no counterpart in one program over all
-processes (`sync: parameter_server` starts its own servers).
-Source: tensorflow.org/guide/distributed_training, "Setting up the TF_CONFIG environment variable";
-TFConfigClusterResolver.
+Process 0 is the chief, or worker 0 where there is none. An evaluator is not listed in the cluster. `ps` has no
+counterpart (`sync: parameter_server` starts its own servers).
+Source: tensorflow.org/guide/distributed_training, "Setting up the TF_CONFIG environment variable".
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""torchrun, static and elastic, and other starters that set its variables (`accelerate launch`, DeepSpeed): RANK of
-WORLD_SIZE, LOCAL_RANK on its host.
+"""torchrun, static and elastic, and other starters that set its variables (`accelerate launch`, DeepSpeed).
 
 MASTER_ADDR is the host of process 0. MASTER_PORT is not free under torchrun: its agent has a store there
-(TORCHELASTIC_USE_AGENT_STORE=True; PyTorch 2.13, 2026-11-22, standalone, static and c10d), so processes meet at a port
-that is derived from it. Both stay the same when the group restarts.
-
+(TORCHELASTIC_USE_AGENT_STORE=True; PyTorch 2.13, 2026-11-22), so processes meet at a port that is derived from it.
 Without LOCAL_RANK no starter set up this process: PyTorchJob sets the rest for each pod, for a torchrun inside it.
 Names: docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables".
 """
@@ -13,15 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spmdkit.cluster.environments.base import (
-    DetectedCluster,
-    Detection,
-    Partial,
-    address,
-    port_of,
-    shown,
-    whole_number,
-)
+from spmdkit.cluster.environments.base import DetectedCluster, Detection, Partial, address, port_of, shown, whole_number
 from spmdkit.cluster.spec import ClusterSpec, Names
 
 NAMES = Names("WORLD_SIZE", "RANK", "MASTER_ADDR")

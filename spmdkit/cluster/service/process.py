@@ -1,8 +1,5 @@
-"""`ServiceProcess`: starts and ends the process that runs JAX's coordination service (service.py).
-
-`spmdkit launch` starts it for its processes. Otherwise process 0 starts it, and it outlives process 0 until the others
-have exited.
-"""
+"""`ServiceProcess`: starts and ends the process that runs JAX's coordination service (service.py). `spmdkit launch`, or
+process 0, starts it; it runs until all processes have exited."""
 
 from __future__ import annotations
 
@@ -24,12 +21,7 @@ Start = Callable[..., "subprocess.Popen[Any]"]
 
 
 class ServiceProcess:
-    """A process that runs the coordination service of `num_processes`.
-
-    Args:
-        process: the number of the process that starts it, -1 for a launcher.
-        start: `subprocess.Popen`, or a function that starts a process which dies with this one.
-    """
+    """A process that runs the coordination service; `process`: the rank of its parent, -1 for a launcher."""
 
     def __init__(self, num_processes: int, process: int, start: Start = subprocess.Popen):
         jaxlib = importlib.util.find_spec("jaxlib")
@@ -72,11 +64,9 @@ class ServiceProcess:
             self._popen.stdin.close()
 
     def ended(self) -> int | None:
-        """Returns the exit status of its process, None while it runs."""
         return self._popen.poll()
 
     def kill(self) -> None:
-        """Ends it immediately."""
         self._popen.kill()
         self._popen.wait()
         for pipe in (self._popen.stdin, self._popen.stdout):
@@ -86,11 +76,8 @@ class ServiceProcess:
 
 
 def reserve_port() -> tuple[socket.socket, int]:
-    """Returns a socket that reserves a port of the loopback interface until it is closed, and the port.
-
-    It is bound and does not listen. Linux assigns such a port to no other process. A process of the same user can
-    listen there with SO_REUSEPORT, as gRPC does.
-    """
+    """Returns a socket that reserves a port of the loopback interface until it is closed, and the port. Linux assigns
+    it to no other process; one of the same user can listen there with SO_REUSEPORT, as gRPC does."""
     holder = socket.socket()
     if hasattr(socket, "SO_REUSEPORT"):
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -3,13 +3,12 @@ by its path.
 
     python -I -S service.py SITE NUM_PROCESSES HEARTBEAT_S SHUTDOWN_S PROCESS
 
-It imports only jaxlib and the standard library (0.15 s of a core). A line on standard input is the address to listen
-at; it prints `up`. It runs until its standard input closes or its parent has ended, and after that while processes are
-connected, at most one minute: JAX aborts a process (SIGABRT) that loses the service. PROCESS is the rank of the parent:
-the service reports its end in the store; -1: a launcher.
+It imports only jaxlib and the standard library. A line on standard input is the address to listen at; it prints `up`.
+It runs until its standard input closes or its parent has ended, and after that while processes are connected, at most
+one minute: JAX aborts a process (SIGABRT) that loses the service. PROCESS is the rank of the parent (-1: a launcher);
+the service reports its end in the store.
 
-`recoverable` (jaxlib 0.10.2 to 0.12): before 0.12 the service compares heartbeats by wall time, unsigned, so a clock
-that is set back makes all processes look lost. With `recoverable` the service only records that, and does not abort the
+`recoverable` (jaxlib 0.10.2 to 0.12): otherwise a clock that is set back makes all processes look lost, and aborts the
 job. The watchdog detects lost processes (faults/watchdog.py).
 """
 
@@ -83,8 +82,6 @@ async def _serve(relay: Relay, listener: socket.socket, parent: int, announce: C
 
 
 def _listen(address: str, is_reserved: bool) -> socket.socket:
-    """Returns a listening socket; `is_reserved`: a launcher has reserved the port, so it is shared with the
-    launcher."""
     host, _, port = address.rpartition(":")
     family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
     return socket.create_server(target[:2], family=family, reuse_port=is_reserved)
@@ -102,7 +99,7 @@ def _ended(parent: int) -> str:
 
 
 def _announce(jaxlib: object, address: str, process: int) -> None:
-    """Reports the end of `process` in its place, in every folder of its heartbeats (faults/watchdog.py)."""
+    """Reports the end of `process` in every folder of its heartbeats (faults/watchdog.py)."""
     if process < 0:  # a launcher
         return
     client = jaxlib.get_distributed_runtime_client(  # type: ignore[attr-defined]

@@ -1,8 +1,7 @@
-"""Faults of a drill, specified as `KIND:PROCESS@WHEN`: `kill:2@120`, `stop:0@30s`, `kill:random@random`.
+"""Faults of a drill, specified as `KIND:PROCESS@WHEN`: `kill:2@120`, `stop:0@30s`, `kill:random@random`. docs/guide.md
+lists the kinds.
 
-docs/guide.md lists the kinds, with what each injects and the expected recovery. Network faults run each process in a
-network namespace (tools/drill/network.py): Linux, as root.
-The rest of this file is the protocol between the drill and a process, a file without a name that both have open:
+The drill and a process communicate by a file without a name that both have open:
 
 bytes 0 to 511   the request, as JSON: `number`, `kind`, `at` ("step", "save", "now"), `moment` (number of the step or
                  save), `delay_s`, `seed`
@@ -47,20 +46,13 @@ _SPEC = re.compile(
 
 @dataclass(frozen=True)
 class Fault:
-    """One requested fault.
-
-    Attributes:
-        process: the process; None: drawn at random, each time.
-        step: injected before this step, in the process itself.
-        seconds: injected this long after the first process was started, and again after the same time.
-        count: number of injections. With neither `step` nor `seconds` at random moments (tools/drill/timing.py).
-    """
+    """One requested fault. Without `step` and `seconds` it is injected at random moments (tools/drill/timing.py)."""
 
     kind: str
-    process: int | None = None
-    step: int | None = None
-    seconds: float | None = None
-    count: int = 1
+    process: int | None = None  # None: drawn at random, each time
+    step: int | None = None  # injected before this step, in the process itself
+    seconds: float | None = None  # injected this long after the first start, and again after the same time
+    count: int = 1  # number of injections
 
     def __str__(self) -> str:
         when = self.step or (RANDOM if self.seconds is None else f"{self.seconds:g}s")

@@ -1,8 +1,5 @@
-"""`FaultInjector`: injects the faults of a drill into this process, at a step, at a save, or now.
-
-fault.py describes the protocol. Arrays are changed on this process alone, without a collective: the other replicas keep
-their values.
-"""
+"""`FaultInjector`: injects the faults of a drill into this process, at a step, at a save, or now (fault.py). Arrays are
+changed on this process alone: the other replicas keep their values."""
 
 from __future__ import annotations
 
@@ -73,7 +70,6 @@ class FaultInjector:
         return injected_step
 
     def _read_result(self) -> int | None:
-        """Returns the number of the fault that was injected last."""
         with suppress(ValueError):
             result = json.loads(os.pread(self._descriptor, REQUEST_BYTES, RESULT_OFFSET).rstrip(b" \0") or b"{}")
             return int(result["number"]) if result else None
@@ -125,7 +121,6 @@ class FaultInjector:
 
 
 def _with_nan(state: Any, batch: Any, rng: random.Random) -> tuple[Any, Any]:
-    """Returns (state, batch) with a NaN in the first row on this process."""
     leaves, treedef = jax.tree.flatten(batch.examples)
     number = next((n for n, leaf in enumerate(leaves) if _has_float_rows(leaf)), None)
     if number is None:
@@ -143,8 +138,7 @@ def _has_float_rows(leaf: jax.Array) -> bool:
 
 
 def _with_bit_flip(state: Any, batch: Any, rng: random.Random) -> tuple[Any, Any]:
-    """Returns (state, batch) with one bit of the fraction flipped in this process's first shard of the largest
-    parameter."""
+    """Flips one bit of the fraction in this process's first shard of the largest parameter."""
     leaves, treedef = jax.tree.flatten(state.params)
     floats = [n for n, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size]
     if not floats:

@@ -1,2 +1,1 @@
-"""Who gives notice that this machine is about to be taken away: a file each, found by its name; `preemption: [gce]` in
-a config. See base.py."""
+"""Sources of preemption notices, one file each: `preemption: [gce]` in a config. See base.py."""

@@ -1,9 +1,6 @@
-"""AWS's instance metadata: a spot machine that will be interrupted, two minutes ahead.
-
-Version 2 alone: a token first (`PUT /latest/api/token`), then `spot/instance-action`, which is 404 until there is a
-notice `{"action": "terminate", "time": ...}`.
-Source: docs.aws.amazon.com/AWSEC2/latest/UserGuide, "Spot Instance interruption notices", "Use IMDSv2".
-"""
+"""AWS's instance metadata: a spot machine that will be interrupted, two minutes ahead. Version 2 alone: a token first,
+then `spot/instance-action`, which is 404 until there is a notice.
+Source: docs.aws.amazon.com/AWSEC2/latest/UserGuide, "Spot Instance interruption notices", "Use IMDSv2"."""
 
 from __future__ import annotations
 
@@ -17,8 +14,7 @@ TOKEN_S = 21600
 
 
 def make(every_s: float = 5.0) -> PreemptionSource:
-    """Returns the watcher of this machine; AWS_EC2_METADATA_SERVICE_ENDPOINT names another server, as AWS's own tools
-    read it."""
+    """Returns the source of this machine; AWS_EC2_METADATA_SERVICE_ENDPOINT names another server."""
     token: dict[str, float] = {}  # the one that is used -> until when
 
     def headers(base: str) -> dict[str, str]:

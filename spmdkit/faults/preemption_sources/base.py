@@ -1,10 +1,6 @@
-"""What a preemption source is: a query whether this machine is about to be preempted. One file each in this
-folder, `make(**options) -> PreemptionSource`.
-
-SIGTERM and SIGUSR1, which most schedulers send, need none (faults/signals.py). It is queried in a separate thread, in
-every process of the run, since each may be on another machine; one notice is enough, and all processes save at one step
-and leave with 42 (run/hooks/preemption.py).
-"""
+"""What a preemption source is: a query whether this machine is about to be preempted. One file each in this folder,
+`make(**options) -> PreemptionSource`. It is queried in a separate thread of every process of the run; after one notice
+all processes save at one step and exit with 42 (run/hooks/preemption.py). SIGTERM and SIGUSR1 need none."""
 
 from __future__ import annotations
 
@@ -19,28 +15,21 @@ from spmdkit.foundation.timeouts import METADATA_TIMEOUT_S
 
 @dataclass(frozen=True)
 class PreemptionSource:
-    """A query and its interval.
-
-    Attributes:
-        notice: returns why this machine is about to go, or an empty text. What it raises (`OSError`, `ValueError`) is
-            no notice: it is queried again, and the error is logged once.
-        every_s: seconds between two queries.
-    """
+    """A query and its interval. `notice` returns why this machine is about to go, or an empty text; it is called again
+    after an `OSError` or `ValueError`."""
 
     notice: Callable[[], str]
     every_s: float = 5.0
 
 
 def address(default: str, *variables: str) -> str:
-    """Returns `http://host` of a metadata server: of the first of these variables that is set, as the cloud's own tools
-    read them, or the default."""
+    """Returns `http://host` of a metadata server: of the first of these variables that is set, or the default."""
     given = next((os.environ[name] for name in variables if os.environ.get(name)), default)
     return (given if "://" in given else f"http://{given}").rstrip("/")
 
 
 def query(url: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
-    """Returns the response of a metadata server, None where there is no such entry (404). No proxy
-    is used.
+    """Returns the response of a metadata server, None where there is no such entry (404). No proxy is used.
 
     Raises:
         OSError: no response, or another status.

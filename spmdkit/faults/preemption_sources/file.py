@@ -1,8 +1,5 @@
-"""A file that somebody makes or touches: an agent of the scheduler, a colleague, a cron job. `preemption: [{file:
-{path: /run/preempt}}]`.
-
-One that was last changed before this process began is an old notice, so that the next start is not stopped by it.
-"""
+"""A file that an agent of the scheduler makes or touches: `preemption: [{file: {path: /run/preempt}}]`. One that was
+last changed before this process began is an old notice."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from spmdkit.faults.preemption_sources.base import PreemptionSource
 
 
 def make(path: str, every_s: float = 1.0) -> PreemptionSource:
-    """Returns the watcher of a file; a relative path is in the folder in which the command was given."""
+    """Returns the source of a file; a relative path is in the working directory."""
     if not isinstance(path, str) or not path:
         raise ConfigError(
             f"file.path is {path!r}. It is the path of a file that will be made or touched. Write "

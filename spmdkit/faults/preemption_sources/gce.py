@@ -1,11 +1,6 @@
-"""Google Cloud's metadata server: a spot machine that is preempted, or a host that is taken down for maintenance
-without moving the machine elsewhere.
-
-`instance/preempted` is TRUE from the notice on, 30 s before the machine is stopped; `instance/maintenance-event` is
-TERMINATE_ON_HOST_MAINTENANCE up to an hour before.
-Every request carries `Metadata-Flavor: Google`. Source: cloud.google.com/compute/docs/instances/preemptible,
-.../metadata/getting-live-migration-notice.
-"""
+"""Google Cloud's metadata server: `instance/preempted` is TRUE 30 s before a spot machine is stopped,
+`instance/maintenance-event` is TERMINATE_ON_HOST_MAINTENANCE up to an hour before maintenance without migration.
+Source: cloud.google.com/compute/docs/instances/preemptible, .../metadata/getting-live-migration-notice."""
 
 from __future__ import annotations
 
@@ -15,8 +10,7 @@ HEADERS = {"Metadata-Flavor": "Google"}
 
 
 def make(every_s: float = 5.0) -> PreemptionSource:
-    """Returns the watcher of this machine; GCE_METADATA_HOST names another server, as Google's own libraries read
-    it."""
+    """Returns the source of this machine; GCE_METADATA_HOST names another server, as for Google's libraries."""
 
     def notice() -> str:
         base = f"{address('metadata.google.internal', 'GCE_METADATA_HOST')}/computeMetadata/v1/instance"

@@ -1,5 +1,4 @@
-"""Engines that people already have: each renders what starts a job on it, as text. The interface is in base.py; what is
-done with it in submit.py."""
+"""Engines that people already have: each renders what starts a job on it, as text (base.py)."""
 
 from __future__ import annotations
 

@@ -1,19 +1,16 @@
-"""What an engine is: how a job of some processes is written for one kind of scheduler. A file each in this folder,
-found by its name.
+"""What an engine is: how a job of some processes is written for one kind of scheduler. One file each in this folder.
 
 An engine is a module with
 
     OPTIONS: Mapping[str, Option]        what `--set NAME=VALUE` may say, each with its default and a sentence
     render(job) -> Rendered              files and commands, as text
 
-`render` is pure: it looks at the job that it is given and at nothing else, so that what is printed is what is run. Each
-process then gets its rank from the engine's environment (cluster/environments/). Rendered text is for people, who
-change it: comments explain what is not obvious.
+`render` is pure, so that what is printed is what is run. Each process gets its rank from the engine's environment
+(cluster/environments/). Rendered text is for people, who change it: comments explain what is not obvious.
 """
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -31,8 +28,7 @@ FINAL = tuple(int(code) for code in (ExitCode.CHECK_FAILED, ExitCode.NOT_FINITE,
 
 
 class Option(NamedTuple):
-    """One setting of an engine. `default` is a text as well; REQUIRED: there is none, and the job cannot be written
-    without it."""
+    """One setting of an engine. `default` is a text as well; REQUIRED: it has to be given."""
 
     default: str
     help: str
@@ -40,25 +36,15 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """What is to be started.
+    """What is to be started."""
 
-    Attributes:
-        arguments: of spmdkit: `("train", "config.yaml", "steps=100")`.
-        num_processes: all together.
-        name: letters, digits and dashes.
-        max_restarts: how often a failure is followed by another start; 42 always is.
-        grace_s: seconds between the notice and the end.
-        options: of the engine, complete.
-        here: the folder in which `launch` was called, absolute.
-    """
-
-    arguments: tuple[str, ...]
-    num_processes: int
-    name: str
-    max_restarts: int = 0
-    grace_s: int = 120
-    options: Mapping[str, str] = field(default_factory=dict)
-    here: str = "."
+    arguments: tuple[str, ...]  # of spmdkit: `("train", "config.yaml", "steps=100")`
+    num_processes: int  # all together
+    name: str  # letters, digits and dashes
+    max_restarts: int = 0  # how often a failure is followed by another start; 42 always is
+    grace_s: int = 120  # seconds between the notice and the end
+    options: Mapping[str, str] = field(default_factory=dict)  # of the engine, complete
+    here: str = "."  # the folder in which `launch` was called, absolute
 
     @property
     def folder(self) -> str:
@@ -85,17 +71,11 @@ class ClusterJob:
 
 @dataclass(frozen=True)
 class Rendered:
-    """What starts a job.
+    """What starts a job."""
 
-    Attributes:
-        files: name -> text, written before the commands are run.
-        commands: lists of words, run one after the other in the folder of the files.
-        needs: what has to be on the machine that runs the commands, for a message.
-    """
-
-    files: Mapping[str, str]
-    commands: tuple[tuple[str, ...], ...]
-    needs: str
+    files: Mapping[str, str]  # name -> text, written before the commands are run
+    commands: tuple[tuple[str, ...], ...]  # run one after the other in the folder of the files
+    needs: str  # what has to be on the machine that runs the commands, for a message
 
 
 class Engine(Protocol):
@@ -128,7 +108,7 @@ def complete(engine: str, options: Mapping[str, Option], given: Mapping[str, str
 
 
 def restart_loop(job: ClusterJob, run: str, wait_s: int, stop: str = "") -> str:
-    """Returns shell that runs `run` and starts it again as its exit code `$code` says."""
+    """Returns shell that runs `run`, and starts it again where its exit code `$code` allows that."""
     return f"""starts=0
 while true; do
   {run}
@@ -140,8 +120,3 @@ while true; do
 {stop}  sleep {wait_s}
 done
 """
-
-
-def quoted(words: list[str] | tuple[str, ...]) -> str:
-    """Returns words as one line of a shell."""
-    return shlex.join(words)

@@ -12,10 +12,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.launch.engines import pods
 from spmdkit.launch.engines.base import ClusterJob, Option, Rendered
 
-OPTIONS = {
-    **pods.OPTIONS,
-    "runtime": Option("jax-distributed", "ClusterTrainingRuntime to use"),
-}
+OPTIONS = {**pods.OPTIONS, "runtime": Option("jax-distributed", "ClusterTrainingRuntime to use")}
 
 
 TEMPLATE = """

@@ -1,11 +1,10 @@
-"""Kubernetes: a JobSet with one indexed Job of as many pods as processes; on TPUs one Job for each slice and one pod
-for each host.
+"""Kubernetes: a JobSet with one indexed Job of as many pods as processes; on TPUs one Job for each slice and one pod for
+each host.
 
-JobSet gives each pod a name in a headless service, starts all again when one fails, and counts: 42 is not counted
-(`RestartJobSetAndIgnoreMaxRestarts`), codes that another start would end with again fail the JobSet immediately, others
-restart it `--max-restarts` times. A Job ends at its first failed pod (`podFailurePolicy`, FailJob), and its message has
-the exit code. Each pod finds its place by what the manifest hands in (cluster/environments/jobset.py), a TPU pod by
-what GKE sets (cloud_tpu.py).
+JobSet starts all again when one fails: 42 is not counted (`RestartJobSetAndIgnoreMaxRestarts`), codes that another
+start would end with again fail it immediately, others count up to `--max-restarts`. A Job ends at its first failed pod
+(`podFailurePolicy`), and its message has the exit code. Each pod finds its place by cluster/environments/jobset.py, a
+TPU pod by cloud_tpu.py.
 Source: jobset.sigs.k8s.io, kubernetes-sigs/jobset 08dfbdf; kubernetes.io/docs/tasks/job/pod-failure-policy;
 cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice.
 """

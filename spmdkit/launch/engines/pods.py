@@ -34,7 +34,7 @@ def rendered(job: ClusterJob, template: str, comment: str, needs: str, **more: A
     Args:
         template: YAML, in which `$NAME` is replaced by JSON. Empty values are left out.
         comment: a line above the manifest.
-        more: values of the template besides those of `job`.
+        more: further values of the template.
     """
     options, volume = job.options, job.options["volume"]
     labels = {"kueue.x-k8s.io/queue-name": options["queue"]} if options["queue"] else {}

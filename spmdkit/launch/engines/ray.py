@@ -1,14 +1,10 @@
-"""Ray: a placement group with one bundle for each process, one host each by default; an actor in each bundle
-starts a process of spmdkit.
+"""Ray: a placement group with one bundle for each process, one host each by default; an actor in each bundle starts a
+process of spmdkit.
 
-What is rendered is the driver: it runs on a machine of the cluster, gives each process its place (SPMDKIT_*; process 0
-is on the host of the first bundle), and starts all again with new actors when one fails: after 42 always, after other
-failures `--max-restarts` times, once Ray has as many hosts again. Ray's own `max_restarts` would start one actor alone,
-which cannot join the others.
-
-`ray.train`'s JaxTrainer does not fit a command: it calls `jax.distributed.initialize` in the actor itself, runs a
-function in a thread of it (no signals), joins nothing where neither GPUs nor TPUs are requested, and has no exit
-codes. `sk.train` inside of a JaxTrainer takes the join as it is (cluster/environments/ray.py, docs/launch/ray.md).
+The rendered driver runs on a machine of the cluster. It gives each process its place (SPMDKIT_*; process 0 is on the
+host of the first bundle), and starts all again with new actors when one fails: after 42 always, after other failures
+`--max-restarts` times. Ray's own `max_restarts` would start one actor alone, which cannot join the others. ray.train's
+JaxTrainer does not fit a command: no signals, no exit codes (cluster/environments/ray.py, docs/launch/ray.md).
 Source: Ray 2.60, ray/train/v2/jax/config.py; docs.ray.io/en/latest/ray-core/scheduling/placement-group.html.
 """
 

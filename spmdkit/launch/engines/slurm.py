@@ -1,12 +1,8 @@
-"""Slurm: a batch script with one `srun` step, and its tasks connect through the variables of the step
-(cluster/environments/slurm.py).
+"""Slurm: a batch script with one `srun` step, and its tasks connect by cluster/environments/slurm.py.
 
-- `--kill-on-bad-exit=1`: when one task ends badly, the others are ended by Slurm after KillWait (30 s by default;
-  `scontrol show config`).
-- `--signal=USR1@N`: N seconds before the time limit each task gets USR1: all save and leave with 42. `scancel` sends
-  TERM, which does the same.
-- 42 is put in the queue again, always; other failures `--max-restarts` times (SLURM_RESTART_COUNT), codes that another
-  start would end with again never.
+- `--kill-on-bad-exit=1`: when one task ends badly, Slurm ends the others after KillWait (30 s by default).
+- `--signal=USR1@N`: N seconds before the time limit each task gets USR1: all save and exit with 42, as after `scancel`.
+- 42 is put in the queue again, always; other failures `--max-restarts` times (SLURM_RESTART_COUNT).
 Source: slurm.schedmd.com/sbatch.html, srun.html; run on Slurm 22.05.8 by tests/engines/test_slurm.py.
 """
 
@@ -15,7 +11,7 @@ from __future__ import annotations
 import shlex
 
 from spmdkit.errors import ConfigError
-from spmdkit.launch.engines.base import AGAIN, FINAL, ClusterJob, Option, Rendered, quoted
+from spmdkit.launch.engines.base import AGAIN, FINAL, ClusterJob, Option, Rendered
 
 OPTIONS = {
     "partition": Option("", "partition to ask for; empty: the cluster's default"),
@@ -62,7 +58,7 @@ def render(job: ClusterJob) -> Rendered:
 
 # USR1 comes {job.grace_s} s before the time limit, to every task: all save and leave with {AGAIN}.
 {job.options["setup"] or "# No setup."}
-srun --kill-on-bad-exit=1 {quoted(job.command())}
+srun --kill-on-bad-exit=1 {shlex.join(job.command())}
 code=$?
 starts=${{SLURM_RESTART_COUNT:-0}}
 case $code in

@@ -1,10 +1,8 @@
-"""ssh: one process on each of some hosts, started from here; the first failure ends all, as `spmdkit launch` does on
-one machine.
+"""ssh: one process on each of some hosts, started from here; the first failure ends all.
 
-Every host has the project in the same folder and a shared run directory. Places are ours (SPMDKIT_*): process 0 is on
-the first host, at `port`. The script waits for all; the first that fails, or Ctrl-C and TERM, ends the others:
-`ssh -tt` hangs up what it has started when it goes, SIGHUP lets each save and leave with 42. Keys and known hosts are
-yours: there is no prompt (`BatchMode`).
+Every host has the project in the same folder and a shared run directory. Process 0 is on the first host, at `port`.
+The first process that fails, or Ctrl-C and TERM, ends the others: `ssh -tt` hangs up what it has started, and SIGHUP
+lets each save and exit with 42. Keys and known hosts are yours: there is no prompt (`BatchMode`).
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import shlex
 
 from spmdkit.errors import ConfigError
-from spmdkit.launch.engines.base import AGAIN, REQUIRED, ClusterJob, Option, Rendered, quoted, restart_loop
+from spmdkit.launch.engines.base import AGAIN, REQUIRED, ClusterJob, Option, Rendered, restart_loop
 
 OPTIONS = {
     "hosts": Option(REQUIRED, "hosts, separated by commas, as ssh and the others of them know them: host0,host1"),
@@ -40,9 +38,9 @@ def render(job: ClusterJob) -> Rendered:
     setup = f"{job.options['setup']} && " if job.options["setup"] else ""
     line = lambda process: (
         f"cd {shlex.quote(job.folder)} && {setup}exec env SPMDKIT_COORDINATOR={first}:{port} "
-        f"SPMDKIT_NUM_PROCESSES={len(hosts)} SPMDKIT_PROCESS_ID={process} {quoted(job.command())}"
+        f"SPMDKIT_NUM_PROCESSES={len(hosts)} SPMDKIT_PROCESS_ID={process} {shlex.join(job.command())}"
     )
-    starts = "\n".join(f"  start {quoted([host, line(process)])}" for process, host in enumerate(hosts))
+    starts = "\n".join(f"  start {shlex.join([host, line(process)])}" for process, host in enumerate(hosts))
     script = f"""#!/bin/bash
 # {len(hosts)} processes, one per host. The first failure ends the others; 42 (stopped and saved) starts all again.
 run() {{

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from spmdkit.foundation import files, redact
 from spmdkit.foundation.files import not_writable
 from spmdkit.foundation.formatting import nearest
 from spmdkit.launch.engines import all_engines
-from spmdkit.launch.engines.base import ClusterJob, Rendered, complete, quoted
+from spmdkit.launch.engines.base import ClusterJob, Rendered, complete
 
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?")
 
@@ -28,10 +29,7 @@ def prepared(
     max_restarts: int,
     grace_s: float,
 ) -> Rendered:
-    """Returns what starts a job on an engine.
-
-    Args:
-        settings: `NAME=VALUE` of the engine's options.
+    """Returns what starts a job on an engine; `settings`: `NAME=VALUE` of its options.
 
     Raises:
         ConfigError: the engine, an option or a name is not known or malformed.
@@ -59,14 +57,13 @@ def prepared(
         if not equals:
             raise ConfigError(f"--set {setting}: expected NAME=VALUE. Try --set {key or 'image'}=...")
         given[key] = value
-    options = complete(engine, engines[engine].OPTIONS, given)
-    return engines[engine].render(
-        ClusterJob(tuple(arguments), num_processes, name, max_restarts, int(grace_s), options, str(Path.cwd()))
-    )
+    options, here = complete(engine, engines[engine].OPTIONS, given), str(Path.cwd())
+    job = ClusterJob(tuple(arguments), num_processes, name, max_restarts, int(grace_s), options, here)
+    return engines[engine].render(job)
 
 
 def submit(rendered: Rendered, into: Path, run: bool, say: Callable[[str], None] = print) -> int:
-    """Prints files and commands; where `run`, writes the files into a folder, runs the commands there, and returns the
+    """Prints files and commands. Where `run`, writes the files into a folder, runs the commands there, and returns the
     code of the first that fails.
 
     Raises:
@@ -77,15 +74,14 @@ def submit(rendered: Rendered, into: Path, run: bool, say: Callable[[str], None]
         say(redact.in_text(text.rstrip("\n")))
     say(f"--- in {into}")
     for command in rendered.commands:
-        say(f"$ {redact.in_text(quoted(command))}")
+        say(f"$ {redact.in_text(shlex.join(command))}")
     if not run:
         return 0
     for command in rendered.commands:
         if shutil.which(command[0]) is None:
             raise ConfigError(
                 f"{command[0]} is not on this machine's PATH. The commands above need {rendered.needs}. Run this "
-                "there, or with --dry-run and "
-                "take the text."
+                "there, or with --dry-run and take the text."
             )
     try:
         into.mkdir(parents=True, exist_ok=True)
@@ -93,15 +89,13 @@ def submit(rendered: Rendered, into: Path, run: bool, say: Callable[[str], None]
             files.write_text(into / name, text)
     except OSError as error:
         raise not_writable(into, error) from error
-    for command in rendered.commands:
-        if code := _run(command, into):
-            return code if code > 0 else 128 - code
-    return 0
+    codes = (_run(command, into) for command in rendered.commands)
+    code = next(filter(None, codes), 0)
+    return code if code >= 0 else 128 - code
 
 
 def _run(command: Sequence[str], folder: Path) -> int:
-    """Runs a command; a signal to this process is forwarded to it, and Ctrl-C, which it gets from the terminal
-    itself, waits for its end."""
+    """Runs a command. SIGTERM and SIGHUP are forwarded; Ctrl-C reaches it by itself."""
     with subprocess.Popen(command, cwd=folder) as process:
         forwarded = (signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.signal(number, lambda sent, _: process.send_signal(sent)) for number in forwarded}
@@ -123,8 +117,7 @@ def launch_on(
     grace_s: float | None,
     dry_run: bool,
 ) -> int:
-    """Prints what starts a job on an engine and, unless `dry_run`, runs it; returns the exit code. Files go to
-    `launch_NAME` here.
+    """Prints what starts a job on an engine and, unless `dry_run`, runs it from `launch_NAME`; returns the exit code.
 
     Raises:
         ConfigError: as `prepared` and `submit`, or a word of the command holds a secret.
@@ -134,9 +127,8 @@ def launch_on(
     if secrets and not dry_run:
         raise ConfigError(
             f"--on {engine}: {redact.in_text(secrets[0])} contains a secret, which would be written to the files of "
-            "the job. "
-            "Write it into the config file "
-            "on the hosts, or let the task read a variable that they set. --dry-run prints the files without it."
+            "the job. Write it into the config file on the hosts, or let the task read a variable that they set. "
+            "--dry-run prints the files without it."
         )
     rendered = prepared(
         engine, arguments, num_processes, settings, name, max_restarts, 120.0 if grace_s is None else grace_s

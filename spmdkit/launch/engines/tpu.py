@@ -1,17 +1,16 @@
-"""Cloud TPU VMs: `gcloud ... ssh --worker=all` runs one script on every host, which queries the VM's metadata server
-for its place.
+"""Cloud TPU VMs: `gcloud ... ssh --worker=all` runs one script on every host.
 
-TPU VMs set no variables. `agent-worker-number` is the host's number, `worker-network-endpoints` lists the hosts, as
-names or as `name:id:address`, and `tpu-env` has MEGASCALE_* where several slices are joined
-(jax/_src/clusters/cloud_tpu_cluster.py). The script makes our three variables of them. 42 is started again, other
-failures `--max-restarts` times, on each host for itself: all end together, since none can go on alone.
-`-n` is not used: a host of the TPU is a process. Source: cloud.google.com/tpu/docs/run-in-container,
-managing-tpus-tpu-vm.
+TPU VMs set no variables: the script queries the metadata server (`agent-worker-number`, `worker-network-endpoints`, and
+MEGASCALE_* of `tpu-env` for several slices, as jax/_src/clusters/cloud_tpu_cluster.py), and sets our three variables.
+`-n` is not used: a host of the TPU is a process.
+Source: cloud.google.com/tpu/docs/run-in-container, managing-tpus-tpu-vm.
 """
 
 from __future__ import annotations
 
-from spmdkit.launch.engines.base import AGAIN, REQUIRED, ClusterJob, Option, Rendered, quoted, restart_loop
+import shlex
+
+from spmdkit.launch.engines.base import AGAIN, REQUIRED, ClusterJob, Option, Rendered, restart_loop
 
 OPTIONS = {
     "tpu": Option(REQUIRED, "name of the TPU VM or queued resource's node"),
@@ -42,7 +41,7 @@ export SPMDKIT_NUM_PROCESSES=$((each * ${slices:-1})) SPMDKIT_PROCESS_ID=$((work
 def render(job: ClusterJob) -> Rendered:
     """Returns the script of a host, and the commands that copy and run it on all."""
     folder = job.options["folder"]
-    run = f"{quoted(job.command())}\n  code=$?"
+    run = f"{shlex.join(job.command())}\n  code=$?"
     script = f"""#!/bin/bash
 # Runs on every host of the TPU: queries its rank, trains, and starts again after {AGAIN} (stopped and saved).
 {PLACE.replace("PORT", str(PORT))}

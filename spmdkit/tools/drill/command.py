@@ -1,12 +1,8 @@
 """`spmdkit drill`: the user's job without faults, and again with the requested faults; what they cost, and whether both
-end the same.
-
-Both are runs of the launcher on this machine, in a folder next to the run directory, which is not touched:
-`<run_dir>_drill/1/undisturbed` and `.../disturbed`.
+end the same. Both run under the launcher, in `<run_dir>_drill/1/undisturbed` and `.../disturbed`.
 
 A drill passes when every fault was injected, the run exited with 0, no committed step was lost, and state and metrics
-equal those of the undisturbed run bitwise. Differences that the config allows are reported and are no failure: a batch
-that `on_nonfinite` skips changes the results.
+equal those of the undisturbed run bitwise, unless the config allows a fault to change them.
 """
 
 from __future__ import annotations
@@ -60,12 +56,8 @@ def run_drill(request: DrillRequest) -> int:
     """
     config = load_config(request.config, list(request.overrides))
     faults = _checked(request, config)
-    if (
-        config.checkpoint is not None and config.checkpoint.directory is not None
-    ):  # the run's own, which is not disturbed
-        _report(
-            f"note: the drill saves its checkpoints on this machine and does not touch {config.checkpoint.directory}"
-        )
+    if config.checkpoint is not None and (bucket := config.checkpoint.directory) is not None:
+        _report(f"note: the drill saves its checkpoints on this machine and does not touch {bucket}")
         request = dataclasses.replace(request, overrides=[*request.overrides, "checkpoint.directory=null"])
     with network_for(faults, request.num_processes) as network:
         return _run_both(request, config, faults, network)
@@ -153,8 +145,7 @@ def _new_folder(config: Config) -> Path:
 
 
 def _run(request: DrillRequest, config: Config, folder: Path, driver: Driver, max_restarts: int) -> int:
-    """Returns the exit code of the job under the launcher, observed by `driver`. With in-process elasticity lost
-    processes are replaced, so that the number stays the same."""
+    """Returns the exit code of the job under the launcher; with in-process elasticity lost processes are replaced."""
     num, devices = request.num_processes, request.devices_per_process
     train, elasticity = ["train", str(request.config), *request.overrides, f"run_dir={folder}"], None
     if config.elastic.in_process:
@@ -171,11 +162,14 @@ def _result(
     request: DrillRequest, config: Config, folder: Path, clean: Driver, disturbed: Driver, code: int
 ) -> dict[str, Any]:
     """Returns the result, as `--json` prints it and the page shows it."""
-    begin = disturbed.attempts[0].begin
-    leaf = (
-        compare.different_leaf(folder / "undisturbed", folder / "disturbed") if code == 0 else "the run did not finish"
+    begin, leaf, runs = (
+        disturbed.attempts[0].begin,
+        "the run did not finish",
+        (folder / "undisturbed", folder / "disturbed"),
     )
-    record = compare.different_record(folder / "undisturbed", folder / "disturbed") if code == 0 else leaf
+    record = leaf
+    if code == 0:
+        leaf, record = compare.different_leaf(*runs), compare.different_record(*runs)
     why = _failures(disturbed, code, leaf, record)
     return {
         "passed": not why,
@@ -204,11 +198,8 @@ def _result(
 
 def _failures(disturbed: Driver, code: int, leaf: str, record: str) -> list[str]:
     """Returns why a drill failed, an empty list where it passed."""
-    why = [
-        f"fault {injection.number}, {injection.fault}, could not be injected: {injection.failed}"
-        for injection in disturbed.injections
-        if injection.failed
-    ]
+    failed = [each for each in disturbed.injections if each.failed]
+    why = [f"fault {each.number}, {each.fault}, could not be injected: {each.failed}" for each in failed]
     missing = disturbed.num_requested - len(disturbed.injections)
     if missing:
         why.append(
@@ -262,17 +253,9 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
         "; ".join(figures_line),
         f"{result['fired']} of {result['requested']} faults injected, {result['attempts']} starts",
     ]
-    same = (
-        "bitwise equal to the run without faults"
-        if result["same_parameters"] and result["same_metrics"]
-        else "; ".join(result["different"])
-    )
-    lines += [
-        f"state and metrics: {same}",
-        *(f"FAILED: {text}" for text in result["why"]),
-        *(["passed"] if result["passed"] else []),
-    ]
-    return [*lines, f"page {result['page']}"]
+    same = "; ".join(result["different"]) or "bitwise equal to the run without faults"
+    lines += [f"state and metrics: {same}", *(f"FAILED: {text}" for text in result["why"])]
+    return [*lines, *(["passed"] if result["passed"] else []), f"page {result['page']}"]
 
 
 def _report(line: str) -> None:

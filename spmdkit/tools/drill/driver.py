@@ -1,11 +1,9 @@
 """`Driver`: observes a job from the launcher's loop, records what each process does, and injects faults one at a time.
 
 A fault at a step or a save is requested in advance, and the process itself injects it there
-(faults/injection/inject.py). A fault at a time is injected here. The next fault is requested once the previous one has
-ended its attempt or was detected. A fault that is not injected fails the drill: it proves nothing.
-
-Where a job continues without a lost process (launch/membership.py), one process has several children in one attempt;
-the last of them counts.
+(faults/injection/inject.py); one at a time is injected here. The next fault is requested once the previous one has
+ended its attempt or was detected. Where a job continues without a lost process (launch/membership.py), one process has
+several children in one attempt; the last of them counts.
 """
 
 from __future__ import annotations
@@ -49,7 +47,6 @@ DETECTION_EVENTS = (
     "replicas_differ",
     "preempted",
     "fault",
-    "checkpoint_quarantined",
 )
 """Events that show that the run has detected a fault."""
 
@@ -68,13 +65,8 @@ class Driver:
         clock: Callable[[], float] = time.monotonic,
         network: Network | None = None,
     ):
-        self._run_dir, self._num_processes, self._pace, self._steps, self._clock = (
-            run_dir,
-            num_processes,
-            pace,
-            steps,
-            clock,
-        )
+        self._run_dir, self._num_processes, self._pace, self._steps = run_dir, num_processes, pace, steps
+        self._clock = clock
         self._rng, self._network = random.Random(seed), network
         self._queue = [(fault, turn) for fault in _in_order(faults) for turn in range(1, fault.count + 1)]
         self.num_requested = len(self._queue)
@@ -97,20 +89,16 @@ class Driver:
         self._resumed_at = 0  # the step from which the attempt resumes
         self._is_new_attempt = True
 
-    # ---- the launcher's calls
-    # ------------------------------------------------------------------------------------------
+    # ---- the launcher's calls ----
 
     @property
     def addresses(self) -> tuple[str, str]:
-        """Returns the addresses of process 0, and of the launcher and its services."""
         return ("127.0.0.1", "127.0.0.1") if self._network is None else (host_address(0), LAUNCHER)
 
     def host(self, process: int) -> AbstractContextManager[None]:
-        """Returns the context in which a process is started: its simulated host."""
         return nullcontext() if self._network is None else self._network.host(process)
 
     def given(self, process: int) -> tuple[Mapping[str, str], Sequence[int]]:
-        """Returns the environment variable of one process, and the open file that it names."""
         if self._between_attempts:
             self._between_attempts, self._is_new_attempt = False, True
             self._close_notes()
@@ -166,11 +154,9 @@ class Driver:
             if injection.detected is None and died:
                 injection.detected, injection.detected_by = now, "the end of the attempt"
         for injection in self.injections:
-            if (
-                injection.attempt == len(self.attempts)
-                and injection.fault.kind in ENDS_ATTEMPT
-                and not _survived_in_process(injection)
-            ):
+            survived = injection.in_process and (injection.recovered is not None or injection.overtaken)
+            ends = injection.fault.kind in ENDS_ATTEMPT and not survived
+            if ends and injection.attempt == len(self.attempts):
                 injection.reached, injection.unfinished = self._reached, corrupt.unfinished(self._run_dir)
         newest = corrupt.newest(self._run_dir)
         self._idle = 0 if newest > attempt.newest_before else self._idle + 1
@@ -226,42 +212,25 @@ class Driver:
         if injection.moment.at == "start":
             self._due_at = begun + injection.moment.delay_s
         elif fault.kind not in INJECTED_BY_DRILL or injection.moment.at == "save":
-            self._send_request(
-                injection, children, injection.moment.at, injection.moment.number, injection.moment.delay_s
-            )
+            self._send_request(injection, children, injection.moment)
 
-    def _send_request(
-        self, injection: InjectionResult, children: Sequence[Child], at: str, moment: int = 0, delay_s: float = 0.0
-    ) -> None:
-        order = {
-            "number": injection.number,
-            "kind": injection.fault.kind,
-            "at": at,
-            "moment": moment,
-            "delay_s": delay_s,
-        }
-        order["seed"] = self._rng.randrange(1 << 30)
+    def _send_request(self, injection: InjectionResult, children: Sequence[Child], moment: Moment) -> None:
+        order = {"number": injection.number, "kind": injection.fault.kind, "seed": self._rng.randrange(1 << 30)}
+        order |= {"at": moment.at, "moment": moment.number, "delay_s": moment.delay_s}
         child = _current_children(children)[injection.process]
         number = next(number for number, each in enumerate(children) if each is child)
         self._requested = child, self._notes[number]
         self._notes[number].write(json.dumps(order).ljust(REQUEST_BYTES))
 
     def _was_replaced(self, children: Sequence[Child]) -> bool:
-        """Returns whether the child that was requested to inject the pending fault has been replaced."""
         return self._requested is not None and not any(child is self._requested[0] for child in children)
 
     def _inject_if_due(self, children: Sequence[Child], now: float) -> None:
-        """Injects a fault that is due at a time."""
         injection = self._pending
         if injection is None or injection.fired is not None:
             return
-        at = injection.moment
-        if (
-            injection.fault.kind in INJECTED_BY_DRILL
-            and at is not None
-            and at.at == "step"
-            and self._reached >= at.number
-        ):
+        at, by_drill = injection.moment, injection.fault.kind in INJECTED_BY_DRILL
+        if by_drill and at is not None and at.at == "step" and self._reached >= at.number:
             self._due_at = now
         if now < self._due_at:
             return
@@ -270,12 +239,11 @@ class Driver:
         if child.exit is not None:
             return  # injected in the next attempt
         self._due_at = float("inf")
-        if injection.fault.kind in INJECTED_BY_DRILL:
-            self._record(injection, self._clock(), (child.last_beat or {}).get("phase") or "start")
-            return self._inject_here(injection, children)
-        if injection.fault.kind not in SIGNALS:
-            return self._send_request(injection, all_children, "now")
+        if not by_drill and injection.fault.kind not in SIGNALS:
+            return self._send_request(injection, all_children, Moment("now"))
         self._record(injection, self._clock(), (child.last_beat or {}).get("phase") or "start")
+        if by_drill:
+            return self._inject_here(injection, children)
         send(child.popen.pid, SIGNALS[injection.fault.kind])
 
     def _inject_here(self, injection: InjectionResult, children: Sequence[Child]) -> None:
@@ -313,7 +281,6 @@ class Driver:
         return [injection for injection in self.injections if injection.recovered is None and not injection.overtaken]
 
     def _note_deaths(self, children: Sequence[Child], now: float) -> None:
-        """Records lost processes without which the others continue."""
         for child in children:
             if not child.mourned or child.exit is None or any(child is other for other in self._noted_deaths):
                 continue
@@ -324,7 +291,6 @@ class Driver:
                     injection.detected, injection.detected_by = now, f"the exit of process {child.process}"
 
     def _note_recovery(self, children: Sequence[Child], steps: Sequence[int], now: float) -> None:
-        """Records detections and recoveries; after that the next fault may be requested."""
         for injection in self._unrecovered():
             assert injection.fired is not None
             dead = [c.process for c in children if c.exit is not None and c.exit.code]  # exit code 0: it has finished
@@ -332,12 +298,8 @@ class Driver:
                 injection.detected, injection.detected_by = now, f"the exit of process {dead[0]}"
             ends = injection.fault.kind in ENDS_ATTEMPT
             is_over = injection.detected is not None or (injection.fault.kind in TEMPORARY and now > injection.fired)
-            if (
-                is_over
-                and len(steps) == len(children)
-                and min(steps) > injection.reached
-                and (not ends or injection.in_process or injection.attempt < len(self.attempts))
-            ):
+            passed = len(steps) == len(children) and min(steps) > injection.reached
+            if is_over and passed and (not ends or injection.in_process or injection.attempt < len(self.attempts)):
                 injection.recovered = now
         pending = self._pending
         if pending is None or pending.fired is None or (pending.fault.kind in ENDS_ATTEMPT and not pending.in_process):
@@ -367,12 +329,7 @@ class Driver:
                     self.lost_commits.append((newest, step))
             for injection in self._unrecovered():
                 assert injection.fired is not None
-                if (
-                    name in DETECTION_EVENTS
-                    and injection.detected is None
-                    and when >= injection.fired - 0.001
-                    and name != "checkpoint_quarantined"
-                ):
+                if name in DETECTION_EVENTS and injection.detected is None and when >= injection.fired - 0.001:
                     injection.detected, injection.detected_by = when, f"the event '{name}'"
                 if name in ("restored", "started", "rolled_back") and when >= injection.fired and isinstance(step, int):
                     injection.restored = step
@@ -392,19 +349,13 @@ def _current_children(children: Sequence[Child]) -> list[Child]:
     return [last[process] for process in sorted(last)]
 
 
-def _survived_in_process(injection: InjectionResult) -> bool:
-    """Returns whether the job survived a fault within the same start."""
-    return injection.in_process and (injection.recovered is not None or injection.overtaken)
-
-
 def _in_order(faults: Sequence[Fault]) -> list[Fault]:
     """Returns faults with a step in ascending order, then faults with a time, then random ones."""
     return sorted(faults, key=lambda f: (f.step is None, f.step or 0, f.seconds is None, f.seconds or 0.0))
 
 
 def _set_file_limit(children: Sequence[Child], num_bytes: int | None) -> None:
-    """Limits the size of files that these processes write; None removes the limit. Linux; the error is EFBIG, which is
-    reported like a full disk."""
+    """Limits the size of files that these processes write; None removes it. The error is EFBIG."""
     for child in children:
         with suppress(OSError):
             hard = resource.prlimit(child.popen.pid, resource.RLIMIT_FSIZE)[1]

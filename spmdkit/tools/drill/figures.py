@@ -47,7 +47,7 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def injection_row(injection: InjectionResult, begin: float) -> dict[str, Any]:
-    """Returns an injected fault as JSON values; times are seconds since the first process was started."""
+    """Returns an injected fault as JSON values; times are seconds since the first start."""
     fired = injection.fired if injection.fired is not None else begin
     since = lambda when: None if when is None else round(when - fired, 3)
     return {

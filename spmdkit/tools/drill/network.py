@@ -1,12 +1,8 @@
 """Simulated hosts for network faults: each process of the job runs in its own network namespace, connected by a switch
-in user space (virtual_switch.py).
+in user space (virtual_switch.py; not every kernel has netem).
 
-The namespaces have no names and no files: open descriptors hold them, so they end with the drill however it ends. The
-machine's own network is not touched; the launcher also runs in a namespace. Linux, as root: a namespace and a TAP
-device need CAP_SYS_ADMIN and CAP_NET_ADMIN.
-
-`ip netns` and `tc netem` would replace this only in part: not every kernel has netem, and netem has no rules for pairs
-of hosts.
+The namespaces have no names and no files: open descriptors hold them, so they end with the drill. The machine's own
+network is not touched; the launcher also runs in a namespace. Linux, as root.
 """
 
 from __future__ import annotations
@@ -142,7 +138,7 @@ def network_for(faults: Sequence[Fault], num_processes: int) -> Iterator[Network
 
 
 def _device(address: str) -> int:
-    """Sets up the loopback and a TAP device in this thread's namespace; returns the descriptor of the TAP device."""
+    """Sets up loopback and a TAP device in this namespace; returns the descriptor of the TAP device."""
     tap = os.open(TUN, os.O_RDWR | os.O_CLOEXEC)
     fcntl.ioctl(tap, TUNSETIFF, struct.pack("16sH22x", b"tap0", IFF_TAP | IFF_NO_PI))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:

@@ -1,5 +1,4 @@
-"""What a drill observes: injected faults, a time line of each process, and events of the run. Times are seconds of the
-machine's monotonic clock."""
+"""What a drill observes. Times are seconds of the machine's monotonic clock."""
 
 from __future__ import annotations
 
@@ -29,8 +28,6 @@ def bar_of(phase: str | None) -> str:
 
 @dataclass
 class Interval:
-    """What a process did from `begin` to `end`."""
-
     kind: str
     begin: float
     end: float
@@ -52,39 +49,25 @@ class Bars:
 
 @dataclass
 class InjectionResult:
-    """One injected fault and what followed. Times are None until they are known.
-
-    Attributes:
-        process: where it was injected.
-        moment: when it was due; None: `fault.seconds`.
-        reached: the newest step that any process had begun by then.
-        phase: what the process did then.
-        failed: why it could not be injected.
-        detected, detected_by: when the launcher or the run first detected it, and by what.
-        restored: the step from which training resumed.
-        recovered: when every process had begun a step that none had begun before.
-        overtaken: another fault was injected before that.
-        in_process: the others continued without it in the same start, under another membership.
-        unfinished: the save that the end of the attempt left half written, if any.
-    """
+    """One injected fault and what followed. Times are None until they are known."""
 
     fault: Fault
     number: int
-    process: int
-    moment: Moment | None
+    process: int  # where it was injected
+    moment: Moment | None  # when it was due; None: `fault.seconds`
     attempt: int = 0
     fired: float | None = None
-    reached: int = 0
-    phase: str = ""
-    failed: str = ""
-    detected: float | None = None
+    reached: int = 0  # the newest step that any process had begun by then
+    phase: str = ""  # what the process did then
+    failed: str = ""  # why it could not be injected
+    detected: float | None = None  # when the launcher or the run first detected it, and by what
     detected_by: str = ""
-    restored: int | None = None
-    recovered: float | None = None
-    overtaken: bool = False
-    in_process: bool = False
+    restored: int | None = None  # the step from which training resumed
+    recovered: float | None = None  # when every process had begun a step that none had begun before
+    overtaken: bool = False  # another fault was injected before that
+    in_process: bool = False  # the others continued without it in the same start
     damaged: str = ""
-    unfinished: str = ""
+    unfinished: str = ""  # the save that the end of the attempt left half written
 
     @property
     def lost(self) -> int | None:
@@ -94,16 +77,16 @@ class InjectionResult:
 
 @dataclass
 class Start:
-    """One start of all processes; `first_step`: when each had begun a step."""
+    """One start of all processes."""
 
     begin: float
     end: float = 0.0
-    first_step: float | None = None
+    first_step: float | None = None  # when each process had begun a step
     newest_before: int = 0
 
 
 class Events:
-    """The lines of `events.jsonl` as they are written, each once, with their time on the monotonic clock."""
+    """The lines of `events.jsonl` as they are written, each once."""
 
     def __init__(self, run_dir: Path):
         self._path, self._at = run_dir / "events.jsonl", 0

@@ -1,9 +1,8 @@
 """When a random fault is injected: any process, any phase, drawn from a seed.
 
-A quarter is injected while the processes start (import, rendezvous, compile, restore), a quarter while a save is
-written, and half at a step or a fraction of a step later, so also during a collective. The launcher gives up after
-three attempts in a row that commit no step (launch/restart_policy.py). After two such attempts the next fault is
-therefore injected only after a commit.
+A quarter is injected while the processes start, a quarter while a save is written, and half up to two step times after
+a step. The launcher gives up after three attempts in a row that commit no step (launch/restart_policy.py), so after two
+such attempts the next fault is injected only after a commit.
 """
 
 from __future__ import annotations
@@ -20,25 +19,20 @@ SAVE_S = 0.3
 
 @dataclass(frozen=True)
 class Pace:
-    """The undisturbed run: seconds until the first step, seconds per step, and steps between two saves."""
+    """The undisturbed run."""
 
-    start_s: float
+    start_s: float  # until the first step
     step_s: float
-    save_steps: int
+    save_steps: int  # between two saves
 
 
 @dataclass(frozen=True)
 class Moment:
-    """When a fault is injected within an attempt.
+    """When a fault is injected within an attempt."""
 
-    Attributes:
-        at: "start" (`delay_s` after the processes were started), "step" (`delay_s` after step `number` was begun), or
-            "save" (`delay_s` after save `number` of the attempt has begun: by then the one before is committed).
-    """
-
-    at: str
-    delay_s: float = 0.0
-    number: int = 0
+    at: str  # start, step, or save, after which the save before is committed
+    delay_s: float = 0.0  # after that
+    number: int = 0  # of the step, or of the save in the attempt
 
 
 def draw(rng: random.Random, pace: Pace, newest: int, steps_left: int, faults_left: int, idle: int) -> Moment:
@@ -46,8 +40,7 @@ def draw(rng: random.Random, pace: Pace, newest: int, steps_left: int, faults_le
 
     Args:
         newest: the step from which the attempt resumes.
-        steps_left: of the run.
-        faults_left: not injected yet, this one included.
+        steps_left, faults_left: of the run, this fault included.
         idle: attempts in a row without a commit.
     """
     kind = rng.random()

@@ -86,7 +86,7 @@ def give_notice(kind, cloud):
 
 
 @pytest.mark.parametrize(("source", "kind"), [(k, k) for k in KINDS], indirect=["source"], ids=KINDS)
-def test_nothing_is_said_until_there_is_a_notice_and_then_why(source, kind, cloud):
+def test_notice_is_empty_until_it_comes(source, kind, cloud):
     assert [source.notice() for _ in range(3)] == ["", "", ""]
     give_notice(kind, cloud)
     why = source.notice()
@@ -95,7 +95,7 @@ def test_nothing_is_said_until_there_is_a_notice_and_then_why(source, kind, clou
 
 
 @pytest.mark.parametrize("source", ["gce", "aws"], indirect=True)
-def test_a_server_that_fails_gives_no_notice_and_is_asked_again(source, cloud):
+def test_failing_server_gives_no_notice(source, cloud):
     cloud.state["broken"] = True
     with pytest.raises(OSError):
         source.notice()
@@ -104,7 +104,7 @@ def test_a_server_that_fails_gives_no_notice_and_is_asked_again(source, cloud):
 
 
 @pytest.mark.parametrize("source", ["gce"], indirect=True)
-def test_google_a_host_that_goes_down_is_a_notice_and_one_that_moves_the_machine_is_none(source, cloud):
+def test_google_maintenance_without_migration_is_a_notice(source, cloud):
     cloud.state["maintenance-event"] = "MIGRATE_ON_HOST_MAINTENANCE"
     assert source.notice() == ""
     cloud.state["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
@@ -112,7 +112,7 @@ def test_google_a_host_that_goes_down_is_a_notice_and_one_that_moves_the_machine
 
 
 @pytest.mark.parametrize("source", ["aws"], indirect=True)
-def test_aws_one_token_serves_for_hours_and_one_that_is_refused_is_renewed(source, cloud):
+def test_aws_token_is_reused_and_renewed(source, cloud):
     assert [source.notice() for _ in range(3)] == [""] * 3
     assert cloud.asked.count("/latest/api/token") == 1
     cloud.state["token"] = "another"
@@ -123,7 +123,7 @@ def test_aws_one_token_serves_for_hours_and_one_that_is_refused_is_renewed(sourc
     assert cloud.asked.count("/latest/api/token") == 2
 
 
-def test_a_file_of_before_the_start_is_an_old_notice(tmp_path):
+def test_file_from_before_the_start_is_ignored(tmp_path):
     old = tmp_path / "preempt"
     old.touch()
     os.utime(old, (time.time() - 60, time.time() - 60))
@@ -133,7 +133,7 @@ def test_a_file_of_before_the_start_is_an_old_notice(tmp_path):
     assert source.notice() == f"the file {old}"
 
 
-def test_a_source_that_is_not_known_or_has_other_options_is_refused():
+def test_unknown_sources_and_options_are_rejected():
     for choice, said in (
         ("gcp", "gce"),
         ({"file": {}}, "needs path"),

@@ -8,14 +8,7 @@ import pytest
 from spmdkit.metrics.report.drill import drill_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--hide-scrollbars",
-]
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 
 RESULT = {
     "passed": False,
@@ -59,10 +52,7 @@ RESULT = {
         [["start", 0.0, 3.0], ["step", 3.0, 6.0], ["dead", 6.0, 7.0], ["restart", 7.0, 8.0]],
         [["start", 0.0, 8.0]],
     ],
-    "undisturbed_bars": [
-        [["start", 0.0, 2.0], ["compile", 2.0, 3.0], ["step", 3.0, 23.0]],
-        [["start", 0.0, 23.0]],
-    ],
+    "undisturbed_bars": [[["start", 0.0, 2.0], ["compile", 2.0, 3.0], ["step", 3.0, 23.0]], [["start", 0.0, 23.0]]],
     "folder": "runs/first_drill/1",
     "time": "2026-11-23T08:00:00Z",
 }
@@ -70,17 +60,8 @@ RESULT = {
 
 def test_page_shows_faults_cost_and_failures():
     text = drill_page(RESULT)
-    for part in (
-        "failed",
-        "87.0%",
-        "60 ms",
-        "4.5 s",
-        "overtaken",
-        "step 40 was committed",
-        "kill:1@random",
-        "different",
-    ):
-        assert part in text, part
+    parts = ("failed", "87.0%", "60 ms", "4.5 s", "overtaken", "step 40 was committed", "kill:1@random", "different")
+    assert all(part in text for part in parts)
     assert text.count("<rect") == 9 and text.count('class="fault"') == 2
     first, second = text.split("Without a fault, the same job")
     assert "compiling" not in first and "dead 6%" in first, "each time line has the legend of its own colours"

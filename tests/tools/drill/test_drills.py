@@ -14,12 +14,8 @@ def test_kill_at_a_step_ends_bitwise_equal(drills):
     assert ended.returncode == 0, ended.stdout + ended.stderr
     result = json.loads(ended.stdout)  # nothing else is on standard output
     (fault,) = result["faults"]
-    assert (fault["kind"], fault["process"], fault["step"], fault["restored"]) == ("kill", 1, 17, 15) or fault[
-        "restored"
-    ] == 10
-    assert (
-        fault["steps_lost"] == 17 - fault["restored"] or fault["step"] > 17
-    )  # a step more may be in flight in the other
+    assert (fault["kind"], fault["process"]) == ("kill", 1) and fault["restored"] in (10, 15)
+    assert fault["steps_lost"] == 17 - fault["restored"] or fault["step"] > 17, "a step more may be in flight"
     assert 0 <= fault["detection_s"] < fault["recovery_s"]
     assert result["passed"] and result["same_parameters"] and result["same_metrics"] and 0 < result["goodput"] <= 1
     assert {bar[0] for bars in result["bars"] for bar in bars} >= {"start", "step", "dead", "restart"}
@@ -31,11 +27,8 @@ def test_kill_at_a_step_ends_bitwise_equal(drills):
 
 @pytest.mark.slow
 def test_several_faults_are_injected_in_order(drills):
-    code, output = drills.run(
-        "-n",
-        "2",
-        *(f"--fault={f}" for f in ("term:0@12", "truncate:1@24", "corrupt:0@36", "disk-full:0@48", "slow:1@57")),
-    )
+    faults = ("term:0@12", "truncate:1@24", "corrupt:0@36", "disk-full:0@48", "slow:1@57")
+    code, output = drills.run("-n", "2", *(f"--fault={fault}" for fault in faults))
     assert code == 0, output
     result = drills.result()
     by_kind = {fault["kind"]: fault for fault in result["faults"]}
@@ -43,13 +36,10 @@ def test_several_faults_are_injected_in_order(drills):
     assert by_kind["term"]["steps_lost"] == 0, "all processes save at the agreed step"
     for kind in ("truncate", "corrupt"):
         assert by_kind[kind]["damaged"].startswith("checkpoints/")
-        assert by_kind[kind]["restored"] < int(by_kind[kind]["damaged"].split("/")[1]) <= by_kind[kind]["step"], (
-            "the damaged checkpoint is skipped"
-        )
+        damaged = int(by_kind[kind]["damaged"].split("/")[1])
+        assert by_kind[kind]["restored"] < damaged <= by_kind[kind]["step"], "the damaged checkpoint is skipped"
     assert by_kind["slow"]["restored"] is None and by_kind["slow"]["failed"] is None
-    assert result["attempts"] in (4, 5), (
-        "the failed save is retried, or the job restarts when the metrics cannot be written"
-    )
+    assert result["attempts"] in (4, 5), "the failed save is retried, or the job restarts without its metrics"
     assert result["same_parameters"] and result["same_metrics"]
 
 
@@ -109,15 +99,8 @@ def test_full_disk_ends_all_with_74_and_resumes(drills):
 
 @pytest.mark.slow
 def test_elastic_job_is_measured_kill_by_kill(drills):
-    by_kind = [
-        "--fault",
-        "kill:2@17",
-        "--fault",
-        "kill:0@38",
-        "devices=cpu:4",
-        "elastic={in_process: true, snapshot_every: 4}",
-    ]
-    ended = drills.by_command("-n", "4", *by_kind, "steps=80", "checkpoint.every_steps=15", "--json")
+    kills = ["--fault", "kill:2@17", "--fault", "kill:0@38", "devices=cpu:4", "steps=80", "checkpoint.every_steps=15"]
+    ended = drills.by_command("-n", "4", *kills, "elastic={in_process: true, snapshot_every: 4}", "--json")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     result = json.loads(ended.stdout)
     assert result["attempts"] == 1 and result["same_parameters"] and result["same_metrics"]

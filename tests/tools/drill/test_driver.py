@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from spmdkit import cli
+from spmdkit.config import load_config
 from spmdkit.errors import ConfigError
 from spmdkit.faults.injection.fault import DISK_FULL_BYTES, KINDS, Fault
-from spmdkit.faults.injection.inject import FaultInjector, _with_nan
+from spmdkit.faults.injection.inject import FaultInjector, _with_bit_flip, _with_nan
 from spmdkit.foundation.constants import DRILL_FILE
 from spmdkit.launch.local import _newest
 from spmdkit.launch.logs import Logs
@@ -55,9 +56,8 @@ def test_disk_is_full_once_the_save_has_begun(child, tmp_path, monkeypatch):
     injector.after_save()
     drill.look([child])
     (injection,) = drill.injections
-    assert (injection.fault.kind, injection.process, injection.failed) == ("disk-full", 0, "") and room(
-        child
-    ) == DISK_FULL_BYTES
+    assert (injection.fault.kind, injection.process, injection.failed) == ("disk-full", 0, "")
+    assert room(child) == DISK_FULL_BYTES
     drill.close()
 
 
@@ -150,11 +150,38 @@ class Batch:
     examples: dict
 
 
+@dataclasses.dataclass
+class TrainState:
+    params: dict
+
+    def replace(self, params):
+        return TrainState(params)
+
+
 def test_nan_needs_a_leaf_with_float_rows():
     _, corrupted = _with_nan(None, Batch({"a": jnp.float32(1.0), "b": jnp.ones((2, 3))}), random.Random(0))
     assert np.isnan(corrupted.examples["b"][0]).all() and corrupted.examples["a"] == 1.0
     with pytest.raises(ValueError, match="no leaf of floating-point rows"):
         _with_nan(None, Batch({"a": jnp.float32(1.0), "b": jnp.ones((0, 3)), "c": jnp.arange(3)}), random.Random(0))
+
+
+def test_bit_flip_changes_one_bit_of_the_largest_parameter():
+    state = TrainState({"w": jnp.ones((4, 4)), "b": jnp.ones(2)})
+    flipped, _ = _with_bit_flip(state, None, random.Random(0))
+    assert (flipped.params["b"] == 1).all()
+    before, after = (np.unpackbits(np.asarray(x.params["w"]).view(np.uint8)) for x in (state, flipped))
+    assert (before != after).sum() == 1
+
+
+@pytest.mark.parametrize("kind", ["truncate", "corrupt"])
+def test_damage_changes_the_newest_checkpoint(kind, tmp_path):
+    for step in (5, 10):
+        (tmp_path / f"checkpoints/{step}").mkdir(parents=True)
+        (tmp_path / f"checkpoints/{step}/data").write_bytes(bytes(100))
+    assert corrupt.damage(tmp_path, kind, random.Random(0)) == "checkpoints/10/data"
+    content = (tmp_path / "checkpoints/10/data").read_bytes()
+    assert content == bytes(50) if kind == "truncate" else sum(map(int.bit_count, content)) == 1 and len(content) == 100
+    assert (tmp_path / "checkpoints/5/data").read_bytes() == bytes(100)
 
 
 def test_exited_switch_is_reported_by_the_fault():
@@ -181,3 +208,18 @@ def test_leaves_of_other_shapes_or_dtypes_differ(ours, part, tmp_path, monkeypat
     monkeypatch.setattr(compare, "read_state", lambda folder, step: states[folder.parent.name])
     found = compare.different_leaf(tmp_path / "clean", tmp_path / "disturbed")
     assert found == "" if part is None else part in found
+
+
+def test_drill_writes_nothing_into_the_bucket(tmp_path, monkeypatch):
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "task: t.py:task\nsteps: 9\nbatch_size: 8\ncheckpoint: {every_steps: 2, directory: gs://bucket-one/run}\n"
+    )
+    started = []
+    monkeypatch.setattr(command, "launch", lambda command, *_, **__: started.append(command) or 5)
+    request = command.DrillRequest(config=config, overrides=[], faults=["kill:0@3"], num_processes=1)
+    assert command.run_drill(request) == 5
+    (words,) = started
+    overrides = words[words.index(str(config)) + 1 :]
+    loaded = load_config(config, overrides)
+    assert loaded.checkpoint.directory is None and loaded.checkpoint.every_steps == 2

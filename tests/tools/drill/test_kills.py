@@ -1,4 +1,4 @@
-"""SIGKILLs of any process in any phase, with restarts: bitwise equal results, no committed step lost. Eight of them,
+"""SIGKILLs of any process in any phase, with restarts: bitwise equal results, no committed step lost. Two of them,
 and in a slow form a hundred (`make soak`, with seeds by SEED)."""
 
 import json
@@ -29,27 +29,13 @@ def figures(result):
     )
 
 
-def test_eight_random_kills_end_bitwise_equal(drills):
-    code, output = drills.run(
-        "-n",
-        "4",
-        "devices=cpu:4",
-        "steps=120",
-        "--fault",
-        "kill:random",
-        "--count",
-        "8",
-        "--seed",
-        str(SEED),
-        timeout_s=280,
-    )
+def test_random_kills_end_bitwise_equal(drills):
+    options = ["--fault", "kill:random", "--count", "2", "--seed", "5"]
+    code, output = drills.run("-n", "2", "steps=40", *options, cache=str(drills.path / "cache"))
     assert code == 0, output
     result = drills.result()
     print(figures(result))
-    assert result["fired"] == 8 and result["same_parameters"] and result["same_metrics"]
-    assert result["detection_s"]["max"] < result["recovery_s"]["median"], (
-        "a kill is detected long before a restart is done"
-    )
+    assert result["fired"] == 2 and result["same_parameters"] and result["same_metrics"]
     assert drills.left_behind() == []
 
 
@@ -57,16 +43,8 @@ def test_eight_random_kills_end_bitwise_equal(drills):
 def test_hundred_random_kills_end_bitwise_equal(drills):
     """KILLS, MINUTES, PROCESSES and SEED are environment variables."""
     options = ["--fault", "kill:random", "--count", str(KILLS), "--seed", str(SEED)]
-    cache = str(drills.path / "cache")
-    code, output = drills.run(
-        "-n",
-        str(NUM),
-        f"devices=cpu:{max(NUM, 2)}",
-        f"steps={6 * KILLS}",
-        *options,
-        timeout_s=60 * MINUTES,
-        cache=cache,
-    )
+    size = ("-n", str(NUM), f"devices=cpu:{max(NUM, 2)}", f"steps={6 * KILLS}")
+    code, output = drills.run(*size, *options, timeout_s=60 * MINUTES, cache=str(drills.path / "cache"))
     assert code == 0, output
     result = drills.result()
     print(figures(result))
@@ -96,8 +74,8 @@ def test_goodput_with_a_kill_each_minute(drills):
     minutes = 5
     work = [f"steps={minutes * 600}", "task_args.pause_s=0.1", "checkpoint.every_steps=20", "log.every_steps=100"]
     options = ["--fault", "kill:random@60s", "--count", str(minutes), "--seed", "3"]
-    cache = str(drills.path / "cache")
-    code, output = drills.run("-n", "4", "devices=cpu:4", *work, *options, timeout_s=1500, cache=cache)
+    size = ("-n", "4", "devices=cpu:4")
+    code, output = drills.run(*size, *work, *options, timeout_s=1500, cache=str(drills.path / "cache"))
     assert code == 0, output
     print(figures(drills.result()))
     assert drills.result()["goodput"] > 0.6
@@ -115,9 +93,7 @@ def test_goodput_with_a_kill_each_minute(drills):
     ],
 )
 def test_kills_preserve_state_carried_between_steps(drills, changes):
-    code, output = drills.run(
-        "-n", "2", "devices=cpu:2", changes, "--fault", "kill:random", "--count", "2", "--seed", "3"
-    )
+    code, output = drills.run("-n", "2", changes, "--fault", "kill:random", "--count", "2", "--seed", "3")
     assert code == 0, output
     result = drills.result()
     assert result["fired"] == 2 and result["same_parameters"] and result["same_metrics"]

@@ -10,7 +10,6 @@ import pytest
 from spmdkit.errors import ConfigError
 from spmdkit.faults.injection.fault import NETWORK, TEMPORARY, parse
 from spmdkit.tools.drill import network
-from spmdkit.tools.drill.virtual_switch import BURST_BYTES, MAX_QUEUED_S, Bucket
 from tests.tools.drill.test_kills import figures
 
 reason = network.missing_support()
@@ -27,25 +26,12 @@ def test_switch_rules_apply_to_the_named_hosts():
     assert {rule[2:] for rule in network.rules_of("rate", 0, 2)} == {(0.0, 0.0, 1e6)}
 
 
-def test_token_bucket_limits_rate_and_drops_excess():
-    bucket, frame, rate = Bucket(), 1000, 100_000.0
-    burst = [bucket.wait_s(frame, rate, 0.0) for _ in range(BURST_BYTES // frame)]
-    assert set(burst) == {0.0}
-    waits = [bucket.wait_s(frame, rate, 0.0) for _ in range(40)]
-    passed = [wait for wait in waits if wait is not None]
-    assert passed[1] - passed[0] == pytest.approx(frame / rate) and max(passed) <= MAX_QUEUED_S
-    assert len(passed) == 20, "0.2 s at 100 kB/s, and the rest of the burst; a full queue drops frames"
-    assert bucket.wait_s(frame, rate, 1.0) == 0.0, "tokens are refilled after a second"
-
-
 def test_unsupported_machine_is_refused_with_an_alternative(monkeypatch):
     monkeypatch.setattr(network.os, "geteuid", lambda: 1000)
     with pytest.raises(ConfigError) as error, network.network_for([parse("partition:1@20", 2)], 2):
         pass
-    assert all(
-        part in str(error.value)
-        for part in ("--fault partition:1@20: network namespaces need root", "--fault stop:1@20")
-    )
+    assert "--fault partition:1@20: network namespaces need root" in str(error.value)
+    assert "--fault stop:1@20" in str(error.value)
     with network.network_for([parse("kill:1@20", 2)], 2) as nothing:
         assert nothing is None
 
@@ -72,14 +58,12 @@ def test_simulated_network_faults_leave_the_machine_untouched():
     faults = [parse("partition:0@9", 2)]
     with network.network_for(faults, 2) as hosts_of_drill:
         assert [name for _, name in socket.if_nameindex() if name not in ("lo", "tap0")] == [], "a new namespace"
-        with hosts_of_drill.host(0):
-            here = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-            here.bind(("10.77.0.1", 5000))
-        with hosts_of_drill.host(1):
-            there = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-            there.bind(("10.77.0.2", 5000))
-        here.settimeout(5)
-        there.settimeout(5)
+        sockets = []
+        for process in range(2):
+            with hosts_of_drill.host(process):
+                sockets.append(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+                sockets[-1].bind((f"10.77.0.{process + 1}", 5000))
+        here, there = sockets
 
         def arrives(sender, receiver, to, within_s):
             receiver.settimeout(within_s)
@@ -124,17 +108,8 @@ def test_network_faults_never_change_results(drills):
     orders = ("delay:1@11", "loss:0@31", "rate:2@41", "partition:1@260", "partition-send:2@275", "partition-peer:1@290")
     options = [word for order in orders for word in ("--fault", order)]
     limits = ["watchdog.heartbeat_timeout_s=5", "watchdog.step_timeout_s=6"]
-    code, output = drills.run(
-        "-n",
-        "3",
-        "devices=cpu:3",
-        "batch_size=12",
-        "steps=350",
-        "task_args.pause_s=0.04",
-        *options,
-        *limits,
-        timeout_s=280,
-    )
+    size = ("-n", "3", "devices=cpu:3", "batch_size=12", "steps=350", "task_args.pause_s=0.04")
+    code, output = drills.run(*size, *options, *limits, timeout_s=280)
     assert code == 0, output
     result = drills.result()
     print(figures(result))

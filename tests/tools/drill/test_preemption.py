@@ -41,15 +41,16 @@ def events_after_exit(started, folder):
     return events
 
 
-@pytest.mark.parametrize(("number", "process"), [(signal.SIGTERM, 1), (signal.SIGUSR1, 2)])
+@pytest.mark.parametrize(
+    ("number", "process"), [(signal.SIGUSR1, 1), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow)]
+)
 def test_signal_to_one_process_saves_on_all(drills, forks, number, process):
     """There is one checkpoint, so all processes agreed on its step."""
-    started = start(forks, drills.path, 3, "devices=cpu:3", "batch_size=12")
+    started = start(forks, drills.path, 2)
     started[process].send_signal(number)
     events = events_after_exit(started, drills.path)
     signals = {event["process"]: event["signal"] for event in events if event["event"] == "preempted"}
-    others = {other: "a signal to another process" for other in range(3) if other != process}
-    assert signals == others | {process: number.name}
+    assert signals == {process: number.name, 1 - process: "a signal to another process"}
 
 
 def test_cloud_notice_to_one_process_saves_on_all(drills, forks, cloud):  # noqa: F811
