@@ -111,7 +111,7 @@ def test_ops_in_their_scope_forward_and_backward():
         train_data={"tokens": np.zeros((16, 32), np.int32)},
         rules=[("table", ["vocab", "embed"]), ("q", ["embed", "heads", None]), ("out", ["heads", None, "embed"])],
     )
-    bill = bill_of(program_of(model, batch_size=4, mesh={"context": 4, "tensor": 2}))
+    bill = bill_of(program_of(model, batch_size=2, mesh={"context": 2, "tensor": 2}))
     of_scope = {"spmdkit/ring": "context", "spmdkit/tensor": "tensor", "spmdkit/vocab": "tensor"}
     for scope, axis in of_scope.items():
         names = [c.op_name for c in bill.collectives if axis in c.axes and scope in c.op_name]

@@ -24,11 +24,16 @@ def opened(limit, log=None, **changes):
 
 
 @pytest.fixture(scope="module")
-def bytes_of():
-    return {m: opened(None, microbatches=m).step_bytes.peak_bytes for m in (1, 2)}
+def alone():
+    return {m: opened(None, microbatches=m) for m in (1, 2)}
 
 
-def test_the_fewest_microbatches_that_fit(bytes_of):
+@pytest.fixture(scope="module")
+def bytes_of(alone):
+    return {m: program.step_bytes.peak_bytes for m, program in alone.items()}
+
+
+def test_the_fewest_microbatches_that_fit(alone, bytes_of):
     """Traces the step again for each number, and builds one program."""
     assert opened(bytes_of[1]).config.microbatches == 1
     made, lines, init = [], [], Program.__init__
@@ -43,10 +48,10 @@ def test_the_fewest_microbatches_that_fit(bytes_of):
         ("microbatches 8, remat none", "fits"),
         ("microbatches 2, remat none", "fits"),
     ]
-    alone = opened(None, microbatches=2)
-    assert (chosen.form, chosen.layout, chosen.step_bytes) == (alone.form, alone.layout, alone.step_bytes)
+    two = alone[2]
+    assert (chosen.form, chosen.layout, chosen.step_bytes) == (two.form, two.layout, two.step_bytes)
     state, batch = chosen.init(), next(iter(chosen.batches()))[1]
-    assert float(chosen.step(state, batch)[1]["loss"]) == float(alone.step(alone.init(), batch)[1]["loss"])
+    assert float(chosen.step(state, batch)[1]["loss"]) == float(two.step(two.init(), batch)[1]["loss"])
 
 
 def test_remat_only_where_microbatches_do_not_suffice(bytes_of):

@@ -20,7 +20,9 @@ from spmdkit.plan.compiled_step import read_program
 from spmdkit.plan.document import plan_program
 from spmdkit.plan.findings import allreduce_for_gather, padding, pointless_gather
 from spmdkit.plan.hlo.text import parse
+from spmdkit.plan.jaxpr_lines import paths
 from spmdkit.plan.machine.target import parse_target
+from spmdkit.program import compile_log
 from spmdkit.program.program import Program
 from tests.plan import bad_programs
 from tests.plan.bad_programs import good_loss, lines_to_blame, task
@@ -100,6 +102,7 @@ print(*[f.source for f in found if "involuntary" in f.message], sep="\\n")
 """
 
 
+@pytest.mark.slow
 def test_involuntary_rematerialization_is_read_from_the_log():
     """In a process: the tests keep XLA's warnings out of their output, and its log level is read once."""
     done = in_process(REMATERIALIZE, TF_CPP_MIN_LOG_LEVEL="1")
@@ -115,12 +118,24 @@ def in_process(code, **environment):
     return done
 
 
-def test_a_gather_to_shard_again_without_the_log():
+def test_rematerialization_with_and_without_the_log(capfd):
     made, settings = bad_programs.full_rematerialization()
     program = program_of(made, **settings)
+    name = program.traced.fun_name
+    (path, *_) = (p for eqn, p in paths(program.traced.jaxpr, name) if eqn.primitive.name == "sharding_constraint")
+    line = (
+        f'[SPMD] Involuntary full rematerialization of %x = f32[128,4,128] copy(), metadata={{op_name="{path}'
+        '/sharding_constraint"}} from sharding {devices=[2,1,1,4]<=[8]} to {devices=[1,2,4]<=[8]}'
+    )
     program.compiled  # noqa: B018
     program.compile_log.clear()
     assert "full-rematerialization" in {f.code for f in read_program(program).findings}
+    with compile_log.collected() as lines:
+        os.write(2, line.encode() + b"\n")
+    program.compile_log.extend(lines)
+    (found,) = (f for f in read_program(program).findings if "involuntary" in f.message)
+    assert "an array of 512.0 KiB" in found.message and found.source in lines_to_blame("full-rematerialization")
+    assert line in capfd.readouterr().err, "the log still reaches the user's terminal"
 
 
 PADDED = """HloModule padded, is_scheduled=true, num_partitions=1

@@ -1,10 +1,14 @@
 """`--search` finds, ranks and rejects with reasons; `--diff` says what moved."""
 
+import contextlib
+import io
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from spmdkit.cli import main
 from spmdkit.config import load_config
 from spmdkit.errors import ConfigError
 from spmdkit.plan.command import PlanOptions, choose_target, make_plan, run_plan
@@ -39,7 +43,17 @@ def test_microbatches_remat_and_zero_vary():
         found(["meshes"])
 
 
-def test_the_best_is_compiled_and_written(tmp_path, capsys):
+def started_here(command, **_):
+    """Runs the command of a candidate in this process."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        main(command[3:])
+    return Mock(**{"communicate.return_value": (out.getvalue(), "")})
+
+
+@pytest.mark.parametrize("in_a_process", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_best_is_compiled_and_written(in_a_process, tmp_path, capsys, monkeypatch):
+    if not in_a_process:
+        monkeypatch.setattr("spmdkit.plan.search.search.start", started_here)
     out = tmp_path / "best.yaml"
     run_plan(write(tmp_path), [], PlanOptions(search=True, compile=1, write=out, as_json=True))
     printed = json.loads(capsys.readouterr().out)
