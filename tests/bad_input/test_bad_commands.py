@@ -6,16 +6,14 @@ from tests.support.messages import Says
 
 NEVER_TRAINED = {
     "eval without a checkpoint": (79, ("eval", "run.yaml"), Says(asked="run/checkpoints", found="no checkpoint", rule="Evaluation needs one", repair="spmdkit train")),
+    "a config that is not there": (78, ("train", "nowhere.yaml"), Says(asked="nowhere.yaml", found="no such file")),
     "report of no run": (78, ("report", "."), Says(asked="report of .", found=("no metrics.jsonl", "found 2 other entries"), rule="a run's", repair="run_dir")),
     "report of nothing": (78, ("report", "nowhere"), Says(asked="report of nowhere", found=("no metrics.jsonl", "found no such folder"), rule="a run's", repair="run_dir")),
     "checkpoints of nothing": (78, ("checkpoint", "ls", "nowhere"), Says(asked="nowhere", found="not a directory", repair="checkpoints/")),
     "inspect what is not there": (79, ("checkpoint", "inspect", "."), Says(asked="a checkpoint is requested", found="holds none", rule="a record.json in it", repair="Train first")),
-    "export what is not there": (79, ("checkpoint", "export", ".", "out.safetensors"), Says(asked="a checkpoint is requested", found="holds none", rule="a record.json in it", repair="Train first")),
     "launch nothing": (78, ("launch", "-n", "2"), Says(asked="launch", found="nothing to run", rule="two dashes", repair="spmdkit launch -n 2 -- train CONFIG")),
-    "launch nothing after the dashes": (78, ("launch", "-n", "2", "--"), Says(asked="launch", found="nothing to run", rule="two dashes", repair="spmdkit launch -n 2 -- train CONFIG")),
     "launch no process": (78, ("launch", "-n", "0", "--", "train", "run.yaml"), Says(asked="launch -n 0", rule="at least one process", repair="-n 2")),
     "launch processes without devices": (78, ("launch", "-n", "2", "--devices-per-process", "0", "--", "train", "run.yaml"), Says(asked="--devices-per-process 0", rule="at least one device", repair="Try 1")),
-    "check a config": (78, ("config", "check", "run.yaml", "stepps=3"), Says(asked="override stepps=3: stepps:", found="unknown key", repair="'steps'")),
     "show a config": (78, ("config", "show", "run.yaml", "mesh.dtaa=3"), Says(asked="override mesh.dtaa=3: mesh.dtaa:", found="unknown key", repair="'data'")),
     "layout of a config": (78, ("layout", "run.yaml", "mesh={data: 2}"), Says(asked="mesh needs data(2) = 2 devices", found="found 4", rule="equal the device count", repair="data: 4, or data: -1")),
 }  # fmt: skip

@@ -1,12 +1,10 @@
 """The same from outside: real processes, their exit codes and their whole output."""
 
-import os
 import subprocess
 import sys
 
 import pytest
 
-from spmdkit.checkpoint import RunLock
 from tests.support.command_line import NEVER
 from tests.support.environment import environment_of_a_user
 
@@ -38,16 +36,7 @@ def test_a_loss_that_raises(folder):
     assert "site-packages" not in error and "spmdkit/" not in error
 
 
-def test_a_directory_that_is_in_use(folder):
-    folder.write()
-    before = folder.kept()
-    with RunLock(folder.path / "run"):
-        code, output, error = run(folder, "train", "run.yaml")
-    assert (code, output) == (78, ""), output + error
-    assert f"is in use by process {os.getpid()} on " in error
-    assert folder.kept() == before
-
-
+@pytest.mark.slow
 def test_a_checkpoint_that_the_system_does_not_let_grow(folder):
     folder.write(
         "def init(key): return {'w': jnp.zeros((4, 8)), 'b': jnp.zeros(8), 'unused': jax.random.normal(key, (300, 1000))}",

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.fuzz import KEYS, KINDS, Case, Fuzz, Ran, wrong
 
-COUNT, SLOW = 150, 3
+COUNT, SLOW = 60, 2
 SEED = 2026
 
 
@@ -24,9 +24,7 @@ def test_every_case_ends_as_it_must(fuzz):
         case, ran, problems = fuzz.case(number, slow=number < SLOW)
         kinds.add(case.kind)
         codes.add(ran.code)
-        if problems := [
-            problem for problem in problems if not problem.endswith(" s")
-        ]:  # seconds: on a machine that does nothing else
+        if problems := [p for p in problems if not p.endswith(" s")]:  # seconds: on a machine that does nothing else
             found[number] = case, problems, ran.error[:500]
     assert found == {}, f"python -m tests.support.fuzz --seed {SEED} --case {next(iter(found))} --slow {SLOW}"
     assert len(kinds) == len(KINDS) + 1 and {0, 78, 79} <= codes, "it would not see anything"
@@ -41,16 +39,8 @@ def test_what_is_wrong_is_seen():
     case = Case("", [], {78}, "")
     good = Ran(78, "", "told", 0.1)
     assert wrong(case, good) == []
-    bad = [
-        good._replace(code=70),
-        good._replace(error=""),
-        good._replace(error="Traceback (most recent"),
-        good._replace(error="x\n" * 26),
-    ]
-    bad += [
-        good._replace(output="\x1b[2J"),
-        good._replace(seconds=3.5),
-        good._replace(error="this is a bug in spmdkit"),
-    ]
+    errors = ("", "Traceback (most recent", "x\n" * 26, "this is a bug in spmdkit")
+    bad = [good._replace(code=70), good._replace(output="\x1b[2J"), good._replace(seconds=3.5)]
+    bad += [good._replace(error=error) for error in errors]
     assert all(len(wrong(case, each)) == 1 for each in bad)
     assert len(KEYS) > 60

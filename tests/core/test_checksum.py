@@ -1,5 +1,6 @@
 """A leaf's checksum: as the numpy reference says it, the same on every mesh, other after any change."""
 
+import itertools
 import math
 
 import jax
@@ -13,8 +14,7 @@ from spmdkit.foundation.checksum import as_int, checksums, inner_dims_from, leaf
 
 M32 = 2**32
 
-NARROW = ["bool", "int8", "uint8", "int16", "int32", "uint32", "float16", "bfloat16", "float32", "complex64"]
-NARROW += ["float8_e4m3fn", "float8_e5m2", "int4", "uint4"]
+NARROW = ["bool", "uint8", "int16", "int32", "bfloat16", "float32", "complex64", "float8_e4m3fn", "int4"]
 WIDE = ["int64", "uint64", "float64", "complex128"]
 
 
@@ -70,10 +70,10 @@ def mesh_of(*sizes):
     return Mesh(np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes), names)
 
 
-@pytest.mark.parametrize("dtype", NARROW)
-def test_a_checksum_is_what_the_definition_says(dtype):
-    array = random_array(dtype, (3, 5))
-    assert checksums({"x": jnp.asarray(array)}) == {"x": reference(array)}
+def test_a_checksum_is_what_the_definition_says():
+    for dtype in NARROW:
+        array = random_array(dtype, (3, 5))
+        assert checksums({"x": jnp.asarray(array)}) == {"x": reference(array)}, dtype
 
 
 def test_a_checksum_of_64_bit_dtypes_is_what_the_definition_says():
@@ -93,24 +93,14 @@ def test_keys_count_by_their_data_and_scalars_and_empty_leaves_have_a_checksum()
     assert found["none"] == 0 and found["key"] not in (0, wanted)
 
 
-SPECS = [
-    ((8,), ("a",)),
-    ((2, 4), (("a", "b"),)),
-    ((2, 4), ("b", "a")),
-    ((2, 4), (None, "b")),
-    ((2, 2, 2), ("c", None, "a")),
-    ((2, 2), ()),
-]
+SPECS = [((8,), ("a",)), ((2, 4), (("a", "b"),)), ((2, 4), ("b", "a")), ((2, 2, 2), ("c", None, "a")), ((2, 2), ())]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
-def test_a_checksum_is_the_same_on_every_mesh(dtype):
-    array = random_array(dtype, (8, 4, 6))
-    wanted = {"x": reference(array)}
-    assert checksums({"x": jnp.asarray(array)}) == wanted
+def test_a_checksum_is_the_same_on_every_mesh():
+    array = random_array("bfloat16", (8, 4, 6))
     for sizes, spec in SPECS:
         placed = jax.device_put(array, NamedSharding(mesh_of(*sizes), PartitionSpec(*spec)))
-        assert checksums({"x": placed}) == wanted, (sizes, spec)
+        assert checksums({"x": placed}) == {"x": reference(array)}, (sizes, spec)
 
 
 def test_keys_cut_over_a_mesh_and_leaves_in_host_memory_count_the_same():
@@ -132,10 +122,8 @@ def test_shards_add_up_inside_of_shard_map():
     assert as_int(sums(array)) == reference(array) == as_int(leaf_lanes(jnp.asarray(array)))
 
 
-@pytest.mark.parametrize(
-    ("shape", "start"), [((2**20, 2**16), (2**19, 5)), ((2**10, 3, 2**31), (7, 1, 2**30)), ((2**31,), (2**31 - 4,))]
-)
-def test_positions_of_leaves_of_more_than_2_to_the_32_words_do_not_wrap(shape, start):
+@pytest.mark.parametrize(("shape", "start"), [((2**10, 3, 2**31), (7, 1, 2**30)), ((2**31,), (2**31 - 4,))])
+def test_positions_beyond_32_bits_do_not_wrap(shape, start):
     block = random_array("float32", (2,) * len(shape))
     assert as_int(shard_lanes(jnp.asarray(block), start, shape)) == reference(block, shape, start)
     far = tuple(s + 4 * (d == 0) for d, s in enumerate(start))
@@ -150,11 +138,10 @@ def test_every_flipped_bit_and_every_pair_of_swapped_elements_changes_the_checks
         for bit in range(32):
             bits[element * 32 + bit, element] ^= np.uint32(1 << bit)
     swapped = []
-    for i in range(16):
-        for j in range(i):
-            order = np.arange(16)
-            order[[i, j]] = j, i
-            swapped.append(array.reshape(-1)[order].view(np.uint32))
+    for i, j in itertools.combinations(range(16), 2):
+        order = np.arange(16)
+        order[[i, j]] = j, i
+        swapped.append(array.reshape(-1)[order].view(np.uint32))
     negated = (array.view(np.uint32) ^ np.uint32(2**31)).reshape(1, 16)
     variants = np.concatenate([array.view(np.uint32).reshape(1, 16), bits, np.array(swapped), negated])
     found = {as_int(pair) for pair in np.asarray(sums(jnp.asarray(variants)))}

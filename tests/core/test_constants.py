@@ -27,7 +27,7 @@ def test_fake_devices_are_read_alike_by_config_and_target(text, number):
     assert parse_target(text).num_devices == number
 
 
-@pytest.mark.parametrize("text", ["cpu:0", "cpu:4097", "cpu:", "cpu:-1", "cpu:x", "cpu:²", "cpu:1:2", "gpu:2", "cpu"])
+@pytest.mark.parametrize("text", ["cpu:0", "cpu:4097", "cpu:-1", "cpu:²", "cpu:1:2", "gpu:2"])
 def test_what_names_no_fake_devices_is_refused_alike_by_config_and_join(text):
     assert constants.fake_devices(text) is None
     with pytest.raises(ConfigError):

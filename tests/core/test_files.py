@@ -10,17 +10,6 @@ from spmdkit.errors import ConfigError
 from spmdkit.foundation import files
 
 
-def test_a_file_is_replaced_and_nothing_stays_beside_it(tmp_path):
-    for content in (b"old", b"new"):
-        files.replace(tmp_path / "f", content)
-    assert (tmp_path / "f").read_bytes() == b"new" and os.listdir(tmp_path) == ["f"]
-
-
-def test_a_file_has_the_mode_that_is_asked_for_from_its_first_moment(tmp_path):
-    files.replace(tmp_path / "secret", b"", mode=0o600)
-    assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
-
-
 @pytest.mark.parametrize("is_folder", [False, True])
 def test_after_an_exception_the_old_file_is_there_and_nothing_else(tmp_path, is_folder):
     (tmp_path / "f").write_text("old")
@@ -30,16 +19,19 @@ def test_after_an_exception_the_old_file_is_there_and_nothing_else(tmp_path, is_
     assert (tmp_path / "f").read_text() == "old" and os.listdir(tmp_path) == ["f"]
 
 
-def test_a_folder_appears_whole(tmp_path):
-    with files.whole(tmp_path / "out") as beside:
-        (beside / "inner").mkdir(parents=True)
-        assert not (tmp_path / "out").exists()
-    assert os.listdir(tmp_path / "out") == ["inner"] and os.listdir(tmp_path) == ["out"]
-
-
 def test_a_folder_that_is_not_there_is_a_config_error_that_names_the_file(tmp_path):
     with pytest.raises(ConfigError, match="none/f: cannot be written: No such file"):
         files.write_text(tmp_path / "none" / "f", "text")
+
+
+def test_a_file_or_folder_appears_whole(tmp_path):
+    for content in (b"old", b"new"):
+        files.replace(tmp_path / "f", content, mode=0o600)
+    assert (tmp_path / "f").read_bytes() == b"new" and stat.S_IMODE((tmp_path / "f").stat().st_mode) == 0o600
+    with files.whole(tmp_path / "out") as beside:
+        (beside / "inner").mkdir(parents=True)
+        assert not (tmp_path / "out").exists()
+    assert os.listdir(tmp_path / "out") == ["inner"] and sorted(os.listdir(tmp_path)) == ["f", "out"]
 
 
 def test_scalars_of_any_library_are_numbers_in_json():

@@ -1,7 +1,5 @@
 """Numbers and names as people read them."""
 
-import pytest
-
 from spmdkit.foundation.formatting import (
     all_visible,
     bounded,
@@ -13,22 +11,9 @@ from spmdkit.foundation.formatting import (
 )
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 s"),
-        (2e-8, "0.02 us"),
-        (8.5e-4, "850 us"),
-        (0.9996e-3, "1 ms"),
-        (0.0231, "23.1 ms"),
-        (0.9999, "1 s"),
-        (2.423, "2.42 s"),
-        (999.9, "1000 s"),
-        (1234.5, "1234 s"),
-    ],
-)
-def test_a_time_has_three_digits_and_the_unit_in_which_it_is_at_least_one(seconds, text):
-    assert format_seconds(seconds) == text
+def test_a_time_has_three_digits_and_its_unit():
+    found = [format_seconds(s) for s in (0, 2e-8, 8.5e-4, 0.9996e-3, 0.0231, 0.9999, 2.423, 999.9, 1234.5)]
+    assert found == ["0 s", "0.02 us", "850 us", "1 ms", "23.1 ms", "1 s", "2.42 s", "1000 s", "1234 s"]
 
 
 def test_a_count_is_rounded_before_its_unit_is_chosen():
@@ -37,9 +22,8 @@ def test_a_count_is_rounded_before_its_unit_is_chosen():
 
 
 def test_a_size_has_binary_units():
-    assert [format_bytes(n) for n in (0, 512, 1536, 12.6 * 2**30, 5000 * 2**30)] == [
-        *("0 B", "512 B", "1.5 KiB", "12.6 GiB", "5000.0 GiB")
-    ]
+    found = [format_bytes(n) for n in (0, 512, 1536, 12.6 * 2**30, 5000 * 2**30)]
+    assert found == ["0 B", "512 B", "1.5 KiB", "12.6 GiB", "5000.0 GiB"]
 
 
 def test_only_a_name_that_is_close_is_offered():

@@ -147,6 +147,7 @@ def nnx_task():
     return predicting(init, lambda params, x: nnx.merge(graph, params)(x))
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("make", [linen_task, nnx_task])
 def test_metadata_of_linen_and_nnx_is_followed_and_gives_the_numbers_of_one_device(make):
     task = make()
@@ -207,15 +208,12 @@ def test_zero_keeps_what_other_axes_cut():
 @pytest.mark.parametrize(
     "optimizer",
     [
-        optax.adamw(1e-2),
-        optax.chain(optax.clip(1.0), optax.sgd(1e-2, momentum=0.9)),
         optax.multi_transform({"a": optax.adam(1e-2), "b": optax.sgd(1e-2, momentum=0.9)}, {"w": "a", "b": "b"}),
-        optax.MultiSteps(optax.adam(1e-2), 2),
-        optax.apply_if_finite(optax.lion(1e-2), 3),
+        optax.MultiSteps(optax.apply_if_finite(optax.lion(1e-2), 3), 2),
     ],
-    ids=["adamw", "chain", "multi_transform", "MultiSteps", "apply_if_finite"],
+    ids=["multi_transform", "MultiSteps"],
 )
-def test_the_optimizers_state_lives_as_its_parameters_do(optimizer):
+def test_optimizer_states_are_sharded_like_their_parameters(optimizer):
     program = program_of(dataclasses.replace(regression(), optimizer=optimizer), mesh={"fsdp": 2, "tensor": 4})
     twins = [p for p in program.layout if p.path.startswith("opt_state") and p.shape == (16, 8)]
     assert twins and all(p.spec == P("fsdp", "tensor") for p in twins)
@@ -228,10 +226,8 @@ def test_the_optimizers_state_lives_as_its_parameters_do(optimizer):
     assert [x.sharding for x in jax.tree.leaves(state)] == [p.sharding(program.mesh) for p in program.layout]
 
 
-def test_factored_moments_of_adafactor_are_placed_by_their_own_shapes_and_equal_one_device():
-    def init(key):
-        return {"w": jnp.linspace(-0.1, 0.1, 16 * 256).reshape(16, 256), "out": jnp.full((256, 8), 0.05)}
-
+def test_factored_moments_are_sharded_by_their_own_shapes():
+    init = lambda key: {"w": jnp.linspace(-0.1, 0.1, 16 * 256).reshape(16, 256), "out": jnp.full((256, 8), 0.05)}
     optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=8)
 
     def loss_fn(params, batch, key):
@@ -243,14 +239,8 @@ def test_factored_moments_of_adafactor_are_placed_by_their_own_shapes_and_equal_
     factored = {p.path: p for p in program.layout if re.search("v_(row|col)/w", p.path)}
     assert {p.shape for p in factored.values()} == {(16,), (256,)}
     assert all("fsdp" in p.reason for p in factored.values())
-
-    def run(program):
-        state = program.init()
-        for _, batch in program.batches(stop=3):
-            state, _ = program.step(state, batch)
-        return jax.device_get(state.params)
-
-    assert_close(run(program), run(program_of(task)))
+    many, one = (train(made, steps=2).params for made in (program, program_of(task)))
+    assert_close(many, one)
 
 
 def test_a_parameter_at_the_root_of_the_tree_has_a_place_and_its_state_too():
@@ -295,11 +285,6 @@ def test_a_rule_that_matches_nothing_says_what_is_near():
         lay_out([("up", [None, None])])  # a part of a path is not a match
 
 
-def test_a_pattern_that_is_no_regular_expression_is_named():
-    with refused("layout.rules: pattern 'block/(up'", "missing )", "regular expression", "Fix it"):
-        lay_out([("block/(up", [None])])
-
-
 def test_a_parameter_that_two_rules_of_a_table_claim_is_named_with_both():
     rules = [("block/.*p", ["embed", None]), ("block/up", [None, None])]
     with refused("parameter 'block/up'", "'block/.*p' and 'block/up'", "A parameter has one rule", "narrower"):
@@ -332,17 +317,6 @@ def test_an_unknown_name_says_what_is_known_and_near():
         lay_out([("head", ["embd", None])])
 
 
-def test_an_unknown_name_in_metadata_is_told_as_the_models():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return x @ self.param("w", nn.with_partitioning(nn.initializers.ones, ("hidden", None)), (64, 64))
-
-    tree = jax.eval_shape(Model().init, jax.random.key(0), jnp.zeros((1, 64)))["params"]
-    with refused("metadata of the model shards dim 0 of 'w/value' by 'hidden'"):
-        lay_out(tree=tree)
-
-
 def test_a_large_copy_has_to_be_asked_for():
     tree = params({"table": (1001, 33)})
     options = {"tree": tree, "sizes": {"fsdp": 4}, "replicate_above_bytes": 1000}
@@ -354,7 +328,7 @@ def test_a_large_copy_has_to_be_asked_for():
         lay_out(tree=params({"w": (64, 64)}), sizes={"fsdp": 4}, fsdp="off", replicate_above_bytes=1)
 
 
-@pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
 def test_a_mesh_axis_that_cuts_nothing_is_refused(axis):
     task = dataclasses.replace(regression(), rules=[])
     with pytest.raises(

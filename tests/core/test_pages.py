@@ -100,16 +100,3 @@ def test_every_page_is_named_in_another_one():
     texts = {name: path.read_text() for name, path in PAGES.items()}
     others = {name: "".join(text for other, text in texts.items() if other != name) for name in PAGES}
     assert [name for name in PAGES if name != "README.md" and name not in others[name]] == []
-
-
-def test_what_is_stale_is_seen():
-    text = "`spmdkit/gone.py`, `spmdkit/reduce`, `gone` in `spmdkit/cli/launch.py`, [a](gone.md), [b](#nowhere), `spmdkit/none/NAME.py`"  # noqa: E501
-    assert stale_paths(text) == ["spmdkit/gone.py", "spmdkit/none/NAME.py"]
-    assert stale_names(text) == [("gone", "spmdkit/cli/launch.py")]
-    assert stale_links(ROOT / "README.md", text) == ["gone.md", "#nowhere"]
-    text = (
-        "`sk.mean(x)`, `sk.gone`, `make test`, `make gone`, `step/row_order.py`, `step/gone.py`, `ops/`, `Run`, "
-        "`nowhere_at_all`, `Run.nowhere_at_all()`"
-    )
-    assert stale_api(text) == ["sk.gone", "make gone"]
-    assert stale_words(text) == ["step/gone.py", "nowhere_at_all", "Run.nowhere_at_all"]

@@ -4,67 +4,21 @@ import pytest
 
 from spmdkit.foundation import redact
 
-NAMES = [
-    "api_token",
-    "password",
-    "AWS_SECRET_ACCESS_KEY",
-    "hfToken",
-    "wandb_api_key",
-    "db-password",
-    "my_secret",
-    "credentials",
-    "Authorization",
-    "auth",
-    "apiKey",
-    "ssh_key",
-    "PGPASSWD",
-]
-PLAIN = [
-    "tokenizer",
-    "vocab_size",
-    "key_dim",
-    "num_keys",
-    "keys",
-    "kv_heads",
-    "pad_token",
-    "eos_token",
-    "mask_token",
-    "monkey",
-    "passes",
-    "compass",
-    "author",
-    "learning_rate",
-    "key",
-]
+NAMES = ["api_token", "password", "AWS_SECRET_ACCESS_KEY", "hfToken", "wandb_api_key", "db-password", "my_secret"]
+NAMES += ["credentials", "Authorization", "auth", "apiKey", "ssh_key", "PGPASSWD"]
+PLAIN = ["tokenizer", "vocab_size", "key_dim", "num_keys", "keys", "kv_heads", "pad_token", "eos_token", "mask_token"]
+PLAIN += ["monkey", "passes", "compass", "author", "learning_rate", "key"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_name_tells(name):
-    assert redact.without({name: "hunter2"}) == {name: "***"}
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_other_names_do_not(name):
-    assert redact.without({name: "hunter2"}) == {name: "hunter2"}
+def test_the_name_decides():
+    assert [name for name in NAMES if redact.without({name: "hunter2"}) != {name: "***"}] == []
+    assert [name for name in PLAIN if redact.without({name: "hunter2"}) != {name: "hunter2"}] == []
 
 
 def test_numbers_and_what_lies_deeper():
-    given = {
-        "tokens": 1024,
-        "password": 1234,
-        "list": [{"token": "abc"}, "x"],
-        "secrets": {"a": "b"},
-        "flag": True,
-        "none": None,
-    }
-    assert redact.without(given) == {
-        "tokens": 1024,
-        "password": "***",
-        "list": [{"token": "***"}, "x"],
-        "secrets": {"a": "***"},
-        "flag": True,
-        "none": None,
-    }
+    given = {"tokens": 1024, "password": 1234, "list": [{"token": "abc"}, "x"], "secrets": {"a": "b"}}
+    expected = {"tokens": 1024, "password": "***", "list": [{"token": "***"}, "x"], "secrets": {"a": "***"}}
+    assert redact.without(given) == expected
 
 
 @pytest.mark.parametrize(
@@ -104,15 +58,8 @@ def test_what_a_command_and_its_config_tell_is_hidden(monkeypatch, tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text("task_args: {dsn: of-the-file, plain: [{password: of-a-list}], width: ordinary}\n")
     (tmp_path / "bomb.yaml").write_text("a: &a {password: of-the-bomb}\nb: *a\n")
-    named = [
-        "train",
-        str(config),
-        str(tmp_path / "bomb.yaml"),
-        "gone.yaml",
-        "task_args.db_pwd=of-an-override",
-        "task_args={auth: [deep]}",
-        "a={",
-    ]
+    named = ["train", str(config), str(tmp_path / "bomb.yaml"), "gone.yaml", "task_args.db_pwd=of-an-override"]
+    named += ["task_args={auth: [deep]}", "a={"]
     redact.remember_command([*named, "hooks=[{mine.py:hook: {api_key: of-a-hook}}]"])
     assert redact._known == {"of-the-file", "of-a-list", "of-an-override", "of-a-hook"}
     monkeypatch.setattr(redact, "_known", set())

@@ -36,11 +36,9 @@ def listed_events():
 
 
 def test_the_guide_lists_the_events_that_are_written():
-    assert written_events() == listed_events()
-
-
-def test_event_names_are_snake_case():
-    assert [name for name in written_events() if not re.fullmatch(r"[a-z]+(_[a-z]+)*", name)] == []
+    events = written_events()
+    assert events == listed_events()
+    assert [name for name in events if not re.fullmatch(r"[a-z]+(_[a-z]+)*", name)] == []
 
 
 def test_the_guide_names_every_config_key():

@@ -34,14 +34,6 @@ def test_ten_billion_examples_need_no_table():
     assert indices.min() >= 0 and 2**32 < indices.max() < 10**10
 
 
-def test_small_orders_are_all_equally_likely():
-    seen = [tuple(permute(np.arange(4), 4, seed=1, epoch=epoch)) for epoch in range(4800)]
-    _, counts = np.unique(np.array(seen), axis=0, return_counts=True)
-    assert len(counts) == 24
-    chi_square = float(((counts - 200) ** 2 / 200).sum())
-    assert chi_square < 49.7  # 23 degrees of freedom, p = 0.001; the draw is fixed, so this never flickers
-
-
 @pytest.mark.parametrize("num_examples", [1000, 20_000])
 def test_epochs_seeds_and_neighbours_are_not_correlated(num_examples):
     positions = np.arange(num_examples)
@@ -76,14 +68,6 @@ def test_an_epoch_visits_each_example_once(num_examples, batch_size, drop_remain
         np.testing.assert_array_equal(seen, permute(np.arange(len(seen)), num_examples, 5, epoch))
 
 
-def test_epochs_differ_from_one_another_and_by_seed():
-    first = Schedule(1000, 100, seed=0)
-    assert first.digest(1) != first.digest(11)
-    assert first.digest(1) != Schedule(1000, 100, seed=1).digest(1)
-    assert first.digest(11) != Schedule(1000, 100, seed=1).digest(1)
-    assert first.digest(1) == Schedule(1000, 100, seed=0).digest(1)
-
-
 def test_batches_do_not_depend_on_earlier_calls():
     steps = list(range(1, 200))
     forward = {step: Schedule(1797, 64, seed=2).batch(step)[0].copy() for step in steps}
@@ -103,14 +87,6 @@ def test_the_short_last_batch_is_masked_exactly():
         assert ((indices >= 0) & (indices < 10)).all()
 
 
-def test_mask_works_with_fewer_examples_than_a_batch():
-    schedule = Schedule(3, 8, drop_remainder=False)
-    for step in (1, 2, 50):
-        indices, mask = schedule.batch(step)
-        assert indices.shape == mask.shape == (8,)
-        assert sorted(indices[mask]) == [0, 1, 2] and mask.sum() == 3
-
-
 def test_always_full_means_no_missing_row():
     for num_examples in range(1, 13):
         for batch_size in range(1, 13):
@@ -121,23 +97,15 @@ def test_always_full_means_no_missing_row():
                 assert Schedule(num_examples, batch_size).always_full
 
 
-def test_without_shuffle_the_order_is_the_data_s():
-    schedule = Schedule(10, 5, shuffle=False)
-    assert [schedule.batch(step)[0].tolist() for step in (1, 2, 3)] == [
-        [0, 1, 2, 3, 4],
-        [5, 6, 7, 8, 9],
-        [0, 1, 2, 3, 4],
-    ]
-
-
 @pytest.mark.parametrize("num_examples", [1, 63, 64, 65, 1000])
 def test_an_evaluation_counts_every_example_exactly_once(num_examples):
     schedule = eval_schedule(num_examples, 64)
     assert schedule.num_batches == -(-num_examples // 64)
     batches = [schedule.batch(step) for step in range(1, schedule.num_batches + 1)]
     assert np.concatenate([indices[mask] for indices, mask in batches]).tolist() == list(range(num_examples))
-    with pytest.raises(ValueError, match="1 to"):
-        schedule.batch(schedule.num_batches + 1)
+    for step in (0, schedule.num_batches + 1):
+        with pytest.raises(ValueError, match=f"step {step} .*1 to"):
+            schedule.batch(step)
 
 
 def test_the_digest_tells_order_and_missing_rows():
@@ -156,11 +124,6 @@ def test_batches_cannot_be_changed_by_who_gets_them():
         indices[0] = 1
     with pytest.raises(ValueError, match="read-only"):
         mask[0] = False
-
-
-def test_steps_count_from_one():
-    with pytest.raises(ValueError, match="step 0"):
-        Schedule(10, 5).batch(0)
 
 
 @pytest.mark.parametrize(

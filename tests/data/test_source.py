@@ -46,7 +46,7 @@ class Registered:
 )
 def test_pytree_of_arrays_gathers_rows_of_leaves(data):
     source = open_source(data)
-    assert len(source) == 5 and source.in_memory
+    assert len(source) == 5 and source.in_memory and open_source(source) is source
     batch = source.gather(INDICES)
     assert jax.tree.structure(batch) == jax.tree.structure(data) == jax.tree.structure(source.element())
     for rows, leaf, spec in zip(*map(jax.tree.leaves, (batch, data, source.element())), strict=True):
@@ -161,22 +161,12 @@ def test_opening_reads_one_example_repeats_are_cached():
     assert data.calls == [0, 7, 8]
 
 
-def test_list_is_a_sequence_of_examples():
-    assert len(open_source([images(), images()])) == 2
-    assert len(open_source((images(), images()))) == 5
-
-
 def test_grain_draws_differ_by_epoch_and_repeat():
     dataset = grain.MapDataset.range(5).seed(3).random_map(lambda i, rng: np.float32(i + rng.random()))
     first, again = open_source(dataset), open_source(dataset)
     assert first.gather(INDICES, epoch=1).tolist() == again.gather(INDICES, epoch=1).tolist()
     assert first.gather(INDICES, epoch=1).tolist() != first.gather(INDICES, epoch=0).tolist()
     np.testing.assert_array_equal(np.floor(first.gather(INDICES, epoch=9)), INDICES)
-
-
-def test_opening_a_source_again_gives_the_same_source():
-    source = open_source(images())
-    assert open_source(source) is source
 
 
 class NoLength:
@@ -206,39 +196,23 @@ F64 = np.zeros((3, 2))
         ({"x": images(0)}, ["train_data is empty", "float32[0,2,2]", "at least 1"]),
         ([], ["train_data is empty", "len() is 0"]),
         ({}, ["train_data is {}", "holds no array"]),
-        ((), ["train_data is ()", "holds no array"]),
-        (None, ["train_data is None", "holds no array"]),
         ({"x": F64}, ["leaf 'x' has dtype float64", "float32", ".astype(np.float32)"]),
-        (F64, ["train_data has dtype float64", ".astype(np.float32)"]),
-        (np.zeros(3, ">f8"), ["train_data has dtype float64", ".astype(np.float32)"]),
-        (np.zeros(3, np.complex128), ["complex128", ".astype(np.complex64)"]),
         ({"name": np.array(["a", "b"])}, ["leaf 'name' has dtype <U1", "no device can hold", "np.unique"]),
         ({"o": np.array([{}, 1], object)}, ["leaf 'o' has dtype object", "no device can hold"]),
         (np.zeros(3, "datetime64[s]"), ["datetime64[s]", "no device can hold"]),
-        (np.zeros(3, np.longdouble), ["no device can hold"]),
-        (np.zeros(3, [("a", "f4")]), ["no device can hold"]),
         (jax.random.split(jax.random.key(0), 3), ["key<fry>", "no device can hold"]),
-        ({"x": images(), "n": 5}, ["leaf 'n' is a int, not an array", "np.asarray"]),
-        ({"x": [1, 2, 3]}, ["leaf 'x/0' is a int, not an array", "np.asarray"]),
         ({"x": images(), "n": np.float32(5)}, ["leaf 'n' is a float32, not an array"]),
         ({"x": images(), "n": np.zeros(())}, ["leaf 'n' is the scalar float64[]", "np.full"]),
         ({"x": np.ma.masked_array([1, 2], [True, False])}, ["masked array", ".filled(value)"]),
         ({1: images(), "a": images()}, ["not a pytree", "keys of one type"]),
         ("train.csv", ["train_data is a str.", "__len__ and __getitem__"]),
-        (iter([images()]), ["list_iterator", "list(data)"]),
         ((i for i in range(3)), ["generator", "list(data)"]),
-        (7, ["train_data is a int."]),
         (Unregistered(images()), ["Unregistered", "register_dataclass"]),
         (Table(), ["Table", "neither a numpy nor a JAX array", "to_numpy()"]),
         (grain.MapDataset.range(3).to_iter_dataset(), ["IterDataset", "MapDataset"]),
         (grain.MapDataset.range(3).repeat(), ["endless", "Remove .repeat()"]),
         (grain.MapDataset.range(3).filter(lambda i: i > 0), ["train_data[0] is None", "filter", "indices"]),
-        (["a", "b"], ["train_data[0] has dtype <U1", "no device can hold"]),
         ([{"tokens": [1, 2]}], ["train_data[0] holds a Python list of 2 numbers", "np.asarray(values, np.int32)"]),
-        ([[1, 2]], ["Python list of 2 numbers"]),
-        ([{}], ["train_data[0] is {}", "holds no array"]),
-        ([{"x": F64}], ["train_data[0] leaf 'x' has dtype float64", ".astype(np.float32)"]),
-        ([{"x": np.float64(1)}], ["train_data[0] leaf 'x' has dtype float64"]),
         ([2**40], ["train_data[0] is int64", "2147483647"]),
         ([2**70], ["does not fit 64 bits"]),
     ],
@@ -257,14 +231,8 @@ X = np.zeros(2, np.float32)
     "bad,words",
     [
         ({"x": np.zeros(3, np.float32), "y": 1}, ["data[2] leaf 'x' is float32[3]", "float32[2]", "Pad or crop"]),
-        ({"x": X.astype(np.float16), "y": 1}, ["data[2] leaf 'x' is float16[2]", "float32[2]"]),
         ({"x": X, "y": 1.0}, ["data[2] leaf 'y' is float32[]", "int32[]"]),
         ({"x": X, "z": 1}, ["data[2] has the structure", "example 0 has"]),
-        ({"x": X}, ["data[2] has the structure"]),
-        ({"x": X, "y": 2**40}, ["data[2] leaf 'y' is int64 with values from 1099511627776"]),
-        ({"x": np.zeros(2), "y": 1}, ["data[2] leaf 'x' has dtype float64"]),
-        ({"x": X, "y": "one"}, ["data[2] leaf 'y' has dtype <U3"]),
-        ({"x": X, "y": [1, 2]}, ["data[2] has the structure"]),
         (None, ["data[2] is None"]),
     ],
 )

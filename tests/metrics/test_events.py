@@ -5,7 +5,6 @@ import os
 
 import pytest
 
-from spmdkit.errors import ConfigError
 from spmdkit.metrics import EventLog, read_lines
 from spmdkit.metrics.events import parse_time, utc_time
 
@@ -57,11 +56,6 @@ def test_an_event_after_close_goes_to_standard_error(tmp_path, capsys):
     log.close()
     log.write("stopped", code=0)
     assert '"event": "stopped"' in capsys.readouterr().err
-
-
-def test_a_missing_folder_is_a_config_error(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be written"):
-        EventLog(tmp_path / "gone" / "e", 0)
 
 
 @pytest.mark.parametrize("text", [None, 5, "yesterday", "2025-01-31T12:00:00"])

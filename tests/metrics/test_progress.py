@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from spmdkit.foundation.formatting import format_duration, format_rate, format_seconds, format_value
+from spmdkit.foundation.formatting import format_duration, format_rate, format_value
 from spmdkit.metrics import Progress
 
 RECORD = {"step": 120, "loss": 2.3411, "examples_per_s": 12345.2, "step_time_s": 0.05, "input_wait_s": 0.001}
@@ -93,12 +93,6 @@ def test_no_line_is_wider_than_100_columns_and_other_metrics_go_first():
     assert "metric_number_0 1.235e+05" in evaluation
 
 
-def test_a_loss_that_is_not_finite_is_shown():
-    stream = io.StringIO()
-    progress(stream).write({"step": 5, "loss": float("nan")})
-    assert stream.getvalue() == "step    5/2000  loss nan\n"
-
-
 def test_off_shows_nothing():
     stream = io.StringIO()
     shown = progress(stream, mode="off")
@@ -125,15 +119,11 @@ def test_a_message_while_compiling_gets_its_own_line():
     assert stream.getvalue().splitlines()[:2] == ["compiling the step ...", "a warning"]
 
 
-class Gone(io.StringIO):
-    def write(self, text):
-        raise BrokenPipeError(32, "Broken pipe")
-
-
 def test_a_stream_that_goes_away_does_not_end_the_run():
-    closed = io.StringIO()
+    closed, gone = io.StringIO(), io.StringIO()
     closed.close()
-    for stream in (Gone(), closed):
+    gone.write = lambda text: (_ for _ in ()).throw(BrokenPipeError(32, "Broken pipe"))
+    for stream in (gone, closed):
         shown = progress(stream)
         shown.start()
         shown.write(RECORD)
@@ -168,7 +158,7 @@ def terminal_output(width, **extra):
     return stream.getvalue()
 
 
-@pytest.mark.parametrize("width", [100, 80, 60])
+@pytest.mark.parametrize("width", [100, 60])
 def test_the_bar_shows_everything_and_never_wraps(width):
     text = terminal_output(width)
     assert "\x1b[?25h" in text  # the cursor is given back
@@ -190,12 +180,6 @@ def test_lines_scroll_past_the_bar_without_markup_and_without_a_cut():
     assert "training steps 1 to 2000" in text and "compiling the step ...  3.2 s" in text
     assert "step  120 eval  loss 2.4000  accuracy 0.9100" in text
     assert "saved [bold]/runs/" + "x" * 120 in text
-
-
-def test_other_metrics_are_shown_where_there_is_room():
-    assert "accuracy 0.5000" in terminal_output(100, accuracy=0.5)
-    assert "accuracy 0.5000" in terminal_output(80, accuracy=0.5)
-    assert "accuracy 0.5000" not in terminal_output(60, accuracy=0.5)
 
 
 def test_no_color_is_respected(monkeypatch):
@@ -222,16 +206,8 @@ def test_auto_takes_the_bar_on_a_terminal_and_lines_on_a_dumb_one(monkeypatch):
 
 
 def test_numbers_read_well():
-    assert [format_duration(s) for s in (0.4, 59.6, 80, 3599.7, 7500, 187200)] == [
-        "0s",
-        "1m00s",
-        "1m20s",
-        "1h00m",
-        "2h05m",
-        "2d04h",
-    ]
+    durations = [format_duration(s) for s in (0.4, 59.6, 80, 3599.7, 7500, 187200)]
+    assert durations == ["0s", "1m00s", "1m20s", "1h00m", "2h05m", "2d04h"]
     assert [format_rate(r) for r in (12345.4, 98.66, 0.0341, 0)] == ["12345", "98.7", "0.034", "0.0"]
-    assert [format_seconds(s) for s in (8.5e-4, 0.0123, 3.2)] == ["850 us", "12.3 ms", "3.2 s"]
-    assert [format_value(v) for v in (2.34111, 0.0, 1.2e-5, 12345.67, 1e9, 7, -0.5)] == [
-        *("2.3411", "0.0000", "1.200e-05", "12345.7", "1.000e+09", "7", "-0.5000")
-    ]
+    values = [format_value(v) for v in (2.34111, 0.0, 1.2e-5, 12345.67, 1e9, 7, -0.5, float("nan"))]
+    assert values == ["2.3411", "0.0000", "1.200e-05", "12345.7", "1.000e+09", "7", "-0.5000", "nan"]

@@ -1,8 +1,6 @@
 """What every tracker keeps to; a new one is tested because its file exists. And what a slow, dead or wrong one costs: a
 warning."""
 
-import dataclasses
-import functools
 import importlib
 import inspect
 import json
@@ -107,43 +105,6 @@ def test_a_tracker_writes_what_it_accepts_below_the_runs_directory_and_goes_back
     module = importlib.import_module(f"spmdkit.metrics.trackers.{name}")
     assert inspect.getdoc(module) and list(inspect.signature(module.open).parameters)[:2] == ["run", "last_step"]
     check_contract(lambda last_step: opened(name, tmp_path, last_step), READERS[name], tmp_path)
-
-
-BROKEN = {
-    "forgets on the way": {"write": lambda tracker, kind, record: record["step"] == 2 or tracker.write(kind, record)},
-    "takes no evaluation": {"write": lambda tracker, kind, record: "split" in record or tracker.write(kind, record)},
-    "never goes back": {"rewind": lambda tracker, step: None},
-    "goes back a step too far": {"rewind": lambda tracker, step: tracker.rewind(max(step - 1, 0))},
-    "goes not to the beginning": {"rewind": lambda tracker, step: step and tracker.rewind(step)},
-    "keeps it to itself": {"write": lambda tracker, kind, record: None},
-    "is closed once": {"close": lambda tracker: tracker.close() or tracker.flush()},
-    "keeps what an earlier process wrote": {"open": lambda last_step: 9},
-    "starts anew each time": {"open": lambda last_step: 0},
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_tracker_fails_the_contract(name, tmp_path):
-    changes = dict(BROKEN[name])
-    told = changes.pop("open", lambda last_step: last_step)
-
-    def open(last_step):
-        tracker = opened("jsonl", tmp_path, told(last_step))
-        return dataclasses.replace(tracker, **{what: functools.partial(use, tracker) for what, use in changes.items()})
-
-    with pytest.raises(AssertionError):
-        check_contract(open, lines_of, tmp_path)
-
-
-def test_jsonl_holds_each_step_once_after_it_went_back(tmp_path):
-    tracker = opened("jsonl", tmp_path)
-    for step in (1, 2, 3):
-        tracker.write("scalars", {"step": step, "loss": 1.0})
-    tracker.rewind(1)
-    tracker.write("scalars", {"step": 2, "loss": 5.0})
-    tracker.close()
-    text = (tmp_path / "metrics.jsonl").read_text()
-    assert text == '{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 5.0}\n'
 
 
 # ---- one thread behind a queue

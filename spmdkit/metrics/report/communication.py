@@ -12,7 +12,7 @@ from typing import Any
 from spmdkit.foundation.formatting import format_bytes, format_seconds, format_value
 from spmdkit.mesh.mesh import describe_mesh
 from spmdkit.metrics.report.chart import LEFT, RIGHT, TOP, Scale, axes
-from spmdkit.metrics.report.page import KEEP, fact_table, heading, note, page, section, table
+from spmdkit.metrics.report.page import KEEP, fact_table, heading, page, paragraph, section, table
 
 Row = Mapping[str, Any]
 WIDTH, HEIGHT, BOTTOM = 880, 360, 40
@@ -45,7 +45,7 @@ def communication_section(result: Mapping[str, Any] | None) -> str:
     try:
         return "\n".join(_sections(result))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError):
-        return section("Communication", note("communication.json is not as spmdkit bench writes it.", "none"))
+        return section("Communication", paragraph("communication.json is not as spmdkit bench writes it.", "none"))
 
 
 def _sections(result: Mapping[str, Any]) -> list[str]:
@@ -59,7 +59,7 @@ def _sections(result: Mapping[str, Any]) -> list[str]:
     columns = ("bytes/step", "bytes of sum", "time/step", "time of sum", "95 %", "loss", "over sum")
     shown = table({"": KEEP, **dict.fromkeys(columns, NUMBER)}, map(_cells, rows))
     return [
-        section("Communication", shown + "".join(note(text, "note after") for text in notes)),
+        section("Communication", shown + "".join(paragraph(text, "note after") for text in notes)),
         section("Loss over bytes", loss_over_bytes(rows)),
         section("Time of a step over that of sum", times(rows)),
     ]
@@ -85,7 +85,7 @@ def loss_over_bytes(rows: Sequence[Row]) -> str:
     seeds' least and most as a line."""
     drawn = [row for row in rows if row["bytes_per_step"] and row["loss_mean"] is not None]
     if not drawn:
-        return note("No row has both bytes and a finite loss.", "none")
+        return paragraph("No row has both bytes and a finite loss.", "none")
     sent = [float(row["bytes_per_step"]) for row in drawn]
     losses = [x for row in drawn for x in map(float, row["loss"])]
     spread = (max(losses) - min(losses)) * 0.15 or abs(losses[0]) * 0.1 or 1.0
@@ -127,7 +127,7 @@ def times(rows: Sequence[Row]) -> str:
     where `sum` is."""
     drawn = [row for row in rows if row["time_over_sum"] is not None]
     if not drawn:
-        return note("No time was measured.", "none")
+        return paragraph("No time was measured.", "none")
     most = max(1.0, *(float(x) for row in drawn for x in (row["time_over_sum"], *(row["time_interval"] or ()))))
     x = Scale(0.0, most * 1.08, NAMES, WIDTH - RIGHT)
     base, label = TOP + BAR * len(drawn), "time of a step over that of sum"

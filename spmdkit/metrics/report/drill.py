@@ -9,7 +9,7 @@ from typing import Any
 
 from spmdkit.foundation.formatting import format_seconds
 from spmdkit.metrics.report.chart import linear_ticks
-from spmdkit.metrics.report.page import KEEP, NUMBER, WIDE, cards, fact_table, heading, note, page, section, table
+from spmdkit.metrics.report.page import KEEP, NUMBER, WIDE, cards, fact_table, heading, page, paragraph, section, table
 
 KINDS = {
     "start": ("#9aa7b8", "starting"),
@@ -41,7 +41,7 @@ def drill_page(result: Mapping[str, Any]) -> str:
     body = [
         heading(name, [pill], lead),
         _summary(result),
-        section("Why it failed", "".join(map(note, result["why"]))) if result["why"] else "",
+        section("Why it failed", "".join(map(paragraph, result["why"]))) if result["why"] else "",
         section("With the faults", _legend(with_faults) + time_line(with_faults, result["faults"])),
         section("Without a fault, the same job", _legend(without) + time_line(without, [])),
         section("Faults", _faults(result["faults"])),

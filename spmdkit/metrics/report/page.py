@@ -80,7 +80,7 @@ def code(value: Any) -> Html:
     return Html(f"<code>{escape(str(value or ''))}</code>")
 
 
-def note(text: str, kind: str = "note") -> str:
+def paragraph(text: str, kind: str = "note") -> str:
     """Returns a paragraph in a soft color: a `note`, a note `after` something, or `none` in place of content."""
     return f'<p class="{kind}">{escape(text)}</p>'
 

@@ -15,7 +15,7 @@ from spmdkit.foundation.files import write_text
 from spmdkit.foundation.formatting import format_bytes, format_count, format_seconds
 from spmdkit.mesh.mesh import describe_mesh
 from spmdkit.metrics.report.drawing import draw_groups
-from spmdkit.metrics.report.page import KEEP, NUMBER, WIDE, cards, code, heading, note, page, section, table
+from spmdkit.metrics.report.page import KEEP, NUMBER, WIDE, cards, code, heading, page, paragraph, section, table
 
 COLORS = ("#2563eb", "#c2570c", "#15803d", "#9333ea", "#0891b2", "#be185d", "#a16207", "#64748b")
 MOST_LEAVES = 2000
@@ -84,7 +84,7 @@ def _heading(name: str, document: Mapping[str, Any]) -> str:
         *(document["target"], f"{document['num_devices']} devices", describe_mesh(document["mesh"])),
         *(f"{format_count(document['num_params'])} parameters", f"batch {document['batch_size']}"),
     ]
-    return heading(name, pills, facts) + "".join(map(note, document["notes"]))
+    return heading(name, pills, facts) + "".join(map(paragraph, document["notes"]))
 
 
 def _cards(document: Mapping[str, Any]) -> str:
@@ -114,10 +114,10 @@ def _findings(document: Mapping[str, Any]) -> str:
     ]
     found = [
         f'<div class="finding {escape(f["severity"])}"><p><b>{escape(f["code"])}</b> {code(f["source"])}</p>'
-        f"<p>{escape(f['message'])}</p>{note(f['fix'])}</div>"
+        f"<p>{escape(f['message'])}</p>{paragraph(f['fix'])}</div>"
         for f in document["findings"]
     ]
-    return section("Findings", "".join(over + found) or note("None.", "none"))
+    return section("Findings", "".join(over + found) or paragraph("None.", "none"))
 
 
 def _stack(parts: Mapping[str, float], whole: float, of: float, shown: Callable[[float], str], kind: str = "") -> str:
@@ -140,16 +140,16 @@ def _memory(document: Mapping[str, Any]) -> str:
     columns = {"bytes": NUMBER, "array": WIDE, "source": WIDE, "operation": WIDE}
     rows = [(format_bytes(b["bytes"]), b["shape"], code(b["source"]), b["op_name"]) for b in memory["live"]]
     live = f"<h3>Largest buffers at the peak</h3>{table(columns, rows)}" if rows else ""
-    return f"{bar}{''.join(host)}{note(f'The limit is {format_bytes(limit)}.')}{live}"
+    return f"{bar}{''.join(host)}{paragraph(f'The limit is {format_bytes(limit)}.')}{live}"
 
 
 def _time(document: Mapping[str, Any]) -> str:
     time, step_s = document["time"], document["predicted_step_s"]
     if time is None:
-        return note("The compiler made no program: it does not fit.", "none")
+        return paragraph("The compiler made no program: it does not fit.", "none")
     rates = f"measured on {time['calibrated']}" if time["calibrated"] else "of the chip table"
     text = f"Rates {rates}. Links show the time that nothing hides."
-    return _stack(time["parts"], step_s, step_s, format_seconds) + note(text, "note after")
+    return _stack(time["parts"], step_s, step_s, format_seconds) + paragraph(text, "note after")
 
 
 def _line(name: str, share: float, value: str, color: str) -> str:
@@ -166,7 +166,7 @@ def _color(number: int) -> str:
 def _wire(document: Mapping[str, Any]) -> str:
     rows = document["collectives"]
     if not rows:
-        return note("Nothing is sent." if document["fits"] else "Not known.", "none")
+        return paragraph("Nothing is sent." if document["fits"] else "Not known.", "none")
     totals = document["wire"]["by_axes"]
     most = max((num or 0 for num in totals.values()), default=0) or 1
     lines = "".join(
@@ -174,7 +174,7 @@ def _wire(document: Mapping[str, Any]) -> str:
         for n, (axes, num) in enumerate(totals.items())
     )
     needs = ", ".join(f"{a} {format_bytes(n)}" for a, n in document["wire"]["least"].items())
-    needed = note(f"Data parallelism by its formulas: {needs}.") if needs else ""
+    needed = paragraph(f"Data parallelism by its formulas: {needs}.") if needs else ""
     columns = {"collective": KEEP, "over": WIDE, "link": WIDE, "bytes": NUMBER, "ops": NUMBER, "runs": NUMBER}
     bill = table(columns | {"why": WIDE, "source": WIDE}, map(_bill_row, rows))
     return f'<div class="bill">{lines}</div>{needed}<h3>Bill, of one device and step</h3>{bill}'
@@ -192,7 +192,7 @@ def _bill_row(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _meshes(document: Mapping[str, Any]) -> str:
     if document["num_devices"] == 1:
-        return note("One device.", "none")
+        return paragraph("One device.", "none")
     drawn = []
     for axes, num in document["wire"]["by_axes"].items():
         names = [] if axes == "all" else axes.split(" x ")
@@ -202,7 +202,7 @@ def _meshes(document: Mapping[str, Any]) -> str:
     if not drawn:
         drawn = [draw_groups(document["mesh"], document["places"], [])]
     text = "Devices of one color talk to each other. Numbers are places in the mesh."
-    return f'{note(text)}<div class="meshes">{"".join(drawn)}</div>'
+    return f'{paragraph(text)}<div class="meshes">{"".join(drawn)}</div>'
 
 
 def _candidates(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -228,7 +228,7 @@ def _layout(document: Mapping[str, Any]) -> str:
         )
         for leaf in leaves[:MOST_LEAVES]
     ]
-    more = note(f"and {len(leaves) - MOST_LEAVES} more") if len(leaves) > MOST_LEAVES else ""
+    more = paragraph(f"and {len(leaves) - MOST_LEAVES} more") if len(leaves) > MOST_LEAVES else ""
     return table(columns, rows) + more
 
 

@@ -32,7 +32,6 @@ from spmdkit.metrics.report.page import (
     code,
     fact_table,
     heading,
-    note,
     page,
     section,
     table,
@@ -114,7 +113,7 @@ def report_body(
         _throughput(train),
         plan_section(plan, _finite(train, "step_time_s")) if plan else "",
         communication_section(communication),
-        section("Config", f"<pre>{escape(config)}</pre>" if config else note("No config.yaml was found.", "none")),
+        section("Config", f"<pre>{escape(config)}</pre>" if config else paragraph("No config.yaml was found.", "none")),
         section("Environment", _environment_table(environment)),
         section("Events", _timeline(events)),
         "<footer>Made by spmdkit from the files of the run directory.</footer>",
@@ -166,7 +165,7 @@ def _chart(key: str, train: Sequence[Record], evaluations: Sequence[Record], wid
 
 def _evaluations(evaluations: Sequence[Record]) -> str:
     if not evaluations:
-        return section("Evaluations", note("No evaluation was recorded.", "none"))
+        return section("Evaluations", paragraph("No evaluation was recorded.", "none"))
     names = [n for n in FIRST_KEYS if any(n in r for r in evaluations)]
     names += sorted({k for r in evaluations for k in r} - set(FIRST_KEYS))
     least = min(_finite(evaluations, "loss"), default=None)
@@ -174,7 +173,7 @@ def _evaluations(evaluations: Sequence[Record]) -> str:
     rows = [[_cell(record.get(n, "")) for n in names] for record in evaluations]
     shown = table({n: WIDE if n == "split" else NUMBER for n in names}, rows, best)
     return section(
-        "Evaluations", shown + (note("Highlighted: the lowest evaluation loss.", "note after") if best else "")
+        "Evaluations", shown + (paragraph("Highlighted: the lowest evaluation loss.", "note after") if best else "")
     )
 
 
@@ -187,14 +186,14 @@ def _other_metrics(train: Sequence[Record], evaluations: Sequence[Record]) -> st
         f"<div><h3>{escape(n)}</h3>{_chart(n, train, evaluations, 440, 230)}</div>" for n in names[:MAX_SMALL_CHARTS]
     ]
     hidden = len(names) - len(charts)
-    more = note(f"{hidden} more in metrics.jsonl.", "note after") if hidden else ""
+    more = paragraph(f"{hidden} more in metrics.jsonl.", "note after") if hidden else ""
     return section("Other metrics", f'<div class="small">{"".join(charts)}</div>{more}')
 
 
 def _throughput(train: Sequence[Record]) -> str:
     rates, times = _finite(train, "examples_per_s"), _finite(train, "step_time_s")
     if not rates and not times:
-        return section("Throughput", note("No throughput was recorded.", "none"))
+        return section("Throughput", paragraph("No throughput was recorded.", "none"))
     waits = [
         w / t
         for w, t in ((_number(r.get("input_wait_s")), _number(r.get("step_time_s"))) for r in train)
@@ -207,7 +206,7 @@ def _throughput(train: Sequence[Record]) -> str:
     ]
     series = Series("examples/s", _points(train, "examples_per_s"))
     chart = line_chart([series], "examples/s", 920, 220) if rates else ""
-    text = note("Compilation, evaluation and saving are left out.", "note after")
+    text = paragraph("Compilation, evaluation and saving are left out.", "note after")
     return section("Throughput", fact_table(facts) + chart + text)
 
 
@@ -253,7 +252,7 @@ def _at(plan: Mapping[str, Any], *path: str) -> float | None:
 
 def _environment_table(environment: Record | None) -> str:
     if environment is None:
-        return note("No environment.json was found.", "none")
+        return paragraph("No environment.json was found.", "none")
     facts: list[tuple[str, Any]] = []
     for key, value in environment.items():
         if key == "devices" and isinstance(value, list):
@@ -278,7 +277,7 @@ def _device(device: Any) -> str:
 
 def _timeline(events: Sequence[Record]) -> str:
     if not events:
-        return note("No events.jsonl was found, or it is empty.", "none")
+        return paragraph("No events.jsonl was found, or it is empty.", "none")
     first = next((t for t in (parse_time(e.get("time")) for e in events) if t is not None), None)
     rows = []
     for event in events[-MAX_EVENTS:]:
@@ -290,7 +289,7 @@ def _timeline(events: Sequence[Record]) -> str:
         rows.append((moment, since, event.get("process", ""), dot, details))
     hidden = f"The last {len(rows)} of {len(events)} events." if len(events) > len(rows) else ""
     columns = {"time (UTC)": KEEP, "since start": KEEP, "process": WIDE, "event": KEEP, "details": WIDE}
-    return table(columns, rows) + (note(hidden, "note after") if hidden else "")
+    return table(columns, rows) + (paragraph(hidden, "note after") if hidden else "")
 
 
 def _config(folder: Path) -> str | None:

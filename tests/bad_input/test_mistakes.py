@@ -1,9 +1,56 @@
-"""The functions of the task: arity, what they return, shapes that do not fit, exceptions of their own."""
+"""Mistakes in the config, the task, its data and its functions: each is reported, and the run keeps what it has."""
 
 import pytest
 
 from tests.support.command_line import Case
 from tests.support.messages import Says
+
+CONFIG = {
+    "unknown key": Case(Says(asked="run.yaml:8: stepps:", found="unknown key", repair="'steps'"), config={"stepps": "3"}),
+    "two problems at once": Case(Says(asked=("run.yaml:8: seed:", "run.yaml:9: stepps:"), found=("found 'x' (text)", "unknown key"), rule="integer", repair=("Try seed: 0", "'steps'")), config={"seed": "x", "stepps": "3"}),
+    "an override with a typo": Case(Says(asked="override chekpoint.keep=2: chekpoint:", found="unknown key", repair="'checkpoint'"), overrides=("chekpoint.keep=2",)),
+    "more devices than there are": Case(Says(asked=("devices: cpu:16", "16 in process 0"), found="found 8 cpu", rule="creates its devices once", repair="at most 8"), config={"devices": "cpu:16"}),
+    "a device index out of range": Case(Says(asked="devices: [0, 99]", found=("99", "found 8 cpu"), rule="from 0", repair=("up to 7", "devices: auto")), config={"devices": "[0, 99]", "mesh": "{data: 2}"}),
+    "mesh too small": Case(Says(asked="mesh needs data(2) = 2 devices", found="found 4", rule="equal the device count", repair="data: 4, or data: -1"), config={"mesh": "{data: 2}"}),
+    "batch that a filled mesh does not cut": Case(Says(asked=("run.yaml:4: batch_size:", "is 6", "data(2) x fsdp(2) = 4"), found="a rest of 2", rule="a multiple of 4", repair="batch_size: 4 or 8"), config={"batch_size": "6", "mesh": "{data: 2, fsdp: -1}"}),
+    "a rule that matches nothing": Case(Says(asked="layout.rules: pattern 'ww'", found="none of the 2 parameters", rule="whole path", repair="'w'"), config={"mesh": "{fsdp: 4}", "layout": "{rules: [[ww, [embed, null]]]}"}),
+    "a rule of the task without dims": Case(Says(asked="Task.rules", found="'w'", rule="a pair (path pattern", repair="('blocks/.*/kernel', ('embed', 'mlp'))"), task={"rules": "['w']"}),
+    "model state policy without model state": Case(Says(asked="model_state: replica", found="no effect", rule="init returns no state", repair="sk.Variables(params, state)"), config={"model_state": "replica"}),
+}  # fmt: skip
+
+DATA = {
+    "unequal lengths": Case(Says(asked="train_data", found=("32 examples in leaf 'x' float32[32,4]", "31 in leaf 'y' float32[31,8]"), rule="count the same examples", repair="[:31]"), task={"train_data": "{'x': DATA['x'], 'y': DATA['y'][:31]}"}),
+    "fewer examples than a batch": Case(Says(asked="batch_size is 64", found="32 examples", rule="full batches only", repair=("at most 32", "data.drop_remainder: false")), config={"batch_size": "64"}),
+    "a source that raises at one item": Case(Says(asked=("batch of step 5", "train_data[5]"), found="OSError: item 5 is gone", rule="Every index"), "class Broken(Examples):\n    def __getitem__(self, i):\n        if i == 5: raise OSError('item 5 is gone')\n        return super().__getitem__(i)", {"train_data": "Broken()"}, {"steps": "8", "batch_size": "8"}, exit=70, may_train=True),
+    "a source of uneven examples": Case(Says(asked=("batch of step 3", "train_data[29] leaf 'y'"), found=("float32[7]", "example 0"), rule="a compiled step has one", repair=("Pad or crop", "__getitem__")), "class Uneven(Examples):\n    def __getitem__(self, i): return {'x': DATA['x'][i], 'y': DATA['y'][i][: 8 - i % 2]}", {"train_data": "Uneven()"}, may_train=True),
+    "a source whose length raises": Case(Says(asked="len(train_data)", found="OSError: no index", rule="number of examples"), "class Broken(Examples):\n    def __len__(self): raise OSError('no index')", {"train_data": "Broken()"}, exit=70),
+    "eval_data of float64": Case(Says(asked="eval_data: leaf 'x'", found="float64", rule="float32", repair=".astype(np.float32)"), task={"eval_data": "{'x': DATA['x'].astype(np.float64), 'y': DATA['y']}"}),
+}  # fmt: skip
+
+TASK = {
+    "file missing": Case(Says(asked="taks.py", found="does not exist", rule="config's folder", repair="'task.py'"), config={"task": "taks.py:task"}),
+    "name missing": Case(Says(asked="task.py has no 'taks'", found="defines: task", repair="'task'?"), config={"task": "task.py:taks"}),
+    "module missing": Case(Says(asked="module 'no_such_package.model'", found="was not found", rule=("importable", ".py"), repair="no_such_package/model.py:NAME"), config={"task": "no_such_package.model:task"}),
+    "raises at import": Case(Says(asked="task: importing", found="division by zero", rule="run to its end", repair="Fix that line"), "1 / 0"),
+    "exits at import": Case(Says(asked="task: importing", found=": 3.", rule="run to its end", repair="Fix that line"), "import sys; sys.exit(3)", exit=70),
+    "syntax error": Case(Says(asked="task: importing", found="invalid syntax", rule="run to its end", repair="Fix that line"), "def broken(:\n    pass"),
+    "a name that is no task": Case(Says(asked="task.py:DATA", found="is dict", rule=("registers", "a spmdkit.Task", "@sk.task"), repair="such as task"), config={"task": "task.py:DATA"}),
+    "a class that is no task": Case(Says(asked="task.py:Model(...)", found="returned Model", rule="a spmdkit.Task"), "@sk.task\nclass Model: pass", config={"task": "task.py:Model"}),
+    "a function that returns no task": Case(Says(asked="task.py:make(...)", found="returned dict", rule="a spmdkit.Task"), "@sk.task\ndef make(): return {'init': init}", config={"task": "task.py:make"}),
+    "a function of the wrong kind": Case(Says(asked="task.py:loss_fn", found="a function of task", rule=("registers", "a spmdkit.Task"), repair="@sk.task above its definition"), config={"task": "task.py:loss_fn"}),
+    "a function that raises": Case(Says(asked="task.py:make(...) raised OSError at", found="no data in /nowhere", rule="run to its end", repair="Fix that line"), "@sk.task\ndef make(width=4):\n    raise OSError('no data in /nowhere')", config={"task": "task.py:make"}),
+    "task_args unknown": Case(Says(asked="task_args {'widht': 8}", found="keyword argument 'widht'", rule="its keyword arguments", repair="'width'"), "@sk.task\ndef make(width=4): return task", config={"task": "task.py:make", "task_args": "{widht: 8}"}),
+    "task_args missing": Case(Says(asked="task_args {}", found="do not fit", rule="its keyword arguments", repair="task_args: {width: ...}"), "@sk.task\ndef make(width): return task", config={"task": "task.py:make"}),
+    "task_args on a plain task": Case(Says(asked="task_args ['width']", found="no effect", repair=("def task(width): return Task(...)", "@sk.task", "remove task_args")), config={"task_args": "{width: 8}"}),
+    "an unknown argument of Task": Case(Says(asked="task: importing", found="got an unexpected keyword argument 'loss'", rule="run to its end", repair="Fix that line"), task={"loss": "loss_fn"}),
+    "neither loss_fn nor train_step": Case(Says(asked="Task", found="neither loss_fn nor train_step", repair="Pass loss_fn"), task={"loss_fn": None}),
+    "init called instead of passed": Case(Says(asked="Task.init", found="is dict", rule="a function", repair="Pass the function"), task={"init": "init(jax.random.key(0))"}),
+    "an unknown view": Case(Says(asked="Task.view", found="'replicas'", repair="'global', 'replica'"), task={"view": "'replicas'"}),
+    "a view without a train_step": Case(Says(asked="Task.view is 'replica'", found="no train_step"), task={"view": "'replica'"}),
+    "no optimizer": Case(Says(asked="run.yaml: optimizer: is null", found="no optimizer", rule="Training needs one", repair="optimizer: {name: adamw, learning_rate: 1e-3}"), task={"optimizer": None}),
+    "no train_data": Case(Says(asked="Task.train_data", found="is missing", repair=("arrays", "grain dataset")), task={"train_data": None}),
+    "evaluation without eval_data": Case(Says(asked="eval.every_steps", found=("no effect", "no eval_data"), repair="Task(eval_data=...)"), config={"eval": "{every_steps: 2}"}),
+}  # fmt: skip
 
 STATEFUL = """
 def init(key):
@@ -18,15 +65,9 @@ def error(params, batch):
 
 INIT = {
     "arity": Case(Says(asked="called as init(key)", found="defined as init()", rule="1 positional", repair="def init(key)"), "def init(): return {'w': jnp.zeros(4)}"),
-    "needs more": Case(Says(asked="called as init(key)", found="defined as init(key, width)", rule="1 positional", repair="def init(key)"), "def init(key, width): return {'w': jnp.zeros(width)}"),
     "returns nothing": Case(Says(asked="init", found="no arrays", rule="at least one array"), "def init(key): pass"),
-    "returns an empty dict": Case(Says(asked="init", found="no arrays", rule="at least one array"), "def init(key): return {}"),
-    "returns a Python number": Case(Says(asked="at 'params/b'", found="init returned float", rule="leaf of the parameters is an array", repair="jnp.asarray"), "def init(key): return {'w': jnp.zeros((4, 8)), 'b': 0.0}"),
     "returns text": Case(Says(asked="at 'params/name'", found="init returned str", rule="leaf of the parameters is an array", repair="jnp.asarray"), "def init(key): return {'w': jnp.zeros((4, 8)), 'name': 'linear'}"),
     "returns integers": Case(Says(asked="init returned parameter 'w'", found="as int32", rule="floating point", repair="sk.Variables(params, state)"), "def init(key): return {'w': jnp.zeros((4, 8), jnp.int32), 'b': jnp.zeros(8)}"),
-    "returns params and state in a tuple": Case(Says(asked="init returned parameter '1/steps'", found="as int32", rule="floating point", repair="sk.Variables(params, state)"), "def init(key): return {'w': jnp.zeros((4, 8)), 'b': jnp.zeros(8)}, {'steps': jnp.zeros((), jnp.int32)}"),
-    "returns a random key": Case(Says(asked="init returned parameter 'key'", found="as key<fry>", rule="floating point", repair="sk.Variables(params, state)"), "def init(key): return {'w': jnp.zeros((4, 8)), 'b': jnp.zeros(8), 'key': key}"),
-    "returns an object": Case(Says(asked="at 'params'", found="init returned Model", rule="leaf of the parameters is an array", repair="jnp.asarray"), "class Model: pass\ndef init(key): return Model()"),
     "shapes do not fit": Case(Says(asked="init cannot be traced", found="JAX raised TypeError:", rule="fit together", repair="Fix that line"), "def init(key): return {'w': jnp.zeros((4, 8)) @ jnp.zeros((4, 8)), 'b': jnp.zeros(8)}"),
     "raises": Case(Says(asked="init raised RuntimeError at", found="RuntimeError: no weights"), "def init(key): raise RuntimeError('no weights')", exit=70),
     "reads a value": Case(Says(asked="init cannot be traced", found="TracerBoolConversionError", rule="no values", repair=("jnp.where", "jax.lax.cond", "jnp for np")), "def init(key):\n    w = jax.random.normal(key, (4, 8))\n    return {'w': w if w.sum() > 0 else -w, 'b': jnp.zeros(8)}"),
@@ -34,46 +75,31 @@ INIT = {
 
 LOSS = {
     "arity": Case(Says(asked="called as loss_fn(params, batch, key)", found="defined as loss_fn(params, batch)", rule="3 positional", repair="def loss_fn(params, batch, key)"), "def loss_fn(params, batch): return sk.mean(batch['x'])"),
-    "needs more": Case(Says(asked="called as loss_fn(params, batch, key)", found="defined as loss_fn(params, state, batch, key)", rule="3 positional", repair="def loss_fn(params, batch, key)"), "def loss_fn(params, state, batch, key): return sk.mean(batch['x'])"),
     "arity with model state": Case(Says(asked="called as loss_fn(params, state, batch, key)", found="defined as loss_fn(params, batch, key)", rule="4 positional", repair="def loss_fn(params, state, batch, key)"), STATEFUL),
     "returns nothing": Case(Says(found="loss_fn returned None as its loss", rule=("sk.mean(...) or (sk.mean(...), metrics)", "uneven replicas"), repair="sk.mean(per_example_loss)"), "def loss_fn(params, batch, key): pass"),
     "returns a number": Case(Says(found="loss_fn returned float32[] as its loss", rule=("sk.mean(...) or (sk.mean(...), metrics)", "uneven replicas"), repair="sk.mean(per_example_loss)"), "def loss_fn(params, batch, key): return jnp.mean((batch['x'] @ params['w']) ** 2)"),
-    "returns one per example": Case(Says(found="loss_fn returned float32[2] as its loss", rule=("sk.mean(...) or (sk.mean(...), metrics)", "uneven replicas"), repair="sk.mean(per_example_loss)"), "def loss_fn(params, batch, key): return ((batch['x'] @ params['w']) ** 2).mean(1)"),
     "returns a tuple of three": Case(Says(found="a tuple of 3 (a sk.mean of shape (), dict, dict)", rule="sk.mean(...)", repair=("third value", "a state from init")), "def loss_fn(params, batch, key): return sk.mean(batch['x'] @ params['w']), {}, {}"),
     "returns two with model state": Case(Says(asked="a task with model state", found="a tuple of 2 (a sk.mean of shape (), dict)", rule="(sk.mean(...), {name: sk.mean(...)}, new_state)"), STATEFUL + "def loss_fn(params, state, batch, key): return sk.mean(batch['x'] @ params['w']), {}"),
     "returns another model state": Case(Says(asked="model state that differs", found="'count' was float32[] and becomes absent", rule="dtypes stay the same", repair="the whole new state"), STATEFUL + "def loss_fn(params, state, batch, key): return sk.mean(batch['x'] @ params['w']), {}, {'n': state['count']}"),
-    "changes the shape of the model state": Case(Says(asked="model state that differs", found="'count' was float32[] and becomes", rule="dtypes stay the same", repair="the whole new state"), STATEFUL + "def loss_fn(params, state, batch, key): return sk.mean(batch['x'] @ params['w']), {}, {'count': state['count'][None]}"),
-    "loses the model state": Case(Says(asked="model state that differs", found="'count' was float32[] and becomes absent", rule="dtypes stay the same", repair="the whole new state"), STATEFUL + "def loss_fn(params, state, batch, key): return sk.mean(batch['x'] @ params['w']), {}, None"),
     "metrics are numbers": Case(Says(asked="loss_fn returned metric 'error'", found="as float32[]", rule=("sk.mean, sk.sum, sk.max or sk.bincount", "replicas and steps"), repair="'error': sk.mean(...)"), "def loss_fn(params, batch, key): return sk.mean(batch['x'] @ params['w']), {'error': jnp.mean(batch['x'])}"),
     "metrics are no dict": Case(Says(asked="metrics", found="a sk.mean of shape ()", repair="{name: sk.mean(...)}"), "def loss_fn(params, batch, key): return sk.mean(batch['x'] @ params['w']), sk.mean(batch['x'])"),
-    "metrics are nested": Case(Says(asked="loss_fn returned metric 'a'", found="as dict", rule=("sk.mean, sk.sum, sk.max or sk.bincount", "replicas and steps"), repair="'a': sk.mean(...)"), "def loss_fn(params, batch, key): return sk.mean(batch['x'] @ params['w']), {'a': {'b': sk.mean(batch['x'])}}"),
     "metric is called loss": Case(Says(found="a metric called 'loss'", rule="Names are unique", repair="Rename"), "def loss_fn(params, batch, key): return sk.mean(batch['x'] @ params['w']), {'loss': sk.mean(batch['x'])}"),
-    "metric has a name that is a number": Case(Says(found="a metric called 1", rule=("a string", "step, split, examples_per_s, step_time_s, input_wait_s"), repair="Rename"), "def loss_fn(params, batch, key): return sk.mean(batch['x'] @ params['w']), {1: sk.mean(batch['x'])}"),
     "multiplies two means": Case(Says(asked="a sk.mean is one number", found="batch, key): return sk.mean(batch['x'] @ params['w']) * sk.mean(params['w'] ** 2)", rule="scalars only"), "def loss_fn(params, batch, key): return sk.mean(batch['x'] @ params['w']) * sk.mean(params['w'] ** 2)"),
     "adds an array to a mean": Case(Says(found=("shape (8,)", "loss_fn(params, batch, key): return sk.mean(batch['x'] @ params['w']) + params['b'] ** 2"), rule="scalars only"), "def loss_fn(params, batch, key): return sk.mean(batch['x'] @ params['w']) + params['b'] ** 2"),
     "takes the mean of a mean": Case(Says(asked="sk.mean of a sk.mean", found="def loss_fn(params, batch, key): return sk.mean(sk.mean(batch['x'] @ params['w']))", rule="a mean already", repair=("unchanged", "the values")), "def loss_fn(params, batch, key): return sk.mean(sk.mean(batch['x'] @ params['w']))"),
     "shapes do not fit": Case(Says(asked="loss_fn cannot be traced", found="JAX raised TypeError:", rule="fit together", repair="Fix that line"), "def loss_fn(params, batch, key): return sk.mean(batch['x'] @ params['b'])"),
-    "shapes do not broadcast": Case(Says(asked="loss_fn cannot be traced", found="JAX raised TypeError:", rule="fit together", repair="Fix that line"), "def loss_fn(params, batch, key): return sk.mean(batch['y'] - batch['x'])"),
     "mask of sk.mean does not fit": Case(Says(asked="where has shape (8,)", found=("(2, 8)", "batch, key): return sk.mean(batch['x'] @ params['w'], where=params['b'] > 0)"), rule="Its dims are the first"), "def loss_fn(params, batch, key): return sk.mean(batch['x'] @ params['w'], where=params['b'] > 0)"),
     "raises": Case(Says(asked="loss_fn raised ValueError at", found="ValueError: not today"), "def loss_fn(params, batch, key):\n    raise ValueError('not today')", exit=70),
-    "asks for a missing key of the batch": Case(Says(asked="loss_fn raised KeyError at", found="KeyError: 'z'"), "def loss_fn(params, batch, key): return sk.mean(batch['z'] @ params['w'])", exit=70),
     "branches on a value": Case(Says(asked="loss_fn cannot be traced", found="TracerBoolConversionError", rule="no values", repair=("jnp.where", "jax.lax.cond", "jnp for np")), "def loss_fn(params, batch, key):\n    e = batch['x'] @ params['w']\n    return sk.mean(e if e.sum() > 0 else -e)"),
-    "calls numpy": Case(Says(asked="loss_fn cannot be traced", found="TracerArrayConversionError", rule="no values", repair=("jnp.where", "jax.lax.cond", "jnp for np")), "def loss_fn(params, batch, key): return sk.mean(np.sin(batch['x'] @ params['w']))"),
     "uses the padding without an example dim": Case(Says(asked="sk.mean", found=("shape ()", "3 examples", "def loss_fn(params, batch, key): return sk.mean((batch['x'] @ params['w']).sum())"), rule="first dim"), "def loss_fn(params, batch, key): return sk.mean((batch['x'] @ params['w']).sum())", config={"batch_size": "12", "data": "{drop_remainder: false}"}),
-    "names an unknown axis": Case(Says(asked="loss_fn cannot be traced", found="JAX raised", rule="fit together", repair="Fix that line"), "def loss_fn(params, batch, key): return sk.mean(jax.lax.pmean(batch['x'] @ params['w'], 'dataa'))"),
     "shards by an unknown name": Case(Says(asked="sk.shard", found=("unknown name 'mpl'", "batch, key): return sk.mean(sk.shard(batch['x'] @ params['w'], 'batch', 'mpl'))"), rule="batch, context, data"), "def loss_fn(params, batch, key): return sk.mean(sk.shard(batch['x'] @ params['w'], 'batch', 'mpl'))", config={"mesh": "{data: 2, fsdp: 2}"}),
 }  # fmt: skip
 
 TRAIN_STEP = {
     "arity": Case(Says(asked="called as train_step(state, batch)", found="defined as train_step(state)", rule="2 positional", repair="def train_step(state, batch)"), "def train_step(state): return state, {}", STEP),
     "returns the state alone": Case(Says(found="train_step returned TrainState", rule="(state, metrics)", repair=("the TrainState", "dict of scalars")), "def train_step(state, batch): return state", STEP),
-    "returns the parameters": Case(Says(found="train_step returned 2 values (dict, dict)", rule="(state, metrics)", repair=("the TrainState", "dict of scalars")), "def train_step(state, batch): return state.params, {}", STEP),
-    "returns nothing": Case(Says(found="train_step returned None", rule="(state, metrics)", repair=("the TrainState", "dict of scalars")), "def train_step(state, batch): pass", STEP),
-    "returns metrics that are no dict": Case(Says(found="train_step returned 2 values (TrainState, float32[])", rule="(state, metrics)", repair=("the TrainState", "dict of scalars")), "def train_step(state, batch): return state, jnp.zeros(())", STEP),
     "returns a metric of a shape": Case(Says(asked="train_step returned metric 'loss'", found="as float32[8,4]", rule=("sk.mean, sk.sum, sk.max or sk.bincount", "or a scalar"), repair="'loss': sk.mean(...)"), "def train_step(state, batch): return state, {'loss': batch['x']}", STEP),
-    "returns a metric that is text": Case(Says(asked="train_step returned metric 'name'", found="as str", rule=("sk.mean, sk.sum, sk.max or sk.bincount", "or a scalar"), repair="'name': sk.mean(...)"), "def train_step(state, batch): return state, {'loss': jnp.zeros(()), 'name': 'a'}", STEP),
     "changes a dtype": Case(Says(asked="train_step changed the state", found="'params/b' was float32[8] and becomes bfloat16[8]", rule="stay the same"), "def train_step(state, batch): return state.replace(params=jax.tree.map(lambda p: p.astype(jnp.bfloat16), state.params)), {'loss': jnp.zeros(())}", STEP),
-    "changes a shape": Case(Says(asked="train_step changed the state", found="'params/b' was float32[8] and becomes float32[9]", rule="stay the same"), "def train_step(state, batch): return state.replace(params={**state.params, 'b': jnp.zeros(9)}), {'loss': jnp.zeros(())}", STEP),
     "an unknown field of the state": Case(Says(asked="train_step raised TypeError at", found="TypeError: TrainState.__init__() got an unexpected keyword argument 'param'"), "def train_step(state, batch): return state.replace(param=state.params), {'loss': jnp.zeros(())}", STEP, exit=70),
     "does not use microbatches": Case(Says(asked="microbatches: 2", found=("no effect", "train_step never calls sk.value_and_grad"), repair="microbatches: 1"), GRAD + "def train_step(state, batch):\n    loss, g = jax.value_and_grad(error)(state.params, batch)\n    return state.apply_gradients(g), {'loss': loss}", STEP, {"microbatches": "2"}),
     "ignores the padding": Case(Says(asked="data.drop_remainder is false", found="neither sk.value_and_grad, sk.mean nor sk.example_mask", rule="count as examples", repair="data.drop_remainder: true"), GRAD + "def train_step(state, batch):\n    loss, g = jax.value_and_grad(error)(state.params, batch)\n    return state.apply_gradients(g), {'loss': loss}", STEP, {"batch_size": "12", "data": "{drop_remainder: false}"}),
@@ -85,38 +111,21 @@ TRAIN_STEP = {
     "missing reduction": Case(Says(asked="gradient 'b'", found=("differs between the replicas", "['data']", "return state.apply_gradients(g), {'loss': sk.pmean(loss)}"), rule="reduction"), GRAD + "def train_step(state, batch):\n    loss, g = jax.value_and_grad(error)(state.params, batch)\n    return state.apply_gradients(g), {'loss': sk.pmean(loss)}", REPLICA),
     "missing reduction of a metric": Case(Says(asked="train_step: metric 'loss'", found=("differs between the replicas", "['data']"), rule="the same on every replica", repair="sk.pmean"), GRAD + "def train_step(state, batch):\n    loss, g = jax.value_and_grad(error)(state.params, batch)\n    return state.apply_gradients(sk.pmean(g)), {'loss': loss}", REPLICA),
     "reduced twice": Case(Says(asked="sk.pmean: leaf 'b'", found=("reduced twice", "return state.apply_gradients(sk.pmean(sk.pmean(g))), {'loss': sk.pmean(loss)}"), rule="the same on every replica"), GRAD + "def train_step(state, batch):\n    loss, g = jax.value_and_grad(error)(state.params, batch)\n    return state.apply_gradients(sk.pmean(sk.pmean(g))), {'loss': sk.pmean(loss)}", REPLICA),
-    "reduced twice by hand": Case(Says(asked="lax.psum or lax.pmean: the operand at", found="too large", repair=("Remove one", "sk.value_and_grad has already reduced")), GRAD + "def train_step(state, batch):\n    loss, g = jax.value_and_grad(error)(state.params, batch)\n    g = sk.pmean(g)\n    g = jax.lax.psum(g, ('replica', 'data'))\n    return state.apply_gradients(g), {'loss': sk.pmean(loss)}", REPLICA),
     "model axes in the per-replica view": Case(Says(asked="view='replica'", found="model axes ['fsdp']", rule="unsharded parameters", repair=("replica and data", "sk.value_and_grad")), GRAD + "def train_step(state, batch):\n    return state, {}", REPLICA, {"mesh": "{data: 2, fsdp: 2}"}),
 }  # fmt: skip
 
 EVAL = {
     "arity": Case(Says(asked="called as eval_fn(params, batch)", found="defined as eval_fn(params)", rule="2 positional", repair="def eval_fn(params, batch)"), "def eval_fn(params): return {}", {"eval_data": "DATA", "eval_fn": "eval_fn"}),
     "returns a number": Case(Says(found="eval_fn returned float32[]", repair="{name: sk.mean(...)}"), "def eval_fn(params, batch): return jnp.mean(batch['x'])", {"eval_data": "DATA", "eval_fn": "eval_fn"}),
-    "returns plain numbers": Case(Says(asked="eval_fn returned metric 'loss'", found="as float32[]", rule=("sk.mean, sk.sum, sk.max or sk.bincount", "replicas and steps"), repair="'loss': sk.mean(...)"), "def eval_fn(params, batch): return {'loss': jnp.mean(batch['x'])}", {"eval_data": "DATA", "eval_fn": "eval_fn"}),
     "returns no metric": Case(Says(found="eval_fn returned an empty dict", rule="at least one metric", repair="{'loss': sk.mean(...)}"), "def eval_fn(params, batch): return {}", {"eval_data": "DATA", "eval_fn": "eval_fn"}),
-    "raises": Case(Says(asked="eval_fn raised ValueError at", found="ValueError: not today"), "def eval_fn(params, batch): raise ValueError('not today')", {"eval_data": "DATA", "eval_fn": "eval_fn"}, exit=70),
     "eval_data of other shapes": Case(Says(asked="loss_fn in evaluation cannot be traced", found="JAX raised TypeError:", rule="fit together", repair="Fix that line"), "", {"eval_data": "{'x': DATA['x'][:, :3], 'y': DATA['y']}"}),
-    "eval_data without a key": Case(Says(asked="loss_fn in evaluation raised KeyError at", found="KeyError: 'y'"), "", {"eval_data": "{'x': DATA['x']}"}, exit=70),
     "the best by a metric that is not there": Case(Says(asked="checkpoint.best.metric is accuracy", found="the evaluation has loss", repair="Use one"), "", {"eval_data": "DATA"}, {"eval": "{every_steps: 2}", "checkpoint": "{best: {metric: accuracy, mode: max}}"}),
     "only a train_step": Case(Says(asked="evaluation needs Task.eval_fn or Task.loss_fn", found="only train_step", repair="Give eval_fn"), "def train_step(state, batch): return state, {'loss': jnp.zeros(())}", {**STEP, "eval_data": "DATA"}),
 }  # fmt: skip
 
-
-@pytest.mark.parametrize("name", INIT)
-def test_init(name, folder):
-    INIT[name].run(folder)
+MISTAKES = {"config": CONFIG, "data": DATA, "task": TASK, "init": INIT, "loss": LOSS, "step": TRAIN_STEP, "eval": EVAL}
 
 
-@pytest.mark.parametrize("name", LOSS)
-def test_loss_fn(name, folder):
-    LOSS[name].run(folder)
-
-
-@pytest.mark.parametrize("name", TRAIN_STEP)
-def test_train_step(name, folder):
-    TRAIN_STEP[name].run(folder)
-
-
-@pytest.mark.parametrize("name", EVAL)
-def test_evaluation(name, folder):
-    EVAL[name].run(folder)
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, cases in MISTAKES.items() for name in cases])
+def test_a_mistake_is_reported_and_nothing_is_lost(kind, name, folder):
+    MISTAKES[kind][name].run(folder)
