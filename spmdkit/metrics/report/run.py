@@ -33,6 +33,7 @@ from spmdkit.metrics.report.page import (
     fact_table,
     heading,
     page,
+    paragraph,
     section,
     table,
 )
