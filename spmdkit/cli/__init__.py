@@ -189,8 +189,7 @@ def verify(
     json_: AsJson = False,
 ) -> None:
     """Check that each mesh computes what one device does: loss, gradient, update, evaluation. Exit code 0 or 1."""
-    from spmdkit.verify.command import run_verify, sets_batch_size
-    from spmdkit.verify.report import VerifyOptions
+    from spmdkit.verify.report import VerifyOptions, run_verify
 
     options = VerifyOptions(
         all_meshes=all_meshes,
@@ -201,7 +200,7 @@ def verify(
         float64=float64,
         jobs=jobs,
         mutants=mutants,
-        batch_size_given=sets_batch_size(overrides or []),
+        batch_size_given=any(text.partition("=")[0].strip() == "batch_size" for text in overrides or []),
         resume=resume,
         locate=locate,
     )

@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit import compat
+from spmdkit.communication.reducers.adasum import half_projection
 
 AXIS = "rank"
 MOST_PROGRAMS = 256  # an allgather of other sizes is another program
@@ -204,9 +205,8 @@ def _pair(a: jax.Array, b: jax.Array) -> jax.Array:
     size_a, size_b = (jnp.maximum(jnp.abs(x).max(), jnp.finfo(x.dtype).tiny) for x in (a, b))
     u, v = a / size_a, b / size_b
     dot, uu, vv = (u * v).sum(), (u * u).sum(), (v * v).sum()
-    of_a = jnp.where(uu > 0, dot / (2 * jnp.where(uu > 0, uu, 1)), 0)  # a.b / 2|a|^2 = of_a * size_b / size_a
-    of_b = jnp.where(vv > 0, dot / (2 * jnp.where(vv > 0, vv, 1)), 0)
-    return a + b - of_a * size_b * u - of_b * size_a * v
+    # a.b / 2|a|^2 = half_projection(dot, uu) * size_b / size_a
+    return a + b - half_projection(dot, uu) * size_b * u - half_projection(dot, vv) * size_a * v
 
 
 def scaled(x: jax.Array, factor: float, divisor: int = 1) -> jax.Array:

@@ -78,7 +78,6 @@ def _number_errors(found: Mapping[str, float], expected: Mapping[str, float]) ->
 
 
 def _put(errors: Errors, quantity: str, found: list[dict[str, float]]) -> None:
-    """Stores the largest of `found`. NaN counts as the largest."""
     for by_leaf in found:
         for leaf, error in by_leaf.items():
             before = errors.worst.get(quantity)

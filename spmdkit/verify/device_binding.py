@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import re
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -60,18 +57,17 @@ def check_holds_no_device(
     """Rejects a step that is passed directly and contains a mesh of devices.
 
     Raises:
-        ConfigError: with the line that creates the mesh, or the line that uses it.
+        ConfigError: with the line that uses the mesh.
     """
     mesh = compat.auto_mesh(np.array([device], dtype=object).reshape((1,) * len(axes)), axes)
     shapes = jax.tree.map(_shape, tuple(arguments))
+    jaxpr = _traced(step, shapes)  # without a mesh: JAX rejects a step with another one before it is seen
 
     def trace() -> Any:
         with jax.set_mesh(mesh):
             return jax.make_jaxpr(step)(*shapes)
 
-    held = _captured_mesh(step)
-    if held is None:
-        held = next(_meshes_in(call_user(trace, "the step"), frozenset([device])), None)
+    held = next(_meshes_in(jaxpr or call_user(trace, "the step"), frozenset([device])), None)
     if held is not None:
         raise ConfigError(
             f"the step passed to sk.verify_step contains a mesh of {held[0]} devices, {held[1]}. A step that is "
@@ -119,58 +115,11 @@ def _traced(step: Callable[..., Any], arguments: Sequence[Any]) -> Any:
 def _meshes_in(jaxpr: Any, given: frozenset[jax.Device]) -> Iterator[tuple[int, str]]:
     """Yields (devices, location) for each use of a mesh of other devices than `given`."""
     for eqn in equations(jaxpr):
-        for mesh in _of_params(list(eqn.params.values())):
-            if not mesh.empty and frozenset(mesh.devices.ravel()) != given:
+        for mesh in map(_mesh_of, jax.tree.leaves(list(eqn.params.values()))):
+            if mesh is not None and not mesh.empty and frozenset(mesh.devices.ravel()) != given:
                 yield mesh.devices.size, f"used at {compat.source_line(eqn)}"
 
 
-def _of_params(values: Sequence[Any]) -> Iterator[Mesh]:
-    for value in values:
-        if isinstance(value, NamedSharding) and isinstance(value.mesh, Mesh):
-            yield value.mesh
-        elif isinstance(value, Mesh):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from _of_params(value)
-
-
-def _captured_mesh(step: Callable[..., Any]) -> tuple[int, str] | None:
-    """Returns (devices, location) of a mesh among the variables of a function and of the functions it calls by name."""
-    seen: set[int] = set()
-    todo = [step]
-    while todo:
-        fn = inspect.unwrap(todo.pop())
-        code = getattr(fn, "__code__", None)
-        if code is None or id(fn) in seen:
-            continue
-        seen.add(id(fn))
-        names = {name: fn.__globals__[name] for name in code.co_names if name in fn.__globals__}
-        names |= dict(zip(code.co_freevars, (_content(cell) for cell in fn.__closure__ or ()), strict=True))
-        for name, value in names.items():
-            mesh = getattr(value, "mesh", value) if isinstance(value, NamedSharding) else value
-            if isinstance(mesh, Mesh):
-                return mesh.devices.size, _assignment_line(fn, name)
-        todo += [v for v in names.values() if inspect.isfunction(v) and v.__module__ == fn.__module__]
-    return None
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
-
-
-def _assignment_line(fn: Any, name: str) -> str:
-    """Returns `created at train.py:12: mesh = ...`, the last assignment before the function, or the variable's name."""
-    file = inspect.getsourcefile(fn)
-    try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines() if file else []
-    except OSError:
-        lines = []
-    found = [n for n, line in enumerate(lines, 1) if re.match(rf"\s*{re.escape(name)}\s*(:[^=]+)?=[^=]", line)]
-    if not found:
-        return f"in its variable '{name}'"
-    begin = fn.__code__.co_firstlineno
-    number = max((n for n in found if n < begin), default=found[0])
-    return f"created at {file}:{number}: {lines[number - 1].strip()}"
+def _mesh_of(value: Any) -> Mesh | None:
+    mesh = value.mesh if isinstance(value, NamedSharding) else value
+    return mesh if isinstance(mesh, Mesh) else None

@@ -1,17 +1,8 @@
-"""The kind of mistake behind a difference, in words, with the repair.
-
-observation                                               kind of mistake
-the loss counts another number than one device            mean of means, or padding that counts
-another plain key changes the gradient on one device      randomness that depends on the replica
-every wrong leaf is N or 1/N times the right one          doubled or missing sum
-only the short batch differs                              padding that counts, or mean of means
-two microbatches on one device differ too                 examples that depend on each other: batch statistics
-right up to an index, wrong beyond                        shard boundary
-the gradient is right, the update is not                  an optimizer that uses its own shard only
-"""
+"""The kind of mistake behind a difference, in words, with the repair."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -60,10 +51,6 @@ REPAIRS = {
         "The loss of an example depends on other examples (batch statistics, a loss over pairs), and a replica has "
         'only its own. Compute it over the replicas: BatchNorm(axis_name=("replica", "data")), or lax.pmean(x, '
         '("replica", "data")).'
-    ),
-    "shard boundary": (
-        "Values beyond the shard are missing or misplaced: a halo, a step of a ring, an offset of positions or of a "
-        "vocabulary. Let sk.shard and the layout shard the value, or check that op."
     ),
     "one leaf": (
         "All other leaves are equal. Check where only this leaf is used: a stop_gradient, a separate reduction, a "
@@ -143,10 +130,6 @@ def _diagnose_gradient(
     if examples_interact():
         known = _known("batch statistics", f"{where}; two microbatches on one device differ from one batch too")
         return known._replace(repair=known.repair + KEEP_ONE_MICROBATCH * (microbatches > 1))
-    if finding.boundary is not None:
-        dim, index = finding.boundary
-        found = f"{where}; dim {dim} of it is right on one side of index {index} and wrong on the other"
-        return _known("shard boundary", found)
     if finding.num_wrong == 1 < finding.num_leaves:
         return _known("one leaf", where)
     axes = [a for a in mesh if a in MODEL_AXES]
@@ -155,7 +138,7 @@ def _diagnose_gradient(
         "other",
         where,
         f"The loss is a different function on this mesh. First check its own computation over {over}: collectives, "
-        "shard_map, axis_index, the number of its rows.",
+        "shard_map, axis_index, the number of its rows, values beyond the shard.",
     )
 
 
@@ -183,42 +166,35 @@ def _where(finding: Difference) -> str:
 
 
 def _reduction_error(factor: float | None, mesh: Mapping[str, int], microbatches: int) -> tuple[str, str, str] | None:
-    """Returns (kind, observation, repair) if the factor is a size of the mesh."""
+    if (explained := explain_factor(factor, mesh, microbatches)) is None:
+        return None
+    kind, size, names = explained
+    if kind == "reduced twice":
+        found = f"the wrong leaves are {size} times the right ones, and {size} is the size of {names}"
+        repair = (
+            f"A sum over {names} is taken twice. sk.value_and_grad already reduces: remove the other psum, "
+            "pmean or factor."
+        )
+    else:
+        found = f"the wrong leaves are 1/{size} of the right ones, and {size} is the size of {names}"
+        repair = f"A sum over {names} is missing, or its result is divided again. Let sk.value_and_grad reduce."
+    return kind, found, repair
+
+
+def explain_factor(factor: float | None, mesh: Mapping[str, int], microbatches: int = 1) -> tuple[str, int, str] | None:
+    """Returns (`reduced twice` or `not reduced`, size, names of the axes with this size), the simplest ones first; None
+    if the factor is not the size of any axes, nor its inverse."""
     if factor is None:
         return None
-    for names, size in _products(mesh, microbatches):
-        if abs(factor / size - 1) < NEAR:
-            found = f"the wrong leaves are {size} times the right ones, and {size} is the size of {names}"
-            repair = (
-                f"A sum over {names} is taken twice. sk.value_and_grad already reduces: remove the other psum, "
-                "pmean or factor."
-            )
-            return "reduced twice", found, repair
-        if abs(factor * size - 1) < NEAR:
-            found = f"the wrong leaves are 1/{size} of the right ones, and {size} is the size of {names}"
-            repair = f"A sum over {names} is missing, or its result is divided again. Let sk.value_and_grad reduce."
-            return "not reduced", found, repair
+    replicas = {axis: n for axis, n in mesh.items() if axis in REPLICA_AXES and n > 1}
+    large = replicas | {axis: n for axis, n in mesh.items() if n > 1}
+    micro = {"microbatches": microbatches} if microbatches > 1 else {}
+    for group in (replicas, *({axis: n} for axis, n in large.items()), micro, micro and replicas | micro, large):
+        size = math.prod(group.values())
+        for kind, ratio in (("reduced twice", factor / size), ("not reduced", factor * size)):
+            if size > 1 and abs(ratio - 1) < NEAR:
+                return kind, size, " x ".join(group)
     return None
-
-
-def _products(mesh: Mapping[str, int], microbatches: int) -> Iterable[tuple[str, int]]:
-    """Yields (names, size) of each group of axes that can explain a factor and is larger than one; the simplest
-    first."""
-    replicas = [(a, n) for a, n in mesh.items() if a in REPLICA_AXES and n > 1]
-    others = [(a, n) for a, n in mesh.items() if a not in REPLICA_AXES and n > 1]
-    groups: list[list[tuple[str, int]]] = []
-    if replicas:
-        groups.append(replicas)
-    groups += [[pair] for pair in replicas + others]
-    if microbatches > 1:
-        groups += [[("microbatches", microbatches)], [*replicas, ("microbatches", microbatches)]]
-    groups.append(replicas + others)
-    for group in groups:
-        size = 1
-        for _, n in group:
-            size *= n
-        if size > 1:
-            yield " x ".join(name for name, _ in group), size
 
 
 def pattern(failed: Iterable[Mapping[str, Any]], passed: Iterable[Mapping[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""`find_difference`: where two results first differ, and how: a factor, a shard boundary, one leaf, only short batches.
+"""`find_difference`: where two results first differ, and how: a factor, one leaf, only short batches.
 
 Numbers only. diagnosis.py gives their meaning and the repair.
 """
@@ -32,7 +32,6 @@ class Difference:
         counts: (here, on one device) counts of the loss; None if equal.
         only_short: the full batch agrees, and the short one does not.
         batch: index of the first batch that differs.
-        boundary: (dim, index): on one side of this index the leaf is right, on the other it is wrong.
     """
 
     quantity: str
@@ -43,7 +42,6 @@ class Difference:
     factor: float | None = None
     counts: tuple[float, float] | None = None
     only_short: bool = False
-    boundary: tuple[int, int] | None = None
     batch: int = 0
 
 
@@ -86,7 +84,6 @@ def find_difference(
         counts=_counts(found, expected),
         only_short=quantity == "gradient" and short and which == 1,
         batch=which if quantity == "gradient" else 0,
-        boundary=boundary_of(mine[leaf], right[leaf]) if leaf in mine else None,
     )
 
 
@@ -105,19 +102,3 @@ def factor_of(found: Tree, expected: Tree, paths: list[str]) -> float | None:
     factor = float(np.vdot(right, mine).real / np.vdot(right, right).real)
     rest = np.linalg.norm(mine - factor * right) / max(float(np.linalg.norm(mine)), 1e-30)
     return factor if rest < FIT and abs(factor) > 1e-6 else None
-
-
-def boundary_of(found: np.ndarray, expected: np.ndarray) -> tuple[int, int] | None:
-    """Returns (dim, index) at which right turns into wrong or wrong into right, for a dim with one such index; else
-    None."""
-    for dim, length in enumerate(expected.shape):
-        if length < 2:
-            continue
-        others = tuple(d for d in range(expected.ndim) if d != dim)
-        difference = np.abs(wide(found) - wide(expected))
-        by_index = np.sqrt((difference**2).sum(others))
-        is_wrong = by_index > 1e-3 * by_index.max()
-        turns = np.flatnonzero(is_wrong[1:] != is_wrong[:-1]) + 1
-        if len(turns) == 1:
-            return dim, int(turns[0])
-    return None

@@ -14,8 +14,7 @@ import numpy as np
 
 HALF_ULPS = 4
 """Ulps of a type of less than 32 bits by which two sums of the same numbers in another order may differ: 4e-3 in
-float16,
-3e-2 in bfloat16."""
+float16, 3e-2 in bfloat16."""
 
 
 def is_inexact(x: Any) -> bool:

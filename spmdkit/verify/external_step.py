@@ -19,6 +19,7 @@ its gradient hides a factor everywhere else. A leaf with a second term beyond `L
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,12 +33,16 @@ from spmdkit.cluster import detect_cluster, join
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import is_key, named_leaves
 from spmdkit.foundation.user_code import call_user
+from spmdkit.verify.cases import describe_case
 from spmdkit.verify.device_binding import check_devices, check_holds_no_device, shard_arguments
-from spmdkit.verify.difference import boundary_of, factor_of
+from spmdkit.verify.diagnosis import Diagnosis, explain_factor
+from spmdkit.verify.difference import factor_of
 from spmdkit.verify.dtypes import HALF_ULPS, eps, is_half, is_inexact, wide
-from spmdkit.verify.locate_step import Traced, locate_step
+from spmdkit.verify.locate import locate, tapped
 from spmdkit.verify.noise import LARGEST, MULTIPLE
 from spmdkit.verify.probes import one_ulp
+from spmdkit.verify.search import TapValues
+from spmdkit.verify.sharding_relation import distance
 
 FLOOR_ULPS = 64
 NUM_PROBES = 4
@@ -76,7 +81,8 @@ class Report(dict[str, Any]):
 
 def _format_case(case: Mapping[str, Any]) -> Iterator[str]:
     errors = ", ".join(f"{q} {e:.1e}" for q in QUANTITIES if (e := case[f"{q}_error"]) is not None)
-    yield f"{_named(case['mesh'])}: {'equal' if case['passed'] else 'DIFFERS'} ({errors})"
+    mesh = describe_case({axis: size for axis, size in case["mesh"].items() if size > 1}, 1)
+    yield f"{mesh}: {'equal' if case['passed'] else 'DIFFERS'} ({errors})"
     if not case["passed"]:
         seen = case["diagnosis"]
         yield f"  {seen['kind']}: {seen['found']}"
@@ -146,7 +152,6 @@ def verify_step(
 
 
 def _axes(meshes: Sequence[Mapping[str, int]]) -> tuple[str, ...]:
-    """Returns the names of all axes, in order of appearance."""
     axes = tuple(dict.fromkeys(axis for sizes in meshes if isinstance(sizes, Mapping) for axis in sizes))
     bad = [s for s in meshes if not isinstance(s, Mapping) or not all(isinstance(n, int) and n > 0 for n in s.values())]
     if bad or not axes:
@@ -158,7 +163,6 @@ def _axes(meshes: Sequence[Mapping[str, int]]) -> tuple[str, ...]:
 
 
 def _open(make: Make, devices: Sequence[jax.Device], sizes: Mapping[str, int]) -> Step:
-    """Returns the step on the first devices, in the shape of a mesh of these sizes."""
     shape = tuple(sizes.values())
     given = np.array(devices[: math.prod(shape)], dtype=object).reshape(shape)
     made = call_user(lambda: make(given), "make")
@@ -173,7 +177,6 @@ def _open(make: Make, devices: Sequence[jax.Device], sizes: Mapping[str, int]) -
 
 
 def _sharding_of(x: Any) -> Any:
-    """Returns the sharding of a committed array; None for host values and uncommitted arrays."""
     return x.sharding if isinstance(x, jax.Array) and x.committed else None
 
 
@@ -199,12 +202,24 @@ def _placed(step: Step, random: np.random.Generator | None = None) -> list[Any]:
 
 
 def _located(one: Step, many: Step, axes: Mapping[str, int]) -> dict[str, Any]:
-    """Returns `located`: the first value that differs in the first step, or None."""
-    moved = [_placed(one, np.random.default_rng(i)) for i in range(2)]
-    of = [(*getattr(step.run, "of_mesh", (None, step.run)), _placed(step)) for step in (one, many)]
-    sides = [Traced(run, arguments, mesh) for mesh, run, arguments in of]
-    found = locate_step(sides[0], moved, sides[1], axes)
-    return {"located": None if found is None else {**found._asdict(), "text": found.text}}
+    """Returns `located`: the first value that differs in the first step. None if the step cannot be traced from
+    outside, or if no single line is responsible."""
+    ulps = [np.random.default_rng(i) for i in range(2)]
+    try:
+        right, *moved = _tapped(one, [None, *ulps])
+        (found,) = _tapped(many, [None])
+    except Exception:  # noqa: BLE001 - the step is compiled already or has side effects; the case fails without a location
+        return {"located": None}
+    at = locate(right, moved, found, {axis: size for axis, size in axes.items() if size > 1})
+    return {"located": None if at is None else {**at._asdict(), "text": at.text}}
+
+
+def _tapped(step: Step, moves: Sequence[np.random.Generator | None]) -> list[TapValues]:
+    """Returns every value of a step, for its arguments moved by one ulp in different ways."""
+    mesh, run = getattr(step.run, "of_mesh", (None, step.run))
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        values = tapped(jax.make_jaxpr(run)(*_placed(step)))
+        return [values(jax.tree.leaves(tuple(_placed(step, random)))) for random in moves]
 
 
 def _run(step: Step, steps: int, random: np.random.Generator | None = None) -> Leaves:
@@ -235,7 +250,6 @@ def _on_host(x: Any) -> np.ndarray:
 
 
 def _new_values(arguments: Sequence[Any], results: Sequence[Any]) -> dict[int, int]:
-    """Returns the results that are new values of arguments: index of the result -> index of the argument."""
     found: dict[int, int] = {}
     for i, result in enumerate(results):
         for j, argument in enumerate(arguments):
@@ -246,24 +260,17 @@ def _new_values(arguments: Sequence[Any], results: Sequence[Any]) -> dict[int, i
 
 
 def _is_like(a: Any, b: Any) -> bool:
-    one, other = map(_flat, (a, b))
-    if not one[0] or one[1] != other[1]:
-        return False
-    return all(x.shape == y.shape and x.dtype == y.dtype for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
-
-
-def _flat(tree: Any) -> tuple[Any, Any]:
-    return jax.tree.flatten(tree)
+    one, other = ([(path, x.shape, x.dtype) for path, x in named_leaves(tree)] for tree in (a, b))
+    return bool(one) and one == other
 
 
 def _is_close(argument: Any, result: Any) -> bool:
-    pairs = zip(*map(jax.tree.leaves, (argument, result)), strict=True)
-    both = [(wide(x), wide(y)) for x, y in pairs if is_inexact(x)]
-    size, moved = (
-        math.sqrt(sum(float(np.sum(np.abs(z) ** 2)) for z in zs))
-        for zs in ([x for x, _ in both], [y - x for x, y in both])
-    )
-    return bool(both) and size > 0 and moved <= CLOSE * size
+    pairs = zip(jax.tree.leaves(argument), jax.tree.leaves(result), strict=True)
+    both = [(wide(x).ravel(), wide(y).ravel()) for x, y in pairs if is_inexact(x)]
+    if not both:
+        return False
+    x, y = (np.concatenate(side) for side in zip(*both, strict=True))
+    return bool(np.linalg.norm(x) > 0 and np.linalg.norm(y - x) <= CLOSE * np.linalg.norm(x))
 
 
 def _kind(result: Any, arguments: Sequence[Any]) -> str:
@@ -297,16 +304,7 @@ def _tolerances(reference: Leaves, probes: Sequence[Leaves]) -> tuple[dict[str, 
 
 
 def _distance(found: np.ndarray | None, expected: np.ndarray) -> float:
-    if found is None or found.shape != expected.shape:
-        return math.inf
-    if not is_inexact(expected):
-        return 0.0 if np.array_equal(found, expected) else math.inf
-    difference = float(np.linalg.norm((wide(found) - wide(expected)).ravel()))
-    return (
-        difference
-        if math.isfinite(difference) or not np.array_equal(wide(found), wide(expected), equal_nan=True)
-        else 0.0
-    )
+    return math.inf if found is None or found.shape != expected.shape else distance(found, expected)
 
 
 def _case(mesh: dict[str, int], found: Leaves, expected: Leaves, tolerance: Mapping[str, float]) -> dict[str, Any]:
@@ -320,7 +318,7 @@ def _case(mesh: dict[str, int], found: Leaves, expected: Leaves, tolerance: Mapp
     outcome |= {"worst_leaf": max(relative, key=relative.__getitem__), "passed": not wrong}
     if wrong:
         failed = [q for q in QUANTITIES if any(_quantity(path) == q for path in wrong)]
-        seen = _diagnosis(mesh, wrong, found, expected, relative)
+        seen = _diagnosis(mesh, wrong, found, expected, relative)._asdict()
         outcome |= {"failed": failed, "worst_leaf": wrong[0], "diagnosis": seen}
     return outcome
 
@@ -331,54 +329,25 @@ def _quantity(path: str) -> str:
 
 def _diagnosis(
     mesh: Mapping[str, int], wrong: Sequence[str], found: Leaves, expected: Leaves, relative: Mapping[str, float]
-) -> dict[str, str]:
+) -> Diagnosis:
     first = wrong[0]
     step = [path for path in wrong if path.startswith(first.partition(": ")[0])]
     where = f"'{first}' differs by {relative[first]:.1e}, the first of {len(step)} that do in this step"
     if first not in found or found[first].shape != expected[first].shape:
-        return {
-            "kind": "shape",
-            "found": f"'{first}' is missing or has another shape",
-            "repair": "The shapes of the step's results depend on the mesh.",
-        }
+        repair = "The shapes of the step's results depend on the mesh."
+        return Diagnosis("shape", f"'{first}' is missing or has another shape", repair)
     for path in step:
         if not is_inexact(expected[path]) or not np.any(expected[path]):
             continue
-        factor = factor_of(found, expected, [path])
-        axes = None if factor is None else _axes_of(factor, mesh)
-        if axes is not None and factor is not None:
-            times = f"{factor:.4g} times" if factor > 1 else f"1/{1 / factor:.4g} of"
-            kind, repair = (
-                ("reduced twice", f"A complete value is added up over {axes} again, or a sum replaces a mean.")
-                if factor > 1
-                else ("not reduced", f"A sum over {axes} is missing, or its result is divided again.")
+        if (explained := explain_factor(factor_of(found, expected, [path]), mesh)) is not None:
+            kind, size, axes = explained
+            is_twice = kind == "reduced twice"
+            repair = (
+                f"A complete value is added up over {axes} again, or a sum replaces a mean."
+                if is_twice
+                else f"A sum over {axes} is missing, or its result is divided again."
             )
-            return {
-                "kind": kind,
-                "found": f"{where}; '{path}' is {times} that of one device: the size of {axes}",
-                "repair": repair,
-            }
-    if (turn := boundary_of(found[first], expected[first])) is not None:
-        found_at = f"{where}; dim {turn[0]} of it is right on one side of index {turn[1]} and wrong on the other"
-        return {
-            "kind": "shard boundary",
-            "found": found_at,
-            "repair": "Values beyond the shard are missing or misplaced.",
-        }
+            times = f"{size} times" if is_twice else f"1/{size} of"
+            return Diagnosis(kind, f"{where}; '{path}' is {times} that of one device: the size of {axes}", repair)
     repair = "First check what the step computes over an axis: shard_map, collectives, axis_index, its own mean rows."
-    return {"kind": "other", "found": where, "repair": repair}
-
-
-def _axes_of(factor: float, mesh: Mapping[str, int]) -> str | None:
-    """Returns the axes with a size that equals a factor or its inverse; a single axis before several."""
-    size = factor if factor > 1 else 1 / max(factor, 1e-30)
-    large = {axis: n for axis, n in mesh.items() if n > 1}
-    groups = [{axis: n} for axis, n in large.items()] + [large]
-    for group in groups:
-        if abs(size / math.prod(group.values()) - 1) < 0.02:
-            return " x ".join(group)
-    return None
-
-
-def _named(mesh: Mapping[str, int]) -> str:
-    return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one device"
+    return Diagnosis("other", where, repair)

@@ -151,7 +151,6 @@ class Locator:
 
 
 def _step_arguments(program: Program, batch: int, move: Callable[[Any], Any]) -> list[Any]:
-    """Returns the flat arguments of a step: the first state and a batch, moved by `move`."""
     given = [b for _, b in program.batches(stop=batch + 1)][batch]
     examples = jax.tree.map(lambda x: jax.device_put(move(x), x.sharding), given.examples)
     given = dataclasses.replace(given, examples=examples, limit=program.limit)
@@ -181,12 +180,7 @@ def locate(
         axes: sizes of the mesh axes that are larger than one.
         reordered: rows may have another order on the mesh.
     """
-    return _single_location(Search(one, moved, many, axes, reordered))
-
-
-def _single_location(search: Search) -> Location | None:
-    """Returns the one statement behind all first differences, or None."""
-    values = search.many.program.values
+    search, values = Search(one, moved, many, axes, reordered), many.program.values
     first = search.first()
     forward = [node for node in first if not values[node.place].backward] or list(first)
     blamed = [at for node in sorted(forward) for at in _candidates_of(search, node, first[node])]
@@ -199,7 +193,6 @@ def _single_location(search: Search) -> Location | None:
 
 
 def _candidates_of(search: Search, node: Node, between: list[Node]) -> list[Node]:
-    """Returns the values that may cause a first difference."""
     values, relation = search.many.program.values, search.relation(node)
     if relation is not None and relation.kind == "open":
         return []

@@ -15,7 +15,7 @@ from spmdkit.data import feed
 from spmdkit.ops import ring_attention, vocab
 from spmdkit.step import gradient, replica_collectives
 from spmdkit.step.metrics import mean
-from spmdkit.verify import mutations, user_mistakes
+from spmdkit.verify import mutations
 from spmdkit.verify.mutations import MutationContext
 from spmdkit.verify.task_runner import Setting
 
@@ -47,8 +47,7 @@ class Mutant:
         description: the mistake in words.
         settings: the settings to try, in order, or the reason why there are none.
         apply: a context in which the program of a setting contains the mistake. Yields a list that is not empty once
-            the
-            changed function was called.
+            the changed function was called.
         unused: the reason for "not applicable" if the function is not called.
         no_effect: the reason for "not applicable" if the mistake changes no number beyond rounding; empty: it always
             does.
@@ -69,8 +68,12 @@ class Mutant:
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 
-def _replicas(short: bool = False) -> Settings:
+def _replicas(short: bool = False, needs: str = "") -> Settings:
+    """Returns the settings of replicas alone, of a task that calls `needs`."""
+
     def settings(known: TaskFacts) -> list[Setting] | str:
+        if needs and needs not in known.uses:
+            return f"the task does not use sk.{needs}"
         return [Setting({axis: known.num_devices}, short=short) for axis in ("data", "replica")]
 
     return settings
@@ -79,18 +82,6 @@ def _replicas(short: bool = False) -> Settings:
 def _two_replica_axes(known: TaskFacts) -> list[Setting] | str:
     half = known.num_devices // 2
     return [Setting({"replica": 2, "data": half})] if half > 1 else "two replica axes need at least four devices"
-
-
-def _with_example_keys(known: TaskFacts) -> list[Setting] | str:
-    return _replicas()(known) if "example_keys" in known.uses else "the task does not use sk.example_keys"
-
-
-def _with_gathered_rows(known: TaskFacts) -> list[Setting] | str:
-    return _replicas(short=True)(known) if "all_gather" in known.uses else "the loss does not use sk.all_gather"
-
-
-def _with_example_mask(known: TaskFacts) -> list[Setting] | str:
-    return _replicas(short=True)(known) if "example_mask" in known.uses else "the task does not use sk.example_mask"
 
 
 def _replicas_clipped(known: TaskFacts) -> list[Setting] | str:
@@ -176,13 +167,13 @@ MUTANTS = (
     Mutant(
         "key_shared_by_replicas",
         "every replica draws the same numbers",
-        _with_example_keys,
+        _replicas(needs="example_keys"),
         mutations.seam(gradient, "positions", mutations.share_positions),
     ),
     Mutant(
         "key_folded_by_device",
         "the drawn numbers depend on the device",
-        _with_example_keys,
+        _replicas(needs="example_keys"),
         mutations.seam(gradient, "positions", mutations.fold_positions),
     ),
     Mutant(
@@ -195,7 +186,7 @@ MUTANTS = (
     Mutant(
         "padding_gathered",
         "padding rows of a short batch are among the gathered negatives",
-        _with_gathered_rows,
+        _replicas(short=True, needs="all_gather"),
         mutations.seam(replica_collectives, "gathered_mask", mutations.mark_padding_real),
         unused="the loss does not request the mask of the gathered rows",
     ),
@@ -203,7 +194,7 @@ MUTANTS = (
         "batch_statistics_per_replica",
         "sums over replicas inside the loss are skipped",
         _replicas(),
-        user_mistakes.local_statistics,
+        mutations.local_statistics,
         unused="the loss has no collective over replicas",
         no_effect=NO_COLLECTIVE_EFFECT,
     ),
@@ -211,7 +202,7 @@ MUTANTS = (
         "statistics_of_first_replica",
         "sums over replicas inside the loss are replaced by the first replica's value",
         _replicas(),
-        user_mistakes.first_statistics,
+        mutations.first_statistics,
         unused="the loss has no collective over replicas",
         no_effect=NO_COLLECTIVE_EFFECT,
     ),
@@ -219,20 +210,20 @@ MUTANTS = (
         "mean_over_shard",
         "each replica passes sk.mean a mean instead of values",
         _replicas(short=True),
-        user_mistakes.in_loss(user_mistakes.shard_mean),
+        mutations.in_loss(mutations.shard_mean),
         unused="the loss is not an sk.mean",
     ),
     Mutant(
         "example_keys_forgotten",
         "examples draw from the loss's plain key",
-        _with_example_keys,
-        user_mistakes.in_loss(user_mistakes.fold_by_local_row),
+        _replicas(needs="example_keys"),
+        mutations.in_loss(mutations.fold_by_local_row),
     ),
     Mutant(
         "padding_among_examples",
         "the task's mask includes padding rows",
-        _with_example_mask,
-        mutations.seam(mean, "required", user_mistakes.unmasked),
+        _replicas(short=True, needs="example_mask"),
+        mutations.seam(mean, "required", mutations.unmasked),
     ),
     Mutant(
         "microbatch_twice",

@@ -2,26 +2,6 @@
 
 Each replaces one function while a program is traced and run. Functions of the package are listed in a table next to
 the function, `SEAMS` of its module, so that a rename fails where it is made; nothing else in the package knows of it.
-
-    seam                               what passes through it
-    reduction: reduced                 everything that is added over replicas: sums and counts, gradient, model state
-    jax.shard_map                      the manual form: where it is traced without types
-    sums: mean_gradient                sums and counts with their gradients, on the way to the gradient of the mean
-    several: of_all, shares            of a sum of means: the counts of all replicas, and what a sum and its count count
-                                       for in the gradient
-    agree: crossing, agreed            the model state on its way to the other replicas and back
-    gradient: positions                places of a replica's examples in the global batch, from which example keys are
-                                       made
-    gradient: local_gradient           the user's loss on one replica
-    gradient: cut_microbatches         the parts of a batch
-    means: required                    the mask and the keys of examples that the user requests
-    feed: place                        the mask of a short batch
-    across: gathered_mask              which of everybody's rows are padding
-    optax.clip_by_global_norm          the clipping of `clip_norm`
-    checkpoint.leaves: pick            each leaf that a checkpoint gives back
-    ops.vocab: axis_index              which part of the vocabulary a device holds
-    ops.ring_attention: ring_shift     keys and values on their way round, and their gradients
-    ops.pipeline.parts: chunks, joined the layers on their way to the stages, their gradients on the way back
 """
 
 from __future__ import annotations
@@ -44,7 +24,7 @@ from spmdkit.foundation.trees import is_key, named_leaves
 from spmdkit.mesh.mesh import REPLICA_AXES
 from spmdkit.ops.pipeline import parts
 from spmdkit.step import accumulator as sums_module
-from spmdkit.step import multi_term_loss, reduction, trace_context
+from spmdkit.step import gradient, multi_term_loss, reduction, trace_context
 from spmdkit.step.accumulator import Sums
 from spmdkit.step.checks.implicit_psum import summed_by_types
 from spmdkit.step.metrics.mean import Mean, Means
@@ -84,24 +64,33 @@ def resolve_seam(owner: Any, name: str) -> tuple[Any, str]:
     return functools.reduce(getattr, classes, owner), own_name
 
 
-def seam(owner: Any, name: str, wrong: Callable[..., Any]) -> Callable[[Setting], MutationContext]:
-    """Returns a mutant's `apply`: `wrong(original, *arguments)` instead of the seam's `original(*arguments)`."""
+def seams(*replacements: tuple[Any, str, Callable[..., Any]]) -> Callable[[Setting], MutationContext]:
+    """Returns a mutant's `apply`: of each (owner, name, wrong), `wrong(acted, original, *arguments)` instead of the
+    seam's `original(*arguments)`. It appends to `acted` where the mistake changes something."""
 
     @contextlib.contextmanager
     def apply(setting: Setting) -> Iterator[list[Any]]:
         acted: list[Any] = []
+        with contextlib.ExitStack() as stack:
+            for owner, name, wrong in replacements:
 
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            def replacement(*args: Any, **kwargs: Any) -> Any:
-                acted.append(name)
-                return wrong(original, *args, **kwargs)
+                def make(original: Callable[..., Any], wrong: Callable[..., Any] = wrong) -> Callable[..., Any]:
+                    return lambda *args, **kwargs: wrong(acted, original, *args, **kwargs)
 
-            return replacement
-
-        with patched(owner, name, make):
+                stack.enter_context(patched(owner, name, make))
             yield acted
 
     return apply
+
+
+def seam(owner: Any, name: str, wrong: Callable[..., Any]) -> Callable[[Setting], MutationContext]:
+    """Returns a mutant's `apply`: `wrong(original, *arguments)` instead of the seam's `original(*arguments)`."""
+
+    def replacement(acted: list[Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        acted.append(name)
+        return wrong(original, *args, **kwargs)
+
+    return seams((owner, name, replacement))
 
 
 # ---- reductions ------------------------------------------------------------------------------------------------------
@@ -116,20 +105,15 @@ def reducing(
     """Returns a mutant's `apply`: `mistake(reduce, sums, added, axes, setting)` instead of `reduce(sums, added,
     axes)`."""
 
-    @contextlib.contextmanager
-    def apply(setting: Setting) -> Iterator[list[Any]]:
-        acted: list[Any] = []
+    def apply(setting: Setting) -> MutationContext:
+        def replacement(
+            acted: list[Any], reduced: Callable[..., Any], context: Any, sums: Sums, added: Any, axes: Any, *rest: Any
+        ) -> Any:
+            acted.append(axes)
+            reduce = lambda sums, added, axes: reduced(context, sums, added, axes, *rest)
+            return mistake(reduce, sums, added, axes, setting)
 
-        def make(reduced: Callable[..., Any]) -> Callable[..., Any]:
-            def replacement(context: Any, sums: Sums, added: Any, axes: tuple[str, ...], *rest: Any) -> Any:
-                acted.append(axes)
-                reduce = lambda sums, added, axes: reduced(context, sums, added, axes, *rest)
-                return mistake(reduce, sums, added, axes, setting)
-
-            return replacement
-
-        with patched(reduction, "reduced", make):
-            yield acted
+        return seams((reduction, "reduced", replacement))(setting)
 
     return apply
 
@@ -201,91 +185,71 @@ def apart(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], _: Sett
     return _on_gradient(lambda x: x * factor.astype(x.dtype), sums), added, kept
 
 
-@contextlib.contextmanager
-def type_replicas(setting: Setting) -> Iterator[list[Any]]:
-    """The manual form is typed: JAX adds up over replicas whatever the loss differentiates with respect to
-    constants."""
-    acted: list[Any] = []
+def _typed(acted: list[Any], shard_map: Callable[..., Any], body: Callable[..., Any], **specs: Any) -> Any:
+    if specs.pop("check_vma", True):
+        return shard_map(body, **specs)
 
-    def make(shard_map: Callable[..., Any]) -> Callable[..., Any]:
-        def replacement(body: Callable[..., Any], *, check_vma: bool = True, **specs: Any) -> Any:
-            if check_vma:
-                return shard_map(body, **specs)
+    def own(params: Any, state: Any, rows: Any, mask: Any, kept: Any) -> Any:
+        params, rows, mask = compat.as_varying((params, rows, mask), REPLICA_AXES)
+        return body(params, state, rows, mask, kept)
 
-            def own(params: Any, state: Any, rows: Any, mask: Any, kept: Any) -> Any:
-                params, rows, mask = compat.as_varying((params, rows, mask), REPLICA_AXES)
-                return body(params, state, rows, mask, kept)
+    def checked(*args: Any) -> Any:
+        found = jax.make_jaxpr(shard_map(own, **specs))(*args)
+        right = jax.make_jaxpr(shard_map(body, check_vma=False, **specs))(*args)
+        if (line := summed_by_types(found, right, REPLICA_AXES)) is not None:
+            acted.append(line)
+        return shard_map(own, **specs)(*args)
 
-            def checked(*args: Any) -> Any:
-                found = jax.make_jaxpr(shard_map(own, **specs))(*args)
-                right = jax.make_jaxpr(shard_map(body, check_vma=False, **specs))(*args)
-                if (line := summed_by_types(found, right, REPLICA_AXES)) is not None:
-                    acted.append(line)
-                return shard_map(own, **specs)(*args)
-
-            return checked
-
-        return replacement
-
-    with patched(jax, "shard_map", make):
-        yield acted
+    return checked
 
 
-@contextlib.contextmanager
-def count_without_gradient(setting: Setting) -> Iterator[list[Any]]:
-    """The gradient of a mean is that of its sum, as if its count did not depend on the parameters; of a sum of means,
-    each of them."""
-    acted: list[Any] = []
-
-    def make_shares(shares: Callable[..., Any]) -> Callable[..., Any]:
-        def replacement(whole: Means, primals: Any, depends: bool) -> Any:
-            acted.extend([True] * bool(depends))
-            return shares(whole, primals, False)
-
-        return replacement
-
-    def make(of_mean: Callable[..., Any]) -> Callable[..., Any]:
-        def replacement(sums: Sums, loss: Mean) -> Any:
-            acted.extend([True] * (sums.count_gradient is not None))
-            return of_mean(dataclasses.replace(sums, count_gradient=None), loss)
-
-        return replacement
-
-    with patched(sums_module, "mean_gradient", make), patched(multi_term_loss, "shares", make_shares):
-        yield acted
+type_replicas = seams((jax, "shard_map", _typed))
+"""The manual form is typed: JAX adds up over replicas whatever the loss differentiates with respect to constants."""
 
 
-@contextlib.contextmanager
-def average_state(setting: Setting) -> Iterator[list[Any]]:
-    """Every leaf of the model state is added in its own dtype and divided by the replicas: counters, maxima and keys
-    too."""
-    acted: list[Any] = []
-    data = lambda x: jax.random.key_data(x) if is_key(x) else x
+def _shares_without_count(
+    acted: list[Any], shares: Callable[..., Any], whole: Means, primals: Any, depends: bool
+) -> Any:
+    acted.extend([True] * bool(depends))
+    return shares(whole, primals, False)
 
-    def make_crossing(crossing: Callable[..., Any]) -> Callable[..., Any]:
-        def replacement(kinds: Any, old: Any, new: Any, first: Any) -> Any:
-            leaves = named_leaves(new)
-            acted.extend(p for p, x in leaves if kinds[p] in ("sum", "max") or data(x).dtype == jnp.uint32)
-            return {path: data(x) for path, x in leaves}, {}
 
-        return replacement
+def _mean_without_count(acted: list[Any], of_mean: Callable[..., Any], sums: Sums, loss: Mean) -> Any:
+    acted.extend([True] * (sums.count_gradient is not None))
+    return of_mean(dataclasses.replace(sums, count_gradient=None), loss)
 
-    def make_agreed(agreed: Callable[..., Any]) -> Callable[..., Any]:
-        def replacement(kinds: Any, old: Any, new: Any, added: Any, largest: Any, num: int) -> Any:
-            def leaf(path: str, like: Any) -> Any:
-                mean = added[path] / num if jnp.issubdtype(data(like).dtype, jnp.inexact) else added[path] // num
-                return (
-                    jax.random.wrap_key_data(mean, impl=jax.random.key_impl(like))
-                    if is_key(like)
-                    else mean.astype(like.dtype)
-                )
 
-            return jax.tree.unflatten(jax.tree.structure(new), [leaf(path, x) for path, x in named_leaves(new)])
+count_without_gradient = seams(
+    (sums_module, "mean_gradient", _mean_without_count), (multi_term_loss, "shares", _shares_without_count)
+)
+"""The gradient of a mean is that of its sum, as if its count did not depend on the parameters; of a sum of means, each
+of them."""
 
-        return replacement
 
-    with patched(agreement, "crossing", make_crossing), patched(agreement, "agreed", make_agreed):
-        yield acted
+def _data(x: Any) -> Any:
+    return jax.random.key_data(x) if is_key(x) else x
+
+
+def _send_all(acted: list[Any], crossing: Callable[..., Any], kinds: Any, old: Any, new: Any, first: Any) -> Any:
+    leaves = named_leaves(new)
+    acted.extend(p for p, x in leaves if kinds[p] in ("sum", "max") or _data(x).dtype == jnp.uint32)
+    return {path: _data(x) for path, x in leaves}, {}
+
+
+def _average(
+    acted: list[Any], agreed: Callable[..., Any], kinds: Any, old: Any, new: Any, added: Any, largest: Any, num: int
+) -> Any:
+    def leaf(path: str, like: Any) -> Any:
+        mean = added[path] / num if jnp.issubdtype(_data(like).dtype, jnp.inexact) else added[path] // num
+        if is_key(like):
+            return jax.random.wrap_key_data(mean, impl=jax.random.key_impl(like))
+        return mean.astype(like.dtype)
+
+    return jax.tree.unflatten(jax.tree.structure(new), [leaf(path, x) for path, x in named_leaves(new)])
+
+
+average_state = seams((agreement, "crossing", _send_all), (agreement, "agreed", _average))
+"""Every leaf of the model state is added and divided by the replicas: counters, maxima and keys too."""
 
 
 # ---- examples and their keys
@@ -335,22 +299,15 @@ def clip_by_shard_norm(_: Any, max_norm: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-@contextlib.contextmanager
-def lose_checkpoint_leaf(setting: Setting) -> Iterator[list[Any]]:
-    lost: list[Any] = []
+def _lose_leaf(lost: list[Any], pick: Callable[..., Any], tree: Any, path: str) -> Any:
+    leaf = pick(tree, path)
+    if not lost and path.startswith("params") and leaf.any():
+        lost.append(path)
+        return jnp.zeros_like(leaf)
+    return leaf
 
-    def make(pick: Callable[..., Any]) -> Callable[..., Any]:
-        def replacement(tree: Any, path: str) -> Any:
-            leaf = pick(tree, path)
-            if not lost and path.startswith("params") and leaf.any():
-                lost.append(path)
-                return jnp.zeros_like(leaf)
-            return leaf
 
-        return replacement
-
-    with patched(state_dict, "pick", make):
-        yield lost
+lose_checkpoint_leaf = seams((state_dict, "pick", _lose_leaf))
 
 
 # ---- ops -------------------------------------------------------------------------------------------------------------
@@ -364,21 +321,89 @@ def shift_ring_twice(ring_shift: Any, x: jax.Array, name: str) -> jax.Array:
     return ring_shift(x, name, 2)
 
 
-@contextlib.contextmanager
-def drop_last_stage_gradient(setting: Setting) -> Iterator[list[Any]]:
-    """The layers of the last stage get no gradient, in a loop that JAX differentiates and in one that does it by
-    hand."""
-    acted: list[Any] = []
+def _stop_last(acted: list[Any], chunks: Callable[..., Any], own: Any, layers: Any) -> Any:
+    acted.append("chunks")
+    return jax.tree.map(lambda w: w.at[-1].set(lax.stop_gradient(w[-1])), chunks(own, layers))
 
-    def stop(chunks: Callable[..., Any]) -> Callable[..., Any]:
-        def replacement(own: Any, layers: Any) -> Any:
-            acted.append("chunks")
-            return jax.tree.map(lambda w: w.at[-1].set(lax.stop_gradient(w[-1])), chunks(own, layers))
 
-        return replacement
+def _drop_last(acted: list[Any], joined: Callable[..., Any], own: Any, chunks: Any, layers: Any) -> Any:
+    return joined(own, jax.tree.map(lambda g: g.at[-1].set(0), chunks), layers)
 
-    def drop(joined: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda own, chunks, layers: joined(own, jax.tree.map(lambda g: g.at[-1].set(0), chunks), layers)
 
-    with patched(parts, "chunks", stop), patched(parts, "joined", drop):
-        yield acted
+drop_last_stage_gradient = seams((parts, "chunks", _stop_last), (parts, "joined", _drop_last))
+"""The layers of the last stage get no gradient, in a loop that JAX differentiates and in one that does it by hand."""
+
+
+# ---- mistakes of users: in the loss, independent of the toolkit
+
+
+def in_loss(wrong: Callable[..., Any]) -> Callable[[Setting], MutationContext]:
+    """Returns a mutant's `apply`: `wrong(acted, loss_fn, *arguments)` replaces the user's `loss_fn(*arguments)`."""
+
+    def replacement(
+        acted: list[Any], local_gradient: Callable[..., Any], loss_fn: Callable[..., Any], *rest: Any
+    ) -> Any:
+        return local_gradient(functools.partial(wrong, acted, loss_fn), *rest)
+
+    return seams((gradient, "local_gradient", replacement))
+
+
+def _replacing_sums(of_replica: Callable[..., Any]) -> Callable[[Setting], MutationContext]:
+    """Returns a mutant's `apply`: `of_replica(psum, x, names)` replaces the sums and means over replicas in the user's
+    loss."""
+
+    def wrong(acted: list[Any], loss_fn: Callable[..., Any], *args: Any) -> Any:
+        psum = lax.psum
+
+        def make(collective: Callable[..., Any]) -> Callable[..., Any]:
+            def replacement(x: Any, axis_name: Any, **kwargs: Any) -> Any:
+                names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+                if not set(names) <= set(REPLICA_AXES):
+                    return collective(x, axis_name, **kwargs)
+                acted.append(names)
+                return jax.tree.map(lambda leaf: of_replica(psum, leaf, names), x)
+
+            return replacement
+
+        with patched(lax, "psum", make), patched(lax, "pmean", make):
+            return loss_fn(*args)
+
+    return in_loss(wrong)
+
+
+local_statistics = _replacing_sums(lambda psum, x, names: x)
+"""Sums and means over replicas return the replica's own value."""
+
+first_statistics = _replacing_sums(
+    lambda psum, x, names: psum(jnp.where(lax.axis_index(names) == 0, x, jnp.zeros_like(x)), names)
+)
+"""Sums and means over replicas return the first replica's value on all of them."""
+
+
+def shard_mean(acted: list[Any], loss_fn: Callable[..., Any], *args: Any) -> Any:
+    """The loss is the mean over the replica's own examples, as one value; in a sum of means, each of them."""
+    out = loss_fn(*args)
+    loss, *rest = out if isinstance(out, tuple) else (out,)
+    if not isinstance(loss, Mean | Means):
+        return out
+    acted.append(loss)
+    one = lambda mean: Mean(mean.sum / jnp.maximum(mean.count, 1), mean.sum.dtype.type(1))
+    own = Means(tuple(map(one, loss.parts))) if isinstance(loss, Means) else one(loss)
+    return (own, *rest) if rest else own
+
+
+def fold_by_local_row(acted: list[Any], loss_fn: Callable[..., Any], *args: Any) -> Any:
+    """Example keys are made from the loss's plain key and the position among the replica's own examples."""
+    examples, key = trace_context.current_examples(), args[-1]
+    if examples is None or key is None:
+        return loss_fn(*args)
+    acted.append(key)
+    places = jnp.arange(examples.num, dtype=jnp.int32)
+    with trace_context.with_examples(dataclasses.replace(examples, positions=places, key=key)):
+        return loss_fn(*args)
+
+
+def unmasked(required: Any, name: str) -> Any:
+    """`sk.example_mask()` is True for padding rows too, while `sk.mean` excludes them."""
+    examples = required(name)
+    return dataclasses.replace(examples, mask=None) if "example_mask" in name else examples

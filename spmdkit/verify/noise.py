@@ -139,7 +139,6 @@ def measure(reference: Results, probes: Sequence[Results]) -> Noise:
 
 
 def _same(quantity: str, name: str, results: Sequence[Results]) -> list[Tree]:
-    """Returns the tree with this name of each result."""
     return [found for r in results for part, found, _ in parts(quantity, r, r) if part == name]
 
 

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,36 +42,31 @@ class Pool:
         environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
         environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         environment["NPROC"] = str(num_threads(spec["devices"]))
+        self._threads = ThreadPoolExecutor(num)
         self._workers = [_Worker(self._spec, folder / f"worker-{i}.log", environment) for i in range(num)]
 
     def request(self, job: Job) -> Response:
         """Returns the response to one job from the first worker. Meanwhile the other workers start and open the
         task."""
         for worker in self._workers[1:]:
-            threading.Thread(target=worker.request, args=({"kind": "open"},), daemon=True).start()
+            self._threads.submit(worker.request, {"kind": "open"})
         return self._workers[0].request(job)
 
     def run(self, jobs: Iterable[Job], done: Callable[[Job, Response], None]) -> None:
         """Runs all jobs, and calls `done` in this thread as each one ends."""
-        todo: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        num = 0
-        for job in jobs:
-            todo.put(job)
-            num += 1
-        responses: queue.SimpleQueue[tuple[Job, Response]] = queue.SimpleQueue()
+        free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for worker in self._workers:
+            free.put(worker)
 
-        def work(worker: _Worker) -> None:
-            while True:
-                try:
-                    job = todo.get_nowait()
-                except queue.Empty:
-                    return
-                responses.put((job, worker.request(job)))
+        def work(job: Job) -> tuple[Job, Response]:
+            worker = free.get()
+            try:
+                return job, worker.request(job)
+            finally:
+                free.put(worker)
 
-        for worker in self._workers[: max(1, num)]:
-            threading.Thread(target=work, args=(worker,), daemon=True).start()
-        for _ in range(num):
-            done(*responses.get())
+        for future in as_completed([self._threads.submit(work, job) for job in jobs]):
+            done(*future.result())
 
     def __enter__(self) -> Pool:
         return self
@@ -79,6 +75,7 @@ class Pool:
         for worker in self._workers:
             worker.closed = True
             worker.end()
+        self._threads.shutdown(cancel_futures=True)
         self._folder.cleanup()
 
 

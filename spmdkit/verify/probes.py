@@ -100,22 +100,12 @@ def _widened(x: Any) -> Any:
 
 
 def _with_wide_state(task: Task) -> Task:
-    """Returns the task with functions that return the model state with floating point arrays in 64 bits."""
-
-    def of_loss(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(loss_fn)
+    def widened(fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fn)
         def wide(*args: Any) -> Any:
-            out = loss_fn(*args)
-            if isinstance(out, tuple) and not isinstance(out, Mean) and len(out) == 3:
+            out = fn(*args)
+            if isinstance(out, tuple) and not isinstance(out, Mean) and len(out) == 3:  # of a loss
                 return (*out[:2], jax.tree.map(_widened, out[2]))
-            return out
-
-        return wide
-
-    def of_step(train_step: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(train_step)
-        def wide(*args: Any) -> Any:
-            out = train_step(*args)
             if isinstance(out, tuple) and len(out) == 2 and isinstance(out[0], TrainState):
                 return out[0].replace(model_state=jax.tree.map(_widened, out[0].model_state)), out[1]
             return out
@@ -124,7 +114,7 @@ def _with_wide_state(task: Task) -> Task:
 
     loss_fn, train_step = task.loss_fn, task.train_step
     return dataclasses.replace(
-        task, loss_fn=loss_fn and of_loss(loss_fn), train_step=train_step and of_step(train_step)
+        task, loss_fn=loss_fn and widened(loss_fn), train_step=train_step and widened(train_step)
     )
 
 

@@ -1,9 +1,10 @@
-"""The report of `verify`: every case and every mutant of a config, as plain values."""
+"""`spmdkit verify`: the report of every case and every mutant of a config, as plain values, and the exit code."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from spmdkit.program import source_digest
 from spmdkit.verify import cases
 from spmdkit.verify.diagnosis import pattern
 from spmdkit.verify.pool import Pool
+from spmdkit.verify.table import print_report
 
 GROUPS = "groups train alone"
 SYNCS = {"stale": "gradients are applied late"}
@@ -28,20 +30,10 @@ Log = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class VerifyOptions:
-    """What `verify` tries, beyond the config.
+    """What `verify` tries, beyond the config: the options of `spmdkit verify`.
 
     Attributes:
-        all_meshes: every mesh of the number of devices, not only the config's.
-        devices: number of fake devices; None: the config's number, else 8.
-        max_axis: largest axis of `all_meshes`.
-        microbatches: numbers to try, as `1,2,4`; None: 1 and the config's.
-        steps: steps after which parameters are compared.
-        float64: compute with 64-bit types.
-        jobs: worker processes.
-        mutants: also check that injected mistakes are detected.
         batch_size_given: an override sets the batch size; else a small one is chosen.
-        locate: also locate the first difference of each mutant; failed cases are always located.
-        resume: file of finished cases, which do not run again; new ones are added.
     """
 
     all_meshes: bool = False
@@ -55,6 +47,16 @@ class VerifyOptions:
     batch_size_given: bool = False
     resume: Path | None = None
     locate: bool = False
+
+
+def run_verify(config: Config, options: VerifyOptions, *, as_json: bool) -> int:
+    """Prints the report; returns 0 if every case equals one device and every mutant is caught, else 1."""
+    report = verify_config(config, options, lambda text: print(text, file=sys.stderr, flush=True))
+    if as_json:
+        print(json.dumps(report))
+    else:
+        print_report(report)
+    return 0 if report["passed"] else 1
 
 
 def verify_config(config: Config, options: VerifyOptions, say: Log = lambda text: None) -> Report:
@@ -71,23 +73,12 @@ def verify_config(config: Config, options: VerifyOptions, say: Log = lambda text
             raise ConfigError(f"--{name} is {value}. It must be at least 1. Leave it out for its default.")
     num_devices = cases.choose_devices(config, options.devices)
     microbatches = cases.parse_microbatches(options.microbatches, config)
-    if options.all_meshes:
-        meshes = cases.all_meshes(num_devices, options.max_axis)
-    else:
-        meshes = [cases.config_mesh(config, num_devices)]
-    if not meshes:
-        raise ConfigError(
-            f"--all finds no mesh of {num_devices} devices with axes of at most {options.max_axis}. "
-            f"The sizes of the axes multiply to the devices. Try --max-axis {num_devices}."
-        )
-    batch_size = cases.choose_batch_size(config, options.batch_size_given, num_devices, microbatches)
-    values = config.model_dump()
+    meshes = _meshes(config, options, num_devices)
     identity = {"task": _task_name(config), "task_digest": _digest(source_digest.texts(config))}
     spec = {
-        "config": values,
+        "config": config.model_dump(),
         "source": str(config.source) if config.source else None,
-        "name": str(config.source) if config.source else None,
-        "batch_size": batch_size,
+        "batch_size": cases.choose_batch_size(config, options.batch_size_given, num_devices, microbatches),
         "steps": options.steps,
         "dtype": "float64" if options.float64 else "float32",
         "devices": num_devices,
@@ -98,21 +89,15 @@ def verify_config(config: Config, options: VerifyOptions, say: Log = lambda text
         from spmdkit.verify.mutants import MUTANTS
 
         jobs += [{"kind": "mutant", "name": mutant.name} for mutant in MUTANTS]
-    results = _CaseResults(
-        jobs,
-        options.resume,
-        _digest([spec, identity, source_digest.package_digests()]),
-        say,
-    )
+    digest = _digest([spec, identity, source_digest.package_digests()])
+    results = _CaseResults(jobs, options.resume, digest, say)
     with Pool(spec | {"jobs": options.jobs}, max(1, min(options.jobs, len(results.missing)))) as pool:
         reference = pool.request({"kind": "reference"})
         if "error" in reference:
             raise _raised(reference["error"])
         known = reference["outcome"]
-        say(
-            f"one ulp in the input moves the gradient by {known['moved']['gradient']:.1e}: tolerance "
-            f"{known['tolerances']['gradient']:.1e}"
-        )
+        moved, tolerance = known["moved"]["gradient"], known["tolerances"]["gradient"]
+        say(f"one ulp in the input moves the gradient by {moved:.1e}: tolerance {tolerance:.1e}")
         pool.run(results.missing, results.add)
     report = _report(results.in_order(), known, spec | {"reducer_note": cases.reducer_note(config)})
     if not options.all_meshes and not any(case["mesh"] == meshes[0] for case in report["cases"]):
@@ -120,8 +105,18 @@ def verify_config(config: Config, options: VerifyOptions, say: Log = lambda text
     return report | {"seconds": round(time.perf_counter() - begin, 1)} | identity
 
 
+def _meshes(config: Config, options: VerifyOptions, num_devices: int) -> list[dict[str, int]]:
+    if not options.all_meshes:
+        return [cases.config_mesh(config, num_devices)]
+    if not (meshes := cases.all_meshes(num_devices, options.max_axis)):
+        raise ConfigError(
+            f"--all finds no mesh of {num_devices} devices with axes of at most {options.max_axis}. "
+            f"The sizes of the axes multiply to the devices. Try --max-axis {num_devices}."
+        )
+    return meshes
+
+
 def _digest(value: Any) -> str:
-    """Returns 16 hex digits that change when anything in a plain value does."""
     return source_digest.digest(json.dumps(value, sort_keys=True, default=str))
 
 
@@ -143,7 +138,6 @@ def _case_jobs(meshes: list[dict[str, int]], microbatches: list[int]) -> list[di
 
 
 def _finished(resume: Path, digest: str) -> dict[str, dict[str, Any]]:
-    """Returns the outcomes by job that a file of an earlier run holds of the same proof."""
     found = {}
     try:
         for line in resume.read_text(encoding="utf-8").splitlines():
@@ -190,7 +184,6 @@ def _key(job: dict[str, Any]) -> str:
 
 
 def _not_run(job: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
-    """Returns the outcome of a job that ended without one: a failure."""
     diagnosis = {
         "kind": "does not run",
         "found": error["message"],
@@ -287,5 +280,4 @@ def _noise(noisy: dict[str, tuple[int, int]]) -> str:
 
 
 def _raised(error: dict[str, Any]) -> SpmdkitError:
-    """Returns the worker's error as one of this process."""
     return ConfigError(error["message"]) if error["code"] == ConfigError.exit_code else UserCodeError(error["message"])

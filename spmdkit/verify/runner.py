@@ -82,18 +82,17 @@ class CaseRunner:
         if whole in self._references:
             return self._references[whole]
         if key not in self._references:
-            self._references[key] = self._shared(key) or self._make(setting, evaluated, self._path(key))
+            name = f"reference-{hashlib.sha256(key.encode()).hexdigest()[:16]}.pickle"
+            path = None if self._folder is None else self._folder / name
+            if path is not None and path.exists():
+                self._references[key] = pickle.loads(path.read_bytes())
+            else:
+                self._references[key] = self._make(setting, evaluated)
+                if path is not None:
+                    files.replace(path, pickle.dumps(self._references[key]))
         return self._references[key]
 
-    def _path(self, key: str) -> Path | None:
-        name = hashlib.sha256(key.encode()).hexdigest()[:16]
-        return None if self._folder is None else self._folder / f"reference-{name}.pickle"
-
-    def _shared(self, key: str) -> Reference | None:
-        path = self._path(key)
-        return pickle.loads(path.read_bytes()) if path is not None and path.exists() else None
-
-    def _make(self, setting: Setting, evaluate: bool, path: Path | None) -> Reference:
+    def _make(self, setting: Setting, evaluate: bool) -> Reference:
         task_runner = self.task_runner
         program = self._plain_program(setting, evaluate)
         results = task_runner.run(program, evaluate=evaluate)
@@ -103,12 +102,9 @@ class CaseRunner:
 
         dtype = working_dtype(program) if task_runner.dtype == "float64" else task_runner.dtype
         probes = [probe(i) for i in range(compare.NUM_PROBES)]
-        made = Reference(results, *compare.tolerances(results, probes, float(np.finfo(dtype).eps)), dtype)
-        if path is not None:
-            files.replace(path, pickle.dumps(made))
         if self._is_first(setting):
             self._base = program
-        return made
+        return Reference(results, *compare.tolerances(results, probes, float(np.finfo(dtype).eps)), dtype)
 
     def _plain_program(self, setting: Setting, evaluated: bool) -> Program | Unpadded:
         # A mutant's short batches are not the user's: a loss with full batches only may mix examples.
@@ -189,7 +185,6 @@ class CaseRunner:
         return outcome | {"seconds": round(time.perf_counter() - begin, 2)}
 
     def _located(self, setting: Setting, program: Program, finding: Difference) -> dict[str, Any]:
-        """Returns `located`: the first value of the step that differs, or the reason why there is no single line."""
         try:
             found = self._locator(setting, program, finding.quantity, finding.batch)
         except Exception as error:  # noqa: BLE001 - the case has failed anyway; its location is optional
@@ -292,7 +287,6 @@ class CaseRunner:
         return {"caught": True, "by": f"{by} {errors.worst[by]:.1e}", "diagnosis": seen._asdict(), **located}
 
     def _changes_nothing(self, setting: Setting, found: Results, reference: Reference) -> bool:
-        """Returns whether a mutant's results equal those of the same mesh without the mistake."""
         right = self.task_runner.run(self.task_runner.program(setting, evaluated=False))
         floor = compare.FLOOR_ULPS * float(np.finfo(reference.dtype).eps)
         return not compare.compare(found, right, reference.noise).failed(dict.fromkeys(compare.QUANTITIES, floor))

@@ -118,7 +118,6 @@ class Search:
         return {node: between for node, between in first.items() if not is_later(node)}
 
     def _wrong_results(self) -> list[ValuePath]:
-        """Returns the places of the results that differ from those of one device."""
         found = []
         for i, x in self.many.results.items():
             y = self.one.results[i]
@@ -309,7 +308,6 @@ class Search:
 
 
 def _index(value: Value, turns: Sequence[int]) -> tuple[int, ...]:
-    """Returns where turns stand in the dims of a value's loops."""
     return tuple(n.length - 1 - turn if n.reverse else turn for n, turn in zip(value.loops, turns, strict=True))
 
 

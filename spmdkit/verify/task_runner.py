@@ -61,13 +61,10 @@ class Results:
 
     Attributes:
         batches: single steps, each from the initial parameters.
-        losses, metrics: of the steps in a row; `metrics` of the last one.
-        params, model_state: after the steps.
-        evaluation: metrics of the evaluation, None if it was not requested or there is none.
-        restored: worst relative 2-norm of a leaf that went through a checkpoint, with its path; None where not
-            requested.
+        losses, metrics, params, model_state: of the steps in a row; `metrics` of the last one.
+        evaluation, restored: None where not requested; `restored` is the worst relative 2-norm of a leaf that went
+            through a checkpoint, with its path.
         apart: path of the first leaf of the last state with copies that differ bitwise between devices, or None.
-        form: how the step was compiled.
         uses: names of spmdkit's functions that the task called.
     """
 
@@ -227,7 +224,6 @@ class TaskRunner:
         return self.batch_size + self.batch_size // 4 + 1
 
     def _rows(self, name: str, num: int) -> Any:
-        """Returns the first `num` examples of the user's data, or all; None where there are none."""
         given = self._sources[name]
         if given is None:
             return None
@@ -335,7 +331,6 @@ NEED_AXIS = {
 
 
 def _without_effect(config: Config, mesh: Mapping[str, int]) -> dict[str, Any]:
-    """Returns the settings that have no effect on a mesh, with their defaults."""
     changes = {}
     for path in (path for axis, paths in NEED_AXIS.items() if mesh.get(axis, 1) == 1 for path in paths):
         section, key = path.split(".")
@@ -345,14 +340,12 @@ def _without_effect(config: Config, mesh: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _of_all_groups(model_state: Any, program: Program | Unpadded) -> Any:
-    """Returns the model state as an evaluation sees it: the mean over the groups that have one each."""
     if program.config.model_state == "global":
         return model_state
     return agreement.merge_groups(program._step_context.options.state_reduction, model_state)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Returns metrics as numbers, of an array each element."""
     arrays = {name: np.asarray(x) for name, x in metrics.items() if name != COUNT}
     return {
         f"{name}{list(place)}" if place else name: float(x)

@@ -72,10 +72,8 @@ class Value:
     """What one equation gives.
 
     Attributes:
-        line: `file.py:12 (function)` of the user's line, or of the innermost one of the package where the user has
-            none.
+        line: `file.py:12 (function)` of the user's line, or of the innermost one of the package.
         own: whether that is a line of the user's.
-        primitive, shape: of the equation and the value, inside of its `shard_map`.
         backward: it belongs to a transposed part of the program.
         parents: places of the values that it is computed from; of the arguments, (-1, number).
         stacked: sizes of the mesh axes over which it is stacked, in order.

@@ -44,7 +44,6 @@ class Unpadded:
         return self._program_of(int(np.shape(jax.tree.leaves(batch.examples)[0])[0])).step(state, batch)
 
     def _program_of(self, size: int) -> Program:
-        """Returns the program for batches of `size` real rows."""
         if size not in self._by_size:
             config = replace_keys(self._padded.config, {"batch_size": size, "data.drop_remainder": True})
             # The same optimizer: a state belongs to the optimizer that created it.

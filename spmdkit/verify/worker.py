@@ -48,7 +48,7 @@ def _open(spec: dict[str, Any]) -> Any:
     # XLA's expensive passes: twice the processor time, and the same collectives (GPT on 8 devices, 2026-11-20).
     jax.config.update("jax_disable_most_optimizations", True)
     join(detect_cluster({}), f"cpu:{spec['devices']}")
-    config = parse_config(spec["config"], source=spec["source"], name=spec["name"])
+    config = parse_config(spec["config"], source=spec["source"], name=spec["source"])
     target, name = config.task_reference()
     task = load_task(target, name, config.folder, config.task_args)
     check_memory(task, spec["devices"], spec["jobs"])

@@ -7,16 +7,14 @@ not of N. The order of the tree is the order of replicas in the mesh, so their n
 are over whole leaves, including leaves that are sharded over model axes.
 
 Each replica owns a part of every leaf and receives this part from all replicas. One small all_reduce per level of the
-tree adds the dot products of the parts; then each owner combines its part. The bytes are those of `sum` and of
-Horovod's vector halving. Exchanging whole vectors would send log2(N) / 2 times as many.
+tree adds the dot products of the parts; then each owner combines its part.
 
 Use it for many replicas where a larger learning rate or batch no longer converges. Each replica contributes its own
 mean, so in a short batch an example weighs more on a replica with fewer examples. Not with ZeRO 2, since its scatter
 adds shards before the mean is known.
-Memory: none. Forward: all_to_all, log2(N) all_reduces of 3 N / 2^level numbers a leaf, all_gather over the replica
-axes. Backward: none.
-Wire: with `p` the sum over leaves of `V / N` rounded up, rounded up to a multiple of 1,024, a device sends `2 (N-1) * 4
-p` bytes in a step, and `8 (N-1)/N * 3 (N-1)` for each leaf.
+Wire: all_to_all, log2(N) all_reduces, all_gather over the replica axes. With `p` the sum over leaves of `V / N` rounded
+up, rounded up to a multiple of 1,024, a device sends `2 (N-1) * 4 p` bytes in a step, and `8 (N-1)/N * 3 (N-1)` for
+each leaf.
 Source: Maleki et al., "Scaling distributed training with adaptive summation" (2021), equation 4 and algorithm 1;
 Horovod, adasum.h (order of the tree, zeros: a gradient with norm zero has the factor one).
 """
@@ -37,7 +35,6 @@ from spmdkit.communication.reducers.base import (
     ReducedLeaf,
     ReduceGroup,
     Reducer,
-    exchange_parts,
     gather_parts,
     group_by_axes,
     map_buffers,
@@ -49,7 +46,7 @@ def make() -> Reducer:
     """Returns the reducer."""
 
     def apply(leaves: Leaves, states: list[LeafState], over: ReduceGroup) -> tuple[Leaves, list[LeafState]]:
-        return map_buffers(leaves, lambda own: _of_group(own, over)), states
+        return map_buffers(leaves, states, lambda own, kept: (_of_group(own, over), kept))
 
     def wire_of(added: Sequence[ReducedLeaf]) -> float:
         sent = 0.0
@@ -92,17 +89,16 @@ def _of_group(leaves: Sequence[jax.Array], over: ReduceGroup) -> Leaves:
     rows = [_rows(x.astype(jnp.float32), num) for x in leaves]
     buffer = jnp.concatenate(rows, 1)
     buffer = jnp.pad(buffer, [(0, 0), (0, -buffer.shape[1] % PAD)])
-    parts = exchange_parts(buffer, over.axes)  # [replicas, part]: the part that this replica owns, of all replicas
+    # [replicas, part]: the part that this replica owns, of all replicas
+    parts = lax.all_to_all(buffer, over.axes, 0, 0, tiled=True)
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     everywhere = (*over.axes, *sorted(compat.varying_axes(leaves[0]) - set(over.axes)))
     while parts.shape[0] > 1:
         a, b = parts[0::2], parts[1::2]
         dots = jnp.stack([_dots(x, y, starts, lengths) for x, y in ((a, b), (a, a), (b, b))])
         both, of_a, of_b = lax.psum(dots, everywhere)  # [pairs, leaves] each
-        parts = (
-            _spread(_factor(both, of_a), lengths, a.shape[1]) * a
-            + _spread(_factor(both, of_b), lengths, a.shape[1]) * b
-        )
+        of_a, of_b = (_spread(1 - half_projection(both, own), lengths, a.shape[1]) for own in (of_a, of_b))
+        parts = of_a * a + of_b * b
     whole = gather_parts(parts[0], over.axes).reshape(num, -1)
     return [
         whole[:, start : start + length].reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype)
@@ -121,8 +117,9 @@ def _dots(a: jax.Array, b: jax.Array, starts: Sequence[int], lengths: Sequence[i
     return jnp.stack([(a[:, s : s + n] * b[:, s : s + n]).sum(1) for s, n in ends], 1)
 
 
-def _factor(both: jax.Array, own: jax.Array) -> jax.Array:
-    return 1 - jnp.where(own > 0, both / (2 * jnp.where(own > 0, own, 1)), 0)
+def half_projection(dot: jax.Array, square: jax.Array) -> jax.Array:
+    """Returns a.b / 2 |a|^2, or 0 for a vector of zeros."""
+    return jnp.where(square > 0, dot / (2 * jnp.where(square > 0, square, 1)), 0)
 
 
 def _spread(factors: jax.Array, lengths: Sequence[int], part: int) -> jax.Array:

@@ -36,12 +36,10 @@ class ReduceGroup:
 
     Attributes:
         axes: mesh axes to reduce over. Pass all of them to every collective, size-one axes too: the result must be
-            typed
-            as invariant along each of them.
+            typed as invariant along each of them.
         num: the product of their sizes, at least 2.
         key: returns the random key of this step, the same on every replica; fold in `lax.axis_index(axes)` for a key
-            per
-            replica.
+            per replica.
         paths: of the leaves, in their order; empty if they have none.
     """
 
@@ -94,10 +92,6 @@ def group_by_axes(leaves: Sequence[ReducedLeaf]) -> list[list[ReducedLeaf]]:
     return list(groups.values())
 
 
-def accept_all(leaves: Sequence[ReducedLeaf]) -> None:
-    """Accepts all leaves."""
-
-
 def stateless(leaf: jax.ShapeDtypeStruct) -> LeafShapes:
     """Returns an empty state."""
     return {}
@@ -115,29 +109,24 @@ class Reducer:
     Attributes:
         exact: the result is the sum up to rounding in the dtype of the leaves. `verify` compares exact reducers bitwise
             over replicas and with one device. For the others it proves everything but the reducer, which its contract
-            test
-            bounds.
+            test bounds.
         apply: `(leaves, states, over) -> (leaves, states)`.
             leaves: this device's shard of each leaf of one replica's gradient, dtype `precision.reduce`, [*shard of the
                 leaf]. These are some of the tree's leaves, in flattening order: a step may call `apply` several times,
-                over
-                different axes (ZeRO 2). The results have the same shapes and dtypes, are summed over `over.axes`,
-                bitwise
-                equal on every replica and typed as invariant: end with `psum` or `gather_parts`.
+                over different axes (ZeRO 2). The results have the same shapes and dtypes, are summed over `over.axes`,
+                bitwise equal on every replica and typed as invariant: end with `psum` or `gather_parts`.
             states: one mapping per leaf, as `init` describes it, [*shard of the leaf], typed varying along `over.axes`.
                 Float32 for leaves of any dtype.
             What a replica sends may depend on one buffer only: never mix leaves that vary over different mesh axes
             (`buffer_groups`).
             Called once per leaf and step, after the last microbatch, never in a loop.
         wire: `(values, replicas) -> bytes` that one device sends. This is the documented formula, and tests compare it
-            with
-            the compiled program.
+            with the compiled program.
         wire_of: `(leaves) -> bytes`, if the bytes depend on the shapes of the leaves or on the axes. `wire` is then an
             upper bound.
         init: shapes of one replica's state of one leaf, all zeros at the start. Every array has the leaf's shape: the
-            train
-            state stores it as [replicas of the leaf, *leaf], sharded as the gradient of the leaf, so that it can be
-            restored on any mesh.
+            train state stores it as [replicas of the leaf, *leaf], sharded as the gradient of the leaf, so that it can
+            be restored on any mesh.
         reshard_state: the state of one leaf for another number of replicas, [old, *leaf] -> [num, *leaf]. Runs in a
             compiled program, leaf by leaf.
         input_scale: the scale of the leaves.
@@ -148,22 +137,18 @@ class Reducer:
             "mean": this replica's own mean. The result is final (Adasum).
         per_shard_state: the state belongs to shards of a leaf, one per position along the replica axes other than
             `replica`. The state is sharded over these axes along `shard_dim` of the leaf. A leaf without such a dim has
-            no
-            state.
+            no state.
         add: `(tree, axes) -> tree`, the exact sum of everything but gradients: loss, counts, metrics and model state.
         warmup: steps at the start that use `sum` and do not change the state. This is a second program, chosen on the
-            host.
-            In a config it is an option of every reducer: `{bfloat16: {warmup: 100}}`.
+            host. In a config it is an option of every reducer: `{bfloat16: {warmup: 100}}`.
         check: `(leaves)`: raises a `ConfigError` if these leaves cannot be reduced in this way, or not with fewer bytes
             than `sum`. The message names the setting, the cause, and the smallest change that works.
         exact_options: options at which the result equals `sum` (full rank, fraction 1), or None.
         apply_with_metrics: `apply` with a third result, `ReducerMetrics`: metrics of the step, `reducer/NAME`. If it is
             set, the step calls it instead of `apply`. A reducer with metrics cannot be used between groups, as `outer`
-            of
-            `hierarchical`: the metrics could not be logged there.
+            of `hierarchical`: the metrics could not be logged there.
         validate_first_step: `(leaves, name -> number)`: raises a `ConfigError` if the metrics of the first step that
-            uses
-            the reducer show a mistake.
+            uses the reducer show a mistake.
     """
 
     exact: bool
@@ -176,7 +161,7 @@ class Reducer:
     per_shard_state: bool = False
     add: Callable[[Any, tuple[str, ...]], Any] = lax.psum
     warmup: int = 0
-    check: Callable[[Sequence[ReducedLeaf]], None] = accept_all
+    check: Callable[[Sequence[ReducedLeaf]], None] = lambda leaves: None
     exact_options: Mapping[str, Any] | None = None
     apply_with_metrics: (
         Callable[[Leaves, list[LeafState], ReduceGroup], tuple[Leaves, list[LeafState], ReducerMetrics]] | None
@@ -228,13 +213,18 @@ def buffer_groups(leaves: Sequence[jax.Array]) -> list[list[int]]:
     return list(groups.values())
 
 
-def map_buffers(leaves: Sequence[jax.Array], fn: Callable[[Leaves], Sequence[jax.Array]]) -> Leaves:
-    """Returns the leaves after `fn`, which is applied to the leaves of each buffer (`buffer_groups`)."""
-    out = list(leaves)
+def map_buffers(
+    leaves: Sequence[jax.Array],
+    states: Sequence[LeafState],
+    fn: Callable[[Leaves, list[LeafState]], tuple[Leaves, Sequence[LeafState]]],
+) -> tuple[Leaves, list[LeafState]]:
+    """Returns the leaves and states after `fn`, which is applied to those of each buffer (`buffer_groups`)."""
+    out, new = list(leaves), list(states)
     for group in buffer_groups(leaves):
-        for i, leaf in zip(group, fn([leaves[i] for i in group]), strict=True):
-            out[i] = leaf
-    return out
+        results = fn([leaves[i] for i in group], [states[i] for i in group])
+        for i, leaf, state in zip(group, *results, strict=True):
+            out[i], new[i] = leaf, state
+    return out, new
 
 
 def flatten(leaves: Sequence[jax.Array], multiple: int) -> jax.Array:
@@ -245,7 +235,7 @@ def flatten(leaves: Sequence[jax.Array], multiple: int) -> jax.Array:
     return jnp.pad(buffer, (0, -len(buffer) % multiple))
 
 
-def unflatten(buffer: jax.Array, like: Sequence[jax.Array], dtype: Any = None) -> Leaves:
+def unflatten(buffer: jax.Array, like: Sequence[jax.Array | jax.ShapeDtypeStruct], dtype: Any = None) -> Leaves:
     """Returns the leaves of a flat buffer with the shapes of `like`, and with its dtypes unless `dtype` is set."""
     ends = [0]
     for leaf in like:
@@ -254,13 +244,6 @@ def unflatten(buffer: jax.Array, like: Sequence[jax.Array], dtype: Any = None) -
         buffer[start:end].reshape(leaf.shape).astype(dtype or leaf.dtype)
         for leaf, start, end in zip(like, ends, ends[1:], strict=False)
     ]
-
-
-def exchange_parts(parts: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns [replicas, part]: on replica r, part r of every replica. `parts` is [replicas, part], those of this
-    replica."""
-    result: jax.Array = lax.all_to_all(parts, axes, 0, 0, tiled=True)
-    return result
 
 
 def gather_parts(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:

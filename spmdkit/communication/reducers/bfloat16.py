@@ -3,16 +3,12 @@ feedback).
 
     c_r = g_r / C + e_r,   s_r = round(c_r)       all_to_all, sum on the owner, all_gather       bfloat16 bits as uint16
 
-The exchange, and the one residual for both roundings: `coded_reducer`. The residual is one of *means*. A residual of
-sums has the wrong scale after a short batch (error of the sum of 100 gradients with batches of 32 and 4 rows: 7.6e-4
-for sums, 3.3e-5 for means; 2026-11-22).
+The residual is one of *means*. A residual of sums has the wrong scale after a short batch (error of the sum of 100
+gradients with batches of 32 and 4 rows: 7.6e-4 for sums, 3.3e-5 for means; 2026-11-22).
 
-Use it where a step waits for the all-reduce of the gradient. Memory: 4 bytes a value on each replica, in the train
-state.
-Forward: all_to_all and all_gather over the replica axes. Backward: none. Wire: with `p` the values that a replica owns,
-`V / N` rounded up to a multiple of 1,024, a device sends `2 (N-1) * 2 p` bytes in a step: `2 (N-1)/N * 2` bytes per
-value, 0.5 of `sum`, and the padding.
-Source: those of `coded_reducer`.
+Use it where a step waits for the all-reduce of the gradient. Exchange and memory: `coded_reducer`.
+Wire: with `p` the values that a replica owns, `V / N` rounded up to a multiple of 1,024, a device sends `2 (N-1) * 2 p`
+bytes in a step, 0.5 of `sum`.
 """
 
 from __future__ import annotations
@@ -24,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from spmdkit.communication.options import check_option
 from spmdkit.communication.reducers.base import Reducer
 from spmdkit.communication.reducers.coded import Code, coded_reducer
-from spmdkit.errors import ConfigError
 
 
 def make(error_feedback: bool = True, terms: int = 1) -> Reducer:
@@ -35,16 +31,13 @@ def make(error_feedback: bool = True, terms: int = 1) -> Reducer:
     Args:
         error_feedback: False drops the rounding error: no memory, and a bias that does not average out.
         terms: number of bfloat16 numbers per value, each the rest of those before it. Three represent a float32
-            exactly,
-            with more bytes than `sum`: for tests of exactness.
+            exactly, with more bytes than `sum`: for tests of exactness.
 
     Raises:
         ConfigError: `terms` is not 1, 2 or 3.
     """
-    if terms not in (1, 2, 3):
-        raise ConfigError(
-            f"bfloat16.terms is {terms!r}. A value is sent as 1, 2 or 3 bfloat16 numbers. Write terms: 1."
-        )
+    rule = "A value is sent as 1, 2 or 3 bfloat16 numbers. Write terms: 1."
+    check_option(terms in (1, 2, 3), "bfloat16.terms", terms, rule)
     code = Code(lambda x: _encode(x, terms), _decode, lambda length: 2 * terms * length)
     return coded_reducer(code, error_feedback, {"terms": 3})
 
@@ -63,8 +56,5 @@ def _encode(x: jax.Array, num: int) -> list[jax.Array]:
 
 
 def _decode(terms: Sequence[jax.Array], length: int) -> jax.Array:
-    return functools.reduce(jnp.add, (_values(x) for x in terms))
-
-
-def _values(bits: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32)
+    values = (lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32) for bits in terms)
+    return functools.reduce(jnp.add, values)

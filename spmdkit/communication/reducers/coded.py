@@ -5,18 +5,19 @@
     p   = sum_r s_r,  q = decode(encode(p))     the owner adds in float32; all_gather                     integers
     e_r = c_r - s_r  (+ p - q on the owner of a part)
 
-One residual holds both roundings: the owner of a part adds the rounding error of the sum to its residual. Nothing is
-lost, only delayed: over any number of steps, the applied updates and the residuals add up to the true sum. The whole
-gradient is one vector. Devices send unsigned integers, never narrow floats, which a compiler may widen. The scales of
-blocks are in the same array as their values, padded to a multiple of 1,024: the TPU compiler turns a shorter all_gather
-into an all_reduce of twice its bytes (libtpu 0.0.42).
+One residual holds both roundings: over any number of steps, the applied updates and the residuals add up to the true
+sum. The whole gradient is one vector. Devices send unsigned integers, never narrow floats, which a compiler may widen.
+The scales of blocks are in the same array as their values, padded to a multiple of 1,024: the TPU compiler turns a
+shorter all_gather into an all_reduce of twice its bytes (libtpu 0.0.42). A value that is not finite makes its whole
+block non-finite, on all replicas.
 
-A value that is not finite makes its whole block non-finite, on all replicas.
-
+Memory: 4 bytes a value on each replica, in the train state.
+Wire: all_to_all and all_gather over the replica axes. With `p` the values that a replica owns, `V / N` rounded up to a
+multiple of 1,024 (and of the block), and `bits` for each, a device sends `2 (N-1) * r(p bits / 8 + 4 p / block)` bytes
+in a step, `r` rounding up to a multiple of 1,024.
 Source: Seide et al., "1-bit stochastic gradient descent" (2014), section 2, error feedback; Karimireddy et al., "Error
 feedback fixes SignSGD" (2019); Tang et al., "DoubleSqueeze" (2019), compensation on both sides; Dettmers, "8-bit
-approximations for parallelism in deep learning" (2016), and Dettmers et al., "8-bit optimizers via block-wise
-quantization" (2022), section 2, blocks.
+approximations for parallelism in deep learning" (2016).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from spmdkit.communication.options import check_option, is_whole
 from spmdkit.communication.reducers.base import (
     PAD,
     LeafShapes,
@@ -37,14 +39,12 @@ from spmdkit.communication.reducers.base import (
     Leaves,
     ReduceGroup,
     Reducer,
-    buffer_groups,
-    exchange_parts,
     flatten,
     gather_parts,
+    map_buffers,
     stateless,
     unflatten,
 )
-from spmdkit.errors import ConfigError
 
 Encoded = Sequence[jax.Array]
 
@@ -75,15 +75,7 @@ def coded_reducer(code: Code, error_feedback: bool, exact_options: Mapping[str, 
     """
 
     def apply(leaves: Leaves, states: list[LeafState], over: ReduceGroup) -> tuple[Leaves, list[LeafState]]:
-        out, new = list(leaves), list(states)
-        for group in buffer_groups(leaves):
-            owed = [states[i]["error"] for i in group] if error_feedback else None
-            total, left = coded_sum([leaves[i] for i in group], owed, over, code)
-            for i, leaf in zip(group, total, strict=True):
-                out[i] = leaf
-            for i, error in zip(group, left, strict=False):
-                new[i] = {"error": error}
-        return out, new
+        return map_buffers(leaves, states, lambda own, kept: coded_sum(own, kept, over, code))
 
     def wire(values: int, num: int) -> float:
         length = -(-values // (num * code.multiple)) * code.multiple
@@ -105,24 +97,25 @@ def error_like(leaf: jax.ShapeDtypeStruct) -> LeafShapes:
 
 
 def coded_sum(
-    leaves: Sequence[jax.Array], owed: Sequence[jax.Array] | None, over: ReduceGroup, code: Code
-) -> tuple[Leaves, Leaves]:
-    """Returns (the sums, the new residuals; no residuals without error feedback)."""
-    multiple = over.num * code.multiple
+    leaves: Leaves, states: list[LeafState], over: ReduceGroup, code: Code
+) -> tuple[Leaves, Sequence[LeafState]]:
+    """Returns (the sums, the new residuals; none without error feedback)."""
+    multiple, has_error = over.num * code.multiple, "error" in states[0]
     own = flatten(leaves, multiple)
-    if owed is not None:
-        own = own + flatten(owed, multiple).astype(own.dtype)
+    if has_error:
+        own = own + flatten([state["error"] for state in states], multiple).astype(own.dtype)
     own = own.reshape(over.num, -1)
     length = own.shape[1]
     to_owner = code.encode(own.astype(jnp.float32))
-    part = code.decode([exchange_parts(x, over.axes) for x in to_owner], length).sum(0)
+    part = code.decode([lax.all_to_all(x, over.axes, 0, 0, tiled=True) for x in to_owner], length).sum(0)
     to_all = code.encode(part)
     total = code.decode([gather_parts(x, over.axes).reshape(over.num, -1) for x in to_all], length).reshape(-1)
-    if owed is None:
-        return unflatten(total, leaves), []
+    if not has_error:
+        return unflatten(total, leaves), states
     left = own - code.decode(to_owner, length).astype(own.dtype)
     owner = _place_owned_part(part - code.decode(to_all, length), over).astype(own.dtype)
-    return unflatten(total, leaves), unflatten((left + owner).reshape(-1), leaves, jnp.float32)
+    errors = unflatten((left + owner).reshape(-1), leaves, jnp.float32)
+    return unflatten(total, leaves), [{"error": error} for error in errors]
 
 
 def _place_owned_part(part: jax.Array, over: ReduceGroup) -> jax.Array:
@@ -147,22 +140,22 @@ def block_code(name: str, block: int, encode: Any, decode: Any, bits: int = 8) -
     Raises:
         ConfigError: `block` is not a positive integer.
     """
-    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
-        raise ConfigError(
-            f"{name}.block is {block!r}. It is the number of values that share a scale, at least 1. Write block: 256."
-        )
+    rule = "It is the number of values that share a scale, at least 1. Write block: 256."
+    check_option(is_whole(block, 1), f"{name}.block", block, rule)
     multiple = math.lcm(PAD, block)
 
     def encode_row(x: jax.Array) -> Encoded:
         lead = x.shape[:-1]
         payload, scales = encode(x.astype(jnp.float32).reshape(*lead, -1, block))
-        row = jnp.concatenate([payload.reshape(*lead, -1), _bytes_of(scales)], -1)
+        of_scales = lax.bitcast_convert_type(scales, jnp.uint8).reshape(*lead, -1)
+        row = jnp.concatenate([payload.reshape(*lead, -1), of_scales], -1)
         return [jnp.pad(row, [(0, 0)] * len(lead) + [(0, -row.shape[-1] % PAD)])]
 
     def decode_row(sent: Encoded, length: int) -> jax.Array:
-        row, num = sent[0], length // block
-        payload, scales = row[..., : length * bits // 8], row[..., length * bits // 8 :][..., : 4 * num]
-        result: jax.Array = decode(payload, _float32_of(scales)[..., None]).reshape(*row.shape[:-1], length)
+        row, end, num = sent[0], length * bits // 8, length // block
+        of_scales = row[..., end : end + 4 * num].reshape(*row.shape[:-1], num, 4)
+        scales = lax.bitcast_convert_type(of_scales, jnp.float32)
+        result: jax.Array = decode(row[..., :end], scales[..., None]).reshape(*row.shape[:-1], length)
         return result
 
     def row_bytes(length: int) -> int:
@@ -170,13 +163,3 @@ def block_code(name: str, block: int, encode: Any, decode: Any, bits: int = 8) -
         return used + -used % PAD
 
     return Code(encode_row, decode_row, row_bytes, multiple)
-
-
-def _bytes_of(x: jax.Array) -> jax.Array:
-    """Returns uint8[..., 4 n] of float32[..., n]."""
-    return lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:-1], -1)
-
-
-def _float32_of(x: jax.Array) -> jax.Array:
-    """Returns float32[..., n] of uint8[..., 4 n]."""
-    return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 4), jnp.float32)

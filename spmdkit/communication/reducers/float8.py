@@ -4,15 +4,11 @@ the next step's gradient.
     s_b = max |c_b| / 448,   q = float8_e4m3fn(c_b / s_b)       of each block of 256 values        8 bits, scale float32
 
 Three bits of mantissa and four of exponent: values much smaller than the largest of their block have a relative error
-of 1/16, where `int8` rounds them to zero; the largest are coarser. The exchange, and the one residual for both
-roundings: `coded_reducer`. The encoding is computed with integers, since a compiler may widen a float8 or skip a
-rounding.
+of 1/16, where `int8` rounds them to zero; the largest are coarser. The encoding is computed with integers, since a
+compiler may widen a float8 or skip a rounding.
 
-Use it like `int8`, where the values of a block differ much in size. Memory: 4 bytes a value on each replica, in the
-train state.
-Forward: all_to_all and all_gather over the replica axes. Backward: none. Wire: that of `int8`: with `p` the values that
-a replica owns, `V / N` rounded up to a multiple of 1,024 (and of the block), `2 (N-1) * r(p + 4 p / block)` bytes in a
-step, `r` rounding up to a multiple of 1,024: 0.254 of `sum` for large gradients.
+Use it like `int8`, where the values of a block differ much in size.
+Exchange, memory and wire: `coded_reducer`, with 8 bits: 0.254 of `sum` for large gradients.
 Source: Micikevicius et al., "FP8 formats for deep learning" (2022), section 3, table 1; those of `coded_reducer` for
 the rest.
 """

@@ -3,14 +3,8 @@ step's gradient.
 
     s_b = max |c_b| / 127,   q = round(c_b / s_b)       of each block of 256 values                int8, scale float32
 
-The exchange, the one residual for both roundings, and the reason for integers: `coded_reducer`.
-
-Use it where a step waits for the all-reduce of the gradient and half the bytes (`bfloat16`) are too many. Memory: 4
-bytes a value on each replica, in the train state.
-Forward: all_to_all and all_gather over the replica axes. Backward: none. Wire: with `p` the values that a replica owns,
-`V / N` rounded up to a multiple of 1,024 (and of the block), a device sends `2 (N-1) * r(p + 4 p / block)` bytes in a
-step, `r` rounding up to a multiple of 1,024:
-for large gradients `2 (N-1)/N * (1 + 4 / block)` bytes per value, 0.254 of `sum`.
+Use it where a step waits for the all-reduce of the gradient and half the bytes (`bfloat16`) are too many.
+Exchange, memory and wire: `coded_reducer`, with 8 bits: 0.254 of `sum` for large gradients.
 Source: Dettmers, "8-bit approximations for parallelism in deep learning" (2016); Dettmers et al., "8-bit optimizers via
 block-wise quantization" (2022), section 2, blocks; those of `coded_reducer` for the feedback.
 """

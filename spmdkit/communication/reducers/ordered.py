@@ -3,13 +3,11 @@
     part_r[N, b] -> all_to_all -> [N, b] of one part -> sum over N, first to last -> all_gather -> g
 
 An all-reduce adds in the order that suits the links: another order of devices, number of processes or library version
-changes the last bits, and training amplifies them. Here the order is that of the mesh. Loss, counts, metrics and model
-state are added in the same order.
+changes the last bits. Here the order is that of the mesh, also for loss, counts, metrics and model state.
 
 Use it to compare runs bitwise over machines. Not for speed: it sends the bytes of `sum` in two collectives without
 hardware reduction, and copies the gradient into a buffer.
-Forward: all_to_all and all_gather over the replica axes. Backward: none. Wire: `2 (N-1)/N * 4 bytes` per value
-(float64: 8), device and step, of the values padded to a multiple of `1,024 N`.
+Wire: `2 (N-1)/N * 4 bytes` per value (float64: 8), device and step, of the values padded to a multiple of `1,024 N`.
 Source: the two halves of a ring all-reduce, with the additions of each part on its owner; Demmel and Nguyen, "Parallel
 reproducible summation" (2015), on the order of additions.
 """
@@ -30,7 +28,6 @@ from spmdkit.communication.reducers.base import (
     ReducedLeaf,
     ReduceGroup,
     Reducer,
-    exchange_parts,
     flatten,
     gather_parts,
     group_by_axes,
@@ -43,11 +40,12 @@ def make() -> Reducer:
     """Returns the reducer."""
 
     def apply(leaves: Leaves, states: list[LeafState], over: ReduceGroup) -> tuple[Leaves, list[LeafState]]:
-        def total(own: Leaves) -> Leaves:
+        def total(own: Leaves, kept: list[LeafState]) -> tuple[Leaves, list[LeafState]]:
             parts = flatten(own, over.num * PAD).reshape(over.num, -1)
-            return unflatten(gather_parts(_in_order(exchange_parts(parts, over.axes)), over.axes), own)
+            of_all = lax.all_to_all(parts, over.axes, 0, 0, tiled=True)
+            return unflatten(gather_parts(_in_order(of_all), over.axes), own), kept
 
-        return map_buffers(leaves, total), states
+        return map_buffers(leaves, states, total)
 
     return Reducer(exact=True, apply=apply, wire=_wire, wire_of=_wire_of, add=add)
 
@@ -65,11 +63,11 @@ def add(tree: Any, axes: tuple[str, ...]) -> Any:
     """Returns the sum of a small tree, added on every replica in replica order: one all_gather per dtype."""
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
 
-    def total(own: Leaves) -> Leaves:
+    def total(own: Leaves, kept: list[LeafState]) -> tuple[Leaves, list[LeafState]]:
         buffer = jnp.concatenate([x.reshape(-1) for x in own])
-        return unflatten(_in_order(gather_parts(buffer[None], axes)), own)
+        return unflatten(_in_order(gather_parts(buffer[None], axes)), own), kept
 
-    return jax.tree.unflatten(structure, map_buffers(leaves, total))
+    return jax.tree.unflatten(structure, map_buffers(leaves, [{}] * len(leaves), total)[0])
 
 
 def _in_order(parts: jax.Array) -> jax.Array:

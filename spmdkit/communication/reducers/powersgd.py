@@ -5,27 +5,23 @@
     R[n r] = sum_r C_r^T P          all_reduce of n r values
     G = P R^T,   E_r = C_r - P (C_r^T P)^T
 
-A leaf is one matrix: its dims are split where m + n is least (a convolution [height, width, in, out] into height x
-width x in rows, a projection [embed, heads, head] into embed rows). The first dim of a leaf of stacked layers
-(`stacked`) is a batch of matrices: of [layers, heads, in, out] each layer is one matrix, with heads x in rows or the
-split with the smallest factors. A leaf of one dim, or with fewer values than its factors, is reduced exactly, in the
-first all_reduce. What is sharded over model axes is compressed shard by shard.
+A leaf is one matrix: its dims are split where m + n is least. The first dim of a leaf of stacked layers (`stacked`) is
+a batch of matrices. A leaf of one dim, or with fewer values than its factors, is reduced exactly, in the first
+all_reduce. What is sharded over model axes is compressed shard by shard.
 
-Warm start: the subspace of Q comes from the product `P R^T` of the step before. The state stores the product in the
-leaf's shape, so that a run can resume on any mesh. Without it Q is drawn again in each step, the same on all replicas.
-With warm start one step of the power method is enough.
+Warm start: the subspace of Q comes from the product `P R^T` of the step before, which the state stores in the leaf's
+shape, so that a run can resume on any mesh. Without it Q is drawn again in each step, the same on all replicas.
 
 Use it where matrices are large and links slow: the bytes grow with m + n instead of m n, and an all_reduce does not
 grow with the number of replicas. Not for small models, and not while gradients have no low-rank structure (early steps:
-`warmup: N`). Under Adam use a higher rank than under momentum SGD: the residual arrives late at an optimizer that
-divides by past gradients (docs/benchmarks.md: 400 steps of a small GPT, rank 16 for 1 %).
+`warmup: N`). Under Adam use a higher rank than under momentum SGD (docs/benchmarks.md: 400 steps of a small GPT, rank
+16 for 1 %).
 Memory: 8 bytes a value on each replica (4 without warm start), in the train state. Arithmetic: 8 r products and sums a
 value (6 without).
-Forward: two all_reduces over the replica axes, one after the other. Backward: none. Wire: `2 (N-1)/N * 4 * (sum over
-matrices of r (m + n) + the values of all other leaves)` bytes for a device and step.
-Source: Vogels, Karimireddy, Jaggi, "PowerSGD" (2019), algorithms 1 and 2, section 4.2 (warm start); the residual
-belongs to each replica, as in algorithm 2. Its compression of ResNet-18, 243 / 136 / 72 at rank 1 / 2 / 4 (table 3,
-appendix F), is that of the formula above.
+Wire: two all_reduces over the replica axes, `2 (N-1)/N * 4 * (sum over matrices of r (m + n) + the values of all other
+leaves)` bytes for a device and step.
+Source: Vogels, Karimireddy, Jaggi, "PowerSGD" (2019), algorithms 1 and 2, section 4.2 (warm start). Its compression of
+ResNet-18, 243 / 136 / 72 at rank 1 / 2 / 4 (table 3, appendix F), is that of the formula above.
 """
 
 from __future__ import annotations
@@ -39,6 +35,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmdkit import compat
+from spmdkit.communication.options import check_option, check_patterns, is_number, is_whole
 from spmdkit.communication.reducers.base import (
     LeafShapes,
     LeafState,
@@ -101,12 +98,7 @@ def make(rank: int = 4, warm_start: bool = True, stacked: Sequence[str] = STACKE
 
     def check(added: Sequence[ReducedLeaf]) -> None:
         if not any(view(leaf.path, leaf.shape) for leaf in added):
-            largest = max(added, key=lambda leaf: leaf.size)
-            raise ConfigError(
-                f"reducer: powersgd with rank: {rank}: no leaf of the gradient is a matrix with more values than its "
-                f"factors; the largest is {largest.path!r}, {list(largest.shape)} on a device. Write a smaller rank, "
-                "or reducer: int8."
-            )
+            raise ConfigError(_refusal(max(added, key=lambda leaf: leaf.size), rank))
 
     return Reducer(
         exact=False,
@@ -121,21 +113,21 @@ def make(rank: int = 4, warm_start: bool = True, stacked: Sequence[str] = STACKE
     )
 
 
-def _check_options(rank: object, stacked: object, least: object) -> None:
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ConfigError(f"powersgd.rank is {rank!r}. It is a number of columns, at least 1. Write rank: 4.")
-    if isinstance(least, bool) or not isinstance(least, int | float) or least < 0:
-        raise ConfigError(f"powersgd.least is {least!r}. It is a number of at least 0. Write least: 1.")
-    if isinstance(stacked, str) or not isinstance(stacked, Sequence):
-        raise ConfigError(f"powersgd.stacked is {stacked!r}. It is a list of patterns. Write stacked: ['blocks/.*'].")
-    for pattern in stacked:
-        try:
-            re.compile(pattern)
-        except (re.error, TypeError) as error:
-            raise ConfigError(
-                f"powersgd.stacked: {pattern!r} is not a valid pattern ({error}). It is a regular expression for the "
-                "whole path of a leaf."
-            ) from None
+def _refusal(largest: ReducedLeaf, rank: int) -> str:
+    return (
+        f"reducer: powersgd with rank: {rank}: no leaf of the gradient is a matrix with more values than its factors; "
+        f"the largest is {largest.path!r}, {list(largest.shape)} on a device. Write a smaller rank, or reducer: int8."
+    )
+
+
+def _check_options(rank: int, stacked: Sequence[str], least: float) -> None:
+    rule = "It is a number of columns, at least 1. Write rank: 4."
+    check_option(is_whole(rank, 1), "powersgd.rank", rank, rule)
+    rule = "It is a number of at least 0. Write least: 1."
+    check_option(is_number(least) and least >= 0, "powersgd.least", least, rule)
+    is_list = isinstance(stacked, Sequence) and not isinstance(stacked, str)
+    check_option(is_list, "powersgd.stacked", stacked, "It is a list of patterns. Write stacked: ['blocks/.*'].")
+    check_patterns("powersgd.stacked", stacked)
 
 
 def matrices(shape: Sequence[int], rank: int, is_stacked: bool, least: float) -> tuple[int, int, int] | None:
@@ -186,7 +178,6 @@ def _of_group(
 
 
 def _add_error(leaf: jax.Array, state: LeafState) -> jax.Array:
-    """Returns the sum of the leaf and this replica's residual, in the wider of the two dtypes."""
     if "error" not in state:
         return leaf
     dtype = common_dtype(leaf.dtype, state["error"].dtype)
@@ -194,7 +185,6 @@ def _add_error(leaf: jax.Array, state: LeafState) -> jax.Array:
 
 
 def _sum(leaves: Sequence[jax.Array], over: ReduceGroup) -> Leaves:
-    """Returns the sums of leaves over the replicas: one all_reduce."""
     return unflatten(lax.psum(flatten(leaves, 1), over.axes), leaves) if leaves else []
 
 
@@ -224,8 +214,7 @@ def orthonormal(x: jax.Array, index: int) -> jax.Array:
 
     Gram-Schmidt, each column twice ("twice is enough": Giraud et al., 2005), in XLA alone: LAPACK's QR, called by eight
     devices of one process concurrently, took 12 s of processor time for 40 matrices of 128 x 128 (jaxlib 0.10.2, two
-    cores,
-    2026-11-23).
+    cores, 2026-11-23).
     """
     spare = jax.random.normal(jax.random.fold_in(jax.random.key(1, impl="threefry2x32"), index), x.shape, jnp.float32)
 

@@ -3,17 +3,13 @@ added to the next step's gradient.
 
     s_b = mean |c_b|,   q = sign(c_b)       of each block of 1,024 values                          1 bit, scale float32
 
-The exchange, and the one residual for both roundings: `coded_reducer`. The sign of zero is plus: a zero value in a
-nonzero block becomes `s_b` in this step, and error feedback corrects it in the next.
+The sign of zero is plus: a zero value in a nonzero block becomes `s_b` in this step, and error feedback corrects it in
+the next.
 
 Use it on slow links, with `warmup: N`: in the first steps gradients change fast, and a residual is outdated when it is
-applied (1-bit Adam warms up for a tenth to a fifth of its steps). Not with a small batch or an optimizer that divides
-by recent gradients (Adam with a small `b2`): the noise of one bit is as large as the gradient.
-Memory: 4 bytes a value on each replica, in the train state.
-Forward: all_to_all and all_gather over the replica axes. Backward: none. Wire: with `p` the values that a replica owns,
-`V / N` rounded up to a multiple of 1,024 (and of the block), a device sends `2 (N-1) * r(p / 8 + 4 p / block)` bytes in
-a step, `r` rounding up to a multiple of 1,024: for large gradients `2 (N-1)/N * (1/8 + 4 / block)` bytes per value,
-0.032 of `sum`.
+applied. Not with a small batch or an optimizer that divides by recent gradients (Adam with a small `b2`): the noise of
+one bit is as large as the gradient.
+Exchange, memory and wire: `coded_reducer`, with 1 bit: 0.032 of `sum` for large gradients.
 Source: Seide et al., "1-bit stochastic gradient descent" (2014), section 2; Karimireddy et al., "Error feedback fixes
 SignSGD" (2019), algorithm 1, the scale; Tang et al., "1-bit Adam" (2021), section 4, warm-up.
 """

@@ -6,19 +6,14 @@ sent, with their indices. Exact.
     in round i: all_gather over the replicas of (row numbers [N], rows [N D])  ->  g[V D] += rows, replica by replica
 
 In a round each replica sends at most N rows of a table. The replica with the most touched rows determines the number of
-rounds, and an all_reduce before the loop makes it known to all, so that no replica waits in a collective that another
-one does not enter. There are at most `V / N` rounds, in one loop. The result is the sum of all rows for any N. Leaves
-that `leaves` does not name are reduced as by `sum`. The rounds of each table are a metric of the step,
-`reducer/rounds/PATH`. A number that stays above one shows that N is too small, since each round costs the latency of an
-all_gather.
+rounds, at most `V / N`, and an all_reduce before the loop makes it known to all. The result is the sum of all rows for
+any N. Leaves that `leaves` does not name are reduced as by `sum`. The rounds of each table are a metric of the step,
+`reducer/rounds/PATH`: a number that stays above one shows that N is too small.
 
 Use it for tables with many more rows than a batch has tokens. Not for a dense gradient: a table that is also the head
 of the model (tied weights), or one under a decay that is added to the gradient. A table that would send more than
 `most` of the bytes of `sum` in the first batch is rejected.
-A table that is sharded over model axes, or scattered by ZeRO 2, is reduced by the rows of each device. With gradient
-accumulation the touched rows are those of all microbatches.
-Memory: none. Forward: one all_reduce of a number a table, all_gathers over the replica axes, one all_reduce of the
-other leaves. Backward: none.
+A table that is sharded over model axes, or scattered by ZeRO 2, is reduced by the rows of each device.
 Wire: a device sends `(n-1) * 4 p` bytes for a table and round, with n replicas and `p = N (D + 1)` rounded up to a
 multiple of 1,024, `8 (n-1)/n` for the number of rounds, and `8 (n-1)/n` for each value of other leaves. So `n N (D + 1)
 / (2 V D)` of `sum` for a table in one round.
@@ -29,13 +24,14 @@ section 3.1, sparse variables.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from spmdkit import compat
+from spmdkit.communication.options import check_option, check_patterns, is_number, is_whole
 from spmdkit.communication.reducers.base import (
     PAD,
     LeafState,
@@ -174,31 +170,15 @@ def _of_round(leaf: ReducedLeaf, rows: int) -> float:
     return (leaf.num - 1) * (4 * (words + -words % PAD) + 8 / leaf.num)
 
 
-def _check_options(leaves: object, rows: object, most: object) -> None:
-    patterns = [leaves] if isinstance(leaves, str) else leaves
-    if not isinstance(patterns, Sequence) or not patterns or not all(isinstance(x, str) for x in patterns):
-        raise ConfigError(
-            f"sparse_rows.leaves is {leaves!r}. It is a pattern for the whole paths of the tables, or a list of "
-            "patterns. Write leaves: [embed]."
-        )
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ConfigError(
-                f"sparse_rows.leaves: {pattern!r} is not a valid pattern ({error}). It is a regular expression for "
-                "the whole path of a leaf."
-            ) from None
-    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
-        raise ConfigError(
-            f"sparse_rows.rows is {rows!r}. It is the number of rows of a table that a replica sends in a round. "
-            "Write rows: 1024."
-        )
-    is_number = isinstance(most, int | float) and not isinstance(most, bool)
-    if most is not None and (not is_number or most <= 0):  # type: ignore[operator]
-        raise ConfigError(
-            f"sparse_rows.most is {most!r}. It is a fraction of the bytes of sum, or null. Write most: 1."
-        )
+def _check_options(leaves: str | Sequence[str], rows: int, most: float | None) -> None:
+    is_list = isinstance(leaves, Sequence) and bool(leaves) and all(isinstance(x, str) for x in leaves)
+    rule = "It is a pattern for the whole paths of the tables, or a list of patterns. Write leaves: [embed]."
+    check_option(is_list, "sparse_rows.leaves", leaves, rule)
+    check_patterns("sparse_rows.leaves", [leaves] if isinstance(leaves, str) else leaves)
+    rule = "It is the number of rows of a table that a replica sends in a round. Write rows: 1024."
+    check_option(is_whole(rows, 1), "sparse_rows.rows", rows, rule)
+    rule = "It is a fraction of the bytes of sum, or null. Write most: 1."
+    check_option(most is None or (is_number(most) and most > 0), "sparse_rows.most", most, rule)
 
 
 def _check_named(pattern: str, added: Sequence[ReducedLeaf]) -> None:
@@ -220,19 +200,14 @@ def _check_named(pattern: str, added: Sequence[ReducedLeaf]) -> None:
 def _check_table(table: ReducedLeaf, rows: int, most: float | None) -> None:
     if most is None or _of_round(table, rows) < most * table.allreduce_bytes:
         return
-    fitting = next((n for n in _smaller(rows) if _of_round(table, n) < most * table.allreduce_bytes), None)
+    halves = (rows >> i for i in range(1, rows.bit_length()))
+    fitting = next((n for n in halves if _of_round(table, n) < most * table.allreduce_bytes), None)
     repair = f"rows: {fitting}, or remove it from leaves" if fitting else "reducer: sum, or remove it from leaves"
     raise ConfigError(
         f"reducer: sparse_rows with rows: {rows} on {table.num} replicas: {table.path!r} is {list(table.shape)} on a "
         f"device, and one round sends {_of_round(table, rows) / table.allreduce_bytes:.2f} of the bytes of sum; the "
         f"limit is {most:g} (most). Try {repair}."
     )
-
-
-def _smaller(rows: int) -> Iterator[int]:
-    """Yields half of the rows, a quarter, ..."""
-    while rows := rows // 2:
-        yield rows
 
 
 def _check_first(table: ReducedLeaf, rows: int, most: float | None, rounds: float) -> None:

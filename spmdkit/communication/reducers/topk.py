@@ -6,17 +6,15 @@ The whole gradient is one vector (one per set of mesh axes over which leaves are
 all leaves compete. Values and indices are sent as one array of 32-bit integers, and added replica by replica, so that
 the result is bitwise the same on all replicas.
 
-Use it where few values dominate the gradient (large embeddings, late in training) over slow links. Each replica sends
-different indices, so the received bytes grow with the number of replicas: it is rejected unless `N k` is below half of
-the gradient's values, which is half of the bytes of `sum`.
+Use it where few values dominate the gradient (large embeddings, late in training) over slow links. The received bytes
+grow with the number of replicas: it is rejected unless `N k` is below half of the gradient's values, which is half of
+the bytes of `sum`.
 Memory: 4 bytes a value on each replica, in the train state.
-Forward: all_gather over the replica axes. Backward: none. Wire: with `L` the values rounded up to a multiple of 1,024,
-and `k = fraction * L` rounded down to a multiple of 1,024, a device sends `8 (N-1) k` bytes in a step: `N k / V` of
-`sum`, 0.08 for 1 % and 8 replicas. A vector with k zero, or that would exceed `most`, is reduced as by `sum`: `8
-(N-1)/N V`.
+Wire: one all_gather over the replica axes. With `L` the values rounded up to a multiple of 1,024, and `k = fraction *
+L` rounded down to a multiple of 1,024, a device sends `8 (N-1) k` bytes in a step: `N k / V` of `sum`, 0.08 for 1 % and
+8 replicas. A vector with k zero, or that would exceed `most`, is reduced as by `sum`: `8 (N-1)/N V`.
 Source: Aji and Heafield, "Sparse communication for distributed gradient descent" (2017); Stich et al., "Sparsified SGD
-with memory" (2018), algorithm 1; Lin et al., "Deep gradient compression" (2018), section 3 (without its momentum
-correction: the optimizer sees the sum).
+with memory" (2018), algorithm 1; Lin et al., "Deep gradient compression" (2018), section 3, without its momentum.
 """
 
 from __future__ import annotations
@@ -30,6 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmdkit import compat
+from spmdkit.communication.options import check_option, is_number
 from spmdkit.communication.reducers.base import (
     PAD,
     LeafState,
@@ -37,9 +36,9 @@ from spmdkit.communication.reducers.base import (
     ReducedLeaf,
     ReduceGroup,
     Reducer,
-    buffer_groups,
     flatten,
     gather_parts,
+    map_buffers,
     unflatten,
 )
 from spmdkit.communication.reducers.coded import error_like
@@ -56,39 +55,31 @@ def make(fraction: float = 0.01, most: float | None = 0.5) -> Reducer:
     Raises:
         ConfigError: `fraction` is not in (0, 1], or `most` is not a positive number.
     """
-    if not _is_number(fraction) or not 0 < fraction <= 1:
-        raise ConfigError(
-            f"topk.fraction is {fraction!r}. It is a fraction of the values, at most 1. Write fraction: 0.01."
-        )
-    if most is not None and (not _is_number(most) or most <= 0):
-        raise ConfigError(f"topk.most is {most!r}. It is a fraction of the bytes of sum, or null. Write most: 0.5.")
+    rule = "It is a fraction of the values, at most 1. Write fraction: 0.01."
+    check_option(is_number(fraction) and 0 < fraction <= 1, "topk.fraction", fraction, rule)
+    rule = "It is a fraction of the bytes of sum, or null. Write most: 0.5."
+    check_option(most is None or (is_number(most) and most > 0), "topk.most", most, rule)
 
-    def num_sent(values: int, num: int) -> int:
-        """Returns k; zero: all values are reduced as by `sum`."""
-        k = math.floor(fraction * _padded(values) / PAD + 1e-9) * PAD
-        return k if most is None or num * k < most * values else 0
+    def reduced(leaves: Leaves, states: list[LeafState], over: ReduceGroup) -> tuple[Leaves, list[LeafState]]:
+        errors = [state["error"] for state in states]
+        k = _num_sent(sum(x.size for x in leaves), over.num, fraction, most)
+        total, left = _largest(leaves, errors, over, k) if k else _all(leaves, errors, over)
+        return total, [{"error": error} for error in left]
 
     def apply(leaves: Leaves, states: list[LeafState], over: ReduceGroup) -> tuple[Leaves, list[LeafState]]:
-        out, new = list(leaves), list(states)
-        for group in buffer_groups(leaves):
-            own, owed = [leaves[i] for i in group], [states[i]["error"] for i in group]
-            k = num_sent(sum(x.size for x in own), over.num)
-            total, left = (_largest if k else _all)(own, owed, over, k)
-            for i, leaf, error in zip(group, total, left, strict=True):
-                out[i], new[i] = leaf, {"error": error}
-        return out, new
+        return map_buffers(leaves, states, lambda own, owed: reduced(own, owed, over))
 
     def wire(values: int, num: int) -> float:
-        k = num_sent(values, num)
+        k = _num_sent(values, num, fraction, most)
         return 8.0 * (num - 1) * k if k else 8 * (num - 1) / num * values
 
     def check(leaves: Sequence[ReducedLeaf]) -> None:
         together: Counter[tuple[tuple[str, ...], tuple[str, ...], int]] = Counter()
         for leaf in leaves:
             together[tuple(leaf.axes), leaf.cut, leaf.num] += leaf.size
-        if most is not None and not any(num_sent(values, num) for (_, _, num), values in together.items()):
-            (_, _, num), values = max(together.items(), key=lambda item: item[1])
-            raise ConfigError(_refusal(fraction, most, values, num))
+        sizes = [(values, num) for (_, _, num), values in together.items()]
+        if most is not None and not any(_num_sent(values, num, fraction, most) for values, num in sizes):
+            raise ConfigError(_refusal(fraction, most, *max(sizes)))
 
     return Reducer(
         exact=False,
@@ -101,31 +92,30 @@ def make(fraction: float = 0.01, most: float | None = 0.5) -> Reducer:
     )
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _num_sent(values: int, num: int, fraction: float, most: float | None) -> int:
+    """Returns k; zero: all values are reduced as by `sum`."""
+    k = _whole_parts(values, fraction)
+    return k if most is None or num * k < most * values else 0
 
 
-def _padded(values: int) -> int:
-    return values + -values % PAD
+def _whole_parts(values: int, fraction: float) -> int:
+    return math.floor(fraction * (values + -values % PAD) / PAD + 1e-9) * PAD
 
 
 def _refusal(fraction: float, most: float, values: int, num: int) -> str:
-    k = math.floor(fraction * _padded(values) / PAD + 1e-9) * PAD
-    request = (
-        f"reducer: topk with fraction: {fraction:g} on {num} replicas, with a gradient of {values:,} values on a device"
-    )
-    if k == 0:
-        repair = f"fraction: {math.ceil(PAD / _padded(values) * 1000) / 1000:g}, or "
-        repair = repair if num * PAD < most * values else ""
-        return (
-            f"{request}: that is fewer than {PAD:,} values, the smallest number that is sent. Try {repair}reducer: "
-            "int8."
+    if k := _whole_parts(values, fraction):
+        found = (
+            f"{k:,} values from each replica are {num * k / values:.2f} of the bytes of sum; the limit is {most:g} "
+            "(most)"
         )
-    largest = math.floor(most * values / num / PAD) * PAD / _padded(values)
-    repair = f"fraction: {math.floor(largest * 1000) / 1000:g}, or " if largest * 1000 >= 1 else ""
+    else:
+        found = f"that is fewer than {PAD:,} values, the smallest number that is sent"
+    largest = math.floor(most * values / num / PAD) * PAD / (values + -values % PAD)
+    candidates = (math.ceil(largest * 1000) / 1000, math.floor(largest * 1000) / 1000)
+    fitting = next((x for x in candidates if _num_sent(values, num, x, most)), None)
     return (
-        f"{request}: {k:,} values from each replica are {num * k / values:.2f} of the bytes of sum; the limit is "
-        f"{most:g} (most). Try {repair}reducer: int8."
+        f"reducer: topk with fraction: {fraction:g} on {num} replicas, with a gradient of {values:,} values on a "
+        f"device: {found}. Try {'' if fitting is None else f'fraction: {fitting:g}, or '}reducer: int8."
     )
 
 
@@ -149,7 +139,7 @@ def _largest(
     return unflatten(total, leaves), unflatten(left, leaves, jnp.float32)
 
 
-def _all(leaves: Sequence[jax.Array], owed: Sequence[jax.Array], over: ReduceGroup, _: int) -> tuple[Leaves, Leaves]:
+def _all(leaves: Sequence[jax.Array], owed: Sequence[jax.Array], over: ReduceGroup) -> tuple[Leaves, Leaves]:
     """Returns (the sums including all residuals, zero residuals)."""
     own = [(x + error).astype(x.dtype) for x, error in zip(leaves, owed, strict=True)]
     return lax.psum(own, over.axes), [jnp.zeros_like(error) for error in owed]

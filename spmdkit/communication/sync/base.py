@@ -46,28 +46,21 @@ class Sync:
         every: steps between two synchronizations. None: every step; there are no groups, and the other fields are
             ignored.
         init: `(params) -> state`, with params [...], one copy, before the first step in which groups train separately.
-            The
-            state is None, or a tree in which copies of parameters have paths that end in the parameter's path.
+            The state is None, or a tree in which copies of parameters have paths that end in the parameter's path.
         agree: `(params, state, mean) -> (params, state)`, with params [groups, ...] in and one copy [...] out, which
-            every
-            group receives. A separate program, run after each step that `every` divides. Bitwise the same for all
-            groups by
-            construction.
+            every group receives. A separate program, run after each step that `every` divides. Bitwise the same for all
+            groups by construction.
         view: `(params, state, mean) -> params`, from [groups, ...] to the one copy [...] that is evaluated and
-            exported,
-            also between synchronizations.
+            exported, also between synchronizations.
         schedule: the programs in which groups synchronize, each on a part of the parameters. `agree` then also takes
-            the
-            index of the program, and may return leaves [groups, ...]. Empty: one program, after each step that `every`
-            divides.
+            the index of the program, and may return leaves [groups, ...]. Empty: one program, after each step that
+            `every` divides.
         start: steps at the start with synchronous training, as if there were no groups.
         optimizer: wraps the optimizer (clipping included); None: it is unchanged.
         outer_optimizer: as `config.optimizer` names it. The program builds it, and `init` and `agree` then take the
-            keyword
-            argument `outer`, an optax transformation.
+            keyword argument `outer`, an optax transformation.
         reducer: for `mean` in `agree`, as `config.reducer` names it; None: the exact mean. `mean` then accepts only
-            trees
-            like the parameters, float32, with None for leaves that are not sent.
+            trees like the parameters, float32, with None for leaves that are not sent.
         description: what else the sync does, for `program.explain()`.
     """
 

@@ -5,38 +5,30 @@
     a <- a - outer(D),  w_g <- a         Nesterov momentum by default
 
 Each group has its own inner optimizer state. The outer gradients may be compressed: `reducer: int8` rounds them. There
-is no error feedback, so the rounding error is lost. It is small relative to the mean of many steps only for a reducer
-with several bits per value.
+is no error feedback, so use a reducer with several bits per value.
 
-Streaming: `fragments: P` splits the tree of parameters, leaf by leaf, into P parts of about the same bytes. Each
-synchronizes every `every` steps, at different steps, so that one step sends at most the largest fragment. With
-`overlap: t` the outer gradient is sent during the compute of the next step, in one program with it, and is applied t
-steps after it was computed. Groups then keep the fraction `alpha` of their own parameters: w_g <- alpha w_g + (1 -
-alpha) a.
-
-With `start: s` the first s steps are synchronous training, and the outer parameters start from their result: DiLoCo's
-authors start from a trained model. From a random start with few steps in a round the loss is much higher.
+Streaming: `fragments: P` splits the tree of parameters, leaf by leaf, into P parts of about the same bytes, which
+synchronize at different steps: one step sends at most the largest fragment. With `overlap: t` the outer gradient is
+sent during the compute of the next step, in one program with it, and is applied t steps after it was computed. Groups
+then keep the fraction `alpha` of their own parameters: w_g <- alpha w_g + (1 - alpha) a.
 
 Class: up to `start` equal to synchronous training, for every optimizer. With `optimizer: {name: sgd, learning_rate:
-1.0}` equal to `local_sgd`, and so with `every: 1` to synchronous training for sgd, momentum, Nesterov and decoupled
-weight decay without clipping. Otherwise another method, which converges. Tune the outer learning rate and momentum: 0.7
+1.0}` equal to `local_sgd`. Otherwise another method, which converges. Tune the outer learning rate and momentum: 0.7
 and 0.9 are the paper's, for hundreds of steps between synchronizations; with 16 steps 1.0 and 0.5 were best
-(docs/benchmarks.md).
+(docs/benchmarks.md). Its authors start from a trained model: from a random start use `start`.
 Use it where links between groups are slow and training is long: between data centers. Not where they are fast.
 Memory: `a` in float32 and the outer optimizer's state, once, sharded as the parameters are; with `overlap` the outer
 gradient too.
-Forward: none between groups after `start`. At a synchronization: one all-reduce of the outer gradient over the groups,
-or the collectives of the reducer.
-Wire: `2 (G-1)/G * 4 bytes` per parameter and device every `every` steps, or `wire` of the reducer; at most that of a
-fragment in one step.
+Wire: at a synchronization `2 (G-1)/G * 4 bytes` per parameter and device (one all-reduce), or `wire` of the reducer;
+otherwise nothing between groups after `start`.
 Source: Douillard et al., "DiLoCo: Distributed low-communication training of language models" (2023, arXiv 2311.08105),
-algorithm 1; Douillard et al., "Streaming DiLoCo with overlapping communication" (2025, arXiv 2501.18512), algorithm 2,
-with layers as fragments; Reddi et al., "Adaptive federated optimization" (2020), algorithm 1, for outer optimizers
-other than sgd.
+algorithm 1; Douillard et al., "Streaming DiLoCo with overlapping communication" (2025, arXiv 2501.18512), algorithm 2;
+Reddi et al., "Adaptive federated optimization" (2020), algorithm 1, for other outer optimizers.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,7 +36,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from spmdkit.communication.options import check_option, is_number, is_whole
 from spmdkit.communication.sync.base import Agreement, Mean, Sync
+from spmdkit.communication.sync.post_local import check_start, describe_start
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import plugins
 from spmdkit.foundation.trees import common_dtype
@@ -75,83 +69,77 @@ def make(
     Raises:
         ConfigError: a number is out of its range, or there is no such reducer.
     """
-    _check(every, fragments, overlap, alpha, start)
+    _check(every, fragments, overlap, alpha)
+    check_start("diloco", start)
     if reducer is not None and not plugins.is_reference(reducer) and (wrong := plugins.problem("reducers", reducer)):
         raise ConfigError(f"diloco.reducer: {wrong}")
     own = (0.5 if overlap else 0.0) if alpha is None else float(alpha)
-
-    def init(params: Any, outer: optax.GradientTransformation) -> Any:
-        agreed = jax.tree.map(lambda x: jnp.asarray(x, common_dtype(x.dtype, jnp.float32)), params)
-        sync_state = {
-            "agreed": agreed,
-            "outer": tuple(outer.init(fragment(agreed, fragments, i)) for i in range(fragments)),
-        }
-        return sync_state | {"taken": jax.tree.map(jnp.zeros_like, agreed)} if overlap else sync_state
-
-    def agree(
-        params: Any, sync_state: Any, mean: Mean, turn: int = 0, *, outer: optax.GradientTransformation
-    ) -> tuple[Any, Any]:
-        number = turn % fragments
-        agreed, mine = (fragment(tree, fragments, number) for tree in (sync_state["agreed"], params))
-        if turn < fragments:
-            gradient = mean(jax.tree.map(lambda a, p: a - p.astype(a.dtype), agreed, mine))
-            if overlap:
-                return params, sync_state | {"taken": with_fragment(sync_state["taken"], gradient)}
-        else:
-            gradient = fragment(sync_state["taken"], fragments, number)
-        updates, state = outer.update(gradient, sync_state["outer"][number], agreed)
-        new = optax.apply_updates(agreed, updates)
-        mixed = jax.tree.map(lambda p, a: own * p.astype(a.dtype) + (1 - own) * a, mine, new) if own else new
-        states = tuple(state if i == number else other for i, other in enumerate(sync_state["outer"]))
-        return with_fragment(params, mixed), sync_state | {
-            "agreed": with_fragment(sync_state["agreed"], new),
-            "outer": states,
-        }
-
+    parts = [f"{fragments} fragments at different steps"] if fragments > 1 else []
     return Sync(
         every,
-        init,
-        agree,
+        functools.partial(_init, fragments, overlap),
+        functools.partial(_agree, fragments, overlap, own),
         view=lambda params, sync_state, mean: mean(params),
         outer_optimizer=NESTEROV if optimizer is None else optimizer,
         reducer=reducer,
         schedule=_schedule(every, fragments, overlap, start // every * every),
         start=start,
-        description=_description(start, fragments),
+        description=", ".join([describe_start(start), *parts] if start else parts),
     )
 
 
-def _check(every: Any, fragments: Any, overlap: Any, alpha: Any, start: Any) -> None:
-    whole = lambda x: isinstance(x, int) and not isinstance(x, bool)
-    if not whole(every) or every < 1:
-        raise ConfigError(
-            f"diloco.every is {every!r}. It is the number of steps between two synchronizations. Write every: 100."
-        )
-    if not whole(fragments) or not 1 <= fragments <= every:
-        raise ConfigError(
-            f"diloco.fragments is {fragments!r}, with every: {every}. Fragments synchronize after different steps, so "
-            f"there are 1 to {every}. Write fragments: {min(4, every)}."
-        )
-    if not whole(overlap) or not 0 <= overlap < every:
-        raise ConfigError(
-            f"diloco.overlap is {overlap!r}, with every: {every}. An outer gradient is applied before the next one of "
-            f"its fragment is sent, 0 to {every - 1} steps later. Write overlap: {min(1, every - 1)}."
-        )
-    if not whole(start) or start < 0:
-        raise ConfigError(
-            f"diloco.start is {start!r}. It is the number of synchronous steps at the start. Write start: 500."
-        )
-    is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
-    if alpha is not None and not (is_number and 0 <= alpha < 1):
-        raise ConfigError(
-            f"diloco.alpha is {alpha!r}. It is the fraction of its own parameters that a group keeps, from 0 to below "
-            "1. Write alpha: 0.5."
-        )
+def _check(every: int, fragments: int, overlap: int, alpha: float | None) -> None:
+    rule = "It is the number of steps between two synchronizations. Write every: 100."
+    check_option(is_whole(every, 1), "diloco.every", every, rule)
+    rule = (
+        f"Fragments synchronize after different steps, so with every: {every} there are 1 to {every}. "
+        f"Write fragments: {min(4, every)}."
+    )
+    check_option(is_whole(fragments, 1) and fragments <= every, "diloco.fragments", fragments, rule)
+    rule = (
+        f"With every: {every} an outer gradient is applied 0 to {every - 1} steps later, before the next one of its "
+        f"fragment is sent. Write overlap: {min(1, every - 1)}."
+    )
+    check_option(is_whole(overlap, 0) and overlap < every, "diloco.overlap", overlap, rule)
+    rule = "It is the fraction of its own parameters that a group keeps, from 0 to below 1. Write alpha: 0.5."
+    check_option(alpha is None or (is_number(alpha) and 0 <= alpha < 1), "diloco.alpha", alpha, rule)
 
 
-def _description(start: int, fragments: int) -> str:
-    found = [f"to step {start} all replicas are synchronous in every step"] * bool(start)
-    return ", ".join([*found, *[f"{fragments} fragments at different steps"] * (fragments > 1)])
+def _init(fragments: int, overlap: int, params: Any, outer: optax.GradientTransformation) -> Any:
+    agreed = jax.tree.map(lambda x: jnp.asarray(x, common_dtype(x.dtype, jnp.float32)), params)
+    states = tuple(outer.init(fragment(agreed, fragments, i)) for i in range(fragments))
+    taken = {"taken": jax.tree.map(jnp.zeros_like, agreed)} if overlap else {}
+    return {"agreed": agreed, "outer": states} | taken
+
+
+def _agree(
+    fragments: int,
+    overlap: int,
+    own: float,
+    params: Any,
+    sync_state: Any,
+    mean: Mean,
+    turn: int = 0,
+    *,
+    outer: optax.GradientTransformation,
+) -> tuple[Any, Any]:
+    number = turn % fragments
+    agreed, mine = (fragment(tree, fragments, number) for tree in (sync_state["agreed"], params))
+    if turn < fragments:
+        gradient = mean(jax.tree.map(lambda a, p: a - p.astype(a.dtype), agreed, mine))
+        if overlap:
+            return params, sync_state | {"taken": with_fragment(sync_state["taken"], gradient)}
+    else:
+        gradient = fragment(sync_state["taken"], fragments, number)
+    updates, state = outer.update(gradient, sync_state["outer"][number], agreed)
+    new = optax.apply_updates(agreed, updates)
+    mixed = jax.tree.map(lambda p, a: own * p.astype(a.dtype) + (1 - own) * a, mine, new) if own else new
+    states = tuple(state if i == number else other for i, other in enumerate(sync_state["outer"]))
+    return with_fragment(params, mixed), {
+        **sync_state,
+        "agreed": with_fragment(sync_state["agreed"], new),
+        "outer": states,
+    }
 
 
 # ---- fragments
@@ -159,16 +147,15 @@ def _description(start: int, fragments: int) -> str:
 
 def _schedule(every: int, fragments: int, overlap: int, before: int) -> tuple[Agreement, ...]:
     """Returns when each fragment sends, spread evenly over a round; with an overlap also when each is applied.
-    `before`: steps
-    before the first round."""
+    `before`: steps before the first round."""
     if fragments == 1 and not overlap:
         return ()
     first = [before + every + i * every // fragments for i in range(fragments)]
-    of = [f" {i + 1} of {fragments}" if fragments > 1 else "" for i in range(fragments)]
+    at = [(f" {i + 1} of {fragments}" if fragments > 1 else "", step) for i, step in enumerate(first)]
     if not overlap:
-        return tuple(Agreement(f"agreement{name}", every, step) for name, step in zip(of, first, strict=True))
-    sends = [Agreement(f"send{name}", every, step, overlapped=True) for name, step in zip(of, first, strict=True)]
-    return (*sends, *(Agreement(f"apply{name}", every, step + overlap) for name, step in zip(of, first, strict=True)))
+        return tuple(Agreement(f"agreement{name}", every, step) for name, step in at)
+    sends = [Agreement(f"send{name}", every, step, overlapped=True) for name, step in at]
+    return (*sends, *(Agreement(f"apply{name}", every, step + overlap) for name, step in at))
 
 
 def fragments_of(sizes: Sequence[int], num: int) -> list[int]:

@@ -3,16 +3,13 @@
     w_g <- w_g - update(g_g)        in every step, nothing sent between groups
     w_g <- mean_h w_h               after `every` steps
 
-Each group has its own optimizer state.
-
 Class: equal to synchronous training at `every: 1` for sgd, momentum, Nesterov and decoupled weight decay without
 clipping, if each group has the same number of examples. For Adam it is another method, since each group has its own
 second moments. Otherwise converging.
-
 Use it where the links between groups are slow: between data centers, over Ethernet. Not where they are fast: at the
 same number of steps the loss is higher, the more so the larger `every` is.
-Forward: none between groups. At a synchronization: one all-reduce of the parameters over the groups. Wire: `2 (G-1)/G *
-4 bytes` per parameter and device, every `every` steps.
+Wire: every `every` steps one all-reduce of the parameters over the groups, `2 (G-1)/G * 4 bytes` per parameter and
+device.
 Source: Stich, "Local SGD converges fast and communicates little" (2019), algorithm 1.
 """
 
@@ -20,8 +17,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from spmdkit.communication.options import check_option, is_whole
 from spmdkit.communication.sync.base import Mean, Sync
-from spmdkit.errors import ConfigError
 
 
 def make(every: int) -> Sync:
@@ -30,12 +27,15 @@ def make(every: int) -> Sync:
     Raises:
         ConfigError: `every` is not a positive integer.
     """
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ConfigError(
-            f"local_sgd.every is {every!r}. It is the number of steps between two means. Write every: 16."
-        )
+    check_every("local_sgd", every)
 
     def agree(params: Any, sync_state: Any, mean: Mean) -> tuple[Any, Any]:
         return mean(params), sync_state
 
     return Sync(every=every, agree=agree, view=lambda params, sync_state, mean: mean(params))
+
+
+def check_every(sync: str, every: object) -> None:
+    """Rejects a number of steps between two means that is not a positive integer."""
+    rule = "It is the number of steps between two means. Write every: 16."
+    check_option(is_whole(every, 1), f"{sync}.every", every, rule)

@@ -4,14 +4,12 @@
     w_{t+1} = w_t + update(g_{t-k}, w_t)           the first k steps move nothing
 
 It models a worker of an asynchronous parameter server with k updates of others between its pull and its push, without
-the randomness: asynchronous training can be studied and repeated bitwise. The optimizer (clipping included) sees late
-gradients, one per update; its decay and momentum act on the current parameters. A skipped step changes nothing,
-including the delay line.
+the randomness. The optimizer (clipping included) sees late gradients, one per update; its decay and momentum act on the
+current parameters. A skipped step changes nothing, including the delay line.
 
 Class: equal to synchronous training at `k: 0`, the same program. Otherwise another method, which converges for learning
-rates that shrink with k: `learning_rate * k` bounds how far the parameters move between a gradient and its use.
-Use it to measure the cost of staleness for a task. It is not faster: nothing overlaps, and every step waits for the sum
-of its gradient.
+rates that shrink with k.
+Use it to measure the cost of staleness for a task. It is not faster: every step waits for the sum of its gradient.
 Memory: k gradients in the dtype of the parameters, sharded as the optimizer's state is. Wire: that of `every_step`.
 Source: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server" (2013), with its
 bound met exactly; Zinkevich et al., "Slow learners are fast" (2009), delayed SGD, algorithm 1.
@@ -25,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from spmdkit.communication.options import check_option, is_whole
 from spmdkit.communication.sync.base import Sync
 from spmdkit.errors import ConfigError
 
@@ -49,8 +48,7 @@ def make(k: int) -> Sync:
     Raises:
         ConfigError: `k` is not an integer of at least 0.
     """
-    if isinstance(k, bool) or not isinstance(k, int) or k < 0:
-        raise ConfigError(f"stale.k is {k!r}. It is the number of steps that a gradient is late. Write k: 2.")
+    check_option(is_whole(k, 0), "stale.k", k, "It is the number of steps that a gradient is late. Write k: 2.")
     return Sync(
         every=None, optimizer=(lambda tx: late(tx, k)) if k else None, description=f"each gradient {k} steps late"
     )
