@@ -22,13 +22,12 @@ from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.hlo.text import parse
 from tests.cluster import starter_environments
 from tests.cluster.starter_environments import LATER_PORT
-from tests.communication.reducers.test_reducer_contract import wide
 from tests.ops.test_op_contracts import MESH, draw, value_and_grad
 from tests.support.core_hlo import collectives
 from tests.support.core_runs import assert_close, program_of
 from tests.support.distributions import install
 from tests.support.ops_mesh import step, wire
-from tests.support.reducer_runs import NUM_VALUES, applied_and_owed, loss_fn, program, train, true_sum
+from tests.support.reducer_runs import NUM_VALUES, applied_and_owed, loss_fn, program, train, true_sum, wide
 from tests.support.reducer_runs import task as two_layers
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding.md"

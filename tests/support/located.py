@@ -13,13 +13,10 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
-import hashlib
 import importlib.util
 import inspect
-import json
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,7 @@ import jax
 import spmdkit as sk
 from spmdkit.step import gradient
 from spmdkit.step.row_order import RowOrder
-from spmdkit.verify import mutations, user_mistakes
+from spmdkit.verify import mutations
 from spmdkit.verify.locate import Locator
 from spmdkit.verify.mutants import MUTANTS
 from spmdkit.verify.runner import CaseRunner
@@ -136,8 +133,8 @@ TOOLKITS = {
         gradient._positions,
     ],
     "key_folded_by_device": [mutations.fold_positions],
-    "mean_over_shard": [user_mistakes.shard_mean],
-    "example_keys_forgotten": [user_mistakes.fold_by_local_row],
+    "mean_over_shard": [mutations.shard_mean],
+    "example_keys_forgotten": [mutations.fold_by_local_row],
 }
 """Mutants of `verify` that act on every task, with the functions that make the mistake, or are called by it with what
 is wrong."""
@@ -265,37 +262,21 @@ Where parameters are cut too, and in a part of `sk.manual` that is cut over `con
 
 
 def main(arguments: list[str]) -> None:
-    """Prints what is said of mistakes, and writes the page of all. What was found with the same text of package and
-    tasks is not looked for again."""
+    """Prints what is said of mistakes, and writes the page of all."""
     jax.config.update("jax_num_cpu_devices", 4)
     jax.config.update("jax_disable_most_optimizations", True)
     tasks = [a for a in arguments if a in TASKS] or TASKS
     names = [a for a in arguments if a in USERS or a in TOOLKITS] or [*USERS, *TOOLKITS]
-    kept = ROOT / "build" / "located" / f"{_digest()}.jsonl"
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    lines = map(json.loads, kept.read_text(encoding="utf-8").splitlines() if kept.exists() else [])
-    found = {(task, name): Told(verdict, words) for task, name, verdict, words in lines}
     cases = {(task, name): (task, name) for name in names for task in tasks}
     if "--write" in arguments:
         cases |= {(case, "other meshes"): given for case, given in OTHERS.items()}
+    found = {}
     for (task, name), given in cases.items():
-        if (task, name) not in found:
-            begin = time.process_time()
-            said = found[task, name] = told(*given)
-            with kept.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([task, name, *dataclasses.astuple(said)]) + "\n")
-            print(
-                f"{task:12} {name:28} {said.verdict:7} {time.process_time() - begin:5.1f} s {said.words[-150:]}",
-                flush=True,
-            )
+        said = found[task, name] = told(*given)
+        print(f"{task:12} {name:28} {said.verdict:7} {said.words[-150:]}", flush=True)
     if "--write" in arguments:
         others = {case: found[case, "other meshes"] for case in OTHERS}
         _write({name: {task: found[task, name] for task in TASKS} for name in names}, others)
-
-
-def _digest() -> str:
-    files = [*sorted((ROOT / "spmdkit").rglob("*.py")), *sorted(FOLDER.glob("*.py")), Path(__file__)]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 if __name__ == "__main__":

@@ -7,19 +7,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, PartitionSpec
 
 import spmdkit as sk
+from spmdkit.communication.reducers.base import ReduceGroup
 from tests.support.core_runs import program_of
 
 NUM_VALUES = 128 * 128
 """Of the large leaf: a multiple of what any buffer here is filled up to, so that formulas of bytes are met exactly."""
 
 MESHES = {
+    "data 4": {"mesh": {"data": 4}},
     "data 8": {"mesh": {"data": 8}},
-    "replica 2 x data 4": {"mesh": {"replica": 2, "data": 4}},
+    "replica 2 x data 2": {"mesh": {"replica": 2, "data": 2}},
     "replica 2 x fsdp 2 x tensor 2": {"mesh": {"replica": 2, "fsdp": 2, "tensor": 2}},
-    "fsdp 8 zero 1": {"mesh": {"fsdp": 8}, "layout": {"zero": 1}},
-    "data 2 x fsdp 4 zero 2": {"mesh": {"data": 2, "fsdp": 4}, "layout": {"zero": 2}},
+    "fsdp 4 zero 1": {"mesh": {"fsdp": 4}, "layout": {"zero": 1}},
+    "data 2 x fsdp 2 zero 2": {"mesh": {"data": 2, "fsdp": 2}, "layout": {"zero": 2}},
 }
 
 
@@ -75,21 +78,70 @@ def train(program, steps=20, state=None, start=1):
     return state, losses
 
 
+def wide():
+    """Returns a task whose parameters are one leaf of 128 x 128."""
+    return task(
+        num=64,
+        loss_fn=lambda params, batch, key: sk.mean(((batch["x"] @ params["up"]) ** 2).sum(-1)),
+        rules=[],
+        init=lambda key: {"up": jax.random.normal(key, (128, 128))},
+    )
+
+
+@functools.cache
+def adam():
+    return task(optax.adam(1e-2, eps=1e-3))
+
+
+def bits(tree):
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(jax.device_get(tree))]
+
+
+def assert_same_replicas(tree):
+    """Asserts that the shards of one index of each leaf have the same bits."""
+    for leaf in jax.tree.leaves(tree):
+        by_index = {}
+        for shard in leaf.addressable_shards:
+            by_index.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
+        assert all(len(bits) == 1 for bits in by_index.values()), "replicas hold other bits"
+
+
 def owed(state):
     """Returns the sum over replicas of what each owes: a tree like the parameters, of numpy arrays. Of the first call
     of a step."""
+    if not state.reducer:
+        return jax.tree.map(lambda x: 0.0, state.params)
     is_state = lambda x: isinstance(x, dict) and set(x) <= {"error", "product"}
     total = lambda x: np.asarray(x["error"], np.float64).sum(0) if x else 0.0
     return jax.tree.map(total, jax.device_get(state.reducer[0]), is_leaf=is_state)
 
 
+def added_up(made, steps=8):
+    """Returns (the sum of the gradients that some steps apply, the state after them)."""
+    state, _ = train(made, steps)
+    return jax.device_get(state.opt_state), state
+
+
 @functools.cache
 def true_sum(mesh):
-    """Returns the sum of 20 exact gradients."""
-    return jax.device_get(train(program(mesh))[0].opt_state)
+    """Returns the sum of 8 exact gradients."""
+    return added_up(program(mesh))[0]
 
 
 def applied_and_owed(mesh, reducer):
-    """Returns what 20 steps have applied together with what is owed after them."""
-    state, _ = train(program(mesh, reducer))
-    return jax.tree.map(lambda x, y: np.asarray(x, np.float64) + y, jax.device_get(state.opt_state), owed(state))
+    """Returns what 8 steps have applied together with what is owed after them."""
+    applied, state = added_up(program(mesh, reducer))
+    return jax.tree.map(lambda x, y: np.asarray(x, np.float64) + y, applied, owed(state))
+
+
+def alone(made, path="w", num=4):
+    """Returns `(leaves [num, *leaf], states) -> (sums, new states)` over `num` devices, without a step around it."""
+
+    def local(leaves, states):
+        over = ReduceGroup(("data",), num, lambda: jax.random.key(7), (path,) * len(leaves))
+        leaves, new = made.apply([x[0] for x in leaves], jax.tree.map(lambda x: x[0], states), over)
+        return leaves, jax.tree.map(lambda x: x[None], new)
+
+    mesh, rows = Mesh(np.array(jax.devices()[:num]), ("data",)), PartitionSpec("data")
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(rows, rows), out_specs=(PartitionSpec(), rows)))
+    return lambda terms, states=None: jax.device_get(run(terms, states or [{} for _ in terms]))

@@ -7,10 +7,7 @@ python -m tests.support.verified_tasks mlm_nsp    on one
 from __future__ import annotations
 
 import datetime
-import hashlib
-import json
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -20,7 +17,7 @@ from spmdkit.verify.mutants import MUTANTS
 from spmdkit.verify.runner import CaseRunner
 from spmdkit.verify.task_runner import Setting, TaskRunner
 from tests.support.strangers import let_optax_promote
-from tests.support.tasks import FOLDER, all_counted, natural_task, task_names
+from tests.support.tasks import all_counted, natural_task, task_names
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "mutants.md"
@@ -81,33 +78,17 @@ def _write(found: dict[str, dict[str, str]]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Prints what is said of mutants, and writes the page of all tasks. What was found with the same text of package
-    and tasks is not looked for again."""
+    """Prints what is said of mutants, and writes the page of all tasks."""
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.config.update("jax_disable_most_optimizations", True)
     let_optax_promote()
-    names = [a for a in arguments if not a.startswith("--")] or ONE_OF_EACH
-    kept = ROOT / "build" / "mutants" / f"{_digest()}.jsonl"
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    lines = map(json.loads, kept.read_text(encoding="utf-8").splitlines() if kept.exists() else [])
-    found: dict[str, dict[str, str]] = dict(lines)
-    for name in names:
-        if name not in found:
-            begin = time.process_time()
-            found[name] = mutants_of(name)
-            with kept.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([name, found[name]]) + "\n")
-            print(f"{name:24} {time.process_time() - begin:6.1f} s", flush=True)
+    found: dict[str, dict[str, str]] = {}
+    for name in [a for a in arguments if not a.startswith("--")] or ONE_OF_EACH:
+        found[name] = mutants_of(name)
         for mutant, words in found[name].items():
-            if words == MISSED or len(names) == 1:
-                print(f"  {mutant:28} {words}", flush=True)
+            print(f"{name:24} {mutant:28} {words}", flush=True)
     if "--write" in arguments:
         _write({name: found[name] for name in ONE_OF_EACH})
-
-
-def _digest() -> str:
-    files = [*sorted((ROOT / "spmdkit").rglob("*.py")), *sorted(FOLDER.glob("*.py")), Path(__file__)]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 if __name__ == "__main__":

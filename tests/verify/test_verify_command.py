@@ -133,7 +133,7 @@ def run_with(folder, mistake, *arguments):
     return run(*FEW, *arguments), 1 + text.splitlines().index(f"        {mistake}")
 
 
-@pytest.mark.forms(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mistake", "drop_remainder", "says"),
     [
@@ -152,18 +152,6 @@ def test_mistake_in_user_code_is_located(folder, capfd, mistake, drop_remainder,
     (case,) = json.loads(capfd.readouterr().out)["cases"]
     assert code == 1 and not case["passed"]
     assert case["located"]["line"].endswith(f"task.py:{line} (loss_fn)") and says in case["located"]["text"]
-
-
-def test_padding_among_negatives_is_rejected(folder):
-    """No case is compared: the program of one device is wrong as well."""
-    mistake = "loss = loss + jax.nn.logsumexp(h @ sk.all_gather(h, with_mask=True)[0].T, -1)"
-    with pytest.raises(ConfigError, match=r"in loss_fn padding rows count.*sk\.example_mask\(\)"):
-        verify_with(folder, mistake)
-
-
-def verify_with(folder, mistake):
-    (folder / "task.py").write_text(MISTAKES.replace("# here", mistake))
-    return verify_config(config(**{"data.drop_remainder": False}), VerifyOptions(mutants=False, jobs=1))
 
 
 @pytest.mark.slow

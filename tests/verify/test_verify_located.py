@@ -4,11 +4,12 @@ none."""
 import pytest
 
 from tests.support import located
+from tests.support.forms import slow_except
 
 pytestmark = pytest.mark.promotes("natural code of people who have their own models")
 
 QUICK = ["cnn median_of_a_shard", "recurrent key_forgotten", "contrastive gradient_by_rows"]
-QUICK_OTHERS = ["long places_in_the_shard", "long denominators_averaged", "recurrent key_forgotten"]
+QUICK_OTHERS = ["long denominators_averaged"]
 
 WORDS = {
     "long softmax_of_a_shard": (
@@ -23,39 +24,38 @@ WORDS = {
 test_verify_locate.py."""
 
 
-@pytest.mark.forms(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", QUICK)
-def test_the_line_that_is_wrong_is_told(case):
+def test_line_is_located(case):
     assert located.told(*case.split()).verdict == "right"
 
 
-@pytest.mark.parametrize(
-    "case", [case if case in QUICK_OTHERS else pytest.param(case, marks=pytest.mark.slow) for case in located.OTHERS]
-)
-def test_so_it_is_where_parameters_are_cut_and_inside_of_a_part_that_is_cut_over_context(case):
+@pytest.mark.parametrize("case", slow_except(QUICK_OTHERS, located.OTHERS))
+def test_line_is_located_on_other_meshes(case):
     found = located.told(*located.OTHERS[case])
     assert found.verdict == "right", found
 
 
-@pytest.mark.forms(2)
+@pytest.mark.forms(1)
 @pytest.mark.parametrize(("case", "says"), WORDS.items())
-def test_a_line_is_told_with_how_the_value_differs_and_over_which_axes(case, says):
+def test_difference_and_axes_are_reported(case, says):
     found = located.told(*located.OTHERS.get(case, case.split()))
     assert says in found.words, found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", located.TASKS)
-def test_four_in_five_kinds_are_told_with_their_line_and_none_with_another(task):
+def test_four_in_five_kinds_are_located(task):
     said = {name: located.told(task, name) for name in (*located.USERS, *located.TOOLKITS)}
     verdicts = [found.verdict for found in said.values()]
     assert len(said) >= 20 and set(verdicts) <= {"right", "silent"}, said
     assert verdicts.count("right") >= 0.8 * len(verdicts), said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", located.TASKS)
 @pytest.mark.parametrize("name", located.USERS)
-def test_a_mistake_is_one_statement_of_a_users_code(task, name):
+def test_mistake_is_one_statement(task, name):
     """The text with the mistake is the task's own but for the line, and is Python."""
     text, wrong = located.changed(located.text_of(task), located.USERS[name])
     compile(text, task, "exec")

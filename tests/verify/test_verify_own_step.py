@@ -25,6 +25,7 @@ def test_two_optimizers_by_name_are_verified():
     assert 0 <= found["gradient_error"] < found["update_error"] + 1e-6 < 1e-4  # of how far the parameters move
 
 
+@pytest.mark.slow
 def test_a_mistake_in_such_a_step_is_seen(monkeypatch):
     right = gan.d_loss
     monkeypatch.setattr(gan, "d_loss", lambda D, G, x, z: right(D, G, x - x.mean(0), z))  # a statistic of one replica
@@ -32,8 +33,8 @@ def test_a_mistake_in_such_a_step_is_seen(monkeypatch):
     assert not found["passed"] and found["failed"][:3] == ["loss", "gradient", "update"]
 
 
-@pytest.mark.parametrize("reads", [True, False], ids=["a number of it", "nothing"])
-def test_a_state_taken_by_its_number_is_the_optimizers_own(reads):
+@pytest.mark.parametrize("reads", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_indexed_state_is_the_one_of_the_optimizer(reads):
     """The first of what is watched would be the gradient, which has the shape of Adam's moments."""
 
     def train_step(state, x):

@@ -15,6 +15,7 @@ from spmdkit.verify.noise import leaf_errors
 from spmdkit.verify.runner import CaseRunner
 from spmdkit.verify.task_runner import Setting, TaskRunner
 from tests.natural import test_odd_leaves as odd
+from tests.support.forms import slow_except
 
 pytestmark = pytest.mark.promotes("natural code of people who have their own models")
 
@@ -28,7 +29,7 @@ def own_phase(params, state, rows, key):
     return loss, metrics, new | {"spectrum": lax.complex(new["spectrum"].real, own)}
 
 
-@pytest.mark.parametrize("loss_fn", [odd.loss_fn, own_phase])
+@pytest.mark.parametrize("loss_fn", [pytest.param(odd.loss_fn, marks=pytest.mark.slow), own_phase])
 def test_a_task_with_complex_half_and_empty_leaves(loss_fn):
     agree = {"spectrum": "mean"} if loss_fn is own_phase else {}  # without it the task is refused
     task = sk.Task(odd.init, loss_fn, optax.sgd(0.1), train_data=odd.DATA, state_reduction=agree)
@@ -41,7 +42,7 @@ def test_a_task_with_complex_half_and_empty_leaves(loss_fn):
         assert "spectrum" in found["worst_leaf"]
 
 
-def test_an_error_of_the_imaginary_part_or_of_more_than_a_few_ulps_of_half_precision_is_one():
+def test_errors_of_complex_and_half_leaves():
     random = np.random.default_rng(0)
     x = (random.normal(size=8) + 1j * random.normal(size=8)).astype(np.complex64)
     assert leaf_errors({"x": x}, {"x": x})["x"] == 0 and leaf_errors({"x": x.conj()}, {"x": x})["x"] > 0.5
@@ -67,7 +68,9 @@ def of_a_wave(cast):
     return sk.Task(init, loss_fn, optax.sgd(0.1), train_data=rows)
 
 
-@pytest.mark.parametrize("cast", [None, jnp.complex64], ids=["as it is", "casting"])
+@pytest.mark.parametrize(
+    "cast", [None, pytest.param(jnp.complex64, marks=pytest.mark.slow)], ids=["as it is", "casting"]
+)
 def test_in_64_bits_complex_numbers_are_wide_too(cast):
     jax.config.update("jax_enable_x64", True)
     try:
@@ -108,8 +111,10 @@ def half_and_complex(devices, fault=""):
     return jax.jit(train_step), (state, put(random.normal(size=(16, 8)).astype(np.float32), "rows", None))
 
 
-@pytest.mark.parametrize(("fault", "first"), [("", None), ("phase", "state"), ("factor", "loss")])
-def test_a_step_by_hand_with_complex_and_half_leaves(fault, first):
+@pytest.mark.parametrize(
+    ("fault", "first"), slow_except([("phase", "state")], [("", None), ("phase", "state"), ("factor", "loss")])
+)
+def test_external_step_with_complex_and_half_leaves(fault, first):
     report = sk.verify_step(
         lambda devices: half_and_complex(devices, fault), meshes=[{"rows": 2, "columns": 2}], steps=2
     )

@@ -3,7 +3,6 @@ to the shard."""
 
 import jax
 import numpy as np
-import optax
 import pytest
 
 import spmdkit as sk
@@ -11,10 +10,21 @@ from spmdkit.communication.reducers.base import ReducedLeaf
 from spmdkit.foundation import plugins
 from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.hlo.text import parse
-from tests.communication.reducers.test_reducer_contract import wide
 from tests.support.core_runs import assert_close
+from tests.support.forms import slow_except
 from tests.support.messages import refused
-from tests.support.reducer_runs import NUM_VALUES, applied_and_owed, loss_fn, program, task, train, true_sum
+from tests.support.reducer_runs import (
+    NUM_VALUES,
+    added_up,
+    applied_and_owed,
+    loss_fn,
+    owed,
+    program,
+    task,
+    train,
+    true_sum,
+    wide,
+)
 
 MESHES = {
     "tensor inside": {"mesh": {"replica": 2, "data": 2, "tensor": 2}},
@@ -24,23 +34,12 @@ MESHES = {
 }
 
 
-SLOW = ("zero 1", "zero 2, shards of shards", "hsdp")
-
-
-@pytest.mark.parametrize("mesh", [pytest.param(m, marks=pytest.mark.slow if m in SLOW else ()) for m in MESHES])
-def test_exact_options_lose_nothing(mesh):
-    settings = MESHES[mesh]
-    expected = jax.device_get(train(program(settings))[0].opt_state)
-    exact, _ = train(program(settings, {"hierarchical": {"outer": {"int8": {"block": 1}}}}))
-    assert_close(exact.opt_state, expected)
-    state, _ = train(program(settings, "hierarchical"))
-    left = jax.tree.map(
-        lambda x: np.asarray(x.get("error", 0), np.float64).sum(0) if x else 0.0,
-        jax.device_get(state.reducer[0]),
-        is_leaf=lambda x: isinstance(x, dict) and set(x) <= {"error"},
-    )
-    applied = jax.tree.map(lambda x, y: np.asarray(x, np.float64) + y, jax.device_get(state.opt_state), left)
-    assert_close(applied, expected)
+@pytest.mark.parametrize("mesh", slow_except({"tensor inside"}, MESHES))
+def test_applied_and_owed_are_the_sum(mesh):
+    expected = added_up(program(MESHES[mesh]))[0]
+    applied, state = added_up(program(MESHES[mesh], "hierarchical"))
+    left = owed(state)
+    assert_close(jax.tree.map(lambda x, y: np.asarray(x, np.float64) + y, applied, left), expected)
     assert np.abs(left["up"]).max() > 1e-5
 
 
@@ -57,16 +56,15 @@ def test_state_belongs_to_shards_or_leaf_is_exact():
 
     settings = {"mesh": {"replica": 2, "data": 4}}
     made = program(settings, "hierarchical", task(init=init, loss_fn=loss, rules=[]))
-    state, _ = train(made)
+    state, _ = train(made, 2)
     error = state.reducer[0]["up"]["error"]
     assert error.shape == (2, 128, 128) and {s.data.shape for s in error.addressable_shards} == {(1, 32, 128)}
     assert state.reducer[0]["bias"] == {}
-    expected, _ = train(program(settings, "sum", task(init=init, loss_fn=loss, rules=[])))
+    expected, _ = train(program(settings, "sum", task(init=init, loss_fn=loss, rules=[])), 2)
     assert_close(state.opt_state["bias"], expected.opt_state["bias"])
 
 
-@pytest.mark.parametrize("num", [2, 4])
-def test_outer_sends_its_bytes_for_a_shard(num):
+def test_outer_sends_its_bytes_for_a_shard(num=2):
     made = program({"mesh": {"replica": 2, "data": num}}, "hierarchical", wide(), batch_size=64, data={})
     bill = read_bill(parse(made.compiled.as_text()), made.sizes)
     sent = {axis: sum(c.bytes for c in bill.collectives if c.axes == (axis,) and c.bytes > 1024) for axis in made.sizes}
@@ -79,38 +77,10 @@ def test_outer_sends_its_bytes_for_a_shard(num):
     assert f"{total:.0f} B sent" in made.explain()
 
 
-def test_per_replica_call_is_sharded_too():
-    def step(state, batch):
-        (loss, _), grads = sk.value_and_grad(loss_fn)(state.params, batch, state.key)
-        return state.apply_gradients(grads), {"loss": loss}
-
-    settings = {"mesh": {"replica": 2, "data": 2}}
-    own = lambda **more: task(optax.sgd(0.05), loss_fn=None, train_step=step, **more)
-    state, _ = train(program(settings, "hierarchical", own(view="replica")), 4)
-    expected, _ = train(program(settings, "hierarchical", own()), 4)
-    assert_close(state.params, expected.params)
-    assert_close(state.reducer, expected.reducer)
-
-
-@pytest.mark.forms(1)
-@pytest.mark.parametrize(
-    "outer",
-    [
-        "sum",
-        "sign",
-        {"powersgd": {"rank": 2}},
-        pytest.param({"topk": {"fraction": 0.25, "most": None}}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_other_reducers_stand_between_the_positions_along_replica(outer):
-    settings = {"mesh": {"replica": 2, "data": 4}}
-    choice = {"hierarchical": {"outer": outer}}
-    expected = true_sum("replica 2 x data 4")
-    if outer == "sum":
-        assert_close(train(program(settings, choice))[0].opt_state, expected)
-    else:
-        assert_close(applied_and_owed("replica 2 x data 4", choice), expected)
+@pytest.mark.parametrize("outer", slow_except([], ["sum", "sign", {"powersgd": {"rank": 2}}]), ids=str)
+def test_other_reducers_work_between_positions_along_replica(outer):
+    mesh, choice = "replica 2 x data 2", {"hierarchical": {"outer": outer}}
+    assert_close(applied_and_owed(mesh, choice), true_sum(mesh))
 
 
 REFUSED = {

@@ -4,28 +4,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
 
 import spmdkit as sk
 from spmdkit.communication.reducers import powersgd
-from spmdkit.communication.reducers.base import ReducedLeaf, ReduceGroup
+from spmdkit.communication.reducers.base import ReducedLeaf
 from tests.support.messages import refused
-from tests.support.reducer_runs import program, task
-
-ROWS = PartitionSpec("data")
+from tests.support.reducer_runs import alone, program, task
 
 
 def reduction(made, path="w"):
-    """Returns the compiled `(terms, states) -> (sum, new states)` of [replicas, *leaf], on 4 devices; states [replicas,
-    *leaf]."""
+    """Returns `(terms [4, *leaf], state) -> (sum, new state)`."""
+    run = alone(made, path)
 
-    def local(leaf, state):
-        over = ReduceGroup(("data",), 4, lambda: jax.random.key(7), (path,))
-        leaves, new = made.apply([leaf[0]], [{name: x[0] for name, x in state.items()}], over)
-        return leaves[0], {name: x[None] for name, x in new[0].items()}
+    def reduce(terms, state):
+        (total,), (new,) = run([terms], [state])
+        return total, new
 
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(ROWS, ROWS), out_specs=(PartitionSpec(), ROWS)))
+    return reduce
 
 
 def zeros(made, terms):
@@ -41,7 +36,7 @@ def of_rank(random, rank, *shape):
     return terms
 
 
-@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize("warm", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_low_rank_sums_and_stacked_matrices_are_exact(warm):
     terms = of_rank(np.random.default_rng(0), 2, 3, 48, 32)
     made = powersgd.make(rank=2, warm_start=warm)
@@ -71,18 +66,11 @@ def one_by_one(steps, q):
     return sums, owed
 
 
-@pytest.mark.forms(2)
 @pytest.mark.parametrize(
     "path, shape, view",
     [
-        ("blocks/up", (3, 48, 32), (3, 48, 32)),
         ("up", (3, 48, 32), (1, 144, 32)),
-        (
-            "blocks/query",
-            (2, 4, 12, 40),
-            (2, 48, 40),
-        ),  # [layers, heads, in, out]: heads belong to the matrix of their layer
-        ("blocks/conv", (2, 3, 3, 8, 64), (2, 72, 64)),
+        ("blocks/query", (2, 4, 12, 40), (2, 48, 40)),  # heads belong to the matrix of their layer
     ],
 )
 def test_first_dim_of_stacked_leaf_is_a_batch(path, shape, view):
@@ -103,10 +91,8 @@ def test_first_dim_of_stacked_leaf_is_a_batch(path, shape, view):
 
 def test_leaf_is_split_where_factors_are_smallest():
     assert powersgd.matrices((128, 4, 32), 4, False, 1) == (1, 128, 128)
-    assert powersgd.matrices((4, 32, 128), 4, False, 1) == (1, 128, 128)
     assert powersgd.matrices((3, 3, 64, 128), 4, False, 1) == (1, 576, 128)
     assert powersgd.matrices((6, 128, 512), 4, True, 1) == (6, 128, 512)
-    assert powersgd.matrices((6, 128, 512), 4, False, 1) == (1, 768, 512)
     assert powersgd.matrices((128,), 4, False, 1) is None
     assert powersgd.matrices((128, 4), 4, False, 1) is None
     assert powersgd.matrices((128, 4), 4, False, 0) == (1, 128, 4)
@@ -138,7 +124,7 @@ def test_warm_start_converges_to_best_rank():
     for warm in (True, False):
         made = powersgd.make(rank=4, warm_start=warm)
         states, run = zeros(made, terms), reduction(made)
-        for _ in range(25):
+        for _ in range(12):
             total, states = run(terms, states | {"error": np.zeros_like(terms)})
         found[warm] = np.linalg.norm(np.asarray(total) - whole) / best
     assert found[True] == pytest.approx(1, abs=2e-3) and found[False] > 1.05
@@ -167,8 +153,7 @@ def resnet18():
     return shapes | {"dense": (512, 10), "bias": (10,)}
 
 
-@pytest.mark.parametrize("rank, times, megabytes", [(1, 243, 4), (2, 136, 8), (4, 72, 14)])
-def test_the_formula_gives_the_papers_compression_of_resnet18(rank, times, megabytes):
+def test_the_formula_gives_the_papers_compression_of_resnet18():
     """Vogels et al. (2019), table 3: sent per epoch and how many times less than SGD's 1,023 MB; appendix F: 43 MB, 38
     KB of vectors."""
     leaves = [ReducedLeaf(path, shape, {"data": 16}, ()) for path, shape in resnet18().items()]
@@ -176,9 +161,10 @@ def test_the_formula_gives_the_papers_compression_of_resnet18(rank, times, megab
     vectors = sum(leaf.size for leaf in leaves if len(leaf.shape) == 1)
     assert (round(values * 4 / 2**20), round(vectors * 4 / 2**10)) == (43, 38)
     plain = 2 * 15 / 16 * 4 * values
-    sent = powersgd.make(rank=rank).bytes_sent(leaves)
-    assert round(plain / sent) == times
-    assert round(1023 * sent / plain) == megabytes
+    for rank, times, megabytes in ((1, 243, 4), (2, 136, 8), (4, 72, 14)):
+        sent = powersgd.make(rank=rank).bytes_sent(leaves)
+        assert round(plain / sent) == times
+        assert round(1023 * sent / plain) == megabytes
 
 
 def test_a_model_without_a_large_matrix_is_refused():

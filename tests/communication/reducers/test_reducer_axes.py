@@ -12,10 +12,9 @@ import pytest
 import spmdkit as sk
 from tests.communication.reducers.test_reducer_contract import ANOTHER_SUM, ROWS, lossless
 from tests.support.core_runs import assert_close, leaf_errors, program_of
+from tests.support.forms import slow_except
 
 D, L, E, T = 16, 2, 2, 4
-QUICK = ("int8", "powersgd")
-"""Bytes by owners, and matrices by factors; the others in the thorough form."""
 
 
 def data():
@@ -81,13 +80,11 @@ def of_sum(axis):
     return trained(axis, {"data": 2}, "sum")[2]
 
 
-@pytest.mark.parametrize("axis", ["expert", "pipeline"])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ROWS])
+@pytest.mark.parametrize("axis", [pytest.param("expert", marks=pytest.mark.slow), "pipeline"])
+@pytest.mark.parametrize("name", slow_except({"int8"}, ROWS))
 def test_exact_options_equal_sum_with_stages_and_experts(name, axis):
-    mesh, choice = (
-        {"replica": 2, "data": 2} if name == "hierarchical" else {"data": 2},
-        OPTIONS.get(name, lossless(name)),
-    )
+    mesh, choice = {"replica": 2} if name == "hierarchical" else {}, OPTIONS.get(name, lossless(name))
+    mesh |= {"data": 2}
     program, before, found = trained(axis, mesh | {axis: 2}, choice)
     assert program.form == "mapped" and program.reducer.is_sum == (name == "sum")
     expected = trained(axis, mesh, choice)[2] if name in ANOTHER_SUM else of_sum(axis)

@@ -9,101 +9,72 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 from spmdkit.communication.reducers import coded
-from spmdkit.communication.reducers.base import ReducedLeaf, stateless
+from spmdkit.communication.reducers.base import ReducedLeaf, ReduceGroup, stateless
 from spmdkit.foundation import plugins
 from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.hlo.text import parse
-from tests.support.core_hlo import collectives
 from tests.support.core_runs import assert_close
-from tests.support.reducer_runs import MESHES, applied_and_owed, program, task, train, true_sum
+from tests.support.forms import slow_except
+from tests.support.reducer_runs import (
+    MESHES,
+    added_up,
+    applied_and_owed,
+    assert_same_replicas,
+    owed,
+    program,
+    true_sum,
+)
 
 
 class Row(NamedTuple):
     """What is special about a reducer.
 
     Attributes:
-        kinds: of the collectives that carry the gradient over replicas.
-        owner: for those that round a second time on the owner of a part: a context in which the owner forgets what it
-            took.
+        kinds: of the large collectives over replicas.
         options: with which it is run here, where its own are not for a model this small.
-        meshes: on which it is run by default; others only in the thorough form.
-        like: another reducer of the same exchange, or with tests of its own: its mutants and all numbers of replicas
-            are run there, here in the thorough form.
-        at: the mesh on which its mutants are run.
-        never: meshes on which it is refused.
+        at: the mesh of its formula of bytes and of its mutants.
+        mapped: another mesh on which it is run by default, and where its exact options are.
+        like: another reducer of the same exchange: its other forms are slow.
         rounds: what carries the gradient stands in a loop, whose runs only the gradient knows: the formula is that of
             one.
     """
 
     kinds: frozenset[str]
-    owner: object = None
     options: tuple[tuple[str, object], ...] = ()
-    meshes: tuple[str, ...] = tuple(MESHES)
+    at: str = "data 4"
+    mapped: str = ""
     like: str = ""
-    at: str = "data 8"
-    never: tuple[str, ...] = ()
     rounds: bool = False
 
 
-def forgetful_owner(monkeypatch):
-    monkeypatch.setattr(coded, "_place_owned_part", lambda part, over: jnp.zeros((over.num, *part.shape)))
-
-
 BY_OWNERS = frozenset({"all_to_all", "all_gather"})
-SHORT = ("data 8", "replica 2 x fsdp 2 x tensor 2")
+TENSOR, ZERO_1, ZERO_2 = "replica 2 x fsdp 2 x tensor 2", "fsdp 4 zero 1", "data 2 x fsdp 2 zero 2"
 
 ROWS = {
     "sum": Row(frozenset({"all_reduce"})),
-    "ordered": Row(BY_OWNERS, meshes=SHORT),
-    "bfloat16": Row(BY_OWNERS, forgetful_owner, meshes=(*SHORT, "fsdp 8 zero 1")),
-    "float8": Row(BY_OWNERS, forgetful_owner, meshes=("data 8",), like="int8"),
-    "sign": Row(BY_OWNERS, forgetful_owner, meshes=("data 8",), like="int8"),
-    "adasum": Row(BY_OWNERS, meshes=("data 8",), never=("data 2 x fsdp 4 zero 2",)),
-    "powersgd": Row(frozenset({"all_reduce"}), meshes=SHORT),
-    "topk": Row(
-        frozenset({"all_gather"}),
-        options=(("fraction", 0.25), ("most", None)),
-        meshes=SHORT,
-    ),
+    "ordered": Row(BY_OWNERS),
+    "bfloat16": Row(BY_OWNERS, mapped=ZERO_1),
+    "float8": Row(BY_OWNERS, like="int8"),
+    "sign": Row(BY_OWNERS, like="int8"),
+    "adasum": Row(BY_OWNERS),
+    "powersgd": Row(frozenset({"all_reduce"}), mapped=TENSOR),
+    "topk": Row(frozenset({"all_gather"}), (("fraction", 0.25), ("most", None))),
     "sparse_rows": Row(
-        frozenset({"all_gather"}),
-        options=(("leaves", ["up"]), ("rows", 48), ("most", None)),
-        meshes=("data 8",),
-        like="sum",
-        rounds=True,
+        frozenset({"all_gather", "all_reduce"}), (("leaves", ["up"]), ("rows", 48), ("most", None)), rounds=True
     ),
-    "hierarchical": Row(
-        BY_OWNERS,
-        forgetful_owner,
-        meshes=("replica 2 x data 4",),
-        at="replica 2 x data 4",
-        never=("data 8", "replica 2 x fsdp 2 x tensor 2", "fsdp 8 zero 1", "data 2 x fsdp 4 zero 2"),
-    ),
-    "int8": Row(BY_OWNERS, forgetful_owner, meshes=("data 8", "data 2 x fsdp 4 zero 2")),
+    "hierarchical": Row(BY_OWNERS, at="replica 2 x data 2"),
+    "int8": Row(BY_OWNERS, mapped=ZERO_2),
 }
+ANOTHER_SUM = {"adasum"}
+"""What is no sum at any options: equal to its own formula, test_adasum.py."""
 
 
 def test_every_reducer_has_a_row():
     assert plugins.names("reducers") == sorted(ROWS)
-
-
-def on_meshes(names, most=None):
-    """Returns (name, mesh) of reducers; those beyond the last `most` default meshes of a reducer are slow."""
-    return [
-        pytest.param(name, mesh, marks=() if mesh in ROWS[name].meshes[-(most or 0) :] else pytest.mark.slow)
-        for name in names
-        for mesh in MESHES
-        if mesh not in ROWS[name].never
-    ]
-
-
-def once_of_each(names):
-    """Returns reducers, those marked whose exchange another one has."""
-    return [pytest.param(name, marks=pytest.mark.slow if ROWS[name].like else ()) for name in names]
 
 
 def chosen(name, **more):
@@ -117,86 +88,113 @@ def lossless(name):
     return chosen(name, **(plugins.make("reducers", chosen(name)).exact_options or {}))
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_float64_gradient_is_reduced_without_promotion(name):
-    """Traced alone: a sum of float64 and of what is owed in float32, or of integers of two sizes, would be refused."""
-    wide = {"params": "float64", "compute": "float64", "inputs": "compute"}
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
-        traced = program(ROWS[name].at, chosen(name), precision=wide)
-        state, _, _ = traced.traced.out_info
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float64")}
-    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.reducer))
-
-
 STATEFUL = [name for name in ROWS if plugins.make("reducers", chosen(name)).init is not stateless]
 
 
 @functools.cache
 def trained(mesh, reducer='"sum"'):
-    """Returns a program of Adam and its state after 4 steps; the reducer is JSON."""
-    made = program(mesh, json.loads(reducer), adam())
-    return made, train(made, 4)
+    """Returns a program and (what 8 steps apply, the state after them); the reducer is JSON."""
+    made = program(mesh, json.loads(reducer), microbatches=2 if mesh == "data 4" else 1)
+    return made, *added_up(made)
 
 
-def adam():
-    return task(optax.adam(1e-2, eps=1e-3))
-
-
-ANOTHER_SUM = {"adasum"}
-"""What is no sum at any options: equal to its own formula, tests/communication/reducers/test_adasum.py."""
-
-
-def check_lossless(lossless, mesh):
-    """Fails unless a run with this reducer, at options at which it is exact, is that of the sum."""
-    _, (expected, losses) = trained(mesh)
-    _, (state, found) = trained(mesh, json.dumps(lossless))
-    np.testing.assert_allclose(found, losses, rtol=1e-5)
-    assert_close(state.params, expected.params)
+def check_sum(choice, mesh):
+    """Fails unless what is applied is the true sum."""
+    assert_close(trained(mesh, json.dumps(choice))[1], true_sum(mesh))
 
 
 def check_replicas(choice, mesh):
     """Fails unless all replicas hold the same bits after some steps, in the form of the step that the sum has."""
-    made, (state, _) = trained(mesh, json.dumps(choice))
+    made, _, state = trained(mesh, json.dumps(choice))
     assert made.form == trained(mesh)[0].form
-    for leaf in jax.tree.leaves((state.params, state.opt_state)):
-        by_index = {}
-        for shard in leaf.addressable_shards:
-            by_index.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
-        assert all(len(bits) == 1 for bits in by_index.values()), "replicas hold other bits"
+    assert_same_replicas((state.params, state.opt_state))
 
 
-@pytest.mark.parametrize("name, mesh", on_meshes([name for name in ROWS if name not in {"sum", *ANOTHER_SUM}], most=1))
-def test_exact_options_equal_sum(name, mesh):
-    reducer = plugins.make("reducers", chosen(name))
-    assert reducer.exact or reducer.exact_options, "an inexact reducer has options at which it is the sum"
-    check_lossless(lossless(name), mesh)
+def check_bytes(choice, row, mesh=None):
+    """Fails unless a compiled step sends the bytes of the reducer's formula, by the collectives of its row, after its
+    last microbatch."""
+    made, _, state = trained(mesh or row.at, json.dumps(choice))
+    bill = read_bill(parse(made.compiled.as_text()), made.sizes)
+    in_loop = [c.op for c in bill.collectives if c.in_loop]
+    assert in_loop == ["all_gather"] * row.rounds, f"{len(in_loop)} collectives stand in a loop"
+    large = [c for c in bill.collectives if c.bytes_at_least > 1024]
+    assert {c.op for c in large} == row.kinds
+    axes = {axis: size for axis, size in made.sizes.items() if size > 1}
+    leaves = [ReducedLeaf(path, x.shape, axes, ()) for path, x in state.params.items()]
+    expected = made.reducer.bytes_sent(leaves)  # with which the loss may travel
+    assert sum(c.bytes_at_least for c in large) == pytest.approx(expected, rel=2e-3, abs=64)
 
 
-@pytest.mark.parametrize("name, mesh", on_meshes(ROWS))
+FORMS = [
+    pytest.param(name, mesh, marks=() if mesh in (row.at, row.mapped) else pytest.mark.slow)
+    for name, row in ROWS.items()
+    for mesh in MESHES
+    if (name, mesh) != ("adasum", ZERO_2) and (name != "hierarchical" or mesh == row.at)
+]
+
+
+@pytest.mark.parametrize("name, mesh", FORMS)
 def test_replicas_are_bitwise_equal_in_sums_form(name, mesh):
     check_replicas(chosen(name), mesh)
 
 
-@pytest.mark.parametrize("name, mesh", on_meshes(STATEFUL, most=1))
+@pytest.mark.parametrize("name, mesh", [form for form in FORMS if form.values[0] in STATEFUL])
 def test_applied_and_residual_add_up_to_true_sum(name, mesh):
-    assert_close(applied_and_owed(mesh, chosen(name)), true_sum(mesh))
+    _, applied, state = trained(mesh, json.dumps(chosen(name)))
+    assert_close(jax.tree.map(lambda x, y: np.asarray(x, np.float64) + y, applied, owed(state)), true_sum(mesh))
+
+
+@pytest.mark.parametrize(
+    "name, mesh",
+    [
+        pytest.param(name, row.mapped or row.at, marks=() if name in ("int8", "powersgd") else pytest.mark.slow)
+        for name, row in ROWS.items()
+        if name not in {"sum", *ANOTHER_SUM}
+    ],
+)
+def test_exact_options_equal_sum(name, mesh):
+    reducer = plugins.make("reducers", chosen(name))
+    assert reducer.exact or reducer.exact_options, "an inexact reducer has options at which it is the sum"
+    check_sum(lossless(name), mesh)
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if name != "hierarchical"])  # test_hierarchical.py
+def test_bytes_match_formula_outside_of_loops(name):
+    check_bytes(chosen(name), ROWS[name])
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_float64_gradient_is_reduced_without_promotion(name):
+    """A sum of float64 and of what is owed in float32, or of integers of two sizes, would be refused."""
+    made = plugins.make("reducers", chosen(name))
+
+    def local(leaf, states):
+        over = ReduceGroup(("replica", "data"), 4, lambda: jax.random.key(0), ("up",))
+        (total,), new = made.apply([leaf[0]], [{name: x[0] for name, x in states.items()}], over)
+        return total, {name: x[None] for name, x in new[0].items()}
+
+    mesh, rows = (
+        Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("replica", "data")),
+        PartitionSpec(("replica", "data")),
+    )
+    shape = (64, 128) if made.per_shard_state else (128, 128)
+    kept = {key: jax.ShapeDtypeStruct((4, *x.shape), x.dtype) for key, x in made.init(shaped(shape)).items()}
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        run = jax.shard_map(local, mesh=mesh, in_specs=(rows, rows), out_specs=(PartitionSpec(), rows))
+        total, new = jax.eval_shape(run, jax.ShapeDtypeStruct((4, 128, 128), jnp.float64), kept)
+    assert total.dtype == jnp.float64 and all(x.dtype == jnp.float32 for x in new.values())
+
+
+def shaped(shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def test_ordered_program_adds_nothing_on_the_way():
+    text = str(trained("data 4", '"ordered"')[0].traced.jaxpr)
+    assert "psum" not in text and "reduce_scatter" not in text
 
 
 # ---- mutants of the state
-# -----------------------------------------------------------------------------------------------
-
-
-def wrong(name, monkeypatch, change):
-    """Puts `change(apply, leaves, states, over)` in the place of a reducer's `apply`."""
-    module = __import__(f"spmdkit.communication.reducers.{name}", fromlist=["make"])
-    make = module.make
-
-    @functools.wraps(make)
-    def instead(**options):
-        made = make(**options)
-        return dataclasses.replace(made, apply=functools.partial(change, made.apply))
-
-    monkeypatch.setattr(module, "make", instead)
 
 
 def residual_dropped(apply, leaves, states, over):
@@ -212,90 +210,42 @@ def scaled_twice(apply, leaves, states, over):
     return apply([x / over.num for x in leaves], states, over)
 
 
-@pytest.mark.forms(6)
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("change", [residual_dropped, residual_of_another_replica, scaled_twice])
-@pytest.mark.parametrize("name", once_of_each(STATEFUL))
+@pytest.mark.parametrize("name", STATEFUL)
 def test_state_mutants_are_caught_in_the_sum(name, change, monkeypatch):
-    wrong(name, monkeypatch, change)
+    module = __import__(f"spmdkit.communication.reducers.{name}", fromlist=["make"])
+    make = module.make
+
+    @functools.wraps(make)
+    def instead(**options):
+        made = make(**options)
+        return dataclasses.replace(made, apply=functools.partial(change, made.apply))
+
+    monkeypatch.setattr(module, "make", instead)
     with pytest.raises(AssertionError, match="relative errors"):
         assert_close(applied_and_owed(ROWS[name].at, chosen(name)), true_sum(ROWS[name].at))
 
 
-@pytest.mark.parametrize("name", once_of_each(name for name, row in ROWS.items() if row.owner))
-def test_owner_residual_mutant_is_caught_in_the_sum(name, monkeypatch):
-    ROWS[name].owner(monkeypatch)
+def test_owner_residual_mutant_is_caught_in_the_sum(monkeypatch):
+    monkeypatch.setattr(coded, "_place_owned_part", lambda part, over: jnp.zeros((over.num, *part.shape)))
     with pytest.raises(AssertionError, match="relative errors"):
-        assert_close(applied_and_owed(ROWS[name].at, chosen(name)), true_sum(ROWS[name].at))
-
-
-# ---- on the wire
-
-
-@pytest.mark.parametrize(
-    "name, num, microbatches",
-    [
-        pytest.param(name, num, micro, marks=pytest.mark.slow if row.like and (num, micro) != (8, 4) else ())
-        for name, row in ROWS.items()
-        if row.at == "data 8"
-        for num, micro in ((2, 1), (4, 1), (8, 1), (8, 4))
-    ],
-)
-def test_bytes_match_formula_outside_of_loops(name, num, microbatches):
-    check_wire(chosen(name), num, microbatches, ROWS[name])
-
-
-def check_wire(choice, num, microbatches, row):
-    """Fails unless a compiled step sends the bytes of the reducer's formula, by the collectives of its row, after its
-    last microbatch."""
-    made = program({"mesh": {"data": num}}, choice, wide(), batch_size=64, microbatches=microbatches, data={})
-    bill = read_bill(parse(made.compiled.as_text()), made.sizes)
-    large = [c for c in bill.collectives if c.bytes_at_least > 1024]
-    in_loop = [c.in_loop for c in (large if row.rounds else bill.collectives)]
-    assert all(in_loop) if row.rounds else not any(in_loop), (
-        f"{sum(in_loop)} of {len(in_loop)} collectives stand in a loop"
-    )
-    assert {c.op for c in large} == row.kinds
-    expected = made.reducer.bytes_sent([ReducedLeaf("up", (128, 128), {"data": num}, ())])
-    assert sum(c.bytes_at_least for c in large) == pytest.approx(
-        expected, rel=2e-3, abs=32
-    )  # the loss may travel along
-
-
-def wide():
-    """Returns a task whose parameters are one leaf of 128 x 128."""
-    import spmdkit as sk
-
-    return task(
-        num=64,
-        loss_fn=lambda params, batch, key: sk.mean(((batch["x"] @ params["up"]) ** 2).sum(-1)),
-        rules=[],
-        init=lambda key: {"up": jax.random.normal(key, (128, 128))},
-    )
-
-
-@pytest.mark.parametrize("mesh", ["data 8", "replica 2 x data 4"])
-def test_ordered_program_adds_nothing_on_the_way(mesh):
-    made, _ = trained(mesh, '"ordered"')
-    assert "psum" not in str(made.traced.jaxpr) and "reduce_scatter" not in str(made.traced.jaxpr)
-    assert not [
-        c for c in collectives(made.compiled.as_text(), made.sizes) if c.kind.startswith(("all-reduce", "reduce"))
-    ]
+        assert_close(applied_and_owed("data 4", "bfloat16"), true_sum("data 4"))
 
 
 # ---- broken ones, as a user writes them
-# -----------------------------------------------------------------------------------
 
-by_psum = functools.partial(check_wire, num=2, microbatches=1, row=Row(frozenset({"all_reduce"})))
+by_psum = functools.partial(check_bytes, row=ROWS["sum"])
 BROKEN = {
-    "half": (functools.partial(check_lossless, mesh="data 8"), "relative errors|Not equal"),
-    "unequal": (functools.partial(check_replicas, mesh="data 8"), "replicas hold other bits"),
+    "half": (functools.partial(check_sum, mesh="data 4"), "relative errors"),
+    "unequal": (functools.partial(check_replicas, mesh="data 4"), "replicas hold other bits"),
     "twice": (by_psum, "comparison failed"),
     "in_parts": (by_psum, "collectives stand in a loop"),
 }
 """Reducer of support/own_reducer.py -> what finds it out, and what that says."""
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("name", slow_except({"half", "in_parts"}, BROKEN))
 def test_a_broken_reducer_fails_the_contract(name):
     check, said = BROKEN[name]
     check("tests.support.own_reducer:right")

@@ -1,34 +1,43 @@
 """What each reducer sends of the gradient of a byte GPT of width 128 over eight replicas, over the bytes of float32:
-from compiled programs.
-
-On CPU; what the TPU compiler makes of it: test_golden_shares.py.
-"""
-
-import functools
+by its formula, in a compiled program, and in the golden file of the CPU's and the TPU's compiler (`make tpu`)."""
 
 import jax
 import pytest
 
-from tests.support.reduction_alone import compiled_bill, sent_by_formula
+from spmdkit.foundation import plugins
+from tests.plan import golden_collectives as golden
+from tests.support.forms import slow_except
+from tests.support.reduction_alone import compiled_bill, gradient, sent_by_formula
 
 SHARES = {"bfloat16": 0.505, "int8": 0.26, "float8": 0.26, "sign": 0.034, "powersgd": 0.05, "topk": 0.08}
 """The largest share that is promised."""
 
 
-@functools.cache
-def sent(name, num=8):
-    """Returns the bytes that the compiled reduction sends; of a loop whose length only the gradient knows one round."""
-    return sum(
-        c.bytes_at_least for c in compiled_bill(name, jax.devices()[:num], {"replica": 1, "data": num}).collectives
-    )
-
-
-@pytest.mark.parametrize("num", [pytest.param(n, marks=() if n == 8 else pytest.mark.slow) for n in (2, 4, 8)])
-@pytest.mark.parametrize("name", [*SHARES, "adasum", "ordered", pytest.param("sparse_rows", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", slow_except({"int8"}, [*SHARES, "adasum", "ordered", "sparse_rows"]))
 def test_compiled_reduction_sends_the_formulas_bytes(name, num):
-    assert sent(name, num) == pytest.approx(sent_by_formula(name, {"data": num}), rel=5e-3)
+    """Of a loop whose length only the gradient knows one round."""
+    bill = compiled_bill(name, jax.devices()[:num], {"replica": 1, "data": num})
+    sent = sum(c.bytes_at_least for c in bill.collectives)
+    assert sent == pytest.approx(sent_by_formula(name, {"data": num}), rel=5e-3)
 
 
 @pytest.mark.parametrize("name", SHARES)
 def test_it_sends_the_promised_share(name):
-    assert 0.85 * SHARES[name] < sent(name) / sent("sum") <= SHARES[name]
+    share = sent_by_formula(name, {"data": 8}) / sent_by_formula("sum", {"data": 8})
+    assert 0.85 * SHARES[name] < share <= SHARES[name]
+
+
+@pytest.mark.parametrize("target", golden.REDUCER_TARGETS)
+@pytest.mark.parametrize("name", SHARES)
+def test_golden_file_has_documented_bytes_on_all_platforms(name, target):
+    share = golden.share(golden.read()["targets"], target, name)
+    assert 0.85 * SHARES[name] < share <= SHARES[name]
+
+
+@pytest.mark.parametrize("target", golden.REDUCER_TARGETS)
+def test_hierarchical_sends_a_fourth_of_int8_on_tpus(target):
+    rows = golden.read()["targets"][target][golden.REDUCER + "hierarchical"]["collectives"]
+    values = sum(x.size for x in gradient().values())
+    over_replica = sum(row["bytes"] for row in rows if row["axes"] == "replica")
+    assert over_replica == pytest.approx(plugins.make("reducers", "int8").wire(values // 4, 2), rel=2e-3)

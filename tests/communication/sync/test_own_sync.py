@@ -11,6 +11,8 @@ from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.program import source_digest
 from spmdkit.program.restore import restored
 from tests.support.own_files import config_by_choice
+from tests.support.reducer_runs import bits
+from tests.support.sync_runs import train
 
 TASK = """
 import optax
@@ -85,28 +87,17 @@ def program(config):
     return sk.build(config, devices=jax.devices()[:4])
 
 
-def bits(tree):
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves(jax.device_get(tree))]
-
-
-def train(made, steps, state=None, start=1):
-    state = made.init() if state is None else state
-    for _, batch in made.batches(start, start + steps - 1):
-        state, _ = made.step(state, batch)
-    return state
-
-
 def test_user_mean_sync_equals_local_sgd_bitwise(config):
-    expected = bits(train(program(config("{local_sgd: {every: 2}}")), 5))
+    expected = bits(train(program(config("{local_sgd: {every: 2}}")), 5)[0])
     for choice in ("{mine.py:plain: {every: 2}}", "mine.py:made"):
-        assert bits(train(program(config(choice)), 5)) == expected
-    assert bits(train(program(config("{mine.py:plain: {every: 3}}")), 5)) != expected
+        assert bits(train(program(config(choice)), 5)[0]) == expected
+    assert bits(train(program(config("{mine.py:plain: {every: 3}}")), 5)[0]) != expected
 
 
 def test_user_sync_state_is_saved_and_resumes_bitwise(config, tmp_path):
     asked = config("{mine.py:slow: {every: 2, rate: 0.25}}")
     made = program(asked)
-    state = train(made, 3)
+    state, _ = train(made, 3)
     kept = jax.device_get(state.sync)["slow"]
     assert kept.keys() == state.params.keys() and kept["up"].shape == state.params["up"].shape[1:]
     begin = jax.device_get(made.init().sync)["slow"]
@@ -114,10 +105,10 @@ def test_user_sync_state_is_saved_and_resumes_bitwise(config, tmp_path):
     checkpoints = Checkpoints(tmp_path / "saved")
     checkpoints.save(3, state, {})
     checkpoints.wait()
-    expected = bits(train(made, 3, state, 4))
+    expected = bits(train(made, 3, state, 4)[0])
     state, _, lines = restored(checkpoints, 3, made)
     checkpoints.close()
-    assert bits(train(made, 3, state, 4)) == expected and lines == []
+    assert bits(train(made, 3, state, 4)[0]) == expected and lines == []
 
 
 def test_config_check_does_not_import_the_sync(config, tmp_path):

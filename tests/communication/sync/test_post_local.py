@@ -5,7 +5,6 @@ import functools
 
 import jax
 import numpy as np
-import optax
 import pytest
 
 import spmdkit as sk
@@ -16,55 +15,26 @@ from spmdkit.plan.document import plan_program
 from spmdkit.plan.machine.target import target_of
 from spmdkit.program.restore import restored
 from tests.support.core_hlo import collectives
-from tests.support.core_runs import assert_close, program_of
-from tests.support.reducer_runs import task
+from tests.support.core_runs import assert_close
+from tests.support.forms import slow_except
+from tests.support.reducer_runs import bits
+from tests.support.sync_runs import MESHES as GROUP_MESHES
+from tests.support.sync_runs import group, program, train
 
-MESHES = {
-    "data 4": {"mesh": {"data": 4}},
-    "replica 2 x data 2": {"mesh": {"replica": 2, "data": 2}},
-    "replica 2 x fsdp 2 x tensor 2": {"mesh": {"replica": 2, "fsdp": 2, "tensor": 2}},
-    "replica 2 x fsdp 2 zero 1": {"mesh": {"replica": 2, "fsdp": 2}, "layout": {"zero": 1}},
-}
-
-
-def adam():
-    return optax.adam(1e-2, eps=1e-3)
-
-
-def program(sync, **settings):
-    settings = {"batch_size": 16, "steps": 40, "mesh": {"data": 4}, "clip_norm": 1.0, "ema": 0.9} | settings
-    return program_of(task(adam(), num=64), sync=sync, **settings)
+clipped = functools.partial(program, clip_norm=1.0, ema=0.9)
+POST_LOCAL = {"post_local": {"start": 3, "every": 2}}
+MESHES = [*GROUP_MESHES, {"replica": 2, "fsdp": 2}]
 
 
 @functools.cache
-def on_data(start=3, every=2, data=4):
-    return program({"post_local": {"start": start, "every": every}}, mesh={"data": data})
+def on_data():
+    return clipped(POST_LOCAL)
 
 
-def train(made, steps, state=None, start=1):
-    state, losses = made.init() if state is None else state, []
-    for _, batch in made.batches(start, start + steps - 1):
-        state, metrics = made.step(state, batch)
-        losses.append(float(made.metrics(metrics)["loss"]))
-    return state, losses
-
-
-def bits(tree):
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves(jax.device_get(tree))]
-
-
-def group(tree, number):
-    return jax.tree.map(lambda x: np.asarray(x)[number], jax.device_get(tree))
-
-
-@pytest.mark.forms(2)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", slow_except(["replica 2 x fsdp 2 x tensor 2"], MESHES), ids=str)
 def test_start_is_synchronous_with_equal_copies(mesh):
-    """With Adam and clipping, which local SGD with `every: 1` does not equal."""
-    made, plain = (
-        program({"post_local": {"start": 3, "every": 2}}, **MESHES[mesh]),
-        program("every_step", **MESHES[mesh]),
-    )
+    """With Adam and clipping, which local SGD with `every: 1` does not equal; no copy is moved between devices."""
+    made, plain = clipped(POST_LOCAL, mesh), clipped("every_step", mesh)
     state, losses = train(made, 3)
     expected, theirs = train(plain, 3)
     np.testing.assert_allclose(losses, theirs, rtol=1e-6)
@@ -74,6 +44,9 @@ def test_start_is_synchronous_with_equal_copies(mesh):
         for path, x in named_leaves(getattr(state, field)):
             copies = {np.asarray(x)[number].tobytes() for number in range(made.groups.num)}
             assert len(copies) == 1, path
+    texts = next(phase.compiled for phase in made.phases if phase.name == "start").as_text(), plain.compiled.as_text()
+    found = [sorted((c.kind, sorted(c.axes)) for c in collectives(text, made.sizes)) for text in texts]
+    assert found[0] == found[1] and len(found[0]) > 2
 
 
 def test_after_start_it_is_local_sgd(tmp_path):
@@ -83,7 +56,7 @@ def test_after_start_it_is_local_sgd(tmp_path):
     checkpoints.save(3, at_3, {})
     checkpoints.close()
     state, losses = train(made, 4, at_3, 4)
-    local = program({"local_sgd": {"every": 2}})
+    local = clipped({"local_sgd": {"every": 2}})
     begun, _, lines = restored(Checkpoints(tmp_path), 3, local)
     expected, theirs = train(local, 4, begun, 4)
     assert lines == [] and losses == theirs and bits(state) == bits(expected)
@@ -93,8 +66,7 @@ def test_after_start_it_is_local_sgd(tmp_path):
     assert bits(group(alone.params, 0)) != bits(group(alone.params, 1))
 
 
-@pytest.mark.parametrize("at", [2, 5])
-def test_resume_is_bitwise_from_either_phase(at, tmp_path):
+def test_resume_is_bitwise_across_the_start(tmp_path, at=2):
     made = on_data()
     state, _ = train(made, at)
     checkpoints = Checkpoints(tmp_path)
@@ -107,7 +79,7 @@ def test_resume_is_bitwise_from_either_phase(at, tmp_path):
 
 
 def test_switches_from_synchronous_training_and_back(tmp_path):
-    plain = program("every_step", mesh={"data": 2})
+    plain = clipped("every_step", {"data": 2})
     state, _ = train(plain, 2)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(2, state, {})
@@ -134,15 +106,6 @@ def test_a_plan_has_the_bytes_of_each_phase():
     formula = 2 * 3 / 4 * 4 * values
     assert set(sent) == {("start", 1, 3), ("agreement", 2, None)}, "alone nothing is sent"
     assert sent["agreement", 2, None] == formula and formula <= sent["start", 1, 3] <= formula + 200
-
-
-def test_a_start_moves_no_copy_between_devices():
-    """The collectives of the first phase are those of synchronous training, on a mesh with model axes too."""
-    mesh = MESHES["replica 2 x fsdp 2 x tensor 2"]
-    made, plain = program({"post_local": {"start": 3, "every": 2}}, **mesh), program("every_step", **mesh)
-    texts = next(phase.compiled for phase in made.phases if phase.name == "start").as_text(), plain.compiled.as_text()
-    found = [sorted((c.kind, sorted(c.axes)) for c in collectives(text, made.sizes)) for text in texts]
-    assert found[0] == found[1] and len(found[0]) > 2
 
 
 def test_it_is_explained():

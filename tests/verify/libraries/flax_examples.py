@@ -1,5 +1,4 @@
-"""Models of flax's own examples (mnist in linen and nnx, imagenet, lm1b, nlp_seq, ogbg_molpcba, seq2seq, sst2, vae,
-wmt), small, as tasks, with their losses and optimizers."""
+"""Models of flax's own examples (mnist in nnx, wmt, vae, ogbg_molpcba), small, as tasks."""
 
 import flax.linen as nn
 import jax
@@ -28,33 +27,6 @@ def constant(make):
     return lambda key: made
 
 
-# ---- mnist -----------------------------------------------------------------------------------------------------------
-
-
-class CNN(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.avg_pool(nn.relu(nn.Conv(features=4, kernel_size=(3, 3))(x)), window_shape=(2, 2), strides=(2, 2))
-        x = nn.avg_pool(nn.relu(nn.Conv(features=8, kernel_size=(3, 3))(x)), window_shape=(2, 2), strides=(2, 2))
-        x = nn.relu(nn.Dense(features=16)(x.reshape((x.shape[0], -1))))
-        return nn.Dense(features=4)(x)
-
-
-def mnist():
-    def loss_fn(params, batch, key):
-        logits = CNN().apply({"params": params}, batch["image"])
-        accuracy = (logits.argmax(-1) == batch["label"]).astype(jnp.float32)
-        loss = optax.softmax_cross_entropy(logits, jax.nn.one_hot(batch["label"], 4))
-        return sk.mean(loss), {"accuracy": sk.mean(accuracy)}
-
-    init = constant(lambda key: CNN().init(key, IMAGES["image"][:1])["params"])
-    return sk.Task(init, loss_fn, optax.sgd(0.1, 0.9), train_data=IMAGES, eval_data=IMAGES)
-
-
-# ---- mnist in nnx: its state has running averages and the keys of the dropout
-# ------------------------------------------
-
-
 class NnxCNN(nnx.Module):
     def __init__(self, rngs):
         self.conv1 = nnx.Conv(1, 4, kernel_size=(3, 3), rngs=rngs)
@@ -79,39 +51,6 @@ def mnist_nnx():
     return sk.Task(lambda key: sk.Variables(params, rest), loss_fn, optax.adamw(5e-3, 0.9), train_data=IMAGES)
 
 
-# ---- imagenet: a residual network, L2 on the kernels, Nesterov
-# ------------------------------------------------------------
-
-
-class ResNet(nn.Module):
-    @nn.compact
-    def __call__(self, x, train=True):
-        norm = lambda **rest: nn.BatchNorm(not train, momentum=0.9, epsilon=1e-5, axis_name=REPLICAS, **rest)
-        x = nn.relu(norm()(nn.Conv(4, (3, 3), use_bias=False)(x)))
-        y = nn.relu(norm()(nn.Conv(8, (3, 3), (2, 2), use_bias=False)(x)))
-        y = norm(scale_init=nn.initializers.zeros)(nn.Conv(8, (3, 3), use_bias=False)(y))
-        x = nn.relu(norm()(nn.Conv(8, (1, 1), (2, 2), use_bias=False)(x)) + y)
-        return nn.Dense(4)(x.mean((1, 2)))
-
-
-def imagenet():
-    def loss_fn(params, state, batch, key):
-        logits, new = ResNet().apply({"params": params, **state}, batch["image"], mutable=["batch_stats"])
-        decayed = sum(jnp.sum(x**2) for x in jax.tree.leaves(params) if x.ndim > 1)
-        return sk.mean(ce(logits, batch["label"]) + 1e-4 * 0.5 * decayed), {}, new
-
-    def make(key):
-        variables = ResNet().init(key, IMAGES["image"][:1])
-        return sk.Variables(variables["params"], {"batch_stats": variables["batch_stats"]})
-
-    schedule = optax.join_schedules([optax.linear_schedule(0.0, 0.1, 2), optax.cosine_decay_schedule(0.1, 10)], [2])
-    return sk.Task(constant(make), loss_fn, optax.sgd(schedule, momentum=0.9, nesterov=True), train_data=IMAGES)
-
-
-# ---- lm1b and wmt: a language model with shared embeddings; label smoothing, weights of tokens
-# -----------------------------
-
-
 class TransformerLM(nn.Module):
     @nn.compact
     def __call__(self, inputs, train=True):
@@ -127,7 +66,7 @@ class TransformerLM(nn.Module):
         return embed.attend(nn.LayerNorm()(x)) / np.sqrt(8)
 
 
-def language_model(smoothing):
+def wmt(smoothing=0.1):
     def loss_fn(params, batch, key):
         logits, weights = TransformerLM().apply({"params": params}, batch), (batch > 0).astype(jnp.float32)
         high, low = 1 - smoothing, smoothing / 12
@@ -142,77 +81,6 @@ def language_model(smoothing):
     rules = [(".*Dense_0/kernel", [None, "mlp"]), (".*Dense_1/kernel", ["mlp", None])]
     init = constant(lambda key: TransformerLM().init(key, TOKENS[:1])["params"])
     return sk.Task(init, loss_fn, tx, train_data=TOKENS, rules=rules)
-
-
-def lm1b():
-    return language_model(1e-9)
-
-
-def wmt():
-    return language_model(0.1)
-
-
-# ---- seq2seq: an encoder and a decoder of LSTMs
-# -------------------------------------------------------------------------------
-
-
-class Seq2seq(nn.Module):
-    @nn.compact
-    def __call__(self, encoder_inputs, decoder_inputs):
-        lengths = (encoder_inputs.argmax(-1) > 0).sum(-1)
-        encoder = nn.RNN(nn.LSTMCell(8), return_carry=True)
-        state, _ = encoder(encoder_inputs, seq_lengths=lengths)
-        outputs = nn.RNN(nn.LSTMCell(8))(decoder_inputs[:, :-1], initial_carry=state)
-        return nn.Dense(13)(outputs)
-
-
-def seq2seq():
-    def loss_fn(params, batch, key):
-        one_hot = jax.nn.one_hot(batch, 13)
-        logits = Seq2seq().apply({"params": params}, one_hot, one_hot)
-        return sk.mean(ce(logits, batch[:, 1:]), weights=(batch[:, 1:] > 0).astype(jnp.float32))
-
-    one_hot = jax.nn.one_hot(TOKENS[:1], 13)
-    init = constant(lambda key: Seq2seq().init(key, one_hot, one_hot)["params"])
-    return sk.Task(init, loss_fn, optax.adam(3e-3), train_data=TOKENS)
-
-
-# ---- sst2: a bidirectional LSTM with attention over the words
-# ------------------------------------------------------------------
-
-
-class TextClassifier(nn.Module):
-    @nn.compact
-    def __call__(self, tokens, lengths, keys):
-        embedded = nn.Embed(13, 8, embedding_init=nn.initializers.normal(stddev=0.1))(tokens)
-        keep = jax.vmap(lambda k: jax.random.bernoulli(k, 0.9, (8, 1)))(keys)
-        embedded = jnp.where(keep, embedded / 0.9, 0)
-        both = nn.Bidirectional(nn.RNN(nn.OptimizedLSTMCell(8)), nn.RNN(nn.OptimizedLSTMCell(8)))
-        encoded = both(embedded, seq_lengths=lengths)
-        mask = jnp.arange(8) < lengths[:, None]
-        scores = nn.Dense(1, use_bias=False)(nn.tanh(nn.Dense(8)(encoded)))[..., 0]
-        attention = nn.softmax(jnp.where(mask, scores, -np.inf))
-        context = jnp.einsum("bt,btd->bd", attention, encoded)
-        return nn.Dense(1)(nn.tanh(nn.Dense(8)(context)))[:, 0]
-
-
-def sst2():
-    data = {"token_ids": TOKENS, "length": LENGTHS.astype(np.int32), "label": (LENGTHS % 2).astype(np.float32)}
-    model = TextClassifier()
-
-    def loss_fn(params, batch, key):
-        logits = model.apply({"params": params}, batch["token_ids"], batch["length"], sk.example_keys())
-        labels = batch["label"]
-        loss = -labels * nn.log_sigmoid(logits) - (1 - labels) * nn.log_sigmoid(-logits)
-        return sk.mean(loss)
-
-    keys = jax.random.split(jax.random.key(1), 1)
-    init = constant(lambda key: model.init(key, TOKENS[:1], data["length"][:1], keys)["params"])
-    tx = optax.chain(optax.sgd(learning_rate=0.1, momentum=0.9), optax.add_decayed_weights(weight_decay=3e-6))
-    return sk.Task(init, loss_fn, tx, train_data=data)
-
-
-# ---- vae -------------------------------------------------------------------------------------------------------------
 
 
 class VAE(nn.Module):
@@ -237,38 +105,6 @@ def vae():
     keys = jax.random.split(jax.random.key(1), 1)
     init = constant(lambda key: VAE().init(key, np.zeros((1, 64), np.float32), keys)["params"])
     return sk.Task(init, loss_fn, optax.adam(1e-3), train_data=IMAGES)
-
-
-# ---- nlp_seq: tags of words, by an encoder
-# -------------------------------------------------------------------------------
-
-
-class Tagger(nn.Module):
-    @nn.compact
-    def __call__(self, tokens):
-        mask = nn.make_attention_mask(tokens > 0, tokens > 0)
-        x = nn.Embed(13, 16)(tokens) + self.param("posembed", nn.initializers.normal(0.02), (8, 16))
-        x = x + nn.MultiHeadDotProductAttention(num_heads=2, use_bias=False)(nn.LayerNorm()(x), mask=mask)
-        x = x + nn.Dense(16)(nn.gelu(nn.Dense(32)(nn.LayerNorm()(x))))
-        return nn.Dense(5, kernel_init=nn.initializers.normal(0.02))(nn.LayerNorm()(x))
-
-
-def nlp_seq():
-    data = {"inputs": TOKENS, "targets": TOKENS % 5}
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 8)
-
-    def loss_fn(params, batch, key):
-        logits, weights = Tagger().apply({"params": params}, batch["inputs"]), batch["inputs"] > 0
-        correct = (logits.argmax(-1) == batch["targets"]).astype(jnp.float32)
-        return sk.mean(ce(logits, batch["targets"]), where=weights), {"accuracy": sk.mean(correct, where=weights)}
-
-    init = constant(lambda key: Tagger().init(key, TOKENS[:1])["params"])
-    optimizer = optax.adamw(schedule, b1=0.9, b2=0.98, eps=1e-9, weight_decay=1e-1)
-    return sk.Task(init, loss_fn, optimizer, train_data=data, eval_data=data)
-
-
-# ---- ogbg_molpcba: graphs with labels of which many are missing, as nan
-# -----------------------------------------------------
 
 
 class Graphs(nn.Module):
@@ -301,6 +137,6 @@ def ogbg_molpcba():
     return sk.Task(init, loss_fn, optax.adam(1e-3), train_data=data)
 
 
-ALL = (mnist, mnist_nnx, imagenet, lm1b, wmt, seq2seq, sst2, vae, nlp_seq, ogbg_molpcba)
+ALL = (mnist_nnx, wmt, vae, ogbg_molpcba)
 TASKS = {f.__name__: f for f in ALL}
 """Name -> what makes the task."""

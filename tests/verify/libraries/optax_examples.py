@@ -39,10 +39,6 @@ def plain(optimizer, loss_fn=loss_fn, init=init):
     return sk.Task(init, loss_fn, optimizer, train_data=DATA, rules=[("hidden", [None, "mlp"])])
 
 
-def mlp_mnist():
-    return plain(optax.adam(1e-2))
-
-
 def lookahead_mnist():
     """The parameters are fast and slow ones; the gradient is that of the fast ones."""
     optimizer = optax.lookahead(optax.adam(1e-2), sync_period=2, slow_step_size=0.5)
@@ -75,11 +71,6 @@ def differentially_private_sgd():
     return sk.Task(init, train_step=train_step, optimizer=optimizer, train_data=DATA)
 
 
-def sam():
-    adversarial = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
-    return plain(optax.contrib.sam(optax.sgd(0.1), adversarial, sync_period=2))
-
-
 def adversarial_training():
     """Images are moved along the sign of the loss's own derivative, five times, within a ball."""
 
@@ -98,19 +89,6 @@ def adversarial_training():
         return sk.mean(loss + decayed), {"clean": sk.mean(losses_of(params, batch))}
 
     return plain(optax.adam(1e-2), loss_fn)
-
-
-def freezing_parameters():
-    labels = {"hidden": "frozen", "b": "frozen", "out": "trained", "c": "trained"}
-    return plain(optax.multi_transform({"trained": optax.adam(1e-2), "frozen": optax.set_to_zero()}, labels))
-
-
-def gradient_accumulation():
-    return plain(optax.MultiSteps(optax.adamw(1e-2), every_k_schedule=2))
-
-
-def optimistic_descent():
-    return plain(optax.optimistic_gradient_descent(0.1))
 
 
 def perturbed_optimizers():
@@ -147,13 +125,6 @@ def lbfgs():
     return plain(optax.chain(optax.scale_by_lbfgs(memory_size=3), optax.scale(-0.1)))
 
 
-def reduce_on_plateau():
-    """The rate falls by the losses, which the optimizer is given."""
-    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=1e-4, accumulation_size=1)
-    return plain(optax.chain(optax.adam(1e-2), plateau))
-
-
-ALL = [mlp_mnist, lookahead_mnist, differentially_private_sgd, sam, adversarial_training, freezing_parameters]
-ALL += [gradient_accumulation, optimistic_descent, perturbed_optimizers, meta_learning, lbfgs, reduce_on_plateau]
+ALL = (lookahead_mnist, differentially_private_sgd, adversarial_training, perturbed_optimizers, meta_learning, lbfgs)
 TASKS = {f.__name__: f for f in ALL}
 """Name -> what makes the task."""
