@@ -23,11 +23,6 @@ def run(folder, *arguments, limit="unlimited"):
     return done.returncode, done.stdout, done.stderr
 
 
-def test_a_typo_in_the_config(folder):
-    folder.write(config={"stepps": "3"})
-    assert run(folder, "train", "run.yaml") == (78, "", "run.yaml:8: stepps: unknown key. Did you mean 'steps'?\n")
-
-
 def test_a_loss_that_raises(folder):
     folder.write("def loss_fn(params, batch, key):\n    raise ValueError('not today')")
     code, output, error = run(folder, "train", "run.yaml")
@@ -46,12 +41,3 @@ def test_a_checkpoint_that_the_system_does_not_let_grow(folder):
     assert code == 74, output + error
     assert "saving step" in error and "intact are none yet" in error, error
     assert [path.name for path in (folder.path / "large/checkpoints").iterdir()] == []
-
-
-def test_launched_processes_end_with_the_code_of_the_mistake(folder):
-    folder.write(config={"devices": "cpu:4", "mesh": "{data: 2}"})
-    before = folder.kept()
-    code, output, error = run(folder, "launch", "-n", "2", "--", "train", "run.yaml")
-    assert code == 78, output + error
-    assert error.rstrip().splitlines()[-1].endswith("Try data: 4, or data: -1 to fill."), error
-    assert folder.kept() == before

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.fuzz import KEYS, KINDS, Case, Fuzz, Ran, wrong
 
-COUNT, SLOW = 60, 2
+COUNT, SLOW = 40, 2
 SEED = 2026
 
 

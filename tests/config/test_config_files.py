@@ -24,56 +24,12 @@ def message(tmp_path, text):
 
 
 def test_values_are_read_as_in_yaml_1_2(tmp_path):
-    text = """task: a.py:t
-task_args:
-  small: 1e-3
-  large: 1e6
-  dotted: .5
-  plain: 012
-  hex: 0x10
-  octal: 0o17
-  signed: +3
-  underscore: 1_000
-  off: off
-  yes_: yes
-  flag: true
-  upper: False
-  date: 2024-01-01
-  clock: 1:30
-  quoted: '1e-3'
-  nothing: ~
-  empty: ''
-"""
-    args = load(tmp_path, text).task_args
-    assert args == {
-        "small": 0.001,
-        "large": 1e6,
-        "dotted": 0.5,
-        "plain": 12,
-        "hex": 16,
-        "octal": 15,
-        "signed": 3,
-        "underscore": "1_000",
-        "off": "off",
-        "yes_": "yes",
-        "flag": True,
-        "upper": False,
-        "date": "2024-01-01",
-        "clock": "1:30",
-        "quoted": "1e-3",
-        "nothing": None,
-        "empty": "",
-    }
-    assert isinstance(args["small"], float) and isinstance(args["plain"], int)
-
-
-def test_off_is_text_where_a_choice_is_called_off(tmp_path):
-    config = load(tmp_path, "task: a.py:t\nmesh: {fsdp: 1}\nlayout: {fsdp: off}\nlog: {progress: off}\n")
-    assert config.layout.fsdp == "off" and config.log.progress == "off"
-
-
-def test_learning_rates_with_exponents_are_numbers(tmp_path):
-    assert load(tmp_path, "task: a.py:t\nlearning_rate: 1e-3\n").learning_rate == 1e-3
+    values = {"1e-3": 0.001, "1e6": 1e6, ".5": 0.5, "012": 12, "0x10": 16, "0o17": 15, "+3": 3, "1_000": "1_000"}
+    values |= {"off": "off", "yes": "yes", "true": True, "False": False, "2024-01-01": "2024-01-01", "1:30": "1:30"}
+    values |= {"'1e-3'": "1e-3", "~": None, "''": "", "$HOME": "$HOME", "'${HOME}'": "${HOME}"}
+    values |= {repr(math.pi): math.pi, "5e-324": 5e-324, str(2**62): 2**62}
+    args = load(tmp_path, f"task: a.py:t\ntask_args: {{x: [{', '.join(values)}]}}\n").task_args["x"]
+    assert args == list(values.values()) and list(map(type, args)) == list(map(type, values.values()))
 
 
 def test_a_byte_order_mark_and_text_beyond_ascii_are_fine(tmp_path):
@@ -82,36 +38,21 @@ def test_a_byte_order_mark_and_text_beyond_ascii_are_fine(tmp_path):
 
 BROKEN = {
     "empty": ("", "run.yaml: is empty. A config needs at least one line: `task: my_task.py:task`."),
-    "only comments": ("# hello\n", "run.yaml: is empty."),
     "a list": ("- task\n", "run.yaml:1: needs a mapping of keys (`steps: 100`), found ['task'] (a list)."),
     "a word": ("task\n", "run.yaml:1: needs a mapping of keys (`steps: 100`), found 'task' (text)."),
     "not utf-8": (b"task: a.py:t\nseed: \xff\n", "run.yaml:2: needs UTF-8 text, found the byte 0xff."),
-    "utf-16": ("task: a".encode("utf-16"), "run.yaml:1: needs UTF-8 text, found the byte 0xff."),
     "NUL": ("task: a.py:t\nseed: 1\0", "run.yaml:2: the character '\\x00' is not allowed in YAML. Remove it."),
-    "tab": (
-        "task: a.py:t\nmesh:\n\tdata: 1\n",
-        "run.yaml:3: not YAML: found character '\\t' that cannot start any token",
-    ),
+    "tab": ("mesh:\n\tdata: 1\n", "run.yaml:2: not YAML: found character '\\t' that cannot start any token"),
     "two colons": ("task: a: b\n", "run.yaml:1: not YAML: mapping values are not allowed here."),
     "open bracket": ("task: a.py:t\nmesh: {data: 1\n", "run.yaml:2: not YAML: expected ',' or '}'"),
-    "open quote": ("task: a.py:t\nseed: '1\n", "run.yaml:2: not YAML: found unexpected end of stream"),
-    "at sign": ("task: @a\n", "run.yaml:1: not YAML: found character '@' that cannot start any token"),
     "two documents": ("task: a.py:t\n---\nseed: 1\n", "run.yaml:2: another document begins here; a config is one."),
-    "key twice": (
-        "task: a.py:t\nseed: 1\nseed: 2\n",
-        "run.yaml:3: seed is given twice, first on line 2. Keep one of them.",
-    ),
-    "key twice inside": (
-        "mesh:\n  data: 1\n  fsdp: 1\n  data: 2\n",
-        "run.yaml:4: mesh.data is given twice, first on line 2.",
-    ),
+    "key twice": ("task: a.py:t\nseed: 1\nseed: 2\n", "run.yaml:3: seed is given twice, first on line 2."),
     "no value": ("task: a.py:t\nmesh:\n  data:\n", "run.yaml:3: mesh.data has no value. Write one after it, or null"),
     "a mapping as key": ("? {a: 1}\n: 2\n", "run.yaml:1: a key is a list or a mapping; keys are plain text."),
     "anchor": ("task: &t a.py:t\n", "run.yaml:1: &t is refused: a config holds plain values."),
     "alias": ("task: a.py:t\nseed: *t\n", "run.yaml:2: *t is refused: a config holds plain values."),
     "merge key": ("task: a.py:t\n<<: {seed: 1}\n", "run.yaml:2: <<: unknown key."),
     "string tag": ("task: !!str a.py:t\n", "run.yaml:1: !!str is refused: a config holds plain values."),
-    "own tag": ("task: !Task a.py:t\n", "run.yaml:1: !Task is refused"),
     "deep": ("task: a.py:t\ntask_args: {a: " + "[" * 40 + "]" * 40 + "}\n", "run.yaml:2: nested more than 32 deep."),
     "very deep": ("[" * 500_000, "run.yaml:1: nested more than 32 deep."),
     "many values": ("task_args: {a: [" + "1," * 200_000 + "]}", "run.yaml:1: more than 10000 values."),
@@ -131,11 +72,8 @@ def test_a_broken_file_is_reported_with_its_line(name, tmp_path):
     "value",
     [
         "!!python/object/apply:os.system ['touch {path}']",
-        "!!python/object/new:os.system ['touch {path}']",
         "!!python/name:os.system",
-        "!!python/module:os",
         "!<tag:yaml.org,2002:python/object/apply:os.system> ['touch {path}']",
-        "!!binary aGk=",
         "!!set {{a, b}}",
     ],
 )
@@ -149,11 +87,6 @@ def test_no_tag_makes_an_object_or_runs_anything(value, tmp_path):
 def test_the_task_is_not_imported_by_reading_a_config(tmp_path):
     (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
     assert load(tmp_path, "task: evil.py:task\n").task_reference() == (str(tmp_path / "evil.py"), "task")
-
-
-def test_environment_variables_are_not_put_in(tmp_path, monkeypatch):
-    monkeypatch.setenv("SECRET", "canary")
-    assert load(tmp_path, "task: a.py:t\ntask_args: {a: $SECRET, b: '${SECRET}'}\n").task_args["a"] == "$SECRET"
 
 
 def test_a_file_that_is_not_there_is_told_with_the_nearest_one(tmp_path):
@@ -211,11 +144,6 @@ def test_places_are_told_with_the_path_as_the_user_wrote_it(tmp_path, monkeypatc
     assert config.where("batch_size") == "gpt.yaml: batch_size"
 
 
-def test_numbers_keep_every_bit(tmp_path):
-    config = load(tmp_path, f"task: a.py:t\ntask_args: {{a: {math.pi!r}, b: 5e-324, c: {2**62}}}\n")
-    assert config.task_args == {"a": math.pi, "b": 5e-324, "c": 2**62}
-
-
 def test_random_damage_gives_a_config_error_or_a_config(tmp_path):
     draw = random.Random(1)
     good = (
@@ -234,7 +162,7 @@ def test_random_damage_gives_a_config_error_or_a_config(tmp_path):
         "\udcff",
     ]
     outcomes = set()
-    for _ in range(400):
+    for _ in range(150):
         text = good
         for _ in range(draw.randrange(1, 4)):
             start = draw.randrange(len(text))

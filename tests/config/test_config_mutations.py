@@ -3,7 +3,7 @@ else."""
 
 import string
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdkit.config import Config, parse_config, to_yaml
@@ -55,6 +55,7 @@ def test_the_walk_finds_every_section():
     assert len(names) > 60
 
 
+@settings(max_examples=10)
 @given(st.text(string.ascii_letters + "_", min_size=1, max_size=3), st.integers(0, 20))
 def test_a_misspelled_key_is_reported_by_its_name(inserted, position):
     for *path, name in FIELDS:
@@ -63,6 +64,7 @@ def test_a_misspelled_key_is_reported_by_its_name(inserted, position):
             assert f"{'.'.join((*path, typo))}: unknown key." in (problem_of((*path, typo), 1) or "")
 
 
+@settings(max_examples=20)
 @given(VALUES)
 def test_any_value_gives_a_config_or_a_config_error(value):
     for path in FIELDS:

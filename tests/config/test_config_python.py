@@ -8,7 +8,6 @@ import pydantic
 import pytest
 import yaml
 
-from spmdkit import config as config_package
 from spmdkit.config import (
     Config,
     Mesh,
@@ -90,15 +89,12 @@ def test_a_config_is_frozen():
         config.mesh.data = 3
 
 
-def test_what_is_no_mapping_is_a_config_error():
-    for value in (None, 3, [1], "task: a.py:t"):
-        with pytest.raises(ConfigError, match="a config needs a mapping of keys, found"):
-            parse_config(value)
-
-
 def test_parse_config_starts_paths_from_its_source(tmp_path):
     config = parse_config({"task": "a.py:t"}, source=tmp_path / "x.yaml")
     assert config.resolved_run_dir() == tmp_path / "runs" / "x"
+    for value in (None, 3, [1], "task: a.py:t"):
+        with pytest.raises(ConfigError, match="a config needs a mapping of keys, found"):
+            parse_config(value)
     with pytest.raises(ConfigError, match=r"x\.yaml: steps: should be"):
         parse_config({"task": "a.py:t", "steps": 0}, source=tmp_path / "x.yaml")
 
@@ -133,22 +129,6 @@ def test_the_written_config_can_hold_absolute_paths(tmp_path):
     assert moved.resolved_run_dir() == tmp_path / "runs" / "a"
 
 
-def test_configs_are_equal_by_their_settings_and_not_by_their_place(tmp_path):
-    (tmp_path / "a.yaml").write_text("task: a.py:t\n")
-    (tmp_path / "b.yaml").write_text("# b\n\ntask: a.py:t\nsteps: 100\n")
-    assert load_config(tmp_path / "a.yaml") == load_config(tmp_path / "b.yaml") == Config(task="a.py:t")
-    assert load_config(tmp_path / "a.yaml") != Config(task="a.py:t", steps=3)
-
-
-def test_precision_by_name_means_the_computation_only():
-    assert Config(task="a.py:t", precision="bfloat16").precision.model_dump() == {
-        "compute": "bfloat16",
-        "params": "float32",
-        "reduce": "float32",
-        "inputs": None,
-    }
-
-
 def test_replaced_keys_are_checked_anew_and_keep_the_places_of_the_others(tmp_path):
     (tmp_path / "a.yaml").write_text("task: a.py:t\nmesh: {data: 4}\nbatch_size: 32\ncheckpoint: null\n")
     config = load_config(tmp_path / "a.yaml")
@@ -178,24 +158,14 @@ def test_every_property_of_the_schema_has_a_description_at_every_level():
     schema = json_schema()
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     assert schema["additionalProperties"] is False and schema["required"] == ["task"]
-    seen = []
-
-    def walk(node, path):
-        if isinstance(node, dict):
-            for name, value in (node.get("properties") or {}).items():
-                target = schema["$defs"].get(value.get("$ref", "").removeprefix("#/$defs/"), {})
-                text = value.get("description") or target.get("description") or ""
-                assert len(text) > 10 and text.endswith("."), f"{path}.{name}: {text!r}"
-                seen.append(name)
-            for key, value in node.items():
-                walk(value, f"{path}.{key}")
-        elif isinstance(node, list):
-            for value in node:
-                walk(value, path)
-
-    walk(schema, "")
-    assert len(seen) > 60
-    assert set(schema["properties"]) == set(Config.model_fields)
+    assert set(schema["properties"]) == set(Config.model_fields) and set(Mesh.model_fields) == set(constants.AXES)
+    described = [node for node in (schema, *schema["$defs"].values()) if "properties" in node]
+    for node in described:
+        for name, value in node["properties"].items():
+            target = schema["$defs"].get(value.get("$ref", "").removeprefix("#/$defs/"), {})
+            text = value.get("description") or target.get("description", "")
+            assert len(text) > 10 and text.endswith(".") and "\n" not in text, f"{node.get('title')}.{name}: {text!r}"
+    assert len(described) > 20
     references = set(_references(schema))
     assert references and all(r.removeprefix("#/$defs/") in schema["$defs"] for r in references)
 
@@ -208,15 +178,12 @@ def _references(node):
         yield from _references(value)
 
 
-def test_the_mesh_of_a_config_has_every_axis_and_no_other():
-    assert set(Mesh.model_fields) == set(constants.AXES)
-    assert set().union(*constants.LOGICAL_AXES.values()) <= set(constants.AXES)
-
-
 def test_reading_a_config_starts_no_device_and_imports_no_optax_unless_named(tmp_path):
     plain, named = tmp_path / "plain.yaml", tmp_path / "named.yaml"
     plain.write_text("task: a.py:t\nlearning_rate: 1e-3\n")
-    named.write_text("task: a.py:t\nlearning_rate: 1e-3\noptimizer: {name: lamb}\n")
+    named.write_text(
+        "task: a.py:t\nlearning_rate: {name: cosine_decay, init_value: 1, decay_steps: 9}\noptimizer: {name: lamb}\n"
+    )
     code = f"""
 import sys
 from spmdkit.config import load_config, build_optimizer
@@ -224,13 +191,7 @@ load_config({str(plain)!r})
 assert "optax" not in sys.modules
 config = load_config({str(named)!r})
 build_optimizer(config.optimizer, config.learning_rate)
-from jax._src import xla_bridge
-assert not xla_bridge.backends_are_initialized()
+from spmdkit import compat
+assert not compat.backends_initialized()
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-
-
-def test_everything_public_has_a_docstring():
-    for name in config_package.__all__:
-        value = getattr(config_package, name)
-        assert not callable(value) or value.__doc__, name
