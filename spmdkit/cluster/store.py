@@ -10,37 +10,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from spmdkit import compat
 from spmdkit.errors import RendezvousError
 from spmdkit.foundation import phase
 
 
-class Store(Protocol):
-    """Strings by key, shared by all processes."""
-
-    def put(self, key: str, value: str, overwrite: bool = False) -> None:
-        """Sets `key`; visible to every process when this returns."""
-
-    def try_get(self, key: str) -> str | None:
-        """Returns the value, None where there is none yet."""
-
-    def get(self, key: str, timeout_s: float) -> str:
-        """Waits for the value. Raises TimeoutError."""
-
-    def entries(self, folder: str) -> dict[str, str]:
-        """Returns `{last part of key: value}` of the keys `folder/...`."""
-
-    def remove(self, folder: str) -> None:
-        """Removes the keys `folder/...`, which are no longer read."""
-
-    def barrier(self, key: str, timeout_s: float) -> None:
-        """Waits for every process; each key is used once. Raises TimeoutError."""
-
-
 class MemoryStore:
-    """A store for one process, or for threads that stand for processes in a test."""
+    """A store for one process, or for threads that stand for processes in a test. Strings by key."""
 
     def __init__(self, num_processes: int = 1):
         self._num_processes = num_processes
@@ -49,6 +27,7 @@ class MemoryStore:
         self._changed = threading.Condition()
 
     def put(self, key: str, value: str, overwrite: bool = False) -> None:
+        """Sets `key`; visible to every process when this returns."""
         with self._changed:
             if key in self._values and not overwrite:
                 raise AssertionError(f"key {key!r} was set twice")
@@ -56,26 +35,31 @@ class MemoryStore:
             self._changed.notify_all()
 
     def try_get(self, key: str) -> str | None:
+        """Returns the value, None where there is none yet."""
         with self._changed:
             return self._values.get(key)
 
     def get(self, key: str, timeout_s: float) -> str:
+        """Waits for the value. Raises TimeoutError."""
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._values, timeout_s):
                 raise TimeoutError(key)
             return self._values[key]
 
     def entries(self, folder: str) -> dict[str, str]:
+        """Returns `{last part of key: value}` of the keys `folder/...`."""
         start = folder + "/"
         with self._changed:
             return {k.removeprefix(start): v for k, v in self._values.items() if k.startswith(start)}
 
     def remove(self, folder: str) -> None:
+        """Removes the keys `folder/...`, which are no longer read."""
         with self._changed:
             for key in [k for k in self._values if k.startswith(folder + "/")]:
                 del self._values[key]
 
     def barrier(self, key: str, timeout_s: float) -> None:
+        """Waits for every process; each key is used once. Raises TimeoutError."""
         with self._changed:
             self._arrived[key] = self._arrived.get(key, 0) + 1
             self._changed.notify_all()
@@ -116,6 +100,9 @@ class CoordinationStore:
     def barrier(self, key: str, timeout_s: float) -> None:
         with _translated(f"meet at {key}"), phase.waiting(_name(key)):
             self._client.wait_at_barrier(key, max(1, int(timeout_s * 1000)))
+
+
+Store: TypeAlias = MemoryStore | CoordinationStore
 
 
 def _name(key: str) -> str:

@@ -151,7 +151,6 @@ ROWS = [
         torchrun(1, 2, 1, MASTER_ADDR="localhost", MASTER_PORT="39849"),
         Place(2, 1, "localhost:64426", "torchrun"),
     ),
-    Row("torchrun --nproc-per-node 1 on one host", torchrun(0, 1, 1), Place(by="torchrun")),
     Row(
         "torchrun in an srun step, one agent a host",
         slurm_step(2, 1) | torchrun(3),
@@ -188,7 +187,6 @@ ROWS = [
         slurm_step(2, 1, 1, "node008"),
         Place(2, 1, "node008:61503", "slurm"),
     ),
-    Row("srun -n 1 --pty bash", slurm_step(1, 0, 0, "node007"), Place(by="slurm")),
     Row("an sbatch script without srun", SLURM_BATCH, Place(notes=(NOT_IN_A_STEP,))),
     Row("the shell that salloc opens on a host, a notebook in it", SALLOC_SHELL, Place(notes=(NOT_IN_A_STEP,))),
     Row(
@@ -282,11 +280,6 @@ ROWS = [
         {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
         Refused(("OMPI_COMM_WORLD_SIZE='2'", "PMIX_NAMESPACE=''", "mpirun -x SPMDKIT_COORDINATOR")),
     ),
-    Row(
-        "torchrun by mpirun, one agent a host",
-        OPEN_MPI | TWO_HOSTS | torchrun(3),
-        Place(4, 3, "node007:62282", "torchrun", ("open_mpi is not used (OMPI_COMM_WORLD_SIZE=2",)),
-    ),
     Row("a JobSet of two pods", JOBSET, Place(2, 1, "run-workers-0-0.run:61440", "jobset")),
     Row(
         "a JobSet of three Jobs of two pods",
@@ -317,11 +310,6 @@ ROWS = [
         "a TrainJob on GKE's TPUs, which both say the same",
         TRAIN_JOB | GKE_TPU | {"JAX_NUM_PROCESSES": "2"},
         Place(2, 1, "job-0-0.job:8482", "cloud_tpu", (POD_WITHOUT_JOBSET, "kubeflow is not used (JAX_NUM_PROCESSES=2")),
-    ),
-    Row(
-        "a JobSet of two TPU hosts on GKE",
-        GKE_TPU | {"MEGASCALE_NUM_SLICES": "1", "MEGASCALE_SLICE_ID": "0"},
-        Place(2, 1, "job-0-0.job:8482", "cloud_tpu", (POD_WITHOUT_JOBSET,)),
     ),
     Row(
         "two slices of two TPU hosts on GKE",
@@ -382,11 +370,6 @@ ROWS = [
         "a driver of Ray, as `ray job submit` starts it",
         {"RAY_JOB_ID": "02000000", "RAY_ADDRESS": "10.0.0.2:6379"},
         Place(notes=("one process: this is a driver of the Ray job 02000000",)),
-    ),
-    Row(
-        "a worker of Ray with a place in its runtime_env",
-        RAY_WORKER | ours(2, 1),
-        Place(2, 1, "127.0.0.1:41001", "spmdkit", (RAY_NOTE,)),
     ),
     Row(
         "a worker of ray.train's torch backend",

@@ -20,10 +20,14 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def test_child_outlives_the_thread_that_started_it():
-    started = []
+    started, pipes = [], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
 
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    thread = threading.Thread(target=lambda: started.append(start(["cat"], **pipes)))
+    def work():
+        started.append(start(["cat"], **pipes))
+        started[0].stdin.write("first\n")
+        started[0].stdout.readline()  # it has called the kernel and become `cat`
+
+    thread = threading.Thread(target=work)
     thread.start()
     thread.join()
     time.sleep(0.3)
