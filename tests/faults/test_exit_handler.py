@@ -131,6 +131,7 @@ def test_success_returns_and_failure_exits_immediately(tmp_path):
         ("sys.exit(run_process(lambda: 42))", 42),
         ("sys.exit(run_process(lambda: sys.exit(5)))", 5),
         ("sys.exit(run_process(lambda: sys.exit()))", 0),
+        ("sys.exit(run_process(lambda: sys.exit('a message')))", 1),
         ("os.close(1); os.close(2)\ndef main(): raise ConfigError('x')\nrun_process(main)", 78),
     ],
 )
