@@ -30,7 +30,8 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as a process stuck in JAX
 if me == 1:
     print("what went wrong", file=sys.stderr)
     os._exit(7)
-time.sleep(60)
+time.sleep(20)
+print("outlived")
 """
 REPORTS = """
 if me == 0:
@@ -59,6 +60,7 @@ def test_first_failure_ends_all_with_its_message(run, script, code, last):
     result = run(ME + script)
     assert result.code == code
     assert result.err.splitlines()[-len(last) :] == last
+    assert "outlived" not in result.out
 
 
 def test_others_may_save_after_a_requested_stop(run):
