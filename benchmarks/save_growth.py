@@ -5,7 +5,7 @@ works around.
 
 tensorstore 0.1.86 never frees the Python objects that it makes of JSON: `experimental_collect_matching_metrics`, which
 orbax 0.12.8 asks several times a save for a line of its log, and `KvStore.Spec.to_json`, which it calls for each array.
-Neither is asked any more (`orbax_backend.without_leaks_of_tensorstore`).
+Neither is asked any more (`orbax_backend.patch_orbax`).
 `--part names` shows CPython alone: its table of interned strings, made anew when names that nobody holds have filled
 it.
 """
@@ -82,7 +82,7 @@ def saving(num: int, leaves: int, worked_around: bool) -> None:
     from spmdkit.checkpoint import Checkpoints, orbax_backend
 
     if not worked_around:
-        orbax_backend.without_leaks_of_tensorstore = lambda: None
+        orbax_backend.patch_orbax = lambda separate=False: None
     state = {"layer": {f"leaf{i}": jnp.ones(16) for i in range(leaves)}}
     with tempfile.TemporaryDirectory() as folder:
         checkpoints, step = Checkpoints(folder, retention=Retention(keep=1)), iter(range(1, 10**9))

@@ -55,7 +55,14 @@ class Checkpoints:
         stage: a local folder of this process for steps on their way to or from a bucket; default: a temporary folder.
         run_files: local files that are copied next to the steps of a bucket at each commit.
         clock: seconds since 1970, for the record.
+
+    Attributes:
+        saved_step: the step of which the newest state is committed or being written; 0: none.
+        owed: the step of the newest save until it is committed, the same on every process. A failed save is still owed.
     """
+
+    saved_step = 0
+    owed: int | None = None
 
     def __init__(
         self,
@@ -82,7 +89,8 @@ class Checkpoints:
         self._draft: records.Record | None = None
         self._structure: state_dict.StateStructure | None = None
         self._committed: list[int] = []  # by this process, in order
-        self._num_reported = 0  # of them, by `new_commits`, `check` or `wait`
+        self._num_reported = 0  # of them, by `new_commits` or `wait`
+        self._is_abandoned = False
         self._barrier = SaveBarrier(cluster, num_processes, is_main, timeout_s)
         if is_main:
             try:
@@ -111,10 +119,6 @@ class Checkpoints:
             return self.latest()
         return self._committed[-1] if self._committed else None
 
-    def is_committed(self, step: int) -> bool:
-        """Returns whether this process has saved `step` and it is committed."""
-        return step in self._committed
-
     def latest(self) -> int | None:
         """Returns the newest committed step on the disk. With several processes, call it on process 0 and broadcast
         it."""
@@ -124,7 +128,7 @@ class Checkpoints:
     def save(
         self, step: int, state: Any, record: Mapping[str, Any], metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Starts saving `state` as `step`; returns when the arrays may be donated. `check` and `wait` report the
+        """Starts saving `state` as `step`; returns when the arrays may be donated. `settle` and `wait` report the
         result.
 
         Args:
@@ -137,9 +141,11 @@ class Checkpoints:
             ConfigError: a leaf cannot be saved (see `state_dict.leaf_table`).
         """
         self._join()
-        form, arrays = state_dict.structure_of(state, self._structure)
-        self._structure = form
-        self._barrier.begin(self._refusal_reason(step, form.num_bytes))
+        self.owed = step
+        self._structure, arrays = state_dict.structure_of(state, self._structure)
+        form = self._structure
+        refusal = save_errors.refusal_reason(self.directory, self._write_directory, step, form.num_bytes)
+        self._barrier.begin(refusal if self._is_main else "")
         # Leaves without elements are in the record only: orbax does not save them.
         flat = {path: array for path, array in zip(form.table, arrays, strict=True) if array.size}
         self._draft = records.Record(
@@ -155,25 +161,19 @@ class Checkpoints:
         )
         from spmdkit.checkpoint import orbax_backend
 
-        orbax_backend.intern_names(path.replace("/", ".") for path in flat)
         try:
             orbax_backend.start_save(self._orbax(), self._write_directory / str(step), state_dict.nest(flat))
         except Exception as error:
             self._abort(step, error)
-            failed = self._write_error(step, error)
+            failed = save_errors.save_failed(self.directory, step, error)
             failed.__cause__ = error
             if self._num_processes == 1:
                 raise failed from error
             self._pending = Future()  # the other processes are writing: `settle` reports the failure to all
             self._pending.set_exception(failed)
-            return
-        self._pending = self._background.submit(self._finish, step)
-
-    def _refusal_reason(self, step: int, num_bytes: int) -> str:
-        """Returns why process 0 refuses this save, or an empty string."""
-        if not self._is_main:
-            return ""
-        return save_errors.refusal_reason(self.directory, self._write_directory, step, num_bytes)
+        else:
+            self._pending = self._background.submit(self._finish, step)
+        self.saved_step = step
 
     def _orbax(self) -> ocp.AsyncCheckpointer:
         if self._checkpointer is None:
@@ -228,7 +228,7 @@ class Checkpoints:
                 self._staging.commit(step, self._is_ours)
         except Exception as error:
             self._abort(step, error)
-            raise self._write_error(step, error) from error
+            raise save_errors.save_failed(self.directory, step, error) from error
         self._committed.append(step)
         if self._is_main and self._retention is not None:
             delete_old(self.directory, step, self._retention)
@@ -263,21 +263,22 @@ class Checkpoints:
                 return
             time.sleep(0.05)  # threads of tensorstore may still be writing
 
-    def _write_error(self, step: int, error: BaseException) -> CheckpointWriteError:
-        return save_errors.save_failed(self.directory, step, error)
-
     def settle(self) -> SaveResult:
         """Waits for the save in flight, if any; returns its result, the same on every process: a save that fails on one
         process has failed on all."""
-        if self._pending is None:
+        if self._pending is None or self._draft is None:
             return SaveResult()
-        step, why = self._draft.step if self._draft else None, ""
+        step, why = self._draft.step, ""
         try:
             self._join()
         except CheckpointWriteError as error:
             why = str(error)
-        ended = self._barrier.agreed_result(SaveResult(why, step is not None and self.is_committed(step)))
-        if ended.why and step is not None and self._num_processes > 1:
+        ended = self._barrier.agreed_result(SaveResult(why, step in self._committed))
+        if ended.committed:
+            self.owed = None
+        elif self.saved_step == step:
+            self.saved_step = 0
+        if ended.why and self._num_processes > 1:
             self._remove_partial(step)
         return ended
 
@@ -291,44 +292,34 @@ class Checkpoints:
             self._pending.exception()
 
     def new_commits(self) -> list[int]:
-        """Returns the steps committed since the last call of this, `check` or `wait`, without waiting or raising."""
-        return self._take_commits()
-
-    def check(self) -> list[int]:
-        """Returns the steps committed since the last call of `check` or `wait`, without waiting.
-
-        Raises:
-            CheckpointWriteError: the save in the background failed. Raised once.
-        """
-        if self._pending is not None and self._pending.done():
-            self._join()
-        return self._take_commits()
+        """Returns the steps committed since the last call of this or `wait`, without waiting or raising."""
+        first, self._num_reported = self._num_reported, len(self._committed)
+        return self._committed[first : self._num_reported]
 
     def wait(self) -> list[int]:
-        """Waits for the save in the background; returns and raises like `check`."""
+        """Waits for the save in the background; returns the same as `new_commits`.
+
+        Raises:
+            CheckpointWriteError: the save failed. Raised once.
+        """
         self._join()
-        return self._take_commits()
+        return self.new_commits()
 
     def _join(self) -> None:
         pending, self._pending = self._pending, None
         while pending is not None and not pending.done():
-            with phase.waiting("a save of all processes") if self._barrier.is_waiting else contextlib.nullcontext():
-                self._wait_while(pending, self._barrier.is_waiting)
+            waits = self._barrier.is_waiting  # the reported phase changes with it
+            with phase.waiting("a save of all processes") if waits else contextlib.nullcontext():
+                while self._barrier.is_waiting == waits and not futures.wait([pending], SAVE_POLL_S).done:
+                    pass
         if pending is not None:
             pending.result()
 
-    def _wait_while(self, pending: Future[None], waits: bool) -> None:
-        """Returns when the save has ended, or when this process starts or stops waiting for others. The reported phase
-        changes with that."""
-        while self._barrier.is_waiting == waits and not futures.wait([pending], SAVE_POLL_S).done:
-            pass
-
-    def _take_commits(self) -> list[int]:
-        first, self._num_reported = self._num_reported, len(self._committed)
-        return self._committed[first : self._num_reported]
-
     def close(self) -> list[int]:
-        """Waits like `wait`, then stops the background threads. A closed `Checkpoints` can still be read."""
+        """Waits like `wait`, then stops the background threads. A closed `Checkpoints` can still be read. After
+        `abandon` it does nothing."""
+        if self._is_abandoned:
+            return []
         try:
             return self.wait()
         finally:
@@ -343,6 +334,7 @@ class Checkpoints:
 
     def abandon(self, timeout_s: float) -> None:
         """Waits at most `timeout_s` for the save in flight and disables further saves. Never raises."""
+        self._is_abandoned = True
         pending, self._pending = self._pending, None
         if pending is not None:
             with contextlib.suppress(Exception):

@@ -1,17 +1,16 @@
-"""The one place that calls orbax: an asynchronous checkpointer of one nested dict of arrays per step.
+"""The only file that calls orbax: an asynchronous checkpointer of one nested dict of arrays per step.
 
-AsyncCheckpointer and not CheckpointManager: which steps exist is read from the disk at each question (the manager
-caches it, and counts steps that never committed), what is kept is decided after the commit, and a failed save is ours
-to report.
-A folder written here opens with `ocp.CheckpointManager` and `ocp.StandardCheckpointer` all the same.
+AsyncCheckpointer and not CheckpointManager: the manager caches which steps exist and counts steps that were never
+committed; retention runs after the commit; and spmdkit itself reports a failed save. A folder written here still opens
+with `ocp.CheckpointManager` and `ocp.StandardCheckpointer`.
 
-`active_processes` is always given with several processes: orbax then meets at barriers of the coordination service,
-which time out, and not in a psum over all devices, which has no timeout and can interleave with collectives of the
-step.
+With several processes `active_processes` is always set: orbax then waits at barriers of the coordination service, which
+time out, and not in a psum over all devices, which has no timeout and can interleave with collectives of the step.
 
-Arrays are zarr3, and each chunk has a checksum, which tensorstore checks as it reads, whoever reads it on whatever
-mesh. orbax 0.12.8 has no option for that, so its list of codecs is changed where it is made (`write_chunk_checksums`);
-a test reads the codecs back from the disk.
+Arrays are zarr3, and each chunk has a checksum, which tensorstore checks as it reads, on any mesh.
+
+orbax 0.12.8 and tensorstore 0.1.86 have no option for what `patch_orbax` changes, and no upstream issue of these points
+was found on 2026-11-26. A test pins each patch.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ import functools
 import logging
 import math
 import sys
-import threading
 import time
 import types
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +36,6 @@ from orbax.checkpoint.checkpoint_utils import construct_restore_args
 
 from spmdkit.checkpoint.location import Location
 from spmdkit.checkpoint.record import INDEX_FOLDER, STATE_FOLDER
-from spmdkit.foundation.timeouts import SAVE_CANCEL_S
 
 
 def open_checkpointer(
@@ -56,17 +53,7 @@ def open_checkpointer(
             `before_commit`.
             `merge_parts` makes one step of the parts.
     """
-    write_chunk_checksums()
-    write_plain_indexes(separate)
-    intern_names(f"{name}{i}" for name in ("ocdbt.process_", "process_") for i in range(num_processes))
-    avoid_tensorstore_leaks()
-    use_monotonic_deadlines()
-    cancel_after_failure()
-    logging.getLogger("absl").addFilter(_drop_orbax_tracebacks)
-    logging.getLogger("absl").addFilter(_drop_size_warning)
-    logging.getLogger("asyncio").addFilter(_drop_further_failures)
-    if getattr(sys.unraisablehook, "func", None) is not _quiet_after_failure:
-        sys.unraisablehook = functools.partial(_quiet_after_failure, sys.unraisablehook)
+    patch_orbax(separate)
     processes = set(range(num_processes)) if num_processes > 1 else None
     options = ocp.options.MultiprocessingOptions(
         primary_host=0, active_processes=processes, barrier_sync_key_prefix="spmdkit"
@@ -99,159 +86,59 @@ def _no_barrier(*, key: str, timeout_ms: int) -> None:
     """In place of a barrier."""
 
 
-def write_chunk_checksums() -> None:
-    """From now on orbax writes zarr3 arrays with a checksum in each chunk, compressed as it is. Readers need nothing of
-    ours.
+def patch_orbax(separate: bool = False) -> None:
+    """Replaces private functions of orbax, once each.
 
-    The checksum is zstd's own: the low 32 bits of XXH64 over the values, 0.07 to 0.13 s a GiB of one core; crc32c over
-    what zstd makes of them takes 0.2 to 0.4.
-    It lets pass some ten bits in the head of a chunk that change no value (what the decoder ignores, and the flag of
-    the checksum itself), so a chunk of less than `SMALL` elements, where one bit in so many is of its head, has a
-    crc32c behind it too.
-
-    zstd stays at the level 1 of orbax's zarr2: level 3, its choice for zarr3, takes 2.5 s a GiB of random floats for
-    the same size, 1 takes 1.9 (one core, 2026-11-23).
+    - chunks with checksums (tests/checkpoint/test_checkpoint_flips.py);
+    - indexes without compression: zstd keeps 3.6 MB for kilobytes. `separate`: in files of their own, so that
+      `merge_parts` needs none of the arrays' files (test_checkpoint_apart.py);
+    - no call of the two functions of tensorstore that leak their result: 25 KiB a save and 0.3 KiB an array
+      (test_checkpoint_growth.py, benchmarks/save_growth.py);
+    - deadlines by a monotonic clock: a clock that is set during a save would end it on some processes, and the others
+      would wait for them (test_checkpoint_deadlines.py);
+    - all parts of a save or a restore are cancelled when one has failed, and no traceback is printed for each of them
+      (test_checkpoint_write_errors.py).
     """
-    from orbax.checkpoint._src.serialization import tensorstore_utils
+    from orbax.checkpoint._src import asyncio_utils
+    from orbax.checkpoint._src.checkpointers import async_checkpointer
+    from orbax.checkpoint._src.futures import future, signaling_client
+    from orbax.checkpoint._src.serialization import tensorstore_utils as utils
 
-    build: Any = tensorstore_utils._build_zarr3_metadata  # private: pinned by tests/checkpoint/test_checkpoint_flips.py
-    if getattr(build, "func", None) is not _with_checksums:
-        tensorstore_utils._build_zarr3_metadata = functools.partial(_with_checksums, build)
+    utils._build_zarr3_metadata = functools.partial(_with_checksums, _original(utils._build_zarr3_metadata))
+    write_options = _original(utils._add_ocdbt_write_options)
+    utils._add_ocdbt_write_options = functools.partial(_plain_index, write_options, separate)
+    utils.get_tensorstore_raw_bytes = lambda direction: 0
+    if not isinstance(utils.ts, types.SimpleNamespace):
+        kvstore = types.SimpleNamespace(open=utils.ts.KvStore.open, Spec=functools.partial(_spec, utils.ts))
+        utils.ts = types.SimpleNamespace(**vars(utils.ts) | {"KvStore": kvstore})
+    steady: Any = types.SimpleNamespace(**vars(time) | {"time": time.monotonic})
+    future.time = signaling_client.time = async_checkpointer.time = steady
+    asyncio_utils._run_sync_via_new_loop = lambda part: asyncio.run(part)  # which cancels what is left
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_is_news)
+    sys.unraisablehook = functools.partial(_quiet_after_failure, _original(sys.unraisablehook))
+
+
+def _original(function: Any) -> Any:
+    """Returns the function that a patch of this file has replaced, or the function itself."""
+    is_patched = getattr(function, "func", None) in (_with_checksums, _plain_index, _quiet_after_failure)
+    return function.args[0] if is_patched else function
 
 
 SMALL = 2**18
 """Elements of a chunk, of 1 to 8 bytes each."""
 
 
-def write_plain_indexes(separate: bool = False) -> None:
-    """Makes orbax write the index of a checkpoint, which locates each array in its files, without compression. Readers
-    need nothing of ours.
-
-    tensorstore's choice, zstd at level 3, takes 3.6 MB for each index that is written at a time, for kilobytes, and
-    keeps them: process 0 of several, which writes that of all, grew by as much now and then.
-
-    Args:
-        separate: in files of their own too, so that `merge_parts` needs none of the arrays' files.
-    """
-    from orbax.checkpoint._src.serialization import tensorstore_utils
-
-    # Private: pinned by tests/checkpoint/test_checkpoint_growth.py.
-    add: Any = tensorstore_utils._add_ocdbt_write_options
-    add = add.args[0] if getattr(add, "func", None) is _plain_index else add
-    tensorstore_utils._add_ocdbt_write_options = functools.partial(_plain_index, add, separate)
-
-
-def _plain_index(add: Callable[..., None], separate: bool, spec: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-    add(spec, *args, **kwargs)
-    spec["config"]["compression"] = None
-    if separate:
-        spec["btree_node_data_prefix"] = spec["version_tree_node_data_prefix"] = f"{INDEX_FOLDER}/"
-
-
-def merge_parts(folder: Path) -> None:
-    """Makes one step of the parts of several processes, as orbax does: of each the index is in `folder`,
-    `state/ocdbt.process_N/`; arrays stay where they are."""
-    from orbax.checkpoint._src.serialization import ocdbt_utils, tensorstore_utils
-
-    # Private: pinned by tests/checkpoint/test_checkpoint_apart.py.
-    context = tensorstore_utils.get_ts_context(use_ocdbt=True)
-    state = epath.Path(str(folder / STATE_FOLDER))
-    asyncio.run(ocdbt_utils.merge_ocdbt_per_process_files(state, context, use_zarr3=True))
-
-
-def intern_names(names: Iterable[str]) -> None:
-    """Interns the names that orbax and tensorstore use at each save: `names`, and three of tensorstore.
-
-    Otherwise CPython interns them again at each save, and its table of interned strings grows by 2 to 4 MB now and
-    then.
-    """
-    _names.update(map(sys.intern, ("recheck_cached", "repeatable_read", "adjustable", *names)))
-
-
-_names: set[str] = set()
-
-
-def avoid_tensorstore_leaks() -> None:
-    """Avoids two calls of tensorstore 0.1.86 that leak the JSON that they return
-    (benchmarks/save_growth.py shows both alone).
-
-    The bytes that were written, for a line of its log: some 25 KiB a save. And for each array what a folder is as JSON:
-    0.3 KiB an array and save.
-    """
-    from orbax.checkpoint._src.serialization import tensorstore_utils as utils
-
-    # Private; where these have other names, nothing is lost but the memory. Pinned by
-    # tests/checkpoint/test_checkpoint_growth.py.
-    utils.get_tensorstore_raw_bytes = _no_bytes
-    if not isinstance(utils.ts, _Overlay):
-        real = utils.ts
-        utils.ts = _Overlay(real, KvStore=_Overlay(real.KvStore, Spec=functools.partial(_spec, real)))
-
-
-def use_monotonic_deadlines() -> None:
-    """Keeps a clock that is set forward during a save from ending the save on some processes, for which the others then
-    wait.
-
-    orbax 0.12.8 takes the deadlines of its background threads from `time.time`; where the module has another name, that
-    stays so.
-    """
-    from orbax.checkpoint._src.futures import future, signaling_client
-
-    steady = types.SimpleNamespace(**{**vars(time), "time": time.monotonic})
-    future.time = signaling_client.time = steady  # type: ignore[attr-defined]
-    future.get_remaining_time = _remaining_s
-
-
-def _remaining_s(start_time: float, timeout_secs: float | None) -> float | None:
-    """Returns the seconds that are left of `timeout_secs`; `start_time` is of some clock of orbax's, so the time
-    counts from the first call with it."""
-    if timeout_secs is None:
-        return None
-    now = time.monotonic()
-    with _lock:
-        elapsed_s = now - _begun.setdefault(start_time, now)
-        while len(_begun) > MAX_DEADLINES:
-            del _begun[next(iter(_begun))]
-    if elapsed_s >= timeout_secs:
-        raise TimeoutError(f"Timed out after {elapsed_s} seconds.")
-    return timeout_secs - elapsed_s
-
-
-MAX_DEADLINES = 64
-_begun: dict[float, float] = {}
-_lock = threading.Lock()
-
-
-def _no_bytes(*_: Any) -> int:
-    return 0
-
-
-class _Overlay:
-    """A module or class with other attributes in place of some; all else is its own."""
-
-    def __init__(self, real: Any, **others: Any):
-        self.__dict__.update(others, _real=real)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-
-class _Folder(dict):
-    """What a folder is as JSON, for `tensorstore.KvStore.open` too."""
-
-    def to_json(self) -> dict[str, Any]:
-        return dict(self)
-
-
-def _spec(tensorstore: Any, spec: dict[str, Any]) -> Any:
-    """Returns `tensorstore.KvStore.Spec(spec)`; for a folder, an object with `to_json` that returns the same without
-    tensorstore."""
-    if spec.keys() == {"driver", "path"} and spec["driver"] == "file" and spec["path"].endswith("/"):
-        return _Folder(spec)
-    return tensorstore.KvStore.Spec(spec)
-
-
 def _with_checksums(build: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Returns the metadata of a zarr3 array with a checksum in each chunk. Readers need nothing of spmdkit.
+
+    The checksum is zstd's own: the low 32 bits of XXH64 over the values, 0.07 to 0.13 s a GiB of one core; crc32c over
+    the compressed bytes takes 0.2 to 0.4. It misses some ten bits in the head of a chunk that change no value, so a
+    chunk of less than `SMALL` elements, where one bit in so many is of its head, also has a crc32c.
+
+    zstd has the level 1 of orbax's zarr2: level 3, its choice for zarr3, takes 2.5 s a GiB of random floats for the
+    same size, 1 takes 1.9 (one core, 2026-11-23).
+    """
     metadata = build(*args, **kwargs)
     for codec in metadata["codecs"]:
         if codec["name"] == "sharding_indexed":
@@ -264,65 +151,51 @@ def _with_checksums(build: Callable[..., dict[str, Any]], *args: Any, **kwargs: 
     return metadata
 
 
-def _drop_orbax_tracebacks(record: logging.LogRecord) -> bool:
-    """Keeps orbax from printing the traceback of a failed save: we raise it, with its cause, in the caller's thread."""
-    return not (record.exc_info and "orbax" in record.pathname)
+def _plain_index(add: Callable[..., None], separate: bool, spec: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    add(spec, *args, **kwargs)
+    spec["config"]["compression"] = None
+    if separate:
+        spec["btree_node_data_prefix"] = spec["version_tree_node_data_prefix"] = f"{INDEX_FOLDER}/"
 
 
-def _drop_size_warning(record: logging.LogRecord) -> bool:
-    """Returns whether a record is no remark, made twice a save of parts that lie separate, that their size is logged
-    nowhere."""
-    return not str(record.msg).startswith("Global object size logging disabled")
+class _Folder(dict[str, Any]):
+    """The JSON of a folder, which `tensorstore.KvStore.open` takes too."""
+
+    to_json = dict.copy
 
 
-def _drop_further_failures(record: logging.LogRecord) -> bool:
-    """Returns whether a record is no second failure of a save: orbax raises the first part that could not be written,
-    asyncio logs the others."""
-    return "write_fragment" not in record.getMessage()
+def _spec(tensorstore: Any, spec: dict[str, Any]) -> Any:
+    """Returns `tensorstore.KvStore.Spec(spec)`, for a folder without tensorstore."""
+    is_folder = spec.keys() == {"driver", "path"} and spec["driver"] == "file" and spec["path"].endswith("/")
+    return _Folder(spec) if is_folder else tensorstore.KvStore.Spec(spec)
 
 
-def cancel_after_failure() -> None:
-    """From now on orbax ends all parts of a save or a restore when one has failed.
-
-    orbax 0.12.8 closes its event loop on them, and Python warns much later that some of them were never awaited.
-    """
-    from orbax.checkpoint._src import asyncio_utils
-
-    run: Any = (
-        asyncio_utils._run_sync_via_new_loop
-    )  # private: pinned by tests/checkpoint/test_checkpoint_write_errors.py
-    if getattr(run, "func", None) is not _run_and_cancel:
-        asyncio_utils._run_sync_via_new_loop = functools.partial(_run_and_cancel, run)
-
-
-def _run_and_cancel(run: Callable[..., Any], part: Coroutine[Any, Any, Any]) -> Any:
-    async def cancelling() -> Any:
-        try:
-            return await part
-        except BaseException:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for other in others:
-                other.cancel()
-            if others:
-                await asyncio.wait(others, timeout=SAVE_CANCEL_S)
-            raise
-
-    return run(cancelling())
+def _is_news(record: logging.LogRecord) -> bool:
+    """Returns whether a log record is none of these: the traceback of a failed save, which is raised to the caller; a
+    second failure of it; the remark that a size is not logged."""
+    text = record.getMessage()
+    is_traceback = bool(record.exc_info) and "orbax" in record.pathname
+    return not (is_traceback or "write_fragment" in text or text.startswith("Global object size logging disabled"))
 
 
 def _quiet_after_failure(before: Callable[[Any], Any], unraisable: Any) -> None:
-    """Keeps tensorstore from printing one traceback for each array that it still wrote or read when a failure had ended
-    that.
-
-    orbax closes its event loop at the first failed write, and the others report to it from tensorstore's own threads;
-    at the first failed read it drops the others (orbax 0.12.8). The failure itself is raised to us.
-    """
+    """Drops the traceback of each array that tensorstore still wrote or read, from its own threads, after a failure."""
     error = unraisable.exc_value
-    if isinstance(error, RuntimeError) and str(error) == "Event loop is closed":
-        return
-    if isinstance(getattr(error, "__cause__", None), GeneratorExit) and "reading array index" in str(error)[:80]:
-        return
-    before(unraisable)
+    is_late_write = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+    is_late_read = isinstance(getattr(error, "__cause__", None), GeneratorExit) and "reading array" in str(error)[:80]
+    if not is_late_write and not is_late_read:
+        before(unraisable)
+
+
+def merge_parts(folder: Path) -> None:
+    """Makes one step of the parts of several processes, as orbax does: of each the index is in `folder`,
+    `state/ocdbt.process_N/`; arrays stay where they are."""
+    from orbax.checkpoint._src.serialization import ocdbt_utils, tensorstore_utils
+
+    # Private: pinned by tests/checkpoint/test_checkpoint_apart.py.
+    context = tensorstore_utils.get_ts_context(use_ocdbt=True)
+    state = epath.Path(str(folder / STATE_FOLDER))
+    asyncio.run(ocdbt_utils.merge_ocdbt_per_process_files(state, context, use_zarr3=True))
 
 
 def close(checkpointer: ocp.AsyncCheckpointer) -> None:

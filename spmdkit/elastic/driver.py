@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -13,10 +14,20 @@ from spmdkit.cluster import Cluster, detect_cluster, join
 from spmdkit.compat import membership as compat_membership
 from spmdkit.config import Config, replace_keys
 from spmdkit.elastic.membership import Membership, membership_from_env
+from spmdkit.errors import SpmdkitError
 from spmdkit.faults import StopSignals, Watchdog
+from spmdkit.foundation.user_code import find
+from spmdkit.program.task import Task
 from spmdkit.run.driver import Driver, TrainJob
 from spmdkit.run.loop import Result, join_cluster
-from spmdkit.run.startup.standby import warm_up
+
+NEEDED_LATER = (
+    "orbax.checkpoint",
+    "jax.experimental.multihost_utils",
+    "spmdkit.plan.document",
+    "spmdkit.metrics.report.run",
+)
+"""Modules that a run imports lazily, and a standby before it joins."""
 
 NO_EFFECT = "elastic.in_process has no effect: this is not started by spmdkit launch --elastic MIN:MAX"
 
@@ -78,3 +89,17 @@ def _ends(membership: Membership, error: BaseException) -> Mapping[str, Any] | N
     if not membership.takes(error):
         return None
     return {"generation": membership.number, "why": f"{type(error).__name__}: {error}"[:200]}
+
+
+def warm_up(config: Config) -> None:
+    """Imports the modules that a run of `config` needs. Calls no user code and creates no devices.
+
+    An import error is reported later, when the run needs the file.
+    """
+    for name in NEEDED_LATER:
+        importlib.import_module(name)
+    target, name = config.task_reference()
+    with suppress(SpmdkitError):
+        find(f"{target}:{name}", "task", config.folder, Task)
+    if compat.backends_initialized():  # by the user's file: a process has to join before it has devices
+        compat_membership.leave_backend()

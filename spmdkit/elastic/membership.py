@@ -26,7 +26,7 @@ from contextlib import suppress
 from typing import Any
 
 from spmdkit import compat
-from spmdkit.checkpoint import Checkpoints, storage_counters
+from spmdkit.checkpoint import Checkpoints, save_barrier
 from spmdkit.cluster import Cluster
 from spmdkit.cluster.join import Generation
 from spmdkit.cluster.spec import ClusterSpec
@@ -232,7 +232,7 @@ class Membership:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        storage_counters.reset()
+        save_barrier.reset_counters()
         gc.collect()
 
 

@@ -80,7 +80,6 @@ ROW_RETRY_LONGEST_S = 5.0  # before any retry
 
 # ---- checkpoints ----
 SAVE_POLL_S = 0.1  # between two looks at the save in the background
-SAVE_CANCEL_S = 5.0  # for the other parts of a failed save to end
 SAVE_ABANDON_S = 10.0  # for a save that cannot be committed, since a process died
 SAVE_RETRY_S = 1.0  # between two attempts of the last save
 SLOW_SAVE_S = 60.0  # a save that takes longer is logged

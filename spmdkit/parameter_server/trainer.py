@@ -280,11 +280,12 @@ class _Watch:
         saves = config.checkpoint
         late = (
             saves is not None
+            and run.saves is not None
             and saves.every_seconds is not None
-            and run.clock() - run.saved_at_time >= saves.every_seconds
+            and run.clock() - run.saves.tried_at >= saves.every_seconds
         )
         is_save = saves is not None and (
-            crossed(saves.every_steps, run.saved_at_step) or (late and stats.applied > run.saved_at_step)
+            crossed(saves.every_steps, run.saved_step) or (late and stats.applied > run.saved_step)
         )
         is_eval = run.program.has_eval and crossed(config.eval.every_steps, self._evaluated)
         if not (is_save or is_eval) or (found := self.coordinator.snapshot()) is None:

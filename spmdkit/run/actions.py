@@ -64,7 +64,7 @@ def save(run: Run, step: int, state: TrainState) -> None:
         NonFiniteError: the state is not finite.
         CheckpointWriteError: this or the save before failed, `checkpoint.max_failures` times in a row.
     """
-    if run.saves is None or run.saved_at_step == step:
+    if run.saves is None or run.saved_step == step:
         return
     jax.block_until_ready(state.step)
     with run.reporter.throughput.paused(), phase.during("save"):
@@ -83,10 +83,8 @@ def save(run: Run, step: int, state: TrainState) -> None:
         values = run.last_eval[1] if fresh and run.last_eval else None
         numbers = values and {name: x for name, x in values.items() if not np.ndim(x)}
         started = run.saves.start(step, state, run.record(step), numbers)
-    run.mark_saved(step, started)
-    if not started:
-        return
-    run.hook_runner.call("after_save", run, step)
+    if started:
+        run.hook_runner.call("after_save", run, step)
 
 
 def _bad_state(run: Run, step: int, leaf: str) -> str:
@@ -102,7 +100,7 @@ def check_last(run: Run, state: TrainState) -> None:
     Raises:
         NonFiniteError: the last update made the state not finite; no loss was computed from it.
     """
-    if run.saved_at_step == run.step:
+    if run.saved_step == run.step:
         return  # `save` has looked
     with phase.during("save"):
         bad = run.program.non_finite_leaf(state)
@@ -123,7 +121,8 @@ def replaced(run: Run, step: int, state: TrainState, new: Any) -> TrainState:
             f"are the same for all "
             "steps. Write sk.ReplaceState(state.replace(params=...))."
         )
-    run.mark_save_failed(step)
+    if run.checkpoints is not None:
+        run.checkpoints.saved_step = 0
     placed: TrainState = jax.device_put(new, run.program.state_sharding)
     return placed
 

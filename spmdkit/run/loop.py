@@ -35,11 +35,11 @@ from spmdkit.program.restore import restored
 from spmdkit.program.task import Task
 from spmdkit.run.actions import check_last, save
 from spmdkit.run.driver import NO_DRIVER, Driver, TrainJob
-from spmdkit.run.hooks.base import Stop
+from spmdkit.run.hooks.base import Metrics, Stop
 from spmdkit.run.recovery import restore, resume_check
 from spmdkit.run.run import Run
 from spmdkit.run.startup import bucket, consistency
-from spmdkit.run.startup.health import devices_are_well
+from spmdkit.run.startup.health_checks import devices_are_well
 from spmdkit.run.trainer import Trainer, trainer_of
 from spmdkit.step.state import TrainState
 
@@ -61,7 +61,7 @@ class Result:
     already_finished: bool = False
 
     @property
-    def evaluation(self) -> dict[str, float] | None:
+    def evaluation(self) -> Metrics | None:
         """The metrics of the last evaluation in this process, or None."""
         return self.run.last_evaluation
 

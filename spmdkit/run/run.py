@@ -13,6 +13,7 @@ import collections
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -34,16 +35,26 @@ from spmdkit.program.program import Program
 from spmdkit.run import hooks, watchdog_callbacks
 from spmdkit.run.driver import NO_DRIVER, Driver
 from spmdkit.run.hook_runner import HookRunner
+from spmdkit.run.hooks.base import DeviceMetrics, Metrics
 from spmdkit.run.recovery import restore, resume_check, skipped_batches
-from spmdkit.run.recovery.save_retries import Saves, write_saved
-from spmdkit.run.recovery.skipped_rows import left_out_rows
-from spmdkit.run.recovery.start_marker import note_running
+from spmdkit.run.recovery.save_retries import Saves
 from spmdkit.run.reporter import Reporter
 from spmdkit.run.startup import bucket
-from spmdkit.run.startup.roles import ROLES
-from spmdkit.run.startup.run_directory import take_directory
+from spmdkit.run.startup.run_directory import note_running, take_directory
 from spmdkit.step import rng
 from spmdkit.step.state import TrainState
+
+ROLES = {
+    "initialises": "all",  # each its own shards, from the same seed; agreed on before the first step
+    "restores": "all",  # each reads its own shards
+    "saves": "all",  # each writes its own shards
+    "commits": 0,  # the record, the commit by rename, and retention
+    "decides": 0,  # what depends on a clock or a file: checkpoint.every_seconds, stopping
+    "summaries": 0,  # metrics.jsonl, counts.jsonl, trackers, the report
+    "evaluates": "all",
+}
+"""Task -> `all`, or the process that does it, in the events `started` and `restored`. tf.train.Supervisor has a chief;
+here all processes run the same program, so few roles belong to one."""
 
 
 class Run:
@@ -71,15 +82,13 @@ class Run:
         self.batches: DeviceBatches | None = None  # those that are read now
         self.input_given_up = False
         self._stack = ExitStack()
-        self.in_flight: collections.deque[Any] = collections.deque()
+        self.in_flight: collections.deque[DeviceMetrics] = collections.deque()
         self._most_in_flight = most_in_flight(cluster.devices, cluster.num_processes)
-        self.last_logged: dict[str, float] = {}
-        self.last_eval: tuple[int, dict[str, Any]] | None = None
-        self.saved_at_step, self.saved_at_time = 0, clock()
+        self.last_logged: Metrics = {}
+        self.last_eval: tuple[int, Metrics] | None = None
         self._rollbacks: set[Any] = set()
         self._extra_record: dict[str, Any] = {}
-        self._save_abandoned = False
-        self._numbers: tuple[int, dict[str, Any]] | None = None
+        self._numbers: tuple[int, Metrics] | None = None
         self.reporter = Reporter(config, cluster, clock)
         self.hook_runner = HookRunner(
             hooks.of_run(config, program.task.hooks), cluster, config.steps, self._most_in_flight
@@ -107,12 +116,14 @@ class Run:
             self.events = metrics.EventLog(
                 self.directory / "events.jsonl", self.cluster.process_index, is_owner=self.fence.is_owner
             )
-            self.saves = Saves(self, self.checkpoints, self.mark_save_failed) if self.checkpoints is not None else None
+            self.saves = Saves(self, self.checkpoints, self.clock) if self.checkpoints is not None else None
             self._stack = stack.pop_all()
         watchdog_callbacks.connect(self, self.watchdog, self.signals, self.checkpoints, self.give_up_input)
         return self
 
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if kind is not None and issubclass(kind, ExitRequested):
             self.events.write("preempted", step=self.step, code=error.exit_code, why=str(error))
         elif kind is not None and (change := self.driver.ends(error)) is not None:
@@ -123,14 +134,13 @@ class Run:
             code = describe(error)[0]
             self.events.write("fault", step=self.step, code=code, error=f"{kind.__name__}: {error}"[:500])
         # A failed process of several must not wait for a commit: its peers never join it.
-        waits = not self._save_abandoned and (
-            kind is None or issubclass(kind, Preempted) or self.cluster.num_processes == 1
-        )
+        waits = kind is None or issubclass(kind, Preempted) or self.cluster.num_processes == 1
         if self.batches is not None:
             self.batches.close()
         try:
             if waits and self.checkpoints is not None:
-                write_saved(self.events, self.checkpoints.close())
+                for step in self.checkpoints.close():
+                    self.events.write("saved", step=step)
         except CheckpointWriteError as failed:
             self.events.write("fault", step=self.step, code=failed.exit_code, error=str(failed)[:500])
             if kind is None:
@@ -141,9 +151,14 @@ class Run:
             self.events.close()
 
     @property
-    def last_evaluation(self) -> dict[str, Any] | None:
+    def last_evaluation(self) -> Metrics | None:
         """The metrics of the last evaluation in this process, or None."""
         return self.last_eval[1] if self.last_eval else None
+
+    @property
+    def saved_step(self) -> int:
+        """The step of which the newest state is committed or being written; 0: none."""
+        return 0 if self.checkpoints is None else self.checkpoints.saved_step
 
     @property
     def is_complete(self) -> bool:
@@ -209,16 +224,27 @@ class Run:
         for name in self.hook_runner.restore(found.record.get("hooks", {})):
             self.events.write("hook_removed", step=found.step, hook=name)
         self.step = found.step
-        self.saved_at_step = found.step if found.is_saved else 0
+        if self.checkpoints is not None:
+            self.checkpoints.saved_step = found.step if found.is_saved else 0
 
     def _open_records(self, step: int) -> None:
         self.hooks_at_start = self.hook_runner.state()
         self.reporter.open(self, step, self._stack)
 
-    def drop_metrics(self) -> None:
-        """Drops the metrics of steps that a rollback undoes, also of steps in flight."""
+    def return_to(self, found: restore.Restored | None) -> None:
+        """Moves the run back to an earlier checkpoint, or to its beginning; drops the metrics and actions of the steps
+        that are undone, also of steps in flight."""
+        self.hook_runner.went_back()
+        self.driver.rolled_back()
         self.in_flight.clear()
         self._numbers, self.last_eval, self.last_logged = None, None, {}
+        if found is not None:
+            self.resume_from(found)
+            return
+        self.hook_runner.restore(self.hooks_at_start)
+        self.step = 0
+        if self.checkpoints is not None:
+            self.checkpoints.saved_step = 0
 
     # ---- what hooks use ----------------------------------------------------------------------------------------------
 
@@ -226,7 +252,7 @@ class Run:
         """Returns whether the metrics of `step` are written: the first, each `log.every_steps`, the last."""
         return step == 1 or step % self.config.log.every_steps == 0 or step == self.config.steps
 
-    def numbers(self, step: int, values: Mapping[str, jax.Array]) -> dict[str, Any]:
+    def numbers(self, step: int, values: DeviceMetrics) -> Metrics:
         """Returns the metrics of `step` on the host: floats, and of `sk.bincount` arrays. Waits for the device, once
         for each step."""
         if self._numbers is None or self._numbers[0] != step:
@@ -243,7 +269,7 @@ class Run:
         """Shows a line on the terminal of process 0."""
         self.reporter.message(text)
 
-    def write(self, record: Mapping[str, Any], kind: str = "scalars") -> None:
+    def write(self, record: Mapping[str, object], kind: str = "scalars") -> None:
         """Writes a record `{"step", ...}` of host values to the trackers, on process 0; scalars are shown too.
 
         Arrays among scalars (`sk.bincount`) are a separate record of the kind `histogram`.
@@ -283,7 +309,7 @@ class Run:
             "randomness": rng.identity(),
             "hooks": self.hook_runner.state(),
             "skipped_batches": [list(pair) for pair in self.program.schedule.skipped],
-            "left_out_rows": left_out_rows(self.config, self.cluster, self.program),
+            "left_out_rows": skipped_batches.left_out_rows(self.config, self.cluster, self.program),
             **self._extra_record,
             **ended,
         }
@@ -294,27 +320,12 @@ class Run:
         """Notes that a hook ended the run before its last step. The next checkpoint records it."""
         self.finished = why
 
-    def mark_saved(self, step: int, started: bool = True) -> None:
-        """Notes a save of `step`, and the time. A save that did not start is retried at the next interval."""
-        self.saved_at_time = self.clock()
-        if started:
-            self.saved_at_step = step
-
-    def mark_save_failed(self, step: int | None) -> None:
-        """Notes that the state of `step` is not saved: its save failed, or a hook replaced the state."""
-        if self.saved_at_step == step:
-            self.saved_at_step = 0
-
-    def mark_save_abandoned(self) -> None:
-        """Notes that a save is still being written, and that the end of the run does not wait for it."""
-        self._save_abandoned = True
-
-    def record_evaluation(self, step: int, values: dict[str, Any]) -> None:
+    def record_evaluation(self, step: int, values: Metrics) -> None:
         """Stores the metrics of an evaluation and writes them."""
         self.last_eval = (step, values)
         self.write({"step": step, "split": "eval", **values})
 
-    def record_metrics(self, step: int, numbers: Mapping[str, Any], speed: Mapping[str, float]) -> None:
+    def record_metrics(self, step: int, numbers: Metrics, speed: Mapping[str, float]) -> None:
         """Stores the metrics of a log step and writes them. The first step of a process warms up: its speed is left
         out."""
         self.write({"step": step, **numbers, **(speed if step > self.first_step else {})})
@@ -324,11 +335,6 @@ class Run:
         """Moves the run to `step`, which a trainer has taken from its servers; the record of the next checkpoint gets
         the extra entries."""
         self.step, self._extra_record = step, extra_record
-
-    def restart(self) -> None:
-        """Moves the run back to its beginning, before the first step."""
-        self.hook_runner.restore(self.hooks_at_start)
-        self.step = self.saved_at_step = 0
 
     def is_new_rollback(self, from_step: int, skipped: Any) -> bool:
         """Returns whether the run has not gone back from `from_step` to its step with the same skipped batches
@@ -346,7 +352,7 @@ class Run:
 
     # ---- every step, and the end -------------------------------------------------------------------------------------
 
-    def dispatched(self, step: int, values: Mapping[str, jax.Array], wait_s: float) -> None:
+    def dispatched(self, step: int, values: DeviceMetrics, wait_s: float) -> None:
         """Notes a dispatched step. Waits for the device only if too many steps are in flight."""
         self.step = step
         self._mark.at(step)

@@ -1,20 +1,16 @@
 """A save that fails is told at the next call, with its cause, and costs no earlier checkpoint."""
 
-import asyncio
 import errno
-import gc
 import os
 import shutil
 import subprocess
 import sys
 import threading
-import warnings
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
-from orbax.checkpoint._src.asyncio_utils import run_sync
 
 from spmdkit.checkpoint import Checkpoints, ignored_entries, orbax_backend
 from spmdkit.checkpoint import record as records
@@ -63,28 +59,6 @@ def test_failed_save_is_raised_once_with_its_cause(directory, full_disk, call, c
     assert checkpoints.check() == [] and checkpoints.steps() == [] and ignored_entries(checkpoints.directory) == []
     assert "Traceback" not in capfd.readouterr().err
     checkpoints.close()
-
-
-def test_failed_save_cancels_parts_not_yet_begun():
-    orbax_backend.cancel_after_failure()
-
-    async def begins_another():  # so that there is one that has not begun, whenever it ends
-        await asyncio.gather(begins_another())
-
-    async def fails():
-        for _ in range(5):
-            await asyncio.sleep(0)
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    async def both():
-        await asyncio.gather(begins_another(), fails())
-
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        with pytest.raises(OSError, match="No space"):
-            run_sync(both())
-        gc.collect()
-    assert not [str(each.message) for each in said if "never awaited" in str(each.message)]
 
 
 def test_save_after_a_failure_works(directory, full_disk):

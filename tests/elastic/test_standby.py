@@ -11,7 +11,7 @@ from spmdkit.elastic import membership as rooms
 from spmdkit.elastic.membership import Membership
 from spmdkit.errors import RendezvousError
 from spmdkit.launch.membership_file import MembershipUpdate
-from spmdkit.run.startup.standby import warm_up
+from spmdkit.elastic.driver import warm_up
 
 SPEC = ClusterSpec("localhost:1", 4, 0)
 

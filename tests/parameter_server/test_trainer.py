@@ -82,9 +82,9 @@ def test_a_server_that_dies_comes_back_from_the_checkpoint(tmp_path, monkeypatch
 
     def due_and_kill(self, stats):
         due(self, stats)
-        if self.run.saved_at_step and not killed:
+        if self.run.saved_step and not killed:
             self.run.saves.settle()
-            killed.append(self.run.saved_at_step)
+            killed.append(self.run.saved_step)
             made[0].servers[0].kill()
 
     monkeypatch.setattr(parameter_server._Watch, "_due", due_and_kill)

@@ -22,9 +22,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Never, Protocol, TypeAlias
 
 import jax
+import numpy as np
 
 from spmdkit.errors import ConfigError
 
@@ -33,6 +34,13 @@ if TYPE_CHECKING:
     from spmdkit.config import Config
     from spmdkit.metrics import EventLog
     from spmdkit.program.program import Program
+    from spmdkit.run.run import Run
+    from spmdkit.step.state import TrainState
+
+DeviceMetrics: TypeAlias = Mapping[str, jax.Array]
+"""Metric name -> array on the devices."""
+Metrics: TypeAlias = Mapping[str, float | np.ndarray[tuple[int, ...], np.dtype[np.generic]]]
+"""Metric name -> float, or the array of `sk.bincount`."""
 
 
 class RunView(Protocol):
@@ -65,10 +73,10 @@ class RunView(Protocol):
     def message(self, text: str) -> None:
         """Shows a line on the terminal of process 0."""
 
-    def write(self, record: Mapping[str, Any], kind: str = "scalars") -> None:
+    def write(self, record: Mapping[str, object], kind: str = "scalars") -> None:
         """Writes a record `{"step", ...}` of host values to the trackers, on process 0."""
 
-    def numbers(self, step: int, values: Mapping[str, jax.Array]) -> dict[str, Any]:
+    def numbers(self, step: int, values: DeviceMetrics) -> Metrics:
         """Returns the metrics of `step` on the host. Waits for the devices."""
 
     def is_log_step(self, step: int) -> bool:
@@ -101,7 +109,7 @@ class Evaluate:
 class ReplaceState:
     """Continue with another state of the same shapes. All processes request it at the same step."""
 
-    state: Any
+    state: TrainState
 
 
 @dataclass(frozen=True)
@@ -172,7 +180,7 @@ class Hook:
         after_save: `(run, step)`, once the arrays are copied. The checkpoint may still be being written.
         end: `(run, step, state)`, after the last step, and after a `Stop` that saves.
         state: returns the state of the hook for the checkpoint, as JSON values.
-        restore: receives that state, before `begin` and after a rollback.
+        restore: receives that state, before `begin` and after a rollback; of any type, hence `Never`.
 
     An action may depend on values that only this process has (a clock, a signal, a metric): all processes agree on it
     and do it at the same step. `known` declares that it follows from values that all processes have: the step number,
@@ -186,28 +194,26 @@ class Hook:
     order: int = 50
     every: int | None = None
     on: Literal["all", "main"] = "all"
-    in_step: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None
-    begin: Callable[..., Action | None] | None = None
-    before_step: Callable[..., Action | None] | None = None
-    after_step: Callable[..., Action | None] | None = None
-    after_eval: Callable[..., Action | None] | None = None
-    after_save: Callable[..., Action | None] | None = None
-    end: Callable[..., Any] | None = None
-    state: Callable[[], Any] | None = None
-    restore: Callable[[Any], Any] | None = None
+    in_step: Callable[[TrainState, TrainState, DeviceMetrics], tuple[TrainState, DeviceMetrics]] | None = None
+    begin: Callable[[Run, int, TrainState], Action | None] | None = None
+    before_step: Callable[[Run, int, TrainState], Action | None] | None = None
+    after_step: Callable[[Run, int, TrainState, DeviceMetrics], Action | None] | None = None
+    after_eval: Callable[[Run, int, Metrics], Action | None] | None = None
+    after_save: Callable[[Run, int], Action | None] | None = None
+    end: Callable[[Run, int, TrainState], Action | None] | None = None
+    state: Callable[[], object] | None = None
+    restore: Callable[[Never], object] | None = None
 
     def __post_init__(self) -> None:
         if (self.state is None) != (self.restore is None):
             raise ConfigError(
                 f"hook '{self.name}' has {'restore' if self.state is None else 'state'} only. A checkpoint stores the "
-                f"state of a "
-                "hook and restores it. Pass both, or neither."
+                "state of a hook and restores it. Pass both, or neither."
             )
         if self.on not in ("all", "main") or (self.every is not None and self.every < 1):
             raise ConfigError(
                 f"hook '{self.name}' has on={self.on!r} and every={self.every!r}. on is 'all' or 'main', and every is "
-                f"None or a "
-                "number of at least 1. Omit both for all processes and every step."
+                "None or a number of at least 1. Omit both for all processes and every step."
             )
 
 

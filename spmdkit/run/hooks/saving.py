@@ -22,7 +22,12 @@ def make(config: Any) -> Hook | None:
     def after_step(run: Run, step: int, state: Any, metrics: Any) -> Action | None:
         if step == last or (every_steps is not None and step % every_steps == 0):
             return Save(known=True)
-        late = every_s is not None and run.cluster.is_main and run.clock() - run.saved_at_time >= every_s
+        late = (
+            every_s is not None
+            and run.cluster.is_main
+            and run.saves is not None
+            and run.clock() - run.saves.tried_at >= every_s
+        )
         return Save() if late else None
 
     if options.best is None:
@@ -35,10 +40,8 @@ def make(config: Any) -> Hook | None:
         if not math.isfinite(value):
             return None
         better = best is None or (value < best if options.best.mode == "min" else value > best)
-        if not better and not (
-            run.saves is not None and run.saves.is_lost(seen["step"])
-        ):  # if the best was not saved, the next best is
-            return None
+        if not better and not (run.saves is not None and run.saves.is_lost(seen["step"])):
+            return None  # where the best is lost, the next best is saved
         seen.update(best=value, step=step)
         return Save(known=True)  # every process has the same values
 

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from spmdkit.checkpoint import Checkpoints
 from spmdkit.errors import UserCodeError
+from spmdkit.run.hooks.base import RunView
 from spmdkit.run.recovery import restore, skipped_batches
+from spmdkit.run.recovery.save_retries import Saves
+from spmdkit.run.reporter import Reporter
 from spmdkit.run.startup import bucket
 from spmdkit.step.state import TrainState
 
-if TYPE_CHECKING:
-    from spmdkit.run.run import Run
+
+class Returnable(RunView, Protocol):
+    """A run that can return to an earlier step."""
+
+    checkpoints: Checkpoints | None
+    saves: Saves | None
+    reporter: Reporter
+
+    def return_to(self, found: restore.Restored | None) -> None: ...
 
 
-def go_back(run: Run, to_step: int | None, skip_batches: int, batches: Sequence[int] = ()) -> TrainState:
+def go_back(run: Returnable, to_step: int | None, skip_batches: int, batches: Sequence[int] = ()) -> TrainState:
     """Returns the state of the newest checkpoint up to `to_step`, or the initial state if there is none.
 
     Checkpoints, trackers, the schedule and the state of the hooks return to that step too; newer ones are deleted.
@@ -23,9 +34,6 @@ def go_back(run: Run, to_step: int | None, skip_batches: int, batches: Sequence[
         UserCodeError: the checkpoints up to that step are deleted.
     """
     left, before = run.step, run.program.schedule.skipped
-    run.hook_runner.went_back()
-    run.driver.rolled_back()
-    run.drop_metrics()
     target, found = 0, None
     if run.checkpoints is not None and run.saves is not None:
         run.saves.settle()
@@ -35,21 +43,16 @@ def go_back(run: Run, to_step: int | None, skip_batches: int, batches: Sequence[
         if not target and newest is not None and to_step != 0:
             raise UserCodeError(
                 f"a hook rolls back to step {to_step}, and all checkpoints are newer, up to step {newest}. A rollback "
-                f"needs a checkpoint of "
-                f"that step or before. Raise checkpoint.keep "
-                f"({run.config.checkpoint.keep if run.config.checkpoint else 0}), or roll back "
-                "less far; sk.Rollback(0) restarts from the initial state."
+                "needs a checkpoint of that step or before. Raise checkpoint.keep "
+                f"({run.config.checkpoint.keep if run.config.checkpoint else 0}), or roll back less far; "
+                "sk.Rollback(0) restarts from the initial state."
             )
         restore.quarantine_checkpoints(run, run.checkpoints, found.wrong if found else {}, (), target)
         run.cluster.barrier("before going back")
         run.checkpoints.delete_after(target)
         run.cluster.barrier("went back")
-    if found is not None:
-        state = found.state
-        run.resume_from(found)
-    else:
-        state = run.program.init()
-        run.restart()
+    state = run.program.init() if found is None else found.state
+    run.return_to(found)
     more = skipped_batches.add(run.program, target, before, skip_batches, batches)
     skipped_batches.write(run.directory, run.cluster, run.program.schedule.skipped)
     bucket.keep_skipped(run.config, run.cluster, run.directory)

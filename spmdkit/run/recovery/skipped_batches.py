@@ -15,6 +15,7 @@ from typing import Any
 
 from spmdkit import data
 from spmdkit.cluster import Cluster
+from spmdkit.config import Config
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import files
 from spmdkit.program.program import Program
@@ -112,3 +113,12 @@ def check(schedule: data.Schedule, step: int, saved: Ranges, requested: Ranges) 
             f"data.skip_batches names batch {late}, and step {step} of this run was saved after training on it. Only "
             f"later batches can be skipped. Name batches from {last + 1} on, or set run_dir to a new folder."
         )
+
+
+def left_out_rows(config: Config, cluster: Cluster, program: Program) -> list[list[int]]:
+    """Returns [batch, row] of the rows that any process has skipped, on process 0: a restart skips the same. All
+    processes call it at each save."""
+    mine = program.skipped_rows[0].positions()
+    if not config.data.max_bad_examples or cluster.num_processes == 1:
+        return mine
+    return sorted(place for places in cluster.gather("skipped rows", mine) for place in places)

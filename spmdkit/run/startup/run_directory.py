@@ -1,8 +1,9 @@
-"""Taking ownership of a run directory: process 0 locks it, this attempt claims it, and all processes see the same
-folder."""
+"""The start of an attempt in its run directory: process 0 locks it, this attempt claims it, all processes see the same
+folder, and a mark shows that the attempt is running."""
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from contextlib import ExitStack
@@ -12,9 +13,12 @@ from spmdkit.checkpoint import RunLock
 from spmdkit.checkpoint.ownership import Fence, claim, wait_for_claim
 from spmdkit.cluster import Cluster
 from spmdkit.errors import ConfigError
-from spmdkit.foundation import files
+from spmdkit.faults.error_mapping import quiet_callbacks
+from spmdkit.foundation import files, run_status
+from spmdkit.foundation.constants import STEP_FILE
 from spmdkit.foundation.deadline import Deadline
 from spmdkit.foundation.timeouts import RUN_DIRECTORY_POLL_S, RUN_DIRECTORY_VISIBLE_S
+from spmdkit.run.hooks.base import RunView
 
 WRITTEN_BY_OTHERS = ("report.html",)
 """Files that `spmdkit report` writes while a run is active."""
@@ -81,3 +85,23 @@ SHARED = (
     "A run has one directory, on a disk that all hosts share. Set run_dir to a folder of such a disk, or "
     "checkpoint.directory to a bucket."
 )
+
+
+def note_running(run: RunView, step: int) -> run_status.StepMark:
+    """Writes the event `running` and returns the mark of the steps, a file with the last one: a run that exits without
+    an exit event is not mistaken for a finished one. Reports a previous attempt that ended so."""
+    quiet_callbacks()
+    paths = [run.directory / run_status.LAST_STEP] if run.cluster.is_main else []
+    if run.cluster.is_main:
+        left = run_status.unfinished(run.directory)
+        if left is not None and not left.alive:
+            run.events.write("exited", step=left.step, restored=step)
+            run.message(f"note: {left.message()}")
+        run.events.write(run_status.RUNNING, **run_status.running(step))
+    if path := os.environ.get(STEP_FILE):
+        paths.append(Path(path))
+    mark = run_status.StepMark(paths)
+    mark.at(step)
+    if path:
+        run_status.write_directory(Path(path), run.directory)
+    return mark

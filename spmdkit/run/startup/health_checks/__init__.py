@@ -3,11 +3,11 @@
 burn_in.py   the same products on every device, their bits and their rates
 bandwidth.py  the bandwidth of each link between neighbours, and of collectives over each axis
 hosts.py     what the hosts report about each other: versions, addresses, ports, clocks, the run's directory
-all_processes.py  all of that on all processes
+all_processes.py  the burn-in of all processes, and before a start
 outliers.py  which device, link or host is the outlier
 """
 
-from spmdkit.run.startup.health_checks.all_processes import burn_all
+from spmdkit.run.startup.health_checks.all_processes import burn_all, devices_are_well
 from spmdkit.run.startup.health_checks.bandwidth import bandwidths, links
 from spmdkit.run.startup.health_checks.burn_in import burn
 from spmdkit.run.startup.health_checks.hosts import meet, same_versions, write_test
@@ -18,6 +18,7 @@ __all__ = [
     "bandwidths",
     "burn",
     "burn_all",
+    "devices_are_well",
     "judge_burn",
     "judge_hosts",
     "links",

@@ -1,9 +1,15 @@
-"""The burn-in of all devices of all processes at the same time. All processes gather the results and reach one
-verdict."""
+"""The burn-in of all devices of all processes at the same time, with one verdict: for `spmdkit doctor`, and before a
+start with `health_check: true`."""
 
 from __future__ import annotations
 
+import sys
+
 from spmdkit.cluster import Cluster
+from spmdkit.config import Config
+from spmdkit.errors import DeviceError
+from spmdkit.foundation.formatting import visible
+from spmdkit.foundation.timeouts import BURN_IN_S
 from spmdkit.run.startup.health_checks.bandwidth import links
 from spmdkit.run.startup.health_checks.burn_in import burn
 from spmdkit.run.startup.health_checks.outliers import Verdict, judge_burn
@@ -27,3 +33,23 @@ def burn_all(cluster: Cluster, seconds: float) -> tuple[str, Verdict]:
     )
     result += f", {rates[0]:.3g} to {rates[-1]:.3g} GFLOP/s"
     return result + (f", links {speeds[0]:.3g} to {speeds[-1]:.3g} GB/s" if speeds else ""), verdict
+
+
+def devices_are_well(cluster: Cluster, config: Config) -> str | None:
+    """Returns the result of the health check, if the config requests it. Slow devices are reported and are no error.
+
+    Raises:
+        DeviceError: on every process, if a device computes different bits; names it with its process and host.
+    """
+    if not config.health_check:
+        return None
+    result, verdict = burn_all(cluster, BURN_IN_S)
+    if verdict.wrong:
+        raise DeviceError(
+            f"health_check: {'; '.join(verdict.wrong)}. All devices received the same products and must compute the "
+            "same bits. Exclude that host or device, and test longer with spmdkit doctor --burn-in 5m."
+        )
+    if cluster.is_main and config.log.progress != "off":
+        for line in (f"health_check: {result}", *(f"note: {line}" for line in verdict.slow)):
+            print(visible(line), file=sys.stderr, flush=True)
+    return result
