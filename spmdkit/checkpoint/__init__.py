@@ -6,13 +6,11 @@ written just before that, so a step with a record is complete.
 """
 
 from spmdkit.checkpoint.checkpoints import Checkpoints
-from spmdkit.checkpoint.export import export
-from spmdkit.checkpoint.integrity import verify
+from spmdkit.checkpoint.export import export, read_state
 from spmdkit.checkpoint.lease import Lease
-from spmdkit.checkpoint.listing import best_step, hold_step, inspect, ls, newest_step
+from spmdkit.checkpoint.listing import best_step, hold_step, inspect, ls, newest_step, verify
 from spmdkit.checkpoint.object_store import Remote
 from spmdkit.checkpoint.quarantine import DAMAGED_MARK
-from spmdkit.checkpoint.read_arrays import read_state
 from spmdkit.checkpoint.record import ignored_entries
 from spmdkit.checkpoint.retention import remove
 from spmdkit.checkpoint.run_directory import RunLock, prepare_run_dir

@@ -1,4 +1,5 @@
-"""Plain parameters out of a checkpoint, for other tools: one safetensors file, or its own orbax checkpoint.
+"""Plain arrays out of a checkpoint, without a model or a mesh: `export` writes parameters for other tools, as one
+safetensors file or its own orbax checkpoint; `read_state` compares two runs.
 
 The record describes every leaf, so neither the task nor its code is needed.
 """
@@ -14,7 +15,6 @@ import numpy as np
 
 from spmdkit.checkpoint import listing, location, record, state_dict
 from spmdkit.checkpoint.location import Location
-from spmdkit.checkpoint.read_arrays import read_leaves
 from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError
 from spmdkit.foundation import files
 from spmdkit.foundation.formatting import nearest
@@ -115,3 +115,38 @@ def _write_safetensors(path: Path, arrays: dict[str, Any], metadata: dict[str, s
             f"export as safetensors of arrays of {dtypes}: {record.first_line(error)}. Not every dtype exists there. "
             "Export with format orbax."
         ) from error
+
+
+def read_leaves(directory: Path, found: record.Record, part: state_dict.LeafTable) -> dict[str, np.ndarray]:
+    """Returns `{path: array}` of some leaves of a step, none of them a random key.
+
+    Raises:
+        DamagedError: they cannot be read.
+    """
+    from spmdkit.checkpoint import orbax_backend
+
+    abstract = {path: jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype)) for path, (shape, dtype) in part.items()}
+    try:
+        loaded = orbax_backend.load_numpy(
+            directory / str(found.step), state_dict.nest({path: leaf for path, leaf in abstract.items() if leaf.size})
+        )
+    except Exception as error:
+        raise record.damaged_error(directory, found.step, record.first_line(error)) from error
+    return {
+        path: state_dict.pick(loaded, path) if leaf.size else np.zeros(leaf.shape, leaf.dtype)
+        for path, leaf in abstract.items()
+    }
+
+
+def read_state(directory: Path, step: int | None = None) -> dict[str, np.ndarray]:
+    """Returns `{path: array}` of the whole state of a step (the newest for None), without random keys, which follow
+    from the seed and the step.
+
+    Raises:
+        CheckpointError: there is no such step, or it is damaged.
+    """
+    with listing.hold_step(directory, lambda: listing.newest_step(directory) if step is None else step) as chosen:
+        found = record.read_record(directory, chosen)
+        record.check_files(directory, found)
+        part = {path: leaf for path, leaf in found.leaves.items() if not leaf[1].startswith("key<")}
+        return read_leaves(directory, found, part)

@@ -15,17 +15,16 @@ Source: Gray and Cheriton, "Leases: an efficient fault-tolerant mechanism for di
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, Self
 
-from spmdkit.checkpoint import location
+from spmdkit.checkpoint import location, ownership
 from spmdkit.checkpoint.object_store import Remote
 from spmdkit.errors import ConfigError, Unreachable
-from spmdkit.foundation import run_status as attempts
+from spmdkit.foundation import run_status
 from spmdkit.foundation.deadline import Deadline
 from spmdkit.foundation.timeouts import LEASE_POLL_S, LEASE_RENEW_S, LEASE_SETTLE_S, LEASE_STALE_S
 
@@ -61,7 +60,7 @@ class Lease:
             Unreachable: the bucket cannot be read or written.
         """
         before = self._read()
-        if before and not attempts.is_gone(before):
+        if before and not run_status.is_gone(before):
             self._wait_until_stale(before)
         self._claim()
         self._sleep(LEASE_SETTLE_S)
@@ -74,9 +73,8 @@ class Lease:
         return self
 
     def _claim(self) -> None:
-        since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._renew(0)
-        mine = {"attempt": self.attempt, "since": since} | attempts.this_process()
+        mine = {"attempt": self.attempt} | ownership.this_owner()
         (self._folder / "lease.json").write_bytes(json.dumps(mine).encode())
 
     def _wait_until_stale(self, before: dict[str, Any]) -> None:
@@ -84,7 +82,8 @@ class Lease:
         if beat is None:  # given back, or never begun
             return
         self._say(
-            f"{self.directory} was last of {_owner(before)}; waiting up to {LEASE_STALE_S:g} s to see whether it lives"
+            f"{self.directory} was last of {ownership.described(before)}; waiting up to {LEASE_STALE_S:g} s to see "
+            "whether it lives"
         )
         for _ in Deadline(LEASE_STALE_S, self._clock, self._sleep).polls(LEASE_POLL_S):
             if self._counter(before) != beat or self._read().get("attempt") != before["attempt"]:
@@ -127,18 +126,13 @@ class Lease:
     def _read(self) -> dict[str, Any]:
         """Returns what lies there; nothing where there is no lease, or none of ours."""
         try:
-            found = json.loads((self._folder / "lease.json").read_bytes())
-        except (FileNotFoundError, ValueError, RecursionError):
+            found = ownership.parsed((self._folder / "lease.json").read_bytes())
+        except FileNotFoundError:
             return {}
-        return found if isinstance(found, dict) and isinstance(found.get("attempt"), str) else {}
+        return found if isinstance(found.get("attempt"), str) else {}
 
     def _in_use(self, by: dict[str, Any]) -> ConfigError:
         return ConfigError(
-            f"{self.directory} is in use by {_owner(by)}. One run at a time may write to it. "
+            f"{self.directory} is in use by {ownership.described(by)}. One run at a time may write to it. "
             "Wait for that run, end it, or set checkpoint.directory to another folder."
         )
-
-
-def _owner(found: dict[str, Any]) -> str:
-    known = {"pid", "host", "since"} <= found.keys()
-    return f"process {found['pid']} on {found['host']} since {found['since']}" if known else "another process"

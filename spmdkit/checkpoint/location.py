@@ -1,8 +1,7 @@
-"""Where checkpoints lie: a local folder (`Path`) or a folder of a bucket (`bucket.Remote`). Here is what differs
-between the two.
+"""The folder of checkpoints: a local one (`Path`) or one of a bucket (`Remote`), and what differs between the two.
 
-Atomic renames, links, modes and locks are used on local folders only, in the files that need them. A bucket guarantees
-less: an object exists whole or not at all, and a marker commits a step.
+A bucket has no atomic renames, links, modes and locks: an object exists whole or not at all, and a marker commits a
+step.
 """
 
 from __future__ import annotations
@@ -67,16 +66,6 @@ def sizes(folder: Location) -> dict[str, int]:
         with contextlib.suppress(OSError):
             found[name] = os.stat(path).st_size
     return found
-
-
-def size(path: Path | Remote, of_all: dict[str, int] | None, name: str) -> int:
-    """Returns the bytes of a file: of `of_all`, a listing, where there is one. Raises FileNotFoundError."""
-    if of_all is None:
-        assert isinstance(path, Path)
-        return path.stat().st_size
-    if name not in of_all:
-        raise FileNotFoundError(name)
-    return of_all[name]
 
 
 def remove(folder: Remote) -> None:

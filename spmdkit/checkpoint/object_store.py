@@ -1,13 +1,11 @@
 """A folder of a bucket, `gs://bucket/run` or `s3://bucket/run`: of `pathlib.Path` what checkpoints need, by fsspec's
 gcsfs and s3fs.
 
-A bucket has no folders, no rename and no lock: an object is there whole or not at all, and a folder is what the names
-of objects begin with. So a step is committed by its last object (`place.MARKER`, which orbax writes too), deleted by
-that one first, and moved by copying. Listings are never kept:
-other processes write there.
+A bucket has no folders, no rename and no lock: an object exists whole or not at all, and a folder is a common prefix of
+names. So a step is committed by its last object (`location.MARKER`, which orbax writes too), deleted by that one first,
+and moved by copying. Listings are not cached: other processes write there.
 
-Credentials and endpoints are the clients' own: GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, AWS_ENDPOINT_URL ... None
-of them is read or shown here.
+Credentials and endpoints are the clients' own (GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, AWS_ENDPOINT_URL ...).
 """
 
 from __future__ import annotations
@@ -117,11 +115,6 @@ class Remote:
             _client(self.scheme).get_file(self.key, str(path))
 
 
-def _drop_raised_errors(record: logging.LogRecord) -> bool:
-    """Keeps gcsfs from printing the traceback of a request that has failed for good: it raises it too, and so do we."""
-    return record.filename != "retry.py"
-
-
 @functools.cache
 def _client(scheme: str) -> Any:
     """Returns the client of a scheme. The listings cache is off, also for the client that orbax creates through etils.
@@ -136,7 +129,8 @@ def _client(scheme: str) -> Any:
             for name in ("gs", "gcs"):
                 fsspec.config.conf.setdefault(name, {}).setdefault("use_listings_cache", False)
         logging.getLogger("gcsfs").setLevel(logging.ERROR)  # hides a remark on the kind of bucket at each call
-        logging.getLogger("gcsfs").addFilter(_drop_raised_errors)
+        # It prints the traceback of a request that has failed for good, and raises it too.
+        logging.getLogger("gcsfs").addFilter(lambda record: record.filename != "retry.py")
         return fsspec.filesystem(scheme, use_listings_cache=False)
     except ImportError as error:
         raise ConfigError(
@@ -147,8 +141,7 @@ def _client(scheme: str) -> Any:
 
 @contextlib.contextmanager
 def _translate_errors(where: Remote, done: str) -> Iterator[None]:
-    """Turns what a client raises (its own classes, those of its transport) into ours, without what the environment
-    keeps secret."""
+    """Turns what a client or its transport raises into `Unreachable`, without secrets of the environment."""
     try:
         yield
     except (ConfigError, MemoryError):
@@ -157,14 +150,10 @@ def _translate_errors(where: Remote, done: str) -> Iterator[None]:
         of_local_file = isinstance(error, OSError) and error.filename is not None
         if of_local_file or (isinstance(error, FileNotFoundError) and done != WRITTEN):
             raise
-        raise _unreachable(where, done, error) from None
-
-
-def _unreachable(where: Remote, done: str, error: Exception) -> Unreachable:
-    text = " ".join(redact.in_text(str(error)).split())[:300]
-    return Unreachable(
-        f"{where} could not be {done}: {type(error).__name__}: {text}. checkpoint.directory is a bucket that all "
-        f"processes reach with credentials of their client ({SCHEMES[where.scheme]}). Check the name, the network and "
-        "the credentials (`gcloud auth application-default login`, or AWS_PROFILE, AWS_ENDPOINT_URL), and start the "
-        "same command again: what was committed is intact."
-    )
+        text = " ".join(redact.in_text(str(error)).split())[:300]
+        raise Unreachable(
+            f"{where} could not be {done}: {type(error).__name__}: {text}. checkpoint.directory is a bucket that all "
+            f"processes reach with credentials of their client ({SCHEMES[where.scheme]}). Check the name, the network "
+            "and the credentials (`gcloud auth application-default login`, or AWS_PROFILE, AWS_ENDPOINT_URL), and "
+            "start the same command again: what was committed is intact."
+        ) from None

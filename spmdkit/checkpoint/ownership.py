@@ -17,12 +17,13 @@ import datetime
 import json
 import os
 import secrets
-import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from spmdkit.errors import ConfigError
-from spmdkit.foundation import files
+from spmdkit.foundation import files, run_status
 from spmdkit.foundation.deadline import Deadline
 from spmdkit.foundation.timeouts import RUN_DIRECTORY_POLL_S
 
@@ -33,9 +34,7 @@ ATTEMPT_FILE = "attempt.json"
 class Fence:
     """The right of one attempt to write into a run's directory.
 
-    Attributes:
-        directory, attempt: the directory and the attempt that owns it.
-        seen: the bytes that were its own when they were read last, and the monotonic second of that.
+    `seen`: the bytes that were its own when they were read last, and the monotonic second of that.
     """
 
     directory: Path
@@ -43,12 +42,11 @@ class Fence:
     seen: tuple[bytes | None, float] = (None, float("-inf"))
 
     def is_owner(self) -> bool:
-        """Returns whether no other attempt has taken the directory. Reads one small file, and looks into it where its
-        bytes have changed."""
+        """Returns whether no other attempt has taken the directory. Reads one small file."""
         content, before = _content(self.directory), self.seen[0]
         is_owner = content is not None and content == before
         if not is_owner:
-            is_owner = _parsed(content).get("attempt", self.attempt) == self.attempt
+            is_owner = parsed(content).get("attempt", self.attempt) == self.attempt
         self.seen = (content, time.monotonic()) if is_owner else (None, float("-inf"))
         return is_owner
 
@@ -64,7 +62,7 @@ class Fence:
         """
         if time.monotonic() - self.seen[1] >= every_s and not self.is_owner():
             raise ConfigError(
-                f"{self.directory} belongs to another run now, of {owner(self.directory)}. One run at a time may "
+                f"{self.directory} belongs to another run now, of {last_owner(self.directory)}. One run at a time may "
                 "write to it, so this one ends and writes nothing more. Set run_dir to another folder, or end the "
                 "other run."
             )
@@ -78,29 +76,32 @@ def claim(directory: Path, attempt: str | None = None) -> Fence:
         ConfigError: it cannot be written.
     """
     fence = Fence(directory, attempt or secrets.token_hex(8))
-    since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    files.write_json(
-        directory / ATTEMPT_FILE,
-        {"attempt": fence.attempt, "pid": os.getpid(), "host": socket.gethostname(), "since": since},
-    )
+    files.write_json(directory / ATTEMPT_FILE, {"attempt": fence.attempt} | this_owner())
     return fence
 
 
 def wait_for_claim(directory: Path, attempt: str, timeout_s: float) -> bool:
     """Returns whether this process sees in `directory` what process 0 has claimed; a file system of a network may need
     a moment."""
-    return Deadline(timeout_s).wait_for(lambda: _read(directory).get("attempt") == attempt, RUN_DIRECTORY_POLL_S)
+    seen = lambda: parsed(_content(directory)).get("attempt") == attempt
+    return Deadline(timeout_s).wait_for(seen, RUN_DIRECTORY_POLL_S)
 
 
-def owner(directory: Path) -> str:
+def this_owner() -> dict[str, Any]:
+    """Returns the description of this process as an owner, as JSON values."""
+    since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return run_status.this_process() | {"since": since}
+
+
+def described(owner: Mapping[str, Any]) -> str:
+    """Returns `process 12 on host since ...`."""
+    known = {"pid", "host", "since"} <= owner.keys()
+    return f"process {owner['pid']} on {owner['host']} since {owner['since']}" if known else "another process"
+
+
+def last_owner(directory: Path) -> str:
     """Returns `process 12 on host since ...` of the last attempt."""
-    found = _read(directory)
-    known = {"pid", "host", "since"} <= found.keys()
-    return f"process {found['pid']} on {found['host']} since {found['since']}" if known else "another process"
-
-
-def _read(directory: Path) -> dict[str, str]:
-    return _parsed(_content(directory))
+    return described(parsed(_content(directory)))
 
 
 MAX_BYTES = 65_536
@@ -119,7 +120,7 @@ def _content(directory: Path) -> bytes | None:
         return None
 
 
-def _parsed(content: bytes | None) -> dict[str, str]:
+def parsed(content: bytes | None) -> dict[str, Any]:
     """Returns what was written; nothing where it is gone or no JSON, which is no other run."""
     try:
         found = json.loads(content or b"")

@@ -63,19 +63,8 @@ class Record:
 
 def write_record(folder: Location, record: Record) -> None:
     """Writes record.json into `folder` and forces it to the disk, the folder's entries too."""
-    content = {
-        "schema": SCHEMA,
-        "best": record.best,
-        "digests": record.digests,
-        "step": record.step,
-        "time": record.time,
-        "num_processes": record.num_processes,
-        "bytes": record.bytes,
-        "metrics": finite_metrics(record.metrics),
-        "record": record.user,
-        "leaves": record.leaves,
-        "files": record.files,
-    }
+    content = vars(record) | {"schema": SCHEMA, "metrics": finite_metrics(record.metrics)}
+    content["record"] = content.pop("user")
     text = json.dumps({"digest": _digest_of(content)} | content, allow_nan=False)
     if isinstance(folder, Remote):
         (folder / RECORD_FILE).write_bytes(text.encode())
@@ -99,10 +88,7 @@ def finite_metrics(metrics: Mapping[str, float | None]) -> dict[str, float | Non
 
 def list_files(folder: Location) -> dict[str, int]:
     """Returns `{path below folder: bytes}` of every file of the state below `folder`."""
-    if isinstance(folder, Remote):
-        return {f"{STATE_FOLDER}/{name}": size for name, size in (folder / STATE_FOLDER).sizes().items()}
-    found = {f"{STATE_FOLDER}/{name}": os.stat(path).st_size for path, name in files.below(folder / STATE_FOLDER)}
-    return dict(sorted(found.items()))
+    return {f"{STATE_FOLDER}/{name}": size for name, size in sorted(location.sizes(folder / STATE_FOLDER).items())}
 
 
 def digest_files(folder: Location, sizes: Mapping[str, int]) -> dict[str, str]:
@@ -110,14 +96,7 @@ def digest_files(folder: Location, sizes: Mapping[str, int]) -> dict[str, str]:
     arrays' bytes."""
     in_data = lambda name: DATA_FOLDER in name.split("/")[:-1]
     small = [name for name, size in sizes.items() if size <= SMALL_FILE_BYTES or not in_data(name)]
-    if isinstance(folder, Remote):
-        return {name: files.digest((folder / name).read_bytes()) for name in small}
-    return {name: _digest_of_file(f"{folder}/{name}") for name in small}
-
-
-def _digest_of_file(path: str) -> str:
-    with open(path, "rb") as file:
-        return files.digest(file.read())
+    return {name: files.digest((folder / name).read_bytes()) for name in small}
 
 
 def committed_steps(directory: Location) -> list[int]:
@@ -200,19 +179,15 @@ def check_files(directory: Location, record: Record) -> None:
     than was written."""
     wrong = []
     folder = directory / str(record.step)
-    there = folder.sizes() if isinstance(folder, Remote) else None
+    found = location.sizes(folder)
     for name, size in record.files.items():
-        path = folder / name
         try:
-            found = location.size(path, there, name)
-            same = name not in record.digests or files.digest(path.read_bytes()) == record.digests[name]
-        except OSError:
+            if found[name] != size:
+                wrong.append(f"{name} has {found[name]} bytes, {size} were written")
+            elif name in record.digests and files.digest((folder / name).read_bytes()) != record.digests[name]:
+                wrong.append(f"{name} differs from what was written")
+        except (KeyError, OSError):
             wrong.append(f"{name} is missing")
-            continue
-        if found != size:
-            wrong.append(f"{name} has {found} bytes, {size} were written")
-        elif not same:
-            wrong.append(f"{name} differs from what was written")
     if wrong:
         raise damaged_error(directory, record.step, f"{wrong[0]} ({len(wrong)} of {len(record.files)} files are wrong)")
 

@@ -69,22 +69,16 @@ def delete_step(directory: Location, step: int, even_if_held: bool = False) -> b
         return True
     doomed = directory / f"{step}.deleted{TEMPORARY_MARK}"
     shutil.rmtree(doomed, ignore_errors=True)
-    descriptor = None
-    with contextlib.suppress(OSError):
-        descriptor = os.open(directory / str(step) / records.RECORD_FILE, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        if descriptor is not None:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if not even_if_held:
-                    return False
-            except OSError:
-                pass  # a file system without flock
+    with contextlib.ExitStack() as stack:
+        try:
+            record = stack.enter_context(open(directory / str(step) / records.RECORD_FILE, "rb"))
+            fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not even_if_held:
+                return False
+        except OSError:
+            pass  # no record, or a file system without flock
         os.rename(directory / str(step), doomed)
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
     shutil.rmtree(doomed)
     return True
 
@@ -124,17 +118,13 @@ def remove_unfinished(directory: Location) -> list[str]:
     """Removes what a killed run left half written or half deleted; returns the names. Only the owner of the directory
     may call this."""
     if isinstance(directory, Remote):
-        return _remove_all_uncommitted(directory)
+        steps = filter(is_step_name, location.names(directory))
+        return [name for name in steps if remove_uncommitted(directory / name)]
     with os.scandir(directory) as entries:
         names = sorted(e.name for e in entries if TEMPORARY_MARK in e.name and e.is_dir(follow_symlinks=False))
     for name in names:
         shutil.rmtree(directory / name)
     return names
-
-
-def _remove_all_uncommitted(directory: Remote) -> list[str]:
-    """Removes the folders of a bucket that are named like a step and hold only files of a save without its marker."""
-    return [name for name in filter(is_step_name, location.names(directory)) if remove_uncommitted(directory / name)]
 
 
 def remove_uncommitted(folder: Remote) -> bool:

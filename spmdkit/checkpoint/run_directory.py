@@ -8,14 +8,10 @@ remove, the folder does not; but NFS locks files only. Who was in the folder bef
 
 from __future__ import annotations
 
-import datetime
 import fcntl
 import json
 import os
 import secrets
-import socket
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -59,9 +55,8 @@ class RunLock:
         ConfigError: another process holds it, named with its host and since when; or the directory is not writable.
     """
 
-    def __init__(self, run_dir: Path | str, clock: Callable[[], float] = time.time):
+    def __init__(self, run_dir: Path | str):
         self.path = Path(run_dir).absolute() / LOCK_FILE
-        self._clock = clock
         self._descriptor: int | None = None
         self._folder: int | None = None
 
@@ -69,12 +64,13 @@ class RunLock:
         prepare_run_dir(self.path.parent)
         self._folder = _lock_folder(self.path.parent)
         try:
-            return self._acquire_file()
+            self._descriptor = self._locked_file()
         except BaseException:
             self.release()
             raise
+        return self
 
-    def _acquire_file(self) -> Self:
+    def _locked_file(self) -> int:
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
         except OSError as error:
@@ -84,24 +80,17 @@ class RunLock:
             ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._write_owner(descriptor)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(ownership.this_owner()).encode(), 0)
         except OSError as error:
-            owner = _read_owner(descriptor)
             os.close(descriptor)
             if not isinstance(error, BlockingIOError):
                 raise ConfigError(
                     f"the lock {self.path} cannot be taken ({first_line(error)}). The file system of run_dir must "
                     "offer flock. Set run_dir on another one."
                 ) from error
-            raise in_use(self.path.parent, owner) from None
-        self._descriptor = descriptor
-        return self
-
-    def _write_owner(self, descriptor: int) -> None:
-        since = datetime.datetime.fromtimestamp(self._clock(), datetime.UTC).isoformat(timespec="seconds")
-        owner = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since})
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, owner.encode(), 0)
+            raise _in_use(self.path.parent) from None
+        return descriptor
 
     def release(self) -> None:
         """Gives the directory back. The file stays: removing it would let two runs lock two files of one name."""
@@ -135,33 +124,22 @@ def _lock_folder(folder: Path) -> int | None:
         os.close(descriptor)
         if not isinstance(error, BlockingIOError):
             return None
-        raise in_use(folder, _owner_in(folder / LOCK_FILE)) from None
+        raise _in_use(folder) from None
     return descriptor
 
 
-def _owner_in(path: Path) -> str:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:  # it was removed
-        return ownership.owner(path.parent)
-    try:
-        return _read_owner(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def in_use(directory: Path, owner: str) -> ConfigError:
+def _in_use(directory: Path) -> ConfigError:
     """Returns the error of a directory that another run holds."""
     return ConfigError(
-        f"run directory {directory} is in use by {owner}. One run at a time may write to it. "
-        "Wait for that run, end it, or set run_dir to another folder."
+        f"run directory {directory} is in use by {_owner_of(directory / LOCK_FILE)}. One run at a time may write to "
+        "it. Wait for that run, end it, or set run_dir to another folder."
     )
 
 
-def _read_owner(descriptor: int) -> str:
-    """Returns `process 12 on host since ...`; the record may be missing for the moment between lock and write."""
+def _owner_of(path: Path) -> str:
+    """Returns `process 12 on host since ...` of a lock; its file may be empty for the moment between lock and write."""
     try:
-        owner = json.loads(os.pread(descriptor, 4096, 0))
-        return f"process {owner['pid']} on {owner['host']} since {owner['since']}"
-    except (ValueError, KeyError, TypeError):
-        return "another process that has just started"
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC)) as file:
+            return ownership.described(ownership.parsed(file.read(4096)))
+    except OSError:  # it was removed
+        return ownership.last_owner(path.parent)

@@ -48,10 +48,9 @@ class SaveBarrier:
     def __init__(self, cluster: Exchange | None, num_processes: int, is_main: bool, timeout_s: float):
         self._cluster = cluster if num_processes > 1 else None
         self._num, self._is_main, self._timeout_s = num_processes, is_main, timeout_s
-        self._num_begun = 0
-        self._met, self._is_over = 0, False
+        self._num_begun, self._met, self._is_over = 0, 0, False
         self.is_waiting = False
-        """Whether this process has done its part for now, and waits for the others in the background."""
+        """Whether this process waits for the others in the background."""
 
     def begin(self, objection: str) -> None:
         """Begins a save on all processes, or raises process 0's objection on all, so that none waits for the others."""
@@ -115,13 +114,9 @@ class SaveBarrier:
             return ended
         # A save may end one time-out later in another process than here.
         gathered = self._cluster.gather("end of a save", list(ended), 2 * self._timeout_s + 60)
-        whys = sorted((why for why, _ in gathered if why), key=_is_timeout)
+        is_timeout = lambda why: any(word in why for word in ("Timed out", "DEADLINE", "ABORTED"))  # of another process
+        whys = sorted((why for why, _ in gathered if why), key=is_timeout)
         return SaveResult((whys or [""])[0], gathered[0][1])
-
-
-def _is_timeout(why: str) -> bool:
-    """Returns whether these are the words of one who waited for another."""
-    return any(word in why for word in ("Timed out", "DEADLINE", "ABORTED"))
 
 
 def reset_counters() -> None:

@@ -9,24 +9,21 @@ from that treedef.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from spmdkit.errors import ConfigError
-from spmdkit.foundation.trees import named_leaves
+from spmdkit.foundation.trees import named_leaves, tree_bytes
 
 LeafTable = dict[str, tuple[tuple[int, ...], str]]
 """Path of a leaf -> (global shape, name of its dtype)."""
 
-SHOWN_DIFFERENCES = 5
-
 
 @dataclasses.dataclass(frozen=True)
 class StateStructure:
-    """What all states of one run share: structure, paths, shapes and dtypes. `num_bytes` is that of all leaves."""
+    """What all states of one run share. `num_bytes`: of all leaves."""
 
     treedef: jax.tree_util.PyTreeDef
     kinds: list[tuple[Any, Any]]
@@ -46,7 +43,7 @@ def structure_of(state: Any, known: StateStructure | None = None) -> tuple[State
     kinds = [(getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves]
     if known is not None and known.kinds == kinds and known.treedef == treedef:
         return known, leaves
-    return StateStructure(treedef, kinds, leaf_table(state), table_bytes(state)), leaves
+    return StateStructure(treedef, kinds, leaf_table(state), tree_bytes(state)), leaves
 
 
 def leaf_table(state: Any) -> LeafTable:
@@ -74,6 +71,7 @@ def leaf_table(state: Any) -> LeafTable:
 
 def _check_names(table: LeafTable) -> None:
     """Raises ConfigError where paths meet on disk: `a.b` and `a/b` are one name, and `a` cannot also be a folder."""
+    inner = {path.rsplit("/", depth)[0]: path for path in table for depth in range(1, path.count("/") + 1)}
     dotted: dict[str, str] = {}
     for path in table:
         name = path.replace("/", ".")
@@ -82,20 +80,12 @@ def _check_names(table: LeafTable) -> None:
                 f"the state's leaves `{dotted[name]}` and `{path}` have the same name in a checkpoint, `{name}`. "
                 "Names must differ after `/` and `.` are taken as one. Rename one of the keys."
             )
-        dotted[name] = path
-    folders = {path.rsplit("/", depth)[0] for path in table for depth in range(1, path.count("/") + 1)}
-    for path in table:
-        if path in folders:
-            inner = next(other for other in table if other.startswith(path + "/"))
+        if path in inner:
             raise ConfigError(
-                f"the state's leaf `{path}` is also the folder of the leaf `{inner}`. A path is one or the other in a "
-                "checkpoint. Rename one of the keys."
+                f"the state's leaf `{path}` is also the folder of the leaf `{inner[path]}`. A path is one or the other "
+                "in a checkpoint. Rename one of the keys."
             )
-
-
-def table_bytes(state: Any) -> int:
-    """Returns the bytes of all leaves together, global, typed keys included."""
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+        dotted[name] = path
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,21 +110,16 @@ def pick(tree: Mapping[str, Any], path: str) -> Any:
 
 def differences(saved: LeafTable, requested: LeafTable) -> list[str]:
     """Returns one line per leaf that differs between a checkpoint and the requested state; empty when they match."""
-    lines = []
-    for path, leaf in requested.items():
-        if path not in saved:
-            lines.append(f"{path}: not in the checkpoint, requested {_describe(leaf)}")
-        elif saved[path] != leaf:
-            lines.append(f"{path}: saved {_describe(saved[path])}, requested {_describe(leaf)}")
-    lines.extend(
-        f"{path}: saved {_describe(leaf)}, not requested" for path, leaf in saved.items() if path not in requested
-    )
-    return lines
-
-
-def _describe(leaf: tuple[tuple[int, ...], str]) -> str:
-    shape, dtype = leaf
-    return f"{dtype}[{','.join(map(str, shape))}]"
+    text = lambda leaf: f"{leaf[1]}[{','.join(map(str, leaf[0]))}]"
+    return [
+        *(f"{path}: not in the checkpoint, requested {text(x)}" for path, x in requested.items() if path not in saved),
+        *(
+            f"{path}: saved {text(saved[path])}, requested {text(x)}"
+            for path, x in requested.items()
+            if path in saved and saved[path] != x
+        ),
+        *(f"{path}: saved {text(x)}, not requested" for path, x in saved.items() if path not in requested),
+    ]
 
 
 SEAMS = {"pick": pick}

@@ -1,11 +1,8 @@
-"""`CollectiveTransport`: this process's connections to the others for CPU collectives (Gloo), so that a collective that
-can never end can be left.
+"""`CollectiveTransport`: shuts down the Gloo connections of this process, which ends a collective that can never end.
 
-Gloo's all-reduce is a ring. When a process dies, its two neighbours get an error; everybody else waits for a neighbour
-that has given up and is alive, indefinitely (n >= 4).
-XLA has a time-out for that, one for every collective of the whole run. Here the connections are shut down by who waits,
-once the launcher has reported that one is dead: the collective then ends with an error within milliseconds. Only
-connections of Gloo: those on which this process listens for it, and to where another one does.
+Gloo's all-reduce is a ring. When a process dies, its two neighbours get an error; the others wait for a live neighbour
+that has given up, indefinitely (n >= 4). XLA has one time-out for all collectives of a run. Once the launcher has
+reported a death, each process shuts down its connections, and the collective ends with an error within milliseconds.
 
 Linux. Elsewhere nothing is found, and the time-out remains.
 """
@@ -32,7 +29,7 @@ class CollectiveTransport:
 
     @contextlib.contextmanager
     def noticed(self) -> Iterator[None]:
-        """Takes note of where this process begins to listen while the body makes the backend."""
+        """Notes the ports on which the body, which makes the backend, begins to listen."""
         before = _listening()
         yield
         self.own = sorted(_listening() - before)
@@ -51,7 +48,7 @@ class CollectiveTransport:
 def _listening() -> set[int]:
     found = set()
     for each in _sockets():
-        with each, contextlib.suppress(OSError):
+        with each:
             if _listens(each):
                 found.add(_port(each))
     return found

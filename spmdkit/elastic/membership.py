@@ -1,16 +1,15 @@
-"""`Membership`: this process goes from one job to the next, as its launcher orders, with the state in its memory.
+"""`Membership`: this process moves from one generation of its job to the next, with the state in its memory.
 
     1. The launcher publishes the members of generation k (launch/membership_file.py). A thread reads it, ends every
-       wait for the others, and cuts the connections of a collective that can never end (gloo_sockets.py).
-    2. The training thread gets an error, or detects the change between two steps; `takes` decides that this
-       is no failure.
+       wait for the others, and shuts down the connections of a collective that can never end (gloo_sockets.py).
+    2. The training thread gets an error, or detects the change between two steps; `takes` decides that this is no
+       failure.
     3. It leaves its backend, reports that it is ready, and waits for the address of the next service.
-    4. It joins as the rank that it has now, and the run begins again as after a restart, but from the memory of the
-       processes (peer_memory.py, redistribute.py).
+    4. It joins with its new rank, and the run begins as after a restart, but from the memory of the processes
+       (peer_memory.py, redistribute.py).
 
-Whatever goes otherwise than this ends the process with an error, and the launcher starts all again from the newest
-checkpoint: the way that always works.
-Shown on CPU devices (Gloo) alone; on GPU and TPU nothing of this was tried.
+Any other course ends the process with an error, and the launcher restarts all from the newest checkpoint. Shown on CPU
+devices (Gloo) only; untested on GPU and TPU.
 """
 
 from __future__ import annotations
@@ -66,12 +65,11 @@ class Membership:
     Attributes:
         number: of the generation that it is in, or joins now.
         memory: the state of the last steps.
-        why: what ended the generation before, for people.
     """
 
     def __init__(self, orders: MembershipFiles, every: int):
         self._orders, self._every = orders, every
-        self.number, self.memory, self.why = orders.born, HostMemory(), ""
+        self.number, self.memory = orders.born, HostMemory()
         self._order: MembershipUpdate | None = None  # the next one
         self._called, self._gone = threading.Event(), threading.Event()
         self._wires = CollectiveTransport()
@@ -90,7 +88,7 @@ class Membership:
         if self._orders.member < 0:
             warm()
         order = self._awaited()
-        self.number, self.why, self._waits = order.number, order.why, False
+        self.number, self._waits = order.number, False
         joined = dataclasses.replace(
             spec,
             coordinator=order.service,
@@ -122,8 +120,7 @@ class Membership:
             time.sleep(MEMBERSHIP_POLL_S)
         raise RendezvousError(
             f"the launcher has not published the next membership within {MEMBERSHIP_UPDATE_S:g} s. See its output, and "
-            "start the "
-            "job again."
+            "start the job again."
         )
 
     def joined(self, cluster: Cluster) -> None:
@@ -153,11 +150,6 @@ class Membership:
 
     # ---- training ----
 
-    def check(self) -> None:
-        """Raises MembershipChanged where this process cannot go on with the others."""
-        if self._called.is_set():
-            raise MembershipChanged("another process died")
-
     def after_step(self, run: Any, step: int, state: Any) -> None:
         """Copies the state where that is due, and ends the generation where all have agreed on it. On all processes,
         after each step, and before the first.
@@ -165,7 +157,8 @@ class Membership:
         Raises:
             MembershipChanged: the next generation begins.
         """
-        self.check()
+        if self._called.is_set():
+            raise MembershipChanged("another process died")
         order = self._order
         ends = run.cluster.agree(
             f"generation/{run.hook_runner.generation}", step, order is not None and order.planned, LAG

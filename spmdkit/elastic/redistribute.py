@@ -1,9 +1,9 @@
-"""What each process of a new generation lacks of the state, it gets from those that have it.
+"""Each process of a new generation receives the shards of the state that it lacks from those that have them.
 
-All say what they hold (step, leaves, shards). The newest step of which every shard is somewhere is taken. Shards that
-some process needs on the new mesh and does not hold are put one after the other into a stream of bytes, the same for
-all; whoever is the first to hold one writes it, everybody else zeros, and the streams are added up: integers, so exact.
-Where no process lacks anything (a death among replicas, no new process) nothing is sent.
+All describe what they hold (step, leaves, shards). The newest step of which every shard exists is taken. Shards that
+some process needs on the new mesh and does not hold form a stream of bytes, the same for all: the first holder of a
+shard writes it, all others zeros, and the streams are added up, which is exact for integers. Where no process lacks
+anything (a death among replicas, no new process) nothing is sent.
 
 Wire: an all-reduce of the shards that are lacking, in pieces of `PIECE_BYTES`; one program whatever the shapes.
 """
@@ -14,9 +14,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.experimental import multihost_utils
 
 from spmdkit.cluster import Cluster
 from spmdkit.elastic.peer_memory import HostMemory, Location, Parts, Snapshot, common, place_of, size_of
@@ -85,44 +85,30 @@ def completed(
 ) -> Snapshot:
     """Returns the snapshot of `step` with everything that this process needs on the new mesh, received from the others
     where it lacks it. On all processes."""
-    first = next(i for i, each in enumerate(holders) if each is not None)
-    leaves = holders[first].leaves  # type: ignore[union-attr]
+    first, leaves = next((i, each.leaves) for i, each in enumerate(holders) if each is not None)
     mine = next((each for each in memory.kept if each.step == step), None)
     if cluster.process_index == first:
         assert mine is not None
         cluster.put("memory's record", mine.record)
     record = cluster.get("memory's record")
     if mine is None:
-        mine = Snapshot(
-            step, record, {path: Parts(shape, _dtype(dtype), {}) for path, (shape, dtype) in leaves.items()}
-        )
+        nothing = {path: Parts(shape, np.dtype(jnp.dtype(dtype)), {}) for path, (shape, dtype) in leaves.items()}
+        mine = Snapshot(step, record, nothing)
     needed = _needed(cluster.num_processes, leaves, abstract_state)
     stream = list(_lacking(holders, needed, leaves))
-    wants = {path for path, _, _, wanting in stream if cluster.process_index in wanting}
-    pieces = _received(cluster, mine, stream) if stream else {}
-    got = {
-        path: dataclasses.replace(
-            leaf, parts={**leaf.parts, **{place: part for (p, place), part in pieces.items() if p == path}}
-        )
-        if path in wants
-        else leaf
-        for path, leaf in mine.leaves.items()
-    }
-    return Snapshot(step, record, got)
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    return np.dtype(jax.numpy.dtype(name))
+    parts = {path: dict(leaf.parts) for path, leaf in mine.leaves.items()}
+    for (path, place), part in (_received(cluster, mine, stream) if stream else {}).items():
+        parts[path][place] = part
+    return Snapshot(step, record, {p: dataclasses.replace(leaf, parts=parts[p]) for p, leaf in mine.leaves.items()})
 
 
 def _needed(num: int, leaves: Mapping[str, Any], abstract_state: Any) -> list[Holdings]:
     """Returns what each process needs of each leaf."""
     needed: list[Holdings] = [{path: [] for path in leaves} for _ in range(num)]
-    for path, target in named_leaves(abstract_state):
-        if path not in leaves:
-            continue
-        shape = leaves[path][0]
-        if tuple(target.shape) != shape:  # copies of another number of replicas: whoever restores reads all of them
+    targets = dict(named_leaves(abstract_state))
+    for path, (shape, _) in leaves.items():
+        target = targets.get(path)
+        if target is None or tuple(target.shape) != shape:  # of another number of replicas: a restore reads all
             for each in needed:
                 each[path].append(tuple((0, size) for size in shape))
             continue
@@ -130,9 +116,6 @@ def _needed(num: int, leaves: Mapping[str, Any], abstract_state: Any) -> list[Ho
             place = place_of(index, shape)
             if place not in needed[device.process_index][path]:
                 needed[device.process_index][path].append(place)
-    for path in leaves.keys() - {path for path, _ in named_leaves(abstract_state)}:
-        for each in needed:
-            each[path].append(tuple((0, size) for size in leaves[path][0]))
     return needed
 
 
@@ -157,48 +140,19 @@ def _received(
 ) -> dict[tuple[str, Location], np.ndarray]:
     """Returns (path, place) -> the shard, for those that this process lacks."""
     sizes = [size_of(place) * mine.leaves[path].dtype.itemsize for path, place, _, _ in stream]
-    total = sum(sizes)
-    piece = min(PIECE_BYTES, -(-total // 4) * 4)
-    add = _adder(cluster, piece)
-    out, at = dict[tuple[str, Location], np.ndarray](), 0
-    buffers = [
-        np.empty(size, np.uint8) if cluster.process_index in wanting else None
-        for size, (_, _, _, wanting) in zip(sizes, stream, strict=True)
-    ]
-    starts = np.cumsum([0, *sizes])
-    while at < total:
-        mine_now = np.zeros(piece, np.uint8)
-        here = [i for i in range(len(stream)) if starts[i] < at + piece and starts[i + 1] > at]
-        spans = {i: (max(int(starts[i]), at), min(int(starts[i + 1]), at + piece)) for i in here}
-        for i, (begin, end) in spans.items():
-            path, place, sender, _ = stream[i]
-            if sender == cluster.process_index:
-                flat = np.ascontiguousarray(mine.leaves[path].parts[place]).reshape(-1).view(np.uint8)
-                mine_now[begin - at : end - at] = flat[begin - int(starts[i]) : end - int(starts[i])]
-        summed = add(mine_now)
-        for i, (begin, end) in spans.items():
-            if (buffer := buffers[i]) is not None:
-                buffer[begin - int(starts[i]) : end - int(starts[i])] = summed[begin - at : end - at]
-        at += piece
-    for buffer, (path, place, _, _) in zip(buffers, stream, strict=True):
-        if buffer is not None:
-            shape = [end - begin for begin, end in place]
-            out[path, place] = buffer.view(mine.leaves[path].dtype).reshape(shape)
-    return out
-
-
-def _adder(cluster: Cluster, piece: int) -> Any:
-    """Returns uint8[piece] -> the sum of those of all processes, of which one alone is not zero at each place."""
-    mesh = Mesh(np.array(cluster.devices), ("all",))
-    cut, whole = NamedSharding(mesh, PartitionSpec("all")), NamedSharding(mesh, PartitionSpec())
-    own = [d for d in cluster.devices if d.process_index == cluster.process_index]
-    add = jax.jit(lambda x: jax.numpy.sum(x, 0, dtype=np.uint32), out_shardings=whole)
-    shape = (len(cluster.devices), piece // 4)
-
-    def run(mine: np.ndarray) -> np.ndarray:
-        words, nothing = mine.view(np.uint32)[None], np.zeros((1, piece // 4), np.uint32)
-        shards = [jax.device_put(words if i == 0 else nothing, device) for i, device in enumerate(own)]
-        summed = add(jax.make_array_from_single_device_arrays(shape, cut, shards))
-        return np.array(summed.addressable_data(0)).view(np.uint8)
-
-    return run
+    starts = [int(start) for start in np.cumsum([0, *sizes])]
+    piece = min(PIECE_BYTES, starts[-1])
+    total = np.zeros(-(-starts[-1] // piece) * piece, np.uint8)
+    for start, size, (path, place, sender, _) in zip(starts, sizes, stream, strict=False):
+        if sender == cluster.process_index:
+            shard = np.ascontiguousarray(mine.leaves[path].parts[place])
+            total[start : start + size] = shard.reshape(-1).view(np.uint8)
+    for at in range(0, len(total), piece):
+        # With `is_source` on every process this is the sum: at each place all but one are zero.
+        total[at : at + piece] = multihost_utils.broadcast_one_to_all(total[at : at + piece], is_source=True)
+    received = {}
+    for start, size, (path, place, _, wanting) in zip(starts, sizes, stream, strict=False):
+        if cluster.process_index in wanting:
+            part = total[start : start + size].copy().view(mine.leaves[path].dtype)
+            received[path, place] = part.reshape([end - begin for begin, end in place])
+    return received

@@ -1,14 +1,13 @@
-"""How many processes an elastic job is started with again, and with how many microbatches: the same examples of each
-step in the same order, whatever the number.
+"""The sizes of an elastic job: processes and microbatches, with the same examples of each step in the same order.
 
 The global batch stays. A step of fewer devices uses more microbatches, so that no device gets more rows at a time
-than with the requested number:
+than at the start:
 
     shards = product of the batch axes;  rows at a time = batch_size / (shards * microbatches)
 
-A number that the mesh or the batch cannot be cut into is passed over for the next smaller one. Adding up in another
-order makes other last bits (1e-5), and the same number the same bits. Source: Horovod Elastic and torchelastic's
-MIN:MAX; those leave the global batch to the user.
+A number that does not divide the mesh or the batch is replaced by the next smaller one. Another number adds up in
+another order (1e-5), the same number gives the same bits. Source: Horovod Elastic and torchelastic's MIN:MAX; those
+leave the global batch to the user.
 """
 
 from __future__ import annotations
@@ -29,10 +28,14 @@ it."""
 
 
 class Size(NamedTuple):
-    """One start: so many processes, and additional arguments of their command."""
+    """One start."""
 
     processes: int
     microbatches: int
+
+    def launched(self) -> tuple[int, list[str]]:
+        """Returns the number of processes and the additional arguments of their command, for the launcher."""
+        return self.processes, [f"microbatches={self.microbatches}"]
 
 
 class Elastic:
@@ -62,29 +65,31 @@ class Elastic:
                 "train CONFIG."
             )
         config = load_config(Path(command[1]), list(command[2:]))
+        if not isinstance(config.microbatches, int):
+            raise ConfigError(
+                f"{config.where('microbatches')}: is {config.microbatches}; launch --elastic counts them itself for "
+                "each size. Give a number, as 1."
+            )
         self._batch, self._mesh = config.batch_size, config.mesh.sizes()
         self._run_dir = config.resolved_run_dir()
         self.wanted = self._wanted if config.elastic.in_process else None
-        self.standby = config.elastic.standby
-        self._ahead = config.elastic.precompile
-        self._start = _microbatches(config)
+        self.standby, self._ahead = config.elastic.standby, config.elastic.precompile
         self.devices_per_process = devices_per_process or _devices(config, num)
         if -1 not in self._mesh.values() and self._least < self._most:
             first = next(iter(self._mesh), "data")
             raise ConfigError(
                 f"{config.where('mesh')}: launch --elastic {between} changes the number of devices, and all axes are "
-                f"fixed ({self._mesh}). One axis takes what there "
-                f"is. Write {first}: -1."
+                f"fixed ({self._mesh}). One axis takes what there is. Write {first}: -1."
             )
-        shards = self._shards(num)
-        if shards is None or self._batch % (shards * self._start):
+        shards, microbatches = self._shards(num), config.microbatches
+        if shards is None or self._batch % (shards * microbatches):
             raise ConfigError(
                 f"launch -n {num} --elastic {between}: {num * self.devices_per_process} devices do not fit mesh "
-                f"{self._mesh} and batch_size {self._batch}. Both have "
-                "to be divided evenly at the start. Choose another -n, or batch_size."
+                f"{self._mesh} and batch_size {self._batch}. Both have to be divided evenly at the start. Choose "
+                "another -n, or batch_size."
             )
-        self._rows = self._batch // (shards * self._start)
-        self.first = Size(num, self._start)
+        self._rows = self._batch // (shards * microbatches)
+        self.first = Size(num, microbatches)
 
     def ahead(self) -> dict[int, list[str]]:
         """Returns the numbers of processes to compile for -> additional arguments of the command.
@@ -101,7 +106,7 @@ class Elastic:
                     f"{self._least}:{self._most} would start again: mesh {self._mesh} and batch_size {self._batch} "
                     "have to be divided evenly. Remove it, or choose another number."
                 )
-            found[processes] = [f"microbatches={microbatches}"]
+            found[processes] = Size(processes, microbatches).launched()[1]
         return found
 
     def after(self, before: int, lost: int) -> Size | None:
@@ -121,14 +126,11 @@ class Elastic:
     def resize(self, before: int, lost: int) -> tuple[int, list[str]] | None:
         """Returns `after` as the launcher wants it: the number, and additional arguments of the command."""
         size = self.after(before, lost)
-        return None if size is None else (size.processes, [f"microbatches={size.microbatches}"])
+        return None if size is None else size.launched()
 
     def _wanted(self, now: int) -> tuple[int, list[str]] | None:
-        requested = self._allowed()
-        size = self.after(now, 0) if requested is not None and requested > now else None
-        return (
-            None if size is None or size.processes <= now else (size.processes, [f"microbatches={size.microbatches}"])
-        )
+        size = self.after(now, 0) if (self._allowed() or 0) > now else None
+        return None if size is None or size.processes <= now else size.launched()
 
     def _allowed(self) -> int | None:
         """Returns the number in the file `processes` of the run's directory, None where there is none between MIN and
@@ -170,15 +172,6 @@ def _range(between: str, num: int) -> tuple[int, int]:
             f"launch -n {num} --elastic {between}: the first start has a number between the two. Try -n {most}."
         )
     return least, most
-
-
-def _microbatches(config: Config) -> int:
-    if not isinstance(config.microbatches, int):
-        raise ConfigError(
-            f"{config.where('microbatches')}: is {config.microbatches}; launch --elastic counts them itself for each "
-            "size. Give a number, as 1."
-        )
-    return config.microbatches
 
 
 def _devices(config: Config, num: int) -> int:

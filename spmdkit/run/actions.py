@@ -71,17 +71,14 @@ def save(run: Run, step: int, state: TrainState) -> None:
         bad = run.program.non_finite_leaf(state)
         if bad is not None:
             if run.config.on_nonfinite.gradient == "stop" or step == run.config.steps or run.finished is not None:
-                # Of several processes the one whose devices have seen the gradient knows the batch; that is agreed on
-                # later than now.
-                raise NonFiniteError(
-                    run.hook_runner.why_stopping() or f"{_bad_state(run, step, bad)} {AFTER_BAD_STATE}"
-                )
+                # Only the process whose devices have seen the gradient knows the batch; that is agreed on later.
+                why = run.hook_runner.why_stopping()
+                raise NonFiniteError(why or f"{_bad_state(run, step, bad)} {AFTER_BAD_STATE}")
             run.message(_bad_state(run, step, bad))
             return
         run.reporter.trackers.flush()
-        fresh = run.last_eval is not None and run.last_eval[0] == step
-        values = run.last_eval[1] if fresh and run.last_eval else None
-        numbers = values and {name: x for name, x in values.items() if not np.ndim(x)}
+        evaluated, values = run.last_eval or (None, {})
+        numbers = {name: x for name, x in values.items() if not np.ndim(x)} if evaluated == step else None
         started = run.saves.start(step, state, run.record(step), numbers)
     if started:
         run.hook_runner.call("after_save", run, step)
@@ -118,8 +115,7 @@ def replaced(run: Run, step: int, state: TrainState, new: Any) -> TrainState:
         found = difference if isinstance(new, TrainState) else f"it is {type(new).__name__}"
         raise ConfigError(
             f"sk.ReplaceState at step {step}: the new state differs in shape: {found}. Shapes and dtypes of the state "
-            f"are the same for all "
-            "steps. Write sk.ReplaceState(state.replace(params=...))."
+            "are the same for all steps. Write sk.ReplaceState(state.replace(params=...))."
         )
     if run.checkpoints is not None:
         run.checkpoints.saved_step = 0
@@ -140,8 +136,7 @@ def go_back(run: Run, rollback_to: Rollback, batches: DeviceBatches) -> tuple[Tr
     if not run.is_new_rollback(left, skipped_before) and not rollback_to.skip_batches and not rollback_to.batches:
         raise UserCodeError(
             f"a hook rolls back from step {left} to step {run.step} for the second time without a change: the same "
-            f"batches give the "
-            "same result. Skip batches, as in sk.Rollback(skip_batches=10), or stop."
+            "batches give the same result. Skip batches, as in sk.Rollback(skip_batches=10), or stop."
         )
     return state, run.read_batches()
 

@@ -1,23 +1,21 @@
 """The evaluator of TF_CONFIG: one process in addition to those that train, which evaluates each new checkpoint until
 the run is finished.
 
-As TensorFlow's: it is no part of the cluster, so that training never waits for it, and it may be killed and started
-again at any time. It has its own devices (those of the config, all in this process), reads `run_dir/checkpoints` and
-writes `run_dir/evaluator.jsonl`, one line for each step; what stands there is not evaluated again.
-Checkpoints that retention has deleted before it came to them are passed over: the newest always is evaluated.
+As TensorFlow's, it is not part of the cluster: training never waits for it, and it may be killed and restarted at any
+time. It has its own devices (those of the config), reads `run_dir/checkpoints` and writes `run_dir/evaluator.jsonl`,
+one line for each step, which is not evaluated again. Checkpoints that retention deletes first are passed over.
 Source: tensorflow.org/guide/distributed_training, "TF_CONFIG" (task type "evaluator"); tf.estimator.train_and_evaluate.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from spmdkit.checkpoint import Checkpoints, hold_step
-from spmdkit.checkpoint.location import Location
-from spmdkit.cluster import Cluster, ClusterSpec, join
+from spmdkit.cluster import ClusterSpec, join
 from spmdkit.config import Config
 from spmdkit.errors import CheckpointError, ConfigError, Preempted
 from spmdkit.faults import StopSignals, report_and_leave
@@ -29,6 +27,7 @@ from spmdkit.metrics import read_lines
 from spmdkit.metrics.jsonl import record_line
 from spmdkit.program.compile_cache import kept
 from spmdkit.program.opening import open_program, task_of
+from spmdkit.program.program import Program
 from spmdkit.program.restore import restored
 from spmdkit.program.task import Task
 from spmdkit.run.hooks.finite import check_evaluation
@@ -77,19 +76,18 @@ def _follow(
             "this process is an evaluator, and the task has no eval_data. Give Task(eval_data=...), or start no "
             "evaluator."
         )
-    directory, found_in = config.resolved_run_dir(), checkpoints_of(config)
+    directory, steps = config.resolved_run_dir(), list[int]()
     evaluated = {line["step"] for line in read_lines(directory / FILE) if isinstance(line.get("step"), int)}
     say(f"evaluator of {directory}: each new checkpoint, into {FILE}")
-    steps: list[int] = []
     with StopSignals() as signals:
         while True:
-            before = len(steps)
-            waiting = [step for step in _steps(cluster, found_in) if step not in evaluated]
+            checkpoints = Checkpoints(checkpoints_of(config), is_main=False, cluster=cluster)
+            before, waiting = len(steps), [step for step in checkpoints.steps() if step not in evaluated]
             for step in waiting:
                 if signals.requested is not None:
-                    break
-                if (values := _evaluated(cluster, program, found_in, step)) is None:
-                    continue  # retention was quicker
+                    raise Preempted(f"the evaluator was stopped after {len(steps)} checkpoints. Start it again.")
+                if (values := _evaluated(program, checkpoints, step)) is None:
+                    continue  # deleted by retention
                 evaluated.add(step)
                 steps.append(step)
                 _write(directory / FILE, step, values)
@@ -97,36 +95,25 @@ def _follow(
                 say(f"step {step} eval  " + "  ".join(values_text))
                 check_evaluation(config, step, values)
             if signals.requested is not None:
-                raise Preempted(f"the evaluator was stopped after {len(steps)} checkpoints. Start it again to go on.")
-            if not waiting and _is_finished(cluster, found_in, config.steps):
+                raise Preempted(f"the evaluator was stopped after {len(steps)} checkpoints. Start it again.")
+            if not waiting and _is_finished(checkpoints, config.steps):
                 return steps
             if len(steps) == before:
                 sleep(EVALUATOR_POLL_S)
 
 
-def _checkpoints(cluster: Cluster, directory: Location) -> Checkpoints:
-    return Checkpoints(directory, is_main=False, num_processes=1, cluster=cluster)
-
-
-def _steps(cluster: Cluster, directory: Location) -> Sequence[int]:
-    return _checkpoints(cluster, directory).steps()
-
-
-def _evaluated(cluster: Cluster, program: Any, directory: Location, step: int) -> dict[str, Any] | None:
+def _evaluated(program: Program, checkpoints: Checkpoints, step: int) -> dict[str, Any] | None:
     """Returns the metrics of a checkpoint, None where it is gone."""
-    checkpoints = _checkpoints(cluster, directory)
 
     def choose() -> int:
         if step not in checkpoints.steps():
-            raise _GoneError
+            raise FileNotFoundError
         return step
 
     try:
         with hold_step(checkpoints.directory, choose), phase.during("restore"):
             state, *_ = restored(checkpoints, step, program)
-    except (_GoneError, FileNotFoundError):
-        return None
-    except CheckpointError:
+    except (CheckpointError, FileNotFoundError):
         if step not in checkpoints.steps():
             return None
         raise
@@ -134,19 +121,12 @@ def _evaluated(cluster: Cluster, program: Any, directory: Location, step: int) -
         return dict(program.eval(state))
 
 
-class _GoneError(Exception):
-    """A step went between being seen and being held."""
-
-
-def _is_finished(cluster: Cluster, directory: Location, last: int) -> bool:
-    """Returns whether the newest checkpoint is the run's last: of its last step, or of where a hook has stopped it for
-    good."""
-    checkpoints = _checkpoints(cluster, directory)
+def _is_finished(checkpoints: Checkpoints, last: int) -> bool:
+    """Returns whether the newest checkpoint is the run's last: of its last step, or of the step at which a hook ended
+    it."""
     newest = checkpoints.latest()
-    if newest is None:
-        return False
-    if newest >= last:
-        return True
+    if newest is None or newest >= last:
+        return newest is not None
     try:
         return bool(checkpoints.read_record(newest).get("finished"))
     except CheckpointError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, get_args
 
 from spmdkit.cluster import Cluster
@@ -18,6 +19,9 @@ class HookRunner:
 
     Args:
         lag: steps that may be in flight.
+
+    Attributes:
+        generation: the number of rollbacks, which names the agreements on repeated steps.
     """
 
     def __init__(self, hooks: Sequence[Hook], cluster: Cluster, last_step: int, lag: int):
@@ -29,9 +33,7 @@ class HookRunner:
         self._ours = frozenset(plugins.names("default_hooks"))
         self._now: list[Action] = []  # to be done after this step
         self._pending: list[Action] = []  # to be agreed on
-        self._generation = 0
-
-    # ---- calling -----------------------------------------------------------------------------------------------------
+        self.generation = 0
 
     def before_step(self, run: RunView, step: int, state: Any) -> None:
         """Calls `before_step` of the hooks."""
@@ -51,11 +53,6 @@ class HookRunner:
                 self._request(hook, what, call, *args)
 
     @property
-    def generation(self) -> int:
-        """The number of rollbacks. It names the agreements on steps that are repeated."""
-        return self._generation
-
-    @property
     def has_own(self) -> bool:
         """Whether there are user-defined hooks."""
         return any(hook.name not in self._ours for hook in self._hooks)
@@ -67,8 +64,7 @@ class HookRunner:
         if not isinstance(action, get_args(Action)):
             raise ConfigError(
                 f"hook '{hook.name}': {what} returned {type(action).__name__}. A hook returns None or an action. "
-                f"Return sk.Stop(...), "
-                "sk.Save(), sk.Evaluate(), sk.ReplaceState(state) or sk.Rollback(...)."
+                "Return sk.Stop(...), sk.Save(), sk.Evaluate(), sk.ReplaceState(state) or sk.Rollback(...)."
             )
         if self._cluster.num_processes == 1:
             self._now.append(action)
@@ -86,10 +82,8 @@ class HookRunner:
             with phase.during(f"hook '{hook.name}'"):
                 return call(*args)
         except (Exception, SystemExit, GeneratorExit) as error:
-            if hook.name in self._ours:
-                raise  # an error of the step, not of the hook
-            raised = error
-            user_code.call_user(lambda: _again(raised), f"hook '{hook.name}': {what}")
+            if hook.name not in self._ours:  # otherwise it is an error of the step
+                user_code.call_user(partial(_raise, error), f"hook '{hook.name}': {what}")
             raise
 
     def _everywhere(self, hook: Hook, action: ReplaceState) -> ReplaceState:
@@ -97,19 +91,16 @@ class HookRunner:
         if hook.on == "main":
             raise ConfigError(
                 f"hook '{hook.name}': only process 0 requests sk.ReplaceState. Each process holds a part of the state, "
-                f"and all replace it together. "
-                'Write sk.Hook(..., on="all").'
+                'and all replace it together. Write sk.Hook(..., on="all").'
             )
         self._cluster.same_everywhere("replaced state", hook.name)
         return action
-
-    # ---- agreement ---------------------------------------------------------------------------------------------------
 
     def decision(self, step: int) -> Decision:
         """Returns the decision after `step`, the same on every process. All processes call it at every step."""
         cluster = self._cluster
         if cluster.num_processes > 1 and cluster.agree(
-            f"actions/{self._generation}", step, bool(self._pending), self._lag
+            f"actions/{self.generation}", step, bool(self._pending), self._lag
         ):
             self._now += self._actions_of_all()
             self._pending.clear()
@@ -138,9 +129,7 @@ class HookRunner:
         """Drops the requested actions, after a rollback."""
         self._now.clear()
         self._pending.clear()
-        self._generation += 1
-
-    # ---- state in the checkpoint -------------------------------------------------------------------------------------
+        self.generation += 1
 
     def state(self) -> dict[str, Any]:
         """Returns the state of each hook, JSON values by name."""
@@ -154,20 +143,18 @@ class HookRunner:
         return sorted(set(saved) - {hook.name for hook in self._hooks if hook.restore is not None})
 
     @staticmethod
-    def _checked(hook: Hook, value: Any) -> Any:
+    def _checked(hook: Hook, value: object) -> object:
         try:
             same = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"hook '{hook.name}': state returned a value that JSON cannot represent ({error}). The record of the "
-                f"checkpoint stores it: finite "
-                "numbers, text, true, false, None, lists and dicts. Return such values."
+                "checkpoint stores finite numbers, text, true, false, None, lists and dicts. Return such values."
             ) from None
         if same != value:
             raise ConfigError(
                 f"hook '{hook.name}': state returned {value!r}, which comes back as {same!r}. JSON has lists and dicts "
-                f"with keys of text "
-                "alone. Return those."
+                "with keys of text alone. Return those."
             )
         return same
 
@@ -175,5 +162,5 @@ class HookRunner:
 NOTHING = Decision()
 
 
-def _again(error: BaseException) -> None:
+def _raise(error: BaseException) -> None:
     raise error

@@ -118,8 +118,10 @@ def train_once(job: TrainJob, join: Callable[[], tuple[Cluster, Config]], driver
             program = open_on_all_processes(config, cluster, job.task, limit_bytes, trainer)
             config = trainer.open(config, cluster, program, job.task)
             check_state(program, cluster, limit_bytes)
-            if os.environ.get(COMPILE_ONLY):
-                _leave_compiled(cluster, program)
+            if os.environ.get(COMPILE_ONLY):  # ends the process before anything of the run is opened
+                _ = program.step_bytes
+                cluster.barrier("compiled")
+                leave(0)
         run = stack.enter_context(
             Run(config, cluster, program, signals, watchdog, driver=driver, allow_change=job.allow_change)
         )
@@ -130,7 +132,10 @@ def train_once(job: TrainJob, join: Callable[[], tuple[Cluster, Config]], driver
             state = run.restore_or_init()
             consistency.same_state(cluster, run.step, state)
         if run.is_complete:
-            _report_already_finished(run)
+            end = f", where it stopped: {run.finished}" if run.finished else ""
+            run.message(f"already finished: step {run.step} of {config.steps} is saved in {run.directory}{end}")
+            run.leave_cluster()
+            run.events.write("stopped", step=run.step, code=0, why="finished before")
             return Result(state, program, run, already_finished=True)
         _introduce(run, state)
         trainer.compile(run, cache, limit_bytes, job.keeps_memory)
@@ -145,13 +150,6 @@ def check_processes(cluster: Cluster, config: Config) -> tuple[str | None, int |
     processes start from the same config, code and versions."""
     consistency.same_start(cluster, config)
     return devices_are_well(cluster, config), common_limit(cluster)
-
-
-def _leave_compiled(cluster: Cluster, program: Program) -> None:
-    """Ends the process once the step is compiled, before anything of the run is opened."""
-    _ = program.step_bytes
-    cluster.barrier("compiled")
-    leave(0)
 
 
 def finish(run: Run, state: TrainState, stopped: Stop | None, cache: Programs) -> None:
@@ -175,13 +173,6 @@ def finish(run: Run, state: TrainState, stopped: Stop | None, cache: Programs) -
         print(visible(f"report {run.directory / 'report.html'}"), flush=True)
 
 
-def _report_already_finished(run: Run) -> None:
-    end = f", where it stopped: {run.finished}" if run.finished else ""
-    run.message(f"already finished: step {run.step} of {run.config.steps} is saved in {run.directory}{end}")
-    run.leave_cluster()
-    run.events.write("stopped", step=run.step, code=0, why="finished before")
-
-
 def _introduce(run: Run, state: TrainState) -> None:
     program, config, progress = run.program, run.config, run.reporter.progress
     devices = run.cluster.devices
@@ -190,9 +181,8 @@ def _introduce(run: Run, state: TrainState) -> None:
     used = 1 if not config.mesh.sizes() else len(devices)
     progress.message(
         f"{num_params:,} parameters ({tree_bytes(state.params) / copies / 2**20:.1f} MiB) on {used} of {len(devices)} "
-        f"{devices[0].platform} "
-        f"device{'s' * (len(devices) > 1)}, mesh {describe_mesh(program.sizes)}, {run.cluster.num_processes} process"
-        f"{'es' * (run.cluster.num_processes > 1)}"
+        f"{devices[0].platform} device{'s' * (len(devices) > 1)}, mesh {describe_mesh(program.sizes)}, "
+        f"{run.cluster.num_processes} process{'es' * (run.cluster.num_processes > 1)}"
     )
     progress.message(f"run directory {run.directory}")
     for note in (*run.cluster.notes, *program.notes, *run.driver.notes):
@@ -219,9 +209,9 @@ def join_cluster(job: TrainJob) -> tuple[Cluster, Config]:
     spec = detect_cluster(os.environ, config.cluster.environment)
     if spec.role == "evaluator":
         raise ConfigError(
-            f"this process is an evaluator ({spec.found_by}), and does not train. `spmdkit train` starts one as what "
-            f"it is; from Python call "
-            "spmdkit.run.evaluator.evaluate_each(config), or set cluster: {environment: none} to train alone."
+            f"this process is an evaluator ({spec.found_by}), and does not train. `spmdkit train` starts it as one; "
+            "from Python call spmdkit.run.evaluator.evaluate_each(config), or set cluster: {environment: none} to "
+            "train alone."
         )
     limit_s = config.watchdog.longest_timeout_s if config.watchdog else None
     return join(spec, config.devices, collective_timeout_s=limit_s, interface=config.cluster.interface), config

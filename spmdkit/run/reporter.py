@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 
@@ -58,7 +59,7 @@ class Reporter:
         with phase.during("printing"):  # a paused reader (a pager, Ctrl-S) is not a hang
             self.progress.message(redact.in_text(text))
 
-    def write(self, record: Mapping[str, object], kind: str) -> None:
+    def write(self, record: Mapping[str, Any], kind: str) -> None:
         """Writes a record `{"step", ...}` of host values. Arrays among scalars are a separate record of the kind
         `histogram`. On process 0."""
         if kind != "scalars":

@@ -124,17 +124,17 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is not None and issubclass(kind, ExitRequested):
+        if isinstance(error, ExitRequested):
             self.events.write("preempted", step=self.step, code=error.exit_code, why=str(error))
-        elif kind is not None and (change := self.driver.ends(error)) is not None:
+        elif error is not None and (change := self.driver.ends(error)) is not None:
             self.events.write("membership_changed", step=self.step, **change)
             if self.checkpoints is not None:
                 self.checkpoints.abandon(SAVE_ABANDON_S)  # a process that writes a part of the save has died
-        elif kind is not None and not issubclass(kind, Preempted) and not taken_over.is_set():
+        elif error is not None and not isinstance(error, Preempted) and not taken_over.is_set():
             code = describe(error)[0]
-            self.events.write("fault", step=self.step, code=code, error=f"{kind.__name__}: {error}"[:500])
+            self.events.write("fault", step=self.step, code=code, error=f"{type(error).__name__}: {error}"[:500])
         # A failed process of several must not wait for a commit: its peers never join it.
-        waits = kind is None or issubclass(kind, Preempted) or self.cluster.num_processes == 1
+        waits = error is None or isinstance(error, Preempted) or self.cluster.num_processes == 1
         if self.batches is not None:
             self.batches.close()
         try:
@@ -143,7 +143,7 @@ class Run:
                     self.events.write("saved", step=step)
         except CheckpointWriteError as failed:
             self.events.write("fault", step=self.step, code=failed.exit_code, error=str(failed)[:500])
-            if kind is None:
+            if error is None:
                 raise
         finally:
             self._mark.close()

@@ -1,4 +1,4 @@
-"""What the checkpoint tests run in processes of their own: `python checkpoint_worker.py COMMAND DIRECTORY ...`."""
+"""What the checkpoint tests run in other processes: `python checkpoint_worker.py COMMAND DIRECTORY ...`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmdkit.checkpoint import Checkpoints, RunLock, ignored_entries, location, object_store
+from spmdkit.checkpoint import Checkpoints, RunLock, ignored_entries, location, object_store, save_errors
 from spmdkit.cluster import Cluster
 from spmdkit.cluster.store import open_store
 from spmdkit.config.retention import Retention
@@ -24,7 +24,7 @@ from tests.support.buckets import shared_client
 
 
 def value_of(step: int, num_rows: int = 8) -> np.ndarray:
-    """Returns what the state of a step holds, so that a reader knows without having seen the writer."""
+    """Returns the content of the state of a step, known to reader and writer."""
     return np.random.default_rng(step).standard_normal((num_rows, 4096)).astype(np.float32)
 
 
@@ -36,7 +36,7 @@ def save_for_ever(directory: str) -> None:
     while True:
         step += 1
         checkpoints.save(step, {"w": jnp.asarray(value_of(step)), "step": jnp.int32(step)}, {"step": step})
-        for done in checkpoints.check():
+        for done in checkpoints.new_commits():
             print(done, flush=True)
 
 
@@ -74,8 +74,9 @@ def hold_lock(run_dir: str) -> None:
     signal.pause()
 
 
-def process(directory: str, address: str, process_id: str, num_processes: str, command: str) -> None:
-    """One of several real processes, each with two devices: saves or restores a state that lies across all of them."""
+def process(directory: str, address: str, process_id: str, num_processes: str, commands: str) -> None:
+    """One of several real processes, each with two devices: each command saves or restores a state that is sharded over
+    all of them, in `directory/NAME` for `COMMAND:NAME`, else in `directory`."""
     num_processes, process_id = int(num_processes), int(process_id)
     jax.config.update("jax_num_cpu_devices", 2)
     jax.distributed.initialize(
@@ -91,34 +92,37 @@ def process(directory: str, address: str, process_id: str, num_processes: str, c
     from spmdkit import compat
     from spmdkit.cluster.barrier import Client
 
-    jax.devices()  # which need the own one
+    jax.devices()  # which need JAX's own client
     compat.replace_coordination_client(Client(compat.coordination_client(), num_processes))  # as `join` does
 
     def forbidden(name: str) -> None:
-        raise AssertionError(f"sync_global_devices({name!r}) waits for ever")
+        raise AssertionError(f"sync_global_devices({name!r}) waits indefinitely")
 
     multihost_utils.sync_global_devices = forbidden
     if location.is_url(directory):
         client = shared_client(Path(os.environ["BUCKET_FOLDER"]))
         object_store._client = lambda scheme: client
-    checkpoints = Checkpoints(
-        directory,
-        retention=Retention(),
-        timeout_s=600 if command == "lose_one" else 60,
-        is_main=process_id == 0,
-        num_processes=num_processes,
-        cluster=cluster_of(process_id, num_processes),
-    )
-    globals()[f"run_{command}"](checkpoints, process_id)
+    for part in commands.split(","):
+        command, _, name = part.partition(":")
+        cluster = Cluster(
+            process_index=process_id, num_processes=num_processes, devices=[], store=open_store(), namespace=part
+        )
+        checkpoints = Checkpoints(
+            f"{directory}/{name}" if name else directory,
+            retention=Retention(),
+            timeout_s=600 if command == "lose_one" else 60,
+            is_main=process_id == 0,
+            num_processes=num_processes,
+            cluster=cluster,
+        )
+        cluster.barrier("opened")
+        globals()[f"run_{command}"](checkpoints, process_id)
+        if command != "lose_one":
+            checkpoints.close()
     print("done", flush=True)
-    if command == "lose_one":
+    if "lose_one" in commands:
         os._exit(0)
-    checkpoints.close()
     jax.distributed.shutdown()
-
-
-def cluster_of(process_id: int, num_processes: int) -> Cluster:
-    return Cluster(process_index=process_id, num_processes=num_processes, devices=[], store=open_store())
 
 
 def shardings() -> dict:
@@ -162,18 +166,20 @@ def run_restore(checkpoints: Checkpoints, process_id: int) -> None:
 
 
 def run_full_disk(checkpoints: Checkpoints, process_id: int) -> None:
-    """Process 0 alone finds the disk full; every process must hear of it at once."""
+    """Process 0 alone finds the disk full; every process reports it immediately."""
+    right = save_errors.refusal_reason
     if process_id == 0:
-        checkpoints._refusal_reason = lambda step, num_bytes: "no room"
+        save_errors.refusal_reason = lambda *_: "no room"
     try:
         checkpoints.save(1, global_state(1), {})
     except SpmdkitError as error:
         print(type(error).__name__, error, flush=True)
+    save_errors.refusal_reason = right
 
 
 def run_lose_one(checkpoints: Checkpoints, process_id: int) -> None:
-    """One process fails to write its part, then process 0 to make the folder, and to upload its part where they lie
-    separate: both hear of it at once, keep what is committed, and go on to save."""
+    """One process fails to write its part, process 0 to make the folder, one to upload a separate part: both report it
+    immediately, keep what is committed, and save again."""
     from orbax.checkpoint._src.path import atomicity
     from orbax.checkpoint._src.serialization import tensorstore_utils
 
@@ -212,12 +218,8 @@ def run_lose_one(checkpoints: Checkpoints, process_id: int) -> None:
         setattr(module, name, real)
         fired.clear()
         works(step)  # the same step, again
-    assert (
-        checkpoints.steps() == [1, *(step for step, *_ in cases)][-3:] and ignored_entries(checkpoints.directory) == []
-    ), (
-        checkpoints.steps(),
-        ignored_entries(checkpoints.directory),
-    )
+    found = checkpoints.steps(), ignored_entries(checkpoints.directory)
+    assert found == ([1, *(step for step, *_ in cases)][-3:], []), found
 
 
 def run_killed(checkpoints: Checkpoints, process_id: int) -> None:

@@ -16,17 +16,25 @@ from tests.support.buckets import shared_client
 
 pytestmark = pytest.mark.processes
 
-URL = "s3://bucket-one/run"
+BUCKET = "s3://bucket-one"
+URL = f"{BUCKET}/run"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The bucket, with what two processes saved."""
+    """The bucket, with what two processes saved in URL; then a part of theirs could not be written."""
     folder = tmp_path_factory.mktemp("bucket")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BUCKET_FOLDER", str(folder))
-        for output in run_processes(URL, 2, "save"):
-            assert "WARNING" not in output, output
+        for output in run_processes(BUCKET, 2, "save:run,lose_one:lost"):
+            for words in (
+                "saving step 2",
+                "No space left on device",
+                "saving step 3",
+                "saving step 4",
+                "intact are 1, 2, 3",
+            ):
+                assert words in output, (words, output)
         yield folder
 
 
@@ -47,7 +55,7 @@ def test_step_saved_apart_restores_bitwise_on_any_mesh(client):
     state, _ = checkpoints.restore(4, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), want))  # fmt: skip  # noqa: E501
     assert np.array_equal(state["split"], value_of(4, 24)) and np.array_equal(state["whole"], value_of(4)[:3])
     checkpoints.close()
-    run_processes(URL, 3, "restore")
+    run_processes(URL, 2, "restore")
 
 
 def test_orbax_opens_copy_and_detects_flipped_bits(client, tmp_path):
@@ -69,7 +77,10 @@ def test_orbax_opens_copy_and_detects_flipped_bits(client, tmp_path):
 
 @pytest.mark.parametrize(
     "victim, at",
-    [(0, f"/2/{location.MARKER}"), (1, "/2/state/ocdbt.process_1/manifest.ocdbt")],
+    [
+        pytest.param(0, f"/2/{location.MARKER}", marks=pytest.mark.slow),
+        (1, "/2/state/ocdbt.process_1/manifest.ocdbt"),
+    ],
     ids=["marker", "upload"],
 )
 def test_kill_before_the_marker_leaves_no_step(monkeypatch, tmp_path, victim, at):
@@ -84,19 +95,6 @@ def test_kill_before_the_marker_leaves_no_step(monkeypatch, tmp_path, victim, at
     assert ignored_entries(again.directory) == [] and [row["good"] for row in verify(URL)] == [True]
     again.save(2, {"split": jnp.asarray(value_of(2, 24))}, {})
     assert again.close() == [2]
-
-
-def test_failed_part_fails_save_on_both_within_seconds(monkeypatch, tmp_path):
-    monkeypatch.setenv("BUCKET_FOLDER", str(tmp_path))
-    for output in run_processes(URL, 2, "lose_one", 60):
-        for words in (
-            "saving step 2",
-            "No space left on device",
-            "saving step 3",
-            "saving step 4",
-            "intact are 1, 2, 3",
-        ):
-            assert words in output, (words, output)
 
 
 def test_files_of_another_run_are_not_committed(client, tmp_path):

@@ -117,11 +117,11 @@ def test_link_out_of_the_directory_is_not_followed(directory, tmp_path):
 
 def test_committed_steps_are_reported_once(directory):
     checkpoints = Checkpoints(directory)
-    assert checkpoints.check() == []
+    assert checkpoints.new_commits() == []
     checkpoints.save(1, STATE, {})
     checkpoints.save(2, STATE, {})
     assert checkpoints.wait() == [1, 2]
-    assert checkpoints.wait() == [] and checkpoints.check() == []
+    assert checkpoints.wait() == [] and checkpoints.new_commits() == []
     checkpoints.save(3, STATE, {})
     assert checkpoints.close() == [3]
     assert checkpoints.close() == []

@@ -40,7 +40,7 @@ def wait_done(checkpoints):
     threading.Thread(target=checkpoints._pending.exception).run()
 
 
-@pytest.mark.parametrize("call", ["save", "check", "wait", "close", "restore"])
+@pytest.mark.parametrize("call", ["save", "wait", "close", "restore"])
 def test_failed_save_is_raised_once_with_its_cause(directory, full_disk, call, capfd):
     checkpoints = Checkpoints(directory)
     checkpoints.save(1, STATE, {})
@@ -48,7 +48,6 @@ def test_failed_save_is_raised_once_with_its_cause(directory, full_disk, call, c
     calls = {
         "save": lambda: checkpoints.save(2, STATE, {}),
         "restore": lambda: checkpoints.restore(1, STATE),
-        "check": checkpoints.check,
         "wait": checkpoints.wait,
         "close": checkpoints.close,
     }
@@ -56,7 +55,9 @@ def test_failed_save_is_raised_once_with_its_cause(directory, full_disk, call, c
         calls[call]()
     assert caught.value.exit_code == 74
     assert isinstance(caught.value.__cause__, OSError)
-    assert checkpoints.check() == [] and checkpoints.steps() == [] and ignored_entries(checkpoints.directory) == []
+    assert (
+        checkpoints.new_commits() == [] and checkpoints.steps() == [] and ignored_entries(checkpoints.directory) == []
+    )
     assert "Traceback" not in capfd.readouterr().err
     checkpoints.close()
 
@@ -150,7 +151,7 @@ def test_undeletable_old_step_is_reported_after_the_save(directory, monkeypatch)
     checkpoints.save(2, STATE, {})
     with pytest.raises(CheckpointWriteError, match="step 2 is saved, but the old step 1 could not be deleted"):
         checkpoints.wait()
-    assert checkpoints.check() == [1, 2] and checkpoints.steps() == [1, 2]
+    assert checkpoints.new_commits() == [1, 2] and checkpoints.steps() == [1, 2]
     checkpoints.close()
 
 

@@ -135,7 +135,7 @@ def events(folder, name):
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("axis", ["data", "fsdp"])
-def test_replaced_after_two_deaths_the_job_ends_with_the_bits_of_one_that_nobody_hurt(job, tmp_path, axis):
+def test_replaced_processes_give_the_same_bits(job, tmp_path, axis):
     """Process 2, then 0, which writes the records; cut over fsdp, each shard is on one process alone, and in the memory
     of another."""
     out = ended(job("task_args.victims=[[2,17],[0,28]]", axis=axis))
@@ -161,7 +161,7 @@ def test_fewer_go_on_with_the_same_examples(job, tmp_path, axis):
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("num", [4, 5])
-def test_a_death_that_meets_the_others_inside_of_a_collective_lets_all_of_them_out_with_the_same_bits_in_the_end(
+def test_death_inside_a_collective_keeps_the_bits(
     job, tmp_path, num
 ):
     """Who is not next to the dead one in Gloo's ring would wait for ever (plain_jax.py); who sends to it sometimes
@@ -178,7 +178,7 @@ def test_a_death_that_meets_the_others_inside_of_a_collective_lets_all_of_them_o
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_two_more_join_while_two_train_and_no_step_is_lost(job, tmp_path):
+def test_joining_processes_lose_no_step(job, tmp_path):
     popen = job("task_args.wait=0.15", num=2, elastic="2:4")
 
     def ask():
@@ -198,7 +198,7 @@ def test_two_more_join_while_two_train_and_no_step_is_lost(job, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_death_in_the_middle_of_an_epoch_change_begins_another_one(job, tmp_path):
+def test_death_during_a_change_begins_another(job, tmp_path):
     """Process 3 dies as soon as it is told that 1 has died."""
     popen = job("task_args.victims=[[1,17]]", elastic="2:4")
     threading.Thread(target=kill_one_when, args=(tmp_path / "died17", popen.pid), daemon=True).start()
@@ -218,7 +218,7 @@ def kill_one_when(path, launcher):
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_standbys_take_the_places_of_dead_ones_and_the_job_ends_with_the_same_bits(job, tmp_path):
+def test_standbys_replace_dead_processes_bitwise(job, tmp_path):
     settings = ("task_args={victims: [[2, 17], [0, 28]], wait: 0.15}", "elastic.standby=2")
     out = ended(job(*settings))
     assert "a standby takes the place of process 2" in out and "a standby takes the place of process 0" in out, out
@@ -231,7 +231,7 @@ def test_standbys_take_the_places_of_dead_ones_and_the_job_ends_with_the_same_bi
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_an_epoch_of_fewer_processes_finds_its_step_compiled_ahead(job, tmp_path):
+def test_fewer_processes_find_their_step_compiled(job, tmp_path):
     """One is killed when the job that only compiles has ended."""
     settings = ("task_args.wait=0.1", "elastic.precompile=[3]", "compile_cache.min_s=0", "steps=100000")
     popen = job(*settings, elastic="2:4")

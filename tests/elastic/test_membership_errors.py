@@ -40,7 +40,7 @@ def membership(request, monkeypatch):
         MembershipChanged("another process died"),
     ],
 )
-def test_what_tells_of_the_dead_is_no_failure_once_the_launcher_has_called(membership, error):
+def test_errors_of_lost_peers_are_taken(membership, error):
     assert membership.takes(error) is membership.is_called
 
 
@@ -55,5 +55,5 @@ def test_what_tells_of_the_dead_is_no_failure_once_the_launcher_has_called(membe
         None,
     ],
 )
-def test_what_is_wrong_by_itself_ends_the_run_whoever_has_died(membership, error):
+def test_own_errors_end_the_run(membership, error):
     assert not membership.takes(error)

@@ -103,13 +103,13 @@ def no_processes(monkeypatch):
             close()
 
 
-def test_an_order_is_read_as_it_was_written_and_one_that_is_half_written_is_none():
+def test_membership_update_is_read_as_written():
     order = MembershipUpdate(3, (0, 4, 2), "127.0.0.1:5", True, ("microbatches=2",), "2 is gone")
     assert parse_update(order.text()) == order
     assert parse_update(order.text()[:40]) is None and parse_update(b"") is None and parse_ready(b"") == 0
 
 
-def test_after_a_death_the_dead_ones_place_is_taken_by_a_newcomer_and_all_meet_when_all_are_ready():
+def test_newcomer_takes_the_place_of_the_dead():
     job = Job(4, lambda before, lost: (4, ["microbatches=1"]))
     job.trains(5)
     assert job.dies(0)
@@ -121,7 +121,7 @@ def test_after_a_death_the_dead_ones_place_is_taken_by_a_newcomer_and_all_meet_w
     assert [service_process.asked for service_process in job.membership._service_processes] == [True, False]
 
 
-def test_with_fewer_allowed_the_others_close_up_in_their_order():
+def test_fewer_members_keep_their_order():
     job = Job(4, lambda before, lost: (before - lost, ["microbatches=2"]))
     job.trains(5)
     assert job.dies(1) and job.orders[0].read().members == (0, 2, 3) and not job.started
@@ -131,7 +131,7 @@ def test_with_fewer_allowed_the_others_close_up_in_their_order():
     assert not job.dies(2), "one alone is started again"
 
 
-def test_more_processes_join_once_they_are_there_and_nobody_waits_for_them():
+def test_more_processes_join_when_ready():
     asked = []
     job = Job(2, lambda before, lost: (before - lost, []), lambda now: asked[0] if asked and now < 4 else None)
     asked.append((4, ["microbatches=1"]))
@@ -145,12 +145,12 @@ def test_more_processes_join_once_they_are_there_and_nobody_waits_for_them():
 
 
 @pytest.mark.parametrize("status", [70, 75, 77, 42, -signal.SIGABRT])
-def test_an_end_that_is_no_death_of_a_machines_kind_ends_the_job(status):
+def test_other_ends_end_the_job(status):
     job = Job(4, lambda before, lost: (before - lost, []))
     assert not job.dies(1, status) and job.orders[0].read().number == 1
 
 
-def test_epochs_in_which_no_step_is_done_come_to_an_end():
+def test_generations_without_steps_end():
     job = Job(4, lambda before, lost: (4, []))
     job.trains(5)
     assert job.dies(1) and job.comes(0, 1, 2, 3)
@@ -159,14 +159,14 @@ def test_epochs_in_which_no_step_is_done_come_to_an_end():
     assert not job.dies(1)
 
 
-def test_who_does_not_come_in_time_lets_all_be_started_again():
+def test_late_members_restart_all():
     job = Job(4, lambda before, lost: (before - lost, []))
     assert job.dies(1)
     job.now = rooms.MEMBERS_READY_S + 1
     assert not job.comes(0, 2)
 
 
-def test_a_newcomer_that_fails_to_start_is_not_started_again_and_again():
+def test_failing_newcomer_is_not_restarted():
     job = Job(2, lambda before, lost: (before - lost, []), lambda now: (4, []))
     job.now = 2.0
     assert job.membership.turn() and len(job.started) == 2
@@ -176,7 +176,7 @@ def test_a_newcomer_that_fails_to_start_is_not_started_again_and_again():
     assert job.orders[0].read().number == 1
 
 
-def test_who_stays_in_the_step_is_killed_and_counts_as_dead_and_who_compiles_is_waited_for():
+def test_stuck_member_is_killed_and_compiling_awaited():
     job = Job(4, lambda before, lost: (before - lost, []))
     job.trains(5)
     assert job.dies(3)
@@ -188,7 +188,7 @@ def test_who_stays_in_the_step_is_killed_and_counts_as_dead_and_who_compiles_is_
     assert job.dies(0) and job.orders[1].read().members == (1, 2)
 
 
-def test_a_standby_takes_the_place_of_a_dead_one_and_the_next_is_started_when_all_train_again():
+def test_standby_takes_a_place_and_is_replaced():
     job = Job(4, lambda before, lost: (4, []), standby=1)
     looks(job)
     assert not job.started, "importing takes a core, and nobody trains yet"
@@ -210,7 +210,7 @@ def test_a_standby_takes_the_place_of_a_dead_one_and_the_next_is_started_when_al
     assert job.dies(2) and dict(job.orders[1].read().adopted) == {-2: 2}, "the first one is dead"
 
 
-def test_two_that_die_with_one_standby_are_replaced_by_it_and_a_newcomer():
+def test_two_deaths_use_standby_and_newcomer():
     job = Job(4, lambda before, lost: (4, ["microbatches=1"]), standby=1)
     job.trains(5)
     looks(job)
@@ -218,7 +218,7 @@ def test_two_that_die_with_one_standby_are_replaced_by_it_and_a_newcomer():
     assert job.started == [(-1, []), (3, ["microbatches=1"])] and job.orders[0].read().process_of(-1) == 1
 
 
-def test_a_standby_that_ends_is_nobodys_loss_and_not_started_for_ever():
+def test_ending_standby_is_no_loss():
     job = Job(2, lambda before, lost: (2, []), standby=1)
     job.trains(5)
     for _ in range(5):
@@ -245,7 +245,7 @@ def looks(job):
     assert job.membership.turn()
 
 
-def test_who_waits_in_a_step_and_does_nothing_is_killed_at_once_and_who_works_or_waits_for_data_is_not(
+def test_idle_member_in_a_step_is_killed(
     monkeypatch,
 ):
     busy = {NOBODY + process: 0 for process in range(5)}

@@ -25,13 +25,13 @@ print(sum(" all-reduce(" in line for line in text.splitlines()))
 
 
 @pytest.mark.parametrize(("how", "num"), [("as ever", 1), ("one by one", 2)])
-def test_xla_makes_one_all_reduce_of_two_unless_it_is_told_not_to(how, num):
+def test_all_reduces_are_not_combined(how, num):
     env = environment_of_a_user() | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
     run = subprocess.run([sys.executable, "-c", PROGRAM, how], env=env, capture_output=True, text=True, timeout=120)
     assert run.stdout.strip() == str(num), run.stderr
 
 
-def test_what_the_environment_says_of_passes_stays_and_nothing_is_said_twice(monkeypatch):
+def test_xla_flags_of_the_environment_are_kept(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x --xla_disable_hlo_passes=algsimp")
     compat_membership.reduce_one_by_one()
     once = os.environ["XLA_FLAGS"]

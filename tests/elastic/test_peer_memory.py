@@ -30,7 +30,7 @@ def state(on):
     }
 
 
-def test_a_state_comes_back_on_another_mesh_with_the_same_bits():
+def test_state_returns_bitwise_on_another_mesh():
     before = state(mesh(2, 4))
     snapshot = Copier(mesh(2, 4), 0).take(7, before, {"seed": 1})
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(mesh(1, 3)))
@@ -42,7 +42,7 @@ def test_a_state_comes_back_on_another_mesh_with_the_same_bits():
     assert FromMemory(snapshot).read_tree(7)["half"] == ((24,), "bfloat16")
 
 
-def test_a_snapshot_is_a_copy_and_the_two_newest_stay():
+def test_two_newest_snapshots_are_kept_as_copies():
     kept, copier = HostMemory(), Copier(mesh(2, 2), 0)
     current = state(mesh(2, 2))
     for step in (1, 2, 3):
@@ -52,7 +52,7 @@ def test_a_snapshot_is_a_copy_and_the_two_newest_stay():
     assert [int(each.leaves["step"].parts[()]) for each in kept.kept] == [8, 9]
 
 
-def test_each_device_sends_to_the_same_device_of_another_process_that_is_not_next_where_there_are_four():
+def test_devices_send_to_another_process():
     of = [0, 0, 2, 2, 1, 1]
     pairs = rooms._copied_to([types.SimpleNamespace(process_index=p) for p in of])
     assert sorted(pairs) == [(0, 4), (1, 5), (2, 0), (3, 1), (4, 2), (5, 3)]
@@ -60,7 +60,7 @@ def test_each_device_sends_to_the_same_device_of_another_process_that_is_not_nex
     assert pairs == [(0, 2), (1, 3), (2, 4), (3, 0), (4, 1)]
 
 
-def test_shards_that_one_process_alone_holds_are_sent_on(monkeypatch):
+def test_shards_of_one_process_are_sent(monkeypatch):
     """Eight devices play four processes: what arrives is read under the place that it has on the device that sent
     it."""
     four = {device: i // 2 for i, device in enumerate(jax.devices())}
@@ -92,7 +92,7 @@ def parse_info(step, **holdings):
     return SnapshotInfo(step, {"w": ((4,), "float32"), "b": ((), "float32")}, {"w": holdings["w"], "b": [()]})
 
 
-def test_the_newest_step_is_taken_of_which_every_shard_is_somewhere():
+def test_newest_complete_step_is_taken():
     halves = ((0, 2),), ((2, 4),)
     first, second = parse_info(5, w=[halves[0]]), parse_info(5, w=[halves[1]])
     assert newest_whole([[first], [second], []]) == 5
@@ -102,7 +102,7 @@ def test_the_newest_step_is_taken_of_which_every_shard_is_somewhere():
     assert newest_whole([[first], [first]]) is None and newest_whole([[], []]) is None
 
 
-def test_who_lacks_a_shard_gets_it_from_the_first_that_has_it_scalars_too():
+def test_missing_shards_come_from_the_first_holder():
     halves = ((0, 2),), ((2, 4),)
     holders = [parse_info(5, w=[halves[0], halves[1]]), parse_info(5, w=[halves[1]]), None]
     needed = [{"w": [((0, 4),)], "b": [()]} for _ in holders]

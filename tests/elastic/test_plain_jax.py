@@ -15,7 +15,7 @@ PROGRAM = Path(__file__).with_name("plain_jax.py")
 @pytest.mark.parametrize(
     ("victim", "sizes"), [("0", "4,4"), ("1", "4,3"), ("2", "5,5,4,5")], ids=["process 0", "fewer", "five, and again"]
 )
-def test_after_a_death_inside_a_collective_all_others_go_on_on_plain_jax(victim, sizes):
+def test_plain_jax_survives_death_inside_a_collective(victim, sizes):
     done = subprocess.run(
         [sys.executable, str(PROGRAM), victim, "collective", sizes], capture_output=True, text=True, timeout=90
     )

@@ -8,10 +8,10 @@ import pytest
 from spmdkit.cluster.spec import ClusterSpec
 from spmdkit.config import load_config
 from spmdkit.elastic import membership as rooms
+from spmdkit.elastic.driver import warm_up
 from spmdkit.elastic.membership import Membership
 from spmdkit.errors import RendezvousError
 from spmdkit.launch.membership_file import MembershipUpdate
-from spmdkit.elastic.driver import warm_up
 
 SPEC = ClusterSpec("localhost:1", 4, 0)
 
@@ -34,7 +34,7 @@ def at_once(monkeypatch):
     monkeypatch.setattr(rooms, "MEMBERSHIP_POLL_S", 0.0)
 
 
-def test_a_standby_lets_orders_pass_that_name_others_and_takes_the_place_that_one_gives_it():
+def test_standby_takes_the_place_it_is_given():
     order = MembershipUpdate(3, (0, 1, 2, 3), "", adopted=((-1, 2), (-2, 0)))
     orders = MembershipFiles(
         -1,
@@ -51,7 +51,7 @@ def test_a_standby_lets_orders_pass_that_name_others_and_takes_the_place_that_on
     assert orders.member == 2 and orders.said == [2, 3] and warmed == [[]], "warm before it waits"
 
 
-def test_a_standby_waits_longer_than_one_that_others_wait_for(monkeypatch):
+def test_standby_waits_longer_than_members(monkeypatch):
     monkeypatch.setattr(rooms, "MEMBERSHIP_UPDATE_S", -1.0)
     idle = MembershipUpdate(1, (0, 1), "h:1")
     with pytest.raises(RendezvousError, match="has not published"):
@@ -62,12 +62,12 @@ def test_a_standby_waits_longer_than_one_that_others_wait_for(monkeypatch):
     assert Membership(orders, 5).place(SPEC, list)[0].process_id == 1
 
 
-def test_who_is_no_member_and_no_standby_is_told_so():
+def test_removed_process_is_refused():
     with pytest.raises(RendezvousError, match="removed from the job"):
         Membership(MembershipFiles(2, 2, MembershipUpdate(2, (0, 1), "h:2")), 5).place(SPEC, list)
 
 
-def test_warm_is_who_has_imported_the_users_file_and_has_no_devices(tmp_path, monkeypatch):
+def test_warm_standby_has_imported_and_has_no_devices(tmp_path, monkeypatch):
     """Called in this process, whose devices others need: only what is asked of JAX is looked at."""
     (tmp_path / "mine.py").write_text(
         "import spmdkit as sk\nIMPORTED = True\n@sk.task\ndef task():\n    raise ValueError\n"

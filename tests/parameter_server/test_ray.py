@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from spmdkit.checkpoint.read_arrays import read_state
+from spmdkit.checkpoint import read_state
 from tests.support.counted_batches import NUM_EXAMPLES
 from tests.support.ray_runs import (
     DIGITS,

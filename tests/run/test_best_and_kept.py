@@ -42,7 +42,7 @@ def losses(folder):
     return {line["step"]: line["loss"] for line in lines(folder, "metrics.jsonl") if line.get("split") == "eval"}
 
 
-def test_an_evaluation_that_is_better_than_all_before_is_saved_whatever_other_rules_say(climbed):
+def test_best_evaluation_is_always_saved(climbed):
     values = losses(climbed)
     assert min(values, key=values.get) == 6 and values[20] > values[6]
     assert [event["step"] for event in events(climbed, "saved")] == [3, 6, 20]
@@ -56,7 +56,7 @@ def test_what_was_best_is_known_after_a_restart(climbed, tmp_path):
     assert [row["step"] for row in ls(tmp_path / "run/checkpoints")] == [6, 25]
 
 
-def test_the_best_step_any_step_and_the_newest_can_be_evaluated(climbed):
+def test_best_named_and_newest_step_are_evaluated(climbed):
     config = config_of(climbed, **SETTINGS)
     ask = lambda **which: evaluate(config, join(detect_cluster({}), config.devices), there_and_back(), **which)
     for which, step in (({"best": True}, 6), ({"step": 6}, 6), ({}, 20)):
@@ -66,7 +66,7 @@ def test_the_best_step_any_step_and_the_newest_can_be_evaluated(climbed):
         ask(step=7)
 
 
-def test_eval_best_without_a_rule_says_how_to_have_one(tmp_path):
+def test_eval_best_without_a_rule_names_the_repair(tmp_path):
     train(tmp_path, steps=5)
     config = config_of(tmp_path)
     with pytest.raises(CheckpointError, match=r"the best checkpoint is requested.*Set checkpoint: \{best:"):
@@ -112,7 +112,7 @@ def test_verify_reads_every_byte_and_names_the_leaf(saved, capsys):
     assert [(row["step"], row["good"]) for row in rows] == [(6, False), (20, True)]
 
 
-def test_rm_removes_what_is_named_but_never_the_last_good_one(saved):
+def test_rm_never_removes_the_last_valid_step(saved):
     directory = saved / "checkpoints"
     with pytest.raises(CheckpointError, match=r"has no step 7.*steps are 6, 20"):
         checkpoint.remove(directory, [6, 7])

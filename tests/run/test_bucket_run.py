@@ -30,7 +30,7 @@ def client(monkeypatch):
     return client
 
 
-def test_a_run_goes_on_on_an_empty_disk_with_all_its_metrics_and_ends_as_one_that_was_not_moved(client, tmp_path):
+def test_run_continues_on_an_empty_disk(client, tmp_path):
     whole = train(tmp_path / "whole", log={"every_steps": 1, "progress": "off"})
     every = {"log": {"every_steps": 1, "progress": "plain"}, "checkpoint": SAVED}
     train(tmp_path / "first", steps=12, **every)
@@ -55,7 +55,7 @@ def test_eval_and_an_evaluator_read_the_bucket(client, tmp_path):
     assert evaluate_each(config, ClusterSpec(), line_task(), say=lambda line: None) == [15, 20]
 
 
-def test_records_on_this_disk_that_are_older_are_kept_beside_those_that_are_fetched(client, tmp_path):
+def test_older_local_records_are_kept(client, tmp_path):
     every = {"log": {"every_steps": 1, "progress": "plain"}, "checkpoint": SAVED}
     train(tmp_path / "a", steps=5, **every)
     train(tmp_path / "b", steps=10, **every)
@@ -64,7 +64,7 @@ def test_records_on_this_disk_that_are_older_are_kept_beside_those_that_are_fetc
     assert len((tmp_path / "a/run/metrics.before-5.jsonl").read_text().splitlines()) == 6
 
 
-def test_batches_that_were_left_out_for_good_are_known_on_a_new_disk_and_to_processes_that_have_other_disks(
+def test_skipped_batches_are_known_on_other_disks(
     client, tmp_path
 ):
     back = iter([sk.Rollback(to_step=0, skip_batches=2)])
@@ -82,7 +82,7 @@ def test_batches_that_were_left_out_for_good_are_known_on_a_new_disk_and_to_proc
     assert on_all(2, lambda cluster: skipped_batches.read_for_all(folder(cluster), cluster)) == [((1, 2),), ((1, 2),)]
 
 
-def test_a_second_run_is_refused_and_a_folder_without_its_checkpoints_starts_nothing_over(
+def test_leased_or_emptied_bucket_is_refused(
     client, tmp_path, monkeypatch
 ):
     from spmdkit.checkpoint import lease
@@ -98,12 +98,12 @@ def test_a_second_run_is_refused_and_a_folder_without_its_checkpoints_starts_not
 
 
 @pytest.mark.parametrize("text", ["s3://b/run", "gs://bucket-one", "/local/path", "gs:/bucket-one/run", "gs://bucket-one/a b", "file://bucket/x"])  # fmt: skip  # noqa: E501
-def test_what_is_no_folder_of_a_bucket_is_refused_by_the_config(tmp_path, text):
+def test_config_refuses_other_urls(tmp_path, text):
     with pytest.raises(Exception, match="a folder in an object store"):
         config_of(tmp_path, checkpoint={"directory": text})
 
 
-def test_the_commands_find_the_bucket_by_the_runs_directory(client, tmp_path, capsys):
+def test_commands_find_the_bucket_by_run_directory(client, tmp_path, capsys):
     from spmdkit.cli.checkpoint import checkpoint_ls, checkpoint_rm
 
     train(tmp_path, checkpoint=SAVED)
@@ -118,7 +118,7 @@ def test_the_commands_find_the_bucket_by_the_runs_directory(client, tmp_path, ca
     assert lines(tmp_path, "metrics.jsonl")
 
 
-def test_each_process_of_a_host_has_a_stage_of_its_own_and_those_that_a_larger_job_has_left_go(tmp_path):
+def test_each_process_has_its_own_stage(tmp_path):
     for name in ("p000", "p001", "p002", "notes"):
         (tmp_path / "staging" / name).mkdir(parents=True)
     stages = on_all(2, lambda cluster: startup_bucket.options(tmp_path, cluster)["stage"])

@@ -23,7 +23,7 @@ def of_one_start(folder, **changes):
     return events(folder, "compiled")[before:]
 
 
-def test_a_restart_compiles_nothing_again_and_computes_the_same_bits(tmp_path, monkeypatch):
+def test_restart_compiles_nothing_and_computes_same_bits(tmp_path, monkeypatch):
     monkeypatch.setenv("SPMDKIT_COMPILE_CACHE", str(tmp_path / "cache"))
     # From one line: that of the caller is part of a program's key.
     first, again, last = (of_one_start(tmp_path, steps=steps) for steps in (10, 15, 20))
@@ -39,7 +39,7 @@ def test_a_restart_compiles_nothing_again_and_computes_the_same_bits(tmp_path, m
     assert plans[0]["collectives"] == plans[1]["collectives"], "of a program from the cache the same is read"
 
 
-def test_a_folder_that_others_can_enter_is_said_and_not_used(tmp_path, capsys, monkeypatch):
+def test_folder_open_to_others_is_not_used(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("SPMDKIT_COMPILE_CACHE")
     (tmp_path / "open").mkdir(mode=0o755)
     (event, _) = of_one_start(tmp_path, cache={"directory": str(tmp_path / "open")})
@@ -77,7 +77,7 @@ log: {every_steps: 1, progress: plain}
 
 
 @pytest.mark.processes
-def test_two_processes_of_which_one_was_killed_take_their_step_from_the_cache(tmp_path):
+def test_restarted_processes_take_the_step_from_cache(tmp_path):
     (tmp_path / "task.py").write_text(TASK)
     (tmp_path / "run.yaml").write_text(CONFIG)
     env = environment_of_a_user() | {"SPMDKIT_COMPILE_CACHE": str(tmp_path / "cache")}

@@ -42,7 +42,7 @@ MESHES = {
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_the_odd_copy_of_a_leaf_is_found_by_its_device_and_mended(mesh):
+def test_odd_copy_is_found_and_repaired(mesh):
     settings, device, num = MESHES[mesh]
     program = program_of(regression(), **settings)
     copies, state = Copies(program), program.init()
@@ -79,7 +79,7 @@ def shaky(loss_fn):
     return shaken
 
 
-def test_an_audit_finds_the_device_that_computes_otherwise_a_second_time():
+def test_audit_finds_the_inconsistent_device():
     loss_fn = shaky(lambda params, batch: ((batch["x"] @ params["w"]) ** 2).sum(-1))
     steady = regression()
     task = sk.Task(steady.init, loss_fn, optax.sgd(0.1), train_data=steady.train_data)
@@ -149,7 +149,7 @@ def test_a_run_mends_the_copy_and_goes_on(tmp_path, capfd):
     np.testing.assert_allclose(again.state.params["w"], clean.state.params["w"], rtol=1e-3)
 
 
-def test_a_run_goes_back_to_where_all_copies_were_the_same_and_equals_the_undisturbed_one(tmp_path):
+def test_rollback_to_equal_copies_equals_undisturbed_run(tmp_path):
     clean = train(tmp_path / "a")
     again = train(tmp_path / "b", flip_at=5, replica_check={"every_steps": 3, "action": "rollback"})
     np.testing.assert_array_equal(again.state.params["w"], clean.state.params["w"])
@@ -157,7 +157,7 @@ def test_a_run_goes_back_to_where_all_copies_were_the_same_and_equals_the_undist
     assert copies.differences(copies.hashes(again.state)) == []
 
 
-def test_of_two_copies_both_are_named_and_nothing_is_mended_where_both_compute_the_same_again(tmp_path, capfd):
+def test_two_steady_devices_are_named_and_not_repaired(tmp_path, capfd):
     with pytest.raises(
         NonFiniteError,
         match=r"devices 0, 1 \(process 0\) hold different copies of 'params/w'.* Which of them is right is not known",
@@ -175,7 +175,7 @@ def test_of_two_copies_both_are_named_and_nothing_is_mended_where_both_compute_t
     )
 
 
-def test_of_two_copies_the_one_is_mended_whose_device_computes_other_bits_the_second_time(tmp_path, capfd):
+def test_audited_device_of_two_is_repaired(tmp_path, capfd):
     two = {"devices": "cpu:2", "mesh": {"data": 2}, "replica_check": {"every_steps": 3, "action": "repair"}}
     result = train(tmp_path, flip_at=5, device=1, loss_fn=shaky(squares), **two)
     said = capfd.readouterr().out
@@ -185,6 +185,6 @@ def test_of_two_copies_the_one_is_mended_whose_device_computes_other_bits_the_se
     assert copies.differences(copies.hashes(result.state)) == [], "the copy of device 0 was not taken"
 
 
-def test_what_has_no_copy_is_said_at_the_start(tmp_path, capfd):
+def test_leaves_without_copies_are_reported(tmp_path, capfd):
     train(tmp_path, mesh={"fsdp": 4}, layout={"min_shard_bytes": 1})
     assert "replica_check sees nothing of 1 of 3 leaves of the state, 16 B of" in capfd.readouterr().out

@@ -5,17 +5,17 @@ import numpy as np
 import pytest
 
 from spmdkit.errors import DeviceError
-from spmdkit.run.startup import health
-from spmdkit.run.startup.health_checks import burn_in
+from spmdkit.run.startup.health_checks import all_processes, burn_in
+
 from tests.support.small_runs import events, train
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(health, "BURN_IN_S", 0.05)
+    monkeypatch.setattr(all_processes, "BURN_IN_S", 0.05)
 
 
-def test_a_run_on_devices_that_are_well_says_so_and_one_that_does_not_ask_says_nothing(tmp_path, capfd):
+def test_health_check_reports_only_if_requested(tmp_path, capfd):
     train(tmp_path, health_check=True, steps=2)
     (event,) = events(tmp_path, "health_check")
     assert "2 devices, the same bits" in event["why"]
@@ -24,7 +24,7 @@ def test_a_run_on_devices_that_are_well_says_so_and_one_that_does_not_ask_says_n
     assert events(tmp_path / "other", "health_check") == []
 
 
-def test_a_device_that_computes_other_bits_is_named_and_nothing_is_trained(tmp_path, monkeypatch):
+def test_wrong_device_is_named_before_training(tmp_path, monkeypatch):
     right = burn_in.operands
 
     def operands(size, device):

@@ -71,7 +71,7 @@ def saved(tmp_path, run="run"):
 @pytest.mark.parametrize(
     "error", [OSError("disk gone"), SystemExit(0), GeneratorExit()], ids=lambda e: type(e).__name__
 )
-def test_an_error_in_the_data_saves_the_last_good_step_and_a_restart_equals_a_run_without_it(tmp_path, error, capfd):
+def test_data_error_saves_and_restart_equals_clean_run(tmp_path, error, capfd):
     train(tmp_path, Rows(), name="clean")
     with pytest.raises(UserCodeError, match=rf"batch of step 7 .*train_data\[55\] raised {type(error).__name__}"):
         train(tmp_path, Rows(BAD, error))
@@ -84,7 +84,7 @@ def test_an_error_in_the_data_saves_the_last_good_step_and_a_restart_equals_a_ru
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), SystemExit(0)], ids=lambda e: type(e).__name__)
-def test_an_error_in_a_hook_saves_the_step_it_was_called_after(tmp_path, error):
+def test_hook_error_saves_its_step(tmp_path, error):
     def after_step(run, step, *_):
         if step == 5:
             raise error
@@ -100,7 +100,7 @@ def test_it_is_not_saved_where_that_was_chosen(tmp_path):
     assert saved(tmp_path) == [4]
 
 
-def test_a_save_that_takes_too_long_is_given_up(tmp_path, monkeypatch, capfd):
+def test_slow_emergency_save_is_abandoned(tmp_path, monkeypatch, capfd):
     entered, released = threading.Event(), threading.Event()
 
     def slow(self, *args, **more):
@@ -115,7 +115,7 @@ def test_a_save_that_takes_too_long_is_given_up(tmp_path, monkeypatch, capfd):
     assert "step 6, the last good one, was not saved within 0.5 s" in capfd.readouterr().out
 
 
-def test_a_state_that_is_not_finite_is_not_kept(tmp_path, capfd):
+def test_nonfinite_state_is_not_saved(tmp_path, capfd):
     data = X.copy()
     data[40] = np.inf
 
@@ -130,7 +130,7 @@ def test_a_state_that_is_not_finite_is_not_kept(tmp_path, capfd):
     assert "is not finite" in capfd.readouterr().out
 
 
-def test_rows_are_left_out_and_a_restart_repeats_it_bit_for_bit(tmp_path):
+def test_skipped_rows_are_repeated_after_a_restart(tmp_path):
     """Row 55 fails once: it is left out of batch 7, read again in the next epoch; a run that is stopped between and
     started again gives the same."""
     options = {
@@ -155,7 +155,7 @@ def test_rows_are_left_out_and_a_restart_repeats_it_bit_for_bit(tmp_path):
     assert losses(tmp_path, "clean") != losses(tmp_path), "leaving out a row changes something"
 
 
-def test_a_row_that_is_left_out_is_padding_where_batches_can_be_short(tmp_path):
+def test_skipped_row_is_padding_in_short_batches(tmp_path):
     """95 rows in batches of 8; row 55 counts in no batch, and no other one twice; also after a restart that could read
     it."""
 
@@ -176,7 +176,7 @@ def test_a_row_that_is_left_out_is_padding_where_batches_can_be_short(tmp_path):
     assert sum(total for _, total in found.values()) == pytest.approx(X[:95, 0].sum() - X[BAD, 0], rel=1e-4)
 
 
-def test_a_row_that_is_read_again_is_told_and_changes_nothing(tmp_path, capfd):
+def test_retried_row_is_reported_and_changes_nothing(tmp_path, capfd):
     train(tmp_path, Rows(), name="clean")
     train(tmp_path, Rows(BAD, OSError("net gone"), times=2), data={"shuffle": False, "retries": 2})
     assert losses(tmp_path) == losses(tmp_path, "clean")
@@ -184,7 +184,7 @@ def test_a_row_that_is_read_again_is_told_and_changes_nothing(tmp_path, capfd):
     assert "process 0: train_data[55] could not be read (OSError: net gone): read at attempt 3" in out
 
 
-def test_what_asks_to_leave_in_a_tracker_does_not_end_the_run(tmp_path):
+def test_exit_in_a_tracker_does_not_end_run(tmp_path):
     (tmp_path / "leaving.py").write_text(
         "import sys\nimport spmdkit as sk\n@sk.tracker\ndef leaving(run, last_step):\n    return sk.Tracker(lambda "
         "kind, record: sys.exit(0))\n"

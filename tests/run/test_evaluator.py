@@ -15,7 +15,7 @@ def follow(folder, sleep=lambda seconds: pytest.fail("nothing is left to wait fo
     return found, said
 
 
-def test_each_checkpoint_is_evaluated_once_and_as_the_run_itself_does(tmp_path):
+def test_each_checkpoint_is_evaluated_once(tmp_path):
     turns = iter((10, 20))
     saves = {"checkpoint": {"every_steps": 5, "keep": 9}, "eval": {"every_steps": 5}}
     meanwhile = lambda seconds: train(tmp_path, steps=next(turns), **saves)
@@ -29,12 +29,12 @@ def test_each_checkpoint_is_evaluated_once_and_as_the_run_itself_does(tmp_path):
     assert len(lines(tmp_path, "evaluator.jsonl")) == 4
 
 
-def test_what_retention_has_deleted_is_passed_over_and_the_newest_is_evaluated(tmp_path):
+def test_deleted_checkpoints_are_passed_over(tmp_path):
     train(tmp_path, checkpoint={"every_steps": 5, "keep": 1})
     assert follow(tmp_path)[0] == [20]
 
 
-def test_a_run_that_a_hook_has_ended_ends_its_evaluator(tmp_path):
+def test_run_ended_by_a_hook_ends_evaluator(tmp_path):
     stop = sk.Hook(
         name="enough", after_step=lambda run, step, state, metrics: sk.Stop(0, "enough") if step == 7 else None
     )
@@ -48,14 +48,14 @@ def test_a_run_that_a_hook_has_ended_ends_its_evaluator(tmp_path):
     assert follow(tmp_path)[0] == [5, 7]
 
 
-def test_an_evaluation_that_is_not_finite_ends_it_with_its_step(tmp_path, monkeypatch):
+def test_nonfinite_evaluation_ends_the_evaluator(tmp_path, monkeypatch):
     train(tmp_path)
     monkeypatch.setattr("spmdkit.program.program.Program.eval", lambda self, state: {"loss": float("nan")})
     with pytest.raises(NonFiniteError, match="the evaluation of step 10"):
         follow(tmp_path)
 
 
-def test_an_evaluator_without_checkpoints_is_refused_and_one_does_not_train(tmp_path, monkeypatch):
+def test_evaluator_needs_checkpoints_and_does_not_train(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="nothing to evaluate"):
         follow(tmp_path, checkpoint=None)
     with pytest.raises(ConfigError, match="has no eval_data"):

@@ -47,7 +47,7 @@ def saved(folder):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
-def test_a_save_that_fails_is_told_and_made_up_for_at_the_next_interval(tmp_path, disk, capsys, number):
+def test_failed_save_is_retried_at_the_next_interval(tmp_path, disk, capsys, number):
     """tests/system/test_disk_trouble.py has file systems that answer so."""
     disk.full, disk.number = [10], number
     result = train(tmp_path, checkpoint={"every_steps": 5, "keep": 9})
@@ -59,7 +59,7 @@ def test_a_save_that_fails_is_told_and_made_up_for_at_the_next_interval(tmp_path
     assert np.array_equal(result.state.params["w"], undisturbed.state.params["w"])
 
 
-def test_failures_in_a_row_end_the_run_with_74_and_those_apart_do_not(tmp_path, disk):
+def test_consecutive_failures_end_the_run_with_74(tmp_path, disk):
     disk.full += [5, 10, 20]
     train(tmp_path, checkpoint={"every_steps": 5, "keep": 9}, steps=30)
     assert saved(tmp_path) == [15, 25, 30]
@@ -72,13 +72,13 @@ def test_failures_in_a_row_end_the_run_with_74_and_those_apart_do_not(tmp_path, 
     assert saved(tmp_path) == [15, 25, 30]
 
 
-def test_max_failures_of_one_ends_the_run_at_the_first(tmp_path, disk):
+def test_one_permitted_failure_ends_the_run(tmp_path, disk):
     disk.full += [5]
     with pytest.raises(CheckpointWriteError, match="saving step 5"):
         train(tmp_path, checkpoint={"every_steps": 5, "max_failures": 1})
 
 
-def test_the_last_save_is_tried_again_and_a_run_without_it_never_ends_with_0(tmp_path, disk):
+def test_last_save_is_retried_before_the_end(tmp_path, disk):
     disk.full += [20, 20]
     train(tmp_path, checkpoint={"every_steps": None})
     assert saved(tmp_path) == [20] and disk.fired == [20, 20]
@@ -89,7 +89,7 @@ def test_the_last_save_is_tried_again_and_a_run_without_it_never_ends_with_0(tmp
     assert not [e for e in events(tmp_path, "stopped") if e["step"] == 40]
 
 
-def test_a_save_that_is_slow_is_said_and_so_is_training_that_waits_for_it(tmp_path, monkeypatch, capsys):
+def test_slow_save_and_waiting_training_are_reported(tmp_path, monkeypatch, capsys):
     real = records.write_record
 
     def write(folder, record):
@@ -105,7 +105,7 @@ def test_a_save_that_is_slow_is_said_and_so_is_training_that_waits_for_it(tmp_pa
     assert events(tmp_path, "save_slow")[0]["step"] == 5
 
 
-def test_an_error_of_the_user_after_a_save_that_failed_keeps_the_last_good_step_all_the_same(tmp_path, disk):
+def test_emergency_save_works_after_a_failed_save(tmp_path, disk):
     disk.full += [5]
 
     def boom(run, step, state, metrics):
@@ -118,7 +118,7 @@ def test_an_error_of_the_user_after_a_save_that_failed_keeps_the_last_good_step_
     assert saved(tmp_path) == [7]
 
 
-def test_where_the_best_could_not_be_saved_the_next_best_is(tmp_path, disk):
+def test_next_best_replaces_a_lost_best(tmp_path, disk):
     disk.full += [6]
     climbing = dataclasses.replace(line_task(), optimizer=optax.sgd(lambda count: jnp.where(count < 6, 0.1, -0.05)))
     best = {"metric": "loss", "mode": "min"}

@@ -132,12 +132,12 @@ def test_a_broken_hook_fails_the_contract(old, new, said, tmp_path, monkeypatch)
         check_contract(broken, "broken")
 
 
-def test_orders_differ_so_that_what_comes_first_is_never_by_chance():
+def test_orders_of_hooks_differ():
     orders = [hook.order for hook in hooks.of_run(sk.Config(**EVERYTHING), [])]
     assert len(set(orders)) == len(orders)
 
 
-def test_actions_say_whether_every_process_knows_them_and_can_be_told_to_others():
+def test_actions_can_be_sent_to_processes():
     from spmdkit.run.hooks.base import from_json, to_json
 
     for kind in Action.__args__:

@@ -60,14 +60,14 @@ def asks(at, action, process=None, **options):
 
 
 @pytest.mark.parametrize("who", [0, 2])
-def test_what_one_process_asks_for_is_done_by_all_at_one_later_step(who):
+def test_request_of_one_process_reaches_all(who):
     first, *others = processes(lambda process: [asks(5, sk.Stop(42, "it is told"), who)(process)])
     ((step, decision),) = first.items()
     assert step > 5 and decision.turn == sk.Stop(42, "it is told") and decision.save
     assert others == [first] * (NUM - 1)
 
 
-def test_of_different_requests_all_processes_take_the_same_strongest_one():
+def test_all_processes_take_the_strongest_request():
     actions = [sk.Save(), sk.Rollback(to_step=3), sk.Stop(77, "the strongest")]
     found = processes(lambda process: [asks(5, actions[process])(process)])
     assert found == [found[0]] * NUM
@@ -75,12 +75,12 @@ def test_of_different_requests_all_processes_take_the_same_strongest_one():
     assert turns[-1] in (sk.Stop(77, "the strongest"), sk.Rollback(to_step=3)) and sk.Stop(77, "the strongest") in turns
 
 
-def test_what_every_process_knows_is_done_at_once_and_asks_nobody():
+def test_known_actions_need_no_agreement():
     found = processes(lambda process: [asks(5, sk.Evaluate(known=True))(process)])
     assert [list(decisions) for decisions in found] == [[5]] * NUM
 
 
-def test_a_hook_of_process_0_is_not_called_elsewhere_and_its_wish_reaches_all():
+def test_hook_of_process_0_acts_for_all():
     called = []
 
     def hook(process):
@@ -95,7 +95,7 @@ def test_a_hook_of_process_0_is_not_called_elsewhere_and_its_wish_reaches_all():
     assert found == [found[0]] * NUM and [d.save for d in found[0].values()] == [True] and next(iter(found[0])) > 5
 
 
-def test_a_state_is_replaced_by_all_processes_together_each_with_its_part():
+def test_each_process_replaces_its_part_of_the_state():
     replace = lambda process: [
         sk.Hook("mine", after_step=lambda run, step, state, _: sk.ReplaceState(state + "!") if step == 5 else None)
     ]
@@ -105,7 +105,7 @@ def test_a_state_is_replaced_by_all_processes_together_each_with_its_part():
         processes(lambda process: [asks(5, sk.ReplaceState("x"), on="main")(process)])
 
 
-def test_steps_that_come_again_after_a_rollback_are_agreed_on_anew():
+def test_repeated_steps_are_agreed_on_again():
     def body(due, decisions, process, dispatched):
         for generation in range(3):
             for step in range(1, 12):

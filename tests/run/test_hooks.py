@@ -57,7 +57,7 @@ def at(wanted, action):
 # ---- actions ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_stop_saves_and_the_run_is_finished_then_and_when_it_is_started_again(tmp_path, capfd):
+def test_stop_saves_and_finishes_the_run(tmp_path, capfd):
     hook = sk.Hook("enough", after_step=at(5, sk.Stop(why="it is enough")))
     assert not train(tmp_path, hook).already_finished
     assert saved(tmp_path) == [5] and list(losses(tmp_path)) == [1, 2, 3, 4, 5]
@@ -68,19 +68,19 @@ def test_a_stop_saves_and_the_run_is_finished_then_and_when_it_is_started_again(
     assert int(train(tmp_path, hook, steps=8).state.step) == 8  # more was asked for
 
 
-def test_a_stop_with_the_code_of_a_preemption_goes_on_when_it_is_started_again(tmp_path):
+def test_preemption_stop_continues_after_restart(tmp_path):
     with pytest.raises(Preempted, match="stopped after step 5 by a friend; saved"):
         train(tmp_path, sk.Hook("enough", after_step=at(5, sk.Stop(42, "a friend"))))
     assert int(train(tmp_path).state.step) == 12
 
 
-def test_a_stop_with_a_failure_saves_nothing_and_has_its_exit_code(tmp_path):
+def test_failure_stop_saves_nothing(tmp_path):
     with pytest.raises(NonFiniteError, match="it runs away"):
         train(tmp_path, sk.Hook("guard", after_step=at(5, sk.Stop(77, "it runs away"))), checkpoint={"every_steps": 3})
     assert saved(tmp_path) == [3]
 
 
-def test_save_and_evaluate_are_done_at_the_step_that_asks_for_them_and_once(tmp_path):
+def test_save_and_evaluate_happen_once_at_their_step(tmp_path):
     hooks = [
         sk.Hook("look", every=4, after_step=lambda run, step, *_: sk.Evaluate()),
         sk.Hook("keep", after_eval=lambda run, step, values: sk.Save()),
@@ -90,7 +90,7 @@ def test_save_and_evaluate_are_done_at_the_step_that_asks_for_them_and_once(tmp_
     assert saved(tmp_path) == [4, 8, 12]
 
 
-def test_a_hook_that_gives_away_what_the_state_holds_is_told_so(tmp_path):
+def test_hook_that_donates_the_state_is_refused(tmp_path):
     """Where no hook of the user's has the state, its steps do not look; jaxlib would end the process."""
     give_away = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
     hook = sk.Hook("giver", after_step=lambda run, step, state, metrics: (give_away(state.params), None)[1])
@@ -98,7 +98,7 @@ def test_a_hook_that_gives_away_what_the_state_holds_is_told_so(tmp_path):
         train(tmp_path, hook)
 
 
-def test_after_a_run_a_state_that_was_given_away_is_refused_as_before_it(tmp_path):
+def test_donated_state_is_refused_after_a_run(tmp_path):
     result = train(tmp_path, checkpoint=None)
     batch = result.program.put(X[:16])
     result.program.step(result.state, batch)
@@ -106,7 +106,7 @@ def test_after_a_run_a_state_that_was_given_away_is_refused_as_before_it(tmp_pat
         result.program.step(result.state, batch)
 
 
-def test_a_replaced_state_is_what_training_goes_on_with(tmp_path):
+def test_training_continues_with_the_replaced_state(tmp_path):
     def halve(run, step, state, metrics):
         return sk.ReplaceState(state.replace(params=jax.tree.map(lambda x: x * 0, state.params))) if step == 6 else None
 
@@ -127,7 +127,7 @@ def losses_of(tmp_path, *hooks, **changes):
     return losses(tmp_path)
 
 
-def test_a_rollback_trains_the_steps_after_a_checkpoint_again_and_every_record_goes_back_with_it(tmp_path):
+def test_rollback_repeats_steps_and_rewinds_records(tmp_path):
     undisturbed = train(tmp_path / "a", checkpoint={"every_steps": 3, "keep": 9})
     once = []
 
@@ -144,7 +144,7 @@ def test_a_rollback_trains_the_steps_after_a_checkpoint_again_and_every_record_g
     assert (event["step"], event["from_step"]) == (3, 8)
 
 
-def test_a_rollback_leaves_batches_out_for_good_also_after_a_restart(tmp_path):
+def test_rollback_skips_batches_across_a_restart(tmp_path):
     bad, seen = 7, []
 
     def guard(run, step, state, metrics):
@@ -171,12 +171,12 @@ def test_a_rollback_before_the_first_checkpoint_starts_anew(tmp_path):
     assert disturbed == losses_of(tmp_path / "b")
 
 
-def test_a_rollback_that_would_come_again_for_ever_is_refused(tmp_path):
+def test_endless_rollback_is_refused(tmp_path):
     with pytest.raises(UserCodeError, match="from step 4 to step 3 for the second time"):
         train(tmp_path, sk.Hook("back", after_step=at(4, sk.Rollback())), checkpoint={"every_steps": 3})
 
 
-def test_the_strongest_of_all_that_is_asked_for_wins():
+def test_strongest_requested_action_wins():
     assert decide([sk.Save(), sk.Evaluate()]) == Decision(True, True)
     assert decide([sk.Evaluate(), sk.Stop(0, "a"), sk.Rollback(), sk.Stop(77, "b")]) == Decision(turn=sk.Stop(77, "b"))
     assert decide([sk.Evaluate(), sk.Stop(42), sk.ReplaceState(1)]) == Decision(True, True, sk.Stop(42))
@@ -184,7 +184,7 @@ def test_the_strongest_of_all_that_is_asked_for_wins():
     assert decide([sk.Save(), sk.ReplaceState(1)]) == Decision(False, True, sk.ReplaceState(1))
 
 
-def test_a_rollback_to_a_time_whose_checkpoints_are_gone_is_refused_and_the_beginning_can_be_asked_for(tmp_path):
+def test_rollback_before_all_checkpoints_is_refused(tmp_path):
     settings = {"checkpoint": {"every_steps": 2, "keep": 2}}
     with pytest.raises(
         UserCodeError, match=r"back to step 3, and all checkpoints are newer, up to step 8\..*keep \(2\)"
@@ -209,7 +209,7 @@ def skip_where(bad):
 
 
 @pytest.mark.parametrize("view", ["global", "replica"])
-def test_a_hook_in_the_step_changes_the_state_and_the_metrics_in_its_order(tmp_path, view):
+def test_in_step_hooks_run_in_their_order(tmp_path, view):
     def step(state, batch):
         (loss, metrics), grads = sk.value_and_grad(loss_fn)(state.params, batch, state.key)
         return state.apply_gradients(grads), {"loss": loss, **metrics}
@@ -225,7 +225,7 @@ def test_a_hook_in_the_step_changes_the_state_and_the_metrics_in_its_order(tmp_p
     np.testing.assert_array_equal(result.state.params["w"], short.state.params["w"])
 
 
-def test_what_a_hook_makes_of_the_state_in_the_step_is_checked(tmp_path):
+def test_in_step_hook_must_keep_the_state(tmp_path):
     hook = sk.Hook(
         "cast", in_step=lambda old, new, m: (new.replace(params={"w": new.params["w"].astype(jnp.bfloat16)}), m)
     )
@@ -233,7 +233,7 @@ def test_what_a_hook_makes_of_the_state_in_the_step_is_checked(tmp_path):
         train(tmp_path, hook)
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_where_the_loss_still_is(tmp_path):
+def test_nonfinite_gradient_with_finite_loss_stops(tmp_path):
     def broken(state, batch):
         (loss, _), grads = sk.value_and_grad(loss_fn)(state.params, batch, state.key)
         grads = {"w": grads["w"].at[1].set(jnp.where(state.step == 5, jnp.nan, grads["w"][1]))}
@@ -298,7 +298,7 @@ def mine(tmp_path, monkeypatch):
     return run
 
 
-def test_a_hook_of_a_users_own_needs_one_file_and_one_line_and_a_restart_changes_no_bit(mine, tmp_path, capfd):
+def test_user_hook_continues_bitwise_after_a_restart(mine, tmp_path, capfd):
     settings = {"eval": {"every_steps": 2}, "log": {"every_steps": 2, "progress": "plain"}}
     hooks = [{"mine.py:patience": {"evaluations": 3}}, "mine.py:note"]
     whole = mine("whole", hooks=hooks, **settings)
@@ -347,7 +347,7 @@ def test_what_is_wrong_with_a_hook_is_said(mine, tmp_path):
         train(tmp_path, 3)
 
 
-def test_what_a_hook_does_wrong_is_told_as_the_users_own(tmp_path):
+def test_mistakes_of_hooks_are_user_errors(tmp_path):
     with pytest.raises(UserCodeError, match=r"hook 'bad': after_step raised ZeroDivisionError at .*test_hooks"):
         train(tmp_path / "a", sk.Hook("bad", after_step=lambda run, step, *_: 1 / 0))
     with pytest.raises(ConfigError, match=r"hook 'bad': after_step returned int\. .* Return sk\.Stop"):
@@ -360,7 +360,7 @@ def test_what_a_hook_does_wrong_is_told_as_the_users_own(tmp_path):
         sk.Hook("bad", on="some", every=0)
 
 
-def test_arrays_of_counts_go_to_a_file_of_their_own_and_numbers_where_they_always_went(tmp_path):
+def test_bincounts_are_written_to_their_own_file(tmp_path):
     def counted(params, batch, key):
         metrics = {"signs": sk.bincount((batch > 0).astype(jnp.int32), 2), "largest": sk.max(batch)}
         return loss_fn(params, batch, jax.random.key(0)), metrics

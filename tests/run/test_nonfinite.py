@@ -60,7 +60,7 @@ def poisoned_evaluation(params, batch):
     return {"loss": sk.mean(batch @ params["w"]), "worst": sk.max(jnp.where(params["w"][0] > 0, jnp.inf, batch[:, 0]))}
 
 
-def test_an_evaluation_that_is_not_finite_ends_the_run_with_77_the_last_one_too(tmp_path):
+def test_nonfinite_evaluation_ends_the_run_with_77(tmp_path):
     task = make_task(eval_fn=poisoned_evaluation)
     with pytest.raises(NonFiniteError, match=r"evaluation .* step 12: 'worst' is inf") as caught:
         train(tmp_path, task, checkpoint={"every_steps": 6})
@@ -69,7 +69,7 @@ def test_an_evaluation_that_is_not_finite_ends_the_run_with_77_the_last_one_too(
     assert "fault" in [line["event"] for line in lines(tmp_path, "events.jsonl")]  # "saved" of step 6 may come after it
 
 
-def test_an_evaluation_that_is_not_finite_is_said_where_that_is_asked_for(tmp_path, capfd):
+def test_nonfinite_evaluation_can_be_reported_only(tmp_path, capfd):
     train(tmp_path, make_task(eval_fn=poisoned_evaluation), on_nonfinite={"evaluation": "continue"})
     assert "'worst' is inf" in capfd.readouterr().out
 
@@ -79,7 +79,7 @@ def metric_fn(params, batch, key):
     return loss, {"rate": sk.mean(jnp.where(batch[:, 0] > 90, jnp.nan, 1.0))}
 
 
-def test_a_metric_that_is_not_finite_ends_the_run_where_loss_and_gradient_are(tmp_path):
+def test_nonfinite_metric_ends_the_run(tmp_path):
     data = CLEAN.copy()
     data[3 * BATCH + 5] = [100, 0, 0]  # step 4, a log step
     with pytest.raises(
@@ -93,7 +93,7 @@ def test_a_metric_that_is_not_finite_ends_the_run_where_loss_and_gradient_are(tm
     )
 
 
-def test_the_command_eval_ends_with_77_after_it_has_printed(tmp_path, monkeypatch, capsys):
+def test_eval_prints_before_it_ends_with_77(tmp_path, monkeypatch, capsys):
     from typer.testing import CliRunner
 
     from spmdkit import cli
@@ -110,7 +110,7 @@ def test_the_command_eval_ends_with_77_after_it_has_printed(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("cut", [True, False])
 @pytest.mark.parametrize("num", [1, 2, 3, 16, 37])
-def test_of_the_codes_of_many_steps_every_one_that_says_something_is_found(cut, num):
+def test_joined_codes_find_every_step(cut, num):
     """On eight devices, of which one alone may know; joined before they are read, and the last part of them is
     short."""
     mesh = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
@@ -152,7 +152,7 @@ def params(result):
     return np.asarray(result.state.params["w"])
 
 
-def test_skip_leaves_out_one_step_and_names_the_batch_and_its_row(tmp_path, capfd):
+def test_skip_names_the_batch_and_its_row(tmp_path, capfd):
     data = poisoned()
     result = train(tmp_path, make_task(data), on_nonfinite={**SKIP, "save_batch": True}, steps=10)
     np.testing.assert_allclose(params(result), by_hand({BAD}, 10), rtol=1e-6)
@@ -172,7 +172,7 @@ def test_skip_leaves_out_one_step_and_names_the_batch_and_its_row(tmp_path, capf
 SKIP = {"loss": "skip", "gradient": "skip", "metrics": "skip"}
 
 
-def test_an_infinite_loss_between_log_steps_stops_the_run_though_the_gradient_is_finite(tmp_path):
+def test_infinite_loss_between_log_steps_stops(tmp_path):
     def step(state, batch):
         (loss, _), grads = sk.value_and_grad(loss_fn)(state.params, batch, state.key)
         return state.apply_gradients(grads), {"loss": jnp.where(state.step + 1 == BAD, jnp.inf, loss)}
@@ -181,7 +181,7 @@ def test_an_infinite_loss_between_log_steps_stops_the_run_though_the_gradient_is
         train(tmp_path, make_task(train_step=step))
 
 
-def test_a_run_in_which_every_step_is_left_out_does_not_end_well(tmp_path):
+def test_run_that_skips_every_step_stops(tmp_path):
     with pytest.raises(NonFiniteError, match="3 steps in a row were left out"):
         train(tmp_path, make_task(np.full_like(CLEAN, np.nan)), on_nonfinite={**SKIP, "max_consecutive": 3})
 
@@ -189,7 +189,7 @@ def test_a_run_in_which_every_step_is_left_out_does_not_end_well(tmp_path):
 ROLLBACK = {"loss": "rollback", "gradient": "rollback", "metrics": "rollback"}
 
 
-def test_a_rollback_equals_bit_for_bit_a_run_that_leaves_the_batch_out(tmp_path):
+def test_rollback_equals_a_run_without_the_batch(tmp_path):
     changes = {"checkpoint": {"every_steps": 4, "keep": 9}, "ema": 0.9, "steps": 10}
     back = train(tmp_path / "a", make_task(poisoned()), on_nonfinite=ROLLBACK, **changes)
     data = {"shuffle": False, "skip_batches": [BAD]}
@@ -207,7 +207,7 @@ def same_state(one, other):
         np.testing.assert_array_equal(a, b)
 
 
-def test_what_a_way_back_left_out_is_known_after_a_kill_before_the_next_save(tmp_path, monkeypatch):
+def test_skipped_batch_survives_a_kill_before_saving(tmp_path, monkeypatch):
     from spmdkit.run.run import Run
 
     changes = {"checkpoint": {"every_steps": 4, "keep": 9}, "on_nonfinite": ROLLBACK, "steps": 10}
@@ -228,7 +228,7 @@ def test_what_a_way_back_left_out_is_known_after_a_kill_before_the_next_save(tmp
     assert len([e for e in lines(tmp_path, "events.jsonl") if e["event"] == "rolled_back"]) == 1
 
 
-def test_batches_that_were_trained_on_cannot_be_left_out_any_more(tmp_path):
+def test_trained_batches_cannot_be_skipped(tmp_path):
     train(tmp_path, make_task(), steps=4)
     data = lambda *batches: {"shuffle": False, "skip_batches": list(batches)}
     with pytest.raises(ConfigError, match=r"skip_batches names batch 3, and step 4 .* from 5 on"):
@@ -264,7 +264,7 @@ AT = 22
 
 
 @pytest.mark.parametrize("then", ["skip", "rollback"])
-def test_a_spike_is_left_out_and_noise_is_not(tmp_path, then, capfd):
+def test_spike_is_skipped_and_noise_is_not(tmp_path, then, capfd):
     spike = {"action": then, "window": 32}
     changes = {"steps": 30, "ema": 0.9, "on_spike": spike, "checkpoint": {"every_steps": 8, "keep": 9}}
     result = train(tmp_path, make_task(noisy(AT), **SPIKE), **changes)
@@ -285,14 +285,14 @@ def test_a_spike_is_left_out_and_noise_is_not(tmp_path, then, capfd):
         np.testing.assert_allclose(params(result), w, rtol=1e-5, atol=1e-6)
 
 
-def test_a_spike_can_stop_a_run_or_only_be_said(tmp_path, capfd):
+def test_spike_can_stop_or_be_reported(tmp_path, capfd):
     with pytest.raises(NonFiniteError, match=f"a spike at step {AT}: the loss, after batch {AT}"):
         train(tmp_path, make_task(noisy(AT), **SPIKE), steps=30, on_spike={"action": "stop", "window": 32})
     train(tmp_path / "b", make_task(noisy(AT), **SPIKE), steps=30, on_spike={"action": "continue", "window": 32})
     assert f"a spike at step {AT}: the loss is" in capfd.readouterr().out
 
 
-def test_a_restart_has_the_limit_of_the_run_that_was_never_interrupted(tmp_path, capfd):
+def test_spike_limit_survives_a_restart(tmp_path, capfd):
     changes = {"on_spike": {"window": 32}, "checkpoint": {"every_steps": 21}}
     whole = train(tmp_path / "a", make_task(noisy(AT), **SPIKE), steps=30, **changes)
     train(tmp_path / "b", make_task(noisy(AT), **SPIKE), steps=21, **changes)
@@ -301,7 +301,7 @@ def test_a_restart_has_the_limit_of_the_run_that_was_never_interrupted(tmp_path,
     same_state(whole, again)
 
 
-def test_noise_of_a_warm_up_and_a_loss_that_falls_or_stands_still_are_no_spikes():
+def test_warmup_noise_and_steady_losses_are_no_spikes():
     from spmdkit.run.hooks.spikes import limit_of
 
     random = np.random.default_rng(0)

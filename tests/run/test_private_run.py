@@ -70,7 +70,7 @@ def told(tmp_path, monkeypatch, capfd):
     return tmp_path, config
 
 
-def test_no_secret_is_in_any_file_and_no_file_is_for_others(told):
+def test_no_file_contains_secrets_or_is_public(told):
     folder, _ = told
     found = [path for path in (folder / "run").rglob("*") if path.is_file()]
     names = {path.name for path in found}
@@ -90,7 +90,7 @@ def test_no_secret_is_in_any_file_and_no_file_is_for_others(told):
         sk.load_config(folder / "run/config.yaml")
 
 
-def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path):
+def test_links_in_place_of_files_are_refused(tmp_path):
     mine = tmp_path / "mine"
     mine.write_text("precious")
     run = tmp_path / "run"
@@ -111,7 +111,7 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path):
     assert mine.read_text() == "precious"
 
 
-def test_the_probe_of_a_run_directory_has_a_name_that_nobody_can_have_put_a_link_under(tmp_path, monkeypatch):
+def test_write_probe_has_an_unpredictable_name(tmp_path, monkeypatch):
     names = []
     import os
 

@@ -22,7 +22,7 @@ def evaluated(scale):
     )
 
 
-def test_another_evaluation_is_another_program_and_the_step_is_the_same(tmp_path):
+def test_another_evaluation_changes_only_its_program(tmp_path):
     ours, theirs = facts(tmp_path, evaluated(1.5)), facts(tmp_path, evaluated(2.5))
     assert {name for name in ours if ours[name] != theirs[name]} == {"program of an evaluation"}
     assert "2.5" in theirs["program of an evaluation"]
@@ -36,14 +36,14 @@ def test_another_evaluation_is_another_program_and_the_step_is_the_same(tmp_path
     ],
     ids=["a reducer that warms up", "groups"],
 )
-def test_the_other_programs_of_a_run_are_compared_too(tmp_path, changes, more):
+def test_programs_of_other_phases_are_compared(tmp_path, changes, more):
     found = facts(tmp_path, **changes)
     assert found.keys() == {*TEXT, "init", "program of a step", "program of an evaluation", more}
     assert all("func.func" in found[name] for name in found.keys() - TEXT)
     assert found[more] != found["program of a step"]
 
 
-def test_what_was_lowered_for_the_comparison_is_what_is_compiled(tmp_path):
+def test_lowered_evaluation_is_used_once(tmp_path):
     program = sk.build(config_of(tmp_path), line_task())
     lowered = program.evaluator.lowered
     program.eval(program.init())

@@ -73,7 +73,7 @@ def saved(twenty, tmp_path):
     [flip_every_array, truncate, lose_a_file, lose_the_record, empty, garble_the_record],
     ids=lambda f: f.__name__,
 )
-def test_a_damaged_newest_checkpoint_is_said_set_aside_and_the_one_before_is_used(saved, twenty, damage, capsys):
+def test_damaged_checkpoint_is_quarantined_and_run_continues(saved, twenty, damage, capsys):
     damage(saved / STEP_20)
     result = train(saved, steps=30)
     out = capsys.readouterr().out
@@ -86,14 +86,14 @@ def test_a_damaged_newest_checkpoint_is_said_set_aside_and_the_one_before_is_use
     assert np.array_equal(result.state.params["w"], twenty[1])
 
 
-def test_damage_of_the_same_step_again_is_kept_beside_the_first(saved):
+def test_repeated_damage_of_a_step_is_kept(saved):
     for name in ("20.damaged", "20.damaged.2"):
         lose_a_file(saved / STEP_20)
         train(saved)
         assert (saved / "run/checkpoints" / name).is_dir()
 
 
-def test_a_folder_that_would_stand_in_the_way_of_a_later_save_is_set_aside_at_the_start(saved, capsys):
+def test_folder_of_a_later_step_is_quarantined(saved, capsys):
     (saved / "run/checkpoints/30").mkdir()
     train(saved, steps=30)
     assert "checkpoint 30 is damaged: it has no record.json" in capsys.readouterr().out
@@ -101,7 +101,7 @@ def test_a_folder_that_would_stand_in_the_way_of_a_later_save_is_set_aside_at_th
     assert events(saved, "restored")[-1]["step"] == 20
 
 
-def test_where_all_checkpoints_are_damaged_the_run_ends_with_the_list_and_touches_nothing(saved):
+def test_run_with_damaged_checkpoints_only_changes_nothing(saved):
     folders = sorted((saved / "run/checkpoints").iterdir())
     for folder in folders:
         flip_every_array(folder)
@@ -116,7 +116,7 @@ def test_where_all_checkpoints_are_damaged_the_run_ends_with_the_list_and_touche
 
 
 @pytest.mark.parametrize("gone", ["the folder", "its content", "the records"])
-def test_a_run_whose_checkpoints_are_gone_does_not_start_over(saved, gone):
+def test_run_with_missing_checkpoints_does_not_restart(saved, gone):
     before = (saved / "run/metrics.jsonl").read_bytes()
     if gone == "the records":
         for path in (saved / "run/checkpoints").glob("*/record.json"):
@@ -136,7 +136,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(saved, gone):
     assert events(saved, "started")[-1]["step"] == 0 and steps(saved) == [1, 5, 10, 15, 20]
 
 
-def test_a_run_that_was_never_saved_starts_anew_and_keeps_what_it_had_written(tmp_path, capsys):
+def test_metrics_of_an_unsaved_run_are_renamed(tmp_path, capsys):
     train(tmp_path, checkpoint=None)
     first = (tmp_path / "run/metrics.jsonl").read_bytes()
     for number in (1, 2):
@@ -146,7 +146,7 @@ def test_a_run_that_was_never_saved_starts_anew_and_keeps_what_it_had_written(tm
     assert steps(tmp_path) == [1, 5, 10, 15, 20]
 
 
-def test_a_run_with_another_seed_is_refused_before_anything_is_set_aside(saved):
+def test_another_seed_is_refused_before_any_quarantine(saved):
     lose_a_file(saved / STEP_20)
     with pytest.raises(ConfigError, match="seed"):
         train(saved, seed=7)

@@ -68,7 +68,7 @@ def lines(tmp_path, name):
     return [json.loads(line) for line in (tmp_path / "run" / name).read_text().splitlines()]
 
 
-def test_a_run_leaves_every_file_that_the_reference_names(tmp_path):
+def test_run_leaves_every_documented_file(tmp_path):
     config = make_config(
         tmp_path,
         checkpoint={"every_steps": 10},
@@ -114,7 +114,7 @@ def test_the_state_is_saved_every_so_many_seconds(tmp_path):
     assert [row["step"] for row in checkpoint.ls(tmp_path / "run" / "checkpoints")] == [4, 8, 12, 16, 20]
 
 
-def test_the_best_checkpoint_by_an_evaluation_is_kept_beside_the_newest(tmp_path):
+def test_best_checkpoint_is_kept_with_the_newest(tmp_path):
     config = make_config(
         tmp_path,
         steps=30,
@@ -126,7 +126,7 @@ def test_the_best_checkpoint_by_an_evaluation_is_kept_beside_the_newest(tmp_path
     assert [row["step"] for row in checkpoint.ls(tmp_path / "run" / "checkpoints")] == [5, 30]
 
 
-def test_a_loss_that_is_not_finite_stops_with_77_and_keeps_the_last_checkpoint(tmp_path):
+def test_nonfinite_gradient_stops_with_77(tmp_path):
     config = make_config(tmp_path, checkpoint={"every_steps": 5})
     with pytest.raises(NonFiniteError, match="newest checkpoint is of step 10") as caught:
         train(config, make_task(explode_at=11))
@@ -135,28 +135,28 @@ def test_a_loss_that_is_not_finite_stops_with_77_and_keeps_the_last_checkpoint(t
     assert lines(tmp_path, "events.jsonl")[-1]["event"] == "fault"
 
 
-def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
+def test_nonfinite_state_is_never_saved(tmp_path):
     config = make_config(tmp_path, checkpoint={"every_steps": 11}, log={"every_steps": 1000, "progress": "off"})
     with pytest.raises(NonFiniteError, match="not finite at step 11: the gradient, after batch 11"):
         train(config, make_task(explode_at=11))
     assert not checkpoint.ls(tmp_path / "run" / "checkpoints")
 
 
-def test_with_on_nonfinite_continue_the_run_goes_to_its_end_but_not_to_a_good_one(tmp_path):
+def test_continued_run_with_nonfinite_state_ends_with_77(tmp_path):
     config = make_config(tmp_path, checkpoint={"every_steps": 10}, on_nonfinite="continue")
     with pytest.raises(NonFiniteError, match="at step 20"):
         train(config, make_task(explode_at=11))
     assert [row["step"] for row in checkpoint.ls(tmp_path / "run" / "checkpoints")] == [10]
 
 
-def test_a_hook_that_ends_a_run_with_a_state_that_is_not_finite_does_not_end_it_well(tmp_path):
+def test_hook_cannot_finish_a_nonfinite_run(tmp_path):
     ends = sk.Hook("ends", after_step=lambda run, step, *_: sk.Stop(why="enough") if step == 12 else None)
     config = make_config(tmp_path, checkpoint={"every_steps": 10}, on_nonfinite="continue")
     with pytest.raises(NonFiniteError, match="not finite at step 12: 'params/w'"):
         train(config, dataclasses.replace(make_task(explode_at=11), hooks=[ends]))
 
 
-def test_a_run_whose_last_save_fails_does_not_end_well(tmp_path, monkeypatch):
+def test_failed_last_save_is_74(tmp_path, monkeypatch):
     def full(self, *_):
         raise OSError(28, "No space left on device")
 
@@ -169,7 +169,7 @@ def test_a_run_whose_last_save_fails_does_not_end_well(tmp_path, monkeypatch):
     assert "fault" in events and "stopped" not in events
 
 
-def test_the_moving_average_is_what_is_evaluated_and_exported_when_asked(tmp_path):
+def test_moving_average_is_evaluated_and_exported(tmp_path):
     from safetensors.numpy import load_file
 
     config = make_config(tmp_path, ema=0.5, eval={"every_steps": 20, "params": "ema"})
@@ -185,7 +185,7 @@ def test_the_moving_average_is_what_is_evaluated_and_exported_when_asked(tmp_pat
     assert lines(tmp_path, "metrics.jsonl")[-1]["loss"] == pytest.approx(by_hand, rel=1e-5)
 
 
-def test_a_learning_rate_schedule_of_the_config_reaches_the_optimizer(tmp_path):
+def test_learning_rate_schedule_reaches_the_optimizer(tmp_path):
     config = make_config(
         tmp_path, learning_rate={"name": "linear_schedule", "init_value": 0.0, "end_value": 0.0, "transition_steps": 5}
     )
@@ -197,7 +197,7 @@ def test_a_learning_rate_schedule_of_the_config_reaches_the_optimizer(tmp_path):
     assert abs(float(train(named, sk.Task(task.init, task.loss_fn, train_data={"x": X})).state.params["w"][0, 0])) > 0.5
 
 
-def test_a_checkpoint_of_other_random_keys_says_that_randomness_continues_differently(tmp_path, capfd):
+def test_changed_random_keys_are_reported(tmp_path, capfd):
     make = lambda steps: make_config(tmp_path, steps=steps, log={"every_steps": 5, "progress": "plain"})
     train(make(5), make_task())
     train(make(10), make_task())
@@ -214,7 +214,7 @@ def test_a_checkpoint_of_other_random_keys_says_that_randomness_continues_differ
     assert event["step"] == 10 and event["before"] == {"version": 1} and event["now"]["version"] == 2
 
 
-def test_the_report_says_that_a_finished_run_is_finished(tmp_path):
+def test_report_shows_a_finished_run(tmp_path):
     train(make_config(tmp_path), make_task())
     page = (tmp_path / "run" / "report.html").read_text()
     assert '<span class="pill good">finished</span>' in page
@@ -229,7 +229,7 @@ def test_the_report_says_that_a_finished_run_is_finished(tmp_path):
     ]
 
 
-def test_a_run_goes_on_whose_parameter_is_one_number(tmp_path):
+def test_run_with_a_scalar_parameter_continues(tmp_path):
     def loss_fn(params, batch, key):
         return sk.mean((params["w"] * batch["x"][:, 0] - 1) ** 2)
 

@@ -57,7 +57,7 @@ def train(folder, train_data, eval_data, **data):
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_every_line_is_that_of_the_same_data_in_memory(tmp_path):
+def test_shared_handle_equals_data_in_memory(tmp_path):
     handle = Handle()
     found = train(tmp_path / "shared", Rows(handle, 0), Rows(handle, 32))
     assert handle.crossed == 0

@@ -1,4 +1,4 @@
-"""Whole runs as a user starts them: real processes, a task file and a config in a folder of their own."""
+"""Whole runs as a user starts them: real processes, a task file and a config in a separate folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ import optax
 import spmdkit as sk
 
 @sk.task
-def task(width=32, pause_s=0.0, optimizer=True):
+def task(width=32, pause_s=0.0):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(512, 8)).astype(np.float32)
     y = np.sin(x.sum(1)).astype(np.float32)
@@ -59,12 +59,12 @@ def task(width=32, pause_s=0.0, optimizer=True):
 CONFIG = """
 task: task.py:task
 run_dir: run
-steps: 120
+steps: 60
 batch_size: 32
 devices: cpu:4
 mesh: {data: -1}
 checkpoint: {every_steps: 10}
-eval: {every_steps: 40}
+eval: {every_steps: 30}
 log: {every_steps: 5}
 """
 
@@ -115,8 +115,12 @@ class Folder:
         assert len({process.code for process in ended}) == 1, ended
         return ended[0].code, ended[0].output
 
+    def events(self, run: str = "run") -> list[dict[str, Any]]:
+        """Returns the lines of events.jsonl."""
+        return [json.loads(line) for line in (self.path / run / "events.jsonl").read_text().splitlines()]
+
     def metrics(self, run: str = "run") -> list[dict[str, Any]]:
-        """Returns the lines of metrics.jsonl without what a clock has measured."""
+        """Returns the lines of metrics.jsonl without measured times."""
         lines = (self.path / run / "metrics.jsonl").read_text().splitlines()
         return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
 
@@ -131,15 +135,28 @@ class Folder:
         checkpoint.export(self.path / run / "checkpoints", None, out)
         return load_file(out)
 
+    def assert_equals(self, other: Folder, run: str = "run", tolerance: float = 0.0, of: str = "run") -> None:
+        """Asserts that the parameters and losses of two runs are equal: bitwise, or within a relative tolerance."""
+        ours, theirs = self.params(run), other.params(of)
+        assert ours.keys() == theirs.keys()
+        for name, x in theirs.items():
+            distance = np.linalg.norm(ours[name] - x) / np.linalg.norm(x)
+            assert ours[name].tobytes() == x.tobytes() if not tolerance else distance < tolerance, (name, distance)
+        losses = [
+            {(line["step"], line.get("split")): line["loss"] for line in folder.metrics(name)}
+            for folder, name in ((self, run), (other, of))
+        ]
+        assert losses[0] == (pytest.approx(losses[1], rel=tolerance) if tolerance else losses[1])
+
 
 def code_of(child: subprocess.Popen[str] | Child) -> int:
-    """Returns the exit code as a shell tells it: 128 + n for signal n."""
+    """Returns the exit code as a shell shows it: 128 + n for signal n."""
     assert child.returncode is not None
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
 def end(child: subprocess.Popen[str] | Child) -> None:
-    """Kills what is left of a child's process group."""
+    """Kills the process group of a child."""
     if isinstance(child, Child):
         return child.end()
     with contextlib.suppress(ProcessLookupError):
@@ -165,13 +182,13 @@ def folder(tmp_path: Path, forks: Forks) -> Folder:
 
 @pytest.fixture
 def real_folder(tmp_path: Path) -> Folder:
-    """A folder whose commands begin with a Python of their own."""
+    """A folder whose commands start a new Python each."""
     return Folder(tmp_path, None)
 
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Folder:
-    """A folder whose run went through without a fault."""
+    """A folder with a run without a fault."""
     clean = Folder(tmp_path_factory.mktemp("undisturbed"), forks)
     code, output = clean.train()
     assert code == 0, output
@@ -180,7 +197,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Folde
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
-    """What starts real processes in a tenth of the time."""
+    """Starts real processes in a tenth of the time."""
     with Forks() as started:
         yield started
 

@@ -14,17 +14,17 @@ import jax, jax.numpy as jnp, numpy as np, optax, spmdkit as sk
 
 calls = []
 
-def told(value):
+def raises(value):
     calls.append(value)
     if len(calls) == 20:  # one device of eight, in the third step
         raise ValueError("mine")
 
 def loss_fn(params, batch, key):
-    jax.debug.callback(told, batch.sum())
+    jax.debug.callback(raises, batch.sum())
     return sk.mean(batch @ params["w"])
 
 def number(value):
-    told(value)
+    raises(value)
     return np.float32(0)
 
 def with_a_result(params, batch, key):
@@ -46,17 +46,18 @@ log: {every_steps: 1, progress: plain}
 """
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize(
-    ("mesh", "task"), [("{data: 8}", "task"), ("{data: 8}", "pure"), ("{fsdp: 4, data: 2}", "task")]
+    ("mesh", "task"), [("{data: 8}", "pure"), ("{data: 8}", "task"), ("{fsdp: 4, data: 2}", "task")]
 )
-def test_a_callback_that_raises_on_one_of_eight_devices_ends_the_run_in_its_own_words(forks, tmp_path, mesh, task):
+def test_callback_error_ends_run_with_one_message(forks, tmp_path, mesh, task):
     (tmp_path / "task.py").write_text(TASK)
     (tmp_path / "run.yaml").write_text(CONFIG)
     (ended,) = forks.run([Process(["train", "run.yaml", f"mesh={mesh}", f"task=task.py:{task}"], tmp_path)])
     assert ended.code == 70, ended
     (at,) = [n for n, line in enumerate(ended.output.splitlines()) if "a callback in the step raised" in line]
-    said = ended.output.splitlines()[at:]
-    assert f"{tmp_path}/task.py:9, in told: ValueError: mine" in said[0] and len(said) == 2, ended.output
+    message = ended.output.splitlines()[at:]
+    assert f"{tmp_path}/task.py:9, in raises: ValueError: mine" in message[0] and len(message) == 2, ended.output
     assert "Traceback" not in ended.output and "rendezvous" not in ended.output
-    told = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-    assert [event["code"] for event in told if event["event"] == "fault"] == [70]
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert [event["code"] for event in events if event["event"] == "fault"] == [70]

@@ -26,17 +26,16 @@ class Rows:
     def __len__(self):
         return (22, 10)[PROCESS]
     def __getitem__(self, i):
-        width = 2 + PROCESS if "UNEQUAL" in os.environ else 2
-        return {"id": np.full(width, 100 * PROCESS + i, np.float32)}
+        return {"id": np.full(2, 100 * PROCESS + i, np.float32)}
 
 @sk.task
-def task(own=True):
+def task():
     def loss_fn(params, batch, key):
         row = batch["id"][:, 0]
         loss = sk.mean((params["w"].sum() * row / 100 - 1) ** 2)
         return loss, {"rows": sk.sum(jnp.ones_like(row)), "total": sk.sum(row), "squares": sk.sum(row**2)}
 
-    data = sk.per_process(Rows()) if own else Rows()
+    data = sk.per_process(Rows())
     return sk.Task(lambda key: {"w": jnp.zeros(2)}, loss_fn, optax.sgd(0.01), train_data=data, eval_data=data)
 """
 
@@ -61,13 +60,12 @@ def folder(tmp_path):
     return tmp_path
 
 
-def train(forks, folder, *overrides, **variables):
-    begin = ["train", "run.yaml", "run_dir=run", *overrides]
-    return forks.together([Process(begin, folder, variables)] * 2)
+def train(forks, folder, *overrides):
+    return forks.together([Process(["train", "run.yaml", "run_dir=run", *overrides], folder)] * 2)
 
 
-def metrics(folder, run="run"):
-    return [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
 def sums(lines):
@@ -80,7 +78,7 @@ def expected(*rows):
     return len(ids), sum(ids), sum(i * i for i in ids)
 
 
-def test_every_row_of_every_process_comes_once_in_an_epoch_and_a_restart_goes_on_where_it_was(forks, folder):
+def test_every_row_comes_once_per_epoch_across_restart(forks, folder):
     assert [p.code for p in train(forks, folder, "steps=9")] == [0, 0]
     ended = train(forks, folder)
     assert [p.code for p in ended] == [0, 0], ended
@@ -97,19 +95,8 @@ def test_every_row_of_every_process_comes_once_in_an_epoch_and_a_restart_goes_on
     assert sums(evaluated[-1:]) == expected(FIRST, SECOND)
 
 
-def test_data_of_each_process_whose_rows_look_different_are_refused(forks, folder):
-    ended = train(forks, folder, UNEQUAL="1")
-    assert [p.code for p in ended] == [78, 78], ended
-    assert all("process 1" in p.output and "float32[3]" in p.output and "float32[2]" in p.output for p in ended)
-
-
-def test_other_data_on_each_process_that_nobody_has_declared_are_refused_with_the_way(forks, folder):
-    ended = train(forks, folder, "task_args.own=false")
-    assert [p.code for p in ended] == [78, 78], ended
-    assert all("sk.per_process" in p.output for p in ended)
-
-
-def test_processes_that_hold_the_same_rows_of_a_batch_cannot_have_data_of_their_own(forks, folder):
+@pytest.mark.slow
+def test_processes_with_equal_rows_cannot_have_own_data(forks, folder):
     ended = train(forks, folder, "mesh={data: 1, tensor: 2}", 'layout={rules: [["w", ["tensor"]]]}')
     assert [p.code for p in ended] == [78, 78], ended
     assert all("the same rows" in p.output for p in ended)

@@ -9,7 +9,6 @@ The form of each without processes is in tests/run/test_failed_saves.py.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -51,8 +50,7 @@ int fdatasync(int fd) { return bad(fd) ? failed() : ((int (*)(int))dlsym(RTLD_NE
 
 
 def events(folder, name):
-    lines = (folder.path / "run" / "events.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == name]
+    return [event for event in folder.events() if event["event"] == name]
 
 
 def failures(folder):
@@ -67,16 +65,14 @@ def ended_well(folder, child, undisturbed):
     assert "WARNING: saving step" in output and "Traceback" not in output
     names = sorted(path.name for path in (folder.path / "run" / "checkpoints").iterdir())
     assert names[-1].isdigit() and all(name.isdigit() for name in names), names
-    assert folder.metrics() == undisturbed.metrics()
-    ours, theirs = folder.params(), undisturbed.params()
-    assert all(ours[name].tobytes() == theirs[name].tobytes() for name in theirs)
+    folder.assert_equals(undisturbed)
     return output
 
 
 PATIENT = ("train", "run.yaml", "task_args.pause_s=0.0005", "checkpoint.max_failures=99")
 
 
-def test_a_disk_that_answers_eio_for_a_while_costs_saves_and_no_step(real_folder, undisturbed, helpers, monkeypatch):
+def test_temporary_eio_costs_saves_and_no_step(real_folder, undisturbed, helpers, monkeypatch):
     if shutil.which("gcc") is None:
         pytest.skip("needs gcc")
     folder = real_folder  # the linker reads LD_PRELOAD as a program begins
@@ -113,7 +109,7 @@ def few_inodes(folder: Path, number: int):
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_disk_without_inodes_for_a_while_costs_saves_and_no_step(folder, undisturbed, helpers):
+def test_temporary_lack_of_inodes_costs_no_step(folder, undisturbed, helpers):
     with few_inodes(folder.path / "run", 150):
         child = folder.start(*PATIENT)
         try:
@@ -133,7 +129,7 @@ def test_a_disk_without_inodes_for_a_while_costs_saves_and_no_step(folder, undis
         assert len(events(folder, "save_failed")) >= 2 and "No space left on device" in output
 
 
-def test_eval_ls_and_export_beside_a_training_that_keeps_one_checkpoint(folder, helpers):
+def test_commands_run_during_training_with_one_checkpoint(folder, helpers):
     child = folder.start(
         "train", "run.yaml", "task_args.pause_s=0.002", "checkpoint={every_steps: 2, keep: 1}", "steps=2000"
     )

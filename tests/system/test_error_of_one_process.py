@@ -90,7 +90,11 @@ def losses(folder, run):
 
 @pytest.mark.parametrize(
     ("kind", "who"),
-    [("source", 1), ("hook", 0), pytest.param("evaluation", 1, marks=pytest.mark.slow)],
+    [
+        ("source", 1),
+        pytest.param("hook", 0, marks=pytest.mark.slow),
+        pytest.param("evaluation", 1, marks=pytest.mark.slow),
+    ],
     ids=["data", "hook", "evaluation data"],
 )
 def test_error_of_one_process_ends_both(forks, folder, kind, who):

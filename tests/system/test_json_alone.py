@@ -38,7 +38,7 @@ def doctor(*options, cwd):
     )
 
 
-def test_what_cpp_writes_to_standard_output_comes_out_on_standard_error(tmp_path):
+def test_output_of_cpp_goes_to_standard_error(tmp_path):
     done = doctor("--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["problems"] == []

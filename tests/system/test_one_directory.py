@@ -1,5 +1,5 @@
-"""One run in one directory that all its processes see: a second one never gets in, whatever is removed, and who was
-left behind writes nothing more."""
+"""One run in one directory that all its processes see: a second one never gets in, and a superseded one writes nothing
+more."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def two_runs(forks, folder, intruder, steps=60):
     )
 
 
-def test_a_second_run_does_not_get_in_where_somebody_has_removed_the_lock(forks, tmp_path):
+def test_removed_lock_file_keeps_second_run_out(forks, tmp_path):
     folder = project(tmp_path)
     first, second = two_runs(forks, folder, "removes the lock")
     assert (first.code, second.code) == (0, 78), (first, second)
@@ -86,7 +86,7 @@ def test_a_second_run_does_not_get_in_where_somebody_has_removed_the_lock(forks,
     assert [line["step"] for line in lines(folder / "run" / "metrics.jsonl")] == list(range(1, 61))
 
 
-def test_a_run_whose_directory_was_moved_away_writes_nothing_into_the_one_that_took_its_place(forks, tmp_path):
+def test_run_with_moved_directory_writes_nothing_more(forks, tmp_path):
     folder = project(tmp_path)
     first, second = two_runs(forks, folder, "moves the directory", steps=400)
     assert (first.code, second.code) == (78, 0), (first, second)
@@ -97,7 +97,7 @@ def test_a_run_whose_directory_was_moved_away_writes_nothing_into_the_one_that_t
     assert "fault" not in {e["event"] for e in lines(folder / "run" / "events.jsonl")}
 
 
-def test_two_hosts_without_a_shared_disk_are_told_at_the_start(forks, tmp_path):
+def test_hosts_without_shared_disk_are_refused(forks, tmp_path):
     hosts = [project(tmp_path / name, devices=2) for name in ("a", "b")]
     ended = forks.together([Process(["train", "run.yaml", "mesh.data=2", "steps=2"], host) for host in hosts])
     assert [process.code for process in ended] == [78, 78], ended

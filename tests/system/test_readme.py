@@ -27,13 +27,12 @@ def commands():
     return [line for line in lines if not line.startswith("make")], [line for line in lines if line.startswith("make")]
 
 
-def test_the_task_of_the_readme_is_about_twenty_lines():
+def test_task_of_the_readme_is_about_twenty_lines():
     (task,) = blocks("python")
     assert len(task.splitlines()) <= 22
 
 
-def test_every_command_of_the_readme_runs(real_folder):
-    folder = real_folder
+def test_every_command_of_the_readme_runs(folder):
     (task,) = blocks("python")
     first, second = blocks("yaml")
     (folder.path / "my_task.py").write_text(task)

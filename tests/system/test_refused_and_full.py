@@ -42,14 +42,14 @@ def train(forks, tmp_path):
     return lambda *overrides: forks.run([Process(["train", "run.yaml", *overrides], tmp_path)])[0]
 
 
-def test_4096_devices_that_do_not_cut_the_batch_are_refused_at_once(train, tmp_path):
+def test_4096_devices_for_a_small_batch_are_refused(train, tmp_path):
     ended = train("devices=cpu:4096", "mesh={data: -1}")
     assert ended.code == 78, ended
     assert "batch_size: is 8; the mesh cuts a batch into data(4096)" in ended.output and "Traceback" not in ended.output
     assert not (tmp_path / "run").exists()
 
 
-def test_metrics_that_do_not_fit_any_more_in_mid_run_are_74(train, tmp_path):
+def test_full_disk_for_metrics_is_74(train, tmp_path):
     ended = train("hooks=[task.py:full]")
     assert ended.code == 74 and "metrics.jsonl" in ended.output, ended
     assert "Traceback" not in ended.output and len(ended.output.splitlines()) < 12

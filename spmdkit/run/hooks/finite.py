@@ -45,9 +45,7 @@ def make(config: Any) -> Hook:
     """Returns the hook that applies the policies."""
     policy = FiniteResults(config)
     codes: list[tuple[int, Any]] = []  # of steps, on the devices
-    looked = [
-        0
-    ]  # the step after which the state was looked at last; after a restart, or a way back, it is looked at soon
+    looked = [0]  # the step after which the state was checked last
     saves_every = config.checkpoint.every_steps if config.checkpoint is not None else None
 
     def after_step(run: Run, step: int, state: Any, metrics: Any) -> Action | None:
@@ -55,20 +53,20 @@ def make(config: Any) -> Hook:
             codes.clear()  # the run went back
         if run.program.code is not None:
             codes.append((step, run.program.code))
-        is_told = run.is_log_step(step)
+        is_logged = run.is_log_step(step)
         saves = saves_every is not None and step % saves_every == 0
-        if is_told or saves or len(codes) >= MOST_CODES:
-            num = len(codes) - (0 if is_told or saves else STEPS_IN_FLIGHT)
+        if is_logged or saves or len(codes) >= MOST_CODES:
+            num = len(codes) - (0 if is_logged or saves else STEPS_IN_FLIGHT)
             read = _joined_codes(codes[:num])
             del codes[:num]
-            if is_told:
+            if is_logged:
                 run.numbers(step, metrics)  # which waits for the step, while the devices join its code to the others
             for bad_step, bits in read():
                 values = not_finite(run.numbers(step, metrics)) if bad_step == step else {}
                 if (action := policy.to_step(run, bad_step, bits, values)) is not None:
                     codes.clear()
                     return action
-        if not is_told:
+        if not is_logged:
             return None
         policy.report(run, step, metrics)
         if 0 <= step - looked[0] < LOOK_EVERY:
@@ -96,15 +94,22 @@ def _joined_codes(codes: list[tuple[int, jax.Array]]) -> Callable[[], list[tuple
     read alone 83 (two cores, jax 0.10.2, 2026-11-25).
     """
     some = [codes[start : start + TOGETHER] for start in range(0, len(codes), TOGETHER)]
-    joined = [_joined(*(code for _, code in [*each, *each[-1:] * (TOGETHER - len(each))])) for each in some if len(each) > 2 and not each[0][1].is_fully_replicated]
-    first = {id(each): one for each, one in zip(some, joined, strict=False)}
+    joined = [_join([code for _, code in each]) for each in some]
     return lambda: [
         (step, bits)
-        for each in some
-        if id(each) not in first or _read(first[id(each)])
+        for each, one in zip(some, joined, strict=True)
+        if one is None or _read(one)
         for step, code in each
         if (bits := _read(code))
     ]
+
+
+def _join(codes: list[jax.Array]) -> jax.Array | None:
+    """Returns one code for several; None where they are read as fast."""
+    if len(codes) <= 2 or codes[0].is_fully_replicated:
+        return None
+    joined: jax.Array = _joined(*codes, *codes[-1:] * (TOGETHER - len(codes)))  # the same program for any number
+    return joined
 
 
 @jax.jit
@@ -189,10 +194,9 @@ class FiniteResults:
         return Stop(
             NonFiniteError.exit_code,
             f"{what}. The loss was {before.get('loss', 'not logged before')} at step {int(before.get('step', 0))}. "
-            f"Loss, gradient, metrics, "
-            f"parameters and the optimizer's state have to be finite. {run.newest()} Lower the learning rate, set "
-            f"clip_norm, look at that "
-            "batch (on_nonfinite: {save_batch: true} writes it to a file), or set on_nonfinite: skip or rollback.",
+            "Loss, gradient, metrics, parameters and the optimizer's state have to be finite. "
+            f"{run.newest()} Lower the learning rate, set clip_norm, look at that batch (on_nonfinite: "
+            "{save_batch: true} writes it to a file), or set on_nonfinite: skip or rollback.",
             known=known,
         )
 

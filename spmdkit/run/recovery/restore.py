@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from spmdkit.checkpoint import Checkpoints, best_step, hold_step, newest_step, quarantine
 from spmdkit.cluster import Cluster
 from spmdkit.errors import CheckpointError, DamagedError
+from spmdkit.foundation.run_status import newest_saved
 from spmdkit.metrics import read_lines
 from spmdkit.program.program import Program
 from spmdkit.program.restore import restored
@@ -48,15 +49,10 @@ def newest_good(
         CheckpointError: all checkpoints are damaged, or one is of another model.
     """
     directory, wrong = checkpoints.directory, dict[int, str]()
+    choose = lambda: quarantine.newest_valid(directory, most, wrong)
     while True:
-
-        def choose(wrong: dict[int, str] = wrong) -> dict[str, Any]:
-            step, found = quarantine.newest_valid(directory, most, wrong)
-            return {"step": step, "wrong": wrong | found}
-
-        chosen = cluster.from_main("newest intact checkpoint", choose)
-        wrong |= {int(step): why for step, why in chosen["wrong"].items()}
-        step = chosen["step"]
+        step, damaged = cluster.from_main("newest intact checkpoint", choose)
+        wrong |= {int(newer): why for newer, why in damaged.items()}
         if step is None:
             break
         why, found = "", None
@@ -98,22 +94,17 @@ def require_checkpoint(cluster: Cluster, checkpoints: Checkpoints, run_dir: Path
     """
 
     def found() -> str:
-        last = _last_step(run_dir / "metrics.jsonl")
-        events = read_lines(run_dir / "events.jsonl")
-        saved = [
-            event["step"] for event in events if event.get("event") == "saved" and isinstance(event.get("step"), int)
-        ]
-        if not last or (events and not saved):
+        last = last_step(run_dir / "metrics.jsonl")
+        saved = newest_saved(run_dir)
+        if not last or (saved is None and read_lines(run_dir / "events.jsonl")):
             return ""
         left = quarantine.steps_without_record(checkpoints.directory)
         damaged = f" but {', '.join(left)} without a record" if left else ""
-        newest = f", and step {saved[-1]} was saved" if saved else ""
+        newest = f", and step {saved} was saved" if saved else ""
         return (
             f"{checkpoints.directory} holds no checkpoint{damaged}; a run was trained here up to step {last} "
-            f"(metrics.jsonl){newest}. A run never "
-            f"silently restarts from step 0. Restore the folder (is its disk mounted?), or, to restart, move "
-            f"{run_dir / 'metrics.jsonl'} away "
-            "or set run_dir to a new folder."
+            f"(metrics.jsonl){newest}. A run never silently restarts from step 0. Restore the folder (is its disk "
+            f"mounted?), or, to restart, move {run_dir / 'metrics.jsonl'} away or set run_dir to a new folder."
         )
 
     if text := cluster.from_main("lost checkpoints", found):
@@ -126,17 +117,17 @@ def keep_old_records(run_dir: Path) -> list[str]:
     lines = []
     for name in RECORDS:
         path = run_dir / name
-        if last := _last_step(path):
+        if last := last_step(path):
             number = next(n for n in range(1, 10**9) if not path.with_suffix(f".{n}.jsonl").exists())
             renamed = path.rename(path.with_suffix(f".{number}.jsonl"))
             lines.append(
-                f"note: {name} belongs to a run up to step {last} that has no checkpoint; it is renamed to "
-                f"{renamed.name}"
+                f"note: {name} belongs to a run up to step {last} without checkpoint; renamed to {renamed.name}"
             )
     return lines
 
 
-def _last_step(path: Path) -> int:
+def last_step(path: Path) -> int:
+    """Returns the last step of a file of JSON lines; 0 if it has none."""
     return max((line["step"] for line in read_lines(path) if isinstance(line.get("step"), int)), default=0)
 
 
@@ -151,16 +142,9 @@ def chosen_for_all(cluster: Cluster, checkpoints: Checkpoints, step: int | None,
     """Yields `step`, the best step, or the newest, the same on every process, and protects it from deletion; None if
     there is none."""
     directory = checkpoints.directory
+    pick = (lambda: best_step(directory)) if best else (lambda: newest_step(directory) if step is None else step)
     with contextlib.ExitStack() as stack:
-
-        def choose() -> int | None:
-            if not checkpoints.steps():
-                return None
-            pick = (
-                (lambda: best_step(directory)) if best else (lambda: newest_step(directory) if step is None else step)
-            )
-            return stack.enter_context(hold_step(directory, pick))
-
+        choose = lambda: stack.enter_context(hold_step(directory, pick)) if checkpoints.steps() else None
         yield cluster.from_main("chosen checkpoint", choose)
 
 
@@ -168,13 +152,9 @@ def note_randomness(run: RunView, record: dict[str, Any], step: int) -> None:
     """Reports a change of the random number generator, because of which the next steps use other keys."""
     before, now = record.get("randomness", {"version": 1}), rng.identity()
     if before != now:
+        described = lambda keys: ", ".join(f"{name} {value}" for name, value in keys.items())
         run.events.write("randomness_changed", step=step, before=before, now=now)
         run.message(
-            f"note: step {step} was saved under other random keys ({_described(before)}; now {_described(now)}): "
-            f"randomness "
-            "continues differently from here, so dropout and noise differ from an uninterrupted run"
+            f"note: step {step} was saved under other random keys ({described(before)}; now {described(now)}): "
+            "randomness continues differently from here, so dropout and noise differ from an uninterrupted run"
         )
-
-
-def _described(randomness: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in randomness.items())

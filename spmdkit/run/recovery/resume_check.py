@@ -79,16 +79,16 @@ def _data_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Ch
     for name in sorted({*old, *new}):
         was, now = old.get(name), new.get(name)
         if was is None or now is None:
-            yield Change(name, "not there" if was is None else _told(was), "not there" if now is None else _told(now))
+            yield Change(name, _text_of(was), _text_of(now))
             continue
         rows = [row for row in now["rows"] if row in was["rows"] and was["rows"][row] != now["rows"][row]]
         if rows or any(was[key] != now[key] for key in ("examples", "example")):
             other = f" with other contents{'' if rows == ['all'] else f' of {rows[0]}'}" if rows else ""
-            yield Change(name, _told(was), f"{_told(now)}{other}")
+            yield Change(name, _text_of(was), f"{_text_of(now)}{other}")
 
 
-def _told(data: Mapping[str, Any]) -> str:
-    return f"{data['examples']} of {data['example']}"
+def _text_of(data: Mapping[str, Any] | None) -> str:
+    return "not there" if data is None else f"{data['examples']} of {data['example']}"
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
@@ -97,8 +97,9 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     found = list[Change]()
     if "config" in before:
         old, new = (dict(_settings(record["config"])) for record in (before, now))
+        shown = lambda value: value if isinstance(value, str) else json.dumps(value, default=str)
         found += [
-            Change(key, _shown(old.get(key)), _shown(new.get(key)))
+            Change(key, shown(old.get(key)), shown(new.get(key)))
             for key in [*old, *(key for key in new if key not in old)]
             if old.get(key) != new.get(key) and key not in NOT_COMPARED
         ]
@@ -106,11 +107,15 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     if not isinstance(was, dict):
         return found
     found += _data_changes(was.get("data", {}), now["described"]["data"])
-    for kind, word in (("text", "text "), ("versions", ""), ("variables", "")):
+    for kind, name, text in (
+        ("text", "{}", lambda digest: f"text {digest[:8]}"),
+        ("versions", "version of {}", str),
+        ("variables", "{}", str),
+    ):
         old, new = was.get(kind, {}), now["described"][kind]
-        name = (lambda key: f"version of {key}") if kind == "versions" else str
+        there = lambda value, text=text: "not there" if value is None else text(value)
         found += [
-            Change(name(key), _there(old.get(key), word), _there(new.get(key), word))
+            Change(name.format(key), there(old.get(key)), there(new.get(key)))
             for key in sorted({*old, *new})
             if old.get(key) != new.get(key)
         ]
@@ -135,14 +140,6 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _there(value: str | None, word: str) -> str:
-    return "not there" if value is None else f"{word}{value[:8] if word else value}"
-
-
 def table(found: Sequence[Change]) -> str:
     """Returns a line for each change."""
     wide = max(len(change.key) for change in found)
@@ -155,11 +152,7 @@ def _cut(text: str) -> str:
 
 
 def check_allowed(allow_change: Sequence[str]) -> None:
-    """Rejects a key that `--allow-change` does not accept.
-
-    Raises:
-        ConfigError: see above.
-    """
+    """Raises ConfigError for a key that `--allow-change` does not accept."""
     for key in allow_change:
         if key not in ANOTHER_RUN:
             raise ConfigError(
@@ -197,9 +190,8 @@ def refusal(found: Sequence[Change], allow_change: Sequence[str], directory: Pat
     if not another:
         return None
     first, flags = another[0], " ".join(f"--allow-change {change.key}" for change in another)
-    more = (
-        f" Also changed: {', '.join(f'{c.key} ({c.before} -> {c.now})' for c in another[1:])}." if another[1:] else ""
-    )
+    others = ", ".join(f"{c.key} ({c.before} -> {c.now})" for c in another[1:])
+    more = f" Also changed: {others}." if others else ""
     return (
         f"{directory} holds a run with {first.key}: {first.before}, saved at step {step}; now {first.key} is "
         f"{first.now}.{more} {', '.join(ANOTHER_RUN)} must not change during a run, because its examples would "

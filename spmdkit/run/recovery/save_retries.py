@@ -33,7 +33,7 @@ class Saves:
         self._slow_step: int | None = None
         self.tried_at = clock()
 
-    def start(self, step: int, state: Any, record: Mapping[str, Any], metrics: Mapping[str, float] | None) -> bool:
+    def start(self, step: int, state: Any, record: Mapping[str, Any], metrics: Mapping[str, Any] | None) -> bool:
         """Starts a save, after the previous one has ended; returns whether it was started.
 
         Raises:

@@ -19,10 +19,9 @@ from spmdkit.cluster import Cluster
 from spmdkit.config import Config
 from spmdkit.foundation import files
 from spmdkit.foundation.formatting import visible
-from spmdkit.metrics import read_lines
 from spmdkit.run.recovery import skipped_batches
+from spmdkit.run.recovery.restore import RECORDS, last_step
 
-RECORDS = ("metrics.jsonl", "counts.jsonl")
 STAGE = "staging"
 """Folder in the run directory for checkpoints that are being uploaded."""
 
@@ -45,18 +44,18 @@ def take_bucket(config: Config, cluster: Cluster, local: ownership.Fence, stack:
     if not isinstance(directory, Remote):
         return local.is_owner
     say = lambda line: None if config.log.progress == "off" else print(visible(line), file=sys.stderr, flush=True)
-    leases = list[Lease]()
+    lease = Lease(directory, local.attempt, say=say)
 
-    def lease() -> dict[str, str]:
+    def acquire() -> dict[str, str]:
         if cluster.is_main:
-            leases.append(stack.enter_context(Lease(directory, local.attempt, say=say)))
+            stack.enter_context(lease)
         return {}
 
     if cluster.num_processes == 1:
-        lease()
+        acquire()
     else:
-        cluster.same_everywhere("the checkpoints' folder", lease)
-    return lambda: local.is_owner() and all(one.is_owner() for one in leases)
+        cluster.same_everywhere("the checkpoints' folder", acquire)
+    return lambda: local.is_owner() and (not cluster.is_main or lease.is_owner())
 
 
 def bring_records(config: Config, run_dir: Path) -> list[str]:
@@ -73,11 +72,11 @@ def bring_records(config: Config, run_dir: Path) -> list[str]:
         there = run_dir / f".{name}.fetched"
         with contextlib.suppress(FileNotFoundError):
             (directory / location.RUN_FOLDER / name).download(there)
-            if _last_step(there) > _last_step(path):
+            if last_step(there) > last_step(path):
                 if path.exists():
-                    path.rename(path.with_suffix(f".before-{_last_step(path)}.jsonl"))
+                    path.rename(path.with_suffix(f".before-{last_step(path)}.jsonl"))
                 there.rename(path)
-                lines.append(f"note: {name} up to step {_last_step(path)} was fetched from {directory}")
+                lines.append(f"note: {name} up to step {last_step(path)} was fetched from {directory}")
         there.unlink(missing_ok=True)
     return lines
 
@@ -97,10 +96,6 @@ def keep_skipped(config: Config, cluster: Cluster, run_dir: Path) -> None:
         (directory / location.RUN_FOLDER / skipped_batches.NAME).write_bytes(
             (run_dir / skipped_batches.NAME).read_bytes()
         )
-
-
-def _last_step(path: Path) -> int:
-    return max((line["step"] for line in read_lines(path) if isinstance(line.get("step"), int)), default=0)
 
 
 def options(run_dir: Path, cluster: Cluster) -> dict[str, Any]:

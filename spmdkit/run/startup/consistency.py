@@ -1,9 +1,9 @@
 """What all processes compare before the first step: the inputs, the data, the program and the initial state.
 
-    same_start      config, source text of the task and its imports, spmdkit, versions, variables     right after the
-    join same_data length, structure and a sample of rows of both data sets before anything is traced same_program mesh,
-    form, the lowered step and init, those of evaluation, warm-up and groups before anything is compiled same_state a
-    checksum of each leaf after init or restore before the first step
+    same_start    after the join          config, source text of the task and its imports, spmdkit, versions, variables
+    same_data     before tracing          length, structure and a sample of rows of both data sets
+    same_program  before compilation      mesh, form, the lowered step, init, evaluation, warm-up and groups
+    same_state    before the first step   a checksum of each leaf after init or restore
 
 Each is one comparison (cluster/comparison.py). A difference exits with 78 on every process, with a message that names
 the processes and the difference. A run of one process compares nothing.

@@ -27,11 +27,8 @@ def burn_all(cluster: Cluster, seconds: float) -> tuple[str, Verdict]:
     rates = sorted(one["gflops"] for one in devices)
     speeds = sorted(one["gb_per_s"] for one in moved)
     verdict = judge_burn(devices, moved)
-    result = (
-        f"{chains} chains of products on {len(devices)} devices, "
-        f"{'DIFFERENT bits' if verdict.wrong else 'the same bits'}"
-    )
-    result += f", {rates[0]:.3g} to {rates[-1]:.3g} GFLOP/s"
+    bits = "DIFFERENT bits" if verdict.wrong else "the same bits"
+    result = f"{chains} chains of products on {len(devices)} devices, {bits}, {rates[0]:.3g} to {rates[-1]:.3g} GFLOP/s"
     return result + (f", links {speeds[0]:.3g} to {speeds[-1]:.3g} GB/s" if speeds else ""), verdict
 
 

@@ -9,12 +9,12 @@ crosses devices: 32 bits for each chain go to the host.
 
 from __future__ import annotations
 
-import functools
 import socket
 import statistics
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -29,6 +29,8 @@ SIZE = 4096
 """Rows of the square factors, by platform and by default: large enough that a product uses all units of the chip."""
 PRODUCTS = 8
 """Products in a chain."""
+READY_S = 300.0
+"""Maximum time for all devices to compile the first chain."""
 MOST_DIGESTS = 4
 """Maximum number of different results of one device that are reported."""
 
@@ -37,26 +39,15 @@ def burn(devices: Sequence[jax.Device], process_index: int, seconds: float) -> l
     """Returns the results of each device of this process: index in `devices`, process, host, platform, kind, digests
     (the distinct ones of its chains), chains, gflops (median)."""
     mine = [(index, device) for index, device in enumerate(devices) if device.process_index == process_index]
-    found: list[dict[str, Any]] = [{} for _ in mine]
-    errors: list[BaseException] = []
-    ready = threading.Barrier(len(mine))
+    ready = threading.Barrier(len(mine), timeout=READY_S)
 
-    def run(place: int, index: int, device: jax.Device) -> None:
-        try:
-            done = _burn_one(device, seconds, ready)
-            found[place] = {"device": index, "process": process_index, "host": socket.gethostname(), "platform": device.platform, "kind": device.device_kind} | done  # fmt: skip  # noqa: E501
-        except BaseException as error:  # noqa: BLE001  raised below, in the caller's thread
-            ready.abort()
-            errors.append(error)
+    def run(index: int, device: jax.Device) -> dict[str, Any]:
+        where = {"device": index, "process": process_index, "host": socket.gethostname()}
+        kind = {"platform": device.platform, "kind": device.device_kind}
+        return where | kind | _burn_one(device, seconds, ready)
 
-    threads = [threading.Thread(target=run, args=(place, *one), name="burn") for place, one in enumerate(mine)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return found
+    with ThreadPoolExecutor(len(mine), thread_name_prefix="burn") as threads:
+        return list(threads.map(run, *zip(*mine, strict=True)))
 
 
 def _burn_one(device: jax.Device, seconds: float, ready: threading.Barrier) -> dict[str, Any]:
@@ -75,12 +66,6 @@ def _burn_one(device: jax.Device, seconds: float, ready: threading.Barrier) -> d
 
 def operands(size: int, device: jax.Device) -> tuple[np.ndarray, np.ndarray]:
     """Returns two float32[size, size], the same for every device."""
-    a, b = _operands(size)
-    return a, b
-
-
-@functools.lru_cache(maxsize=1)
-def _operands(size: int) -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(0)
     a, b = (random.standard_normal((size, size), dtype=np.float32) for _ in range(2))
     return a, b / np.float32(np.sqrt(size))

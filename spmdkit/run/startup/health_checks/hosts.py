@@ -31,9 +31,10 @@ REQUESTS = 3
 def meet(cluster: Cluster, address: str | None = None) -> list[dict[str, Any]]:
     """Returns for each process host, address, unreached (process -> error) and clock_s (seconds that its clock is ahead
     of process 0's)."""
-    mine: dict[str, Any] = {"host": socket.gethostname(), "address": address or cluster.advertises, "unreached": {}, "clock_s": None}  # fmt: skip  # noqa: E501
+    mine: dict[str, Any] = {"host": socket.gethostname(), "address": address or cluster.advertises}
+    mine |= {"unreached": {}, "clock_s": 0.0 if cluster.is_main else None}
     if cluster.num_processes == 1:
-        return [mine | {"clock_s": 0.0}]
+        return [mine]
     with _answering(mine["address"]) as port:
         places = cluster.gather("doctor address", [mine["address"], port], HOST_CHECK_S)
         for process, (other, its_port) in enumerate(places):
@@ -46,8 +47,6 @@ def meet(cluster: Cluster, address: str | None = None) -> list[dict[str, Any]]:
                 continue
             if process == 0:
                 mine["clock_s"] = -min(ahead)[1]
-        if cluster.is_main:
-            mine["clock_s"] = 0.0
         return cluster.gather("doctor met", mine, HOST_CHECK_S)
 
 

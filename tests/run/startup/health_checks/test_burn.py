@@ -19,7 +19,7 @@ def ring(num, slow=None):
     return [{"from": i, "to": (i + 1) % num, "gb_per_s": 1.0 if i == slow else 50.0} for i in range(num)]
 
 
-def test_devices_that_are_well_compute_the_same_bits_and_none_is_named():
+def test_healthy_devices_compute_the_same_bits():
     devices = jax.devices()
     found = burn_all(devices, 0, 0.05)
     assert [one["device"] for one in found] == list(range(8)) and all(one["chains"] >= 2 for one in found)
@@ -29,7 +29,7 @@ def test_devices_that_are_well_compute_the_same_bits_and_none_is_named():
 
 
 @pytest.mark.parametrize("bit", [0, 22])
-def test_a_device_whose_products_differ_in_one_bit_of_one_factor_is_named_with_its_host(monkeypatch, bit):
+def test_device_with_one_flipped_bit_is_named(monkeypatch, bit):
     import spmdkit.run.startup.health_checks.burn_in as module
 
     right = module.operands
@@ -47,7 +47,7 @@ def test_a_device_whose_products_differ_in_one_bit_of_one_factor_is_named_with_i
     assert f"device 5 (process 0 on {found[0]['host']}) computes other bits than the 7 others of its kind" in said
 
 
-def test_one_whose_results_change_is_named_and_of_two_that_differ_both_are():
+def test_unstable_device_and_ties_are_named():
     (said,) = judge_burn([seen(0), seen(1, ["aa", "ab"]), seen(2)], []).wrong
     assert "device 1 (process 0 on node0) computes other bits from time to time: 2 results" in said
     (said,) = judge_burn([seen(0), seen(1, ["bb"])], []).wrong
@@ -55,7 +55,7 @@ def test_one_whose_results_change_is_named_and_of_two_that_differ_both_are():
     assert judge_burn([seen(0), seen(1, ["bb"], kind="A100")], []).wrong == []
 
 
-def test_what_is_slow_is_told_against_the_median_and_is_no_problem():
+def test_slow_devices_and_links_are_reported():
     verdict = judge_burn([seen(i, gflops=60.0 if i == 6 else 100.0) for i in range(8)], ring(8, slow=2))
     assert verdict.wrong == []
     assert any("device 6 (process 1 on node1) is slow: 60 GFLOP/s, the median is 100" in line for line in verdict.slow)
@@ -66,13 +66,13 @@ def test_what_is_slow_is_told_against_the_median_and_is_no_problem():
 
 
 @pytest.mark.parametrize("num", range(1, 10))
-def test_every_link_is_measured_once_and_no_two_of_a_round_share_a_device(num):
+def test_every_link_is_measured_once(num):
     pairs = _rounds(num)
     assert sorted(map(sorted, pairs)) == sorted(
         map(sorted, {frozenset((i, (i + 1) % num)) for i in range(num) if num > 1})
     )
 
 
-def test_bandwidth_is_told_of_each_axis_that_is_larger_than_one():
+def test_bandwidth_of_each_axis_is_measured():
     found = bandwidths(make_mesh(resolve({"data": 4, "tensor": 2}, 8), jax.devices()))
     assert set(found) == {"data", "tensor"} and all(rate > 0 for rate in found.values())

@@ -20,14 +20,14 @@ from tests.support.environment import environment_of_a_user
 ROOT = Path(__file__).parents[4]
 
 
-def test_processes_that_reach_each_other_know_hosts_addresses_and_clocks():
+def test_reachable_processes_know_hosts_addresses_and_clocks():
     for met in on_all(3, lambda cluster: meet(cluster, "127.0.0.1")):
         assert [one["unreached"] for one in met] == [{}, {}, {}]
         assert all(one["host"] == socket.gethostname() and abs(one["clock_s"]) < 0.5 for one in met)
         assert judge_hosts(met).wrong == []
 
 
-def test_a_process_that_listens_nowhere_is_named_by_all_others_and_nobody_waits_for_it():
+def test_unreachable_process_is_named_by_all_others():
     address = lambda cluster: "192.0.2.1" if cluster.process_index == 1 else "127.0.0.1"
     (met, *_) = on_all(3, lambda cluster: meet(cluster, address(cluster)))
     assert [sorted(one["unreached"]) for one in met] == [["1"], [], ["1"]]
@@ -35,7 +35,7 @@ def test_a_process_that_listens_nowhere_is_named_by_all_others_and_nobody_waits_
     assert len(wrong) == 2 and re.search(r"process 0 on \S+ does not reach process 1 on \S+ at 192\.0\.2\.1", wrong[0])
 
 
-def test_a_clock_that_is_off_and_a_name_that_means_this_host_only_are_told():
+def test_clock_offset_and_loopback_address_are_problems():
     one = {"host": "a", "address": "10.0.0.1", "unreached": {}, "clock_s": 0.0}
     met = [one, one | {"host": "b", "address": "127.0.1.1", "clock_s": -7.5}]
     wrong = judge_hosts(met).wrong
@@ -44,7 +44,7 @@ def test_a_clock_that_is_off_and_a_name_that_means_this_host_only_are_told():
     assert judge_hosts([one | {"address": "127.0.1.1"}]).wrong == []
 
 
-def test_the_clock_of_another_process_is_measured_against_ours(monkeypatch):
+def test_clock_of_another_process_is_measured(monkeypatch):
     import time
 
     real, ahead = time.time, threading.local()
@@ -69,7 +69,7 @@ def test_other_versions_are_named(monkeypatch):
     assert on_all(2, run)[0] == ["process 1 has jax 0.11.0, process 0 0.10.0"]
 
 
-def test_the_run_directory_is_written_by_all_and_one_that_is_not_shared_or_not_writable_is_told(tmp_path):
+def test_run_directory_must_be_shared_and_writable(tmp_path):
     said, wrong = on_all(2, lambda c: write_test(c, tmp_path / "run", tmp_path / "run/checkpoints"))[1]
     assert said == f"written by all: {tmp_path / 'run'}" and wrong == []
     assert list((tmp_path / "run").iterdir()) == []
