@@ -33,32 +33,20 @@ def hold_step(directory: Location, choose: Callable[[], int]) -> Iterator[int]:
     for _ in range(HOLD_TRIES):
         step = choose()
         path = directory / str(step) / records.RECORD_FILE
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            if path.parent.is_dir():
-                break  # it exists and is not readable: reading it raises
-            continue
-        try:
+        with contextlib.ExitStack() as stack:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                record = stack.enter_context(open(path, "rb"))
+                fcntl.flock(record, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                if path.stat().st_ino != os.fstat(record.fileno()).st_ino:
+                    continue
             except BlockingIOError:
                 continue
-            except OSError:
-                pass
-            if not _is_same_file(path, descriptor):
-                continue
+            except OSError:  # deleted, not readable (reading it raises), or a file system without flock
+                if not path.parent.is_dir():
+                    continue
             yield step
             return
-        finally:
-            os.close(descriptor)
     yield choose()
-
-
-def _is_same_file(path: Path, descriptor: int) -> bool:
-    with contextlib.suppress(OSError):
-        return path.stat().st_ino == os.fstat(descriptor).st_ino
-    return False
 
 
 def best_step(directory: Location) -> int:

@@ -89,6 +89,7 @@ def unnoticed_flips(directory, layout, num, seed=0):
     return found
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_twenty_flips_are_detected_on_each_layout(directory, layout):
     assert unnoticed_flips(directory, layout, 20) == []
@@ -112,27 +113,6 @@ def test_flips_are_found_in_descriptions_of_any_size(directory):
         flip(path, size // 2, 3)
     assert_same(checkpoints.restore(1, abstract_of(state, mesh_of(1)))[0], state)
     checkpoints.close()
-
-
-def clean_restores(directory, num):
-    for number in range(num):
-        for layout, (shape, spec) in LAYOUTS.items():
-            state = large_state(mesh_of(*shape), spec)
-            checkpoints = Checkpoints(directory / f"{number} {layout}")
-            checkpoints.save(number, state, {})
-            checkpoints.wait()
-            restored, _ = checkpoints.restore(number, abstract_of(state, mesh_of(1 + number % 8)))
-            assert_same(restored, state)
-            checkpoints.close()
-
-
-def test_five_clean_restores_raise_no_alarm(directory):
-    clean_restores(directory, 1)
-
-
-@pytest.mark.slow
-def test_a_hundred_clean_restores_raise_no_alarm(directory):
-    clean_restores(directory, 20)
 
 
 def opened(directory, name):

@@ -23,8 +23,7 @@ def round_trip(directory, state, target):
     return restored
 
 
-@pytest.mark.parametrize("shape", [(1,), (8,), (2, 4), (3,)])
-@pytest.mark.parametrize("memory_kind", [None, "pinned_host"])
+@pytest.mark.parametrize(("shape", "memory_kind"), [((1,), None), ((2, 4), "pinned_host"), ((3,), None)])
 def test_train_state_restores_bitwise_on_another_mesh(directory, shape, memory_kind):
     mesh = mesh_of(*shape)
     state = place(train_state(), mesh_of(4, 2))
@@ -41,12 +40,7 @@ def test_a_state_in_host_memory_can_be_saved(directory):
     assert_same(round_trip(directory, state, abstract_on(state, mesh_of(2))), state)
 
 
-def test_state_without_sharding_restores_on_one_device(directory):
-    state = train_state()
-    assert_same(round_trip(directory, state, jax.eval_shape(lambda: state)), state)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "uint8", "int16", "uint32", "complex64", "bool", "int4"])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "uint32", "complex64", "bool", "int4"])
 def test_every_dtype_comes_back_bit_for_bit(directory, dtype):
     state = {"x": jnp.array([[0, 1, 1], [1, 0, 1]]).astype(dtype), "scalar": jnp.ones((), dtype)}
     assert_same(round_trip(directory, state, jax.eval_shape(lambda: state)), state)
@@ -87,12 +81,6 @@ def test_nnx_state_is_restored_into_its_type(directory):
     restored = round_trip(directory, state, jax.eval_shape(lambda: state))
     assert type(restored.params) is type(params)
     assert_same(restored, state)
-
-
-def test_a_linen_variable_tree_is_restored(directory):
-    nn = pytest.importorskip("flax.linen")
-    params = nn.Dense(4).init(jax.random.key(0), jnp.ones((1, 3)))["params"]
-    assert_same(round_trip(directory, params, jax.eval_shape(lambda: params)), params)
 
 
 def test_odd_but_distinct_keys_are_saved(directory):

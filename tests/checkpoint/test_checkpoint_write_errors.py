@@ -96,7 +96,8 @@ def test_full_disk_exits_with_74_without_traceback(directory):
 def test_save_that_would_fill_the_disk_is_refused(directory, monkeypatch):
     checkpoints = Checkpoints(directory)
     real = os.statvfs(directory)
-    values = [value if name != "f_bavail" else 100 for name, value in zip(STATVFS_FIELDS, real, strict=True)]
+    values = list(real)
+    values[4] = 100  # f_bavail
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(values))
     with pytest.raises(CheckpointWriteError, match=r"needs about 3.0 MiB, .* are free.*lower\s+checkpoint.keep"):
         checkpoints.save(1, {"w": jnp.zeros((2, 2**18))}, {})
@@ -104,20 +105,6 @@ def test_save_that_would_fill_the_disk_is_refused(directory, monkeypatch):
     monkeypatch.undo()
     checkpoints.save(1, STATE, {})
     assert checkpoints.close() == [1]
-
-
-STATVFS_FIELDS = (
-    "f_bsize",
-    "f_frsize",
-    "f_blocks",
-    "f_bfree",
-    "f_bavail",
-    "f_files",
-    "f_ffree",
-    "f_favail",
-    "f_flag",
-    "f_namemax",
-)
 
 
 def test_a_directory_that_went_away_is_named(directory):
@@ -161,11 +148,3 @@ def test_unusable_directory_is_a_config_error(tmp_path, place):
     with pytest.raises(ConfigError, match=r"checkpoints go to .*cannot be used.*Set run_dir") as caught:
         Checkpoints(place.format(tmp=tmp_path))
     assert caught.value.exit_code == 78
-
-
-def test_record_that_json_cannot_hold_raises_immediately(directory):
-    checkpoints = Checkpoints(directory)
-    with pytest.raises(ValueError, match="JSON"):
-        checkpoints.save(1, STATE, {"loss": float("nan")})
-    assert list(directory.iterdir()) == []
-    checkpoints.close()

@@ -1,5 +1,5 @@
-"""Jobs of real processes that lose one of them, and go on in the others: the same examples, the same numbers, bit for
-bit where as many go on."""
+"""Jobs of real processes that lose one and continue in the others: the same examples and numbers, bitwise where as many
+continue."""
 
 import contextlib
 import json
@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from tests.support.environment import environment_of_a_user
+
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -73,24 +75,13 @@ def job(tmp_path):
     def start(*settings, num=4, axis="data", elastic="4:4"):
         layout = "min_shard_bytes: 1" if axis == "fsdp" else ""
         (tmp_path / "run.yaml").write_text(CONFIG.format(num=num, axis=axis, layout=layout))
-        command = [
-            sys.executable,
-            "-m",
-            "spmdkit",
-            "launch",
-            "-n",
-            str(num),
-            "--max-restarts",
-            "1",
-            "--elastic",
-            elastic,
-        ]
+        launch = f"-m spmdkit launch -n {num} --max-restarts 1 --elastic {elastic} -- train run.yaml"
         env = environment_of_a_user() | {
             "PYTHONPATH": str(REPOSITORY),
             "SPMDKIT_COMPILE_CACHE": str(tmp_path / "cache"),
         }
         return subprocess.Popen(
-            [*command, "--", "train", "run.yaml", *settings],
+            [sys.executable, *launch.split(), *settings],
             cwd=tmp_path,
             env=env,
             text=True,
@@ -132,52 +123,42 @@ def events(folder, name):
     return [e for e in map(json.loads, (folder / "events.jsonl").read_text().splitlines()) if e["event"] == name]
 
 
-@pytest.mark.slow
-@pytest.mark.processes
 @pytest.mark.parametrize("axis", ["data", "fsdp"])
 def test_replaced_processes_give_the_same_bits(job, tmp_path, axis):
     """Process 2, then 0, which writes the records; cut over fsdp, each shard is on one process alone, and in the memory
     of another."""
     out = ended(job("task_args.victims=[[2,17],[0,28]]", axis=axis))
     assert out.count("as 4 processes") >= 2
-    hurt = numbers(tmp_path / "run")
+    found = numbers(tmp_path / "run")
     assert [e["step"] for e in events(tmp_path / "run", "restored") if e["process"] == 1] == [15, 25]
     ended(job("run_dir=clean", axis=axis))
-    same(hurt, numbers(tmp_path / "clean"), exact=True)
+    same(found, numbers(tmp_path / "clean"), exact=True)
     assert not events(tmp_path / "run", "fault")
 
 
-@pytest.mark.slow
-@pytest.mark.processes
 @pytest.mark.parametrize("axis", ["data", "fsdp"])
 def test_fewer_go_on_with_the_same_examples(job, tmp_path, axis):
     out = ended(job("task_args.victims=[[2,17],[1,24]]", axis=axis, elastic="2:4"))
     assert "as 3 processes (generation 2)" in out and "as 2 processes (generation 3)" in out
-    hurt = numbers(tmp_path / "run")
+    found = numbers(tmp_path / "run")
     ended(job("run_dir=clean", axis=axis))
-    same(hurt, numbers(tmp_path / "clean"), exact=False)
+    same(found, numbers(tmp_path / "clean"), exact=False)
 
 
-@pytest.mark.slow
-@pytest.mark.processes
 @pytest.mark.parametrize("num", [4, 5])
-def test_death_inside_a_collective_keeps_the_bits(
-    job, tmp_path, num
-):
-    """Who is not next to the dead one in Gloo's ring would wait for ever (plain_jax.py); who sends to it sometimes
-    does, and is killed and replaced too."""
+def test_death_inside_a_collective_keeps_the_bits(job, tmp_path, num):
+    """Processes that are not neighbours of the dead one in Gloo's ring would wait indefinitely; one that sends to it
+    sometimes does, and is killed and replaced too."""
     settings = "task_args={victims: [[1, 17]], inside: true}"
     out = ended(job(settings, num=num, elastic=f"{num}:{num}"))
     assert f"as {num} processes (generation 2)" in out
     left = events(tmp_path / "run", "membership_changed")
     assert len(left) >= num - 2 and any("Gloo" in e["why"] for e in left), left
-    hurt = numbers(tmp_path / "run")
+    found = numbers(tmp_path / "run")
     ended(job("run_dir=clean", "task_args.inside=true", num=num, elastic=f"{num}:{num}"))
-    same(hurt, numbers(tmp_path / "clean"), exact=True)
+    same(found, numbers(tmp_path / "clean"), exact=True)
 
 
-@pytest.mark.slow
-@pytest.mark.processes
 def test_joining_processes_lose_no_step(job, tmp_path):
     popen = job("task_args.wait=0.15", num=2, elastic="2:4")
 
@@ -191,13 +172,11 @@ def test_joining_processes_lose_no_step(job, tmp_path):
     assert "mesh data 4, 4 processes" in out
     left, back = events(tmp_path / "run", "membership_changed"), events(tmp_path / "run", "restored")
     assert {e["step"] for e in left} == {e["step"] for e in back}, "all agreed on one step, and go on from it"
-    hurt = numbers(tmp_path / "run")
+    found = numbers(tmp_path / "run")
     ended(job("run_dir=clean", num=2, elastic="2:4"))
-    same(hurt, numbers(tmp_path / "clean"), exact=False)
+    same(found, numbers(tmp_path / "clean"), exact=False)
 
 
-@pytest.mark.slow
-@pytest.mark.processes
 def test_death_during_a_change_begins_another(job, tmp_path):
     """Process 3 dies as soon as it is told that 1 has died."""
     popen = job("task_args.victims=[[1,17]]", elastic="2:4")
@@ -216,21 +195,17 @@ def kill_one_when(path, launcher):
                 os.kill(pid, 9)
 
 
-@pytest.mark.slow
-@pytest.mark.processes
 def test_standbys_replace_dead_processes_bitwise(job, tmp_path):
     settings = ("task_args={victims: [[2, 17], [0, 28]], wait: 0.15}", "elastic.standby=2")
     out = ended(job(*settings))
     assert "a standby takes the place of process 2" in out and "a standby takes the place of process 0" in out, out
-    hurt = numbers(tmp_path / "run")
+    found = numbers(tmp_path / "run")
     ended(job("run_dir=clean"))
-    same(hurt, numbers(tmp_path / "clean"), exact=True)
+    same(found, numbers(tmp_path / "clean"), exact=True)
     told = (tmp_path / "run" / "logs" / "attempt_1").iterdir()
     assert sorted(folder.name for folder in told) == ["p000", "p001", "p002", "p003"]
 
 
-@pytest.mark.slow
-@pytest.mark.processes
 def test_fewer_processes_find_their_step_compiled(job, tmp_path):
     """One is killed when the job that only compiles has ended."""
     settings = ("task_args.wait=0.1", "elastic.precompile=[3]", "compile_cache.min_s=0", "steps=100000")

@@ -64,9 +64,7 @@ def test_older_local_records_are_kept(client, tmp_path):
     assert len((tmp_path / "a/run/metrics.before-5.jsonl").read_text().splitlines()) == 6
 
 
-def test_skipped_batches_are_known_on_other_disks(
-    client, tmp_path
-):
+def test_skipped_batches_are_known_on_other_disks(client, tmp_path):
     back = iter([sk.Rollback(to_step=0, skip_batches=2)])
     hook = sk.Hook("back", after_step=lambda run, step, state, metrics: next(back, None) if step == 3 else None)
     task = line_task()
@@ -82,9 +80,7 @@ def test_skipped_batches_are_known_on_other_disks(
     assert on_all(2, lambda cluster: skipped_batches.read_for_all(folder(cluster), cluster)) == [((1, 2),), ((1, 2),)]
 
 
-def test_leased_or_emptied_bucket_is_refused(
-    client, tmp_path, monkeypatch
-):
+def test_leased_or_emptied_bucket_is_refused(client, tmp_path, monkeypatch):
     from spmdkit.checkpoint import lease
 
     train(tmp_path / "a", checkpoint=SAVED)

@@ -81,20 +81,8 @@ def test_restarted_processes_take_the_step_from_cache(tmp_path):
     (tmp_path / "task.py").write_text(TASK)
     (tmp_path / "run.yaml").write_text(CONFIG)
     env = environment_of_a_user() | {"SPMDKIT_COMPILE_CACHE": str(tmp_path / "cache")}
-    command = [
-        sys.executable,
-        "-m",
-        "spmdkit",
-        "launch",
-        "-n",
-        "2",
-        "--max-restarts",
-        "2",
-        "--",
-        "train",
-        "run.yaml",
-        "run_dir=run",
-    ]
+    launch = "-m spmdkit launch -n 2 --max-restarts 2 -- train run.yaml run_dir=run"
+    command = [sys.executable, *launch.split()]
     ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     found = {process: [e for e in events(tmp_path, "compiled") if e["process"] == process] for process in (0, 1)}

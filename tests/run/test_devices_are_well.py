@@ -6,7 +6,6 @@ import pytest
 
 from spmdkit.errors import DeviceError
 from spmdkit.run.startup.health_checks import all_processes, burn_in
-
 from tests.support.small_runs import events, train
 
 

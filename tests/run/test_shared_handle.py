@@ -62,9 +62,3 @@ def test_shared_handle_equals_data_in_memory(tmp_path):
     found = train(tmp_path / "shared", Rows(handle, 0), Rows(handle, 32))
     assert handle.crossed == 0
     assert found == train(tmp_path / "memory", X[:32], X[32:])
-
-
-def test_with_several_threads_they_do_meet(tmp_path):
-    handle = Handle()
-    train(tmp_path / "run", Rows(handle, 0), Rows(handle, 32), threads=3)
-    assert handle.crossed, "otherwise the test above shows nothing"

@@ -1,8 +1,8 @@
-"""A run of 20,000 steps and 500 saves stays as large as it is, and so do eight processes of one."""
+"""A run of 20,000 steps and 500 saves keeps its size, and so do eight processes."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import time
 from pathlib import Path
 
@@ -16,42 +16,48 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 STEPS, EVERY, MOST_KIB = 20_000, 40, 1024
 
 
-def resident_kib(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
-
-
-def test_memory_grows_at_most_one_mebibyte(real_folder):
-    child = real_folder.start(
-        "train", "run.yaml", f"steps={STEPS}", f"checkpoint.every_steps={EVERY}", "log.every_steps=100"
-    )
-    seen, metrics, read = [], real_folder.path / "run" / "metrics.jsonl", 0
+def readings(child, metrics: Path, every: int, processes) -> list[tuple[str, int, int, int]]:
+    """Returns (name, step, resident KiB, open files) of each process at new log steps, until `child` ends with 0.
+    `processes()`: pid -> name, of those that live."""
+    seen, read, known = [], 0, {}
     while child.poll() is None:
         lines = metrics.read_text().splitlines() if metrics.is_file() else []
         if len(lines) > read:
-            read, step = len(lines), 100 * sum('"split"' not in line for line in lines)
-            try:
-                seen.append((step, resident_kib(child.pid), len(list(Path(f"/proc/{child.pid}/fd").iterdir()))))
-            except (FileNotFoundError, StopIteration):
-                break
+            read, step = len(lines), every * sum('"split"' not in line for line in lines)
+            known |= processes()
+            for pid, name in known.items():
+                with contextlib.suppress(FileNotFoundError, StopIteration):  # it has just ended
+                    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+                    kib = next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
+                    seen.append((name, step, kib, len(list(Path(f"/proc/{pid}/fd").iterdir()))))
         time.sleep(0.2)
     output, _ = child.communicate(timeout=60)
     assert child.returncode == 0, output
-    steps, kib, files = np.array([row for row in seen if row[0] >= STEPS // 10]).T
-    grown = 1000 * np.polyfit(steps, kib, 1)[0]
-    print(
-        f"{len(kib)} readings: {grown:.0f} KiB in 1,000 steps, {kib[0]} to {kib[-1]} KiB, {files.min()} to "
-        f"{files.max()} files"
+    assert not [pid for pid in known if Path(f"/proc/{pid}").exists()], "a process is left"
+    return seen
+
+
+def growth(seen, name: str, first: int, last: int) -> tuple[str, int, int, int]:
+    """Returns (name, readings, KiB per 1,000 steps, more open files at the end) of the steps from `first` on."""
+    steps, kib, files = np.array([row[1:] for row in seen if row[0] == name and first <= row[1] < last]).T
+    found = name, len(kib), round(1000 * np.polyfit(steps, kib, 1)[0]), more_at_least(files)
+    print(*found, f"{kib[0]} to {kib[-1]} KiB, {files.min()} to {files.max()} files")
+    return found
+
+
+def test_memory_grows_at_most_one_mebibyte(real_folder):
+    """Per 1,000 steps with 25 saves."""
+    child = real_folder.start(
+        "train", "run.yaml", f"steps={STEPS}", f"checkpoint.every_steps={EVERY}", "log.every_steps=100"
     )
-    assert len(kib) > 50
-    assert grown < MOST_KIB
-    assert more_at_least(files) <= 2
+    seen = readings(child, real_folder.path / "run" / "metrics.jsonl", 100, lambda: {child.pid: "run"})
+    _, num, grown, files = growth(seen, "run", STEPS // 10, STEPS + 1)
+    assert num > 50 and grown < MOST_KIB and files <= 2
 
 
 def more_at_least(files: np.ndarray) -> int:
     """Returns how many more files are open in the last fifth of the readings than in the first: the fewest of each,
-    since a save that is under way has 5 to 11 of its own, and whether a reading meets one hangs on the machine's
-    speed."""
+    since a save in progress has 5 to 11 open files."""
     fifth = len(files) // 5
     return int(files[-fifth:].min() - files[:fifth].min())
 
@@ -85,34 +91,10 @@ def test_eight_processes_keep_their_size_and_leave_nothing(real_folder, tmp_path
     monkeypatch.setenv("TMPDIR", str(temporary))
     steps, every = 2000, 10  # the first evaluation, which compiles, is before the first reading that counts
     train = ["train", "run.yaml", f"steps={steps}", f"checkpoint.every_steps={every}", "log.every_steps=20"]
-    begin = time.monotonic()
     child = real_folder.start("launch", "-n", "8", "--", *train, "devices=cpu:8", "eval.every_steps=100")
-    seen, metrics, read, started = [], real_folder.path / "run" / "metrics.jsonl", 0, {}
-    while child.poll() is None:
-        lines = metrics.read_text().splitlines() if metrics.is_file() else []
-        if len(lines) > read:
-            read, step = len(lines), 20 * sum('"split"' not in line for line in lines)
-            started |= below(child.pid)
-            for pid, what in started.items():
-                try:
-                    seen.append((what, step, resident_kib(pid), len(list(Path(f"/proc/{pid}/fd").iterdir()))))
-                except (FileNotFoundError, StopIteration):
-                    continue  # it has just ended
-        time.sleep(0.2)
-    output, _ = child.communicate(timeout=60)
-    assert child.returncode == 0, output
-    told = []
-    for what in sorted({row[0] for row in seen}):
-        at, kib, files = np.array([row[1:] for row in seen if row[0] == what and steps // 10 <= row[1] < steps]).T
-        grown = 1000 * np.polyfit(at, kib, 1)[0]
-        size = (round(grown), int(kib[0]), int(kib[-1]))
-        told.append((what, len(kib), *size, int(files.min()), int(files.max()), more_at_least(files)))
-    for row in told:
-        print("{}: {} readings, {} KiB in 1,000 steps, {} to {} KiB, {} to {} files, {} more in the end".format(*row))
-    print(f"{time.monotonic() - begin:.0f} s")
-    assert {row[0] for row in told} == {f"process {i}" for i in range(8)} | {"service_process", "launcher"}
-    assert all(row[2] < MOST_KIB and row[7] <= 2 for row in told), told
-    events = [json.loads(line) for line in (real_folder.path / "run" / "events.jsonl").read_text().splitlines()]
-    assert sum(event["event"] == "saved" for event in events) >= steps // every
-    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()], "a process is left"
+    seen = readings(child, real_folder.path / "run" / "metrics.jsonl", 20, lambda: below(child.pid))
+    rows = [growth(seen, name, steps // 10, steps) for name in sorted({row[0] for row in seen})]
+    assert {row[0] for row in rows} == {f"process {i}" for i in range(8)} | {"service_process", "launcher"}
+    assert all(grown < MOST_KIB and files <= 2 for _, _, grown, files in rows), rows
+    assert sum(event["event"] == "saved" for event in real_folder.events()) >= steps // every
     assert left_behind(real_folder.path, temporary, ["task.py", "run.yaml", "run", "__pycache__"]) == []

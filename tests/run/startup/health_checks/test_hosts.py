@@ -99,27 +99,10 @@ def test_doctor_of_two_launched_processes_finds_them_well(tmp_path):
     (tmp_path / "run.yaml").write_text(
         "task: t.py:task\nrun_dir: run\nsteps: 1\nbatch_size: 4\ndevices: cpu:4\nmesh: {data: 2, fsdp: 2}\n"
     )
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "spmdkit",
-            "launch",
-            "-n",
-            "2",
-            "--",
-            "doctor",
-            "run.yaml",
-            "--json",
-            "--burn-in",
-            "0.1s",
-        ],
-        cwd=tmp_path,
-        env=environment_of_a_user() | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    doctor = ["doctor", "run.yaml", "--json", "--burn-in", "0.1s"]
+    command = [sys.executable, "-m", "spmdkit", "launch", "-n", "2", "--", *doctor]
+    env = environment_of_a_user() | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     [told] = done.stdout.splitlines()  # what Gloo says is on standard error
     found = json.loads(told.removeprefix("[0] "))

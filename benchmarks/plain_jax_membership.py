@@ -1,12 +1,11 @@
-"""Membership on plain JAX, with the toolkit's keeper for the coordination service and nothing else of it: processes
-that lose one of them go on in the next generation.
+"""Membership on plain JAX, with the separate coordination service and nothing else of spmdkit: processes that lose one
+of them continue in the next generation.
 
-    python plain_jax.py VICTIM WHERE SIZES      e.g. 0 collective 4,4,3: 0 dies inside an all-reduce of generation 1, is
-                                                replaced, then another one dies and three go on
+    python benchmarks/plain_jax_membership.py VICTIM WHERE SIZES
 
-The parent kills, says so in a file, and holds one coordination service for each generation. A survivor cuts its own
-Gloo connections as soon as it reads that (`elastic/gloo_sockets.py`);
-NO_CUT=1 leaves that out. How many would come out of the all-reduce without it was not measured.
+`0 collective 4,4,3`: 0 dies inside an all-reduce of generation 1 and is replaced, then another one dies and three
+continue. The parent kills, writes that to a file, and holds one coordination service for each generation. A survivor
+shuts down its Gloo connections when it reads that (`elastic/gloo_sockets.py`); NO_CUT=1 disables it.
 """
 
 from __future__ import annotations

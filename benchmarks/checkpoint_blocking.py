@@ -1,6 +1,6 @@
 """How long the training loop stands still while a save starts: spmdkit against orbax alone, paired.
 
-python tests/checkpoint/checkpoint_blocking.py [--leaves 200] [--mib 64] [--repeats 15]
+python benchmarks/checkpoint_blocking.py [--leaves 200] [--mib 64] [--repeats 15]
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path[:0] = [str(Path(__file__).parents[2])]
+sys.path[:0] = [str(Path(__file__).parents[1])]
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import orbax.checkpoint as ocp  # noqa: E402
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
 
-from spmdkit.checkpoint import Checkpoints  # noqa: E402
-from spmdkit.config.retention import Retention  # noqa: E402
+from spmdkit.checkpoint import Checkpoints
+from spmdkit.config.retention import Retention
 
 
 def blocked_s(directory: Path, state: Any, repeats: int) -> dict[str, list[float]]:
