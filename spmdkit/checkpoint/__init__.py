@@ -13,7 +13,7 @@ from spmdkit.checkpoint.object_store import Remote
 from spmdkit.checkpoint.quarantine import DAMAGED_MARK
 from spmdkit.checkpoint.record import ignored_entries
 from spmdkit.checkpoint.retention import remove
-from spmdkit.checkpoint.run_directory import RunLock, prepare_run_dir
+from spmdkit.checkpoint.run_directory import prepare_run_dir, run_lock
 from spmdkit.checkpoint.state_dict import leaf_table, nest
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "Checkpoints",
     "Lease",
     "Remote",
-    "RunLock",
     "best_step",
     "export",
     "hold_step",
@@ -34,5 +33,6 @@ __all__ = [
     "prepare_run_dir",
     "read_state",
     "remove",
+    "run_lock",
     "verify",
 ]

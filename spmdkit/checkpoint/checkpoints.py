@@ -1,14 +1,9 @@
 """`Checkpoints`: the checkpoints of one run, saved asynchronously and restored onto any mesh.
 
-`save` blocks only while the arrays are copied to the host. A background thread writes, commits and deletes old steps.
-One save is in flight at a time: the next one waits for it.
-
-Every process of a run creates one `Checkpoints` and calls `save` and `restore` at the same steps. Process 0 writes the
-record, commits and deletes.
-
-orbax writes to gs:// itself. Steps for other buckets go through a local folder of each process (staging.py). The last
-object that is written commits the step.
-"""
+`save` blocks only while the arrays are copied to the host. A background thread writes, commits and deletes old steps,
+one save at a time. Every process of a run creates one `Checkpoints` and calls `save` and `restore` at the same steps.
+Process 0 writes the record, commits and deletes. orbax writes to gs:// itself; steps for other buckets go through a
+local folder of each process (staging.py), and the last object that is written commits the step."""
 
 from __future__ import annotations
 
@@ -54,7 +49,6 @@ class Checkpoints:
         is_owner: whether the directory still belongs to this run; if not, nothing is committed or removed.
         stage: a local folder of this process for steps on their way to or from a bucket; default: a temporary folder.
         run_files: local files that are copied next to the steps of a bucket at each commit.
-        clock: seconds since 1970, for the record.
 
     Attributes:
         saved_step: the step of which the newest state is committed or being written; 0: none.
@@ -76,12 +70,11 @@ class Checkpoints:
         is_owner: Callable[[], bool] = lambda: True,
         stage: Path | None = None,
         run_files: Sequence[Path] = (),
-        clock: Callable[[], float] = time.time,
     ):
         self.directory: Location = location.resolve(directory)
         self._retention, self._timeout_s = retention, timeout_s
         self._is_main, self._num_processes = is_main, num_processes
-        self._is_ours, self._clock, self._run_files = is_owner, clock, tuple(run_files)
+        self._is_ours, self._run_files = is_owner, tuple(run_files)
         self._staging = staging_of(self.directory, stage)
         self._checkpointer: ocp.AsyncCheckpointer | None = None
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -109,19 +102,16 @@ class Checkpoints:
 
     @property
     def _write_directory(self) -> Location:
-        """The folder that orbax writes to."""
         return self.directory if self._staging is None else self._staging.written
 
     def last_committed(self) -> int | None:
-        """Returns the newest committed step without using the network: in a bucket, the newest one that this process
-        has committed."""
+        """Returns the newest committed step; in a bucket, the newest of this process, without using the network."""
         if not isinstance(self.directory, Remote):
             return self.latest()
         return self._committed[-1] if self._committed else None
 
     def latest(self) -> int | None:
-        """Returns the newest committed step on the disk. With several processes, call it on process 0 and broadcast
-        it."""
+        """Returns the newest committed step on the disk, for process 0."""
         steps = self.steps()
         return steps[-1] if steps else None
 
@@ -150,7 +140,7 @@ class Checkpoints:
         flat = {path: array for path, array in zip(form.table, arrays, strict=True) if array.size}
         self._draft = records.Record(
             step=step,
-            time=self._clock(),
+            time=time.time(),
             num_processes=self._num_processes,
             bytes=form.num_bytes,
             metrics=records.finite_metrics(metrics or {}),
@@ -186,12 +176,9 @@ class Checkpoints:
 
     @property
     def _writes_parts(self) -> bool:
-        """Whether each of several processes writes its part of a step to its own folder."""
         return self._staging is not None and self._num_processes > 1
 
     def _before_commit(self) -> None:
-        """What comes in the background, on process 0, before orbax's rename. Of parts that lie apart the record comes
-        later."""
         assert self._draft is not None
         if not self._writes_parts:
             self._add_record(self._unfinished(self._draft.step), {})
@@ -211,7 +198,6 @@ class Checkpoints:
                 (self.directory / location.RUN_FOLDER / path.name).write_bytes(whole_lines)
 
     def _unfinished(self, step: int) -> Location:
-        """Returns the folder of a step that is being written."""
         mark = "" if isinstance(self._write_directory, Remote) else records.TEMPORARY_MARK
         return self._write_directory / f"{step}{mark}"
 
@@ -234,11 +220,8 @@ class Checkpoints:
             delete_old(self.directory, step, self._retention)
 
     def _abort(self, step: int, error: BaseException) -> None:
-        """Aborts this process's part of a save: the others stop waiting for it, and its files are removed. With several
-        processes `settle` removes them, after all have ended.
-
-        Removing a folder while another process writes into it can block that process in tensorstore indefinitely
-        (0.1.86: one of eight, 2026-11-24).
+        """Ends the wait of the others, and removes the files. With several processes `settle` removes them, after all
+        have ended: otherwise a process that still writes can block in tensorstore (0.1.86: one of eight, 2026-11-24).
         """
         if self._num_processes == 1:
             return self._remove_partial(step)
@@ -248,7 +231,6 @@ class Checkpoints:
         orbax_backend.signal_folders_created()
 
     def _remove_partial(self, step: int) -> None:
-        """Removes the files of a failed save, which frees a full disk."""
         if self._staging is not None:
             self._staging.discard(step)
         if isinstance(self.directory, Remote):
@@ -386,7 +368,6 @@ class Checkpoints:
             return checkpoint_restore.restore(self._orbax(), directory, step, abstract_state, optional)
 
     def _readable(self, step: int) -> contextlib.AbstractContextManager[Location]:
-        """Returns the directory from which orbax reads a step."""
         if self._staging is not None and step in self.steps():  # otherwise reading its record raises
             return location.fetched(self.directory, step, self._staging.folder)
         return contextlib.nullcontext(self.directory)

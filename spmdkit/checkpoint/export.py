@@ -81,7 +81,6 @@ def _mean(array: np.ndarray) -> np.ndarray:
 
 
 def _read_part(directory: Path, found: record.Record, which: str) -> dict[str, np.ndarray]:
-    """Returns `{path below the part: array}`."""
     part = {path: leaf for path, leaf in found.leaves.items() if path == which or path.startswith(f"{which}/")}
     if not part:
         held = sorted({path.split("/")[0] for path in found.leaves})

@@ -1,16 +1,13 @@
 """`Lease`: the ownership of a folder of a bucket. A bucket has no locks, so the owner renews a lease.
 
-    run/lease.json       {"attempt", "pid", "host", "boot", "born", "since"} of the attempt that owns the folder
-    run/alive-<attempt>  a number that this attempt increments every `RENEW_S`
+    run/lease.json       the attempt that owns the folder, and its process
+    run/alive-<attempt>  a number that this attempt increments every `LEASE_RENEW_S`
 
-A new run takes over a lease when the process of its owner is known to be gone (it ran on this machine), when the lease
-was released, or when its number has not changed for `STALE_S` on the new run's own monotonic clock: no two clocks are
-compared. Of two runs that take over at the same time both write, and after a moment read who wrote last. Safety does
-not depend on that: no run commits a step without reading that it still owns the lease (`is_owner`), as in ownership.py.
+A new run takes over a lease when its process is known to be gone, when it was released, or when its number has not
+changed for `LEASE_STALE_S` on the new run's own monotonic clock. Two runs that take over together both write, and read
+later who wrote last. Safety does not depend on that: a run reads that it owns the lease before each commit.
 
-Source: Gray and Cheriton, "Leases: an efficient fault-tolerant mechanism for distributed file cache consistency"
-(1989); reading a token before each write is Kleppmann's fencing ("How to do distributed locking", 2016).
-"""
+Source: Gray and Cheriton, "Leases" (1989); Kleppmann, "How to do distributed locking" (2016) on fencing tokens."""
 
 from __future__ import annotations
 

@@ -48,10 +48,9 @@ def open_checkpointer(
     """Returns a checkpointer; `before_commit` runs in the background on process 0, when all files are written.
 
     Args:
-        barrier: where several processes meet in the background (save_barrier.py).
+        barrier: of several processes, in the background (save_barrier.py).
         separate: each of several processes writes its part to its own folder, without barriers, and runs
-            `before_commit`.
-            `merge_parts` makes one step of the parts.
+            `before_commit`; `merge_parts` makes one step of the parts.
     """
     patch_orbax(separate)
     processes = set(range(num_processes)) if num_processes > 1 else None
@@ -63,7 +62,7 @@ def open_checkpointer(
         options = ocp.options.MultiprocessingOptions(
             primary_host=None, active_processes={me}, barrier_sync_key_prefix=f"spmdkit{me}"
         )
-        barrier = _no_barrier
+        barrier = lambda **_: None
     # Apart, each process makes its folders itself: the signal that they are there would reach the others.
     folders_later = ocp.AsyncOptions(create_directories_asynchronously=not separate)
     handler = ocp.CompositeCheckpointHandler(
@@ -80,10 +79,6 @@ def open_checkpointer(
         ),
         multiprocessing_options=options,
     )
-
-
-def _no_barrier(*, key: str, timeout_ms: int) -> None:
-    """In place of a barrier."""
 
 
 def patch_orbax(separate: bool = False) -> None:

@@ -1,13 +1,12 @@
-"""The ownership of a run: four tokens, each with its own scope.
+"""The ownership of a run: three tokens, each with its own scope.
 
-RunLock   (run_directory.py)  an flock on the run directory; ends with its process; keeps a second run out
+run_lock  (run_directory.py)  an flock on the run directory; ends with its process; keeps a second run out
 Fence     (this file)         the id of the attempt, stored in the directory; stops writes of an earlier attempt
 Lease     (lease.py)          the same for a folder of a bucket, which has no locks
-StepMark  (run/)              the last step that a process dispatched, read by the launcher; grants no right to write
 
-A lock ends with its process and belongs to the folder that was locked. A process of an earlier attempt that was stopped
-and continues, or a run after its folder was moved, would still write. So each attempt stores its id in the directory
-and checks it before each save and event, and before metrics lines at most ten times per second.
+A process of an earlier attempt that was stopped and continues, or a run whose folder was moved, would still write. So
+each attempt stores its id in the directory and checks it before each save and event, and before metrics lines at most
+ten times per second.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import os
 import secrets
 import time
 from collections.abc import Mapping
@@ -104,18 +102,11 @@ def last_owner(directory: Path) -> str:
     return described(parsed(_content(directory)))
 
 
-MAX_BYTES = 65_536
-
-
 def _content(directory: Path) -> bytes | None:
-    """Returns the content of the file. It is opened each time: a network file system checks for changes when a file is
-    opened."""
+    """Returns the content of the file, opened each time: a network file system then checks for changes."""
     try:
-        descriptor = os.open(f"{directory}/{ATTEMPT_FILE}", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return os.read(descriptor, MAX_BYTES)
-        finally:
-            os.close(descriptor)
+        with open(f"{directory}/{ATTEMPT_FILE}", "rb") as file:
+            return file.read()
     except OSError:
         return None
 

@@ -2,15 +2,11 @@
 
     {"schema": 2, "digest": "8c9a...", "step": 40, "time": 1795212345.6, "num_processes": 1, "bytes": 12582912,
      "metrics": {"loss": 0.31}, "best": ["loss", "min"], "leaves": {"params/w": [[64, 128], "float32"]},
-     "files": {"state/manifest.ocdbt": 113}, "digests": {"state/manifest.ocdbt": "06d1..."}, "record": {what the caller
-     gave to `save`}}
+     "files": {"state/manifest.ocdbt": 113}, "digests": {"state/manifest.ocdbt": "06d1..."}, "record": {the caller's}}
 
-The record is written into orbax's temporary directory after every process has written its arrays and before the
-rename, so it knows each file's size. A file that was cut short or lost is found by its size, without reading it;
-orbax's own descriptions, whatever their size, and small files of the arrays also by their digest; a chunk of an array
-by its own checksum, as it is read (orbax_backend.py). `digest` is the record's own.
-Records of schema 1 have no digests and their arrays no checksums: they are restored as they were, unchecked.
-"""
+The record is written after all arrays and before the rename, so it has each file's size: a truncated or missing file is
+found without reading it. orbax's descriptions and small files also have a digest, chunks of arrays their own checksum
+(orbax_backend.py). Records of schema 1 have neither and are restored unchecked."""
 
 from __future__ import annotations
 

@@ -1,15 +1,12 @@
 """Steps on their way to a bucket that orbax does not write to: written to a local folder, uploaded, the marker last;
 fetched before they are read.
 
-orbax 0.12 refuses `s3://` ("Checkpoint path should be absolute"). What lies in the bucket afterwards is what it would
-have written: a local reader of orbax opens a copy of it. The local folder needs room for one step more than the memory
-holds.
+orbax 0.12 refuses `s3://`. The bucket then holds what orbax would have written. The local folder needs room for one
+step.
 
-Several processes need not see each other's folders. Each writes its part to its own and uploads it; when all have,
-process 0 fetches the indexes of the others, kilobytes, and puts one step together, as orbax does in a folder that all
-see. It uploads its own part, the whole's index, the record and the marker.
-A restore fetches the whole step in each process.
-"""
+Several processes need not see each other's folders. Each uploads its part; then process 0 fetches the indexes of the
+others, kilobytes, merges one step as orbax does in a shared folder, and uploads its own part, the index, the record and
+the marker. A restore fetches the whole step in each process."""
 
 from __future__ import annotations
 

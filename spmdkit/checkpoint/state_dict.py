@@ -1,10 +1,8 @@
-"""A state as `{path: array}`, as the nested dict that lies on disk, and what differs between two of them.
+"""A state as `{path: array}`, as the nested dict on disk, and the differences between two of them.
 
-The tree itself is not saved: its node types (namedtuples of optax, equinox modules, nnx states) would tie a checkpoint
-to the code that wrote it. Saved are the leaves under their paths, one dict level per `/`; restoring requests the same
-paths and puts the arrays into the current treedef. `None`, empty tuples and empty dicts hold no leaf and come back
-from that treedef.
-"""
+The tree itself is not saved: its node types would tie a checkpoint to the code that wrote it. Leaves are saved under
+their paths, one dict level per `/`; a restore puts them into the current treedef. `None`, empty tuples and empty dicts
+come from that treedef."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def checkpoint_rm(
 
     folder = _checkpoints(run)
     remote = isinstance(folder, checkpoint.Remote)
-    with checkpoint.Lease(folder, secrets.token_hex(8), say=say) if remote else checkpoint.RunLock(folder.parent):
+    with checkpoint.Lease(folder, secrets.token_hex(8), say=say) if remote else checkpoint.run_lock(folder.parent):
         checkpoint.remove(folder, steps)
     say(f"removed {', '.join(map(str, steps))} from {folder}")
 

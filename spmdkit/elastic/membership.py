@@ -77,8 +77,6 @@ class Membership:
         self._thread: threading.Thread | None = None
         self._waits = orders.born > 1  # for an order, before it joins
 
-    # ---- joining ----
-
     def place(self, spec: ClusterSpec, warm: Callable[[], None]) -> tuple[ClusterSpec, Generation, tuple[str, ...]]:
         """Returns (this process's place, what `join` needs of the generation, `key=value`s of it), once all are there;
         `warm`: what a standby does before."""
@@ -148,8 +146,6 @@ class Membership:
                 self._called.set()
                 self._wires.cut()
 
-    # ---- training ----
-
     def after_step(self, run: Any, step: int, state: Any) -> None:
         """Copies the state where that is due, and ends the generation where all have agreed on it. On all processes,
         after each step, and before the first.
@@ -198,8 +194,6 @@ class Membership:
         state, record, lines = restored(FromMemory(snapshot), step, program)
         self.memory.forget()  # the next snapshot is of the new mesh
         return Restored(step, state, record, lines, {}, is_saved=step == on_disk)
-
-    # ---- leaving ----
 
     def takes(self, error: BaseException | None) -> bool:
         """Returns whether an error is that another process has died, and the next generation begins. May wait a moment

@@ -1,18 +1,14 @@
-"""`HostMemory`: the state of the last steps in the memory of the host, each shard in at least two processes, so that
-one of them may die.
+"""`HostMemory`: the state of the last steps in host memory, each shard in at least two processes, so that one may die.
 
-Every `elastic.snapshot_every` steps each process copies its own shards from the devices; of the leaves of which some
-shard is on one process alone (ZeRO, fsdp, tensor) each device also sends its shard to the same device of another
-process, by one permutation. A process that dies takes nothing with it that this one has not.
+Every `elastic.snapshot_every` steps each process copies its shards from the devices. For leaves with a shard on one
+process alone (ZeRO, fsdp, tensor) each device also sends its shard to the same device of another process, by one
+permutation.
 
-Wire: a shard of these leaves from each device, every `snapshot_every` steps; nothing where every process holds all
-(replicas alone).
-Memory of the host: two states of its devices, and as much again of what is sent. Two, since the last one may be whole
-on some processes only.
+Wire: a shard of these leaves from each device, every `snapshot_every` steps; nothing for replicas.
+Host memory: two states of its devices, and as much again of what is sent. Two, because the last one may be complete on
+some processes only.
 
-Source: the scheme is that of in-memory checkpoints with a neighbour's copy (Gemini, SOSP 2023; torchft and Oobleck keep
-replicas of the whole state instead).
-"""
+Source: in-memory checkpoints with a neighbour's copy (Gemini, SOSP 2023)."""
 
 from __future__ import annotations
 

@@ -27,38 +27,31 @@ class HookRunner:
     def __init__(self, hooks: Sequence[Hook], cluster: Cluster, last_step: int, lag: int):
         here = [hook for hook in hooks if hook.on == "all" or cluster.is_main]
         self._hooks, self._cluster, self._last, self._lag = list(hooks), cluster, last_step, lag
-        self._before = [(hook, hook.before_step) for hook in here if hook.before_step is not None]
-        self._after = [(hook, hook.every, hook.after_step) for hook in here if hook.after_step is not None]
         self._here = here
         self._ours = frozenset(plugins.names("default_hooks"))
         self._now: list[Action] = []  # to be done after this step
         self._pending: list[Action] = []  # to be agreed on
         self.generation = 0
 
-    def before_step(self, run: RunView, step: int, state: Any) -> None:
-        """Calls `before_step` of the hooks."""
-        for hook, call in self._before:
-            self._request(hook, "before_step", call, run, step, state)
-
     def after_step(self, run: RunView, step: int, state: Any, metrics: Any) -> None:
         """Calls `after_step` of the hooks that are due."""
-        for hook, every, call in self._after:
-            if every is None or step % every == 0 or step == self._last:
-                self._request(hook, "after_step", call, run, step, state, metrics)
+        for hook in self._here:
+            if hook.after_step and (hook.every is None or step % hook.every == 0 or step == self._last):
+                self._request(hook, "after_step", run, step, state, metrics)
 
     def call(self, what: str, *args: Any) -> None:
-        """Calls `begin`, `after_eval`, `after_save` or `end` of every hook that has it."""
+        """Calls `begin`, `before_step`, `after_eval`, `after_save` or `end` of every hook that has it."""
         for hook in self._here:
-            if (call := getattr(hook, what)) is not None:
-                self._request(hook, what, call, *args)
+            if getattr(hook, what) is not None:
+                self._request(hook, what, *args)
 
     @property
     def has_own(self) -> bool:
         """Whether there are user-defined hooks."""
         return any(hook.name not in self._ours for hook in self._hooks)
 
-    def _request(self, hook: Hook, what: str, call: Callable[..., Any], *args: Any) -> None:
-        action = self._called(hook, what, call, *args)
+    def _request(self, hook: Hook, what: str, *args: Any) -> None:
+        action = self._called(hook, what, getattr(hook, what), *args)
         if action is None:
             return
         if not isinstance(action, get_args(Action)):

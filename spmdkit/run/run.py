@@ -1,5 +1,4 @@
-"""`Run`: the directory, the records and the progress of one run. Hooks are in hooks/, the display in reporter.py, the
-loop in trainer.py.
+"""`Run`: the directory, the records and the progress of one run.
 
     run_dir/  config.yaml  environment.json  metrics.jsonl  events.jsonl  checkpoints/<step>/  report.html  ...
 
@@ -17,7 +16,6 @@ from types import TracebackType
 from typing import Any
 
 import jax
-import numpy as np
 
 from spmdkit import metrics
 from spmdkit.checkpoint import Checkpoints, Remote
@@ -58,8 +56,7 @@ here all processes run the same program, so few roles belong to one."""
 
 
 class Run:
-    """What happens around the steps. A context manager: entered with the directory locked, left with all of it
-    written."""
+    """A context manager: entered with the directory locked, left with all records written."""
 
     def __init__(
         self,
@@ -170,8 +167,6 @@ class Run:
         self.batches = self.program.stream(self.step + 1)
         return self.batches
 
-    # ---- begin -------------------------------------------------------------------------------------------------------
-
     def restore_or_init(self) -> TrainState:
         """Returns the newest intact state, or the initial one, and opens the records at that step.
 
@@ -185,32 +180,34 @@ class Run:
         found = self.driver.restored(self.cluster, self.program, self.checkpoints)
         if found is None and self.checkpoints is not None:
             found = restore.newest_good(self.cluster, self.checkpoints, self.program)
-        where = {"roles": ROLES, "mesh": describe_mesh(self.program.sizes), "form": self.program.form}
-        if found is None:
+        step, wrong, changed, lines = 0, dict[str, str](), list[resume_check.Change](), list[str]()
+        if found is not None:
+            step, wrong = found.step, found.wrong
+            self.resume_from(found)
+            now = {"config": to_yaml(self.config, hide_secrets=True), "described": self._described}
+            changed = resume_check.check(
+                found.record, now, step, self.program.schedule, self.directory, self._allow_change
+            )
+            self.first_step = step + 1
+            fetched = bucket.bring_records(self.config, self.directory) if self.cluster.is_main else []
+            lines = [*fetched, *found.lines]
+        else:
             if self.checkpoints is not None:
                 restore.require_checkpoint(self.cluster, self.checkpoints, self.directory)
             lines = restore.keep_old_records(self.directory) if self.cluster.is_main else []
-            self._open_records(0)
-            restore.quarantine_checkpoints(self, self.checkpoints, {}, lines, 0)
             self.program.skip_batches(skipped_batches.read_for_all(self.directory, self.cluster))
-            self.events.write("started", step=0, **where)
-            self._mark = note_running(self, 0)
-            return self.program.init()
-        self.resume_from(found)
-        now = {"config": to_yaml(self.config, hide_secrets=True), "described": self._described}
-        changed = resume_check.check(
-            found.record, now, found.step, self.program.schedule, self.directory, self._allow_change
-        )
-        self.first_step = found.step + 1
-        fetched = bucket.bring_records(self.config, self.directory) if self.cluster.is_main else []
-        self._open_records(found.step)
-        restore.quarantine_checkpoints(self, self.checkpoints, found.wrong, [*fetched, *found.lines], found.step)
-        self.events.write("restored", step=found.step, **where)
+        self.hooks_at_start = self.hook_runner.state()
+        self.reporter.open(self, step, self._stack)
+        restore.quarantine_checkpoints(self, self.checkpoints, wrong, lines, step)
+        where = {"roles": ROLES, "mesh": describe_mesh(self.program.sizes), "form": self.program.form}
+        self.events.write("started" if found is None else "restored", step=step, **where)
         if changed and self.cluster.is_main:
-            self.message(f"since step {found.step} was saved, these have changed:\n{resume_check.table(changed)}")
-            self.events.write("settings_changed", step=found.step, changes=[change._asdict() for change in changed])
-        self._mark = note_running(self, found.step)
-        restore.note_randomness(self, found.record, found.step)
+            self.message(f"since step {step} was saved, these have changed:\n{resume_check.table(changed)}")
+            self.events.write("settings_changed", step=step, changes=[change._asdict() for change in changed])
+        self._mark = note_running(self, step)
+        if found is None:
+            return self.program.init()
+        restore.note_randomness(self, found.record, step)
         ended = found.record.get("finished")
         if ended is not None and ended["steps"] == self.config.steps:
             self.finished = ended["why"]
@@ -227,13 +224,8 @@ class Run:
         if self.checkpoints is not None:
             self.checkpoints.saved_step = found.step if found.is_saved else 0
 
-    def _open_records(self, step: int) -> None:
-        self.hooks_at_start = self.hook_runner.state()
-        self.reporter.open(self, step, self._stack)
-
     def return_to(self, found: restore.Restored | None) -> None:
-        """Moves the run back to an earlier checkpoint, or to its beginning; drops the metrics and actions of the steps
-        that are undone, also of steps in flight."""
+        """Moves the run back to an earlier checkpoint, or to its beginning, and drops what undone steps left."""
         self.hook_runner.went_back()
         self.driver.rolled_back()
         self.in_flight.clear()
@@ -246,22 +238,15 @@ class Run:
         if self.checkpoints is not None:
             self.checkpoints.saved_step = 0
 
-    # ---- what hooks use ----------------------------------------------------------------------------------------------
-
     def is_log_step(self, step: int) -> bool:
         """Returns whether the metrics of `step` are written: the first, each `log.every_steps`, the last."""
         return step == 1 or step % self.config.log.every_steps == 0 or step == self.config.steps
 
     def numbers(self, step: int, values: DeviceMetrics) -> Metrics:
-        """Returns the metrics of `step` on the host: floats, and of `sk.bincount` arrays. Waits for the device, once
-        for each step."""
+        """Returns the metrics of `step` on the host: floats and arrays. Waits for the device, once for each step."""
         if self._numbers is None or self._numbers[0] != step:
-            found = self.program.metrics(values)
-            if len(found) > 1:  # start all copies before waiting for the first
-                for x in found.values():
-                    x.copy_to_host_async()
-            read = {name: np.asarray(x) for name, x in found.items()}
-            self._numbers = (step, {name: x if x.ndim else float(x) for name, x in read.items()})
+            found = jax.device_get(self.program.metrics(values))
+            self._numbers = (step, {name: x if x.ndim else float(x) for name, x in found.items()})
             self.in_flight.clear()
         return self._numbers[1]
 
@@ -314,8 +299,6 @@ class Run:
             **ended,
         }
 
-    # ---- progress of the run: the methods that change its attributes -------------------------------------------------
-
     def mark_finished(self, why: str) -> None:
         """Notes that a hook ended the run before its last step. The next checkpoint records it."""
         self.finished = why
@@ -326,19 +309,16 @@ class Run:
         self.write({"step": step, "split": "eval", **values})
 
     def record_metrics(self, step: int, numbers: Metrics, speed: Mapping[str, float]) -> None:
-        """Stores the metrics of a log step and writes them. The first step of a process warms up: its speed is left
-        out."""
+        """Stores the metrics of a log step and writes them, without the speed of the first step of a process."""
         self.write({"step": step, **numbers, **(speed if step > self.first_step else {})})
         self.last_logged = {"step": step, **numbers}
 
     def record_snapshot(self, step: int, extra_record: dict[str, Any]) -> None:
-        """Moves the run to `step`, which a trainer has taken from its servers; the record of the next checkpoint gets
-        the extra entries."""
+        """Moves the run to `step`, taken from servers; the next checkpoint's record gets the extra entries."""
         self.step, self._extra_record = step, extra_record
 
     def is_new_rollback(self, from_step: int, skipped: Any) -> bool:
-        """Returns whether the run has not gone back from `from_step` to its step with the same skipped batches
-        before."""
+        """Returns whether the run went back from `from_step` with these skipped batches for the first time."""
         rollback = (from_step, self.step, skipped)
         is_new = rollback not in self._rollbacks
         self._rollbacks.add(rollback)
@@ -350,8 +330,6 @@ class Run:
         if self.batches is not None:
             self.batches.interrupt()
 
-    # ---- every step, and the end -------------------------------------------------------------------------------------
-
     def dispatched(self, step: int, values: DeviceMetrics, wait_s: float) -> None:
         """Notes a dispatched step. Waits for the device only if too many steps are in flight."""
         self.step = step
@@ -362,8 +340,7 @@ class Run:
             jax.block_until_ready(self.in_flight.popleft())
 
     def finish(self, save_again: Callable[[], None]) -> None:
-        """Waits until the last save is committed. Raises CheckpointWriteError if it failed `checkpoint.max_failures`
-        times."""
+        """Waits until the last save is committed. Raises CheckpointWriteError after too many failures."""
         if self.saves is not None:
             self.saves.finish(save_again)
             # A launcher ends process 0 if another process exits before it has committed.

@@ -109,7 +109,7 @@ def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[Trai
         with callbacks_that_raise(partial(leave_stuck_callback, run)):
             while stop is None and (item := next(batches, None)) is not None:
                 step, batch, wait_s = item
-                hooks.before_step(run, step, state)
+                hooks.call("before_step", run, step, state)
                 state, metrics = program.step(state, batch)
                 run.dispatched(step, metrics, wait_s)
                 hooks.after_step(run, step, state, metrics)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from spmdkit.checkpoint import RunLock
+from spmdkit.checkpoint import run_lock
 from tests.support.command_line import Case
 from tests.support.messages import Says
 
@@ -110,7 +110,7 @@ def test_a_folder_in_the_place_of_the_metrics(folder):
 
 def test_a_directory_that_is_in_use(folder):
     folder.write()
-    with RunLock(folder.path / "run"):
+    with run_lock(folder.path / "run"):
         repair = ("Wait for that run", "set run_dir")
         folder.fails(78, Says("run directory", f"process {os.getpid()}", "at a time may write to it", repair))
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmdkit.checkpoint import Checkpoints, RunLock, ignored_entries, location, object_store, save_errors
+from spmdkit.checkpoint import Checkpoints, ignored_entries, location, object_store, run_lock, save_errors
 from spmdkit.cluster import Cluster
 from spmdkit.cluster.store import open_store
 from spmdkit.config.retention import Retention
@@ -69,9 +69,9 @@ def save_with_small_files(directory: str) -> None:
 
 
 def hold_lock(run_dir: str) -> None:
-    RunLock(run_dir).acquire()
-    print("held", flush=True)
-    signal.pause()
+    with run_lock(run_dir):
+        print("held", flush=True)
+        signal.pause()
 
 
 def process(directory: str, address: str, process_id: str, num_processes: str, commands: str) -> None:

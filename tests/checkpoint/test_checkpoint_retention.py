@@ -1,5 +1,7 @@
 """Which steps a directory holds, and which of them stay."""
 
+import time
+
 import jax.numpy as jnp
 import pytest
 
@@ -113,8 +115,9 @@ def test_committed_steps_are_reported_once(directory):
     assert checkpoints.close() == []
 
 
-def test_ls_and_inspect_return_plain_data(directory):
-    checkpoints = Checkpoints(directory, clock=lambda: 1234.5)
+def test_ls_and_inspect_return_plain_data(directory, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 1234.5)
+    checkpoints = Checkpoints(directory)
     checkpoints.save(1, STATE, {"seed": 3}, {"loss": 0.25, "bad": float("inf")})
     checkpoints.save(2, STATE, {"seed": 3})
     checkpoints.close()

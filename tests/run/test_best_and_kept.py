@@ -126,5 +126,5 @@ def test_rm_never_removes_the_last_valid_step(saved):
 
 
 def test_rm_does_not_touch_a_run_that_trains(saved):
-    with checkpoint.RunLock(saved), pytest.raises(ConfigError, match="in use by"):
+    with checkpoint.run_lock(saved), pytest.raises(ConfigError, match="in use by"):
         cli_checkpoint.checkpoint_rm(saved, [20])

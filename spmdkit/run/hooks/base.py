@@ -13,8 +13,8 @@ user-defined hook is `Task(hooks=[...])` or named in the config's `hooks`.
 
         return sk.Hook("patience", after_eval=after_eval, state=lambda: dict(seen), restore=seen.update)
 
-A hook returns the action that it requests, and never acts itself. All processes agree on the actions at the same step.
-Of several actions that change the course of training the strongest wins: `Stop`, then `Rollback`, then `ReplaceState`.
+A hook returns the action that it requests, and never acts itself. All processes act at the same step. Of several
+actions that change the course of training the strongest wins: `Stop`, then `Rollback`, then `ReplaceState`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from spmdkit.config import Config
     from spmdkit.metrics import EventLog
     from spmdkit.program.program import Program
-    from spmdkit.run.run import Run
     from spmdkit.step.state import TrainState
 
 DeviceMetrics: TypeAlias = Mapping[str, jax.Array]
@@ -85,14 +84,18 @@ class RunView(Protocol):
     def newest(self) -> str:
         """Returns a sentence about the newest checkpoint."""
 
+    @property
+    def last_logged(self) -> Metrics:
+        """The metrics of the last log step, and `step`."""
+
 
 @dataclass(frozen=True)
 class Save:
     """Save the state.
 
     Attributes:
-        known: every process requests this at this step by itself, because the step number decides it. It is done now,
-            without an agreement. Otherwise it is done at a step that all processes agree on, possibly some steps later.
+        known: every process requests this at this step by itself: it is done now, without an agreement. Otherwise it is
+            done at a step that all processes agree on, possibly some steps later.
     """
 
     known: bool = False
@@ -182,10 +185,6 @@ class Hook:
         state: returns the state of the hook for the checkpoint, as JSON values.
         restore: receives that state, before `begin` and after a rollback; of any type, hence `Never`.
 
-    An action may depend on values that only this process has (a clock, a signal, a metric): all processes agree on it
-    and do it at the same step. `known` declares that it follows from values that all processes have: the step number,
-    the metrics of an evaluation.
-
     Raises:
         ConfigError: one of `state` and `restore` without the other, another `on`, an `every` below 1.
     """
@@ -195,12 +194,12 @@ class Hook:
     every: int | None = None
     on: Literal["all", "main"] = "all"
     in_step: Callable[[TrainState, TrainState, DeviceMetrics], tuple[TrainState, DeviceMetrics]] | None = None
-    begin: Callable[[Run, int, TrainState], Action | None] | None = None
-    before_step: Callable[[Run, int, TrainState], Action | None] | None = None
-    after_step: Callable[[Run, int, TrainState, DeviceMetrics], Action | None] | None = None
-    after_eval: Callable[[Run, int, Metrics], Action | None] | None = None
-    after_save: Callable[[Run, int], Action | None] | None = None
-    end: Callable[[Run, int, TrainState], Action | None] | None = None
+    begin: Callable[[RunView, int, TrainState], Action | None] | None = None
+    before_step: Callable[[RunView, int, TrainState], Action | None] | None = None
+    after_step: Callable[[RunView, int, TrainState, DeviceMetrics], Action | None] | None = None
+    after_eval: Callable[[RunView, int, Metrics], Action | None] | None = None
+    after_save: Callable[[RunView, int], Action | None] | None = None
+    end: Callable[[RunView, int, TrainState], Action | None] | None = None
     state: Callable[[], object] | None = None
     restore: Callable[[Never], object] | None = None
 
@@ -236,12 +235,8 @@ def decide(actions: Iterable[Action]) -> Decision:
     stops = sorted((a for a in requested if isinstance(a, Stop)), key=lambda a: (a.saves, -a.code, a.why))
     back = [a for a in requested if isinstance(a, Rollback)]
     furthest = sorted(back, key=lambda a: (a.to_step is None, a.to_step or 0, -a.skip_batches, a.batches))
-    strongest: list[Stop | Rollback | ReplaceState] = [
-        *stops,
-        *furthest,
-        *(a for a in requested if isinstance(a, ReplaceState)),
-    ]
-    turn = strongest[0] if strongest else None
+    replaced = (a for a in requested if isinstance(a, ReplaceState))
+    turn: Stop | Rollback | ReplaceState | None = next(iter([*stops, *furthest, *replaced]), None)
     if isinstance(turn, Rollback) or (isinstance(turn, Stop) and not turn.saves):
         return Decision(turn=turn)
     save = any(isinstance(a, Save) for a in requested) or isinstance(turn, Stop)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spmdkit.foundation.constants import DRILL_FILE
-from spmdkit.run.hooks.base import Hook
-
-if TYPE_CHECKING:
-    from spmdkit.run.run import Run
+from spmdkit.run.hooks.base import Hook, RunView
 
 AFTER_WATCHDOG = 2000
 """The fault's own phase then stays the current one."""
@@ -24,7 +21,7 @@ def make(config: Any) -> Hook | None:
 
     injector = FaultInjector(path)
 
-    def begin(run: Run, step: int, state: Any) -> None:
+    def begin(run: RunView, step: int, state: Any) -> None:
         run.program.step = injector.wrap_step(run.program.step)  # type: ignore[method-assign,assignment]
 
     return Hook(

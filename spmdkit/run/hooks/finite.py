@@ -1,19 +1,15 @@
 """The policies of `on_nonfinite` for loss, gradient, metrics and evaluations that are not finite.
 
-The step checks its loss, metrics and gradient, and stores a code on the devices (`spmdkit.step.finite_check`); a
-skipped step has changed nothing. The host reads the codes at log steps and before a save. It then ends the run, or
-rolls back to a checkpoint and skips the batch permanently, or reports the skipped step.
-
-A separate small program checks every leaf of the state from time to time: a moving average can overflow without a
-gradient that is not finite.
-"""
+The step stores a code on the devices (`spmdkit.step.finite_check`); a skipped step has changed nothing. The host reads
+the codes at log steps and before a save. It ends the run, or rolls back and skips the batch permanently, or reports the
+skipped step. A small program checks every leaf of the state from time to time: a moving average can overflow."""
 
 from __future__ import annotations
 
 import functools
 import operator
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdkit.errors import NonFiniteError
 from spmdkit.run import bad_batch
-from spmdkit.run.hooks.base import Action, Hook, Rollback, Stop
+from spmdkit.run.hooks.base import Action, Hook, Rollback, RunView, Stop
 from spmdkit.step import finite_check
-
-if TYPE_CHECKING:
-    from spmdkit.run.run import Run
 
 LOOK_EVERY = 100
 """The least number of steps between two checks of the state. One takes about half a millisecond of the host, 5 % of ten
@@ -48,7 +41,7 @@ def make(config: Any) -> Hook:
     looked = [0]  # the step after which the state was checked last
     saves_every = config.checkpoint.every_steps if config.checkpoint is not None else None
 
-    def after_step(run: Run, step: int, state: Any, metrics: Any) -> Action | None:
+    def after_step(run: RunView, step: int, state: Any, metrics: Any) -> Action | None:
         if codes and step <= codes[-1][0]:
             codes.clear()  # the run went back
         if run.program.code is not None:
@@ -74,7 +67,7 @@ def make(config: Any) -> Hook:
         looked[0] = step
         return None if _look(run.program.mesh)(state) else policy.to_state(run, step, state)
 
-    def after_eval(run: Run, step: int, values: Mapping[str, Any]) -> Action | None:
+    def after_eval(run: RunView, step: int, values: Mapping[str, Any]) -> Action | None:
         if not (bad := not_finite(values)):
             return None
         what = f"the evaluation of step {step}: {format_metrics(bad)}"
@@ -133,7 +126,7 @@ class FiniteResults:
         self._directory = config.resolved_run_dir() / "nonfinite"
         self._skipped, self._in_a_row, self._rollbacks = 0, 0, 0
 
-    def to_step(self, run: Run, step: int, bits: int, values: Mapping[str, float]) -> Action | None:
+    def to_step(self, run: RunView, step: int, bits: int, values: Mapping[str, float]) -> Action | None:
         """Returns the action for a step with the code `bits`. `values`: its metrics that are not finite, if they are
         known."""
         names = [name for name, bit in finite_check.KINDS.items() if bits & bit]
@@ -162,7 +155,7 @@ class FiniteResults:
             return None
         return self._stop(run, f"{self._in_a_row} steps in a row were left out: {what}", self._known(run, bits, "skip"))
 
-    def to_state(self, run: Run, step: int, state: Any) -> Action | None:
+    def to_state(self, run: RunView, step: int, state: Any) -> Action | None:
         """Returns the action for a state that is not finite."""
         what = f"the state is not finite at step {step}: '{run.program.non_finite_leaf(state)}'"
         if self._options.gradient != "continue":
@@ -170,7 +163,7 @@ class FiniteResults:
         run.message(what)
         return None
 
-    def report(self, run: Run, step: int, metrics: Any) -> None:
+    def report(self, run: RunView, step: int, metrics: Any) -> None:
         """Reports the metrics of a log step that are not finite, if the step does not check them."""
         bad = not_finite(run.numbers(step, metrics)) if self._reports else {}
         bad = {
@@ -179,7 +172,7 @@ class FiniteResults:
         if bad:
             run.message(f"step {step}: {format_metrics(bad)}")
 
-    def _known(self, run: Run, bits: int, policy: str) -> bool:
+    def _known(self, run: RunView, bits: int, policy: str) -> bool:
         """Returns whether every process has the same values: not true of a sharded gradient, nor of the loss of one
         group."""
         if run.program.groups is not None:
@@ -188,7 +181,7 @@ class FiniteResults:
         code = run.program.code
         return (code is not None and code.ndim == 0) or any(self._policies[name] == policy for name in same)
 
-    def _stop(self, run: Run, what: str, known: bool) -> Stop:
+    def _stop(self, run: RunView, what: str, known: bool) -> Stop:
         before = run.last_logged
         run.events.write("nonfinite", step=run.step, why=what)
         return Stop(
@@ -200,7 +193,7 @@ class FiniteResults:
             known=known,
         )
 
-    def _dump(self, run: Run, step: int) -> None:
+    def _dump(self, run: RunView, step: int) -> None:
         if not self._options.save_batch or not run.cluster.is_main:
             return
         try:

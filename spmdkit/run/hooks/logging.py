@@ -23,4 +23,4 @@ def make(config: Any) -> Hook:
         speed = run.reporter.throughput.snapshot(step)
         run.record_metrics(step, numbers, speed)
 
-    return Hook("logging", order=40, after_step=after_step)
+    return Hook("logging", order=40, after_step=after_step)  # type: ignore[arg-type]  # it gets a Run

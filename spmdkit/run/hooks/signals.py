@@ -19,4 +19,4 @@ def make(config: Any) -> Hook:
         is_requested = run.signals is not None and run.signals.requested is not None
         return Stop(Preempted.exit_code) if is_requested else None
 
-    return Hook("signals", order=45, after_step=after_step)
+    return Hook("signals", order=45, after_step=after_step)  # type: ignore[arg-type]  # it gets a Run

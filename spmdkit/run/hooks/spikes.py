@@ -1,29 +1,23 @@
-"""Sets the limit above which a loss is a spike: the median of the losses before it and `on_spike.z_score` robust
-deviations; finite.py does the rest.
+"""Sets the limit above which a loss is a spike; finite.py applies it. The limit is the median of the previous losses
+plus `on_spike.z_score` robust deviations:
 
-    deviation = 1.4826 x the median distance from the median, and at least FLOOR of the median: a loss that stands still
-    is no noise at all
+    deviation = 1.4826 x the median distance from the median, and at least FLOOR of the median
 
-Both medians do not move with a few spikes, which do not count for later limits either. The limit is set at log steps,
-from the losses of all steps until then, the same on every process; it travels in the checkpoint, so that a restart
-changes no bit.
-"""
+Spikes do not count for later limits. The limit is set at log steps, the same on every process, and is part of the
+checkpoint, so a restart changes no bit."""
 
 from __future__ import annotations
 
 import collections
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
 from spmdkit.program.feeds import placed_limit
-from spmdkit.run.hooks.base import Hook
-
-if TYPE_CHECKING:
-    from spmdkit.run.run import Run
+from spmdkit.run.hooks.base import Hook, RunView
 
 FLOOR = 0.01
 
@@ -38,7 +32,7 @@ def make(config: Any) -> Hook | None:
     waiting: list[tuple[int, Any]] = []  # steps and their losses, on the devices
     stale = [True]  # after a rollback
 
-    def read(run: Run | None = None) -> None:
+    def read(run: RunView | None = None) -> None:
         steps, losses = [step for step, _ in waiting], jax.device_get([loss for _, loss in waiting])
         waiting.clear()
         for step, loss in zip(steps, map(float, losses), strict=True):
@@ -48,16 +42,16 @@ def make(config: Any) -> Hook | None:
             elif math.isfinite(loss):
                 window.append(loss)
 
-    def put(run: Run) -> None:
+    def put(run: RunView) -> None:
         run.program.limit = placed_limit(run.program.mesh, limit[0])
         stale[0] = False
 
-    def before_step(run: Run, step: int, state: Any) -> None:
+    def before_step(run: RunView, step: int, state: Any) -> None:
         if stale[0]:
             waiting.clear()
             put(run)
 
-    def after_step(run: Run, step: int, state: Any, metrics: Any) -> None:
+    def after_step(run: RunView, step: int, state: Any, metrics: Any) -> None:
         if "loss" in metrics:
             waiting.append((step, metrics["loss"]))
         if run.is_log_step(step):

@@ -60,8 +60,7 @@ def described(config: Config, task: Task) -> dict[str, Any]:
 
 
 def _data(given: Any, name: str, retries: int) -> dict[str, Any]:
-    """Returns a fingerprint of the data, as JSON. Rows that are read one by one are hashed separately, because reading
-    one of them may fail."""
+    """Returns a fingerprint of the data. Rows that are read one by one, which may fail, are hashed separately."""
     if isinstance(given, PerProcess) and given.lengths:  # identical on all processes, which have different rows
         example = structure(open_source(given, name))
         return {"examples": sum(given.lengths), "example": example, "rows": {"each process": str(given.lengths)}}

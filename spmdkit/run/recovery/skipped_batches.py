@@ -65,8 +65,16 @@ def take(program: Program, on_disk: Ranges, step: int, record: Mapping[str, Any]
         ConfigError: the config names a batch that the run has trained on.
     """
     saved = saved_in(record)
-    check(program.schedule, step, saved, data.merge_ranges(program.config.data.left_out()))
-    program.skip_batches(ahead(program.schedule, step, saved, on_disk))
+    last = as_saved(program.schedule, record).number(step)
+    skipped = {n for a, b in saved for n in range(a, min(b, last) + 1)}
+    requested = data.merge_ranges(program.config.data.left_out())
+    late = next((n for a, b in requested for n in range(a, min(b, last) + 1) if n not in skipped), None)
+    if late is not None:
+        raise ConfigError(
+            f"data.skip_batches names batch {late}, and step {step} of this run was saved after training on it. Only "
+            f"later batches can be skipped. Name batches from {last + 1} on, or set run_dir to a new folder."
+        )
+    program.skip_batches(data.merge_ranges([*saved, *((max(a, last + 1), b) for a, b in on_disk if b > last)]))
 
 
 def add(program: Program, step: int, before: Ranges, count: int, numbers: Sequence[int]) -> list[int]:
@@ -90,29 +98,6 @@ def as_saved(schedule: data.Schedule, record: Mapping[str, Any]) -> data.Schedul
 def saved_in(record: Mapping[str, Any]) -> Ranges:
     """Returns the batches that the record of a checkpoint lists as skipped."""
     return data.merge_ranges((int(first), int(last)) for first, last in record.get("skipped_batches", []))
-
-
-def ahead(schedule: data.Schedule, step: int, saved: Ranges, requested: Ranges) -> Ranges:
-    """Returns the batches to skip after `step`: those skipped when it was saved, and the requested ones that are still
-    to come."""
-    last = dataclasses.replace(schedule, skipped=saved).number(step)
-    return data.merge_ranges([*saved, *((max(a, last + 1), b) for a, b in requested if b > last)])
-
-
-def check(schedule: data.Schedule, step: int, saved: Ranges, requested: Ranges) -> None:
-    """Rejects a config with batches in `data.skip_batches` that the run has trained on.
-
-    Raises:
-        ConfigError: with the first such batch.
-    """
-    last = dataclasses.replace(schedule, skipped=saved).number(step)
-    left_out = {n for a, b in saved for n in range(a, min(b, last) + 1)}
-    late = next((n for a, b in requested for n in range(a, min(b, last) + 1) if n not in left_out), None)
-    if late is not None:
-        raise ConfigError(
-            f"data.skip_batches names batch {late}, and step {step} of this run was saved after training on it. Only "
-            f"later batches can be skipped. Name batches from {last + 1} on, or set run_dir to a new folder."
-        )
 
 
 def left_out_rows(config: Config, cluster: Cluster, program: Program) -> list[list[int]]:

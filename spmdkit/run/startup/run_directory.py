@@ -9,7 +9,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from spmdkit.checkpoint import RunLock
+from spmdkit.checkpoint import run_lock
 from spmdkit.checkpoint.ownership import Fence, claim, wait_for_claim
 from spmdkit.cluster import Cluster
 from spmdkit.errors import ConfigError
@@ -39,7 +39,7 @@ def take_directory(cluster: Cluster, directory: Path, stack: ExitStack, shared: 
 
     def lock() -> dict[str, str]:
         if cluster.is_main:
-            stack.enter_context(RunLock(directory))
+            stack.enter_context(run_lock(directory))
             claimed.append(claim(directory))
             files.remove_unfinished(directory, others=WRITTEN_BY_OTHERS)
         return {}
@@ -72,7 +72,7 @@ def _take_own(directory: Path, attempt: str, stack: ExitStack) -> None:
     deadline = Deadline(RUN_DIRECTORY_VISIBLE_S)
     while not wait_for_claim(directory, attempt, 0):
         try:
-            stack.enter_context(RunLock(directory))
+            stack.enter_context(run_lock(directory))
         except ConfigError:  # held by process 0, whose claim is not visible yet, or by another run
             if deadline.expired:
                 raise

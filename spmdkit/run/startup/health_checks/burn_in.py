@@ -1,11 +1,8 @@
-"""The same products on every device for a while: a device that computes different bits than its equals is wrong, one
-that takes longer is slow.
+"""The same products on every device for a while: a device with different bits is wrong, a slower one is slow.
 
-A chip that silently computes wrong numbers does so on some operands, at some temperatures, now and then (Hochschild et
-al., "Cores that don't count", 2021; Dixit et al., "Silent data corruptions at scale", 2021). So each device repeats
-chains of products with the same operands in one program, and every result is checked, not only the last. Nothing
-crosses devices: 32 bits for each chain go to the host.
-"""
+A chip that computes wrong numbers does so on some operands, now and then (Hochschild et al., "Cores that don't count",
+2021). So each device repeats chains of products with the same operands, and every result is checked: 32 bits for each
+chain go to the host."""
 
 from __future__ import annotations
 
