@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,22 +19,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spmdkit.checkpoint import location, save_errors, state_dict
+from spmdkit.checkpoint import location, state_dict
 from spmdkit.checkpoint import record as records
 from spmdkit.checkpoint import restore as checkpoint_restore
 from spmdkit.checkpoint.location import Location
 from spmdkit.checkpoint.object_store import Remote
-from spmdkit.checkpoint.retention import RetentionRules, delete_old, delete_step, remove_unfinished
+from spmdkit.checkpoint.retention import RetentionRules, delete_old, delete_step, remove_uncommitted, remove_unfinished
 from spmdkit.checkpoint.save_barrier import Exchange, SaveBarrier, SaveResult
 from spmdkit.checkpoint.staging import staging_of
 from spmdkit.errors import CheckpointWriteError, ConfigError, Unreachable
 from spmdkit.foundation import files, phase
+from spmdkit.foundation.formatting import format_bytes
 from spmdkit.foundation.timeouts import SAVE_POLL_S
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
 REMOVE_TRIES = 40
+FREE_MARGIN_BYTES = 2**20
+"""Space for metadata in addition to the arrays."""
 
 
 class Checkpoints:
@@ -134,8 +138,9 @@ class Checkpoints:
         self.owed = step
         self._structure, arrays = state_dict.structure_of(state, self._structure)
         form = self._structure
-        refusal = save_errors.refusal_reason(self.directory, self._write_directory, step, form.num_bytes)
-        self._barrier.begin(refusal if self._is_main else "")
+        self._barrier.begin(
+            refusal_reason(self.directory, self._write_directory, step, form.num_bytes) if self._is_main else ""
+        )
         # Leaves without elements are in the record only: orbax does not save them.
         flat = {path: array for path, array in zip(form.table, arrays, strict=True) if array.size}
         self._draft = records.Record(
@@ -155,7 +160,7 @@ class Checkpoints:
             orbax_backend.start_save(self._orbax(), self._write_directory / str(step), state_dict.nest(flat))
         except Exception as error:
             self._abort(step, error)
-            failed = save_errors.save_failed(self.directory, step, error)
+            failed = save_failed(self.directory, step, error)
             failed.__cause__ = error
             if self._num_processes == 1:
                 raise failed from error
@@ -214,7 +219,7 @@ class Checkpoints:
                 self._staging.commit(step, self._is_ours)
         except Exception as error:
             self._abort(step, error)
-            raise save_errors.save_failed(self.directory, step, error) from error
+            raise save_failed(self.directory, step, error) from error
         self._committed.append(step)
         if self._is_main and self._retention is not None:
             delete_old(self.directory, step, self._retention)
@@ -371,3 +376,54 @@ class Checkpoints:
         if self._staging is not None and step in self.steps():  # otherwise reading its record raises
             return location.fetched(self.directory, step, self._staging.folder)
         return contextlib.nullcontext(self.directory)
+
+
+def refusal_reason(directory: Location, written: Location, step: int, num_bytes: int) -> str:
+    """Returns why a save is not started, or an empty string.
+
+    Args:
+        written: where orbax writes the step: `directory`, or a local folder on the way to it.
+        num_bytes: of all arrays together.
+    """
+    folder = directory / str(step)
+    try:
+        # Of a save that failed, what its threads still wrote when it was removed.
+        taken = location.exists(folder) and not (isinstance(folder, Remote) and remove_uncommitted(folder))
+    except Unreachable as error:
+        return f"saving step {step}: {error}"
+    if taken:
+        there = step in records.committed_steps(directory)
+        what = "is already saved" if there else f"has no {records.RECORD_FILE}, so it is not ours"
+        return (
+            f"saving step {step} to {folder}: the folder exists and {what}. A committed step is never overwritten. "
+            f"Delete or rename {folder}."
+        )
+    if isinstance(written, Remote):
+        return ""
+    try:
+        disk = os.statvfs(written)
+    except OSError as error:
+        return (
+            f"saving step {step} to {folder}: {written} cannot be used ({records.first_line(error)}). "
+            "It must stay in place while the run lives. Bring it back and start again."
+        )
+    free, needed = disk.f_bavail * disk.f_frsize, num_bytes + FREE_MARGIN_BYTES
+    if free >= needed:
+        return ""
+    return (
+        f"saving step {step} to {folder} needs about {format_bytes(needed)}, {format_bytes(free)} are free. A save "
+        "that would fill the disk is not started; earlier checkpoints are intact. Free some space, lower "
+        "checkpoint.keep, or set run_dir on another disk."
+    )
+
+
+def save_failed(directory: Location, step: int, error: BaseException) -> CheckpointWriteError:
+    """Returns the error of a save that was started and failed."""
+    have = "those before"
+    with contextlib.suppress(Unreachable):
+        have = ", ".join(map(str, records.committed_steps(directory))) or "none yet"
+    return CheckpointWriteError(
+        f"saving step {step} to {directory / str(step)} failed ({records.first_line(error)}). "
+        f"A checkpoint counts only when it is committed; intact are {have}. "
+        "Fix the cause and start the same command again."
+    )

@@ -117,7 +117,8 @@ class Staging:
         for process, digest in enumerate(digests, 1):
             part = {name: size for name, size in found.items() if _is_part(name, process)}
             for name, size in part.items():
-                if _is_index(name) or size <= records.SMALL_FILE_BYTES:
+                is_index = name.endswith("/manifest.ocdbt") or records.INDEX_FOLDER in name.split("/")
+                if is_index or size <= records.SMALL_FILE_BYTES:
                     (there / name).download(folder / name)
             if _part_digest(folder, part) != digest:
                 raise CheckpointWriteError(
@@ -148,11 +149,6 @@ def _is_part(name: str, process: int) -> bool:
     """Returns whether a file of a step, by its path in it, is written by this process alone. Others are the same of
     every process, or of all together."""
     return not {f"ocdbt.process_{process}", f"process_{process}"}.isdisjoint(name.split("/"))
-
-
-def _is_index(name: str) -> bool:
-    """Returns whether a file of a part is an index."""
-    return name.endswith("/manifest.ocdbt") or records.INDEX_FOLDER in name.split("/")
 
 
 def _part_digest(folder: Path, sizes: Mapping[str, int]) -> str:

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmdkit.checkpoint import Checkpoints, ignored_entries, location, object_store, run_lock, save_errors
+from spmdkit.checkpoint import Checkpoints, ignored_entries, location, object_store, run_lock
+from spmdkit.checkpoint import checkpoints as save_module
 from spmdkit.cluster import Cluster
 from spmdkit.cluster.store import open_store
 from spmdkit.config.retention import Retention
@@ -167,14 +168,14 @@ def run_restore(checkpoints: Checkpoints, process_id: int) -> None:
 
 def run_full_disk(checkpoints: Checkpoints, process_id: int) -> None:
     """Process 0 alone finds the disk full; every process reports it immediately."""
-    right = save_errors.refusal_reason
+    right = save_module.refusal_reason
     if process_id == 0:
-        save_errors.refusal_reason = lambda *_: "no room"
+        save_module.refusal_reason = lambda *_: "no room"
     try:
         checkpoints.save(1, global_state(1), {})
     except SpmdkitError as error:
         print(type(error).__name__, error, flush=True)
-    save_errors.refusal_reason = right
+    save_module.refusal_reason = right
 
 
 def run_lose_one(checkpoints: Checkpoints, process_id: int) -> None:

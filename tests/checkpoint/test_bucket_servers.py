@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from tests.support.buckets import BUCKET, free_port, server
 from tests.support.environment import environment_of_a_user
@@ -177,9 +176,8 @@ def test_killed_run_resumes_from_bucket_on_empty_disk(store, url, undisturbed, t
     assert steps_of(second) == list(range(1, 61)) and losses(second) == losses(undisturbed[0])
     again, _ = done(spmdkit(store, second, "train", "run.yaml"))
     assert "already finished" in again
-    commands_agree(store, second, url, undisturbed[1])
-    exported = [load_file(second / f"{name}.safetensors")["w"].tobytes() for name in "ab"]
-    assert exported[0] == exported[1]
+    output, _ = done(spmdkit(store, second, "checkpoint", "ls", url, "--json"))
+    assert [(row["step"], row["complete"]) for row in json.loads(output)["checkpoints"]] == [(55, True), (60, True)]
 
 
 def wait_for_step(folder, step, run):
@@ -188,42 +186,6 @@ def wait_for_step(folder, step, run):
         assert run.poll() is None, run.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-SEVERAL = """
-import json, sys
-from spmdkit.cli import main
-for words in json.loads(sys.argv[1]):
-    print("\\0", end="", flush=True)
-    main(words)
-"""
-"""Several commands in one process, which costs one start; the last may fail."""
-
-
-def commands_agree(store, folder, url, undisturbed):
-    """`eval` and `checkpoint export|ls|inspect|verify|rm`, by the URL and by the run's directory."""
-    commands = [
-        ["eval", "run.yaml", "--json"],
-        ["checkpoint", "export", url, "a.safetensors"],
-        ["checkpoint", "export", undisturbed, "b.safetensors"],
-        ["checkpoint", "ls", url, "--json"],
-        ["checkpoint", "ls", "run", "--json"],
-        ["checkpoint", "inspect", url, "--json"],
-        ["checkpoint", "verify", url],
-        ["checkpoint", "rm", url, "55"],
-        ["checkpoint", "rm", url, "60"],
-    ]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    words = [sys.executable, "-c", SEVERAL, json.dumps(commands)]
-    output, errors = done(subprocess.Popen(words, cwd=folder, env=env_of(store, TMPDIR=str(folder)), **options), 79)
-    said = output.split("\0")[1:]
-    assert len(said) == len(commands) and "last valid checkpoint" in errors, errors
-    assert json.loads(said[0])["step"] == 60
-    for text in said[3:5]:
-        found = json.loads(text)
-        assert [(row["step"], row["complete"]) for row in found["checkpoints"]] == [(55, True), (60, True)]
-        assert found["ignored"] == []
-    assert json.loads(said[5])["step"] == 60 and "good" in said[6]
 
 
 EVERY_TENTH = "checkpoint.every_steps=10"

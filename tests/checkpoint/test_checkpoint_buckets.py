@@ -177,16 +177,6 @@ def test_run_without_its_lease_commits_nothing(client, tmp_path):
     lease.release()
 
 
-def test_lease_lost_during_upload_writes_no_marker(client, tmp_path):
-    answers = iter([True, False, False])
-    checkpoints = opened(tmp_path, is_owner=lambda: next(answers))
-    checkpoints.save(1, state_of(1), {"step": 1})
-    with pytest.raises(Exception, match="belongs to another run now"):
-        checkpoints.wait()
-    assert checkpoints.steps() == [] and not any(name.endswith(f"1/{location.MARKER}") for name in client.objects)
-    checkpoints.close()
-
-
 @pytest.mark.parametrize("how", ["lives", "was killed", "was killed elsewhere", "gave it back"])
 def test_lease_is_refused_while_its_run_lives(client, monkeypatch, how):
     now = [0.0]

@@ -3,17 +3,14 @@ alarm."""
 
 import json
 import random
-import struct
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from orbax.checkpoint._src.serialization import tensorstore_utils as utils
 
-from spmdkit.checkpoint import Checkpoints, orbax_backend
+from spmdkit.checkpoint import Checkpoints
 from spmdkit.errors import CheckpointError
 from tests.support.checkpoint_states import assert_same, mesh_of
 
@@ -140,65 +137,6 @@ def test_each_chunk_on_disk_has_a_checksum(directory, layout, large):
     checkpoints.close()
     for name in state:
         assert codecs_of(directory, name) == [ZSTD] + [{"name": "crc32c"}] * (name not in large), name
-
-
-def flips_of_the_ends(directory, num):
-    """Returns the flips of one bit in the first and last `num` bytes of a chunk of 2^18 floats that change a value
-    without a word, and how many change none."""
-    state = large_state(mesh_of(1), ())
-    checkpoints = Checkpoints(directory)
-    checkpoints.save(1, {"kernel": state["kernel"]}, {})
-    checkpoints.close()
-    assert codecs_of(directory, "kernel") == [ZSTD]
-    wanted = np.asarray(state["kernel"]).tobytes()
-    file = max((path for path in directory.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    first, last = frame(file.read_bytes())
-    silent, harmless = [], 0
-    for byte in [*range(first, first + num), *range(last - num, last)]:
-        for bit in range(8):
-            flip(file, byte, bit)
-            try:
-                same = opened(directory, "kernel").read().result().tobytes() == wanted
-            except ValueError as error:
-                assert "Error reading" in str(error), error
-            else:
-                silent, harmless = silent + [(byte, bit)] * (not same), harmless + same
-            flip(file, byte, bit)
-    assert opened(directory, "kernel").read().result().tobytes() == wanted
-    return silent, harmless
-
-
-def frame(data):
-    """Returns where in a file the one zstd frame of a sharded chunk begins and ends: there its place stands in zarr3's
-    index, as two uint64."""
-    first = last = data.index(b"\x28\xb5\x2f\xfd")
-    while data[last : last + 16] != struct.pack("<QQ", 0, last - first):
-        last = data.index(bytes(8), last + 1)
-    return first, last
-
-
-@pytest.mark.parametrize("num", [8, pytest.param(64, marks=pytest.mark.slow)])
-def test_flips_at_chunk_ends_are_detected_or_harmless(directory, num):
-    silent, harmless = flips_of_the_ends(directory, num)
-    assert silent == []
-    assert 0 < harmless <= 16, "some ten bits of the head are not used"
-
-
-def test_crc32c_checkpoint_restores_and_detects_flips(directory, monkeypatch):
-    """As all were before zstd's own took their place."""
-
-    def as_before(build, *args, **kwargs):
-        metadata = build(*args, **kwargs)
-        metadata["codecs"][0]["configuration"]["codecs"][1:] = before
-        return metadata
-
-    before = [{"name": "zstd", "configuration": {"level": 1, "checksum": False}}, {"name": "crc32c"}]
-    orbax_backend.patch_orbax()
-    monkeypatch.setattr(utils, "_build_zarr3_metadata", partial(as_before, utils._build_zarr3_metadata))
-    monkeypatch.setattr(orbax_backend, "patch_orbax", lambda separate: None)
-    assert unnoticed_flips(directory, "both dims", 20) == []
-    state = large_state(mesh_of(2, 4), ("fsdp", "data"))
-    assert {name: codecs_of(directory, name) for name in state} == dict.fromkeys(state, before)
 
 
 def test_checkpoint_without_checksums_is_restored(directory):

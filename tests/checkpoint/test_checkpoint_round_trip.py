@@ -67,22 +67,6 @@ def test_equinox_module_is_restored_into_its_type(directory):
     assert_same(restored, state)
 
 
-def test_nnx_state_is_restored_into_its_type(directory):
-    nnx = pytest.importorskip("flax.nnx")
-
-    class Net(nnx.Module):
-        def __init__(self, rngs):
-            self.dense = nnx.Linear(3, 4, rngs=rngs)
-            self.norm = nnx.BatchNorm(4, rngs=rngs)
-            self.drop = nnx.Dropout(0.5, rngs=rngs)
-
-    _, params, rest = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
-    state = State(step=jnp.int32(1), params=params, opt_state=(), model_state=rest)
-    restored = round_trip(directory, state, jax.eval_shape(lambda: state))
-    assert type(restored.params) is type(params)
-    assert_same(restored, state)
-
-
 def test_odd_but_distinct_keys_are_saved(directory):
     state = {"": jnp.ones(1), "a b": jnp.ones(2), "ü/é": jnp.ones(3), 3: {"4": jnp.ones(4)}, "x.y": jnp.zeros(1)}
     state = {str(k): v for k, v in state.items()}

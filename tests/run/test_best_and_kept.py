@@ -73,11 +73,6 @@ def test_eval_best_without_a_rule_names_the_repair(tmp_path):
         evaluate(config, join(detect_cluster({}), config.devices), line_task(), best=True)
 
 
-def test_steps_that_keep_every_divides_stay_for_good(tmp_path):
-    train(tmp_path, checkpoint={"every_steps": 2, "keep": 2, "keep_every": 8})
-    assert [row["step"] for row in ls(tmp_path / "run/checkpoints")] == [8, 16, 18, 20]
-
-
 @pytest.fixture
 def saved(climbed, tmp_path):
     shutil.copytree(climbed / "run", tmp_path / "run")

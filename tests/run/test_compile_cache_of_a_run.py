@@ -76,6 +76,7 @@ log: {every_steps: 1, progress: plain}
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_restarted_processes_take_the_step_from_cache(tmp_path):
     (tmp_path / "task.py").write_text(TASK)

@@ -68,12 +68,6 @@ def test_stop_saves_and_finishes_the_run(tmp_path, capfd):
     assert int(train(tmp_path, hook, steps=8).state.step) == 8  # more was asked for
 
 
-def test_preemption_stop_continues_after_restart(tmp_path):
-    with pytest.raises(Preempted, match="stopped after step 5 by a friend; saved"):
-        train(tmp_path, sk.Hook("enough", after_step=at(5, sk.Stop(42, "a friend"))))
-    assert int(train(tmp_path).state.step) == 12
-
-
 def test_failure_stop_saves_nothing(tmp_path):
     with pytest.raises(NonFiniteError, match="it runs away"):
         train(tmp_path, sk.Hook("guard", after_step=at(5, sk.Stop(77, "it runs away"))), checkpoint={"every_steps": 3})
@@ -96,14 +90,6 @@ def test_hook_that_donates_the_state_is_refused(tmp_path):
     hook = sk.Hook("giver", after_step=lambda run, step, state, metrics: (give_away(state.params), None)[1])
     with pytest.raises(ConfigError, match=r"was donated to an earlier step \('.*w' is deleted\)"):
         train(tmp_path, hook)
-
-
-def test_donated_state_is_refused_after_a_run(tmp_path):
-    result = train(tmp_path, checkpoint=None)
-    batch = result.program.put(X[:16])
-    result.program.step(result.state, batch)
-    with pytest.raises(ConfigError, match="was donated to an earlier step"):
-        result.program.step(result.state, batch)
 
 
 def test_training_continues_with_the_replaced_state(tmp_path):
@@ -162,13 +148,6 @@ def test_rollback_skips_batches_across_a_restart(tmp_path):
     train(tmp_path, *hooks, checkpoint={"every_steps": 6, "keep": 9})
     assert seen == [1, 2, 3, 4, 5, 6, bad, 8, 9, 10, 11, 12, 13, 14]
     assert list(losses(tmp_path)) == list(range(1, 13))
-
-
-def test_a_rollback_before_the_first_checkpoint_starts_anew(tmp_path):
-    once = []
-    back = lambda run, step, *_: once.append(step) or sk.Rollback() if step == 3 and not once else None
-    disturbed = losses_of(tmp_path / "a", sk.Hook("back", after_step=back))
-    assert disturbed == losses_of(tmp_path / "b")
 
 
 def test_endless_rollback_is_refused(tmp_path):

@@ -51,18 +51,15 @@ def poisoned_evaluation(params, batch):
     return {"loss": sk.mean(batch @ params["w"]), "worst": sk.max(jnp.where(params["w"][0] > 0, jnp.inf, batch[:, 0]))}
 
 
-def test_nonfinite_evaluation_ends_the_run_with_77(tmp_path):
+def test_nonfinite_evaluation_ends_the_run_with_77(tmp_path, capfd):
     task = make_task(eval_fn=poisoned_evaluation)
+    train(tmp_path / "b", task, on_nonfinite={"evaluation": "continue"})
+    assert "'worst' is inf" in capfd.readouterr().out
     with pytest.raises(NonFiniteError, match=r"evaluation .* step 12: 'worst' is inf") as caught:
         train(tmp_path, task, checkpoint={"every_steps": 6})
     assert caught.value.exit_code == 77
     assert [row["step"] for row in checkpoint.ls(tmp_path / "run" / "checkpoints")] == [6]
     assert "fault" in [line["event"] for line in lines(tmp_path, "events.jsonl")]  # "saved" of step 6 may come after it
-
-
-def test_nonfinite_evaluation_can_be_reported_only(tmp_path, capfd):
-    train(tmp_path, make_task(eval_fn=poisoned_evaluation), on_nonfinite={"evaluation": "continue"})
-    assert "'worst' is inf" in capfd.readouterr().out
 
 
 def metric_fn(params, batch, key):

@@ -127,27 +127,3 @@ def test_temporary_lack_of_inodes_costs_no_step(folder, undisturbed, helpers):
         finally:
             helpers.end(child)
         assert len(events(folder, "save_failed")) >= 2 and "No space left on device" in output
-
-
-def test_commands_run_during_training_with_one_checkpoint(folder, helpers):
-    child = folder.start(
-        "train", "run.yaml", "task_args.pause_s=0.002", "checkpoint={every_steps: 2, keep: 1}", "steps=2000"
-    )
-    checkpoints, kept = folder.path / "run" / "checkpoints", set()
-    try:
-        helpers.wait_until(lambda: checkpoints.is_dir() and any(p.name.isdigit() for p in checkpoints.iterdir()))
-        for number in range(2):
-            for command in (
-                ["eval", "run.yaml"],
-                ["checkpoint", "ls", "run"],
-                ["checkpoint", "export", "run", f"{number}.safetensors"],
-                ["checkpoint", "verify", "run"],
-            ):
-                before = {p.name for p in checkpoints.iterdir()}
-                code, output = folder.run(*command)
-                assert code == 0 and "damaged" not in output and "Traceback" not in output, (command, output)
-                kept |= before ^ {p.name for p in checkpoints.iterdir()}
-        assert child.poll() is None, "it ended before the commands did"
-        assert len(kept) > 8, "nothing was deleted meanwhile"
-    finally:
-        helpers.end(child)

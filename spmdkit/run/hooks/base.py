@@ -235,8 +235,9 @@ def decide(actions: Iterable[Action]) -> Decision:
     stops = sorted((a for a in requested if isinstance(a, Stop)), key=lambda a: (a.saves, -a.code, a.why))
     back = [a for a in requested if isinstance(a, Rollback)]
     furthest = sorted(back, key=lambda a: (a.to_step is None, a.to_step or 0, -a.skip_batches, a.batches))
-    replaced = (a for a in requested if isinstance(a, ReplaceState))
-    turn: Stop | Rollback | ReplaceState | None = next(iter([*stops, *furthest, *replaced]), None)
+    replaced = [a for a in requested if isinstance(a, ReplaceState)]
+    turns: list[Stop | Rollback | ReplaceState] = [*stops, *furthest, *replaced]
+    turn = turns[0] if turns else None
     if isinstance(turn, Rollback) or (isinstance(turn, Stop) and not turn.saves):
         return Decision(turn=turn)
     save = any(isinstance(a, Save) for a in requested) or isinstance(turn, Stop)

@@ -42,7 +42,8 @@ def make(config: Any) -> Hook | None:
         taken.set()
         return Stop(Preempted.exit_code, noticed[0])
 
-    return Hook("preemption", order=44, begin=begin, after_step=after_step, end=lambda *_: ended.set())
+    end = lambda *_: ended.set()
+    return Hook("preemption", order=44, begin=begin, after_step=after_step, end=end)  # type: ignore[arg-type]  # a Run
 
 
 def _watch(

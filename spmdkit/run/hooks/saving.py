@@ -31,7 +31,7 @@ def make(config: Any) -> Hook | None:
         return Save() if late else None
 
     if options.best is None:
-        return Hook("saving", order=30, after_step=after_step)
+        return Hook("saving", order=30, after_step=after_step)  # type: ignore[arg-type]  # it gets a Run
     # Part of the checkpoint, so that a restart saves at the same steps.
     seen: dict[str, Any] = {"best": None, "step": None}
 
@@ -45,6 +45,5 @@ def make(config: Any) -> Hook | None:
         seen.update(best=value, step=step)
         return Save(known=True)  # every process has the same values
 
-    return Hook(
-        "saving", order=30, after_step=after_step, after_eval=after_eval, state=lambda: dict(seen), restore=seen.update
-    )
+    calls = {"after_step": after_step, "after_eval": after_eval, "state": lambda: dict(seen), "restore": seen.update}
+    return Hook("saving", order=30, **calls)  # type: ignore[arg-type]  # it gets a Run

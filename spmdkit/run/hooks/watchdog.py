@@ -45,4 +45,5 @@ def make(config: Any) -> Hook | None:
     def end(run: Run, step: int, state: Any) -> None:
         phase.enter("end", step)
 
-    return Hook("watchdog", order=AFTER_ALL, begin=begin, before_step=before_step, after_step=after_step, end=end)
+    calls = {"begin": begin, "before_step": before_step, "after_step": after_step, "end": end}
+    return Hook("watchdog", order=AFTER_ALL, **calls)  # type: ignore[arg-type]  # it gets a Run
