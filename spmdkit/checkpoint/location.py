@@ -36,9 +36,8 @@ def resolve(directory: Location | str) -> Location:
     return Path(directory).absolute()
 
 
-def is_url(text: str | Path) -> bool:
+def is_url(text: str) -> bool:
     """Returns whether a text names a bucket, and not a local path."""
-    text = str(text)
     return text.partition("://")[0] in SCHEMES and "://" in text
 
 

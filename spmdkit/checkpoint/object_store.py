@@ -117,11 +117,7 @@ class Remote:
 
 @functools.cache
 def _client(scheme: str) -> Any:
-    """Returns the client of a scheme. The listings cache is off, also for the client that orbax creates through etils.
-
-    Raises:
-        ConfigError: its package is not installed.
-    """
+    """Returns the client of a scheme. The listings cache is off, also for the client that orbax creates."""
     try:
         import fsspec
 

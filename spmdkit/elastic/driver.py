@@ -47,7 +47,7 @@ def train(job: TrainJob, train_once: Callable[..., Result]) -> Result:
         session=partial(_session, membership),
         after_step=membership.after_step,
         restored=membership.restored,
-        rolled_back=membership.memory.forget,
+        rolled_back=membership.memory.kept.clear,
         ends=partial(_ends, membership),
     )
     while True:

@@ -33,14 +33,7 @@ from spmdkit.compat import membership as compat_membership
 from spmdkit.elastic.gloo_sockets import CollectiveTransport
 from spmdkit.elastic.peer_memory import Copier, FromMemory, HostMemory
 from spmdkit.elastic.redistribute import completed, found
-from spmdkit.errors import (
-    CheckpointError,
-    ConfigError,
-    NonFiniteError,
-    Preempted,
-    RendezvousError,
-    UserCodeError,
-)
+from spmdkit.errors import CheckpointError, ConfigError, NonFiniteError, Preempted, RendezvousError, UserCodeError
 from spmdkit.faults import lost_peer
 from spmdkit.foundation.deadline import Deadline
 from spmdkit.foundation.timeouts import DISCONNECT_AGAIN_S, MEMBERSHIP_NOTICE_S, MEMBERSHIP_POLL_S, MEMBERSHIP_UPDATE_S
@@ -148,11 +141,7 @@ class Membership:
 
     def after_step(self, run: Any, step: int, state: Any) -> None:
         """Copies the state where that is due, and ends the generation where all have agreed on it. On all processes,
-        after each step, and before the first.
-
-        Raises:
-            MembershipChanged: the next generation begins.
-        """
+        after each step, and before the first. Raises MembershipChanged: the next generation begins."""
         if self._called.is_set():
             raise MembershipChanged("another process died")
         order = self._order
@@ -160,25 +149,20 @@ class Membership:
             f"generation/{run.hook_runner.generation}", step, order is not None and order.planned, LAG
         )
         if ends or step % self._every == 0 or not self.memory.kept:
-            self.keep(run, step, state)
+            if self._copier is None:
+                self._copier = Copier(run.program.mesh)
+            begun = time.perf_counter()
+            with run.reporter.throughput.paused():
+                snapshot = self._copier.take(step, state, run.record(step))
+            if not self.memory.kept:
+                took_s = round(time.perf_counter() - begun, 4)
+                run.events.write("snapshot_taken", step=step, bytes=snapshot.num_bytes, seconds=took_s)
+            self.memory.put(snapshot)
         if ends:
             run.cluster.barrier("the last step of the generation")  # no process leaves while another one is still in it
             # Another process may have read the update, and requested the end, before this one has read it.
             Deadline(MEMBERSHIP_NOTICE_S).wait_for(lambda: self._order is not None, MEMBERSHIP_POLL_S)
             raise MembershipChanged("more processes have come")
-
-    def keep(self, run: Any, step: int, state: Any) -> None:
-        """Keeps the state of `step`. On all processes."""
-        if self._copier is None:
-            self._copier = Copier(run.program.mesh, run.cluster.process_index)
-        begun = time.perf_counter()
-        with run.reporter.throughput.paused():
-            snapshot = self._copier.take(step, state, run.record(step))
-        if not self.memory.kept:
-            run.events.write(
-                "snapshot_taken", step=step, bytes=snapshot.num_bytes, seconds=round(time.perf_counter() - begun, 4)
-            )
-        self.memory.put(snapshot)
 
     def restored(self, cluster: Cluster, program: Program, checkpoints: Checkpoints | None) -> Restored | None:
         """Returns the state in the memory of all processes; None if a checkpoint is newer or no state is there."""
@@ -187,12 +171,12 @@ class Membership:
         on_disk = None if checkpoints is None else latest_for_all(cluster, checkpoints)
         newest = found(cluster, self.memory, on_disk or 0)
         if newest is None:
-            self.memory.forget()
+            self.memory.kept.clear()
             return None
         step, holders = newest
         snapshot = completed(cluster, self.memory, step, holders, program.abstract_state)
         state, record, lines = restored(FromMemory(snapshot), step, program)
-        self.memory.forget()  # the next snapshot is of the new mesh
+        self.memory.kept.clear()  # the next snapshot is of the new mesh
         return Restored(step, state, record, lines, {}, is_saved=step == on_disk)
 
     def takes(self, error: BaseException | None) -> bool:

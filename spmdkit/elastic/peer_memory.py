@@ -64,12 +64,10 @@ class Snapshot:
 
 
 def place_of(index: Any, shape: tuple[int, ...]) -> Location:
-    """Returns where a tuple of slices lies."""
     return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
 
 
 def size_of(place: Location) -> int:
-    """Returns the number of elements."""
     return math.prod(end - begin for begin, end in place)
 
 
@@ -85,10 +83,6 @@ class HostMemory:
     def __init__(self) -> None:
         self.kept: list[Snapshot] = []
 
-    def forget(self) -> None:
-        """Drops all, where training goes back."""
-        self.kept.clear()
-
     def put(self, snapshot: Snapshot) -> None:
         """Keeps a snapshot instead of the older ones."""
         newer = [each for each in self.kept if each.step != snapshot.step]
@@ -98,13 +92,11 @@ class HostMemory:
 class Copier:
     """Copies states of one program to the host; one per generation.
 
-    Args:
-        mesh: that of the states.
-        process: the number of this one.
+    `mesh`: that of the states.
     """
 
-    def __init__(self, mesh: jax.sharding.Mesh, process: int):
-        self._mesh, self._process = mesh, process
+    def __init__(self, mesh: jax.sharding.Mesh):
+        self._mesh = mesh
         self._send: Callable[[list[jax.Array]], list[jax.Array]] | None = None
         self._alone: list[str] = []
         devices = list(mesh.devices.flat)
@@ -113,11 +105,7 @@ class Copier:
 
     def take(self, step: int, state: Any, record: Mapping[str, Any]) -> Snapshot:
         """Returns the state of `step`, as it is on the devices now, on the host. Waits for the device; on all
-        processes.
-
-        Raises:
-            ConfigError: a leaf holds typed keys.
-        """
+        processes. Raises ConfigError: a leaf holds typed keys."""
         leaves = {path: _on_device(path, leaf) for path, leaf in named_leaves(state)}
         if self._send is None:
             self._alone = [path for path, leaf in leaves.items() if _is_alone(leaf)]
@@ -165,8 +153,7 @@ def _on_device(path: str, leaf: Any) -> jax.Array:
     if is_key(leaf):
         raise ConfigError(
             f"elastic.in_process keeps the state in the memory of its processes, and '{path}' holds typed keys, which "
-            "numpy has no form for. Keep "
-            "jax.random.key_data(key) in the state, or set in_process: false."
+            "numpy has no form for. Keep jax.random.key_data(key) in the state, or set in_process: false."
         )
     sharding = leaf.sharding
     if sharding.memory_kind not in (None, "device"):
@@ -185,7 +172,7 @@ def _own(leaf: jax.Array) -> Parts:
 
 
 class FromMemory:
-    """A snapshot in the place of the checkpoints of a directory, for `program.restoring.restored`."""
+    """A snapshot in place of the checkpoints of a directory, for `program.restore.restored`."""
 
     def __init__(self, snapshot: Snapshot):
         self._snapshot = snapshot
@@ -196,12 +183,12 @@ class FromMemory:
 
     def restore(self, step: int, abstract_state: Any, optional: Any = ()) -> tuple[Any, dict[str, Any]]:
         """Returns (state, record), each leaf on the requested sharding."""
-        made = [_placed(self._snapshot.leaves[path], target) for path, target in named_leaves(abstract_state)]
+        leaves = self._snapshot.leaves
+        made = [
+            jax.make_array_from_callback(leaves[path].shape, target.sharding, functools.partial(whole, leaves[path]))
+            for path, target in named_leaves(abstract_state)
+        ]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), made), json.loads(self._snapshot.record)
-
-
-def _placed(leaf: Parts, target: Any) -> jax.Array:
-    return jax.make_array_from_callback(leaf.shape, target.sharding, functools.partial(whole, leaf))
 
 
 def whole(leaf: Parts, index: Any) -> np.ndarray:
@@ -210,11 +197,8 @@ def whole(leaf: Parts, index: Any) -> np.ndarray:
     if wanted in leaf.parts:
         return leaf.parts[wanted]
     out = np.empty([end - begin for begin, end in wanted], leaf.dtype)
+    within = lambda inner, outer: tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(inner, outer, strict=True))
     for place, part in leaf.parts.items():
         if (both := common(place, wanted)) is not None:
-            out[_within(both, wanted)] = part[_within(both, place)]
+            out[within(both, wanted)] = part[within(both, place)]
     return out
-
-
-def _within(inner: Location, outer: Location) -> tuple[slice, ...]:
-    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(inner, outer, strict=True))

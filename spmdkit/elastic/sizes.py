@@ -23,8 +23,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.foundation.constants import BATCH_AXES, fake_devices
 
 ALLOWED = "processes"
-"""A file in the run's directory: how many processes the next start may have, where somebody has written a number into
-it."""
+"""A file in the run's directory with the number of processes that the next start may have."""
 
 
 class Size(NamedTuple):
@@ -49,8 +48,8 @@ class Elastic:
 
     Attributes:
         devices_per_process: the same for all sizes.
-        wanted: where processes go on without their dead: processes now -> what `resize` returns of the number in the
-            file `processes`, None unless that is larger.
+        wanted: with in-process elasticity, processes now -> `resize` for the number in the file `processes`, None
+            unless that is larger.
         standby: how many processes wait to take a place.
 
     Raises:
@@ -92,11 +91,8 @@ class Elastic:
         self.first = Size(num, microbatches)
 
     def ahead(self) -> dict[int, list[str]]:
-        """Returns the numbers of processes to compile for -> additional arguments of the command.
-
-        Raises:
-            ConfigError: a number that never comes.
-        """
+        """Returns the numbers of processes to compile for -> additional arguments of the command. Raises ConfigError: a
+        number that never comes."""
         found = {}
         for processes in self._ahead:
             microbatches = self._fitting(processes)

@@ -1,5 +1,4 @@
-"""The batch of a step that is not finite: its number, its rows, the rows that contain a NaN or an infinity, and a file
-with the batch."""
+"""The batch of a step that is not finite: its number, its rows, those with a NaN or an infinity, and a file."""
 
 from __future__ import annotations
 
@@ -26,11 +25,9 @@ def named(program: Program, step: int) -> str:
     indices, mask = program.schedule.batch(step)
     rows = [int(i) for i in indices[mask]]
     text = f"batch {program.schedule.number(step)} ({len(rows)} rows of {program.schedule.what}: {_listed(rows)}"
-    if program.feed.in_memory and (bad := not_finite_rows(program.feed.read(step))):
-        found = [int(indices[i]) for i in bad]
-        text += (
-            f"; row{'s' * (len(found) > 1)} {_listed(found)} {'are' if len(found) > 1 else 'is'} not finite in the data"
-        )
+    bad = [int(indices[i]) for i in not_finite_rows(program.feed.read(step))] if program.feed.in_memory else []
+    if bad:
+        text += f"; {'rows' if bad[1:] else 'row'} {_listed(bad)} {'are' if bad[1:] else 'is'} not finite in the data"
     return f"{text})"
 
 
@@ -53,11 +50,7 @@ def not_finite_rows(batch: HostBatch) -> list[int]:
 
 def save(program: Program, step: int, folder: Path) -> Path:
     """Writes the whole batch of a step to `folder/<step>.npz`, with `rows`, its indices in the data, and `mask`;
-    returns the path.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    returns the path. Raises OSError: it cannot be written."""
     indices, mask = program.schedule.batch(step)
     arrays: dict[str, Any] = {
         f"examples/{path}" if path else "examples": x for path, x in named_leaves(program.feed.read(step).examples)

@@ -1,8 +1,5 @@
-"""`Driver`: what an outer driver adds to one training of a run. In-process elasticity (`spmdkit.elastic`) is one: it
-trains the same run again each time the members of its job change.
-
-`train` finds the driver by the config, calls `driver.train(job, train_once)`, and knows nothing else of it.
-"""
+"""`Driver`: what an outer driver adds to one training of a run. In-process elasticity (`spmdkit.elastic`) trains the
+same run again each time the members of its job change."""
 
 from __future__ import annotations
 
@@ -60,9 +57,7 @@ class Driver:
         lambda cluster, watchdog, signals: nullcontext()
     )
     after_step: Callable[[RunView, int, TrainState], None] = lambda run, step, state: None
-    restored: Callable[[Cluster, Program, Checkpoints | None], Restored | None] = lambda cluster, program, checkpoints: (  # noqa: E501
-        None
-    )
+    restored: Callable[[Cluster, Program, Checkpoints | None], Restored | None] = lambda *_: None
     rolled_back: Callable[[], None] = lambda: None
     ends: Callable[[BaseException], Mapping[str, Any] | None] = lambda error: None
     notes: tuple[str, ...] = ()

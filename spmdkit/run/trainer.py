@@ -1,6 +1,5 @@
-"""`Trainer`: how a run gets from its first state to its last. The config's `sync` selects it: one SPMD step for all
-processes, or a parameter server (`spmdkit.parameter_server.trainer`).
-"""
+"""`Trainer`: how a run gets from its first state to its last: by one SPMD step of all processes, or a parameter
+server."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ from spmdkit.run.watchdog_callbacks import leave_stuck_callback
 from spmdkit.step.state import TrainState
 
 TRAINERS = {"parameter_server": "spmdkit.parameter_server.trainer"}
-"""Name of a `sync` -> the module with the `trainer()` that trains with it. All other syncs are part of the SPMD
-step."""
+"""Name of a `sync` that is not part of the SPMD step -> the module with its `trainer()`."""
 
 STOP_AND_SAVE = Decision(save=True, turn=Stop(Preempted.exit_code))
 
@@ -42,11 +40,8 @@ class Trainer(Protocol):
         """Returns the config of the program that evaluates and saves, and takes the steps of the SPMD trainer."""
 
     def open(self, config: Config, cluster: Cluster, program: Program, task: Task | None) -> Config:
-        """Returns the config with the values that the program has chosen for `auto`.
-
-        Raises:
-            ConfigError: this trainer cannot train the task.
-        """
+        """Returns the config with the values that the program has chosen for `auto`. Raises ConfigError: this trainer
+        cannot train the task."""
 
     def compile(self, run: Run, cache: Programs, limit_bytes: int | None, keeps_memory: bool) -> None:
         """Prepares the first step: after this, a signal saves the state."""

@@ -1,5 +1,4 @@
-"""Callbacks of the watchdog and of signals, called from their threads: they record the end of a run, and end a run
-with a hanging data source."""
+"""Callbacks of the watchdog and of signals, called from their threads."""
 
 from __future__ import annotations
 

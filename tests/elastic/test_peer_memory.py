@@ -32,7 +32,7 @@ def state(on):
 
 def test_state_returns_bitwise_on_another_mesh():
     before = state(mesh(2, 4))
-    snapshot = Copier(mesh(2, 4), 0).take(7, before, {"seed": 1})
+    snapshot = Copier(mesh(2, 4)).take(7, before, {"seed": 1})
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(mesh(1, 3)))
     after, record = FromMemory(snapshot).restore(7, abstract)
     assert record == {"seed": 1}
@@ -43,7 +43,7 @@ def test_state_returns_bitwise_on_another_mesh():
 
 
 def test_two_newest_snapshots_are_kept_as_copies():
-    kept, copier = HostMemory(), Copier(mesh(2, 2), 0)
+    kept, copier = HostMemory(), Copier(mesh(2, 2))
     current = state(mesh(2, 2))
     for step in (1, 2, 3):
         kept.put(copier.take(step, current, {}))
@@ -65,7 +65,7 @@ def test_shards_of_one_process_are_sent(monkeypatch):
     it."""
     four = {device: i // 2 for i, device in enumerate(jax.devices())}
     on = mesh(1, 8)
-    copier = Copier(on, 0)
+    copier = Copier(on)
     copier._to = [(i, (i + 2) % 8) for i in range(8)]
     copier._from = {jax.devices()[(i + 2) % 8]: jax.devices()[i] for i in range(8)}
     put = jax.device_put(np.arange(16.0, dtype=np.float32), NamedSharding(on, PartitionSpec("fsdp")))
@@ -85,7 +85,7 @@ def test_shards_of_one_process_are_sent(monkeypatch):
 
 def test_typed_keys_are_refused_with_the_repair():
     with pytest.raises(ConfigError, match=r"'key' holds typed keys.*key_data"):
-        Copier(mesh(2, 2), 0).take(1, {"key": jax.random.key(0)}, {})
+        Copier(mesh(2, 2)).take(1, {"key": jax.random.key(0)}, {})
 
 
 def parse_info(step, **holdings):

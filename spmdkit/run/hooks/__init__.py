@@ -15,11 +15,7 @@ from spmdkit.run.hooks.base import Hook
 
 
 def of_run(config: Any, own: Iterable[Hook]) -> list[Hook]:
-    """Returns the hooks of a run in their order: ours, and the user's `own`.
-
-    Raises:
-        ConfigError: two have one name.
-    """
+    """Returns the hooks of a run in their order: ours, and the user's `own`. Raises ConfigError: two have one name."""
     ours = [make(config) for make in plugins.load_all("default_hooks").values()]
     found = [hook for hook in ours if hook is not None]
     for hook in own:

@@ -30,7 +30,7 @@ def make(config: Any) -> Hook | None:
 
     def begin(run: RunView, step: int, state: Any) -> None:
         made[:] = [Copies(run.program)]
-        _say_what_is_alone(run, made[0])
+        _report_single_leaves(run, made[0])
 
     def after_step(run: RunView, step: int, state: Any, metrics: Any) -> Action | None:
         copies = made[0]
@@ -38,76 +38,55 @@ def make(config: Any) -> Hook | None:
         if not differences:
             same["step"] = step
             return None
-        differences = _decided(run, copies, step, state, differences)
-        what = _said(copies, step, differences)
+        is_known = all(d.source is not None for d in differences)
+        if not is_known:
+            differences = _audited(run, copies, step, state, differences)
+            is_known = all(d.source is not None for d in differences)
+        odd = sorted({place for d in differences for place in d.odd})
+        paths = list(dict.fromkeys(d.path for d in differences))
+        what = f"silent corruption at step {step}: {_names(copies, odd)} {_held(paths, differences[0].num, is_known)}."
         if run.cluster.is_main:
-            run.events.write(
-                "replicas_differ",
-                step=step,
-                leaves=[d.path for d in differences],
-                devices=[copies.device(p).id for p in _odd(differences)],
-            )
-        if options.action == "continue":
-            run.message(what)
-            return None
-        if options.action == "rollback":
-            run.message(what)
-            return Rollback(same["step"], known=True)
-        if options.action == "repair" and all(d.source is not None for d in differences):
+            devices = [copies.device(place).id for place in odd]
+            run.events.write("replicas_differ", step=step, leaves=[d.path for d in differences], devices=devices)
+        if options.action == "repair" and is_known:
             run.message(f"{what} It has the bits of the others again.")
             return ReplaceState(copies.mended(state, differences))
-        unknown = (
-            " Which of them is right is not known, so nothing can be repaired." if options.action == "repair" else ""
-        )
+        if options.action in ("continue", "rollback"):
+            run.message(what)
+            return Rollback(same["step"], known=True) if options.action == "rollback" else None
+        unknown = " Which of them is right is not known, so nothing can be repaired." * (options.action == "repair")
         return Stop(
             NonFiniteError.exit_code,
             f"{what}{unknown} Copies of the state have to be the same on all devices; one of these computes or "
-            f"remembers wrongly. All were the same "
-            f"at step {same['step']}. {run.newest()} Take that device out of the job, and go on from a checkpoint of "
-            f"step {same['step']} or before.",
+            f"remembers wrongly. All were the same at step {same['step']}. {run.newest()} Take that device out of the "
+            f"job, and go on from a checkpoint of step {same['step']} or before.",
             known=True,
         )
 
-    return Hook(
-        "copies",
-        order=15,
-        every=options.every_steps,
-        begin=begin,
-        after_step=after_step,
-        state=lambda: dict(same),
-        restore=lambda saved: same.update(saved),
-    )
+    calls = {"begin": begin, "after_step": after_step, "state": lambda: dict(same), "restore": same.update}
+    return Hook("copies", order=15, every=options.every_steps, **calls)
 
 
-def _say_what_is_alone(run: RunView, copies: Copies) -> None:
-    """Reports at the start the leaves that have no copy."""
+def _report_single_leaves(run: RunView, copies: Copies) -> None:
     alone, sizes = set(copies.without()), {p.path: p.num_bytes for p in run.program.layout}
-    if not alone:
-        return
-    part = format_bytes(sum(sizes[path] for path in alone))
-    run.message(
-        f"note: replica_check sees nothing of {len(alone)} of {len(sizes)} leaves of the state, {part} of "
-        f"{format_bytes(sum(sizes.values()))}: there "
-        "every device holds the only copy of its part, which fsdp and model axes cut. A mesh with replica: 2 has two."
-    )
+    if alone:
+        part, total = format_bytes(sum(sizes[path] for path in alone)), format_bytes(sum(sizes.values()))
+        run.message(
+            f"note: replica_check sees nothing of {len(alone)} of {len(sizes)} leaves of the state, {part} of {total}: "
+            "there every device holds the only copy of its part, which fsdp and model axes cut. A mesh with replica: 2 "
+            "has two."
+        )
 
 
-def _decided(
+def _audited(
     run: RunView, copies: Copies, step: int, state: Any, differences: Sequence[Difference]
 ) -> list[Difference]:
     """Returns the differences, those of two copies with the device at fault where an audit finds it."""
-    if all(d.source is not None for d in differences):
-        return list(differences)
     ((_, batch),) = run.program.batches(step, step)
     wrong = set(copies.audit(state, batch))
-    run.message(
-        f"an audit of step {step}, the same inputs twice: "
-        + (
-            f"{_names(copies, sorted(wrong))} computed other bits the second time"
-            if wrong
-            else "every device computed the same bits again"
-        )
-    )
+    second = f"{_names(copies, sorted(wrong))} computed other bits the second time" if wrong else ""
+    again = second or "every device computed the same bits again"
+    run.message(f"an audit of step {step}, the same inputs twice: {again}")
     found = []
     for d in differences:
         right = [place for place in d.odd if place not in wrong]
@@ -115,10 +94,6 @@ def _decided(
             d = d._replace(odd=tuple(place for place in d.odd if place in wrong), source=right[0])
         found.append(d)
     return found
-
-
-def _odd(differences: Sequence[Difference]) -> list[int]:
-    return sorted({place for d in differences for place in d.odd})
 
 
 def _names(copies: Copies, places: Sequence[int]) -> str:
@@ -129,12 +104,8 @@ def _names(copies: Copies, places: Sequence[int]) -> str:
     return f"device{'s' * (len(devices) > 1)} {ids} ({name_processes(processes)})"
 
 
-def _said(copies: Copies, step: int, differences: Sequence[Difference]) -> str:
-    paths = [f"'{path}'" for path in dict.fromkeys(d.path for d in differences)]
+def _held(paths: Sequence[str], num: int, is_known: bool) -> str:
     more = f" and {len(paths) - MOST_LEAVES} more" if len(paths) > MOST_LEAVES else ""
-    odd = _names(copies, _odd(differences))
-    shown = f"{', '.join(paths[:MOST_LEAVES])}{more}"
-    if all(d.source is not None for d in differences):
-        others = "other copy" if differences[0].num == 2 else f"other {differences[0].num - 1} copies"
-        return f"silent corruption at step {step}: {odd} holds other bits of {shown} than the {others}."
-    return f"silent corruption at step {step}: {odd} hold different copies of {shown}."
+    shown = ", ".join(f"'{path}'" for path in paths[:MOST_LEAVES]) + more
+    others = "other copy" if num == 2 else f"other {num - 1} copies"
+    return f"holds other bits of {shown} than the {others}" if is_known else f"hold different copies of {shown}"

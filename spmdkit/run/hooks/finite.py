@@ -136,22 +136,20 @@ class FiniteResults:
         known = f" ({format_metrics(values)})" if values else ""
         what = f"{kind} at step {step}: {bad}{known}, after {bad_batch.named(run.program, step)}"
         self._dump(run, step)
+        most = self._options.max_consecutive
         if "stop" in policies:
             return self._stop(run, what, self._known(run, bits, "stop"))
         if "rollback" in policies:
-            self._rollbacks += 1
-            if self._rollbacks > self._options.max_consecutive:
-                return self._stop(
-                    run, f"{what}, after {self._options.max_consecutive} rollbacks", self._known(run, bits, "rollback")
-                )
+            self._rollbacks, known = self._rollbacks + 1, self._known(run, bits, "rollback")
+            if self._rollbacks > most:
+                return self._stop(run, f"{what}, after {most} rollbacks", known)
             run.message(what)
-            batches = (run.program.schedule.number(step),)
-            return Rollback(step - 1, batches=batches, known=self._known(run, bits, "rollback"))
+            return Rollback(step - 1, batches=(run.program.schedule.number(step),), known=known)
         self._in_a_row = self._in_a_row + 1 if step == self._skipped + 1 else 1
         self._skipped = step
         run.message(f"left out: {what}")
         run.events.write("skipped", step=step, batch=run.program.schedule.number(step), not_finite=names)
-        if self._in_a_row < self._options.max_consecutive:
+        if self._in_a_row < most:
             return None
         return self._stop(run, f"{self._in_a_row} steps in a row were left out: {what}", self._known(run, bits, "skip"))
 
@@ -166,11 +164,9 @@ class FiniteResults:
     def report(self, run: RunView, step: int, metrics: Any) -> None:
         """Reports the metrics of a log step that are not finite, if the step does not check them."""
         bad = not_finite(run.numbers(step, metrics)) if self._reports else {}
-        bad = {
-            n: x for n, x in bad.items() if getattr(self._options, "loss" if n == "loss" else "metrics") == "continue"
-        }
-        if bad:
-            run.message(f"step {step}: {format_metrics(bad)}")
+        policy = lambda name: self._options.loss if name == "loss" else self._options.metrics
+        if shown := {name: x for name, x in bad.items() if policy(name) == "continue"}:
+            run.message(f"step {step}: {format_metrics(shown)}")
 
     def _known(self, run: RunView, bits: int, policy: str) -> bool:
         """Returns whether every process has the same values: not true of a sharded gradient, nor of the loss of one
@@ -209,11 +205,8 @@ EVALUATION_RULE = (
 
 
 def check_evaluation(config: Any, step: int, values: Mapping[str, Any]) -> None:
-    """Rejects an evaluation outside a run that is not finite.
-
-    Raises:
-        NonFiniteError: unless `on_nonfinite.evaluation` is `continue`.
-    """
+    """Rejects an evaluation outside a run that is not finite. Raises NonFiniteError: unless `on_nonfinite.evaluation`
+    is `continue`."""
     if config.on_nonfinite.evaluation != "continue" and (bad := not_finite(values)):
         raise NonFiniteError(f"the evaluation of step {step}: {format_metrics(bad)}. {EVALUATION_RULE}")
 

@@ -1,9 +1,8 @@
 """Emergency save: a run of one process saves the state of its last complete step when the data or a hook raises, within
 `checkpoint.emergency_timeout_s` seconds.
 
-The state exists until the next step starts. An error inside a step (`jax.debug.callback`) loses it, because the step
-takes the memory of its input state. A run of several processes saves nothing: the others are inside the next step. It
-exits, and a restart resumes from the newest checkpoint or peer snapshot.
+An error inside a step (`jax.debug.callback`) loses the state, because the step takes the memory of its input. A run of
+several processes saves nothing: the others are inside the next step.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Restore: a run continues from the newest intact checkpoint, the same on every process. Damaged ones are quarantined
-and reported.
+"""Restore: a run continues from the newest intact checkpoint, the same on every process.
 
-A checkpoint is verified twice: process 0 verifies its record and its files before any process reads it, and each
-process verifies the bytes of the arrays that it reads. Damage found by one process counts for all. Nothing is renamed
-before an intact checkpoint of this run is found.
+Process 0 verifies the record and the files of a checkpoint, then each process the bytes of the arrays that it reads.
+Damage found by one counts for all. Damaged checkpoints are renamed only once an intact one is found.
 """
 
 from __future__ import annotations
@@ -43,11 +41,8 @@ class Restored(NamedTuple):
 def newest_good(
     cluster: Cluster, checkpoints: Checkpoints, program: Program, most: int | None = None
 ) -> Restored | None:
-    """Returns the newest intact checkpoint up to step `most`; None if there is no checkpoint.
-
-    Raises:
-        CheckpointError: all checkpoints are damaged, or one is of another model.
-    """
+    """Returns the newest intact checkpoint up to step `most`; None if there is no checkpoint. Raises CheckpointError:
+    all checkpoints are damaged, or one is of another model."""
     directory, wrong = checkpoints.directory, dict[int, str]()
     choose = lambda: quarantine.newest_valid(directory, most, wrong)
     while True:
@@ -72,8 +67,7 @@ def newest_good(
 def quarantine_checkpoints(
     run: RunView, checkpoints: Checkpoints | None, wrong: Mapping[str, str], lines: Sequence[str], step: int
 ) -> None:
-    """Renames the damaged checkpoints and the folders that only look like one, on process 0, and reports them together
-    with `lines`."""
+    """Renames damaged checkpoints and folders that only look like one, on process 0, and reports them and `lines`."""
     if checkpoints is not None and run.cluster.is_main:
         directory = checkpoints.directory
         for name, why in (quarantine.steps_without_record(directory) | dict(wrong)).items():
@@ -112,8 +106,7 @@ def require_checkpoint(cluster: Cluster, checkpoints: Checkpoints, run_dir: Path
 
 
 def keep_old_records(run_dir: Path) -> list[str]:
-    """Renames the metrics of a run that was never saved, so that the new start does not overwrite them; returns a
-    message for each file."""
+    """Renames the metrics of a run that was never saved; returns a message for each file."""
     lines = []
     for name in RECORDS:
         path = run_dir / name

@@ -1,5 +1,4 @@
-"""A run with its checkpoints in a bucket: a lease makes the bucket's folder the property of this attempt, and a new
-disk fetches the metrics from there.
+"""A run with its checkpoints in a bucket: this attempt leases the folder, and a new disk fetches the metrics there.
 
 Each host has a private run directory. That of process 0 holds the records; that of another process its events and logs.
 """

@@ -63,12 +63,7 @@ def take_directory(cluster: Cluster, directory: Path, stack: ExitStack, shared: 
 
 
 def _take_own(directory: Path, attempt: str, stack: ExitStack) -> None:
-    """Returns when the folder belongs to this attempt: that of process 0, visible here, or one of this host, locked and
-    claimed now.
-
-    Raises:
-        ConfigError: another run holds it.
-    """
+    """Returns when the folder belongs to this attempt: that of process 0, or one of this host, locked and claimed."""
     deadline = Deadline(RUN_DIRECTORY_VISIBLE_S)
     while not wait_for_claim(directory, attempt, 0):
         try:

@@ -1,11 +1,4 @@
-"""Health checks of devices and hosts: `spmdkit doctor`, and `health_check: true` of a config.
-
-burn_in.py   the same products on every device, their bits and their rates
-bandwidth.py  the bandwidth of each link between neighbours, and of collectives over each axis
-hosts.py     what the hosts report about each other: versions, addresses, ports, clocks, the run's directory
-all_processes.py  the burn-in of all processes, and before a start
-outliers.py  which device, link or host is the outlier
-"""
+"""Health checks of devices and hosts: `spmdkit doctor`, and `health_check: true` of a config."""
 
 from spmdkit.run.startup.health_checks.all_processes import burn_all, devices_are_well
 from spmdkit.run.startup.health_checks.bandwidth import bandwidths, links

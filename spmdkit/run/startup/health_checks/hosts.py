@@ -1,8 +1,7 @@
 """The checks between hosts that explain a collective that would hang.
 
-Each process listens for a moment on the address that Gloo would advertise (cluster/interface.py), and every other one
-connects to it: collectives between hosts need exactly that. The reply is the time there, which gives the difference of
-two clocks (Cristian, 1989).
+Each process listens on the address that Gloo would advertise, and every other one connects to it, as collectives do.
+The reply is the time there, which gives the difference of two clocks (Cristian, 1989).
 """
 
 from __future__ import annotations

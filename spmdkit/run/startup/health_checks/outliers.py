@@ -50,25 +50,22 @@ def _shares_cores(device: Mapping[str, Any], devices: Sequence[Mapping[str, Any]
 
 
 def _by_bits(devices: Sequence[Mapping[str, Any]]) -> Verdict:
-    wrong = [
-        f"{_name(one)} computes other bits from time to time: {len(one['digests'])} results of the same product"
-        for one in devices
-        if len(one["digests"]) > 1
-    ]
-    steady = [one for one in devices if len(one["digests"]) == 1]
+    wrong, steady = list[str](), list[Mapping[str, Any]]()
+    for one in devices:
+        if (num := len(one["digests"])) > 1:
+            wrong.append(f"{_name(one)} computes other bits from time to time: {num} results of the same product")
+        else:
+            steady.append(one)
     ranked = collections.Counter(one["digests"][0] for one in steady).most_common()
     if len(ranked) < 2:
         return Verdict(wrong)
-    if ranked[0][1] == ranked[1][1]:
-        who = "; ".join(_name(one) for one in steady)
+    (right, num), (_, second) = ranked[:2]
+    if num == second:
+        who = "; ".join(map(_name, steady))
         return Verdict([*wrong, f"devices of one kind compute different bits, and there is no majority: {who}"])
-    wrong += [
-        f"{_name(one)} computes other bits than the {ranked[0][1]} others of its kind: {one['digests'][0]} and not "
-        f"{ranked[0][0]}"
-        for one in steady
-        if one["digests"][0] != ranked[0][0]
-    ]
-    return Verdict(wrong)
+    odd = [one for one in steady if one["digests"][0] != right]
+    rule = f"computes other bits than the {num} others of its kind"
+    return Verdict([*wrong, *(f"{_name(one)} {rule}: {one['digests'][0]} and not {right}" for one in odd)])
 
 
 def _by_links(devices: Sequence[Mapping[str, Any]], links: Sequence[Mapping[str, Any]]) -> Verdict:
