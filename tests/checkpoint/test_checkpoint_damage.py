@@ -11,15 +11,22 @@ from spmdkit.errors import CheckpointError
 from tests.support.checkpoint_states import abstract_on, assert_same, mesh_of, place, train_state
 
 
-@pytest.fixture
-def saved(directory):
-    """Two steps of one state, the second to be damaged."""
-    state = place(train_state(), mesh_of(8))
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    directory, state = tmp_path_factory.mktemp("saved"), place(train_state(), mesh_of(8))
     checkpoints = Checkpoints(directory)
     for step in (20, 40):
         checkpoints.save(step, state, {"seed": 1})
-    checkpoints.wait()
-    yield checkpoints, state
+    checkpoints.close()
+    return directory, state
+
+
+@pytest.fixture
+def saved(original, directory):
+    """Two steps of one state, the second to be damaged."""
+    shutil.copytree(original[0], directory)
+    checkpoints = Checkpoints(directory)
+    yield checkpoints, original[1]
     checkpoints.close()
 
 

@@ -1,5 +1,7 @@
 """Plain parameters for other tools, taken from a checkpoint without its model."""
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,15 +16,22 @@ from tests.support.checkpoint_states import bits, mesh_of, place, train_state
 safetensors = pytest.importorskip("safetensors")
 
 
-@pytest.fixture
-def saved(directory):
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
     """Steps 1 and 2, sharded over eight devices."""
+    directory = tmp_path_factory.mktemp("saved")
     checkpoints = Checkpoints(directory)
     states = {step: place(train_state(seed=step), mesh_of(8)) for step in (1, 2)}
     for step, state in states.items():
         checkpoints.save(step, state, {})
     checkpoints.close()
-    return states
+    return directory, states
+
+
+@pytest.fixture
+def saved(original, directory):
+    shutil.copytree(original[0], directory)
+    return original[1]
 
 
 def read_safetensors(path):

@@ -93,10 +93,10 @@ def test_twenty_flips_are_detected_on_each_layout(directory, layout):
 
 
 def test_flips_are_found_in_descriptions_of_any_size(directory):
-    """Of 700 leaves orbax's own description has more than 64 KiB, and so have the files that hold copies of the arrays'
+    """Of 500 leaves orbax's own description has more than 64 KiB, and so have the files that hold copies of the arrays'
     descriptions."""
     whole = NamedSharding(mesh_of(1), PartitionSpec())
-    state = {f"a_block_with_a_long_name_{i:04}": jax.device_put(jnp.ones(2), whole) for i in range(700)}
+    state = {f"a_block_with_a_long_name_{i:04}": jax.device_put(jnp.ones(2), whole) for i in range(500)}
     checkpoints = Checkpoints(directory)
     checkpoints.save(1, state, {})
     checkpoints.wait()

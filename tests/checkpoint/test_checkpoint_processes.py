@@ -51,10 +51,15 @@ def run_processes(
     return outputs
 
 
-def test_two_processes_save_and_report_failures(tmp_path):
-    """A state saved by two processes, a refusal of process 0, and a failed write of one process."""
-    outputs = run_processes(tmp_path, 2, "save:saved,full_disk:full,lose_one:lost")
-    for output in outputs:
+def test_two_processes_save_restore_and_report_failures(tmp_path):
+    """A state saved by two processes, one saved by this process, a refusal of process 0, a failed write of one."""
+    checkpoints = Checkpoints(tmp_path / "alone")
+    for step in (3, 4):
+        state = {"split": value_of(step, 24), "whole": value_of(step)[:3], "empty": np.zeros((0, 2), np.float32)}
+        checkpoints.save(step, jax.tree.map(jnp.asarray, state), {"seed": step})
+    checkpoints.close()
+    commands = "save:saved,restore:saved,restore:alone,full_disk:full,lose_one:lost"
+    for output in run_processes(tmp_path, 2, commands):
         assert "CheckpointWriteError no room" in output, output
         for words in ("saving step 2", "No space left on device", "intact are 1", "saving step 3", "intact are 1, 2"):
             assert words in output, (words, output)
@@ -65,9 +70,3 @@ def test_two_processes_save_and_report_failures(tmp_path):
     state, _ = checkpoints.restore(4, abstract)  # on eight devices of one process
     assert np.array_equal(state["split"], value_of(4, 24))
     checkpoints.close()
-    checkpoints = Checkpoints(tmp_path / "alone")
-    for step in (3, 4):
-        state = {"split": value_of(step, 24), "whole": value_of(step)[:3], "empty": np.zeros((0, 2), np.float32)}
-        checkpoints.save(step, jax.tree.map(jnp.asarray, state), {"seed": step})
-    checkpoints.close()
-    run_processes(tmp_path, 3, "restore:saved,restore:alone")

@@ -55,6 +55,7 @@ def test_eval_and_an_evaluator_read_the_bucket(client, tmp_path):
     assert evaluate_each(config, ClusterSpec(), line_task(), say=lambda line: None) == [15, 20]
 
 
+@pytest.mark.slow
 def test_older_local_records_are_kept(client, tmp_path):
     every = {"log": {"every_steps": 1, "progress": "plain"}, "checkpoint": SAVED}
     train(tmp_path / "a", steps=5, **every)

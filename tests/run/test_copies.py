@@ -41,6 +41,7 @@ MESHES = {
 }
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_odd_copy_is_found_and_repaired(mesh):
     settings, device, num = MESHES[mesh]
@@ -149,6 +150,7 @@ def test_a_run_mends_the_copy_and_goes_on(tmp_path, capfd):
     np.testing.assert_allclose(again.state.params["w"], clean.state.params["w"], rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_rollback_to_equal_copies_equals_undisturbed_run(tmp_path):
     clean = train(tmp_path / "a")
     again = train(tmp_path / "b", flip_at=5, replica_check={"every_steps": 3, "action": "rollback"})

@@ -68,6 +68,7 @@ def saved(tmp_path, run="run"):
     return [row["step"] for row in checkpoint.ls(tmp_path / run / "checkpoints")]
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("error", [OSError("disk gone"), SystemExit(0)], ids=lambda e: type(e).__name__)
 def test_data_error_saves_and_restart_equals_clean_run(tmp_path, error, capfd):
     train(tmp_path, Rows(), name="clean")
@@ -81,6 +82,7 @@ def test_data_error_saves_and_restart_equals_clean_run(tmp_path, error, capfd):
     assert losses(tmp_path) == losses(tmp_path, "clean")
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("error", [ValueError("mine"), GeneratorExit()], ids=lambda e: type(e).__name__)
 def test_hook_error_saves_its_step(tmp_path, error):
     def after_step(run, step, *_):
@@ -153,6 +155,7 @@ def test_skipped_rows_are_repeated_after_a_restart(tmp_path):
     assert losses(tmp_path, "clean") != losses(tmp_path), "leaving out a row changes something"
 
 
+@pytest.mark.slow
 def test_skipped_row_is_padding_in_short_batches(tmp_path):
     """95 rows in batches of 8; row 55 counts in no batch, and no other one twice; also after a restart that could read
     it."""

@@ -29,6 +29,7 @@ def test_each_checkpoint_is_evaluated_once(tmp_path):
     assert len(lines(tmp_path, "evaluator.jsonl")) == 4
 
 
+@pytest.mark.slow
 def test_deleted_checkpoints_are_passed_over(tmp_path):
     train(tmp_path, checkpoint={"every_steps": 5, "keep": 1})
     assert follow(tmp_path)[0] == [20]

@@ -46,6 +46,7 @@ def saved(folder):
     return [row["step"] for row in ls(folder / "run/checkpoints")]
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
 def test_failed_save_is_retried_at_the_next_interval(tmp_path, disk, capsys, number):
     """tests/system/test_disk_trouble.py has file systems that answer so."""
@@ -72,6 +73,7 @@ def test_consecutive_failures_end_the_run_with_74(tmp_path, disk):
     assert saved(tmp_path) == [15, 25, 30]
 
 
+@pytest.mark.slow
 def test_one_permitted_failure_ends_the_run(tmp_path, disk):
     disk.full += [5]
     with pytest.raises(CheckpointWriteError, match="saving step 5"):

@@ -84,6 +84,7 @@ def test_save_and_evaluate_happen_once_at_their_step(tmp_path):
     assert saved(tmp_path) == [4, 8, 12]
 
 
+@pytest.mark.slow
 def test_hook_that_donates_the_state_is_refused(tmp_path):
     """Where no hook of the user's has the state, its steps do not look; jaxlib would end the process."""
     give_away = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
@@ -187,6 +188,7 @@ def skip_where(bad):
     return skip
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("view", ["global", "replica"])
 def test_in_step_hooks_run_in_their_order(tmp_path, view):
     def step(state, batch):

@@ -194,6 +194,7 @@ def same_state(one, other):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_skipped_batch_survives_a_kill_before_saving(tmp_path, monkeypatch):
     from spmdkit.run.run import Run
 
@@ -272,6 +273,7 @@ def test_spike_is_skipped_and_noise_is_not(tmp_path, then, capfd):
         np.testing.assert_allclose(params(result), w, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_spike_can_stop_or_be_reported(tmp_path, capfd):
     with pytest.raises(NonFiniteError, match=f"a spike at step {AT}: the loss, after batch {AT}"):
         train(tmp_path, make_task(noisy(AT), **SPIKE), steps=30, on_spike={"action": "stop", "window": 32})
@@ -299,6 +301,7 @@ def test_warmup_noise_and_steady_losses_are_no_spikes():
         assert 10 * losses[:200].max() > limit_of(losses[:200], 6.0)
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("checkpoint", [None, {"every_steps": 3}])
 def test_last_update_without_a_loss_is_checked(tmp_path, checkpoint):
     task = dataclasses.replace(make_task(), optimizer=optax.sgd(lambda count: jnp.where(count == 9, jnp.inf, 0.01)))

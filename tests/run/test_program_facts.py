@@ -28,6 +28,7 @@ def test_another_evaluation_changes_only_its_program(tmp_path):
     assert "2.5" in theirs["program of an evaluation"]
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize(
     ("changes", "more"),
     [

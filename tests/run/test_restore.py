@@ -68,6 +68,7 @@ def saved(twenty, tmp_path):
     return tmp_path
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize(
     "damage",
     [flip_every_array, truncate, lose_a_file, lose_the_record, empty, garble_the_record],
@@ -86,6 +87,7 @@ def test_damaged_checkpoint_is_quarantined_and_run_continues(saved, twenty, dama
     assert np.array_equal(result.state.params["w"], twenty[1])
 
 
+@pytest.mark.slow
 def test_repeated_damage_of_a_step_is_kept(saved):
     for name in ("20.damaged", "20.damaged.2"):
         lose_a_file(saved / STEP_20)
@@ -115,6 +117,7 @@ def test_run_with_damaged_checkpoints_only_changes_nothing(saved):
     assert (saved / "run/metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("gone", ["the folder", "its content", "the records"])
 def test_run_with_missing_checkpoints_does_not_restart(saved, gone):
     before = (saved / "run/metrics.jsonl").read_bytes()

@@ -132,6 +132,7 @@ def test_moving_average_is_evaluated_and_exported(tmp_path):
     assert lines(tmp_path, "metrics.jsonl")[-1]["loss"] == pytest.approx(by_hand, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_learning_rate_schedule_reaches_the_optimizer(tmp_path):
     config = make_config(
         tmp_path, learning_rate={"name": "linear_schedule", "init_value": 0.0, "end_value": 0.0, "transition_steps": 5}

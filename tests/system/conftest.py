@@ -74,7 +74,7 @@ TIMES = ("examples_per_s", "step_time_s", "input_wait_s")
 class Folder:
     """A folder with `task.py` and `run.yaml`, and the commands that a user types in it.
 
-    With `forks`, a command is forked, and saves the two seconds of its imports; `launch` starts what users start.
+    With `forks`, a command and what it launches are forked, which saves the two seconds of each import.
     """
 
     def __init__(self, path: Path, forks: Forks | None):
@@ -83,9 +83,10 @@ class Folder:
         (path / "run.yaml").write_text(CONFIG)
 
     def start(self, *arguments: str) -> subprocess.Popen[str] | Child:
-        """Starts a command in a process group of its own."""
-        if self._forks is not None and arguments[0] != "launch":
-            return self._forks.start(Process(list(arguments), self.path, environment_of_a_user()))
+        """Starts a command in a new process group."""
+        if self._forks is not None:
+            forks = arguments[0] == "launch"
+            return self._forks.start(Process(list(arguments), self.path, environment_of_a_user(), forks=forks))
         return subprocess.Popen(
             [sys.executable, "-m", "spmdkit", *arguments],
             cwd=self.path,

@@ -68,15 +68,11 @@ log: {every_steps: 1, progress: plain}
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, forks):
-    """Holds `clean`, a run of two processes to its end."""
-    folder = tmp_path_factory.mktemp("errors")
-    (folder / "task.py").write_text(TASK)
-    (folder / "run.yaml").write_text(CONFIG)
-    ended = train(forks, folder, "clean")
-    assert [p.code for p in ended] == [0, 0], ended
-    return folder
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    return tmp_path
 
 
 def train(forks, folder, run, *overrides, **variables):
@@ -88,23 +84,24 @@ def losses(folder, run):
     return {(line["step"], line.get("split")): line["loss"] for line in lines}
 
 
-@pytest.mark.parametrize(
-    ("kind", "who"),
-    [
-        ("source", 1),
-        pytest.param("hook", 0, marks=pytest.mark.slow),
-        pytest.param("evaluation", 1, marks=pytest.mark.slow),
-    ],
-    ids=["data", "hook", "evaluation data"],
-)
-def test_error_of_one_process_ends_both(forks, folder, kind, who):
-    (folder / "fired").unlink(missing_ok=True)
+def test_error_of_one_process_ends_both(forks, folder):
+    check_end_of_both(forks, folder, "source", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "who"), [("source", 0), ("hook", 0), ("evaluation", 1)])
+def test_restart_after_an_error_equals_clean_run(forks, folder, kind, who):
+    check_end_of_both(forks, folder, kind, who)
+    for run in (kind, "clean"):
+        ended = train(forks, folder, run)
+        assert [p.code for p in ended] == [0, 0], ended
+    assert losses(folder, kind) == losses(folder, "clean")
+
+
+def check_end_of_both(forks, folder, kind, who):
     ended = train(forks, folder, kind, FAULT=kind, WHO=str(who))
     assert (folder / "fired").exists()
     assert (ended[who].code, ended[1 - who].code) == (70, 75), ended
     assert f"the {kind} is broken" in ended[who].output and "Traceback" not in ended[1 - who].output
     assert re.search(rf"process {who} .*exit code 70", ended[1 - who].output), ended
     assert "emergency_saved" not in (folder / kind / "events.jsonl").read_text()
-    again = train(forks, folder, kind)
-    assert [p.code for p in again] == [0, 0], again
-    assert losses(folder, kind) == losses(folder, "clean")

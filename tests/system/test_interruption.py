@@ -32,7 +32,7 @@ def num_lines(folder):
 def test_killed_run_ends_with_the_same_bits(folder, undisturbed, helpers):
     """Killed at random moments, and while it saves."""
     rng, kills = random.Random(1), {"running": 0, "saving": 0}
-    for number in range(4):
+    for number in range(2):
         moment = "saving" if number % 2 else "running"
         child = folder.start("train", "run.yaml", "task_args.pause_s=0.0003")
         before = num_lines(folder)

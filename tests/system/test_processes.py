@@ -25,9 +25,9 @@ def test_several_processes_equal_one(folder, undisturbed, processes):
 
 def test_zero_over_processes_equals_one_process(folder, undisturbed):
     """No reduce_scatter before jax 0.12: it would change the order of all-reduces."""
-    code, output = folder.train("mesh={fsdp: 4}", "layout={zero: 2, min_shard_bytes: 0}", processes=4)
+    code, output = folder.train("mesh={fsdp: 4}", "layout={zero: 2, min_shard_bytes: 0}", processes=2)
     assert code == 0, output
-    assert "4 processes" in output
+    assert "2 processes" in output
     kinds = {c["op"] for c in json.loads((folder.path / "run" / "plan.json").read_text())["collectives"]}
     scatters = "reduce_scatter" if jax.__version_info__ >= (0, 12) else "all_to_all"
     assert kinds & {"reduce_scatter", "all_to_all"} == {scatters}
@@ -54,6 +54,7 @@ def test_launched_processes_continue_before_a_damaged_checkpoint(folder, undistu
     folder.assert_equals(undisturbed, tolerance=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [(), pytest.param((("ordered", 4), ("sum", 1), ("sum", 4)), marks=pytest.mark.slow)],
@@ -94,6 +95,7 @@ def test_rounding_reducers_give_same_bits_on_two_processes(folder, reducer, mesh
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_groups_in_two_processes_equal_one_process(folder):
     """Trained, evaluated and exported as the mean of the groups; that of one process is stopped and restarted."""
     sync = ["sync={local_sgd: {every: 5}}", "steps=20", "eval.every_steps=10"]

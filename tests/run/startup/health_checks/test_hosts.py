@@ -93,6 +93,7 @@ def test_what_is_no_time_is_refused(text):
         seconds_of(text)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_doctor_of_two_launched_processes_finds_them_well(tmp_path):
     """Started by the launcher: what it must be right about is what the environment and the join make of it."""
