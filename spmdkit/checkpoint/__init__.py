@@ -1,8 +1,7 @@
 """Checkpoints of a run: saved asynchronously, committed whole or not at all, restored onto any mesh.
 
 Enters: a state of arrays and a JSON record. Leaves: `checkpoints/<step>/`, which orbax alone can read, or the state on
-another mesh. A step is committed when orbax has renamed its temporary directory to the step number; record.json is
-written just before that, so a step with a record is complete.
+another mesh. record.json is written just before orbax renames the temporary directory: such a step is complete.
 """
 
 from spmdkit.checkpoint.checkpoints import Checkpoints

@@ -27,12 +27,7 @@ from spmdkit.foundation.timeouts import LEASE_POLL_S, LEASE_RENEW_S, LEASE_SETTL
 
 
 class Lease:
-    """The right of one attempt to write into a folder of a bucket, held from `acquire` until `release`. For process 0.
-
-    Args:
-        attempt: the id of this attempt, another one at each start.
-        clock, sleep: seconds that never go back, and how to wait.
-    """
+    """The right of an attempt to write into a folder of a bucket, from `acquire` until `release`. For process 0."""
 
     def __init__(
         self,

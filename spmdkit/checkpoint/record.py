@@ -25,9 +25,7 @@ from spmdkit.errors import CheckpointError, DamagedError
 from spmdkit.foundation import files
 from spmdkit.foundation.constants import is_step_name
 
-SCHEMA = 2
-SCHEMAS = (1, 2)
-"""Those that are read."""
+SCHEMA, SCHEMAS = 2, (1, 2)  # written, read
 SMALL_FILE_BYTES = 2**22
 """Files of arrays up to this size have a digest: many small leaves share them."""
 DATA_FOLDER = "d"

@@ -69,7 +69,6 @@ def _check_fits(
 
 
 def _with_sharding(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns the abstract leaf with a sharding: this process's first device where none is requested."""
     if leaf.sharding is not None:
         return leaf
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

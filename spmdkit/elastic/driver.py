@@ -33,11 +33,7 @@ NO_EFFECT = "elastic.in_process has no effect: this is not started by spmdkit la
 
 
 def train(job: TrainJob, train_once: Callable[..., Result]) -> Result:
-    """Returns the result of the last membership.
-
-    Args:
-        train_once: `(job, join, driver) -> Result`, one training.
-    """
+    """Returns the result of the last membership. `train_once`: `(job, join, driver) -> Result`, one training."""
     if not compat.backends_initialized():
         compat_membership.reduce_one_by_one()
     membership = membership_from_env(os.environ, job.config.elastic.snapshot_every) if job.cluster is None else None

@@ -16,12 +16,7 @@ from collections.abc import Iterator
 
 
 class CollectiveTransport:
-    """The connections of one backend.
-
-    Attributes:
-        own: the ports on which this process listens for the others' collectives.
-        others: those of all processes, gathered from each other.
-    """
+    """The connections of one backend. `own`: the ports on which this process listens; `others`: those of all."""
 
     def __init__(self) -> None:
         self.own: list[int] = []

@@ -42,10 +42,9 @@ from spmdkit.program.program import Program
 from spmdkit.program.restore import restored
 from spmdkit.run.recovery.restore import Restored, latest_for_all
 
-LAG = 16
-"""Steps that may be in flight when processes agree on the last step of a generation."""
+LAG = 16  # steps that may be in flight when processes agree on the last step of a generation
 FINAL = (ConfigError, NonFiniteError, CheckpointError, Preempted, UserCodeError)
-"""What ends a run whoever has died."""
+"""Errors that end a run whichever process has died."""
 
 
 class MembershipChanged(RendezvousError):

@@ -20,8 +20,7 @@ from spmdkit.step.state import TrainState
 def perform(
     run: Run, step: int, state: TrainState, batches: DeviceBatches, decision: Decision
 ) -> tuple[TrainState, DeviceBatches, Stop | None]:
-    """Does the actions decided at `step`; returns (state, batches, the `Stop` that ends training or None). Raises
-    SpmdkitError: a `Stop` with the code of a failure; see `evaluate`, `save`, `go_back`."""
+    """Does the actions decided at `step`; returns (state, batches, the `Stop` that ends training or None)."""
     turn = decision.turn
     if isinstance(turn, Stop) and not turn.saves:
         raise _failure(turn)
@@ -33,9 +32,9 @@ def perform(
     if decision.evaluate:
         evaluate(run, step, state)
     more = run.hook_runner.more()  # from after_eval: a best loss to save, an early stop
-    turn = next((t for t in (turn, more.turn) if isinstance(t, Stop)), None)
     if isinstance(more.turn, Rollback | ReplaceState) or (isinstance(more.turn, Stop) and not more.turn.saves):
         return perform(run, step, state, batches, more)
+    turn = next((t for t in (turn, more.turn) if isinstance(t, Stop)), None)
     if turn is not None and turn.code == 0:
         run.mark_finished(turn.why or "a hook")
     if decision.save or more.save or turn is not None:

@@ -15,8 +15,7 @@ from spmdkit.foundation import files
 from spmdkit.foundation.trees import named_leaves
 from spmdkit.program.program import Program
 
-MOST_ROWS = 8
-"""The number of rows that a message lists."""
+MOST_ROWS = 8  # in a message
 
 
 def named(program: Program, step: int) -> str:

@@ -21,14 +21,8 @@ from spmdkit.step.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class TrainJob:
-    """The arguments of `train`, and what it opened before JAX has devices.
-
-    Attributes:
-        cluster: the joined processes; None: joins those that the environment names.
-        task: replaces the task that the config names.
-        allow_change: settings that may have changed since the checkpoint although they change the run.
-        keeps_memory: whether freed memory stays with the process (program/allocator.py).
-    """
+    """The arguments of `train`, and what it opened before JAX has devices. `keeps_memory`: whether freed memory stays
+    with the process (program/allocator.py)."""
 
     config: Config
     cluster: Cluster | None

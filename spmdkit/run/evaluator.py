@@ -84,8 +84,7 @@ def _follow(
             checkpoints = Checkpoints(checkpoints_of(config), is_main=False, cluster=cluster)
             before, waiting = len(steps), [step for step in checkpoints.steps() if step not in evaluated]
             for step in waiting:
-                if signals.requested is not None:
-                    raise Preempted(f"the evaluator was stopped after {len(steps)} checkpoints. Start it again.")
+                _check_signal(signals, len(steps))
                 if (values := _evaluated(program, checkpoints, step)) is None:
                     continue  # deleted by retention
                 evaluated.add(step)
@@ -94,12 +93,16 @@ def _follow(
                 values_text = (f"{name} {x:.6g}" for name, x in values.items() if isinstance(x, float))
                 say(f"step {step} eval  " + "  ".join(values_text))
                 check_evaluation(config, step, values)
-            if signals.requested is not None:
-                raise Preempted(f"the evaluator was stopped after {len(steps)} checkpoints. Start it again.")
+            _check_signal(signals, len(steps))
             if not waiting and _is_finished(checkpoints, config.steps):
                 return steps
             if len(steps) == before:
                 sleep(EVALUATOR_POLL_S)
+
+
+def _check_signal(signals: StopSignals, num: int) -> None:
+    if signals.requested is not None:
+        raise Preempted(f"the evaluator was stopped after {num} checkpoints. Start it again to go on.")
 
 
 def _evaluated(program: Program, checkpoints: Checkpoints, step: int) -> dict[str, Any] | None:

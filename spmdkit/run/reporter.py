@@ -18,14 +18,7 @@ from spmdkit.run.hooks.base import RunView
 
 
 class Reporter:
-    """Trackers, progress display and throughput of a run, from `open` on.
-
-    Attributes:
-        environment: the contents of `environment.json`: versions, devices.
-        progress: the display on the terminal; empty on other processes than 0.
-        throughput: the speed of the steps.
-        trackers: receive the records, on process 0.
-    """
+    """Trackers, progress display and throughput of a run, from `open` on; `environment` is that of environment.json."""
 
     progress: metrics.Progress
     throughput: metrics.Throughput
@@ -65,19 +58,14 @@ class Reporter:
         if kind != "scalars":
             self.trackers.write(record, kind)
             return
-        arrays = {
-            name: np.asarray(x).tolist()
-            for name, x in record.items()
-            if not isinstance(x, float | int | str) and np.ndim(x)
-        }
+        arrays = {name: np.asarray(x).tolist() for name, x in record.items() if not isinstance(x, str) and np.ndim(x)}
         scalars = {name: x for name, x in record.items() if name not in arrays}  # a copy, for the thread
         self.trackers.write(scalars)
         with phase.during("printing"):
             self.progress.write(scalars)
         if arrays:
-            self.trackers.write(
-                {name: record[name] for name in ("step", "split") if name in record} | arrays, "histogram"
-            )
+            which = {name: record[name] for name in ("step", "split") if name in record}
+            self.trackers.write(which | arrays, "histogram")
 
     def close(self) -> None:
         """Closes trackers and progress, on process 0, so that all records are written."""

@@ -1,7 +1,5 @@
 """`Run`: the directory, the records and the progress of one run.
 
-    run_dir/  config.yaml  environment.json  metrics.jsonl  events.jsonl  checkpoints/<step>/  report.html  ...
-
 Only process 0 writes files other than checkpoints. Decisions that depend on time or on a signal are agreed on by all
 processes, at the same step. Only methods of `Run` change its attributes.
 """
@@ -12,6 +10,7 @@ import collections
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -51,8 +50,7 @@ ROLES = {
     "summaries": 0,  # metrics.jsonl, counts.jsonl, trackers, the report
     "evaluates": "all",
 }
-"""Task -> `all`, or the process that does it, in the events `started` and `restored`. tf.train.Supervisor has a chief;
-here all processes run the same program, so few roles belong to one."""
+"""Task -> `all`, or the process that does it, in the events `started` and `restored`. There is no chief."""
 
 
 class Run:
@@ -115,7 +113,13 @@ class Run:
             )
             self.saves = Saves(self, self.checkpoints, self.clock) if self.checkpoints is not None else None
             self._stack = stack.pop_all()
-        watchdog_callbacks.connect(self, self.watchdog, self.signals, self.checkpoints, self.give_up_input)
+        newest = partial(watchdog_callbacks.newest_on_disk, self.checkpoints)
+        if self.watchdog is not None:
+            self.watchdog.record_end = partial(watchdog_callbacks.record_fault, self)
+            self.watchdog.newest = newest
+        if self.signals is not None:
+            end_input = watchdog_callbacks.end_stalled_input
+            self.signals.then = partial(end_input, self.cluster.num_processes, self.give_up_input, newest)
         return self
 
     def __exit__(

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import signal
 import time
 from collections.abc import Callable
 
 from spmdkit.checkpoint import Checkpoints
-from spmdkit.faults import StopSignals, Watchdog, leave_with
+from spmdkit.faults import leave_with
 from spmdkit.foundation import files, phase, redact
 from spmdkit.foundation.timeouts import INPUT_GRACE_S
 from spmdkit.run.hooks.base import RunView
-
-
-def connect(
-    run: RunView,
-    watchdog: Watchdog | None,
-    signals: StopSignals | None,
-    checkpoints: Checkpoints | None,
-    give_up_input: Callable[[], None],
-) -> None:
-    """Connects the watchdog and the signals to a run. `give_up_input` ends a loop that waits for its data source."""
-    newest = functools.partial(newest_on_disk, checkpoints)
-    if watchdog is not None:
-        watchdog.record_end = functools.partial(record_fault, run)
-        watchdog.newest = newest
-    if signals is not None:
-        signals.then = functools.partial(end_stalled_input, run.cluster.num_processes, give_up_input, newest)
 
 
 def record_fault(run: RunView, code: int, text: str, stacks: str) -> None:

@@ -16,8 +16,7 @@ from spmdkit.foundation.formatting import format_bytes
 from spmdkit.program.replica_check import Copies, Difference
 from spmdkit.run.hooks.base import Action, Hook, ReplaceState, Rollback, RunView, Stop
 
-MOST_LEAVES = 4
-"""So many leaves are named."""
+MOST_LEAVES = 4  # in a message
 
 
 def make(config: Any) -> Hook | None:

@@ -8,8 +8,7 @@ from typing import Any
 from spmdkit.foundation.constants import DRILL_FILE
 from spmdkit.run.hooks.base import Hook, RunView
 
-AFTER_WATCHDOG = 2000
-"""The fault's own phase then stays the current one."""
+AFTER_WATCHDOG = 2000  # the phase of the fault then stays the current one
 
 
 def make(config: Any) -> Hook | None:

@@ -22,14 +22,10 @@ from spmdkit.run.hooks.base import Action, Hook, Rollback, RunView, Stop
 from spmdkit.step import finite_check
 
 LOOK_EVERY = 100
-"""The least number of steps between two checks of the state. One takes about half a millisecond of the host, 5 % of ten
-steps of 1 ms."""
-
+"""Minimum steps between two checks of the state, which take half a millisecond of the host each."""
 MOST_CODES = 512
-"""The most codes that wait on the devices between log steps. Then all but the newest are read."""
-
+"""Maximum codes that wait on the devices between log steps. Then all but the newest `STEPS_IN_FLIGHT` are read."""
 STEPS_IN_FLIGHT = 32
-
 TOGETHER = 16
 """The number of codes that the devices combine before the host reads them."""
 

@@ -12,8 +12,7 @@ from spmdkit.run.hooks.base import Hook
 if TYPE_CHECKING:
     from spmdkit.run.run import Run
 
-AFTER_ALL = 1000
-"""The time of other hooks counts as time of the step."""
+AFTER_ALL = 1000  # the time of other hooks counts as time of the step
 
 
 def make(config: Any) -> Hook | None:

@@ -1,8 +1,8 @@
 """The differences between the run that a checkpoint was saved by and the run that resumes it: settings, source text,
 data, versions and environment variables, as one table.
 
-A checkpoint's record describes its run. Differences are reported and written to events.jsonl. A difference that changes
-the examples of a step is rejected unless the user allows it by name (`train --allow-change KEY`).
+Differences are reported and written to events.jsonl. One that changes the examples of a step is rejected unless the
+user allows it by name (`train --allow-change KEY`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from spmdkit.run.recovery import skipped_batches
 ANOTHER_RUN = ("task", "seed", "batch_size", "data.shuffle", "data.drop_remainder", "train_data")
 """Settings that determine the examples of a step and must not change during a run."""
 NOT_COMPARED = ("run_dir",)
-SHOWN = 60
-"""Characters of a value in the table."""
+SHOWN = 60  # characters of a value in the table
 
 
 class Change(NamedTuple):

@@ -1,8 +1,6 @@
-"""`skipped_batches.json`: the batches that a run skips permanently. The record of every checkpoint lists them too, but
-no checkpoint follows a rollback immediately.
+"""`skipped_batches.json`: the batches that a run skips permanently. No checkpoint follows a rollback immediately.
 
-The skipped batches of a run are the union of the config's `data.skip_batches`, the record of the restored checkpoint
-and this file.
+Skipped are those of the config's `data.skip_batches`, of the record of the restored checkpoint, and of this file.
 """
 
 from __future__ import annotations

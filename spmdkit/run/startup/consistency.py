@@ -5,8 +5,7 @@
     same_program  before compilation      mesh, form, the lowered step, init, evaluation, warm-up and groups
     same_state    before the first step   a checksum of each leaf after init or restore
 
-Each is one comparison (cluster/comparison.py). A difference exits with 78 on every process, with a message that names
-the processes and the difference. A run of one process compares nothing.
+A difference exits with 78 on every process, with a message that names the processes and the difference.
 """
 
 from __future__ import annotations
@@ -60,13 +59,7 @@ def start_facts(config: Config) -> dict[str, str]:
 
 def same_data(cluster: Cluster, make: Callable[[], Task], retries: int = 0) -> Task:
     """Returns the task that `make` returns, with the same data on all processes, or per-process data with the lengths
-    of all.
-
-    Arrays in memory are opened once for all readers.
-
-    Args:
-        retries: how often a row that raises is read again.
-    """
+    of all. Arrays in memory are opened once. `retries`: how often a row that raises is read again."""
     if cluster.num_processes == 1:
         return make()
     made = list[Task]()

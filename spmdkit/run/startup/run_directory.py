@@ -28,12 +28,10 @@ def take_directory(cluster: Cluster, directory: Path, stack: ExitStack, shared: 
     """Returns the fence of the directory, which is locked until `stack` is closed.
 
     Args:
-        shared: all processes must see one folder. Otherwise each process that does not see that of process 0 takes its
-            own.
+        shared: all processes must see one folder. Otherwise one that does not see that of process 0 takes its own.
 
     Raises:
-        ConfigError: another run holds it; it cannot be written; or processes see different folders under its name,
-            reported on each of them.
+        ConfigError: another run holds it, it cannot be written, or processes see different folders.
     """
     claimed = list[Fence]()
 

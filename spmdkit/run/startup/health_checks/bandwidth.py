@@ -1,8 +1,7 @@
 """Bandwidth of each link between neighbours, and of collectives over each axis of a mesh.
 
-Links are measured in rounds of pairs that share no device, in one order for all processes, so that they neither disturb
-nor wait for each other. Source of the busbw convention: nccl-tests, doc/PERFORMANCE.md (an all-reduce over n devices
-moves 2 (n-1) / n of its bytes over each link).
+Links are measured in rounds of pairs that share no device, in one order for all processes. Source of the busbw
+convention: nccl-tests, doc/PERFORMANCE.md (an all-reduce over n devices moves 2 (n-1) / n of its bytes over each link).
 """
 
 from __future__ import annotations

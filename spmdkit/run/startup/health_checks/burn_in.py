@@ -24,12 +24,9 @@ from spmdkit.foundation.deadline import Deadline
 SIZES = {"cpu": 256}
 SIZE = 4096
 """Rows of the square factors, by platform and by default: large enough that a product uses all units of the chip."""
-PRODUCTS = 8
-"""Products in a chain."""
-READY_S = 300.0
-"""Maximum time for all devices to compile the first chain."""
-MOST_DIGESTS = 4
-"""Maximum number of different results of one device that are reported."""
+PRODUCTS = 8  # in a chain
+READY_S = 300.0  # for all devices to compile the first chain
+MOST_DIGESTS = 4  # different results of one device that are reported
 
 
 def burn(devices: Sequence[jax.Device], process_index: int, seconds: float) -> list[dict[str, Any]]:

@@ -23,8 +23,7 @@ from spmdkit.errors import ConfigError, Unreachable
 from spmdkit.foundation.timeouts import HOST_CHECK_S, HOST_CONNECT_S
 from spmdkit.metrics.environment import package_versions
 
-REQUESTS = 3
-"""Number of requests to each clock; the fastest response counts."""
+REQUESTS = 3  # to each clock; the fastest response counts
 
 
 def meet(cluster: Cluster, address: str | None = None) -> list[dict[str, Any]]:

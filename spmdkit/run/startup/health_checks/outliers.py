@@ -11,8 +11,7 @@ from typing import Any
 SLOW_DEVICE, SLOW_LINK = 0.7, 0.5
 """Share of the median below which a device or a link is slow. Links between hosts and within a host are not compared.
 """
-MOST_CLOCK_S = 1.0
-"""Seconds that the clocks of two hosts may differ. Times in events.jsonl and leases depend on them."""
+MOST_CLOCK_S = 1.0  # between the clocks of two hosts
 
 
 @dataclass(frozen=True)
