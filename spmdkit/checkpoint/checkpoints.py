@@ -3,7 +3,8 @@
 `save` blocks only while the arrays are copied to the host. A background thread writes, commits and deletes old steps,
 one save at a time. Every process of a run creates one `Checkpoints` and calls `save` and `restore` at the same steps.
 Process 0 writes the record, commits and deletes. orbax writes to gs:// itself; steps for other buckets go through a
-local folder of each process (staging.py), and the last object that is written commits the step."""
+local folder of each process (staging.py), and the last object that is written commits the step.
+"""
 
 from __future__ import annotations
 

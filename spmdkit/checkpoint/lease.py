@@ -7,7 +7,8 @@ A new run takes over a lease when its process is known to be gone, when it was r
 changed for `LEASE_STALE_S` on the new run's own monotonic clock. Two runs that take over together both write, and read
 later who wrote last. Safety does not depend on that: a run reads that it owns the lease before each commit.
 
-Source: Gray and Cheriton, "Leases" (1989); Kleppmann, "How to do distributed locking" (2016) on fencing tokens."""
+Source: Gray and Cheriton, "Leases" (1989); Kleppmann, "How to do distributed locking" (2016) on fencing tokens.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@
 
 The record is written after all arrays and before the rename, so it has each file's size: a truncated or missing file is
 found without reading it. orbax's descriptions and small files also have a digest, chunks of arrays their own checksum
-(orbax_backend.py). Records of schema 1 have neither and are restored unchecked."""
+(orbax_backend.py). Records of schema 1 have neither and are restored unchecked.
+"""
 
 from __future__ import annotations
 

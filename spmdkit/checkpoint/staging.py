@@ -6,7 +6,8 @@ step.
 
 Several processes need not see each other's folders. Each uploads its part; then process 0 fetches the indexes of the
 others, kilobytes, merges one step as orbax does in a shared folder, and uploads its own part, the index, the record and
-the marker. A restore fetches the whole step in each process."""
+the marker. A restore fetches the whole step in each process.
+"""
 
 from __future__ import annotations
 

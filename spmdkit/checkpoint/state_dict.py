@@ -2,7 +2,8 @@
 
 The tree itself is not saved: its node types would tie a checkpoint to the code that wrote it. Leaves are saved under
 their paths, one dict level per `/`; a restore puts them into the current treedef. `None`, empty tuples and empty dicts
-come from that treedef."""
+come from that treedef.
+"""
 
 from __future__ import annotations
 

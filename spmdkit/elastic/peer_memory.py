@@ -8,7 +8,8 @@ Wire: a shard of these leaves from each device, every `snapshot_every` steps; no
 Host memory: two states of its devices, and as much again of what is sent. Two, because the last one may be complete on
 some processes only.
 
-Source: in-memory checkpoints with a neighbour's copy (Gemini, SOSP 2023)."""
+Source: in-memory checkpoints with a neighbour's copy (Gemini, SOSP 2023).
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,6 @@ from spmdkit.checkpoint import (
 )
 from spmdkit.config.retention import Best, Retention
 from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError, Unreachable
-from spmdkit.foundation import run_status
 from tests.support.buckets import CutOff, InMemory
 
 URL = "s3://bucket-one/runs/first"
@@ -217,12 +216,6 @@ def test_one_of_two_concurrent_claims_gets_the_lease(client):
         first.acquire()
 
 
-def test_is_gone_distinguishes_this_process_from_earlier_ones():
-    mine = run_status.this_process()
-    assert not run_status.is_gone(mine)
-    assert run_status.is_gone(mine | {"born": 1}) and not run_status.is_gone(mine | {"born": 1, "host": "another"})
-
-
 def test_unreachable_storage_error_is_no_damage_or_secret(client, tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-of-a-secret")
     checkpoints = opened(tmp_path)
@@ -241,17 +234,6 @@ def test_unreachable_storage_error_is_no_damage_or_secret(client, tmp_path, monk
             ask()
         assert told.value.exit_code == 79 and "AWS_PROFILE" in str(told.value)
     checkpoints.close()
-
-
-def test_first_write_reports_a_missing_bucket(client, tmp_path, monkeypatch):
-    def missing(*_):
-        raise FileNotFoundError("The specified bucket does not exist")
-
-    monkeypatch.setattr(client, "pipe_file", missing)
-    with pytest.raises(
-        Unreachable, match=r"could not be written: FileNotFoundError: The specified bucket does not exist"
-    ):
-        Lease(location.resolve(URL), "a").acquire()
 
 
 def test_missing_client_package_names_the_extra(monkeypatch, tmp_path):

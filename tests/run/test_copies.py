@@ -10,12 +10,11 @@ import optax
 import pytest
 
 import spmdkit as sk
-from spmdkit.cluster import detect_cluster, join
 from spmdkit.errors import NonFiniteError
 from spmdkit.program.replica_check import Copies
+from tests.support import small_runs
 from tests.support.core_models import regression
 from tests.support.core_runs import program_of
-from tests.support.small_runs import config_of
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
 
@@ -30,9 +29,6 @@ def flipped(leaf, device, bit=12):
         shards.append(jax.device_put(data, shard.device))
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
 
-
-# ---- what is found
-# -----------------------------------------------------------------------------------------------------
 
 MESHES = {
     "data 4": ({"mesh": {"data": 4}, "ema": 0.9}, 0, 4),
@@ -95,9 +91,6 @@ def test_audit_finds_the_inconsistent_device():
     assert Copies(steady_program).audit(steady_program.init(), next(iter(steady_program.batches(1, 1)))[1]) == []
 
 
-# ---- in a run --------------------------------------------------------------------------------------------------------
-
-
 def squares(params, batch):
     return (batch @ params["w"]) ** 2
 
@@ -118,16 +111,9 @@ def train(tmp_path, flip_at=None, device=2, loss_fn=lambda p, b, key: sk.mean(sq
         "checkpoint": {"every_steps": 3, "keep": 9},
         "replica_check": {"every_steps": 3},
     }
-    config = config_of(tmp_path, **four_devices | changes)
     hooks = [sk.Hook("corrupt", order=1, after_step=corrupt)] if flip_at else []
-    task = sk.Task(
-        lambda key: {"w": jnp.ones(4)},
-        loss_fn,
-        optax.sgd(0.1),
-        train_data=X,
-        hooks=hooks,
-    )
-    result = sk.train(config, join(detect_cluster({}), config.devices), task)
+    task = sk.Task(lambda key: {"w": jnp.ones(4)}, loss_fn, optax.sgd(0.1), train_data=X, hooks=hooks)
+    result = small_runs.train(tmp_path, task, **four_devices | changes)
     assert fired or flip_at is None, "the fault was not injected"
     return result
 

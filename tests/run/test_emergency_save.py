@@ -12,8 +12,8 @@ import pytest
 
 import spmdkit as sk
 from spmdkit import checkpoint
-from spmdkit.cluster import detect_cluster, join
 from spmdkit.errors import NonFiniteError, UserCodeError
+from tests.support import small_runs
 
 X = np.random.default_rng(0).normal(size=(96, 3)).astype(np.float32)
 BAD = 55
@@ -42,18 +42,17 @@ def train(tmp_path, rows, *hooks, name="run", scale=1.0, **changes):
         return loss, {"rows": sk.sum(jnp.ones(len(batch))), "total": sk.sum(batch[:, 0])}
 
     values = {
-        "task": "inline.py:task",
         "run_dir": str(tmp_path / name),
         "steps": 12,
         "batch_size": 8,
         "devices": "cpu:1",
+        "mesh": {},
         "data": {"shuffle": False},
         "log": {"every_steps": 1, "progress": "plain"},
         "checkpoint": {"every_steps": 100},
     }
-    config = sk.Config(**{**values, **changes})
     task = sk.Task(lambda key: {"w": jnp.zeros(3)}, loss_fn, optax.adam(0.1), train_data=rows, hooks=hooks)
-    return sk.train(config, join(detect_cluster({}), config.devices), task)
+    return small_runs.train(tmp_path, task, **{**values, **changes})
 
 
 def lines(tmp_path, name="metrics.jsonl", run="run"):

@@ -29,12 +29,6 @@ def test_each_checkpoint_is_evaluated_once(tmp_path):
     assert len(lines(tmp_path, "evaluator.jsonl")) == 4
 
 
-@pytest.mark.slow
-def test_deleted_checkpoints_are_passed_over(tmp_path):
-    train(tmp_path, checkpoint={"every_steps": 5, "keep": 1})
-    assert follow(tmp_path)[0] == [20]
-
-
 def test_run_ended_by_a_hook_ends_evaluator(tmp_path):
     stop = sk.Hook(
         name="enough", after_step=lambda run, step, state, metrics: sk.Stop(0, "enough") if step == 7 else None

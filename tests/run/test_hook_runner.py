@@ -5,48 +5,34 @@ import threading
 import pytest
 
 import spmdkit as sk
-from spmdkit.cluster.cluster import Cluster
-from spmdkit.cluster.store import MemoryStore
 from spmdkit.errors import ConfigError
 from spmdkit.run.hook_runner import NOTHING, HookRunner
+from tests.support.clusters import on_all
 
 STEPS, NUM = 30, 3
 
 
 def processes(make_hooks, body=None):
     """Returns what was decided, {step: decision} for each process: `make_hooks(process)` gives the hooks of one."""
-    store, found, errors = MemoryStore(NUM), [{} for _ in range(NUM)], []
-    together, seconds = threading.Barrier(NUM, timeout=30), [0.0] * NUM
+    together = threading.Barrier(NUM, timeout=30)
 
-    def dispatched(process):
-        """A step of a second, with a collective in it."""
-        seconds[process] += 1.0
-        together.wait()
-
-    def train(due, decisions, process):
+    def train(due, decisions, process, dispatched):
         for step in range(1, STEPS + 1):
-            dispatched(process)
+            dispatched()
             due.after_step(None, step, f"state of {process}", None)
             if (decision := due.decision(step)) is not NOTHING:
                 decisions[step] = decision
 
-    def run(process):
-        cluster = Cluster(process_index=process, num_processes=NUM, devices=[], store=store, namespace="test")
-        due = HookRunner(make_hooks(process), cluster, STEPS, lag=2)
+    def run(cluster):
+        decisions, process = {}, cluster.process_index
         try:
-            (body or train)(due, found[process], process, *([dispatched] if body else []))
-        except Exception as error:  # noqa: BLE001 - raised again below
-            errors.append(error)
+            (body or train)(HookRunner(make_hooks(process), cluster, STEPS, lag=2), decisions, process, together.wait)
+        except ConfigError:
             together.abort()
+            raise
+        return decisions
 
-    threads = [threading.Thread(target=run, args=(process,), daemon=True) for process in range(NUM)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    if errors:
-        raise errors[0]
-    return found
+    return on_all(NUM, run)
 
 
 def asks(at, action, process=None, **options):
@@ -109,7 +95,7 @@ def test_repeated_steps_are_agreed_on_again():
     def body(due, decisions, process, dispatched):
         for generation in range(3):
             for step in range(1, 12):
-                dispatched(process)
+                dispatched()
                 due.after_step(None, step, None, None)
                 if (decision := due.decision(step)) is not NOTHING:
                     decisions[generation, step] = decision

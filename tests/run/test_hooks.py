@@ -54,9 +54,6 @@ def at(wanted, action):
     return lambda run, step, *_: action if step == wanted else None
 
 
-# ---- actions ---------------------------------------------------------------------------------------------------------
-
-
 def test_stop_saves_and_finishes_the_run(tmp_path, capfd):
     hook = sk.Hook("enough", after_step=at(5, sk.Stop(why="it is enough")))
     assert not train(tmp_path, hook).already_finished
@@ -82,15 +79,6 @@ def test_save_and_evaluate_happen_once_at_their_step(tmp_path):
     train(tmp_path, *hooks, eval={"every_steps": 8}, checkpoint={"every_steps": 8, "keep": 9})
     assert [m["step"] for m in lines(tmp_path) if "split" in m] == [4, 8, 12]
     assert saved(tmp_path) == [4, 8, 12]
-
-
-@pytest.mark.slow
-def test_hook_that_donates_the_state_is_refused(tmp_path):
-    """Where no hook of the user's has the state, its steps do not look; jaxlib would end the process."""
-    give_away = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
-    hook = sk.Hook("giver", after_step=lambda run, step, state, metrics: (give_away(state.params), None)[1])
-    with pytest.raises(ConfigError, match=r"was donated to an earlier step \('.*w' is deleted\)"):
-        train(tmp_path, hook)
 
 
 def test_training_continues_with_the_replaced_state(tmp_path):
@@ -177,9 +165,6 @@ def test_rollback_before_all_checkpoints_is_refused(tmp_path):
     )
 
 
-# ---- in the step -----------------------------------------------------------------------------------------------------
-
-
 def skip_where(bad):
     def skip(old, new, metrics):
         keep = jax.tree.map(lambda a, b: jnp.where(bad(old), a, b), old, new)
@@ -213,9 +198,6 @@ def test_in_step_hook_must_keep_the_state(tmp_path):
     with pytest.raises(ConfigError, match="changed the state: 'params/w' was float32"):
         train(tmp_path, hook)
 
-
-# ---- a user's own, and a restart
-# ---------------------------------------------------------------------------------------
 
 MINE = """
 import math

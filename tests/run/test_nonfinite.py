@@ -43,10 +43,6 @@ def lines(tmp_path, name="metrics.jsonl"):
     return small_runs.lines(tmp_path, name)
 
 
-# ---- evaluation, metrics, the final model
-# ------------------------------------------------------------------------------
-
-
 def poisoned_evaluation(params, batch):
     return {"loss": sk.mean(batch @ params["w"]), "worst": sk.max(jnp.where(params["w"][0] > 0, jnp.inf, batch[:, 0]))}
 
@@ -109,9 +105,6 @@ def test_joined_codes_find_every_step(cut, num):
     assert finite._joined_codes(codes)() == sorted((step, bit) for step, bit in bits.items() if step <= num)
     assert finite._joined_codes([(step, jnp.zeros((), jnp.int32)) for step, _ in codes])() == []
 
-
-# ---- skip and rollback
-# -------------------------------------------------------------------------------------------------
 
 BAD = 6  # the step, and the number, of the batch that is poisoned
 
@@ -230,9 +223,6 @@ def test_trained_batches_cannot_be_skipped(tmp_path):
 def test_ways_back_that_lead_nowhere_end_the_run(tmp_path):
     with pytest.raises(NonFiniteError, match="after 2 rollbacks"):
         train(tmp_path, make_task(np.full_like(CLEAN, np.nan)), on_nonfinite={**ROLLBACK, "max_consecutive": 2})
-
-
-# ---- spikes ----------------------------------------------------------------------------------------------------------
 
 
 def noisy(spike_at=None, steps=40, factor=30.0):

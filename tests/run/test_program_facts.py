@@ -42,10 +42,3 @@ def test_programs_of_other_phases_are_compared(tmp_path, changes, more):
     assert found.keys() == {*TEXT, "init", "program of a step", "program of an evaluation", more}
     assert all("func.func" in found[name] for name in found.keys() - TEXT)
     assert found[more] != found["program of a step"]
-
-
-def test_lowered_evaluation_is_used_once(tmp_path):
-    program = sk.build(config_of(tmp_path), line_task())
-    lowered = program.evaluator.lowered
-    program.eval(program.init())
-    assert program.evaluator.lowered is not lowered, "it was snapshot_taken"

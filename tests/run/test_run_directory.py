@@ -132,19 +132,6 @@ def test_moving_average_is_evaluated_and_exported(tmp_path):
     assert lines(tmp_path, "metrics.jsonl")[-1]["loss"] == pytest.approx(by_hand, rel=1e-5)
 
 
-@pytest.mark.slow
-def test_learning_rate_schedule_reaches_the_optimizer(tmp_path):
-    config = make_config(
-        tmp_path, learning_rate={"name": "linear_schedule", "init_value": 0.0, "end_value": 0.0, "transition_steps": 5}
-    )
-    task = make_task()
-    task = sk.Task(task.init, task.loss_fn, lambda rate: optax.sgd(rate), train_data={"x": X})
-    result = train(config, task)
-    assert float(result.state.params["w"][0, 0]) == 0.0
-    named = make_config(tmp_path, run_dir=str(tmp_path / "named"), optimizer={"name": "adamw", "learning_rate": 0.1})
-    assert abs(float(train(named, sk.Task(task.init, task.loss_fn, train_data={"x": X})).state.params["w"][0, 0])) > 0.5
-
-
 def test_changed_random_keys_are_reported(tmp_path, capfd):
     make = lambda steps: make_config(tmp_path, steps=steps, log={"every_steps": 5, "progress": "plain"})
     train(make(5), make_task())

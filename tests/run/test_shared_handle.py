@@ -1,7 +1,6 @@
 """Data of training and of evaluation that share a handle, as a file with a position or an HDF5 file: nobody reads
 between two halves of a read."""
 
-import json
 import time
 
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import numpy as np
 import optax
 
 import spmdkit as sk
-from spmdkit.cluster import detect_cluster, join
+from tests.support import small_runs
 
 X = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
 
@@ -38,27 +37,17 @@ class Rows:
         return self.handle.read(self.first + i)
 
 
-def train(folder, train_data, eval_data, **data):
+def losses(folder, train_data, eval_data):
     def loss_fn(params, batch, key):
         return sk.mean((batch @ params["w"] - 1) ** 2)
 
-    config = sk.Config(
-        task="inline.py:task",
-        run_dir=str(folder),
-        steps=12,
-        batch_size=8,
-        devices="cpu:1",
-        eval={"every_steps": 2},
-        log={"every_steps": 1, "progress": "off"},
-        data=data,
-    )
     task = sk.Task(lambda key: {"w": jnp.zeros(3)}, loss_fn, optax.sgd(0.1), train_data=train_data, eval_data=eval_data)
-    sk.train(config, join(detect_cluster({}), config.devices), task)
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    small_runs.train(folder, task, steps=12, batch_size=8, eval={"every_steps": 2}, log={"every_steps": 1})
+    return [line["loss"] for line in small_runs.lines(folder, "metrics.jsonl")]
 
 
 def test_shared_handle_equals_data_in_memory(tmp_path):
     handle = Handle()
-    found = train(tmp_path / "shared", Rows(handle, 0), Rows(handle, 32))
+    found = losses(tmp_path / "shared", Rows(handle, 0), Rows(handle, 32))
     assert handle.crossed == 0
-    assert found == train(tmp_path / "memory", X[:32], X[32:])
+    assert found == losses(tmp_path / "memory", X[:32], X[32:])

@@ -50,20 +50,6 @@ def test_killed_run_ends_with_the_same_bits(folder, undisturbed, helpers):
     folder.assert_equals(undisturbed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mesh",
-    [["mesh.data=2", "devices=cpu:2"], ["mesh={fsdp: 4}", "layout.min_shard_bytes=1"], ["offload=[params]"]],
-)
-def test_run_continues_on_another_mesh(folder, undisturbed, mesh):
-    code, output = folder.train("steps=30")
-    assert code == 0, output
-    code, output = folder.train(*mesh)
-    assert code == 0, output
-    assert "continuing at step 31 of 60" in output
-    folder.assert_equals(undisturbed, tolerance=1e-5)
-
-
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_signal_saves_and_restart_continues(folder, undisturbed, helpers, number):
     child = folder.start("train", "run.yaml", "task_args.pause_s=0.001", "checkpoint.every_steps=null")

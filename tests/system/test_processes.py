@@ -14,15 +14,6 @@ from spmdkit.checkpoint.record import read_record, write_record
 pytestmark = pytest.mark.processes
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
-def test_several_processes_equal_one(folder, undisturbed, processes):
-    code, output = folder.train(processes=processes)
-    assert code == 0, output
-    assert f"{processes} processes" in output
-    folder.assert_equals(undisturbed, tolerance=1e-5)
-
-
 def test_zero_over_processes_equals_one_process(folder, undisturbed):
     """No reduce_scatter before jax 0.12: it would change the order of all-reduces."""
     code, output = folder.train("mesh={fsdp: 4}", "layout={zero: 2, min_shard_bytes: 0}", processes=2)

@@ -2,7 +2,8 @@
 
 The step stores a code on the devices (`spmdkit.step.finite_check`); a skipped step has changed nothing. The host reads
 the codes at log steps and before a save. It ends the run, or rolls back and skips the batch permanently, or reports the
-skipped step. A small program checks every leaf of the state from time to time: a moving average can overflow."""
+skipped step. A small program checks every leaf of the state from time to time: a moving average can overflow.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ plus `on_spike.z_score` robust deviations:
     deviation = 1.4826 x the median distance from the median, and at least FLOOR of the median
 
 Spikes do not count for later limits. The limit is set at log steps, the same on every process, and is part of the
-checkpoint, so a restart changes no bit."""
+checkpoint, so a restart changes no bit.
+"""
 
 from __future__ import annotations
 

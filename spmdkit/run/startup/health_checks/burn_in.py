@@ -2,7 +2,8 @@
 
 A chip that computes wrong numbers does so on some operands, now and then (Hochschild et al., "Cores that don't count",
 2021). So each device repeats chains of products with the same operands, and every result is checked: 32 bits for each
-chain go to the host."""
+chain go to the host.
+"""
 
 from __future__ import annotations
 
