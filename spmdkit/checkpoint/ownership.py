@@ -68,7 +68,7 @@ class Fence:
 
 def claim(directory: Path, attempt: str | None = None) -> Fence:
     """Returns the fence of an attempt, by default a new one, to which the directory belongs from now on. For the
-    process that holds the lock. Raises ConfigError: it cannot be written."""
+    process that holds the lock. Raises ConfigError if it cannot be written."""
     fence = Fence(directory, attempt or secrets.token_hex(8))
     files.write_json(directory / ATTEMPT_FILE, {"attempt": fence.attempt} | this_owner())
     return fence

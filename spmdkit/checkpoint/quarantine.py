@@ -43,7 +43,7 @@ def steps_without_record(directory: Location) -> dict[str, str]:
 
 def quarantine(directory: Location, name: str) -> str:
     """Renames `name` to `name.damaged` (or `name.damaged.2`, ...), which is not a step name; returns the new name.
-    Raises CheckpointWriteError: it cannot be renamed."""
+    Raises CheckpointWriteError if it cannot be renamed."""
     taken, number = f"{name}{DAMAGED_MARK}", 1
     while location.exists(directory / taken):
         number += 1

@@ -63,7 +63,7 @@ class SaveBarrier:
 
     def barrier(self, *, key: str, timeout_ms: int) -> None:
         """Returns when all processes have arrived. orbax calls this in the background; its `key` is not used. Raises
-        RuntimeError: one has given up, or did not come in time."""
+        RuntimeError if one has given up, or did not come in time."""
         self._met += 1
         client: Any = compat.coordination_client()
         self.is_waiting = True
@@ -76,7 +76,7 @@ class SaveBarrier:
             self.is_waiting = False
 
     def wait(self) -> None:
-        """Returns when all processes are here, in the background. Raises RuntimeError: one has given up, or did not
+        """Returns when all processes are here, in the background. Raises RuntimeError if one has given up, or did not
         come in time."""
         if self._cluster is not None:
             self.barrier(key="", timeout_ms=round(1000 * self._timeout_s))

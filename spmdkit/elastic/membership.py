@@ -140,7 +140,7 @@ class Membership:
 
     def after_step(self, run: Any, step: int, state: Any) -> None:
         """Copies the state where that is due, and ends the generation where all have agreed on it. On all processes,
-        after each step, and before the first. Raises MembershipChanged: the next generation begins."""
+        after each step, and before the first. Raises MembershipChanged if the next generation begins."""
         if self._called.is_set():
             raise MembershipChanged("another process died")
         order = self._order

@@ -29,8 +29,7 @@ from spmdkit.foundation.trees import is_key, named_leaves
 
 KEPT = 2
 AWAY = 2
-"""So many processes further is the other copy, with four and more: the one that comes next after a dead one may have to
-die too (launch/membership.py, OUT_S)."""
+"""Distance of the process with the other copy, with four and more: the next one may have to end too (OUT_S)."""
 
 Location = tuple[tuple[int, int], ...]
 """Where a shard lies in its leaf: (begin, end) of each dim."""
@@ -106,7 +105,7 @@ class Copier:
 
     def take(self, step: int, state: Any, record: Mapping[str, Any]) -> Snapshot:
         """Returns the state of `step`, as it is on the devices now, on the host. Waits for the device; on all
-        processes. Raises ConfigError: a leaf holds typed keys."""
+        processes. Raises ConfigError if a leaf holds typed keys."""
         leaves = {path: _on_device(path, leaf) for path, leaf in named_leaves(state)}
         if self._send is None:
             self._alone = [path for path, leaf in leaves.items() if _is_alone(leaf)]

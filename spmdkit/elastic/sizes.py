@@ -91,8 +91,8 @@ class Elastic:
         self.first = Size(num, microbatches)
 
     def ahead(self) -> dict[int, list[str]]:
-        """Returns the numbers of processes to compile for -> additional arguments of the command. Raises ConfigError: a
-        number that never comes."""
+        """Returns the numbers of processes to compile for -> additional arguments of the command. Raises ConfigError if
+        a number that never comes."""
         found = {}
         for processes in self._ahead:
             microbatches = self._fitting(processes)

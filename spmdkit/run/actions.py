@@ -89,7 +89,7 @@ AFTER_BAD_STATE = "Lower the learning rate or set clip_norm, and start again fro
 
 def check_last(run: Run, state: TrainState) -> None:
     """Rejects a last state that is not finite, for each policy of `on_nonfinite`, also if nothing is saved. Raises
-    NonFiniteError: the last update made the state not finite; no loss was computed from it."""
+    NonFiniteError if the last update made the state not finite; no loss was computed from it."""
     if run.saved_step == run.step:
         return  # `save` has looked
     with phase.during("save"):
@@ -99,7 +99,7 @@ def check_last(run: Run, state: TrainState) -> None:
 
 
 def replaced(run: Run, step: int, state: TrainState, new: Any) -> TrainState:
-    """Returns the state that a hook requested, in the layout of the program. Raises ConfigError: it has other leaves,
+    """Returns the state that a hook requested, in the layout of the program. Raises ConfigError if it has other leaves,
     shapes or dtypes."""
     if not isinstance(new, TrainState) or (difference := first_difference(state, new)):
         found = difference if isinstance(new, TrainState) else f"it is {type(new).__name__}"
@@ -114,8 +114,8 @@ def replaced(run: Run, step: int, state: TrainState, new: Any) -> TrainState:
 
 
 def go_back(run: Run, rollback_to: Rollback, batches: DeviceBatches) -> tuple[TrainState, DeviceBatches]:
-    """Returns the state of an earlier step and the batches that follow it. Raises UserCodeError: the same rollback was
-    done before, without skipped batches: it would repeat indefinitely."""
+    """Returns the state of an earlier step and the batches that follow it. Raises UserCodeError if the same rollback
+    was done before, without skipped batches: it would repeat indefinitely."""
     batches.close()
     left, skipped_before = run.step, run.program.schedule.skipped
     with phase.during("restore"):

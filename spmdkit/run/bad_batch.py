@@ -49,7 +49,7 @@ def not_finite_rows(batch: HostBatch) -> list[int]:
 
 def save(program: Program, step: int, folder: Path) -> Path:
     """Writes the whole batch of a step to `folder/<step>.npz`, with `rows`, its indices in the data, and `mask`;
-    returns the path. Raises OSError: it cannot be written."""
+    returns the path. Raises OSError if it cannot be written."""
     indices, mask = program.schedule.batch(step)
     arrays: dict[str, Any] = {
         f"examples/{path}" if path else "examples": x for path, x in named_leaves(program.feed.read(step).examples)

@@ -281,8 +281,8 @@ class Run:
             self.saves.note()
 
     def record(self, step: int) -> dict[str, Any]:
-        """Returns the record of a checkpoint: all but the arrays. Raises ConfigError: the directory belongs to another
-        run now."""
+        """Returns the record of a checkpoint: all but the arrays. Raises ConfigError if the directory belongs to
+        another run now."""
         self.fence.check()
         ended = {} if self.finished is None else {"finished": {"why": self.finished, "steps": self.config.steps}}
         return {

@@ -40,7 +40,7 @@ class Trainer(Protocol):
         """Returns the config of the program that evaluates and saves, and takes the steps of the SPMD trainer."""
 
     def open(self, config: Config, cluster: Cluster, program: Program, task: Task | None) -> Config:
-        """Returns the config with the values that the program has chosen for `auto`. Raises ConfigError: this trainer
+        """Returns the config with the values that the program has chosen for `auto`. Raises ConfigError if this trainer
         cannot train the task."""
 
     def compile(self, run: Run, cache: Programs, limit_bytes: int | None, keeps_memory: bool) -> None:

@@ -1,8 +1,4 @@
-"""What is due around a step: a file each, found by its name.
-
-A file has `make(config) -> Hook | None`, None if the config does not enable it. `of_run` puts a user's own between
-them.
-"""
+"""The built-in hooks, a file each, found by its name, with `make(config) -> Hook | None`: None if not enabled."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from spmdkit.run.hooks.base import Hook
 
 
 def of_run(config: Any, own: Iterable[Hook]) -> list[Hook]:
-    """Returns the hooks of a run in their order: ours, and the user's `own`. Raises ConfigError: two have one name."""
+    """Returns the built-in hooks and the user's `own` in their order. Raises ConfigError if two have one name."""
     ours = [make(config) for make in plugins.load_all("default_hooks").values()]
     found = [hook for hook in ours if hook is not None]
     for hook in own:

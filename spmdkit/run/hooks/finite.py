@@ -202,7 +202,7 @@ EVALUATION_RULE = (
 
 
 def check_evaluation(config: Any, step: int, values: Mapping[str, Any]) -> None:
-    """Rejects an evaluation outside a run that is not finite. Raises NonFiniteError: unless `on_nonfinite.evaluation`
+    """Rejects an evaluation outside a run that is not finite. Raises NonFiniteError unless `on_nonfinite.evaluation`
     is `continue`."""
     if config.on_nonfinite.evaluation != "continue" and (bad := not_finite(values)):
         raise NonFiniteError(f"the evaluation of step {step}: {format_metrics(bad)}. {EVALUATION_RULE}")

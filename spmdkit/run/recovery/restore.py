@@ -41,7 +41,7 @@ class Restored(NamedTuple):
 def newest_good(
     cluster: Cluster, checkpoints: Checkpoints, program: Program, most: int | None = None
 ) -> Restored | None:
-    """Returns the newest intact checkpoint up to step `most`; None if there is no checkpoint. Raises CheckpointError:
+    """Returns the newest intact checkpoint up to step `most`; None if there is no checkpoint. Raises CheckpointError if
     all checkpoints are damaged, or one is of another model."""
     directory, wrong = checkpoints.directory, dict[int, str]()
     choose = lambda: quarantine.newest_valid(directory, most, wrong)

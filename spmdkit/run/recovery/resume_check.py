@@ -167,8 +167,8 @@ def check(
     directory: Path,
     allow_change: Sequence[str] = (),
 ) -> list[Change]:
-    """Returns the differences between the record of `step` and the present run. Raises ConfigError: it is another run,
-    and that is not allowed."""
+    """Returns the differences between the record of `step` and the present run. Raises ConfigError if it is another
+    run, and that is not allowed."""
     found = changes(before, now)
     another = {change.key for change in found if change.key in ANOTHER_RUN}
     why = refusal(found, allow_change, directory, step)

@@ -34,8 +34,8 @@ class Saves:
         self.tried_at = clock()
 
     def start(self, step: int, state: Any, record: Mapping[str, Any], metrics: Mapping[str, Any] | None) -> bool:
-        """Starts a save, after the previous one has ended; returns whether it was started. Raises CheckpointWriteError:
-        this save or the previous one was the last permitted failure."""
+        """Starts a save, after the previous one has ended; returns whether it was started. Raises CheckpointWriteError
+        if this save or the previous one was the last permitted failure."""
         self.settle()
         self.tried_at = self._clock()
         try:
@@ -46,7 +46,7 @@ class Saves:
         return True
 
     def settle(self) -> None:
-        """Waits for the save in flight, on every process, and records its result. Raises CheckpointWriteError: it was
+        """Waits for the save in flight, on every process, and records its result. Raises CheckpointWriteError if it was
         the last permitted failure."""
         step, waiting_since = self._checkpoints.owed, time.monotonic()
         ended = self._checkpoints.settle()
@@ -74,7 +74,7 @@ class Saves:
         return step in self._failed_steps
 
     def note(self) -> None:
-        """Reports, without waiting, the checkpoints that are committed and a slow one. Raises CheckpointWriteError: as
+        """Reports, without waiting, the checkpoints that are committed and a slow one. Raises CheckpointWriteError as
         `settle`. With several processes only `settle` raises, at the same step."""
         if self._run.cluster.num_processes == 1 and not self._checkpoints.is_saving():
             self.settle()
@@ -87,7 +87,7 @@ class Saves:
 
     def finish(self, again: Callable[[], None]) -> None:
         """Returns when the last save of the run is committed; calls `again` after a failure. Raises
-        CheckpointWriteError: it has failed `checkpoint.max_failures` times."""
+        CheckpointWriteError if it has failed `checkpoint.max_failures` times."""
         self.settle()
         while self._checkpoints.owed is not None:
             time.sleep(SAVE_RETRY_S)

@@ -30,7 +30,7 @@ def write(directory: Path, cluster: Cluster, skipped: Ranges) -> None:
 
 
 def read(directory: Path) -> Ranges:
-    """Returns what `write` wrote; () if there is no such file. Raises ConfigError: the file cannot be read."""
+    """Returns what `write` wrote; () if there is no such file. Raises ConfigError if the file cannot be read."""
     try:
         return tuple((int(a), int(b)) for a, b in json.loads((directory / NAME).read_text())["skipped_batches"])
     except FileNotFoundError:

@@ -34,7 +34,7 @@ def burn_all(cluster: Cluster, seconds: float) -> tuple[str, Verdict]:
 
 def devices_are_well(cluster: Cluster, config: Config) -> str | None:
     """Returns the result of the health check, if the config requests it. Slow devices are reported and are no error.
-    Raises DeviceError: on every process, if a device computes different bits; names it with its process and host."""
+    Raises DeviceError on every process if a device computes different bits; names it with its process and host."""
     if not config.health_check:
         return None
     result, verdict = burn_all(cluster, BURN_IN_S)

@@ -19,9 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit import compat
 
-BYTES = {"cpu": 2**20}
-MOST_BYTES = 2**26
-"""Bytes that one device sends, by platform; `None` is the default."""
+BYTES, MOST_BYTES = {"cpu": 2**20}, 2**26  # that one device sends, by platform and by default
 REPEATS = 5
 
 

@@ -22,9 +22,7 @@ from jax import lax
 
 from spmdkit.foundation.deadline import Deadline
 
-SIZES = {"cpu": 256}
-SIZE = 4096
-"""Rows of the square factors, by platform and by default: large enough that a product uses all units of the chip."""
+SIZES, SIZE = {"cpu": 256}, 4096  # rows of the square factors, by platform and by default
 PRODUCTS = 8  # in a chain
 READY_S = 300.0  # for all devices to compile the first chain
 MOST_DIGESTS = 4  # different results of one device that are reported
