@@ -103,7 +103,6 @@ def completed(
 
 
 def _needed(num: int, leaves: Mapping[str, Any], abstract_state: Any) -> list[Holdings]:
-    """Returns what each process needs of each leaf."""
     needed: list[Holdings] = [{path: [] for path in leaves} for _ in range(num)]
     targets = dict(named_leaves(abstract_state))
     for path, (shape, _) in leaves.items():

@@ -113,7 +113,6 @@ class HookRunner:
         return self._cluster.first_problem("reason to stop", lambda: next(iter(whys), ""))
 
     def _actions_of_all(self) -> list[Action]:
-        """Returns the pending actions of all processes, in the order of the processes."""
         mine = [to_json(action) for action in self._pending]
         gathered = self._cluster.gather("actions", mine)
         return [from_json(value) for values in gathered for value in values]

@@ -1,10 +1,12 @@
 """What the type checker of a user sees of the public names. `make types` checks this file, no test runs it."""
 
+from collections.abc import Callable
 from typing import Any, assert_type
 
 import jax
 
 import spmdkit as sk
+from spmdkit.run.hooks.base import Action, Metrics, RunView
 from spmdkit.run.loop import Result
 
 
@@ -25,7 +27,15 @@ def own_loop() -> None:
 
 @sk.hook
 def patience(evaluations: int = 3) -> sk.Hook:
-    return sk.Hook("patience", state=lambda: {"evaluations": evaluations})
+    seen = {"best": 1e9}
+
+    def after_eval(run: RunView, step: int, values: Metrics) -> sk.Stop | None:
+        assert_type(run.numbers(step, {}), Metrics)
+        return sk.Stop() if step > evaluations else None
+
+    hook = sk.Hook("patience", after_eval=after_eval, state=lambda: dict(seen), restore=seen.update)
+    assert_type(hook.after_eval, Callable[[RunView, int, Metrics], Action | None] | None)
+    return hook
 
 
 def a_run() -> None:

@@ -62,8 +62,8 @@ def make(config: Any) -> Hook | None:
             known=True,
         )
 
-    calls = {"begin": begin, "after_step": after_step, "state": lambda: dict(same), "restore": same.update}
-    return Hook("copies", order=15, every=options.every_steps, **calls)
+    state, every = lambda: dict(same), options.every_steps
+    return Hook("copies", 15, every, begin=begin, after_step=after_step, state=state, restore=same.update)
 
 
 def _report_single_leaves(run: RunView, copies: Copies) -> None:

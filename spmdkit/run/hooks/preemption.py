@@ -49,7 +49,6 @@ def make(config: Any) -> Hook | None:
 def _watch(
     run: Run, name: str, source: PreemptionSource, noticed: list[str], taken: threading.Event, ended: threading.Event
 ) -> None:
-    """Polls a source until it gives notice, or training ends."""
     failed = False
     while not ended.wait(source.every_s):
         try:

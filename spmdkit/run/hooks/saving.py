@@ -45,5 +45,5 @@ def make(config: Any) -> Hook | None:
         seen.update(best=value, step=step)
         return Save(known=True)  # every process has the same values
 
-    calls = {"after_step": after_step, "after_eval": after_eval, "state": lambda: dict(seen), "restore": seen.update}
-    return Hook("saving", order=30, **calls)  # type: ignore[arg-type]  # it gets a Run
+    calls: dict[str, Any] = {"after_step": after_step, "after_eval": after_eval}  # they get a Run
+    return Hook("saving", order=30, state=lambda: dict(seen), restore=seen.update, **calls)

@@ -44,5 +44,5 @@ def make(config: Any) -> Hook | None:
     def end(run: Run, step: int, state: Any) -> None:
         phase.enter("end", step)
 
-    calls = {"begin": begin, "before_step": before_step, "after_step": after_step, "end": end}
-    return Hook("watchdog", order=AFTER_ALL, **calls)  # type: ignore[arg-type]  # it gets a Run
+    calls: dict[str, Any] = {"begin": begin, "before_step": before_step, "after_step": after_step, "end": end}
+    return Hook("watchdog", order=AFTER_ALL, **calls)  # they get a Run

@@ -43,7 +43,7 @@ def judge_burn(devices: Sequence[Mapping[str, Any]], links: Sequence[Mapping[str
 
 
 def _shares_cores(device: Mapping[str, Any], devices: Sequence[Mapping[str, Any]]) -> bool:
-    """Returns whether a device is one of several on the same CPU, where speed differs by chance."""
+    # Of several on the same CPU, speed differs by chance.
     num_here = sum(one["host"] == device["host"] for one in devices)
     return bool(device["platform"] == "cpu") and num_here > 1
 
