@@ -36,9 +36,10 @@ def resolve(directory: Location | str) -> Location:
     return Path(directory).absolute()
 
 
-def is_url(text: str) -> bool:
+def is_url(text: str | Path) -> bool:
     """Returns whether a text names a bucket, and not a local path."""
-    return text.partition("://")[0] in SCHEMES and "://" in text
+    scheme, mark, _ = str(text).partition("://")
+    return bool(mark) and scheme in SCHEMES
 
 
 def names(directory: Location) -> list[str]:

@@ -66,7 +66,7 @@ def test_orbax_opens_copy_and_detects_flipped_bits(client, tmp_path):
         found = ocp.StandardCheckpointer().restore(here / "4" / "state", {"split": shape, "whole": whole})
     assert np.array_equal(found["split"], value_of(4, 24)) and np.array_equal(found["whole"], value_of(4)[:3])
     for process in (0, 1):
-        data = [name for name in client.objects if f"/3/state/ocdbt.process_{process}/d/" in name]
+        data = [name for name in client.objects if f"run/3/state/ocdbt.process_{process}/d/" in name]
         name = max(data, key=lambda name: len(client.objects[name]))
         kept = client.objects[name]
         client.objects[name] = bytes([*kept[:-2000], kept[-2000] ^ 1, *kept[-1999:]])

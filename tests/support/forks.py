@@ -186,7 +186,7 @@ def _start(asked: dict[str, Any]) -> int:
         for number in (1, 2):
             os.dup2(output, number)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+        sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
         if asked["fresh"]:
             os.execve(sys.executable, [sys.executable, "-m", "spmdkit", *asked["start"]], asked["env"])
         os.environ.clear()
@@ -243,7 +243,7 @@ def _forked(command: list[str], env: dict[str, str], pass_fds: list[int]) -> For
         _die_with_the_parent()
         os.dup2(out_end, 1)
         os.dup2(err_end, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+        sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
         os.environ.clear()
         os.environ.update(env)
         tempfile.tempdir = None

@@ -62,8 +62,8 @@ def make(config: Any) -> Hook | None:
             known=True,
         )
 
-    state, every = lambda: dict(same), options.every_steps
-    return Hook("copies", 15, every, begin=begin, after_step=after_step, state=state, restore=same.update)
+    state, restore = lambda: dict(same), lambda saved: same.update(saved)
+    return Hook("copies", 15, options.every_steps, begin=begin, after_step=after_step, state=state, restore=restore)
 
 
 def _report_single_leaves(run: RunView, copies: Copies) -> None:
