@@ -66,6 +66,7 @@ def test_best_named_and_newest_step_are_evaluated(climbed):
         ask(step=7)
 
 
+@pytest.mark.slow
 def test_eval_best_without_a_rule_names_the_repair(tmp_path):
     train(tmp_path, steps=5)
     config = config_of(tmp_path)

@@ -100,6 +100,7 @@ def test_config_refuses_other_urls(tmp_path, text):
         config_of(tmp_path, checkpoint={"directory": text})
 
 
+@pytest.mark.slow
 def test_commands_find_the_bucket_by_run_directory(client, tmp_path, capsys):
     from spmdkit.cli.checkpoint import checkpoint_ls, checkpoint_rm
 

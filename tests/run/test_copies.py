@@ -126,6 +126,7 @@ def test_a_run_stops_and_names_the_device(tmp_path):
     assert "All were the same at step 3" in str(caught.value) and caught.value.exit_code == 77
 
 
+@pytest.mark.slow
 def test_a_run_mends_the_copy_and_goes_on(tmp_path, capfd):
     """One step was computed with the wrong bit, so that the run is near the undisturbed one, and not equal to it."""
     clean = train(tmp_path / "a")
@@ -155,6 +156,7 @@ def test_audited_device_of_two_is_repaired(tmp_path, capfd):
     assert copies.differences(copies.hashes(result.state)) == [], "the copy of device 0 was not taken"
 
 
+@pytest.mark.slow
 def test_leaves_without_copies_are_reported(tmp_path, capfd):
     train(tmp_path, mesh={"fsdp": 4}, layout={"min_shard_bytes": 1})
     assert "replica_check sees nothing of 1 of 3 leaves of the state, 16 B of" in capfd.readouterr().out

@@ -29,6 +29,7 @@ def test_each_checkpoint_is_evaluated_once(tmp_path):
     assert len(lines(tmp_path, "evaluator.jsonl")) == 4
 
 
+@pytest.mark.slow
 def test_run_ended_by_a_hook_ends_evaluator(tmp_path):
     stop = sk.Hook(
         name="enough", after_step=lambda run, step, state, metrics: sk.Stop(0, "enough") if step == 7 else None

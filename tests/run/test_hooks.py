@@ -152,6 +152,7 @@ def test_strongest_requested_action_wins():
     assert decide([sk.Save(), sk.ReplaceState(1)]) == Decision(False, True, sk.ReplaceState(1))
 
 
+@pytest.mark.slow
 def test_rollback_before_all_checkpoints_is_refused(tmp_path):
     settings = {"checkpoint": {"every_steps": 2, "keep": 2}}
     with pytest.raises(

@@ -241,6 +241,7 @@ SPIKE = {"loss_fn": steady_loss, "eval_data": None}
 AT = 22
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("then", ["skip", "rollback"])
 def test_spike_is_skipped_and_noise_is_not(tmp_path, then, capfd):
     spike = {"action": then, "window": 32}
@@ -294,7 +295,9 @@ def test_warmup_noise_and_steady_losses_are_no_spikes():
 @pytest.mark.forms(1)
 @pytest.mark.parametrize("checkpoint", [None, {"every_steps": 3}])
 def test_last_update_without_a_loss_is_checked(tmp_path, checkpoint):
-    task = dataclasses.replace(make_task(eval_data=None), optimizer=optax.sgd(lambda count: jnp.where(count == 9, jnp.inf, 0.01)))
+    task = dataclasses.replace(
+        make_task(eval_data=None), optimizer=optax.sgd(lambda count: jnp.where(count == 9, jnp.inf, 0.01))
+    )
     with pytest.raises(NonFiniteError, match="the state is not finite at step 10: 'params/w'"):
         train(tmp_path, task, steps=10, checkpoint=checkpoint)
     events = [line["event"] for line in lines(tmp_path, "events.jsonl")]

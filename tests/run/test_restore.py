@@ -68,7 +68,7 @@ def saved(twenty, tmp_path):
     return tmp_path
 
 
-@pytest.mark.forms(3)
+@pytest.mark.forms(2)
 @pytest.mark.parametrize(
     "damage",
     [flip_every_array, truncate, lose_a_file, lose_the_record, empty, garble_the_record],
@@ -117,7 +117,7 @@ def test_run_with_damaged_checkpoints_only_changes_nothing(saved):
     assert (saved / "run/metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.forms(2)
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("gone", ["the folder", "its content", "the records"])
 def test_run_with_missing_checkpoints_does_not_restart(saved, gone):
     before = (saved / "run/metrics.jsonl").read_bytes()
@@ -139,6 +139,7 @@ def test_run_with_missing_checkpoints_does_not_restart(saved, gone):
     assert events(saved, "started")[-1]["step"] == 0 and steps(saved) == [1, 5, 10, 15, 20]
 
 
+@pytest.mark.slow
 def test_metrics_of_an_unsaved_run_are_renamed(tmp_path, capsys):
     train(tmp_path, checkpoint=None)
     first = (tmp_path / "run/metrics.jsonl").read_bytes()

@@ -132,6 +132,7 @@ def test_moving_average_is_evaluated_and_exported(tmp_path):
     assert lines(tmp_path, "metrics.jsonl")[-1]["loss"] == pytest.approx(by_hand, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_changed_random_keys_are_reported(tmp_path, capfd):
     make = lambda steps: make_config(tmp_path, steps=steps, log={"every_steps": 5, "progress": "plain"})
     train(make(5), make_task())

@@ -131,9 +131,10 @@ def test_difference_in_text_and_config_is_refused(forks, hosts):
     refused(train(forks, hosts, overrides=["seed=3"]), "models/net.py", "line", "2 * x @", "seed: 3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "says"),
-    [pytest.param(other_package, "step/metrics/mean.py", marks=pytest.mark.slow), (other_version, "optax")],
+    [(other_package, "step/metrics/mean.py"), (other_version, "optax")],
     ids=["spmdkit", "optax"],
 )
 def test_difference_in_packages_is_refused(forks, hosts, make, says):

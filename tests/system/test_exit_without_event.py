@@ -2,11 +2,8 @@
 
 import json
 import re
-import signal
 
 import pytest
-
-from spmdkit.foundation.run_status import last_step, unfinished
 
 pytestmark = pytest.mark.processes
 
@@ -116,17 +113,3 @@ def test_skipped_row_of_process_1_survives_a_restart(folder, leaving):
     assert record["record"]["left_out_rows"] == [[7, 108]]
     unreadable = [event for event in folder.events() if event["event"] == "unreadable_row"]
     assert [(e["process"], e["row"], e["batch"]) for e in unreadable] == [(1, 108, 7)]
-
-
-def test_unfinished_distinguishes_live_and_killed_runs(folder, helpers):
-    child = folder.start("train", "run.yaml", "task_args={pause_s: 0.005}", "steps=100000")
-    try:
-        helpers.wait_until(lambda: (folder.path / "run/last_step").exists(), 60)
-        helpers.wait_until(lambda: (last_step(folder.path / "run/last_step") or 0) > 2, 60)
-        found = unfinished(folder.path / "run")
-        assert found is not None and found.alive and "still running" in found.message()
-    finally:
-        child.send_signal(signal.SIGKILL)
-        child.communicate(timeout=30)
-    found = unfinished(folder.path / "run")
-    assert found is not None and found.alive is False and found.step >= 2

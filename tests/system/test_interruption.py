@@ -9,12 +9,9 @@ import time
 
 import pytest
 
+from spmdkit.foundation.run_status import unfinished
+
 pytestmark = pytest.mark.processes
-
-
-def ls_checkpoints(folder):
-    path = folder.path / "run" / "checkpoints"
-    return sorted(int(p.name) for p in path.glob("*") if p.name.isdigit()) if path.is_dir() else []
 
 
 def saving(folder):
@@ -29,41 +26,33 @@ def num_lines(folder):
         return 0
 
 
-def test_killed_run_ends_with_the_same_bits(folder, undisturbed, helpers):
-    """Killed at random moments, and while it saves."""
-    rng, kills = random.Random(1), {"running": 0, "saving": 0}
-    for number in range(2):
-        moment = "saving" if number % 2 else "running"
-        child = folder.start("train", "run.yaml", "task_args.pause_s=0.0003")
-        before = num_lines(folder)
-        reached = lambda before=before, moment=moment: (
-            saving(folder) if moment == "saving" else num_lines(folder) > before
-        )
-        helpers.wait_until(lambda reached=reached, child=child: reached() or child.poll() is not None)
-        if moment == "running":
-            time.sleep(rng.uniform(0, 0.3))
-        kills[moment] += child.poll() is None
-        helpers.end(child)
-    assert all(kills.values()), f"no kill hit a live run in each state: {kills}"
-    code, output = folder.train()
-    assert code == 0, output
-    folder.assert_equals(undisturbed)
-
-
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
-def test_signal_saves_and_restart_continues(folder, undisturbed, helpers, number):
-    child = folder.start("train", "run.yaml", "task_args.pause_s=0.001", "checkpoint.every_steps=null")
-    helpers.wait_until(lambda: num_lines(folder) >= 3)
-    child.send_signal(number)
+def test_killed_and_preempted_run_ends_with_same_bits(folder, undisturbed, helpers):
+    """Killed at a random moment, killed while it saves, stopped by SIGTERM, and continued to its end."""
+    start = lambda: folder.start("train", "run.yaml", "task_args.pause_s=0.0003")
+    child = start()
+    helpers.wait_until(lambda: num_lines(folder) or child.poll() is not None)
+    found = unfinished(folder.path / "run")
+    assert found is not None and found.alive and "still running" in found.message()
+    time.sleep(random.Random(1).uniform(0, 0.3))
+    assert child.poll() is None, "it ended before the kill"
+    helpers.end(child)
+    found = unfinished(folder.path / "run")
+    assert found is not None and found.alive is False and found.step >= 1
+    child = start()
+    helpers.wait_until(lambda: saving(folder) or child.poll() is not None)
+    assert child.poll() is None, "the kill hit no save"
+    helpers.end(child)
+    child, before = folder.start("train", "run.yaml", "task_args.pause_s=0.001"), num_lines(folder)
+    helpers.wait_until(lambda: num_lines(folder) > before or child.poll() is not None)
+    child.send_signal(signal.SIGTERM)
     output, _ = child.communicate(timeout=60)
-    assert child.returncode == 42, output
-    assert "saved. Start the same command again" in output
-    assert len(ls_checkpoints(folder)) == 1
+    assert child.returncode == 42 and "saved. Start the same command again" in output, output
     code, output = folder.train()
     assert code == 0, output
     folder.assert_equals(undisturbed)
 
 
+@pytest.mark.slow
 def test_second_ctrl_c_exits_immediately(folder, helpers):
     child = folder.start("train", "run.yaml", "task_args.pause_s=0.3")
     helpers.wait_until(lambda: num_lines(folder) >= 1)

@@ -97,6 +97,7 @@ def test_run_with_moved_directory_writes_nothing_more(forks, tmp_path):
     assert "fault" not in {e["event"] for e in lines(folder / "run" / "events.jsonl")}
 
 
+@pytest.mark.slow
 def test_hosts_without_shared_disk_are_refused(forks, tmp_path):
     hosts = [project(tmp_path / name, devices=2) for name in ("a", "b")]
     ended = forks.together([Process(["train", "run.yaml", "mesh.data=2", "steps=2"], host) for host in hosts])

@@ -42,6 +42,7 @@ def train(forks, tmp_path):
     return lambda *overrides: forks.run([Process(["train", "run.yaml", *overrides], tmp_path)])[0]
 
 
+@pytest.mark.slow
 def test_4096_devices_for_a_small_batch_are_refused(train, tmp_path):
     ended = train("devices=cpu:4096", "mesh={data: -1}")
     assert ended.code == 78, ended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import jax
@@ -12,7 +13,8 @@ import pytest
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError
-from spmdkit.run.startup.consistency import same_data, same_program, same_state
+from spmdkit.run.startup import run_directory
+from spmdkit.run.startup.consistency import same_data, same_program, same_state, start_facts
 from tests.support.clusters import on_all
 from tests.support.small_runs import config_of, line_task
 
@@ -88,3 +90,22 @@ def test_one_bit_of_the_first_state_is_named():
     flipped.view(np.uint32)[2] ^= 1
     states = [{"params": {"w": jax.device_put(x)}, "step": jnp.int32(0)} for x in (w, flipped)]
     assert "params/w" in differs(lambda cluster, state: same_state(cluster, 0, state), *states)
+
+
+def test_versions_files_and_variables_are_compared(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    facts = start_facts(config_of(tmp_path))
+    assert {"config", "version of optax", "version of python", "spmdkit/step/metrics/mean.py"} <= facts.keys()
+    assert "fast_math" in facts["XLA_FLAGS"]
+
+
+def test_run_directory_must_be_shared(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_directory, "RUN_DIRECTORY_VISIBLE_S", 0.1)
+
+    def take(cluster, folder):
+        folder.mkdir()
+        with contextlib.ExitStack() as stack:
+            run_directory.take_directory(cluster, folder, stack)
+
+    text = differs(take, tmp_path / "a", tmp_path / "b")
+    assert "run directory" in text and str(tmp_path / "b") in text and "Set run_dir" in text
