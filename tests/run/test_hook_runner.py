@@ -30,9 +30,14 @@ def processes(make_hooks, body=None):
         except ConfigError:
             together.abort()
             raise
+        except threading.BrokenBarrierError:
+            pass  # another process raises
         return decisions
 
-    return on_all(NUM, run)
+    found = on_all(NUM, run)
+    if errors := [each for each in found if isinstance(each, ConfigError)]:
+        raise errors[0]
+    return found
 
 
 def asks(at, action, process=None, **options):
