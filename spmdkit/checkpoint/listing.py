@@ -140,8 +140,8 @@ def newest_step(directory: Location) -> int:
 
 def verify(directory: Location | str, step: int | None = None) -> list[dict[str, Any]]:
     """Reads every byte of each committed step, or of one, leaf by leaf, as a restore would: no task, no mesh, and the
-    memory of one leaf. A step of a bucket is fetched first. Returns a dict for each: step, good, checked (its arrays
-    have checksums), leaves, bytes, found (what is wrong).
+    memory of one leaf. A step of a bucket is fetched first. Returns a dict for each: step, good, leaves, bytes, found
+    (what is wrong).
 
     Raises:
         CheckpointError: there is no such step.
@@ -153,11 +153,11 @@ def verify(directory: Location | str, step: int | None = None) -> list[dict[str,
 
 
 def _verified(directory: Location, step: int) -> dict[str, Any]:
-    row: dict[str, Any] = {"step": step, "good": False, "checked": False, "leaves": 0, "bytes": 0, "found": None}
+    row: dict[str, Any] = {"step": step, "good": False, "leaves": 0, "bytes": 0, "found": None}
     with hold_step(directory, lambda: step):
         try:
             record = records.read_record(directory, step)
-            row |= {"checked": record.schema > 1, "leaves": len(record.leaves), "bytes": record.bytes}
+            row |= {"leaves": len(record.leaves), "bytes": record.bytes}
             records.check_files(directory, record)
             with location.fetched(directory, step) as here:
                 _read_all(here, record)

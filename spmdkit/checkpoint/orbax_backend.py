@@ -247,15 +247,7 @@ def read_leaf(folder: Path, path: str) -> None:
     import tensorstore as ts
 
     store = {"driver": "ocdbt", "base": (folder / STATE_FOLDER).as_uri() + "/", "path": path.replace("/", ".") + "/"}
-    for driver in ("zarr3", "zarr"):  # zarr: of before there were checksums
-        try:
-            array = ts.open({"driver": driver, "kvstore": store}, open=True, read=True).result()
-        except ValueError as error:
-            if "NOT_FOUND" in str(error) and driver == "zarr3":
-                continue
-            raise
-        array.read().result()
-        return
+    ts.open({"driver": "zarr3", "kvstore": store}, open=True, read=True).result().read().result()
 
 
 def write_plain(folder: Path, tree: dict[str, Any]) -> None:

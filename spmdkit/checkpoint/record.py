@@ -6,7 +6,7 @@
 
 The record is written after all arrays and before the rename, so it has each file's size: a truncated or missing file is
 found without reading it. orbax's descriptions and small files also have a digest, chunks of arrays their own checksum
-(orbax_backend.py). Records of schema 1 have neither and are restored unchecked.
+(orbax_backend.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spmdkit.errors import CheckpointError, DamagedError
 from spmdkit.foundation import files
 from spmdkit.foundation.constants import is_step_name
 
-SCHEMA, SCHEMAS = 2, (1, 2)  # written, read
+SCHEMA = 2
 SMALL_FILE_BYTES = 2**22
 """Files of arrays up to this size have a digest: many small leaves share them."""
 DATA_FOLDER = "d"
@@ -53,7 +53,6 @@ class Record:
     user: dict[str, Any]
     digests: dict[str, str] = dataclasses.field(default_factory=dict)
     best: tuple[str, str] | None = None
-    schema: int = SCHEMA
 
 
 def write_record(folder: Location, record: Record) -> None:
@@ -140,12 +139,12 @@ def read_record(directory: Location, step: int) -> Record:
         ) from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged_error(directory, step, f"{RECORD_FILE} cannot be read ({first_line(error)})") from error
-    if schema not in SCHEMAS:
+    if schema != SCHEMA:
         raise CheckpointError(
             f"{folder} has a record of schema {schema}; this spmdkit reads schema {SCHEMA}. "
             "Use the version of spmdkit that wrote it (it is named in the record)."
         )
-    if schema > 1 and content.pop("digest", None) != _digest_of(content):
+    if content.pop("digest", None) != _digest_of(content):
         raise damaged_error(directory, step, f"{RECORD_FILE} differs from what was written (its digest does not match)")
     if content.get("step") != step:
         raise damaged_error(directory, step, f"{RECORD_FILE} is of step {content.get('step')}; the folder was renamed")
@@ -159,9 +158,8 @@ def read_record(directory: Location, step: int) -> Record:
             leaves={path: (tuple(shape), dtype) for path, (shape, dtype) in content["leaves"].items()},
             files={path: int(size) for path, size in content["files"].items()},
             user=dict(content["record"]),
-            digests=dict(content.get("digests", {})),
-            best=tuple(content["best"]) if content.get("best") else None,
-            schema=schema,
+            digests=dict(content["digests"]),
+            best=tuple(content["best"]) if content["best"] else None,
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise damaged_error(

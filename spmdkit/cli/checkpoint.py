@@ -97,8 +97,7 @@ def checkpoint_verify(run: RunDir, step: Step = None, json_: AsJson = False) -> 
     if json_:
         print(json.dumps({"checkpoints": rows}))
     for row in [] if json_ else rows:
-        good = "good" if row["checked"] else "can be read (saved without checksums)"
-        verdict = good if row["good"] else f"DAMAGED: {row['found']}"
+        verdict = "good" if row["good"] else f"DAMAGED: {row['found']}"
         say(f"{row['step']:>8}  {row['leaves']} leaves, {format_bytes(row['bytes'])}  {verdict}")
     if damaged := [str(row["step"]) for row in rows if not row["good"]]:
         raise CheckpointError(

@@ -108,7 +108,7 @@ def test_garbage_of_the_right_size_gives_damaged_error(saved, directory):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "null", '{"schema": 1}', '{"schema": 1, "step": 40, "time": 0, "num_processes": 1, "bytes"']
+    "content", ["", "[]", "null", '{"schema": 2}', '{"schema": 2, "step": 40, "time": 0, "num_processes": 1, "bytes"']
 )
 def test_a_record_that_is_no_record_is_damage(saved, directory, content):
     checkpoints, state = saved
@@ -127,7 +127,7 @@ def test_a_record_with_a_wrong_field_is_damage(saved, directory, field, value):
         checkpoints.restore(40, abstract_on(state, mesh_of(1)))
 
 
-def test_record_of_a_newer_schema_is_refused(saved, directory):
+def test_record_of_another_schema_is_refused(saved, directory):
     checkpoints, state = saved
     path = directory / "40" / "record.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": 3}))

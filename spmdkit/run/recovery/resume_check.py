@@ -90,27 +90,22 @@ def _text_of(data: Mapping[str, Any] | None) -> str:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Returns the differences between two records of a run: `config` (text of a YAML) and `described`. Keys that one of
-    them lacks are not compared."""
-    found = list[Change]()
-    if "config" in before:
-        old, new = (dict(_settings(record["config"])) for record in (before, now))
-        shown = lambda value: value if isinstance(value, str) else json.dumps(value, default=str)
-        found += [
-            Change(key, shown(old.get(key)), shown(new.get(key)))
-            for key in [*old, *(key for key in new if key not in old)]
-            if old.get(key) != new.get(key) and key not in NOT_COMPARED
-        ]
-    was: Any = before.get("described")
-    if not isinstance(was, dict):
-        return found
-    found += _data_changes(was.get("data", {}), now["described"]["data"])
+    """Returns the differences between two records of a run: `config` (text of a YAML) and `described`."""
+    old, new = (dict(_settings(record["config"])) for record in (before, now))
+    shown = lambda value: value if isinstance(value, str) else json.dumps(value, default=str)
+    found = [
+        Change(key, shown(old.get(key)), shown(new.get(key)))
+        for key in [*old, *(key for key in new if key not in old)]
+        if old.get(key) != new.get(key) and key not in NOT_COMPARED
+    ]
+    was = before["described"]
+    found += _data_changes(was["data"], now["described"]["data"])
     for kind, name, text in (
         ("text", "{}", lambda digest: f"text {digest[:8]}"),
         ("versions", "version of {}", str),
         ("variables", "{}", str),
     ):
-        old, new = was.get(kind, {}), now["described"][kind]
+        old, new = was[kind], now["described"][kind]
         there = lambda value, text=text: "not there" if value is None else text(value)
         found += [
             Change(name.format(key), there(old.get(key)), there(new.get(key)))
@@ -122,11 +117,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
 
 def _settings(text: str) -> Iterator[tuple[str, Any]]:
     """Yields (dotted key, value) of every setting. The task is identified by the names of its file and function."""
-    try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return
-    for key, value in _flat("", values if isinstance(values, dict) else {}):
+    for key, value in _flat("", yaml.safe_load(text)):
         yield key, ":".join(Path(part).name for part in str(value).rsplit(":", 1)) if key == "task" else value
 
 
@@ -173,7 +164,7 @@ def check(
     another = {change.key for change in found if change.key in ANOTHER_RUN}
     why = refusal(found, allow_change, directory, step)
     if another <= {"train_data"} - set(allow_change):  # the message about the batch names the cause
-        why = other_examples(before.get("next_batch"), skipped_batches.as_saved(schedule, before), step) or why
+        why = other_examples(before["next_batch"], skipped_batches.as_saved(schedule, before), step) or why
     if why is not None:
         raise ConfigError(why)
     return found
@@ -194,13 +185,13 @@ def refusal(found: Sequence[Change], allow_change: Sequence[str], directory: Pat
     )
 
 
-def other_examples(digest: str | None, schedule: Schedule, step: int) -> str | None:
+def other_examples(digest: str, schedule: Schedule, step: int) -> str | None:
     """Returns the reason why the next batch of a resumed run would have different examples, or None.
 
     Args:
         digest: of the batch after `step`, computed when `step` was saved.
     """
-    if digest is None or digest == schedule.digest(step + 1):
+    if digest == schedule.digest(step + 1):
         return None
     return (
         f"train_data has changed: batch {step + 1} has different examples than when step {step} was saved "
