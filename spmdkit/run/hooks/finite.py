@@ -137,11 +137,11 @@ class FiniteResults:
         if "stop" in policies:
             return self._stop(run, what, self._known(run, bits, "stop"))
         if "rollback" in policies:
-            self._rollbacks, known = self._rollbacks + 1, self._known(run, bits, "rollback")
+            self._rollbacks, is_known = self._rollbacks + 1, self._known(run, bits, "rollback")
             if self._rollbacks > most:
-                return self._stop(run, f"{what}, after {most} rollbacks", known)
+                return self._stop(run, f"{what}, after {most} rollbacks", is_known)
             run.message(what)
-            return Rollback(step - 1, batches=(run.program.schedule.number(step),), known=known)
+            return Rollback(step - 1, batches=(run.program.schedule.number(step),), known=is_known)
         self._in_a_row = self._in_a_row + 1 if step == self._skipped + 1 else 1
         self._skipped = step
         run.message(f"left out: {what}")
