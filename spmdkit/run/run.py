@@ -204,7 +204,10 @@ class Run:
         self.reporter.open(self, step, self._stack)
         restore.quarantine_checkpoints(self, self.checkpoints, wrong, lines, step)
         where = {"roles": ROLES, "mesh": describe_mesh(self.program.sizes), "form": self.program.form}
-        self.events.write("started" if found is None else "restored", step=step, **where)
+        if found is None:
+            self.events.write("started", step=step, **where)
+        else:
+            self.events.write("restored", step=step, **where)
         if changed and self.cluster.is_main:
             self.message(f"since step {step} was saved, these have changed:\n{resume_check.table(changed)}")
             self.events.write("settings_changed", step=step, changes=[change._asdict() for change in changed])
