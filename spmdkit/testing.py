@@ -50,12 +50,11 @@ def assert_collectives(
             raise ConfigError(
                 f"assert_collectives: '{name}' is no collective. Known: {', '.join(OPS)}.{nearest(name, OPS)}"
             )
-    for axis in axes or ():
-        if axis not in program.sizes:
-            known = list(program.sizes)
-            raise ConfigError(
-                f"assert_collectives: '{axis}' is not a mesh axis. Known: {', '.join(known)}.{nearest(axis, known)}"
-            )
+    known = list(program.sizes)
+    for axis in set(axes or ()) - {*known}:
+        raise ConfigError(
+            f"assert_collectives: '{axis}' is not a mesh axis. Known: {', '.join(known)}.{nearest(axis, known)}"
+        )
     bill = bill_of(program)
     chosen = [c for c in bill.collectives if axes is None or set(axes) & set(c.axes)]
     found = Counter(c.op for c in chosen)

@@ -3,8 +3,9 @@ them."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from spmdkit.config import Config
@@ -24,26 +25,13 @@ DEFAULT_DEVICES = 8
 def all_meshes(num_devices: int, max_axis: int) -> list[dict[str, int]]:
     """Returns every mesh of `num_devices` with axes of at most `max_axis`, as the sizes above one; fewest axes
     first."""
-
-    def sizes(rest: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
-        if not axes:
-            if rest == 1:
-                yield {}
-            return
-        for size in range(1, min(rest, max_axis) + 1):
-            if rest % size == 0:
-                for others in sizes(rest // size, axes[1:]):
-                    yield ({axes[0]: size} if size > 1 else {}) | others
-
-    return sorted(sizes(num_devices, AXES), key=len)
+    divisors = [n for n in range(1, min(num_devices, max_axis) + 1) if num_devices % n == 0]
+    found = (sizes for sizes in itertools.product(divisors, repeat=len(AXES)) if math.prod(sizes) == num_devices)
+    return sorted(({a: n for a, n in zip(AXES, sizes, strict=True) if n > 1} for sizes in found), key=len)
 
 
 def choose_devices(config: Config, requested: int | None) -> int:
-    """Returns the number of fake devices: `requested`, the config's number, or 8.
-
-    Raises:
-        ConfigError: less than one.
-    """
+    """Returns the number of fake devices: `requested`, the config's number, or 8."""
     if requested is not None:
         if requested < 1:
             raise ConfigError(
@@ -57,11 +45,7 @@ def choose_devices(config: Config, requested: int | None) -> int:
 
 
 def config_mesh(config: Config, num_devices: int) -> dict[str, int]:
-    """Returns the config's mesh as the sizes above one.
-
-    Raises:
-        ConfigError: it does not fit the number of devices.
-    """
+    """Returns the config's mesh as the sizes above one."""
     return {axis: size for axis, size in resolve(config.mesh.sizes(), num_devices).items() if size > 1}
 
 
@@ -73,11 +57,7 @@ def choose_batch_size(config: Config, is_set: bool, num_devices: int, microbatch
 
 
 def parse_microbatches(text: str | None, config: Config) -> list[int]:
-    """Returns the numbers in `1,2,4`. The default is 1 and the config's number, or 2 if that is `auto`.
-
-    Raises:
-        ConfigError: not a list of numbers of at least 1.
-    """
+    """Returns the numbers in `1,2,4`. The default is 1 and the config's number, or 2 if that is `auto`."""
     if text is None:
         return sorted({1, config.microbatches if isinstance(config.microbatches, int) else 2})
     parts = [part.strip() for part in text.split(",")]

@@ -4,10 +4,8 @@
 
     tolerance = max(FLOOR_ULPS * eps, MULTIPLE * largest error that one ulp in the input makes on one device)
 
-The second term is measured with the user's function: parameters and floating point examples move by one ulp, up or
-down at random, NUM_PROBES times. Summation in another order moves a number by a few ulps too, so a mesh may change a
-result by about this much. A mistake changes it by a factor of the order of one. The same probes identify numbers that
-are pure rounding noise (noise.py).
+The second term is measured NUM_PROBES times with the user's function: summation in another order moves a number by a
+few ulps too, a mistake by a factor of the order of one.
 """
 
 from __future__ import annotations
@@ -88,12 +86,7 @@ def _put(errors: Errors, quantity: str, found: list[dict[str, float]]) -> None:
 def tolerances(
     reference: Results, probes: Sequence[Results], eps: float
 ) -> tuple[dict[str, float], dict[str, float], Noise]:
-    """Returns (tolerance, effect of one ulp) of each quantity, and what is below noise.
-
-    Args:
-        probes: results of the same program with the input moved by one ulp.
-        eps: of the dtype.
-    """
+    """Returns (tolerance, effect of one ulp) of each quantity, and what is below noise."""
     noise = noises.measure(reference, probes)
     moved = dict.fromkeys(QUANTITIES, 0.0)
     for probe in probes:

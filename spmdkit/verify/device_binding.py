@@ -54,11 +54,7 @@ def shard_arguments(
 def check_holds_no_device(
     step: Callable[..., Any], arguments: Sequence[Any], device: jax.Device, axes: Sequence[str]
 ) -> None:
-    """Rejects a step that is passed directly and contains a mesh of devices.
-
-    Raises:
-        ConfigError: with the line that uses the mesh.
-    """
+    """Rejects a step that is passed directly and contains a mesh of devices."""
     mesh = compat.auto_mesh(np.array([device], dtype=object).reshape((1,) * len(axes)), axes)
     shapes = jax.tree.map(_shape, tuple(arguments))
     jaxpr = _traced(step, shapes)  # without a mesh: JAX rejects a step with another one before it is seen
@@ -82,11 +78,7 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def check_devices(step: Callable[..., Any], arguments: Sequence[Any], devices: np.ndarray) -> None:
-    """Rejects a step or arguments that `make` put on other devices than those it received.
-
-    Raises:
-        ConfigError: with the leaf, or with the line that uses the other mesh.
-    """
+    """Rejects a step or arguments that `make` put on other devices than those it received."""
     given = frozenset(devices.ravel())
     rule = "make(devices) must put everything on these devices: jax.sharding.Mesh(devices, names)."
     for path, x in named_leaves(tuple(arguments)):

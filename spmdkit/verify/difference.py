@@ -48,12 +48,7 @@ class Difference:
 def find_difference(
     found: Results, expected: Results, errors: Errors, tolerance: Mapping[str, float], noise: Noise, short: bool
 ) -> Difference:
-    """Returns how `found` differs, for a case that failed.
-
-    Args:
-        noise: numbers that are not compared.
-        short: the second batch is a short one.
-    """
+    """Returns how `found` differs, for a case that failed."""
     failed = errors.failed(tolerance)
     quantity = "gradient" if "gradient" in failed else failed[0]
     if quantity == "loss" and "update" in failed and errors.leaf["loss"].startswith("step"):

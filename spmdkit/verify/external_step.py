@@ -6,15 +6,12 @@ shardings, on meshes and on one device.
         ...
         return jax.jit(train_step, in_shardings=..., out_shardings=...), (state, batch)
 
-    report = sk.verify_step(make, meshes=[{"data": 4}, {"data": 2, "tensor": 2}])
-
-Every returned leaf is compared, over several steps if the step returns a new state:
+Every returned leaf is compared on its own scale, over several steps if the step returns a new state:
 
     tolerance of a leaf = max(FLOOR_ULPS * eps * |leaf|, MULTIPLE * its largest change when one ulp moves the arguments
     on one device)
 
-Each leaf has its own scale: a state has parameters of size 100 and moments of 1e-6, and an optimizer that divides by
-its gradient hides a factor everywhere else. A leaf with a second term beyond `LARGEST` is reported as noise.
+A leaf with a second term beyond `LARGEST` is reported as noise.
 """
 
 from __future__ import annotations
@@ -186,11 +183,7 @@ def _to_host(x: Any) -> Any:
 
 
 def _placed(step: Step, random: np.random.Generator | None = None) -> list[Any]:
-    """Returns the arguments on their devices. Each run needs a new copy, since a step may donate its arguments.
-
-    Args:
-        random: moves them by one ulp first.
-    """
+    """Returns the arguments on their devices. Each run needs a new copy, since a step may donate its arguments."""
     given = step.arguments
     if random is not None:
         move = one_ulp(random, "float64" if jax.config.jax_enable_x64 else "float32")  # type: ignore[attr-defined]
@@ -223,11 +216,7 @@ def _tapped(step: Step, moves: Sequence[np.random.Generator | None]) -> list[Tap
 
 
 def _run(step: Step, steps: int, random: np.random.Generator | None = None) -> Leaves:
-    """Returns every leaf of the step's results on the host, by `step 1: 0/params/w`.
-
-    Args:
-        random: moves the arguments by one ulp first.
-    """
+    """Returns every leaf of the step's results on the host, by `step 1: 0/params/w`."""
     arguments, leaves = _placed(step, random), Leaves()
     for number in range(1, steps + 1):
         before = [jax.tree.map(_on_host, x) for x in arguments]

@@ -9,9 +9,8 @@ right if, for some dims or mesh axes, it is
                     mesh reorders them
     a part          its sum, mean, largest or smallest over devices is the one-device value: the reduction comes later
 
-and wrong otherwise. From the results that differ, the search walks back through values that differ or have no match,
-to the point at which their inputs are right (search.py): the mistake is between. It is reported only if it is one
-statement; otherwise the result is "not located".
+From the results that differ, the search walks back to the point at which the inputs are right (search.py). The mistake
+is reported only if it is one statement.
 """
 
 from __future__ import annotations
@@ -121,11 +120,6 @@ class Locator:
 
         If the loss differs too, the values that it is computed from suffice: the backward pass takes several times as
         long to compile.
-
-        Args:
-            many: the program; its jaxpr is evaluated, so that it contains a mutant's mistake.
-            quantity: the first that differs.
-            batch: index of the first batch that differs.
         """
         quantities = dict.fromkeys(["loss", quantity]) if quantity in ("loss", "gradient") else [quantity]
         return next((found for q in quantities if (found := self._from(setting, many, q, batch)) is not None), None)
@@ -173,13 +167,7 @@ def _roots(program: Program, quantity: str) -> list[int]:
 def locate(
     one: TapValues, moved: Sequence[TapValues], many: TapValues, axes: Mapping[str, int], reordered: bool = False
 ) -> Location | None:
-    """Returns where `many`, on a mesh, first differs from `one`; None if no single line is responsible.
-
-    Args:
-        moved: one device with its input moved by one ulp: their differences are noise.
-        axes: sizes of the mesh axes that are larger than one.
-        reordered: rows may have another order on the mesh.
-    """
+    """Returns where `many`, on a mesh, first differs from `one`; None if no single line is responsible."""
     search, values = Search(one, moved, many, axes, reordered), many.program.values
     first = search.first()
     forward = [node for node in first if not values[node.place].backward] or list(first)

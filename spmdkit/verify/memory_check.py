@@ -20,11 +20,7 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def check_memory(task: Task, num_devices: int, jobs: int) -> None:
-    """Rejects a task with a state that, complete on every fake device of every process, exceeds the free memory.
-
-    Raises:
-        ConfigError: it does not fit.
-    """
+    """Rejects a task with a state that, complete on every fake device of every process, exceeds the free memory."""
     free = available_bytes()
     params = tree_bytes(call_user(lambda: jax.eval_shape(task.init, jax.random.key(0)), "init"))
     needed = COPIES * params * num_devices * jobs

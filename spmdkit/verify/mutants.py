@@ -65,7 +65,7 @@ class Mutant:
     traced: bool = True
 
 
-# ---- settings --------------------------------------------------------------------------------------------------------
+# ---- settings
 
 
 def _replicas(short: bool = False, needs: str = "") -> Settings:

@@ -37,15 +37,7 @@ MutationContext = contextlib.AbstractContextManager[list[Any]]
 
 @contextlib.contextmanager
 def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replaces a function by `make(the original)` while the body runs.
-
-    Args:
-        owner: a module of the package with a table of seams, or what holds a function of a library.
-        name: in that table; of a library, the function's own.
-
-    Raises:
-        AttributeError, KeyError: the seam is not there any more.
-    """
+    """Replaces a function by `make(the original)` while the body runs."""
     owner, name = resolve_seam(owner, name)
     original = getattr(owner, name)
     setattr(owner, name, make(original))
@@ -93,7 +85,7 @@ def seam(owner: Any, name: str, wrong: Callable[..., Any]) -> Callable[[Setting]
     return seams((owner, name, replacement))
 
 
-# ---- reductions ------------------------------------------------------------------------------------------------------
+# ---- reductions
 
 Reduce = Callable[[Sums, Any, tuple[str, ...]], tuple[Sums, Any, Any]]
 """`(sums, what else is added, axes) -> (sums, what else is added, the reducer's state)`."""
@@ -253,7 +245,6 @@ average_state = seams((agreement, "crossing", _send_all), (agreement, "agreed", 
 
 
 # ---- examples and their keys
-# ------------------------------------------------------------------------------------------
 
 
 def share_positions(positions: Any, context: Any, replica: Any, micro: Any, num: int) -> Any:
@@ -278,7 +269,6 @@ def repeat_first_microbatch(cut_microbatches: Any, context: Any, x: jax.Array) -
 
 
 # ---- optimizer and checkpoint
-# -----------------------------------------------------------------------------------------
 
 
 def clip_by_shard_norm(_: Any, max_norm: float) -> optax.GradientTransformation:
@@ -310,7 +300,7 @@ def _lose_leaf(lost: list[Any], pick: Callable[..., Any], tree: Any, path: str) 
 lose_checkpoint_leaf = seams((state_dict, "pick", _lose_leaf))
 
 
-# ---- ops -------------------------------------------------------------------------------------------------------------
+# ---- ops
 
 
 def use_first_vocab_shard(axis_index: Any, names: Any) -> Any:

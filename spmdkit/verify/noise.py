@@ -1,10 +1,8 @@
 """`Noise`: the numbers of a result that are rounding noise. Only their size can be compared.
 
-A key's bias cancels in the softmax, a bias before a batch norm in the norm: the true gradient is zero, and the computed
-one is rounding error. An optimizer that divides by the size of the gradient (Adam, Lion, LAMB) turns it into full
-steps, with different signs on every mesh.
-
-Both are measured with the probes of the tolerance: inputs moved by one ulp, through the user's optimizer on one device:
+A key's bias cancels in the softmax: the true gradient is zero, and the computed one is rounding error. An optimizer
+that divides by the size of the gradient (Adam, Lion, LAMB) turns it into full steps, with different signs on every
+mesh. Both are measured with the probes of the tolerance, on one device:
 
     element of a gradient below noise    |g| <= MULTIPLE * largest change of its leaf. Its update, and the parameter
                                          after it, may be BOUND times as large as on one device and in the probes, or
@@ -119,11 +117,7 @@ def leaf_errors(
 
 
 def measure(reference: Results, probes: Sequence[Results]) -> Noise:
-    """Returns the numbers below noise on one device.
-
-    Args:
-        probes: of the same program, with the input moved by one ulp.
-    """
+    """Returns the numbers below noise on one device."""
     masks = [_below(i, reference, probes) for i in range(len(reference.batches))]
     every = {path: np.any([mask[path] for mask in masks if path in mask], 0) for mask in masks for path in mask}
     elements = {f"update {i}": mask for i, mask in enumerate(masks)} | {"parameter": every}

@@ -27,12 +27,7 @@ Response = dict[str, Any]
 
 
 class Pool:
-    """Worker processes, started on demand. A context manager that ends them.
-
-    Args:
-        spec: input of worker.py, written to a file for it.
-        num: processes.
-    """
+    """Worker processes, started on demand. A context manager that ends them."""
 
     def __init__(self, spec: dict[str, Any], num: int):
         self._folder = tempfile.TemporaryDirectory(prefix="spmdkit-verify-")

@@ -41,11 +41,7 @@ class RecordingState(NamedTuple):
     update: Any
 
     def __getitem__(self, key: Any) -> Any:
-        """Raises: an index would return another item than in the user's run.
-
-        Raises:
-            TypeError: always.
-        """
+        """Raises: an index would return another item than in the user's run."""
         raise TypeError(f"verify records the optimizer's state, which has no item {key!r}")
 
 

@@ -56,7 +56,7 @@ class CaseRunner:
         self._base: Program | Unpadded | None = None  # of the first reference, until it is compared with plain JAX
         self._locator = Locator(task_runner)
 
-    # ---- references --------------------------------------------------------------------------------------------------
+    # ---- references
 
     def reference(self, setting: Setting, evaluated: bool = True) -> Reference:
         """Returns the reference of a setting: one device, the simplest program.
@@ -64,12 +64,6 @@ class CaseRunner:
         A task with model state, or a loss that calls sk.all_gather, has one reference per number of microbatches: batch
         statistics and gathered rows are those of a microbatch. If the config has short batches, the reference is not
         padded, except with several microbatches.
-
-        Args:
-            evaluated: compare the evaluation too.
-
-        Raises:
-            SpmdkitError: the task does not run on one device, or padding rows count in it.
         """
         first = self._one(Setting({}, 1, setting.short, setting.clip_norm, plain=True), evaluated=True)
         if setting.microbatches == 1 or not _of_a_microbatch(first.results):
@@ -142,16 +136,13 @@ class CaseRunner:
         passed = all(found[f"{q}_error"] <= reference.tolerance[q] for q in ("loss", "gradient"))
         return found | {"worst_leaf": worst, "passed": bool(passed)}
 
-    # ---- cases -------------------------------------------------------------------------------------------------------
+    # ---- cases
 
     def case(self, mesh: dict[str, int], microbatches: int, whole: bool) -> dict[str, Any]:
         """Returns the outcome of one case: its errors and `passed`, or `skipped` with the reason.
 
         Args:
             whole: also evaluate, and save and restore the state.
-
-        Raises:
-            SpmdkitError: the task does not run on one device.
         """
         begin = time.perf_counter()
         setting = Setting(mesh, microbatches, short=self.task_runner.short)
@@ -231,7 +222,7 @@ class CaseRunner:
         errors = leaf_errors(found.batches[0].gradient, results.batches[0].gradient)
         return any(not e <= expected.tolerance["gradient"] for e in errors.values())
 
-    # ---- mutants -----------------------------------------------------------------------------------------------------
+    # ---- mutants
 
     def mutant(self, name: str, num_devices: int) -> dict[str, Any]:
         """Returns whether a mutant is caught: `caught` with how, or `not_applicable` with the reason."""

@@ -61,7 +61,7 @@ class Search:
         self._right: tuple[str, ...] = ("same", *PARTS)
         self._relations: dict[Node, tuple[Relation | None, ValuePath | None]] = {}
 
-    # ---- the walk ----------------------------------------------------------------------------------------------------
+    # ---- the walk
 
     def first(self) -> dict[Node, list[Node]]:
         """Returns the first values that differ, each with the values before it that nothing stands for."""
@@ -216,7 +216,7 @@ class Search:
             return False  # the numbers of replicas, over which a vmap goes: there are as many rows as on one device
         return (None if relation is None else relation.kind) in kinds
 
-    # ---- one value ---------------------------------------------------------------------------------------------------
+    # ---- one value
 
     def relation(self, node: Node) -> Relation | None:
         """Returns how a value of the mesh is made of that of one device; None where nothing there stands for it."""

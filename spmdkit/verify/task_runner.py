@@ -2,8 +2,7 @@
 
 What is changed, and why it changes no mathematics: `init` gives constants (compiling a random init costs more than a
 step), the data are the first rows, gradients and updates are kept by transformations around the optimizer, small leaves
-are cut too, and the computation is in float32 or float64, since what is compared is the mathematics and not the
-rounding.
+are sharded too, and the computation is in float32 or float64.
 """
 
 from __future__ import annotations
@@ -137,9 +136,6 @@ class TaskRunner:
         Args:
             probe: whether it refuses padding rows that count. The reference does so for all.
             evaluated: whether it has the task's evaluation, which costs a trace.
-
-        Raises:
-            ConfigError: the setting is not legal for this task.
         """
         num_devices = count({**dict.fromkeys(setting.mesh, 1), **setting.mesh}, tuple(setting.mesh))
         config, devices = self._config(setting, num_devices), jax.devices()[:num_devices]
@@ -236,7 +232,7 @@ class TaskRunner:
             self._cut[name, num] = ArraySource(rows, name)
         return self._cut[name, num]
 
-    # ---- running -----------------------------------------------------------------------------------------------------
+    # ---- running
 
     def run(
         self,

@@ -3,10 +3,9 @@
     values = TappedProgram(closed_jaxpr)        what there is, and what comes from what, read from the jaxpr
     values(*arguments)                   {place: array}, one compiled program
 
-Calls (`jit`, `remat`, custom rules) are evaluated in line, and so are parts of `sk.manual`, each a `shard_map`. A value
-inside of a `shard_map` is stacked over the devices of its mesh, one inside of a `scan` over its turns, behind the
-devices. Inside of `while` and `cond` nothing is tapped. A place is the path of an equation and the number of its
-result.
+Calls (`jit`, `remat`, custom rules) and parts of `sk.manual` are evaluated in line. A value inside of a `shard_map` is
+stacked over the devices of its mesh, one inside of a `scan` over its turns, behind the devices. Inside of `while` and
+`cond` nothing is tapped. A place is the path of an equation and the number of its result.
 """
 
 from __future__ import annotations
@@ -107,9 +106,6 @@ class Value:
 class TappedProgram:
     """A traced function with taps.
 
-    Args:
-        wanted: indices of the requested results; only the values that they depend on are tapped.
-
     Attributes:
         values: by place, in the order of the program.
         results: for each result of the function, the places that it comes from.
@@ -135,7 +131,6 @@ class TappedProgram:
         return seen
 
     # ---- what comes from what
-    # ------------------------------------------------------------------------------------------
 
     def _read(self, jaxpr: Any, given: Sequence[Any], path: ValuePath, at: _Enclosing) -> list[Any]:
         """Returns the sources of a jaxpr's results: each a list of places."""
@@ -196,7 +191,7 @@ class TappedProgram:
             return self._read(body, given, here, at._replace(carried=carried))
         return None
 
-    # ---- values ------------------------------------------------------------------------------------------------------
+    # ---- values
 
     def __call__(self, *arguments: Any) -> tuple[list[Any], dict[ValuePath, Any]]:
         """Returns (the results that are wanted, every value that they come from and that is an array of numbers); to be

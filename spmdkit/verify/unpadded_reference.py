@@ -19,11 +19,7 @@ from spmdkit.step.step import Batch
 
 
 class Unpadded:
-    """A program on one device, without microbatches; its step receives only the real rows of a batch.
-
-    Args:
-        padded: defines which examples are in which batch, and evaluates.
-    """
+    """A program on one device, without microbatches; its step receives only the real rows of a batch."""
 
     def __init__(self, padded: Program):
         self._padded, self._by_size = padded, dict[int, Program]()

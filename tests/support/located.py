@@ -212,7 +212,7 @@ def runner_of(task: str, text: str, short: bool = False) -> CaseRunner:
     return CaseRunner(TaskRunner(config, module.task, BATCH, steps=2), locate="all")
 
 
-# ---- the table -------------------------------------------------------------------------------------------------------
+# ---- the table
 
 
 def _write(found: dict[str, dict[str, Told]], others: dict[str, Told]) -> None:

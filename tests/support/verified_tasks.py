@@ -52,7 +52,7 @@ def mutants_of(name: str) -> dict[str, str]:
     return {mutant: said(outcome) for mutant, outcome in found.items()}
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------
+# ---- the page
 
 HEAD = """# Mutants on forty tasks
 

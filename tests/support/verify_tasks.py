@@ -103,7 +103,6 @@ def real_rows_counted(params, batch, key):
 
 
 # ---- mistakes of users
-# ------------------------------------------------------------------------------------------------
 
 
 def mean_of_means(params, batch, key):
@@ -169,7 +168,6 @@ def stateful_init(key):
 
 
 # ---- a task with ops
-# --------------------------------------------------------------------------------------------------
 
 VOCAB, WIDTH, LENGTH = 16, 8, 8
 
@@ -222,7 +220,7 @@ def new_natural_runner():
     return CaseRunner(TaskRunner(sk.Config(task="t.py:t"), task, BATCH, steps=2))
 
 
-# ---- judging ---------------------------------------------------------------------------------------------------------
+# ---- judging
 
 
 @functools.cache

@@ -130,7 +130,6 @@ def test_task_too_large_for_memory_is_rejected(tmp_path, monkeypatch):
 
 
 # ---- numbers and words
-# ------------------------------------------------------------------------------------------------
 
 
 def test_error_is_relative_to_leaf_or_tree():

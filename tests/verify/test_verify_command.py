@@ -212,7 +212,7 @@ def test_config_mesh_must_fit_devices(folder):
         verify_config(config(**{"mesh.data": 8}), VerifyOptions())
 
 
-# ---- meshes ----------------------------------------------------------------------------------------------------------
+# ---- meshes
 
 
 def test_all_meshes_of_8_and_16_devices():

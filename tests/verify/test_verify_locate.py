@@ -64,7 +64,6 @@ def test_line_of_a_toolkit_mistake_is_located(monkeypatch):
 
 
 # ---- how a value is made of that of one device
-# ------------------------------------------------------------------------
 
 RIGHT = np.random.default_rng(0).normal(size=(8, 3))
 PARTS = np.random.default_rng(1).normal(size=(4, 3))

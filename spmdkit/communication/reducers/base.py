@@ -1,5 +1,5 @@
 """The `Reducer` interface: how the gradients of all replicas are reduced. One file per reducer in this folder,
-`make(**options) -> Reducer`, found by its name."""
+`make(**options) -> Reducer`, found by its name. An option out of its range is a `ConfigError`."""
 
 from __future__ import annotations
 
@@ -132,8 +132,7 @@ class Reducer:
         input_scale: the scale of the leaves.
             "sum": sums. The step divides once, afterwards, by the count of the whole batch (`sum`, `ordered`).
             "weighted": this replica's part of the mean, divided by the count of the whole batch before the reduction.
-            For
-                all reducers that are not linear or have a state: the count of the next batch may differ.
+                For all reducers that are not linear or have a state: the count of the next batch may differ.
             "mean": this replica's own mean. The result is final (Adasum).
         per_shard_state: the state belongs to shards of a leaf, one per position along the replica axes other than
             `replica`. The state is sharded over these axes along `shard_dim` of the leaf. A leaf without such a dim has

@@ -32,9 +32,6 @@ def make(error_feedback: bool = True, terms: int = 1) -> Reducer:
         error_feedback: False drops the rounding error: no memory, and a bias that does not average out.
         terms: number of bfloat16 numbers per value, each the rest of those before it. Three represent a float32
             exactly, with more bytes than `sum`: for tests of exactness.
-
-    Raises:
-        ConfigError: `terms` is not 1, 2 or 3.
     """
     rule = "A value is sent as 1, 2 or 3 bfloat16 numbers. Write terms: 1."
     check_option(terms in (1, 2, 3), "bfloat16.terms", terms, rule)

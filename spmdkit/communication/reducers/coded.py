@@ -136,9 +136,6 @@ def block_code(name: str, block: int, encode: Any, decode: Any, bits: int = 8) -
         encode: float32[..., blocks, block] -> (uint8[..., blocks * block * bits / 8] in any shape, scales float32[...,
             blocks]).
         decode: (uint8[..., length * bits / 8], scales float32[..., blocks, 1]) -> float32[..., blocks, block].
-
-    Raises:
-        ConfigError: `block` is not a positive integer.
     """
     rule = "It is the number of values that share a scale, at least 1. Write block: 256."
     check_option(is_whole(block, 1), f"{name}.block", block, rule)

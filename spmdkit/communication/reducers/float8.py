@@ -35,9 +35,6 @@ def make(block: int = 256, error_feedback: bool = True) -> Reducer:
         block: values that share a scale. 1 sends each value exactly, with more bytes than `sum`: for tests of
             exactness.
         error_feedback: False drops the rounding error: no memory, and a bias that does not average out.
-
-    Raises:
-        ConfigError: `block` is not a positive integer.
     """
     return coded_reducer(block_code("float8", block, _encode, _decode), error_feedback, {"block": 1})
 

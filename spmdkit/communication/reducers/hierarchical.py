@@ -58,9 +58,6 @@ def make(inner: str = "sum", outer: Choice = "int8") -> Reducer:
     Args:
         inner: how shards are added within a position: `sum`.
         outer: the reducer between the positions along `replica`, with its options: `int8`, `{topk: {fraction: 0.05}}`.
-
-    Raises:
-        ConfigError: `inner` is not `sum`, or `outer` cannot be used between positions.
     """
     rule = "The inner reduction is exact, a reduce_scatter. Write inner: sum."
     check_option(inner == "sum", "hierarchical.inner", inner, rule)

@@ -64,9 +64,6 @@ def make(rank: int = 4, warm_start: bool = True, stacked: Sequence[str] = STACKE
         stacked: patterns for whole paths of leaves with a first dim that is a batch of matrices.
         least: a leaf is compressed if it has at least this many times the values of its factors; others are reduced
             exactly. 0 compresses every matrix: for tests of exactness.
-
-    Raises:
-        ConfigError: an option is out of its range.
     """
     _check_options(rank, stacked, least)
 

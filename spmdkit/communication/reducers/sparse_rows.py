@@ -52,12 +52,7 @@ def make(leaves: str | Sequence[str], rows: int, most: float | None = 1.0) -> Re
     Args:
         leaves: patterns for the whole paths of the tables. Their first dim is rows.
         rows: N, the rows of a table that a replica sends in a round.
-        most: the bytes that the rounds of a table may send in the first batch, as a fraction of those of `sum`; null:
-            no
-            limit.
-
-    Raises:
-        ConfigError: an option is out of its range.
+        most: the bytes that the rounds of a table may send in the first batch, as a fraction of those of `sum`.
     """
     _check_options(leaves, rows, most)
     patterns = [leaves] if isinstance(leaves, str) else list(leaves)

@@ -51,9 +51,6 @@ def make(fraction: float = 0.01, most: float | None = 0.5) -> Reducer:
     Args:
         fraction: of the values that a replica sends in a step.
         most: the bytes that it may send, as a fraction of those of `sum`; null: no limit.
-
-    Raises:
-        ConfigError: `fraction` is not in (0, 1], or `most` is not a positive number.
     """
     rule = "It is a fraction of the values, at most 1. Write fraction: 0.01."
     check_option(is_number(fraction) and 0 < fraction <= 1, "topk.fraction", fraction, rule)

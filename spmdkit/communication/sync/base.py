@@ -1,6 +1,5 @@
 """The `Sync` interface: when groups of replicas synchronize. One file per sync in this folder,
-`make(**options) -> Sync`,
-found by its name.
+`make(**options) -> Sync`, found by its name. An option out of its range is a `ConfigError`.
 
 A group is one position along the sync's axes (`replica` where it is larger than one, otherwise `data`). A step within a
 group is the step of the mesh without these axes. The train state stores `params`, `opt_state`, `model_state` and `ema`

@@ -65,9 +65,6 @@ def make(
         alpha: the fraction of its own parameters that a group keeps at a synchronization; None: 0.5 with an overlap,
             otherwise 0.
         start: steps at the start with synchronous training, as in `post_local`.
-
-    Raises:
-        ConfigError: a number is out of its range, or there is no such reducer.
     """
     _check(every, fragments, overlap, alpha)
     check_start("diloco", start)
@@ -159,11 +156,7 @@ def _schedule(every: int, fragments: int, overlap: int, before: int) -> tuple[Ag
 
 
 def fragments_of(sizes: Sequence[int], num: int) -> list[int]:
-    """Returns the fragment of each leaf: the largest leaf first, each to the lightest fragment.
-
-    Raises:
-        ConfigError: there are fewer leaves than fragments.
-    """
+    """Returns the fragment of each leaf: the largest leaf first, each to the lightest fragment."""
     if len(sizes) < num:
         raise ConfigError(
             f"diloco.fragments is {num}, and there are {len(sizes)} arrays of parameters. A fragment consists of "

@@ -22,11 +22,7 @@ from spmdkit.communication.sync.base import Mean, Sync
 
 
 def make(every: int) -> Sync:
-    """Returns the sync.
-
-    Raises:
-        ConfigError: `every` is not a positive integer.
-    """
+    """Returns the sync."""
     check_every("local_sgd", every)
 
     def agree(params: Any, sync_state: Any, mean: Mean) -> tuple[Any, Any]:

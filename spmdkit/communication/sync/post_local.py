@@ -22,11 +22,7 @@ from spmdkit.communication.sync.base import Sync
 
 
 def make(start: int, every: int = 16) -> Sync:
-    """Returns the sync.
-
-    Raises:
-        ConfigError: `start` is not an integer of at least 0, or `every` not of at least 1.
-    """
+    """Returns the sync."""
     check_start("post_local", start)
     local_sgd.check_every("post_local", every)
     return dataclasses.replace(local_sgd.make(every), start=start, description=describe_start(start))

@@ -43,11 +43,7 @@ class DelayLineState(NamedTuple):
 
 
 def make(k: int) -> Sync:
-    """Returns the sync.
-
-    Raises:
-        ConfigError: `k` is not an integer of at least 0.
-    """
+    """Returns the sync."""
     check_option(is_whole(k, 0), "stale.k", k, "It is the number of steps that a gradient is late. Write k: 2.")
     return Sync(
         every=None, optimizer=(lambda tx: late(tx, k)) if k else None, description=f"each gradient {k} steps late"

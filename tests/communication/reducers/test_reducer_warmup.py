@@ -111,7 +111,6 @@ def test_one_replica_has_no_warm_up():
 
 
 # ---- planned, explained, proven
-# -----------------------------------------------------------------------------------------
 
 
 def test_plan_has_both_programs_and_names_phases():
@@ -157,7 +156,6 @@ def test_verify_checks_the_reducer_not_its_warmup(choice, proven):
 
 
 # ---- a user's own, and mistakes
-# -----------------------------------------------------------------------------------------
 
 MINE = """
 import spmdkit as sk

@@ -92,7 +92,6 @@ def test_plan_shows_500_times_less_communication():
 
 
 # ---- after synchronous training
-# ---------------------------------------------------------------------------------------
 
 
 def test_start_is_synchronous_then_diloco_continues(tmp_path):

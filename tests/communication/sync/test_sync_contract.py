@@ -88,7 +88,6 @@ def equal_weights(params, batch, key):
 
 
 # ---- against synchronous training, and against a loop written by hand
-# ---------------------------------------------------
 
 OPTIMIZERS = {
     "sgd": optax.sgd(0.05),
@@ -228,7 +227,6 @@ def test_user_sum_over_groups_is_rejected():
 
 
 # ---- evaluated, saved, restored
-# -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
