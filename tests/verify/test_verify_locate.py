@@ -52,6 +52,7 @@ def test_line_of_a_user_mistake_is_located(loss_fn, says):
     assert says in found.text and found.axis == "data"
 
 
+@pytest.mark.slow
 def test_a_right_task_has_no_line():
     assert located(tasks.right) is None
 

@@ -76,6 +76,7 @@ def test_a_mutant_of_a_natural_task_is_caught(name):
     assert found.get("caught"), found
 
 
+@pytest.mark.slow
 @pytest.mark.forms(1)
 @pytest.mark.parametrize("name", OF_COUNTS)
 def test_mutant_of_counts_is_caught_with_two_means(name):
@@ -83,6 +84,7 @@ def test_mutant_of_counts_is_caught_with_two_means(name):
     assert found.get("caught"), found
 
 
+@pytest.mark.slow
 def test_mutant_of_padding_is_caught_in_a_metric():
     found = case_runner(tasks.real_rows_counted, drop_remainder=False, steps=3).mutant("padding_among_examples", 4)
     assert found.get("caught") and found["by"].startswith("metric"), found
@@ -95,6 +97,7 @@ def test_natural_task_equals_one_device_and_plain_jax():
     assert plain["passed"] and plain["gradient_error"] < 1e-6, plain
 
 
+@pytest.mark.slow
 @pytest.mark.forms(1)
 @pytest.mark.parametrize(
     ("mistake", "quantity"),
@@ -123,6 +126,7 @@ def test_model_with_ops_equals_one_device(axis):
     assert found["passed"], found
 
 
+@pytest.mark.slow
 def test_unused_sum_over_replicas_is_not_applicable():
     found = case_runner(tasks.counts_devices).mutant("batch_statistics_per_replica", 4)
     assert "change no number" in found["not_applicable"], found
@@ -177,7 +181,7 @@ def test_mutant_without_effect_is_not_applicable(idle, outcome, monkeypatch):
     apply = lambda setting: contextlib.nullcontext(["acted"])
     mutant = Mutant("idle", "nothing", lambda known: [Setting({"data": 2})], apply, no_effect=idle)
     monkeypatch.setattr("spmdkit.verify.mutants.by_name", lambda name: mutant)
-    found = case_runner(tasks.right).mutant("idle", 2)
+    found = case_runner(tasks.right, drop_remainder=False).mutant("idle", 2)
     assert outcome.items() <= found.items()
 
 

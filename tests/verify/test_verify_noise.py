@@ -69,6 +69,7 @@ def test_optimizer_fault_is_found_next_to_noise(leaf):
     assert found["worst_leaf"] == leaf and found["diagnosis"]["kind"] == "optimizer"
 
 
+@pytest.mark.slow
 def test_gradient_of_a_leaf_without_one_is_found():
     """On two devices the bias of the keys gets a gradient."""
     right = models.gpt2(optax.adam(1e-3))

@@ -18,6 +18,7 @@ def case_runner(train_step, optimizer=gan.both):
     return CaseRunner(TaskRunner(sk.Config(task="t.py:t", batch_size=16), task, 16, steps=2))
 
 
+@pytest.mark.slow
 def test_two_optimizers_by_name_are_verified():
     of = case_runner(gan.train_step)
     found = of.case({"data": 4}, 1, whole=False)

@@ -35,7 +35,7 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("name", slow_except(("optax lookahead_mnist",), EXAMPLES))
+@pytest.mark.parametrize("name", slow_except((), EXAMPLES))
 def test_there_is_no_false_alarm_in_examples(name):
     config = sk.Config(task="t.py:t", batch_size=16, steps=3, data={"shuffle": False})
     case_runner = CaseRunner(TaskRunner(config, EXAMPLES[name](), 16, 3))

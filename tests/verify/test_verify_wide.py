@@ -29,6 +29,7 @@ def own_phase(params, state, rows, key):
     return loss, metrics, new | {"spectrum": lax.complex(new["spectrum"].real, own)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_fn", [pytest.param(odd.loss_fn, marks=pytest.mark.slow), own_phase])
 def test_a_task_with_complex_half_and_empty_leaves(loss_fn):
     agree = {"spectrum": "mean"} if loss_fn is own_phase else {}  # without it the task is refused

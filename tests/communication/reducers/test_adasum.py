@@ -78,6 +78,7 @@ def _mean(params, rows):
     return ((error**2).sum(-1) * rows["weight"]).sum() / rows["weight"].sum()
 
 
+@pytest.mark.slow
 def test_batch_with_empty_replicas_is_finite():
     state, losses = train(program({"mesh": {"data": 4}}, "adasum", task(optax.sgd(0.01))), 2)
     assert np.isfinite(losses).all() and all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state.params))

@@ -72,7 +72,7 @@ def program(config):
 
 def test_user_reducer_equals_sum(config):
     expected, losses = train(program(config("sum")), 4)
-    for choice in ("mine.py:scaled", "mine.py:made", "{mine.py:scaled: {scale: 1}}"):
+    for choice in ("mine.py:made", "{mine.py:scaled: {scale: 1}}"):
         made = program(config(choice))
         state, found = train(made, 4)
         assert made.form == "manual"

@@ -110,6 +110,7 @@ def scaled(params, scale):
     return jax.tree.map(lambda x: x * scale, params)
 
 
+@pytest.mark.slow
 @pytest.mark.forms(1)
 @pytest.mark.parametrize("reducer", ["ordered", "sum"])
 @pytest.mark.parametrize("mesh", [{"mesh": {"data": 2, "fsdp": 2}}, DATA_4], ids=["mapped", "manual"])

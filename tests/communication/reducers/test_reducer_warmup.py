@@ -76,6 +76,7 @@ def test_older_state_returns_into_the_warmup():
     assert bits(again.params) == bits(summed.params)
 
 
+@pytest.mark.slow
 def test_groups_that_train_alone_warm_up_too():
     settings = {"mesh": {"replica": 2, "data": 2}, "sync": {"local_sgd": {"every": 2}}}
     choices = {

@@ -73,6 +73,7 @@ def test_int8_outer_gradients_leave_groups_equal(mesh):
     assert 1e-4 < max(leaf_errors(*moves).values()) < 0.03
 
 
+@pytest.mark.slow
 def test_exact_reducer_equals_the_exact_mean():
     state, _ = train(diloco(reducer={"int8": {"block": 1}}), 3)
     assert_close(jax.device_get(state.params), jax.device_get(train(on_data(), 3)[0].params), 1e-6)

@@ -38,7 +38,7 @@ def streaming(name, mesh="data 4"):
 @pytest.mark.parametrize(
     "name, mesh",
     slow_except(
-        [("two, two steps late, mixed", "data 4"), ("three, beside a step", "data 4")],
+        [("two, two steps late, mixed", "data 4")],
         [*((name, "data 4") for name in STREAMS), ("two, two steps late, mixed", "replica 2 x fsdp 2 x tensor 2")],
     ),
 )

@@ -97,7 +97,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.forms(2)
+@pytest.mark.forms(1)
 @pytest.mark.parametrize(
     "mesh, name, optimizer",
     [
@@ -152,7 +152,7 @@ def by_hand(program, groups, every, steps, optimizer, microbatches=1):
     return params, losses
 
 
-@pytest.mark.forms(4)
+@pytest.mark.forms(2)
 @pytest.mark.parametrize(
     "name, mesh, microbatches",
     [
@@ -184,7 +184,7 @@ def check_by_hand(name, mesh, microbatches=1):
 # ---- on the wire
 
 
-@pytest.mark.forms(3)
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("name, mesh", [*itertools.product(DELAYED, MESHES), (OWN, "data 4")])
 def test_step_sends_nothing_between_groups(name, mesh):
     check_wire(name, mesh)
