@@ -14,36 +14,44 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from spmdkit.cluster import detect_cluster, join
+from spmdkit.config import parse_config
+from spmdkit.errors import ConfigError
+from spmdkit.faults.exit_handler import describe
+from spmdkit.foundation.formatting import format_bytes
+from spmdkit.foundation.trees import tree_bytes
+from spmdkit.foundation.user_code import call_user
+from spmdkit.program.task import Task, load_task
+from spmdkit.verify.runner import CaseRunner
+from spmdkit.verify.task_runner import Setting, TaskRunner
+
+COPIES = 6
+"""Copies of the parameters per device: parameters, gradient, two moments, the recorded gradient and update. Activations
+are small."""
+
+MEMINFO = Path("/proc/meminfo")
+
 
 def main(path: str) -> None:
     """Responds to jobs until the input ends."""
     responses = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # output of the user's code is not a response
     spec = json.loads(Path(path).read_text(encoding="utf-8"))
-    case_runner: Any = None
+    case_runner: CaseRunner | None = None
     for line in sys.stdin:
         job = json.loads(line)
         try:
             case_runner = case_runner or _open(spec)
             response = {"outcome": _run_job(case_runner, job, spec)}
         except BaseException as error:  # noqa: BLE001 - the requesting process reports it
-            from spmdkit.faults.exit_handler import describe
-
             code, text = describe(error)
             response = {"error": {"code": code, "message": text}}
         print(json.dumps(response), file=responses, flush=True)
 
 
-def _open(spec: dict[str, Any]) -> Any:
-    import jax
-
-    from spmdkit.cluster import detect_cluster, join
-    from spmdkit.config import parse_config
-    from spmdkit.program.task import load_task
-    from spmdkit.verify.memory_check import check_memory
-    from spmdkit.verify.runner import CaseRunner
-    from spmdkit.verify.task_runner import TaskRunner
-
+def _open(spec: dict[str, Any]) -> CaseRunner:
     jax.config.update("jax_enable_x64", spec["dtype"] == "float64")
     # XLA's expensive passes: twice the processor time, and the same collectives (GPT on 8 devices, 2026-11-20).
     jax.config.update("jax_disable_most_optimizations", True)
@@ -56,9 +64,31 @@ def _open(spec: dict[str, Any]) -> Any:
     return CaseRunner(task_runner, Path(spec["folder"]), spec["locate"])
 
 
-def _run_job(case_runner: Any, job: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
-    from spmdkit.verify.task_runner import Setting
+def check_memory(task: Task, num_devices: int, jobs: int) -> None:
+    """Rejects a task with a state that, complete on every fake device of every process, exceeds the free memory."""
+    free = available_bytes()
+    params = tree_bytes(call_user(lambda: jax.eval_shape(task.init, jax.random.key(0)), "init"))
+    needed = COPIES * params * num_devices * jobs
+    if free is not None and needed > free:
+        raise ConfigError(
+            f"verify runs the complete task on {num_devices} fake devices in {jobs} process{'es' * (jobs > 1)}: "
+            f"parameters of {format_bytes(params)} need about {format_bytes(needed)}, {format_bytes(free)} are free. "
+            "A small model has the same mathematics. Shrink it by overrides, for example task_args.width=64 "
+            "task_args.layers=2, or use --jobs 1 and fewer --devices."
+        )
 
+
+def available_bytes() -> int | None:
+    """Returns the memory that new processes can use without swapping, or None if the system does not report it."""
+    try:
+        lines = MEMINFO.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else None
+
+
+def _run_job(case_runner: CaseRunner, job: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
     if job["kind"] == "open":
         return {}
     if job["kind"] == "reference":

@@ -9,7 +9,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.foundation import plugins
 from spmdkit.program import padding_check
 from spmdkit.program.step_context import reducer_of
-from spmdkit.verify import compare, memory_check
+from spmdkit.verify import compare, worker
 from spmdkit.verify.cases import exact_reducer, reducer_note
 from spmdkit.verify.diagnosis import diagnose, pattern
 from spmdkit.verify.difference import Difference
@@ -124,13 +124,13 @@ def test_unsuitable_mesh_is_skipped_with_the_reason():
 
 def test_task_too_large_for_memory_is_rejected(tmp_path, monkeypatch):
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    1000 kB\n")
-    monkeypatch.setattr(memory_check, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(worker, "MEMINFO", tmp_path / "meminfo")
     init = lambda key: {"w": jax.numpy.zeros((1000, 100))}
     task = sk.Task(init, tasks.right, train_data=tasks.data())
     with pytest.raises(sk.SpmdkitError, match=r"390.6 KiB need about 9.2 MiB, 1000.0 KiB are free"):
-        memory_check.check_memory(task, 4, 1)
-    monkeypatch.setattr(memory_check, "MEMINFO", tmp_path / "none")
-    memory_check.check_memory(task, 4, 1)
+        worker.check_memory(task, 4, 1)
+    monkeypatch.setattr(worker, "MEMINFO", tmp_path / "none")
+    worker.check_memory(task, 4, 1)
 
 
 # ---- numbers and words
