@@ -6,7 +6,7 @@ import contextlib
 import functools
 import importlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -226,6 +226,14 @@ def source_line(eqn: Any) -> str:
 def jaxpr_with_axes(fn: Callable[..., Any], axes: Sequence[tuple[str, int]]) -> Callable[..., Any]:
     """Returns `jax.make_jaxpr(fn)`, traced where mesh axes of these names and sizes are bound."""
     return jax.make_jaxpr(fn, axis_env=list(axes) or None)
+
+
+def bound_axes(sizes: Mapping[str, int]) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which mesh axes of these names and sizes are bound, as in `shard_map`."""
+    from jax._src import core
+
+    bound: contextlib.AbstractContextManager[None] = core.extend_axis_env_nd(list(sizes.items()))
+    return bound
 
 
 def jaxpr_of_result(closed: Any, index: int) -> str:

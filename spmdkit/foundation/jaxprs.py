@@ -56,6 +56,12 @@ def equations(jaxpr: Any, into: Into = everywhere) -> Iterator[Any]:
                 yield from equations(below, into)
 
 
+def axis_names(eqn: Any) -> frozenset[str]:
+    """Returns the mesh axes that a collective operation, an index or a cast names; empty for any other equation."""
+    named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return frozenset((named,) if isinstance(named, str) else named if isinstance(named, tuple | list) else ())
+
+
 def needed(eqns: Sequence[Any], wanted: Iterable[Any]) -> list[Any]:
     """Returns those equations that the wanted variables need, in their order."""
     needs, found = set(map(id, wanted)), []

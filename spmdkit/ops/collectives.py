@@ -48,7 +48,7 @@ def axes(*names: str) -> tuple[str, ...]:
                 f"{', '.join(sorted(context.options.logical_axes))}."
             )
         own = context.sharding.inner_axes if name == "batch" else context.options.logical_axes[name]
-        context.usage.record_axes(*own)
+        context.usage.axes.update(own)
         found += [a for a in own if context.sharding.size(a) > 1 and a in MODEL_AXES and a not in taken]
     return tuple(dict.fromkeys(found))
 

@@ -89,7 +89,7 @@ def policy_of_names(save: Sequence[str], offload: Sequence[str]) -> Remat:
 
     def noting(policy: Any, prim: Any, *args: Any, **params: Any) -> Any:
         if prim.name == "name" and params["name"] != KEPT:
-            trace_context.current().usage.record_name(params["name"])
+            trace_context.current().usage.marks.add(params["name"])
         return policy(prim, *args, **params)
 
     in_parts = jax.checkpoint_policies.save_only_these_names(*save, *offload)

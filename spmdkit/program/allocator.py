@@ -3,14 +3,11 @@ step.
 
 XLA:CPU allocates all temporaries of a step as one block and frees it at the end. glibc maps a block above 32 MiB again
 each time: 65,000 page faults per step for 260 MiB, a third of its time (docs/benchmarks.md). Three settings of
-`mallopt` together keep the block in the heap. One arena: a thread with a separate arena cannot hold so large a block in
-it and maps it. This has to be set before threads have arenas, so it is set before a run joins. No mapping, and no
-trimming at the top of the heap: set after the step is compiled, since otherwise the memory of the compilation would
-stay allocated as well.
+`mallopt` keep the block in the heap: one arena, set before a run joins, since later threads would have their own; no
+mapping and no trimming, set after the step is compiled: the compilation's memory would stay allocated too.
 
-Never set at import, and only by `train` and `bench communication`, which times what `train` does. The settings last for
-the life of the process. SPMDKIT_ALLOCATOR=system disables them, and so does any setting of the C library's allocator in
-the environment. Other C libraries (musl, macOS) are not changed.
+Only `train` and `bench communication` set them, for the life of the process. SPMDKIT_ALLOCATOR=system disables them,
+and so does any setting of the C library's allocator in the environment.
 """
 
 from __future__ import annotations
@@ -28,15 +25,6 @@ SWITCH = "SPMDKIT_ALLOCATOR"
 CHOICES = ("keep", "system")
 
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # malloc.h
-_VARIABLES = (
-    "MALLOC_ARENA_MAX",
-    "MALLOC_ARENA_TEST",
-    "MALLOC_MMAP_MAX_",
-    "MALLOC_MMAP_THRESHOLD_",
-    "MALLOC_TOP_PAD_",
-    "MALLOC_TRIM_THRESHOLD_",
-)
-"""Environment variables that configure glibc's allocator (mallopt(3))."""
 _ACCELERATORS = ("nvidia0", "kfd", "accel0", "vfio/0")
 """Device files of GPUs and TPUs, below /dev."""
 
@@ -47,9 +35,7 @@ def one_arena(devices: str | Sequence[int], environ: Mapping[str, str]) -> bool:
     Raises:
         ConfigError: SPMDKIT_ALLOCATOR has an unknown value.
     """
-    if not _asked(environ) or not _on_cpu(devices, environ) or glibc() is None:
-        return False
-    return _set(_ARENA_MAX, 1)
+    return _asked(environ) and _on_cpu(devices, environ) and glibc() is not None and _set(_ARENA_MAX, 1)
 
 
 def keep_memory() -> bool:
@@ -97,10 +83,10 @@ def _asked(environ: Mapping[str, str]) -> bool:
 
 
 def _own_setting(environ: Mapping[str, str]) -> str | None:
-    """Returns the variable that configures glibc's allocator in the environment, or None."""
+    """Returns the variable that configures glibc's allocator (mallopt(3)) in the environment, or None."""
     if "glibc.malloc" in environ.get("GLIBC_TUNABLES", ""):
         return "GLIBC_TUNABLES"
-    return next((name for name in _VARIABLES if name in environ), None)
+    return next((name for name in environ if name.startswith("MALLOC_")), None)
 
 
 def _on_cpu(devices: str | Sequence[int], environ: Mapping[str, str]) -> bool:

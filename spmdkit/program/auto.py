@@ -40,12 +40,7 @@ Say = Callable[[str], None]
 
 
 def choices(config: Config, batch_shards: int) -> list[list[dict[str, Any]]]:
-    """Returns the choices as changes of the config: one list per remat policy, each sorted from the most memory to the
-    least.
-
-    Args:
-        batch_shards: number of shards of a batch on the mesh.
-    """
+    """Returns the choices as changes of the config: one list per remat policy, by decreasing memory."""
     remats = REMATS if config.remat == "auto" else (None,)
     counts = microbatch_counts(config, batch_shards) if config.microbatches == "auto" else [None]
     of = lambda **values: {key: value for key, value in values.items() if value is not None}
@@ -53,16 +48,13 @@ def choices(config: Config, batch_shards: int) -> list[list[dict[str, Any]]]:
 
 
 def choose(among: Sequence[Sequence[Changes]], limit_bytes: int | None, make: Callable[[Changes], T], say: Say) -> T:
-    """Returns the first choice that fits, compiled.
+    """Returns the first choice that fits, compiled, or raises ConfigError with the memory of the smallest.
 
     Args:
         among: of `choices`.
         limit_bytes: of one device; None if it is unknown, and everything fits.
         make: returns the program of a choice.
         say: receives one line for each candidate.
-
-    Raises:
-        ConfigError: no choice fits; the message has the memory of the smallest.
     """
     limit = "" if limit_bytes is None else f" of {format_bytes(limit_bytes)}"
 
@@ -72,16 +64,15 @@ def choose(among: Sequence[Sequence[Changes]], limit_bytes: int | None, make: Ca
         say(f"auto: {_described(changes)}: a step needs {_needs(program.step_bytes)}{limit} per device, {verdict}")
         return program
 
-    smallest: StepBytes | None = None
+    needed = list[StepBytes]()
     for variants in among:
         chosen, program = _mildest(variants, limit_bytes, tried)
-        if program.step_bytes.fits(limit_bytes):
-            program.notes.append(
-                f"auto chose {_described(chosen)}: a step needs {_needs(program.step_bytes)}{limit} per device"
-            )
+        needed.append(program.step_bytes)
+        if needed[-1].fits(limit_bytes):
+            needs = f"a step needs {_needs(needed[-1])}{limit} per device"
+            program.notes.append(f"auto chose {_described(chosen)}: {needs}")
             return program
-        smallest = min((x for x in (smallest, program.step_bytes) if x is not None), key=_order)
-    assert smallest is not None
+    smallest = min(needed, key=lambda x: (bool(x.refused), x.peak_bytes))
     raise ConfigError(
         f"{' and '.join(among[0][0])}: auto found no step that fits: the smallest of {len(among)} x {len(among[0])} "
         f"choices needs {_needs(smallest)} per device, the limit is "
@@ -91,7 +82,7 @@ def choose(among: Sequence[Sequence[Changes]], limit_bytes: int | None, make: Ca
 
 
 def _mildest(variants: Sequence[Changes], limit: int | None, tried: Callable[[Changes], T]) -> tuple[Changes, T]:
-    """Returns the first variant that fits with its program, or the last one. Variants are sorted by decreasing
+    """Returns the first variant that fits with its program, or the last one; variants are sorted by decreasing
     memory."""
     first = tried(variants[0])
     if first.step_bytes.fits(limit) or len(variants) == 1:
@@ -112,10 +103,6 @@ def _mildest(variants: Sequence[Changes], limit: int | None, tried: Callable[[Ch
 
 def _described(changes: Changes) -> str:
     return ", ".join(f"{key} {value}" for key, value in changes.items())
-
-
-def _order(needed: StepBytes) -> tuple[bool, int]:
-    return bool(needed.refused), needed.peak_bytes
 
 
 def _needs(needed: StepBytes) -> str:

@@ -1,15 +1,14 @@
-"""How a step is compiled: the first form of the mesh in which the user's functions can be traced, and the reducer state
-that it needs.
+"""How a step is compiled: its form, the reducer's state, the checks that need its trace, and remat of the whole loss.
 
-forms of the mesh -> the first that can be traced -> the reducer state in the train state -> the ops that the step uses
--> remat
+The mesh determines the form (`form_of`), with two exceptions. With one replica, a step that names replica axes needs
+them bound (`mapped`); any other is `plain`. A step that cannot be traced inside `shard_map`, since a library compares
+the types of arrays (equinox, diffrax), is `mapped` instead of `manual`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,113 +16,102 @@ import jax
 from spmdkit.communication.reducers.base import Reducer, stateless
 from spmdkit.communication.reducers.sum import make as plain_sum
 from spmdkit.errors import SpmdkitError
-from spmdkit.foundation import plugins
+from spmdkit.foundation import jaxprs, plugins
 from spmdkit.foundation.user_code import call_user
+from spmdkit.mesh.mesh import REPLICA_AXES
 from spmdkit.ops.remat import check_names
 from spmdkit.program import groups, padding_check
-from spmdkit.program.state_layout import StateLayout, laid_out
-from spmdkit.program.step_context import forms_of
+from spmdkit.program.state_layout import laid_out
+from spmdkit.program.step_context import form_of
 from spmdkit.program.task_step import TaskStep
 from spmdkit.program.unused_settings import check_used
-from spmdkit.program.xla_defects import check_pools
-from spmdkit.step import reducer_state, trace_context
+from spmdkit.program.xla_defects import MANUAL, check_pools
+from spmdkit.step import reducer_state
+from spmdkit.step.trace_context import Context
 
 
 class ChosenForm(NamedTuple):
     """A step with its form.
 
     Attributes:
+        task_step: with the reducer's state in its train state.
         context: of the step.
-        traced: the step in that context, where it was traced last; otherwise None.
-        state: where the train state lives, with what the reducer keeps.
-        kept: what the reducer keeps, abstract: `TrainState.reducer`.
-        refused: rejected forms, each with its reason as text, since an error keeps all that its frames
-            hold.
+        traced: the step in that context, if it was traced last; otherwise None.
+        refused: why the step is not in the `manual` form of its mesh, or an empty text.
     """
 
-    context: trace_context.Context
+    task_step: TaskStep
+    context: Context
     traced: jax.stages.Traced | None
-    state: StateLayout
-    kept: tuple[Any, ...]
-    refused: tuple[tuple[trace_context.Form, str], ...]
+    refused: str
 
 
-def choose_form(
-    task_step: TaskStep, context: trace_context.Context, num_replicas: int, probe_padding: bool
-) -> ChosenForm:
-    """Returns the step in the first form that it can be traced in.
+def choose_form(task_step: TaskStep, context: Context, num_replicas: int, probe_padding: bool) -> ChosenForm:
+    """Returns the step in its form.
 
     Args:
-        context: of the config; its form is not chosen yet.
+        context: of the config, without a form.
         num_replicas: on the whole mesh.
-        probe_padding: whether to look if padding rows count, where batches can be short.
-
-    Raises:
-        ConfigError, UserCodeError: no form takes the user's functions, or they do not use a setting of the config.
+        probe_padding: whether to check that padding rows do not count, if batches can be short.
     """
-    reducer = context.options.reducer
-    forms = forms_of(task_step.task.view, task_step.sizes, num_replicas)
+    reducer, name = context.options.reducer, plugins.split(task_step.config.reducer)[0]
+    form = form_of(task_step.task.view, task_step.sizes, num_replicas)
     if task_step.groups is not None:
         context = context.with_sharding(sizes=task_step.groups.inner(task_step.sizes))
-        forms = ("plain",) if context.sharding.num_replicas == 1 else ("mapped",)
-    keeps = reducer.init is not stateless and context.sharding.num_replicas > 1
-    if keeps and task_step.groups is not None:
+        form = "plain" if context.sharding.num_replicas == 1 else "mapped"
+    has_state = reducer.init is not stateless and context.sharding.num_replicas > 1
+    if has_state and task_step.groups is not None:
         groups.check_reducer(task_step.groups, task_step.config)
-    if keeps:  # the form and the calls are found without it
+    if has_state:  # the calls of sk.value_and_grad are found without it
         context = context.with_options(reducer=plain_sum())
-    context, traced, refused = _first_traced(
-        task_step, [context.with_sharding(form=form).for_new_trace() for form in forms]
-    )
-    reducer_state.check_effect(
-        plugins.split(task_step.config.reducer)[0], reducer, context, task_step.sizes, task_step.what
-    )
-    reducer_state.check_leaves(reducer, context)
-    kept: tuple[Any, ...] = ()
-    if keeps:
-        task_step, context, kept = _with_state_of(task_step, reducer, context)
-        traced = call_user(functools.partial(task_step.trace, context), task_step.what)
-    settled, last = _settle(task_step, context, traced, probe_padding)
-    return ChosenForm(settled, last, task_step.state, kept, refused)
-
-
-def _first_traced(
-    task_step: TaskStep, contexts: Sequence[trace_context.Context]
-) -> tuple[trace_context.Context, jax.stages.Traced, tuple[tuple[trace_context.Form, str], ...]]:
-    """Returns (the first context in whose form the user's functions can be traced, its trace, what refused those
-    before).
-
-    What one form refuses, another may take: `plain` binds no names of replica axes. If none does, the first error is
-    raised.
-    """
     errors = list[SpmdkitError]()
-    for context in contexts:
+    for each in (form, "mapped") if form == "manual" and task_step.task.view == "global" else (form,):
         try:
-            traced = call_user(functools.partial(task_step.trace, context), task_step.what)
+            context, traced = _traced(task_step, context.with_sharding(form=each))
+            break
         except SpmdkitError as error:
             errors.append(error)
-            continue
-        return context, traced, tuple((r.sharding.form, str(e)) for r, e in zip(contexts, errors, strict=False))
-    raise next((error for error in errors if not trace_context.is_unbound_axis(error.__cause__)), errors[0])
+    else:
+        raise errors[0]
+    if form == "plain" and task_step.groups is None and _names_replicas(traced.jaxpr):
+        context, traced = _traced(task_step, context.with_sharding(form="mapped"))
+    reducer_state.check_effect(name, reducer, context, task_step.sizes, task_step.what)
+    if leaves := reducer_state.reduced_leaves(context):
+        reducer.check(leaves)
+    if has_state:
+        task_step, context = _with_state_of(task_step, reducer, context)
+        context, traced = _traced(task_step, context)
+    refused = "".join(map(str, errors))  # an error would keep all that its frames hold
+    return ChosenForm(task_step, *_settled(task_step, context, traced, probe_padding), refused)
 
 
-def _with_state_of(
-    task_step: TaskStep, reducer: Reducer, context: trace_context.Context
-) -> tuple[TaskStep, trace_context.Context, tuple[Any, ...]]:
-    """Returns (the step, its context, what is kept) with a reducer that keeps something, for which the train state gets
-    its place."""
+def _traced(task_step: TaskStep, context: Context) -> tuple[Context, jax.stages.Traced]:
+    """Returns (a context with its own usage record, the step traced in it)."""
+    context = context.for_new_trace()
+    return context, call_user(functools.partial(task_step.trace, context), task_step.what)
+
+
+def _names_replicas(jaxpr: Any) -> bool:
+    """Returns whether an operation outside of `shard_map` names a replica axis."""
+    equations = jaxprs.equations(jaxpr, into=lambda eqn: eqn.primitive.name not in MANUAL)
+    return any(not jaxprs.axis_names(eqn).isdisjoint(REPLICA_AXES) for eqn in equations)
+
+
+def _with_state_of(task_step: TaskStep, reducer: Reducer, context: Context) -> tuple[TaskStep, Context]:
+    """Returns (the step, its context) with a reducer that has a state, which becomes part of the train state."""
     gradients = call_user(functools.partial(task_step.gradient_shapes, context), task_step.what)
-    context = context.with_options(reducer=reducer).for_new_trace()
-    kept, table = reducer_state.shapes(reducer, gradients, context)
+    context = context.with_options(reducer=reducer)
+    state, table = reducer_state.shapes(reducer, gradients, context)
     placed = task_step.state
-    abstract = placed.abstract.replace(reducer=kept)
-    state = laid_out([*placed.table, *table], abstract, task_step.mesh, placed.placements)
-    return dataclasses.replace(task_step, state=state), context, kept
+    abstract = placed.abstract.replace(reducer=state)
+    whole = laid_out([*placed.table, *table], abstract, task_step.mesh, placed.placements)
+    return dataclasses.replace(task_step, state=whole), context
 
 
-def _settle(
-    task_step: TaskStep, context: trace_context.Context, traced: jax.stages.Traced, probe_padding: bool
-) -> tuple[trace_context.Context, jax.stages.Traced | None]:
-    """Checks what the user's step has used, and wraps the whole loss where it asks for no `sk.remat` itself."""
+def _settled(
+    task_step: TaskStep, context: Context, traced: jax.stages.Traced, probe_padding: bool
+) -> tuple[Context, jax.stages.Traced | None]:
+    """Checks what the user's step has used, and applies remat to the whole loss if the step never calls `sk.remat`."""
     config, last = task_step.config, traced
     check_used(config, context, task_step.state.table, task_step.always_full, task_step.what)
     check_pools(traced.jaxpr, task_step.sizes, task_step.what)
@@ -134,7 +122,7 @@ def _settle(
         context = context.with_options(remat_whole=True)
     if not isinstance(config.remat, str):
         if whole:
-            last, whole = task_step.trace(context), False  # names are met only where something is computed again
+            last, whole = task_step.trace(context), False  # only recomputed functions record names
         for key, names in (("save", config.remat.save), ("offload", config.remat.offload)):
             check_names(key, names, context.usage.marks, task_step.what)
     return context, None if whole else last

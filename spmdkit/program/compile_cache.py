@@ -1,26 +1,21 @@
 """The persistent compile cache: compiled programs are cached on the machine's disk, so that a restart compiles nothing
 again.
 
-JAX has such a cache (`jax_compilation_cache_dir`), off by default. To be on by default it has to be private, since its
-entries are executed; atomic, since runs are killed; and correct on another kind of machine, since home directories are
-shared. `train` and `eval` therefore give JAX their own store while they run:
+JAX's own cache (`jax_compilation_cache_dir`) is off by default. To be on by default a cache has to be private, since
+its entries are executed; atomic, since runs are killed; and correct on another kind of machine, since home directories
+are shared. `train` and `eval` therefore give JAX their own store while they run:
 
-- a folder that only its owner can access (0700), below ~/.cache/spmdkit/compile. A folder of another user, or one that
-  others can write, is not used, and a note is logged;
-- in it one folder per *kind of machine*: jaxlib's version and size, Python's word size, the CPU's model and features,
-  the number of cores (XLA:CPU splits loops by it, so the rounding of a sum depends on it). XLA:CPU checks features on
-  load and then continues: SIGILL (openxla/xla#44565, uwplasma/vmex#142);
-- an entry is written to a temporary file and renamed, with a digest at the beginning; a torn or changed entry is
-  removed and compiled again. (JAX 0.10.2 writes in place, and never replaces an entry that it cannot read.)
-- every process writes, while JAX lets only process 0 write: on CPU each process has its own keys, and hosts have their
-  own disks;
-- source lines are part of the key, since plans and findings name them;
+- a folder that only its owner can access (0700), below ~/.cache/spmdkit/compile; any other is not used, and a note is
+  logged;
+- in it one folder per *kind of machine* (`machine`). XLA:CPU checks features on load and then continues: SIGILL
+  (openxla/xla#44565, uwplasma/vmex#142);
+- an entry is written to a temporary file and renamed, with a digest at the beginning; a damaged entry is removed;
+- every process writes, while JAX lets only process 0 write: on CPU each process has its own keys;
 - the least recently used entries are removed when the folder is larger than `max_bytes`.
 
-The rest of the key is JAX's: the program, the compiler's options, XLA_FLAGS, devices and their arrangement. Programs
-with host callbacks are not cached (JAX's rule). `plan` and `verify` always compile: the compiler prints its warnings
-only when it compiles. Source: docs.jax.dev/en/latest/persistent_compilation_cache.html; jax/_src/lru_cache.py,
-compiler.py (0.10.2).
+The rest of the key is JAX's: the program with its source lines, the compiler's options, XLA_FLAGS, devices. Programs
+with host callbacks are not cached. `plan` and `verify` always compile: the compiler prints its warnings only then.
+Source: docs.jax.dev/en/latest/persistent_compilation_cache.html; jax/_src/lru_cache.py, compiler.py (0.10.2).
 """
 
 from __future__ import annotations
@@ -28,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import importlib.metadata
 import os
 import platform
 import secrets
@@ -38,6 +32,9 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import jax
+import jaxlib
 
 from spmdkit.compat import cache as compat_cache
 from spmdkit.foundation.constants import COMPILE_CACHE
@@ -74,7 +71,8 @@ class Executables:
                 os.utime(path)  # marks the entry as recently used
             else:
                 path.unlink(missing_ok=True)
-        (self.missed if value is None else self.found).append(_program(key))
+        name = key.rpartition("-")[0].removeprefix("jit_")[:80]  # `train_step` of `jit_train_step-6936e5...`
+        (self.missed if value is None else self.found).append(name)
         return value
 
     def put(self, key: str, value: bytes) -> None:
@@ -93,8 +91,8 @@ class Executables:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Removes the least recently used entries until the rest fits `max_bytes`, and partial files of killed
-        processes."""
+        """Removes partial files of killed processes and the least recently used entries until the rest fits
+        `max_bytes`."""
         entries = []
         for path in self.folder.iterdir():
             with contextlib.suppress(OSError):  # another process evicts too
@@ -112,22 +110,13 @@ class Executables:
         return self.folder / f"{hashlib.blake2b(key.encode(), digest_size=20).hexdigest()}{SUFFIX}"
 
 
-def _program(key: str) -> str:
-    """Returns the program name at the beginning of a key of JAX: `train_step` of `jit_train_step-6936e5...`."""
-    return key.rpartition("-")[0].removeprefix("jit_")[:80]
-
-
 def _digest(key: str, value: bytes) -> bytes:
     return hashlib.blake2b(value, key=hashlib.blake2b(key.encode()).digest()[:64], digest_size=_DIGEST_BYTES).digest()
 
 
 def place(folder: str | Path | None, environ: Mapping[str, str]) -> tuple[Path | None, str]:
-    """Returns (the folder for this kind of machine, its description); the folder is None if there is no cache, and the
-    text gives the reason.
-
-    Args:
-        folder: the parent folder of the config; None: the environment's, or below the user's cache folder.
-    """
+    """Returns (the folder for this kind of machine, its description), or (None, the reason). `folder`: the config's
+    parent folder; None: the environment's, or below the user's cache folder."""
     given = environ.get(COMPILE_CACHE, "")
     if given in ("0", "off"):
         return None, f"off ({COMPILE_CACHE}={given})"
@@ -153,8 +142,7 @@ def _users(environ: Mapping[str, str]) -> Path:
 
 
 def _not_private(folder: Path) -> str:
-    """Returns why the contents of a folder cannot be trusted, or an empty text. A user who can write there can run code
-    here."""
+    """Returns why the contents of a folder cannot be trusted, or an empty text."""
     found = folder.lstat()
     if stat.S_ISLNK(found.st_mode) or not stat.S_ISDIR(found.st_mode):
         return "is not a directory"
@@ -168,7 +156,7 @@ def _not_private(folder: Path) -> str:
 def machine() -> str:
     """Returns a short name of everything on this machine, apart from the program, that compiled code depends on."""
     facts = [
-        *(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib")),
+        f"jax {jax.__version__} jaxlib {jaxlib.__version__}",
         _size_of_jaxlib(),
         f"{sys.platform} {platform.machine()} {sys.maxsize}",
         _cpu(),
@@ -179,10 +167,7 @@ def machine() -> str:
 
 def _size_of_jaxlib() -> str:
     """Returns the sizes of jaxlib's libraries: a rebuilt version is another compiler."""
-    import jaxlib
-
-    folder = Path(jaxlib.__file__).parent
-    return ",".join(str(path.stat().st_size) for path in sorted(folder.glob("*.so*")))
+    return ",".join(str(path.stat().st_size) for path in sorted(Path(jaxlib.__file__).parent.glob("*.so*")))
 
 
 def _cpu() -> str:
@@ -211,19 +196,14 @@ class Programs:
 
     def programs(self) -> dict[str, Any]:
         """Returns the fields of an event: the programs loaded from the cache, and those compiled, so far."""
-        if self.store is None:
-            return {"cache": self.description}
-        return {"cache": self.description, "from_cache": list(self.store.found), "compiled": list(self.store.missed)}
+        found = {} if self.store is None else {"from_cache": [*self.store.found], "compiled": [*self.store.missed]}
+        return {"cache": self.description, **found}
 
 
 @contextlib.contextmanager
 def kept(options: Any, base: Path, environ: Mapping[str, str] = os.environ) -> Iterator[Programs]:
-    """Context in which JAX caches what it compiles.
-
-    Args:
-        options: `compile_cache` of a config; None: nothing is cached.
-        base: the config's folder, to which a relative directory refers.
-    """
+    """Context in which JAX caches what it compiles. `options`: `compile_cache` of a config, or None; `base`: the
+    config's folder."""
     if options is None:
         yield Programs(None, "off: compile_cache is null")
         return

@@ -2,24 +2,13 @@
 reason.
 
 TPU. By default (libtpu 0.0.42) the compiler decomposes an all_gather over a whole wrapped torus (v5p 4x4x4, fsdp 64)
-into an all_reduce of a buffer of zeros, and every reduce_scatter into an all_reduce and a slice. It fuses back those
-that it has not combined: twice the bytes of ZeRO 3. In time this is right there, since its all_reduce drives all six
-links of a chip, and the TensorCore's all_gather one ring. Splitting the gather into stages in the program gives the
-bytes, and one ring.
-The options send both to the SparseCores (v5p, v6e, 7x), which drive several rings and leave the TensorCore to the
-arithmetic. On v5e they stay on the TensorCore, native.
+into an all_reduce of a buffer of zeros, and every reduce_scatter into an all_reduce and a slice: twice the bytes, since
+its all_reduce drives all six links of a chip, and the TensorCore's all_gather one ring. The options send both to the
+SparseCores (v5p, v6e, 7x), which drive several rings. On v5e they stay on the TensorCore, native.
 
-| bytes over the formula, layers of `column_row_parallel` | default           | with the options      |
-| ---------------------------------------------- | ----------------- | --------------------- |
-| v5p 4x4x4, fsdp 64                             | 2.00              | 1.00, asynchronous    |
-| v5p 4x4x4, fsdp 16 x tensor 4                  | 1.00              | 1.00, asynchronous    |
-| v5p 2x2x2, fsdp 8                              | 1.33              | 1.00, asynchronous    |
-| v5p 8x8x16, data 2 x fsdp 128 x tensor 4       | 1.00              | 1.00, asynchronous    |
-| v5e 8x8, fsdp 64                               | 2.00              | 1.00, half of the gathers asynchronous |
-| v6e 8x8, fsdp 64                               | 2.00              | 1.00, asynchronous    |
-
-The whole step of configs/llama_8b_v5p.yaml on v5p 4x4x4 sends 40.4 GiB per device, of configs/llama_70b_v5p.yaml on
-8x8x16 262 GiB, without an all_reduce of more than a MiB (289 GiB with the legalizer's constraints).
+Bytes over the formula, default -> with the options: v5p 4x4x4 with fsdp 64 and v6e 8x8 2.00 -> 1.00, asynchronous; v5e
+8x8 2.00 -> 1.00, half of the gathers asynchronous; v5p 2x2x2 1.33 -> 1.00. configs/llama_8b_v5p.yaml sends 40.4 GiB per
+device and step, configs/llama_70b_v5p.yaml 262 GiB, without an all_reduce of more than a MiB.
 
 Ahead-of-time compilations, 2026-11-21 (the first also in tests/ops/test_tensor_tpu.py); not run on a TPU.
 `compiler_options` of the config overrides each.
@@ -45,7 +34,7 @@ _TPU: Mapping[str, Value] = {
     "xla_enable_async_all_gather": True,
     "xla_tpu_prefer_async_allgather_to_allreduce": True,
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
-    "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": True,  # v5e has no SparseCore; it stays native there  # noqa: E501
+    "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": True,  # native on v5e, without a SparseCore
 }
 _SPARSE_CORE: Mapping[str, Value] = {
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False,  # otherwise all_gathers stay on the TensorCore
@@ -76,11 +65,8 @@ _QUICK: Mapping[str, Value] = {
 
 @functools.cache
 def quick_options() -> Mapping[str, Value]:
-    """Returns options with which XLA's CPU backend compiles a small program in a fraction of the time, as far as this
-    version knows them.
-
-    Empty if JAX computes on another platform.
-    """
+    """Returns options with which XLA's CPU backend compiles a small program in a fraction of the time: those that this
+    version knows, none on another platform."""
 
     def is_known(name: str) -> bool:
         if jax.default_backend() != "cpu":
@@ -96,11 +82,7 @@ def quick_options() -> Mapping[str, Value]:
 
 
 def own_options(device: Any, deterministic: bool = False) -> Mapping[str, Value]:
-    """Returns the options that spmdkit sets for a program on devices of this kind.
-
-    Args:
-        deterministic: bitwise reproducible. XLA's CPU and TPU backends are so anyway.
-    """
+    """Returns the options that spmdkit sets on devices of this kind; CPU and TPU programs are deterministic anyway."""
     if device.platform in ("gpu", "cuda", "rocm") and deterministic:
         return _DETERMINISTIC_GPU
     if device.platform != "tpu":
@@ -110,11 +92,8 @@ def own_options(device: Any, deterministic: bool = False) -> Mapping[str, Value]
 
 
 def options(devices: Sequence[Any], own: Mapping[str, Value | None], deterministic: bool = False) -> dict[str, Value]:
-    """Returns the options of a program on `devices`: spmdkit's for their platform, then the config's; null removes one.
-
-    Raises:
-        ConfigError: null for an option that spmdkit does not set.
-    """
+    """Returns the options of a program: spmdkit's for the platform, then the config's; null removes one, and raises
+    ConfigError if spmdkit does not set it."""
     known = {**_TPU, **_SPARSE_CORE}
     for name, value in own.items():
         if value is None and name not in known:
@@ -129,15 +108,9 @@ def options(devices: Sequence[Any], own: Mapping[str, Value | None], determinist
 def compile(
     lowered: jax.stages.Lowered, devices: Sequence[Any], own: Mapping[str, Value | None], deterministic: bool = False
 ) -> jax.stages.Compiled:
-    """Returns the compiled program.
-
-    Raises:
-        ConfigError: the compiler does not know one of the config's options, rejects its value, or has no deterministic
-            form of an operation.
-    """
-    chosen: Any = (
-        options(devices, own, deterministic) or None
-    )  # JAX's type hint allows text and flags; numbers work too
+    """Returns the compiled program; raises ConfigError if the compiler rejects an option of the config, or has no
+    deterministic form of an operation."""
+    chosen: Any = options(devices, own, deterministic) or None
     try:
         with phase.during("compile"):  # each of several (auto, an evaluation) has the whole limit
             return lowered.compile(compiler_options=chosen)
@@ -162,11 +135,9 @@ def compile(
 def temp_bytes(stats: Any, platform: str) -> int:
     """Returns the bytes of temporaries that a program reserves on one device.
 
-    TPU: `temp_size_in_bytes` counts buffers of loops more than once (libtpu 0.0.42). A program of 1.34 GiB arguments
-    and outputs with `temp_size_in_bytes` 18.3 GB compiles for a chip of 16.9 GB, and is rejected only if arguments,
-    outputs and the buffer assignment's temporaries exceed the chip. `peak_memory_in_bytes` is the sum of those three
-    without fragmentation: 1.3 % below the buffer assignment for configs/llama_8b_v5p.yaml, 3.5 % for
-    configs/llama_70b_v5p.yaml (2026-11-22).
+    TPU: `temp_size_in_bytes` counts buffers of loops more than once (libtpu 0.0.42). `peak_memory_in_bytes` is the sum
+    of arguments, outputs and temporaries without fragmentation: 1.3 % below the buffer assignment for
+    configs/llama_8b_v5p.yaml, 3.5 % for configs/llama_70b_v5p.yaml (2026-11-22).
 
     Args:
         stats: `compiled.memory_analysis()`.

@@ -12,9 +12,8 @@ STEPS_IN_FLIGHT = 16
 def most_in_flight(devices: Sequence[jax.Device], num_processes: int) -> int:
     """Returns how many steps may be dispatched before the loop waits for the first of them.
 
-    Several CPU devices in each of several processes deadlock in Gloo if many are in flight (jaxlib 0.10.2). In one
-    process `join` has made the thread pool large enough; there, waiting after each step cost 7 % at 10 ms per step (two
-    devices on two cores, 2026-11-20).
+    Several CPU devices in each of several processes deadlock in Gloo if many are in flight (jaxlib 0.10.2). Elsewhere
+    waiting after each step would cost 7 % at 10 ms per step (two devices on two cores, 2026-11-20).
     """
     several = num_processes > 1 and len(devices) > num_processes
     return 1 if several and devices[0].platform == "cpu" else STEPS_IN_FLIGHT

@@ -12,14 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from spmdkit import compat
 from spmdkit.config.sections import Checkpoint
-from spmdkit.data import DeviceBatches
 from spmdkit.data.feed import Feed
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import phase
 from spmdkit.foundation.formatting import nearest
 from spmdkit.foundation.trees import abstract
 from spmdkit.foundation.user_code import call_user
+from spmdkit.mesh.mesh import REPLICA_AXES
 from spmdkit.program import padding_check
 from spmdkit.program.task import Task
 from spmdkit.step import rng, trace_context
@@ -33,13 +34,8 @@ from spmdkit.step.step import Batch
 
 
 class Evaluator:
-    """The evaluation of one program: traced when it is created, so that a mistake is reported before training, and
-    compiled when called.
-
-    Attributes:
-        names: of the metrics that are one number.
-        note: a note for the user, or None.
-    """
+    """The evaluation of one program: traced when it is created, compiled when called. `names`: of the metrics that are
+    one number; `note`: for the user, or None."""
 
     def __init__(
         self,
@@ -58,17 +54,13 @@ class Evaluator:
         self._what = "eval_fn" if task.eval_fn else "loss_fn in evaluation"
         stateful = abstract_state.model_state is not None
         groups = context.sharding.state_groups
-        context = (
-            context.with_options(remat=None, remat_whole=False)
-            .with_sharding(microbatches=1, state_groups=None)
-            .for_new_trace()
-        )
+        context = context.with_options(remat=None, remat_whole=False).for_new_trace()
+        context = context.with_sharding(microbatches=1, state_groups=None)
         assert context.sharding.mesh is not None
         self._whole = NamedSharding(context.sharding.mesh, PartitionSpec())
         abstract_batch = feed.abstract()
-        eval_fn, needs_key, self.note = _function(
-            task, jax.eval_shape(to_device, abstract_state), abstract_batch, stateful, groups
-        )
+        on_device = jax.eval_shape(to_device, abstract_state)
+        eval_fn, needs_key, self.note = _function(task, on_device, abstract_batch, stateful, groups)
 
         def evaluate_batch(totals: Any, current: TrainState, batch: Batch) -> tuple[Any, dict[str, Metric]]:
             number, before = (jnp.zeros((), jnp.int32), None) if totals is None else totals
@@ -97,7 +89,7 @@ class Evaluator:
 
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
-        """The abstract batch for the compiler; deleted after the compilation."""
+        """The evaluation of one batch as passed to the compiler; deleted after the compilation."""
         return self._lower()
 
     @functools.cached_property
@@ -112,13 +104,15 @@ class Evaluator:
         """
         totals = zeros = jax.device_put(empty_parts(self._totals, np.full), self._whole)
         with self._feed.stream(1, self._feed.schedule.num_batches) as batches:
-            while (taken := _next(batches)) is not None:
+            while True:
+                with phase.during(phase.EVALUATION, phase.READING):
+                    if (taken := next(batches, None)) is None:
+                        break
                 _, batch, _ = taken
                 if batch.mask is not None and self._probe:
                     self._check_padding(functools.partial(self._compiled, zeros, state), batch)
                     self._probe = False
-                # Waiting each time limits the work in flight: several processes with several CPU devices deadlock
-                # otherwise.
+                # Several processes with several CPU devices deadlock with much work in flight, so it waits each time.
                 totals = jax.block_until_ready(self._compiled(totals, state, batch))
         return {name: _value(metric) for name, metric in jax.device_get(totals[1]).items()}
 
@@ -137,23 +131,18 @@ class Evaluator:
             raise padding_check.refused_evaluation(found, self._what, schedule.num_examples, schedule.batch_size)
 
 
-def _next(batches: DeviceBatches) -> tuple[int, Any, float] | None:
-    with phase.during(phase.EVALUATION, phase.READING):
-        return next(batches, None)
-
-
 def _values(metrics: dict[str, Metric]) -> dict[str, Any]:
     return {name: metric.value for name, metric in metrics.items()}
 
 
-def _value(mean: Metric) -> Any:
-    """Returns `mean.value` of numbers on the host: a float, or an array of counts."""
-    if not isinstance(mean, Mean):
-        value = np.asarray(mean.value)
-        return value if value.ndim else float(value)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        counted = mean.count if mean.num is None else mean.num
-        return float(np.divide(mean.sum, mean.count)) if counted else 0.0
+def _value(metric: Metric) -> Any:
+    """Returns `metric.value` of numbers on the host: a float, or an array of counts."""
+    if isinstance(metric, Mean):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            counted = metric.count if metric.num is None else metric.num
+            return float(np.divide(metric.sum, metric.count)) if counted else 0.0
+    value = np.asarray(metric.value)
+    return value if value.ndim else float(value)
 
 
 def _function(
@@ -169,24 +158,22 @@ def _function(
     if stateful:
         one = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if groups is not None else x
         model_state = (jax.tree.map(one, state.model_state),)
-    note = None
     # Without placements: a trace of the loss alone would reject parameters on the host.
     needs_key = _refuses_none_key(loss_fn, abstract((state.params, *model_state, batch.examples)))
-    if needs_key:
-        note = (
-            "evaluation runs loss_fn with random keys that are the same at every evaluation, since it does not "
-            "accept key=None: dropout stays on. Pass Task(eval_fn=...) for a deterministic evaluation."
-        )
+    note = (
+        "evaluation runs loss_fn with random keys that are the same at every evaluation, since it does not accept "
+        "key=None: dropout stays on. Pass Task(eval_fn=...) for a deterministic evaluation."
+    )
 
     def eval_fn(*args: Any) -> dict[str, Metric]:
         loss, metrics, _ = checked_loss(loss_fn(*args, *(() if needs_key else (None,))), stateful)
         return {"loss": loss, **metrics}
 
-    return eval_fn, needs_key, note
+    return eval_fn, needs_key, note if needs_key else None
 
 
 def _refuses_none_key(loss_fn: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
-    """Returns whether `loss_fn(*arguments, None)` fails to trace, with everything else as in training."""
+    """Returns whether `loss_fn(*arguments, None)` fails to trace, as on one replica in training."""
     num = jax.tree.leaves(arguments[-1])[0].shape[0]
 
     def loss_of_rows(*args: Any) -> Any:
@@ -194,9 +181,10 @@ def _refuses_none_key(loss_fn: Callable[..., Any], arguments: tuple[Any, ...]) -
             return loss_fn(*args, None)
 
     try:
-        jax.eval_shape(loss_of_rows, *arguments)
-    except Exception as error:  # noqa: BLE001 - any failure at all means: this loss wants its key
-        return not trace_context.is_unbound_axis(error)
+        with compat.bound_axes(dict.fromkeys(REPLICA_AXES, 1)):
+            jax.eval_shape(loss_of_rows, *arguments)
+    except Exception:  # noqa: BLE001 - any failure means that the loss needs a key
+        return True
     return False
 
 

@@ -1,8 +1,4 @@
-"""What was applied to a step, in the order in which a gradient meets it, and why: one line each, for
-`program.explain()` and `spmdkit layout`.
-
-Read from the context of the step and the layout; nothing is compiled.
-"""
+"""What was applied to a step, in order, and why: one line each, for `program.explain()` and `spmdkit layout`."""
 
 from __future__ import annotations
 
@@ -19,23 +15,17 @@ from spmdkit.mesh.layout import table
 from spmdkit.mesh.mesh import describe_mesh
 from spmdkit.program.groups import sync_of
 from spmdkit.program.task_step import TaskStep
-from spmdkit.step import reducer_state, trace_context
+from spmdkit.step import reducer_state
+from spmdkit.step.trace_context import Context
 
 LARGEST = 3
 """Number of parameters with a line each."""
 
 Line = tuple[str, str]
-Refused = Sequence[tuple[trace_context.Form, str]]
 
 
-def explain(task_step: TaskStep, context: trace_context.Context, refused: Refused, notes: Sequence[str]) -> str:
-    """Returns the lines as text.
-
-    Args:
-        context: of the step, with its form.
-        refused: rejected forms, each with its reason.
-        notes: of the program, unchanged.
-    """
+def explain(task_step: TaskStep, context: Context, refused: str, notes: Sequence[str]) -> str:
+    """Returns the lines of a step in this context, why it is not in the `manual` form, and the notes of the program."""
     lines = [
         ("mesh", f"{describe_mesh(task_step.sizes)}: {math.prod(task_step.sizes.values())} devices"),
         *_layout(task_step),
@@ -58,7 +48,7 @@ def explain(task_step: TaskStep, context: trace_context.Context, refused: Refuse
 
 def _layout(task_step: TaskStep) -> Iterator[Line]:
     leaves = [p for p in task_step.state.table if p.path.split("/")[0] == "params"]
-    reasons = Counter(_short(p.reason) for p in leaves)
+    reasons = Counter(p.reason.partition(" '")[0].partition(":")[0] for p in leaves)  # without the name of a leaf
     zero = ""
     if task_step.sizes["fsdp"] > 1:
         what = ("optimizer state", "gradients", "parameters")[: task_step.config.layout.zero]
@@ -69,37 +59,29 @@ def _layout(task_step: TaskStep) -> Iterator[Line]:
     yield from (("  largest", line) for line in table(largest))
 
 
-def _short(reason: str) -> str:
-    """Returns a reason without the part about one leaf."""
-    return reason.partition(" '")[0].partition(":")[0]
-
-
 def _offload(task_step: TaskStep) -> str:
     on_host = ", ".join(f"{name} on the host" for name in task_step.config.offload)
     return f"{on_host}: copied to the devices in the step" if on_host else "none: all on the devices"
 
 
-def _form(task_step: TaskStep, context: trace_context.Context, refused: Refused) -> str:
+def _form(task_step: TaskStep, context: Context, refused: str) -> str:
     replicas, model = context.sharding.num_replicas, _model_axes(context)
     inside = "" if task_step.groups is None else " inside of each group"
     why = {
         "plain": f"one replica{inside}, so nothing is reduced; the partitioner shards the rest",
         "mapped": f"vmap over {_many(replicas, 'replica')}{inside}; the partitioner shards the "
-        f"rest{f' ({model})' if model else ''}",
+        f"rest{f' ({model})' if model else ''}{'' if replicas > 1 else '; the step names a replica axis'}",
         "manual": f"shard_map over {_many(replicas, 'replica')}; the mesh has no larger model axis",
     }[context.sharding.form]
     if task_step.task.view == "replica":
         why = f"shard_map over {_many(replicas, 'replica')}, since the task has view='replica'"
-    tried = "".join(f"; not {form}: {text.splitlines()[0]}" for form, text in refused)
+    tried = f"; not manual: {refused.splitlines()[0]}" if refused else ""
     return f"{context.sharding.form}: {why}{tried}"
 
 
-def _model_axes(context: trace_context.Context) -> str:
-    return ", ".join(
-        a
-        for a, size in context.sharding.sizes.items()
-        if size > 1 and a not in ("replica", *context.sharding.data_axes)
-    )
+def _model_axes(context: Context) -> str:
+    sharding = context.sharding
+    return ", ".join(sharding.larger(a for a in sharding.sizes if a not in sharding.replica_axes))
 
 
 def _many(num: int, word: str) -> str:
@@ -115,27 +97,23 @@ def _precision(task_step: TaskStep) -> str:
     return f"compute {requested.compute}, parameters {requested.params}, gradients summed in {requested.reduce}{inputs}"
 
 
-def _microbatches(context: trace_context.Context, batch_size: int) -> str:
+def _microbatches(context: Context, batch_size: int) -> str:
     num = context.sharding.microbatches
     if num == 1:
         return f"1: the whole batch of {batch_size}"
     return f"{num} of {batch_size // num} examples, in sequence; their gradients are summed before the reducer"
 
 
-def _remat(task_step: TaskStep, context: trace_context.Context) -> str:
+def _remat(task_step: TaskStep, context: Context) -> str:
     requested = task_step.config.remat
     if context.options.remat is None:
         return "none: all residuals of the backward pass are saved"
     name = requested if isinstance(requested, str) else f"save {requested.save}, offload {requested.offload}"
-    where = (
-        "the whole loss, since the step calls no sk.remat"
-        if context.options.remat_whole
-        else "each part under sk.remat"
-    )
-    return f"{name}: around {where}"
+    whole = "the whole loss, since the step calls no sk.remat"
+    return f"{name}: around {whole if context.options.remat_whole else 'each part under sk.remat'}"
 
 
-def _parts(task_step: TaskStep, context: trace_context.Context) -> Iterator[Line]:
+def _parts(task_step: TaskStep, context: Context) -> Iterator[Line]:
     """Yields the settings of ops of the model, if the step uses them."""
     if context.usage.has_called("pipeline") and task_step.sizes["pipeline"] > 1:
         yield "pipeline", f"{context.options.pipeline.schedule} in {task_step.sizes['pipeline']} stages"
@@ -144,24 +122,21 @@ def _parts(task_step: TaskStep, context: trace_context.Context) -> Iterator[Line
         yield "attention", f"{context.options.attention.implementation}{around}"
 
 
-def _reducer(task_step: TaskStep, context: trace_context.Context) -> str:
+def _reducer(task_step: TaskStep, context: Context) -> str:
     reducer, (name, options) = context.options.reducer, plugins.split(task_step.config.reducer)
-    added = _added(context)
-    by_partitioner = (
-        ""
-        if task_step.sizes["fsdp"] == 1 or "fsdp" in context.sharding.data_axes
-        else "; over fsdp the partitioner reduces"
-    )
+    added: Counter[tuple[str, ...]] = Counter()  # replica axes -> gradient values that a device reduces over them
+    for leaf in reducer_state.reduced_leaves(context):
+        added[tuple(leaf.axes)] += leaf.size
+    by_partitioner = "; over fsdp the partitioner reduces" if "fsdp" in context.sharding.larger(("fsdp",)) else ""
+    by_partitioner = "" if "fsdp" in context.sharding.data_axes else by_partitioner
     if not added:
         return f"{name}: not used, since nothing is reduced over replicas{by_partitioner}"
     if not context.usage.has_called("value_and_grad"):
         return f"{name}: not used, since train_step never calls sk.value_and_grad{by_partitioner}"
     itemsize = jnp.dtype(task_step.config.precision.reduce).itemsize
     plain = lambda leaves: sum(2 * (x.num - 1) / x.num * itemsize * x.size for x in leaves)
-    over = ", ".join(
-        f"{values} values over {' x '.join(axes)} ({context.sharding.size(*axes)} replicas)"
-        for axes, values in added.items()
-    )
+    replicas = lambda axes: f"{' x '.join(axes)} ({context.sharding.size(*axes)} replicas)"
+    over = ", ".join(f"{values} values over {replicas(axes)}" for axes, values in added.items())
     sent = (plain if reducer.is_sum else reducer.bytes_sent)(reducer_state.reduced_leaves(context))
     options = {option: value for option, value in options.items() if option != "warmup"}
     given = f" {options}" if options else ""
@@ -173,15 +148,7 @@ def _reducer(task_step: TaskStep, context: trace_context.Context) -> str:
     )
 
 
-def _added(context: trace_context.Context) -> dict[tuple[str, ...], int]:
-    """Returns replica axes -> number of gradient values that a device reduces over them."""
-    found: Counter[tuple[str, ...]] = Counter()
-    for leaf in reducer_state.reduced_leaves(context):
-        found[tuple(leaf.axes)] += leaf.size
-    return dict(found)
-
-
-def _model_state(task_step: TaskStep, context: trace_context.Context) -> Iterator[Line]:
+def _model_state(task_step: TaskStep, context: Context) -> Iterator[Line]:
     if task_step.stateful:
         num = context.sharding.state_groups
         yield "model state", "one for all replicas" if num is None else f"{num}, one for each group of replicas"
@@ -199,10 +166,11 @@ def _update(task_step: TaskStep) -> str:
 def _guard(task_step: TaskStep) -> str:
     policies = task_step.config.policies()
     by_policy = {p: [name for name, other in policies.items() if other == p] for p in ("stop", "skip", "rollback")}
+    joins = bool(by_policy["skip"] or by_policy["rollback"])
     looks = "; ".join(f"{policy} at {', '.join(names)}" for policy, names in by_policy.items() if names)
     if not looks:
         return "none: the step checks nothing"
-    return f"{looks}{'; one more all-reduce of a scalar' if by_policy['skip'] or by_policy['rollback'] else ', without communication'}"  # noqa: E501
+    return looks + ("; one more all-reduce of a scalar" if joins else ", without communication")
 
 
 def _hooks(task_step: TaskStep) -> str:

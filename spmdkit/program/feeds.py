@@ -28,11 +28,8 @@ class Feeds(NamedTuple):
 
 
 def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -> Feeds:
-    """Returns the feeds of a config with a fixed number of microbatches.
-
-    Raises:
-        ConfigError: there are no data, they are not a source, or the mesh does not divide a batch evenly.
-    """
+    """Returns the feeds of a config with a fixed number of microbatches; raises ConfigError if there are no data, they
+    are not a source, or the mesh does not divide a batch evenly."""
     assert isinstance(config.microbatches, int)
     options = config.data
     if task.train_data is None:
@@ -58,20 +55,19 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
     train = feed(
         source, schedule, microbatches=config.microbatches, padded=not schedule.always_full, skipped_rows=ledger
     )
-    if task.eval_data is not None:
-        ledger = data.SkippedRows(what="eval_data")  # an evaluation uses all its rows
-        source = data.open_source(task.eval_data, "eval_data", access(ledger))
-        num = sum(getattr(task.eval_data, "lengths", ())) or len(source)
-        size = eval_batch_size(config.eval.batch_size or config.batch_size, num, mesh.count(sizes, mesh.BATCH_AXES))
-        schedule = data.eval_schedule(num, size, shares=own(task.eval_data, size, 1, "eval_data"))
-        return Feeds(
-            train, feed(source, schedule, microbatches=1, padded=not schedule.always_full, skipped_rows=ledger)
-        )
-    if config.eval.every_steps is not None:
-        raise ConfigError(
-            "eval.every_steps has no effect: the task has no eval_data. Remove it, or pass Task(eval_data=...)."
-        )
-    return Feeds(train, None)
+    if task.eval_data is None:
+        if config.eval.every_steps is not None:
+            raise ConfigError(
+                "eval.every_steps has no effect: the task has no eval_data. Remove it, or pass Task(eval_data=...)."
+            )
+        return Feeds(train, None)
+    ledger = data.SkippedRows(what="eval_data")  # an evaluation uses all its rows
+    source = data.open_source(task.eval_data, "eval_data", access(ledger))
+    num = sum(getattr(task.eval_data, "lengths", ())) or len(source)
+    size = eval_batch_size(config.eval.batch_size or config.batch_size, num, mesh.count(sizes, mesh.BATCH_AXES))
+    schedule = data.eval_schedule(num, size, shares=own(task.eval_data, size, 1, "eval_data"))
+    padded = not schedule.always_full
+    return Feeds(train, feed(source, schedule, microbatches=1, padded=padded, skipped_rows=ledger))
 
 
 def _shares(

@@ -18,23 +18,18 @@ from spmdkit.config import Config, build_optimizer, parameter_server
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import plugins, user_code
 from spmdkit.foundation.trees import first_difference
-from spmdkit.mesh.layout import LayoutOptions, LeafPlacement, follow
+from spmdkit.mesh.layout import LayoutOptions, follow
 from spmdkit.mesh.mesh import describe_mesh
-from spmdkit.program.init_state import make_optimizer
-from spmdkit.program.reducer import reducer_named
+from spmdkit.program.init_state import make_optimizer, recorded
 from spmdkit.program.state_layout import StateLayout, laid_out
+from spmdkit.program.step_context import reducer_of
 from spmdkit.program.task import Task
-from spmdkit.step import trace_context
 from spmdkit.step.groups.groups import GROUPED, Groups, agreement_fn, mean, stack_state
-from spmdkit.step.state import TrainState
 
 
 def groups_of(config: Config, sizes: Mapping[str, int], per_replica: bool) -> Groups | None:
-    """Returns the groups of the config's `sync`, or None if replicas are synchronous in every step.
-
-    Raises:
-        ConfigError: there is only one group, or another setting needs all replicas in every step.
-    """
+    """Returns the groups of the config's `sync`, or None if replicas are synchronous in every step; raises ConfigError
+    if there is only one group, or another setting needs all replicas in every step."""
     sync = sync_of(config)
     if sync.every is None:
         return None
@@ -73,41 +68,33 @@ def groups_of(config: Config, sizes: Mapping[str, int], per_replica: bool) -> Gr
 
 
 def _outer_reducer(sync: Sync, config: Config, name: str) -> Reducer | None:
-    """Returns the reducer of a sync's averages; one with error feedback runs without it, unless it is requested.
-
-    Raises:
-        ConfigError: there is no such reducer, or it has a state or metrics.
-    """
+    """Returns the reducer of a sync's averages, without its error feedback unless requested; raises ConfigError if it
+    has a state or metrics."""
     requested = sync.reducer
     if requested is None:
         return None
-    made = reducer_named(requested, config.folder)
-    if made.init is not stateless and "error_feedback" in plugins.options("reducers", requested):
-        reducer, options = plugins.split(requested)
-        if "error_feedback" not in options:
-            made = reducer_named({reducer: options | {"error_feedback": False}}, config.folder)
+    made, (reducer, options) = reducer_of(config, requested), plugins.split(requested)
+    has_feedback = made.init is not stateless and "error_feedback" in plugins.options("reducers", requested)
+    if has_feedback and "error_feedback" not in options:
+        made = reducer_of(config, {reducer: options | {"error_feedback": False}})
     if made.init is not stateless or made.warmup:
         what = "warms up" if made.warmup else "has a state"
         raise ConfigError(
-            f"sync: {name}: its reducer {plugins.split(requested)[0]} {what}, and outer gradients are reduced without "
+            f"sync: {name}: its reducer {reducer} {what}, and outer gradients are reduced without "
             "a state. Use a reducer without a state, for example sync: "
             f"{{{name}: {{every: {sync.every}, reducer: int8}}}}."
         )
     if made.apply_with_metrics is not None:
         raise ConfigError(
-            f"sync: {name}: its reducer {plugins.split(requested)[0]} reports metrics of each step, and metrics of an "
-            "outer reducer cannot be logged. It is for gradients. Write it as the config's reducer, and sync: "
+            f"sync: {name}: its reducer {reducer} reports metrics of each step, and metrics of an outer reducer cannot "
+            "be logged. It is for gradients. Write it as the config's reducer, and sync: "
             f"{{{name}: {{every: {sync.every}, reducer: int8}}}}."
         )
     return made
 
 
 def sync_of(config: Config) -> Sync:
-    """Returns the sync that a config names: one of the package, or a user-defined one.
-
-    Raises:
-        ConfigError: it does not exist, is not registered, or does not have these options.
-    """
+    """Returns the sync that a config names, of the package or user-defined; raises ConfigError if there is none."""
     parameter_server.refuse(config)
     if plugins.is_reference(config.sync):
         sync = user_code.named(config.sync, "sync", config.folder, Sync)
@@ -116,35 +103,19 @@ def sync_of(config: Config) -> Sync:
     if sync.outer_optimizer is None or sync.agree is None:
         return sync
     outer = build_optimizer(sync.outer_optimizer)
-    with_outer = functools.partial(sync.init, outer=outer), functools.partial(sync.agree, outer=outer)
-    return dataclasses.replace(sync, init=with_outer[0], agree=with_outer[1])
+    init, agree = (functools.partial(fn, outer=outer) for fn in (sync.init, sync.agree))
+    return dataclasses.replace(sync, init=init, agree=agree)
 
 
 def optimizer_of(config: Config, task: Task) -> optax.GradientTransformationExtraArgs:
-    """Returns the optimizer of a config and its task under the config's sync: unchanged, or behind a delay line.
-
-    Raises:
-        ConfigError: see `make_optimizer`.
-    """
+    """Returns the optimizer of a config and its task under the config's sync: unchanged, or behind a delay line."""
     optimizer, sync = make_optimizer(config, task), sync_of(config)
-    if sync.optimizer is None:
-        return optimizer
-    made = optax.with_extra_args_support(sync.optimizer(optimizer))
-
-    def update(*args: Any, **extra: Any) -> Any:
-        trace_context.current().usage.record_call("optimizer")
-        return made.update(*args, **extra)
-
-    return optax.GradientTransformationExtraArgs(made.init, update)
+    return optimizer if sync.optimizer is None else recorded(sync.optimizer(optimizer))
 
 
 def check_agreement(groups: Groups, params: Any, name: str) -> Any:
-    """Returns the abstract state of the sync, after tracing its functions on `params`, one copy.
-
-    Raises:
-        ConfigError: `agree` or `view` does not return one copy of the parameters, or the state changes its structure.
-        UserCodeError: a function of the sync raised.
-    """
+    """Returns the abstract state of the sync, after tracing its functions on `params`, one copy; raises ConfigError if
+    `agree` or `view` does not return one copy of the parameters, or the state changes its structure."""
     sync, what = groups.sync, f"sync {name}"
     view = sync.view
     assert view is not None
@@ -164,7 +135,8 @@ def check_agreement(groups: Groups, params: Any, name: str) -> Any:
             )
         given = shapes(agreed[0])
         if sync.schedule:  # a leaf may be unchanged, or averaged: [groups, ...]
-            given = jax.tree.map(functools.partial(_one_of, groups.num), given, params)
+            averaged = lambda x, p: jax.ShapeDtypeStruct(p.shape, x.dtype) if x.shape == (groups.num, *p.shape) else x
+            given = jax.tree.map(averaged, given, params)
         rows += [("agree: the parameters", shapes(params), given), ("agree: the sync state", kept, agreed[1])]
     for function, expected, found in rows:
         if difference := first_difference(expected, found):
@@ -172,17 +144,9 @@ def check_agreement(groups: Groups, params: Any, name: str) -> Any:
     return kept
 
 
-def _one_of(num: int, x: jax.ShapeDtypeStruct, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns one copy of a leaf of `num` groups; other leaves unchanged."""
-    return jax.ShapeDtypeStruct(like.shape, x.dtype) if x.shape == (num, *like.shape) else x
-
-
 def check_reducer(groups: Groups, config: Config) -> None:
-    """Rejects a reducer with a state while groups train alone: the average of such states is not defined.
-
-    Raises:
-        ConfigError: always.
-    """
+    """Raises ConfigError for a reducer with a state while groups train alone: the average of such states is not
+    defined."""
     name, _ = plugins.split(config.reducer)
     axis = groups.axes[0]
     forgets = "error_feedback" in plugins.options("reducers", config.reducer)
@@ -196,12 +160,8 @@ def check_reducer(groups: Groups, config: Config) -> None:
 
 def place(
     groups: Groups, placed: StateLayout, params: Any, mesh: Mesh, sizes: Mapping[str, int], name: str
-) -> tuple[TrainState, StateLayout]:
-    """Returns (the abstract train state of all groups, the placement of its leaves) from the layout of one copy.
-
-    Args:
-        name: of the sync in messages.
-    """
+) -> StateLayout:
+    """Returns the layout of the train state of all groups from that of one copy. `name`: of the sync in messages."""
     sync_keeps = check_agreement(groups, params, name)
     abstract = jax.eval_shape(functools.partial(stack_state, groups), placed.abstract)
     axes: Any = groups.axes[0] if len(groups.axes) == 1 else groups.axes
@@ -217,9 +177,5 @@ def place(
         if leaf.path.split("/")[0] == "params"
     ]
     kept = follow(sync_keeps, own, LayoutOptions(), sizes, "device")
-    table += [_under_sync(leaf) for leaf in kept]
-    return abstract, laid_out(table, abstract, mesh, placed.placements)
-
-
-def _under_sync(leaf: LeafPlacement) -> LeafPlacement:
-    return dataclasses.replace(leaf, path=f"sync/{leaf.path}" if leaf.path else "sync")
+    table += [dataclasses.replace(leaf, path=f"sync/{leaf.path}" if leaf.path else "sync") for leaf in kept]
+    return laid_out(table, abstract, mesh, placed.placements)

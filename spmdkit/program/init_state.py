@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,6 +24,14 @@ from spmdkit.step.gradient import is_cast
 from spmdkit.step.state import Variables
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Dtypes:
+    """The (path, dtype) of each leaf that `init` returned; JAX without 64-bit types may halve them."""
+
+    of_leaves: tuple[tuple[str, Any], ...]
+
+
 def abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Variables], Any, Any, list[str]]:
     """Returns (init that always returns `Variables`, parameters in `precision.params`; abstract parameters, model
     state; notes).
@@ -30,9 +39,8 @@ def abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Var
     Raises:
         ConfigError: `init` returns no arrays, or arrays that cannot be trained or saved.
     """
-    made: dict[str, Any] = {}  # path -> the dtype of init, which JAX without 64-bit types may halve
 
-    def init(key: jax.Array) -> Variables:
+    def init(key: jax.Array) -> tuple[Variables, _Dtypes]:
         out = task.init(key)
         variables = out if isinstance(out, Variables) else Variables(out, None)
         for path, leaf in named_leaves(variables):
@@ -41,37 +49,32 @@ def abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Var
                     f"init returned {type(leaf).__name__} at '{path}'. Every leaf of the parameters is an array. Use "
                     "jnp.asarray for numbers, and remove everything that is not an array from the pytree."
                 )
-            made[path] = leaf.dtype
-        narrowed: Variables = jax.tree.map_with_path(
-            lambda path, x: jnp.asarray(_narrowed(path_name(path), x)), variables
-        )
-        return narrowed
+        narrowed = jax.tree.map_with_path(lambda path, x: jnp.asarray(_narrowed(path_name(path), x)), variables)
+        return narrowed, _Dtypes(tuple((path, leaf.dtype) for path, leaf in named_leaves(variables)))
 
     def init_as_stored(key: jax.Array) -> Variables:
-        variables = init(key)
+        variables, _ = init(key)
         return variables._replace(params=jax.tree.map(lambda x: x.astype(config.precision.params), variables.params))
 
-    shapes = call_user(lambda: jax.eval_shape(init, jax.random.key(config.seed)), "init")
+    shapes, dtypes = call_user(lambda: jax.eval_shape(init, jax.random.key(config.seed)), "init")
     if not jax.tree.leaves(shapes.params):
         raise ConfigError("init returned no arrays. The parameters are a pytree with at least one array.")
-    for path, _ in named_leaves(shapes.params):
-        _check_parameter(path, made[f"params/{path}" if path else "params"])
-    for path, leaf in named_leaves(shapes.state):
-        if leaf.dtype == jax.dtypes.float0:
+    for path, dtype in dtypes.of_leaves:
+        which, _, name = path.partition("/")
+        if which == "params":
+            _check_parameter(name, dtype)
+        elif dtype == jax.dtypes.float0:
             raise ConfigError(
-                f"init returned model state '{path}' as float0, which is JAX's gradient of an integer: it holds no "
+                f"init returned model state '{name}' as float0, which is JAX's gradient of an integer: it holds no "
                 "data, and cannot be saved. Remove it."
             )
     stored = jax.eval_shape(init_as_stored, jax.random.key(config.seed))
-    return init_as_stored, stored.params, stored.state, _cast_notes(made, stored, config)
+    return init_as_stored, stored.params, stored.state, _cast_notes(dict(dtypes.of_leaves), stored, config)
 
 
 def _narrowed(path: str, leaf: Any) -> Any:
-    """Returns a leaf of `init` in the dtype that JAX uses, if it is a numpy array.
-
-    Raises:
-        ConfigError: an integer does not fit.
-    """
+    """Returns a leaf of `init` in the dtype that JAX uses, if it is a numpy array; raises ConfigError if an integer
+    does not fit."""
     if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind not in "iu":
         return leaf
     return narrow(f"'{path}' that init returned", np.asarray(leaf), canonical_dtype(leaf.dtype))
@@ -93,34 +96,26 @@ def _check_parameter(path: str, dtype: Any) -> None:
         )
 
 
-def _cast_notes(made: dict[str, Any], stored: Variables, config: Config) -> list[str]:
-    """Returns notes about the leaves that have another dtype than `init` returned (`made`, by path)."""
-    params: dict[str, list[str]] = {}
-    state: dict[str, list[str]] = {}
+def _cast_notes(dtypes: dict[str, Any], stored: Variables, config: Config) -> list[str]:
+    """Returns notes about the leaves that are stored in another dtype than `init` returned (`dtypes`, by path)."""
+    texts = {
+        "params": f"these parameters are converted to {config.precision.params} (precision.params); init made them in "
+        "another dtype",
+        "state": "this model state is stored in 32 bits, half of what init made, since JAX uses 32 bits unless "
+        "JAX_ENABLE_X64=1 is set",
+    }
+    found: dict[str, dict[str, list[str]]] = {which: {} for which in texts}
     for path, leaf in named_leaves(stored):
         which, _, name = path.partition("/")
-        if leaf.dtype != made[path]:
-            (params if which == "params" else state).setdefault(str(made[path]), []).append(name)
-    notes = []
-    if params:
-        notes.append(
-            f"these parameters are converted to {config.precision.params} (precision.params); init made them in "
-            f"another dtype: {_some(params)}."
-        )
-    if state:
-        notes.append(
-            "this model state is stored in 32 bits, half of what init made, since JAX uses 32 bits unless "
-            f"JAX_ENABLE_X64=1 is set: {_some(state)}."
-        )
-    return notes
+        if leaf.dtype != dtypes[path]:
+            found[which].setdefault(str(dtypes[path]), []).append(name)
+    return [f"{text}: {_some(found[which])}." for which, text in texts.items() if found[which]]
 
 
 def _some(by_dtype: dict[str, list[str]]) -> str:
     """Returns the first four paths of each dtype, and the number of the others."""
-    return "; ".join(
-        f"{', '.join(paths[:4])}{f' and {len(paths) - 4} more' if len(paths) > 4 else ''} ({dtype})"
-        for dtype, paths in by_dtype.items()
-    )
+    more = lambda paths: f" and {len(paths) - 4} more" if len(paths) > 4 else ""
+    return "; ".join(f"{', '.join(paths[:4])}{more(paths)} ({dtype})" for dtype, paths in by_dtype.items())
 
 
 def check_precision(config: Config) -> None:
@@ -136,11 +131,8 @@ def check_precision(config: Config) -> None:
 def input_notes(config: Config, batches: Sequence[Any]) -> list[str]:
     """Returns a note about the arrays of a batch that are rounded before the loss, unless `precision.inputs` is set.
 
-    Args:
-        batches: abstract examples of training and of the evaluation.
-
     Raises:
-        ConfigError: a pattern of `precision.inputs` matches no floating point array of a batch.
+        ConfigError: a pattern of `precision.inputs` matches no floating point array of the abstract `batches`.
     """
     requested, compute = config.precision.inputs, config.precision.compute
     floats = {p: x for b in batches for p, x in named_leaves(b) if jnp.issubdtype(x.dtype, jnp.floating)}
@@ -163,11 +155,8 @@ def input_notes(config: Config, batches: Sequence[Any]) -> list[str]:
 
 
 def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationExtraArgs:
-    """Returns the config's optimizer, otherwise the task's, after clipping by the true global norm.
-
-    Raises:
-        ConfigError: neither has one, or a learning rate is not used.
-    """
+    """Returns the config's optimizer, otherwise the task's, after clipping by the true global norm; raises ConfigError
+    if neither has one, or a learning rate is not used."""
     optimizer = call_user(
         lambda: choose_optimizer(config.optimizer, config.learning_rate, task.optimizer, config.where), "Task.optimizer"
     )
@@ -177,20 +166,26 @@ def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationEx
     clip = optax.clip_by_global_norm(config.clip_norm)
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        trace_context.current().usage.record_call("optimizer")
-        clipped, _ = clip.update(
-            grads, clip.init(params), params
-        )  # stateless, so the structure of the optimizer state does not change
+        clipped, _ = clip.update(grads, clip.init(params), params)  # it has no state
         return inner.update(clipped, state, params, **extra)
+
+    return recorded(optax.GradientTransformationExtraArgs(inner.init, update))
+
+
+def recorded(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer that records its call as usage of the step."""
+    inner = optax.with_extra_args_support(optimizer)
+
+    def update(*args: Any, **extra: Any) -> Any:
+        trace_context.current().usage.record_call("optimizer")
+        return inner.update(*args, **extra)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def _with_any_extra(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer that accepts any extra argument and passes on those that it knows.
-
-    optax requires this of every optimizer with extra arguments; `optax.contrib.sam` (0.2.8) accepts `grad_fn` only.
-    """
+    """Returns an optimizer that accepts any extra argument and passes on those that it knows, as optax requires.
+    `optax.contrib.sam` (0.2.8) accepts `grad_fn` only."""
     inner = optax.with_extra_args_support(optimizer)
     parameters = inspect.signature(inner.update).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):

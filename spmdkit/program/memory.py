@@ -3,10 +3,8 @@ run.
 
     peak = arguments + outputs that are no donated argument + temporaries + code
 
-All of these are allocated while the step runs (the state is donated, so the new state reuses its memory). The compiler
-reports the four sums (`compiled.memory_analysis()`, read by `compiler.temp_bytes`). Arguments are at least the bytes of
-the layout: a leaf that the step never reads is not an argument of the program. The CPU backend counts host memory as
-device memory; it is subtracted.
+The compiler reports the four sums (`compiled.memory_analysis()`). Arguments are at least the bytes of the layout: a
+leaf that the step never reads is no argument. The CPU backend counts host memory as device memory; it is subtracted.
 """
 
 from __future__ import annotations
@@ -116,13 +114,8 @@ class StepBytes:
 
 
 def step_bytes(make: Callable[[], jax.stages.Compiled], given: Held, platform: str) -> StepBytes:
-    """Returns the memory of one device while a step runs.
-
-    Args:
-        make: compiles the step, or returns the compiled step.
-        given: the state and the batch.
-        platform: of the devices.
-    """
+    """Returns the memory of one device while a step runs. `make` compiles the step, or returns the compiled step;
+    `given`: the state and the batch."""
     try:
         stats = make().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
@@ -150,12 +143,8 @@ def _needed(text: str) -> int:
     return int(max(found, default=0))
 
 
-# ---- limits ----------------------------------------------------------------------------------------------------------
-
-
 def memory_limit(devices: Sequence[Any]) -> int | None:
-    """Returns the bytes of one device that a program may use: reported by the backend, a share of the machine (CPU), or
-    the chip's."""
+    """Returns the bytes of one device for a program: of the backend, a share of the machine (CPU), or the chip's."""
     first = devices[0]
     if first.platform == "cpu":
         local = sum(d.process_index == jax.process_index() for d in devices)

@@ -42,7 +42,7 @@ def build(
 
 
 def task_of(config: Config) -> Task:
-    """Returns the task of a config with the config's hooks."""
+    """Returns the task of a config with its hooks."""
     target, name = config.task_reference()
     return with_hooks(load_task(target, name, config.folder, config.task_args), config)
 

@@ -1,20 +1,15 @@
 """Checks that the contents of padding rows do not change the result of a step or an evaluation, by running a short
 batch twice.
 
-A row that only fills up a short batch must not count. `sk.mean` omits such rows from the values that it receives, but
-it cannot detect that a value was computed from padding rows: batch statistics, a loss over pairs, a ranking, a sum
-along the wrong dim. So the same short batch runs twice with different padding, and no output may change.
+`sk.mean` omits rows that only fill up a short batch from the values that it receives, but it cannot detect that a value
+was computed from them: batch statistics, a loss over pairs, a ranking. So the same short batch runs twice, with some
+more rows of every shard and microbatch marked as padding, and no output may change:
 
-    short    some more rows of every shard and microbatch are marked as padding
     first    padding rows are unchanged
-    second   they hold other rows of the batch, floating point numbers times LARGE: integers and pairs (example, label)
-    stay valid
+    second   they hold other rows of the batch, floats times LARGE: integers and pairs (example, label) stay valid
 
-A loss that omits padding is bitwise the same twice: the program and its keys are the same. Code that uses only the
-number of rows (`x.shape[0]`) does not depend on the contents and is not detected here; `spmdkit verify` compares with a
-batch without padding.
-
-Cost: two forward passes, and in training one more compilation, of the step without gradient and update.
+Code that uses only the number of rows (`x.shape[0]`) is not detected here; `spmdkit verify` compares with a batch
+without padding. Cost: two forward passes, and in training one more compilation, without gradient and update.
 """
 
 from __future__ import annotations
@@ -33,15 +28,14 @@ from jax.sharding import NamedSharding
 from spmdkit.communication.reducers.base import METRIC_PREFIX
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import common_dtype, named_leaves
-from spmdkit.step import trace_context
 from spmdkit.step.step import Batch
+from spmdkit.step.trace_context import Context
 
 LARGE = 8.0
 """Factor for the numbers of other rows: large enough to show, small enough that `exp` of usual values stays finite."""
 
 TOLERANCE = 1e-4
-"""Relative change below which values are equal. Rounding does not reach it: a loss that omits padding is bitwise equal
-on most devices."""
+"""Relative change below which values are equal; a loss that omits padding is bitwise equal on most devices."""
 
 MOVED = 0.01
 """Maximum relative increase of the parameters in the check."""
@@ -64,7 +58,6 @@ def changes(run: Callable[[Batch], Any], batch: Batch, grid: Grid, whole: jax.sh
 
     Args:
         run: a compiled function of the batch; it must not donate.
-        batch: on the devices; any of its rows may be padding.
         whole: replicates a scalar on every device of the mesh.
     """
     placed = jax.tree.map(lambda x: x.sharding, batch)
@@ -79,9 +72,7 @@ def changes(run: Callable[[Batch], Any], batch: Batch, grid: Grid, whole: jax.sh
 
     first = filled(0.0)
     found = with_first(LARGE)
-    if any(c.broken for c in found.values()):
-        # Large numbers may be outside of the domain of a function (a logarithm) with values at padding rows multiplied
-        # by zero.
+    if any(c.broken for c in found.values()):  # large numbers may be outside of the domain of a function (a logarithm)
         found = with_first(1.0)
     changed = {path: c for path, c in found.items() if c.broken or c.difference > TOLERANCE * c.size}
     if changed:
@@ -91,10 +82,7 @@ def changes(run: Callable[[Batch], Any], batch: Batch, grid: Grid, whole: jax.sh
 
 
 def _filled(batch: Batch, factor: jax.Array, grid: Grid) -> Batch:
-    """Returns the short batch, its padding filled with `factor` times other rows, or unchanged if `factor` is zero.
-
-    Rows move between devices only if a shard has one row of a microbatch.
-    """
+    """Returns the short batch, its padding filled with `factor` times other rows, or unchanged if `factor` is zero."""
     assert batch.mask is not None
     is_last, shift, dim = _last_rows(grid)
     short = batch.mask & ~is_last
@@ -112,12 +100,10 @@ def _filled(batch: Batch, factor: jax.Array, grid: Grid) -> Batch:
 def _last_rows(grid: Grid) -> tuple[np.ndarray, int, int]:
     """Returns (bool[batch] of the padding rows; shift, dim: the position of the replacement row, counted backwards).
 
-    The last half of the rows of each microbatch on each shard, since padding is at the end of a batch; with one row,
-    every second shard, else every second microbatch.
+    The last half of the rows of each microbatch on each shard; with one row, every second shard, else microbatch.
     """
     dim = 2 if grid[2] > 1 else 0 if grid[0] > 1 else 1
-    index = np.arange(math.prod(grid)).reshape(grid)
-    place = np.indices(grid)[dim].reshape(-1)[index.reshape(-1)]
+    place = np.indices(grid)[dim].reshape(-1)
     shift = math.ceil(grid[dim] / 2) if dim == 2 else 1
     return (place >= shift if dim == 2 else place % 2 == 1), shift, dim
 
@@ -147,21 +133,14 @@ def _compared_leaf(first: jax.Array, second: jax.Array) -> _Compared:
     return _Compared(difference.max(), size.max(), (known & ~finite).any(), a[at], b[at])
 
 
-# ---- training, abstract ----------------------------------------------------------------------------------------------
+# ---- training, abstract
 
 
-def check_first_dims(
-    context: trace_context.Context, trace: Callable[[trace_context.Context, Batch], Any], batch: Batch, what: str
-) -> None:
+def check_first_dims(context: Context, trace: Callable[[Context, Batch], Any], batch: Batch, what: str) -> None:
     """Rejects a `sk.mean` of values with a first dim that is not the examples, though it has the same length.
 
-    If padding was omitted from the values by `sk.example_mask()`, no filling shows that other dims are then used as
-    padding rows. So the step is traced once more with twice the rows: the same number of means must omit padding. Other
-    losses are not traced again.
-
-    Args:
-        context: of the traced step.
-        trace: traces the step with another context and another abstract batch.
+    After `sk.example_mask()` no filling shows that. So `trace` traces the step once more with twice the rows: the same
+    number of means must omit padding.
     """
     if not (context.usage.has_called("example_mask") and context.usage.has_called("mean")):
         return
@@ -182,19 +161,15 @@ def check_first_dims(
         )
 
 
-# ---- training --------------------------------------------------------------------------------------------------------
+# ---- training
 
 
 def lowered_forward(traced: jax.stages.Traced, state: Any, batch: Batch, placed: Any, whole: Any) -> jax.stages.Lowered:
     """Returns `(state, batch) -> tree that must not depend on padding` from the trace of the step; nothing is donated.
 
     These are the metrics (those of a reducer need the gradient) and the floating point leaves of the model state, or of
-    the parameters if a step has no metrics. Gradient and update are not computed, since no output needs them. The
-    parameters are perturbed a little.
-
-    Args:
-        placed: shardings of the state.
-        whole: sharding of the metrics.
+    the parameters if a step has no metrics. The parameters are perturbed a little. `placed`: shardings of the state;
+    `whole`: of the metrics.
     """
     step, structure = core.jaxpr_as_fun(traced.jaxpr), jax.tree.structure(traced.out_info)
     abstract_state, metrics, _ = traced.out_info
@@ -216,8 +191,8 @@ def lowered_forward(traced: jax.stages.Traced, state: Any, batch: Batch, placed:
 
 
 def _moved(x: jax.Array, placed: NamedSharding) -> jax.Array:
-    """Returns a slightly larger parameter, each element by another factor: a head initialized to zero would hide all
-    differences before it."""
+    """Returns a slightly larger parameter, each element by another factor: a head initialized to zero would hide
+    all."""
     if placed.memory_kind == "pinned_host" or not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     angles = [lax.broadcasted_iota(jnp.float32, x.shape, dim) * (dim + 1.3) for dim in range(x.ndim)]
@@ -232,26 +207,22 @@ def _floating(tree: Any, shapes: Any) -> dict[str, Any]:
 
 def refused_step(found: list[PaddingEffect], what: str) -> ConfigError:
     """Returns the error of a step, called `what`, in which padding rows count."""
-    return ConfigError(
-        f"data.drop_remainder is false, and in {what} padding rows count: {_said(found)}. Rows that only fill up a "
-        "short batch must not change anything: code that mixes examples before there is one value for each (batch "
-        "statistics, pairs, ranking) has to omit them. Use sk.example_mask() there, or set data.drop_remainder: "
-        "true."
-    )
+    return _refused(found, f"data.drop_remainder is false, and in {what}", "set data.drop_remainder: true")
 
 
 def refused_evaluation(found: list[PaddingEffect], what: str, num_examples: int, batch_size: int) -> ConfigError:
     """Returns the error of an evaluation with the function `what`, in which padding rows count."""
-    return ConfigError(
-        f"eval_data has {num_examples} examples, in batches of {batch_size} the last one is padded, and in {what} "
-        f"padding rows count: {_said(found)}. Rows that only fill up a short batch must not change anything: code "
-        "that mixes examples before there is one value for each (batch statistics, pairs, ranking) has to omit them. "
-        f"Use sk.example_mask() there, or an eval.batch_size that divides {num_examples}."
-    )
+    where = f"eval_data has {num_examples} examples, in batches of {batch_size} the last one is padded, and in {what}"
+    return _refused(found, where, f"an eval.batch_size that divides {num_examples}")
 
 
-def _said(found: list[PaddingEffect]) -> str:
+def _refused(found: list[PaddingEffect], where: str, repair: str) -> ConfigError:
     path, first, second = found[0]
     kind, _, name = path.partition("/")
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    return f"{kind} '{name}' is {first:.6g} with one filling of them and {second:.6g} with another{more}"
+    return ConfigError(
+        f"{where} padding rows count: {kind} '{name}' is {first:.6g} with one filling of them and {second:.6g} with "
+        f"another{more}. Rows that only fill up a short batch must not change anything: code that mixes examples "
+        "before there is one value for each (batch statistics, pairs, ranking) has to omit them. Use "
+        f"sk.example_mask() there, or {repair}."
+    )

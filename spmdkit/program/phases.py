@@ -15,51 +15,37 @@ from spmdkit.foundation.trees import named_leaves
 from spmdkit.program.choose_lowering import choose_form
 from spmdkit.program.state_layout import StateLayout
 from spmdkit.program.task_step import TaskStep
-from spmdkit.step import trace_context
-from spmdkit.step.groups.groups import agreed_state, mean
-from spmdkit.step.groups.mean import mean_with_reducer
-from spmdkit.step.groups.synchronous_start import synchronous_step
+from spmdkit.step.groups.groups import agreed_state, mean, mean_with_reducer
+from spmdkit.step.groups.step import synchronous_step
 from spmdkit.step.state import TrainState
+from spmdkit.step.trace_context import Context
+
+Lower = Callable[[], jax.stages.Lowered]
+Compile = Callable[[jax.stages.Lowered], jax.stages.Compiled]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Phase:
-    """A program of a run other than its step.
+    """A program of a run other than its step; `name`: in a plan. It replaces a step if `in_place`, and runs after one
+    otherwise: every `every` steps from `first` to `until` (None: no end)."""
 
-    Attributes:
-        name: in a plan.
-        every: steps from one call to the next.
-        in_place: it replaces a step; otherwise it runs after one.
-        first: the first such step.
-        until: the last such step; None: no end.
-
-    Args:
-        lower: returns the program as passed to the compiler.
-        compile: compiles it.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        lower: Callable[[], jax.stages.Lowered],
-        compile: Callable[[jax.stages.Lowered], jax.stages.Compiled],
-        *,
-        every: int = 1,
-        in_place: bool = False,
-        first: int = 1,
-        until: int | None = None,
-    ):
-        self.name, self.every, self.in_place, self.first, self.until = name, every, in_place, first, until
-        self._lower, self._compile = lower, compile
+    name: str
+    lower: Lower
+    compile: Compile
+    every: int = 1
+    in_place: bool = False
+    first: int = 1
+    until: int | None = None
 
     @property
     def lowered(self) -> jax.stages.Lowered:
         """The program as passed to the compiler."""
-        return self._lower()
+        return self.lower()
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
         """The compiled program; it donates its state."""
-        return self._compile(self._lower())
+        return self.compile(self.lowered)
 
     def runs(self, step: int) -> bool:
         """Returns whether it replaces `step`, or runs after it."""
@@ -67,36 +53,23 @@ class Phase:
         return step >= self.first and not ended and (step - self.first) % self.every == 0
 
 
-Whole = tuple[
-    StateLayout, Callable[[], trace_context.Context], int, Callable[[], Any], Callable[[], trace_context.Context]
-]
+Whole = tuple[StateLayout, Callable[[], Context], int, Callable[[], Any], Callable[[], Context]]
 """A step of the whole mesh: the layout of one copy of its state, its context, the number of replicas; and the result of
 the finite check of a step of groups, and the context of that step."""
 
 
-def phases_of(
-    task_step: TaskStep,
-    compile: Callable[[jax.stages.Lowered], jax.stages.Compiled],
-    warmup: tuple[int, Callable[[], jax.stages.Lowered]],
-    whole: Whole,
-) -> tuple[Phase, ...]:
-    """Returns the programs of a run other than its step, those that replace a step first.
-
-    Args:
-        warmup: the last step of the reducer's warm-up, or 0; its program.
-    """
+def phases_of(task_step: TaskStep, compile: Compile, warmup: tuple[int, Lower], whole: Whole) -> tuple[Phase, ...]:
+    """Returns the programs of a run other than its step, those that replace a step first. `warmup`: the last step of
+    the reducer's warm-up, or 0; its program."""
     phase, found, groups = functools.partial(Phase, compile=compile), list[Phase](), task_step.groups
+    if groups is not None and (start := groups.sync.start):
+        found.append(phase("start", lambda: lowered_start(task_step, whole), in_place=True, until=start))
     if warmup[0]:
         found.append(phase("warmup", warmup[1], in_place=True, until=warmup[0]))
-    if groups is None:
-        return tuple(found)
-    if start := groups.sync.start:
-        found.insert(0, phase("start", lambda: lowered_start(task_step, whole), in_place=True, until=start))
-    for number, turn in enumerate(groups.sync.agreements):
-        lower = lowered_beside if turn.overlapped else lowered_agreement
-        agreed_state = functools.partial(lower, task_step, whole, number)
+    for number, turn in enumerate(() if groups is None else groups.sync.agreements):
+        lower = functools.partial(lowered_beside if turn.overlapped else lowered_agreement, task_step, whole, number)
         first = turn.first + turn.overlapped
-        found.append(phase(turn.name, agreed_state, every=turn.every, in_place=turn.overlapped, first=first))
+        found.append(phase(turn.name, lower, every=turn.every, in_place=turn.overlapped, first=first))
     return tuple(found)
 
 
@@ -108,11 +81,8 @@ def lowered_agreement(task_step: TaskStep, whole: Whole, turn: int) -> jax.stage
 
 
 def lowered_beside(task_step: TaskStep, whole: Whole, turn: int) -> jax.stages.Lowered:
-    """Returns the step of groups with an overlapped average: both use the state before the step, and neither changes
-    the parameters of the other.
-
-    The step uses no result of the average, so the compiler can overlap the communication with it.
-    """
+    """Returns the step of groups with an overlapped average: both use the state before the step, so the compiler can
+    overlap the communication with it."""
     agree, step = _agree(task_step, whole, turn), task_step.function(whole[4]())
 
     def train_step(state: TrainState, batch: Any) -> Any:
@@ -148,9 +118,8 @@ def lowered_start(task_step: TaskStep, whole: Whole) -> jax.stages.Lowered:
     chosen = choose_form(of_all, context(), num_replicas, probe_padding=False)
     step = synchronous_step(of_all.function(chosen.context), groups, single.abstract, code())
 
-    def train_step(state: TrainState, batch: Any) -> Any:
-        return step(task_step.to_device(state), batch)
-
+    train_step = lambda state, batch: step(task_step.to_device(state), batch)
+    train_step.__name__ = "train_step"  # the name in profiles and in XLA's texts
     shardings = (task_step.state.sharding, NamedSharding(task_step.mesh, PartitionSpec()), None)
     jitted = jax.jit(train_step, out_shardings=shardings, donate_argnums=0)
     return jitted.lower(task_step.state.abstract, task_step.batch)

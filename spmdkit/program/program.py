@@ -23,7 +23,7 @@ from spmdkit.communication.reducers.sum import make as plain_sum
 from spmdkit.config import Config, replace_keys
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import plugins
-from spmdkit.foundation.trees import named_leaves
+from spmdkit.foundation.trees import abstract, named_leaves
 from spmdkit.foundation.user_code import call_user
 from spmdkit.mesh import mesh
 from spmdkit.program import auto, compile_log, compiler, memory, padding_check, phases
@@ -34,7 +34,7 @@ from spmdkit.program.explain import explain
 from spmdkit.program.feeds import limited, open_feeds
 from spmdkit.program.init_state import abstract_init, check_precision, input_notes
 from spmdkit.program.phases import Phase
-from spmdkit.program.state_layout import StateLayout, place_state, state_groups, to_device
+from spmdkit.program.state_layout import place_state, state_groups, to_device
 from spmdkit.program.step_context import step_context
 from spmdkit.program.task import Task
 from spmdkit.program.task_step import TaskStep
@@ -53,16 +53,13 @@ class Program:
         config, task, mesh: the resolved config, the user's task, the device mesh.
         layout: placement and reason of every leaf of the train state.
         form: how the step is compiled: `plain`, `mapped` or `manual` (see `spmdkit.step.lowering`).
-        notes: notes for the user; ledgers: unreadable rows of training and of the evaluation, and what was done about
-            them.
-        refused_forms: forms that were rejected before `form`, each with its reason.
+        notes: for the user; skipped_rows: unreadable rows of training and of the evaluation.
+        state_reduction: how replicas reduce leaves of the model state, as the task declares.
         compile_log: lines about rematerialization that XLA logged while it compiled the step.
-        code: what was not finite in the last step, on the devices (`spmdkit.step.finite_check`), or None; feed: batches
-            of training; limit: of `on_spike`.
-        may_be_donated: whether a step checks that its state was not donated before; False if only the loop has the
-            state.
-        probe_padding: whether the first step and the first evaluation check that padding rows do not count, if batches
-            can be short.
+        code: of the finite check of the last step, on the devices, or None; feed: batches of training; limit: of
+            `on_spike`.
+        may_be_donated: whether a step checks that its state was not donated before.
+        probe_padding: whether the first step and evaluation check that padding rows do not count.
     """
 
     def __init__(self, config: Config, task: Task, devices: Sequence[jax.Device], probe_padding: bool = True):
@@ -85,26 +82,25 @@ class Program:
         self.groups = program_groups.groups_of(config, self.sizes, task.view == "replica")
         self._stepped: tuple[Any, int] | None = None
         self._state_groups = state_groups(config, self.stateful, task.view == "replica", self.num_replicas)
-        self._state_reduction = agreement.declared_reductions(task.state_reduction, abstract_model_state)
-        self._kept_by_reducer: tuple[Any, ...] = ()
-        self._abstract_state: Any = None
-        self._abstract_state = jax.eval_shape(self._create_state, jax.random.key(0))
-        placed = place_state(config, task.rules, self._abstract_state, abstract_params, self.mesh, self.sizes)
-        self._single = placed  # one copy
+        self.state_reduction = agreement.declared_reductions(task.state_reduction, abstract_model_state)
+        self._abstract_state = jax.eval_shape(self._create_one, jax.random.key(0))  # one copy
+        self._single = place_state(config, task.rules, self._abstract_state, abstract_params, self.mesh, self.sizes)
+        self._placed = self._single  # before the reducer's state is added
         if self.groups is not None:
-            self._abstract_state, placed = program_groups.place(
-                self.groups, placed, abstract_params, self.mesh, self.sizes, plugins.split(config.sync)[0]
+            self._placed = program_groups.place(
+                self.groups, self._single, abstract_params, self.mesh, self.sizes, plugins.split(config.sync)[0]
             )
-        self._placed = placed  # before the reducer state is added
         self._open_data()
         self._choose_form()
         trained = [self.abstract_batch] if self._step_context.usage.has_called("value_and_grad") else []
         evaluated = [self._eval_feed.abstract()] if self._eval_feed is not None else []
         self.notes += input_notes(config, [batch.examples for batch in (*trained, *evaluated)])
-        if self.has_eval:
-            self._check_evaluation()
+        if self.has_eval:  # traced now: otherwise a mistake would end a run at its first evaluation
+            if self.evaluator.note:
+                self.notes.append(self.evaluator.note)
+            check_best(config.checkpoint, self.evaluator.names)
 
-    # ---- abstract ----------------------------------------------------------------------------------------------------
+    # ---- abstract
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -117,11 +113,6 @@ class Program:
         return self._step_context.options.reducer
 
     @property
-    def said_of_state(self) -> agreement.Kinds:
-        """How replicas reduce leaves of the model state, by the task."""
-        return self._state_reduction
-
-    @property
     def num_replicas(self) -> int:
         """The number of replicas that compute a gradient."""
         return mesh.count(self.sizes, ("replica", *self.data_axes))
@@ -131,17 +122,19 @@ class Program:
         """The number of shards of a batch."""
         return mesh.count(self.sizes, mesh.BATCH_AXES)
 
-    def _place(self, placed: StateLayout) -> None:
-        self.layout, self.state_sharding, self.abstract_state, _ = placed
-
-    def _create_state(self, key: jax.Array) -> TrainState:
+    def _create_one(self, key: jax.Array) -> TrainState:
+        """Returns one copy of the state before the first step, without the reducer's state."""
         variables = self._init(key)
         model_state = variables.state
         if (num := self._state_groups) is not None:
             model_state = jax.tree.map(lambda x: jnp.stack([x] * num), model_state)
-        kept = reducer_state.zero_state(self._kept_by_reducer)
-        made = state.create(variables.params, model_state, self.optimizer, self.config.seed, self.config.ema, kept)
-        return made if self.groups is None or self._abstract_state is None else groups.stack_state(self.groups, made)
+        return state.create(variables.params, model_state, self.optimizer, self.config.seed, self.config.ema)
+
+    def _create_state(self, key: jax.Array) -> TrainState:
+        made = self._create_one(key)
+        made = made if self.groups is None else groups.stack_state(self.groups, made)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.abstract_state.reducer)
+        return made.replace(reducer=zeros)
 
     def _open_data(self) -> None:
         self.feed, self._eval_feed = open_feeds(self.config, self.task, self.mesh, self.sizes)
@@ -149,7 +142,7 @@ class Program:
         self.abstract_batch, self.limit = limited(self.config, self.feed.abstract(), self.mesh)
         self.skipped_rows = [feed.skipped_rows for feed in (self.feed, self._eval_feed) if feed is not None]
 
-    # ---- the step ----------------------------------------------------------------------------------------------------
+    # ---- the step
 
     def _context(self) -> trace_context.Context:
         """Returns the context of a step of the whole mesh, without a form."""
@@ -160,32 +153,27 @@ class Program:
             data_axes=self.data_axes,
             placements=self._placed.placements,
             state_groups=self._state_groups,
-            state_reduction=self._state_reduction,
+            state_reduction=self.state_reduction,
         )
 
     def _choose_form(self) -> None:
-        """Sets the context of the step, its form, and the reducer state in the train state."""
-        self._place(self._placed)
-        chosen = choose_form(self._task_step, self._context(), self.num_replicas, self.probe_padding)
-        self._step_context, self._traced, self.refused_forms = chosen.context, chosen.traced, chosen.refused
-        self.form, self._kept_by_reducer = chosen.context.sharding.form, chosen.kept
-        self._first_look = reducer_state.FirstStepValidator(chosen.context)
-        self._abstract_state = self._abstract_state.replace(reducer=chosen.kept)
-        self._place(chosen.state)
-
-    @property
-    def _task_step(self) -> TaskStep:
-        return TaskStep(
+        """Sets the step, its context and form, and the layout of the train state with the reducer's state."""
+        task_step = TaskStep(
             task=self.task,
             config=self.config,
             mesh=self.mesh,
             sizes=self.sizes,
             stateful=self.stateful,
             groups=self.groups,
-            state=StateLayout(self.layout, self.state_sharding, self.abstract_state, self._placed.placements),
+            state=self._placed,
             batch=self.abstract_batch,
             always_full=self.schedule.always_full,
         )
+        chosen = choose_form(task_step, self._context(), self.num_replicas, self.probe_padding)
+        self._task_step, self._step_context, self._traced, self._refused = chosen
+        self.form = self._step_context.sharding.form
+        self._validate_first = reducer_state.FirstStepValidator(self._step_context)
+        self.layout, self.state_sharding, self.abstract_state, _ = self._task_step.state
 
     @functools.cached_property
     def traced(self) -> jax.stages.Traced:
@@ -195,8 +183,7 @@ class Program:
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
         """The step as passed to the compiler."""
-        lowered: jax.stages.Lowered = self.traced.lower()
-        return lowered
+        return self.traced.lower()  # type: ignore[no-any-return]
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
@@ -244,11 +231,11 @@ class Program:
         if self.sizes["pipeline"] > 1:
             ones = dict.fromkeys(self.sizes, 1)
             context = context.with_sharding(form="plain", mesh=mesh.make_mesh(ones, self._devices), sizes=ones)
-        return jax.jit(self._task_step.function(context)).trace(self._abstract_state, self.abstract_batch)
+        return jax.jit(self._task_step.function(context)).trace(abstract(self.abstract_state), self.abstract_batch)
 
     def explain(self) -> str:
         """Returns what was applied to the step, in order, and why: one line each. Compiles nothing."""
-        return explain(self._task_step, self._step_context, self.refused_forms, self.notes)
+        return explain(self._task_step, self._step_context, self._refused, self.notes)
 
     def step(self, state: TrainState, batch: Batch | Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Returns the state after one step, and its metrics as device scalars. The input state is donated.
@@ -273,7 +260,7 @@ class Program:
             due = [(p.in_place, program) for p, program in compiled if p.runs(number)]
         step = next((program for in_its_place, program in due if in_its_place), self.compiled)
         state, metrics, self.code = step(state, batch)
-        self._first_look(metrics, self.metrics)
+        self._validate_first(metrics, self.metrics)
         for program in (program for in_its_place, program in due if not in_its_place):
             state = program(state)
         self._stepped = (state.step, number)
@@ -298,8 +285,7 @@ class Program:
     def lowered_by(self, reducer: Reducer) -> jax.stages.Lowered:
         """Returns the step with another reducer, as passed to the compiler."""
         context = self._step_context.with_options(reducer=reducer).for_new_trace()
-        lowered: jax.stages.Lowered = self._task_step.trace(context).lower()
-        return lowered
+        return self._task_step.trace(context).lower()  # type: ignore[no-any-return]
 
     @functools.cached_property
     def _add_metrics(self) -> Any:
@@ -316,7 +302,7 @@ class Program:
     def _one_copy(self, current: TrainState) -> TrainState:
         """Returns the state to evaluate: on the devices, one copy of all groups."""
         current = to_device(self.layout, self.mesh, current)
-        return current if self.groups is None else groups.merged_state(self.groups, current, self._state_reduction)
+        return current if self.groups is None else groups.merged_state(self.groups, current, self.state_reduction)
 
     def check_padding(self, state: TrainState, batch: Batch) -> None:
         """Rejects a step with results that depend on the contents of padding rows; see `spmdkit.program.padding_check`.
@@ -326,7 +312,7 @@ class Program:
         if found := padding_check.changes(functools.partial(forward, state), batch, self.feed.grid, whole):
             raise padding_check.refused_step(found, self._task_step.what)
 
-    # ---- arrays ------------------------------------------------------------------------------------------------------
+    # ---- arrays
 
     def init(self) -> TrainState:
         """Returns the state before the first step, each leaf created with its sharding; bitwise the same on every
@@ -363,32 +349,26 @@ class Program:
         data."""
         return self.feed.put(examples, mask)
 
-    # ---- evaluation --------------------------------------------------------------------------------------------------
+    # ---- evaluation
 
     @property
     def has_eval(self) -> bool:
         """Whether the task has something to evaluate."""
         return self._eval_feed is not None
 
-    def _check_evaluation(self) -> None:
-        """Traces the evaluation now: otherwise a mistake in it would end a run at its first evaluation."""
-        if self.evaluator.note:
-            self.notes.append(self.evaluator.note)
-        check_best(self.config.checkpoint, self.evaluator.names)
-
     @functools.cached_property
     def evaluator(self) -> Evaluator:
-        """The compiled evaluation.
-
-        Raises:
-            ConfigError: the task has no evaluation data, or its function does not return means.
-        """
+        """The compiled evaluation; raises ConfigError if the task has no data for it, or its function does not return
+        means."""
         if self._eval_feed is None:
             raise ConfigError("evaluation needs data: the task has no eval_data. Pass Task(eval_data=...).")
+        context = self._step_context
+        if self.groups is not None:  # over all replicas, in the form that binds the names of their axes
+            context = context.with_sharding(sizes=self.sizes, form="mapped")
         return Evaluator(
             self.task,
             self._eval_feed,
-            self._eval_context(),
+            context,
             self.abstract_state,
             which=self.config.eval.params,
             seed=self.config.seed,
@@ -396,11 +376,6 @@ class Program:
             compile=self._compile,
             probe_padding=self.probe_padding,
         )
-
-    def _eval_context(self) -> trace_context.Context:
-        """Returns the context of an evaluation: over all replicas, in the form that binds the names of their axes."""
-        whole = self._step_context
-        return whole if self.groups is None else whole.with_sharding(sizes=self.sizes, form="mapped")
 
     def eval(self, current: TrainState) -> dict[str, Any]:
         """Returns the metrics over the whole evaluation set, of any size: numbers, and arrays of `sk.bincount`. Waits
@@ -410,11 +385,8 @@ class Program:
 
     @functools.cached_property
     def _finite(self) -> Any:
-        def check(tree: Any) -> Any:
-            return {
-                path: jnp.isfinite(x).all() for path, x in named_leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)
-            }
-
+        floats = lambda tree: [(path, x) for path, x in named_leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        check = lambda tree: {path: jnp.isfinite(x).all() for path, x in floats(tree)}
         return jax.jit(check, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
 
     def non_finite_leaf(self, current: TrainState) -> str | None:

@@ -4,8 +4,7 @@
     copies             = devices with the same part: equal positions along the axes that shard the leaf
 
     three or more   the majority is right, the outlier is reported
-    two             they differ, and either may be right; an audit decides: the same inputs twice on each device,
-    compared bitwise
+    two             either may be right; an audit decides: the same inputs twice on each device, compared bitwise
     one             no copy to compare with (fsdp with zero: 3)
 
 Wire: one all_gather of 8 bytes for each leaf and device. Repair of a leaf: one all_reduce of it over its copies.
@@ -16,7 +15,7 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,10 +39,8 @@ class Difference(NamedTuple):
     """Copies of one part of a leaf that differ.
 
     Attributes:
-        leaf: its number, in flattening order.
-        path: of the leaf.
-        odd: positions in the mesh, in row-major order, of the devices outside of the majority; without a majority, of
-            all of them.
+        leaf, path: number of the leaf in flattening order, and its path.
+        odd: positions in the mesh, in row-major order, of the devices outside of the majority; all without one.
         source: position of a device of the majority; None if there is none.
         num: of copies.
     """
@@ -63,6 +60,7 @@ class Copies:
         self._axes = tuple(program.mesh.axis_names)
         self._shape = tuple(program.mesh.shape[a] for a in self._axes)
         self._table: Sequence[LeafPlacement] = program.layout
+        self._specs: Any = jax.tree.map(lambda x: x.spec, program.state_sharding)
         self._paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(program.abstract_state)]
 
     def axes_of(self, leaf: int) -> tuple[str, ...]:
@@ -74,27 +72,21 @@ class Copies:
         """Returns the paths of leaves without a second copy of any part."""
         return [path for i, path in enumerate(self._paths) if not self.axes_of(i)]
 
-    # ---- comparing ---------------------------------------------------------------------------------------------------
+    # ---- comparison
 
     @functools.cached_property
     def _hash(self) -> Any:
-        specs = self._specs()
-
         def own(state: TrainState) -> jax.Array:
             return jnp.stack([shard_lanes(x, (0,) * x.ndim, x.shape) for x in jax.tree.leaves(state)])[None]
 
-        def hashes(state: TrainState) -> jax.Array:
-            state = to_device(self._table, self._mesh, state)
-            each = jax.shard_map(
-                own, mesh=self._mesh, in_specs=(specs,), out_specs=PartitionSpec(self._axes), check_vma=False
-            )
-            return each(state)
-
+        hashes = self._on_shards(own, PartitionSpec(self._axes))
         return jax.jit(hashes, out_shardings=NamedSharding(self._mesh, PartitionSpec()))
 
-    def _specs(self) -> TrainState:
-        specs: TrainState = jax.tree.map(lambda x: x.spec, self._program.state_sharding)
-        return specs
+    def _on_shards(self, fn: Callable[..., Any], out_specs: Any) -> Callable[[TrainState], Any]:
+        """Returns the function of a state that runs `fn` on each device's shard of it."""
+        specs = (self._specs,)
+        each = jax.shard_map(fn, mesh=self._mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+        return lambda state: each(to_device(self._table, self._mesh, state))
 
     def hashes(self, state: TrainState) -> np.ndarray:
         """Returns uint32[devices, leaves, 2], the same on every process. Waits for the devices."""
@@ -127,50 +119,37 @@ class Copies:
         found: jax.Device = self._mesh.devices.reshape(-1)[place]
         return found
 
-    # ---- mending -----------------------------------------------------------------------------------------------------
+    # ---- repair
 
     def mended(self, state: TrainState, differences: Sequence[Difference]) -> TrainState:
         """Returns the state in which every differing copy has the bytes of its source; the input state is donated.
 
         Every difference has a source.
         """
-        leaves = sorted({d.leaf for d in differences})
-        sources = np.zeros((math.prod(self._shape), len(leaves)), np.int32)
-        for i, leaf in enumerate(leaves):
+        sources = {leaf: np.zeros(math.prod(self._shape), np.int32) for leaf in sorted({d.leaf for d in differences})}
+        for leaf, source in sources.items():
             for group in self._groups(leaf):
                 known = [d.source for d in differences if d.leaf == leaf and d.odd[0] in group]
-                sources[group, i] = known[0] if known else group[0]
+                source[group] = known[0] if known else group[0]
 
-        def pick(state: TrainState, source: jax.Array) -> TrainState:
+        def repair(state: TrainState) -> TrainState:
             here = lax.axis_index(self._axes)
             flat, structure = jax.tree.flatten(state)
-            for i, leaf in enumerate(leaves):
-                flat[leaf] = _of_source(flat[leaf], source[i] == here, self.axes_of(leaf))
+            for leaf, source in sources.items():
+                flat[leaf] = _of_source(flat[leaf], jnp.asarray(source)[here] == here, self.axes_of(leaf))
             repaired: TrainState = jax.tree.unflatten(structure, flat)
             return repaired
 
-        def mend(state: TrainState) -> TrainState:
-            specs = self._specs()
-            each = jax.shard_map(
-                lambda s, source: pick(s, source[0]),
-                mesh=self._mesh,
-                in_specs=(specs, PartitionSpec(self._axes)),
-                out_specs=specs,
-                check_vma=False,
-            )
-            return each(to_device(self._table, self._mesh, state), jnp.asarray(sources))
-
-        mend_all = jax.jit(mend, out_shardings=self._program.state_sharding, donate_argnums=0)
-        repaired: TrainState = mend_all(state)
+        on_shards = self._on_shards(repair, self._specs)
+        repaired: TrainState = jax.jit(on_shards, out_shardings=self._program.state_sharding, donate_argnums=0)(state)
         return repaired
 
-    # ---- the audit ---------------------------------------------------------------------------------------------------
+    # ---- the audit
 
     def audit(self, state: TrainState, batch: Batch) -> list[int]:
         """Returns the positions of the devices with different results for the same inputs; the state does not change.
 
         In the manual form no gradient is reduced over replicas in the audit, so that a device shows its own arithmetic.
-        In other forms reductions spread one device's mistake to all.
         """
         copy = jax.jit(lambda s: jax.tree.map(jnp.copy, s), out_shardings=self._program.state_sharding)
         step = self._audit_step
@@ -186,16 +165,12 @@ class Copies:
         return program.compiled_by(nothing)
 
 
-def _of_source(x: jax.Array, is_source: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def _of_source(x: jax.Array, is_source: jax.Array, axes: tuple[str, ...]) -> Any:
     """Returns the bytes of the copy at which `is_source`, on all copies along `axes`."""
-    data = jax.random.key_data(x) if is_key(x) else x
-    if data.dtype == jnp.bool_:
-        bits = data.astype(jnp.uint8)
-    elif jnp.issubdtype(data.dtype, jnp.complexfloating):
-        parts = [_of_source(part, is_source, axes) for part in (data.real, data.imag)]
-        return lax.complex(*parts)
-    else:
-        bits = lax.bitcast_convert_type(data, f"uint{8 * data.dtype.itemsize}")
-    sent = lax.psum(jnp.where(is_source, bits, jnp.zeros_like(bits)), axes)
-    sent = sent.astype(jnp.bool_) if data.dtype == jnp.bool_ else lax.bitcast_convert_type(sent, data.dtype)
-    return jax.random.wrap_key_data(sent, impl=jax.random.key_impl(x)) if is_key(x) else sent
+    if is_key(x):
+        data = _of_source(jax.random.key_data(x), is_source, axes)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return lax.complex(*(_of_source(part, is_source, axes) for part in (x.real, x.imag)))
+    bits = x.view(f"uint{8 * x.dtype.itemsize}")
+    return lax.psum(jnp.where(is_source, bits, jnp.zeros_like(bits)), axes).view(x.dtype)

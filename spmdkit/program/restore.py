@@ -1,12 +1,10 @@
 """Restores state that exists once per replica or group of replicas, after a change of their number, the reducer or the
 sync.
 
-Everything else in a train state has one shape on every mesh; `Checkpoints.restore` puts it on the new one. The
-reducer's state is [replicas, *leaf]: missing arrays begin at zero, extra ones are dropped with one line, and another
-number of replicas uses the reducer's `reshard_state`, leaf by leaf. With groups, parameters and everything that follows
-them are [groups, *leaf]: another number of groups begins with the mean of the saved ones; the state of their sync, one
-copy for all (an outer optimizer), continues. Gradients in a delay line (`sync: stale`) are dropped if the delay
-changes.
+The reducer's state is [replicas, *leaf]: missing arrays begin at zero, extra ones are dropped, and another number of
+replicas uses the reducer's `reshard_state`. With groups, parameters and everything that follows them are [groups,
+*leaf]: another number of groups begins with the mean of the saved ones, and the state of their sync continues.
+Gradients in a delay line (`sync: stale`) are dropped if the delay changes.
 
 While a leaf of another number is read, each device holds the copies of all old replicas or groups of its part of it.
 """
@@ -40,11 +38,7 @@ class Restorable(Protocol):
 
 
 def restored(checkpoints: Restorable, step: int, program: Program) -> tuple[TrainState, dict[str, Any], list[str]]:
-    """Returns (state, the record of the checkpoint, lines for the user) of a saved step on the program's mesh.
-
-    Raises:
-        CheckpointError: see `Checkpoints.restore`.
-    """
+    """Returns (state, the record of the checkpoint, lines for the user) of a saved step on the program's mesh."""
     table = {path: shape for path, (shape, _) in checkpoints.read_tree(step).items()}
     num, requested = _saved_groups(program, table), None if program.groups is None else program.groups.num
     late, wanted = _saved_late(table), _late(program)
@@ -62,15 +56,9 @@ def restored(checkpoints: Restorable, step: int, program: Program) -> tuple[Trai
             + ("all continue from their mean" if num else "each begins with the same parameters")
         )
     if late != wanted:
-        waited = (
-            f"{late} pending gradients of step {step} are dropped"
-            if late
-            else (f"step {step} has no pending gradients")
-        )
-        lines.append(
-            f"note: gradients are delayed by {wanted} steps in this run: {waited}, and the first {wanted} "
-            "steps change nothing"
-        )
+        dropping, none = (f"{late} pending gradients of step {step} are dropped", "there are no pending gradients")
+        begin = f"note: gradients are delayed by {wanted} steps in this run"
+        lines.append(f"{begin}: {dropping if late else none}, and the first {wanted} steps change nothing")
     if (begins and num) or dropped:
         changes = [f"the sync state of step {step} is dropped"] * dropped + ["this one's is initialized"] * begins
         lines.append(f"note: {', and '.join(changes)}")
@@ -82,7 +70,7 @@ def restored(checkpoints: Restorable, step: int, program: Program) -> tuple[Trai
         if late != wanted and late:
             state = state.replace(opt_state=state.opt_state.optimizer)
         if num != requested:
-            state = groups.regroup_state(state, num is not None, program.groups, program.said_of_state)
+            state = groups.regroup_state(state, num is not None, program.groups, program.state_reduction)
         elif begins and program.groups is not None:
             state = state.replace(sync=program.groups.sync.init(groups.mean(state.params)))
         if kept:
@@ -96,8 +84,7 @@ def restored(checkpoints: Restorable, step: int, program: Program) -> tuple[Trai
 
 
 def _sync_kept(program: Program, saved: Mapping[str, tuple[int, ...]]) -> tuple[bool, bool]:
-    """Returns (whether a checkpoint has the state of the program's sync, whether that state is initialized again); a
-    sync may have no state."""
+    """Returns (whether a checkpoint has the state of the program's sync, whether that state is initialized again)."""
     requested = {path: leaf.shape for path, leaf in named_leaves(program.abstract_state) if path.startswith("sync/")}
     held = all(saved.get(path) == shape for path, shape in requested.items())
     return bool(requested) and held, bool(requested) and not held
@@ -105,8 +92,7 @@ def _sync_kept(program: Program, saved: Mapping[str, tuple[int, ...]]) -> tuple[
 
 def _saved_late(saved: Mapping[str, tuple[int, ...]]) -> int:
     """Returns the delay of the gradients of a checkpoint in steps (`sync: stale`)."""
-    found = {path.removeprefix(LINE).split("/")[0] for path in saved if path.startswith(LINE)}
-    return len(found)
+    return len({path.removeprefix(LINE).split("/")[0] for path in saved if path.startswith(LINE)})
 
 
 def _late(program: Program) -> int:
@@ -115,8 +101,8 @@ def _late(program: Program) -> int:
 
 
 def _without_line(opt_state: Any, delayed: bool) -> Any:
-    """Returns the abstract state of the optimizer as it was saved, with or without a delay line; pending gradients are
-    not read."""
+    """Returns the abstract state of the optimizer as saved, with or without a delay line; pending gradients are not
+    read."""
     alone = opt_state.optimizer if isinstance(opt_state, DelayLineState) else opt_state
     return DelayLineState(alone, (), None) if delayed else alone  # type: ignore[arg-type]
 
@@ -168,8 +154,8 @@ def _with_reducer(
 
 
 def _as_saved(leaf: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """Returns what to read for a leaf that was saved as `shape`: the copies of all replicas on every new one, sharded
-    like the leaf."""
+    """Returns what to read for a leaf saved as `shape`: the copies of all old replicas on every new one, sharded like
+    it."""
     if shape == leaf.shape:
         return leaf
     placed: Any = leaf.sharding
@@ -185,7 +171,7 @@ def _on_this_mesh(
     for path, x in requested.items():
         leaf, _, name = path.rpartition("/")
         by_leaf.setdefault(leaf, {})[name] = x
-    made: dict[str, jax.Array] = {}
+    arrays: dict[str, jax.Array] = {}
     for leaf, wanted in by_leaf.items():
         num = next(iter(wanted.values())).shape[0]
         have = {name: old[f"{leaf}/{name}"] for name in wanted if f"{leaf}/{name}" in old}
@@ -196,8 +182,8 @@ def _on_this_mesh(
             return zeros | dict(have if same else program.reducer.reshard_state(have, num))
 
         placed = {name: x.sharding for name, x in wanted.items()}
-        made |= {f"{leaf}/{name}": x for name, x in jax.jit(carry, out_shardings=placed)(have).items()}
-    return {path: made[path] for path in requested}
+        arrays |= {f"{leaf}/{name}": x for name, x in jax.jit(carry, out_shardings=placed)(have).items()}
+    return {path: arrays[path] for path in requested}
 
 
 def _lines(

@@ -1,21 +1,22 @@
 """The source text of a user's project: the files that a config names, and every module of the project that they import.
 
-One function for all comparisons of source text: between processes before the first step, by `verify --resume`, and
-between two starts of a run. Imports are read from the source, also inside functions; nothing is imported or run. A
-module belongs to the project if its file is outside of Python, of installed packages and of spmdkit. If the task itself
-is installed, its package belongs to the project.
+Imports are read from the source, also inside functions; nothing is imported or run. A module belongs to the project if
+its file is outside of Python, of installed packages and of spmdkit. If the task itself is installed, its package
+belongs to the project.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib.util
 import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +28,7 @@ _PYTHON = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "pl
 
 
 class _File(NamedTuple):
-    """One file of a project: its display name, which is the same on every host, and the package of its relative
-    imports."""
+    """One file of a project: its display name, the same on every host, and the package of its relative imports."""
 
     name: str
     path: Path
@@ -37,11 +37,7 @@ class _File(NamedTuple):
 
 def texts(config: Config) -> dict[str, str]:
     """Returns `{name: text}` of all files of the config's task, reducer, hooks and trackers and of their imports,
-    sorted by name.
-
-    Names are those of the config (`tasks/mine.py`) or derived from the module's (`models/net.py`). A file that cannot
-    be read has no text; its import reports the error.
-    """
+    sorted by name. Names are those of the config (`tasks/mine.py`) or the module's (`models/net.py`)."""
     named = [_target(entry) for entry in _named_by(config)]
     files_named = [target for target in named if target.endswith(".py")]
     folders = list(dict.fromkeys((config.folder / target).resolve().parent for target in files_named))
@@ -91,16 +87,11 @@ def _target(entry: str) -> str:
 
 
 # ---- what a text imports
-# -----------------------------------------------------------------------------------------------
 
 
 def imported(text: str, package: str) -> list[str]:
-    """Returns the dotted names that a module imports, each once; of `from a import b` both `a` and `a.b`, which may be
-    a module.
-
-    Args:
-        package: the package of the module, for relative imports.
-    """
+    """Returns the dotted names that a module of `package` imports, each once; of `from a import b` both `a` and
+    `a.b`."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
@@ -134,7 +125,6 @@ def _absolute(name: str, package: str) -> str:
 
 
 # ---- where a module is
-# -------------------------------------------------------------------------------------------------
 
 
 class _Finder:
@@ -146,70 +136,32 @@ class _Finder:
     """
 
     def __init__(self, folders: Sequence[Path], own: frozenset[str]):
-        self._folders, self._own = folders, own
-        self._found: dict[str, list[_File]] = {}
-
-    def files_of(self, name: str) -> list[_File]:
-        """Returns the files that the import of a dotted name runs: those of the packages around it, then its own. Empty
-        for a library."""
-        if name not in self._found:
-            self._found[name] = list(self._search(name))
-        return self._found[name]
+        self._folders, self._own = [str(folder) for folder in folders], own
+        self.files_of = functools.cache(lambda name: list(self._search(name)))
 
     def _search(self, name: str) -> Iterator[_File]:
+        """Yields the files that the import of a dotted name runs: those of the packages around it, then its own;
+        nothing for a library."""
         top, *rest = name.split(".")
-        places: list[Path] = []
-        for number, part in enumerate([top, *rest]):
-            dotted = ".".join([top, *rest][: number + 1])
-            around = places if number else self._places(top)
-            kind, found = _look(part, around)
-            if kind == "nothing" and not number:
-                kind, found = self._by_python(top)
-            if kind == "nothing" or (kind != "folder" and not self._is_own(top, found[0])):
+        spec = None if top in sys.stdlib_module_names else self._spec_of(top)
+        for number, part in enumerate([*rest, ""], 1):
+            if spec is None:
                 return
-            shown = dotted.replace(".", "/")
-            if kind == "module":
-                yield _File(f"{shown}.py", found[0], dotted.rpartition(".")[0])
-                return
-            if kind == "package":
-                yield _File(f"{shown}/__init__.py", found[0], dotted)
-            places = [found[0].parent] if kind == "package" else found
+            dotted, folders = ".".join([top, *rest][:number]), spec.submodule_search_locations
+            if spec.has_location and spec.origin is not None:
+                if not spec.origin.endswith(".py") or (top not in self._own and _is_library(spec.origin)):
+                    return
+                package = dotted if folders is not None else dotted.rpartition(".")[0]
+                shown = dotted.replace(".", "/") + ("" if folders is None else "/__init__")
+                yield _File(f"{shown}.py", Path(spec.origin).resolve(), package)
+            spec = None if folders is None or not part else PathFinder.find_spec(part, list(folders))
 
-    def _places(self, top: str) -> list[Path]:
-        if top in sys.stdlib_module_names:
-            return []
-        rest = [Path(place or os.curdir).absolute() for place in sys.path]
-        return [*self._folders, *(place for place in rest if top in self._own or not _is_library(f"{place}{os.sep}"))]
-
-    def _is_own(self, top: str, path: Path) -> bool:
-        return top in self._own or not _is_library(str(path))
-
-    def _by_python(self, top: str) -> tuple[str, list[Path]]:
-        """Returns the spec that Python itself has for a top-level name: editable installs have their own finders."""
+    def _spec_of(self, top: str) -> ModuleSpec | None:
         try:
-            spec = None if top in sys.stdlib_module_names else importlib.util.find_spec(top)
+            return PathFinder.find_spec(top, self._folders) or importlib.util.find_spec(top)
         except (ImportError, ValueError, AttributeError):
-            spec = None
-        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-            return "nothing", []
-        return ("package" if spec.submodule_search_locations else "module"), [Path(spec.origin).resolve()]
-
-
-def _look(part: str, places: Iterable[Path]) -> tuple[str, list[Path]]:
-    """Returns (package, its __init__), (module, its file), (folder, those without an __init__) or (empty, none)."""
-    folders = []
-    for place in places:
-        package, module = place / part / "__init__.py", place / f"{part}.py"
-        if package.is_file():
-            return "package", [package.resolve()]
-        if module.is_file():
-            return "module", [module.resolve()]
-        if package.parent.is_dir():
-            folders.append(package.parent)
-    return ("folder" if folders else "nothing"), folders
+            return None
 
 
 def _is_library(path: str) -> bool:
-    if path.startswith(files.PACKAGE) or _INSTALLED.search(path):
-        return True
-    return path.startswith(_PYTHON)
+    return path.startswith((files.PACKAGE, *_PYTHON)) or _INSTALLED.search(path) is not None

@@ -18,6 +18,8 @@ from spmdkit.mesh.layout import LeafPlacement
 from spmdkit.step import trace_context
 from spmdkit.step.state import FIELDS, TrainState
 
+Rules = Sequence[tuple[str, Sequence[Any]]]
+
 
 class StateLayout(NamedTuple):
     """The placement of every leaf of a train state.
@@ -36,15 +38,8 @@ class StateLayout(NamedTuple):
 
 
 def state_groups(config: Config, stateful: bool, per_replica: bool, num_replicas: int) -> int | None:
-    """Returns the number of groups of replicas with a separate model state; None if all share one.
-
-    Args:
-        stateful: `init` returns model state.
-        per_replica: the task has the per-replica view.
-
-    Raises:
-        ConfigError: there is no model state, the view has no groups, or they would not be equal.
-    """
+    """Returns the number of groups of replicas with a separate model state, None if all share one; raises ConfigError
+    if there is no model state, the view is per replica, or groups would not be equal."""
     requested = config.model_state
     if requested == "global":
         return None
@@ -67,40 +62,21 @@ def state_groups(config: Config, stateful: bool, per_replica: bool, num_replicas
 
 
 def place_state(
-    config: Config,
-    task_rules: Sequence[tuple[str, Sequence[Any]]],
-    abstract: TrainState,
-    params: Any,
-    mesh: Mesh,
-    sizes: Mapping[str, int],
+    config: Config, task_rules: Rules, abstract: TrainState, params: Any, mesh: Mesh, sizes: Mapping[str, int]
 ) -> StateLayout:
-    """Returns the layout of `abstract`, the train state without shardings.
-
-    Args:
-        params: the abstract parameters, with the metadata of the model.
-
-    Raises:
-        ConfigError: see `layout.lay_out`.
-    """
+    """Returns the layout of `abstract`, the train state without shardings. `params`: abstract, with the metadata of the
+    model."""
     zero = config.layout.zero
     options = _options(config, task_rules)
     full = layout.lay_out(params, options, sizes)
     layout.check_axes_used(full, sizes)
-    stored = [
-        dataclasses.replace(
-            p,
-            spec=p.spec if zero == 3 else layout.without_fsdp(p.spec, sizes),
-            memory_kind=_memory_kind(config, "params"),
-        )
-        for p in full
-    ]
+    own_spec = lambda p: p.spec if zero == 3 else layout.without_fsdp(p.spec, sizes)
+    stored = [dataclasses.replace(p, spec=own_spec(p), memory_kind=_memory_kind(config, "params")) for p in full]
     follow = functools.partial(layout.follow, params=full, options=options, sizes=sizes)
     update_kind = _memory_kind(config, "optimizer")
     whole = functools.partial(layout.LeafPlacement, spec=PartitionSpec(), memory_kind="device")
     a = abstract
     parts = {
-        "reducer": [],
-        "sync": [],
         "step": [whole("", (), a.step.dtype, reason="scalar")],
         "params": stored,
         "opt_state": follow(a.opt_state, memory_kind=update_kind),
@@ -109,7 +85,9 @@ def place_state(
         "rng": [whole("", a.rng.shape, a.rng.dtype, reason="random key")],
     }
     table = [
-        dataclasses.replace(p, path=f"{field}/{p.path}" if p.path else field) for field in FIELDS for p in parts[field]
+        dataclasses.replace(p, path=f"{field}/{p.path}" if p.path else field)
+        for field in FIELDS
+        for p in parts.get(field, ())
     ]
     in_tree = functools.partial(jax.tree.unflatten, jax.tree.structure(params))
     placements = trace_context.Placements(
@@ -126,7 +104,7 @@ def _memory_kind(config: Config, part: str) -> str:
     return "pinned_host" if part in config.offload else "device"
 
 
-def _options(config: Config, task_rules: Sequence[tuple[str, Sequence[Any]]]) -> layout.LayoutOptions:
+def _options(config: Config, task_rules: Rules) -> layout.LayoutOptions:
     return layout.LayoutOptions(
         config_rules=tuple((pattern, tuple(dims)) for pattern, dims in config.layout.rules),
         task_rules=tuple((pattern, tuple(dims)) for pattern, dims in task_rules),

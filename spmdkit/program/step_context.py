@@ -1,8 +1,9 @@
-"""The context of one step from the config, which functions read while they are traced; and the possible forms of a
-mesh."""
+"""The context of one step from the config, which functions read while they are traced; the form of a step on a mesh;
+the reducer that a config names."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -12,10 +13,10 @@ from jax.sharding import Mesh
 from spmdkit.communication.reducers.base import Reducer
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
+from spmdkit.foundation import plugins, user_code
 from spmdkit.mesh import layout
 from spmdkit.mesh.mesh import MODEL_AXES
 from spmdkit.ops.remat import policy, policy_of_names
-from spmdkit.program.reducer import reducer_named
 from spmdkit.step import finite_check, trace_context
 
 
@@ -69,19 +70,20 @@ def guard_of(config: Config) -> trace_context.GuardSettings | None:
     return trace_context.GuardSettings(looks, bits("skip"), bits("skip", "rollback") > 0) if looks else None
 
 
-def reducer_of(config: Config) -> Reducer:
-    """Returns the reducer of a config; see `reducer_named`."""
-    return reducer_named(config.reducer, config.folder)
+def reducer_of(config: Config, choice: str | Mapping[str, Any] | None = None) -> Reducer:
+    """Returns the reducer that a config names, or `choice`: of the package, or user-defined, in a file below the
+    config's folder; raises ConfigError if there is none, or it does not have these options."""
+    choice = config.reducer if choice is None else choice
+    if plugins.is_reference(choice):
+        choice, common = plugins.split_common_options("reducers", choice)
+        return dataclasses.replace(user_code.named(choice, "reducer", config.folder, Reducer), **common)
+    made: Reducer = plugins.make("reducers", choice)
+    return made
 
 
-def forms_of(
-    view: Literal["global", "replica"], sizes: Mapping[str, int], num_replicas: int
-) -> tuple[trace_context.Form, ...]:
-    """Returns the forms in which a step can be compiled on a mesh, the best first.
-
-    Raises:
-        ConfigError: a per-replica step on a mesh with model axes.
-    """
+def form_of(view: Literal["global", "replica"], sizes: Mapping[str, int], num_replicas: int) -> trace_context.Form:
+    """Returns the form of a step on a mesh; a `plain` step that names replica axes becomes `mapped`. Raises ConfigError
+    for a per-replica step on a mesh with model axes."""
     model_axes = [a for a in MODEL_AXES if sizes[a] > 1]
     if view == "replica":
         if model_axes:
@@ -89,7 +91,7 @@ def forms_of(
                 f"view='replica' on a mesh with model axes {model_axes}: a per-replica step uses unsharded "
                 "parameters. Use only replica and data in the mesh, or the global view (sk.value_and_grad)."
             )
-        return ("manual",)
+        return "manual"
     if num_replicas == 1:
-        return ("plain", "mapped")
-    return ("mapped",) if model_axes else ("manual", "mapped")
+        return "plain"
+    return "mapped" if model_axes else "manual"

@@ -68,13 +68,10 @@ class Task:
         for name in ("init", "loss_fn", "eval_fn", "train_step"):
             value = getattr(self, name)
             if value is not None and not callable(value):
-                raise ConfigError(
-                    f"Task.{name} is {type(value).__name__}. It must be a function. Pass the function itself."
-                )
+                what = f"Task.{name} is {type(value).__name__}"
+                raise ConfigError(f"{what}. It must be a function. Pass the function itself.")
         if self.loss_fn is None and self.train_step is None:
-            raise ConfigError(
-                "Task has neither loss_fn nor train_step. One of them defines the training. Pass loss_fn."
-            )
+            raise ConfigError("Task has neither loss_fn nor train_step. One of them is the training. Pass loss_fn.")
         if self.view not in ("global", "replica"):
             raise ConfigError(f"Task.view is {self.view!r}. Valid: 'global', 'replica'.")
         if self.view == "replica" and self.train_step is None:
@@ -101,22 +98,15 @@ class Task:
                 )
 
     def check_functions(self, stateful: bool) -> None:
-        """Checks the number of arguments of `loss_fn` and `eval_fn`.
-
-        Raises:
-            ConfigError: it differs from the number for this kind of model.
-        """
+        """Raises ConfigError if `loss_fn` or `eval_fn` has another number of arguments than this kind of model
+        needs."""
         state = ("state",) if stateful else ()
         check_arity("loss_fn", self.loss_fn, ("params", *state, "batch", "key"))
         check_arity("eval_fn", self.eval_fn, ("params", *state, "batch"))
 
 
 def check_arity(name: str, fn: Callable[..., Any] | None, args: tuple[str, ...]) -> None:
-    """Checks that `fn` can be called with the positional arguments `args`.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Raises ConfigError if `fn` cannot be called with the positional arguments `args`."""
     if fn is None:
         return
     try:
@@ -133,12 +123,8 @@ def check_arity(name: str, fn: Callable[..., Any] | None, args: tuple[str, ...])
 
 
 def load_hooks(requested: Sequence[str | Mapping[str, Any]], folder: Path) -> list[HookLike]:
-    """Returns the hooks of a config, each as `module:name` or `{module:name: options}`: a hook, or a function that
-    makes one.
-
-    Raises:
-        ConfigError: it does not exist, is not registered, or is not a hook.
-    """
+    """Returns the hooks of a config, each `module:name` or `{module:name: options}`: a hook, or a function that makes
+    one; raises ConfigError for anything else."""
     return [
         user_code.named(entry, "hook", folder, HookLike)  # type: ignore[type-abstract]
         if plugins.is_reference(entry)
@@ -148,17 +134,11 @@ def load_hooks(requested: Sequence[str | Mapping[str, Any]], folder: Path) -> li
 
 
 def load_task(target: str, name: str, folder: Path, args: Mapping[str, Any]) -> Task:
-    """Returns the `Task` of `target:name`.
-
-    Args:
-        target: `path/to/file.py` relative to `folder`, or `package.module`.
-        name: a `Task`, or a function under `@sk.task` that returns one.
-        folder: the config's folder.
-        args: keyword arguments of the function (`task_args`).
+    """Returns the `Task` of `target:name`: a `Task`, or a function under `@sk.task` that returns one from `args`.
 
     Raises:
-        ConfigError: no such file, module or name; it is not registered; the import raised; the function does not accept
-            its arguments.
+        ConfigError: no such file (relative to `folder`), module or name; it is not registered; the import raised; the
+            function does not accept its arguments.
     """
     text = f"{target}:{name}"
     found = user_code.find(text, "task", folder, Task)

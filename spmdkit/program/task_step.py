@@ -9,11 +9,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from spmdkit import compat
 from spmdkit.config import Config
 from spmdkit.mesh import mesh
 from spmdkit.program.state_layout import StateLayout, to_device
 from spmdkit.program.task import Task
-from spmdkit.step import step, trace_context
+from spmdkit.step import step
 from spmdkit.step.checks.implicit_psum import refuse_summed
 from spmdkit.step.checks.reductions import check_reductions
 from spmdkit.step.groups import groups
@@ -21,6 +22,7 @@ from spmdkit.step.groups.groups import Groups
 from spmdkit.step.groups.step import group_step
 from spmdkit.step.state import TrainState
 from spmdkit.step.step import Batch
+from spmdkit.step.trace_context import Context
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class TaskStep:
         """The name of the user's function in messages."""
         return "train_step" if self.task.train_step is not None else "loss_fn"
 
-    def function(self, context: trace_context.Context, discover: bool = False, typed: bool = True) -> Any:
+    def function(self, context: Context, discover: bool = False, typed: bool = True) -> Any:
         """Returns `(state, batch) -> (state, metrics, code of the finite check)`.
 
         Args:
@@ -70,28 +72,25 @@ class TaskStep:
         """Copies the leaves in host memory to the devices, inside the step."""
         return to_device(self.state.table, self.mesh, current)
 
-    def shapes(self, context: trace_context.Context, batch: Batch | None = None) -> Any:
+    def shapes(self, context: Context, batch: Batch | None = None) -> Any:
         """Returns the abstract result of the step."""
         return jax.eval_shape(self.function(context), self.state.abstract, batch or self.batch)
 
-    def gradient_shapes(self, context: trace_context.Context) -> tuple[Any, ...]:
+    def gradient_shapes(self, context: Context) -> tuple[Any, ...]:
         """Returns the gradient that each call of `sk.value_and_grad` reduces, abstract."""
         function = self.function(context.with_options(guard=None), discover=True)
-        state, *_ = jax.eval_shape(function, self.state.abstract, self.batch)
-        gradients: tuple[Any, ...] = state.reducer
-        return gradients
+        return jax.eval_shape(function, self.state.abstract, self.batch)[0].reducer  # type: ignore[no-any-return]
 
-    def trace(self, context: trace_context.Context) -> jax.stages.Traced:
-        """Returns the step traced on its shardings, with the checks that need the whole trace.
-
-        Raises:
-            ConfigError: replicas would diverge, or groups would communicate.
-        """
+    def trace(self, context: Context) -> jax.stages.Traced:
+        """Returns the step traced on its shardings; raises ConfigError if replicas would diverge, or groups
+        communicate."""
         of_metrics = PartitionSpec() if self.groups is None else PartitionSpec(self.groups.axes)
         out_shardings = (self.state.sharding, NamedSharding(self.mesh, of_metrics), None)
         jitted = jax.jit(self.function(context), out_shardings=out_shardings, donate_argnums=0)
         given = (self.state.abstract, self.batch)
-        traced = jitted.trace(*given)
+        plain = context.sharding.form == "plain" and self.groups is None
+        with compat.bound_axes(dict.fromkeys(mesh.REPLICA_AXES, 1) if plain else {}):
+            traced = jitted.trace(*given)
         if self.task.view == "replica":
             many = [a for a in mesh.REPLICA_AXES if self.sizes[a] > 1]
             check_reductions(traced.jaxpr, many)

@@ -11,21 +11,16 @@ from spmdkit.foundation import plugins
 from spmdkit.mesh.layout import LeafPlacement
 from spmdkit.program.groups import sync_of
 from spmdkit.step import trace_context
+from spmdkit.step.trace_context import Context
 
 
-def check_used(
-    config: Config, context: trace_context.Context, layout: Sequence[LeafPlacement], always_full: bool, what: str
-) -> None:
-    """Rejects a part of the config that the traced step does not use.
+def check_used(config: Config, context: Context, layout: Sequence[LeafPlacement], always_full: bool, what: str) -> None:
+    """Raises ConfigError for a part of the config that the traced step does not use.
 
     Args:
-        context: of the step after it was traced: `noticed` records what the user's functions called.
+        context: of the step after it was traced; its usage records what the user's functions called.
         always_full: every batch has all its rows.
         what: the name of the user's function.
-
-    Raises:
-        ConfigError: microbatches that nothing accumulates, short batches in which padding would count, an axis that
-            shards nothing, settings of an attention that is not used, or a setting that a custom step ignores.
     """
     sizes = context.sharding.sizes
     _check_own_step(config, context)
@@ -64,12 +59,8 @@ def check_used(
         )
 
 
-def _check_own_step(config: Config, context: trace_context.Context) -> None:
-    """Rejects settings of functions that a step does not call.
-
-    Raises:
-        ConfigError: ema, clip_norm, precision or remat without effect.
-    """
+def _check_own_step(config: Config, context: Context) -> None:
+    """Raises ConfigError for settings of functions that a step does not call."""
     called, precision = context.usage.has_called, config.precision
     if config.ema is not None and not called("ema"):
         raise ConfigError(

@@ -1,8 +1,7 @@
 """Programs that XLA is known to compile silently into wrong numbers; rejected when the step is traced.
 
 One so far (jaxlib 0.10.2): the gradient of a max or min pool with windows that overlap by half or more, along a sharded
-dim. In JAX it is `select_and_scatter_add` with window >= 2 * stride; the partitioner exchanges too few rows there.
-docs/xla_pool.md has a reproduction in plain JAX and the measured cases.
+dim: `select_and_scatter_add` with window >= 2 * stride. docs/xla_pool.md has a reproduction and the measured cases.
 
 A dim is sharded by an activation constraint (`sk.shard`), or by propagation of one. So a pool is right only if its
 operand is gathered just before, or if no constraint shards that dim of an array of so many dims, nor any dim over
@@ -19,22 +18,19 @@ from jax.sharding import PartitionSpec
 from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import jaxprs
+from spmdkit.mesh.mesh import dim_axes
 
 MANUAL = ("shard_map", "spmdkit_manual")
 """Primitives with shards as their inner arrays."""
 
 
+Cuts = dict[int, list[str]]
+"""Dim -> the mesh axes larger than one that shard it."""
+
+
 def check_pools(jaxpr: Any, sizes: Mapping[str, int], what: str) -> None:
-    """Rejects a step with a pool that XLA would differentiate wrongly.
-
-    Args:
-        jaxpr: of the step, closed or not.
-        sizes: of the mesh axes.
-        what: the name of the user's function.
-
-    Raises:
-        ConfigError: a pool with overlapping windows along a sharded dim.
-    """
+    """Raises ConfigError for a pool with overlapping windows along a sharded dim. `what`: the name of the user's
+    function."""
     if all(size == 1 for size in sizes.values()):
         return
     cuts = [(rank, cut) for spec, rank in _constraints(jaxpr) if (cut := _cut_dims(spec, sizes))]
@@ -57,17 +53,10 @@ def check_pools(jaxpr: Any, sizes: Mapping[str, int], what: str) -> None:
 
 
 def _axes_along(
-    dim: int,
-    rank: int,
-    spec: PartitionSpec | None,
-    cuts: list[tuple[int, dict[int, list[str]]]],
-    sizes: Mapping[str, int],
+    dim: int, rank: int, spec: PartitionSpec | None, cuts: list[tuple[int, Cuts]], sizes: Mapping[str, int]
 ) -> list[str]:
-    """Returns the mesh axes that may shard `dim` of a pool's operand.
-
-    Args:
-        spec: that of the constraint that made the operand, None if another equation made it.
-    """
+    """Returns the mesh axes that may shard `dim` of a pool's operand, which a constraint to `spec` made (None: another
+    equation)."""
     if spec is not None:
         return _cut_dims(spec, sizes).get(dim, [])
     here = {axis for length, cut in cuts if length == rank for axis in cut.get(dim, [])}
@@ -75,12 +64,9 @@ def _axes_along(
     return sorted(here | (anywhere & {"context"}))
 
 
-def _cut_dims(spec: PartitionSpec, sizes: Mapping[str, int]) -> dict[int, list[str]]:
-    """Returns dim -> the mesh axes larger than one that shard it."""
-    names = {dim: (axes,) if isinstance(axes, str) else axes for dim, axes in enumerate(spec)}
-    large = {
-        dim: [a for a in axes if sizes.get(a, 1) > 1] for dim, axes in names.items() if isinstance(axes, tuple | list)
-    }
+def _cut_dims(spec: PartitionSpec, sizes: Mapping[str, int]) -> Cuts:
+    known = {dim: dim_axes(of) for dim, of in enumerate(spec) if of is not PartitionSpec.UNCONSTRAINED}
+    large = {dim: [a for a in axes if sizes.get(a, 1) > 1] for dim, axes in known.items()}
     return {dim: axes for dim, axes in large.items() if axes}
 
 

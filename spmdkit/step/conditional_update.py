@@ -7,14 +7,13 @@ computed, not at the end of the step.
                                            step)
     p'  = skip ? p  : p'
 
-The two columns compute the same state. On the left the old and the new `mu` are live together, so XLA copies them
-instead of updating in place: Adam under `skip` read six more gradients than without (four of them copies of mu and nu),
-on the right none (XLA's CPU compiler, jaxlib 0.10.2, 2026-11-23).
+The two columns compute the same state. On the left the old and the new `mu` are live together, so XLA copies them: Adam
+under `skip` reads six gradients more than without, on the right none (CPU, jaxlib 0.10.2, 2026-11-23).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -31,9 +30,7 @@ def conditional_update(step: Callable[..., tuple[Kept, Rest, jax.Array]], old: K
     """Returns (new, rest) of `step(*args) -> (new, rest, skip)`, with the leaves of `old` where `skip` is true.
 
     Args:
-        step: traced once. `rest` is returned unchanged: in a skipped step it may be computed from old leaves instead of
-            new
-            ones.
+        step: traced once. In a skipped step `rest` may be computed from old leaves instead of new ones.
         old: has the structure of `new`; its leaves may be among `args`.
     """
     closed, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
@@ -42,18 +39,16 @@ def conditional_update(step: Callable[..., tuple[Kept, Rest, jax.Array]], old: K
     env |= dict(zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
     outs, flag = jaxpr.outvars[: len(olds)], jaxpr.outvars[-1]
     read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
-    first = needed(jaxpr.eqns, [flag])
-    if jaxpr.effects:  # effects keep their order
-        first = list(jaxpr.eqns)
-    at_once = {id(eqn) for eqn in first}
-    later = [eqn for eqn in jaxpr.eqns if id(eqn) not in at_once]
-    _run(jaxpr, first, [*(v for eqn in later for v in eqn.invars), *jaxpr.outvars], env)
+    first = list(jaxpr.eqns) if jaxpr.effects else needed(jaxpr.eqns, [flag])  # effects keep their order
+    ids = set(map(id, first))
+    later = [eqn for eqn in jaxpr.eqns if id(eqn) not in ids]
+    _run(jaxpr, first, later, env)
     skip = read(flag)
     choose, done = _chosen_early(outs, olds, later)
     begin = 0
     for end, eqn in enumerate(later, 1):
         if end == len(later) or any(v in choose for v in eqn.outvars):
-            _run(jaxpr, later[begin:end], [*(v for after in later[end:] for v in after.invars), *jaxpr.outvars], env)
+            _run(jaxpr, later[begin:end], later[end:], env)
             env |= {v: jnp.where(skip, choose[v], env[v]) for v in eqn.outvars if v in choose}
             begin = end
     new = [read(v) if v in done else jnp.where(skip, a, read(v)) for v, a in zip(outs, olds, strict=True)]
@@ -69,9 +64,7 @@ def _chosen_early(outs: Sequence[Any], olds: Sequence[Any], later: Sequence[Any]
         if isinstance(v, Literal) or outs.count(v) > 1:
             continue
         of = v
-        while (
-            of in made and made[of].primitive.name == "sharding_constraint"
-        ):  # a sharding constraint does not change the value
+        while of in made and made[of].primitive.name == "sharding_constraint":  # it does not change the value
             of = made[of].invars[0]
         if isinstance(of, Var) and of in made and of not in choose and (of is v or of not in outs):
             choose[of] = old
@@ -79,9 +72,10 @@ def _chosen_early(outs: Sequence[Any], olds: Sequence[Any], later: Sequence[Any]
     return choose, done
 
 
-def _run(jaxpr: Any, eqns: Sequence[Any], wanted: Iterable[Any], env: dict[Var, Any]) -> None:
-    """Evaluates equations, and adds the wanted results to `env`."""
+def _run(jaxpr: Any, eqns: Sequence[Any], later: Sequence[Any], env: dict[Var, Any]) -> None:
+    """Evaluates equations, and adds to `env` the results that the later ones or those of the jaxpr need."""
     made = {v for eqn in eqns for v in eqn.outvars}
+    wanted = [*(v for eqn in later for v in eqn.invars), *jaxpr.outvars]
     takes = list(dict.fromkeys(v for eqn in eqns for v in eqn.invars if isinstance(v, Var) and v not in made))
     gives = list(dict.fromkeys(v for v in wanted if isinstance(v, Var) and v in made))
     names = jaxpr.debug_info._replace(arg_names=None, result_paths=None)

@@ -2,14 +2,12 @@
 after a non-finite step.
 
     code      0, or the sum of LOSS, GRADIENT and METRICS (not finite) and SPIKE (a loss above the limit of the host)
-    stop      each device checks its part of the gradient, and the host joins the codes where it reads them: no
-              communication
+    stop      each device checks its part of the gradient; the host joins the codes: no communication
     skip      the code is joined in the step; a non-finite step leaves everything but its number unchanged
     rollback  joined too: every process knows the step to return to
 
-The checked gradient is that of `state.apply_gradients`, in the sharding of the update. If a step calls
-`apply_gradients` inside its own loop, branch or `jit`, or never, the guard checks the new parameters instead, which a
-non-finite gradient makes non-finite.
+The checked gradient is that of `state.apply_gradients`, in the sharding of the update. If a step calls it inside its
+own loop, branch or `jit`, or never, the guard checks the new parameters instead.
 
 Wire: nothing, or one all-reduce of a scalar over all devices. Reads the gradient once.
 """
@@ -31,26 +29,25 @@ from spmdkit.mesh.mesh import REPLICA_AXES, spec_axes
 from spmdkit.step import trace_context
 from spmdkit.step.metrics.base import is_metric
 from spmdkit.step.state import TrainState
+from spmdkit.step.trace_context import Context
 
 LOSS, GRADIENT, METRICS, SPIKE = 1, 2, 4, 8
+Metrics = Mapping[str, Any]
 KINDS = {"loss": LOSS, "gradient": GRADIENT, "metrics": METRICS, "spike": SPIKE}
 """Name of a check in the config -> its bit in a code."""
 
 
+Trees = Sequence[Any] | None
+"""Gradients that were passed to the optimizer, one tree per call; None: the new parameters are checked."""
+
+
 def apply_guard(
-    context: trace_context.Context,
-    old: TrainState,
-    new: TrainState,
-    metrics: Mapping[str, Any],
-    gradients: Sequence[Any] | None,
-    limit: jax.Array | None = None,
+    context: Context, old: TrainState, new: TrainState, metrics: Metrics, gradients: Trees, limit: Any = None
 ) -> tuple[TrainState, jax.Array | None]:
     """Returns (the state after the step, its code): int32[], or int32[parts] if it is not joined and devices hold parts
     of the gradient.
 
-    Args:
-        gradients: those passed to the optimizer, one tree per call; None: check the new parameters.
-        limit: a larger loss is a spike.
+    `limit`: a larger loss is a spike.
     """
     code = guard_code(context, new.params, metrics, gradients, limit)
     if code is not None and guard_skips(context):
@@ -61,23 +58,19 @@ def apply_guard(
     return new, code
 
 
-def guard_skips(context: trace_context.Context) -> bool:
+def guard_skips(context: Context) -> bool:
     """Returns whether the guard may skip a step."""
     return context.options.guard is not None and bool(context.options.guard.skips)
 
 
-def is_skipped(context: trace_context.Context, code: jax.Array) -> jax.Array:
+def is_skipped(context: Context, code: jax.Array) -> jax.Array:
     """Returns bool[], whether a step with this code leaves the state unchanged."""
     assert context.options.guard is not None
     return code & context.options.guard.skips != 0
 
 
 def guard_code(
-    context: trace_context.Context,
-    params: Any,
-    metrics: Mapping[str, Any],
-    gradients: Sequence[Any] | None,
-    limit: jax.Array | None = None,
+    context: Context, params: Any, metrics: Metrics, gradients: Trees, limit: Any = None
 ) -> jax.Array | None:
     """Returns the code of a step, as `apply_guard`; None without a guard."""
     guard = context.options.guard
@@ -93,7 +86,7 @@ def guard_code(
     return code
 
 
-def _metrics_code(guard: trace_context.GuardSettings, metrics: Mapping[str, Any]) -> Any:
+def _metrics_code(guard: trace_context.GuardSettings, metrics: Metrics) -> Any:
     """Returns the bits of the loss and the metrics, which are the same on every device."""
     code: Any = 0
     for name, metric in metrics.items():
@@ -104,17 +97,13 @@ def _metrics_code(guard: trace_context.GuardSettings, metrics: Mapping[str, Any]
     return code
 
 
-def _gradient_code(context: trace_context.Context, code: jax.Array, gradients: Sequence[Any]) -> jax.Array:
+def _gradient_code(context: Context, code: jax.Array, gradients: Sequence[Any]) -> jax.Array:
     """Returns the code with the gradient's bit: of this device's parts, or joined over all devices."""
     guard, placements = context.options.guard, context.sharding.placements
     assert guard is not None
     leaves, mesh = jax.tree.leaves(list(gradients)), context.sharding.mesh
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    every = tuple(
-        a
-        for a in (context.sharding.mesh.axis_names if context.sharding.mesh is not None else ())
-        if context.sharding.size(a) > 1
-    )
+    every = context.sharding.larger(() if mesh is None else mesh.axis_names)
     if context.inside or not every:
         # Values that other axes shard are not sliced here: the partitioner would communicate.
         is_whole = all(a in REPLICA_AXES for a in every)
@@ -129,16 +118,12 @@ def _gradient_code(context: trace_context.Context, code: jax.Array, gradients: S
     axes = every if guard.joins else tuple(a for a in every if a in cutting)
 
     def of_device(leaves: Sequence[jax.Array], code: jax.Array) -> jax.Array:
-        bad = _any_nonfinite(leaves, platform)
-        bad = compat.as_varying(bad, axes)
-        if guard.joins:
-            result: jax.Array = code | GRADIENT * lax.pmax(bad, axes)
-            return result
-        code = code | GRADIENT * bad
-        return code[None] if axes else code
+        bad = compat.as_varying(_any_nonfinite(leaves, platform), axes)
+        code = code | GRADIENT * (lax.pmax(bad, axes) if guard.joins else bad)
+        return code[None] if axes and not guard.joins else code
 
     out = PartitionSpec(axes) if axes and not guard.joins else PartitionSpec()
-    mapped = jax.shard_map(of_device, mesh=context.sharding.mesh, in_specs=(specs, PartitionSpec()), out_specs=out)
+    mapped = jax.shard_map(of_device, mesh=mesh, in_specs=(specs, PartitionSpec()), out_specs=out)
     return mapped(leaves, code)
 
 
@@ -147,18 +132,10 @@ def _any_nonfinite(leaves: Sequence[jax.Array], platform: str | None) -> jax.Arr
     return jnp.logical_not(functools.reduce(jnp.logical_and, finite, jnp.array(True))).astype(jnp.int32)
 
 
-FIRST_PARTS = 8
-"""Parts that are combined in one loop; with more parts LLVM does not vectorize the loop."""
-
-MOST_PARTS = 31
-"""Parts for combining again: more than 15, so that XLA does not fuse both into one loop."""
-
-WINDOW = 32
-"""XLA's CPU backend reduces a dim above this size by windows, element by element."""
-
-FEW = 1 << 11
-"""At most this many elements are reduced directly after the first combination, so that a program with many small leaves
-stays small."""
+FIRST_PARTS, MOST_PARTS, WINDOW, FEW = 8, 31, 32, 1 << 11
+"""How arrays are reduced on CPU: parts combined in one loop (with more LLVM does not vectorize it); parts combined
+again (more than 15, so that XLA does not fuse both loops); the dim above which XLA reduces by windows, element by
+element; elements that are reduced directly, so that a program with many small leaves stays small."""
 
 
 def is_finite(x: jax.Array, platform: str | None = None) -> jax.Array:
@@ -166,11 +143,8 @@ def is_finite(x: jax.Array, platform: str | None = None) -> jax.Array:
 
     Args:
         platform: of the devices that hold the array, or a part of it, unsharded; None if it may be sharded. On `cpu`
-            parts
-            are combined until little is left to reduce. With an optimizer (gradient of 6.4 MiB, a step of 10 ms on two
-            devices, jaxlib 0.10.2, 2026-11-25) this takes 0.4 % of the step, the first combination alone 1.7 %. The
-            largest
-            magnitude cannot be used: on CPU a maximum over floats loses a NaN.
+            parts are combined until little is left to reduce: 0.4 % of a step of 10 ms with a gradient of 6.4 MiB, the
+            first combination alone 1.7 % (two devices, jaxlib 0.10.2, 2026-11-25).
     """
     if not jnp.issubdtype(x.dtype, jnp.inexact) or not x.size:
         return jnp.array(True)
@@ -183,8 +157,8 @@ def is_finite(x: jax.Array, platform: str | None = None) -> jax.Array:
 
 
 def _parts(x: jax.Array, most: int) -> list[jax.Array]:
-    """Returns at most `most` parts of equal size along the first long dim. The last one may overlap the one before it,
-    which does not change the result."""
+    """Returns at most `most` parts of equal size along the first long dim; the last one may overlap the one before
+    it."""
     axis = next((axis for axis, size in enumerate(x.shape) if size > WINDOW), int(np.argmax(x.shape)))
     size = x.shape[axis]
     each = -(-size // most)

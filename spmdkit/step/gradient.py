@@ -3,12 +3,9 @@
     g = sum_r sum_m d(sum_i w_i loss_i)/dp  /  sum_r sum_m sum_i w_i         (replicas r, microbatches m, examples i)
 
 Every replica differentiates the *sum* of its own examples and adds its microbatches. Then one reducer adds the
-replicas: one reduction on the replica axes per step with any gradient accumulation, none in the loop. The division is
-last.
+replicas, once per step and outside of the loop over microbatches. The division is last. Lowerings: lowering.py.
 
-The lowerings, and how a mesh chooses one: lowering.py.
-
-Wire: reducer(parameters) on the replica axes, once per step; lowering.py.
+Wire: reducer(parameters) on the replica axes, once per step.
 """
 
 from __future__ import annotations
@@ -22,10 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
 
 from spmdkit.errors import ConfigError
-from spmdkit.foundation.trees import describe, first_difference, named_leaves, path_name
+from spmdkit.foundation.trees import abstract, describe, first_difference, named_leaves, path_name
 from spmdkit.step import rng, trace_context
 from spmdkit.step.accumulator import LossFacts, Sums
 from spmdkit.step.checks.return_values import checked_loss, checked_metrics
@@ -38,6 +34,7 @@ from spmdkit.step.model_state import agreement
 from spmdkit.step.multi_term_loss import microbatch_gradients, over_microbatches
 from spmdkit.step.reduction import Call
 from spmdkit.step.row_order import RowOrder, split
+from spmdkit.step.trace_context import Context
 
 Loss = Callable[..., Any]
 
@@ -45,13 +42,11 @@ Loss = Callable[..., Any]
 def value_and_grad(loss_fn: Loss) -> Callable[..., Any]:
     """Returns a function that computes the loss, its metrics and the gradient over the whole global batch.
 
-    `sk.value_and_grad(loss_fn)(params, batch, key) -> ((loss, metrics), grads)`, or with model state
-    `(params, model_state, batch, key) -> ((loss, metrics, new_model_state), grads)`. Correct on every mesh, for any
-    number
-    of microbatches, and in both views: in a global `train_step` it receives global arrays, in a per-replica one the
+    `sk.value_and_grad(loss_fn)(params, batch, key) -> ((loss, metrics), grads)`, or with model state `(params,
+    model_state, batch, key) -> ((loss, metrics, new_model_state), grads)`. Correct on every mesh, for any number of
+    microbatches, and in both views: in a global `train_step` it receives global arrays, in a per-replica one the
     replica's own. The result is the same, and already reduced. Metrics are numbers. Metrics that are arrays
-    (`sk.bincount`)
-    are returned as metrics, with `.value`, and can be returned by the step.
+    (`sk.bincount`) are returned as metrics, with `.value`, and can be returned by the step.
 
     Raises:
         ConfigError: the loss does not return what `Task.loss_fn` must return.
@@ -95,10 +90,8 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
         facts = sums.facts
         total = lambda metric, name: facts.with_static_counts(metric, name, context.num_losses)
         loss = total(sums.loss, "loss")
-        context.slots.add_metrics(
-            {name: metric.value for name, metric in sums.metrics.items() if name not in facts.names}
-        )
-        metrics = {name: total(metric, name) for name, metric in sums.metrics.items() if name in facts.names}
+        context.slots.add_metrics({name: m.value for name, m in sums.metrics.items() if name not in facts.names})
+        metrics = {name: total(m, name) for name, m in sums.metrics.items() if name in facts.names}
         grads = sums.mean_gradient(loss) if context.reducer_returns_sums else sums.gradient
         return (loss, metrics, new_state)[: len(args)], grads
 
@@ -108,8 +101,7 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
 def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Metric]]:
     """Returns a function `(params, model_state, batch, key, number) -> {name: metric}` over the whole global batch.
 
-    With a key `eval_fn` receives a key as its last argument. It differs for each batch, of which `number` is the index,
-    and each replica. Example keys follow from the position in the whole set.
+    With a key `eval_fn` receives a key as its last argument, for each batch (`number`) and replica another one.
     """
 
     def evaluated(params: Any, model_state: Any, batch: Any, key: Any = None, number: Any = 0) -> dict[str, Metric]:
@@ -137,16 +129,15 @@ def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Metric]]:
 # ---- one replica
 
 
-def _local_gradient(loss_fn: Loss, stateful: bool, context: trace_context.Context, key: Any) -> Callable[..., Any]:
-    """Returns the function that one replica computes: sums over its own microbatches, without communication."""
+def _local_gradient(loss_fn: Loss, stateful: bool, context: Context, key: Any) -> Callable[..., Any]:
+    """Returns the function of one replica: sums over its own microbatches, without communication."""
 
     def one_microbatch(params: Any, state: Any, rows: Any, mask: Any, index: Any, micro: Any) -> Any:
         num = _num_rows(rows)
         group, _ = context.group
         folded = _loss_key(key, group * context.sharding.num_replicas + index, micro)
-        with trace_context.with_examples(
-            trace_context.Examples(num, mask, _positions(context, index, micro, num), key)
-        ):
+        positions = _positions(context, index, micro, num)
+        with trace_context.with_examples(trace_context.Examples(num, mask, positions, key)):
             out = loss_fn(params, *((state,) if stateful else ()), _cast_inputs(context, rows), folded)
         loss, metrics, new_state = checked_loss(out, stateful)
         new_state = _checked_state(state, new_state) if stateful else None
@@ -195,17 +186,17 @@ def _local_gradient(loss_fn: Loss, stateful: bool, context: trace_context.Contex
     return local
 
 
-def _zeros(context: trace_context.Context, shapes: Sums) -> Sums:
+def _zeros(context: Context, shapes: Sums) -> Sums:
     """Returns the sums of no microbatch, with gradients sharded like the parameters."""
     zeros = empty_parts(shapes)
-    constrained = lambda tree: None if tree is None else _constrain_gradient(context, tree)
+    constrained = lambda tree: None if tree is None else trace_context.shard_like_params(context, tree, "compute")
     gradients: dict[str, Any] = {name: constrained(getattr(zeros, name)) for name in ("gradient", "count_gradient")}
     return dataclasses.replace(zeros, **gradients)
 
 
 def _vjp(fn: Callable[[Any], Any], params: Any) -> tuple[Any, Callable[[Any], Any], Any, bool]:
-    """Returns ((sums, counts), pull-back, aux, whether a count depends on the parameters) of `fn(params) -> ((sums,
-    counts), aux)`."""
+    """Returns ((sums, counts), pull-back, aux, whether a count depends on the parameters) of `fn(params) -> ((s, c),
+    aux)`."""
     derivatives = []
 
     @jax.custom_jvp
@@ -225,32 +216,28 @@ def _vjp(fn: Callable[[Any], Any], params: Any) -> tuple[Any, Callable[[Any], An
     return primals, pull, aux, bool(derivatives)
 
 
-def _gradient_shapes(context: trace_context.Context, params: Any) -> Any:
+def _gradient_shapes(context: Context, params: Any) -> Any:
     """Returns the gradient that is reduced, as `jax.ShapeDtypeStruct`."""
-    return jax.tree.map(
-        lambda p: jax.ShapeDtypeStruct(jnp.shape(p), context.options.reduce_dtype or jnp.result_type(p)), params
-    )
+    dtype = context.options.reduce_dtype
+    return jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p), dtype or jnp.result_type(p)), params)
 
 
-def _in_reduce_dtype(context: trace_context.Context, grads: Any, params: Any) -> Any:
+def _in_reduce_dtype(context: Context, grads: Any, params: Any) -> Any:
     """Returns a replica's gradient in the dtype of the reduction, sharded like its parameters."""
     grads = jax.tree.map(lambda g, p: g.astype(context.options.reduce_dtype or p.dtype), grads, params)
-    return _constrain_gradient(context, grads)
+    return trace_context.shard_like_params(context, grads, "compute")
 
 
 def _state_reductions(
-    loss_fn: Loss, context: trace_context.Context, params: Any, state: Any, batch: Any, key: Any
+    loss_fn: Loss, context: Context, params: Any, state: Any, batch: Any, key: Any
 ) -> agreement.Kinds:
     """Returns the reduction of each leaf of the model state that the loss returns."""
     replicas = context.sharding.num_replicas
     if replicas == 1 or context.sharding.state_groups == replicas:  # no other replica
         return {path: "identical" for path, _ in named_leaves(state)}
     shape_of = lambda tree, lead: jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape[1:]), x.dtype), tree)
-    whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), (params, key))
-    if context.sharding.state_groups is not None:
-        of_one = shape_of(state, ())
-    else:
-        of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    whole = abstract((params, key))
+    of_one = abstract(state) if context.sharding.state_groups is None else shape_of(state, ())
     num = _num_rows(batch) // (context.sharding.microbatches * (1 if context.inside else replicas))
 
     def replica_inputs(num: int) -> Any:
@@ -263,23 +250,13 @@ def _state_reductions(
         return _checked_state(state, checked_loss(out, True)[2])
 
     axes = (("replica", context.sharding.size("replica")), ("data", context.sharding.size(*context.sharding.data_axes)))
-    return agreement.state_reductions(
-        context.options.state_reduction,
-        new_state,
-        of_one,
-        whole,
-        [replica_inputs(num), replica_inputs(2 * num)],
-        axes,
-        context.inside,
-    )
+    own, declared = [replica_inputs(num), replica_inputs(2 * num)], context.options.state_reduction
+    return agreement.state_reductions(declared, new_state, of_one, whole, own, axes, context.inside)
 
 
 def _checked_state(state: Any, new_state: Any) -> Any:
-    """Returns the new model state.
-
-    Raises:
-        ConfigError: its tree, or the shape or dtype of a leaf, differs from the old one.
-    """
+    """Returns the new model state; raises ConfigError if its tree, or the shape or dtype of a leaf, differs from the
+    old one."""
     if difference := first_difference(state, new_state):
         raise ConfigError(
             f"loss_fn returned a model state that differs from its input: {difference}. Its tree, shapes and dtypes "
@@ -292,37 +269,30 @@ def _checked_state(state: Any, new_state: Any) -> Any:
 
 
 def _loss_key(key: Any, replica: Any, micro: Any) -> Any:
-    """Returns the plain key of a loss, which differs for each replica and microbatch."""
     return None if key is None else rng.loss_key(key, replica, micro)
 
 
-def _row_order(context: trace_context.Context, rows: int) -> RowOrder:
+def _row_order(context: Context, rows: int) -> RowOrder:
     """Returns the order of the rows of the global batch; one shard has `rows` rows in a microbatch."""
     _, groups = context.group
-    return RowOrder(
-        groups * context.sharding.num_replicas * context.sharding.num_shards, context.sharding.microbatches, rows
-    )
+    shards = groups * context.sharding.num_replicas * context.sharding.num_shards
+    return RowOrder(shards, context.sharding.microbatches, rows)
 
 
-def _first_shard(context: trace_context.Context, replica: Any) -> Any:
+def _first_shard(context: Context, replica: Any) -> Any:
     """Returns the first shard of a replica, counted over the shards of all groups."""
     group, _ = context.group
     return (group * context.sharding.num_replicas + replica) * context.sharding.num_shards
 
 
-def _positions(context: trace_context.Context, replica: Any, micro: Any, num: int) -> jax.Array:
+def _positions(context: Context, replica: Any, micro: Any, num: int) -> jax.Array:
     """Returns int32[num], the global positions of a microbatch's rows on one replica: those of its inner shards."""
     inner = context.sharding.num_shards
     return _row_order(context, num // inner).of_microbatch(_first_shard(context, replica), inner, micro)
 
 
-def step_examples(
-    context: trace_context.Context, examples: Any, mask: Any, key: Any, replica: Any = None
-) -> trace_context.Examples:
-    """Returns the rows of a whole `train_step`: all of the global batch (of its group), or those of one replica.
-
-    They make `sk.mean`, `sk.example_mask` and `sk.example_keys` correct in a step without `sk.value_and_grad`.
-    """
+def step_examples(context: Context, examples: Any, mask: Any, key: Any, replica: Any = None) -> trace_context.Examples:
+    """Returns the rows of a whole `train_step`: all of the global batch (of its group), or those of one replica."""
     num = _num_rows(examples)
     own = context.sharding.num_shards * (context.sharding.num_replicas if replica is None else 1)
     order = _row_order(context, num // (own * context.sharding.microbatches))
@@ -330,42 +300,20 @@ def step_examples(
     return trace_context.Examples(num, mask, positions, key, whole=replica is None, of_step=True)
 
 
-def _cut_microbatches(context: trace_context.Context, x: jax.Array) -> jax.Array:
+def _cut_microbatches(context: Context, x: jax.Array) -> jax.Array:
     """Returns [F M b, ...] as [M, F b, ...]; each inner shard keeps its own rows, so no data move."""
-    return constrain(
-        context,
-        split(x, 0, context.sharding.num_shards, context.sharding.microbatches),
-        (),
-        context.sharding.inner_axes,
-    )
-
-
-def _constrain_gradient(context: trace_context.Context, grads: Any) -> Any:
-    """Shards a replica's gradient like its parameters; otherwise the partitioner would replicate it during
-    accumulation."""
-    mesh = context.sharding.mesh
-    if context.sharding.form == "manual" or mesh is None or context.sharding.placements is None:
-        return grads
-    return jax.tree.map(
-        lambda g, s: lax.with_sharding_constraint(g, NamedSharding(mesh, s)) if len(s) else g,
-        grads,
-        context.sharding.placements.of(grads).compute,
-    )
+    microbatches = split(x, 0, context.sharding.num_shards, context.sharding.microbatches)
+    return constrain(context, microbatches, (), context.sharding.inner_axes)
 
 
 def _cast(tree: Any, dtype: Any) -> Any:
-    if dtype is None:
-        return tree
-    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+    cast = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return tree if dtype is None else jax.tree.map(cast, tree)
 
 
-def _cast_inputs(context: trace_context.Context, rows: Any) -> Any:
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: (
-            _cast(x, context.options.compute_dtype) if is_cast(context.options.inputs, path_name(path)) else x
-        ),
-        rows,
-    )
+def _cast_inputs(context: Context, rows: Any) -> Any:
+    inputs, dtype = context.options.inputs, context.options.compute_dtype
+    return jax.tree.map_with_path(lambda path, x: _cast(x, dtype) if is_cast(inputs, path_name(path)) else x, rows)
 
 
 def is_cast(inputs: str | Sequence[str], path: str) -> bool:
@@ -378,12 +326,11 @@ def _num_rows(rows: Any) -> int:
 
 
 def _check_differentiable(params: Any) -> None:
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+    for path, leaf in named_leaves(params):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             raise ConfigError(
-                f"parameter {jax.tree_util.keystr(path, simple=True, separator='/')} is {describe(leaf)}: only "
-                "floating point leaves have a gradient. Store it in the model state (sk.Variables) or outside of the "
-                "parameters."
+                f"parameter {path} is {describe(leaf)}: only floating point leaves have a gradient. Store it in the "
+                "model state (sk.Variables) or outside of the parameters."
             )
 
 

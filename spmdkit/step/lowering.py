@@ -8,12 +8,10 @@ the same.
 |        |                        | `shard_map` around the reducer alone         |                                  |
 | plain  | no replica axis        | none                                         | the partitioner, from the layout |
 
-Two measured reasons for this design (jax 0.10.2). Differentiating with respect to an invariant value inside a typed
-`shard_map` sums over the axis silently, so the manual form is untyped (`check_vma=False`). A `shard_map` that is manual
-over some axes only aborts the process when a gather meets a sharded operand, so the mapped form never uses one.
-
-In the manual form types therefore do not prove that results are the same on all replicas. Sums and model state leave it
-through one reduction (tests count them), and `verify` compares the replicas bitwise.
+Two measured reasons (jax 0.10.2). Differentiating with respect to an invariant value inside a typed `shard_map` sums
+over the axis silently, so the manual form is untyped (`check_vma=False`), and `verify` compares its replicas bitwise. A
+`shard_map` that is manual over some axes only aborts the process when a gather meets a sharded operand, so the mapped
+form never uses one.
 
 Wire: reducer(sums) on the replica axes, once. ZeRO 1 and 2 count `fsdp` among them; ZeRO 2 sends a reduce_scatter
 there.
@@ -22,6 +20,7 @@ there.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -36,29 +35,21 @@ from spmdkit.mesh.mesh import REPLICA_AXES, dim_axes, spec_axes
 from spmdkit.step import reduction, trace_context
 from spmdkit.step.accumulator import Sums
 from spmdkit.step.model_state import agreement
+from spmdkit.step.model_state.agreement import Kinds
 from spmdkit.step.reduction import Call
+from spmdkit.step.trace_context import Context
 
 Local = Callable[..., Any]
 
 
 def map_replicas(
-    context: trace_context.Context,
-    local: Local,
-    params: Any,
-    state: Any,
-    batch: Any,
-    kinds: agreement.Kinds,
-    call: Call | None,
+    context: Context, local: Local, params: Any, state: Any, batch: Any, kinds: Kinds, call: Call | None
 ) -> Any:
-    """Returns (`Sums` over all replicas, model state, the reducer's state) of `local(index, params, state, rows, mask)
-    -> (Sums, state)`.
+    """Returns (`Sums` over all replicas, model state, the reducer's state). `local(index, params, state, rows, mask)`
+    returns (`Sums`, model state) of one replica.
 
-    Gradients are trees like the parameters, in the sharding of the gradient. They are already divided if the reducer
-    does not take sums.
-
-    Args:
-        kinds: the reduction of each leaf of the model state.
-        call: of `sk.value_and_grad`; None in an evaluation.
+    Gradients are in the sharding of the gradient, and already divided if the reducer does not take sums. `kinds`: the
+    reduction of each leaf of the model state; `call`: of `sk.value_and_grad`, None in an evaluation.
     """
     if context.inside:
         return _inside_replica(context, local, params, state, batch, kinds, call)
@@ -72,31 +63,14 @@ def map_replicas(
     return sums, new_state, reducer_state
 
 
-def _plain(
-    context: trace_context.Context,
-    local: Local,
-    params: Any,
-    state: Any,
-    batch: Any,
-    _: agreement.Kinds,
-    call: Call | None,
-) -> Any:
-    if context.sharding.state_groups is not None:
-        state = jax.tree.map(lambda x: x[0], state)
-    sums, new_state = local(0, params, state, batch, context.mask)
-    if context.sharding.state_groups is not None:
-        new_state = jax.tree.map(lambda x: x[None], new_state)
-    return sums, new_state, None if call is None else call.reducer_state
+def _plain(context: Context, local: Local, params: Any, state: Any, batch: Any, _: Kinds, call: Call | None) -> Any:
+    own_state = context.sharding.state_groups is not None
+    sums, new_state = local(0, params, _first(state) if own_state else state, batch, context.mask)
+    return sums, _stacked(new_state) if own_state else new_state, None if call is None else call.reducer_state
 
 
 def _inside_replica(
-    context: trace_context.Context,
-    local: Local,
-    params: Any,
-    state: Any,
-    batch: Any,
-    kinds: agreement.Kinds,
-    call: Call | None,
+    context: Context, local: Local, params: Any, state: Any, batch: Any, kinds: Kinds, call: Call | None
 ) -> Any:
     """One replica's part, called inside `shard_map`: one reduction of all sums and the global model state."""
     index = lax.axis_index(REPLICA_AXES)
@@ -110,38 +84,21 @@ def _inside_replica(
     sums, added, reducer_state = reduction.reduced(context, sums, added, REPLICA_AXES, call)
     with jax.named_scope(trace_context.REDUCE):
         largest = lax.pmax(as_local(context, largest), REPLICA_AXES) if largest else largest
-    return (
-        sums,
-        agreement.reduced_state(kinds, state, new_state, added, largest, context.sharding.size(*REPLICA_AXES)),
-        reducer_state,
-    )
+    num = context.sharding.size(*REPLICA_AXES)
+    return sums, agreement.reduced_state(kinds, state, new_state, added, largest, num), reducer_state
 
 
 def _manual(
-    context: trace_context.Context,
-    local: Local,
-    params: Any,
-    state: Any,
-    batch: Any,
-    kinds: agreement.Kinds,
-    call: Call | None,
+    context: Context, local: Local, params: Any, state: Any, batch: Any, kinds: Kinds, call: Call | None
 ) -> Any:
     own_state = context.sharding.state_groups is not None
-    rows = PartitionSpec(_non_trivial(context, REPLICA_AXES))
+    rows = PartitionSpec(context.sharding.larger(REPLICA_AXES) or REPLICA_AXES)
 
     def body(params: Any, state: Any, batch: Any, mask: Any, reducer_state: Any) -> Any:
-        inner = dataclasses.replace(context, mask=mask)
-        if own_state:
-            state = jax.tree.map(lambda x: x[0], state)
-        own = (
-            None
-            if call is None
-            else dataclasses.replace(call, reducer_state=jax.tree.map(lambda x: x[0], reducer_state))
-        )
+        inner, state = dataclasses.replace(context, mask=mask), _first(state) if own_state else state
+        own = call and dataclasses.replace(call, reducer_state=_first(reducer_state))
         sums, new_state, reducer_state = _inside_replica(inner, local, params, state, batch, kinds, own)
-        if own_state:
-            new_state = jax.tree.map(lambda x: x[None], new_state)
-        return sums, new_state, jax.tree.map(lambda x: x[None], reducer_state)
+        return sums, _stacked(new_state) if own_state else new_state, _stacked(reducer_state)
 
     states = rows if own_state else PartitionSpec()
     state_specs = rows if call is None else whole_state_specs(context, call.reducer_state)
@@ -158,13 +115,7 @@ def _manual(
 
 
 def _mapped(
-    context: trace_context.Context,
-    local: Local,
-    params: Any,
-    state: Any,
-    batch: Any,
-    kinds: agreement.Kinds,
-    call: Call | None,
+    context: Context, local: Local, params: Any, state: Any, batch: Any, kinds: Kinds, call: Call | None
 ) -> Any:
     compat.map_gathers_over_several_axes()
     num_replica, num_data = context.sharding.size("replica"), context.sharding.size(*context.sharding.data_axes)
@@ -186,13 +137,11 @@ def _mapped(
     # axes are named: without a name of size one the TPU's partitioner sends all_reduces instead of reduce_scatters
     # (libtpu 0.0.42, `hsdp` on v5e).
     alone = context.group[1] == 1
-    names = [
-        tuple(a for a in axes if alone or context.sharding.size(a) > 1) or None
-        for axes in (context.sharding.data_axes, ("replica",))
-    ]
-    over_data = jax.vmap(replica_sums, in_axes, axis_name="data", spmd_axis_name=names[0])
-    stacked = jax.vmap(over_data, in_axes, axis_name="replica", spmd_axis_name=names[1])(states, rows, mask)
-    sums, new_state = stacked
+    all_axes = context.sharding.data_axes, ("replica",)
+    data, replica = ((axes if alone else context.sharding.larger(axes)) or None for axes in all_axes)
+    over_data = jax.vmap(replica_sums, in_axes, axis_name="data", spmd_axis_name=data)
+    over_all = jax.vmap(over_data, in_axes, axis_name="replica", spmd_axis_name=replica)
+    sums, new_state = over_all(states, rows, mask)
     if own_state:
         new_state = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), new_state)
         sums, _, reducer_state = _reduce_stacked(context, sums, {}, call)
@@ -204,9 +153,9 @@ def _mapped(
     return sums, agreement.reduced_state(kinds, state, new_state, added, largest, num_replica * num_data), reducer_state
 
 
-def _reduce_stacked(context: trace_context.Context, sums: Sums, added: Any, call: Call | None) -> Any:
+def _reduce_stacked(context: Context, sums: Sums, added: Any, call: Call | None) -> Any:
     """Reduces leaves [replica, data, ...] over the replicas, each in its sharding, in a fully manual `shard_map`."""
-    axes = tuple(a for a in ("replica", *context.sharding.data_axes) if context.sharding.size(a) > 1)
+    axes = context.sharding.larger(context.sharding.replica_axes)
     if not axes:
         sums, added = jax.tree.map(lambda x: x[0, 0], (sums, added))
         return sums, added, None if call is None else call.reducer_state
@@ -224,13 +173,9 @@ def _reduce_stacked(context: trace_context.Context, sums: Sums, added: Any, call
 
     def body(tree: Any, reducer_state: Any) -> Any:
         sums, added = jax.tree.map(lambda x: x[0, 0], tree)
-        own = (
-            None
-            if call is None
-            else dataclasses.replace(call, reducer_state=jax.tree.map(lambda x: x[0], reducer_state))
-        )
+        own = call and dataclasses.replace(call, reducer_state=_first(reducer_state))
         sums, added, reducer_state = reduction.reduced(context, sums, added, axes, own, dims)
-        return (sums, added), jax.tree.map(lambda x: x[None], reducer_state)
+        return (sums, added), _stacked(reducer_state)
 
     run = jax.shard_map(
         body,
@@ -242,28 +187,22 @@ def _reduce_stacked(context: trace_context.Context, sums: Sums, added: Any, call
     return sums, added, reducer_state
 
 
-def _reducer_state_specs(context: trace_context.Context, gradient: Any, reducer_state: Any) -> Any:
+def _reducer_state_specs(context: Context, gradient: Any, reducer_state: Any) -> Any:
     """Returns the specs of a reducer's state: the replicas of each leaf first, then the spec of its gradient."""
-    specs = jax.tree.leaves(gradient)
-    structure: Any = jax.tree.structure(gradient)
-    of_leaf = [
-        jax.tree.map(lambda x, spec=spec: reducer_state_spec(context, spec, x.shape[1:]), state)
-        for spec, state in zip(specs, structure.flatten_up_to(reducer_state), strict=True)
-    ]
-    return jax.tree.unflatten(structure, of_leaf)
+    spec_of = lambda spec, x: reducer_state_spec(context, spec, x.shape[1:])
+    of_leaf = lambda spec, state: jax.tree.map(functools.partial(spec_of, spec), state)
+    return jax.tree.map(of_leaf, gradient, reducer_state)
 
 
-def whole_state_specs(context: trace_context.Context, reducer_state: Any) -> Any:
+def whole_state_specs(context: Context, reducer_state: Any) -> Any:
     """Returns the specs of a reducer's state for unsharded gradients: leaf by leaf for per-shard states, otherwise one
     for all."""
     if not context.options.reducer.per_shard_state:
-        return PartitionSpec(_non_trivial(context, REPLICA_AXES))
+        return PartitionSpec(context.sharding.larger(REPLICA_AXES) or REPLICA_AXES)
     return jax.tree.map(lambda x: reducer_state_spec(context, PartitionSpec(), x.shape[1:]), reducer_state)
 
 
-def reducer_state_spec(
-    context: trace_context.Context, gradient: PartitionSpec, shape: tuple[int, ...]
-) -> PartitionSpec:
+def reducer_state_spec(context: Context, gradient: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
     """Returns the spec of a reducer's state of a leaf with the gradient spec `gradient`."""
     axes = replica_axes_of(context, gradient)
     if (dim := shard_dim_of(context, gradient, shape)) is None:
@@ -273,7 +212,7 @@ def reducer_state_spec(
     return PartitionSpec(("replica",), *(of if len(of) > 1 else of[0] if of else None for of in dims))
 
 
-def shard_dim_of(context: trace_context.Context, gradient: PartitionSpec, shape: tuple[int, ...]) -> int | None:
+def shard_dim_of(context: Context, gradient: PartitionSpec, shape: tuple[int, ...]) -> int | None:
     """Returns the dim along which the state of a leaf is sharded over the inner replica axes, or None."""
     inner = inner_axes(replica_axes_of(context, gradient))
     if not context.options.reducer.per_shard_state or not inner:
@@ -281,20 +220,20 @@ def shard_dim_of(context: trace_context.Context, gradient: PartitionSpec, shape:
     return shard_dim(part_shape(context, gradient, shape), context.sharding.size(*inner))
 
 
-def part_shape(context: trace_context.Context, spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
+def part_shape(context: Context, spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape of one device's shard of an array with this spec."""
     dims = [dim_axes(of) for of in (*spec, *[None] * (len(shape) - len(spec)))]
     return tuple(n // context.sharding.size(*axes) for n, axes in zip(shape, dims, strict=True))
 
 
-def replica_axes_of(context: trace_context.Context, gradient: PartitionSpec) -> tuple[str, ...]:
+def replica_axes_of(context: Context, gradient: PartitionSpec) -> tuple[str, ...]:
     """Returns the axes over which the reducer reduces a leaf: the replica axes larger than one that do not shard its
     gradient."""
-    cut = set(spec_axes(gradient))
-    return tuple(a for a in ("replica", *context.sharding.data_axes) if context.sharding.size(a) > 1 and a not in cut)
+    cut = spec_axes(gradient)
+    return context.sharding.larger(a for a in context.sharding.replica_axes if a not in cut)
 
 
-def _specs(context: trace_context.Context, sums: Sums, added: Any, placement: Literal["compute", "gradient"]) -> Any:
+def _specs(context: Context, sums: Sums, added: Any, placement: Literal["compute", "gradient"]) -> Any:
     """Returns the spec of each leaf of (sums, added): gradients in their sharding, everything else replicated."""
     whole, added = jax.tree.map(lambda _: PartitionSpec(), (sums, added))
     if sums.gradient is None:
@@ -317,27 +256,29 @@ def _scatter_dim(before: PartitionSpec, after: PartitionSpec) -> int:
 # ---- placing and typing
 
 
-def constrain(context: trace_context.Context, x: jax.Array, *dims: tuple[str, ...]) -> jax.Array:
-    if (
-        context.sharding.form == "manual"
-        or context.sharding.mesh is None
-        or not any(context.sharding.size(*axes) > 1 for axes in dims)
-    ):
+def _first(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def _stacked(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[None], tree)
+
+
+def constrain(context: Context, x: jax.Array, *dims: tuple[str, ...]) -> jax.Array:
+    """Shards each dim over those of its axes that are larger than one."""
+    if context.sharding.form == "manual" or context.sharding.mesh is None:
+        return x
+    if not any(context.sharding.size(*axes) > 1 for axes in dims):
         return x
     spec = PartitionSpec(*(_axes_or_none(context, axes) for axes in dims))
-    result: jax.Array = lax.with_sharding_constraint(x, NamedSharding(context.sharding.mesh, spec))
-    return result
+    return lax.with_sharding_constraint(x, NamedSharding(context.sharding.mesh, spec))  # type: ignore[no-any-return]
 
 
-def as_local(context: trace_context.Context, tree: Any) -> Any:
+def as_local(context: Context, tree: Any) -> Any:
     """Types a tree as varying over replicas in a per-replica step; elsewhere returns it unchanged."""
     return compat.as_varying(tree, REPLICA_AXES) if context.inside else tree
 
 
-def _axes_or_none(context: trace_context.Context, axes: tuple[str, ...]) -> Any:
-    axes = tuple(a for a in axes if context.sharding.size(a) > 1)
+def _axes_or_none(context: Context, axes: tuple[str, ...]) -> Any:
+    axes = context.sharding.larger(axes)
     return None if not axes else axes[0] if len(axes) == 1 else axes
-
-
-def _non_trivial(context: trace_context.Context, axes: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(a for a in axes if context.sharding.size(a) > 1) or axes

@@ -3,10 +3,9 @@
     g = sum_k d/dp (S_k / C_k) = sum_r sum_m sum_k [ dS_krm/dp / C_k  -  S_k / C_k^2 dC_krm/dp ]     (means k, replicas
     r, microbatches m)
 
-One pull-back suffices if every C_k is known before it: over all replicas and all microbatches.
-Counts that follow from shapes alone are known. Other counts are added over replicas. With microbatches they are
-computed in a pass before the gradient, in which everything but the counts is dead code. If counts depend on the
-parameters, that pass computes S_k too.
+One pull-back suffices if every C_k is known before it, over all replicas and microbatches. Counts that follow from
+shapes alone are. Others are added over replicas; with microbatches they are computed in a pass before the gradient, in
+which all but the counts (and S_k, if counts depend on the parameters) is dead code.
 
 Wire: one all-reduce of a few numbers if a count does not follow from shapes.
 """
@@ -27,9 +26,10 @@ from spmdkit.mesh.mesh import REPLICA_AXES
 from spmdkit.step import trace_context
 from spmdkit.step.lowering import as_local
 from spmdkit.step.metrics.mean import Mean, Means
+from spmdkit.step.trace_context import Context
 
 
-def over_replicas(context: trace_context.Context, loss: Means, with_sums: bool) -> Means:
+def over_replicas(context: Context, loss: Means, with_sums: bool) -> Means:
     """Returns the sum of means over all replicas from one replica's part; without sums, those are zero.
 
     With a reducer that takes each replica's own mean (`input_scale="mean"`) the counts are the replica's own.
@@ -53,24 +53,20 @@ def over_replicas(context: trace_context.Context, loss: Means, with_sums: bool) 
 
 
 def over_microbatches(
-    context: trace_context.Context,
-    of_one: Means,
-    compute: Callable[[Any, Any], Any],
-    state: Any,
-    microbatches: Any,
-    depends: bool,
+    context: Context, of_one: Means, compute: Callable[[Any, Any], Any], state: Any, microbatches: Any, depends: bool
 ) -> Means:
     """Returns the sum of means over all microbatches and replicas, before any of them is differentiated.
 
     Args:
         of_one: the loss of one microbatch, abstract; counts that follow from shapes are numpy numbers.
-        compute: `(state, microbatch) -> (loss, metrics, new state)`.
-        microbatches: a tree of [microbatches, ...].
+        compute: `(state, microbatch) -> (loss, metrics, new state)`; `microbatches` is a tree of [microbatches, ...].
         depends: whether a count depends on the parameters.
     """
     times = context.sharding.microbatches
-    if all(isinstance(part.count, np.floating) for part in of_one.parts):
-        return over_replicas(context, Means(tuple(_times(part, times) for part in of_one.parts)), False)
+    if all(isinstance(part.count, np.floating) for part in of_one.parts):  # the sums belong to another trace
+        static: Callable[[Any], Any] = lambda x: x.dtype.type(float(x) * times) if isinstance(x, np.floating) else None
+        parts = (Mean(jnp.zeros((), part.sum.dtype), static(part.count), static(part.num)) for part in of_one.parts)
+        return over_replicas(context, Means(tuple(parts)), False)
 
     def add(carry: Any, xs: Any) -> Any:
         total, state = carry
@@ -84,20 +80,8 @@ def over_microbatches(
     return over_replicas(context, total, depends)
 
 
-def _times(part: Mean, times: int) -> Mean:
-    """Returns a mean with a static count, of `times` microbatches. Its sum belongs to another trace and is zero."""
-    alike = lambda x: x.dtype.type(float(x) * times)
-    num = alike(part.num) if isinstance(part.num, np.floating) else None
-    return Mean(jnp.zeros(part.sum.shape, part.sum.dtype), alike(part.count), num)
-
-
 def microbatch_gradients(
-    context: trace_context.Context,
-    loss: Mean | Means,
-    whole: Means | None,
-    primals: Any,
-    pull: Callable[[Any], Any],
-    depends: bool,
+    context: Context, loss: Mean | Means, whole: Means | None, primals: Any, pull: Callable[[Any], Any], depends: bool
 ) -> tuple[Any, Any]:
     """Returns (gradient of the sum, gradient of the count or None) of one microbatch; for a sum of means (gradient of
     its value, None).

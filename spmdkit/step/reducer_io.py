@@ -1,11 +1,8 @@
 """`ReducerSlots`: passes the reducer's state and metrics into and out of a traced step, and the gradient to the guard.
-It
-is the only channel out of a trace other than its results.
+It is the only channel out of a trace other than its results.
 
-A user writes `(loss, metrics), grads = sk.value_and_grad(loss_fn)(params, batch, key)`, and the reducer may have a
-state. The state is in `TrainState.reducer`, one entry per call in the order of tracing. Each call takes its entry and
-puts the new one, once. A new state must be an array of the step itself, so a call inside the user's own loop, branch,
-`vmap` or `jit` is rejected.
+`TrainState.reducer` has one entry per call of `sk.value_and_grad`, in the order of tracing. A new state must belong to
+the trace of the step, so a call inside the user's own loop, branch, `vmap` or `jit` is rejected.
 """
 
 from __future__ import annotations
@@ -25,12 +22,8 @@ PACKAGE = str(Path(__file__).parents[1])
 
 
 class ReducerSlots:
-    """The reducer's state during one trace of a step.
-
-    Args:
-        states: `TrainState.reducer`, one entry per call. None discovers the calls: none has a state, and `collected`
-            returns zeros like the gradient of each.
-    """
+    """The reducer's state during one trace of a step: `TrainState.reducer`, one entry per call. None discovers the
+    calls: none has a state, and `collected` returns zeros like the gradient of each."""
 
     def __init__(self, states: Sequence[Any] | None = ()):
         self._discovers = states is None
@@ -45,9 +38,7 @@ class ReducerSlots:
         """Returns the state of the next call, with a gradient shaped like `gradient`; None if it has no state.
 
         Raises:
-            ConfigError: the call is inside a loop, branch, `vmap` or `jit` of the user's, or there are more calls than
-                in the
-                first trace.
+            ConfigError: the call is inside a loop of the user's, or there are more calls than in the first trace.
         """
         if not self._states and not self._discovers:
             return None
@@ -74,15 +65,14 @@ class ReducerSlots:
             self._put.append(state)
 
     def add_metrics(self, numbers: Mapping[str, jax.Array]) -> None:
-        """Adds the reducer metrics of a call to the metrics of the step (`metrics`); of several calls the largest.
-        Metrics inside
-        a loop of the user's are dropped."""
+        """Adds the reducer's metrics of a call to `metrics`, of several calls the largest. Those inside a loop of the
+        user's are dropped."""
         if compat.current_trace() is self._trace:
             self.metrics |= {name: jnp.maximum(self.metrics.get(name, x), x) for name, x in numbers.items()}
 
     def record_update(self, gradient: Any) -> None:
-        """Records a gradient that is passed to the optimizer, for the guard of the step. One inside a trace of the
-        user's own cannot be used."""
+        """Records a gradient that is passed to the optimizer, for the guard. One inside a loop of the user's cannot be
+        used."""
         if compat.current_trace() is self._trace:
             self._updates.append(gradient)
         else:
@@ -94,11 +84,8 @@ class ReducerSlots:
         return self._updates if self._updates and self._all_recorded else None
 
     def collected(self) -> tuple[Any, ...]:
-        """Returns the new `TrainState.reducer`.
-
-        Raises:
-            ConfigError: there were fewer calls than in the first trace.
-        """
+        """Returns the new `TrainState.reducer`; raises ConfigError if there were fewer calls than in the first
+        trace."""
         if len(self._put) != len(self._states) and not self._discovers:
             raise ConfigError(
                 f"sk.value_and_grad is called {len(self._put)} times in this trace and {len(self._states)} times in "

@@ -7,6 +7,8 @@ Runs inside a `shard_map` that is manual over all mesh axes. With `sum` XLA make
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,31 +23,27 @@ from spmdkit.step.accumulator import Sums
 from spmdkit.step.metrics.aggregates import Sum
 from spmdkit.step.metrics.base import reduce_parts
 from spmdkit.step.metrics.mean import Mean, Means
+from spmdkit.step.trace_context import Context
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of `sk.value_and_grad`.
-
-    Attributes:
-        kept: the reducer's state of this call: a tree like the gradient, of mappings. None if it has no state.
-        key: of the step.
-    """
+    """One call of `sk.value_and_grad`: the reducer's state (a tree like the gradient, of mappings, or None), the step's
+    key."""
 
     reducer_state: Any = None
     key: jax.Array | None = None
 
 
 def reduced(
-    context: trace_context.Context, sums: Sums, added: Any, axes: tuple[str, ...], call: Call | None, dims: Any = None
+    context: Context, sums: Sums, added: Any, axes: tuple[str, ...], call: Call | None, dims: Any = None
 ) -> tuple[Sums, Any, Any]:
     """Returns (sums over all replicas, `added` over all replicas, the reducer's new state) from those of one replica.
 
     Args:
         added: other values to add: the model state.
         call: None in an evaluation.
-        dims: for each leaf of the gradient the dim along which ZeRO 2 scatters it over `fsdp`, or -1. None: no leaf is
-            scattered.
+        dims: for each leaf of the gradient the dim along which ZeRO 2 scatters it over `fsdp`, or -1; None: no leaf.
 
     The reducer's metrics are among the metrics of the sums, under names with the prefix `METRIC_PREFIX`.
     """
@@ -63,8 +61,8 @@ def reduced(
 
 
 def _exact(reducer: Reducer, tree: Any, axes: tuple[str, ...]) -> Any:
-    """Returns everything but gradients over all replicas: sums added, maxima (`sk.max`) in one more all-reduce if there
-    are any, and user-defined metrics gathered."""
+    """Returns everything but gradients over all replicas: sums added, maxima in one more all-reduce, user metrics
+    gathered."""
     return reduce_parts(
         tree,
         lambda sums: reducer.add(sums, axes),
@@ -73,7 +71,7 @@ def _exact(reducer: Reducer, tree: Any, axes: tuple[str, ...]) -> Any:
     )
 
 
-def _scaled(context: trace_context.Context, reducer: Reducer, own: Sums, loss: Mean | Means) -> tuple[Any, Any]:
+def _scaled(context: Context, reducer: Reducer, own: Sums, loss: Mean | Means) -> tuple[Any, Any]:
     """Returns (gradient, gradient of the count or None) of one replica at the reducer's `input_scale`."""
     if reducer.input_scale == "weighted":
         assert own.facts is not None
@@ -85,7 +83,7 @@ def _scaled(context: trace_context.Context, reducer: Reducer, own: Sums, loss: M
 
 
 def _by_reducer(
-    context: trace_context.Context, reducer: Reducer, gradients: Any, axes: tuple[str, ...], call: Call, dims: Any
+    context: Context, reducer: Reducer, gradients: Any, axes: tuple[str, ...], call: Call, dims: Any
 ) -> tuple[Any, Any, dict[str, jax.Array]]:
     """Returns (gradients over all replicas, the reducer's new state, its metrics)."""
     leaves, structure = jax.tree.flatten(gradients)
@@ -110,7 +108,7 @@ def _by_reducer(
 
 
 def _apply(
-    context: trace_context.Context,
+    context: Context,
     reducer: Reducer,
     leaves: Leaves,
     states: list[LeafState],
@@ -145,20 +143,18 @@ def _states_of(gradients: Any, reducer_state: Any) -> list[LeafState]:
 def reduce_scatter(x: jax.Array, dim: int) -> jax.Array:
     """Returns this device's shard along `dim` of the sum over `fsdp`.
 
-    The scattered dim is sent as the last but one. The TPU compiler (libtpu 0.0.42) has a reduce_scatter only for that
-    one.
-    Along any other it sends an all_reduce, twice the bytes, and slices (docs/collectives.md, `zero2`).
+    The scattered dim is sent as the last but one: along any other the TPU compiler (libtpu 0.0.42) sends an all_reduce,
+    twice the bytes, and slices (docs/collectives.md, `zero2`).
 
     Wire: (N-1)/N of x.
     """
-    part: jax.Array
+    over_fsdp = functools.partial(lax.psum_scatter, axis_name="fsdp", tiled=True)
+    scatter: Callable[[jax.Array, int], jax.Array] = lambda x, dim: over_fsdp(x, scatter_dimension=dim)
     if x.ndim == 1:
-        part = lax.psum_scatter(x, "fsdp", scatter_dimension=0, tiled=True)
-        return part
+        return scatter(x, 0)
     if dim == x.ndim - 1:
-        part = lax.psum_scatter(jnp.swapaxes(x, dim - 1, dim), "fsdp", scatter_dimension=dim - 1, tiled=True)
-        return jnp.swapaxes(part, dim - 1, dim)
-    part = lax.psum_scatter(x.reshape(*x.shape[: dim + 1], -1), "fsdp", scatter_dimension=dim, tiled=True)
+        return jnp.swapaxes(scatter(jnp.swapaxes(x, dim - 1, dim), dim - 1), dim - 1, dim)
+    part = scatter(x.reshape(*x.shape[: dim + 1], -1), dim)
     return part.reshape(*part.shape[: dim + 1], *x.shape[dim + 1 :])
 
 

@@ -1,20 +1,20 @@
 """`sk.all_gather`, `sk.psum`, `sk.pmean` and the replica index: communication between replicas in a loss.
 
-Inside a loss, arrays are one replica's own rows. Values from all replicas (contrastive negatives, batch statistics) use
-these functions, on every mesh and in every form of a step. On one replica each is the identity. They are
-differentiable: each replica differentiates its own sum, and cotangents of its rows on other replicas are sent back.
+Inside a loss, arrays are one replica's own rows. These functions combine those of all replicas, on every mesh and in
+every form of a step; on one replica each is the identity. They are differentiable: each replica differentiates its own
+sum, and cotangents of its rows on other replicas are sent back.
 
 R replicas; `bytes` is one replica's operand. Sent per replica and call, with a ring:
 
     all_gather    (R-1) bytes          backward: reduce_scatter, the same bytes
     psum, pmean   2 (R-1)/R bytes      backward: all_reduce, the same bytes
 
-In a per-replica `train_step` they run over the replicas of the step. In a global one arrays are global, and they are
-not needed.
+In a per-replica `train_step` they run over the replicas of the step. In a global one they are not needed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -53,9 +53,8 @@ def all_gather(tree: Any, with_mask: bool = False) -> Any:
     for path, leaf in named_leaves(tree):
         what = f"leaf '{path}'" if path else "the value"
         if jnp.ndim(leaf) == 0 or (with_mask and leaf.shape[0] != num):
-            requirement = (
-                "with_mask=True, and its first dim must be the examples" if jnp.ndim(leaf) else "at least one dim"
-            )
+            of_mask = "with_mask=True, and its first dim must be the examples"
+            requirement = of_mask if jnp.ndim(leaf) else "at least one dim"
             raise ConfigError(
                 f"sk.all_gather: {what} is {describe(leaf)}. It joins arrays along their first dim, so it needs "
                 f"{requirement}. Write x[None] for one number of each replica, or sk.psum(x) for its sum."
@@ -74,10 +73,8 @@ def all_gather(tree: Any, with_mask: bool = False) -> Any:
 def _gathered_mask(axes: tuple[str, ...], num: int | None) -> jax.Array:
     """Returns bool[replicas * rows], False on padding rows."""
     examples = trace_context.current_examples()
-    if examples is None or examples.mask is None:
-        assert num is not None
-        return jnp.ones(num * num_replicas(), bool)
-    return _joined(examples.mask, axes)
+    mask = None if examples is None else examples.mask
+    return jnp.ones((num or 0) * num_replicas(), bool) if mask is None else _joined(mask, axes)
 
 
 def _joined(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -91,10 +88,7 @@ def replica_index() -> jax.Array:
         ConfigError: called where arrays are global.
     """
     axes = _axes("sk.replica_index")
-    if not axes:
-        return jnp.zeros((), jnp.int32)
-    index: jax.Array = jnp.asarray(lax.axis_index(axes), jnp.int32)
-    return index
+    return jnp.asarray(lax.axis_index(axes) if axes else 0, jnp.int32)
 
 
 def num_replicas() -> int:
@@ -103,9 +97,7 @@ def num_replicas() -> int:
     Raises:
         ConfigError: called where arrays are global.
     """
-    axes = _axes("sk.num_replicas")
-    context = trace_context.current()
-    return context.sharding.num_replicas if axes else 1
+    return trace_context.current().sharding.num_replicas if _axes("sk.num_replicas") else 1
 
 
 def psum(tree: Any) -> Any:
@@ -127,9 +119,7 @@ def pmean(tree: Any) -> Any:
     Wire: one all-reduce of the tree.
 
     Raises:
-        ConfigError: a leaf is already the same on all replicas, so it was reduced twice (detected in per-replica
-            steps);
-            called where arrays are global.
+        ConfigError: as `psum`.
     """
     summed = _reduced("sk.pmean", _taken(tree))
     num = num_replicas()
@@ -138,15 +128,13 @@ def pmean(tree: Any) -> Any:
 
 def _taken(tree: Any) -> Any:
     """Returns a tree in which user-defined metrics are this replica's parts, which merge."""
-    tree = jax.tree.map(
-        lambda x: as_metric(x, "a metric in sk.pmean"), tree, is_leaf=lambda x: is_metric(x) or is_user_metric(x)
-    )
+    is_leaf = lambda x: is_metric(x) or is_user_metric(x)
+    tree = jax.tree.map(lambda x: as_metric(x, "a metric in sk.pmean"), tree, is_leaf=is_leaf)
     if not trace_context.current().inside:
         return tree
-    own = lambda x: (
-        dataclasses.replace(x, some=compat.as_varying(x.some, REPLICA_AXES)) if isinstance(x, CustomMetric) else x
-    )
-    return jax.tree.map(own, tree, is_leaf=lambda x: isinstance(x, CustomMetric))
+    is_custom = lambda x: isinstance(x, CustomMetric)
+    varying = lambda x: dataclasses.replace(x, some=compat.as_varying(x.some, REPLICA_AXES)) if is_custom(x) else x
+    return jax.tree.map(varying, tree, is_leaf=is_custom)
 
 
 def _reduced(name: str, tree: Any) -> Any:
@@ -157,23 +145,17 @@ def _reduced(name: str, tree: Any) -> Any:
             raise ConfigError(reduced_twice(name, f"leaf '{path}'" if path else "the value"))
     if not axes:
         return tree
-    reduce: Callable[[Any], Any] = lambda sums: lax.psum(sums, axes)
     largest: Callable[[Any], Any] = lambda maxima: lax.pmax(maxima, axes)
     gather: Callable[[Any], jax.Array] = lambda x: compat.all_gather_invarying(x[None], axes)
     examples = trace_context.current_examples()
-    if examples is None or not examples.of_step:  # the name of a loss's own metric, which the step reduces
-        return reduce_parts(tree, reduce, largest, gather)
-    with jax.named_scope(trace_context.REDUCE):
-        return reduce_parts(tree, reduce, largest, gather)
+    of_step = examples is not None and examples.of_step  # a loss's own communication is not the step's reduction
+    with jax.named_scope(trace_context.REDUCE) if of_step else contextlib.nullcontext():
+        return reduce_parts(tree, lambda sums: lax.psum(sums, axes), largest, gather)
 
 
 def _axes(name: str) -> tuple[str, ...]:
-    """Returns the names of the replica axes that are bound while a loss or a per-replica step is traced; none on one
-    replica.
-
-    Raises:
-        ConfigError: called where arrays are global, or are the shards of a device.
-    """
+    """Returns the replica axes that are bound while a loss or a per-replica step is traced, none on one replica; raises
+    ConfigError where arrays are global, or the shards of a device."""
     context, examples = trace_context.current(), trace_context.current_examples()
     if trace_context.is_in_part():
         raise ConfigError(

@@ -5,17 +5,15 @@
     |     |- fold LOSS - fold replica - fold micro    the plain key of a loss
     |     |- fold EXAMPLES - fold salt - fold position   `sk.example_keys(salt)`
     |     |- fold REDUCER                             of a reducer that draws random numbers
-    |- fold UPDATE - the same below it                after an update within a step: a step with four updates has four
-                                                      keys
+    |- fold UPDATE - the same below it                after an update within a step: four updates have four keys
     `- fold EVALUATION                                the same below it, with the index of the batch for the step
 
 With threefry `split(key, n)[i]` is `fold_in(key, i)`, so the branches use large tags: keys that a user splits off never
 collide with them.
 
-All folding uses threefry, for any default implementation of JAX. unsafe_rbg folds by an exclusive or, so that its folds
-commute and cancel (replica 2 of step 1 has the key of replica 1 of step 2), and under `vmap` rbg and unsafe_rbg draw a
-whole batch from its first key. A user receives a key of the default implementation, made of threefry's bits; example
-keys stay threefry keys.
+All folding uses threefry, for any default implementation of JAX: unsafe_rbg folds by an exclusive or, so that its folds
+commute and cancel, and under `vmap` rbg draws a whole batch from its first key. A user receives a key of the default
+implementation, made of threefry's bits; example keys stay threefry keys.
 """
 
 from __future__ import annotations
@@ -25,9 +23,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spmdkit.foundation.trees import is_key
+
 VERSION = 2
-"""Version of this tree, written with every checkpoint. 1: no tags; `init`, the steps and the evaluation drew from the
-same keys."""
+"""Version of this tree, written with every checkpoint. 1: no tags."""
 
 STEPS, EVALUATION, LOSS, EXAMPLES, REDUCER = 0x73746570, 0x6576616C, 0x6C6F7373, 0x65786D70, 0x72656475
 UPDATE = 0x75706474
@@ -94,13 +93,9 @@ def _fold(key: jax.Array, *data: Any) -> jax.Array:
     return key
 
 
-def _is_typed(key: Any) -> bool:
-    return bool(jnp.issubdtype(key.dtype, jax.dtypes.prng_key))
-
-
 def _threefry(key: jax.Array) -> jax.Array:
     """Returns a threefry key that depends on every bit of `key`, typed or raw. A threefry key is returned unchanged."""
-    return _of_data(jax.random.key_data(key) if _is_typed(key) else key, whole=True)
+    return _of_data(jax.random.key_data(key) if is_key(key) else key, whole=True)
 
 
 def _of_data(data: jax.Array, whole: bool = False) -> jax.Array:
@@ -113,7 +108,7 @@ def _of_data(data: jax.Array, whole: bool = False) -> jax.Array:
 
 def _like(key: jax.Array, other: jax.Array) -> jax.Array:
     """Returns a threefry key as a key like `other`: of its implementation, typed or raw."""
-    if _is_typed(other):
+    if is_key(other):
         return _as_impl(key, str(jax.random.key_impl(other)))
     return jax.random.key_data(_as_impl(key, default_impl()))
 
@@ -122,5 +117,4 @@ def _as_impl(key: jax.Array, impl: str) -> jax.Array:
     if impl == THREEFRY:
         return key
     shape = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).shape
-    result: jax.Array = jax.random.wrap_key_data(jax.random.bits(key, shape, jnp.uint32), impl=impl)
-    return result
+    return jax.random.wrap_key_data(jax.random.bits(key, shape, jnp.uint32), impl=impl)  # type: ignore[no-any-return]

@@ -2,9 +2,8 @@
 
     row (s, m, i) of [shards, microbatches, rows]  is  position (m, s, i) of [microbatches, shards, rows]
 
-Each of the S shards of a batch holds its own part of every microbatch. So splitting into microbatches moves no data,
-and microbatch m is the same set of examples on every mesh, at every number of replicas, and in every group of replicas
-that trains separately.
+Each shard of a batch holds its own part of every microbatch. So splitting into microbatches moves no data, and
+microbatch m is the same set of examples on every mesh and in every group of replicas that trains separately.
 """
 
 from __future__ import annotations
@@ -48,14 +47,13 @@ class RowOrder:
         return result
 
     def of_shards(self, first: Any, num: int) -> jax.Array:
-        """Returns int32[num * microbatches * rows], the positions of the rows of `num` neighboring shards from `first`
-        on."""
+        """Returns int32[num * microbatches * rows], the positions of the rows of `num` shards from `first` on."""
         places = jnp.arange(num * self.microbatches * self.rows, dtype=jnp.int32)
         shard, micro, row = jnp.unravel_index(places, (num, self.microbatches, self.rows))
         return jnp.asarray(self.position(first + shard, micro, row), jnp.int32)
 
     def of_microbatch(self, first: Any, num: int, micro: Any) -> jax.Array:
-        """Returns int32[num * rows], the positions of one microbatch on `num` neighboring shards from `first` on."""
+        """Returns int32[num * rows], the positions of one microbatch on `num` shards from `first` on."""
         start = jnp.asarray(self.position(first, micro, 0), jnp.int32)
         return (start + jnp.arange(num * self.rows, dtype=jnp.int32)).astype(jnp.int32)
 

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
-from jax.sharding import NamedSharding
 
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import common_dtype, describe, named_leaves
@@ -35,12 +33,8 @@ class Variables(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplicaCopy:
-    """The parameters of a per-replica step: the replica's own copy, and the original, which is the same on all
-    replicas.
-
-    The copy is typed varying, so that `jax.grad` returns the replica's own gradient. The update needs the original, so
-    that the result is provably the same on all replicas. JAX cannot type a varying value as invariant without
-    communication.
+    """The parameters of a per-replica step: the replica's own copy, typed varying, so that `jax.grad` returns the
+    replica's own gradient; and the original, which the update needs so that its result is provably the same everywhere.
 
     Attributes:
         own: the parameters in the state, the same objects.
@@ -53,10 +47,7 @@ class ReplicaCopy:
     before: ReplicaCopy | None = None
 
     def of(self, tree: Any) -> Any:
-        """Returns `tree` with each leaf that is an own copy replaced by its original.
-
-        Other leaves are unchanged: they must be the same on all replicas.
-        """
+        """Returns `tree` with each leaf that is an own copy replaced by its original; other leaves are unchanged."""
         if tree is self.own:
             return self.whole  # the leaves need not be arrays: JAX also builds states of other objects
         pairs = list(zip(jax.tree.leaves(self.own), jax.tree.leaves(self.whole), strict=True))
@@ -70,9 +61,7 @@ class TrainState:
     """The state of training after `step` steps.
 
     Attributes:
-        step: int32[], completed steps, counted by the program regardless of what a step returns; within a step, updates
-            are
-            added.
+        step: int32[], completed steps, counted by the program regardless of what a step returns.
         params: the user's pytree.
         opt_state: of the optax optimizer.
         model_state: mutable model state, or None.
@@ -80,13 +69,11 @@ class TrainState:
         rng: uint32[2] (rbg: [4]), the data of the run's root key; managed by the program, which never changes it.
         optimizer: the optax transformation (static).
         ema_decay: decay of `ema` (static).
-        reducer: the state of the config's reducer: one entry per call of `sk.value_and_grad`, in the order of tracing;
-            empty without a state. `spmdkit.step.reducer_state`.
+        reducer: the state of the config's reducer, one entry per call of `sk.value_and_grad` (reducer_state.py), or ().
         sync: the state of the config's sync for all groups, or None. With groups, `params`, `opt_state`, `model_state`
-            and `ema` are [groups, ...]. `spmdkit.step.groups.groups`.
+            and `ema` are [groups, ...] (groups/groups.py).
         replica_copy: inside a per-replica step, the originals of the parameters; otherwise None. It follows the
-            parameters
-            through the user's own `jit` and `jax.tree.map`, leaf by leaf.
+            parameters through the user's own `jit` and `jax.tree.map`, leaf by leaf.
     """
 
     step: jax.Array
@@ -107,7 +94,7 @@ class TrainState:
         return list(zip(_KEYS, arrays, strict=True)), static
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
-        """Returns the same without names, for JAX, which calls it at every step."""
+        """Returns the same without names; JAX calls it at every step."""
         whole = None if self.replica_copy is None else self.replica_copy.of(self.params)
         return (*_arrays(self), whole), (self.optimizer, self.ema_decay)
 
@@ -146,11 +133,11 @@ class TrainState:
         params = without_copies(self).params
         _check_gradient(context, grads, params)
         as_stored = lambda tree: jax.tree.map(lambda g, p: g.astype(p.dtype), tree, params)
-        grads = constrain_update(context, as_stored(grads))
+        grads = trace_context.shard_like_params(context, as_stored(grads), "update")
         context.slots.record_update(grads)
         if "grad" in extra:
-            extra["grad"] = constrain_update(context, as_stored(extra["grad"]))
-        params = constrain_update(context, params)
+            extra["grad"] = trace_context.shard_like_params(context, as_stored(extra["grad"]), "update")
+        params = trace_context.shard_like_params(context, params, "update")
         with jax.named_scope(trace_context.OPTIMIZER):
             updates, opt_state = _updated(self.optimizer, grads, self.opt_state, params, extra)
         new_params = optax.apply_updates(params, updates)
@@ -161,8 +148,7 @@ class TrainState:
         return self.replace(
             replica_copy=None if self.replica_copy is None else ReplicaCopy(new_params, new_params, self.replica_copy),
             step=self.step + 1,
-            # The program resets both. A second update within the step then draws from another key, and from that of no
-            # other step.
+            # The program resets both; a second update within the step draws from a key that no step has.
             rng=self.rng if trace_context.current_examples() is None else step_rng.updated_root(self.rng),
             params=new_params,
             opt_state=opt_state,
@@ -178,9 +164,7 @@ _arrays = operator.attrgetter(*FIELDS)
 _KEYS = tuple(map(jax.tree_util.GetAttrKey, (*FIELDS, "mirrored")))
 
 
-def create(
-    params: Any, model_state: Any, optimizer: Any, seed: int, ema_decay: float | None, reducer: tuple[Any, ...] = ()
-) -> TrainState:
+def create(params: Any, model_state: Any, optimizer: Any, seed: int, ema_decay: float | None) -> TrainState:
     """Returns the state before the first step."""
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -194,19 +178,13 @@ def create(
         rng=step_rng.root_data(seed),
         optimizer=optimizer,
         ema_decay=ema_decay,
-        reducer=reducer,
     )
 
 
 def _updated(optimizer: Any, grads: Any, opt_state: Any, params: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
-    """Returns (updates, state) of the optimizer.
-
-    Raises:
-        ConfigError: it needs a named argument that is missing, the loss for example.
-    """
+    """Returns (updates, state) of the optimizer; raises ConfigError if it needs a named argument that is missing."""
     try:
-        updates, opt_state = optimizer.update(grads, opt_state, params, **extra)
-        return updates, opt_state
+        return optimizer.update(grads, opt_state, params, **extra)  # type: ignore[no-any-return]
     except TypeError as error:
         missing = re.search(r"(\w+)\(\) missing \d+ required keyword-only arguments?: (.*)", str(error))
         if missing is None:
@@ -223,17 +201,9 @@ def _updated(optimizer: Any, grads: Any, opt_state: Any, params: Any, extra: dic
 
 
 def check_not_donated(state: Any, what: str) -> None:
-    """Rejects a state with arrays that were donated to an earlier step. On two or more CPU devices jaxlib 0.10.2 would
-    end the process by SIGSEGV.
-
-    Costs about 20 us for 100 leaves (2026-11-22).
-
-    Raises:
-        ConfigError: a leaf is deleted.
-    """
-    is_deleted = lambda x: (
-        hasattr(x, "is_deleted") and x.is_deleted()
-    )  # objects that are not JAX arrays have no such method
+    """Raises ConfigError for a state with arrays that were donated to an earlier step. On several CPU devices jaxlib
+    0.10.2 would end the process by SIGSEGV."""
+    is_deleted = lambda x: hasattr(x, "is_deleted") and x.is_deleted()
     if any(map(is_deleted, jax.tree.leaves(state))):
         path = next(path for path, x in named_leaves(state) if is_deleted(x))
         raise ConfigError(
@@ -241,18 +211,6 @@ def check_not_donated(state: Any, what: str) -> None:
             "the state that it returns can be used. Write `state, metrics = program.step(state, batch)`, and copy "
             "what you still need (jax.tree.map(jnp.copy, state)) before the step."
         )
-
-
-def constrain_update(context: trace_context.Context, tree: Any) -> Any:
-    """Returns a tree like the parameters, sharded as the optimizer's update is."""
-    mesh, placements = context.sharding.mesh, context.sharding.placements
-    if context.sharding.form == "manual" or mesh is None or placements is None:
-        return tree
-    return jax.tree.map(
-        lambda x, spec: lax.with_sharding_constraint(x, NamedSharding(mesh, spec)) if len(spec) else x,
-        tree,
-        placements.update,
-    )
 
 
 def without_copies(state: TrainState) -> TrainState:

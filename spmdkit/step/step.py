@@ -1,5 +1,4 @@
-"""The training step as one function `(state, batch) -> (state, metrics)`, from a loss, a global step or a per-replica
-step."""
+"""The training step as one function, from a loss, a global step or a per-replica step."""
 
 from __future__ import annotations
 
@@ -26,6 +25,7 @@ from spmdkit.step.metrics.base import is_metric
 from spmdkit.step.metrics.user_metric import as_metric
 from spmdkit.step.reducer_io import ReducerSlots
 from spmdkit.step.state import FIELDS, ReplicaCopy, TrainState, without_copies
+from spmdkit.step.trace_context import Context
 
 COMPILED_NAME = "train_step"
 """The name of the compiled step in profiles and in XLA's texts."""
@@ -33,8 +33,7 @@ COMPILED_NAME = "train_step"
 StepFn = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
 
 Stepped = tuple[TrainState, dict[str, Any], Any]
-"""The result of a step to compile: the state, its metrics, and the code of its guard (None without a guard;
-`spmdkit.step.finite_check`)."""
+"""The result of a step to compile: the state, its metrics, and the code of its guard or None (finite_check.py)."""
 
 
 @jax.tree_util.register_dataclass
@@ -58,11 +57,8 @@ class Batch:
 
 
 def default_step(loss_fn: Callable[..., Any], stateful: bool) -> StepFn:
-    """Returns the step of a task with only a `loss_fn`.
-
-    The optimizer also receives the loss and the loss as a function of the parameters. Most ignore them, and they cost
-    nothing.
-    """
+    """Returns the step of a task with only a `loss_fn`. The optimizer also receives the loss, as a number and as a
+    function of the parameters."""
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         model_state = (state.model_state,) if stateful else ()
@@ -75,11 +71,8 @@ def default_step(loss_fn: Callable[..., Any], stateful: bool) -> StepFn:
 
 
 def _loss_of(compute: Callable[[Any], Any]) -> Callable[[Any], jax.Array]:
-    """Returns `params -> loss` over the whole batch. Its gradient is that of `compute(params) -> ((loss, ...), grads)`.
-
-    For line searches, which differentiate it: on a mesh JAX's own gradient would be another program than
-    `sk.value_and_grad`'s.
-    """
+    """Returns `params -> loss` over the whole batch, for line searches, with the gradient of `compute(params) ->
+    ((loss, ...), grads)`."""
 
     @jax.custom_vjp
     def value(params: Any) -> jax.Array:
@@ -111,26 +104,20 @@ def with_hooks(train_step: StepFn, hooks: Sequence[Any]) -> StepFn:
 
 
 def global_step(
-    train_step: StepFn,
-    context: trace_context.Context,
-    to_device: Callable[[Any], Any],
-    discover: bool = False,
+    train_step: StepFn, context: Context, to_device: Callable[[Any], Any], discover: bool = False
 ) -> Callable[[TrainState, Batch], Stepped]:
     """Returns the function to compile for a step that sees global arrays.
 
     Args:
         to_device: moves leaves from host memory to the devices.
-        discover: the new state's `reducer` holds the gradient of each call of `sk.value_and_grad` (zeros), for
-            `reducer_state.shapes`.
+        discover: the new state's `reducer` holds the gradient (zeros) of each call of `sk.value_and_grad`.
     """
 
     def stepped(state: TrainState, batch: Batch) -> Stepped:
         rows = step_examples(context, batch.examples, batch.mask, state.key)
         slots = ReducerSlots(None if discover else state.reducer)
-        with (
-            trace_context.tracing(dataclasses.replace(context, mask=batch.mask, slots=slots)),
-            trace_context.with_examples(rows),
-        ):
+        inner = dataclasses.replace(context, mask=batch.mask, slots=slots)
+        with trace_context.tracing(inner), trace_context.with_examples(rows):
             out = train_step(state, batch.examples)
         new_state, metrics = _checked(state, out)
         metrics = {**metrics, **slots.metrics}
@@ -146,9 +133,10 @@ def global_step(
         state = to_device(state)
         if not guard_skips(context):
             return stepped(state, batch)
-        reducer_state, rest = conditional_update(skippable, state.replace(step=None, rng=None), state, batch)
-        step, rng, metrics, code = rest
-        return reducer_state.replace(step=step, rng=rng), metrics, code
+        new, (step, rng, metrics, code) = conditional_update(
+            skippable, state.replace(step=None, rng=None), state, batch
+        )
+        return new.replace(step=step, rng=rng), metrics, code
 
     whole_step.__name__ = COMPILED_NAME
     return whole_step
@@ -156,24 +144,20 @@ def global_step(
 
 def replica_step(
     train_step: StepFn,
-    context: trace_context.Context,
+    context: Context,
     to_device: Callable[[Any], Any],
     discover: bool = False,
     typed: bool = True,
 ) -> Callable[[TrainState, Batch], Stepped]:
     """Returns the function to compile for a per-replica step: the user's whole step inside `shard_map`.
 
-    Parameters are passed as the replica's own copy; results must be provably the same on all replicas.
+    Parameters are passed as the replica's own copy. Results must be provably the same on all replicas (ConfigError).
 
     Args:
         discover: as in `global_step`.
-        typed: False for a trace that shows which sums are the user's own and not those of JAX's types; it proves
-            nothing.
-
-    Raises:
-        ConfigError: the new state or a metric differs between replicas.
+        typed: False for a trace that contains only the user's own sums, without those of JAX's types.
     """
-    rows = PartitionSpec(tuple(a for a in REPLICA_AXES if context.sharding.size(a) > 1) or REPLICA_AXES)
+    rows = PartitionSpec(context.sharding.larger(REPLICA_AXES) or REPLICA_AXES)
 
     def body(state: TrainState, examples: Any, mask: Any, limit: Any) -> Stepped:
         own, examples, mask = compat.as_varying((state.params, examples, mask), REPLICA_AXES)
@@ -188,21 +172,16 @@ def replica_step(
         _require_same_on_replicas(inner, new_state, metrics)
         new_state, metrics = jax.tree.map(_untype_trivial, (new_state, metrics))
         reducer_state = compat.as_varying(jax.tree.map(lambda x: x[None], slots.collected()), REPLICA_AXES)
-        new_state, code = apply_guard(
-            inner, state, new_state.replace(reducer=reducer_state), metrics, slots.update_gradients, limit
-        )
+        new_state = new_state.replace(reducer=reducer_state)
+        new_state, code = apply_guard(inner, state, new_state, metrics, slots.update_gradients, limit)
         return new_state, metrics, code
 
     def whole_step(state: TrainState, batch: Batch) -> Stepped:
-        whole = PartitionSpec()
-        reducer_state = PartitionSpec(REPLICA_AXES)
-        if context.options.reducer.per_shard_state:
-            reducer_state = whole_state_specs(context, state.reducer)
-        states = state.replace(**dict.fromkeys(FIELDS, whole) | {"reducer": reducer_state})
-        in_specs, out_specs = (states, rows, rows, whole), (states, whole, whole)
-        mapped = jax.shard_map(
-            body, mesh=context.sharding.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=typed
-        )
+        whole, per_shard = PartitionSpec(), context.options.reducer.per_shard_state
+        reducer_specs = whole_state_specs(context, state.reducer) if per_shard else PartitionSpec(REPLICA_AXES)
+        states = state.replace(**dict.fromkeys(FIELDS, whole) | {"reducer": reducer_specs})
+        in_specs, out_specs, mesh = (states, rows, rows, whole), (states, whole, whole), context.sharding.mesh
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=typed)
         new_state, *rest = mapped(to_device(state), batch.examples, batch.mask, batch.limit)
         if discover:
             new_state = new_state.replace(reducer=jax.tree.map(lambda x: x[0], new_state.reducer))
@@ -212,28 +191,22 @@ def replica_step(
     return whole_step
 
 
-def _require_same_on_replicas(context: trace_context.Context, state: TrainState, metrics: Any) -> None:
-    for what, tree in (("state leaf", state), ("metric", metrics)):
+def _require_same_on_replicas(context: Context, state: TrainState, metrics: Any) -> None:
+    update = " and update through state.apply_gradients"
+    for what, tree, more in (("state leaf", state, update), ("metric", metrics, "")):
         for path, leaf in named_leaves(tree):
             if axes := trace_context.differing_axes(context, leaf):
-                update = " and update through state.apply_gradients" if what == "state leaf" else ""
                 raise ConfigError(
                     f"train_step: {what} '{path}' differs between the replicas of axes {list(axes)}: a reduction is "
                     "missing. The results of a per-replica step must be the same on every replica. Apply sk.pmean to "
-                    f"it{update}."
+                    f"it{more}."
                 )
 
 
-def with_program_fields(
-    state: TrainState, new_state: TrainState, context: trace_context.Context | None = None
-) -> TrainState:
+def with_program_fields(state: TrainState, new_state: TrainState, context: Context | None = None) -> TrainState:
     """Returns the new state with the fields that the program manages: the number of steps, and the root of all keys.
 
-    Whatever a step returns there, the next step has the next number and so another key. A step with four updates is one
-    step.
-
-    Args:
-        context: records whether the step has computed another average of the parameters.
+    A step with four updates is one step. `context` records whether the step has computed a new parameter average.
     """
     if context is not None:
         averages = zip(jax.tree.leaves(state.ema), jax.tree.leaves(new_state.ema), strict=True)
@@ -245,31 +218,21 @@ def with_program_fields(
 def _untype_trivial(x: Any) -> Any:
     """Returns `x`, which varies at most over axes of size one, typed as invariant: a sum of one term."""
     axes = tuple(compat.varying_axes(x))
-    if not axes:
-        return x
-    if is_key(x):
+    if axes and is_key(x):
         return jax.random.wrap_key_data(lax.psum(jax.random.key_data(x), axes), impl=jax.random.key_impl(x))
-    return lax.psum(x, axes).astype(x.dtype)
+    return lax.psum(x, axes).astype(x.dtype) if axes else x
 
 
 def _checked(state: TrainState, out: Any) -> tuple[TrainState, dict[str, Any]]:
-    """Returns (state, metrics as their values) from the return value of a user's step; raises as `checked`."""
     new_state, metrics = checked(state, out)
     return new_state, {name: metric.value if is_metric(metric) else metric for name, metric in metrics.items()}
 
 
 def checked(state: TrainState, out: Any) -> tuple[TrainState, dict[str, Any]]:
-    """Returns (state, metrics as scalars or as `Metric`) from the return value of a user's step.
-
-    Raises:
-        ConfigError: it is not the state and a dict of scalars, or the state changed its shape.
-    """
-    if (
-        not isinstance(out, tuple)
-        or len(out) != 2
-        or not isinstance(out[0], TrainState)
-        or not isinstance(out[1], dict)
-    ):
+    """Returns (state, metrics as scalars or as `Metric`) from the return value of a user's step; raises ConfigError if
+    it is anything else, or the state changed its shape."""
+    is_pair = isinstance(out, tuple) and len(out) == 2
+    if not (is_pair and isinstance(out[0], TrainState) and isinstance(out[1], dict)):
         types = [describe(x) for x in out] if isinstance(out, tuple) else []
         found = f"{len(types)} values ({', '.join(types)})" if types else "None" if out is None else describe(out)
         raise ConfigError(

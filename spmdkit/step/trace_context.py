@@ -1,9 +1,8 @@
-"""The context of a traced function: the mesh, the form of the step, its own examples.
+"""The context of a traced function: `sk.mean`, `sk.shard`, `sk.value_and_grad` and others are pure functions of their
+arguments and of two records, `Context` and `Examples`.
 
-`sk.mean`, `sk.example_keys`, `sk.shard`, `sk.remat` and `sk.value_and_grad` are pure functions of their arguments and
-of two records, `Context` and `Examples`. The program sets these while it traces the user's function, as `vmap` does
-with axis names.
-Outside of a program the records have their defaults: one device, no padding.
+The program sets these while it traces the user's function, as `vmap` does with axis names. Outside of a program they
+have their defaults: one device, no padding.
 """
 
 from __future__ import annotations
@@ -11,14 +10,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdkit import compat
 from spmdkit.communication.reducers.base import Reducer
@@ -26,11 +26,9 @@ from spmdkit.communication.reducers.sum import make as plain_sum
 from spmdkit.foundation.trees import named_leaves
 from spmdkit.mesh.mesh import MODEL_AXES
 from spmdkit.step.reducer_io import ReducerSlots
-from spmdkit.step.usage import UsageTracker
 
 _tokens = itertools.count()
-# JAX caches the traces of functions (jit, checkpoint, custom_vjp). They are valid only for the record they were made
-# under.
+# JAX caches the traces of functions (jit, checkpoint, custom_vjp). They are valid only for the record of their trace.
 _traced_under = jax.make_user_context(None)
 
 REDUCE, OPTIMIZER = "spmdkit/reduce", "spmdkit/optimizer"
@@ -60,11 +58,8 @@ class Placements:
     shapes: Mapping[str, tuple[int, ...]]
 
     def of(self, part: Any) -> Placements:
-        """Returns the placements of a part of the parameters, from leaves with the same shape and the same end of the
-        path.
-
-        A leaf without a match, or with matches that have different shardings, is replicated.
-        """
+        """Returns the placements of a part of the parameters, from leaves with the same shape and end of the path. A
+        leaf without a match, or with matches that have different shardings, is replicated."""
         shapes = {path: jnp.shape(x) for path, x in named_leaves(part)}
         structure: Any = jax.tree.structure(part)
         if shapes == self.shapes and structure == jax.tree.structure(self.compute):
@@ -74,11 +69,10 @@ class Placements:
 
         def matching_specs(path: str, shape: tuple[int, ...]) -> tuple[PartitionSpec, ...]:
             names = path.split("/")
-            for end in (f"/{'/'.join(names[i:])}" for i in range(len(names))):
-                alike = {specs for (own, size), specs in table if f"/{own}".endswith(end) and size == shape}
-                if alike:
-                    return alike.pop() if len(alike) == 1 else (PartitionSpec(),) * 3
-            return (PartitionSpec(),) * 3
+            ends = (f"/{'/'.join(names[i:])}" for i in range(len(names)))
+            found = ({specs for (own, size), specs in table if f"/{own}".endswith(e) and size == shape} for e in ends)
+            alike = next(filter(None, found), set())
+            return alike.pop() if len(alike) == 1 else (PartitionSpec(),) * 3
 
         specs = zip(*(matching_specs(path, shape) for path, shape in shapes.items()), strict=True)
         compute, gradient, update = (jax.tree.unflatten(structure, of_leaf) for of_leaf in specs)
@@ -116,6 +110,59 @@ class GuardSettings:
     looks: int
     skips: int = 0
     joins: bool = False
+
+
+Function = Literal[
+    "value_and_grad",
+    "mean",
+    "example_mask",
+    "all_gather",
+    "ema",
+    "optimizer",
+    "remat",
+    "attention",
+    "context_order",
+    "pipeline",
+]
+"""Recorded functions of spmdkit; `mean` stands for every metric, `ema` for a new average of the parameters, `optimizer`
+for its update."""
+
+
+@dataclass
+class UsageTracker:
+    """What the user's code has used in a trace. It only grows, so that a function that is traced twice, or not again
+    because JAX has cached its trace, has the same effect.
+
+    Attributes:
+        functions: of spmdkit that it has called.
+        axes: mesh axes that it has named for activations.
+        marks: names of values inside recomputed functions (`checkpoint_name`).
+        num_masked: metrics that have excluded padding rows from values with the rows as first dim.
+    """
+
+    functions: set[Function] = field(default_factory=set)
+    axes: set[str] = field(default_factory=set)
+    marks: set[str] = field(default_factory=set)
+    num_masked: int = 0
+
+    def record_call(self, function: Function) -> None:
+        """Records a call."""
+        self.functions.add(function)
+
+    def has_called(self, *functions: Function) -> bool:
+        """Returns whether any of the functions was called."""
+        return not self.functions.isdisjoint(functions)
+
+    def without(self, function: Function) -> UsageTracker:
+        """Returns a copy without calls of `function`."""
+        return UsageTracker(self.functions - {function}, set(self.axes), set(self.marks), self.num_masked)
+
+    def merge_from(self, other: UsageTracker) -> None:
+        """Adds everything that a copy of this has recorded since."""
+        self.functions |= other.functions
+        self.axes |= other.axes
+        self.marks |= other.marks
+        self.num_masked = max(self.num_masked, other.num_masked)
 
 
 @dataclass(frozen=True)
@@ -179,15 +226,21 @@ class ShardingSpec:
 
     def size(self, *axes: str) -> int:
         """Returns the number of positions along `axes`; axes that are not in the mesh have size one."""
-        num = 1
-        for axis in axes:
-            num *= self.sizes.get(axis, 1)
-        return num
+        return math.prod(self.sizes.get(axis, 1) for axis in axes)
+
+    def larger(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Returns those of `axes` with more than one position."""
+        return tuple(a for a in axes if self.size(a) > 1)
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """`replica` and the axes that `data` covers."""
+        return ("replica", *self.data_axes)
 
     @property
     def num_replicas(self) -> int:
-        """Positions along `replica` and the axes that `data` covers."""
-        return self.size("replica", *self.data_axes)
+        """Positions along the replica axes."""
+        return self.size(*self.replica_axes)
 
     @property
     def num_shards(self) -> int:
@@ -209,7 +262,7 @@ class Context:
         in_manual: True inside `sk.manual`, where arrays are shards.
         mapped_axes: model axes that an enclosing `vmap` of an op maps (the stages of a pipeline).
         usage: the functions of spmdkit that the user's code has called in this trace.
-        token: a unique number for each context.
+        token: unique.
     """
 
     sharding: ShardingSpec = field(default_factory=ShardingSpec)
@@ -251,10 +304,10 @@ class Examples:
     """The rows of one call of the user's loss: one microbatch on one replica.
 
     Attributes:
-        num: rows.
-        mask: bool[num] or None when no row is padding.
-        positions: int32[num], positions in the global batch.
-        key: the step's key, the same on every replica.
+        num: of rows.
+        mask: bool[num], or None if no row is padding.
+        positions: int32[num], in the global batch.
+        key: of the step, the same on every replica.
         whole: they are the rows of all replicas, in a `train_step` with global arrays.
         of_step: they are the rows of a whole `train_step`, not of a loss within it.
     """
@@ -285,53 +338,37 @@ def current_examples() -> Examples | None:
 
 def differing_axes(context: Context, x: jax.typing.ArrayLike) -> tuple[str, ...]:
     """Returns the mesh axes larger than one over which `x` may vary inside `shard_map`."""
-    return tuple(sorted(axis for axis in compat.varying_axes(x) if context.sharding.size(axis) > 1))
-
-
-def is_unbound_axis(error: BaseException | None) -> bool:
-    """Returns whether JAX raised an error for an unbound axis name. Python sets `name` on its own NameErrors."""
-    return isinstance(error, NameError) and error.name is None
+    return context.sharding.larger(sorted(compat.varying_axes(x)))
 
 
 @contextlib.contextmanager
-def tracing(context: Context) -> Iterator[Context]:
+def _during(variable: ContextVar[Any], value: Any) -> Iterator[Any]:
+    before = variable.set(value)
+    try:
+        with _traced_under(tuple(x and x.token for x in (_context.get(), _examples.get()))):
+            yield value
+    finally:
+        variable.reset(before)
+
+
+def tracing(context: Context) -> contextlib.AbstractContextManager[Context]:
     """Sets `context` while the body is traced."""
-    before = _context.set(context)
-    try:
-        with _traced_under((context.token, _token(_examples.get()))):
-            yield context
-    finally:
-        _context.reset(before)
+    return _during(_context, context)
 
 
-@contextlib.contextmanager
-def with_examples(examples: Examples) -> Iterator[None]:
+def with_examples(examples: Examples) -> contextlib.AbstractContextManager[None]:
     """Sets `examples` while a loss is traced."""
-    before = _examples.set(examples)
-    try:
-        with _traced_under((_token(_context.get()), examples.token)):
-            yield
-    finally:
-        _examples.reset(before)
+    return _during(_examples, examples)
 
 
-@contextlib.contextmanager
-def in_part() -> Iterator[None]:
+def in_part() -> contextlib.AbstractContextManager[None]:
     """Marks the body as a part of `sk.manual`, on a mesh that shards nothing of it."""
-    before = _in_part.set(True)
-    try:
-        yield
-    finally:
-        _in_part.reset(before)
+    return _during(_in_part, True)
 
 
 def is_in_part() -> bool:
     """Returns whether a part of `sk.manual` is being traced, on any mesh."""
     return current().in_manual or _in_part.get()
-
-
-def _token(held: Context | Examples | None) -> int | None:
-    return None if held is None else held.token
 
 
 def shard(x: jax.Array, *dims: str | None) -> jax.Array:
@@ -342,11 +379,8 @@ def shard(x: jax.Array, *dims: str | None) -> jax.Array:
     mesh that shards no array.
 
     Layout: `dims` names as in `layout.axes`, e.g. `sk.shard(x_BTD, "batch", None, None)`. `batch` means the axes that
-    shard one replica's examples. `rows` means all axes that shard a batch. Use it in a global `train_step`, where
-    arrays are global, for data that do not come from the batch (collocation points, rollouts): without it they are
-    replicated.
-    In
-    a loss it is `batch`.
+    shard one replica's examples, `rows` all axes that shard a batch: for data that a global `train_step` generates
+    (collocation points, rollouts), which are replicated otherwise. In a loss it is `batch`.
 
     Raises:
         ValueError: not one name per dim, or an unknown name.
@@ -360,48 +394,39 @@ def shard(x: jax.Array, *dims: str | None) -> jax.Array:
             f"sk.shard: {len(dims)} names {dims} for an array of {x.ndim} dims. Pass one name or None for each."
         )
     spec: list[tuple[str, ...] | None] = []
-    rows = (
-        ("replica", *context.sharding.data_axes, *context.sharding.inner_axes)
-        if of_step
-        else context.sharding.inner_axes
-    )
-    special = {"rows": rows, "batch": context.sharding.inner_axes}
+    sharding, inner = context.sharding, context.sharding.inner_axes
+    rows = (*sharding.replica_axes, *inner) if of_step else inner
+    names = {**context.options.logical_axes, "rows": rows, "batch": inner}
     for dim, length in zip(dims, x.shape, strict=True):
-        if dim is not None and dim not in {**context.options.logical_axes, **special}:
-            known = ", ".join(sorted({**context.options.logical_axes, **special}))
-            raise ValueError(f"sk.shard: unknown name '{dim}'. Known: {known}.")
-        if dim == "rows" and of_step:
-            spec.append(_dividing_axes(context, rows, length))
-            continue
-        axes = special[dim] if dim in special else context.options.logical_axes[dim] if dim else ()
-        context.usage.record_axes(*axes)
-        axes = tuple(
-            a
-            for a in axes
-            if context.sharding.size(a) > 1 and a not in (*context.sharding.data_axes, *context.mapped_axes)
-        )
-        spec.append(axes if axes and length % context.sharding.size(*axes) == 0 else None)
-    has_model_axes = any(context.sharding.size(a) > 1 for a in MODEL_AXES if a not in context.sharding.data_axes)
+        if dim is not None and dim not in names:
+            raise ValueError(f"sk.shard: unknown name '{dim}'. Known: {', '.join(sorted(names))}.")
+        if dim == "rows" and of_step:  # the longest prefix that divides the rows evenly
+            axes = sharding.larger(rows)
+            while length % sharding.size(*axes):
+                axes = axes[:-1]
+        else:
+            axes = names[dim] if dim else ()
+            context.usage.axes.update(axes)
+            axes = sharding.larger(a for a in axes if a not in (*sharding.data_axes, *context.mapped_axes))
+        spec.append(axes if axes and length % sharding.size(*axes) == 0 else None)
+    has_model_axes = sharding.larger(a for a in MODEL_AXES if a not in sharding.data_axes)
     if not has_model_axes and not any(axes for dim, axes in zip(dims, spec, strict=True) if dim == "rows"):
         return x
-    result: jax.Array = jax.lax.with_sharding_constraint(
-        x, jax.sharding.NamedSharding(context.sharding.mesh, PartitionSpec(*spec))
-    )
-    return result
+    placed = NamedSharding(context.sharding.mesh, PartitionSpec(*spec))
+    return jax.lax.with_sharding_constraint(x, placed)  # type: ignore[no-any-return]
 
 
-def _dividing_axes(context: Context, axes: tuple[str, ...], length: int) -> tuple[str, ...] | None:
-    """Returns those of `axes` that divide `length` rows evenly: all that are larger than one, or the longest prefix of
-    them."""
-    many = tuple(a for a in axes if context.sharding.size(a) > 1)
-    while many and length % context.sharding.size(*many):
-        many = many[:-1]
-    return many or None
+def shard_like_params(context: Context, tree: Any, placement: Literal["compute", "update"]) -> Any:
+    """Returns a tree like (a part of) the parameters, sharded as they are in the loss or in the optimizer's update."""
+    mesh, placements = context.sharding.mesh, context.sharding.placements
+    if context.sharding.form == "manual" or mesh is None or placements is None:
+        return tree
+    shard = lambda x, spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)) if len(spec) else x
+    return jax.tree.map(shard, tree, getattr(placements.of(tree), placement))
 
 
 def sharded_arange(num: int) -> jax.Array:
-    """Returns int32[num], 0 to num - 1, sharded over the axes that shard a batch: the start for data that a global
-    `train_step` generates.
+    """Returns int32[num], 0 to num - 1, sharded as a batch is, for data that a global `train_step` generates.
 
     `jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(state.key, i), (2,)))(sk.sharded_arange(4096))` are points
     that are sharded over the replicas. In a loss all of them belong to one replica.

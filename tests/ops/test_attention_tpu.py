@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding
 import spmdkit as sk
 from spmdkit.mesh import layout, mesh
 from spmdkit.step import trace_context
-from spmdkit.step.usage import UsageTracker
 from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.hlo.text import parse
 from spmdkit.plan.machine.target import open_target, parse_target
@@ -27,7 +26,7 @@ found = {}
 for form in ("ring", "all_to_all"):
     record = trace_context.Context(
         trace_context.ShardingSpec(mesh=mesh.make_mesh(sizes, devices), sizes=sizes, inner_axes=("fsdp", "expert")),
-        usage=UsageTracker({"context_order"}),
+        usage=trace_context.UsageTracker({"context_order"}),
         options=trace_context.StepOptions(
             logical_axes=layout.logical_axes({}), attention=trace_context.AttentionSettings(context=form)
         ),

@@ -20,7 +20,7 @@ CPU, V5E, V5P = (
 OURS = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
 
 
-def test_the_config_overrules_what_spmdkit_asks_of_a_platform():
+def test_config_overrides_the_options_of_a_platform():
     assert compiler.options(CPU, {}) == {}
     assert compiler.options(V5P, {})[OURS] is True
     assert OURS not in compiler.options(V5E, {}) != {}
@@ -28,7 +28,7 @@ def test_the_config_overrules_what_spmdkit_asks_of_a_platform():
     assert OURS not in compiler.options(V5P, {OURS: None})
 
 
-def test_deterministic_sets_the_flags_of_gpus_and_nothing_elsewhere():
+def test_deterministic_sets_flags_of_gpus_only():
     gpu = [SimpleNamespace(platform="gpu", device_kind="NVIDIA H100")]
     assert compiler.options(gpu, {}) == {}
     assert compiler.options(gpu, {}, True) == {
@@ -38,7 +38,7 @@ def test_deterministic_sets_the_flags_of_gpus_and_nothing_elsewhere():
     assert compiler.options(CPU, {}, True) == {} and compiler.options(V5P, {}, True) == compiler.options(V5P, {})
 
 
-def test_every_program_that_makes_numbers_is_compiled_as_the_step_is(monkeypatch):
+def test_all_programs_get_the_options_of_steps(monkeypatch):
     options, given, own = {"xla_cpu_enable_fast_math": False}, [], jax.stages.Lowered.compile
     monkeypatch.setattr(compiler, "own_options", lambda _, deterministic: options if deterministic else {})
     monkeypatch.setattr(
@@ -76,19 +76,13 @@ def test_deterministic_refuses_what_cannot_be():
         compiler.compile(step, gpu, {}, True)
 
 
-def test_an_option_reaches_the_compiler():
-    dumped = program_of(regression(), compiler_options={"xla_cpu_enable_fast_math": True})
-    assert dumped.compiled is not None
-    assert dumped.eval(dumped.init())["loss"] > 0
-
-
 @pytest.mark.parametrize(
     ("own", "message"),
     [
         ({"xla_cpu_enable_fast_maths": True}, r"compiler of cpu reports: .*No such compile option.* Remove it"),
         ({"xla_cpu_enable_fast_math": "maybe"}, "'maybe' is not a valid bool value"),
         ({OURS + "s": None}, f"has no effect. null removes an option .* Did you mean '{OURS}'?"),
-        ({"xla_x": [1]}, "should be a mapping to numbers, text, true, false or null"),
+        ({"xla_x": [1]}, "should be a mapping .*to numbers, text, true, false or null"),
     ],
 )
 def test_an_option_that_cannot_work_is_refused(own, message):

@@ -45,9 +45,10 @@ def gradient(task, **mesh):
     return before - jax.device_get(program.step(state, batch)[0].params)
 
 
+@pytest.mark.forms(3)
 @pytest.mark.parametrize("mesh", [{"context": 2}, {"data": 2, "context": 4}], ids=str)
 @pytest.mark.parametrize(("window", "stride"), [(3, 1), (2, 1), (4, 2)])
-def test_a_pool_whose_windows_overlap_by_half_along_a_cut_dim_is_refused(mesh, window, stride):
+def test_pools_with_large_overlap_are_rejected(mesh, window, stride):
     with pytest.raises(ConfigError) as raised:
         program_of(task(window, stride, HEIGHT), batch_size=8, mesh=mesh)
     text = str(raised.value)
@@ -56,7 +57,7 @@ def test_a_pool_whose_windows_overlap_by_half_along_a_cut_dim_is_refused(mesh, w
     assert "over context" in text and "sk.shard(x" in text and "test_xla_pool.py" in text
 
 
-def test_a_pool_far_from_the_constraint_is_refused_too():
+def test_a_pool_far_from_constraints_is_rejected():
     def pool(x, window, stride):
         return max_pool(jnp.tanh(x), window, stride)
 
@@ -67,13 +68,9 @@ def test_a_pool_far_from_the_constraint_is_refused_too():
 @pytest.mark.parametrize(
     ("mesh", "window", "stride", "cuts"),
     [
-        ({"context": 4}, 3, 1, (HEIGHT, WHOLE)),
         ({"data": 2, "context": 2}, 3, 1, (HEIGHT, WHOLE)),
         ({"context": 2}, 3, 2, (HEIGHT,)),
-        ({"context": 2}, 2, 2, (HEIGHT,)),
         ({"data": 2, "tensor": 2}, 3, 1, (CHANNELS,)),
-        ({"data": 2, "fsdp": 2}, 3, 1, (WHOLE,)),
-        ({"data": 4}, 3, 1, (HEIGHT,)),
     ],
     ids=str,
 )
@@ -82,7 +79,7 @@ def test_other_pools_are_not_refused_and_are_right(mesh, window, stride, cuts):
     np.testing.assert_allclose(gradient(task(window, stride, *cuts), **mesh), one, atol=1e-5)
 
 
-def test_a_sum_over_overlapping_windows_of_a_cut_dim_is_not_refused():
+def test_sum_pools_over_sharded_dims_are_accepted():
     def pool(x, window, stride):
         return lax.reduce_window(x, 0.0, lax.add, (1, window, 1, 1), (1, stride, 1, 1), "SAME")
 
@@ -95,8 +92,8 @@ def test_xla_still_gets_that_gradient_wrong():
     whole, cut = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(None, "c"))
     weight = jnp.cos(jnp.arange(IMAGES.size, dtype=jnp.float32)).reshape(IMAGES.shape)
     wrong = {}
-    for window, stride in ((3, 1), (2, 1), (3, 2)):
+    for window, stride in ((3, 1), (3, 2)):
         g = jax.grad(lambda x, w=window, s=stride: (max_pool(x, w, s) * weight[:, ::s, ::s]).sum())
         here = jax.jit(g, in_shardings=cut, out_shardings=whole)(IMAGES)
-        wrong[window, stride] = bool(np.abs(np.asarray(here) - np.asarray(g(IMAGES))).max() > 1e-3)
-    assert wrong == {(3, 1): True, (2, 1): True, (3, 2): False}
+        wrong[window, stride] = bool(np.abs(np.asarray(here) - np.asarray(jax.jit(g)(IMAGES))).max() > 1e-3)
+    assert wrong == {(3, 1): True, (3, 2): False}

@@ -16,9 +16,7 @@ OPTIMIZERS = {
     "adamw": optax.adamw(0.01),
     "clipped nesterov": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9, nesterov=True)),
     "adafactor": optax.adafactor(0.01),
-    "lookahead's inner": optax.adabelief(0.01),
     "every second step": optax.MultiSteps(optax.adam(0.01), 2),
-    "nothing": optax.identity(),
 }
 PARAMS = {"a": jnp.full((128, 128), 0.3), "b": jnp.linspace(-1, 1, 128)}
 
@@ -46,7 +44,7 @@ def start(optimizer):
     return PARAMS, optimizer.init(PARAMS), (jnp.zeros(128), jnp.ones(128)), jnp.zeros(128)
 
 
-@pytest.mark.forms(3)
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_conditional_update_equals_selecting_at_the_end(name):
     """Two programs, whose rounding may differ."""
@@ -64,14 +62,8 @@ def test_conditional_update_equals_selecting_at_the_end(name):
 
 def test_adam_is_updated_in_place():
     state, batch = start(OPTIMIZERS["adamw"]), jnp.ones((8, 128))
-    copies = [
-        len(
-            re.findall(
-                r"= f32\[128,128\]\S* copy\(", jax.jit(f, donate_argnums=0).lower(state, batch).compile().as_text()
-            )
-        )
-        for f in steps(OPTIMIZERS["adamw"])
-    ]
+    texts = [jax.jit(f, donate_argnums=0).lower(state, batch).compile().as_text() for f in steps(OPTIMIZERS["adamw"])]
+    copies = [len(re.findall(r"= f32\[128,128\]\S* copy\(", text)) for text in texts]
     assert copies[0] <= 1 < copies[1], copies
 
 

@@ -54,6 +54,10 @@ def stepped(program, *batches):
     return states, codes
 
 
+def bounded_loss(params, batch, key):
+    return sk.mean(jnp.tanh(batch["x"] @ params["w"]).sum(-1))
+
+
 def changed(before, after):
     return [path for path in before if not np.array_equal(before[path], after[path], equal_nan=True)]
 
@@ -69,24 +73,21 @@ def test_skipped_step_changes_only_the_step_number(mesh):
     assert all(np.isfinite(x).all() for x in states[2].values())
 
 
-@pytest.mark.parametrize("mesh", ["replica 2 x data 2", "fsdp 8 zero 3", "data 2 x fsdp 2 x tensor 2"])
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_by_default_the_step_looks_and_changes_nothing(mesh, value):
-    """The gradient alone: the loss is bounded. On the device that holds the row's feature, and on no other where the
-    gradient is cut."""
-    loss = lambda params, batch, key: sk.mean(jnp.tanh(batch["x"] @ params["w"]).sum(-1))
-    with_bad_gradient = dataclasses.replace(regression(), loss_fn=loss)
-    program = program_of(with_bad_gradient, **MESHES[mesh])
+@pytest.mark.parametrize(
+    ("mesh", "value"), [("replica 2 x data 2", np.nan), ("data 2 x fsdp 2 x tensor 2", np.inf)], ids=str
+)
+def test_non_finite_gradients_are_seen_by_default(mesh, value):
+    """The gradient alone: the loss is bounded."""
+    program = program_of(dataclasses.replace(regression(), loss_fn=bounded_loss), **MESHES[mesh])
     _, codes = stepped(program, batch_of(1), batch_of(2, bad_row=29, value=value))
     assert codes[0] == 0 and codes[1] & finite_check.GRADIENT
 
 
-@pytest.mark.parametrize("mesh", ["fsdp 8 zero 2", "fsdp 8 zero 3"])
-def test_all_devices_skip_if_one_is_non_finite(mesh):
+def test_all_devices_skip_if_one_is_non_finite():
     """tanh of infinity is one and its slope zero: the loss is finite, and of the gradient only the row of that feature
     is not."""
-    loss = lambda params, batch, key: sk.mean(jnp.tanh(batch["x"] @ params["w"]).sum(-1))
-    program = program_of(dataclasses.replace(regression(), loss_fn=loss), on_nonfinite="skip", **MESHES[mesh])
+    task = dataclasses.replace(regression(), loss_fn=bounded_loss)
+    program = program_of(task, on_nonfinite="skip", **MESHES["fsdp 8 zero 3"])
     states, codes = stepped(program, batch_of(1), batch_of(2, bad_row=29, value=np.inf))
     assert codes == [0, finite_check.GRADIENT] and changed(states[0], states[1]) == ["step"]
 
@@ -104,6 +105,7 @@ def test_a_per_replica_step_is_guarded_too():
         assert (changed(states[0], states[1]) == ["step"]) == (policy == "skip")
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("mesh", [{"data": 2}, {"replica": 2, "fsdp": 2}], ids=str)
 def test_only_the_group_with_bad_rows_skips(mesh):
     program = program_of(regression(), mesh=mesh, sync={"local_sgd": {"every": 8}}, on_nonfinite="skip")
@@ -128,7 +130,6 @@ def test_gradient_inside_user_loop_is_checked_by_parameters():
 
 
 # ---- equal to a schedule, and to a loop by hand
-# ------------------------------------------------------------------------
 
 
 def forced_step(state, batch):
@@ -152,28 +153,27 @@ def test_bad_row_equals_forced_skip_bitwise():
     assert codes == [0, 0, 7, 0, 0] and forced == [0, 0, finite_check.LOSS, 0, 0]
     assert changed(by_row[-1], by_flag[-1]) == []
 
+    @jax.jit
+    def by_hand(params, kept, ema, batch):
+        grads = jax.grad(lambda p: regression_loss(p, batch, None)[0].value)(params)
+        updates, kept = optimizer.update(grads, kept, params)
+        params = optax.apply_updates(params, updates)
+        return params, kept, jax.tree.map(lambda e, p: 0.9 * e + (1 - 0.9) * p, ema, params)
+
     params = {"w": jnp.full((16, 8), 0.1), "b": jnp.zeros(8)}
     ema, kept = params, optimizer.init(params)
     for batch in (clean[0], clean[1], clean[3], clean[4]):
-        grads = jax.grad(lambda p, b: _mean(regression_loss(p, b, None)[0]))(params, batch)
-        updates, kept = optimizer.update(grads, kept, params)
-        params = optax.apply_updates(params, updates)
-        ema = jax.tree.map(lambda e, p: 0.9 * e + (1 - 0.9) * p, ema, params)
+        params, kept, ema = by_hand(params, kept, ema, batch)
     for name in params:
         np.testing.assert_allclose(by_row[-1][f"params/{name}"], params[name], rtol=1e-6, atol=1e-6)
         np.testing.assert_allclose(by_row[-1][f"ema/{name}"], ema[name], rtol=1e-6, atol=1e-6)
 
 
-def _mean(loss):
-    return loss.sum / loss.count
-
-
-@pytest.mark.parametrize("platform", ["cpu", "tpu", None])
+@pytest.mark.parametrize("platform", ["cpu", None])
 def test_single_non_finite_value_is_found_in_arrays(platform):
-    """A maximum of magnitudes, which the look at the state was, lost a NaN at these places. On CPU parts are joined,
-    the last within the one before."""
+    """On CPU parts are combined, and the last one overlaps the one before it."""
     look = jax.jit(functools.partial(finite_check.is_finite, platform=platform))
-    for shape in ((1024, 1024), (1009, 37), (3, 3, 7, 1031), (40_009,), (16_385, 1), (1000, 12), (7, 64), (5,), ()):
+    for shape in ((1009, 37), (3, 3, 7, 131), (40_009,), (16_385, 1), (7, 64), (5,), ()):
         x = np.ones(shape, np.float32)
         assert look(x)
         steps = range(1, x.size, max(1, x.size // 8 - 1)) if platform == "cpu" else ()

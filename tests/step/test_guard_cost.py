@@ -31,7 +31,7 @@ def wide():
     )
 
 
-@pytest.mark.forms(2)
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_check_sends_nothing_and_skip_one_scalar(mesh):
     found = {}

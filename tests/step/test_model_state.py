@@ -79,16 +79,16 @@ def assert_statistics(state, mean, var):
 NUM_REPLICAS = {"data 8": 8, "replica 2 x data 4": 8, "data 2 x fsdp 4": 2, "fsdp 8 zero 3": 1, "fsdp 8 zero 2": 8}
 
 
-@pytest.mark.forms(4)
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("mesh", NUM_REPLICAS)
+@pytest.mark.parametrize("mesh", ["replica 2 x data 4", "data 2 x fsdp 4"])
 def test_axis_name_gives_statistics_of_whole_batch(mesh, microbatches):
     _, state = train_three_steps(norm_task(axis_name=REPLICAS), microbatches=microbatches, **MESHES[mesh])
     assert_statistics(state, *(x[0] for x in by_replica(1, microbatches, 1)))
     assert jax.device_get(state.model_state)["seen"] == 3 * microbatches
 
 
-@pytest.mark.forms(4)
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("mesh", NUM_REPLICAS)
 def test_global_state_without_axis_name_is_replica_mean(mesh, microbatches):
@@ -98,7 +98,7 @@ def test_global_state_without_axis_name_is_replica_mean(mesh, microbatches):
     assert jax.device_get(state.model_state)["seen"] == 3 * microbatches
 
 
-@pytest.mark.forms(4)
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("mesh", NUM_REPLICAS)
 def test_replica_keeps_one_state_for_each_replica(mesh, microbatches):
@@ -110,10 +110,8 @@ def test_replica_keeps_one_state_for_each_replica(mesh, microbatches):
     assert_evaluated_with(program, state, mean.mean(0), var.mean(0))
 
 
-@pytest.mark.forms(2)
-@pytest.mark.parametrize(
-    ("mesh", "group"), [("data 8", 2), ("replica 2 x data 4", 4), ("data 2 x fsdp 4", 2), ("data 8", 8)]
-)
+@pytest.mark.forms(1)
+@pytest.mark.parametrize(("mesh", "group"), [("data 8", 2), ("replica 2 x data 4", 4), ("data 2 x fsdp 4", 2)])
 def test_group_of_neighbors_averages_after_each_step(mesh, group):
     settings = {"model_state": {"group": group}, "microbatches": 2}
     program, state = train_three_steps(norm_task(), **settings, **MESHES[mesh])
@@ -130,8 +128,8 @@ def assert_evaluated_with(program, state, mean, var):
     np.testing.assert_allclose(program.eval(state)["loss"], loss, rtol=TOLERANCE)
 
 
-@pytest.mark.forms(3)
-@pytest.mark.parametrize("policy", ["global", "replica", {"group": 2}], ids=str)
+@pytest.mark.forms(1)
+@pytest.mark.parametrize("policy", [{"group": 2}, "global"], ids=str)
 @pytest.mark.parametrize("mesh", ["data 8", "data 2 x fsdp 4"])
 def test_policy_changes_state_but_not_gradient(mesh, policy):
     """Without an axis name each replica normalises by its own rows, whatever becomes of the statistics."""
@@ -146,7 +144,7 @@ def test_policy_changes_state_but_not_gradient(mesh, policy):
         h = h * params["norm"]["scale"] + params["norm"]["bias"]
         return ((h @ params["w"] - targets) ** 2).sum(-1).mean()
 
-    value, gradient = jax.value_and_grad(loss)(jax.device_get(state.params))
+    value, gradient = jax.jit(jax.value_and_grad(loss))(jax.device_get(state.params))
     for _, batch in program.batches(stop=1):
         state, metrics = program.step(state, batch)
     np.testing.assert_allclose(float(metrics["loss"]), value, rtol=TOLERANCE)
@@ -158,8 +156,6 @@ def test_policies_that_cannot_work_are_refused():
         program_of(regression(), model_state="replica", **MESHES["data 8"])
     with pytest.raises(ConfigError, match=r"model_state\.group is 3, the mesh has 8 replicas.*divide 8"):
         program_of(norm_task(), model_state={"group": 3}, **MESHES["data 8"])
-    with pytest.raises(ConfigError, match=r"model_state\.group is 2, the mesh has 1 replicas"):
-        program_of(norm_task(), model_state={"group": 2}, **MESHES["fsdp 8 zero 3"])
 
     def train_step(state, batch):
         raise AssertionError("not reached")
@@ -169,6 +165,7 @@ def test_policies_that_cannot_work_are_refused():
         program_of(task, model_state="replica", **MESHES["data 8"])
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("view", ["global", "replica"])
 def test_custom_step_passes_new_model_state_on(view):
     task = norm_task(axis_name=REPLICAS)
@@ -194,9 +191,3 @@ def test_unreduced_statistics_of_one_replica_are_rejected():
     own = dataclasses.replace(task, train_step=train_step, view="replica")
     with pytest.raises(ConfigError, match=r"state leaf 'model_state/stats/mean' differs between the replicas"):
         program_of(own, **MESHES["data 8"])
-
-
-def test_loss_without_state_gets_a_helpful_message():
-    task = dataclasses.replace(norm_task(), loss_fn=lambda params, state, batch, key: sk.mean(batch["x"][:, 0]))
-    with pytest.raises(ConfigError, match=r"model state returned a sk\.mean.*new_state\)"):
-        program_of(task)

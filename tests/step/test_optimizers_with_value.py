@@ -17,10 +17,9 @@ SETTINGS = {"data": {"shuffle": False}, "batch_size": 16, "steps": 4}
 SEARCH = 1e-4
 """Of a line search, which divides by differences of nearly equal numbers: 3e-5 seen after four steps."""
 MESHES = {
-    "one": {},
-    "data 8": {"data": 8},
-    "fsdp 8": {"fsdp": 8},
     "data 2 x fsdp 4": {"data": 2, "fsdp": 4},
+    "data 8": {"data": 8},
+    "one": {},
 }
 W0 = {"w": np.linspace(-1, 1, 16, dtype=np.float32), "b": np.full(8, 0.1, np.float32)}
 WITH_VALUE = {
@@ -28,12 +27,11 @@ WITH_VALUE = {
     "reduce_on_plateau": lambda: optax.chain(
         optax.adam(0.3), optax.contrib.reduce_on_plateau(0.5, patience=1, rtol=0.2)
     ),
-    "momo": lambda: optax.contrib.momo(0.3),
     "momo_adam": lambda: optax.contrib.momo_adam(0.3),
 }
 WITH_FUNCTION = {
-    "lbfgs": lambda: optax.lbfgs(),
     "backtracking": lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(20)),
+    "lbfgs": lambda: optax.lbfgs(),
 }
 
 
@@ -79,17 +77,15 @@ def assert_same(found, expected, tolerance=1e-5):
     assert_close(found[1], expected[1], tolerance)
 
 
-@pytest.mark.forms(4)
-@pytest.mark.parametrize("mesh", ["one", "data 8", "fsdp 8"])
+@pytest.mark.forms(2)
+@pytest.mark.parametrize("mesh", ["data 8", "data 2 x fsdp 4"])
 @pytest.mark.parametrize("name", WITH_VALUE)
 def test_optimizer_with_loss_equals_plain_loop(name, mesh):
-    """C22."""
-    assert_same(
-        losses_and_params(program_of(task_of(WITH_VALUE[name]()), mesh=MESHES[mesh], **SETTINGS)), by_hand(name)
-    )
+    program = program_of(task_of(WITH_VALUE[name]()), mesh=MESHES[mesh], **SETTINGS)
+    assert_same(losses_and_params(program), by_hand(name))
 
 
-@pytest.mark.forms(4)
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", WITH_FUNCTION)
 def test_line_search_equals_plain_loop(name, mesh):
@@ -99,6 +95,7 @@ def test_line_search_equals_plain_loop(name, mesh):
     assert_same(found, by_hand(name), SEARCH)
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("zero", [1, 2])
 def test_a_line_search_runs_under_zero_and_microbatches(zero):
     settings = {"mesh": {"data": 2, "fsdp": 4}, "layout": {"zero": zero}, "microbatches": 2}
@@ -113,26 +110,12 @@ def test_line_search_sees_fixed_noise_and_model_state():
     init = lambda key: sk.Variables(jax.tree.map(jnp.asarray, W0), {"n": jnp.zeros(())})
     found = []
     for mesh in ("one", "data 8"):
-        task = sk.Task(init, loss, optax.lbfgs(), train_data=X)
-        program = program_of(task, mesh=MESHES[mesh], **SETTINGS)
+        optimizer = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(20))
+        program = program_of(sk.Task(init, loss, optimizer, train_data=X), mesh=MESHES[mesh], **SETTINGS)
         found.append(losses_and_params(program))
         state, _ = program.step(program.init(), program.put(X))
         assert float(state.model_state["n"]) == 1
     assert_same(found[1], found[0], SEARCH)
-
-
-def test_loss_function_is_traced_only_if_needed():
-    calls = []
-
-    def loss(p, b, key):
-        calls.append(1)
-        return sk.mean(per_example(p, b))
-
-    program_of(task_of(optax.polyak_sgd(0.3), loss_fn=loss), **SETTINGS)
-    with_value = len(calls)
-    calls.clear()
-    program_of(task_of(optax.sgd(0.3), loss_fn=loss), **SETTINGS)
-    assert with_value == len(calls)
 
 
 def own_step(**extra):
@@ -163,24 +146,9 @@ def test_custom_step_must_pass_the_loss_function():
         program_of(task, **SETTINGS)
 
 
-def test_optimizer_with_unavailable_argument_is_rejected():
-    def update(grads, state, params=None, *, hessian, **extra):
-        return grads, state
-
-    optimizer = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
-    with pytest.raises(ConfigError, match="needs hessian"):
-        program_of(task_of(optimizer), **SETTINGS)
-
-
 def test_a_typeerror_of_the_optimizer_itself_stays_one():
     def update(grads, state, params=None):
         raise TypeError("my own mistake")
 
     with pytest.raises(Exception, match="my own mistake"):
         program_of(task_of(optax.GradientTransformation(lambda params: optax.EmptyState(), update)), **SETTINGS)
-
-
-def test_lbfgs_can_be_named_in_a_config():
-    task = task_of(None)
-    found = losses_and_params(program_of(task, optimizer={"name": "lbfgs"}, mesh={"data": 8}, **SETTINGS))
-    assert_same(found, by_hand("lbfgs"), SEARCH)

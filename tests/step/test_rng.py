@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import spmdkit as sk
-from spmdkit.step import gradient, trace_context
+from spmdkit.step import gradient, rng, trace_context
 from tests.support.core_runs import program_of
 
 IMPLS = ["threefry2x32", "rbg", "unsafe_rbg"]
@@ -32,6 +32,7 @@ def data_of(key):
 # ---- init
 
 
+@pytest.mark.forms(1)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_init_is_given_the_key_of_the_seed(impl):
     with jax.default_prng_impl(impl):
@@ -42,25 +43,7 @@ def test_init_is_given_the_key_of_the_seed(impl):
         np.testing.assert_array_equal(found, jax.jit(lambda: jax.random.normal(jax.random.key(7), (6,)))())
 
 
-def test_step_noise_differs_from_init_noise():
-    """C4a: with threefry `split(key, n)[i]` is `fold_in(key, i)`."""
-
-    def init(key):
-        return {f"layer{i}": jax.random.normal(k, (6, 5)) for i, k in enumerate(jax.random.split(key, 6))}
-
-    def step(state, batch):
-        noise = jax.random.normal(state.key, (6, 5))
-        return state.replace(step=state.step + 1), {n: jnp.abs(noise - w).max() for n, w in state.params.items()}
-
-    program = program_of(sk.Task(init, train_step=step, optimizer=optax.sgd(0.0), train_data=X), **PLAIN)
-    state = program.init()
-    for _, batch in program.batches():
-        state, distances = program.step(state, batch)
-        assert min(map(float, distances.values())) > 0.5
-
-
 # ---- no two keys are equal
-# ---------------------------------------------------------------------------------------------
 
 
 def splits(key, *counts):
@@ -72,13 +55,11 @@ def splits(key, *counts):
 
 
 def keys_of_a_run(seed):
-    """Returns the data of all keys of a run: of init, of 1,000 steps, 8 replicas, 4 microbatches, examples, evaluation
-    batches."""
-    from spmdkit.step import rng
-
+    """Returns the data of all keys of a run: of init, 300 steps, 8 replicas, 4 microbatches, examples, evaluation
+    batches. unsafe_rbg folds by an exclusive or: folds of step and replica would cancel."""
     root = rng.root_data(seed)
     found = {"init": jnp.stack(splits(jax.random.key(seed), 8, 6, 4))}
-    steps = jnp.arange(1000)
+    steps = jnp.arange(300)
     step_keys = jax.vmap(lambda s: data_of(rng.step_key(root, s)))(steps)
     found["steps"] = step_keys
     wrap = jax.random.wrap_key_data
@@ -100,13 +81,12 @@ def keys_of_a_run(seed):
         with trace_context.with_examples(trace_context.Examples(32, None, jnp.arange(32), wrap(key_data))):
             return data_of(sk.example_keys(0)), data_of(sk.example_keys(1))
 
-    few = jnp.concatenate([step_keys[:100], data_of(evaluation)[None]])
+    few = jnp.concatenate([step_keys[:30], data_of(evaluation)[None]])
     per_example = jnp.stack(jax.vmap(of_examples)(few)).reshape(-1, 2)
     return found, per_example
 
 
-@pytest.mark.forms(2)
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", ["unsafe_rbg", *(pytest.param(impl, marks=pytest.mark.slow) for impl in IMPLS[:2])])
 def test_no_two_keys_of_a_run_are_equal(impl):
     with jax.default_prng_impl(impl):
         found, per_example = jax.device_get(jax.jit(keys_of_a_run, static_argnums=0)(7))
@@ -114,27 +94,11 @@ def test_no_two_keys_of_a_run_are_equal(impl):
     assert all(x.shape[1] == width for x in found.values()) and per_example.shape[1] == 2
     groups = [*found.values(), *([per_example] if width == 2 else [])]
     everything = np.concatenate(groups)
-    assert len(everything) > 33_000
+    assert len(everything) > 10_000
     assert len(np.unique(everything, axis=0)) == len(everything)
     assert len(np.unique(per_example, axis=0)) == len(per_example)
     # Nor may the words that threefry takes be equal: a user makes smaller keys of larger ones.
     assert len(np.unique(everything[:, :2], axis=0)) == len(everything)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_folding_is_not_commutative(impl):
-    """unsafe_rbg folds by an exclusive or: folds of step and replica would cancel."""
-    with jax.default_prng_impl(impl):
-        root = sk_keys().root_data(3)
-        one = gradient._loss_key(sk_keys().step_key(root, 1), 2, 0)
-        other = gradient._loss_key(sk_keys().step_key(root, 2), 1, 0)
-        assert not np.array_equal(data_of(one), data_of(other))
-
-
-def sk_keys():
-    from spmdkit.step import rng
-
-    return rng
 
 
 def test_raw_and_foreign_keys_keep_their_form():
@@ -153,20 +117,14 @@ def noisy_loss(w, batch, key):
     return sk.mean(((batch + noise) @ w) ** 2)
 
 
-@pytest.mark.parametrize("impl", [*IMPLS[:2], pytest.param(IMPLS[2], marks=pytest.mark.slow)])  # drawn as rbg draws
+@pytest.mark.parametrize("impl", ["rbg", *(pytest.param(impl, marks=pytest.mark.slow) for impl in IMPLS[::2])])
 def test_example_keys_do_not_depend_on_the_mesh(impl):
-    """C21: under vmap, rbg draws a whole batch from its first key."""
+    """under vmap, rbg draws a whole batch from its first key."""
     losses, evaluations = [], []
     with jax.default_prng_impl(impl):
         task = sk.Task(lambda key: jnp.ones(6), noisy_loss, optax.sgd(0.01), train_data=X, eval_data=X[:11])
-        settings = [
-            {"mesh": {}},
-            {"mesh": {"data": 8}},
-            {"mesh": {"data": 2, "fsdp": 4}},
-            {"mesh": {}, "microbatches": 2},
-        ]
-        for setting in settings:
-            program = program_of(task, eval={"batch_size": 4 if not setting["mesh"] else 8}, **PLAIN, **setting)
+        for setting in ({"mesh": {}}, {"mesh": {"data": 2, "fsdp": 4}, "microbatches": 2}):
+            program = program_of(task, eval={"batch_size": 8 if setting["mesh"] else 4}, **PLAIN, **setting)
             evaluations.append(program.eval(program.init())["loss"])
             _, metrics = program.step(program.init(), program.put(X))
             losses.append(float(metrics["loss"]))
@@ -175,7 +133,7 @@ def test_example_keys_do_not_depend_on_the_mesh(impl):
 
 
 def test_evaluation_draws_differ_by_batch_and_replica():
-    """C4c, and every batch and replica drew the same."""
+    """and every batch and replica drew the same."""
 
     def loss(w, batch, key):
         place = batch[:, 0].astype(jnp.int32)

@@ -40,27 +40,26 @@ square = lambda w, x: (x @ w) ** 2
 WHOLE = np.tanh(batches(DATA)[0] @ START).sum()
 
 
-@pytest.mark.parametrize(
-    ("metric", "value"),
-    [
-        (lambda s, x: sk.scalar(s), WHOLE),
-        (lambda s, x: sk.mean(jnp.stack([s, 3 * s]), weights=jnp.stack([s, s])), 2 * WHOLE),
-        (lambda s, x: sk.derived(jnp.exp, sk.scalar(s / 10)), np.exp(WHOLE / 10)),
-        (lambda s, x: sk.scalar(s) + sk.mean(x[:, 0]), WHOLE + batches(DATA)[0][:, 0].mean()),
-    ],
-    ids=["scalar", "weighted mean", "finished", "sum of means"],
-)  # fmt: skip
-def test_identical_metric_is_reported_once(metric, value):
-    metrics, _ = run(lambda p, x, key: (sk.mean(square(p["w"], x)), {"m": metric(total(p, x), x)}))
-    np.testing.assert_allclose(metrics["m"], value, rtol=1e-5)
+METRICS = {
+    "scalar": (lambda s, x: sk.scalar(s), WHOLE),
+    "weighted": (lambda s, x: sk.mean(jnp.stack([s, 3 * s]), weights=jnp.stack([s, s])), 2 * WHOLE),
+    "derived": (lambda s, x: sk.derived(jnp.exp, sk.scalar(s / 10)), np.exp(WHOLE / 10)),
+    "sum": (lambda s, x: sk.scalar(s) + sk.mean(x[:, 0]), WHOLE + batches(DATA)[0][:, 0].mean()),
+}
 
 
+def test_identical_metric_is_reported_once():
+    measured = lambda p, x: {name: metric(total(p, x), x) for name, (metric, _) in METRICS.items()}
+    metrics, _ = run(lambda p, x, key: (sk.mean(square(p["w"], x)), measured(p, x)))
+    for name, (_, value) in METRICS.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a mean of examples"])
 def test_identical_loss_has_its_gradient_once(beside, microbatches):
-    if (
-        microbatches == 2
-    ):  # what crosses replicas is of one microbatch: not a sum of all rows, but one that is linear in them
+    if microbatches == 2:  # the sum is over one microbatch: only a linear function of it is that of all rows
         over = lambda p, x: sk.psum((x @ p["w"]).sum()) * 2
     else:
         over = lambda p, x: total(p, x) ** 2

@@ -41,7 +41,6 @@ def test_jitted_user_functions_serve_every_mesh():
     data = {"x": np.random.default_rng(0).normal(size=(64, D)).astype(np.float32)}
     task = sk.Task(init, loss_fn, keep_gradient(optax.sgd(0.1)), train_data=data, rules=[("w", ["embed", "mlp"])])
     one = train(program_of(task), evaluate=False)
-    for mesh in ({"fsdp": 4, "tensor": 2}, {"tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 8}):
-        for microbatches in (1, 2):
-            found = train(program_of(task, mesh=mesh, microbatches=microbatches), evaluate=False)
-            assert_same_run(found, one)
+    for mesh, microbatches in (({"data": 2, "tensor": 2}, 1), ({"data": 8}, 2)):
+        found = train(program_of(task, mesh=mesh, microbatches=microbatches), evaluate=False)
+        assert_same_run(found, one)

@@ -14,18 +14,18 @@ from tests.support.core_models import BATCH, MODELS, kept_gradient
 TOLERANCE = 1e-5
 """Relative 2-norm, float32."""
 
-MESHES = {
+MESHES: dict[str, Any] = {
     "data 8": {"mesh": {"data": 8}},
     "replica 2 x data 4": {"mesh": {"replica": 2, "data": 4}},
     "fsdp 8 zero 1": {"mesh": {"fsdp": 8}, "layout": {"zero": 1}},
     "fsdp 8 zero 2": {"mesh": {"fsdp": 8}, "layout": {"zero": 2}},
     "fsdp 8 zero 3": {"mesh": {"fsdp": 8}},
     "data 2 x fsdp 4": {"mesh": {"data": 2, "fsdp": 4}},
+    "data 2 x fsdp 4 zero 2": {"mesh": {"data": 2, "fsdp": 4}, "layout": {"zero": 2}},
     "tensor 4 x data 2": {"mesh": {"tensor": 4, "data": 2}},
     "data 2 x fsdp 2 x tensor 2": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}},
 }
-ZERO_2_BESIDE_DATA: dict[str, Any] = {"mesh": {"data": 2, "fsdp": 4}, "layout": {"zero": 2}}
-ONE_DEVICE: dict[str, Any] = {"mesh": {}}
+ZERO_2_BESIDE_DATA = MESHES["data 2 x fsdp 4 zero 2"]
 
 
 class Run(NamedTuple):

@@ -93,7 +93,7 @@ def pipeline(
     def pipelined(embed_params: Any, layers: Any, head_params: Any, rows: Any) -> Any:
         context = trace_context.current()
         context.usage.record_call("pipeline")
-        context.usage.record_axes(AXIS)
+        context.usage.axes.add(AXIS)
         check_place(context)
         num_stages, settings = context.sharding.size(AXIS), context.options.pipeline
         check_layers(layers, stacked_dims, num_stages, settings.chunks)

@@ -1,22 +1,20 @@
 """Detects derivatives that JAX's types have summed over devices: sums in the typed trace of a function that the untyped
 trace does not have.
 
-Inside `shard_map` with `check_vma` a value that is invariant along an axis is cast where it meets a varying value, and
-the transpose of that cast is a sum over the axis. For a parameter and a loss over all devices' examples that is
-correct. A derivative *inside* the function with respect to a constant (`jax.grad(f)(0.0)`) gets the same sum silently,
-and with it the other devices' derivatives. Traced without types (`check_vma=False`) the function contains only its own
-sums.
+Inside `shard_map` with `check_vma` an invariant value is cast where it meets a varying value, and the transpose of that
+cast is a sum over the axis. For a derivative *inside* the function with respect to a constant (`jax.grad(f)(0.0)`) that
+silently adds the other devices' derivatives. Without types (`check_vma=False`) the function contains only its own sums.
 
-The implicit sums are among those that the untyped trace lacks, but not all of these are implicit. Without types the
-transpose of a user's sum is a sum at the same place. With types it is a cast, and its cotangents are summed where the
-result of the sum met varying values (where examples are divided by a batch norm's statistics). So the use of a sum
-decides. A sum that is passed to a cast at the place of one of the function's own sums is half of that sum's transpose.
-A sum that leaves the backward pass in any other way is a derivative of other devices.
+Not all sums that the untyped trace lacks are implicit: with types the transpose of a user's sum is a cast, and its
+cotangents are summed where the result of the sum met varying values. So the use of a sum decides. A sum that is passed
+to a cast at the place of one of the function's own sums is half of that sum's transpose. A sum that leaves the backward
+pass in any other way is a derivative of other devices.
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,12 +34,8 @@ _CASTS = frozenset(["pvary", "pcast"])
 
 
 def summed_by_types(typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Collection[str]) -> str | None:
-    """Returns the source line of the first sum over any of `axes` that comes only from types, or None.
-
-    Args:
-        typed: the trace of a function in a `shard_map` with `check_vma`.
-        untyped: the trace of the same function without it.
-    """
+    """Returns the source line of the first sum over any of `axes` that the trace of a function has only with types
+    (`check_vma`), or None."""
     known = collections.Counter(_sums(untyped.jaxpr, axes))
     found = list(_sums(typed.jaxpr, axes))
     known.subtract(found)
@@ -51,11 +45,8 @@ def summed_by_types(typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Collection[s
 
 
 def refuse_summed(what: str, typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Collection[str]) -> None:
-    """Rejects a function with a derivative that JAX's types change. `what` is its name.
-
-    Raises:
-        ConfigError: it differentiates with respect to a value that is invariant along one of `axes`.
-    """
+    """Raises ConfigError for a function, called `what`, that differentiates with respect to a value that is invariant
+    along one of `axes`."""
     if (line := summed_by_types(typed, untyped, axes)) is not None:
         raise ConfigError(
             f"{what} takes a derivative with respect to a value that is the same along {sorted(axes)}, at {line}. JAX "
@@ -84,16 +75,16 @@ def takes_derivative(closed: ClosedJaxpr) -> bool:
 
 
 def _sums(jaxpr: Any, axes: Collection[str]) -> Iterator[str]:
-    """Yields the source line of every sum over any of `axes`, once per summed array, except those of reducers. Reducers
-    are not derivatives, and have fewer sums without types: the sum of a constant is a constant there."""
+    """Yields the source line of every sum over any of `axes`, once per summed array, except those of reducers, which
+    have fewer sums without types."""
     for eqn, (line, is_reducers) in jaxprs.equations_within(jaxpr, ("", False), _place):
         if _adds_over(eqn, axes) and not is_reducers:
             yield from [line] * len(eqn.invars)
 
 
 def _leaving(closed: ClosedJaxpr, lines: Sequence[str], axes: Collection[str], own: Collection[str]) -> set[str]:
-    """Returns those of `lines` at which a backward pass sums over `axes` a value that leaves it other than through a
-    cast at one of the lines `own`."""
+    """Returns those of `lines` with a sum over `axes` that leaves the backward pass other than through a cast at one of
+    the lines `own`."""
     walk = _Backward(frozenset(), 0, tuple(lines), frozenset(axes), frozenset(own))
     out = walk.run(closed.jaxpr, [Depends()] * len(closed.jaxpr.invars))
     left = walk.left[0]
@@ -106,7 +97,10 @@ def _leaving(closed: ClosedJaxpr, lines: Sequence[str], axes: Collection[str], o
 class _Backward(Walk):
     """Follows the sums of backward passes, one bit per line of `lines`, until they pass a cast at a line of `own`.
 
-    `left`: an int of the bits that were used outside of a backward pass, or never.
+    Attributes:
+        left: an int of the bits that were used outside of a backward pass, or never.
+        around: a stack of (whether an outer equation is backward, its line).
+        used: a stack of the variables that a jaxpr uses.
     """
 
     lines: tuple[str, ...]
@@ -114,17 +108,14 @@ class _Backward(Walk):
     own: frozenset[str]
     left: list[int] = field(default_factory=lambda: [0])
     around: list[tuple[bool, str]] = field(default_factory=lambda: [(False, "")])
+    used: list[set[Any]] = field(default_factory=list)
 
     def run(self, jaxpr: Any, given: Sequence[Depends]) -> list[Depends]:
-        used = {var for eqn in jaxpr.eqns for var in eqn.invars if isinstance(var, Var)}
-        used |= {var for var in jaxpr.outvars if isinstance(var, Var)}
-        self.used.append(used)
-        try:
-            return super().run(jaxpr, given)
-        finally:
-            self.used.pop()
-
-    used: list[set[Any]] = field(default_factory=list)
+        atoms = itertools.chain(jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns))
+        self.used.append({var for var in atoms if isinstance(var, Var)})
+        found = super().run(jaxpr, given)
+        self.used.pop()
+        return found
 
     def results(self, eqn: Any, given: list[Depends]) -> list[Depends]:
         backward, line = self.around[-1]
@@ -134,10 +125,8 @@ class _Backward(Walk):
         if backward and eqn.primitive.name in _CASTS and line in self.own:
             return [Depends()] * len(eqn.outvars)
         self.around.append((backward, line))
-        try:
-            found = super().results(eqn, given)
-        finally:
-            self.around.pop()
+        found = super().results(eqn, given)
+        self.around.pop()
         if backward and line in self.lines and _adds_over(eqn, self.over):
             found = [Depends(0, depends.all | 1 << self.lines.index(line)) for depends in found]
         self._leave(depends for var, depends in zip(eqn.outvars, found, strict=True) if var not in self.used[-1])
@@ -153,12 +142,11 @@ def _is_backward(eqn: Any) -> bool:
 
 
 def _adds_over(eqn: Any, axes: Collection[str]) -> bool:
-    return eqn.primitive.name.startswith("psum") and bool(set(eqn.params.get("axes", ())) & set(axes))
+    return eqn.primitive.name.startswith("psum") and not jaxprs.axis_names(eqn).isdisjoint(axes)
 
 
 def _place(eqn: Any, around: tuple[str, bool]) -> tuple[tuple[str, bool], tuple[str, bool]]:
-    """Returns an equation's line (inside a function that JAX has jitted, the line of the call if there is no other) and
-    whether it belongs to a reducer, for itself and for the equations inside it."""
+    """Returns (line of the equation, or that around it; whether it belongs to a reducer), for it and those inside."""
     line, is_reducers = around
     here = (compat.source_line(eqn) or line, is_reducers or trace_context.REDUCE in str(eqn.source_info.name_stack))
     return here, here

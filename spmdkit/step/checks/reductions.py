@@ -1,9 +1,7 @@
-"""The per-replica view: the whole step runs inside `shard_map`, and the user writes the reductions.
+"""Detects sums over replicas of values that are already the same on all of them, in a per-replica step.
 
-This is how TensorFlow's `strategy.run`, Horovod and pmap work. Parameters are the replica's own copy (typed varying),
-so `jax.grad` returns the replica's own gradient. `sk.pmean` averages it over replicas. The new state must be provably
-invariant. Two mistakes make gradients N times too large without an error in plain JAX, and are errors here: reducing
-twice, and not reducing.
+The whole step runs inside `shard_map`, and the user writes the reductions, as with Horovod and pmap. Reducing twice
+makes gradients N times too large without an error in plain JAX.
 """
 
 from __future__ import annotations
@@ -21,16 +19,10 @@ from spmdkit.step.replica_collectives import reduced_twice
 
 
 def check_reductions(jaxpr: jax.extend.core.ClosedJaxpr, axes: Collection[str] = REPLICA_AXES) -> None:
-    """Rejects a `lax.psum` or `lax.pmean` over a value that is already the same on every replica.
+    """Raises ConfigError, with the user's line, for a sum of a value that is already the same on every replica.
 
     JAX casts such an operand to varying and multiplies by N silently: the pattern `pvary` followed by `psum`. A
-    constant, as in `lax.psum(1, axis)` to count replicas, is accepted.
-
-    Args:
-        axes: the replica axes larger than one; over the others a sum changes nothing.
-
-    Raises:
-        ConfigError: the pattern occurs; the message has the user's source line.
+    constant, as in `lax.psum(1, axis)` to count replicas, is accepted. `axes`: the replica axes larger than one.
     """
     for body in _bodies(jaxpr):
         depends: set[Any] = set(body.invars)
@@ -39,11 +31,10 @@ def check_reductions(jaxpr: jax.extend.core.ClosedJaxpr, axes: Collection[str] =
             inputs = [v for v in eqn.invars if isinstance(v, jax.extend.core.Var)]
             if any(v in depends for v in inputs):
                 depends.update(eqn.outvars)
-            casts = eqn.primitive.name in ("pvary", "pcast") and set(axes) & set(eqn.params["axes"])
-            if casts and inputs and inputs[0] in depends:
+            name, is_over = eqn.primitive.name, bool(jaxprs.axis_names(eqn) & set(axes))
+            if name in ("pvary", "pcast") and is_over and inputs and inputs[0] in depends:
                 cast.update(eqn.outvars)
-            reduces = eqn.primitive.name in ("psum_invariant", "psum", "psum2")
-            if reduces and set(axes) & set(eqn.params["axes"]) and any(v in cast for v in inputs):
+            if name in ("psum_invariant", "psum", "psum2") and is_over and any(v in cast for v in inputs):
                 raise ConfigError(reduced_twice("lax.psum or lax.pmean", f"the operand at {compat.source_line(eqn)}"))
 
 

@@ -1,5 +1,4 @@
-"""Checks of the return values of the user's functions: a loss is a `sk.mean`, a metric is a `sk.mean` or another metric
-that merges."""
+"""Checks of the return values of the user's functions."""
 
 from __future__ import annotations
 
@@ -23,11 +22,8 @@ RULE = (
 
 
 def checked_loss(out: Any, stateful: bool) -> tuple[Mean | Means, dict[str, Metric], Any]:
-    """Returns (loss, metrics, model state) from the return value of a loss.
-
-    Raises:
-        ConfigError: the loss is not a `sk.mean`, or the metrics are not a mapping of metrics.
-    """
+    """Returns (loss, metrics, model state) from the return value of a loss; raises ConfigError if it is anything
+    else."""
     form = "(sk.mean(...), {name: sk.mean(...)}, new_state)" if stateful else "sk.mean(...) or (sk.mean(...), metrics)"
     if stateful:
         if not isinstance(out, tuple) or len(out) != 3:
@@ -60,11 +56,7 @@ def checked_loss(out: Any, stateful: bool) -> tuple[Mean | Means, dict[str, Metr
 
 
 def checked_metrics(metrics: Any, who: str) -> dict[str, Metric]:
-    """Returns `metrics` if it is a dict of metrics that merge.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Returns `metrics` if it is a dict of metrics that merge; raises ConfigError otherwise."""
     if not isinstance(metrics, dict):
         raise ConfigError(f"{who} returned {shape_of(metrics)}. It must return a dict {{name: sk.mean(...)}}.")
     check_metric_names(metrics, who)

@@ -14,14 +14,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
 from spmdkit import compat
-from spmdkit.communication.reducers.base import Reducer
+from spmdkit.communication.reducers.base import ReduceGroup, Reducer
 from spmdkit.communication.sync.base import Mean, Sync
 from spmdkit.errors import ConfigError
-from spmdkit.foundation.jaxprs import equations
-from spmdkit.foundation.trees import common_dtype
-from spmdkit.step import trace_context
+from spmdkit.foundation import jaxprs
+from spmdkit.foundation.trees import common_dtype, named_leaves
+from spmdkit.step import rng, trace_context
 from spmdkit.step.metrics.base import Metric, reduce_parts
 from spmdkit.step.model_state import agreement as model_state_agreement
 from spmdkit.step.state import TrainState
@@ -32,14 +33,8 @@ GROUPED = ("params", "opt_state", "model_state", "ema")
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """The groups of a program.
-
-    Attributes:
-        axes: the mesh axes along which they lie.
-        num: number of groups.
-        sync: when they synchronize.
-        reducer: for the communication between groups; None: an exact mean.
-    """
+    """The groups of a program: `num` along the mesh axes `axes`, which synchronize by `sync`, with `reducer` (None: an
+    exact mean) for the communication between them."""
 
     axes: tuple[str, ...]
     num: int
@@ -52,15 +47,9 @@ class Groups:
 
 
 def check_alone(groups: Groups, jaxpr: Any, what: str) -> None:
-    """Rejects a step in which the user's code communicates between groups.
-
-    Raises:
-        ConfigError: a collective names one of the groups' axes.
-    """
-    for eqn in equations(jaxpr):
-        named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        names = (named,) if isinstance(named, str) else tuple(named) if isinstance(named, tuple | list) else ()
-        if set(names) & set(groups.axes) and eqn.primitive.name not in ("axis_index", "pvary", "pcast"):
+    """Raises ConfigError for a step in which the user's code communicates between groups."""
+    for eqn in jaxprs.equations(jaxpr):
+        if jaxprs.axis_names(eqn) & set(groups.axes) and eqn.primitive.name not in ("axis_index", "pvary", "pcast"):
             raise ConfigError(
                 f"{what}: {eqn.primitive.name} over {groups.axes[0]} at {compat.source_line(eqn)}: with this sync the "
                 f"groups along {groups.axes[0]} train separately, and do not communicate in a step. Remove it, or use "
@@ -84,12 +73,37 @@ def stack_state(groups: Groups, state: TrainState) -> TrainState:
 def mean(tree: Any) -> Any:
     """Returns [...] from [groups, ...]: the mean of floats, in float32 or wider, and the first of everything else."""
 
-    def leaf_mean(x: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return x[0]
-        return x.astype(common_dtype(x.dtype, jnp.float32)).mean(0).astype(x.dtype)
+    wide = lambda x: x.astype(common_dtype(x.dtype, jnp.float32))
+    one = lambda x: wide(x).mean(0).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x[0]
+    return jax.tree.map(one, tree)
 
-    return jax.tree.map(leaf_mean, tree)
+
+def mean_with_reducer(
+    reducer: Reducer, groups: Groups, specs: Mapping[str, PartitionSpec], mesh: Mesh, key: jax.Array
+) -> Any:
+    """Returns `tree [groups, ...] -> tree [...]`, the mean over groups by a reducer, for trees like the parameters with
+    None for leaves that are not sent. `specs`: path of each parameter -> the spec of one copy; `key`: of the step.
+
+    Wire: the reducer's, over the axes along which the groups lie; each device sends its own shard.
+    """
+
+    def mean(tree: Any) -> Any:
+        named = named_leaves(tree)
+        cut = [specs[path] for path, _ in named]
+
+        def body(leaves: list[jax.Array], key: jax.Array) -> list[jax.Array]:
+            own = [x[0] / groups.num if reducer.input_scale == "weighted" else x[0] for x in leaves]
+            over = ReduceGroup(groups.axes, groups.num, lambda: rng.reducer_key(key))
+            total, _ = reducer.apply(own, [{} for _ in own], over)
+            return [x / groups.num for x in total] if reducer.input_scale == "sum" else total
+
+        each = [PartitionSpec(groups.axes, *spec) for spec in cut]
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=(each, PartitionSpec()), out_specs=cut)
+        with jax.named_scope(trace_context.REDUCE):
+            found = mapped([x for _, x in named], key)
+        return jax.tree.unflatten(jax.tree.structure(tree), found)
+
+    return mean
 
 
 def agreement_fn(sync: Sync, turn: int) -> Callable[[Any, Any, Mean], tuple[Any, Any]]:
@@ -107,11 +121,8 @@ def agreed_state(groups: Groups, state: TrainState, turn: int, mean: Mean) -> Tr
 
 
 def merged_state(groups: Groups, state: TrainState, declared: model_state_agreement.Kinds) -> TrainState:
-    """Returns the one copy of the state that is evaluated and exported.
-
-    Args:
-        declared: the task's declared reductions of leaves of the model state.
-    """
+    """Returns the one copy of the state that is evaluated and exported. `declared`: the task's reductions of model
+    state."""
     assert groups.sync.view is not None
     return state.replace(
         params=groups.sync.view(state.params, state.sync, mean),
@@ -123,9 +134,8 @@ def merged_state(groups: Groups, state: TrainState, declared: model_state_agreem
 
 def merged_metrics(metrics: Mapping[str, Metric]) -> dict[str, jax.Array]:
     """Returns the metrics over all groups from those of each, [groups, ...]."""
-    add, largest = (
-        functools.partial(jax.tree.map, over) for over in (lambda x: x.sum(0).astype(x.dtype), lambda x: x.max(0))
-    )
+    add = functools.partial(jax.tree.map, lambda x: x.sum(0).astype(x.dtype))
+    largest = functools.partial(jax.tree.map, lambda x: x.max(0))
     return {name: metric.value for name, metric in reduce_parts(dict(metrics), add, largest, lambda x: x).items()}
 
 

@@ -5,8 +5,7 @@
 | one device        | `shard_map`, untyped (no result is typed as invariant)     |
 | anything else     | `vmap(spmd_axis_name=)` over the groups, the step inside   |
 
-Metrics are returned per group, [groups, ...]; a small separate program merges them where they are read
-(`groups.merged_metrics`). Only a group with a non-finite step skips it; the other groups are not affected.
+Metrics are returned per group, [groups, ...]; a separate program merges them (`groups.merged_metrics`).
 
 Wire: nothing over the sync's axes; over the others that of the step of one group.
 """
@@ -14,6 +13,7 @@ Wire: nothing over the sync's axes; over the others that of the step of one grou
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,26 +26,20 @@ from spmdkit.step import trace_context
 from spmdkit.step.finite_check import apply_guard
 from spmdkit.step.gradient import step_examples
 from spmdkit.step.groups.groups import GROUPED, Groups
-from spmdkit.step.metrics.base import Metric, is_metric
+from spmdkit.step.metrics.base import is_metric
 from spmdkit.step.metrics.mean import Mean
 from spmdkit.step.reducer_io import ReducerSlots
 from spmdkit.step.state import FIELDS, TrainState
 from spmdkit.step.step import COMPILED_NAME, Batch, StepFn, Stepped, checked, with_program_fields
+from spmdkit.step.trace_context import Context
 
 
 def group_step(
-    train_step: StepFn, context: trace_context.Context, groups: Groups, to_device: Callable[[Any], Any]
+    train_step: StepFn, context: Context, groups: Groups, to_device: Callable[[Any], Any]
 ) -> Callable[[TrainState, Batch], Stepped]:
-    """Returns the function to compile.
+    """Returns the function to compile; `context` is that of one group: size one along the sync's axes."""
 
-    Args:
-        context: of one group: size one along the sync's axes.
-        to_device: moves leaves from host memory to the devices.
-    """
-
-    def step_of_group(
-        state: TrainState, examples: Any, mask: Any, index: Any
-    ) -> tuple[TrainState, dict[str, Metric], Any]:
+    def step_of_group(state: TrainState, examples: Any, mask: Any, index: Any) -> Stepped:
         slots = ReducerSlots(())
         own = dataclasses.replace(context, mask=mask, group=(index, groups.num), slots=slots)
         rows = step_examples(own, examples, mask, state.key)
@@ -68,12 +62,10 @@ def group_step(
     return whole_step
 
 
-def _group_metric(metric: Any, num: jax.Array) -> Metric:
+def _group_metric(metric: Any, num: jax.Array) -> Any:
     """Returns a group's metric as arrays that merge; a plain number is weighted by the number of examples."""
-    if not is_metric(metric):
-        return Mean(jnp.asarray(metric, jnp.float32) * num, num)
-    own: Metric = jax.tree.map(jnp.asarray, metric)
-    return own
+    weighted = lambda: Mean(jnp.asarray(metric, jnp.float32) * num, num)
+    return jax.tree.map(jnp.asarray, metric) if is_metric(metric) else weighted()
 
 
 def _fields(state: TrainState, own: Any, shared: Any) -> TrainState:
@@ -81,7 +73,7 @@ def _fields(state: TrainState, own: Any, shared: Any) -> TrainState:
     return state.replace(**{name: own if name in GROUPED else shared for name in FIELDS})
 
 
-def _by_device(one: Any, context: trace_context.Context, groups: Groups, state: TrainState, batch: Batch) -> Any:
+def _by_device(one: Any, context: Context, groups: Groups, state: TrainState, batch: Batch) -> Any:
     own, whole = PartitionSpec(groups.axes), PartitionSpec()
 
     def body(state: TrainState, examples: Any, mask: Any) -> Any:
@@ -97,20 +89,51 @@ def _by_device(one: Any, context: trace_context.Context, groups: Groups, state: 
     return mapped(state, batch.examples, batch.mask)
 
 
-def _by_vmap(one: Any, context: trace_context.Context, groups: Groups, state: TrainState, batch: Batch) -> Any:
+def _by_vmap(one: Any, context: Context, groups: Groups, state: TrainState, batch: Batch) -> Any:
     assert context.sharding.mesh is not None
-    inner = tuple(
-        a
-        for a in ("replica", *context.sharding.data_axes, *context.sharding.inner_axes)
-        if context.sharding.size(a) > 1
-    )
+    inner = context.sharding.larger((*context.sharding.replica_axes, *context.sharding.inner_axes))
     rows = NamedSharding(context.sharding.mesh, PartitionSpec(groups.axes, inner or None))
 
     def by_group(x: jax.Array) -> jax.Array:
-        result: jax.Array = lax.with_sharding_constraint(x.reshape(groups.num, -1, *x.shape[1:]), rows)
-        return result
+        return lax.with_sharding_constraint(x.reshape(groups.num, -1, *x.shape[1:]), rows)  # type: ignore[no-any-return]
 
     examples, mask = jax.tree.map(by_group, (batch.examples, batch.mask))
     states = _fields(state, 0, None)
     mapped = jax.vmap(one, in_axes=(states, 0, 0, 0), out_axes=(states, 0, 0), spmd_axis_name=groups.axes)
     return mapped(state, examples, mask, jnp.arange(groups.num, dtype=jnp.int32))
+
+
+def synchronous_step(
+    whole: Callable[[TrainState, Batch], Stepped], groups: Groups, single: TrainState, code: Any
+) -> Callable[[TrainState, Batch], Stepped]:
+    """Returns the function to compile for a synchronous step of all replicas, before groups train separately.
+
+    Each device uses its shard of its own group's copy as the global state, and returns the new state in the same way:
+    no data move. The copies are equal at the start and after each such step.
+
+    Args:
+        whole: the step of the whole mesh; it takes and returns a state of one copy, on the devices.
+        single: that state, abstract, with its shardings.
+        code: the guard's code in a step of groups, abstract, or None.
+
+    Wire: that of the step of the whole mesh.
+    """
+    fields = {name: getattr(single, name) for name in GROUPED}
+    mesh = jax.tree.leaves(single.params)[0].sharding.mesh
+    one = jax.tree.map(lambda x: x.sharding.spec, fields)
+    each = jax.tree.map(lambda x: PartitionSpec(groups.axes, *x.sharding.spec), fields)
+    over = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)  # equal copies, but typed as varying
+    local_copy = over(lambda tree: jax.tree.map(lambda x: x[0], tree), in_specs=(each,), out_specs=one)
+    group_copies = over(lambda tree: jax.tree.map(lambda x: x[None], tree), in_specs=(one,), out_specs=each)
+
+    def train_step(state: TrainState, batch: Batch) -> Stepped:
+        copy = local_copy({name: getattr(state, name) for name in GROUPED})
+        new, metrics, found = whole(state.replace(**copy, sync=None), batch)
+        sync_state = groups.sync.init(new.params)  # the sync's state after the last synchronous step
+        new = new.replace(**group_copies({name: getattr(new, name) for name in GROUPED}), sync=sync_state)
+        if found is not None and code is not None:
+            cut = PartitionSpec(groups.axes, *[PartitionSpec.UNCONSTRAINED] * (code.ndim - 1))
+            found = lax.with_sharding_constraint(jnp.broadcast_to(found, code.shape), NamedSharding(mesh, cut))
+        return new, metrics, found
+
+    return train_step

@@ -73,8 +73,7 @@ class Bincount(Metric):
 
 
 class _DerivedFunction:
-    """The function of a `Derived`. All instances are equal: a loss creates a new one in every trace, and the structure
-    of its metrics must not change."""
+    """The function of a `Derived`. All instances are equal: a loss creates a new one in every trace."""
 
     def __init__(self, fn: Callable[..., Any]):
         self.fn = fn
@@ -118,10 +117,8 @@ def derived(fn: Callable[..., Any], *parts: Any) -> Derived:
 
     Args:
         fn: maps the parts' values to a number or an array. JAX or numpy.
-        parts: metrics; instances of a class with `merge` and `compute` (clu's; user_metric.py); or pytrees of arrays
-            that
-            add (those of nnx's metrics: totals and counts). For the latter two the caller excludes padding rows
-            (`sk.example_mask()`).
+        parts: metrics; instances of a class with `merge` and `compute` (user_metric.py); or pytrees of arrays that add
+            (totals and counts). For the latter two the caller excludes padding rows (`sk.example_mask()`).
 
     Raises:
         ConfigError: there is no part, or a part does not merge.
@@ -131,10 +128,9 @@ def derived(fn: Callable[..., Any], *parts: Any) -> Derived:
             "sk.derived got a function and no parts. A metric is derived from parts that add up. Write "
             "sk.derived(jnp.exp, sk.mean(losses))."
         )
-    own = [as_metric(part, "a part of sk.derived") for part in parts]
-    return Derived(
-        tuple(part if is_metric(part) else jax.tree.map(jnp.asarray, part) for part in own), _DerivedFunction(fn)
-    )
+    own = (as_metric(part, "a part of sk.derived") for part in parts)
+    arrays = (part if is_metric(part) else jax.tree.map(jnp.asarray, part) for part in own)
+    return Derived(tuple(arrays), _DerivedFunction(fn))
 
 
 def sum(values: ArrayLike, where: ArrayLike | None = None) -> Sum:
@@ -163,8 +159,7 @@ def bincount(
     """Returns how often each index occurs among this replica's examples: a histogram, a confusion matrix.
 
     `sk.bincount(labels, 10)` is [10], `sk.bincount((labels, predictions), (10, 10))` is [10, 10]. An index outside of
-    the
-    shape is not counted. Counts are exact up to 2**31 - 1 per index, over a whole evaluation.
+    the shape is not counted. Counts are exact up to 2**31 - 1 per index, over a whole evaluation.
 
     Args:
         indices: integers of any shape, or a tuple of them of the same shape: one for each dim. Padding and `where` as

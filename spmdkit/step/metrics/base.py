@@ -57,12 +57,9 @@ def merge_trees(own: Tree, other: Tree) -> Tree:
 def empty_parts(shapes: Tree, full: Callable[..., Any] = jnp.full) -> Tree:
     """Returns a tree of parts of no rows, the neutral element of merging. `shapes` has shapes and dtypes."""
 
-    def zeros(x: Any) -> Any:
-        return full(x.shape, 0, x.dtype)
-
-    def lowest(x: Any) -> Any:
-        return full(x.shape, -jnp.inf if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.iinfo(x.dtype).min, x.dtype)
-
+    zeros = lambda x: full(x.shape, 0, x.dtype)
+    least = lambda dtype: -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
+    lowest = lambda x: full(x.shape, least(x.dtype), x.dtype)
     fill = lambda x: jax.tree.map(lowest if is_metric(x) and x.crosses == "largest" else zeros, x)
     result: Tree = jax.tree.map(fill, shapes, is_leaf=_is_leaf)
     return result

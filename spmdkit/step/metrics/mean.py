@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from abc import abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -26,21 +28,51 @@ from spmdkit.mesh.mesh import REPLICA_AXES
 from spmdkit.step import rng, trace_context
 from spmdkit.step.metrics.base import Metric
 
+T = TypeVar("T", bound="_Arithmetic")
+
+
+class _Arithmetic(Metric):
+    """Arithmetic of means and scalars."""
+
+    @abstractmethod
+    def __add__(self, other: Any) -> Any: ...
+
+    @abstractmethod
+    def _with_sums(self: T, change: Callable[[jax.Array], jax.Array]) -> T:
+        """Returns the metric with each sum changed."""
+
+    def __radd__(self, other: Any) -> Any:
+        return self + other
+
+    def __sub__(self, other: Any) -> Any:
+        return self + (-other)
+
+    def __rsub__(self, other: ArrayLike) -> Any:
+        return -self + other
+
+    def __mul__(self: T, factor: ArrayLike) -> T:
+        return self._with_sums(lambda total: total * _scalar(factor))
+
+    def __rmul__(self: T, factor: ArrayLike) -> T:
+        return self * factor
+
+    def __truediv__(self: T, divisor: ArrayLike) -> T:
+        return self._with_sums(lambda total: total / _scalar(divisor))
+
+    def __neg__(self: T) -> T:
+        return self._with_sums(lambda total: -total)
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Mean(Metric):
+class Mean(_Arithmetic):
     """A weighted mean as the pair (sum, count), both float32 scalars (float64 for float64 values).
 
     `mean * 2`, `mean / 2` and `-mean` scale it. `mean + s` adds a scalar to the value (a regularization term), once, on
-    any
-    number of replicas and microbatches. `mean + other` is a `Means`, the sum of the two, each with its own count.
-    `.merge`
-    pools two parts of the same mean.
+    any number of replicas and microbatches. `mean + other` is a `Means`. `.merge` pools two parts of the same mean.
 
-    A count that follows from shapes alone is a numpy number, so that reductions multiply instead of adding.
-
-    With weights, `count` is their sum, and `num` the number of elements: a mean with weights that cancel is not empty.
+    A count that follows from shapes alone is a numpy number, so that reductions multiply instead of adding. With
+    weights, `count` is their sum, and `num` the number of elements: a mean with weights that cancel is not empty.
     """
 
     sum: jax.Array
@@ -70,47 +102,20 @@ class Mean(Metric):
     def __add__(self, other: Any) -> Any:
         if isinstance(other, Mean | Means):
             return Means((self,)) + other
-        return self._with_sum(self.sum + _scalar(other) * self.count)
+        return dataclasses.replace(self, sum=self.sum + _scalar(other) * self.count)
 
-    __radd__ = __add__
-
-    @overload
-    def __sub__(self, other: Mean | Means) -> Means: ...
-    @overload
-    def __sub__(self, other: ArrayLike) -> Mean: ...
-    def __sub__(self, other: Any) -> Any:
-        return self + (-other)
-
-    def __rsub__(self, other: ArrayLike) -> Mean:
-        return -self + other
-
-    def __mul__(self, factor: ArrayLike) -> Mean:
-        return self._with_sum(self.sum * _scalar(factor))
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, divisor: ArrayLike) -> Mean:
-        return self._with_sum(self.sum / _scalar(divisor))
-
-    def __neg__(self) -> Mean:
-        return self._with_sum(-self.sum)
-
-    def _with_sum(self, total: jax.Array) -> Mean:
-        return dataclasses.replace(self, sum=total)
+    def _with_sums(self, change: Callable[[jax.Array], jax.Array]) -> Mean:
+        return dataclasses.replace(self, sum=change(self.sum))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Means(Metric):
-    """A sum of means, each with its own count: `sk.mean(a) + 0.5 * sk.mean(b)`; detection, MLM with NSP, auxiliary
-    losses.
+class Means(_Arithmetic):
+    """A sum of means, each with its own count: `sk.mean(a) + 0.5 * sk.mean(b)`; MLM with NSP, auxiliary losses.
 
     Exact as a loss: each sum is divided by its own count over the whole batch, before its gradient is computed.
 
-    Wire: as a loss one more small all-reduce, of the counts, before the gradient; none if they follow from shapes
-    alone.
-    With microbatches the counts of all microbatches are computed first (the rest of that pass is dead code, unless
-    counts depend on the parameters).
+    Wire: as a loss one more small all-reduce, of counts that do not follow from shapes (multi_term_loss.py).
     """
 
     parts: tuple[Mean, ...]
@@ -129,24 +134,8 @@ class Means(Metric):
             return Means(self.parts + (other.parts if isinstance(other, Means) else (other,)))
         return Means((self.parts[0] + other, *self.parts[1:]))
 
-    __radd__ = __add__
-
-    def __sub__(self, other: Mean | Means | ArrayLike) -> Means:
-        return self + (-other)  # type: ignore[operator]
-
-    def __rsub__(self, other: ArrayLike) -> Means:
-        return -self + other
-
-    def __mul__(self, factor: ArrayLike) -> Means:
-        return Means(tuple(part * factor for part in self.parts))
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, divisor: ArrayLike) -> Means:
-        return Means(tuple(part / divisor for part in self.parts))
-
-    def __neg__(self) -> Means:
-        return Means(tuple(-part for part in self.parts))
+    def _with_sums(self, change: Callable[[jax.Array], jax.Array]) -> Means:
+        return Means(tuple(part._with_sums(change) for part in self.parts))
 
 
 def _scalar(x: ArrayLike) -> jax.Array:
@@ -174,9 +163,7 @@ def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike |
         ConfigError: `values` has no example dim while some rows are padding.
     """
     if isinstance(values, Mean):
-        raise TypeError(
-            "sk.mean of a sk.mean: it is a mean already. Return it unchanged, or pass the values to sk.mean."
-        )
+        raise TypeError("sk.mean of a sk.mean: it is a mean already. Return it unchanged, or pass its values.")
     values = as_float(values)
     included = inclusion_mask("sk.mean", values, where)
     counted = jnp.ones((), values.dtype) if weights is None else jnp.asarray(weights, values.dtype)
@@ -196,8 +183,7 @@ def _local_sum(values: jax.Array) -> jax.Array:
     """Returns the sum of a replica's values.
 
     In the loss of a per-replica step, values that are the same on every replica (results of `sk.psum`) count as each
-    replica's own: their mean is their value. Sums of examples over replicas are N times too large instead
-    (checks.reductions.check_reductions).
+    replica's own: their mean is their value.
     """
     context, examples = trace_context.current(), trace_context.current_examples()
     in_loss = context.inside and not context.in_manual and examples is not None and not examples.of_step
@@ -208,11 +194,10 @@ def _local_sum(values: jax.Array) -> jax.Array:
 
 
 def scalar(value: ArrayLike) -> Mean:
-    """Returns one number that is not a mean of examples, as a metric or a term of a loss: a norm, a temperature, a
-    penalty.
+    """Returns one number that is not a mean of examples, as a metric or a term of a loss: a norm, a penalty.
 
-    It counts once, independent of padding rows. If numbers differ (between replicas, microbatches or batches of an
-    evaluation), the plain mean is reported.
+    It counts once, independent of padding rows. If it differs between replicas, microbatches or batches of an
+    evaluation, the plain mean is reported.
 
     Raises:
         ConfigError: `value` is not a single number.
@@ -233,22 +218,21 @@ def as_float(values: ArrayLike) -> jax.Array:
 
 
 def inclusion_mask(name: str, values: jax.Array, where: ArrayLike | None) -> jax.Array | None:
-    """Returns bool like `values`: those that count, by `where` and without padding rows; None if all count. `name` is
-    the caller's.
+    """Returns bool like `values`: those that count, by `where` and without padding rows; None if all count.
 
     Raises:
-        ConfigError: `values` has no example dim while some rows are padding.
+        ConfigError: `values` has no example dim while some rows are padding; `name` is the caller's.
     """
     included = None if where is None else broadcast(f"{name}: where", jnp.asarray(where, bool), values)
     examples = trace_context.current_examples()
-    noticed = trace_context.current().usage
-    noticed.record_call("mean")
+    usage = trace_context.current().usage
+    usage.record_call("mean")
     if examples is not None and examples.mask is not None:
         if values.ndim and values.shape[0] == examples.num:
-            noticed.record_masked_metric()
+            usage.num_masked += 1
             rows = _left(examples.mask, values.ndim)
             included = rows if included is None else rows & included
-        elif not noticed.has_called("example_mask"):
+        elif not usage.has_called("example_mask"):
             raise ConfigError(
                 f"{name} got values of shape {values.shape} while some of the {examples.num} examples are padding. "
                 "The first dim must be the examples, so that padding rows can be excluded. Pass one value per "
@@ -275,11 +259,10 @@ def broadcast(name: str, x: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def example_mask() -> jax.Array:
-    """Returns bool[examples] of this call of the loss, False on padding rows. The caller is then responsible for
-    masking.
+    """Returns bool[examples] of this call of the loss, False on padding rows.
 
-    After this call `sk.mean` still excludes padding rows of values with examples as their first dim, and does not check
-    values of other shapes.
+    The caller is then responsible for masking: `sk.mean` still excludes padding rows of values with examples as their
+    first dim, and does not check values of other shapes.
 
     Raises:
         RuntimeError: called outside of a loss that spmdkit runs.
@@ -293,12 +276,9 @@ def example_keys(salt: int = 0) -> jax.Array:
     """Returns one random key per example of this call of the loss, the same on every mesh.
 
     Keys follow from (seed, step, position in the global batch): random values drawn from them (dropout per example,
-    augmentation) do not change with the number of devices, hosts or microbatches. The plain `key` of a loss does: it
-    differs by step, microbatch and replica.
+    augmentation) do not change with the number of devices, hosts or microbatches. The plain `key` of a loss does.
 
-    Shapes: key[examples], for `jax.vmap`. The keys are threefry keys for any default implementation of JAX: others draw
-    a
-        whole `vmap` from its first key.
+    Shapes: key[examples], for `jax.vmap`; threefry keys for any default implementation of JAX.
 
     Args:
         salt: different salts give independent keys, e.g. one per layer.
@@ -308,10 +288,7 @@ def example_keys(salt: int = 0) -> jax.Array:
     """
     examples = _required("sk.example_keys()")
     if examples.key is None:
-        raise RuntimeError(
-            "sk.example_keys() in an evaluation: there is no randomness. Draw only when key is not None."
-        )
-    trace_context.current().usage.record_call("example_keys")
+        raise RuntimeError("sk.example_keys() in an evaluation: there is no randomness. Draw only if key is not None.")
     return rng.example_keys(examples.key, salt, examples.positions)
 
 
@@ -327,9 +304,8 @@ def _required(name: str) -> trace_context.Examples:
 
 def examples(num: int, key: jax.Array | None = None, mask: jax.Array | None = None) -> AbstractContextManager[None]:
     """Returns a context in which a loss can be called manually: `num` rows at positions 0..num-1."""
-    return trace_context.with_examples(
-        trace_context.Examples(num=num, mask=mask, positions=jnp.arange(num, dtype=jnp.int32), key=key)
-    )
+    positions = jnp.arange(num, dtype=jnp.int32)
+    return trace_context.with_examples(trace_context.Examples(num, mask, positions, key))
 
 
 SEAMS = {"required": _required}

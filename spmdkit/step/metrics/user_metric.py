@@ -10,9 +10,8 @@
         def merge(self, other): ...      # the metric of the rows of both parts
         def compute(self): ...           # a number, or an array
 
-`merge` may be any function with the same result for all partitions of the rows. For a plain sum, `sk.derived(fn,
-arrays)` adds the arrays in the step's one all_reduce. The arrays are of this replica's rows; the caller excludes
-padding (`sk.example_mask()`), also where no row is left.
+`merge` may be any function with the same result for all partitions of the rows. The arrays are of this replica's rows;
+the caller excludes padding (`sk.example_mask()`), also where no row is left.
 
 Wire: an all_gather of the arrays over the replicas, (N-1) times their bytes, in a step and in each evaluated batch.
 Every replica merges the parts in the order of the mesh.
@@ -34,12 +33,8 @@ from spmdkit.step.metrics.base import Metric
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CustomMetric(Metric):
-    """A part of a metric of a user-defined class.
-
-    Attributes:
-        part: of some rows, an instance of that class.
-        some: int32[], 0 if there is no part yet and the arrays are undefined.
-    """
+    """A part of a metric of a user-defined class, an instance of it. `some`: int32[], 0 if there is no part yet and the
+    arrays are undefined."""
 
     crosses: ClassVar[Literal["merged"]] = "merged"
     part: Any

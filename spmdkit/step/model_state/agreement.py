@@ -5,9 +5,8 @@
     max        max_r new_r
     identical  new_0                      provably the same on every replica
 
-Integers, booleans and random keys are never averaged. By default (without `Task.state_reduction`) a leaf that does not
-depend on the rows of a replica is `identical`, and a float that is linear in its old value is a `mean`. Everything else
-must be declared: the mean of maxima is not a maximum.
+Without `Task.state_reduction` a leaf that does not depend on the rows of a replica is `identical`, and a float that is
+linear in its old value is a `mean`. Everything else must be declared: the mean of maxima is not a maximum.
 
 Wire: the leaf, in the same reduction as the gradient; `max` in a separate one.
 """
@@ -24,7 +23,7 @@ import jax.numpy as jnp
 from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.formatting import nearest
-from spmdkit.foundation.trees import common_dtype, describe, named_leaves
+from spmdkit.foundation.trees import common_dtype, describe, is_key, named_leaves
 from spmdkit.step.model_state.dependence import dependence
 
 Kind = Literal["mean", "sum", "max", "identical"]
@@ -38,12 +37,8 @@ Kinds = Mapping[str, Kind]
 
 
 def declared_reductions(patterns: Mapping[str, str], state: Any) -> dict[str, Kind]:
-    """Returns path -> kind for the leaves of a model state that the task declares; the first pattern that matches a
-    whole path applies.
-
-    Raises:
-        ConfigError: a pattern matches no leaf, or a leaf cannot be reduced in that way.
-    """
+    """Returns path -> kind for the leaves of a model state that the task declares, by the first pattern that matches a
+    whole path; raises ConfigError for a pattern that matches no leaf, or a leaf that cannot be reduced in that way."""
     leaves = named_leaves(state)
     declared: dict[str, Kind] = {}
     for pattern, kind in patterns.items():
@@ -62,22 +57,14 @@ def declared_reductions(patterns: Mapping[str, str], state: Any) -> dict[str, Ki
 
 
 def _check_kind(path: str, dtype: Any, kind: str) -> None:
-    number = jnp.issubdtype(dtype, jnp.number)
+    number, what = jnp.issubdtype(dtype, jnp.number), f"Task.state_reduction is {kind} for model state '{path}', which"
     if kind == "mean" and not jnp.issubdtype(dtype, jnp.inexact):
-        raise ConfigError(
-            f"Task.state_reduction is mean for model state '{path}', which is {dtype}. Integers, booleans and keys "
-            f"are never averaged. Write {'sum, max or identical' if number else 'identical'}."
-        )
+        repair = "sum, max or identical" if number else "identical"
+        raise ConfigError(f"{what} is {dtype}. Integers, booleans and keys are never averaged. Write {repair}.")
     if kind == "max" and jnp.issubdtype(dtype, jnp.complexfloating):
-        raise ConfigError(
-            f"Task.state_reduction is max for model state '{path}', which is {dtype}. Complex numbers have no order. "
-            "Write mean, sum or identical."
-        )
+        raise ConfigError(f"{what} is {dtype}. Complex numbers have no order. Write mean, sum or identical.")
     if kind in ("sum", "max") and not number:
-        raise ConfigError(
-            f"Task.state_reduction is {kind} for model state '{path}', which is {dtype}. It is defined for numbers "
-            "only. Write identical."
-        )
+        raise ConfigError(f"{what} is {dtype}. It is defined for numbers only. Write identical.")
 
 
 def state_reductions(
@@ -92,19 +79,13 @@ def state_reductions(
     """Returns the reduction of each leaf of a model state: declared, or derived from the loss.
 
     Args:
-        declared: the declared reductions of some leaves.
         one_replica: `(state, shared, own) -> new state` of one replica.
         state, shared: abstract; the model state, and other values that are the same on every replica.
-        own: abstract; values of one replica (rows, mask, key), then the same with another number of rows, which shows
-            what
-            depends on that number.
-        axes: names and sizes of the replica axes.
-        bound: whether these names are bound at the call.
+        own: abstract; values of one replica (rows, mask, key), then the same with another number of rows.
+        axes: names and sizes of the replica axes; `bound`: whether they are bound at the call.
 
     Raises:
-        ConfigError: a leaf without a declared reduction depends on a replica's rows and has no mean, or a leaf is
-            declared
-            identical and is not.
+        ConfigError: an undeclared leaf depends on a replica's rows and has no mean; one is not identical as declared.
     """
     leaves = named_leaves(state)
     num = len(leaves)
@@ -130,18 +111,15 @@ def state_reductions(
             kinds[path] = "mean"
         else:
             raise ConfigError(_undecided(path, leaf, "by the rows or the key of a replica"))
-    if counting and (other := _trace_or_none(lambda: make(own[1]))) is not None:
+    if counting:
+        try:
+            other = make(own[1])
+        except Exception:  # noqa: BLE001 - a loss that is written for one number of rows: nothing to compare
+            return kinds
         for i in counting:
             if compat.jaxpr_of_result(traced, i) != compat.jaxpr_of_result(other, i):
                 raise ConfigError(_undecided(*leaves[i], "by the number of rows of a replica"))
     return kinds
-
-
-def _trace_or_none(make: Callable[[], Any]) -> Any:
-    try:
-        return make()
-    except Exception:  # noqa: BLE001 - a loss that is written for one number of rows: nothing to compare
-        return None
 
 
 def _undecided(path: str, leaf: Any, how: str) -> str:
@@ -194,9 +172,8 @@ def values_to_reduce(
             largest[path] = x
         else:
             bits = _bits(x)
-            added[path] = jnp.where(
-                first.reshape(first.shape + (1,) * (bits.ndim - first.ndim)), bits, jnp.zeros_like(bits)
-            )
+            here = first.reshape(first.shape + (1,) * (bits.ndim - first.ndim))
+            added[path] = jnp.where(here, bits, jnp.zeros_like(bits))
     return added, largest
 
 
@@ -239,11 +216,8 @@ def reduce_by_group(kinds: Kinds, old: Any, new: Any, groups: int) -> Any:
 
 
 def merge_groups(declared: Kinds, state: Any) -> Any:
-    """Returns one state [...] from those of the groups [groups, ...], for an evaluation.
-
-    Floats are averaged, or reduced as declared. A `sum` is over all groups, as for a counter that starts at zero on one
-    device. Of other leaves the first group's is used.
-    """
+    """Returns one state [...] from those of the groups [groups, ...], for an evaluation: floats are averaged, or
+    reduced as declared (a `sum` is over all groups); of other leaves the first group's is used."""
 
     def leaf(path: str, x: jax.Array) -> jax.Array:
         inexact = jnp.issubdtype(x.dtype, jnp.inexact)
@@ -266,16 +240,13 @@ def _wide(x: jax.Array) -> jax.Array:
 
 def _bits(x: jax.Array) -> jax.Array:
     """Returns an array whose sum with zeros is the original value."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         return jax.random.key_data(x)
     return x.astype(jnp.uint8) if x.dtype == bool else _wide(x)
 
 
 def _from_bits(bits: jax.Array, like: jax.Array) -> jax.Array:
-    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        result: jax.Array = jax.random.wrap_key_data(bits, impl=jax.random.key_impl(like))
-        return result
-    return bits.astype(like.dtype)
+    return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(like)) if is_key(like) else bits.astype(like.dtype)
 
 
 SEAMS = {"crossing": values_to_reduce, "agreed": reduced_state}

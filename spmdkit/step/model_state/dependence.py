@@ -29,52 +29,13 @@ class Depends(NamedTuple):
         return self.linear | self.other
 
 
-_LINEAR = frozenset(
-    [
-        "add",
-        "add_any",
-        "sub",
-        "neg",
-        "convert_element_type",
-        "reduce_precision",
-        "broadcast_in_dim",
-        "reshape",
-        "transpose",
-        "squeeze",
-        "expand_dims",
-        "slice",
-        "concatenate",
-        "reduce_sum",
-        "cumsum",
-        "rev",
-        "pad",
-        "copy",
-        "copy_p",
-        "name",
-        "pvary",
-        "pcast",
-        "psum",
-        "psum_invariant",
-        "psum2",
-        "pmean",
-        "sharding_constraint",
-        "reduce_window_sum",
-        "real",
-        "imag",
-        "stop_gradient",
-        "all_gather",
-    ]
-)
+_SUMS = ("add", "add_any", "sub", "neg", "reduce_sum", "cumsum", "reduce_window_sum", "psum", "psum_invariant", "psum2")
+_COPIES = ("copy", "copy_p", "name", "pvary", "pcast", "sharding_constraint", "stop_gradient", "all_gather")
+_CASTS = ("convert_element_type", "reduce_precision", "real", "imag")
+_MOVES = ("broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice", "concatenate", "rev", "pad")
+_LINEAR = frozenset((*_SUMS, *_COPIES, *_CASTS, *_MOVES))
 _PRODUCTS = frozenset(["mul", "dot_general", "conv_general_dilated"])
-_ONE_BY_ONE = frozenset(["optimization_barrier"])
-_OPERAND_FIRST = {
-    "gather": 1,
-    "dynamic_slice": 1,
-    "dynamic_update_slice": 2,
-    "scatter": 1,
-    "div": 1,
-    "integer_pow": 0,
-}
+_OPERAND_FIRST = {"gather": 1, "dynamic_slice": 1, "dynamic_update_slice": 2, "scatter": 1, "div": 1}
 """Operations that are linear in their first operands -> the number of these operands."""
 
 _REDUCTIONS = frozenset(["psum", "psum_invariant", "psum2", "pmax", "pmin", "all_gather", "all_gather_invariant"])
@@ -108,7 +69,7 @@ class Walk:
         inner = list(jaxprs.inner(eqn))
         if len(inner) == 1 and len(inner[0].invars) == len(given) and len(inner[0].outvars) == num:
             return self.run(inner[0], given)
-        if name in _ONE_BY_ONE:
+        if name == "optimization_barrier":
             return given
         if self._covers(eqn):
             if name == "axis_index":
@@ -119,8 +80,7 @@ class Walk:
 
     def _covers(self, eqn: Any) -> bool:
         """Returns whether a collective runs over all replicas, or an index is a replica's index."""
-        names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        names = {names} if isinstance(names, str) else set(names) if isinstance(names, tuple | list) else set()
+        names = jaxprs.axis_names(eqn)
         if eqn.primitive.name == "axis_index":
             return bool(names & self.axes)
         return bool(self.axes) and self.axes <= names
