@@ -8,7 +8,7 @@ full) is used only if no number of microbatches fits, since it costs arithmetic:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
@@ -25,16 +25,6 @@ def is_auto(config: Config) -> bool:
     return "auto" in (config.microbatches, config.remat)
 
 
-class Trial(Protocol):
-    """A candidate program: what its step needs, and notes for the user."""
-
-    notes: list[str]
-
-    @property
-    def step_bytes(self) -> StepBytes: ...
-
-
-T = TypeVar("T", bound=Trial)
 Changes = Mapping[str, Any]
 Say = Callable[[str], None]
 
@@ -47,7 +37,9 @@ def choices(config: Config, batch_shards: int) -> list[list[dict[str, Any]]]:
     return [[of(microbatches=m, remat=remat) for m in counts] for remat in remats]
 
 
-def choose(among: Sequence[Sequence[Changes]], limit_bytes: int | None, make: Callable[[Changes], T], say: Say) -> T:
+def choose(
+    among: Sequence[Sequence[Changes]], limit_bytes: int | None, make: Callable[[Changes], Any], say: Say
+) -> Any:
     """Returns the first choice that fits, compiled, or raises ConfigError with the memory of the smallest.
 
     Args:
@@ -58,7 +50,7 @@ def choose(among: Sequence[Sequence[Changes]], limit_bytes: int | None, make: Ca
     """
     limit = "" if limit_bytes is None else f" of {format_bytes(limit_bytes)}"
 
-    def tried(changes: Changes) -> T:
+    def tried(changes: Changes) -> Any:
         program = make(changes)
         verdict = "fits" if program.step_bytes.fits(limit_bytes) else "does not fit"
         say(f"auto: {_described(changes)}: a step needs {_needs(program.step_bytes)}{limit} per device, {verdict}")
@@ -81,7 +73,7 @@ def choose(among: Sequence[Sequence[Changes]], limit_bytes: int | None, make: Ca
     )
 
 
-def _mildest(variants: Sequence[Changes], limit: int | None, tried: Callable[[Changes], T]) -> tuple[Changes, T]:
+def _mildest(variants: Sequence[Changes], limit: int | None, tried: Callable[[Changes], Any]) -> tuple[Changes, Any]:
     """Returns the first variant that fits with its program, or the last one; variants are sorted by decreasing
     memory."""
     first = tried(variants[0])

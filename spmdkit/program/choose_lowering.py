@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from spmdkit.communication.reducers.base import Reducer, stateless
 from spmdkit.communication.reducers.sum import make as plain_sum
 from spmdkit.errors import SpmdkitError
-from spmdkit.foundation import jaxprs, plugins
+from spmdkit.foundation import plugins
 from spmdkit.foundation.user_code import call_user
-from spmdkit.mesh.mesh import REPLICA_AXES
 from spmdkit.ops.remat import check_names
 from spmdkit.program import groups, padding_check
 from spmdkit.program.state_layout import laid_out
-from spmdkit.program.step_context import form_of
+from spmdkit.program.step_context import form_of, names_replicas
 from spmdkit.program.task_step import TaskStep
 from spmdkit.program.unused_settings import check_used
-from spmdkit.program.xla_defects import MANUAL, check_pools
+from spmdkit.program.xla_defects import check_pools
 from spmdkit.step import reducer_state
 from spmdkit.step.trace_context import Context
 
@@ -73,7 +72,7 @@ def choose_form(task_step: TaskStep, context: Context, num_replicas: int, probe_
             errors.append(error)
     else:
         raise errors[0]
-    if form == "plain" and task_step.groups is None and _names_replicas(traced.jaxpr):
+    if form == "plain" and task_step.groups is None and names_replicas(traced.jaxpr):
         context, traced = _traced(task_step, context.with_sharding(form="mapped"))
     reducer_state.check_effect(name, reducer, context, task_step.sizes, task_step.what)
     if leaves := reducer_state.reduced_leaves(context):
@@ -89,12 +88,6 @@ def _traced(task_step: TaskStep, context: Context) -> tuple[Context, jax.stages.
     """Returns (a context with its own usage record, the step traced in it)."""
     context = context.for_new_trace()
     return context, call_user(functools.partial(task_step.trace, context), task_step.what)
-
-
-def _names_replicas(jaxpr: Any) -> bool:
-    """Returns whether an operation outside of `shard_map` names a replica axis."""
-    equations = jaxprs.equations(jaxpr, into=lambda eqn: eqn.primitive.name not in MANUAL)
-    return any(not jaxprs.axis_names(eqn).isdisjoint(REPLICA_AXES) for eqn in equations)
 
 
 def _with_state_of(task_step: TaskStep, reducer: Reducer, context: Context) -> tuple[TaskStep, Context]:

@@ -22,6 +22,7 @@ from spmdkit.foundation.trees import abstract
 from spmdkit.foundation.user_code import call_user
 from spmdkit.mesh.mesh import REPLICA_AXES
 from spmdkit.program import padding_check
+from spmdkit.program.step_context import names_replicas
 from spmdkit.program.task import Task
 from spmdkit.step import rng, trace_context
 from spmdkit.step.checks.return_values import checked_loss
@@ -69,7 +70,8 @@ class Evaluator:
             model_state = current.model_state
             if groups is not None:
                 model_state = agreement.merge_groups(context.options.state_reduction, model_state)
-            with trace_context.tracing(dataclasses.replace(context, mask=batch.mask)):
+            inner = dataclasses.replace(context, mask=batch.mask)
+            with trace_context.tracing(inner), trace_context.bound_replicas(inner):
                 key = rng.evaluation_key(seed) if needs_key else None
                 sums = evaluate(eval_fn, stateful)(params, model_state, batch.examples, key, number)
             return number + 1, sums if before is None else merge_trees(before, sums)
@@ -77,13 +79,17 @@ class Evaluator:
         evaluate_batch.__name__ = "evaluate"  # the name in profiles and in XLA's texts
 
         def trace() -> Any:
-            return jax.eval_shape(lambda s, b: evaluate_batch(None, s, b), abstract_state, abstract_batch)
+            first = lambda state, batch: evaluate_batch(None, state, batch)
+            return jax.make_jaxpr(first, return_shape=True)(abstract_state, abstract_batch)
 
         def lowered() -> jax.stages.Lowered:
             placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._whole), self._totals)
             return jax.jit(evaluate_batch, out_shardings=self._whole).lower(placed, abstract_state, abstract_batch)
 
-        self._totals = call_user(trace, self._what)
+        jaxpr, self._totals = call_user(trace, self._what)
+        if context.sharding.form == "plain" and names_replicas(jaxpr):
+            context = context.with_sharding(form="mapped").for_new_trace()
+            _, self._totals = call_user(trace, self._what)
         self._lower, self._compile = lowered, compile
         self.names = tuple(name for name, x in jax.eval_shape(_values, self._totals[1]).items() if not x.shape)
 

@@ -74,4 +74,4 @@ def open_program(
     among = auto.choices(config, mesh.count(sizes, mesh.BATCH_AXES))
     first = Program(replace_keys(config, among[0][0]), task, devices)
     make = lambda changes: first if changes == among[0][0] else first.with_step(changes)
-    return auto.choose(among, limit, make, say)
+    return auto.choose(among, limit, make, say)  # type: ignore[no-any-return]

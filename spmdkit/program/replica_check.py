@@ -116,8 +116,7 @@ class Copies:
 
     def device(self, place: int) -> jax.Device:
         """Returns the device at a position in the mesh."""
-        found: jax.Device = self._mesh.devices.reshape(-1)[place]
-        return found
+        return self._mesh.devices.reshape(-1)[place]  # type: ignore[no-any-return]
 
     # ---- repair
 

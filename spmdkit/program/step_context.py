@@ -13,10 +13,11 @@ from jax.sharding import Mesh
 from spmdkit.communication.reducers.base import Reducer
 from spmdkit.config import Config
 from spmdkit.errors import ConfigError
-from spmdkit.foundation import plugins, user_code
+from spmdkit.foundation import jaxprs, plugins, user_code
 from spmdkit.mesh import layout
-from spmdkit.mesh.mesh import MODEL_AXES
+from spmdkit.mesh.mesh import MODEL_AXES, REPLICA_AXES
 from spmdkit.ops.remat import policy, policy_of_names
+from spmdkit.program.xla_defects import MANUAL
 from spmdkit.step import finite_check, trace_context
 
 
@@ -95,3 +96,9 @@ def form_of(view: Literal["global", "replica"], sizes: Mapping[str, int], num_re
     if num_replicas == 1:
         return "plain"
     return "mapped" if model_axes else "manual"
+
+
+def names_replicas(jaxpr: Any) -> bool:
+    """Returns whether an operation outside of `shard_map` names a replica axis."""
+    equations = jaxprs.equations(jaxpr, into=lambda eqn: eqn.primitive.name not in MANUAL)
+    return any(not jaxprs.axis_names(eqn).isdisjoint(REPLICA_AXES) for eqn in equations)

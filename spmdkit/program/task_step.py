@@ -9,7 +9,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spmdkit import compat
 from spmdkit.config import Config
 from spmdkit.mesh import mesh
 from spmdkit.program.state_layout import StateLayout, to_device
@@ -88,9 +87,7 @@ class TaskStep:
         out_shardings = (self.state.sharding, NamedSharding(self.mesh, of_metrics), None)
         jitted = jax.jit(self.function(context), out_shardings=out_shardings, donate_argnums=0)
         given = (self.state.abstract, self.batch)
-        plain = context.sharding.form == "plain" and self.groups is None
-        with compat.bound_axes(dict.fromkeys(mesh.REPLICA_AXES, 1) if plain else {}):
-            traced = jitted.trace(*given)
+        traced = jitted.trace(*given)
         if self.task.view == "replica":
             many = [a for a in mesh.REPLICA_AXES if self.sizes[a] > 1]
             check_reductions(traced.jaxpr, many)

@@ -117,7 +117,8 @@ def global_step(
         rows = step_examples(context, batch.examples, batch.mask, state.key)
         slots = ReducerSlots(None if discover else state.reducer)
         inner = dataclasses.replace(context, mask=batch.mask, slots=slots)
-        with trace_context.tracing(inner), trace_context.with_examples(rows):
+        bound = trace_context.bound_replicas(context)
+        with trace_context.tracing(inner), trace_context.with_examples(rows), bound:
             out = train_step(state, batch.examples)
         new_state, metrics = _checked(state, out)
         metrics = {**metrics, **slots.metrics}

@@ -24,7 +24,7 @@ from spmdkit import compat
 from spmdkit.communication.reducers.base import Reducer
 from spmdkit.communication.reducers.sum import make as plain_sum
 from spmdkit.foundation.trees import named_leaves
-from spmdkit.mesh.mesh import MODEL_AXES
+from spmdkit.mesh.mesh import MODEL_AXES, REPLICA_AXES
 from spmdkit.step.reducer_io import ReducerSlots
 
 _tokens = itertools.count()
@@ -116,6 +116,7 @@ Function = Literal[
     "value_and_grad",
     "mean",
     "example_mask",
+    "example_keys",
     "all_gather",
     "ema",
     "optimizer",
@@ -354,6 +355,11 @@ def _during(variable: ContextVar[Any], value: Any) -> Iterator[Any]:
 def tracing(context: Context) -> contextlib.AbstractContextManager[Context]:
     """Sets `context` while the body is traced."""
     return _during(_context, context)
+
+
+def bound_replicas(context: Context) -> contextlib.AbstractContextManager[None]:
+    """Binds the names of the replica axes, of size one, in a `plain` step, where nothing else binds them."""
+    return compat.bound_axes(dict.fromkeys(REPLICA_AXES, 1) if context.sharding.form == "plain" else {})
 
 
 def with_examples(examples: Examples) -> contextlib.AbstractContextManager[None]:

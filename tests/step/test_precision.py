@@ -156,7 +156,7 @@ def test_inputs_without_other_dtype_are_rejected():
 @pytest.mark.parametrize(
     ("value", "rule"),
     [
-        ("gven", "compute, given or a list of patterns"),
+        ("gven", "compute, given or a list of"),
         (["("], "a regular expression (missing )"),
     ],
     ids=str,

@@ -50,8 +50,7 @@ def _is_leaf(x: Any) -> bool:
 def merge_trees(own: Tree, other: Tree) -> Tree:
     """Returns the combination of two trees of the same structure: metrics merged, other leaves added."""
     one = lambda x, y: x.merge(y) if is_metric(x) else jnp.add(x, y)
-    result: Tree = jax.tree.map(one, own, other, is_leaf=_is_leaf)
-    return result
+    return jax.tree.map(one, own, other, is_leaf=_is_leaf)  # type: ignore[no-any-return]
 
 
 def empty_parts(shapes: Tree, full: Callable[..., Any] = jnp.full) -> Tree:
@@ -61,8 +60,7 @@ def empty_parts(shapes: Tree, full: Callable[..., Any] = jnp.full) -> Tree:
     least = lambda dtype: -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
     lowest = lambda x: full(x.shape, least(x.dtype), x.dtype)
     fill = lambda x: jax.tree.map(lowest if is_metric(x) and x.crosses == "largest" else zeros, x)
-    result: Tree = jax.tree.map(fill, shapes, is_leaf=_is_leaf)
-    return result
+    return jax.tree.map(fill, shapes, is_leaf=_is_leaf)  # type: ignore[no-any-return]
 
 
 def reduce_parts(

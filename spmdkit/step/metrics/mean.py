@@ -163,7 +163,9 @@ def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike |
         ConfigError: `values` has no example dim while some rows are padding.
     """
     if isinstance(values, Mean):
-        raise TypeError("sk.mean of a sk.mean: it is a mean already. Return it unchanged, or pass its values.")
+        raise TypeError(
+            "sk.mean of a sk.mean: it is a mean already. Return it unchanged, or pass the values to sk.mean."
+        )
     values = as_float(values)
     included = inclusion_mask("sk.mean", values, where)
     counted = jnp.ones((), values.dtype) if weights is None else jnp.asarray(weights, values.dtype)
@@ -289,6 +291,7 @@ def example_keys(salt: int = 0) -> jax.Array:
     examples = _required("sk.example_keys()")
     if examples.key is None:
         raise RuntimeError("sk.example_keys() in an evaluation: there is no randomness. Draw only if key is not None.")
+    trace_context.current().usage.record_call("example_keys")
     return rng.example_keys(examples.key, salt, examples.positions)
 
 
