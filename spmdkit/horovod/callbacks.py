@@ -43,21 +43,14 @@ class LearningRateScheduleCallback:
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
     ):
-        if initial_lr is None:
-            raise ValueError("Parameter `initial_lr` is required")
         if not staircase and not steps_per_epoch:
             raise ValueError(
                 "Could not autodetect the number of steps per epoch. Please specify the steps_per_epoch parameter."
             )
         self.initial_lr, self.staircase, self.momentum_correction = initial_lr, staircase, momentum_correction
         self.start_epoch, self.end_epoch, self.steps_per_epoch = start_epoch, end_epoch, steps_per_epoch
-        self._multiplier = multiplier
+        self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
         self._epoch, self._momentum = 0, None
-
-    def multiplier(self, epoch: float) -> float:
-        """Returns the factor of an epoch."""
-        chosen = self._multiplier
-        return chosen(epoch) if callable(chosen) else chosen ** (epoch - self.start_epoch)
 
     def on_epoch_begin(self, epoch: int) -> None:
         """Starts an epoch, counted from 0."""
@@ -119,18 +112,14 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     def on_epoch_end(self, epoch: int, opt_state: Any, logs: dict[str, Any] | None = None) -> None:
         """Writes the learning rate to `logs`, and prints when the warm-up is done."""
+        logs = {} if logs is None else logs
         super().on_epoch_end(epoch, opt_state, logs)
-        if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0 and topology.rank() == 0:
-            rate = float(hyperparameter(opt_state, "learning_rate"))
-            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
+        if epoch + 1 == self.end_epoch and self.verbose > 0 and topology.rank() == 0:
+            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {logs['lr']:g}.")
 
 
 class MetricAverageCallback:
-    """Replaces the numbers of `logs` by their means over ranks, each rank with the same weight. Weight them yourself if
-    ranks have unequal numbers of examples.
-
-    Raises HorovodInternalError on every rank if one has other names.
-    """
+    """Replaces the numbers of `logs` by their means over ranks, each rank with the same weight."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Averages in place."""

@@ -8,6 +8,7 @@ psum_scatter over Gloo makes later all-reduces a hundred times slower (jax 0.10.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,12 +27,7 @@ Wants = dict[int, dict[str, Any] | None]
 
 
 class Wire:
-    """The programs of one process set, compiled at first use.
-
-    Args:
-        ranks: the processes of the set.
-        rank: this process.
-    """
+    """The programs of one process set, compiled at first use. `rank`: this process."""
 
     def __init__(self, ranks: Sequence[int], rank: int):
         first: dict[int, jax.Device] = {}
@@ -40,7 +36,7 @@ class Wire:
         self._num, self._index, self._ranks = len(ranks), list(ranks).index(rank), list(ranks)
         self._device = first[rank]
         self._mesh = compat.auto_mesh(np.array([first[r] for r in ranks]), (AXIS,))
-        self._programs: dict[Any, Callable[..., Any]] = {}
+        self._programs = _programs(tuple(ranks))
 
     def run(self, arrays: list[jax.Array] | None, by_rank: Wants) -> Any:
         """Returns the result of an operation that all ranks have requested. `arrays` None: this rank has joined and
@@ -66,7 +62,9 @@ class Wire:
 
     def _allgather(self, arrays: list[jax.Array], want: dict[str, Any], by_rank: Wants) -> list[jax.Array]:
         sizes = [[s["own_shapes"][i][0] for s in by_rank.values() if s is not None] for i in range(len(arrays))]
-        padded = [padded_to(x, max(each)) for x, each in zip(arrays, sizes, strict=True)]
+        missing = [max(each) - x.shape[0] for x, each in zip(arrays, sizes, strict=True)]
+        pad = lambda x, n: jnp.pad(x, [(0, n), *[(0, 0)] * (x.ndim - 1)]) if n else x
+        padded = [pad(x, n) for x, n in zip(arrays, missing, strict=True)]
 
         def body(parts: list[jax.Array]) -> list[jax.Array]:
             whole = [of_all(x) for x in parts]
@@ -89,87 +87,81 @@ class Wire:
 
     def _alltoall(self, arrays: list[jax.Array], want: dict[str, Any], by_rank: Wants) -> tuple[jax.Array, jax.Array]:
         splits = np.array([s["splits"] for s in by_rank.values() if s is not None])  # [from, to]
-        most = max(1, int(splits.max()))
-        send, receive = splits[self._index], splits[:, self._index]
-        begins = np.cumsum(send) - send
-        rows = np.concatenate(
-            [begin + np.minimum(np.arange(most), max(0, n - 1)) for begin, n in zip(begins, send, strict=True)]
-        )
-        x = arrays[0] if arrays[0].shape[0] else jnp.zeros((1, *arrays[0].shape[1:]), arrays[0].dtype)
-        buffer = jnp.take(x, np.minimum(rows, x.shape[0] - 1), axis=0)
-
-        def body(parts: list[jax.Array]) -> list[jax.Array]:
-            moved = lax.all_to_all(as_bits(parts[0]), AXIS, 0, 0, tiled=True)
-            return [as_dtype(moved, parts[0].dtype)]
-
-        (moved,) = self._call(("alltoall",), body, [buffer], is_cut=True)
+        most, receive = max(1, int(splits.max())), splits[:, self._index]
+        blocks = _blocks(arrays[0], splits[self._index], most)
+        (moved,) = self._call(("alltoall",), lambda parts: [_exchanged(parts[0])], [blocks], is_sharded=True)
         kept = np.concatenate([i * most + np.arange(n) for i, n in enumerate(receive)]).astype(np.int32)
         return jnp.take(moved, kept, axis=0), jnp.asarray(receive, jnp.int32)
 
     def _reducescatter(self, arrays: list[jax.Array], want: dict[str, Any], by_rank: Wants) -> list[jax.Array]:
         how, prescale, postscale = want["reduce"], want["prescale"], want["postscale"]
         divisor = self._num if how == "Average" else 1
-        sizes = [shares(x.shape[0], self._num)[self._index] for x in arrays]
         arrays = [scaled_on_host(x, prescale) for x in arrays]
 
-        def body(parts: list[jax.Array]) -> list[jax.Array]:
-            out = []
-            for x in parts:
-                each = shares(x.shape[0], self._num)
-                most = max(1, each[0])
-                begins = np.cumsum(each) - each
-                rows = np.concatenate([np.minimum(begin + np.arange(most), max(0, x.shape[0] - 1)) for begin in begins])
-                whole = x if x.shape[0] else jnp.zeros((1, *x.shape[1:]), x.dtype)
-                buffer = scaled(jnp.take(whole, rows, axis=0), prescale)
-                moved = as_dtype(lax.all_to_all(as_bits(buffer), AXIS, 0, 0, tiled=True), x.dtype)
-                total = moved.reshape(self._num, most, *x.shape[1:]).sum(0, dtype=x.dtype)
-                out.append(scaled(total, postscale, divisor))
-            return out
+        def shares(x: jax.Array) -> np.ndarray:
+            """Returns the number of rows of each rank; the first ranks have one more if rows do not divide evenly."""
+            return x.shape[0] // self._num + (np.arange(self._num) < x.shape[0] % self._num)
 
-        totals = self._call(("reducescatter", how, prescale, postscale), body, arrays, is_cut=True)
-        return [scaled_on_host(x[:rows], postscale, divisor) for x, rows in zip(totals, sizes, strict=True)]
+        def body(parts: list[jax.Array]) -> list[jax.Array]:
+            moved = [_exchanged(scaled(_blocks(x, shares(x), max(1, shares(x)[0])), prescale)) for x in parts]
+            totals = [x.reshape(self._num, -1, *x.shape[1:]).sum(0, dtype=x.dtype) for x in moved]
+            return [scaled(x, postscale, divisor) for x in totals]
+
+        totals = self._call(("reducescatter", how, prescale, postscale), body, arrays, is_sharded=True)
+        rows = [shares(x)[self._index] for x in arrays]
+        return [scaled_on_host(x[:n], postscale, divisor) for x, n in zip(totals, rows, strict=True)]
 
     def _barrier(self, arrays: list[jax.Array], want: dict[str, Any], by_rank: Wants) -> None:
         return None  # the round itself
 
     _add_process_set = _remove_process_set = _barrier
 
-    def _call(self, key: Any, body: Callable[..., Any], arrays: Sequence[jax.Array], is_cut: bool = False) -> Any:
-        """Returns this rank's results of `body` on one array of each rank; the same on each rank unless `is_cut`."""
+    def _call(self, key: Any, body: Callable[..., Any], arrays: Sequence[jax.Array], is_sharded: bool = False) -> Any:
+        """Returns the results of `body` for this rank's arrays; `is_sharded`: they differ from rank to rank."""
+        scalars = [x.ndim == 0 for x in arrays]
+        key = (key, *scalars)
         if key not in self._programs:
 
-            def program(*wholes: jax.Array) -> Any:
-                results = body([x[0] for x in wholes])
-                return [x[None] for x in results] if is_cut else results
+            def program(*parts: jax.Array) -> Any:
+                return body([x[0] if scalar else x for x, scalar in zip(parts, scalars, strict=True)])
 
-            out = PartitionSpec(AXIS) if is_cut else PartitionSpec()
+            out = PartitionSpec(AXIS) if is_sharded else PartitionSpec()
             mapped = jax.shard_map(program, mesh=self._mesh, in_specs=PartitionSpec(AXIS), out_specs=out)
             if len(self._programs) >= MOST_PROGRAMS:
                 self._programs.clear()
             self._programs[key] = jax.jit(mapped)
-        cut = NamedSharding(self._mesh, PartitionSpec(AXIS))
+        sharding = NamedSharding(self._mesh, PartitionSpec(AXIS))
         wholes = []
         for x in arrays:
-            mine = jax.device_put(x, self._device).reshape(1, *x.shape)
-            wholes.append(jax.make_array_from_single_device_arrays((self._num, *x.shape), cut, [mine]))
-        parts = [y.addressable_shards[0].data for y in self._programs[key](*wholes)]
-        return [y[0] for y in parts] if is_cut else parts
+            mine = jax.device_put(jnp.atleast_1d(x), self._device)
+            shape = (self._num * mine.shape[0], *mine.shape[1:])
+            wholes.append(jax.make_array_from_single_device_arrays(shape, sharding, [mine]))
+        return [y.addressable_shards[0].data for y in self._programs[key](*wholes)]
 
 
-def shares(size: int, num: int) -> list[int]:
-    """Returns the number of rows of each rank in a reducescatter; the first ranks have one more if rows do not divide
-    evenly."""
-    return [size // num + (i < size % num) for i in range(num)]
+@functools.cache
+def _programs(ranks: tuple[int, ...]) -> dict[Any, Callable[..., Any]]:
+    """Returns the compiled programs of some ranks, which stay when `init` is called again."""
+    return {}
+
+
+def _blocks(x: jax.Array, sizes: np.ndarray, most: int) -> jax.Array:
+    """Returns one block of `most` rows for each rank, beginning with its own rows; the rest of a block is ignored."""
+    x = x if x.shape[0] else jnp.zeros((1, *x.shape[1:]), x.dtype)
+    begins = np.cumsum(sizes) - sizes
+    return jnp.take(x, np.minimum(begins[:, None] + np.arange(most), x.shape[0] - 1).ravel(), axis=0)
+
+
+def _exchanged(blocks: jax.Array) -> jax.Array:
+    """Returns the blocks that all ranks have for this one, inside of the mesh."""
+    return as_dtype(lax.all_to_all(as_bits(blocks), AXIS, 0, 0, tiled=True), blocks.dtype)
 
 
 def reduced(parts: list[jax.Array], how: str) -> list[jax.Array]:
     """Returns the reductions over the ranks, inside of the mesh; Average is a sum, divided later."""
-    if how in ("Sum", "Average"):
-        return list(lax.psum(parts, AXIS))
-    if how == "Min":
-        return list(lax.pmin(parts, AXIS))
-    if how == "Max":
-        return list(lax.pmax(parts, AXIS))
+    direct: dict[str, Callable[..., Any]] = {"Sum": lax.psum, "Average": lax.psum, "Min": lax.pmin, "Max": lax.pmax}
+    if how in direct:
+        return list(direct[how](parts, AXIS))
     every = [of_all(x) for x in parts]
     if how == "Product":
         return [x.prod(0, dtype=x.dtype) for x in every]
@@ -191,9 +183,8 @@ def adasum(every: jax.Array) -> jax.Array:
     """
     wide = jnp.promote_types(every.dtype, jnp.float32)
     rows = [x.astype(wide) for x in every]
-    largest = jnp.maximum(
-        jnp.abs(every.astype(wide)).max(), jnp.finfo(wide).tiny
-    )  # squares neither overflow nor vanish
+    # Squares of numbers up to one neither overflow nor vanish.
+    largest = jnp.maximum(jnp.abs(every.astype(wide)).max(), jnp.finfo(wide).tiny)
     rows = [x / largest for x in rows]
     while len(rows) > 1:
         rows = [_pair(a, b) for a, b in zip(rows[::2], rows[1::2], strict=True)]
@@ -229,19 +220,9 @@ def scaled_on_host(x: jax.Array, factor: float, divisor: int = 1) -> jax.Array:
     return jnp.asarray((whole.astype(np.float64) * (factor / divisor)).astype(x.dtype))
 
 
-def padded_to(x: jax.Array, rows: int) -> jax.Array:
-    """Returns `x` padded with rows of zeros."""
-    if x.shape[0] == rows:
-        return x
-    return jnp.concatenate([x, jnp.zeros((rows - x.shape[0], *x.shape[1:]), x.dtype)])
-
-
 def as_bits(x: jax.Array, always: bool = False) -> jax.Array:
     """Returns arrays that move without arithmetic as integers: XLA's CPU backend would widen narrow floats, and a sum
-    would change bits.
-
-    `always`: wide floats too.
-    """
+    would change bits. `always`: wide floats too."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint8)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):

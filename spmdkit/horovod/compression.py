@@ -3,6 +3,7 @@ horovod/torch/compression.py."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -44,3 +45,10 @@ class Compression:
 
     none = Compressor
     fp16 = Float16Compressor
+
+
+def compressed(compression: type[Compressor], send: Callable[[list[Any]], Any], arrays: Sequence[Any]) -> list[Any]:
+    """Returns the decompressed results of `send` for the compressed arrays."""
+    pairs = [compression.compress(x) for x in arrays]
+    results = send([x for x, _ in pairs])
+    return [compression.decompress(y, context) for y, (_, context) in zip(results, pairs, strict=True)]

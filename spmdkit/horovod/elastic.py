@@ -39,10 +39,7 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 class State:
     """The state of training: each keyword argument is an attribute, a pytree of arrays, a Python object of
-    `hvd.broadcast_object`, or an `ElasticSampler`.
-
-    A commit is a copy in host memory.
-    """
+    `hvd.broadcast_object`, or an `ElasticSampler`. A commit is a copy in host memory."""
 
     def __init__(self, **attributes: Any):
         self._names = tuple(attributes)
@@ -79,41 +76,37 @@ class State:
 
     def check_host_updates(self) -> None:
         """Raises HostsUpdatedInterrupt on every rank if the first one recorded changed hosts."""
-        news = [n for n in self._news if n[0] > self._last_news]
+        before, news = self._last_news, [(at, removed) for at, removed in self._news if at > self._last_news]
         self._news.clear()
-        mine = [max((at for at, _ in news), default=self._last_news), all(removed for _, removed in news)]
-        before = self._last_news
+        mine = [max((at for at, _ in news), default=before), all(removed for _, removed in news)]
         self._last_news, removed_only = broadcast_object(mine)
         if self._last_news > before:
             raise HostsUpdatedInterrupt(skip_sync=removed_only)
 
     def save(self) -> None:
         """Stores the current attributes in host memory."""
-        self._saved = {name: _kept(getattr(self, name)) for name in self._names}
+        self._saved = {name: _kept(self._get(name)) for name in self._names}
 
     def restore(self) -> None:
         """Sets the attributes to the stored ones."""
         for name, kept in self._saved.items():
-            self._set(name, kept)
+            self._set(name, _copy(kept))
 
     def sync(self) -> None:
         """Sets the attributes of every rank to those of rank 0, and stores them."""
         for name in self._names:
-            value = getattr(self, name)
-            if isinstance(value, ElasticSampler):
-                self._set(name, broadcast_object(value.state_dict()))
-            elif any(_is_array(leaf) for leaf in jax.tree.leaves(value)):
-                setattr(self, name, _synced(value))
-            else:
-                setattr(self, name, broadcast_object(value))
+            self._set(name, _synced(self._get(name)))
         self.save()
 
-    def _set(self, name: str, kept: Any) -> None:
+    def _get(self, name: str) -> Any:
         value = getattr(self, name)
-        if isinstance(value, ElasticSampler):
-            value.load_state_dict(kept)
+        return value.state_dict() if isinstance(value, ElasticSampler) else value
+
+    def _set(self, name: str, value: Any) -> None:
+        if isinstance(sampler := getattr(self, name), ElasticSampler):
+            sampler.load_state_dict(value)
         else:
-            setattr(self, name, _given(kept))
+            setattr(self, name, value)
 
 
 class ElasticSampler:
@@ -170,10 +163,7 @@ class ElasticSampler:
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `func(state, ...)` that starts with `state.sync()` and, after an error of all ranks, restarts from the
-    last commit.
-
-    Raises: other exceptions of `func`; HorovodInternalError the third time without a commit in between.
-    """
+    last commit. Raises HorovodInternalError the third time without a commit in between."""
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
@@ -184,8 +174,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                     state.sync()
                 return func(state, *args, **kwargs)
             except HorovodInternalError:
-                failures = failures + 1 if state.num_commits == commits else 1
-                commits = state.num_commits
+                failures, commits = failures + 1 if state.num_commits == commits else 1, state.num_commits
                 if failures == MOST_FAILURES:
                     raise
                 state.restore()
@@ -205,13 +194,11 @@ def _is_array(leaf: Any) -> bool:
 
 def _kept(value: Any) -> Any:
     """Returns a copy in host memory that later work can neither change nor donate."""
-    if isinstance(value, ElasticSampler):
-        return value.state_dict()
     leaves, form = jax.tree.flatten(value)
     return form, [(np.array(x), True) if isinstance(x, jax.Array) else (copy.deepcopy(x), False) for x in leaves]
 
 
-def _given(kept: Any) -> Any:
+def _copy(kept: Any) -> Any:
     """Returns another copy of the argument of `_kept`."""
     form, leaves = kept
     return jax.tree.unflatten(form, [jnp.array(x) if is_jax else copy.deepcopy(x) for x, is_jax in leaves])
@@ -220,6 +207,8 @@ def _given(kept: Any) -> Any:
 def _synced(value: Any) -> Any:
     """Returns rank 0's tree: arrays in one program, other leaves as objects."""
     leaves, form = jax.tree.flatten(value)
+    if not any(_is_array(leaf) for leaf in leaves):
+        return broadcast_object(value)  # of any structure
     arrays = {i for i, leaf in enumerate(leaves) if _is_array(leaf)}
     moved = iter(broadcast_parameters([leaves[i] for i in sorted(arrays)], root_rank=0))
     others = iter(broadcast_object([leaf for i, leaf in enumerate(leaves) if i not in arrays]))

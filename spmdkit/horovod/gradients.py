@@ -25,29 +25,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdkit.horovod import operations as ops
-from spmdkit.horovod.compression import Compression, Compressor
+from spmdkit.horovod.compression import Compression, Compressor, compressed
 from spmdkit.horovod.operations import Average, ReduceOp, Sum
 from spmdkit.horovod.process_sets import ProcessSet, global_process_set
 from spmdkit.horovod.queue import synchronize
 
 
-def allreduce(
-    tensor: Any,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> jax.Array:
-    """Returns the reduction of one array over the ranks, by default the mean; integers are truncated.
+def allreduce(tensor: Any, *args: Any, **options: Any) -> jax.Array:
+    """Returns the reduction of one array over the ranks, by default the mean; integers are truncated. Arguments as in
+    `grouped_allreduce`.
 
     Raises:
         HorovodInternalError: on every rank, if ranks pass other shapes, dtypes, scales, or call another operation.
     """
-    scales = (prescale_factor, postscale_factor)
-    return grouped_allreduce([tensor], average, name, compression, op, *scales, process_set)[0]
+    return grouped_allreduce([tensor], *args, **options)[0]
 
 
 def grouped_allreduce(
@@ -60,16 +51,11 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[jax.Array]:
-    """Returns the reductions of several arrays, in one program."""
-    how = ops.chosen(op, average)
-    options: Any = {
-        "prescale_factor": prescale_factor,
-        "postscale_factor": postscale_factor,
-        "process_set": process_set,
-    }
+    """Returns the reductions of several arrays, in one program; by default the means."""
+    how, scales = ops.chosen(op, average), (prescale_factor, postscale_factor)
 
     def forward(*arrays: Any) -> list[jax.Array]:
-        return synchronize(ops.grouped_allreduce_async(arrays, name=name, op=how, **options))
+        return synchronize(ops.grouped_allreduce_async(arrays, None, name, how, *scales, process_set))
 
     def backward(gradients: Sequence[jax.Array]) -> list[jax.Array]:
         if how not in (Sum, Average):
@@ -77,11 +63,9 @@ def grouped_allreduce(
                 f"the gradient of hvd.allreduce with {how.value}: Horovod reduces the gradients with {how.value} too, "
                 "which is not a derivative. Use jax.lax.stop_gradient around it, or Sum or Average."
             )
-        return synchronize(ops.grouped_allreduce_async(gradients, op=how, **options))
+        return synchronize(ops.grouped_allreduce_async(gradients, None, None, how, *scales, process_set))
 
-    pairs = [compression.compress(x) for x in tensors]
-    results = _differentiable(forward, backward, [x for x, _ in pairs])
-    return [compression.decompress(y, context) for y, (_, context) in zip(results, pairs, strict=True)]
+    return compressed(compression, lambda arrays: _differentiable(forward, backward, arrays), tensors)
 
 
 def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> jax.Array:
@@ -141,17 +125,10 @@ def alltoall(
     return out if splits is None else (out, received)
 
 
-def reducescatter(
-    tensor: Any,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> jax.Array:
-    """Returns this rank's rows of the reduction; if rows do not divide evenly, the first ranks have one more."""
-    return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
+def reducescatter(tensor: Any, *args: Any, **options: Any) -> jax.Array:
+    """Returns this rank's rows of the reduction; if rows do not divide evenly, the first ranks have one more. Arguments
+    as in `grouped_reducescatter`."""
+    return grouped_reducescatter([tensor], *args, **options)[0]
 
 
 def grouped_reducescatter(
@@ -174,9 +151,7 @@ def grouped_reducescatter(
         scaled = [g * jnp.asarray(factor, g.dtype) for g in gradients]
         return synchronize(ops.grouped_allgather_async(scaled, process_set=process_set))
 
-    pairs = [compression.compress(x) for x in tensors]
-    results = _differentiable(forward, backward, [x for x, _ in pairs])
-    return [compression.decompress(y, context) for y, (_, context) in zip(results, pairs, strict=True)]
+    return compressed(compression, lambda arrays: _differentiable(forward, backward, arrays), tensors)
 
 
 def _differentiable(

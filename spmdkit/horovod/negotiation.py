@@ -1,20 +1,16 @@
 """The negotiation of all ranks of a process set before anything is sent: a mistake is an error on every rank and never
 a hang.
 
-Horovod's background thread negotiates by name, so that ranks may request operations in any order. Here a rank takes
-part in a *round* when it waits for a result. Each rank publishes all its pending requests. The first rank of the set
-collects the lists and publishes all of them. Then each rank computes the same decision from the same table (`decide`):
+A rank takes part in a *round* when it waits for a result. Each rank publishes all its pending requests, the first rank
+of the set publishes all lists, and each rank computes the same decision from the same table (`decide`):
 
 - an operation that every rank requests, or all that have not joined, runs; the order is that of the lowest rank's list;
-- one that ranks describe differently (shape, dtype, root, scale, *operation*) is an error on each of them, with the
-  request of each;
-- if no operation of a round can run, all ranks wait for different operations: an error on each of them. Horovod hangs
-  there.
+- one that ranks describe differently (shape, dtype, root, scale, *operation*) is an error on each of them;
+- if no operation of a round can run, it is an error on each of them. Horovod hangs there.
 
 The messages use JAX's coordination service (two short requests per round, 1 to 3 ms on loopback), not a collective: a
-collective has no timeout and does not name the missing rank. Rounds of different sets are independent, so sets of
-different ranks work concurrently. Source: horovod/common/controller.cc (ComputeResponseList, ConstructResponse),
-stall_inspector.cc.
+collective has no timeout and does not name the missing rank. Rounds of different sets are independent. Source:
+horovod/common/controller.cc (ComputeResponseList, ConstructResponse), stall_inspector.cc.
 """
 
 from __future__ import annotations
@@ -33,8 +29,10 @@ from spmdkit.foundation.deadline import Deadline
 from spmdkit.foundation.timeouts import NEGOTIATION_POLL_S
 
 JOIN = "join"
-COMPARED = ("op", "reduce", "root", "prescale", "postscale", "leaves", "dtypes", "shapes", "rest", "ranks")
-"""The fields that must be equal on all ranks, in the order in which a difference is reported."""
+_PLAIN = ("root", "prescale", "postscale", "leaves", "dtypes", "shapes", "rest", "ranks")
+COMPARED = {"op": "operation", "reduce": "reduction"} | {name: name for name in _PLAIN}
+COMPARED |= {"leaves": "names of leaves", "rest": "dims after the first"}
+"""The fields that must be equal on all ranks, in the order in which a difference is reported -> what they are."""
 
 OFFERED_TO_THE_JOINED = ("Sum", "Average", "Adasum")
 
@@ -54,10 +52,8 @@ class Patience(NamedTuple):
     @classmethod
     def of(cls, env: Mapping[str, str]) -> Patience:
         """Returns the limits of Horovod's variables; no limit (0, the default) is ten minutes here."""
-        return cls(
-            float(env.get("HOROVOD_STALL_CHECK_TIME_SECONDS") or cls._field_defaults["warn_s"]),
-            float(env.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or 0) or cls._field_defaults["at_most_s"],
-        )
+        names = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+        return cls(*(float(env.get(name) or 0) or default for name, default in zip(names, cls(), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -76,29 +72,22 @@ class Blackboard:
         except RendezvousError:
             return  # the service is gone
 
-    def failed(self) -> dict[int, str]:
+    def failed(self, ranks: Sequence[int]) -> dict[int, str]:
         """Returns rank -> reason, of those that have reported their exit."""
-        return {int(rank): why for rank, why in self.store.entries(f"{self.folder}/failed").items()}
+        reported = self.store.entries(f"{self.folder}/failed").items()
+        return {int(rank): why for rank, why in reported if int(rank) in ranks}
 
 
 class Rounds:
-    """The rounds of one process set: each call of `exchange` is the same round on each of its ranks.
-
-    Args:
-        number: the id of the set.
-        ranks: its ranks.
-    """
+    """The rounds of the process set `number`: each call of `exchange` is the same round on each of its ranks."""
 
     def __init__(self, board: Blackboard, number: int, ranks: Sequence[int]):
         self._board, self._ranks = board, list(ranks)
         self._folder, self._round = f"{board.folder}/{number}", 0
 
     def exchange(self, wants: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-        """Returns rank -> its requests, the same table on every rank of the set.
-
-        Raises:
-            HorovodInternalError: on each of them, if one is late, has failed, or the service is gone.
-        """
+        """Returns rank -> its requests, the same table on every rank of the set. Raises HorovodInternalError on each of
+        them if one is late, has failed, or the service is gone."""
         if len(self._ranks) == 1:
             return {self._board.rank: wants}
         folder, self._round = f"{self._folder}/{self._round}", self._round + 1
@@ -133,17 +122,14 @@ class Rounds:
 
     def _wait(self, key: str, missing: list[int], wants: list[dict[str, Any]], at_most_s: float) -> str:
         """Returns the value of `key`. Raises HorovodInternalError if a rank reports a failure, or after `at_most_s`."""
-        begin, warned = time.monotonic(), False
+        begin, warned, waited = time.monotonic(), False, 0.0
+        who = f"rank {self._board.rank} waits in {describe(wants)}"
         while True:
-            waited = time.monotonic() - begin
             try:
                 return self._board.store.get(key, max(0.001, min(NEGOTIATION_POLL_S, at_most_s - waited)))
             except TimeoutError:
                 waited = time.monotonic() - begin
-            failed = {rank: why for rank, why in self._board.failed().items() if rank in self._ranks}
-            who = f"rank {self._board.rank} waits in {describe(wants)}"
-            if failed:
-                rank, why = min(failed.items())
+            for rank, why in sorted(self._board.failed(self._ranks).items()):
                 raise HorovodInternalError(
                     f"rank {rank} ended ({why}) while {who}. See its output, and restart all ranks."
                 )
@@ -159,14 +145,8 @@ class Rounds:
 
 
 class Agreed(NamedTuple):
-    """The outcome of a round.
-
-    Attributes:
-        run: names in the order in which they run, each with the request of each rank; None for one that has joined.
-        errors: name -> why it cannot run.
-        joined: the ranks that have joined.
-        stuck: why nothing of this round can ever run, or None.
-    """
+    """The outcome of a round: names in the order in which they run, each with the request of each rank (None of one
+    that has joined); name -> why it cannot run; the ranks that have joined; why nothing can ever run, or None."""
 
     run: list[tuple[str, dict[int, dict[str, Any] | None]]]
     errors: dict[str, str]
@@ -208,17 +188,10 @@ def disagreement(name: str, by_rank: Mapping[int, dict[str, Any] | None]) -> str
         return f"{name}: " + "; ".join(f"rank {rank}: {fault}" for rank, fault in faults.items())
     for key in COMPARED:
         if len({json.dumps(want.get(key)) for want in present.values()}) > 1:
-            response = "; ".join(
-                f"rank {rank}: {describe([want])}{_of_its_own(rank, present)}" for rank, want in present.items()
+            requests = (
+                f"rank {rank}: {describe([want])}{_own_leaves(rank, present)}" for rank, want in present.items()
             )
-            names = {
-                "op": "operation",
-                "reduce": "reduction",
-                "rest": "dims after the first",
-                "leaves": "names of leaves",
-            }
-            what = names.get(key, key)
-            return f"mismatched {what}: {response}. All ranks must pass the same."
+            return f"mismatched {COMPARED[key]}: {'; '.join(requests)}. All ranks must pass the same."
     first = next(iter(present.values()))
     offered = first["op"] == "allreduce" and first["reduce"] in OFFERED_TO_THE_JOINED
     if len(present) < len(by_rank) and not offered:
@@ -226,12 +199,12 @@ def disagreement(name: str, by_rank: Mapping[int, dict[str, Any] | None]) -> str
         what = first["op"] if first.get("reduce") is None else f"{first['op']} with {first['reduce']}"
         return (
             f"{what} is not supported while ranks have joined, found {gone}: they contribute zeros only. Only "
-            "allreduce with Sum, Average or Adasum is. Make the call before the first rank joins."
+            f"allreduce with {', '.join(OFFERED_TO_THE_JOINED)} is. Make the call before the first rank joins."
         )
     return None
 
 
-def _of_its_own(rank: int, present: Mapping[int, Mapping[str, Any]]) -> str:
+def _own_leaves(rank: int, present: Mapping[int, Mapping[str, Any]]) -> str:
     """Returns the names of leaves that this rank has and not all others have, as text."""
     of_ranks = [set(want.get("leaves") or ()) for want in present.values()]
     own = [name for name in present[rank].get("leaves") or () if any(name not in names for names in of_ranks)]
@@ -240,12 +213,10 @@ def _of_its_own(rank: int, present: Mapping[int, Mapping[str, Any]]) -> str:
 
 def describe(wants: Sequence[Mapping[str, Any]]) -> str:
     """Returns `allreduce Sum float32[3,2] 'loss'` for a request."""
-    return " and ".join(_described(want) for want in wants) or "nothing"
+    return " and ".join(JOIN if want["name"] == JOIN else _described(want) for want in wants) or "nothing"
 
 
 def _described(want: Mapping[str, Any]) -> str:
-    if want["name"] == JOIN:
-        return JOIN
     parts = [want["op"], *([want["reduce"]] if want.get("reduce") else [])]
     shapes = want.get("shapes") or want.get("own_shapes") or ()
     parts += [

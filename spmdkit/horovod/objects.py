@@ -1,7 +1,7 @@
 """Python objects and pytrees between ranks, as JSON and arrays: never pickle, which would run code of another process.
 
 Supported: None, bool, int, float, str, bytes, list, tuple, dict with keys of these, numpy scalars and arrays, JAX
-arrays (which arrive as numpy). Types without a JSON form are an object of one key, `!` and its kind. Source:
+arrays (which arrive as numpy). Types without a JSON form are an object with their kind as its key. Source:
 horovod/torch/functions.py, with cloudpickle there.
 """
 
@@ -25,31 +25,22 @@ def broadcast_object(
 ) -> Any:
     """Returns `root_rank`'s object on every rank. Raises TypeError there for an object without a JSON form, with its
     path; the others raise `HorovodInternalError`."""
-    is_root, text, error = process_set.queue().rank == root_rank, b"", None
-    if is_root:
-        try:
-            text = _padded(encoded(obj))
-        except TypeError as wrong:
-            error = wrong
-    of = {"root_rank": root_rank, "process_set": process_set}
+    is_root, of = process_set.queue().rank == root_rank, {"root_rank": root_rank, "process_set": process_set}
+    text, error = _encoded(obj) if is_root else (b"", None)
     size = synchronize(
         ops.broadcast_async(np.array(len(text), np.int32), name=name and f"{name}.sz", error=error, **of)
     )
     data = np.frombuffer(text, np.uint8) if is_root else np.zeros(int(size), np.uint8)
     got = synchronize(ops.broadcast_async(data, name=name and f"{name}.t", **of))
-    return obj if is_root else decoded(np.asarray(got).tobytes())
+    return obj if is_root else _object(json.loads(np.asarray(got).tobytes()))
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Returns the objects of all ranks, in their order, on every rank."""
-    text, error = b"", None
-    try:
-        text = encoded(obj)
-    except TypeError as wrong:
-        error = wrong
-    data = np.frombuffer(_padded(text), np.uint8)
+    text, error = _encoded(obj)
+    data = np.frombuffer(text, np.uint8)
     whole = synchronize(ops.allgather_async(data, name=name, process_set=process_set, error=error))
-    return [decoded(text) for text in np.asarray(whole).tobytes().splitlines()]
+    return [_object(json.loads(text)) for text in np.asarray(whole).tobytes().splitlines()]
 
 
 def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> Any:
@@ -65,46 +56,42 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
 def broadcast_optimizer_state(
     optimizer: Any, root_rank: int, model: Any = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Returns `root_rank`'s optimizer state, a pytree of optax's `init`, on every rank.
-
-    An optax transformation itself has no state: it is made from parameters, which `broadcast_parameters` has made
-    equal, and is returned unchanged. `model` exists in Horovod and is ignored.
-    """
+    """Returns `root_rank`'s optimizer state, a pytree of optax's `init`, on every rank. A transformation itself has no
+    state, and is returned unchanged. `model` is ignored."""
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
         return optimizer
     return broadcast_parameters(optimizer, root_rank, process_set)
 
 
-def encoded(obj: Any) -> bytes:
-    """Returns an object as JSON. Raises TypeError with the path of an object without a JSON form."""
-    return json.dumps(_plain(obj, "the object"), allow_nan=True).encode()
+def _encoded(obj: Any) -> tuple[bytes, TypeError | None]:
+    """Returns (an object as a line of JSON, the error with the path of a part that has no JSON form).
 
-
-def decoded(text: bytes) -> Any:
-    """Returns the object of `encoded`."""
-    return _object(json.loads(text))
+    The line is padded to a power of two of bytes, so that few programs are compiled; JSON ignores the spaces.
+    """
+    try:
+        text, error = json.dumps(_plain(obj, "the object")).encode(), None
+    except TypeError as wrong:
+        text, error = b"", wrong
+    return text.ljust((1 << max(8, len(text).bit_length())) - 1) + b"\n", error
 
 
 def _plain(obj: Any, place: str) -> Any:
     if obj is None or type(obj) in (bool, int, float, str):
         return obj
-    if type(obj) is list:
-        return [_plain(x, f"{place}[{i}]") for i, x in enumerate(obj)]
-    if type(obj) is tuple:
-        return {"!tuple": [_plain(x, f"{place}[{i}]") for i, x in enumerate(obj)]}
+    if type(obj) in (list, tuple):
+        parts = [_plain(x, f"{place}[{i}]") for i, x in enumerate(obj)]
+        return parts if type(obj) is list else {"tuple": parts}
     if type(obj) is dict:
-        if all(type(key) is str for key in obj) and not any(key.startswith("!") for key in obj):
-            return {key: _plain(x, f"{place}[{key!r}]") for key, x in obj.items()}
-        return {"!dict": [[_plain(k, f"a key of {place}"), _plain(x, f"{place}[{k!r}]")] for k, x in obj.items()]}
+        return {"dict": [[_plain(k, f"a key of {place}"), _plain(x, f"{place}[{k!r}]")] for k, x in obj.items()]}
     if type(obj) is bytes:
-        return {"!bytes": base64.b64encode(obj).decode()}
+        return {"bytes": base64.b64encode(obj).decode()}
     if isinstance(obj, jax.Array | np.ndarray | np.generic) and not jax.dtypes.issubdtype(
         obj.dtype, jax.dtypes.extended
     ):
         array = np.asarray(obj)
         if array.dtype.kind not in "OSUVmM" or jnp.issubdtype(array.dtype, jnp.floating):
             data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
-            return {"!array": [str(array.dtype), list(array.shape), data, isinstance(obj, np.generic)]}
+            return {"array": [str(array.dtype), list(array.shape), data, isinstance(obj, np.generic)]}
     raise TypeError(
         f"{place} is a {type(obj).__name__}, which has no JSON form. Objects between ranks are None, numbers, str, "
         "bytes, list, tuple, dict and arrays; they are not pickled. Send its parts, and rebuild it on each rank."
@@ -116,20 +103,11 @@ def _object(plain: Any) -> Any:
         return [_object(x) for x in plain]
     if not isinstance(plain, dict):
         return plain
-    if len(plain) != 1 or not next(iter(plain)).startswith("!"):
-        return {key: _object(x) for key, x in plain.items()}
     ((kind, value),) = plain.items()
-    if kind == "!tuple":
-        return tuple(_object(x) for x in value)
-    if kind == "!dict":
-        return {_object(key): _object(x) for key, x in value}
-    if kind == "!bytes":
+    if kind in ("tuple", "dict"):
+        return {"tuple": tuple, "dict": dict}[kind](_object(x) for x in value)
+    if kind == "bytes":
         return base64.b64decode(value)
     dtype, shape, data, is_scalar = value
     array = np.frombuffer(base64.b64decode(data), jnp.dtype(dtype)).reshape(shape).copy()
     return array[()] if is_scalar else array
-
-
-def _padded(text: bytes) -> bytes:
-    """Returns a line padded to a power of two of bytes, so that few programs are compiled; JSON ignores the spaces."""
-    return text.ljust((1 << max(8, len(text).bit_length())) - 1) + b"\n"

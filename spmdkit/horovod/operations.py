@@ -62,7 +62,7 @@ def grouped_allreduce_async(
     arrays = [local_array(x, "allreduce") for x in tensors]
     error: Exception | None = next((why for x in arrays if (why := unfit(x, "allreduce", how)) is not None), None)
     scales = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
-    want = {"op": "allreduce", "reduce": how.value, **scales, **shapes_of(arrays), **named(leaves)}
+    want = {"op": "allreduce", "reduce": how.value, **scales, **shapes_of(arrays), "leaves": leaves}
     return queue.ask(want, arrays, name, error)
 
 
@@ -72,11 +72,9 @@ def grouped_allgather_async(
     process_set: ProcessSet = global_process_set,
     error: Exception | None = None,
 ) -> Handle:
-    """Returns a handle of the concatenations of several arrays. `error`: the error of this rank's call, raised here and
-    reported to the others."""
+    """Returns a handle of the concatenations of several arrays. `error`: of this rank's call, also raised on others."""
     arrays = [local_array(x, "allgather") for x in tensors]
-    scalar = any(x.ndim == 0 for x in arrays)
-    if scalar:
+    if any(x.ndim == 0 for x in arrays):
         error = ValueError("tried to allgather a scalar: it has no first dim. Reshape it to (1,).")
     want = {"op": "allgather", "dtypes": [str(x.dtype) for x in arrays], "own_shapes": [list(x.shape) for x in arrays]}
     return process_set.queue().ask(want | {"rest": [list(x.shape[1:]) for x in arrays]}, arrays, name, error)
@@ -90,18 +88,14 @@ def broadcast_all_async(
     error: Exception | None = None,
     leaves: Sequence[str] | None = None,
 ) -> Handle:
-    """Returns a handle of several arrays of one rank on all of them.
-
-    `error`: the error of this rank's call, raised here and reported to the others; `leaves`: names of the arrays in a
-    tree, equal on all ranks.
-    """
+    """Returns a handle of several arrays of one rank on all of them. `error`, `leaves`: as above."""
     queue = process_set.queue()
     arrays = [local_array(x, "broadcast") for x in tensors]
     if root_rank not in queue.ranks:
         error = ValueError(
             f"broadcast from root_rank {root_rank}, which is not one of the ranks {queue.ranks}. Name one of them."
         )
-    want = {"op": "broadcast", "root": int(root_rank), **shapes_of(arrays), **named(leaves)}
+    want = {"op": "broadcast", "root": int(root_rank), **shapes_of(arrays), "leaves": leaves}
     return queue.ask(want, arrays, name, error)
 
 
@@ -163,25 +157,20 @@ def reducescatter_async(tensor: Any, *args: Any, **options: Any) -> Handle:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Returns when every rank of the set has called it. Raises HorovodInternalError with the missing ones after the
-    time limit."""
+    """Returns when every rank of the set has called it."""
     queue = process_set.queue()
     queue.wait(queue.ask({"op": "barrier"}))
 
 
 def join(device: int = -1) -> int:
     """Declares that this rank has no more data; until all ranks have joined it contributes zeros to the allreduces of
-    the others, which divide by all ranks.
-
-    `device` exists in Horovod and is ignored. Returns the rank that joined last, the same on every rank; the highest of
-    several in one round.
-    """
+    the others, which divide by all ranks. Returns the rank that joined last, the highest of several in one round.
+    `device` is ignored."""
     return global_process_set.queue().join()
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Returns an open process set, created by all ranks with the same ranks. Raises ValueError if it is open
-    already."""
+    """Returns an open process set, created by all ranks. Raises ValueError if it is open already."""
     wanted = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     queue = global_process_set.queue()
     queue.wait(queue.ask({"op": "add_process_set", "ranks": wanted.ranks}))
@@ -190,12 +179,11 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Closes a process set on all ranks; returns whether it was open. The global one stays open."""
-    number = process_set.process_set_id
-    if number is None or number == 0:
+    if not process_set.process_set_id:
         return False
     queue = global_process_set.queue()
     queue.wait(queue.ask({"op": "remove_process_set", "ranks": process_set.ranks}))
-    topology.world().sets.pop(number)
+    topology.world().sets.pop(process_set.process_set_id)
     process_set.close()
     return True
 
@@ -224,11 +212,8 @@ def refuse_traced(tree: Any, what: str) -> None:
 
 
 def local_array(x: Any, what: str) -> jax.Array:
-    """Returns the argument as an array of this process.
-
-    Raises: NotImplementedError inside of jit, vmap and the like; ValueError for an array of several processes, and
-    integers that do not fit.
-    """
+    """Returns the argument as an array of this process. Raises ValueError for an array of several processes, and for
+    integers that do not fit."""
     refuse_traced(x, what)
     if isinstance(x, jax.Array):
         if not x.is_fully_addressable:
@@ -244,22 +229,12 @@ def local_array(x: Any, what: str) -> jax.Array:
             "for objects."
         )
     narrow = jax.dtypes.canonicalize_dtype(whole.dtype)
-    if (
-        whole.dtype.kind in "iu"
-        and narrow != whole.dtype
-        and whole.size
-        and not np.array_equal(whole.astype(narrow), whole)
-    ):
+    if whole.dtype.kind in "iu" and not np.array_equal(whole.astype(narrow), whole):
         raise ValueError(
             f"hvd.{what} of {whole.dtype} with values up to {np.abs(whole).max()}: JAX converts it to {narrow}, which "
             "does not hold them. Call jax.config.update('jax_enable_x64', True) first."
         )
     return jnp.asarray(whole, narrow)
-
-
-def named(leaves: Sequence[str] | None) -> dict[str, list[str]]:
-    """Returns the fields of a request for the names of leaves: empty without names."""
-    return {} if leaves is None else {"leaves": list(leaves)}
 
 
 def names_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
@@ -287,12 +262,8 @@ def splits_of(x: jax.Array, splits: Any, num: int) -> tuple[list[int], Exception
             return wrong(f"the first dim, {x.shape[0]}, is not a multiple of the number of ranks. Pass splits=.")
         return [x.shape[0] // num] * num, None
     numbers = np.asarray(splits)
-    if numbers.dtype.kind not in "iu" or numbers.ndim != 1:
-        return wrong(
-            f"splits are {numbers.dtype}{list(numbers.shape)}. They are a list of integers, one for each rank."
-        )
-    if numbers.size != num or (numbers < 0).any():
-        return wrong(f"splits are {numbers.tolist()}. One number of at least 0 is needed for each rank.")
+    if numbers.dtype.kind not in "iu" or numbers.shape != (num,) or (numbers < 0).any():
+        return wrong(f"splits are {numbers.tolist()}. They are a list of integers of at least 0, one for each rank.")
     if numbers.sum() > x.shape[0]:
         return wrong(f"splits {numbers.tolist()} add up to {numbers.sum()} rows, and there are {x.shape[0]}.")
     return [int(n) for n in numbers], None

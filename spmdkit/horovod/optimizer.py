@@ -6,7 +6,6 @@ Source: horovod/torch/optimizer.py, horovod/tensorflow/gradient_aggregation.py (
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ import optax
 from jax.experimental import sparse
 
 from spmdkit.horovod import operations as ops
-from spmdkit.horovod.compression import Compression, Compressor
+from spmdkit.horovod.compression import Compression, Compressor, compressed
 from spmdkit.horovod.operations import Adasum, Average, ReduceOp
 from spmdkit.horovod.process_sets import ProcessSet, global_process_set
 from spmdkit.horovod.queue import synchronize
@@ -76,16 +75,19 @@ def DistributedOptimizer(
         average_aggregated_gradients: True divides by the passes, as TensorFlow's does on request; torch's never does.
     Raises: ValueError as Horovod does for the same arguments; HorovodInternalError if ranks pass other gradients.
     """
-    _check(compression, backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups)
-    names = None if named_parameters is None else checked_names(named_parameters)
-    if op == Adasum and process_set is not global_process_set:
-        raise NotImplementedError("Adasum does not support non-global process sets yet.")
+    _check(backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups)
+    names = None if named_parameters is None else _names(named_parameters)
     transformation = optax.with_extra_args_support(optimizer)
     inner_update = jax.jit(transformation.update)
-    reduce = lambda tree: reduced(tree, compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
+    reduce = lambda tree: _reduced(tree, compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
 
     def init(params: Any) -> DistributedState:
-        _check_all_named(names, params)
+        num_leaves = len(jax.tree.leaves(params))
+        if names is not None and len(names) != num_leaves:
+            raise ValueError(
+                "named_parameters was specified, but one or more model parameters were not named: "
+                f"{len(names)} names for {num_leaves} leaves. Name all, or omit named_parameters."
+            )
         sums = None if backward_passes_per_step == 1 else jax.tree.map(jnp.zeros_like, params)
         return DistributedState(transformation.init(params), np.zeros((), np.int32), sums)
 
@@ -93,7 +95,7 @@ def DistributedOptimizer(
         ops.refuse_traced((gradients, state), "DistributedOptimizer.update")
         passes, sums = int(state.passes) + 1, state.sums
         if sums is not None:
-            sums = jax.tree.map(jnp.add, sums, dense(gradients))
+            sums = jax.tree.map(jnp.add, sums, _dense(gradients))
             if passes < backward_passes_per_step:
                 nothing = jax.tree.map(jnp.zeros_like, sums)
                 return nothing, DistributedState(state.inner, np.asarray(passes, np.int32), sums)
@@ -101,7 +103,7 @@ def DistributedOptimizer(
             gradients, sums = jax.tree.map(lambda g: g / divisor, sums), jax.tree.map(jnp.zeros_like, sums)
         if op != Adasum:
             gradients = reduce(gradients)
-        updates, inner = inner_update(dense(gradients), state.inner, params, **extra)
+        updates, inner = inner_update(_dense(gradients), state.inner, params, **extra)
         if op == Adasum:
             updates = reduce(updates)
         return updates, DistributedState(inner, np.zeros((), np.int32), sums)
@@ -109,7 +111,7 @@ def DistributedOptimizer(
     return Distributed(init, update)
 
 
-def reduced(
+def _reduced(
     gradients: Any,
     compression: type[Compressor],
     op: ReduceOp,
@@ -117,25 +119,22 @@ def reduced(
     sparse_as_dense: bool,
     process_set: ProcessSet,
 ) -> Any:
-    """Returns the gradients reduced over the ranks of a process set: dense ones together, each sparse one by its
-    rows."""
+    """Reduces dense gradients together, each sparse one by its rows."""
     if not process_set.included():
-        return dense(gradients)
+        return _dense(gradients)
     leaves, form = jax.tree.flatten(gradients, is_leaf=_is_sparse)
-    names = ops.names_of(gradients, _is_sparse)
     leaves = [x.todense() if sparse_as_dense and _is_sparse(x) else x for x in leaves]
     rows = {
         i: sparse_allreduce_async(x, f"gradient.{i}", op, process_set) for i, x in enumerate(leaves) if _is_sparse(x)
     }
-    places = [i for i in range(len(leaves)) if i not in rows]
-    pairs = [compression.compress(leaves[i]) for i in places]
-    scales = (1.0 / predivide, predivide) if op == Average else (1.0, 1.0)
-    sent = [x for x, _ in pairs]
-    if sent:
-        of = [names[i] for i in places]
-        totals = synchronize(ops.grouped_allreduce_async(sent, None, None, op, *scales, process_set, leaves=of))
-        for i, total, (_, context) in zip(places, totals, pairs, strict=True):
-            leaves[i] = compression.decompress(total, context)
+    if whole := [i for i in range(len(leaves)) if i not in rows]:
+        names = ops.names_of(gradients, _is_sparse)
+        options: dict[str, Any] = {"leaves": [names[i] for i in whole], "op": op, "process_set": process_set}
+        if op == Average:
+            options |= {"prescale_factor": 1.0 / predivide, "postscale_factor": predivide}
+        send = lambda arrays: synchronize(ops.grouped_allreduce_async(arrays, **options))
+        for i, total in zip(whole, compressed(compression, send, [leaves[i] for i in whole]), strict=True):
+            leaves[i] = total
     for i, handle in rows.items():
         leaves[i] = handle().todense()
     return jax.tree.unflatten(form, leaves)
@@ -166,33 +165,21 @@ def sparse_allreduce_async(
     return wait
 
 
-def dense(tree: Any) -> Any:
-    """Returns a tree with its sparse leaves made dense."""
+def _dense(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.todense() if _is_sparse(x) else x, tree, is_leaf=_is_sparse)
 
 
-def checked_names(named_parameters: Iterable[Any]) -> list[str]:
-    """Returns the names. Raises ValueError for entries that are not pairs, and for a duplicate name."""
+def _names(named_parameters: Iterable[Any]) -> list[str]:
     pairs = list(named_parameters)
     if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
         raise ValueError("named_parameters should be a sequence of tuples (name, parameter), as params.items() gives.")
     names = [name for name, _ in pairs]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+    if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
     return names
 
 
-def _check_all_named(names: list[str] | None, params: Any) -> None:
-    num_leaves = len(jax.tree.leaves(params))
-    if names is not None and len(names) != num_leaves:
-        raise ValueError(
-            f"named_parameters was specified, but one or more model parameters were not named: {len(names)} names for "
-            f"{num_leaves} leaves. Name all, or omit named_parameters."
-        )
-
-
-def _check(compression: Any, passes: int, op: ReduceOp, predivide: float, num_groups: int, groups: Any) -> None:
+def _check(passes: int, op: ReduceOp, predivide: float, num_groups: int, groups: Any) -> None:
     """Raises ValueError for arguments that Horovod rejects, and for those without a meaning here."""
     if predivide != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
@@ -205,8 +192,6 @@ def _check(compression: Any, passes: int, op: ReduceOp, predivide: float, num_gr
             "hvd.DistributedOptimizer(groups=...): groups select gradients that are reduced together while others "
             "are still computed. Here all gradients exist when update is called, and are one group. Omit it."
         )
-    if op == Adasum and compression is not Compression.none:
-        warnings.warn("Adasum of updates in float16 loses small ones; Compression.none preserves them.", stacklevel=3)
 
 
 def _is_sparse(x: Any) -> bool:

@@ -13,11 +13,7 @@ from spmdkit.horovod.queue import Queue
 
 
 class ProcessSet:
-    """A set of ranks. `process_set_id` is None until `hvd.init(process_sets=[...])` or `hvd.add_process_set` has opened
-    it.
-
-    Raises: ValueError for arguments that are not ranks.
-    """
+    """A set of ranks, open after `hvd.init(process_sets=[...])` or `hvd.add_process_set`."""
 
     process_set_id: int | None = None
     _queue: Queue | None = None
@@ -46,27 +42,20 @@ class ProcessSet:
         return None if self.process_set_id is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """Returns the position of this process in the set, or None while the set is not open or this process is not in
-        it."""
-        if self.process_set_id is None or self._rank not in self.ranks:
-            return None
-        return self.ranks.index(self._rank)
+        """Returns the position of this process in the set, or None if the set is not open or does not include it."""
+        return self.ranks.index(self._rank) if self.included() else None
 
     def included(self) -> bool | None:
         """Returns whether this process is in the set, or None while the set is not open."""
         return None if self.process_set_id is None else self._rank in self.ranks
 
     def queue(self) -> Queue:
-        """Returns the queue of the set's operations. Raises ValueError if the set is not open, or this process is not
-        in it."""
+        """Returns the queue of the set's operations. Raises ValueError if this process cannot use the set."""
+        if self.process_set_id is None and self is global_process_set:
+            raise ValueError("Horovod has not been initialized; use hvd.init().")
         if self.process_set_id is None:
-            what = (
-                "Horovod has not been initialized; use hvd.init()"
-                if self is global_process_set
-                else f"{self} is not open"
-            )
             raise ValueError(
-                f"{what}. Pass the process set to hvd.init(process_sets=[...]) or hvd.add_process_set first."
+                f"{self} is not open. Pass it to hvd.init(process_sets=[...]) or hvd.add_process_set first."
             )
         if self._queue is None:
             raise ValueError(

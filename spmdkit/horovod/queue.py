@@ -13,14 +13,9 @@ from spmdkit.horovod.negotiation import JOIN, Blackboard, HorovodInternalError, 
 
 
 class Handle:
-    """One asynchronous operation and its future result. For `poll` and `synchronize`.
+    """One asynchronous operation and its future result. `want`: the request that the other ranks see."""
 
-    Args:
-        want: the request that the other ranks see.
-        arrays: this rank's input.
-    """
-
-    def __init__(self, queue: Queue, want: dict[str, Any], arrays: list[jax.Array], error: Exception | None = None):
+    def __init__(self, queue: Queue, want: dict[str, Any], arrays: Any, error: Exception | None = None):
         self.queue, self.want, self.arrays = queue, want, arrays
         self._own_error = error
         self.error: Exception | None = None
@@ -58,11 +53,8 @@ class Queue:
         name: str | None = None,
         error: Exception | None = None,
     ) -> Handle:
-        """Returns the handle of an operation that runs in a later round.
-
-        `error`: the error of the call on this rank; it is raised here, and reported to the others, which would wait.
-        Raises: ValueError if an operation of this name is pending.
-        """
+        """Returns the handle of an operation that runs in a later round. `error`: of this rank's call, also raised on
+        others. Raises ValueError if an operation of this name is pending."""
         if name is None:
             name = f"noname.{self._num_unnamed}"
             self._num_unnamed += 1
@@ -127,14 +119,11 @@ class Queue:
 
     def _run(self, handle: Handle | None, by_rank: dict[int, dict[str, Any] | None]) -> None:
         """Runs an operation; a rank that has joined takes part without a handle."""
+        handle = handle or Handle(self, next(want for want in by_rank.values() if want is not None), None)
         try:
-            result = self._wire.run(None if handle is None else handle.arrays, by_rank)
+            handle.finish(self._wire.run(handle.arrays, by_rank))
         except (RuntimeError, ValueError) as error:  # an error of XLA: a peer exited in the middle
-            if handle is not None:
-                handle.fail(f"{handle.want['op']} {handle.want['name']!r} failed on rank {self.rank}: {error}")
-        else:
-            if handle is not None:
-                handle.finish(result)
+            handle.fail(f"{handle.want['op']} {handle.want['name']!r} failed on rank {self.rank}: {error}")
 
 
 def synchronize(handle: Handle) -> Any:

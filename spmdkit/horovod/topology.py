@@ -7,6 +7,7 @@ Source: horovod/common/basics.py (Horovod 0.28.1).
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import os
 import socket
@@ -24,22 +25,16 @@ _init_count = itertools.count()
 
 @dataclass
 class World:
-    """The state of one `init`, until `shutdown`.
-
-    Attributes:
-        hosts: the host of each rank.
-        sets: process set id -> set; 0 is the global one. Ids count up and are not reused.
-    """
+    """The state of one `init`, until `shutdown`."""
 
     cluster: Cluster
     board: Blackboard
-    hosts: list[str]
-    sets: dict[int, ProcessSet] = field(default_factory=dict)
+    hosts: list[str]  # of each rank
+    sets: dict[int, ProcessSet] = field(default_factory=dict)  # by id; 0 is the global one
     ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
 
 _world: World | None = None
-_is_left_to_us = False
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | None = None) -> None:
@@ -49,9 +44,6 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     Args:
         comm: ranks to work with; all of them, since JAX's devices are those of all processes.
         process_sets: sets of ranks for restricted operations, the same list on every rank.
-    Raises:
-        ConfigError: JAX has computed before, or the environment contradicts itself.
-        RendezvousError: processes are missing.
     """
     global _world
     if _world is not None:
@@ -72,19 +64,17 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     _world.sets[0] = global_process_set
     for process_set in process_sets or ():
         register(process_set)
-    _leave_together()
+    _exit_together()
     if cluster.is_main:
         for note in cluster.notes:
             print(note, file=sys.stderr)
 
 
 def shutdown() -> None:
-    """Ends the session of `init`; `init` may follow. Pending operations are dropped. The processes stay joined until
-    they exit: arrays stay valid."""
+    """Ends the session of `init`; `init` may follow. Pending operations are dropped; arrays stay valid."""
     global _world
-    if _world is not None:
-        for process_set in _world.sets.values():
-            process_set.close()
+    for process_set in _world.sets.values() if _world is not None else ():
+        process_set.close()
     _world = None
 
 
@@ -104,11 +94,9 @@ def register(process_set: ProcessSet) -> ProcessSet:
             f"process set {ranks}: a set has different ranks from 0 to {size_of_world - 1}, and at least one. Found "
             f"{size_of_world} process(es)."
         )
-    same = [other for other in here.sets.values() if other.ranks == ranks]
-    if same:
-        raise ValueError(
-            f"Attempted to add a duplicate process set: {process_set}; set {same[0].process_set_id} has them."
-        )
+    for other in here.sets.values():
+        if other.ranks == ranks:
+            raise ValueError(f"Attempted to add a duplicate process set: {process_set}; it is {other}.")
     number = next(here.ids)
     process_set.open(number, list(ranks), here.board)
     here.sets[number] = process_set
@@ -131,8 +119,7 @@ def rank() -> int:
 
 
 def local_rank() -> int:
-    """Returns the number of this process among those of its host: the device to pin, if a process sees all devices of a
-    host."""
+    """Returns the number of this process among those of its host."""
     return place(world().hosts, rank())["local_rank"]
 
 
@@ -169,13 +156,12 @@ def place(hosts: Sequence[str], rank: int) -> dict[str, int]:
     }
 
 
-def _leave_together() -> None:
+@functools.cache
+def _exit_together() -> None:
     """At interpreter exit, waits for all ranks; after an exception, reports it to the others and does not wait."""
-    global _is_left_to_us
-    if _is_left_to_us or world().cluster.num_processes == 1:
-        return
-    _is_left_to_us = True
     cluster, before = world().cluster, sys.excepthook
+    if cluster.num_processes == 1:
+        return
     failed: list[BaseException] = []
 
     def excepthook(kind: Any, error: BaseException, trace: Any) -> None:
@@ -185,12 +171,12 @@ def _leave_together() -> None:
             _world.board.say_failed(f"{kind.__name__}: {error}")
 
     def leave() -> None:
-        if not failed:
-            try:
+        try:
+            if not failed:
                 cluster.shutdown()
-            except Exception as error:  # noqa: BLE001  all that is left is to say it
-                print(f"rank {cluster.process_index}: {error}", file=sys.stderr)
-                failed.append(error)
+        except Exception as error:  # noqa: BLE001  the process is exiting
+            print(f"rank {cluster.process_index}: {error}", file=sys.stderr)
+            failed.append(error)
         if failed:
             sys.stdout.flush()
             sys.stderr.flush()

@@ -1,5 +1,5 @@
-"""What ranks agree on before they send anything: the decision of a round, pure; rounds over a store, with threads for
-ranks; places on hosts."""
+"""The negotiation before anything is sent: the decision of a round; rounds over a store, with threads for ranks; local
+and cross ranks."""
 
 import threading
 
@@ -23,11 +23,8 @@ def test_common_requests_run_in_order_of_lowest_rank():
     assert (decision.errors, decision.stuck) == ({}, None)
 
 
-def test_missing_request_waits_while_something_runs():
-    assert decide({0: [want("a"), want("x")], 1: [want("a")]}).stuck is None
-
-
 def test_ranks_with_different_names_wait_indefinitely():
+    assert decide({0: [want("a"), want("x")], 1: [want("a")]}).stuck is None  # something runs
     stuck = decide({0: [want("a")], 2: [want("b", op="barrier", reduce=None, dtypes=[], shapes=[])]}).stuck
     assert "rank 0: allreduce Sum float32[3] 'a'; rank 2: barrier 'b'" in stuck
 
@@ -52,17 +49,11 @@ def test_differing_descriptions_are_an_error_per_rank(other, what):
 
 def test_differing_leaf_names_are_reported_per_rank():
     names = (["['w']", "['head']"], ["['w']", "['tail']"])
-    error = decide({rank: [want("a", leaves=list(of))] for rank, of in enumerate(names)}).errors["a"]
-    assert (
-        "rank 0: allreduce Sum float32[3] 'a' with ['head'];" in error
-        and "with ['tail']" in error
-        and "['w']" not in error
-    )
-
-
-def test_error_of_one_name_affects_no_other():
-    decision = decide({0: [want("a"), want("b")], 1: [want("a", reduce="Max"), want("b")]})
-    assert list(decision.errors) == ["a"] and [name for name, _ in decision.run] == ["b"]
+    decision = decide({rank: [want("a", leaves=of), want("b")] for rank, of in enumerate(names)})
+    error = decision.errors.pop("a")
+    assert "rank 0: allreduce Sum float32[3] 'a' with ['head'];" in error and "with ['tail']" in error
+    assert "['w']" not in error
+    assert not decision.errors and [name for name, _ in decision.run] == ["b"]  # an error affects no other name
 
 
 def test_joined_rank_takes_part_in_sums_only():
@@ -71,9 +62,6 @@ def test_joined_rank_takes_part_in_sums_only():
     for op, reduce in (("allreduce", "Max"), ("allgather", None), ("reducescatter", "Sum"), ("barrier", None)):
         error = decide({0: [want("a", op=op, reduce=reduce)], 1: [JOINED]}).errors["a"]
         assert "not supported while ranks have joined" in error and "[1]" in error
-
-
-def test_when_all_have_joined_nothing_is_stuck():
     decision = decide({0: [JOINED], 1: [JOINED]})
     assert decision.joined == [0, 1] and decision.stuck is None and not decision.run
 
@@ -122,10 +110,8 @@ def test_missing_rank_is_named_on_every_rank():
             begun.set()
 
     found, _ = on_ranks(3, body, Patience(60.0, 0.3))
-    assert all(
-        "rank 2 did not call it within 0 s" in found[rank] and "rank 0 waits in allreduce" in found[rank]
-        for rank in range(3)
-    )
+    for rank in range(3):
+        assert "rank 2 did not call it within 0 s" in found[rank] and "rank 0 waits in allreduce" in found[rank]
 
 
 def test_failing_rank_ends_the_wait_of_others():
@@ -138,11 +124,8 @@ def test_failing_rank_ends_the_wait_of_others():
     assert "rank 1 ended (ValueError: no data)" in found[0] and "rank 1 ended" in found[2]
 
 
-def test_a_long_wait_is_told_once(capfd):
-    def body(rounds, board):
-        return rounds.exchange([want("a")])
-
-    on_ranks(2, body, Patience(0.4, 1.5), present=[0])
+def test_a_long_wait_is_reported_once(capfd):
+    on_ranks(2, lambda rounds, board: rounds.exchange([want("a")]), Patience(0.4, 1.5), present=[0])
     err = capfd.readouterr().err
     assert err.count("rank(s) [1] have not called it") == 1
 
