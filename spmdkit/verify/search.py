@@ -226,13 +226,9 @@ class Search:
         """Returns (relation, the place on one device whose value it is made of)."""
         if node not in self._relations:
             self._relations[node] = (None, None)  # what a loop hands on as it was
-            self._relations[node] = self._look(node)
+            is_index = self.many.program.values[node.place].is_index  # another on each device by its nature
+            self._relations[node] = (Relation("same"), None) if is_index else self._compared(node)
         return self._relations[node]
-
-    def _look(self, node: Node) -> tuple[Relation | None, ValuePath | None]:
-        if self.many.program.values[node.place].is_index:
-            return Relation("same"), None  # another on each device by its nature
-        return self._compared(node)
 
     def _compared(self, node: Node) -> tuple[Relation | None, ValuePath | None]:
         value = self.many.program.values[node.place]
@@ -276,35 +272,31 @@ class Search:
     def how(self, node: Node) -> tuple[str, str]:
         """Returns (how a value differs, over which axes) in words."""
         relation, other = self._known(node)
-        if relation is not None and relation.kind == "mean" and "mean" not in self._right:
-            times = math.prod(self.axes.get(axis, 1) for axis in relation.axes.split(" x "))
-            return (
-                f"is each shard's own mean over {relation.axes}, added over it: {times} times too much",
-                relation.axes,
-            )
-        if relation is not None and relation.kind == "sum" and other is not None:
-            found = self._found(node, other)
-            stacked = self.many.program.values[node.place].stacked
-            words = (
-                None if found is None else difference(found, self._of_one(self.one, node, other), stacked, self.axes)
-            )
-            if words is not None and "the size of" in words[0]:  # the same on every device
-                return words
-        if relation is not None and relation.kind in PARTS:
-            return f"is each shard's own {relation.kind} over {relation.axes}, used as if it were of all", relation.axes
-        if other is None:
-            other = next((r for n in self.parents(node) if (r := self._known(n)[1]) is not None), None)
+        kind, axes = relation or Relation("differs")
+        if kind == "mean" and "mean" not in self._right:
+            times = math.prod(self.axes.get(axis, 1) for axis in axes.split(" x "))
+            return f"is each shard's own mean over {axes}, added over it: {times} times too much", axes
+        words = self._words(node, other) if kind == "sum" else None
+        if words is not None and "the size of" in words[0]:  # the same on every device
+            return words
+        if kind in PARTS:
+            return f"is each shard's own {kind} over {axes}, used as if it were of all", axes
         every = " x ".join(self.axes)
         primitive = self.many.program.values[node.place].primitive
         if primitive == "random_bits":
             return "draws other numbers than one device", every
         if primitive == "iota" and self._is_place(node, ("differs",)):
             return "counts within each shard, and not over all of them", every
-        found = None if other is None or node.place not in self.many.taps else self._found(node, other)
-        if other is None or found is None:
-            return "stands for nothing on one device, and what follows differs", every
-        stacked = self.many.program.values[node.place].stacked
-        return difference(found, self._of_one(self.one, node, other), stacked, self.axes) or ("is another value", every)
+        if other is None:
+            other = next((r for n in self.parents(node) if (r := self._known(n)[1]) is not None), None)
+        return self._words(node, other) or ("stands for nothing on one device, and what follows differs", every)
+
+    def _words(self, node: Node, other: ValuePath | None) -> tuple[str, str] | None:
+        """Returns how a value differs from one on one device, and over which axes; None if they cannot be compared."""
+        if other is None or node.place not in self.many.taps or (found := self._found(node, other)) is None:
+            return None
+        stacked, right = self.many.program.values[node.place].stacked, self._of_one(self.one, node, other)
+        return difference(found, right, stacked, self.axes) or ("is another value", " x ".join(self.axes))
 
 
 def _index(value: Value, turns: Sequence[int]) -> tuple[int, ...]:
@@ -317,9 +309,7 @@ def _matched(one: Mapping[ValuePath, Value], many: Mapping[ValuePath, Value]) ->
     for backward in (False, True):
         a = [(p, v.key) for p, v in one.items() if v.backward == backward]
         b = [(p, v.key) for p, v in many.items() if v.backward == backward]
-        ids: dict[Any, int] = {}
-        numbers = [[ids.setdefault(key, len(ids)) for _, key in side] for side in (a, b)]
-        matcher = difflib.SequenceMatcher(None, numbers[0], numbers[1], autojunk=False)
+        matcher = difflib.SequenceMatcher(None, [key for _, key in a], [key for _, key in b], autojunk=False)
         for i, j, size in matcher.get_matching_blocks():
             found |= {b[j + n][0]: a[i + n][0] for n in range(size)}
     return found

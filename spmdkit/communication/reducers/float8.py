@@ -32,8 +32,7 @@ def make(block: int = 256, error_feedback: bool = True) -> Reducer:
     """Returns the reducer.
 
     Args:
-        block: values that share a scale. 1 sends each value exactly, with more bytes than `sum`: for tests of
-            exactness.
+        block: values that share a scale. 1 sends each value exactly: for tests of exactness.
         error_feedback: False drops the rounding error: no memory, and a bias that does not average out.
     """
     return coded_reducer(block_code("float8", block, _encode, _decode), error_feedback, {"block": 1})
