@@ -266,8 +266,7 @@ task is at most ten lines longer than its script. The page is written by `python
 
 `verify` reports {{data: 4}}, {{data: 2, fsdp: 2}}, {{data: 2, tensor: 2}} and two microbatches on {{data: 4}} as equal to
 one device for every task (all eighteen optimizers, both phases of `two phases`): three steps of 16 rows, float32,
-without mutants ([tests/verify/test_verify_tasks.py](../tests/verify/test_verify_tasks.py)). The same holds for small
-forms of examples of equinox, flax and optax ([tests/verify/libraries](../tests/verify/libraries)).
+without mutants ([tests/verify/test_verify_tasks.py](../tests/verify/test_verify_tasks.py)).
 
 | task | description | plain JAX | spmdkit |
 | --- | --- | --- | --- |

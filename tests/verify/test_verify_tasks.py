@@ -1,15 +1,9 @@
-"""`verify` on the natural programs of tests/tasks and on the models of equinox's, flax's and optax's own examples: no
-rounding, draw or small gradient is reported as a difference, and no mistake in them is missed."""
-
-import importlib
+"""`verify` on the natural programs of tests/tasks: no rounding, draw or small gradient is reported as a difference, and
+no mistake in them is missed."""
 
 import pytest
 
-import spmdkit as sk
 from spmdkit.verify.mutants import MUTANTS
-from spmdkit.verify.runner import CaseRunner
-from spmdkit.verify.task_runner import Setting, TaskRunner
-from tests.support.forms import slow_except
 from tests.support.tasks import MESHES
 from tests.support.verified_tasks import CAUGHT, MISSED, NAMES, ONE_OF_EACH, PAGE, mutants_of, runner_of
 
@@ -18,7 +12,8 @@ pytestmark = pytest.mark.promotes("natural code of people who have their own mod
 CASES = [("data 4", 1), ("data 2 x fsdp 2", 1), ("data 2 x tensor 2", 1), ("data 4", 2)]
 
 
-@pytest.mark.parametrize("name", slow_except((), NAMES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_there_is_no_false_alarm(name):
     case_runner = runner_of(name)
     assert case_runner.compare_with_plain_jax().get("passed", True)
@@ -26,24 +21,6 @@ def test_there_is_no_false_alarm(name):
         found = case_runner.case(MESHES[mesh], microbatches, whole=microbatches == 1)
         skipped = microbatches > 1 and "train_step" in found.get("skipped", "")  # which takes none
         assert found.get("passed") or skipped, (mesh, found)
-
-
-EXAMPLES = {
-    f"{library} {name}": make
-    for library in ("equinox", "flax", "optax")
-    for name, make in importlib.import_module(f"tests.verify.libraries.{library}_examples").TASKS.items()
-}
-
-
-@pytest.mark.parametrize("name", slow_except((), EXAMPLES))
-def test_there_is_no_false_alarm_in_examples(name):
-    config = sk.Config(task="t.py:t", batch_size=16, steps=3, data={"shuffle": False})
-    case_runner = CaseRunner(TaskRunner(config, EXAMPLES[name](), 16, 3))
-    case_runner.reference(Setting({}, short=case_runner.task_runner.short))
-    assert case_runner.compare_with_plain_jax().get("passed", True)
-    for mesh in ({"data": 4}, {"data": 2, "fsdp": 2}):
-        found = case_runner.case(mesh, 1, whole=True)
-        assert found.get("passed"), (mesh, found)
 
 
 @pytest.mark.slow
