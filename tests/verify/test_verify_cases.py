@@ -11,8 +11,7 @@ from spmdkit.program import padding_check
 from spmdkit.program.step_context import reducer_of
 from spmdkit.verify import compare, worker
 from spmdkit.verify.cases import exact_reducer, reducer_note
-from spmdkit.verify.diagnosis import diagnose, pattern
-from spmdkit.verify.difference import Difference
+from spmdkit.verify.diagnosis import Difference, diagnose, pattern
 from spmdkit.verify.noise import leaf_errors
 from spmdkit.verify.probes import one_ulp
 from spmdkit.verify.task_runner import Setting
