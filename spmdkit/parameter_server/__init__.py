@@ -8,9 +8,9 @@ Use it for what one SPMD program cannot do: workers of different speeds, workers
 use a mesh.
 
 partition.py which server holds which leaf · messages.py requests and responses · server.py what a server does with a
-push · completed_batches.py which batches a server has completed · model_state.py the model state · gradient.py the
-worker's compiled step · worker.py its loop · coordinator.py initializes, monitors, takes snapshots · transport.py how
-they communicate · threads.py in one process · actors.py on Ray.
+push · completed_batches.py which batches a server has completed · gradient.py the worker's compiled step · worker.py
+its loop · coordinator.py initializes, monitors, takes snapshots · transport.py how they communicate · threads.py in one
+process · actors.py on Ray.
 
 Enters: a config and a task. Leaves: the trained state. Wire: a worker pulls and pushes each parameter once per
 gradient, 2 * 4 bytes per parameter.

@@ -1,24 +1,20 @@
-"""Servers and workers as Ray actors: one process each, on this machine or on the machines of a Ray cluster. Extra
-`ray`.
+"""Servers and workers as Ray actors: one process each, on this machine or on a Ray cluster. Extra `ray`.
 
 `address: local` starts a private Ray for this run (ray_local.py). Ray restarts servers (`max_restarts=-1`), without
 their state. Ray never repeats a call (`max_task_retries=0`); we repeat it, which the servers' tables make safe: Ray
 alone applies a push twice if a server dies between applying and acknowledging it (Ray 2.60, 2026-11-22). Arrays of a
-push use Ray's object store without a copy.
-
-On a cluster with changing nodes, a worker waits until a node has room, and joins then.
+push use Ray's object store without a copy. On a cluster, a worker waits until a node has room.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmdkit.config import Config
+from spmdkit.config import Config, parse_config
 from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.foundation.timeouts import ACTOR_REPLY_S, RAY_CONNECT_S
 from spmdkit.parameter_server.ray_local import LocalRay
@@ -33,11 +29,7 @@ def _knock(address: str) -> None:
 
 
 def imported() -> Any:
-    """Returns the module `ray`.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Returns the module `ray`. Raises ConfigError if it is not installed."""
     try:
         import ray
     except ImportError:
@@ -89,26 +81,24 @@ class WorkerActor:
         os.environ["SPMDKIT_WORKER"] = str(number)
         try:
             from spmdkit.cluster import detect_cluster, join
-            from spmdkit.parameter_server.gradient import from_plain
 
-            config = from_plain(values, source)
+            config = parse_config(values, source=source)
             devices = join(detect_cluster({}), config.devices).devices  # before the task is made, since it may compute
-            roles = _roles(values, source)
-            roles.worker(number, incarnation, [RayEndpoint(server) for server in servers], devices).run()
+            endpoints = [RayEndpoint(server) for server in servers]
+            _roles(values, source).worker(devices, number, incarnation, endpoints).run()
         except (Unavailable, Fenced) as error:
             return "lost", "", str(error)
         except Exception as error:  # noqa: BLE001  the coordinator reports it
-            how, kind, text = failed(error)
-            return how, kind, text
+            ending = failed(error)
+            return ending.how, ending.kind, ending.text
         return "done", "", ""
 
 
 def _roles(values: dict[str, Any], source: str | None) -> Any:
-    from spmdkit.parameter_server.gradient import from_plain
     from spmdkit.parameter_server.roles import Roles
     from spmdkit.program.opening import task_of
 
-    config = from_plain(values, source)
+    config = parse_config(values, source=source)
     return Roles(config, task_of(config))
 
 
@@ -120,31 +110,23 @@ class RayEndpoint:
 
     def ask(self, method: str, *args: Any) -> Callable[[], Any]:
         ray = imported()
+        lost = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, ray.exceptions.ObjectLostError)
         try:
-            reference = self.handle.call.remote(method, *args)
+            reference, why = self.handle.call.remote(method, *args), ""
         except ray.exceptions.RayActorError as error:
-            return _raising(Unavailable(first_line(error)))
+            reference, why = None, first_line(error)
 
         def answer() -> Any:
+            if reference is None:
+                raise Unavailable(why)
             try:
                 return ray.get(reference, timeout=ACTOR_REPLY_S)
-            except (
-                ray.exceptions.RayActorError,
-                ray.exceptions.GetTimeoutError,
-                ray.exceptions.ObjectLostError,
-            ) as error:
+            except lost as error:
                 raise Unavailable(first_line(error)) from None
             except ray.exceptions.RayTaskError as error:
                 raise UserCodeError(f"a parameter server raised: {error.cause or first_line(error)}") from error
 
         return answer
-
-
-def _raising(error: Exception) -> Callable[[], Any]:
-    def answer() -> Any:
-        raise error
-
-    return answer
 
 
 def first_line(error: BaseException) -> str:
@@ -156,10 +138,7 @@ class RayWorker:
     """A worker in one incarnation, as an actor."""
 
     def __init__(self, handle: Any, *job: Any):
-        self._handle, self._where = (
-            handle,
-            handle.where.remote(),
-        )  # called first: an actor runs one call after the other
+        self._where = handle.where.remote()  # called first: an actor runs one call after the other
         self._reference = handle.run.remote(*job)
 
     @property
@@ -181,22 +160,12 @@ class RayWorker:
         except ray.exceptions.RayError as error:
             return Ending("lost", "", first_line(error))
 
-    def kill(self) -> None:
-        imported().kill(self._handle, no_restart=True)
-
 
 class Actors:
-    """The transport.
-
-    Args:
-        config: of the run; every process imports its task, so it cannot be one that was passed to `sk.train`.
-        directory: of the run, for the token of its private Ray.
-        num: servers and workers.
-    """
+    """The transport of `num` servers and workers. Every process imports the task of `config`; the token of a private
+    Ray is in the run's `directory`."""
 
     def __init__(self, config: Config, directory: Path, address: str, num: int, num_bytes: int):
-        if importlib.util.find_spec("ray") is None:
-            imported()  # raises with the install command
         self._values, self._source = config.model_dump(), None if config.source is None else str(config.source)
         self._local = LocalRay(directory, num, num_bytes) if address == "local" else None
         if self._local is None:

@@ -1,10 +1,9 @@
-"""Which batches a server has completed: applied, or dropped permanently. Two servers can differ by a push that reached
-only one of them.
+"""Which batches a server has completed: applied, or dropped permanently. Two servers differ by a push that reached only
+one of them: a worker died while it pushed, or a snapshot was taken meanwhile.
 
-This happens if a worker dies while it pushes, or if a snapshot is taken meanwhile. Such a batch is handed out again,
-and a server that has completed it does not apply it again, whichever worker sends it: so each leaf gets each batch
-once. This also holds if a run continues with other servers: a leaf carries the batches that its previous server has
-completed (`Agreement`), until all leaves of its new server have the same.
+Such a batch is handed out again, and a server that has completed it does not apply it again: each leaf gets each batch
+once. If a run continues with other servers, a leaf carries the batches that its previous server has completed
+(`Agreement`), until all leaves of its new server have the same.
 """
 
 from __future__ import annotations
@@ -30,10 +29,6 @@ class Settled:
         while self.low in self.above:
             self.above.remove(self.low)
             self.low += 1
-
-    def beyond(self, other: Settled) -> set[int]:
-        """Returns the batches that are complete here and not there."""
-        return {batch for batch in [*range(other.low, self.low), *self.above] if batch not in other}
 
     def table(self) -> tuple[int, list[int]]:
         """Returns the arguments of the constructor, for a record."""
@@ -88,8 +83,9 @@ def dealt(tables: Sequence[Mapping[str, Any]], owned: Mapping[str, int], servers
     """
     rows = [row for table in tables for row in table["parts"]]
     kinds = [part.settled for part in merged(of_row(row) for row in rows)]
-    lacking = set().union(*(one.beyond(other) for one in kinds for other in kinds))
-    again = {*tables[0]["again"], *(batch for batch in lacking if batch < tables[0]["next_batch"])}
+    begun = range(min(kind.low for kind in kinds), tables[0]["next_batch"])
+    lacking = [batch for batch in begun if 0 < sum(batch in kind for kind in kinds) < len(kinds)]
+    again = {*tables[0]["again"], *lacking}
     found = []
     for server in range(servers):
         of = lambda paths, server=server: [path for path in paths if owned[path] == server]

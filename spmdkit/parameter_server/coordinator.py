@@ -11,10 +11,9 @@ The role is TensorFlow 1's chief: it initializes or restores, and saves; workers
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,34 +30,25 @@ IN_A_ROW = 3
 """Number of consecutive failures of one worker without a gradient that ends the run: the cause is permanent."""
 
 
-class WorkerEvent(NamedTuple):
-    """An event of a worker, for the run's events."""
+Event = tuple[str, dict[str, Any]]
 
-    event: str
-    fields: dict[str, Any]
+
+def note(event: str, **fields: Any) -> Event:
+    """Returns an event and its fields, for the run's events."""
+    return event, fields
 
 
 @dataclass
 class WorkerStats:
-    """What the coordinator knows of the first server.
+    """What the coordinator knows of the first server, and what happened since the last poll."""
 
-    Attributes:
-        applied: the smallest number of updates of a server.
-        records: applied pushes since the last poll.
-        histogram: staleness -> applied pushes.
-        dropped: outcome -> pushes.
-        progress: worker -> applied pushes.
-        events: since the last call.
-        went_back_to: the updates of the checkpoint to which all servers returned, or None.
-    """
-
-    applied: int = 0
-    records: list[dict[str, Any]] = field(default_factory=list)
-    histogram: dict[int, int] = field(default_factory=dict)
-    dropped: dict[str, int] = field(default_factory=dict)
-    progress: dict[int, int] = field(default_factory=dict)
-    events: list[WorkerEvent] = field(default_factory=list)
-    went_back_to: int | None = None
+    applied: int = 0  # the smallest number of updates of a server
+    records: list[dict[str, Any]] = field(default_factory=list)  # applied pushes since the last poll
+    histogram: dict[int, int] = field(default_factory=dict)  # staleness -> applied pushes
+    dropped: dict[str, int] = field(default_factory=dict)  # outcome -> pushes
+    progress: dict[int, int] = field(default_factory=dict)  # worker -> applied pushes
+    events: list[Event] = field(default_factory=list)
+    went_back_to: int | None = None  # the updates of the checkpoint to which all servers returned
 
 
 class Coordinator:
@@ -66,10 +56,8 @@ class Coordinator:
 
     Args:
         owned: path of a leaf -> its server.
-        servers, workers: how many.
         load: returns the initial (state on the host, table of each server of the saved run, or None), also for a return
             to it.
-        optimizer: of the servers.
         give_up: whether to stop waiting for a server that is unreachable.
         life: incarnation of the first workers, later than all in the tables.
     """
@@ -96,16 +84,13 @@ class Coordinator:
         self._located: set[int] = set()  # workers with a reported host
         self._places: dict[int, str] = {}  # server -> its last host
         self._progress: dict[int, int] = {}
-        self._first: Any = None
+        self._like: Any = None  # a state of the same structure
         self._give_up = give_up
 
-    # ---- state -------------------------------------------------------------------------------------------------------
-
     def install(self) -> int:
-        """Gives every server its part of the initial state, under a new generation; returns the number of updates in
-        it."""
+        """Gives every server its part of the initial state, under a new generation; returns its number of updates."""
         state, tables = self._load()
-        self._first, self._generation, self._cursor = state, self._generation + 1, 0
+        self._like, self._generation, self._cursor = state, self._generation + 1, 0
         num = len(self.endpoints)
         tables = [{"applied": int(state.step)}] * num if tables is None else dealt(tables, self._owned, num)
         for number, endpoint in enumerate(self.endpoints):
@@ -119,7 +104,7 @@ class Coordinator:
         if any(answer is None or answer[0] != self._generation for answer in found):
             return None
         arrays, tables = [parts for _, parts, _ in found], [table for _, _, table in found]
-        like = self._first
+        like = self._like
         whole = lambda name: joined(getattr(like, name), [parts[name] for parts in arrays])
         state = like.replace(
             step=np.int32(min(table["applied"] for table in tables)),
@@ -133,36 +118,32 @@ class Coordinator:
     def _ask(self, endpoint: Endpoint, method: str, *args: Any) -> Any:
         return ask(endpoint, method, *args, give_up=self._give_up)
 
-    # ---- workers and servers that come and go ------------------------------------------------------------------------
-
     @property
     def num_workers(self) -> int:
         """The requested number of workers."""
         return len(self._incarnations)
 
-    def start(self) -> list[WorkerEvent]:
-        """Starts the workers."""
+    def start(self) -> list[Event]:
         return [self._start(number) for number in self._incarnations]
 
-    def wait_for_workers(self, longest_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
+    def wait_for_workers(self, longest_s: float) -> None:
         """Returns once all workers are ready to compute, after at most `longest_s`, or when one has exited, so that
         none starts far ahead of the others."""
-        for _ in Deadline(longest_s, sleep=sleep).polls(SERVER_POLL_S):
+        for _ in Deadline(longest_s).polls(SERVER_POLL_S):
             if self._give_up():
                 return
             here = self._ask(self.endpoints[0], "status", sys.maxsize)["here"]
             if len(here) == len(self._running) or any(running.ended() for running in self._running.values()):
                 return
 
-    def _start(self, number: int) -> WorkerEvent:
+    def _start(self, number: int) -> Event:
         incarnation = self._incarnations[number]
         self._running[number] = self._transport.worker(number, incarnation, self.endpoints)
         self._progress_at_start[number] = self._progress.get(number, 0)
         self._located.discard(number)
-        return WorkerEvent("worker_started", {"worker": number, "incarnation": incarnation})
+        return note("worker_started", worker=number, incarnation=incarnation)
 
-    def join(self) -> WorkerEvent:
-        """Starts one more worker."""
+    def join(self) -> Event:
         number = len(self._incarnations)
         self._incarnations[number], self._without_push[number] = max(self._incarnations.values()), 0
         self._admit(number)
@@ -188,8 +169,8 @@ class Coordinator:
         for number, running in list(self._running.items()):
             if number not in self._located and (where := running.where):
                 self._located.add(number)
-                fields = {"worker": number, "incarnation": self._incarnations[number], "where": where}
-                stats.events.append(WorkerEvent("worker_running", fields))
+                life = self._incarnations[number]
+                stats.events.append(note("worker_running", worker=number, incarnation=life, where=where))
             if (ended := running.ended()) is not None and ended.how != "done":
                 self._replace(number, ended, stats)
         return stats
@@ -206,16 +187,13 @@ class Coordinator:
         for number, status in enumerate(found):
             if (where := status.get("where", "")) and self._places.get(number) != where:
                 self._places[number] = where
-                stats.events.append(WorkerEvent("server_running", {"server": number, "where": where}))
+                stats.events.append(note("server_running", server=number, where=where))
             if not status["installed"] or status["generation"] != self._generation:
                 self._lost(number, "it has restarted without a state", stats)
         if self._away:
             back = self.install()
-            stats.events.append(
-                WorkerEvent(
-                    "servers_restored", {"servers": sorted(self._away), "step": back, "generation": self._generation}
-                )
-            )
+            fields = {"step": back, "generation": self._generation}
+            stats.events.append(note("servers_restored", servers=sorted(self._away), **fields))
             stats.went_back_to = back
             self._progress_at_start = dict.fromkeys(self._progress_at_start, -1)  # later updates are lost
             self._away.clear()
@@ -223,22 +201,22 @@ class Coordinator:
         first = found[0]
         self._cursor, self._progress = first["cursor"], first["progress"]
         stats.applied = min(status["applied"] for status in found)
-        stats.records, stats.histogram = first["records"], first["histogram"]
-        stats.dropped, stats.progress = first["dropped"], first["progress"]
+        for name in ("records", "histogram", "dropped", "progress"):
+            setattr(stats, name, first[name])
         return True
 
     def _lost(self, number: int, why: str, stats: WorkerStats) -> None:
         if number not in self._away:
             self._away.add(number)
-            stats.events.append(WorkerEvent("server_lost", {"server": number, "why": why[:300]}))
+            stats.events.append(note("server_lost", server=number, why=why[:300]))
 
     def _replace(self, number: int, ended: Ending, stats: WorkerStats) -> None:
         if ended.how == "failed":
             raise getattr(errors, ended.kind, errors.UserCodeError)(ended.text)
         idle = self._progress.get(number, 0) <= self._progress_at_start[number]
         self._without_push[number] = self._without_push[number] + 1 if idle else 0
-        lost = {"worker": number, "incarnation": self._incarnations[number], "why": ended.text[:300]}
-        stats.events.append(WorkerEvent("worker_lost", lost))
+        life = self._incarnations[number]
+        stats.events.append(note("worker_lost", worker=number, incarnation=life, why=ended.text[:300]))
         if self._without_push[number] >= IN_A_ROW:
             raise errors.RendezvousError(
                 f"worker {number} has died {IN_A_ROW} times in a row before one of its gradients was "
@@ -248,10 +226,6 @@ class Coordinator:
         self._incarnations[number] += 1
         self._admit(number)
         stats.events.append(self._start(number))
-
-    def close(self) -> None:
-        """Stops all processes."""
-        self._transport.close()
 
 
 def parts_of(state: TrainState, optimizer: Any, owned: Mapping[str, int], server: int) -> dict[str, Arrays | None]:
@@ -264,7 +238,5 @@ def parts_of(state: TrainState, optimizer: Any, owned: Mapping[str, int], server
         "params": own(state.params),
         "opt_state": {path: np.asarray(whole[path]) for path in kept},
         "ema": None if state.ema is None else own(state.ema),
-        "model_state": jax.device_get(to_arrays(state.model_state))
-        if server == 0 and state.model_state is not None
-        else None,
+        "model_state": None if server or state.model_state is None else jax.device_get(to_arrays(state.model_state)),
     }

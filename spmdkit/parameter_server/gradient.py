@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from spmdkit.config import Config, parse_config, replace_keys
+from spmdkit.config import Config, replace_keys
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import is_key, named_leaves
 from spmdkit.parameter_server.partition import Arrays, to_arrays, to_tree
@@ -41,19 +41,9 @@ def synchronous(config: Config) -> Config:
     return replace_keys(config, {"sync": "every_step"})
 
 
-def from_plain(values: dict[str, Any], source: str | None) -> Config:
-    """Returns the config of plain values from another process."""
-    return parse_config(values, source=source)
-
-
 def server_optimizer(config: Config, task: Task) -> Any:
     """Returns the optimizer of a server, without clipping, which workers do."""
     return make_optimizer(replace_keys(config, {"clip_norm": None}), task)
-
-
-def abstract_params(config: Config, task: Task) -> Any:
-    """Returns the parameters as `jax.ShapeDtypeStruct`, in their stored dtype."""
-    return abstract_init(task, config)[1]
 
 
 def check_task(config: Config, task: Task) -> None:
@@ -104,25 +94,11 @@ class GradientStep:
         turn: AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008  it has no state
     ):
         self._turn = turn
-        changes: dict[str, Any] = {
-            "optimizer": None,
-            "learning_rate": None,
-            "ema": None,
-            "checkpoint": None,
-            "eval": {},
-            "on_nonfinite": "continue",
-        }
-        config = replace_keys(synchronous(config), changes)
-        task = dataclasses.replace(
-            task,
-            loss_fn=None,
-            train_step=_gradient_step(task),
-            optimizer=_keep_gradient(),
-            eval_data=None,
-            eval_fn=None,
-            hooks=(),
-        )
-        self.program = Program(config, task, devices)
+        unused: dict[str, Any] = dict.fromkeys(("optimizer", "learning_rate", "ema", "checkpoint"))
+        config = replace_keys(synchronous(config), unused | {"eval": {}, "on_nonfinite": "continue"})
+        changes: dict[str, Any] = dict.fromkeys(("loss_fn", "eval_data", "eval_fn")) | {"hooks": ()}
+        changes |= {"train_step": _gradient_step(task), "optimizer": _keep_gradient()}
+        self.program = Program(config, dataclasses.replace(task, **changes), devices)
         with turn:
             self._state = jax.block_until_ready(self.program.init())
         self._params = self.program.state_sharding.params

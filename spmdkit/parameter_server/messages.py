@@ -38,8 +38,7 @@ class Push:
         batch: the number of the batch.
         gradient: this server's leaves; None: the batch is skipped, since a value was not finite.
         loss, weight: the loss, and its count, the weight of the gradient in a mean.
-        report: for the first server only: metrics, `seconds` of the computation, and the `state` (old, new) of a model
-            with mutable state.
+        report: for the first server only: metrics, and the `state` (old, new) of a model with mutable state.
     """
 
     worker: int

@@ -11,32 +11,29 @@ import jax
 
 from spmdkit.config import Config
 from spmdkit.config.parameter_server import options
-from spmdkit.parameter_server.gradient import GradientStep, abstract_params, check_task, server_optimizer
+from spmdkit.parameter_server.gradient import GradientStep, check_task, server_optimizer
 from spmdkit.parameter_server.messages import Rules
 from spmdkit.parameter_server.partition import check_separable, owners, shard
 from spmdkit.parameter_server.server import Server
 from spmdkit.parameter_server.transport import Endpoint
 from spmdkit.parameter_server.worker import Worker
+from spmdkit.program.init_state import abstract_init
 from spmdkit.program.task import Task
 
 
 class Roles:
-    """The servers and workers of one config.
-
-    Raises:
-        ConfigError: a parameter server cannot train the task or its optimizer.
+    """The servers and workers of one config. Raises ConfigError if they cannot train the task or its optimizer.
 
     Attributes:
         options: the options of `sync: {parameter_server: ...}`.
         owned: path of a leaf -> its server.
-        optimizer: of the servers.
         turn: a lock for programs on devices that are shared with others in this process.
     """
 
     def __init__(self, config: Config, task: Task):
         check_task(config, task)
         self.config, self.task, self.options = config, task, options(config)
-        self._params = abstract_params(config, task)
+        self._params = abstract_init(task, config)[1]
         self.optimizer = server_optimizer(config, task)
         partition = self.options.partition
         rules = partition if isinstance(partition, str) else partition.rules
@@ -56,10 +53,10 @@ class Roles:
 
     def worker(
         self,
+        devices: Sequence[jax.Device],
         number: int,
         incarnation: int,
         endpoints: Sequence[Endpoint],
-        devices: Sequence[jax.Device],
         stopped: Callable[[], bool] = lambda: False,
     ) -> Worker:
         """Returns a worker on some devices; its step is compiled at its first gradient."""

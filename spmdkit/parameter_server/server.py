@@ -1,20 +1,17 @@
 """A server: it holds its leaves, applies gradients as they arrive, and records which it has applied.
 
-A push has an identity: (worker, incarnation, number). `last_push` is the server's response to the last push of each
-worker, and is part of the saved state: the same push, repeated after a lost response or a restart, is acknowledged and
-not applied. An incarnation is one start of a worker; pushes of an earlier incarnation are rejected once the coordinator
-knows of its end. A generation is one history of the servers' state: when a server dies, all return to the last
-checkpoint, and gradients of lost updates are rejected. A batch that other servers lack is handed out again:
-completed_batches.py.
+A push has an identity: (worker, incarnation, number). `last_push` is the response to the last push of each worker, and
+is part of the saved state: the same push, repeated after a lost response or a restart, is acknowledged and not applied.
+An incarnation is one start of a worker; pushes of an earlier one are rejected once the coordinator knows of its end. A
+generation is one history of the servers' state: when a server dies, all return to the last checkpoint, and gradients of
+lost updates are rejected. A batch that other servers lack is handed out again: completed_batches.py.
 
     staleness = updates applied here since the worker pulled;    w <- w + optimizer(g) [/ max(1, staleness)]
 
 `aggregate` k > 1 waits for the gradients of k workers, all of the same parameters, and applies their mean weighted by
-the counts of their losses; later ones are dropped (backup workers). Each server decides independently, as each ps of
-TensorFlow 1 does.
+the counts of their losses; later ones are dropped (backup workers). Each server decides independently.
 
-This file does not depend on the transport. Methods are called one at a time and return immediately; a repeated call has
-the same response.
+Methods are called one at a time and return immediately; a repeated call has the same response.
 
 Source: Chen et al., "Revisiting Distributed Synchronous SGD" (2016), backup workers; Zhang et al., "Staleness-aware
 Async-SGD" (2016), the division by the staleness; TensorFlow's `ConditionalAccumulator`.
@@ -23,9 +20,8 @@ Async-SGD" (2016), the division by the staleness; TensorFlow's `ConditionalAccum
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +31,6 @@ import optax
 
 from spmdkit.parameter_server.completed_batches import Agreement, Settled, merged, of_row
 from spmdkit.parameter_server.messages import Answer, Pulled, Push, Rules
-from spmdkit.parameter_server.model_state import moved
 from spmdkit.parameter_server.partition import Arrays, holder_of, to_arrays, to_tree
 
 RECORDS = 4096
@@ -46,15 +41,12 @@ class Server:
     """One server. Has no state until `install`.
 
     Args:
-        optimizer: of the whole tree, without clipping.
         abstract: its (abstract) parameters: a tree with None in place of the others.
         donate: an update may reuse the memory of the old parameters: no puller shares it.
     """
 
-    def __init__(
-        self, optimizer: Any, abstract: Any, rules: Rules, donate: bool, clock: Callable[[], float] = time.monotonic
-    ):
-        self._optimizer, self._abstract, self._rules, self._clock = optimizer, abstract, rules, clock
+    def __init__(self, optimizer: Any, abstract: Any, rules: Rules, donate: bool):
+        self._optimizer, self._abstract, self._rules = optimizer, abstract, rules
         self._lock = threading.Lock()
         self._apply = jax.jit(self._updated, donate_argnums=(0,) if donate else ())
         self._apply_to_some = jax.jit(self._updated)
@@ -85,38 +77,27 @@ class Server:
         """The smallest number of updates of a leaf."""
         return min(part.applied for part in self._parts)
 
-    # ---- the coordinator's
-    # ---------------------------------------------------------------------------------------------------
+    # ---- calls of the coordinator ------------------------------------------------------------------------------------
 
     def install(
         self, generation: int, arrays: Mapping[str, Arrays], table: Mapping[str, Any], members: Mapping[int, int]
     ) -> None:
         """Installs a state: `params`, `opt_state` (None: a new one) and `ema` by path, `model_state`; and the table of
-        a snapshot.
-
-        Args:
-            members: worker -> its incarnation.
-        """
+        a snapshot. `members`: worker -> its incarnation."""
         with self._lock:
             if generation <= self.generation:
                 return
             self._forget()
             own = lambda tree, given: jax.tree.map(jnp.array, to_tree(tree, given))
             params = own(self._abstract, arrays["params"])
-            opt_state = (
-                own(self._opt_abstract, arrays["opt_state"])
-                if arrays.get("opt_state") is not None
-                else self._optimizer.init(params)
-            )
+            given = arrays.get("opt_state")
+            opt_state = self._optimizer.init(params) if given is None else own(self._opt_abstract, given)
             ema = own(self._abstract, arrays["ema"]) if arrays.get("ema") is not None else None
             self._state = {"params": params, "opt_state": opt_state, "ema": ema}
             self._model_state = arrays.get("model_state")
             applied, again = int(table["applied"]), list(table.get("again", ()))
-            self.generation, self._next_batch, self._again = (
-                generation,
-                int(table.get("next_batch", applied + 1)),
-                again,
-            )
+            self.generation, self._again = generation, again
+            self._next_batch = int(table.get("next_batch", applied + 1))
             self._parts = [of_row(row) for row in table.get("parts", ())]
             self._parts = self._parts or [Agreement(self._paths, Settled(min([self._next_batch, *again])), applied)]
             for worker, incarnation, number, outcome in table.get("last_push", ()):
@@ -129,11 +110,8 @@ class Server:
             self._progress.update({int(k): v for k, v in table.get("progress", ())})
 
     def admit(self, worker: int, incarnation: int, members: int) -> int | None:
-        """Records a worker's new incarnation: pushes of the old one are rejected from here on, and its batches go to
-        others.
-
-        Returns its last batch that is complete here.
-        """
+        """Records a worker's new incarnation: pushes of the old one are rejected, and its batches go to others. Returns
+        its last batch that is complete here."""
         with self._lock:
             self._fence(worker, incarnation)
             self._members = members
@@ -175,21 +153,15 @@ class Server:
         with self._lock:
             if self._state is None:
                 return None
-            arrays: dict[str, Any] = {
-                name: _copied(to_arrays(tree)) for name, tree in self._state.items() if tree is not None
-            }
-            arrays["model_state"] = self._model_state
+            arrays: dict[str, Any] = {"model_state": self._model_state}
+            for name, tree in self._state.items():
+                if tree is not None:
+                    arrays[name] = {path: np.array(x) for path, x in to_arrays(tree).items()}
             waiting = [push.batch for push in self._held] + [b for out in self._out.values() for b in out.values()]
-            held = {(push.worker, push.number) for push in self._held}
-            last_push = [
-                (
-                    worker,
-                    incarnation,
-                    number - ((worker, number) in held),
-                    "none" if (worker, number) in held else answer.outcome,
-                )
-                for worker, (incarnation, number, answer) in self._last_push.items()
-            ]
+            held, last_push = {(push.worker, push.number) for push in self._held}, []
+            for worker, (incarnation, number, answer) in self._last_push.items():
+                is_held = (worker, number) in held
+                last_push.append((worker, incarnation, number - is_held, "none" if is_held else answer.outcome))
             table = {
                 "applied": self.applied,
                 "last_push": last_push,
@@ -202,7 +174,7 @@ class Server:
             }
             return self.generation, arrays, table
 
-    # ---- the workers' ------------------------------------------------------------------------------------------------
+    # ---- calls of workers --------------------------------------------------------------------------------------------
 
     def hello(self, worker: int, incarnation: int) -> None:
         """Records that a worker is ready to compute; on the first server."""
@@ -318,7 +290,7 @@ class Server:
         self._parts = merged(self._parts) if len(self._parts) > 1 else self._parts
         states = [push.report["state"] for push in pushes if push.report and "state" in push.report]
         if states:
-            self._model_state = moved(self._model_state, states, fresh=staleness == 0)
+            self._model_state = _moved(self._model_state, states, fresh=staleness == 0)
         for push in pushes:
             self._note(push, staleness)
 
@@ -343,21 +315,29 @@ class Server:
     def _note(self, push: Push, staleness: int) -> None:
         self._histogram[staleness] += 1
         self._progress[push.worker] += 1
-        report = {name: value for name, value in (push.report or {}).items() if name != "state"}
-        self._records.append(
-            {
-                "step": self.applied,
-                "worker": push.worker,
-                "number": push.number,
-                "batch": push.batch,
-                "staleness": staleness,
-                "loss": push.loss,
-                "weight": push.weight,
-                "time": self._clock(),
-                **report,
-            }
-        )
+        record = {name: getattr(push, name) for name in ("worker", "batch", "loss", "weight")}
+        metrics = (push.report or {}).get("metrics", {})
+        self._records.append(record | {"step": self.applied, "staleness": staleness, "metrics": metrics})
         self._num_records += 1
+
+
+def _moved(current: Arrays | None, states: Sequence[tuple[Arrays, Arrays]], fresh: bool) -> Arrays:
+    """Returns the model state after steps of workers, (old, new) of each.
+
+    For one worker that started from the current state, its result. Otherwise numbers change by the mean of the workers'
+    changes, and values that cannot be added (flags) are those of the last.
+    """
+    _, last = states[-1]
+    if current is None or (fresh and len(states) == 1):
+        return dict(last)
+
+    def moved_leaf(path: str) -> Any:
+        if not (np.issubdtype(last[path].dtype, np.number) or last[path].dtype.name == "bfloat16"):
+            return last[path]
+        total = sum((new[path] - old[path] for old, new in states[1:]), start=states[0][1][path] - states[0][0][path])
+        return current[path] + (total / len(states)).astype(total.dtype)
+
+    return {path: moved_leaf(path) for path in last}
 
 
 def mean_of(pushes: list[Push], paths: Iterable[str]) -> Arrays:
@@ -367,7 +347,3 @@ def mean_of(pushes: list[Push], paths: Iterable[str]) -> Arrays:
     total = sum(push.weight for push in pushes) or 1.0
     parts = [(push.gradient or {}, push.weight / total) for push in pushes]
     return {path: sum(g[path] * np.asarray(share, g[path].dtype) for g, share in parts) for path in paths}
-
-
-def _copied(arrays: Arrays) -> Arrays:
-    return {path: np.array(x) for path, x in arrays.items()}

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import importlib.util
 import time
+from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +20,7 @@ import jax
 from spmdkit.cluster import Cluster
 from spmdkit.config import Config, replace_keys
 from spmdkit.config.parameter_server import options
-from spmdkit.errors import CheckpointError, ConfigError, NonFiniteError, Preempted, RendezvousError
+from spmdkit.errors import ConfigError, NonFiniteError, Preempted, RendezvousError
 from spmdkit.foundation import phase
 from spmdkit.foundation.timeouts import SERVER_POLL_S, SERVER_WORKERS_S
 from spmdkit.foundation.trees import tree_bytes
@@ -49,16 +51,11 @@ class ParameterServerTrainer:
     _roles: Roles
 
     def program_config(self, config: Config) -> Config:
-        """Returns the config without servers."""
         return synchronous(config)
 
     def open(self, config: Config, cluster: Cluster, program: Program, task: Task | None) -> Config:
-        """Returns the config with the values that the program has chosen for `auto`.
-
-        Raises:
-            ConfigError: the task cannot be trained with servers, Ray is not installed, or several processes were
-                started.
-        """
+        """Raises ConfigError if the task cannot be trained with servers, Ray is not installed, or several processes
+        were started."""
         _check(config, cluster, task)
         chosen = program.config
         config = replace_keys(config, {"microbatches": chosen.microbatches, "remat": chosen.model_dump()["remat"]})
@@ -66,7 +63,7 @@ class ParameterServerTrainer:
         return config
 
     def compile(self, run: Run, cache: Programs, limit_bytes: int | None, keeps_memory: bool) -> None:
-        """Does nothing: workers compile their steps."""
+        pass  # workers compile their steps
 
     def train(self, run: Run, state: TrainState) -> tuple[TrainState, Stop | None]:
         """Returns the state after the last update, or when a signal requests a stop, and the action that stopped it."""
@@ -75,7 +72,7 @@ class ParameterServerTrainer:
         if run.signals is not None:
             run.signals.again()  # Ray has just replaced the handler of SIGTERM
         try:
-            return _Watch(run, state, transport, roles, roles.options.servers, roles.options.workers).until_the_end()
+            return _Watch(run, state, transport, roles).until_the_end()
         except Unavailable as error:
             raise RendezvousError(
                 f"a stop was requested while a server was down ({error}), so its state is lost. {run.newest()} Start "
@@ -85,9 +82,8 @@ class ParameterServerTrainer:
             transport.close()
 
 
-def trainer() -> ParameterServerTrainer:
-    """Returns the trainer of `sync: parameter_server`."""
-    return ParameterServerTrainer()
+trainer = ParameterServerTrainer
+"""The trainer of `sync: parameter_server`, for `spmdkit.run.trainer`."""
 
 
 def _check(config: Config, cluster: Cluster, task: Task | None) -> None:
@@ -109,50 +105,32 @@ def _check(config: Config, cluster: Cluster, task: Task | None) -> None:
 
 
 def _transport(run: Run, roles: Roles) -> Transport:
-    if roles.options.transport == "threads":
-        devices = run.cluster.devices
-        return Threads(
-            lambda number: roles.server(number, donate=False),
-            lambda number, incarnation, endpoints, stopped: roles.worker(
-                number, incarnation, endpoints, devices, stopped
-            ),
-        )
+    options = roles.options
+    if options.transport == "threads":
+        return Threads(lambda number: roles.server(number, donate=False), partial(roles.worker, run.cluster.devices))
     from spmdkit.parameter_server.actors import Actors
 
-    options = roles.options
-    return Actors(
-        run.config,
-        run.directory,
-        options.address,
-        options.servers + options.workers,
-        tree_bytes(run.program.abstract_state.params),
-    )
+    num_bytes = tree_bytes(run.program.abstract_state.params)
+    return Actors(run.config, run.directory, options.address, options.servers + options.workers, num_bytes)
 
 
 class _Watch:
     """The coordinator's loop over one run."""
 
-    def __init__(self, run: Run, state: TrainState, transport: Transport, roles: Roles, servers: int, workers: int):
-        self.run, self._state, self._servers, self._turn = run, state, servers, roles.turn
+    def __init__(self, run: Run, state: TrainState, transport: Transport, roles: Roles):
+        self.run, self._state, self._servers, self._turn = run, state, roles.options.servers, roles.turn
         self._tables = saved_tables(run)
-        lives = [life for table in self._tables or () for _, life, *_ in table.get("last_push", ())]
+        life = max((life for table in self._tables or () for _, life, *_ in table["last_push"]), default=-1) + 1
+        numbers = roles.options.servers, roles.options.workers
         self.coordinator = Coordinator(
-            transport,
-            roles.optimizer,
-            roles.owned,
-            servers,
-            workers,
-            self._load,
-            self._gives_up,
-            max(lives, default=-1) + 1,
+            transport, roles.optimizer, roles.owned, *numbers, self._load, self._gives_up, life
         )
         self._began = False
-        self._since = self._logged = (time.monotonic(), run.step)
+        self._logged = (time.monotonic(), run.step)
         self._window: list[dict[str, Any]] = []
         self._evaluated = run.step
-        self._skipped: tuple[int, int, int] | None = (
-            None  # applied updates, pushes skipped until the last record, and until now
-        )
+        # Applied updates, pushes skipped until the last of them, and until now.
+        self._skipped: tuple[int, int, int] | None = None
 
     def _gives_up(self) -> bool:
         return self.run.signals is not None and self.run.signals.requested is not None
@@ -204,9 +182,7 @@ class _Watch:
         for event, fields in events:
             self.run.events.write(event, **{"step": self.run.step, **fields})
             if "lost" in event or "restored" in event:
-                self.run.message(
-                    f"{event}: " + ", ".join(f"{name} {value}" for name, value in fields.items() if value != "")
-                )
+                self.run.message(f"{event}: " + ", ".join(f"{k} {v}" for k, v in fields.items() if v != ""))
 
     def _note(self, stats: WorkerStats) -> None:
         """Records applied updates."""
@@ -218,20 +194,14 @@ class _Watch:
             run.reporter.progress.advance(stats.applied)
 
     def _check_skipped(self, stats: WorkerStats) -> None:
-        """Reports skipped pushes (`on_nonfinite`).
-
-        Raises:
-            NonFiniteError: `on_nonfinite.max_consecutive` since the last update: nothing is applied any more.
-        """
+        """Reports skipped pushes. Raises NonFiniteError after `on_nonfinite.max_consecutive` since the last update."""
         run, most, skipped = self.run, self.run.config.on_nonfinite.max_consecutive, stats.dropped.get("skipped", 0)
-        before, self._skipped = self._skipped, None
         if stats.went_back_to is not None or stats.applied < run.step:
-            return  # servers are unreachable, or have just restarted with other counts
-        if before is None or stats.applied != before[0]:
-            self._skipped = stats.applied, skipped, skipped
-        else:
-            self._skipped = (*before[:2], skipped)
-        if before is not None and (more := skipped - before[2]) > 0:
+            self._skipped = None  # servers are unreachable, or have just restarted with other counts
+            return
+        applied, at_update, before = self._skipped or (stats.applied, skipped, skipped)
+        self._skipped = stats.applied, at_update if applied == stats.applied else skipped, skipped
+        if (more := skipped - before) > 0:
             run.message(f"skipped: {more} push{'es' * (more > 1)} not finite, by update {stats.applied}")
             run.events.write("skipped", step=stats.applied, pushes=more)
         if (num := skipped - self._skipped[1]) >= most:
@@ -267,26 +237,18 @@ class _Watch:
     def _placed(self, state: TrainState, tables: list[dict[str, Any]]) -> TrainState:
         """Returns a snapshot on the devices of this process; its tables are saved in the record."""
         self.run.record_snapshot(int(state.step), {RECORD: {"servers": tables}})
-        placed = jax.device_put(state, self.run.program.state_sharding)
-        return placed
-
-    # ---- what is due -------------------------------------------------------------------------------------------------
+        return jax.device_put(state, self.run.program.state_sharding)
 
     def _due(self, stats: WorkerStats) -> None:
         run, config = self.run, self.run.config
         crossed = lambda every, last: every is not None and stats.applied // every > last // every
         if crossed(config.log.every_steps, self._logged[1]) or (self._logged[1] == 0 and self._window):
             self._log(stats)
-        saves = config.checkpoint
-        late = (
-            saves is not None
-            and run.saves is not None
-            and saves.every_seconds is not None
-            and run.clock() - run.saves.tried_at >= saves.every_seconds
-        )
-        is_save = saves is not None and (
-            crossed(saves.every_steps, run.saved_step) or (late and stats.applied > run.saved_step)
-        )
+        is_save = False
+        if (saves := config.checkpoint) is not None and run.saves is not None:
+            late = saves.every_seconds is not None and run.clock() - run.saves.tried_at >= saves.every_seconds
+            late = late and stats.applied > run.saved_step
+            is_save = late or crossed(saves.every_steps, run.saved_step)
         is_eval = run.program.has_eval and crossed(config.eval.every_steps, self._evaluated)
         if not (is_save or is_eval) or (found := self.coordinator.snapshot()) is None:
             return
@@ -333,9 +295,7 @@ def rates(records: list[dict[str, Any]], updates: int, elapsed_s: float, batch_s
     """Returns pushes, examples and seconds of an update, and the pushes of each worker, of an interval."""
     if elapsed_s <= 0 or updates <= 0:
         return {}
-    of_worker: dict[int, int] = {}
-    for record in records:
-        of_worker[record["worker"]] = of_worker.get(record["worker"], 0) + 1
+    of_worker = Counter(record["worker"] for record in records)
     return {
         "examples_per_s": len(records) * batch_size / elapsed_s,
         "step_time_s": elapsed_s / updates,
@@ -350,11 +310,4 @@ def saved_tables(run: Run) -> list[dict[str, Any]] | None:
     if run.checkpoints is None or not run.step or run.step not in run.checkpoints.steps():
         return None
     found: Mapping[str, Any] = run.checkpoints.read_record(run.step).get(RECORD) or {}
-    tables: list[dict[str, Any]] | None = found.get("servers")
-    if any("parts" not in table for table in tables or ()):
-        raise CheckpointError(
-            f"step {run.step} was saved by the parameter server of an earlier spmdkit, without a record of the "
-            "batches of each leaf. Train without sync.parameter_server until a step is saved, and switch back then, "
-            "or start in another run_dir."
-        )
-    return tables
+    return found.get("servers")

@@ -40,9 +40,6 @@ class Running(Protocol):
     def ended(self) -> Ending | None:
         """Returns how it ended, None while it runs. Never waits."""
 
-    def kill(self) -> None:
-        """Kills it."""
-
     @property
     def where(self) -> str:
         """Process and host, as far as known."""
@@ -61,35 +58,25 @@ class Transport(Protocol):
         """Stops all started processes. May be called twice."""
 
 
-def ask(
-    endpoint: Endpoint,
-    method: str,
-    *args: Any,
-    give_up: Callable[[], bool] = lambda: False,
-    sleep: Callable[[float], None] = time.sleep,
-) -> Any:
-    """Returns the response of a server, repeating the call until it responds.
+def call(endpoint: Endpoint, method: str, *args: Any) -> Callable[[Callable[[], bool]], Any]:
+    """Starts a call of a server. Returns a function of `give_up` that waits for the response, and repeats the call as
+    often as it is lost. It raises Unavailable if the server does not respond, and `give_up()` ends the wait."""
+    answer = endpoint.ask(method, *args)
 
-    Raises:
-        Unavailable: it does not respond, and `give_up` ends the wait.
-    """
-    return wait_for(endpoint, endpoint.ask(method, *args), method, *args, give_up=give_up, sleep=sleep)
+    def wait(give_up: Callable[[], bool]) -> Any:
+        nonlocal answer
+        while True:
+            try:
+                return answer()
+            except Unavailable:
+                if give_up():
+                    raise
+                time.sleep(TRANSPORT_RETRY_S)
+                answer = endpoint.ask(method, *args)
+
+    return wait
 
 
-def wait_for(
-    endpoint: Endpoint,
-    answer: Callable[[], Any],
-    method: str,
-    *args: Any,
-    give_up: Callable[[], bool] = lambda: False,
-    sleep: Callable[[float], None] = time.sleep,
-) -> Any:
-    """Returns the response to a started call, which is repeated as often as it is lost. Raises as `ask`."""
-    while True:
-        try:
-            return answer()
-        except Unavailable:
-            if give_up():
-                raise
-            sleep(TRANSPORT_RETRY_S)
-            answer = endpoint.ask(method, *args)
+def ask(endpoint: Endpoint, method: str, *args: Any, give_up: Callable[[], bool] = lambda: False) -> Any:
+    """Returns the response of a server; see `call`."""
+    return call(endpoint, method, *args)(give_up)

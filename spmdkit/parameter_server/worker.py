@@ -18,7 +18,7 @@ from spmdkit.foundation.timeouts import WORKER_LONGEST_PAUSE_S
 from spmdkit.parameter_server.gradient import Gradient
 from spmdkit.parameter_server.messages import Answer, Pulled, Push
 from spmdkit.parameter_server.partition import Arrays
-from spmdkit.parameter_server.transport import Endpoint, ask, wait_for
+from spmdkit.parameter_server.transport import Endpoint, ask, call
 
 
 class Computes(Protocol):
@@ -39,12 +39,6 @@ class Fenced(Exception):
     """A newer incarnation of this worker runs: the server rejects pushes of this one."""
 
 
-class _Computed(NamedTuple):
-    gradient: Gradient
-    skips: bool
-    seconds: float
-
-
 class Ready(NamedTuple):
     """All inputs of a computation, on the devices."""
 
@@ -63,13 +57,10 @@ class Worker:
     """One incarnation of a worker.
 
     Attributes:
-        number, incarnation: its identity.
         endpoints: the servers; the first hands out batches.
         owned: for each server the paths of its leaves.
-        computes: gradients.
         policies: `loss`, `gradient`, `metrics` -> action if they are not finite.
         overlap: push and pull while the next gradient is computed.
-        stopped: whether it should end.
     """
 
     number: int
@@ -80,17 +71,10 @@ class Worker:
     policies: dict[str, str]
     overlap: bool = True
     stopped: Callable[[], bool] = lambda: False
-    sleep: Callable[[float], None] = time.sleep
-    clock: Callable[[], float] = time.perf_counter
 
     def run(self) -> int:
-        """Runs until every server has enough, or it should end; returns the number of gradients that it has sent.
-
-        Raises:
-            NotFinite: and the policy is stop.
-            Fenced: the coordinator considers it dead, and a newer incarnation runs.
-            Unavailable: it should end while a server was unreachable.
-        """
+        """Runs until every server has enough, or it is stopped; returns the number of gradients that it has sent.
+        Raises NotFinite, Fenced, or Unavailable if it is stopped while a server is unreachable."""
         self._ask("hello", self.number, self.incarnation)
         with ThreadPoolExecutor(1, thread_name_prefix=f"worker-{self.number}") as background:
             return self._overlapping(background) if self.overlap else self._waiting()
@@ -104,7 +88,7 @@ class Worker:
         return sent
 
     def _overlapping(self, background: ThreadPoolExecutor) -> int:
-        def push_and_fetch(ready: Ready, push: _Computed, number: int) -> Ready | None:
+        def push_and_fetch(ready: Ready, push: Gradient, number: int) -> Ready | None:
             self._push(ready, push)
             return self._fetch(number)
 
@@ -118,9 +102,6 @@ class Worker:
         following.result()
         return sent
 
-    # ---- parts of a turn
-    # -----------------------------------------------------------------------------------------------
-
     def _fetch(self, number: int, newer_than: Sequence[tuple[int, int]] = ()) -> Ready | None:
         """Returns the inputs of push `number`; None if no more is needed."""
         wait_s, computes = 0.001, self.computes
@@ -130,7 +111,7 @@ class Worker:
                 return None
             batch = None if pulled is None else self._ask("take", self.number, self.incarnation, number)
             if pulled is None or batch is None:
-                self.sleep(wait_s)
+                time.sleep(wait_s)
                 wait_s = min(2 * wait_s, WORKER_LONGEST_PAUSE_S)
                 continue
             params = {path: x for part in pulled for path, x in part.params.items()}
@@ -141,7 +122,7 @@ class Worker:
 
     def _ask(self, method: str, *args: Any) -> Any:
         """Returns the response of the first server."""
-        return ask(self.endpoints[0], method, *args, give_up=self.stopped, sleep=self.sleep)
+        return ask(self.endpoints[0], method, *args, give_up=self.stopped)
 
     def _pull(self, newer_than: Sequence[tuple[int, int]]) -> list[Pulled] | None:
         """Returns the parts of all servers; None if one has no newer one, or they are of different generations."""
@@ -152,39 +133,30 @@ class Worker:
 
     def _of_all(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Returns the responses of all servers, called concurrently."""
-        calls = [
-            (endpoint, endpoint.ask(method, *own), own) for endpoint, own in zip(self.endpoints, args, strict=True)
-        ]
-        return [
-            wait_for(endpoint, answer, method, *own, give_up=self.stopped, sleep=self.sleep)
-            for endpoint, answer, own in calls
-        ]
+        started = [call(endpoint, method, *own) for endpoint, own in zip(self.endpoints, args, strict=True)]
+        return [answer(self.stopped) for answer in started]
 
-    def _compute(self, ready: Ready) -> _Computed:
-        begin = self.clock()
+    def _compute(self, ready: Ready) -> Gradient:
         found = self.computes(ready.params, ready.model_state, ready.batch_number, ready.batch)
-        skips = False
         for what in found.not_finite:
-            policy = self.policies.get(what, "stop")
-            skips |= policy == "skip"
-            if policy == "stop":
+            if self.policies.get(what, "stop") == "stop":
                 raise NotFinite(
                     f"{what} of batch {ready.batch_number} is not finite on worker {self.number}. It was not applied. "
                     "Lower the learning rate, set clip_norm, or on_nonfinite: skip."
                 )
-        return _Computed(found, skips, self.clock() - begin)
+        return found
 
-    def _push(self, ready: Ready, computed: _Computed) -> list[tuple[int, int]]:
+    def _push(self, ready: Ready, found: Gradient) -> list[tuple[int, int]]:
         """Returns (generation, version), of each server, which the next parameters must exceed: if the gradient is held
         for those of others."""
-        found, pushes = computed.gradient, []
+        skips, pushes = any(self.policies.get(what) == "skip" for what in found.not_finite), []
         for server, paths in enumerate(self.owned):
             report: dict[str, Any] | None = None
             if server == 0:
-                report = {"metrics": found.metrics, "seconds": computed.seconds}
+                report = {"metrics": found.metrics}
                 if found.model_state is not None:
                     report["state"] = (ready.old_state or found.model_state, found.model_state)
-            gradient = None if computed.skips else {path: found.arrays[path] for path in paths}
+            gradient = None if skips else {path: found.arrays[path] for path in paths}
             where = (ready.generation, ready.versions[server], ready.batch_number)
             pushes.append(
                 Push(self.number, self.incarnation, ready.number, *where, gradient, found.loss, found.weight, report)
@@ -192,8 +164,7 @@ class Worker:
         answers: list[Answer] = self._of_all("push", [(push,) for push in pushes])
         if any(answer.outcome == "fenced" for answer in answers):
             raise Fenced(f"worker {self.number} in its incarnation {self.incarnation} is considered dead")
-        waits = [answer.outcome == "held" for answer in answers]
         return [
-            (ready.generation, version) if held else (-1, -1)
-            for held, version in zip(waits, ready.versions, strict=True)
+            (ready.generation, version) if answer.outcome == "held" else (-1, -1)
+            for answer, version in zip(answers, ready.versions, strict=True)
         ]

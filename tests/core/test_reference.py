@@ -13,7 +13,7 @@ from spmdkit.foundation.constants import MEASURED
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "guide.md").read_text()
 
-WRITERS = {"events.write", "close_records", "WorkerEvent", "note"}
+WRITERS = {"events.write", "close_records", "note"}
 """Calls with the name of an event as their first argument."""
 
 

@@ -1,30 +1,19 @@
 """Servers and workers on Ray: one command, kills, and what is left afterwards. `make extras`; the long forms in `make
 thorough`."""
 
-import json
 import random
 import signal
 import socket
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
 from spmdkit.checkpoint import read_state
 from tests.support.counted_batches import NUM_EXAMPLES
-from tests.support.ray_runs import (
-    DIGITS,
-    LOOPBACK,
-    ROOT,
-    Cluster,
-    Driver,
-    kill,
-    listening,
-    pid_of,
-    ports_in_use,
-    wait_for,
-)
+from tests.support.ray_runs import DIGITS, ROOT, Cluster, Driver, kill, pid_of, wait_for
+from tests.support.sockets import listening
 
 pytestmark = [pytest.mark.ray, pytest.mark.processes]
 
@@ -55,20 +44,28 @@ def working(driver):
     return {event["worker"]: event for event in driver.events("worker_running") if event["where"]}
 
 
+def assert_trained(driver):
+    assert driver.ends() == 0, driver.said()
+    line = driver.metrics()[-1]
+    assert line["split"] == "eval" and line["loss"] < 0.012, line
+
+
+def processes_of(driver):
+    """Returns the processes of servers and workers, once both workers run."""
+    driver.wait_for(lambda: len(working(driver)) == 2)
+    return {pid_of(event) for event in (*driver.events("server_running"), *working(driver).values())}
+
+
 def test_line_example_trains_with_three_processes(start):
     driver = start("steps=1000")
-    driver.wait_for(lambda: len(working(driver)) == 2)
+    processes_of(driver)
     token = driver.run / "ray.token"
     assert token.stat().st_mode & 0o777 == 0o600
     commands = driver.started()
     assert sum("ray::ServerActor" in text or "ray::WorkerActor" in text for text in commands.values()) >= 3, commands
     addresses = {address for address, _ in listening(commands)}
-    assert addresses and addresses <= LOOPBACK, addresses
-    assert driver.ends() == 0, driver.said()
-    line = driver.metrics()[-1]
-    assert line["split"] == "eval" and line["loss"] < 0.012, line
-    record = json.loads((driver.run / "checkpoints" / "1000" / "record.json").read_text())
-    assert record["record"]["parameter_server"]["servers"][0]["applied"] == 1000
+    assert addresses and all(address.is_loopback for address in addresses), addresses
+    assert_trained(driver)
     wait_for(lambda: not driver.started(), 20)
     assert not token.exists()
 
@@ -79,11 +76,23 @@ def test_digits_example_trains_with_two_workers(start):
     assert driver.ends(240) == 0, driver.said()
     (roles,) = driver.events("roles")
     assert (roles["servers"], roles["workers"], roles["worker_mesh"]) == (2, 2, {"data": 2})
-    places = {pid_of(event) for event in (*driver.events("server_running"), *working(driver).values())}
+    places = processes_of(driver)
     assert len(places) == 4 and driver.pid not in places
     trained = [line for line in driver.metrics() if line.get("split") != "eval"][-1]
     assert trained["worker_0_pushes"] + trained["worker_1_pushes"] == 24
     assert driver.metrics()[-1]["split"] == "eval" and driver.metrics()[-1]["accuracy"] > 0.3
+
+
+COUNTED = """
+task: {root}/tests/support/counted_batches.py:task
+task_args: {{pace: {pace}}}
+steps: {steps}
+batch_size: 1
+devices: cpu:1
+sync: {{parameter_server: {{servers: 2, workers: 2}}}}
+checkpoint: {{every_steps: 20}}
+log: {{every_steps: 5}}
+"""
 
 
 @pytest.mark.parametrize(
@@ -97,41 +106,26 @@ def test_kills_apply_every_batch_once_and_training_ends(start, tmp_path, workers
     pace, config = tmp_path / "pace", tmp_path / "config.yaml"
     steps = 400 if workers == 1 else 3000
     pace.write_text("0.1" if workers == 1 else "0.2")
-    values = {
-        "task": f"{ROOT}/tests/support/counted_batches.py:task",
-        "task_args": {"pace": str(pace)},
-        "steps": steps,
-        "batch_size": 1,
-        "devices": "cpu:1",
-        "sync": {"parameter_server": {"servers": 2, "workers": 2}},
-        "checkpoint": {"every_steps": 20},
-        "log": {"every_steps": 5},
-    }
-    config.write_text(yaml.safe_dump(values))
+    config.write_text(COUNTED.format(root=ROOT, pace=pace, steps=steps))
     driver = start(config=config)
     dice, kinds = random.Random(workers), ["worker"] * workers + ["server"] * servers
     dice.shuffle(kinds)
     driver.wait_for(lambda: driver.events("saved"))
     pushes = lambda worker: (driver.metrics() or [{}])[-1].get(f"worker_{worker}_pushes", 0)
-    lost, restored = 0, 0
-    for kind in kinds:
+    for done, kind in enumerate(kinds):
         time.sleep(dice.random())
+        kills = kinds[: done + 1].count(kind)
         if kind == "worker":
             victim = dice.choice(list(working(driver).values()))
             before = pushes(victim["worker"])
             driver.wait_for(lambda: pushes(victim["worker"]) > before)  # noqa: B023
-        else:
-            places = {event["server"]: event for event in driver.events("server_running")}
-            victim = dice.choice(list(places.values()))
-        saved = max(event["step"] for event in driver.events("saved"))
-        kill(pid_of(victim))
-        if kind == "worker":
-            lost += 1
-            driver.wait_for(lambda: len(driver.events("worker_lost")) >= lost)  # noqa: B023
+            kill(pid_of(victim))
+            driver.wait_for(lambda: len(driver.events("worker_lost")) >= kills)  # noqa: B023
             driver.wait_for(lambda: working(driver)[victim["worker"]] != victim)  # noqa: B023
         else:
-            restored += 1
-            driver.wait_for(lambda: len(driver.events("servers_restored")) >= restored)  # noqa: B023
+            saved = max(event["step"] for event in driver.events("saved"))
+            kill(pid_of(dice.choice(list({e["server"]: e for e in driver.events("server_running")}.values()))))
+            driver.wait_for(lambda: len(driver.events("servers_restored")) >= kills)  # noqa: B023
             assert driver.events("servers_restored")[-1]["step"] >= saved  # nothing lost beyond the last checkpoint
     now = max(event["step"] for event in driver.events("saved"))
     driver.wait_for(lambda: max(event["step"] for event in driver.events("saved")) > now)
@@ -154,7 +148,8 @@ def test_killed_driver_leaves_no_process_or_port(start):
     assert len(pids) >= 5 and ports
     driver.kill()
     token = driver.run / "ray.token"
-    wait_for(lambda: not driver.started() and not ports & ports_in_use() and not token.exists(), 90)
+    in_use = lambda: {port for _, port in listening(int(path.name) for path in Path("/proc").glob("[0-9]*"))}
+    wait_for(lambda: not driver.started() and not ports & in_use() and not token.exists(), 90)
 
 
 def test_stopped_run_saves_and_resumes(start):
@@ -170,12 +165,9 @@ def test_stopped_run_saves_and_resumes(start):
 
 def test_existing_ray_cluster_is_used_by_address(start, cluster):
     driver = start(f"sync={{parameter_server: {{workers: 2, address: '{cluster.address}'}}}}", cluster=cluster)
-    driver.wait_for(lambda: len(working(driver)) == 2)
-    places = {pid_of(event) for event in (*driver.events("server_running"), *working(driver).values())}
+    places = processes_of(driver)
     assert len(places) == 3 and places <= cluster.processes().keys()
-    assert driver.ends() == 0, driver.said()
-    line = driver.metrics()[-1]
-    assert line["split"] == "eval" and line["loss"] < 0.012, line
+    assert_trained(driver)
     wait_for(lambda: not places & cluster.processes().keys(), 30)
     assert cluster.runs() and not (driver.run / "ray.token").exists()
 
@@ -184,7 +176,7 @@ def test_unreachable_ray_address_is_refused_immediately(start):
     """Ray itself knocks there for minutes."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{taken.getsockname()[1]}"  # bound, and nobody listens
+        address = f"127.0.0.1:{taken.getsockname()[1]}"  # bound, and no process listens
         driver = start(f"sync={{parameter_server: {{workers: 2, address: '{address}'}}}}")
         assert driver.ends(60) == 78
     assert f"address is {address}, where no Ray cluster responds" in driver.said()

@@ -1,7 +1,8 @@
-"""Servers and workers in this process, and a model whose parameters count what was applied."""
+"""Servers and workers in this process that can be killed, and a model with parameters that count applied batches."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from spmdkit.parameter_server.messages import Rules
 from spmdkit.parameter_server.partition import owners, shard, to_arrays
 from spmdkit.parameter_server.server import Server
 from spmdkit.parameter_server.threads import Threads
+from spmdkit.parameter_server.transport import Endpoint, Unavailable
 from spmdkit.parameter_server.worker import Worker
 from spmdkit.program.program import Program
 from spmdkit.step import state as states
@@ -59,6 +61,61 @@ def counting_state(step: int = 0, params: Any = COUNTS) -> states.TrainState:
     return made.replace(step=jnp.int32(step))
 
 
+class Killed(Unavailable):
+    """Raised in the thread of a killed worker at its next call of a server."""
+
+
+class MortalServer:
+    """A server that can be killed. The call after the next finds it again, without a state."""
+
+    def __init__(self, make: Callable[[], Server], loses: Callable[[str], bool]):
+        self._make, self._loses, self._server = make, loses, make()
+
+    def kill(self) -> None:
+        self._server = None
+
+    def ask(self, method: str, *args: Any) -> Callable[[], Any]:
+        if (server := self._server) is None:
+            self._server = self._make()
+            return self._unavailable
+        value = getattr(server, method)(*args)
+        return self._unavailable if self._loses(method) or server is not self._server else lambda: value
+
+    def _unavailable(self) -> Any:
+        raise Unavailable("the server has died, or its response is lost")
+
+
+class Mortals(Threads):
+    """Threads in which servers and workers can be killed, and the response to a call that `loses(method)` is lost."""
+
+    def __init__(self, *args: Any, loses: Callable[[str], bool] = lambda method: False):
+        super().__init__(*args)
+        self.servers, self._loses = list[MortalServer](), loses
+
+    def server(self, number: int) -> Endpoint:
+        self.servers.append(MortalServer(lambda: self.make_server(number), self._loses))
+        return self.servers[-1]
+
+    def worker(self, number: int, incarnation: int, endpoints: Any) -> Any:
+        """Returns a worker with a `kill()`, which it notices at any call of a server, before or after it."""
+        killed = threading.Event()
+
+        class Watched:
+            def __init__(self, endpoint: Endpoint):
+                self._endpoint = endpoint
+
+            def ask(self, method: str, *args: Any) -> Callable[[], Any]:
+                for call in (lambda: None, lambda: self._endpoint.ask(method, *args)):
+                    answer = call()
+                    if killed.is_set():
+                        raise Killed
+                return answer
+
+        made = super().worker(number, incarnation, [Watched(endpoint) for endpoint in endpoints])
+        made.kill = killed.set
+        return made
+
+
 class Job:
     """Servers, workers and their coordinator over the transport of threads.
 
@@ -95,7 +152,7 @@ class Job:
         def make_worker(number: int, incarnation: int, endpoints: Any, stopped: Any) -> Worker:
             return Worker(number, incarnation, endpoints, paths, computes(number), policies, overlap, stopped)
 
-        self.transport = Threads(make_server, make_worker, loses)
+        self.transport = Mortals(make_server, make_worker, loses=loses)
         self.coordinator = Coordinator(self.transport, self.optimizer, self.owned, servers, workers, lambda: self.saved)
         self.records: list[dict[str, Any]] = []
         self.events: list[Any] = []
@@ -122,7 +179,7 @@ class Job:
                 at(self, stats.applied)
                 time.sleep(0.002)
         finally:
-            self.coordinator.close()
+            self.transport.close()
 
     def events_named(self, name: str) -> list[dict[str, Any]]:
         return [fields for event, fields in self.events if event == name]

@@ -1,12 +1,10 @@
-"""Runs of `sync: parameter_server` on Ray, observed from outside: their events, the processes that they start, the
-addresses on which those listen."""
+"""Runs of `sync: parameter_server` on Ray, observed from outside: their events, and the processes that they start."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -24,9 +22,6 @@ from spmdkit.parameter_server.ray_local import MARK
 ROOT = Path(__file__).parents[2]
 LINE = ROOT / "configs" / "parameter_server.yaml"
 DIGITS = ROOT / "configs" / "parameter_server_digits.yaml"
-LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
-"""127.0.0.1 as /proc/net/tcp and tcp6 write it."""
-
 
 OWN_CLUSTER = "SPMDKIT_TEST_CLUSTER"
 ON_LOOPBACK = """
@@ -123,35 +118,6 @@ def command_of(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return ""
-
-
-def listening(pids: Any) -> set[tuple[str, int]]:
-    """Returns (address as in /proc/net/tcp, port) on which processes listen."""
-    inodes = set()
-    for pid in pids:
-        for link in Path(f"/proc/{pid}/fd").glob("*"):
-            try:
-                if match := re.match(r"socket:\[(\d+)\]", os.readlink(link)):
-                    inodes.add(match[1])
-            except OSError:
-                continue
-    return {place for place, inode in _table() if inode in inodes}
-
-
-def ports_in_use() -> set[int]:
-    """Returns the ports on which anything on this machine listens."""
-    return {port for (_, port), _ in _table()}
-
-
-def _table() -> list[tuple[tuple[str, int], str]]:
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A":
-                address, _, port = fields[1].rpartition(":")
-                found.append(((address, int(port, 16)), fields[9]))
-    return found
 
 
 def pid_of(event: dict[str, Any]) -> int:
