@@ -11,12 +11,15 @@ from typing import Any
 from spmdkit.tools.migrate import deepspeed
 from spmdkit.tools.migrate.base import (
     AUTOMATIC,
+    MAPPED,
+    MEANINGLESS,
     UNKNOWN,
     Migration,
     Rule,
     Table,
     also_set,
     automatic,
+    each,
     flag,
     is_on,
     meaningless,
@@ -26,25 +29,18 @@ from spmdkit.tools.migrate.base import (
     when,
 )
 
-NAMES = frozenset(
-    {
-        "distributed_type",
-        "compute_environment",
-        "fsdp_config",
-        "deepspeed_config",
-        "parallelism_config",
-        "main_training_function",
-    }
-)
+NAMES = frozenset({"distributed_type", "compute_environment", "main_training_function"})
+NAMES |= {"fsdp_config", "deepspeed_config", "parallelism_config"}
 """A file that has one of these is Accelerate's."""
 
 _MEET = automatic(
     "processes find each other by the variables of what starts them: `spmdkit launch`, Slurm, torchrun, TF_CONFIG ..."
 )
-_SHAPES = automatic("any pytree is sharded leaf by leaf (layout.fsdp: auto, or layout.rules), without wrapping modules")
 _OVERLAP = automatic("XLA gathers and overlaps what the step needs")
 _CLOUD = meaningless("machines are created by the tools of the cloud; `spmdkit` runs on existing ones")
-_FP8 = meaningless("float8 products are part of the model; `precision` sets everything else")
+
+
+_STRATEGIES = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
 
 
 def migrate(settings: Mapping[str, Any], devices: int, folder: Path) -> Migration:
@@ -56,11 +52,12 @@ def migrate(settings: Mapping[str, Any], devices: int, folder: Path) -> Migratio
     mesh, zero = migration.config.setdefault("mesh", {}), migration.config.get("layout", {}).get("zero")
     fsdp = settings.get("distributed_type") == "FSDP" or zero is not None
     strategy = str(section(settings, "fsdp_config").get("fsdp_sharding_strategy", ""))
-    if strategy in ("NO_SHARD", "3"):
+    strategy = _STRATEGIES.get(strategy, strategy)
+    if strategy == "NO_SHARD":
         mesh["data"] = -1
         migration.config.pop("layout", None)
     elif -1 not in mesh.values() and settings.get("distributed_type", "NO") != "NO":
-        if strategy.startswith("HYBRID") or strategy in ("4", "5"):
+        if strategy.startswith("HYBRID"):
             machines = settings.get("num_machines")
             mesh.setdefault("replica", machines if deepspeed.is_count(machines) else 1)
         if not fsdp or "fsdp" not in mesh:
@@ -71,10 +68,9 @@ def migrate(settings: Mapping[str, Any], devices: int, folder: Path) -> Migratio
 
 
 def _type(migration: Migration, key: str, value: Any) -> None:
-    parts = {
-        "FSDP": "fsdp: -1", "DEEPSPEED": "by deepspeed_config", "MEGATRON_LM": "by megatron_lm_config", "NO": "one device"  # noqa: E501
-    }  # fmt: skip
-    migration.report("mapped", key, value, f"mesh: {parts.get(str(value), 'data: -1')}")
+    sections = {"DEEPSPEED": "by deepspeed_config", "MEGATRON_LM": "by megatron_lm_config"}
+    parts = sections | {"FSDP": "fsdp: -1", "NO": "one device"}
+    migration.report(MAPPED, key, value, f"mesh: {parts.get(str(value), 'data: -1')}")
 
 
 def _precision(migration: Migration, key: str, value: Any) -> None:
@@ -108,36 +104,18 @@ def _gpus(migration: Migration, key: str, value: Any) -> None:
 
 
 def _sharding(migration: Migration, key: str, value: Any) -> None:
-    zero = {
-        "FULL_SHARD": 3,
-        "1": 3,
-        "SHARD_GRAD_OP": 2,
-        "2": 2,
-        "HYBRID_SHARD": 3,
-        "4": 3,
-        "HYBRID_SHARD_ZERO2": 2,
-        "5": 2,
-    }.get(str(value))
+    name = _STRATEGIES.get(str(value), str(value))
+    zero = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}.get(name)
     if zero is None:
-        return migration.report("mapped", key, value, "mesh: {data: -1}")
-    hybrid = (
-        "mesh: {replica: machines, fsdp: -1}"
-        if str(value).startswith("HYBRID") or str(value) in "45"
-        else "mesh: {fsdp: -1}"
-    )
-    return migration.mapped(key, value, "layout.zero", zero, hybrid)
+        return migration.report(MAPPED, key, value, "mesh: {data: -1}")
+    mesh = "mesh: {replica: machines, fsdp: -1}" if name.startswith("HYBRID") else "mesh: {fsdp: -1}"
+    return migration.mapped(key, value, "layout.zero", zero, mesh)
 
 
 def _reshard(migration: Migration, key: str, value: Any) -> None:
     if isinstance(value, str) and not is_on(value) and value.lower() not in ("false", "no"):
         return _sharding(migration, key, value)
     return migration.mapped(key, value, "layout.zero", 3 if is_on(value) else 2)
-
-
-def _offload(migration: Migration, key: str, value: Any) -> None:
-    if is_on(value):
-        return migration.mapped(key, value, "offload", ["params", "optimizer"])
-    return migration.report(AUTOMATIC, key, value, "stays on the device")
 
 
 def _axis(axis: str) -> Any:
@@ -149,20 +127,15 @@ def _deepspeed_table(folder: Path) -> Table:
     def file(migration: Migration, key: str, value: Any) -> None:
         path = folder / str(value)
         if not path.is_file():
-            return migration.report(
-                "meaningless here",
-                key,
-                value,
-                "the file is not in this folder: run `spmdkit migrate` on it",
-            )
+            why = "the file is not in this folder: run `spmdkit migrate` on it"
+            return migration.report(MEANINGLESS, key, value, why)
         try:
             inner = deepspeed.migrate(json.loads(path.read_text()), migration.devices, folder)
         except (ValueError, AttributeError) as error:
-            return migration.report(
-                UNKNOWN, key, value, f"that file is no config of DeepSpeed: {' '.join(str(error).split())}"
-            )
+            why = f"that file is no config of DeepSpeed: {' '.join(str(error).split())}"
+            return migration.report(UNKNOWN, key, value, why)
         migration.config |= inner.config
-        migration.report("mapped", key, value, "read, line by line below")
+        migration.report(MAPPED, key, value, "read, line by line below")
         migration.lines += inner.lines
         return None
 
@@ -172,19 +145,14 @@ def _deepspeed_table(folder: Path) -> Table:
 FSDP: Table = {
     "fsdp_sharding_strategy": _sharding,
     "fsdp_reshard_after_forward": _reshard,
-    "fsdp_offload_params": _offload,
+    "fsdp_offload_params": flag("offload", ["params", "optimizer"], "stays on the device"),
     "fsdp_activation_checkpointing": flag("remat", "full", "remat: none"),
-    **dict.fromkeys(
-        [
-            "fsdp_auto_wrap_policy",
-            "fsdp_transformer_layer_cls_to_wrap",
-            "fsdp_min_num_params",
-            "fsdp_use_orig_params",
-            "fsdp_version",
-        ],
-        _SHAPES,
+    **each(
+        "fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params fsdp_use_orig_params "
+        "fsdp_version",
+        automatic("any pytree is sharded leaf by leaf (layout.fsdp: auto, or layout.rules), without wrapping modules"),
     ),
-    **dict.fromkeys(["fsdp_backward_prefetch", "fsdp_backward_prefetch_policy", "fsdp_forward_prefetch"], _OVERLAP),
+    **each("fsdp_backward_prefetch fsdp_backward_prefetch_policy fsdp_forward_prefetch", _OVERLAP),
     "fsdp_cpu_ram_efficient_loading": automatic("parameters are created or restored on their devices, shard by shard"),
     "fsdp_sync_module_states": automatic(
         "parameters are made from the seed, the same on all processes, and compared before step 1"
@@ -201,17 +169,9 @@ DEEPSPEED: dict[str, Any] = {
     "zero3_init_flag": automatic("parameters are created on their devices, shard by shard"),
     "zero3_save_16bit_model": automatic("`spmdkit checkpoint export` writes whole arrays"),
     "deepspeed_moe_layer_cls_names": meaningless("experts are sk.moe in the model, sharded by mesh.expert"),
-    **dict.fromkeys(
-        ["offload_optimizer_nvme_path", "offload_param_nvme_path"], meaningless("nothing is offloaded to disks")
-    ),
-    **dict.fromkeys(
-        [
-            "deepspeed_multinode_launcher",
-            "deepspeed_hostfile",
-            "deepspeed_inclusion_filter",
-            "deepspeed_exclusion_filter",
-        ],
-        _MEET,
+    **each("offload_optimizer_nvme_path offload_param_nvme_path", meaningless("nothing is offloaded to disks")),
+    **each(
+        "deepspeed_multinode_launcher deepspeed_hostfile deepspeed_inclusion_filter deepspeed_exclusion_filter", _MEET
     ),
 }
 
@@ -238,10 +198,11 @@ PARALLEL: Table = {
         also_set("attention.context", "all_to_all", to("mesh.context", note="attention.context: all_to_all")),
     ),
     "parallelism_config_cp_comm_strategy": automatic("attention.context: ring passes keys and values around the ring"),
-    "parallelism_config_cp_backend": _OVERLAP,
-    "parallelism_config_sp_backend": _OVERLAP,
-    "parallelism_config_sp_seq_length": automatic("the sequence is that of the data"),
-    "parallelism_config_sp_seq_length_is_variable": automatic("the sequence is that of the data"),
+    **each("parallelism_config_cp_backend parallelism_config_sp_backend", _OVERLAP),
+    **each(
+        "parallelism_config_sp_seq_length parallelism_config_sp_seq_length_is_variable",
+        automatic("the sequence is that of the data"),
+    ),
     "parallelism_config_sp_attn_implementation": automatic("attention.implementation: auto"),
 }
 
@@ -256,9 +217,7 @@ TABLE: dict[str, Any] = {
     "num_machines": automatic(
         "the hosts that the starter knows; fsdp within and replica across: mesh: {replica: hosts, fsdp: -1}"
     ),
-    **dict.fromkeys(
-        ["machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "same_network", "mpirun_config"], _MEET
-    ),
+    **each("machine_rank main_process_ip main_process_port rdzv_backend same_network mpirun_config", _MEET),
     "gpu_ids": _gpus,
     "use_cpu": _cpu,
     "main_training_function": meaningless("a config names the task: task: file.py:name"),
@@ -271,10 +230,7 @@ TABLE: dict[str, Any] = {
     "deepspeed_config": DEEPSPEED,
     "megatron_lm_config": MEGATRON,
     "parallelism_config": PARALLEL,
-    "fp8_config": _FP8,
-    **dict.fromkeys(
-        ["tpu_use_cluster", "tpu_use_sudo", "tpu_name", "tpu_zone", "tpu_vm", "tpu_env", "commands", "command_file"],
-        _CLOUD,
-    ),
-    **dict.fromkeys(["ipex_config", "use_mps_device", "use_xpu"], automatic("devices: auto uses what JAX detects")),
+    "fp8_config": meaningless("float8 products are part of the model; `precision` sets everything else"),
+    **each("tpu_use_cluster tpu_use_sudo tpu_name tpu_zone tpu_vm tpu_env commands command_file", _CLOUD),
+    **each("ipex_config use_mps_device use_xpu", automatic("devices: auto uses what JAX detects")),
 }

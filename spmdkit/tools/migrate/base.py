@@ -51,18 +51,14 @@ class Migration:
 def tidy(migration: Migration) -> None:
     """Removes keys that have no effect without an axis of the mesh, and reports a missing learning rate."""
     config, mesh = migration.config, migration.config.get("mesh", {})
-    for path, axis in (
-        ("attention.context", "context"),
-        ("attention.order", "context"),
-        ("pipeline", "pipeline"),
-        ("layout.zero", "fsdp"),
-    ):
+    axes = {"attention.context": "context", "attention.order": "context", "pipeline": "pipeline", "layout.zero": "fsdp"}
+    for path, axis in axes.items():
         section, _, name = path.partition(".")
         holder = config.get(section, {}) if name else config
         if mesh.get(axis, 1) == 1 and (name or section) in holder:
             value = holder.pop(name or section)
             migration.report(AUTOMATIC, path, value, f"has no effect without mesh.{axis}, so it is omitted")
-        if name and section in config and not config[section]:
+        if name and not config.get(section, True):
             config.pop(section)
     if "optimizer" in config and "learning_rate" not in config:
         config["learning_rate"] = DEFAULT_RATE
@@ -72,9 +68,15 @@ def tidy(migration: Migration) -> None:
 
 
 DEFAULT_RATE = 1e-3
+NO_OPTIMIZER = "no optax optimizer has this name: give it in the task, Task(optimizer=...)"
 
 Rule = Callable[[Migration, str, Any], None]
 Table = Mapping[str, "Rule | Mapping[str, Any]"]
+
+
+def each(names: str, rule: Rule) -> dict[str, Rule]:
+    """Returns a table with one rule for several settings, separated by spaces."""
+    return dict.fromkeys(names.split(), rule)
 
 
 def walk(migration: Migration, settings: Mapping[str, Any], table: Table, prefix: str = "") -> None:
@@ -141,6 +143,11 @@ def also_set(path: str, value: Any, then: Rule) -> Rule:
 def when(wanted: Callable[[Any], bool], then: Rule, otherwise: Rule) -> Rule:
     """Returns a rule that depends on the value."""
     return lambda migration, key, value: (then if wanted(value) else otherwise)(migration, key, value)
+
+
+def unless_off(why: str) -> Rule:
+    """Returns the rule of a switch that has no counterpart here when it is on."""
+    return when(is_on, meaningless(why), automatic("off"))
 
 
 def flag(path: str, value: Any, why_not: str, note: str = "") -> Rule:

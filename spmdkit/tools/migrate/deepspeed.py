@@ -8,24 +8,23 @@ from typing import Any
 
 from spmdkit.tools.migrate.base import (
     AUTOMATIC,
+    MAPPED,
     MEANINGLESS,
+    NO_OPTIMIZER,
     UNKNOWN,
     Migration,
     Rule,
     Table,
     automatic,
+    each,
     flag,
     is_on,
     meaningless,
     to,
+    unless_off,
     walk,
     when,
 )
-
-NAMES = frozenset(
-    {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "gradient_accumulation_steps"}
-)
-"""A file that has one of these is DeepSpeed's."""
 
 _OVERLAP = automatic("XLA gathers, reduces and overlaps what the step needs; there are no buckets")
 _SCALE = meaningless("bfloat16 has the range of float32, so there is no loss scale")
@@ -33,7 +32,9 @@ _NVME = meaningless("nothing is offloaded to disks; `offload` uses host memory")
 _TRACKER = meaningless(
     "metrics.jsonl and report.html are always written; other services are a tracker of yours, log.trackers"
 )
-_MODEL = meaningless("part of the model, so of the task")
+_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+NAMES = frozenset({*_SIZES, "zero_optimization"})
+"""A file that has one of these is DeepSpeed's."""
 
 
 def migrate(settings: Mapping[str, Any], devices: int, folder: Path) -> Migration:
@@ -52,39 +53,23 @@ def migrate(settings: Mapping[str, Any], devices: int, folder: Path) -> Migratio
 
 def _batch(migration: Migration, settings: Mapping[str, Any]) -> None:
     """Sets batch_size and microbatches from the three numbers, two of which DeepSpeed needs."""
-    sizes = {
-        k: settings.get(k)
-        for k in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    }
+    sizes = {k: settings.get(k) for k in _SIZES}
     total, micro, passes = (x if is_count(x) else None for x in sizes.values())
     if total is None and micro is not None:
         total = micro * (passes or 1) * migration.devices
     if passes is None and total is not None and micro is not None and total % (micro * migration.devices) == 0:
         passes = total // (micro * migration.devices)
     found = {"batch_size": total, "microbatches": passes}
-    notes = {
-        "train_batch_size": "batch_size",
-        "gradient_accumulation_steps": "microbatches",
-        "train_micro_batch_size_per_gpu": "batch_size and microbatches, for --devices " + str(migration.devices),
-    }
     for name, value in found.items():
         if value is not None and (name == "batch_size" or (total or 0) % value == 0):
             migration.put(name, value)
-    for key, value in sizes.items():
+    sets = (("batch_size",), ("batch_size", "microbatches"), ("microbatches",))
+    for (key, value), names in zip(sizes.items(), sets, strict=True):
         if key in settings:
-            given = {k: v for k, v in found.items() if k in notes[key] and v is not None}
+            given = ", ".join(f"{name}: {found[name]}" for name in names if found[name] is not None)
             if is_count(value) and given:
-                migration.report(
-                    "mapped",
-                    key,
-                    value,
-                    ", ".join(f"{k}: {v}" for k, v in given.items())
-                    + (
-                        " (batch_size and microbatches are for --devices " + str(migration.devices) + ")"
-                        if "micro_batch" in key
-                        else ""
-                    ),
-                )
+                note = f" (for --devices {migration.devices})" if len(names) == 2 else ""
+                migration.report(MAPPED, key, value, given + note)
             elif value in (None, "auto"):
                 migration.report(AUTOMATIC, key, value, "the trainer's own value: set batch_size and microbatches")
             else:
@@ -122,30 +107,14 @@ def _optimizer(migration: Migration, key: str, value: Any) -> None:
     """An optax optimizer with the same arguments, and the learning rate as a separate key."""
     kind, params = str(value.get("type", "")), dict(value.get("params") or {})
     decoupled = bool(params.pop("adam_w_mode", True))
-    names = {
-        "adam": "adamw" if decoupled else "adam",
-        "adamw": "adamw",
-        "lamb": "lamb",
-        "lion": "lion",
-        "sgd": "sgd",
-        "adagrad": "adagrad",
-    }
-    compressed = kind.lower() in ("onebitadam", "onebitlamb", "zerooneadam")
-    name = names.get(kind.lower().removeprefix("onebit").removeprefix("zeroone"))
-    if name is None:
-        return migration.report(
-            MEANINGLESS,
-            f"{key}.type",
-            kind,
-            "no optax optimizer has this name: give it in the task, Task(optimizer=...)",
-        )
+    plain = kind.lower().removeprefix("onebit").removeprefix("zeroone")
+    name = "adam" if plain == "adam" and not decoupled else {"adam": "adamw"}.get(plain, plain)
+    if name not in _OPTIONS:
+        return migration.report(MEANINGLESS, f"{key}.type", kind, NO_OPTIMIZER)
     chosen: dict[str, Any] = {"name": name}
-    note = (
-        "its compression is a reducer here, over replicas: reducer: "
-        f"{{sign: {{warmup: {params.get('freeze_step', 100)}}}}}"
-        if compressed
-        else ""
-    )
+    warmup = params.get("freeze_step", 100)
+    note = f"its compression is a reducer here, over replicas: reducer: {{sign: {{warmup: {warmup}}}}}"
+    note = note if plain != kind.lower() else ""
     for option, given in params.items():
         if given == "auto":
             migration.report(
@@ -153,26 +122,25 @@ def _optimizer(migration: Migration, key: str, value: Any) -> None:
             )
         elif option == "lr":
             migration.mapped(f"{key}.params.lr", given, "learning_rate", given)
-        elif option == "betas" and name in ("adam", "adamw", "lamb", "lion"):
-            chosen |= {"b1": given[0], "b2": given[1]}
-            migration.report(
-                "mapped", f"{key}.params.betas", given, f"optimizer.b1: {given[0]}, optimizer.b2: {given[1]}"
-            )
-        elif option in ("eps", "weight_decay", "momentum", "nesterov") and _takes(name, option):
-            chosen[option] = given
-            migration.report("mapped", f"{key}.params.{option}", given, f"optimizer.{option}: {given}")
+        elif option in _OPTIONS[name]:
+            new = {"b1": given[0], "b2": given[1]} if option == "betas" else {option: given}
+            chosen |= new
+            why = ", ".join(f"optimizer.{k}: {v}" for k, v in new.items())
+            migration.report(MAPPED, f"{key}.params.{option}", given, why)
         else:
             migration.report(MEANINGLESS, f"{key}.params.{option}", given, f"optax.{name} has no such argument")
     migration.mapped(f"{key}.type", kind, "optimizer", chosen, note)
 
 
-def _takes(name: str, option: str) -> bool:
-    return option in {
-        "adam": ("eps",),
-        "sgd": ("momentum", "nesterov"),
-        "lion": ("weight_decay",),
-        "adagrad": ("eps",),
-    }.get(name, ("eps", "weight_decay"))
+_OPTIONS = {
+    "adam": ("betas", "eps"),
+    "adamw": ("betas", "eps", "weight_decay"),
+    "lamb": ("betas", "eps", "weight_decay"),
+    "lion": ("betas", "weight_decay"),
+    "sgd": ("momentum", "nesterov"),
+    "adagrad": ("eps",),
+}
+"""Optimizer of optax -> its arguments, by DeepSpeed's names."""
 
 
 def _scheduler(migration: Migration, key: str, value: Any) -> None:
@@ -181,12 +149,13 @@ def _scheduler(migration: Migration, key: str, value: Any) -> None:
     numbers = all(isinstance(x, int | float) for k, x in params.items() if k != "warmup_type")
     if kind == "WarmupLR" and numbers:
         note = "linear; DeepSpeed's default warm-up is logarithmic" if params.get("warmup_type", "log") == "log" else ""
-        schedule = {
-            "name": "linear_schedule",
-            "init_value": params.get("warmup_min_lr", 0),
-            "end_value": params.get("warmup_max_lr", 0.001),
-        }
-        schedule["transition_steps"] = params.get("warmup_num_steps", 1000)
+        values = (
+            params.get("warmup_min_lr", 0),
+            params.get("warmup_max_lr", 0.001),
+            params.get("warmup_num_steps", 1000),
+        )
+        names = "init_value", "end_value", "transition_steps"
+        schedule = {"name": "linear_schedule", **dict(zip(names, values, strict=True))}
         return migration.mapped(key, value, "learning_rate", schedule, note)
     rate = migration.config.get("learning_rate")
     if kind == "WarmupCosineLR" and numbers and isinstance(rate, int | float):
@@ -199,116 +168,71 @@ def _scheduler(migration: Migration, key: str, value: Any) -> None:
             "end_value": rate * params.get("cos_min_ratio", 0.0001),
         }
         return migration.mapped(key, value, "learning_rate", schedule)
-    if any(x == "auto" for x in params.values()):
-        return migration.report(
-            AUTOMATIC, key, value, "the trainer's own values: set learning_rate to an optax schedule"
-        )
-    migration.report(
-        MEANINGLESS, key, value, "no single optax schedule has this form: join two in the task, Task(optimizer=...)"
-    )
-    return None
+    if "auto" in params.values():
+        why = AUTOMATIC, "the trainer's own values: set learning_rate to an optax schedule"
+    else:
+        why = MEANINGLESS, "no single optax schedule has this form: join two in the task, Task(optimizer=...)"
+    return migration.report(why[0], key, value, why[1])
 
 
-_OFFLOAD_REST = dict.fromkeys(
-    (
-        "nvme_path",
-        "buffer_count",
-        "buffer_size",
-        "max_in_cpu",
-        "pipeline",
-        "pipeline_read",
-        "pipeline_write",
-        "fast_init",
-        "ratio",
-    ),
-    _NVME,
-) | {"pin_memory": automatic("host memory of `offload` is pinned")}
-_BUCKETS = [
-    "contiguous_gradients",
-    "overlap_comm",
-    "reduce_scatter",
-    "reduce_bucket_size",
-    "allgather_partitions",
-    "allgather_bucket_size",
-    "sub_group_size",
-    "round_robin_gradients",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold",
-    "stage3_param_persitance_threshold",
-    "stage3_model_persistence_threshold",
-    "ignore_unused_parameters",
-    "legacy_stage1",
-    "memory_efficient_linear",
-    "use_multi_rank_bucket_allreduce",
-    "stage3_module_granularity_threshold",
-    "load_from_fp32_weights",
-    "override_module_apply",
-]
+_PINNED = automatic("host memory of `offload` is pinned")
+_OFFLOAD_REST = {"pin_memory": _PINNED} | each(
+    "nvme_path buffer_count buffer_size max_in_cpu pipeline pipeline_read pipeline_write fast_init ratio", _NVME
+)
+_PRECISION = flag("precision", "bfloat16", "float32")
 
 ZERO: Table = {
     "stage": stage,
-    **dict.fromkeys(_BUCKETS, _OVERLAP),
+    **each(
+        "contiguous_gradients overlap_comm reduce_scatter reduce_bucket_size allgather_partitions sub_group_size "
+        "allgather_bucket_size round_robin_gradients ignore_unused_parameters legacy_stage1 memory_efficient_linear "
+        "use_multi_rank_bucket_allreduce load_from_fp32_weights override_module_apply stage3_max_live_parameters "
+        "stage3_max_reuse_distance stage3_prefetch_bucket_size stage3_param_persistence_threshold "
+        "stage3_param_persitance_threshold stage3_model_persistence_threshold stage3_module_granularity_threshold "
+        "mics_hierarchical_params_gather",
+        _OVERLAP,
+    ),
     "cpu_offload": flag("offload", ["optimizer"], "stays on the device"),
     "cpu_offload_params": flag("offload", ["params"], "stays on the device"),
-    "cpu_offload_use_pin_memory": automatic("host memory of `offload` is pinned"),
+    "cpu_offload_use_pin_memory": _PINNED,
     "offload_optimizer": {"device": offload("optimizer"), **_OFFLOAD_REST},
     "offload_param": {"device": offload("params"), **_OFFLOAD_REST},
-    "stage3_gather_16bit_weights_on_model_save": automatic(
-        "a checkpoint holds whole arrays; `spmdkit checkpoint export` writes them"
-    ),
-    "stage3_gather_fp16_weights_on_model_save": automatic(
-        "a checkpoint holds whole arrays; `spmdkit checkpoint export` writes them"
+    **each(
+        "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save",
+        automatic("a checkpoint holds whole arrays; `spmdkit checkpoint export` writes them"),
     ),
     "elastic_checkpoint": automatic("a checkpoint is restored on any mesh"),
     "mics_shard_size": lambda m, key, value: m.mapped(
         key, value, "mesh", {"replica": -1, "fsdp": value}, "groups of this size hold the model"
     ),
-    "mics_hierarchical_params_gather": _OVERLAP,
     "zero_hpz_partition_size": when(
         lambda v: v == 1,
         automatic("parameters are gathered over all of fsdp"),
         meaningless("use mesh: {replica, fsdp}, which shards within a host"),
     ),
-    "zero_quantized_weights": when(
-        is_on, meaningless("weights are gathered as they are computed with: precision: bfloat16"), automatic("off")
-    ),
-    "zero_quantized_gradients": when(
-        is_on,
-        meaningless("a compressing reducer works over replicas, not fsdp: set mesh.replica and a reducer"),
-        automatic("off"),
+    "zero_quantized_weights": unless_off("weights are gathered as they are computed with: precision: bfloat16"),
+    "zero_quantized_gradients": unless_off(
+        "a compressing reducer works over replicas, not fsdp: set mesh.replica and a reducer"
     ),
 }
 
 TABLE: Table = {
-    **dict.fromkeys(
-        ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
-        lambda m, key, value: None,
-    ),
+    **dict.fromkeys(_SIZES, lambda m, key, value: None),
     "gradient_clipping": when(lambda v: v == 0, automatic("no clipping"), to("clip_norm")),
     "optimizer": _optimizer,
     "scheduler": _scheduler,
     "zero_optimization": ZERO,
     "fp16": {
         "enabled": flag("precision", "bfloat16", "float32", "no float16: bfloat16 needs no loss scale"),
-        **dict.fromkeys(
-            [
-                "auto_cast",
-                "loss_scale",
-                "initial_scale_power",
-                "loss_scale_window",
-                "hysteresis",
-                "consecutive_hysteresis",
-                "min_loss_scale",
-                "fp16_master_weights_and_grads",
-            ],
+        **each(
+            "auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
+            "min_loss_scale fp16_master_weights_and_grads",
             _SCALE,
         ),
     },
-    "bf16": {"enabled": flag("precision", "bfloat16", "float32"), "immediate_grad_update": _OVERLAP},
-    "bfloat16": {"enabled": flag("precision", "bfloat16", "float32")},
-    "amp": {"enabled": flag("precision", "bfloat16", "float32"), "opt_level": _SCALE},
+    "bf16": {"enabled": _PRECISION, "immediate_grad_update": _OVERLAP},
+    "bfloat16": {"enabled": _PRECISION},
+    "amp": {"enabled": _PRECISION, "opt_level": _SCALE},
     "data_types": {"grad_accum_dtype": to("precision.reduce", lambda v: {"fp32": "float32"}.get(v, "bfloat16"))},
     "communication_data_type": when(
         lambda v: v in (None, "fp32"),
@@ -316,11 +240,11 @@ TABLE: Table = {
         to("reducer", lambda v: "bfloat16"),
     ),
     "seq_parallel_communication_data_type": automatic("activations are sent in the dtype of the computation"),
-    "prescale_gradients": automatic("sums are divided once, by the count of the whole batch"),
-    "gradient_predivide_factor": automatic("sums are divided once, by the count of the whole batch"),
-    "sparse_gradients": when(
-        is_on, meaningless("embeddings are named: reducer: {sparse_rows: {leaves: [PATH], rows: N}}"), automatic("off")
+    **each(
+        "prescale_gradients gradient_predivide_factor",
+        automatic("sums are divided once, by the count of the whole batch"),
     ),
+    "sparse_gradients": unless_off("embeddings are named: reducer: {sparse_rows: {leaves: [PATH], rows: N}}"),
     "steps_per_print": to("log.every_steps"),
     "wall_clock_breakdown": automatic("metrics.jsonl has the times of each step; a trace: profile"),
     "dump_state": automatic("config.yaml, environment.json and plan.json of the run"),
@@ -330,42 +254,28 @@ TABLE: Table = {
         "output_path": automatic("tensorboard/ in run_dir"),
         "job_name": automatic("run_dir names the run"),
     },
-    **dict.fromkeys(("wandb", "csv_monitor", "comet"), _TRACKER),
-    **dict.fromkeys(("flops_profiler", "comms_logger"), automatic("`spmdkit plan` counts arithmetic and bytes sent")),
+    **each("wandb csv_monitor comet", _TRACKER),
+    **each("flops_profiler comms_logger", automatic("`spmdkit plan` counts arithmetic and bytes sent")),
     "autotuning": automatic("`spmdkit plan --search` searches the fastest mesh that fits"),
     "elasticity": automatic("a checkpoint is restored on any mesh; `spmdkit launch --max-restarts`"),
     "activation_checkpointing": {
         "partition_activations": automatic("activations are sharded by the mesh"),
-        "cpu_checkpointing": when(
-            is_on, meaningless("name what is offloaded: remat: {offload: [...]}"), automatic("off")
-        ),
-        **dict.fromkeys(
-            ["contiguous_memory_optimization", "number_checkpoints", "synchronize_checkpoint_boundary", "profile"],
+        "cpu_checkpointing": unless_off("name what is offloaded: remat: {offload: [...]}"),
+        **each(
+            "contiguous_memory_optimization number_checkpoints synchronize_checkpoint_boundary profile",
             automatic("`remat` selects the saved activations; XLA places them"),
         ),
     },
     "tensor_parallel": {"autotp_size": to("mesh.tensor", note="with layout.rules, or metadata of the model")},
     "dataloader_drop_last": to("data.drop_remainder", is_on),
-    **dict.fromkeys(
-        [
-            "zero_allow_untested_optimizer",
-            "zero_force_ds_cpu_optimizer",
-            "zero_allow_comm_data_type",
-            "disable_allgather",
-            "aio",
-        ],
+    **each(
+        "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_allow_comm_data_type disable_allgather aio",
         meaningless("an implementation detail of DeepSpeed"),
     ),
-    **dict.fromkeys(
-        [
-            "sparse_attention",
-            "progressive_layer_drop",
-            "compression_training",
-            "curriculum_learning",
-            "data_efficiency",
-            "quantize_training",
-        ],
-        _MODEL,
+    **each(
+        "sparse_attention progressive_layer_drop compression_training curriculum_learning data_efficiency "
+        "quantize_training",
+        meaningless("part of the model, so of the task"),
     ),
     "checkpoint": automatic("`checkpoint` of the config: every process writes its shards, whole or not at all"),
     "use_data_before_expert_parallel_": automatic("the order of mesh axes is fixed"),

@@ -9,7 +9,9 @@ from typing import Any
 
 from spmdkit.tools.migrate.base import (
     AUTOMATIC,
+    MAPPED,
     MEANINGLESS,
+    NO_OPTIMIZER,
     UNKNOWN,
     Migration,
     Rule,
@@ -20,35 +22,17 @@ from spmdkit.tools.migrate.base import (
     is_on,
     meaningless,
     to,
+    unless_off,
     when,
 )
 
-NAMES = frozenset(
-    {
-        "base_config",
-        "per_device_batch_size",
-        "base_emb_dim",
-        "ici_fsdp_parallelism",
-        "max_target_length",
-        "remat_policy",
-        "mesh_axes",
-        "decoder_block",
-        "base_mlp_dim",
-    }
-)
+NAMES = frozenset({"base_config", "base_emb_dim", "base_mlp_dim", "decoder_block", "max_target_length", "remat_policy"})
+NAMES |= {"per_device_batch_size", "ici_fsdp_parallelism", "mesh_axes"}
 """A file that has one of these is MaxText's."""
 
-_AXES = {
-    "data": "data", "fsdp": "fsdp", "tensor": "tensor", "expert": "expert", "pipeline": "pipeline", "context": "context", "sequence": "context"  # noqa: E501
-}  # fmt: skip
-_MERGED = {
-    "fsdp_transpose": "fsdp",
-    "tensor_transpose": "tensor",
-    "tensor_sequence": "tensor",
-    "context_autoregressive": "context",
-    "autoregressive": None,
-    "diloco": None,
-}
+_AXES = {name: name for name in ("data", "fsdp", "tensor", "expert", "pipeline", "context")}
+_AXES |= {"fsdp_transpose": "fsdp", "tensor_transpose": "tensor", "tensor_sequence": "tensor"}
+_AXES |= {"sequence": "context", "context_autoregressive": "context"}
 _MESH = re.compile(r"(ici|dcn)_(\w+)_parallelism")
 
 MODEL = re.compile(
@@ -145,13 +129,8 @@ PATTERNS: list[tuple[str, str, str]] = [
 ]
 """(names, kind, why) of what needs no table of its own; the first that fits counts."""  # fmt: skip
 
-_REMAT = {
-    "full": "full",
-    "none": "none",
-    "minimal": "dots_no_batch",
-    "minimal_flash": "dots_no_batch",
-    "minimal_with_context": "dots_no_batch",
-}
+_REMAT = {"full": "full", "none": "none"}
+_REMAT |= dict.fromkeys(("minimal", "minimal_flash", "minimal_with_context"), "dots_no_batch")
 
 
 def migrate(settings: Mapping[str, Any], devices: int, folder: Path) -> Migration:
@@ -167,14 +146,9 @@ def migrate(settings: Mapping[str, Any], devices: int, folder: Path) -> Migratio
         elif MODEL.fullmatch(key):
             migration.mapped(key, value, f"task_args.{key}", value)
         else:
-            found = next((row for row in PATTERNS if re.fullmatch(row[0], key)), None)
-            migration.report(
-                *(
-                    (UNKNOWN, key, value, "not known here: look it up, nothing was done about it")
-                    if found is None
-                    else (found[1], key, value, found[2])
-                )
-            )
+            rows = (row for row in PATTERNS if re.fullmatch(row[0], key))
+            _, kind, why = next(rows, ("", UNKNOWN, "unknown setting, ignored: check its meaning"))
+            migration.report(kind, key, value, why)
     _optimizer(migration, settings)
     apply(lambda m, key, value: _rate(m, settings), migration, "learning_rate", settings.get("learning_rate"))
     _mesh(migration)
@@ -184,7 +158,7 @@ def migrate(settings: Mapping[str, Any], devices: int, folder: Path) -> Migratio
 def _axis(migration: Migration, key: str, value: Any) -> None:
     """One size of the mesh; data across slices is `replica`, everything else is the product of both."""
     where, name = _MESH.fullmatch(key).groups()  # type: ignore[union-attr]
-    axis = "replica" if (where, name) == ("dcn", "data") else _AXES.get(name, _MERGED.get(name))
+    axis = "replica" if (where, name) == ("dcn", "data") else _AXES.get(name)
     if value == 1:
         return migration.report(AUTOMATIC, key, value, "a missing axis has size 1")
     if axis is None:
@@ -196,7 +170,7 @@ def _axis(migration: Migration, key: str, value: Any) -> None:
     mesh = migration.config.setdefault("mesh", {})
     before = mesh.get(axis, 1)
     mesh[axis] = -1 if -1 in (before, value) else before * value
-    return migration.report("mapped", key, value, f"mesh.{axis}: {mesh[axis]}")
+    return migration.report(MAPPED, key, value, f"mesh.{axis}: {mesh[axis]}")
 
 
 def _mesh(migration: Migration) -> None:
@@ -210,27 +184,21 @@ def _mesh(migration: Migration) -> None:
 
 def _optimizer(migration: Migration, settings: Mapping[str, Any]) -> None:
     kind = settings.get("opt_type")
-    names = {"adamw": "adamw", "adam_pax": "adamw", "sgd": "sgd", "muon": None}
+    names = {"adamw": "adamw", "adam_pax": "adamw", "sgd": "sgd"}
     given = {option: settings[key] for key, option in ADAM.items() if key in settings}
     if kind is None and not given:
         return
     name = names.get(str(kind or "adamw"))
     if name is None:
-        return migration.report(
-            MEANINGLESS, "opt_type", kind, "no optax optimizer has this name: give it in the task, Task(optimizer=...)"
-        )
-    arguments = given if name == "adamw" else {}
-    migration.put("optimizer", {"name": name, **arguments})
+        return migration.report(MEANINGLESS, "opt_type", kind, NO_OPTIMIZER)
+    is_adam = name == "adamw"
+    migration.put("optimizer", {"name": name, **(given if is_adam else {})})
     if kind is not None:
-        migration.report("mapped", "opt_type", kind, f"optimizer.name: {name}")
+        migration.report(MAPPED, "opt_type", kind, f"optimizer.name: {name}")
     for key, option in ADAM.items():
         if key in settings:
-            migration.report(
-                "mapped" if arguments else AUTOMATIC,
-                key,
-                settings[key],
-                f"optimizer.{option}" if arguments else f"{name} has none",
-            )
+            kind, why = (MAPPED, f"optimizer.{option}") if is_adam else (AUTOMATIC, f"{name} has none")
+            migration.report(kind, key, settings[key], why)
     return None
 
 
@@ -252,13 +220,11 @@ def _rate(migration: Migration, settings: Mapping[str, Any]) -> None:
     steps = given if isinstance(given, int) and given > 0 else migration.config.get("steps", 150_001)
     final = settings.get("cosine_learning_rate_final_fraction", settings.get("learning_rate_final_fraction", 0.1))
     warmup = int(steps * float(settings.get("warmup_steps_fraction", 0.1)))
-    schedule = {
-        "name": "warmup_cosine_decay_schedule", "init_value": 0.0, "peak_value": rate, "warmup_steps": warmup, "decay_steps": steps, "end_value": rate * float(final)  # noqa: E501
-    }  # fmt: skip
-    migration.put("learning_rate", schedule)
+    schedule = {"name": "warmup_cosine_decay_schedule", "init_value": 0.0, "peak_value": rate, "warmup_steps": warmup}
+    migration.put("learning_rate", schedule | {"decay_steps": steps, "end_value": rate * float(final)})
     for key in RATE:
         if key in settings:
-            migration.report("mapped", key, settings[key], "learning_rate: warmup_cosine_decay_schedule")
+            migration.report(MAPPED, key, settings[key], "learning_rate: warmup_cosine_decay_schedule")
 
 
 def _batch(path: str) -> Rule:
@@ -282,20 +248,9 @@ def _passes(migration: Migration, key: str, value: Any) -> None:
 def _remat(migration: Migration, key: str, value: Any) -> None:
     policy = _REMAT.get(str(value), "dots" if str(value).startswith("save_") else None)
     if policy is None:
-        return migration.report(
-            MEANINGLESS,
-            key,
-            value,
-            "name what is kept or offloaded: remat: {save: [...], offload: [...]}; it is `full` until then",
-        )
+        why = "name what is kept or offloaded: remat: {save: [...], offload: [...]}; it is `full` until then"
+        return migration.report(MEANINGLESS, key, value, why)
     return migration.mapped(key, value, "remat", policy, "" if value in ("full", "none") else "the nearest")
-
-
-def _steps(migration: Migration, key: str, value: Any) -> None:
-    if value > 0:
-        migration.mapped(key, value, "steps", value)
-    else:
-        migration.report(AUTOMATIC, key, value, "set steps")
 
 
 def _period(migration: Migration, key: str, value: Any) -> None:
@@ -305,19 +260,24 @@ def _period(migration: Migration, key: str, value: Any) -> None:
         migration.mapped(key, value, "checkpoint.every_steps", value)
 
 
+def _of_trace(rule: Rule) -> Rule:
+    return lambda m, key, v: (rule if "profile" in m.config else automatic("no trace"))(m, key, v)
+
+
 def _profiler(migration: Migration, key: str, value: Any) -> None:
     if value:
         migration.put("profile.start", 2)
-        return migration.report("mapped", key, value, "profile")
+        return migration.report(MAPPED, key, value, "profile")
     return migration.report(AUTOMATIC, key, value, "no trace")
 
 
 _POSITIVE = lambda path, why: when(lambda v: isinstance(v, int | float) and v > 0, to(path), automatic(why))
 _DTYPES = lambda path: to(path, lambda v: v if v in ("float32", "bfloat16") else "float32")
+_off = lambda path, value, default: when(is_on, automatic(default), to(path, lambda _: value))
 _LATER: Rule = lambda migration, key, value: None
 
 TABLE: dict[str, Rule] = {
-    "steps": _steps,
+    "steps": when(lambda v: v > 0, to("steps"), automatic("set steps")),
     "per_device_batch_size": _batch("batch_size"),
     "eval_per_device_batch_size": _batch("eval.batch_size"),
     "gradient_accumulation_steps": _passes,
@@ -328,27 +288,19 @@ TABLE: dict[str, Rule] = {
         "gradients are reduced in the wider of float32 and the parameters' dtype: precision.reduce"
     ),
     "remat_policy": _remat,
-    "enable_checkpointing": when(
-        is_on, automatic("checkpoint"), lambda m, key, v: m.mapped(key, v, "checkpoint", None)
-    ),
+    "enable_checkpointing": _off("checkpoint", None, "checkpoint"),
     "checkpoint_period": _period,
     "max_num_checkpoints_to_keep": _POSITIVE("checkpoint.keep", "the newest three are kept"),
     "eval_interval": _POSITIVE("eval.every_steps", "at the end"),
     "log_period": to("log.every_steps"),
     "init_weights_seed": to("seed"),
     "data_shuffle_seed": automatic("one seed for parameters, order and keys: seed"),
-    "enable_data_shuffling": when(
-        is_on, automatic("data.shuffle: true"), lambda m, key, v: m.mapped(key, v, "data.shuffle", False)
-    ),
+    "enable_data_shuffling": _off("data.shuffle", False, "data.shuffle: true"),
     "base_output_directory": automatic("run_dir"),
     "run_name": when(bool, to("run_dir", lambda v: f"runs/{v}"), automatic("runs/<config name>")),
     "profiler": _profiler,
-    "skip_first_n_steps_for_profiler": lambda m, key, v: (
-        m.mapped(key, v, "profile.start", v + 1) if "profile" in m.config else m.report(AUTOMATIC, key, v, "no trace")
-    ),
-    "profiler_steps": lambda m, key, v: (
-        m.mapped(key, v, "profile.steps", v) if "profile" in m.config else m.report(AUTOMATIC, key, v, "no trace")
-    ),
+    "skip_first_n_steps_for_profiler": _of_trace(to("profile.start", lambda v: v + 1)),
+    "profiler_steps": _of_trace(to("profile.steps")),
     "profile_periodically_period": automatic("one trace per run"),
     "profile_cleanly": automatic("a trace begins between two steps"),
     "upload_all_profiler_results": automatic("the trace is in run_dir"),
@@ -364,13 +316,9 @@ TABLE: dict[str, Rule] = {
         "attention.implementation",
         lambda v: {"dot_product": "xla", "cudnn_flash_te": "cudnn", "cudnn_flash_jax": "cudnn"}.get(v, "auto"),
     ),
-    "context_parallel_load_balance": when(
-        is_on, automatic("attention.order: zigzag"), lambda m, key, v: m.mapped(key, v, "attention.order", "contiguous")
-    ),
+    "context_parallel_load_balance": _off("attention.order", "contiguous", "attention.order: zigzag"),
     "context_parallel_strategy": to("attention.context", lambda v: "ring" if v == "ring" else "all_to_all"),
-    "shard_optimizer_over_data": when(
-        is_on, meaningless("use mesh.fsdp with layout.zero: 1, which shards optimizer state only"), automatic("off")
-    ),
+    "shard_optimizer_over_data": unless_off("use mesh.fsdp with layout.zero: 1, which shards optimizer state only"),
     "base_config": meaningless(
         "a file with all defaults: what this one leaves out has spmdkit's defaults. Migrate it too if you changed it"
     ),
