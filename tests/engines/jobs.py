@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import spmdkit as sk
+from spmdkit.cluster import detect_cluster, join
 from tests.support.environment import environment_of_a_user
 
 TASK = """
@@ -34,23 +39,6 @@ checkpoint: {every_steps: 20}
 log: {every_steps: 1, progress: plain}
 """
 
-DIES = TASK.replace(
-    "task = sk.Task(",
-    """
-import os, pathlib, time
-
-def die(run, step, state, metrics):
-    mark = pathlib.Path(__file__).with_name("died")
-    if step == 26 and run.cluster.process_index == 1 and not mark.exists():
-        while not (run.directory / "checkpoints" / "20").exists():
-            time.sleep(0.05)
-        mark.touch()
-        os.kill(os.getpid(), 9)
-
-task = sk.Task(""",
-).replace("train_data=", "hooks=[sk.Hook(name='dies', after_step=die, every=1)], train_data=")
-"""Process 1 dies once by SIGKILL, six steps after the first checkpoint."""
-
 SLOWLY = TASK.replace("import jax", "import time\nimport jax", 1).replace(
     "train_data=", "hooks=[sk.Hook(name='slow', after_step=lambda *_: time.sleep(0.2), every=1)], train_data="
 )
@@ -58,7 +46,7 @@ SLOWLY = TASK.replace("import jax", "import time\nimport jax", 1).replace(
 THREE = ("devices=cpu:3", "mesh.data=3", "batch_size=15", "checkpoint={every_seconds: 5}")
 """What makes it the job of the first text: three processes, saved every five seconds."""
 
-DIES_WHEN_SAVED = SLOWLY.replace(
+DIES = SLOWLY.replace(
     "task = sk.Task(",
     """
 import os, pathlib
@@ -78,12 +66,33 @@ task = sk.Task(""",
 REPOSITORY = Path(__file__).parents[2]
 
 
-def project(folder: Path) -> Path:
+def project(folder: Path, task: str = TASK) -> Path:
     """Writes the project into a folder, and returns it."""
     folder.mkdir(exist_ok=True)
-    (folder / "task.py").write_text(TASK)
+    (folder / "task.py").write_text(task)
     (folder / "run.yaml").write_text(CONFIG)
     return folder
+
+
+def launch(on: str, num: int, *settings: str, restarts: int = 0, train: Sequence[str] = ()) -> list[str]:
+    """Returns the words of `spmdkit launch --on` for a project."""
+    options = [word for text in settings for word in ("--set", text)]
+    own = ["--on", on, "-n", str(num), "--name", "run", "--max-restarts", str(restarts), *options]
+    return [sys.executable, "-m", "spmdkit", "launch", *own, "--", "train", "run.yaml", *train]
+
+
+def wait_for_steps(folder: Path, lives: Callable[[], bool], limit_s: float = 90) -> None:
+    """Returns when the run in a project has logged two steps."""
+    end = time.monotonic() + limit_s
+    while not (folder / "run/metrics.jsonl").is_file() or len(losses(folder)) < 2:
+        assert time.monotonic() < end and lives(), list(folder.iterdir())
+        time.sleep(0.1)
+
+
+def assert_all_saved(folder: Path) -> None:
+    """Asserts that the newest checkpoint is of the step at which the run was preempted."""
+    steps = [int(path.name) for path in (folder / "run/checkpoints").iterdir() if path.name.isdigit()]
+    assert max(steps) == max(event["step"] for event in events(folder, "preempted"))
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -102,6 +111,14 @@ def losses(folder: Path, name: str = "metrics.jsonl") -> list[float]:
 def events(folder: Path, name: str) -> list[dict[str, Any]]:
     lines = (folder / "run" / "events.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["event"] == name]
+
+
+def alone(folder: Path) -> list[float]:
+    """Returns the losses of the same job on two devices of this process."""
+    config = sk.load_config(project(folder) / "run.yaml")
+    with contextlib.chdir(folder):
+        sk.train(config, join(detect_cluster({}), config.devices))
+    return losses(folder)
 
 
 def local(folder: Path, num: int = 2, *overrides: str) -> list[float]:

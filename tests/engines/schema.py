@@ -1,27 +1,15 @@
 """A check of a Kubernetes document against the schema of its CustomResourceDefinition, as `kubectl --validate=strict`
-makes it."""
+makes it.
+
+A file of schemas/ is `spec.versions[].schema.openAPIV3Schema` of the definition, without descriptions; below a field
+that no golden file has, only its name is left."""
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from typing import Any
 
 TYPES = {"object": dict, "array": list, "string": str, "boolean": bool, "integer": int, "number": (int, float)}
-KEPT = (
-    "type",
-    "properties",
-    "items",
-    "required",
-    "enum",
-    "pattern",
-    "minimum",
-    "maximum",
-    "maxLength",
-    "minLength",
-    "maxItems",
-)
 
 
 def mistakes(value: Any, schema: dict[str, Any], path: str = "") -> list[str]:
@@ -60,43 +48,3 @@ def _object(value: dict[str, Any], schema: dict[str, Any], path: str) -> list[st
         elif properties is not None and not schema.get("x-kubernetes-preserve-unknown-fields"):
             found.append(f"{dot}{name}: no such field")
     return found
-
-
-def pruned(schema: Any, wanted: Any) -> Any:
-    """Returns a schema without descriptions; below a field whose name `wanted` lacks nothing but its name is kept."""
-    kept = {
-        key: schema[key]
-        for key in (*KEPT, "additionalProperties", "x-kubernetes-int-or-string", "x-kubernetes-preserve-unknown-fields")
-        if key in schema
-    }
-    if "properties" in kept:
-        kept["properties"] = {
-            name: pruned(x, wanted) if name in wanted else {} for name, x in kept["properties"].items()
-        }
-    if "items" in kept:
-        kept["items"] = pruned(kept["items"], wanted)
-    if isinstance(kept.get("additionalProperties"), dict):
-        kept["additionalProperties"] = pruned(kept["additionalProperties"], wanted)
-    return kept
-
-
-if __name__ == "__main__":
-    # python -m tests.engines.schema CRD.yaml GOLDEN.yaml... > schemas/KIND.json: every field of the definition by name,
-    # whole where a golden file has it.
-    import yaml
-
-    def names(x: Any) -> set[str]:
-        if isinstance(x, dict):
-            return set(x) | {n for y in x.values() for n in names(y)}
-        return {n for y in x for n in names(y)} if isinstance(x, list) else set()
-
-    with open(sys.argv[1]) as file:
-        definition = yaml.safe_load(file)
-    version = next(v for v in definition["spec"]["versions"] if v["storage"])
-    wanted = set()
-    for name in sys.argv[2:]:
-        with open(name) as file:
-            wanted |= names(yaml.safe_load("".join(line for line in file if not line.startswith(("---", "$")))))
-    schema = version["schema"]["openAPIV3Schema"]
-    schema["properties"]["metadata"] = {"type": "object"}
-    print(json.dumps(pruned(schema, wanted | {"spec"}), separators=(",", ":"), sort_keys=True))

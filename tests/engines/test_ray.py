@@ -3,6 +3,7 @@ that are network namespaces."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
@@ -22,19 +23,16 @@ from tests.support.sockets import listening
 
 pytestmark = [pytest.mark.ray, pytest.mark.processes]
 
-LOCAL = ("--set", "address=local")
+
+def words(num, address="local", restarts=0, train=()):
+    return jobs.launch("ray", num, f"python={sys.executable}", f"address={address}", restarts=restarts, train=train)
 
 
-def words(num, *own, train=()):
-    start = [sys.executable, "-m", "spmdkit", "launch", "--on", "ray", "-n", str(num), "--name", "run"]
-    return [*start, "--set", f"python={sys.executable}", *own, "--", "train", "run.yaml", *train]
-
-
-def launched(folder, num, *own, train=()):
+def launched(folder, *args, **options):
     """Starts `launch --on ray` in a project; its output goes to a file there."""
     with open(folder / "output.txt", "w") as output:
-        options = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
-        return subprocess.Popen(words(num, *own, train=train), cwd=folder, env=jobs.on_path(), **options)
+        own = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+        return subprocess.Popen(words(*args, **options), cwd=folder, env=jobs.on_path(), **own)
 
 
 def ended(process, folder, timeout=240):
@@ -52,20 +50,16 @@ def of_this_ray(folder: Path) -> list[int]:
     """Returns the processes whose Ray has its token in a folder."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            told = path.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if f"RAY_AUTH_TOKEN_PATH={folder / 'launch_run/ray.token'}".encode() in told:
-            found.append(int(path.parent.name))
+        with contextlib.suppress(OSError):
+            if f"RAY_AUTH_TOKEN_PATH={folder / 'launch_run/ray.token'}".encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
     return found
 
 
-def test_three_processes_of_a_local_ray_have_the_numbers_of_a_local_run_and_nothing_listens_elsewhere(tmp_path):
+def test_local_ray_has_numbers_of_a_local_run(tmp_path):
     expected = jobs.local(tmp_path / "local", 3, *jobs.THREE)
-    folder = jobs.project(tmp_path / "project")
-    (folder / "task.py").write_text(jobs.SLOWLY.replace("0.2", "0.05"))
-    process = launched(folder, 3, *LOCAL, train=jobs.THREE)
+    folder = jobs.project(tmp_path / "project", jobs.SLOWLY.replace("0.2", "0.05"))
+    process = launched(folder, 3, train=jobs.THREE)
     seen, rights = set(), 0
     while process.poll() is None and not (folder / "run/metrics.jsonl").is_file():
         time.sleep(0.2)
@@ -81,50 +75,38 @@ def test_three_processes_of_a_local_ray_have_the_numbers_of_a_local_run_and_noth
 
 
 @pytest.mark.slow
-def test_killed_and_started_again_by_itself_it_goes_on_to_the_same_numbers(tmp_path):
+def test_restart_after_a_death_has_the_same_numbers(tmp_path):
     expected = jobs.local(tmp_path / "local", 3, *jobs.THREE)
-    folder = jobs.project(tmp_path / "project")
-    (folder / "task.py").write_text(jobs.DIES_WHEN_SAVED)
-    code, output = ended(launched(folder, 3, *LOCAL, "--max-restarts", "1", train=jobs.THREE), folder, 240)
+    folder = jobs.project(tmp_path / "project", jobs.DIES)
+    code, output = ended(launched(folder, 3, restarts=1, train=jobs.THREE), folder, 240)
     assert code == 0, output
     assert jobs.losses(folder) == expected and (folder / "died").exists()
     assert "process 1 ended with 137" in output and "restart 1 of 1" in output and "continuing at step" in output
 
 
 @pytest.mark.slow
-def test_a_driver_that_is_told_to_stop_lets_all_save_and_returns_42(tmp_path):
-    folder = jobs.project(tmp_path / "project")
-    (folder / "task.py").write_text(jobs.SLOWLY)
-    process = launched(folder, 2, *LOCAL, train=("steps=800",))
-    end = time.monotonic() + 90
-    while not (folder / "run/metrics.jsonl").is_file() or len(jobs.losses(folder)) < 2:
-        assert time.monotonic() < end and process.poll() is None, (folder / "output.txt").read_text()
-        time.sleep(0.1)
+def test_stopped_driver_saves_everywhere_and_returns_42(tmp_path):
+    folder = jobs.project(tmp_path / "project", jobs.SLOWLY)
+    process = launched(folder, 2, train=("steps=800",))
+    jobs.wait_for_steps(folder, lambda: process.poll() is None)
     process.terminate()  # hands it on to the driver
     code, output = ended(process, folder, 60)
     assert code == 42, output
-    steps = [int(path.name) for path in (folder / "run/checkpoints").iterdir() if path.name.isdigit()]
-    assert max(steps) == max(event["step"] for event in jobs.events(folder, "preempted"))
+    jobs.assert_all_saved(folder)
     assert of_this_ray(folder) == []
 
 
 @pytest.mark.slow
 @pytest.mark.engines
 @pytest.mark.skipif(bool(two_hosts.missing()), reason=two_hosts.missing())
-def test_two_hosts_of_a_ray_cluster_have_the_numbers_of_a_local_run_also_when_a_process_dies(tmp_path, expected):
-    """A head and a second node in network namespaces, a token that both know; actors are one a host."""
-    folder, token = jobs.project(tmp_path / "project"), tmp_path / "token"
-    (folder / "task.py").write_text(jobs.DIES)
+def test_two_hosts_have_numbers_of_a_local_run(tmp_path, expected):
+    """A head and a second node in network namespaces, a token that both know; actors are one a host; one dies."""
+    folder, token = jobs.project(tmp_path / "project", jobs.DIES), tmp_path / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
     own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}
-    start = [
-        os.path.dirname(sys.executable) + "/ray",
-        "start",
-        "--block",
-        "--num-cpus=1",
-        "--object-store-memory=100000000",
-    ]
+    options = "start --block --num-cpus=1 --object-store-memory=100000000"
+    start = [os.path.dirname(sys.executable) + "/ray", *options.split()]
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as short, two_hosts.hosts() as machines:
         nodes = {
             "host0": [*start, "--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={short}"],
@@ -136,7 +118,7 @@ def test_two_hosts_of_a_ray_cluster_have_the_numbers_of_a_local_run_also_when_a_
                 node = [*node, f"--node-ip-address={machines.address[name]}"]
                 machines.start(name, node, env=jobs.on_path(**own), stdout=log)
             time.sleep(5)
-        driver = words(2, "--set", "address=10.77.0.1:6379", "--max-restarts", "1")
+        driver = words(2, "10.77.0.1:6379", restarts=1)
         process = machines.start("host0", driver, cwd=folder, env=jobs.on_path(**own))
         output = process.communicate(timeout=240)[0]
     assert process.returncode == 0, output
@@ -144,10 +126,10 @@ def test_two_hosts_of_a_ray_cluster_have_the_numbers_of_a_local_run_also_when_a_
     assert "ip=10.77.0.2" in output and "restart 1 of 1" in output and "continuing at step 21" in output
 
 
-def test_a_cluster_that_does_not_answer_is_told_at_once(tmp_path):
+def test_unreachable_cluster_is_an_error_immediately(tmp_path):
     folder = jobs.project(tmp_path / "project")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"  # bound, and nobody listens
-        code, said = ended(launched(folder, 2, "--set", f"address={address}"), folder, timeout=60)
-    assert code == 75 and f"no Ray cluster responds at address {address}" in said, said
+        code, output = ended(launched(folder, 2, address), folder, timeout=60)
+    assert code == 75 and f"no Ray cluster responds at address {address}" in output, output

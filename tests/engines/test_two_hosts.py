@@ -1,5 +1,5 @@
-"""What is rendered for Kubernetes, Kubeflow, Cloud TPU and ssh, run on two hosts with what their controllers set: the
-numbers of a local run.
+"""What is rendered for Kubernetes, Kubeflow, Cloud TPU and ssh, run on two hosts with what their controllers set, and
+mpirun: the numbers of a local run; and a host that vanishes.
 
 Hosts are network namespaces with names of their own (tests/support/two_hosts.py); a pod's DNS name is in their hosts
 file.
@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
+import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import threading
-import time
-from pathlib import Path
 
 import pytest
 import yaml
@@ -35,9 +36,7 @@ def machines():
     pods = {"run-workers-0-0.run": "host0", "run-workers-0-1.run": "host1"}
     nodes = {"run-node-0-0.run": "host0", "run-node-0-1.run": "host1"}
     slices = {"run-workers-1-0.run": "host1"}
-    own = {
-        name.partition(".")[0]: host for name, host in (pods | nodes | slices).items()
-    }  # as a pod's /etc/hosts has it
+    own = {name.partition(".")[0]: host for name, host in (pods | nodes | slices).items()}  # as a pod's /etc/hosts
     with two_hosts.hosts(also=pods | nodes | slices | own) as made:
         yield made
 
@@ -48,12 +47,15 @@ def text_of(engine, *settings, num=2, restarts=0):
 
 
 def run(machines, folder, starts):
-    """Runs [(host, hostname, command, variables)] together in a project; returns [(code, output)]."""
+    """Runs [(hostname, command, variables)] together in a project, one on each host; returns the output of the first
+    when all have ended with 0."""
     started = [
-        machines.start(host, command, hostname, cwd=folder, env=jobs.on_path(**env))
-        for host, hostname, command, env in starts
+        machines.start(f"host{i}", command, hostname, cwd=folder, env=jobs.on_path(**env))
+        for i, (hostname, command, env) in enumerate(starts)
     ]
-    return [(output, p.returncode)[::-1] for p in started for output in [p.communicate(timeout=120)[0]]]
+    outputs = [process.communicate(timeout=120)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * len(started), outputs
+    return outputs[0]
 
 
 def pods_of(document: dict, replicas: int = 1) -> list[tuple[str, dict[str, str]]]:
@@ -89,19 +91,16 @@ def container_of(document):
     return container
 
 
-def test_the_pods_of_a_jobset_have_the_numbers_of_a_local_run(machines, tmp_path, expected):
+def test_jobset_pods_have_numbers_of_a_local_run(machines, tmp_path, expected):
     folder = jobs.project(tmp_path / "project")
     document = yaml.safe_load(text_of("kubernetes", "image=i", PYTHON, f"folder={folder}"))
-    starts = [
-        (f"host{i}", name, container_of(document)["command"], env) for i, (name, env) in enumerate(pods_of(document))
-    ]
-    ended = run(machines, container_of(document)["workingDir"], starts)
-    assert [code for code, _ in ended] == [0, 0], ended
+    starts = [(name, container_of(document)["command"], env) for name, env in pods_of(document)]
+    output = run(machines, container_of(document)["workingDir"], starts)
     assert jobs.losses(folder) == expected
-    assert "2 processes: jobset (JOBSET_PODS=2, JOB_COMPLETION_INDEX=0), since it allocated this host" in ended[0][1]
+    assert "2 processes: jobset (JOBSET_PODS=2, JOB_COMPLETION_INDEX=0), since it allocated this host" in output
 
 
-def test_the_hosts_of_two_tpu_slices_have_the_numbers_of_a_local_run(machines, tmp_path, expected):
+def test_tpu_slices_have_numbers_of_a_local_run(machines, tmp_path, expected):
     """GKE's webhook sets what is set here, for pods that ask for google.com/tpu (docs/how-to/tpu-multislice); the
     devices are CPUs."""
     folder = jobs.project(tmp_path / "project")
@@ -117,14 +116,13 @@ def test_the_hosts_of_two_tpu_slices_have_the_numbers_of_a_local_run(machines, t
             "MEGASCALE_SLICE_ID": str(i),
             "MEGASCALE_COORDINATOR_ADDRESS": "run-workers-0-0.run:8080",
         }
-        starts.append((f"host{i}", name, container_of(document)["command"], env))
-    ended = run(machines, folder, starts)
-    assert [code for code, _ in ended] == [0, 0], ended
+        starts.append((name, container_of(document)["command"], env))
+    output = run(machines, folder, starts)
     assert jobs.losses(folder) == expected
-    assert "2 processes: cloud_tpu (TPU_WORKER_ID=0 of 1 hosts, MEGASCALE_SLICE_ID=0 of 2)" in ended[0][1]
+    assert "2 processes: cloud_tpu (TPU_WORKER_ID=0 of 1 hosts, MEGASCALE_SLICE_ID=0 of 2)" in output
 
 
-def test_the_pods_of_a_trainjob_have_the_numbers_of_a_local_run(machines, tmp_path, expected):
+def test_trainjob_pods_have_numbers_of_a_local_run(machines, tmp_path, expected):
     folder = jobs.project(tmp_path / "project")
     trainer = yaml.safe_load(text_of("kubeflow", "image=i", PYTHON, f"folder={folder}"))["spec"]["trainer"]
     starts = []
@@ -135,68 +133,59 @@ def test_the_pods_of_a_trainjob_have_the_numbers_of_a_local_run(machines, tmp_pa
             "JAX_PROCESS_ID": str(i),
             "JAX_COORDINATOR_ADDRESS": "run-node-0-0.run:29500",
         }
-        starts.append((f"host{i}", f"run-node-0-{i}", trainer["command"], env))
-    ended = run(machines, tmp_path, starts)
-    assert [code for code, _ in ended] == [0, 0], ended
+        starts.append((f"run-node-0-{i}", trainer["command"], env))
+    output = run(machines, tmp_path, starts)
     assert jobs.losses(folder) == expected
-    assert "2 processes: kubeflow (JAX_NUM_PROCESSES=2, JAX_PROCESS_ID=0)" in ended[0][1]
+    assert "2 processes: kubeflow (JAX_NUM_PROCESSES=2, JAX_PROCESS_ID=0)" in output
 
 
 class Metadata(http.server.BaseHTTPRequestHandler):
-    """The metadata server of a TPU VM: what it says of each worker is below /I/."""
+    """The metadata server of a TPU VM: what it returns to each worker is below /I/."""
 
     def do_GET(self):
         worker, _, attribute = self.path[1:].partition("/")
-        told = {
-            "agent-worker-number": worker,
-            "worker-network-endpoints": self.server.endpoints,
-            "tpu-env": self.server.environment.replace("WORKER", worker),
-        }
-        name = attribute.rpartition("/")[2]
-        right = self.headers.get("Metadata-Flavor") == "Google" and name in told
-        self.send_response(200 if right else 404)
+        endpoints, environment = self.server.values
+        values = {"agent-worker-number": worker, "worker-network-endpoints": endpoints, "tpu-env": environment}
+        found = values.get(attribute.rpartition("/")[2]) if self.headers.get("Metadata-Flavor") == "Google" else None
+        self.send_response(404 if found is None else 200)
         self.end_headers()
-        self.wfile.write(told.get(name, "").encode() if right else b"")
+        self.wfile.write((found or "").replace("WORKER", worker).encode())
 
     def log_message(self, *args):
         pass
 
 
-@pytest.mark.parametrize(
-    ("endpoints", "environment"),
-    [
-        ("node-a:7:10.77.0.1,node-b:8:10.77.0.2", "ACCELERATOR_TYPE: 'v4-16'\n"),
-        ("host0,host1", ""),
-        (
-            "self",
-            "MEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: 'WORKER'\nMEGASCALE_COORDINATOR_ADDRESS: '10.77.0.1:8080'\n",  # noqa: E501
-        ),
-    ],
-    ids=["old format", "names", "two slices"],
-)
-def test_the_hosts_of_a_tpu_vm_ask_their_metadata_server(tmp_path, endpoints, environment):
-    """The part of the script that makes a place of what the server says; `gcloud` runs the script."""
-    text = text_of("tpu", "tpu=t", "zone=z")
+@contextlib.contextmanager
+def metadata_server(endpoints="node-a:7:10.77.0.1,node-b:8:10.77.0.2", environment="ACCELERATOR_TYPE: 'v4-16'\n"):
+    """Yields HOST:PORT of a metadata server, on the loopback interface of this namespace."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
-        server.endpoints, server.environment = endpoints, environment
+        server.values = endpoints, environment
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        place = text[: text.index("starts=0")] + "env | grep ^SPMDKIT_ | sort\n"
-        found = []
-        for worker in range(2):
-            # Of two slices each has one worker, number 0 there.
-            script = (
-                place.replace("worker=$(attribute agent-worker-number)", "worker=$(echo 0)")
-                if endpoints == "self"
-                else place
-            )
-            metadata = f"127.0.0.1:{server.server_port}/{worker}"
-            env = jobs.environment(GCE_METADATA_HOST=metadata)
-            found.append(subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True).stdout.split())
+        yield f"127.0.0.1:{server.server_port}"
         server.shutdown()
-    host = "host0" if endpoints == "host0,host1" else "10.77.0.1"
-    for worker, told in enumerate(found):
-        told = [line for line in told if "COMPILE_CACHE" not in line]
-        assert told == [f"SPMDKIT_COORDINATOR={host}:8482", "SPMDKIT_NUM_PROCESSES=2", f"SPMDKIT_PROCESS_ID={worker}"]
+
+
+SLICES = "MEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: 'WORKER'\nMEGASCALE_COORDINATOR_ADDRESS: '10.77.0.1:8080'\n"
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "environment", "host"),
+    [("host0,host1", "", "host0"), ("self", SLICES, "10.77.0.1")],
+    ids=["names", "two slices"],
+)
+def test_tpu_vm_hosts_read_their_metadata_server(endpoints, environment, host):
+    """The part of the script that reads rank and coordinator from the server; `gcloud` runs the script."""
+    text = text_of("tpu", "tpu=t", "zone=z")
+    script = text[: text.index("starts=0")] + "env | grep ^SPMDKIT_ | sort\n"
+    if endpoints == "self":  # of two slices each has one worker, number 0 there
+        script = script.replace("worker=$(attribute agent-worker-number)", "worker=$(echo 0)")
+    with metadata_server(endpoints, environment) as address:
+        for worker in range(2):
+            env = jobs.environment(GCE_METADATA_HOST=f"{address}/{worker}")
+            output = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True).stdout
+            found = [line for line in output.split() if "COMPILE_CACHE" not in line]
+            rank = f"SPMDKIT_PROCESS_ID={worker}"
+            assert found == [f"SPMDKIT_COORDINATOR={host}:8482", "SPMDKIT_NUM_PROCESSES=2", rank]
 
 
 GCLOUD = """#!{python}
@@ -211,64 +200,43 @@ else:
     started = [subprocess.Popen([*on, command], env=os.environ | {{"GCE_METADATA_HOST": at}}) for on, at in hosts.values()]
     sys.exit(max(each.wait() for each in started))
 """  # noqa: E501
-"""A stand-in for gcloud: copies, and runs the command on every host of the TPU."""
-
-
-@contextlib.contextmanager
-def metadata_servers(machines):
-    """Yields host -> where its metadata server is, on a loopback interface of its own."""
-    with contextlib.ExitStack() as stack:
-        found = {}
-        for worker, name in enumerate(machines.names):
-            with machines.inside(name):
-                server = stack.enter_context(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata))
-            server.endpoints, server.environment = (
-                "node-a:7:10.77.0.1,node-b:8:10.77.0.2",
-                "ACCELERATOR_TYPE: 'v4-16'\n",
-            )
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-            stack.callback(server.shutdown)
-            found[name] = f"127.0.0.1:{server.server_port}/{worker}"
-        yield found
+"""A substitute for gcloud: copies, and runs the command on every host of the TPU."""
 
 
 @pytest.mark.parametrize("task", [jobs.TASK, jobs.DIES], ids=["undisturbed", "one is lost"])
-def test_the_hosts_of_a_tpu_vm_have_the_numbers_of_a_local_run(machines, tmp_path, expected, task):
+def test_tpu_vm_hosts_have_numbers_of_a_local_run(machines, tmp_path, expected, task):
     """All that is rendered, run: gcloud's two commands, and the whole script on each host; the devices are CPUs."""
-    folder = jobs.project(tmp_path / "project")
-    (folder / "task.py").write_text(task)
-    with metadata_servers(machines) as servers:
-        hosts = {name: (machines.on(name, ["sh", "-c"]), at) for name, at in servers.items()}
+    folder = jobs.project(tmp_path / "project", task)
+    with contextlib.ExitStack() as stack:
+        hosts = {}
+        for worker, name in enumerate(machines.names):
+            with machines.inside(name):
+                address = stack.enter_context(metadata_server())
+            hosts[name] = machines.on(name, ["sh", "-c"]), f"{address}/{worker}"
         gcloud = tmp_path / "bin" / "gcloud"
         gcloud.parent.mkdir()
         gcloud.write_text(GCLOUD.format(python=sys.executable, hosts=json.dumps(hosts)))
         gcloud.chmod(0o755)
         env = jobs.on_path()
         env["PATH"] = f"{gcloud.parent}:{env['PATH']}"
-        settings = [word for text in ("tpu=t", "zone=z", PYTHON, f"folder={folder}") for word in ("--set", text)]
-        command = [sys.executable, "-m", "spmdkit", "launch", "--on", "tpu", "-n", "2", "--name", "run", *settings]
-        done = subprocess.run(
-            [*command, "--max-restarts", "1", "--", "train", "run.yaml"],
-            cwd=folder,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=150,
-        )
+        command = jobs.launch("tpu", 2, "tpu=t", "zone=z", PYTHON, f"folder={folder}", restarts=1)
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
     assert jobs.losses(folder) == expected and (folder / "died").exists() == (task == jobs.DIES)
     assert "2 processes: spmdkit (SPMDKIT_NUM_PROCESSES=2, SPMDKIT_PROCESS_ID=0)" in done.stdout, done.stdout
 
 
-def test_doctor_of_two_hosts_says_what_each_advertises_its_clock_bandwidth_and_where_all_can_write(machines, tmp_path):
+def spmdkit(hostnames, *words):
+    """Returns the starts of a command of spmdkit as processes that find each other."""
+    command = [sys.executable, "-m", "spmdkit", *words]
+    env = {"SPMDKIT_COORDINATOR": "10.77.0.1:8477", "SPMDKIT_NUM_PROCESSES": str(len(hostnames))}
+    return [(name, command, env | {"SPMDKIT_PROCESS_ID": str(i)}) for i, name in enumerate(hostnames)]
+
+
+def test_doctor_of_two_hosts_reports_addresses_and_clocks(machines, tmp_path):
     folder = jobs.project(tmp_path / "project")
-    command = [sys.executable, "-m", "spmdkit", "doctor", "run.yaml", "--json"]
-    place = {"SPMDKIT_COORDINATOR": "10.77.0.1:8477", "SPMDKIT_NUM_PROCESSES": "2"}
-    ended = run(
-        machines, folder, [(f"host{i}", f"host{i}", command, place | {"SPMDKIT_PROCESS_ID": str(i)}) for i in (0, 1)]
-    )
-    assert [code for code, _ in ended] == [0, 0], ended
-    found = json.loads(next(line for line in ended[0][1].splitlines() if line.startswith("{")))
+    output = run(machines, folder, spmdkit(machines.names, "doctor", "run.yaml", "--json"))
+    found = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
     for i, told in enumerate(found["hosts"].split("; ")):
         clock = r"clock [+-]0\.\d{3} s"
         assert re.fullmatch(rf"process {i} on host{i}, Gloo advertises 10\.77\.0\.{i + 1}, {clock}", told), told
@@ -276,7 +244,7 @@ def test_doctor_of_two_hosts_says_what_each_advertises_its_clock_bandwidth_and_w
     assert re.fullmatch(r"data [\d.]+ GB/s", found["bandwidth"]) and found["problems"] == []
 
 
-def test_a_tpu_vm_script_starts_again_after_42_and_ends_with_a_final_code(tmp_path):
+def test_tpu_vm_script_restarts_after_42(tmp_path):
     text = text_of("tpu", "tpu=t", "zone=z", "python=./fake", restarts=1)
     (tmp_path / "fake").write_text(
         "#!/bin/sh\nn=$(cat n 2>/dev/null || echo 0); echo $((n+1)) > n\nset -- 42 70 42 70\nshift $n; exit $1\n"
@@ -289,7 +257,7 @@ def test_a_tpu_vm_script_starts_again_after_42_and_ends_with_a_final_code(tmp_pa
 
 @pytest.fixture
 def ssh(machines, tmp_path):
-    """A stand-in for ssh: enters the host, and hangs up what it has started when it is ended, as `ssh -tt` does."""
+    """A substitute for ssh: enters the host, and hangs up what it has started when it is ended, as `ssh -tt` does."""
     table = {name: machines.on(name, ["sh", "-c"]) for name in machines.names}
     path = tmp_path / "fake-ssh"
     path.write_text(
@@ -305,73 +273,90 @@ def ssh(machines, tmp_path):
     return f"ssh={path}"
 
 
-def launched(folder, ssh, *more, **env):
-    own = ("--name", "run", "--set", "hosts=host0,host1", "--set", ssh, "--set", PYTHON)
-    command = [
-        sys.executable,
-        "-m",
-        "spmdkit",
-        "launch",
-        "--on",
-        "ssh",
-        "-n",
-        "2",
-        *own,
-        *more,
-        "--",
-        "train",
-        "run.yaml",
-    ]
+def launched(folder, ssh, restarts=0, train=()):
+    command = jobs.launch("ssh", 2, "hosts=host0,host1", ssh, PYTHON, restarts=restarts, train=train)
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
-    return subprocess.Popen(command, cwd=folder, env=jobs.on_path(**env), **options)
+    return subprocess.Popen(command, cwd=folder, env=jobs.on_path(), **options)
 
 
-def test_ssh_on_two_hosts_has_the_numbers_of_a_local_run(machines, ssh, tmp_path, expected):
-    folder = jobs.project(tmp_path / "project")
-    process = launched(folder, ssh)
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, output
-    assert jobs.losses(folder) == expected
-    assert output.index("SPMDKIT_COORDINATOR=host0:8476") < output.index("training steps 1 to 40"), (
-        "printed before it runs"
-    )
-
-
-def test_a_process_that_dies_on_one_host_ends_the_other_and_all_start_again(machines, ssh, tmp_path, expected):
-    folder = jobs.project(tmp_path / "project")
-    (folder / "task.py").write_text(jobs.DIES)
-    process = launched(folder, ssh, "--max-restarts", "1")
+@pytest.mark.parametrize("task", [jobs.TASK, jobs.DIES], ids=["undisturbed", "one is lost"])
+def test_ssh_has_numbers_of_a_local_run(machines, ssh, tmp_path, expected, task):
+    folder = jobs.project(tmp_path / "project", task)
+    process = launched(folder, ssh, restarts=1)
     output = process.communicate(timeout=150)[0]
     assert process.returncode == 0, output
-    assert jobs.losses(folder) == expected and (folder / "died").exists()
-    assert "continuing at step 21" in output
+    assert jobs.losses(folder) == expected and (folder / "died").exists() == (task == jobs.DIES)
+    assert output.index("SPMDKIT_COORDINATOR=host0:8476") < output.index("training steps 1 to 40")  # before it runs
+    assert ("continuing at step 21" in output) == (task == jobs.DIES)
 
 
-def test_a_launcher_over_ssh_that_is_told_to_stop_lets_all_save_and_returns_42(machines, ssh, tmp_path):
-    folder = jobs.project(tmp_path / "project")
-    (folder / "task.py").write_text(jobs.SLOWLY)
-    (folder / "run.yaml").write_text(jobs.CONFIG.replace("steps: 40", "steps: 800"))
-    process = launched(folder, ssh)
-    deadline = time.monotonic() + 90
-    while not (folder / "run/metrics.jsonl").is_file() or len(jobs.losses(folder)) < 2:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.1)
+def test_stopped_ssh_launcher_saves_and_returns_42(machines, ssh, tmp_path):
+    folder = jobs.project(tmp_path / "project", jobs.SLOWLY)
+    process = launched(folder, ssh, train=("steps=800",))
+    jobs.wait_for_steps(folder, lambda: process.poll() is None)
     process.terminate()  # hands it on to the script
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 42, output
-    steps = [int(path.name) for path in (Path(folder) / "run/checkpoints").iterdir() if path.name.isdigit()]
-    assert max(steps) == max(event["step"] for event in jobs.events(folder, "preempted"))
+    jobs.assert_all_saved(folder)
 
 
 @pytest.mark.parametrize("override", ["cluster.interface=auto", "cluster.interface=eth0"])
-def test_hosts_whose_own_name_means_loopback_have_the_numbers_of_a_local_run(machines, tmp_path, expected, override):
+def test_loopback_names_have_numbers_of_a_local_run(machines, tmp_path, expected, override):
     """Debian's `127.0.1.1 name`: without another address the first collective is refused on both."""
     folder = jobs.project(tmp_path / "project")
-    command = [sys.executable, "-m", "spmdkit", "train", "run.yaml", override]
-    place = {"SPMDKIT_COORDINATOR": "10.77.0.1:8476", "SPMDKIT_NUM_PROCESSES": "2"}
-    ended = run(
-        machines, folder, [(f"host{i}", "debian", command, place | {"SPMDKIT_PROCESS_ID": str(i)}) for i in (0, 1)]
-    )
-    assert [code for code, _ in ended] == [0, 0], ended
+    output = run(machines, folder, spmdkit(["debian"] * 2, "train", "run.yaml", override))
     assert jobs.losses(folder) == expected
-    assert "note: Gloo advertises 10.77.0.1, " in ended[0][1]
+    assert "note: Gloo advertises 10.77.0.1, " in output
+
+
+AGENT = """#!{python}
+import json, os, sys
+words = sys.argv[1:]
+while words[0].startswith("-"):
+    words.pop(0)
+enter = json.loads({table!r})[words[0]]
+os.execvp(enter[0], [*enter, "sh", "-c", " ".join(words[1:])])
+"""
+"""What mpirun runs as ssh: `[-x] HOST COMMAND`."""
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun (package openmpi-bin)")
+def test_mpirun_has_numbers_of_a_local_run(machines, tmp_path):
+    expected = jobs.local(tmp_path / "local", 3, *jobs.THREE)
+    folder, agent = jobs.project(tmp_path / "project"), tmp_path / "agent"
+    table = {name: machines.on(name, []) for name in machines.names}
+    agent.write_text(AGENT.format(python=sys.executable, table=json.dumps(table)))
+    agent.chmod(0o755)
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    own = ["--host", "host0:2,host1:1", "-np", "3", "--display-map", "--mca", "plm_rsh_agent", str(agent)]
+    command = ["mpirun", *root, *own, sys.executable, "-m", "spmdkit", "train", "run.yaml", *jobs.THREE]
+    process = machines.start("host0", command, cwd=folder, env=jobs.on_path())
+    output = process.communicate(timeout=150)[0]
+    assert process.returncode == 0, output
+    assert jobs.losses(folder) == expected
+    assert "3 processes: open_mpi (OMPI_COMM_WORLD_SIZE=3, OMPI_COMM_WORLD_RANK=0)" in output
+    assert re.search(r"node: host1\b.*\n.*rank: 2", output), output
+
+
+@pytest.mark.parametrize("dies", [True, False], ids=["with its processes", "cut off"])
+def test_lost_first_host_ends_others_with_75(tmp_path, dies):
+    """The host of process 0 and of the coordination service vanishes without a packet; JAX ends no other process."""
+    folder, steps = jobs.project(tmp_path), ("steps=4000", "checkpoint.every_steps=1000", *jobs.THREE[:3])
+    (folder / "task.py").write_text(jobs.SLOWLY)
+    with two_hosts.hosts(("host0", "host1", "host2")) as machines:
+        started = [
+            machines.start(
+                f"host{i}", command, cwd=folder, env=jobs.on_path(**env | {"SPMDKIT_COORDINATOR": "host0:7777"})
+            )
+            for i, (_, command, env) in enumerate(spmdkit(machines.names, "train", "run.yaml", *steps))
+        ]
+        jobs.wait_for_steps(folder, lambda: True, 120)
+        machines.cut("host0")
+        if dies:
+            pids = subprocess.run(["ip", "netns", "pids", machines.space("host0")], capture_output=True, text=True)
+            for pid in pids.stdout.split():
+                os.kill(int(pid), signal.SIGKILL)
+        outputs = [p.communicate(timeout=60)[0] for p in started[1:]]
+    assert [p.returncode for p in started[1:]] == [75, 75], outputs
+    for text in outputs:
+        assert "the coordination service has not responded" in text and "silent" not in text

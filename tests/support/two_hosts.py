@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -50,7 +51,7 @@ class Hosts:
         lines = [f"{ip} {name}" for name, ip in self.address.items()]
         lines += [f"{self.address[of]} {other}" for other, of in also.items()]
         self._hosts.write_text("127.0.0.1 localhost\n127.0.1.1 debian\n" + "\n".join(lines) + "\n")
-        self._tag = f"sk{os.getpid()}"
+        self._tag = f"sk{secrets.token_hex(4)}"
         self._started: list[subprocess.Popen[str]] = []
 
     def space(self, name: str) -> str:
