@@ -1,8 +1,8 @@
 """Horovod's semantics, and its pytorch_mnist.py ported to JAX, on 2, 3 and 4 processes: one set of processes runs the
 whole table of semantics.py and then the example.
 
-Three processes run the table with all dtypes and shapes, two and four with few; they start as users' do, since that is
-what is tested.
+Three processes run the table with all dtypes and shapes, and the digits; two and four run few, and patterns. They start
+as users' do, since that is what is tested.
 """
 
 import ast
@@ -32,7 +32,7 @@ def job(tmp_path_factory):
     @functools.cache
     def of(size):
         out = tmp_path_factory.mktemp(f"ranks{size}")
-        batch = example().NUM_TRAIN // STEPS_PER_EPOCH // size
+        batch = example(size != 3).NUM_TRAIN // STEPS_PER_EPOCH // size
         options = ["--batch-size", str(batch), "--epochs", str(EPOCHS), "--lr", str(LEARNING_RATE)]
         command = [sys.executable, "-m", "tests.horovod.semantics", str(out), *options, *["short"] * (size != 3)]
         return run_ranks(command, size, timeout_s=280 if size == 2 else 900), out
@@ -54,7 +54,7 @@ def test_each_row_holds_on_every_rank(job, size, row):
 def one_device(size):
     """Returns the parameters after the steps of plain JAX and optax on whole batches, at `size` times the learning
     rate."""
-    digits = example()
+    digits = example(size != 3)
     data, _ = digits.digits()
     sampler = digits.DistributedSampler(len(data["labels"]), num_replicas=1, rank=0)
     params, optimizer = digits.Net(42).params, optax.sgd(LEARNING_RATE * size, momentum=0.5)
