@@ -204,7 +204,7 @@ else:
 
 
 @pytest.mark.parametrize("task", [jobs.TASK, jobs.DIES], ids=["undisturbed", "one is lost"])
-def test_tpu_vm_hosts_have_numbers_of_a_local_run(machines, tmp_path, expected, task):
+def test_tpu_vm_has_numbers_of_a_local_run(machines, tmp_path, expected, task):
     """All that is rendered, run: gcloud's two commands, and the whole script on each host; the devices are CPUs."""
     folder = jobs.project(tmp_path / "project", task)
     with contextlib.ExitStack() as stack:

@@ -44,11 +44,8 @@ TASK = (
 )
 BASE = {"task": "task.py:task", "run_dir": "run", "steps": 6, "batch_size": 16, "devices": "cpu:8", "checkpoint": None}
 BASE |= {"log": {"every_steps": 2}}
-NEAR = {"4: wrap the optimizer": 2e-2, "Communication hooks": 2e-2}
-"""Rows whose reducer rounds, and how far they may be."""
-
-OTHER = ("stale updates", "asynchronous", "Callbacks")
-"""Rows that the page says to be another trajectory."""
+NEAR = {"4: wrap the optimizer": 2e-2, "Communication hooks": 2e-2}  # their reducer rounds
+OTHER = ("stale updates", "asynchronous", "Callbacks")  # the page says that the trajectory differs
 
 
 def rows():

@@ -106,9 +106,8 @@ def test_slowest_of_three_workers_is_dropped():
 )
 def test_two_stale_workers_reach_the_loss_of_sgd(task, seeds):
     """After as many applied updates: `benchmarks/parameter_server.py converge`."""
-    spec = importlib.util.spec_from_file_location(
-        "benchmark_of_parameter_servers", Path(__file__).parents[2] / "benchmarks" / "parameter_server.py"
-    )
+    path = Path(__file__).parents[2] / "benchmarks" / "parameter_server.py"
+    spec = importlib.util.spec_from_file_location("benchmark_of_parameter_servers", path)
     benchmark = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)
     found = benchmark.converge(argparse.Namespace(tasks=[task], seeds=seeds, transport="threads"))
@@ -117,8 +116,7 @@ def test_two_stale_workers_reach_the_loss_of_sgd(task, seeds):
 
 
 def test_a_slow_worker_does_not_slow_the_other():
-    """That the other's rate falls by less than a tenth is measured by benchmarks/parameter_server.py, on a machine with
-    nothing else to do."""
+    """Its rate falls by less than a tenth: benchmarks/parameter_server.py."""
     job = Job(Rules(60), workers=2, overlap=True, seconds=lambda worker: 0.1 if worker else 0.02)
     job.run()
     assert job.last.progress[0] > 2.5 * job.last.progress[1] > 0, job.last.progress

@@ -108,12 +108,6 @@ def test_after_the_last_update_nothing_is_applied():
     assert server.pull().done and value(server) == [-1, 0]
 
 
-def test_skipped_pushes_are_counted_and_change_nothing():
-    server = server_of(Rules(5))
-    assert server.push(Push(0, 0, 0, 1, 0, 1, None)).outcome == "skipped"
-    assert value(server) == [0, 0] and server.status(0)["dropped"] == {"skipped": 1}
-
-
 # ---- what one server has and another has not -------------------------------------------------------------------------
 
 

@@ -34,8 +34,7 @@ def trained(folder):
 
 
 def test_run_alternates_with_synchronous_training(tmp_path):
-    """Two servers, no server, one, and two: each step equals that of a synchronous run, and each leaf has all
-    updates."""
+    """Two servers, no server, one, and two: a synchronous run has the same state, and each leaf all updates."""
     loss = lambda params, batch, key: sk.mean((batch["x"] * params["w"] + params["b"] - 2 * batch["x"]) ** 2)
     init = lambda key: {"w": jnp.zeros(()), "b": jnp.ones(())}
     task = changed(init=init, loss_fn=loss, optimizer=optax.adam(0.05))
@@ -173,26 +172,19 @@ def test_commands_of_one_step_name_the_alternative(tmp_path):
         assert error.value.exit_code == 78
 
 
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"loss_fn": None, "train_step": lambda s, b: (s, {}), "eval_data": None}, "the task has a train_step"),
+def test_user_train_step_and_hooks_are_refused(tmp_path):
+    stepped = {"loss_fn": None, "train_step": lambda s, b: (s, {}), "eval_data": None}
+    for changes, words in (
+        (stepped, "the task has a train_step"),
         ({"hooks": [sk.Hook("mine")]}, r"has hooks \(mine\)"),
-    ],
-)
-def test_user_train_step_and_hooks_are_refused(tmp_path, changes, words):
-    with pytest.raises(sk.SpmdkitError, match=words):
-        train(tmp_path, changed(**changes), sync=TWO)
+    ):
+        with pytest.raises(sk.SpmdkitError, match=words):
+            train(tmp_path, changed(**changes), sync=TWO)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
-def test_missing_ray_names_its_install_command(tmp_path):
-    with pytest.raises(sk.SpmdkitError, match=r"pip install 'spmdkit\[ray\]'.*transport: threads") as error:
+def test_ray_needs_its_package_and_an_importable_task(tmp_path):
+    found = importlib.util.find_spec("ray") is not None
+    words = "Name it there" if found else r"pip install 'spmdkit\[ray\]'.*transport: threads"
+    with pytest.raises(sk.SpmdkitError, match=words) as error:
         train(tmp_path, sync="parameter_server")
     assert error.value.exit_code == 78
-
-
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
-def test_unimportable_task_is_refused_on_ray(tmp_path):
-    with pytest.raises(sk.SpmdkitError, match="Name it there"):
-        train(tmp_path, sync="parameter_server")
