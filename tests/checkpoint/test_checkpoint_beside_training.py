@@ -26,7 +26,7 @@ def test_steps_being_read_survive_quick_retention(directory, tmp_path):
         while not ls(directory):
             assert worker.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
-        for number in range(3):
+        for number in range(2):
             with hold_step(directory, lambda: newest_step(directory)) as step:
                 while (
                     max(reader.steps()) < step + 2 or step + 1 in reader.steps()

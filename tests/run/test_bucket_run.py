@@ -46,6 +46,7 @@ def test_run_continues_on_an_empty_disk(client, tmp_path):
     assert train(tmp_path / "third", **every).already_finished
 
 
+@pytest.mark.slow
 def test_eval_and_an_evaluator_read_the_bucket(client, tmp_path):
     train(tmp_path, checkpoint=SAVED)
     config = config_of(tmp_path / "elsewhere", checkpoint=SAVED)

@@ -146,6 +146,7 @@ def test_rollback_to_equal_copies_equals_undisturbed_run(tmp_path):
     assert copies.differences(copies.hashes(again.state)) == []
 
 
+@pytest.mark.slow
 def test_audited_device_of_two_is_repaired(tmp_path, capfd):
     two = {"devices": "cpu:2", "mesh": {"data": 2}, "replica_check": {"every_steps": 3, "action": "repair"}}
     result = train(tmp_path, flip_at=5, device=1, loss_fn=shaky(squares), **two)

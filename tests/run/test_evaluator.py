@@ -44,6 +44,7 @@ def test_run_ended_by_a_hook_ends_evaluator(tmp_path):
     assert follow(tmp_path)[0] == [5, 7]
 
 
+@pytest.mark.slow
 def test_nonfinite_evaluation_ends_the_evaluator(tmp_path, monkeypatch):
     train(tmp_path)
     monkeypatch.setattr("spmdkit.program.program.Program.eval", lambda self, state: {"loss": float("nan")})

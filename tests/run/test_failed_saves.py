@@ -120,6 +120,7 @@ def test_emergency_save_works_after_a_failed_save(tmp_path, disk):
     assert saved(tmp_path) == [7]
 
 
+@pytest.mark.slow
 def test_next_best_replaces_a_lost_best(tmp_path, disk):
     disk.full += [6]
     climbing = dataclasses.replace(line_task(), optimizer=optax.sgd(lambda count: jnp.where(count < 6, 0.1, -0.05)))

@@ -272,6 +272,7 @@ def test_spike_can_stop_or_be_reported(tmp_path, capfd):
     assert f"a spike at step {AT}: the loss is" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_spike_limit_survives_a_restart(tmp_path, capfd):
     changes = {"on_spike": {"window": 32}, "checkpoint": {"every_steps": 21}}
     whole = train(tmp_path / "a", make_task(noisy(AT), **SPIKE), steps=30, **changes)

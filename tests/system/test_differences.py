@@ -141,6 +141,7 @@ def test_difference_in_packages_is_refused(forks, hosts, make, says):
     refused(train(forks, hosts, make(hosts), fresh=True), says)
 
 
+@pytest.mark.slow
 def test_other_folders_dumps_and_host_names_pass(forks, hosts):
     dumps = {
         "XLA_FLAGS": f"{QUICK_XLA} --xla_dump_to={hosts / 'dump'} --xla_dump_hlo_as_text",

@@ -69,6 +69,7 @@ def test_stop_names_the_batch_on_both_processes(forks, folder):
     assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["3"]
 
 
+@pytest.mark.slow
 def test_skip_on_both_equals_one_process(forks, folder):
     ended = [
         *train(forks, folder, "two", "on_nonfinite=skip"),
