@@ -165,12 +165,15 @@ def _spec(tensorstore: Any, spec: dict[str, Any]) -> Any:
     return _Folder(spec) if is_folder else tensorstore.KvStore.Spec(spec)
 
 
+NO_NEWS = ("Global object size logging disabled", "unhandled exception during asyncio.run() shutdown")
+
+
 def _is_news(record: logging.LogRecord) -> bool:
     """Returns whether a log record is none of these: the traceback of a failed save, which is raised to the caller; a
-    second failure of it; the remark that a size is not logged."""
+    further failure of its parts; the remark that a size is not logged."""
     text = record.getMessage()
     is_traceback = bool(record.exc_info) and "orbax" in record.pathname
-    return not (is_traceback or "write_fragment" in text or text.startswith("Global object size logging disabled"))
+    return not (is_traceback or "write_fragment" in text or text.startswith(NO_NEWS))
 
 
 def _quiet_after_failure(before: Callable[[Any], Any], unraisable: Any) -> None:

@@ -79,7 +79,7 @@ def test_indexes_of_arrays_are_not_compressed(directory):
         ts.KvStore.open(index | {"config": {"compression": {"id": "zstd"}}}).result().list().result()
 
 
-def test_failed_save_cancels_parts_not_yet_begun():
+def test_failed_save_cancels_parts_not_yet_begun(caplog):
     orbax_backend.patch_orbax()
 
     async def begins_another():  # so that there is one that has not begun, whenever it ends
@@ -90,8 +90,14 @@ def test_failed_save_cancels_parts_not_yet_begun():
             await asyncio.sleep(0)
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    async def fails_later():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise OSError(errno.ENOSPC, "the second part")
+
     async def both():
-        await asyncio.gather(begins_another(), fails())
+        await asyncio.gather(begins_another(), fails_later(), fails())
 
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
@@ -99,3 +105,4 @@ def test_failed_save_cancels_parts_not_yet_begun():
             run_sync(both())
         gc.collect()
     assert not [each for each in raised if "never awaited" in str(each.message)]
+    assert not caplog.records, "a further failure is logged"

@@ -17,6 +17,7 @@ from spmdkit import checkpoint
 from spmdkit.cluster import detect_cluster, join
 from spmdkit.errors import ConfigError, NonFiniteError
 from spmdkit.run.hooks import finite
+from spmdkit.run.recovery import skipped_batches
 from tests.support import small_runs
 
 ROWS, BATCH = 96, 16
@@ -216,6 +217,9 @@ def test_trained_batches_cannot_be_skipped(tmp_path):
         train(tmp_path, make_task(), steps=8, data=data(3))
     result = train(tmp_path, make_task(), steps=8, data=data([5, 6]))
     np.testing.assert_allclose(params(result), by_hand({5, 6}, 10), rtol=1e-6)
+    program = result.program
+    skipped_batches.take(program, ((1, 9),), 4, {})  # as written by a rollback: those after step 4
+    assert program.schedule.skipped == ((5, 9),)
     again = train(tmp_path, make_task(), steps=9)  # what is left out stays left out
     np.testing.assert_allclose(params(again), by_hand({5, 6}, 11), rtol=1e-6)
 
