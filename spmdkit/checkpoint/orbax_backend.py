@@ -86,7 +86,7 @@ def patch_orbax(separate: bool = False) -> None:
 
     - chunks with checksums (tests/checkpoint/test_checkpoint_flips.py);
     - indexes without compression: zstd keeps 3.6 MB for kilobytes. `separate`: in files of their own, so that
-      `merge_parts` needs none of the arrays' files (test_checkpoint_apart.py);
+      `merge_parts` needs none of the arrays' files (test_checkpoint_processes.py);
     - no call of the two functions of tensorstore that leak their result: 25 KiB a save and 0.3 KiB an array
       (test_checkpoint_growth.py, benchmarks/save_growth.py);
     - deadlines by a monotonic clock: a clock that is set during a save would end it on some processes, and the others
@@ -190,7 +190,7 @@ def merge_parts(folder: Path) -> None:
     `state/ocdbt.process_N/`; arrays stay where they are."""
     from orbax.checkpoint._src.serialization import ocdbt_utils, tensorstore_utils
 
-    # Private: pinned by tests/checkpoint/test_checkpoint_apart.py.
+    # Private: pinned by tests/checkpoint/test_checkpoint_processes.py.
     context = tensorstore_utils.get_ts_context(use_ocdbt=True)
     state = epath.Path(str(folder / STATE_FOLDER))
     asyncio.run(ocdbt_utils.merge_ocdbt_per_process_files(state, context, use_zarr3=True))

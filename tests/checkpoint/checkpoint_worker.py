@@ -77,7 +77,7 @@ def hold_lock(run_dir: str) -> None:
 
 def process(directory: str, address: str, process_id: str, num_processes: str, commands: str) -> None:
     """One of several real processes, each with two devices: each command saves or restores a state that is sharded over
-    all of them, in `directory/NAME` for `COMMAND:NAME`, else in `directory`."""
+    all of them, in `directory/NAME` for `COMMAND:NAME`, or in NAME where that is an address."""
     num_processes, process_id = int(num_processes), int(process_id)
     jax.config.update("jax_num_cpu_devices", 2)
     jax.distributed.initialize(
@@ -100,16 +100,19 @@ def process(directory: str, address: str, process_id: str, num_processes: str, c
         raise AssertionError(f"sync_global_devices({name!r}) waits indefinitely")
 
     multihost_utils.sync_global_devices = forbidden
-    if location.is_url(directory):
-        client = shared_client(Path(os.environ["BUCKET_FOLDER"]))
-        object_store._client = lambda scheme: client
+    client = shared_client(Path(directory) / "bucket")
+    object_store._client = lambda scheme: client
     for part in commands.split(","):
         command, _, name = part.partition(":")
         cluster = Cluster(
-            process_index=process_id, num_processes=num_processes, devices=[], store=open_store(), namespace=part
+            process_index=process_id,
+            num_processes=num_processes,
+            devices=[],
+            store=open_store(),
+            namespace=part.replace("/", "."),
         )
         checkpoints = Checkpoints(
-            f"{directory}/{name}" if name else directory,
+            name if location.is_url(name) else f"{directory}/{name}",
             retention=Retention(),
             timeout_s=600 if command == "lose_one" else 60,
             is_main=process_id == 0,

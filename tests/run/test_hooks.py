@@ -115,10 +115,13 @@ def test_rollback_repeats_steps_and_rewinds_records(tmp_path):
     assert losses(tmp_path / "b") == losses(tmp_path / "a")
     assert saved(tmp_path / "b") == saved(tmp_path / "a") == [3, 6, 9, 12]
     np.testing.assert_array_equal(result.state.params["w"], undisturbed.state.params["w"])
-    (event,) = [e for e in lines(tmp_path / "b", "events.jsonl") if e["event"] == "rolled_back"]
+    events = lines(tmp_path / "b", "events.jsonl")
+    (event,) = [e for e in events if e["event"] == "rolled_back"]
     assert (event["step"], event["from_step"]) == (3, 8)
+    assert not [e for e in events if e["event"] == "save_failed"]  # step 6 was deleted, and is saved a second time
 
 
+@pytest.mark.slow
 def test_rollback_skips_batches_across_a_restart(tmp_path):
     bad, seen = 7, []
 

@@ -68,7 +68,7 @@ def saved(twenty, tmp_path):
     return tmp_path
 
 
-@pytest.mark.forms(2)
+@pytest.mark.forms(1)
 @pytest.mark.parametrize(
     "damage",
     [flip_every_array, truncate, lose_a_file, lose_the_record, empty, garble_the_record],

@@ -57,6 +57,7 @@ def events(folder):
     return [event["event"] for event in folder.events()]
 
 
+@pytest.mark.slow
 def test_exit_code_0_is_reported_until_the_restart(folder, leaving):
     code, output = leaving("exit", "train", "run.yaml")
     assert code == 0, output
