@@ -23,7 +23,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -169,9 +168,9 @@ def measure(target: str, strategies: Sequence[str]) -> Iterator[tuple[str, Entry
 # ---- the file --------------------------------------------------------------------------------------------------------
 
 
-def read(path: Path = GOLDEN) -> dict[str, Any]:
+def read() -> dict[str, Any]:
     """Returns the golden file: `versions` and `targets`."""
-    return json.loads(path.read_text()) if path.exists() else {"versions": {}, "targets": {}}
+    return json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {"versions": {}, "targets": {}}
 
 
 def write(path: Path, document: dict[str, Any]) -> None:
@@ -325,11 +324,8 @@ def chosen(names: Sequence[str]) -> dict[str, list[str]]:
     for name in names or TARGETS:
         target, _, strategy = name.partition("/")
         if target not in TARGETS or strategy not in ("", *strategies_of(target)):
-            known = (
-                f"strategies: {', '.join((*STRATEGIES, *SYNCS))}, on {' and '.join(KERNEL_TARGETS)} also with "
-                f"{KERNELS}, on {' and '.join(REDUCER_TARGETS)} also {REDUCER}NAME"
-            )
-            sys.exit(f"{name} is not in the table. Targets: {', '.join(TARGETS)}; {known}.")
+            known = {target: strategies_of(target) for target in TARGETS}
+            sys.exit(f"{name} is not in the table. Target -> strategies: {known}.")
         found.setdefault(target, []).extend([strategy] if strategy else strategies_of(target))
     return found
 
@@ -339,41 +335,32 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="TARGET[/STRATEGY]")
     parser.add_argument("--write", action="store_true", help="keep what was found, and make the page")
-    parser.add_argument("--golden", type=Path, default=GOLDEN, help="another golden file")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         for pair in entries(options.names[0], options.names[1:]):
             print(json.dumps(pair), flush=True)
         return 0
-    document, wrong, asked = read(options.golden), 0, chosen(options.names)
+    document, wrong, asked = read(), 0, chosen(options.names)
     if importlib.util.find_spec("libtpu") is None and any(target.startswith("tpu:") for target in asked):
-        sys.exit(
-            "libtpu is not installed, which compiles for TPUs on any x86 machine. pip install '.[tpu]', or name "
-            "cpu:8 alone."
-        )
+        sys.exit("libtpu is not installed. It needs no TPU: pip install '.[tpu]', or name cpu:8 alone.")
     for target, strategies in asked.items():
-        start = time.monotonic()
         for name, entry in measure(target, strategies):
             lines = differences(document["targets"].get(target, {}).get(name), entry)
             wrong += bool(lines)
-            seconds, start = time.monotonic() - start, time.monotonic()
-            print(f"{target}/{name}: {'differs' if lines else 'as in the file'} ({seconds:.0f} s)", flush=True)
-            print("".join(f"    {line}\n" for line in lines), end="", flush=True)
+            verdict = "differs" if lines else "as in the file"
+            print("\n    ".join([f"{target}/{name}: {verdict}", *lines]), flush=True)
             if options.write:
                 document["targets"].setdefault(target, {})[name] = entry
                 document["versions"] = versions()
-                write(options.golden, document)
+                write(GOLDEN, document)
     if options.write:
         PAGE.write_text(page(document))
         return 0
     if wrong:
         made = ", ".join(f"{k} {v}" for k, v in document["versions"].items())
         here = ", ".join(f"{k} {v}" for k, v in versions().items())
-        print(
-            f"{wrong} differ from {options.golden.name} (made with {made}; here {here}). If it is meant: --write, and "
-            "say why."
-        )
+        print(f"{wrong} differ from {GOLDEN.name} (made with {made}; here {here}). If this is intended: --write.")
     return 1 if wrong else 0
 
 

@@ -88,34 +88,34 @@ def test_every_detector_has_a_bad_program():
     assert len(plugins.names("findings")) == len(elsewhere) + len(IN_PROCESS) - 1  # one has two
 
 
-REMATERIALIZE = """
-import jax
-jax.config.update("jax_num_cpu_devices", 8)
-from tests.plan import bad_programs
-from tests.support.core_runs import program_of
+SOURCES = """
+from spmdkit.plan.machine.target import open_target, parse_target
+machine = open_target(parse_target("{target}"))
+import spmdkit as sk
 from spmdkit.plan.compiled_step import read_program
-made, settings = bad_programs.full_rematerialization()
-program = program_of(made, **settings)
-found = read_program(program).findings
-assert program.compile_log, "XLA logged nothing"
-print(*[f.source for f in found if "involuntary" in f.message], sep="\\n")
+from spmdkit.program.program import Program
+from tests.plan import bad_programs
+made, settings = bad_programs.{name}()
+program = Program(sk.Config(task="t.py:t", steps=1, **settings), made, machine.devices)
+findings = read_program(program, machine).findings
+print(*[f.source for f in findings if "{part}" in f.message], sep="\\n")
 """
+
+
+def in_process(target, name, part, **environment):
+    """Returns what a process prints: the sources of the findings of a bad program, by a part of their message."""
+    code, environment = SOURCES.format(target=target, name=name, part=part), os.environ | environment
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done
 
 
 @pytest.mark.slow
 def test_involuntary_rematerialization_is_read_from_the_log():
     """In a process: the tests keep XLA's warnings out of their output, and its log level is read once."""
-    done = in_process(REMATERIALIZE, TF_CPP_MIN_LOG_LEVEL="1")
+    done = in_process("cpu:8", "full_rematerialization", "involuntary", TF_CPP_MIN_LOG_LEVEL="1")
     assert set(lines_to_blame("full-rematerialization")) & set(done.stdout.split())
     assert "Involuntary full rematerialization" in done.stderr, "the log still reaches the user's terminal"
-
-
-def in_process(code, **environment):
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done
 
 
 def test_rematerialization_with_and_without_the_log(capfd):
@@ -183,22 +183,10 @@ def test_a_gather_of_a_part_of_a_copy(at, found):
     assert len(messages) == found and all("cut from an array that every device holds" in m for m in messages)
 
 
-PAD = """
-from spmdkit.plan.machine.target import open_target, parse_target
-machine = open_target(parse_target("tpu:v5e:2x4"))
-import spmdkit as sk
-from tests.plan import bad_programs
-from spmdkit.plan.compiled_step import read_program
-from spmdkit.program.program import Program
-made, settings = bad_programs.padding_waste()
-program = Program(sk.Config(task="t.py:t", steps=1, **settings), made, machine.devices)
-print(*[f.source for f in read_program(program, machine).findings if f.code == "padding-waste"], sep="\\n")
-"""
-
-
 @pytest.mark.tpu
 def test_padding_by_the_tpu_compiler():
-    assert set(in_process(PAD).stdout.split()) == set(lines_to_blame("padding-waste"))
+    done = in_process("tpu:v5e:2x4", "padding_waste", "padded to whole tiles")
+    assert set(done.stdout.split()) == set(lines_to_blame("padding-waste"))
 
 
 def test_a_python_number_is_a_note():

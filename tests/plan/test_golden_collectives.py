@@ -14,17 +14,12 @@ needs_its_versions = pytest.mark.skipif(
 )
 
 
-def compare(*arguments):
-    """Returns the ended process of the script."""
-    command = [sys.executable, golden.__file__, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
-
-
 @pytest.mark.tpu
 @needs_its_versions
 def test_tpu_programs_send_what_the_file_says():
     v5e = [f"tpu:v5e:2x4/{strategy}" for strategy in ("zero2", "fsdp", "zero2+kernels")]
-    ended = compare(*v5e, "tpu:v5p:2x2x2/data_fsdp_tensor", f"{golden.TWO_SLICES}/hsdp")
+    names = [*v5e, "tpu:v5p:2x2x2/data_fsdp_tensor", f"{golden.TWO_SLICES}/hsdp"]
+    ended = subprocess.run([sys.executable, golden.__file__, *names], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("as in the file") == 5
 
