@@ -101,8 +101,13 @@ def lay_out(params: Any, options: LayoutOptions, sizes: Mapping[str, int]) -> li
             spec = _spec_of(path, leaf, dims, options.axes, sizes, reason)
         else:
             spec, reason = _automatic(leaf, options, sizes)
-            if reason.startswith("replicated"):
-                _refuse_large_copy(path, leaf, options, sizes, reason)
+            if reason.startswith("replicated") and leaf_bytes(leaf) > options.replicate_above_bytes:
+                raise ConfigError(
+                    f"layout: parameter '{path}' ({format_bytes(leaf_bytes(leaf))}, shape {tuple(leaf.shape)}) would "
+                    f"be replicated on all {sizes['fsdp']} fsdp devices ({reason}). A replicated parameter above "
+                    f"layout.replicate_above_bytes ({format_bytes(options.replicate_above_bytes)}) needs a rule. Add "
+                    f"the rule ['{path}', [{', '.join(['null'] * len(leaf.shape))}]], or one that shards it."
+                )
         placements.append(LeafPlacement(path, tuple(leaf.shape), leaf.dtype, spec, "device", reason))
     return placements
 
@@ -190,17 +195,6 @@ def _automatic(leaf: Any, options: LayoutOptions, sizes: Mapping[str, int]) -> t
     best = max(divisible, key=lambda i: leaf.shape[i])
     spec = canonical([("fsdp",) if i == best else None for i in range(len(leaf.shape))], sizes)
     return spec, f"fsdp auto: dim {best} is the largest divisible"
-
-
-def _refuse_large_copy(path: str, leaf: Any, options: LayoutOptions, sizes: Mapping[str, int], reason: str) -> None:
-    if leaf_bytes(leaf) > options.replicate_above_bytes:
-        nulls = ", ".join(["null"] * len(leaf.shape))
-        raise ConfigError(
-            f"layout: parameter '{path}' ({format_bytes(leaf_bytes(leaf))}, shape {tuple(leaf.shape)}) would be "
-            f"replicated on all {sizes['fsdp']} fsdp devices ({reason}). A replicated parameter above "
-            f"layout.replicate_above_bytes ({format_bytes(options.replicate_above_bytes)}) needs a rule. Add the rule "
-            f"['{path}', [{nulls}]], or one that shards it."
-        )
 
 
 def without_fsdp(spec: PartitionSpec, sizes: Mapping[str, int]) -> PartitionSpec:

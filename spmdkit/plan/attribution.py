@@ -100,7 +100,15 @@ def strategy_of(module: Module, found: HloCollective, visit: Visit, leaves: Sequ
         return "gradient scatter"
     if op == "all_gather" and like_parameters and axes <= {"fsdp"}:
         return "parameter gather"
-    return _by_axes(axes, op, forward or backward)
+    if "pipeline" in axes:
+        return "pipeline transfer"
+    if "expert" in axes:
+        return "expert dispatch"
+    if "context" in axes and op != "all_reduce":
+        return "context ring" if op == "collective_permute" else "context exchange"
+    if "tensor" in axes:
+        return "tensor activation"
+    return "activation" if (forward or backward) and axes & {"fsdp", "context"} else "other"
 
 
 def first_path(name: str) -> str:
@@ -114,20 +122,6 @@ def first_path(name: str) -> str:
         depth += {"(": 1, ")": -1}.get(name[end], 0)
         end += 1
     return first_path(before + name[found.end() : end])
-
-
-def _by_axes(axes: set[str], op: str, in_loss: bool) -> str:
-    if "pipeline" in axes:
-        return "pipeline transfer"
-    if "expert" in axes:
-        return "expert dispatch"
-    if "context" in axes and op != "all_reduce":
-        return "context ring" if op == "collective_permute" else "context exchange"
-    if "tensor" in axes:
-        return "tensor activation"
-    if in_loss and axes & {"fsdp", "context"}:
-        return "activation"
-    return "other"
 
 
 def _like_parameters(found: HloCollective, leaves: Sequence[Leaf]) -> bool:

@@ -65,7 +65,9 @@ def run_plan(path: Path, overrides: list[str], options: PlanOptions) -> None:
         config = load_config(path, overrides)
         machine = choose_target(config, options.target)
         if options.calibrate:
-            _measure(machine, quiet=options.as_json)
+            rates = calibrate(machine)
+            if not options.as_json:
+                print(f"{describe(rates)}\nwritten to {rates_file()}\n")
         document = _run_search(config, machine, options) if options.search else plan_on(config, machine)
         _print(document, options)
         if problem := problem_of(document):
@@ -123,17 +125,6 @@ def choose_target(config: Config, target: str | None) -> Target:
         name = config.devices if isinstance(config.devices, str) and config.devices != "auto" else "here"
         return target_of(join(detect_cluster({}), config.devices).devices, name)
     return open_target(parse_target(target))
-
-
-def _measure(machine: Target, quiet: bool) -> None:
-    if not machine.is_here:
-        raise ConfigError(
-            f"--calibrate measures this machine, and the target is {machine.name}. Rates of another machine are those "
-            "of the chip table. Use --target here or --target cpu:8."
-        )
-    rates = calibrate(machine.devices)
-    if not quiet:
-        print(f"{describe(rates)}\nwritten to {rates_file()}\n")
 
 
 def _run_search(config: Config, machine: Target, options: PlanOptions) -> Document:

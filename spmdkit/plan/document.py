@@ -107,13 +107,19 @@ def _sent(program: Program, target: Target, analysis: CompiledStep | None) -> Do
     bill = Bill((), program.sizes) if analysis is None else analysis.bill
     devices = list(program.mesh.devices.flat)
     rows = [(row, phase) for phase, of_phase in of_phases for row in of_phase.rows]
+
+    def on_link(row: Collective) -> Document:
+        found = link_path_of(target, devices, row)
+        seconds = found.seconds(row.bytes_at_least, row.op, row.group_size, (row.trip_count or 1) * row.count)
+        return {"link": found.link, "crosses": found.crosses, "seconds": seconds, "async": row.is_async}
+
     wire = {
         "by_axes": {" x ".join(axes) or "all": num for axes, num in bill.by_axes().items()},
         "by_cause": bill.by_cause(),
         "least": lower_bound_bytes(program),
     }
     return {
-        "collectives": [row.as_json() | _over(target, devices, row) | phase for row, phase in rows],
+        "collectives": [row.as_json() | on_link(row) | phase for row, phase in rows],
         "collective_bytes": None if analysis is None else bill.bytes,
         "collective_bytes_at_least": bill.bytes_at_least,
         "collectives_in_loops": bill.num_in_loops,
@@ -153,13 +159,6 @@ def over_a_run(program: Program, of_phases: Sequence[tuple[Document, Bill]]) -> 
         "on_average": sent["step"] + sum(more[phase.name] / phase.every for phase in lasting),
         "at_most": sent["step"] + max(sum(more[p.name] for p in lasting if p.runs(step)) for step in steps),
     }
-
-
-def _over(target: Target, devices: Sequence[Any], row: Collective) -> Document:
-    """Returns the link of a row of the bill, whether it leads between hosts or slices, and how long it is busy."""
-    found = link_path_of(target, devices, row)
-    seconds = found.seconds(row.bytes_at_least, row.op, row.group_size, (row.trip_count or 1) * row.count)
-    return {"link": found.link, "crosses": found.crosses, "seconds": seconds, "async": row.is_async}
 
 
 def _head(program: Program, target: Target) -> Document:

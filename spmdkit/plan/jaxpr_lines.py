@@ -72,16 +72,9 @@ def first_use(jaxpr: Any, var: Any) -> str | None:
     return None
 
 
-def depending(jaxpr: Any, inputs: Sequence[bool]) -> list[tuple[Any, Any]]:
-    """Returns (equation, output) for every output outside of `shard_map` that depends on the marked inputs. All that a
-    loop carries depends on them if anything in it does."""
-    found: list[tuple[Any, Any]] = []
-    _depending(jaxpr, inputs, found)
-    return found
-
-
-def _depending(jaxpr: Any, inputs: Sequence[bool], found: list[tuple[Any, Any]]) -> list[bool]:
-    """Adds to `found`, and returns which results depend on the marked inputs."""
+def depending(jaxpr: Any, inputs: Sequence[bool], found: list[tuple[Any, Any]]) -> list[bool]:
+    """Returns which results depend on the marked inputs, and adds (equation, output) to `found` for every output
+    outside of `shard_map` that does. All that a loop carries depends on them if anything in it does."""
     marked = {id(v) for v, mark in zip(jaxpr.invars, inputs, strict=True) if mark}
     for eqn in jaxpr.eqns:
         name, marks = eqn.primitive.name, [id(x) in marked for x in eqn.invars]
@@ -94,7 +87,7 @@ def _depending(jaxpr: Any, inputs: Sequence[bool], found: list[tuple[Any, Any]])
             if name == "scan":
                 first, length = compat.carried_inputs(eqn)
                 given[first : first + length] = [True] * length
-            results = _depending(body, given, found)
+            results = depending(body, given, found)
             if len(results) == len(outs) and name not in ("while", "cond"):
                 outs = results
         dependent = [out for out, mark in zip(eqn.outvars, outs, strict=True) if mark]

@@ -135,7 +135,7 @@ def test_measured_rates_are_stored_and_used(tmp_path, monkeypatch):
     monkeypatch.setenv("SPMDKIT_RATES", str(file))
     before = make_plan(config())
     monkeypatch.setattr("spmdkit.plan.machine.calibrate._seconds", lambda run: 0.25)
-    rates = calibrate(jax.devices())
+    rates = calibrate(target_of(jax.devices()))
     assert json.loads(file.read_text())["cpu 8"] == rates
     assert rates["flops_per_s"]["float32"] == 2 * 512**3 * 8 / 0.25
     measured, call_s = with_measured(choose_target(config(), None))

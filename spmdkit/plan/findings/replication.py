@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -60,7 +61,9 @@ def _activations(step: CompiledStep) -> Iterator[Finding]:
     num_state = len(jax.tree.leaves(program.abstract_state))
     jaxpr = step.jaxpr.jaxpr
     whole = set[tuple[str, int]]()
-    for eqn, out in depending(jaxpr, [n >= num_state for n in range(len(jaxpr.invars))]):
+    dependent = list[tuple[Any, Any]]()
+    depending(jaxpr, [n >= num_state for n in range(len(jaxpr.invars))], dependent)
+    for eqn, out in dependent:
         size = math.prod(getattr(out.aval, "shape", ()))
         if size * getattr(getattr(out.aval, "dtype", None), "itemsize", 4) > bound and (at := line(eqn)):
             whole.add((at, size))

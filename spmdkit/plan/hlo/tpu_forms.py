@@ -44,16 +44,8 @@ def between_slices(i: Instruction, num_devices: int) -> tuple[str, Groups] | Non
         return None
     transfer = re.search(r'_xla_megascale_transfer_type="(\w+)"', i.attributes)
     target = re.search(r'_xla_megascale_target="\{([\d,:]+)\}', i.attributes)
-    num_slices = _number_of(target[1]) if target else 2
+    ranges = (part.partition(":") for part in (target[1] if target else "").split(","))  # `1,2`, `0:3`: both ends
+    num_slices = max(2, sum(int(last) - int(first) + 1 if last else 1 for first, _, last in ranges))
     peers = np.arange(num_devices).reshape(num_slices, -1).T.tolist()
     op = _TRANSFERS.get(transfer[1] if transfer else "", "collective_permute")
     return op, tuple(tuple(row[:2] if op == "collective_permute" else row) for row in peers)
-
-
-def _number_of(ids: str) -> int:
-    """Returns how many slices `1,2` or `0:3` (both ends included) names."""
-    total = 0
-    for part in ids.split(","):
-        first, _, last = part.partition(":")
-        total += int(last) - int(first) + 1 if last else 1
-    return max(total, 2)

@@ -50,15 +50,17 @@ def rates_file() -> Path:
     return Path(os.environ.get("SPMDKIT_RATES") or Path(cache) / "spmdkit" / "rates.json")
 
 
-def calibrate(devices: Sequence[Any]) -> Rates:
-    """Measures the devices, adds the result to the file and returns it.
+def calibrate(machine: Target) -> Rates:
+    """Measures the devices of a target, adds the result to the file and returns it.
 
     Raises:
         ConfigError: the devices are not here, or the file cannot be written.
     """
-    if any(d.process_index != jax.process_index() for d in devices):
+    devices = machine.devices
+    if not machine.is_here or any(d.process_index != jax.process_index() for d in devices):
         raise ConfigError(
-            "--calibrate measures the devices of this process, and some of these are elsewhere. Use --target here."
+            f"--calibrate measures the devices of this process, and the target is {machine.name}. Rates of other "
+            "machines are those of the chip table. Use --target here or --target cpu:8."
         )
     found = _measure(devices)
     file = rates_file()

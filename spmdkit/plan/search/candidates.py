@@ -115,15 +115,11 @@ def _meshes(config: Config, target: Target, every: bool) -> Iterator[dict[str, i
         return
     free = [a for a in AXES if a != "replica" and (a in SEARCHED_AXES or requested.get(a, 1) != 1)]
     parts = target.num_slices
-    for replica in [1, parts] if parts > 1 and num % parts == 0 else [1]:
-        for split in _splits(num // replica, len(free)):
-            yield dict.fromkeys(AXES, 1) | {"replica": replica} | dict(zip(free, split, strict=True))
-
-
-def _splits(num: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Yields the ways to write a number as a product of so many."""
     divisors = [n for n in range(1, num + 1) if num % n == 0]
-    return (split for split in itertools.product(divisors, repeat=parts) if math.prod(split) == num)
+    for replica in [1, parts] if parts > 1 and num % parts == 0 else [1]:
+        splits = itertools.product(divisors, repeat=len(free))
+        for split in (split for split in splits if math.prod(split) == num // replica):
+            yield dict.fromkeys(AXES, 1) | {"replica": replica} | dict(zip(free, split, strict=True))
 
 
 def _of_mesh(
