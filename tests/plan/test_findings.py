@@ -47,6 +47,7 @@ def test_a_bad_program_is_found_at_its_line(name):
     found = [f for f in findings_of(name) if f.code == code]
     assert {f.source for f in found} & set(lines_to_blame(code)), found
     assert all(f.severity == "warning" and f.message and f.fix for f in found)
+    assert name != "axis_crosses_slow_links" or "mesh: {replica: 2, fsdp: 4}" in found[0].fix
 
 
 GOOD = {

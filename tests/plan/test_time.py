@@ -32,7 +32,11 @@ def predicted(fn, *shapes):
 
 def test_a_large_product_takes_its_flops_or_bytes():
     n, chip = 1024, CHIPS["v5p"]
-    time = predicted(lambda x, y: x @ y, (n, n), (n, n))
+    time, highest = (
+        predicted(lambda x, y, p=precision: jnp.matmul(x, y, precision=p), (n, n), (n, n))
+        for precision in (None, "highest")
+    )
+    assert highest.seconds["arithmetic"] == pytest.approx(6 * 2 * n**3 / (chip.peak("float32") * 0.75))
     assert time.hlo_flops == 2 * n**3
     assert time.seconds["arithmetic"] + time.seconds["memory"] == pytest.approx(
         max(2 * n**3 / (chip.peak("float32") * 0.75), 3 * 4 * n * n / (chip.memory_bytes_per_s * 0.85))
