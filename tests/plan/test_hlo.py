@@ -10,6 +10,8 @@ from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.hlo.groups import replica_groups
 from spmdkit.plan.hlo.readers import all_readers
 from spmdkit.plan.hlo.text import Instruction, parse
+from spmdkit.plan.machine.target import parse_target
+from spmdkit.plan.roofline import predict_time
 from tests.plan.known_traffic import PROGRAMS, SIZES, W, sent
 
 TEXTS = Path(__file__).with_name("texts")
@@ -70,7 +72,8 @@ ENTRY %main (w: f32[64,128]) -> f32[64,128] {
 
 
 def test_split_and_wrapped_collectives_count_once():
-    bill = read_bill(parse(FORMS), SIZES)
+    module = parse(FORMS)
+    bill = read_bill(module, SIZES)
     assert [(c.op, c.axes, c.bytes, c.is_async) for c in bill.collectives] == [
         ("reduce_scatter", ("fsdp",), 3 * W // 4, True),
         ("all_gather", ("fsdp",), 3 * W // 4, True),
@@ -78,6 +81,9 @@ def test_split_and_wrapped_collectives_count_once():
         ("broadcast", ("data", "fsdp"), W, False),
     ]
     assert bill.collectives[-1].source == "x.py:3"
+    links = predict_time(parse_target("cpu:8"), module, bill, range(8)).links
+    assert links["cpu data x fsdp"].exposed_s == links["cpu data x fsdp"].busy_s > 0
+    assert links["cpu fsdp"].exposed_s < links["cpu fsdp"].busy_s, "what is started overlaps"
 
 
 SPELLINGS = {

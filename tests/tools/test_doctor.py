@@ -12,5 +12,5 @@ def test_doctor_prints_problems_and_fails(monkeypatch, capsys):
     }
     monkeypatch.setattr(doctor, "diagnose", lambda cluster, config, burn_s: found)
     assert doctor.examine(None, "5s", as_json=False) == 1
-    expected = ["python    3.11", "versions  jax 0.10, numpy 2", "PROBLEM: a sum is 3", "slow: a link"]
+    expected = ["python    3.11", "versions  jax 0.10, numpy 2", "PROBLEM: sum 3", "slow: a link"]
     assert capsys.readouterr().out.splitlines() == expected
