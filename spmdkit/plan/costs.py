@@ -7,13 +7,15 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-from spmdkit.plan.flops import valid_pairs
+from spmdkit.plan.flops import convolution_flops
 from spmdkit.plan.hlo.text import Computation, Instruction, Module
 
 _SLICES = ("dynamic-slice", "gather", "slice")
 _KERNEL_COST = re.compile(r'"cost_estimate":\{"flops":"?(\d+)')
 """The cost that a kernel declares in the text of the program (`spmdkit/ops/kernel.py` writes it)."""
 _FLOATS = ("bf16", "f16", "f32")
+_WINDOW = {"stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
+"""What is known of a window for each spatial dim (of a padding, the low side) -> the default."""
 
 
 class Costs:
@@ -129,28 +131,9 @@ def _convolution(i: Instruction, operands: Sequence[Instruction]) -> float:
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
     if labels is None:
         return 0.0
-    lhs, rhs, out = operands[0].shapes[0].dims, operands[1].shapes[0].dims, i.shapes[0].dims
-    window = _window(i)
-    pairs = 1.0
-    for n in range(len(out) - 2):
-        c = str(n)
-        pairs *= valid_pairs(
-            size=lhs[labels[1].index(c)],
-            window=rhs[labels[2].index(c)],
-            out=out[labels[3].index(c)],
-            stride=window.get("stride", {}).get(n, 1),
-            low=window.get("pad", {}).get(n, 0),
-            lhs_dilation=window.get("lhs_dilate", {}).get(n, 1),
-            rhs_dilation=window.get("rhs_dilate", {}).get(n, 1),
-        )
-    outer = math.prod(n for n, c in zip(out, labels[3], strict=True) if not c.isdigit())
-    return 2.0 * outer * rhs[labels[2].index("i")] * pairs
-
-
-def _window(i: Instruction) -> dict[str, dict[int, int]]:
-    """Returns `pad`, `stride`, `lhs_dilate`, `rhs_dilate` -> dim -> number (of a padding: the low side)."""
+    arrays = zip(labels.groups(), (*operands, i), strict=True)
+    lhs, rhs, out = (dict(zip(label, x.shapes[0].dims, strict=True)) for label, x in arrays)
     text = re.search(r"window=\{([^}]*)\}", i.attributes)
-    found: dict[str, dict[int, int]] = {}
-    for key, value in re.findall(r"(\w+)=([\w\-]+)", text[1] if text else ""):
-        found[key] = {n: int(part.split("_")[0]) for n, part in enumerate(value.split("x"))}
-    return found
+    given = dict(re.findall(r"(\w+)=([\w\-]+)", text[1] if text else ""))
+    number = lambda key, n: int(given[key].split("x")[n].split("_")[0]) if key in given else _WINDOW[key]
+    return convolution_flops(lhs, rhs, out, [[number(key, n) for key in _WINDOW] for n in range(len(out) - 2)])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,32 +118,33 @@ def _dot(eqn: Any) -> float:
 
 
 def _convolution(eqn: Any) -> float:
-    """Returns 2 x multiply-adds, padding and holes of a dilated input left out, as the hardware's own count does."""
-    numbers = eqn.params["dimension_numbers"]
-    lhs, rhs = (v.aval.shape for v in eqn.invars[:2])
-    out = eqn.outvars[0].aval.shape
-    pairs = 1.0
-    for i, (low, _) in enumerate(eqn.params["padding"]):
-        pairs *= valid_pairs(
-            size=lhs[numbers.lhs_spec[2 + i]],
-            window=rhs[numbers.rhs_spec[2 + i]],
-            out=out[numbers.out_spec[2 + i]],
-            stride=eqn.params["window_strides"][i],
-            low=low,
-            lhs_dilation=eqn.params["lhs_dilation"][i],
-            rhs_dilation=eqn.params["rhs_dilation"][i],
-        )
-    batch, features = out[numbers.out_spec[0]], out[numbers.out_spec[1]]
-    return 2.0 * batch * features * rhs[numbers.rhs_spec[1]] * pairs
+    numbers, params = eqn.params["dimension_numbers"], eqn.params
+    specs = zip(("bf", "oi", "bf"), (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec), strict=True)
+    operands = (*eqn.invars[:2], eqn.outvars[0])
+    lhs, rhs, out = (
+        {c: v.aval.shape[n] for c, n in zip(f"{labels}0123", spec, strict=False)}
+        for (labels, spec), v in zip(specs, operands, strict=True)
+    )
+    low = [low for low, _ in params["padding"]]
+    window = zip(params["window_strides"], low, params["lhs_dilation"], params["rhs_dilation"], strict=True)
+    return convolution_flops(lhs, rhs, out, list(window))
 
 
 _PRODUCTS: Mapping[str, Callable[[Any], float]] = {"dot_general": _dot, "conv_general_dilated": _convolution}
 
 
-def valid_pairs(
-    *, size: int, window: int, out: int, stride: int, low: int, lhs_dilation: int, rhs_dilation: int
-) -> int:
-    """Returns how many pairs (output position, tap of the window) of one dim meet an element of the input."""
-    at = np.arange(out)[:, None] * stride + np.arange(window)[None, :] * rhs_dilation - low
-    inside = (at >= 0) & (at <= (size - 1) * lhs_dilation)
-    return int(np.count_nonzero(inside & (at % lhs_dilation == 0)))
+def convolution_flops(
+    lhs: Mapping[str, int], rhs: Mapping[str, int], out: Mapping[str, int], window: Sequence[Sequence[int]]
+) -> float:
+    """Returns 2 x multiply-adds, padding and holes of a dilated input left out, as the hardware's own count does.
+
+    Args:
+        lhs, rhs, out: label of a dim (`b`, `f`, of rhs `i`, `o`; the number of a spatial dim) -> its length.
+        window: for each spatial dim the stride, the low padding, the dilations of lhs and rhs.
+    """
+    pairs = 1  # of an output position and a tap of the window that meet an element of the input
+    for n, (stride, low, lhs_dilation, rhs_dilation) in enumerate(window):
+        at = np.arange(out[str(n)])[:, None] * stride + np.arange(rhs[str(n)]) * rhs_dilation - low
+        inside = (at >= 0) & (at <= (lhs[str(n)] - 1) * lhs_dilation)
+        pairs *= int(np.count_nonzero(inside & (at % lhs_dilation == 0)))
+    return 2.0 * out["b"] * out["f"] * rhs["i"] * pairs

@@ -108,6 +108,11 @@ def test_a_scan_reads_slices_of_its_stack():
     assert four.memory_bytes < 7 * one.memory_bytes  # reading all of the stack each time would be over 8 times
 
 
+def test_a_convolution_counts_what_meets_the_input():
+    conv = lambda x, w: jax.lax.conv_general_dilated(x, w, (2, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    assert predicted(conv, (2, 5, 5, 4), (3, 3, 4, 6)).hlo_flops == 2 * 2 * 6 * 4 * 7 * 13
+
+
 def test_links_inside_and_across_hosts():
     hosts, devices = parse_target("gpu:h100:2x8"), range(16)
     inside, across = link_path(hosts, devices, range(8)), link_path(hosts, devices, range(16))
