@@ -100,11 +100,6 @@ class Bill:
         """The same with every unknown trip count taken as one."""
         return sum(c.bytes_at_least for c in self.collectives if c.counted)
 
-    @property
-    def num_in_loops(self) -> int:
-        """Operations inside loops."""
-        return sum(c.count for c in self.collectives if c.in_loop)
-
     @functools.cached_property
     def rows(self) -> tuple[Collective, ...]:
         """Operations that differ in nothing but their names and arrays, as one row each; most bytes first."""
@@ -113,21 +108,15 @@ class Bill:
             together.setdefault(_SAME(c), []).append(c)
         return tuple(sorted(map(_merge, together.values()), key=lambda c: -c.bytes_at_least))
 
-    def by_axes(self) -> dict[tuple[str, ...], int | None]:
-        """Returns axes -> bytes that one device sends along them per step (None: unknown), most first."""
-        return self._by(lambda c: c.axes)
-
-    def by_cause(self) -> dict[str, int | None]:
-        """Returns cause -> bytes that one device sends per step (None: unknown), most first."""
-        return self._by(lambda c: c.cause)
-
-    def _by(self, key: Any) -> dict[Any, int | None]:
-        parts: dict[Any, list[Collective]] = {}
+    def by(self, name: str) -> dict[Any, int | None]:
+        """Returns value of an attribute (`axes`, `cause`) -> bytes that one device sends per step (None: unknown), most
+        first."""
+        parts: dict[Any, list[Collective]] = defaultdict(list)
         for c in self.collectives:
             if c.counted:
-                parts.setdefault(key(c), []).append(c)
-        order = sorted(parts, key=lambda k: -sum(c.bytes_at_least for c in parts[k]))
-        return {k: _total(parts[k]) for k in order}
+                parts[getattr(c, name)].append(c)
+        order = sorted(parts, key=lambda value: -sum(c.bytes_at_least for c in parts[value]))
+        return {value: _total(parts[value]) for value in order}
 
 
 def read_bill(

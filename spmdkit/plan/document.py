@@ -114,15 +114,15 @@ def _sent(program: Program, target: Target, analysis: CompiledStep | None) -> Do
         return {"link": found.link, "crosses": found.crosses, "seconds": seconds, "async": row.is_async}
 
     wire = {
-        "by_axes": {" x ".join(axes) or "all": num for axes, num in bill.by_axes().items()},
-        "by_cause": bill.by_cause(),
+        "by_axes": {" x ".join(axes) or "all": num for axes, num in bill.by("axes").items()},
+        "by_cause": bill.by("cause"),
         "least": lower_bound_bytes(program),
     }
     return {
         "collectives": [row.as_json() | on_link(row) | phase for row, phase in rows],
         "collective_bytes": None if analysis is None else bill.bytes,
         "collective_bytes_at_least": bill.bytes_at_least,
-        "collectives_in_loops": bill.num_in_loops,
+        "collectives_in_loops": sum(c.count for c in bill.collectives if c.in_loop),
         "wire": wire | (over_a_run(program, of_phases) if of_phases else {}),
     }
 

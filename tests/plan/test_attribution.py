@@ -49,11 +49,11 @@ CASES = {
 def test_bytes_of_a_strategy_and_their_causes(case):
     settings, expected = CASES[case]
     bill = bill_of(program_of(task(loss, rules=RULES), batch_size=512, **settings))
-    assert bill.by_cause() == expected
+    assert bill.by("cause") == expected
     assert bill.bytes == sum(expected.values()) == sum(row.bytes for row in bill.rows)
     assert {c.cause for c in bill.collectives} <= set(CAUSES)
     if case == "tensor":
-        assert bill.by_axes()["tensor",] == expected["tensor activation"]
+        assert bill.by("axes")["tensor",] == expected["tensor activation"]
 
 
 TEXT = """HloModule m, is_scheduled=true, num_partitions=8
@@ -116,4 +116,4 @@ def test_ops_in_their_scope_forward_and_backward():
     for scope, axis in of_scope.items():
         names = [c.op_name for c in bill.collectives if axis in c.axes and scope in c.op_name]
         assert {"transpose(" in name for name in names} == {False, True}, (scope, names)
-    assert bill.by_cause().keys() == {"context ring", "tensor activation", "gradient reduction"}
+    assert bill.by("cause").keys() == {"context ring", "tensor activation", "gradient reduction"}

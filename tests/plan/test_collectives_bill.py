@@ -50,7 +50,7 @@ def test_an_unknown_trip_count_is_not_guessed():
     (c,) = bill.collectives
     assert (c.bytes, c.trip_count, c.in_loop) == (None, None, True)
     assert bill.bytes is None and bill.bytes_at_least == c.bytes_at_least == 64 * 128 * 4
-    assert bill.by_axes() == {("data",): None} and bill.rows[0].as_json()["bytes"] is None
+    assert bill.by("axes") == {("data",): None} and bill.rows[0].as_json()["bytes"] is None
 
 
 def test_the_most_expensive_branch_is_counted():

@@ -18,6 +18,7 @@ About ten seconds. Medians of five; other load on the machine shows in full.
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import os
 import statistics
@@ -174,12 +175,7 @@ def _memory(mesh: Any, num_bytes: int, times: int = 4) -> float:
 
 
 def _launch(mesh: Any, length: int = 64) -> float:
-    def body(x: jax.Array) -> jax.Array:
-        y = x
-        for _ in range(length):
-            y = y @ x
-        return y
-
+    body = lambda x: functools.reduce(lambda y, _: y @ x, range(length), x)
     return _each(mesh, body, (8, 8), "float32") / length
 
 
@@ -194,11 +190,8 @@ def _link(mesh: Any) -> tuple[float, float]:
     times."""
     n = mesh.size
     sizes = [2**k for k in (12, 15, 18, 20, 22, 23)]
-
-    def body(x: jax.Array) -> jax.Array:
-        once = lambda _, y: compat.as_varying(lax.psum(y, "all") * (1 / n), ("all",))
-        return lax.fori_loop(0, 4, once, x)
-
+    once = lambda _, y: compat.as_varying(lax.psum(y, "all") * (1 / n), ("all",))
+    body = lambda x: lax.fori_loop(0, 4, once, x)
     times = [_each(mesh, body, (size // 4,), "float32") / 4 for size in sizes]
     sent = [2 * (n - 1) / n * size for size in sizes]
     # Relative errors count: else the largest array alone would decide.
