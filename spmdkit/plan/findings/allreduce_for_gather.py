@@ -1,9 +1,8 @@
 """`all-reduce-for-gather`: the compiler sends an all_reduce where the strategy needs the cheaper half of it.
 
 An all_gather of shards, written as an all_reduce of zeros around each shard, sends twice the bytes; so does a
-reduce_scatter of which each device keeps one part. Measured with the TPU compiler (jax 0.10.2, v5p): a group over the
-whole torus is sent so, a group over a part of it is not. XLA's CPU compiler knows no other way for some; a plan for CPU
-does not report it.
+reduce_scatter of which each device keeps one part. Measured with the TPU compiler (jax 0.10.2, v5p): only a group over
+the whole torus is sent so. Not reported for CPU, where XLA's compiler has no other way for some.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """`full-rematerialization`: an array is gathered whole on every device, because XLA found no other way between two
 shardings.
 
-XLA reports it in a log line only ("Involuntary full rematerialization"); that line is read where this process compiled
-the step.
-Structurally it is an all_gather of which each device reads one part: the whole array was made in order to be cut again.
+XLA reports it in a log line only ("Involuntary full rematerialization"), which is read where this process compiled the
+step. In the program it is an all_gather of which each device reads one part.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""`batch-too-small`: the devices wait for weights and gradients, because each has too few examples to compute
-meanwhile.
+"""`batch-too-small`: communication of weights and gradients takes longer than the arithmetic of a device's examples.
 
-What data parallelism and fsdp send does not depend on the batch, what a device computes does. Below some number of
-tokens on a device the wire takes longer than the arithmetic, however well they overlap.
+What data parallelism and fsdp send does not depend on the batch, what a device computes does.
 
     tokens per device  <  peak FLOP/s / (bytes/s of the link) * (bytes sent / FLOPs per token)
 

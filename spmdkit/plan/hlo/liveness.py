@@ -2,9 +2,8 @@
 
 A buffer lives from the instruction that makes it to the last one that reads it, through everything that only renames it
 (tuples, their elements, bitcasts, the carry of a loop, an update in place). What a called computation or a loop body
-needs beyond its operands is added while it runs. Outputs of the step are not temporaries and are left out. The
-compiler's own assignment may pack a little better or worse: the bytes of `compiled.memory_analysis()` are the truth,
-this analysis attributes them.
+needs beyond its operands is added while it runs. Outputs of the step are left out. The bytes are those of
+`compiled.memory_analysis()`; this analysis attributes them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Programs trained in turns, block by block, and the time of each block next to that of `sum` in the same round.
+"""Programs trained in turns, block by block, and the time of each block relative to that of `sum` in the same round.
 
-Absolute times on a machine that is shared mean little; of neighbouring blocks the ratio does. The order of a round is
-that of the one before turned round. A block holds whole rounds of a sync, so that the steps in which groups agree are
-in every block as often as in a long run. What is not counted: the first block of each, in which caches are cold; blocks
-in which a reducer warms up or groups do not train alone yet; a last one that is shorter.
+On a shared machine only ratios of neighbouring blocks are meaningful. Every second round runs in reverse order. A block
+holds whole rounds of a sync, so that agreements are as frequent in it as in a long run. Not counted: the first block
+(cold caches), blocks in which a reducer warms up or groups do not train alone yet, and a shorter last one.
 """
 
 from __future__ import annotations
