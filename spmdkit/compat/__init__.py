@@ -52,12 +52,8 @@ def untyped_axes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def outside_of_spmd_vmaps() -> Iterator[None]:
-    """Context in which an enclosing `vmap(spmd_axis_name=)` names no axes.
-
-    Its names reach into a `shard_map` that is traced inside of it: the values of an inner vmap are then typed as
-    differing along them too, and JAX rejects its own cotangents ("Expected cotangent type float32[6] but got
-    float32[6]", jax 0.10.2).
-    """
+    """Context in which an enclosing `vmap(spmd_axis_name=)` names no axes: its names reach into a `shard_map` that is
+    traced inside of it, and JAX then rejects its own cotangents (0.10.2)."""
     from jax._src import core
 
     env = core.get_axis_env()
@@ -70,12 +66,8 @@ def outside_of_spmd_vmaps() -> Iterator[None]:
 
 @contextlib.contextmanager
 def where_values_are_known(args: Any) -> Iterator[None]:
-    """Context in which a `custom_jvp` rule traces operations that depend on `args` alone in the trace around the rule.
-
-    `jax.linearize` and reverse mode run a rule under a trace that separates known values from tangents. It splits
-    loops, also one of known values alone (jax 0.10.2: loop-invariant values are computed before the loop), so that they
-    become another program.
-    """
+    """Context in which a `custom_jvp` rule traces operations that depend on `args` alone in the trace around the rule:
+    that of reverse mode takes loop-invariant values out of loops (jax 0.10.2), which makes another program."""
     from jax._src import core
     from jax._src.interpreters import partial_eval
 
@@ -114,18 +106,19 @@ def as_varying(tree: T, axes: Sequence[str]) -> T:
     return jax.tree.map(cast, tree)
 
 
+def typed_like(x: T, like: Any) -> T:
+    """Returns `x` typed as varying over the axes over which `like` varies."""
+    return as_varying(x, sorted(varying_axes(like)))
+
+
 def all_gather_invarying(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """Returns the parts of all devices along `axes` concatenated along dim 0, typed as the same on each of them."""
-    gathered: jax.Array = lax.all_gather(x, tuple(axes), axis=0, tiled=True, to="invarying")
-    return gathered
+    return lax.all_gather(x, tuple(axes), axis=0, tiled=True, to="invarying")
 
 
 def map_gathers_over_several_axes() -> None:
-    """Adds a `vmap` rule to `lax.all_gather` and `lax.psum_scatter` over a tuple of axes: one axis after the other.
-
-    JAX (0.10.2) has none if a `vmap` binds one of them ("Please open a feature request!"); in a `shard_map` it needs
-    none. Existing rules stay. A second call changes nothing.
-    """
+    """Adds a `vmap` rule to `lax.all_gather` and `lax.psum_scatter` over a tuple of axes, which JAX (0.10.2) has not:
+    one axis after the other. A second call changes nothing."""
     from jax._src.lax import parallel
     from jax.interpreters import batching
 
@@ -179,10 +172,8 @@ def send_no_reduce_scatter() -> None:
     """Makes programs for CPU devices send a reduce-scatter as an all-to-all and a local sum; no effect from jax 0.12
     on.
 
-    Between processes one reduce-scatter of a few bytes makes every later all-reduce of the same devices a hundred times
-    slower, and ignores the collectives' time-out (jax 0.10.2 to 0.11.2 over Gloo,
-    https://github.com/jax-ml/jax/issues/40831). This includes derivatives of an all-gather, and the user's own. The
-    bytes are the same; the sum is in device order.
+    Between processes one reduce-scatter of a few bytes makes every later all-reduce a hundred times slower, and ignores
+    the time-out (jax 0.10.2 to 0.11.2 over Gloo, https://github.com/jax-ml/jax/issues/40831). The bytes are the same.
     """
     from jax._src.lax import parallel
     from jax.interpreters import mlir
@@ -223,11 +214,6 @@ def source_line(eqn: Any) -> str:
     return source_info_util.summarize(eqn.source_info)
 
 
-def jaxpr_with_axes(fn: Callable[..., Any], axes: Sequence[tuple[str, int]]) -> Callable[..., Any]:
-    """Returns `jax.make_jaxpr(fn)`, traced where mesh axes of these names and sizes are bound."""
-    return jax.make_jaxpr(fn, axis_env=list(axes) or None)
-
-
 def bound_axes(sizes: Mapping[str, int]) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which mesh axes of these names and sizes are bound, as in `shard_map`."""
     from jax._src import core
@@ -265,10 +251,7 @@ def whole_tracebacks() -> Iterator[None]:
 
 
 def coordination_client() -> Any | None:
-    """Returns the client of JAX's coordination service (key-value store, barriers), or None in a single process.
-
-    Private in JAX (`jax._src`); its behaviour is pinned by `tests/cluster/test_processes.py`.
-    """
+    """Returns the client of JAX's coordination service (key-value store, barriers), or None in a single process."""
     from jax._src import distributed
 
     return distributed.global_state.client
@@ -302,11 +285,8 @@ class _Elsewhere:
 
 @contextlib.contextmanager
 def service_elsewhere(end: Callable[[], Any] | None = None) -> Iterator[None]:
-    """Context in which `jax.distributed.initialize` starts no coordination service on process 0;
-    `jax.distributed.shutdown` calls `end` there.
-
-    JAX has no option for this (0.10.2 to 0.12): process 0 runs the service, and its death ends all others by SIGABRT.
-    """
+    """Context in which `jax.distributed.initialize` starts no coordination service on process 0, whose death would end
+    all others by SIGABRT; `jax.distributed.shutdown` calls `end` there. JAX has no option for this (0.10.2 to 0.12)."""
     from jax._src.lib import _jax
 
     name = "get_distributed_runtime_service"
@@ -334,51 +314,28 @@ def backends_initialized() -> bool:
 
 def set_cpu_collective_timeout(seconds: int) -> None:
     """Sets the timeout of XLA's CPU collectives over processes to `seconds`, unless the environment sets another. Call
-    before JAX has devices.
-
-    A flag of XLA from jaxlib 0.10.2 to 0.12.0 at least, which no compiler option replaces; psum_scatter ignores it
-    before 0.12.
-    """
+    before JAX has devices. psum_scatter ignores it before jaxlib 0.12."""
     flag, flags = "--xla_cpu_collective_timeout_seconds", os.environ.get("XLA_FLAGS", "")
     if flag not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {flag}={seconds}".strip()
 
 
-def kernel_cost(flops: int, num_bytes: int) -> Any:
-    """Returns the cost estimate of a `pallas_call` from its own parameter."""
-    from jax.experimental import pallas
-
-    return pallas.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=num_bytes)
-
-
-def cudnn_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, scale: float
-) -> tuple[jax.Array, jax.Array]:
+def cudnn_attention(q: Any, k: Any, v: Any, *, causal: bool, scale: float) -> Any:
     """Returns (out [B, T, N, H], logsumexp float32[B, N, T]) of cuDNN's flash attention.
 
-    `jax.nn.dot_product_attention(return_residual=True)` rounds the logsumexp to the dtype of `out` and has no gradient
-    of one over more keys (jax 0.10.2), so the operation below it is bound. It is not partitioned: use it on shards.
+    `jax.nn.dot_product_attention` has no gradient of a logsumexp over more keys (jax 0.10.2), so the operation below it
+    is bound. It is not partitioned: use it on shards.
     """
     cudnn, none, options = _cudnn(q, causal, scale)
-    out, logsumexp = cudnn._dot_product_attention_fwd_p.bind(q, k, v, *none, is_training=True, **options)
-    return out, logsumexp
+    return cudnn._dot_product_attention_fwd_p.bind(q, k, v, *none, is_training=True, **options)
 
 
 def cudnn_attention_gradient(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    logsumexp: jax.Array,
-    dout: jax.Array,
-    *,
-    causal: bool,
-    scale: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (dq, dk, dv) of cuDNN's flash attention; `out` and `logsumexp` may cover more keys than `k`."""
+    q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *, causal: bool, scale: float
+) -> Any:
+    """Returns (dq, dk, dv) of cuDNN's flash attention; `out` and `lse` (the logsumexp) may cover more keys than `k`."""
     cudnn, none, options = _cudnn(q, causal, scale)
-    dq, dk, dv = cudnn._dot_product_attention_bwd_p.bind(q, k, v, *none, logsumexp, out, dout, **options)
-    return dq, dk, dv
+    return cudnn._dot_product_attention_bwd_p.bind(q, k, v, *none, lse, out, dout, **options)
 
 
 def _cudnn(q: jax.Array, causal: bool, scale: float) -> tuple[Any, list[jax.Array], dict[str, Any]]:
@@ -396,20 +353,11 @@ def _cudnn(q: jax.Array, causal: bool, scale: float) -> tuple[Any, list[jax.Arra
     return cudnn, [jnp.zeros(0, q.dtype)] * 7, options
 
 
-def splash_attention_gradient(
-    kernel: Any,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    logsumexp: jax.Array,
-    dout: jax.Array,
-    segments: Any,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (dq, dk, dv) of a splash attention kernel; `out` and `logsumexp` may cover more keys than `k`."""
+def splash_attention_gradient(kernel: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, segments: Any) -> Any:
+    """Returns (dq, dk, dv) of a splash attention kernel; `out` and `lse` may cover more keys than `k`."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
-    residuals = (q, k, v, segments, None, out, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info)
+    residuals = (q, k, v, segments, None, out, lse, kernel.dq_mask_info, kernel.dkv_mask_info)
     _, _, _, dq, dk, dv, _, _ = splash._splash_attention_bwd(**kernel.kwargs, res=residuals, do=dout)
     return dq, dk, dv
 

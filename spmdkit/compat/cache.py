@@ -20,11 +20,8 @@ def has_compilation_cache() -> bool:
 
 @contextlib.contextmanager
 def compilation_cache(store: Any, path: str, min_s: float) -> Iterator[None]:
-    """Context in which JAX stores programs that took `min_s` or longer to compile in `store` (`get(key)`,
-    `put(key, bytes)`), on every process.
-
-    `path` is a separate folder for XLA's autotuning cache.
-    """
+    """Context in which JAX stores programs that took `min_s` or longer to compile in `store` (`get(key)`, `put(key,
+    bytes)`), on every process. `path` is a separate folder for XLA's autotuning cache."""
     from jax._src import compilation_cache, compiler
 
     config: Any = jax.config
@@ -50,11 +47,8 @@ def compilation_cache(store: Any, path: str, min_s: float) -> Iterator[None]:
 
 
 def _written_by_all(own: Any) -> Any:
-    """Returns `_cache_write` of jax/_src/compiler.py without its first condition, that this is process 0.
-
-    In jax 0.10 its last argument is the program's callbacks into Python, and such programs are not cached. Later
-    versions have no such argument: they cache such programs too, with the callbacks of the process that reads them.
-    """
+    """Returns `_cache_write` of jax/_src/compiler.py without its first condition, that this is process 0. In jax 0.10
+    its last argument is the program's callbacks into Python, and such programs are not cached."""
     from jax._src import compilation_cache
 
     names = ("cache_key", "compile_time_secs", "module_name", "backend", "executable")

@@ -18,10 +18,8 @@ def reduce_one_by_one() -> None:
     """Disables the combination of all-reduces, so that XLA's CPU collectives end at the first failure. Call before JAX
     has devices.
 
-    XLA combines all all-reduces of a step into one of many arrays. When another process dies, the all-reduce of one
-    array fails and those of the others start anyway (jaxlib 0.10.2): the next process of the ring then waits
-    indefinitely, or receives another array and is aborted by Gloo. Without combination none starts after the first
-    failure. Bytes and results are the same.
+    When another process dies, the combined all-reduce of one array fails and those of the others start anyway (jaxlib
+    0.10.2): the next process then waits indefinitely, or is aborted by Gloo. Bytes and results are the same.
     """
     flag, joins, flags = "--xla_disable_hlo_passes=", "cpu-all-reduce-combiner", os.environ.get("XLA_FLAGS", "").split()
     if not any(joins in each for each in flags):

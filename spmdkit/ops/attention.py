@@ -8,19 +8,13 @@ x: fsdp and expert, c: context, t: tensor. N query heads share K key heads, N / 
     attention.context: ring          ring_attention.py
     attention.context: all_to_all    all_to_all_attention.py
 
-    implementation    where               chosen by auto
-    xla               everywhere          if no other is possible; attention_blocks.py
-    cudnn             NVIDIA GPU          attention_cudnn.py
-    splash            TPU                 attention_splash.py
+    implementation    xla (everywhere): attention_blocks.py; cudnn (NVIDIA GPU): attention_cudnn.py; splash (TPU):
+                      attention_splash.py. `auto` takes xla if no other is possible.
 
-The forward pass saves q, k, v, `out` and `lse` (named "attention", so that `remat: {save: [attention]}` does not
-recompute it). The backward pass is written by hand and recomputes the scores block by block, so that no array of T^2
-values exists outside of a block.
-
-Global view: one `sk.manual` part forward and one backward, and the residuals between them, so nothing is sent twice.
-Forward mode (`jax.jvp`; xla only) has a tangent part in place of the backward one, which recomputes the forward pass.
-Inside of `sk.manual` the arguments are shards, with the key heads of the device's query heads (`own_kv_heads`), and the
-function runs directly; the surrounding part saves the same.
+A `jax.custom_vjp`, without a forward mode. The forward pass saves q, k, v, `out` and `lse` (named "attention" for
+`remat`); the backward pass recomputes the scores block by block. Global view: one `sk.manual` part forward and one
+backward. Inside of `sk.manual` the arguments are shards, with the key heads of the device's query heads
+(`own_kv_heads`), and the function runs directly.
 Wire: see the files of the two forms. If there are fewer key heads K than the tensor axis t, they are repeated r = t / K
 times. dk and dv are then summed over the copies, at (2 (r-1)/r + K-1) (|dk| + |dv|), with |dk| the bytes of a device's
 own head.
@@ -43,7 +37,6 @@ from spmdkit.foundation.formatting import nearest
 from spmdkit.ops import all_to_all_attention, attention_cudnn, attention_splash, ring_attention
 from spmdkit.ops.all_to_all_attention import Kept
 from spmdkit.ops.attention_blocks import XLA, Implementation, Keys
-from spmdkit.ops.both_modes import both_modes
 from spmdkit.ops.collectives import axes, axis_index, axis_size
 from spmdkit.ops.context import chunks, order
 from spmdkit.ops.manual import is_sharded, manual
@@ -86,8 +79,7 @@ def attention(
 
     Raises:
         ConfigError: shapes that do not fit each other or the mesh; an implementation that cannot take them or does not
-            run here;
-            tokens that were not put into the order of the mesh.
+            run here; tokens that were not put into the order of the mesh.
     """
     context = trace_context.current()
     context.usage.record_call("attention")
@@ -110,10 +102,8 @@ def attention(
 
 
 def own_kv_heads(x_BSKH: jax.Array) -> jax.Array:
-    """Inside of `sk.manual`: returns, of all K key heads, those that this device's query heads share.
-
-    For fewer key heads than the tensor axis, which a part therefore replicates; sharded key heads need no selection.
-    """
+    """Inside of `sk.manual`: returns, of all K key heads, those that this device's query heads share. For fewer key
+    heads than the tensor axis, which a part therefore replicates."""
     num, tensor = x_BSKH.shape[2], axis_size("heads")
     repeated = jnp.repeat(x_BSKH, math.lcm(num, tensor) // num, axis=2)
     own = repeated.shape[2] // tensor
@@ -142,7 +132,7 @@ class _Call(NamedTuple):
 
 
 def _differentiable(call: _Call) -> Any:
-    """Returns `(q, keys) -> out` with the derivatives of its form; all passes see the step of the call."""
+    """Returns `(q, keys) -> out` with the gradient of its form; both passes see the step of the call."""
     kept_dims = KEPT_BY_HEADS if call.by_heads else KEPT
     out_dims = (HEADS, kept_dims if call.by_heads else KEPT.lse)
 
@@ -153,15 +143,6 @@ def _differentiable(call: _Call) -> Any:
         ids = keys._replace(k=None, v=None)
         return out, (kept, ids) if call.by_heads else (Kept(q, keys.k, keys.v, out, kept), ids)
 
-    def tangent(residuals: tuple[Kept, Keys], tangents: tuple[jax.Array, Keys]) -> jax.Array:
-        kept, ids = residuals
-        dq, dkeys = tangents
-        with trace_context.tracing(call.context):
-            in_dims = [kept_dims, _keys_dims(ids), HEADS, HEADS, HEADS]
-            part = manual(_tangent(call), in_dims, HEADS, kernel=call.is_kernel)
-            dout: jax.Array = part(kept, ids, dq, dkeys.k, dkeys.v)
-        return dout
-
     def backward(residuals: tuple[Kept, Keys], dout: jax.Array) -> tuple[jax.Array, Keys]:
         kept, ids = residuals
         with trace_context.tracing(call.context):
@@ -170,7 +151,9 @@ def _differentiable(call: _Call) -> Any:
             dq, dk, dv = part(kept, ids, dout)
         return dq, Keys(dk, dv, None, None)
 
-    return both_modes(forward, tangent, backward)
+    attend = jax.custom_vjp(lambda q, keys: forward(q, keys)[0])
+    attend.defvjp(forward, backward)
+    return attend
 
 
 def _forward(call: _Call) -> Any:
@@ -185,19 +168,6 @@ def _forward(call: _Call) -> Any:
         return out.astype(q.dtype), lse
 
     return attention
-
-
-def _tangent(call: _Call) -> Any:
-    """Returns the forward mode on shards: that of the forward pass itself."""
-
-    def attention_tangent(kept: Kept, ids: Keys, *tangents: jax.Array) -> jax.Array:
-        if call.by_heads:
-            return all_to_all_attention.tangent(*call.fixed, kept, ids, tangents)
-        attend = lambda q, k, v: _forward(call)(q, ids._replace(k=k, v=v))[0]
-        dout: jax.Array = jax.jvp(attend, kept[:3], tangents)[1]
-        return dout
-
-    return attention_tangent
 
 
 def _backward(call: _Call) -> Any:
@@ -243,15 +213,10 @@ def _repeated(context: trace_context.Context, x_BSKH: jax.Array) -> jax.Array:
 def _implementation(
     context: trace_context.Context, requested: str | None, q: jax.Array, k: jax.Array, segments: bool, positions: bool
 ) -> Implementation:
-    """Returns the requested implementation, or with `auto` the best one for the operands on the mesh's devices.
-
-    Outside of a program the devices are unknown: `auto` is xla there, and a name is not checked.
-    """
-    name, key = (
-        (requested, "implementation")
-        if requested
-        else (context.options.attention.implementation, "attention.implementation")
-    )
+    """Returns the requested implementation, or with `auto` the best one for the operands on the mesh's devices. Outside
+    of a program the devices are unknown: `auto` is xla there, and a name is not checked."""
+    name = requested or context.options.attention.implementation
+    key = "implementation" if requested else "attention.implementation"
     known = ("auto", *IMPLEMENTATIONS)
     if name not in known:
         raise ConfigError(f"sk.attention: {key} is {name!r}.{nearest(name, known)} Known are {', '.join(known)}.")
@@ -326,13 +291,8 @@ def _check_shapes(q: Any, k: Any, v: Any, causal: bool, positions: Any, segment_
 
 def _check_mesh(context: trace_context.Context, q: jax.Array, causal: bool, positions: Any) -> None:
     num, tensor = axis_size("sequence"), 1 if context.in_manual else axis_size("heads")
-    if (
-        num > 1
-        and causal
-        and positions is None
-        and order() == "zigzag"
-        and not context.usage.has_called("context_order")
-    ):
+    is_ordered = num == 1 or order() != "zigzag" or context.usage.has_called("context_order")
+    if causal and positions is None and not is_ordered:
         raise ConfigError(
             f"sk.attention: mesh.context is {num}, in zigzag order, and the model has not put its tokens into that "
             "order. A causal mask would hide the wrong keys. Call sk.context_order on tokens, targets, masks and "

@@ -2,11 +2,9 @@
 
     s = scale Q[T, H] . K[S, H]^T    out = softmax(s) V    lse = log sum_S exp(s)
 
-Softmax, sums and the result are in float32; products have operands in the dtype of `q`. Forward keeps `out` and `lse`
-only; backward computes the scores again. Beyond BLOCK queries or keys the scores exist for one pair of blocks at a time
-(online softmax), in one loop over the pairs that the mask leaves: with `causal` the n (n + 1) / 2 lower ones of n^2.
-
-A query that sees no key has out = 0, lse = -inf and a gradient of zero.
+Softmax, sums and the result are in float32; products have operands in the dtype of `q`. Beyond BLOCK queries or keys
+the scores exist for one pair of blocks at a time (online softmax), in one loop over the pairs that the mask leaves. A
+query that sees no key has out = 0, lse = -inf and a gradient of zero.
 
 Every implementation of attention has this pair of functions, so that the ring can join the results of any of them:
 
@@ -16,7 +14,6 @@ Every implementation of attention has this pair of functions, so that the ring c
 Shape suffixes: B examples, T queries, S keys, N query heads, K key heads, G = N / K, H width of a head, t and s inside
 one block.
 
-Memory: temporaries of 3 x 4 B N BLOCK^2 bytes at most, and float32 copies of what is returned.
 Source: Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory" (2021); Dao, "FlashAttention-2" (2023), section 3.
 """
 
@@ -51,11 +48,6 @@ class Mask(NamedTuple):
     k_segments: Any = None
     q_positions: Any = None
     k_positions: Any = None
-
-    @property
-    def by_index(self) -> bool:
-        """Whether blocks above the diagonal are known to be empty."""
-        return self.causal and self.q_positions is None
 
 
 class Keys(NamedTuple):
@@ -106,14 +98,7 @@ def forward(
 
 
 def backward(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    out_BTNH: jax.Array,
-    lse_BTN: jax.Array,
-    dout_BTNH: jax.Array,
-    mask: Mask,
-    scale: float,
+    q_BTNH: Any, k_BSKH: Any, v_BSKH: Any, out_BTNH: Any, lse_BTN: Any, dout_BTNH: Any, mask: Mask, scale: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (dq, dk, dv) in float32; `lse` and `out` may cover more keys than these."""
     cut = _Cut(q_BTNH, k_BSKH, mask)
@@ -197,7 +182,7 @@ class _Cut:
         axes = sorted(set().union(*(compat.varying_axes(x) for x in jax.tree.leaves(operands) if hasattr(x, "dtype"))))
         start = compat.as_varying(start, axes)
         pairs = [(i, j) for i in range(self.num_q) for j in range(self.num_k)]
-        if self.mask.by_index:
+        if self.mask.causal and self.mask.q_positions is None:  # blocks above the diagonal are empty
             pairs = [(i, j) for i, j in pairs if j * self.s < (i + 1) * self.t]
         if len(pairs) == 1:
             return one_pair(start, 0, 0)

@@ -28,21 +28,11 @@ def forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, scale: float) 
     return out, lse_BNT.swapaxes(1, 2)
 
 
-def backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    dout: jax.Array,
-    mask: Mask,
-    scale: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, mask: Mask, scale: float) -> Any:
     """Returns (dq, dk, dv) in the dtype of the operands."""
     flops = 5 * product_flops(q, k, mask)
     run = kernel(lambda *xs: compat.cudnn_attention_gradient(*xs, causal=mask.causal, scale=scale), flops)
-    dq, dk, dv = run(q, k, v, out.astype(q.dtype), lse.swapaxes(1, 2), dout.astype(q.dtype))
-    return dq, dk, dv
+    return run(q, k, v, out.astype(q.dtype), lse.swapaxes(1, 2), dout.astype(q.dtype))
 
 
 CUDNN = Implementation(forward, backward)

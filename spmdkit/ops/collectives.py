@@ -30,12 +30,8 @@ Names = str | Sequence[str]
 
 def axes(*names: str) -> tuple[str, ...]:
     """Returns the mesh axes larger than one behind logical names; `batch` are those that cut one replica's examples.
-
-    Empty outside of a program, and in a step with model axes of size one only.
-
-    Raises:
-        ValueError: a name that no table knows.
-    """
+    Empty outside of a program, and in a step with model axes of size one only. A name that no table knows is a
+    ValueError."""
     context = trace_context.current()
     if context.sharding.mesh is None or context.sharding.form == "manual":
         return ()
@@ -55,12 +51,7 @@ def axes(*names: str) -> tuple[str, ...]:
 
 def axis_size(names: Names) -> int:
     """Returns the number of devices along the axes behind `names`; outside of a part too, where an op chooses what to
-    do by it.
-
-    Raises:
-        ConfigError: `batch` outside of a part: its axes cut one replica's examples, and the caller needs the number
-            of replicas.
-    """
+    do by it, but for `batch`, which is a ConfigError there."""
     found = _axes_in_part("axis_size", names) if "batch" in _as_tuple(names) else _axes(names)
     return trace_context.current().sharding.size(*found)
 
@@ -73,11 +64,8 @@ def axis_index(names: Names) -> jax.Array | int:
 
 
 def all_reduce(x: jax.Array, names: Names) -> jax.Array:
-    """Returns the sum of `x` over the devices along `names`.
-
-    Raises:
-        ConfigError: `x` is already the same along one of the axes, so the sum would be a factor of N.
-    """
+    """Returns the sum of `x` over the devices along `names`. A ConfigError if `x` is already the same along one of
+    them: the sum would be a factor of N."""
     found = _axes_in_part("all_reduce", names)
     if not found:
         return x
@@ -129,12 +117,8 @@ def _as_tuple(names: Names) -> tuple[str, ...]:
 
 
 def _axes_in_part(name: str, names: Names) -> tuple[str, ...]:
-    """Returns the mesh axes behind `names` for a collective.
-
-    Raises:
-        ConfigError: it stands outside of a part, on a mesh of several devices: arrays are no shards there, and nothing
-            would be sent.
-    """
+    """Returns the mesh axes behind `names` for a collective; rejects one outside of a part, on a mesh of several
+    devices: arrays are no shards there, and nothing would be sent."""
     context = trace_context.current()
     mesh = context.sharding.mesh
     if not trace_context.is_in_part() and mesh is not None and mesh.size > 1:

@@ -1,20 +1,17 @@
 """The order in which a mesh with a context axis holds a sequence, and the way into it and back.
 
-A sequence of T tokens is sharded over the C devices of the context axis. Under a causal mask token t needs t + 1 keys,
-so that with neighbouring parts the last device works C times as long as the first. The zig-zag order cuts 2 C chunks
-and gives device i the chunks i and 2C-1-i: an early and a late one, the same work for each.
+Under a causal mask token t needs t + 1 keys, so that with neighbouring parts the last of C devices works C times as
+long as the first. The zig-zag order cuts 2 C chunks and gives device i the chunks i and 2C-1-i: the same work for each.
 
     zigzag       C = 2, chunks 0 1 2 3:   device 0 holds 0 3, device 1 holds 1 2
     contiguous   device 0 holds 0 1, device 1 holds 2 3
 
 A model puts what runs along the sequence (inputs, targets shifted before, loss masks, segment ids) into this order
-once:
+once; after that everything is per token, and `sk.attention` knows the order. Without a context axis these functions
+return what they are given.
 
     inputs_BT, targets_BT = sk.context_order((tokens_BT[:, :-1], tokens_BT[:, 1:]))
     positions_T = sk.context_positions(inputs_BT.shape[1])            # for rotary and learned positions
-
-After that everything is per token, and `sk.attention` knows the order. A mean over tokens does not depend on it.
-Without a context axis these functions return what they are given.
 
 Wire: into the order nothing (each device slices the whole sequence that it has); back (C-1)/C to 1 times the shard's
 bytes.
@@ -42,21 +39,15 @@ def order() -> Order:
     """Returns the order of the mesh in scope; the all-to-all form and a mesh without context keep neighbours
     together."""
     choice = trace_context.current().options.attention
-    return (
-        "zigzag"
-        if choice.order == "zigzag" and choice.context == "ring" and axis_size("sequence") > 1
-        else "contiguous"
-    )
+    is_zigzag = choice.order == "zigzag" and choice.context == "ring" and axis_size("sequence") > 1
+    return "zigzag" if is_zigzag else "contiguous"
 
 
 def context_order(tree: Any, dim: int = 1) -> Any:
     """Returns the arrays of `tree` with their `dim`, a whole sequence, in the order of the mesh and sharded over its
-    context axis.
+    context axis. A ConfigError if the length is not divisible by twice that axis (contiguous: by the axis).
 
     Layout: in, dim 0 as `batch` and `dim` whole; out, `dim` as `sequence`. With `dim=0` there is no batch dim.
-
-    Raises:
-        ConfigError: the length is not divisible by twice the context axis (contiguous: by the axis).
     """
     trace_context.current().usage.record_call("context_order")
     num, unit = _parts(tree, dim, "sk.context_order")
@@ -78,20 +69,13 @@ def context_order(tree: Any, dim: int = 1) -> Any:
 
 def context_positions(length: int) -> jax.Array:
     """Returns int32[length], the position in the sequence of each place in the order of the mesh, sharded over its
-    context axis.
-
-    Inside of `sk.manual`: int32[length / C], those of this device.
-    """
+    context axis. Inside of `sk.manual`: int32[length / C], those of this device."""
     return context_order(jnp.arange(length, dtype=jnp.int32), dim=0)
 
 
 def context_restore(tree: Any, dim: int = 1) -> Any:
-    """Returns the arrays of `tree`, with `dim` in mesh order, in the order of the sequence; still sharded.
-
-    For what leaves a model one value per token, in an evaluation say. A loss needs it not.
-
-    Wire: each half of a shard goes to one device, two permutations in all.
-    """
+    """Returns the arrays of `tree`, with `dim` in mesh order, in the order of the sequence; still sharded. For what
+    leaves a model one value per token. Wire: each half of a shard goes to one device, two permutations in all."""
     num, unit = _parts(tree, dim, "sk.context_restore")
     if unit == num:
         return tree

@@ -2,15 +2,10 @@
 differ.
 
 `pallas_call` wants those axes written into the shapes of its results, and kernels that others maintain do not write
-them (splash attention of jax 0.10.2: "`manual_axis_type` on `jax.ShapeDtypeStruct` must not be `None`"). So `fn`
-becomes one operation with results that differ along every axis along which an operand does, and which is traced without
-these types. That is right for whatever sends nothing to other devices. It has no gradient of its own: use it inside a
-`jax.custom_vjp`.
-
-Where a kernel does not say what it costs, XLA takes it to be free, and its scheduler finds no work to hide a transfer
-behind:
-on v5p every turn of the ring waited for its keys (TPU compiler of libtpu 0.0.42, 2026-11-21). So the cost is written in
-here.
+them (splash attention of jax 0.10.2). So `fn` becomes one operation, traced without these types, with results that
+differ along every axis along which an operand does: right for whatever sends nothing to other devices. It has no
+gradient of its own. XLA takes a kernel without a cost to be free, and hides no transfer behind it: on v5p every turn of
+the ring waited for its keys (libtpu 0.0.42, 2026-11-21). So the cost is written in here.
 """
 
 from __future__ import annotations
@@ -31,9 +26,8 @@ from spmdkit.foundation import jaxprs
 def kernel(fn: Callable[..., Any], flops: float) -> Callable[..., Any]:
     """Returns `fn(*arrays) -> arrays`, traced without the types of `shard_map`; `fn` sends nothing to other devices.
 
-    Args:
-        flops: of `fn`, for XLA's scheduler (split over the `pallas_call` in it that name no cost of their own) and for
-            `plan`.
+    `flops`: of `fn`, for `plan` and XLA's scheduler (split over the `pallas_call` in it that name no cost of their
+    own).
     """
 
     def kernel_call(*args: Any) -> Any:
@@ -42,7 +36,7 @@ def kernel(fn: Callable[..., Any], flops: float) -> Callable[..., Any]:
         with compat.untyped_axes():
             flat = lambda *xs: fn(*jax.tree.unflatten(treedef, xs))
             jaxpr, out = jax.make_jaxpr(flat, return_shape=True)(*shapes)
-        num_calls = sum(map(_is_call, jaxprs.equations(jaxpr, into=_is_no_call)))
+        num_calls = sum(map(_is_call, jaxprs.equations(jaxpr, into=lambda eqn: not _is_call(eqn))))
         if num_calls:
             jaxpr = jaxpr.replace(jaxpr=_with_cost(jaxpr.jaxpr, int(flops / num_calls)))
         return jax.tree.unflatten(jax.tree.structure(out), _kernel_p.bind(*leaves, jaxpr=jaxpr, flops=flops))
@@ -54,20 +48,19 @@ def _is_call(eqn: Any) -> bool:
     return bool(eqn.primitive.name == "pallas_call")
 
 
-def _is_no_call(eqn: Any) -> bool:
-    return not _is_call(eqn)
-
-
 def _with_cost(jaxpr: Any, flops: int) -> Any:
     """Returns the jaxpr with the cost of every `pallas_call` that names none: arithmetic, and each operand and result
     once."""
+
+    from jax.experimental import pallas
 
     def changed(eqn: Any) -> Any:
         if _is_call(eqn):
             if eqn.params["cost_estimate"] is not None:
                 return eqn
             moved = sum(v.aval.size * v.aval.dtype.itemsize for v in (*eqn.invars, *eqn.outvars))
-            return eqn.replace(params=eqn.params | {"cost_estimate": compat.kernel_cost(flops, moved)})
+            cost = pallas.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=moved)
+            return eqn.replace(params=eqn.params | {"cost_estimate": cost})
         if not list(jaxprs.inner(eqn)):
             return eqn
         return eqn.replace(params={name: inside(value) for name, value in eqn.params.items()})
@@ -113,8 +106,8 @@ def _lower(ctx: Any, *args: Any, jaxpr: Any, flops: float) -> Any:
 
 def _jvp(*_: Any, **params: Any) -> Any:
     raise ConfigError(
-        "a second derivative, or one in forward mode, goes through a kernel (attention by splash or cudnn). A kernel "
-        "has a first derivative, by its own backward pass, and no other. Use attention: {implementation: xla}, or "
+        "a second derivative goes through a kernel (attention by splash or cudnn). A kernel has a first derivative, by "
+        "its own backward pass, and no other. Use attention: {implementation: xla}, or "
         "sk.attention(..., implementation='xla')."
     )
 

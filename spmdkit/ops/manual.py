@@ -1,19 +1,16 @@
 """`sk.manual`: a part of a model in which every device sees its own shards and collectives are written out.
 
-    y = sk.manual(fn, in_dims=[("batch", "sequence", None), ("embed", "mlp")], out_dims=("batch", "sequence", None))(x,
-    w)
+    rows = ("batch", "sequence", None)
+    y = sk.manual(fn, in_dims=[rows, ("embed", "mlp")], out_dims=rows)(x, w)
 
 Outside of it arrays are global and the partitioner chooses the collectives. Inside `fn` an array is what one device
-holds, and `fn` defines the communication: `axes("mlp")` gives the mesh axes behind a logical name, and `all_gather`,
-`reduce_scatter`, `all_reduce`, `all_to_all` and `ring_shift` take such axes. Over no axes they are the identity, so
-that one text serves every mesh.
+holds: `axes("mlp")` gives the mesh axes behind a logical name, and `all_gather`, `reduce_scatter`, `all_reduce`,
+`all_to_all` and `ring_shift` take such axes. Over no axes they are the identity: one text serves every mesh.
 
-How: one `jax.shard_map`, manual over all mesh axes, as an operation with rules of its own for vmap and for gradients
-(`ops/part.py`). The gradient is such a part too. It finds kept what `remat` names, and the inputs; the rest it computes
-a second time. What all_gather joins is never kept: it is gathered again for the backward pass.
-
+How: one `jax.shard_map` over all mesh axes, as an operation with rules of its own for vmap and derivatives
+(`ops/part.py`). The gradient keeps what `remat` names, and the inputs; the rest it computes again, all gathers too.
 Gradients are right by type (`check_vma`): an operand that is the same along an axis gets the sum of its cotangents over
-it, and `all_gather` turns into `reduce_scatter`. Nothing is ever summed over replica axes here; that is the reducer's.
+it, and `all_gather` turns into `reduce_scatter`. Nothing is summed over replica axes; that is the reducer's.
 
 Wire: forward, what `fn` sends; backward, every all_gather again, whatever else is computed a second time, the transpose
 of each collective, and one all-reduce over every axis along which an operand is the same and its cotangent is not.
@@ -109,9 +106,8 @@ def is_sharded(context: trace_context.Context, kernel: bool = False) -> bool:
         return False
     if kernel:
         return context.sharding.mesh.size > 1
-    return any(
-        context.sharding.size(a) > 1 for a in MODEL_AXES if a not in (*context.sharding.data_axes, *context.mapped_axes)
-    )
+    outer = (*context.sharding.data_axes, *context.mapped_axes)
+    return any(context.sharding.size(a) > 1 for a in MODEL_AXES if a not in outer)
 
 
 # ---- specs
@@ -151,19 +147,12 @@ def _check_divisible(context: trace_context.Context, what: str, shape: tuple[int
 
 
 def _as_declared(context: trace_context.Context, what: str, x: Any, spec: PartitionSpec) -> jax.Array:
-    """Returns a result typed as varying over the axes of its spec.
-
-    Raises:
-        ConfigError: it differs along other axes too.
-    """
+    """Returns a result typed as varying over the axes of its spec; rejects one that differs along others."""
     x = jnp.asarray(x)
-    extra = [
-        a
-        for a in compat.varying_axes(x)
-        if a in MODEL_AXES and a not in spec_axes(spec) and context.sharding.size(a) > 1
-    ]
     # Axes of a pipeline's stages and of ZeRO 1 and 2 belong to an enclosing vmap: there a result may differ.
-    if extra := sorted(a for a in extra if a not in context.mapped_axes and a not in context.sharding.data_axes):
+    may_differ = (*spec_axes(spec), *context.mapped_axes, *context.sharding.data_axes)
+    differs = [a for a in compat.varying_axes(x) if a in MODEL_AXES and context.sharding.size(a) > 1]
+    if extra := sorted(a for a in differs if a not in may_differ):
         raise ConfigError(
             f"sk.manual: {what} is {describe(x)} and differs along {extra}, which its dims do not name. Devices along "
             "them would disagree. Reduce it (all_reduce, reduce_scatter), or name the dim that they shard."
@@ -174,12 +163,8 @@ def _as_declared(context: trace_context.Context, what: str, x: Any, spec: Partit
 def _trace_once(
     context: trace_context.Context, name: str, body: Any, leaves: Sequence[Any], in_specs: Any
 ) -> tuple[list[jax.ShapeDtypeStruct], bool]:
-    """Returns (the shapes of the results' shards, whether `fn` takes a derivative itself), and rejects what cannot be
-    right.
-
-    Raises:
-        ConfigError: `fn` closes over traced arrays, or JAX's types have added up a derivative that it takes.
-    """
+    """Returns (the shapes of the results' shards, whether `fn` takes a derivative itself). Rejects closures over traced
+    arrays, and a derivative that JAX's types have added up."""
     assert context.sharding.mesh is not None
     locals_: list[Any] = []
 

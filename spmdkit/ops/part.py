@@ -39,15 +39,13 @@ class _Level(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
-    """A body with the step that it sees and its specs; `local_shapes` of the results, and the vmaps around it, the
+    """A body with the step that it sees, its specs, the `local_shapes` of its results, and the vmaps around it, the
     outermost first.
 
     Attributes:
-        watched: name and body where it takes a derivative itself, which types could add up over the devices of every
-            vmap around it.
+        watched: name and body where it takes a derivative itself, which types could add up over the devices of a vmap.
         num_fixed: of a part that is linear in its last operands (tangents), the number of those before them.
-        pull: the transpose of such a part on shards, `(the first operands, cotangents) -> cotangents of the last
-            operands`.
+        pull: the transpose of such a part on shards, `(fixed, cotangents) -> cotangents of the last operands`.
     """
 
     body: Callable[..., tuple[jax.Array, ...]]
@@ -154,12 +152,10 @@ def differentiable(part: Part) -> Callable[..., Any]:
 
 
 def tangent_of(part: Part, of_args: Sequence[int], more_specs: Sequence[PartitionSpec] = (), pull: Any = None) -> Part:
-    """Returns the part `(*args, *more, *tangents of some args) -> tangents of the results`, which is linear in the
-    tangents.
+    """Returns the part `(*args, *more, *tangents of some args) -> tangents of the results`, linear in the tangents.
 
-    Args:
-        more_specs: of further operands between the two, for the transpose alone.
-        pull: the transpose on shards; default: the transpose of this part's own body.
+    `more_specs`: of further operands between the two, for the transpose alone. `pull`: the transpose on shards;
+    default: that of this part's own body.
     """
     num, fixed = len(part.in_specs), len(part.in_specs) + len(more_specs)
     of_results = floats(part.local_shapes)
@@ -174,14 +170,19 @@ def tangent_of(part: Part, of_args: Sequence[int], more_specs: Sequence[Partitio
 
         with trace_context.tracing(part.context):
             out, tangents = jax.jvp(of_floats, [shards[i] for i in of_args], list(shards[fixed:]))
-        return tuple(_typed_like(t, y) for t, y in zip(tangents, out, strict=True))
+        return tuple(compat.typed_like(t, y) for t, y in zip(tangents, out, strict=True))
 
     def pull_of_body(fixed: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        like = [fixed[i] for i in of_args]
-        linear = lambda *tangents: [_typed_like(y, c) for y, c in zip(body(*fixed, *tangents), cotangents, strict=True)]
-        out, transpose = jax.vjp(linear, *(_typed_like(jnp.zeros(x.shape, x.dtype), x) for x in like))
-        found: tuple[jax.Array, ...] = transpose([_typed_like(c, y) for c, y in zip(cotangents, out, strict=True)])
-        return found
+        axes: list[Any] = []
+
+        def linear(*tangents: jax.Array) -> list[jax.Array]:
+            out = [compat.typed_like(y, c) for y, c in zip(body(*fixed, *tangents), cotangents, strict=True)]
+            axes[:] = map(compat.varying_axes, out)
+            return out
+
+        like = (compat.typed_like(jnp.zeros(fixed[i].shape, fixed[i].dtype), fixed[i]) for i in of_args)
+        transpose = jax.linear_transpose(linear, *like)
+        return transpose([compat.as_varying(c, sorted(a)) for c, a in zip(cotangents, axes, strict=True)])
 
     def mapped(level: _Level) -> _Level:
         args = level.mapped
@@ -200,10 +201,6 @@ def tangent_of(part: Part, of_args: Sequence[int], more_specs: Sequence[Partitio
     )
 
 
-def _typed_like(x: jax.Array, like: jax.Array) -> jax.Array:
-    return compat.as_varying(x, sorted(compat.varying_axes(like)))
-
-
 def _linearized(part: Part, shards: Sequence[jax.Array], before: Linearized | None = None) -> Linearized:
     """Returns the body at `shards`, which keeps what a trace `before` has kept."""
     remat = part.context.options.remat
@@ -214,10 +211,8 @@ def _linearized(part: Part, shards: Sequence[jax.Array], before: Linearized | No
 
 
 def _keeping(part: Part, args: Sequence[jax.Array]) -> tuple[Part, Linearized]:
-    """Returns the part with the residuals of its gradient after its results, and the trace that defines them.
-
-    A kept value gets a leading dim that is sharded over the axes along which it differs: each device's own.
-    """
+    """Returns the part with the residuals of its gradient after its results, each with a leading dim that is sharded
+    over the axes along which it differs, and the trace that defines them."""
     found: list[Linearized] = []
 
     def probe(*shards: jax.Array) -> jax.Array:

@@ -8,13 +8,8 @@
     {offload: [...]}  the same, in the host's memory: written there as the forward pass makes it, read back for the
                       backward pass
 
-What a named value costs: a saved one its bytes of device memory for each block; an offloaded one as many of host memory
-(and of the link to the host, once each way, in parallel to the arithmetic), and on the device only the block at hand.
-Names inside of `sk.manual` count as those around it.
-`none` keeps there everything but what all_gather joins, which is gathered again.
-
-On XLA's CPU backend the host's memory is the device's: the program is the same and moves nothing. On TPU the offloaded
-bytes are `memory_analysis().host_temp_size_in_bytes` (read by the TPU compiler in tests/ops/test_remat_tpu.py).
+Names inside of `sk.manual` count as those around it; `none` keeps there everything but what all_gather joins. On XLA's
+CPU backend the host's memory is the device's: the program is the same and moves nothing.
 
 Wire: nothing of its own; what is computed again sends its collectives again. Offloaded values cross to the host and
 back.
@@ -97,11 +92,7 @@ def policy_of_names(save: Sequence[str], offload: Sequence[str]) -> Remat:
 
 
 def check_names(key: str, names: Sequence[str], marks: Collection[str], what: str) -> None:
-    """Rejects a name that no rematerialised part of `what` marks.
-
-    Raises:
-        ConfigError: it would keep nothing.
-    """
+    """Rejects a name that no rematerialised part of `what` marks: it would keep nothing."""
     marked = sorted(marks)
     for name in names:
         if name not in marked:

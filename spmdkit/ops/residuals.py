@@ -1,13 +1,10 @@
 """The residuals of a part's gradient: those of `jax.vjp` as a list that can be passed from one program to another.
 
-A part of `sk.manual` runs as one `shard_map`, its gradient as a second one. Values are passed from the first to the
-second as arrays, so both have to agree on a list of them. The order in which JAX lists residuals is not enough: a body
-that is traced once more, under a `vmap` over replicas, has other types (`pvary` in other positions), and residuals in
-another order. So each is identified here by the operation that made it, counted without those that only change types:
-that count is the same in every trace.
+A part of `sk.manual` runs as one `shard_map`, its gradient as a second one, and both have to agree on a list of the
+values that are passed. A body that is traced once more, under a `vmap` over replicas, has other types, and residuals in
+another order. So each is identified by the operation that made it, counted without those that only change types.
 
-Saved are values that `remat` selects and that depend on the part's inputs. Values that do not depend on them (masks,
-positions) are recomputed.
+Saved are values that `remat` selects and that depend on the part's inputs. Others (masks, positions) are recomputed.
 """
 
 from __future__ import annotations
@@ -35,10 +32,8 @@ def floats(values: Sequence[Any]) -> list[int]:
 class Linearized:
     """A function at given arguments, traced: its results, and its gradient from the arguments and from what is kept.
 
-    Attributes:
-        kept: types (shape, dtype, axes of variation) of what is kept, in an order that every trace of the function has.
-        made_by: (number of the operation, number of its result, name of the operation) of each: equal in every trace.
-        marks: the `checkpoint_name` of each, or KEPT.
+    `kept`: types of what is kept, in an order that every trace of the function has. `made_by`: (number of the
+    operation, number of its result, name of the operation) of each. `marks`: the `checkpoint_name` of each, or KEPT.
     """
 
     def __init__(self, fn: Callable[..., tuple[jax.Array, ...]], args: Sequence[Any], policy: Any) -> None:
@@ -92,16 +87,14 @@ class Linearized:
                 return next(computed)
             return compat.as_varying(values[origin], sorted(compat.varying_axes_of(var.aval)))
 
-        gradient: tuple[jax.Array, ...] = jax.tree.unflatten(self._treedef, map(leaf, self._leaves))(tuple(cotangents))
-        return gradient
+        return jax.tree.unflatten(self._treedef, map(leaf, self._leaves))(tuple(cotangents))
 
     def _compute(self, eqns: Sequence[Any], wanted: Sequence[Any], args: Sequence[jax.Array]) -> list[jax.Array]:
         jaxpr = self._closed.jaxpr
         names = jaxpr.debug_info._replace(result_paths=None)
         part = jaxpr.replace(eqns=list(eqns), outvars=list(wanted), debug_info=names)
         run = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(part, self._closed.consts))
-        found: list[jax.Array] = run(*args)
-        return found
+        return run(*args)
 
 
 def _origins(jaxpr: Any) -> dict[Any, Any]:

@@ -2,24 +2,20 @@
 
     out[B, T_c, N, H] = softmax(q[B, T_c, N, H] . k[B, S_c, K, H]^T) v[B, S_c, K, H]          c: context, C devices
 
-Each device holds the queries, keys and values of its own part. In turn s = 1 .. C-1 it has those of the device s places
-before it, adds what its queries see there (online softmax in float32), and passes them on meanwhile. The backward pass
-goes round once more, from `out` and `lse` alone; the gradients of k and v travel behind them, in float32, and come
-home.
+In turn s = 1 .. C-1 each device has the keys and values of the device s places before it, adds what its queries see
+there (online softmax in float32), and passes them on meanwhile. The backward pass goes round once more, from `out` and
+`lse` alone; the gradients of k and v travel behind them, in float32.
 
 In zig-zag order (context.py) the device of chunks i and 2C-1-i sees of chunks j and 2C-1-j: for j < i chunk j with both
 its own chunks, for j > i both chunks with its later one. Always two full blocks of (T/2C)^2 out of four, so the program
-has no branch and every device the same work: (C+1) T^2 / 2 C^2 scores, of which C T^2 / 2 C^2 are seen. In contiguous
-order device i has i full blocks in C-1 turns, and the last one sets the time: about twice as long.
+has no branch and every device the same work. In contiguous order the last device sets the time: about twice as long.
 
 Wire, per device and call, with |x| the bytes of a shard of x:
 
     forward    (C-1) (|k| + |v| + |ids|)
-    backward   (C-1) (|k| + |v| + |dk| + |dv| + |ids|)       dk and dv in float32; ids: int32, of segments and of
-                                                             positions where given
+    backward   (C-1) (|k| + |v| + |dk| + |dv| + |ids|)       dk and dv in float32; ids: int32, where given
 
-When: sequences too long for one device, any number of heads. When not: fewer than about 10^3 tokens per device, where a
-turn is too short to hide the transfer.
+When: sequences too long for one device, any number of heads. When not: fewer than about 10^3 tokens per device.
 Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023); Llama 3 (2024), section 3.3.2, for the balanced
 order.
 """
@@ -79,14 +75,7 @@ def forward(
 
 @jax.named_scope(trace_context.RING)
 def backward(
-    implementation: Implementation,
-    causal: bool,
-    scale: float,
-    q: jax.Array,
-    own: Keys,
-    out: jax.Array,
-    lse: jax.Array,
-    dout: jax.Array,
+    implementation: Implementation, causal: bool, scale: float, q: Any, own: Keys, out: Any, lse: Any, dout: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (dq, dk, dv), float32, of this device's queries, keys and values."""
     num, index = axis_size("sequence"), axis_index("sequence")
@@ -144,7 +133,7 @@ def _float32(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
 
 
 def _zeros(like: jax.Array) -> jax.Array:
-    return compat.as_varying(jnp.zeros(like.shape, jnp.float32), sorted(compat.varying_axes(like)))
+    return compat.typed_like(jnp.zeros(like.shape, jnp.float32), like)
 
 
 def _is_full(causal: bool, own: Keys) -> bool:
@@ -153,11 +142,9 @@ def _is_full(causal: bool, own: Keys) -> bool:
 
 
 class _Two:
-    """The two full blocks that a device in zig-zag order has with another one, stacked along the examples.
-
-    The first is the later half of its queries with the earlier half of the keys. The second is both earlier halves when
-    the keys' device stands before it, else both later ones.
-    """
+    """The two full blocks that a device in zig-zag order has with another one, stacked along the examples: the later
+    half of its queries with the earlier half of the keys, and both earlier halves when the keys' device stands before
+    it, else both later ones."""
 
     def __init__(self, is_before: jax.Array):
         self.is_before = is_before

@@ -1,19 +1,16 @@
-"""Matrix products with weights sharded over devices: a column product, a row product, and a pair with a function
-between.
+"""Matrix products with weights sharded over devices: a column product and a row product with a function between.
 
     column   x[B_b, T_st, D] . W[D_f, F_t]  ->  h[B_b, T_s, F_t]     all_gather x over t and W over f; no sum is needed
     row      h[B_b, T_s, F_t] . W[F_t, D_f]  ->  y[B_b, T_st, D]      all_gather W over f; reduce_scatter y over t
 
 `b` are the axes of the batch, `s` those of the sequence (context), `t` those of the hidden dim (tensor) and `f` those
 of the weights' storage (fsdp). Between the two the hidden dim stays cut, so any function that treats its channels (or
-heads) alone runs on shards: gates, recurrences over T, attention. Between two pairs the sequence is sharded over tensor
-too (`norm_sequence`), so that norms and residuals are neither computed nor kept t times (Korthikanti). With `sequence`
-there instead, x is the same along tensor, and y leaves by an all_reduce (Shoeybi): the same bytes, t times the
-activations.
+heads) alone runs on shards. Between two pairs the sequence is sharded over tensor too (`norm_sequence`), so that norms
+and residuals are not computed t times (Korthikanti). With `sequence` there instead, y leaves by an all_reduce
+(Shoeybi): the same bytes, t times the activations.
 
 A dim of a weight that is sharded over an axis of the batch or of the sequence is stored so and gathered inside (ZeRO
-3): once forward, once more for the backward pass, and its gradient leaves by a reduce_scatter. Put several pairs into
-one `sk.manual`, and `remat` selects what is saved between them; a gathered weight never is.
+3): once forward, once more for the backward pass, and its gradient leaves by a reduce_scatter.
 
 Wire, sent per device and call of a pair; N_t, N_f, N_c devices along t, f, and the other axes of the batch and of the
 sequence; X and Y the bytes of x and y with the sequence gathered over t, W those of all its weights gathered over f
@@ -88,7 +85,7 @@ def column_row_parallel(
     Raises:
         ConfigError: a dim that its axes do not divide, or shapes that do not fit.
     """
-    in_column = _column_dims(columns, hidden, column_dims)
+    in_column = list(column_dims) if column_dims is not None else [("embed", hidden) for _ in columns]
     if len(in_column) != len(columns) or len(extra) != len(extra_dims):
         raise ConfigError(
             f"sk.column_row_parallel: {len(columns)} columns with {len(in_column)} column_dims, {len(extra)} extra "
@@ -100,62 +97,26 @@ def column_row_parallel(
         hidden_axes = kept_axes(in_row[:-1], dims)
         x = gather_rows(x, dims, hidden_axes)
         products = [product(x, gather_weight(w, d, dims, 0, x)) for w, d in zip(columns, in_column, strict=True)]
-        return _row(between(*products, *extra), row, dims, in_row)
+        h, contracted = between(*products, *extra), row.ndim - 1
+        whole = gather_weight(row, in_row, dims, contracted, h)
+        if h.shape[len(dims) - 1 :] != whole.shape[:-1]:
+            raise ConfigError(
+                f"the function between the products returned a shard {h.shape}, and the row weight's shard is "
+                f"{whole.shape}. The dims of the result after the first {len(dims) - 1} are those of the weight before "
+                "its last. Check both shapes and the names of their dims."
+            )
+        return reduce_rows(product(h, whole, contracted), dims, hidden_axes)
 
-    in_dims = (dims, list(in_column), in_row, list(extra_dims))
+    in_dims = (dims, in_column, in_row, list(extra_dims))
     return manual(pair, in_dims, dims, "sk.column_row_parallel")(x_BTD, list(columns), row, list(extra))
-
-
-@jax.named_scope(trace_context.TENSOR)
-def column(x_BTD: jax.Array, weight: jax.Array, *, hidden: str = "mlp", dims: Dims = ROWS) -> jax.Array:
-    """Returns `x . weight`, [B, T, *F], cut on F: the first half of a pair.
-
-    Layout: x as in `dims`, weight `("embed", hidden)`; result as x, whole on the part of the sequence that tensor cuts,
-        and `hidden`.
-    Wire: (N_t-1)/N_t X + (N_f-1)/N_f W forward; twice that backward, and 2 (N_c-1)/N_c W/N_f.
-    """
-    w_dims = _column_dims([weight], hidden, None)[0]
-
-    def local(x: jax.Array, w: jax.Array) -> jax.Array:
-        x = gather_rows(x, dims, kept_axes(w_dims[1:], dims))
-        return product(x, gather_weight(w, w_dims, dims, 0, x))
-
-    out_dims = (*between_dims(dims, kept_axes(w_dims[1:], dims)), *w_dims[1:])
-    return manual(local, (dims, w_dims), out_dims, "column")(x_BTD, weight)
-
-
-@jax.named_scope(trace_context.TENSOR)
-def row(h_BTF: jax.Array, weight: jax.Array, *, hidden: str = "mlp", dims: Dims = ROWS) -> jax.Array:
-    """Returns `h . weight`, [B, T, D], summed over the shards of F: the second half of a pair.
-
-    Layout: h as `column` leaves it, weight `(hidden, ..., "embed")`; result as in `dims`.
-    Wire: (N_t-1)/N_t Y + (N_f-1)/N_f W forward; (N_t-1)/N_t Y + 2 (N_f-1)/N_f W + 2 (N_c-1)/N_c W/N_f backward.
-    """
-    w_dims: Dims = (hidden, *(None,) * (weight.ndim - 2), "embed")
-    in_dims = (*between_dims(dims, kept_axes(w_dims[:-1], dims)), *w_dims[:-1])
-    return manual(lambda h, w: _row(h, w, dims, w_dims), (in_dims, w_dims), dims, "row")(h_BTF, weight)
 
 
 # ---- on shards
 
 
-def _row(h: jax.Array, w: jax.Array, dims: Dims, w_dims: Dims) -> jax.Array:
-    contracted = w.ndim - 1
-    whole = gather_weight(w, w_dims, dims, contracted, h)
-    if h.shape[len(dims) - 1 :] != whole.shape[:-1]:
-        raise ConfigError(
-            f"the function between the products returned a shard {h.shape}, and the row weight's shard is "
-            f"{whole.shape}. The dims of the result after the first {len(dims) - 1} are those of the weight before "
-            "its last. Check both shapes and the names of their dims."
-        )
-    return reduce_rows(product(h, whole, contracted), dims, kept_axes(w_dims[:-1], dims))
-
-
 def product(x: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:
-    """Returns the product over the last `contracted` dims of `x` and the first of `w`, as one 2-D x 2-D product.
-
-    On XLA's CPU backend 1.5 times as fast as 3-D x 2-D (2 cores, 2026-11-20), elsewhere the same.
-    """
+    """Returns the product over the last `contracted` dims of `x` and the first of `w`, as one 2-D x 2-D product: on
+    XLA's CPU backend 1.5 times as fast as 3-D x 2-D (2 cores, 2026-11-20), elsewhere the same."""
     x_dims, w_dims = x.shape[: x.ndim - contracted], w.shape[contracted:]
     y = x.reshape(math.prod(x_dims), -1) @ w.reshape(-1, math.prod(w_dims))
     return y.reshape(*x_dims, *w_dims)
@@ -164,14 +125,10 @@ def product(x: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:
 def gather_weight(w: jax.Array, w_dims: Dims, dims: Dims, width_dim: int, x: jax.Array) -> jax.Array:
     """Returns a weight whole over the axes that only store it: all of its width dim, and those of the rows elsewhere.
 
-    It is typed as differing where `x` does *before* it is gathered. So its gradient is scattered first, and what the
-    other axes of the rows add up is a shard; the other way round they would add up the whole.
-
-    A last dim is gathered as the first: along the last one the TPU compiler (libtpu 0.0.42) has no reduce_scatter on
-    v5e, and the gather's transpose would send an all_reduce, twice the bytes. The barrier keeps the compiler from
-    undoing that.
-    """
-    w = compat.as_varying(w, sorted(compat.varying_axes(x)))
+    It is typed as differing where `x` does *before* it is gathered, so that its gradient is scattered first. A last dim
+    is gathered as the first, with a barrier: the TPU compiler (libtpu 0.0.42) has no reduce_scatter along the last on
+    v5e."""
+    w = compat.typed_like(w, x)
     for dim, name in enumerate(w_dims):
         if name is not None:
             cut = axes(name)
@@ -187,20 +144,6 @@ def gather_weight(w: jax.Array, w_dims: Dims, dims: Dims, width_dim: int, x: jax
             elif stored:
                 w = all_gather(w, stored, dim)
     return w
-
-
-def scatter_gradient(grad: jax.Array, like: jax.Array, w_dims: Dims, dims: Dims, width_dim: int) -> jax.Array:
-    """Returns the gradient of a weight's shard `like` from that of the gathered weight: the transpose of
-    `gather_weight`.
-
-    For gradients written by hand: what differs along an axis where the weight is the same is summed.
-    """
-    for dim, name in enumerate(w_dims):
-        cut = axes(name) if name is not None else ()
-        stored = cut if dim == width_dim else tuple(a for a in cut if a in _rows_axes(dims))
-        grad = reduce_scatter(grad, stored, dim) if stored else grad
-    differs = [a for a in compat.varying_axes(grad) if a not in compat.varying_axes(like)]
-    return lax.psum(grad, tuple(differs)) if differs else grad
 
 
 def gather_rows(x: jax.Array, dims: Dims, hidden_axes: Sequence[str]) -> jax.Array:
@@ -222,10 +165,6 @@ def reduce_rows(y: jax.Array, dims: Dims, hidden_axes: Sequence[str]) -> jax.Arr
 
 
 # ---- which axes
-
-
-def _column_dims(columns: Sequence[jax.Array], hidden: str, given: Sequence[Dims] | None) -> list[Dims]:
-    return list(given) if given is not None else [("embed", hidden) for _ in columns]
 
 
 def _shared(name: str | None, hidden_axes: Sequence[str]) -> tuple[str, ...]:

@@ -8,9 +8,7 @@ the weights' storage (fsdp).
 
 Each device looks up the ids that are in its part of the vocabulary, zero for the others, and one reduction adds the
 parts. The loss needs of every token the largest logit, the sum of exponentials and the target's logit; each is a
-reduction over a device's own columns, then over t. A device computes at most `chunk` tokens' logits at a time, forward
-and backward, and the backward pass computes them again from the logsumexp, so that its part of the logits is never
-whole either.
+reduction over a device's own columns, then over t. A device computes at most `chunk` tokens' logits at a time.
 
 Wire, sent per device and step; N_t, N_f, N_c devices along t, f, and the other axes of the batch and of the sequence; n
 tokens of a device after the gather over t, X their bytes [n, D], W those of table or head gathered over f, [D, V/N_t]:
@@ -21,9 +19,7 @@ tokens of a device after the gather over t, X their bytes [n, D], W those of tab
     cross_entropy      forward  (N_t-1)/N_t (X + 24 n)   + (N_f-1)/N_f W
                        backward (N_t-1)/N_t 2 X          + 2 (N_f-1)/N_f W      + 2 (N_c-1)/N_c W/N_f
 
-XLA makes one of the two gathers of head and hidden, forward and backward, where nothing lies between them.
-
-When not: a vocabulary so small that its logits fit (256 bytes): a plain product and softmax is as good.
+When not: a vocabulary so small that its logits fit: a plain product and softmax is as good.
 Source: Shoeybi et al., "Megatron-LM" (2019), section 3 (the parallel cross-entropy); Wijmans et al., "Cut Your Losses
 in Large-Vocabulary Language Models" (2024) (logits in blocks); Chowdhery et al., "PaLM" (2022), section 5 (z-loss).
 
@@ -34,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +42,7 @@ from spmdkit.foundation.trees import describe
 from spmdkit.ops.both_modes import both_modes
 from spmdkit.ops.collectives import all_gather, all_reduce, all_to_all, axes, axis_index, axis_size
 from spmdkit.ops.manual import Dims, manual
-from spmdkit.ops.tensor import ROWS, between_dims, gather_rows, gather_weight, kept_axes, reduce_rows, scatter_gradient
+from spmdkit.ops.tensor import ROWS, between_dims, gather_rows, gather_weight, kept_axes, reduce_rows
 from spmdkit.step import trace_context
 
 LOGITS_BYTES = 2**29
@@ -99,9 +95,8 @@ def embed(
             everywhere = all_gather(tokens, stores, 0)
             x = reduce_rows(_look_up(everywhere, table, vocab_axes), dims, vocab_axes)
             return all_to_all(x, stores, split_dim=0, join_dim=x.ndim - 1)
-        return reduce_rows(
-            _look_up(tokens, gather_weight(table, table_dims, dims, 1, tokens), vocab_axes), dims, vocab_axes
-        )
+        whole = gather_weight(table, table_dims, dims, 1, tokens)
+        return reduce_rows(_look_up(tokens, whole, vocab_axes), dims, vocab_axes)
 
     return manual(local, (token_dims, table_dims), dims, "sk.embed")(tokens_BT, table_VD)
 
@@ -131,8 +126,7 @@ def cross_entropy(
         dims: of `hidden_BTD`.
 
     Layout: hidden as in `dims`, head `("embed", "vocab")`, the rest and the result cut as the rows of `dims` without
-        the vocabulary's
-    axes. Products and sums in float32; the gradients have the dtypes of hidden and head.
+        the vocabulary's axes. Products and sums in float32; the gradients have the dtypes of hidden and head.
 
     Raises:
         ConfigError: V is not divisible by the axes of `vocab`: pad the head and give `vocab_size`; targets that are no
@@ -144,29 +138,7 @@ def cross_entropy(
     row_dims = between_dims(dims, vocab_axes)
     _check(head_DV.shape[1], vocab_size, chunk, vocab_axes)
     core = _Core(dims, head_dims, vocab_axes, vocab_size, z_loss, chunk)
-    name, step = "sk.cross_entropy", trace_context.current()
-    forward = manual(core.forward, (dims, head_dims, row_dims), (row_dims, row_dims), name)
-    tangent = manual(core.tangent, (dims, head_dims, row_dims, dims, head_dims), row_dims, name)
-    backward = manual(core.backward, (dims, head_dims, row_dims, row_dims, row_dims), (dims, head_dims), name)
-
-    def keep(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> Any:
-        with trace_context.tracing(step):
-            value, logsumexp = forward(hidden, head, targets)
-        return value, (hidden, head, targets, logsumexp)
-
-    def push(kept_values: Any, tangents: Any) -> jax.Array:
-        with trace_context.tracing(step):
-            moved: jax.Array = tangent(*kept_values[:3], *tangents[:2])
-        return moved
-
-    def pull(kept_values: Any, cotangent: jax.Array) -> Any:
-        with trace_context.tracing(
-            step
-        ):  # the backward pass is traced when the caller's own context, a stage say, is left
-            return (*backward(*kept_values, cotangent), None)
-
-    loss = both_modes(keep, push, pull)
-    losses_BT = loss(hidden_BTD, head_DV, targets_BT)
+    losses_BT = core.differentiable(row_dims)(targets_BT, hidden_BTD, head_DV)
     return losses_BT if where is None else jnp.where(where, losses_BT, 0)
 
 
@@ -217,34 +189,49 @@ def _look_up(tokens: jax.Array, table_VD: jax.Array, vocab_axes: tuple[str, ...]
     return jnp.where(own[..., None], rows, jnp.zeros((), table_VD.dtype))
 
 
-class _Core:
+class _Core(NamedTuple):
     """The loss and its gradient on shards; N tokens of this device, V its part of the vocabulary."""
 
-    def __init__(
-        self,
-        dims: Dims,
-        head_dims: Dims,
-        vocab_axes: tuple[str, ...],
-        vocab_size: int | None,
-        z_loss: float,
-        chunk: int | None,
-    ) -> None:
-        self.dims, self.head_dims, self.vocab_axes = dims, head_dims, vocab_axes
-        self.vocab_size, self.z_loss, self.chunk = vocab_size, z_loss, chunk
+    dims: Dims
+    head_dims: Dims
+    vocab_axes: tuple[str, ...]
+    vocab_size: int | None
+    z_loss: float
+    chunk: int | None
+
+    def differentiable(self, row_dims: Dims) -> Callable[..., jax.Array]:
+        """Returns `(targets, hidden, head) -> loss` on global arrays, with derivatives in both modes."""
+        step, ends = trace_context.current(), (self.dims, self.head_dims)
+
+        def part(fn: Any, more_in: Any, out_dims: Any) -> Any:
+            def run(*args: Any) -> Any:
+                with trace_context.tracing(step):  # the backward pass is traced when the caller's, a stage say, is left
+                    return manual(fn, (*ends, row_dims, *more_in), out_dims, "sk.cross_entropy")(*args)
+
+            return run
+
+        value_of = part(self.forward, (), (row_dims, row_dims))
+        tangent, backward = part(self.tangent, (row_dims, *ends), row_dims), part(self.backward, (row_dims,) * 2, ends)
+
+        def forward(targets: jax.Array, hidden: jax.Array, head: jax.Array) -> Any:
+            value, logsumexp = value_of(hidden, head, targets)
+            return value, (hidden, head, targets, logsumexp)
+
+        return both_modes(forward, lambda kept, ts: tangent(*kept, *ts), lambda kept, ct: backward(*kept, ct))
 
     def forward(self, hidden: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns (loss, logsumexp), each float32 shaped like the targets."""
         hidden_ND, head_DV = self._gather(hidden, head)
         first = axis_index(self.vocab_axes) * head_DV.shape[1]
 
-        def chunk_loss(_: Any, rows: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
+        def chunk_loss(rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
             logits_CV, is_target_CV = self._logits(*rows, head_DV, first)
             largest_C = logits_CV.max(-1)
             total_C = jnp.exp(logits_CV - largest_C[:, None]).sum(-1)
-            return _, (largest_C, total_C, jnp.sum(logits_CV, -1, where=is_target_CV))
+            return largest_C, total_C, jnp.sum(logits_CV, -1, where=is_target_CV)
 
         targets_N = targets.reshape(-1).astype(jnp.int32)
-        _, (largest_N, total_N, target_N) = self._over_chunks(chunk_loss, (), (hidden_ND, targets_N), head_DV.shape[1])
+        largest_N, total_N, target_N = self._over_chunks(chunk_loss, (hidden_ND, targets_N), head_DV.shape[1])
         top_N = lax.pmax(lax.stop_gradient(largest_N), self.vocab_axes) if self.vocab_axes else largest_N
         sums_2N = all_reduce(jnp.stack([total_N * jnp.exp(largest_N - top_N), target_N]), self.vocab_axes)
         logsumexp_N = top_N + jnp.log(sums_2N[0])
@@ -253,44 +240,32 @@ class _Core:
         loss_N = jnp.where(exists_N, logsumexp_N - sums_2N[1], jnp.nan) + self.z_loss * logsumexp_N**2
         return loss_N.reshape(targets.shape), logsumexp_N.reshape(targets.shape)
 
-    def tangent(
-        self, hidden: jax.Array, head: jax.Array, targets: jax.Array, d_hidden: jax.Array, d_head: jax.Array
-    ) -> jax.Array:
+    def tangent(self, hidden: jax.Array, head: jax.Array, targets: jax.Array, _: jax.Array, *tangents: Any) -> Any:
         """Returns the tangent of the loss by those of hidden and head: the forward mode of the forward pass."""
-        loss = lambda hidden, head: self.forward(hidden, head, targets)[0]
-        moved: jax.Array = jax.jvp(loss, (hidden, head), (d_hidden, d_head))[1]
-        return moved
+        return jax.jvp(lambda hidden, head: self.forward(hidden, head, targets)[0], (hidden, head), tangents)[1]
 
     def backward(
         self, hidden: jax.Array, head: jax.Array, targets: jax.Array, logsumexp: jax.Array, cotangent: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the gradients of hidden and head."""
-        hidden_ND, head_DV = self._gather(hidden, head)
-        first = axis_index(self.vocab_axes) * head_DV.shape[1]
+        operands = (hidden, head, targets, logsumexp, cotangent)
+        differs = sorted({a for x in operands for a in compat.varying_axes(x)})
+        gather = lambda hidden, head: compat.as_varying(self._gather(hidden, head), differs)
+        (hidden_ND, head_DV), pull = jax.vjp(gather, hidden, head)
         rows = (hidden_ND, *(x.reshape(-1) for x in (targets.astype(jnp.int32), logsumexp, cotangent)))
-        differs = sorted({a for x in (*rows, head_DV) for a in compat.varying_axes(x)})
-        parts = self._columns_in(hidden_ND.shape[0], head_DV.shape[1])
-        by = self._by_columns if parts is not None else self._by_rows
-        d_head_DV, d_hidden_ND = by(rows, head_DV, first, differs, parts or 1)
-        d_hidden = d_hidden_ND.astype(hidden.dtype).reshape(*targets.shape, -1)
-        d_hidden = _like(reduce_rows(d_hidden, self.dims, self.vocab_axes), hidden)
-        return d_hidden, scatter_gradient(d_head_DV.astype(head.dtype), head, self.head_dims, self.dims, 0)
+        first = axis_index(self.vocab_axes) * head_DV.shape[1]
+        d_head_DV, d_hidden_ND = self._by_columns(rows, head_DV, first, differs)
+        return pull((d_hidden_ND.astype(hidden.dtype), d_head_DV.astype(head.dtype)))
 
-    def _columns_in(self, num_rows: int, num_columns: int) -> int | None:
-        """Returns into how many equal groups of columns the backward pass cuts the head, or None where no number
-        fits."""
-        chunk = self.chunk or max(1, LOGITS_BYTES // (4 * num_columns))
-        least = -(-num_rows // chunk)
-        return next((n for n in range(least, min(4 * least, num_columns) + 1) if num_columns % n == 0), None)
-
-    def _by_columns(self, rows: Any, head_DV: jax.Array, first: Any, differs: Any, parts: int) -> Any:
-        """Returns the gradients, some columns of all rows at a time: each column's is written once, and no sum of them
-        is kept.
-
-        By rows, the head's gradient would be a float32 sum over the chunks, twice in memory while it is added to (8B on
-        v5p: 3.9 GiB of 7.9 GiB of temporaries, 2026-11-21).
-        """
-        hidden_ND, width = rows[0], head_DV.shape[1] // parts
+    def _by_columns(self, rows: Any, head_DV: jax.Array, first: Any, differs: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns the gradients, some columns of all rows at a time: each column's is written once. By rows, the head's
+        gradient would be a float32 sum over the chunks, twice in memory (8B on v5p: 3.9 GiB of 7.9 GiB of temporaries,
+        2026-11-21). Columns that fill up the last group are zeros, which add nothing."""
+        hidden_ND, num = rows[0], head_DV.shape[1]
+        least = min(num, -(-hidden_ND.shape[0] // self._chunk(num)))
+        parts = next((n for n in range(least, 4 * least + 1) if num % n == 0), least)
+        width = -(-num // parts)
+        head_DV = jnp.pad(head_DV, [(0, 0), (0, parts * width - num)]) if num % parts else head_DV
         zeros = (jnp.zeros(head_DV.shape, head_DV.dtype), jnp.zeros(hidden_ND.shape, jnp.float32))
 
         def chunk_sums(sums: tuple[jax.Array, jax.Array], i: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
@@ -301,19 +276,9 @@ class _Core:
             d_head_DV = lax.dynamic_update_slice_in_dim(d_head_DV, own_DV, i * width, 1)
             return (d_head_DV, d_hidden_ND + jnp.matmul(d_NV, columns_DV.T, preferred_element_type=jnp.float32)), None
 
-        return lax.scan(chunk_sums, compat.as_varying(zeros, differs), jnp.arange(parts, dtype=jnp.int32))[0]
-
-    def _by_rows(self, rows: Any, head_DV: jax.Array, first: Any, differs: Any, _: int) -> Any:
-        """Returns the gradients, some rows and all columns at a time; for a number of columns without a fitting
-        divisor."""
-
-        def chunk_gradient(d_head_DV: jax.Array, rows: Any) -> tuple[jax.Array, jax.Array]:
-            d_CV = self._slope(rows, head_DV, first)
-            d_head_DV += jnp.matmul(rows[0].T, d_CV, preferred_element_type=jnp.float32)
-            return d_head_DV, jnp.matmul(d_CV, head_DV.T)
-
-        zeros = compat.as_varying(jnp.zeros(head_DV.shape, jnp.float32), differs)
-        return self._over_chunks(chunk_gradient, zeros, rows, head_DV.shape[1])
+        zeros = compat.as_varying(zeros, differs)
+        d_head_DV, d_hidden_ND = lax.scan(chunk_sums, zeros, jnp.arange(parts, dtype=jnp.int32))[0]
+        return d_head_DV[:, :num], d_hidden_ND
 
     def _slope(self, rows: Any, head_DV: jax.Array, first: Any) -> jax.Array:
         """Returns the derivative of the loss by each logit, [C, V]."""
@@ -337,23 +302,20 @@ class _Core:
             logits_CV = jnp.where(ids_V < self.vocab_size, logits_CV, SMALLEST)
         return logits_CV, targets_C[:, None] == ids_V
 
-    def _over_chunks(self, one: Callable[..., Any], carry: Any, rows: Any, num_columns: int) -> tuple[Any, Any]:
-        """Returns the scan of `one` over chunks of the rows, joined again; padding rows are zeros and add nothing."""
+    def _chunk(self, num_columns: int) -> int:
+        """Returns the number of tokens with logits in memory at a time."""
+        return self.chunk or max(1, LOGITS_BYTES // (4 * num_columns))
+
+    def _over_chunks(self, one: Callable[..., Any], rows: Any, num_columns: int) -> Any:
+        """Returns `one` of chunks of the rows, joined again; padding rows are zeros."""
         num = rows[0].shape[0]
-        chunk = self.chunk or max(1, LOGITS_BYTES // (4 * num_columns))
-        parts = -(-num // chunk)
+        parts = -(-num // self._chunk(num_columns))
         if parts <= 1:
-            return one(carry, rows)
+            return one(rows)
         size = math.ceil(num / parts)
         pad = lambda x: jnp.pad(x, [(0, parts * size - num)] + [(0, 0)] * (x.ndim - 1))
-        carry, out = lax.scan(one, carry, jax.tree.map(lambda x: pad(x).reshape(parts, size, *x.shape[1:]), rows))
-        return carry, jax.tree.map(lambda x: x.reshape(parts * size, *x.shape[2:])[:num], out)
-
-
-def _like(grad: jax.Array, primal: jax.Array) -> jax.Array:
-    """Returns a gradient summed over the axes along which it differs and its primal does not."""
-    differs = tuple(a for a in compat.varying_axes(grad) if a not in compat.varying_axes(primal))
-    return lax.psum(grad, differs) if differs else grad
+        out = lax.map(one, jax.tree.map(lambda x: pad(x).reshape(parts, size, *x.shape[1:]), rows))
+        return jax.tree.map(lambda x: x.reshape(parts * size, *x.shape[2:])[:num], out)
 
 
 SEAMS = {"axis_index": axis_index}

@@ -53,20 +53,20 @@ def strict_promotion():
         yield
 
 
-def test_no_file_is_both_trained_on_and_evaluated_on(gpt):
+def test_no_file_is_trained_on_and_evaluated(gpt):
     train_files, eval_files = gpt.read_files(10**9, 10**9)
     shared = set(train_files) & set(eval_files)
     assert all(len(file) < 100 for file in shared)  # empty and one-line files have equals
     assert 0.03 < len(eval_files) / len(train_files) < 0.3
 
 
-def test_the_text_is_the_same_each_time_and_as_long_as_asked(gpt):
+def test_the_text_is_fixed_and_as_long_requested(gpt):
     train_files, eval_files = gpt.read_files(100_000, 10_000)
     assert (sum(map(len, train_files)), sum(map(len, eval_files))) == (100_000, 10_000)
     assert (train_files, eval_files) == gpt.read_files(100_000, 10_000)
 
 
-def test_each_byte_of_the_text_is_a_target_once(gpt):
+def test_each_byte_of_the_text_is_once_target(gpt):
     data = gpt.windows([b"abcdefg", b"hijkl"], context=3, document_masks=False)
     assert [bytes(row) for row in data["tokens"]] == [b"abcd", b"defg", b"ghij"]
     data = gpt.windows([b"abcdefg", b"hi"], context=4, document_masks=True)
@@ -74,6 +74,7 @@ def test_each_byte_of_the_text_is_a_target_once(gpt):
     assert data["num_targets"].tolist() == [4, 2, 1]
 
 
+@pytest.mark.slow
 def test_document_masks_keep_padding_out_of_the_loss(gpt):
     task = gpt.task(width=32, layers=1, context=16, document_masks=True, train_bytes=20_000, eval_bytes=2_000)
     params = made(task.init)
@@ -86,13 +87,14 @@ def test_document_masks_keep_padding_out_of_the_loss(gpt):
     assert float(loss.value) == float(loss_of(task, params, batch)[0].value)
 
 
+@pytest.mark.slow
 def test_stacked_and_separate_layers_are_the_same_model(gpt, params, tokens):
     separate = made(lambda key: gpt.init_params(key, shape(gpt, stacked=False)))
     np.testing.assert_array_equal(params["blocks"]["up"][1], separate["blocks"][1]["up"])
     np.testing.assert_allclose(logits_of(gpt, separate, tokens), logits_of(gpt, params, tokens), atol=1e-4)
 
 
-def test_a_position_sees_nothing_of_what_comes_after(gpt, params, tokens):
+def test_a_position_sees_nothing_after_it(gpt, params, tokens):
     changed = tokens.at[:, 9].set((tokens[:, 9] + 1) % 256)
     before, after = (logits_of(gpt, params, x) for x in (tokens, changed))
     np.testing.assert_array_equal(before[:, :9], after[:, :9])
@@ -106,7 +108,7 @@ def test_rotary_scores_depend_on_distance_alone(gpt):
     assert abs(float(q[7] @ k[4] - q[7] @ k[1])) > 1e-3
 
 
-def test_dropout_draws_for_each_example_and_position_from_the_examples_own_key(gpt):
+def test_dropout_is_drawn_from_the_examples_key(gpt):
     keys = jax.random.split(jax.random.key(0), 4)
     x = jnp.ones((4, 100, 100))
     dropped = gpt.drop(x, 0.25, keys, jnp.arange(100))
@@ -126,7 +128,8 @@ def test_dropout_is_on_in_training_alone(gpt):
     assert values[0] == values[1] != values[2]
 
 
-def test_a_mixture_reports_its_load_and_adds_its_balance_loss(gpt):
+@pytest.mark.slow
+def test_a_mixture_reports_its_load(gpt):
     args = {"width": 32, "layers": 2, "context": 16, "train_bytes": 20_000, "eval_bytes": 2_000}
     task = gpt.task(**args, moe={"experts": 4, "top_k": 2, "capacity": 1.0, "balance_loss": 0.5, "z_loss": 0.0})
     params = made(task.init)
@@ -137,7 +140,8 @@ def test_a_mixture_reports_its_load_and_adds_its_balance_loss(gpt):
     assert float(loss.value) == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_loss_is_in_nats_and_bits_per_byte(gpt):
+@pytest.mark.slow
+def test_loss_is_in_nats_and_bits_per_byte(gpt):
     task = gpt.task(width=32, layers=1, context=16, dropout=0.1, train_bytes=20_000, eval_bytes=2_000)
     params = jax.tree.map(jnp.zeros_like, made(task.init))
     batch = {name: array[:4] for name, array in task.train_data.items()}
@@ -147,17 +151,19 @@ def test_the_loss_is_in_nats_and_bits_per_byte(gpt):
     assert float(metrics["bits_per_byte"].value) == pytest.approx(8)
 
 
-def test_the_unigram_loss_of_two_equally_frequent_bytes_is_log_two(gpt):
+def test_unigram_loss_of_two_bytes_is_log_two(gpt):
     assert gpt.unigram_loss([b"ab" * 100_000], [b"abba"]) == pytest.approx(np.log(2), abs=0.01)
 
 
+@pytest.mark.slow
 def test_a_sample_continues_its_prompt(gpt, params):
     text = gpt.sample(params, "def ", num_bytes=20, context=8)
     assert text.startswith("def ") and len(text.encode()) >= 24
     assert text == gpt.sample(params, "def ", num_bytes=20, context=8)
 
 
-def test_a_cold_sample_repeats_what_the_model_has_learned(gpt):
+@pytest.mark.slow
+def test_a_cold_sample_repeats_what_was_learned(gpt):
     task = gpt.task(width=32, layers=1, context=8, train_bytes=20_000, eval_bytes=2_000)
     params = made(task.init)
     text = b"abcabcabcabcabcabc"
@@ -173,7 +179,7 @@ def test_a_cold_sample_repeats_what_the_model_has_learned(gpt):
     "mesh",
     ["{fsdp: 2, context: 2, tensor: 2}", "{data: 2, pipeline: 2, tensor: 2}", "{replica: 2, fsdp: 2, tensor: 2}"],
 )
-def test_its_marks_keep_and_offload_on_meshes_that_cut_it(mesh):
+def test_its_marks_offload_on_meshes_that_shard_it(mesh):
     config = Path(__file__).parents[2] / "configs/verify/gpt.yaml"
     asked = [f"mesh={mesh}", "remat={save: [attention], offload: [hidden]}", "--no-mutants", "--json"]
     command = [sys.executable, "-m", "spmdkit", "verify", str(config), *asked]

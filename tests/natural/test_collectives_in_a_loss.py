@@ -13,7 +13,8 @@ import pytest
 from jax import lax
 
 import spmdkit as sk
-from tests.support.natural_runs import BATCH, STEPS, assert_same_run, by_hand, keep_gradient, train
+from tests.support.forms import slow_except
+from tests.support.natural_runs import BATCH, REPLICAS, STEPS, assert_same_run, by_hand, keep_gradient, train
 
 AXES = ("replica", "data")
 DATA = np.random.default_rng(0).normal(size=(BATCH * STEPS, 2, 6)).astype(np.float32)
@@ -86,8 +87,7 @@ def plain(params, rows):
     return sum(losses.values()).mean(), {name: x.mean() for name, x in losses.items()}
 
 
-@pytest.mark.forms(3)
-@pytest.mark.parametrize("mesh", ["one device", "data 8", "replica 2 x data 4", "data 2 x fsdp 4", "fsdp 8 zero 2"])
+@pytest.mark.parametrize("mesh", slow_except(["replica 2 x data 4"], [*REPLICAS[:3], "fsdp 8 zero 2"]))
 def test_loss_with_own_collectives_equals_one_device(mesh):
     task = sk.Task(init, loss_fn, keep_gradient(optax.sgd(0.1)), train_data=DATA)
     _, run = train(task, mesh)

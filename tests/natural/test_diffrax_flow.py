@@ -12,7 +12,6 @@ import optax
 import pytest
 
 import spmdkit as sk
-from tests.support.forms import slow_except
 from tests.support.natural_runs import BATCH, STEPS, assert_same_run, by_hand, keep_gradient, train
 
 DATA = np.random.default_rng(0).normal(size=(BATCH * STEPS, 2)).astype(np.float32)
@@ -43,7 +42,8 @@ def likelihoods(params, rows):
     return jax.vmap(lambda y: log_likelihood(params, y))(rows)
 
 
-@pytest.mark.parametrize("mesh", slow_except(("data 8",), ("one device", "data 8")))
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["one device", "data 8"])
 def test_diffrax_flow_equals_one_device(mesh):
     loss_fn = lambda params, rows, key: sk.mean(-likelihoods(params, rows))
     _, run = train(sk.Task(init, loss_fn, keep_gradient(optax.adam(1e-2)), train_data=DATA), mesh)

@@ -22,7 +22,6 @@ from tests.support.natural_runs import (
     BATCH,
     MESHES,
     STEPS,
-    assert_replicas_hold_the_same_bits,
     assert_same_run,
     by_hand,
     keep_gradient,
@@ -129,36 +128,24 @@ def task(mesh):
     return sk.Task(init, loss_fn, keep_gradient(optax.sgd(0.05)), train_data=DATA, rules=rules)
 
 
-FORMS = slow_except(
-    [("one device", 1), ("data 8", 1), ("data 8", 2), ("fsdp 8 zero 3", 1), ("data 2 x fsdp 2 x tensor 2", 1)],
-    [*((mesh, 1) for mesh in MESHES), ("data 8", 2)],
-)
+FORMS = [*((mesh, 1) for mesh in MESHES), ("data 8", 2)]
 
 
-@pytest.mark.forms(3)
-@pytest.mark.parametrize(("mesh", "microbatches"), FORMS)
+@pytest.mark.parametrize(("mesh", "microbatches"), slow_except([("data 8", 1)], FORMS))
 def test_derivatives_at_constants_equal_one_device(mesh, microbatches):
     """By the emitter that users get: with the one of the suite a Hessian on eight devices is 2.3e-5 from that of
     one."""
     options = {"xla_cpu_use_fusion_emitters": True}
-    _, run = train(task(mesh), mesh, microbatches=microbatches, compiler_options=options)
+    program, run = train(task(mesh), mesh, microbatches=microbatches, compiler_options=options)
     assert_same_run(run, reference())
+    if (mesh, microbatches) == ("data 8", 1):
+        assert program.form == "manual"
+        sums = 1 + len(CASES) + len(CASES)
+        assert num_psums(program) == sums, "the loss, each metric and each leaf of the gradient once, and nothing else"
 
 
-def test_replicas_are_bitwise_equal_with_one_reduction():
-    program = program_of(task("data 8"), "data 8")
-    state = program.init()
-    for _, batch in program.batches():
-        state, _ = program.step(state, batch)
-    assert program.form == "manual"
-    assert_replicas_hold_the_same_bits(state)
-    sums = 1 + len(CASES) + len(CASES)
-    assert num_psums(program) == sums, "the loss, each metric and each leaf of the gradient once, and nothing else"
-
-
-def replica_task(case, start=None):
-    """Returns a task whose own per-replica step takes the derivative of a case; with `start`, from zeros that are its
-    own."""
+def replica_task(case):
+    """Returns a task with a per-replica step that takes the derivative of a case."""
 
     def train_step(state, batch):
         def loss(w):
@@ -175,7 +162,7 @@ def replica_task(case, start=None):
 
 @pytest.mark.parametrize(
     ("case", "mesh"),
-    [*((case, "data 8") for case in (fgsm, pgd, sparse_code, maml)), (fgsm, "replica 2 x data 4")],
+    [*((case, "data 8") for case in (pgd, sparse_code)), (fgsm, "replica 2 x data 4")],
 )
 def test_per_replica_derivative_is_rejected_with_line(case, mesh):
     with pytest.raises(
@@ -184,7 +171,7 @@ def test_per_replica_derivative_is_rejected_with_line(case, mesh):
         program_of(replica_task(case), mesh)
 
 
-@pytest.mark.parametrize("case", [pinn, hessian, transposed])
+@pytest.mark.parametrize("case", [pinn, transposed])
 def test_reduction_check_names_the_repeated_sum(case):
     with pytest.raises(
         ConfigError, match=r"(?s)already the same on every replica.*derivative with respect to a constant.*`x \* 0`"
@@ -192,7 +179,7 @@ def test_reduction_check_names_the_repeated_sum(case):
         program_of(replica_task(case), "data 8")
 
 
-@pytest.mark.parametrize("mesh", ["one device", "data 8", "replica 2 x data 4"])
+@pytest.mark.parametrize("mesh", slow_except(["replica 2 x data 4"], ["one device", "data 8", "replica 2 x data 4"]))
 def test_suggested_repair_equals_one_device(mesh):
     def own_zeros(w, row):
         d = jax.grad(lambda d: jnp.tanh((row + d) @ w) ** 2)(row * 0)
@@ -204,7 +191,7 @@ def test_suggested_repair_equals_one_device(mesh):
     assert_same_run(run, right)
 
 
-@pytest.mark.parametrize("mesh", ["one device", "data 8", "replica 2 x data 4"])
+@pytest.mark.parametrize("mesh", slow_except(["replica 2 x data 4"], ["one device", "data 8", "replica 2 x data 4"]))
 def test_dividing_by_global_statistics_is_accepted(mesh):
     """A synchronised batch norm: the transpose of its sum adds up where the examples meet it, and was taken for a sum
     by the types."""

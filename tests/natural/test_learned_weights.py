@@ -10,6 +10,7 @@ import pytest
 
 import spmdkit as sk
 from spmdkit.errors import ConfigError
+from tests.support.forms import slow_except
 from tests.support.natural_runs import (
     BATCH,
     MESHES,
@@ -70,20 +71,20 @@ def test_the_reference_is_the_quotient_written_out():
 CASES = [*((mesh, 1) for mesh in MESHES), ("data 8", 2), ("fsdp 8 zero 2", 2), ("one device", 2)]
 
 
-@pytest.mark.forms(4)
-@pytest.mark.parametrize(("mesh", "microbatches"), CASES)
+@pytest.mark.parametrize(("mesh", "microbatches"), slow_except([("data 8", 2), ("data 2 x fsdp 4", 1)], CASES))
 def test_gradient_of_learned_weights_is_the_quotients(mesh, microbatches):
     _, run = train(task(weighted, mesh), mesh, microbatches=microbatches)
     assert_same_run(run, reference(weighted))
 
 
-@pytest.mark.parametrize(("mesh", "remat"), [("data 8", "full"), ("one device", "none"), ("data 2 x fsdp 4", "full")])
+@pytest.mark.forms(1)
+@pytest.mark.parametrize(("mesh", "remat"), [("data 2 x fsdp 4", "full"), ("one device", "none"), ("data 8", "full")])
 def test_importance_weights_with_mask_and_remat_match(mesh, remat):
     _, run = train(task(importance), mesh, remat=remat)
     assert_same_run(run, reference(importance))
 
 
-@pytest.mark.parametrize("stop", [lambda w: jax.lax.stop_gradient(w), lambda w: (w > 0.5).astype(jnp.float32)])
+@pytest.mark.parametrize("stop", [jax.lax.stop_gradient, lambda w: (w > 0.5).astype(jnp.float32)])
 def test_weights_without_a_gradient_send_nothing_more(stop):
     def loss_fn(params, rows, key):
         values, weights = values_and_weights(params, rows)
@@ -106,7 +107,7 @@ def test_canceling_weights_match_jax_and_empty_is_zero():
     assert float(half.merge(sk.mean(jnp.full(2, 3.0))).value) == pytest.approx((-1 + 6) / 2)
 
 
-@pytest.mark.parametrize("mesh", ["one device", "data 8"])
+@pytest.mark.parametrize("mesh", ["data 8", pytest.param("one device", marks=pytest.mark.slow)])
 def test_weights_canceling_over_batch_match_everywhere(mesh):
     signs = np.where(np.arange(BATCH) < BATCH // 2, 1.0, -1.0).astype(np.float32)
     data = {"x": DATA[:BATCH], "weight": signs}
@@ -142,8 +143,6 @@ def test_learned_weights_in_pipeline_head_match_or_fail():
 
     learned = pipeline_task(jax.nn.sigmoid)
     right = by_hand(loss, learned.init(None), {"x": DATA}, optax.sgd(1.0))
-    _, run = train(learned)
-    assert_same_run(run, right)
     stages = lambda schedule: {"mesh": {"pipeline": 2}, "pipeline": {"microbatches": 4, "schedule": schedule}}
     _, run = train(learned, **stages("gpipe"))
     assert_same_run(run, right)
@@ -151,4 +150,3 @@ def test_learned_weights_in_pipeline_head_match_or_fail():
         ConfigError, match=r"(?s)count of the loss depends on the parameters.*gpipe.*test_learned_weights\.py:\d+"
     ):
         program_of(learned, **stages("1f1b"))
-    program_of(pipeline_task(lambda h: jax.lax.stop_gradient(jax.nn.sigmoid(h))), **stages("1f1b"))

@@ -1,5 +1,4 @@
-"""`sk.attention` alone: every form, implementation and mask gives the numbers of the plain formula, and what is wrong
-is said."""
+"""`sk.attention` alone: every form, implementation and mask gives the numbers of the plain formula; its errors."""
 
 import functools
 
@@ -15,6 +14,7 @@ from spmdkit.ops.attention import own_kv_heads
 from spmdkit.ops.attention_blocks import XLA, Mask, merge
 from spmdkit.ops.attention_splash import splash
 from spmdkit.step import trace_context
+from tests.support.forms import slow_except
 from tests.support.ops_mesh import step, value_and_grad
 
 B, T, N, H = 4, 32, 8, 8
@@ -80,61 +80,34 @@ CASES = {
 }
 
 
-def cases(*default):
-    """Marks every combination of a form with one of `CASES` that is not named as slow."""
-    return [
-        pytest.param(form, case, marks=[] if (form, case) in default else pytest.mark.slow)
-        for form in FORMS
-        for case in CASES
-    ]
+DEFAULT = [("ring", "packed"), ("contiguous", "packed"), ("all to all", "packed")]
 
 
-def forms(*default):
-    return pytest.mark.parametrize(
-        "form", [pytest.param(f, marks=[] if f in default else pytest.mark.slow) for f in FORMS]
-    )
-
-
-@pytest.mark.parametrize("form, case", cases(*[(form, "packed") for form in FORMS]))
+@pytest.mark.parametrize("form, case", slow_except(DEFAULT, [(form, case) for form in FORMS for case in CASES]))
 def test_a_cut_sequence_gives_the_plain_formula(form, case):
     options = dict(CASES[case])
     segments, causal = options.pop("segments", None), options.pop("causal", True)
     op = lambda q, k, v, ids: sk.attention(q, k, v, causal=causal, segment_ids_BT=ids)
     expected = numbers(functools.partial(plain, causal=causal, segments=segments), *qkv())
-    assert_equal(on_mesh(op, *qkv(), segments=segments, attention=FORMS[form], context=4, fsdp=2), expected)
+    assert_equal(on_mesh(op, *qkv(), segments=segments, attention=FORMS[form], context=4), expected)
 
 
-@pytest.mark.forms(2)
-@forms("ring", "all to all")
+@pytest.mark.forms(1)
+@pytest.mark.parametrize("form", ["ring", "all to all"])
 @pytest.mark.parametrize(
-    "kv_heads, asked", [(2, {"context": 2, "tensor": 4}), (4, {"context": 2, "tensor": 2, "fsdp": 2})]
+    "kv_heads, asked", [(4, {"context": 2, "tensor": 2, "fsdp": 2}), (2, {"context": 2, "tensor": 4})]
 )
 def test_grouped_heads_are_cut_or_repeated(kv_heads, asked, form):
     op = lambda q, k, v, ids: sk.attention(q, k, v)
     assert_equal(on_mesh(op, *qkv(kv_heads), attention=FORMS[form], **asked), numbers(plain, *qkv(kv_heads)))
 
 
-@forms("ring")
+@pytest.mark.parametrize("form", slow_except(["ring"], FORMS))
 def test_positions_say_who_sees_whom(form):
     positions = jnp.asarray(np.random.default_rng(1).integers(0, 9, (B, T)), jnp.int32)
     expected = numbers(functools.partial(plain, positions=positions), *qkv())
     op = lambda q, k, v, ids: sk.attention(q, k, v, positions_BT=ids)
-    assert_equal(on_mesh(op, *qkv(), segments=positions, attention=FORMS[form], context=4, fsdp=2), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-def test_own_positions_change_nothing(form):
-    op = lambda q, k, v, ids: sk.attention(q, k, v, positions_BT=sk.context_positions(T))
-    found = on_mesh(op, *qkv(), attention=FORMS[form], context=2, tensor=2)
-    assert_equal(found, numbers(plain, *qkv()))
-
-
-@pytest.mark.parametrize("context", [pytest.param(2, marks=pytest.mark.slow), 8])
-def test_a_ring_of_any_size_goes_round(context):
-    op = lambda q, k, v, ids: sk.attention(q, k, v, segment_ids_BT=ids)
-    expected = numbers(functools.partial(plain, segments=packed()), *qkv())
-    assert_equal(on_mesh(op, *qkv(), segments=packed(), context=context), expected)
+    assert_equal(on_mesh(op, *qkv(), segments=positions, attention=FORMS[form], context=4), expected)
 
 
 def test_inside_of_a_manual_part_shards_go_in():
@@ -150,9 +123,7 @@ def test_inside_of_a_manual_part_shards_go_in():
     args = [jnp.asarray(random.normal(size=s), jnp.float32) for s in [(B, T, 16), *[(16, N, H)] * 3]]
     expected = numbers(lambda x, *w: plain(*(jnp.einsum("BTD,DNH->BTNH", x, a) for a in w)), *args)
     in_order = lambda x, *w: sk.context_restore(part(sk.context_order(x), *w))
-    for form in ({}, {"context": "all_to_all"}):
-        asked = {"fsdp": 2, "context": 2, "tensor": 2, "attention": trace_context.AttentionSettings(**form)}
-        assert_equal(numbers(in_order, *args, **asked), expected, 4e-6)
+    assert_equal(numbers(in_order, *args, context=2, tensor=2), expected, 4e-6)
 
 
 def test_manual_part_matches_few_key_heads_to_queries():
@@ -200,11 +171,9 @@ def test_targets_stay_with_their_inputs_across_the_seams():
 
 def test_without_a_context_axis_nothing_happens():
     x_BT = jnp.arange(10).reshape(2, 5)
-    for asked in ({"tensor": 4}, {"fsdp": 8}):
-        found = global_of(
-            lambda x: (sk.context_order(x), sk.context_restore(x), sk.context_positions(5)), x_BT, **asked
-        )
-        assert (found[0] == x_BT).all() and (found[1] == x_BT).all() and list(found[2]) == [0, 1, 2, 3, 4]
+    both = lambda x: (sk.context_order(x), sk.context_restore(x), sk.context_positions(5))
+    found = global_of(both, x_BT, tensor=4)
+    assert (found[0] == x_BT).all() and (found[1] == x_BT).all() and list(found[2]) == [0, 1, 2, 3, 4]
     assert sk.context_order(x_BT) is x_BT
 
 
@@ -223,11 +192,9 @@ def expected_pair(q, k, v, weights, **options):
     return out, *vjp(weights)
 
 
-SLOW = {"marks": pytest.mark.slow}
-
-
-@pytest.mark.parametrize("tokens, keys", [(20, None), pytest.param(32, None, **SLOW), pytest.param(20, 33, **SLOW)])
-@pytest.mark.parametrize("options", [{"segments": True}, {"causal": False}, pytest.param({}, **SLOW)], ids=str)
+@pytest.mark.forms(1)
+@pytest.mark.parametrize("tokens, keys", [(20, None), (32, None), (20, 33)])
+@pytest.mark.parametrize("options", [{"segments": True}, {"causal": False}, {}], ids=str)
 def test_blocks_give_what_all_scores_at_once_give(tokens, keys, options, monkeypatch):
     monkeypatch.setattr(attention_blocks, "BLOCK", 8)
     monkeypatch.setattr(attention_blocks, "WHOLE", 8)
@@ -262,13 +229,13 @@ def test_memory_grows_linearly_with_sequence_length():
         compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, q, q).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    short, long = temporaries(2048), temporaries(8192)
-    assert long < 4.2 * short  # all scores at once: 16 times
-    assert long < 4 * 2 * 8192**2 / 8
+    assert temporaries(4096) < 4 * 2 * 4096**2 / 4  # of all scores at once
 
 
-@pytest.mark.parametrize("segments", [pytest.param(False, **SLOW), True])
-@pytest.mark.parametrize("causal", [True, pytest.param(False, **SLOW)])
+@pytest.mark.parametrize(
+    "causal, segments",
+    slow_except([(True, True)], [(causal, ids) for causal in (True, False) for ids in (True, False)]),
+)
 def test_the_splash_kernel_gives_the_plain_formula(causal, segments, monkeypatch):
     """The kernel's own program, interpreted, without a TPU: four tiles, of which the mask hides one."""
     monkeypatch.setattr(attention_splash, "BLOCKS", (128,))
@@ -283,17 +250,12 @@ def test_the_splash_kernel_gives_the_plain_formula(causal, segments, monkeypatch
 
 
 # ---- what cannot be
-# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "asked, change, message",
     [
-        (
-            {"tensor": 8},
-            lambda q, k, v: (q[:, :, :4], k[:, :, :4], v[:, :, :4]),
-            r"4 query heads are sharded over mesh.tensor 8 = 8",
-        ),
+        ({"tensor": 8}, lambda *qkv: (x[:, :, :4] for x in qkv), r"4 query heads are sharded over mesh.tensor 8 = 8"),
         ({}, lambda q, k, v: (q, k[:, :, :3], v[:, :, :3]), "8 is not divisible by 3"),
         ({}, lambda q, k, v: (q[:, :5], k, v), "found 5 queries and 32 keys"),
         ({}, lambda q, k, v: (q.astype(jnp.bfloat16), k, v), "They have one dtype"),

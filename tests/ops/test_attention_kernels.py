@@ -62,58 +62,48 @@ def lowered_in_replicas(platform, implementation, data_axes, segments, **asked):
 
 
 REPLICAS = {
-    "fsdp 8, zero 1 or 2": (("data", "fsdp"), {"fsdp": 8}),
     "data 2 x fsdp 4, zero 2": (("data", "fsdp"), {"data": 2, "fsdp": 4}),
+    "fsdp 8, zero 1 or 2": (("data", "fsdp"), {"fsdp": 8}),
     "replica 2 x data 4 in the mapped form": (("data",), {"replica": 2, "data": 4}),
     "data 2 x tensor 2": (("data",), {"data": 2, "tensor": 2}),
 }
+KERNELS = {
+    "cuda": (device("gpu", "NVIDIA H100 80GB HBM3", compute_capability="9.0"), CUDNN, False),
+    "tpu": (device("tpu", "TPU v5p"), [f"{name}_segmented" for name in SPLASH], True),
+}
+"""Platform -> device, names of the calls, whether segments are given."""
 
 
 def devices_are(monkeypatch, one):
     monkeypatch.setattr(op, "_device", lambda step: one)
 
 
+@pytest.mark.forms(2)
+@pytest.mark.parametrize("platform", KERNELS)
 @pytest.mark.parametrize("form", [{}, {"context": "all_to_all"}])
-def test_cudnn_runs_in_both_passes_of_each_form(form, monkeypatch):
-    devices_are(monkeypatch, device("gpu", "NVIDIA H100 80GB HBM3", compute_capability="9.0"))
+def test_kernels_run_in_both_passes_of_each_form(form, platform, monkeypatch):
+    one, names, segments = KERNELS[platform]
+    devices_are(monkeypatch, one)
     asked = {"context": 2, "tensor": 2} if form else {"context": 4, "tensor": 2}
-    text = lowered("cuda", "auto", attention=form, **asked)
-    assert all(name in text for name in CUDNN)
+    text = lowered(platform, "auto", segments, attention=form, **asked)
+    assert all(name in text for name in names)
 
 
+@pytest.mark.forms(2)
+@pytest.mark.parametrize("platform", KERNELS)
 @pytest.mark.parametrize("mesh", REPLICAS)
-def test_kernel_runs_on_shards_under_replica_vmap(mesh, monkeypatch):
+def test_kernel_runs_on_shards_under_replica_vmap(mesh, platform, monkeypatch):
+    one, names, segments = KERNELS[platform]
+    devices_are(monkeypatch, one)
     data_axes, asked = REPLICAS[mesh]
-    devices_are(monkeypatch, device("gpu", "NVIDIA H100 80GB HBM3", compute_capability="9.0"))
-    text = lowered_in_replicas("cuda", "auto", data_axes, False, **asked)
-    assert all(text.count(name) == 1 for name in CUDNN)
-    devices_are(monkeypatch, device("tpu", "TPU v5p"))
-    text = lowered_in_replicas("tpu", "auto", data_axes, True, **asked)
-    assert all(name + "_segmented" in text for name in SPLASH)
-
-
-def test_cudnn_is_called_on_one_device():
-    text = lowered("cuda", "cudnn")
-    assert all(text.count(name) == 1 for name in CUDNN)
-    assert "CAUSAL" in text
-
-
-@pytest.mark.parametrize("form", [{}, {"context": "all_to_all"}])
-def test_splash_runs_in_both_passes_of_each_form(form, monkeypatch):
-    devices_are(monkeypatch, device("tpu", "TPU v5p"))
-    asked = {"context": 2, "tensor": 2} if form else {"context": 4, "tensor": 2}
-    text = lowered("tpu", "auto", segments=True, attention=form, **asked)
-    assert all(name + "_segmented" in text for name in SPLASH)
-
-
-def test_splash_is_called_on_one_device():
-    text = lowered("tpu", "splash")
-    assert all(name in text for name in SPLASH)
+    text = lowered_in_replicas(platform, "auto", data_axes, segments, **asked)
+    assert all(text.count(name) == 1 if platform == "cuda" else name in text for name in names)
 
 
 def test_a_kernel_says_what_it_costs():
     """XLA takes a kernel without cost to be free, and finds nothing to do while keys travel."""
     text = lowered("tpu", "splash").replace("\\22", '"')
+    assert all(name in text for name in SPLASH)
     per_product = 2 * 2 * 4 * 64 * 1024 * 1024 // 2
     costs = sorted(int(flops) for flops in re.findall(r'"cost_estimate"[^}]*"flops": *"?([0-9]+)', text))
     assert costs == [2 * per_product, 7 * per_product // 2, 7 * per_product // 2]
@@ -136,7 +126,9 @@ def test_cudnn_is_asked_for_what_jax_asks_for(monkeypatch):
     run = jax.jit(jax.grad(loss, (0, 1, 2))).trace(shape(4), shape(2), shape(2))
     options = lambda text: sorted(re.findall(r'backend_config = "({.*?})"', text))
     expected = options(run.lower(lowering_platforms=("cuda",)).as_text())
-    assert len(expected) == 2 and options(lowered("cuda", "cudnn")) == expected
+    text = lowered("cuda", "cudnn")
+    assert len(expected) == 2 and options(text) == expected
+    assert all(text.count(name) == 1 for name in CUDNN) and "CAUSAL" in text
 
 
 A100 = device("gpu", "NVIDIA A100-SXM4-40GB", compute_capability="8.0")
@@ -147,7 +139,6 @@ CASES = {
     "splash": [(TPU, {}), (TPU, {"dtype": jnp.float32}), (TPU, {"segments": True})],
     "xla": [
         (device("cpu", "cpu"), {}),
-        (None, {}),
         (A100, {"dtype": jnp.float32}),
         (A100, {"segments": True}),
         (A100, {"width": 256}),

@@ -47,6 +47,7 @@ SETTINGS = {"batch_size": B, "data": {"shuffle": False}}
 MESHES = [{"fsdp": 8}, {"data": 2, "fsdp": 2}]
 
 
+@pytest.mark.forms(2)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("fn", [by_constant, by_zeros])
 def test_derivative_by_constant_is_rejected_with_line(fn, mesh):
@@ -89,12 +90,15 @@ def test_enclosing_replica_vmap_is_checked_too():
     program_of(tensor_task(by_constant_beside_tensor), mesh={"tensor": 2}, **SETTINGS)
     with pytest.raises(ConfigError, match=r"by_constant_beside_tensor takes a derivative .* the same along \['data'\]"):
         program_of(tensor_task(by_constant_beside_tensor), mesh={"data": 2, "tensor": 2}, **SETTINGS)
+
+
+@pytest.mark.slow
+def test_derivative_by_a_weights_shard_is_exact():
     of = lambda mesh: train(program_of(tensor_task(by_weight_beside_tensor), mesh=mesh, **SETTINGS), False, 1)
     assert_same_run(of({"data": 2, "tensor": 2}), of({"tensor": 2}))
 
 
-@pytest.mark.parametrize("mesh", [{"expert": 2}, {"expert": 2, "fsdp": 2}])
-def test_an_expert_that_takes_one_is_refused(mesh):
+def test_an_expert_that_takes_one_is_refused():
     def init(key):
         r, w = jax.random.split(key)
         return {"r": jax.random.normal(r, (D, 4)), "w": jax.random.normal(w, (4, D, D))}
@@ -109,4 +113,4 @@ def test_an_expert_that_takes_one_is_refused(mesh):
 
     x = np.random.default_rng(0).normal(size=(B, 4, D)).astype(np.float32)
     with pytest.raises(ConfigError, match=rf"test_inner_derivative.py:{expert.__code__.co_firstlineno + 1}"):
-        program_of(sk.Task(init, loss_fn, optax.sgd(0.1), train_data=x), mesh=mesh, batch_size=B)
+        program_of(sk.Task(init, loss_fn, optax.sgd(0.1), train_data=x), mesh={"expert": 2, "fsdp": 2}, batch_size=B)

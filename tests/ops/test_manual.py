@@ -1,4 +1,4 @@
-"""`sk.manual`: written-out collectives give the numbers of one device on every mesh, and what is wrong is said."""
+"""`sk.manual`: written-out collectives give the numbers of one device on every mesh; its errors."""
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from spmdkit.step import trace_context
 from tests.support.core_hlo import collectives
 from tests.support.core_models import keep_gradient
 from tests.support.core_runs import assert_same_run, program_of, train
+from tests.support.forms import slow_except
 
 D, F, T, LAYERS, CLASSES = 16, 32, 8, 2, 4
 
@@ -70,20 +71,16 @@ MESHES = {
 
 @pytest.fixture(scope="module")
 def one_device():
-    return train(program_of(task()), evaluate=False)
+    return train(program_of(task()), evaluate=False, steps=2)
 
 
-@pytest.mark.forms(3)
 @pytest.mark.parametrize(
     ("mesh", "microbatches"),
-    [
-        *((mesh, 2) for mesh in MESHES),
-        *(pytest.param(mesh, 1, marks=[pytest.mark.slow] * (mesh != "data 2 x fsdp 2 x tensor 2")) for mesh in MESHES),
-    ],
+    slow_except([("fsdp 2 x context 2 x tensor 2", 2)], [(mesh, num) for mesh in MESHES for num in (1, 2)]),
 )
 def test_manual_layer_equals_one_device(mesh, microbatches, one_device):
     program = program_of(task(remat=microbatches == 2), microbatches=microbatches, **MESHES[mesh])
-    assert_same_run(train(program, evaluate=False), one_device)
+    assert_same_run(train(program, evaluate=False, steps=2), one_device)
 
 
 def test_communication_is_that_of_the_layer():
@@ -96,6 +93,7 @@ def test_communication_is_that_of_the_layer():
     assert not set(kinds) - {"all-gather", "reduce-scatter"}
 
 
+@pytest.mark.slow
 def test_user_vmap_around_a_part_changes_nothing():
     twice = lambda x, up, down: jax.vmap(sk.manual(column_row, IN_DIMS, ROWS), (0, None, None))(
         jnp.stack([x, 0.3 * x]), up, down
@@ -158,7 +156,7 @@ def _gradient_by_hand(kept, dout):
 column_row_by_hand.defvjp(_by_hand, _gradient_by_hand)
 
 
-def test_custom_gradient_in_a_part_knows_its_axes():
+def test_custom_gradient_in_a_part_knows_its_axes(one_device):
     op = sk.manual(column_row_by_hand, IN_DIMS, ROWS)
-    found = train(program_of(task(op), mesh={"fsdp": 4, "tensor": 2}), evaluate=False, steps=1)
-    assert_same_run(found, train(program_of(task()), evaluate=False, steps=1))
+    found = train(program_of(task(op), mesh={"fsdp": 2, "tensor": 2}), evaluate=False, steps=2)
+    assert_same_run(found, one_device)

@@ -1,4 +1,4 @@
-"""`sk.moe`: the mixture is the one written by hand, and every mesh drops the same tokens and learns the same."""
+"""`sk.moe`: the mixture is the one written by hand; every mesh drops the same tokens and learns the same."""
 
 import functools
 
@@ -15,6 +15,7 @@ from spmdkit.ops.moe import dropless
 from spmdkit.ops.moe.experts import MLP_DIMS, mlp, run_sorted
 from tests.support.core_models import keep_gradient
 from tests.support.core_runs import assert_close, assert_same_run, program_of, train
+from tests.support.forms import slow_except
 from tests.support.moe_models import (
     RULES,
     D,
@@ -41,13 +42,10 @@ def arrays(num=3, gated=True, seed=0):
 @pytest.mark.parametrize(
     "gated, padded, options",
     [
-        (True, False, {"capacity": 1.0}),
-        (False, True, {"capacity": None}),
         (True, True, {"capacity": 0.6, "priority": "weight", "top_k": 3}),
         (False, False, {"capacity": 0.5, "score": "sigmoid", "top_k": 3}),
         (True, False, {"capacity": None, "score": "sigmoid", "normalise": False}),
         (False, True, {"capacity": 1.25, "top_k": 1, "normalise": False}),
-        (True, False, {"capacity": 9.0, "top_k": E}),
     ],
 )
 def test_one_device_does_what_is_written_by_hand(gated, padded, options):
@@ -65,7 +63,7 @@ def test_one_device_does_what_is_written_by_hand(gated, padded, options):
     assert (dropped.max() > 0) == ((options["capacity"] or 9) <= 1.25)
 
 
-@pytest.mark.parametrize("capacity, slots", [(0.75, 2), (None, None)])
+@pytest.mark.parametrize("capacity, slots", [(0.75, 2), pytest.param(None, None, marks=pytest.mark.slow)])
 def test_gradients_equal_dense_experts_with_mask(capacity, slots):
     def op(x, router, experts):
         y, load = sk.moe(x, router, experts, top_k=2, capacity=capacity)
@@ -86,20 +84,18 @@ ZIG_ZAG = (0, 1, 6, 7, 2, 3, 4, 5)
 """The tokens' order where two context shards hold the first and last, and the middle quarters."""
 
 CASES = {
+    "expert 2 x context 2, zig-zag, noise, padding": (
+        {"mesh": {"expert": 2, "context": 2}},
+        {"order": "context_order", "noise": 0.5, "padded": True},
+    ),
     "expert 4 x data 2, dropless": (
         {"mesh": {"expert": 4, "data": 2}, "microbatches": 2},
         {"capacity": None, "remat": True},
-    ),
-    "fsdp 2 x expert 2 x context 2, zig-zag, noise, padding": (
-        {"mesh": {"fsdp": 2, "expert": 2, "context": 2}},
-        {"order": "context_order", "noise": 0.5, "padded": True},
     ),
     "replica 2 x data 2 x expert 2, twice as many experts, sigmoid": (
         {"mesh": {"replica": 2, "data": 2, "expert": 2}, "microbatches": 2},
         {"num_experts": 16, "score": "sigmoid", "top_k": 3, "remat": True},
     ),
-}
-LONG_CASES = {
     "data 2 x expert 2 x tensor 2": ({"mesh": {"data": 2, "expert": 2, "tensor": 2}}, {}),
     "expert 8": ({"mesh": {"expert": 8}}, {}),
     "fsdp 2 x expert 2 x context 2, an order that positions tell": (
@@ -139,20 +135,14 @@ LONG_CASES = {
 }
 
 
-@functools.cache
-def one_device(**options):
-    return train(program_of(task(**options)), evaluate=False)
-
-
-@pytest.mark.forms(2)
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(c, marks=pytest.mark.slow) for c in LONG_CASES)])
+@pytest.mark.parametrize("case", slow_except(list(CASES)[:1], CASES))
 def test_a_mesh_is_one_device(case):
-    settings, options = (CASES | LONG_CASES)[case]
-    found = train(program_of(task(**options), **settings), evaluate=False)
+    settings, options = CASES[case]
+    found = train(program_of(task(**options), **settings), evaluate=False, steps=2)
     # One device sees the tokens in their order and keeps what it computes.
     alone = {name: settings[name] for name in ("precision", "clip_norm") if name in settings}
     options = {name: value for name, value in options.items() if name not in ("order", "remat", "sequence")}
-    expected = train(program_of(task(**options), **alone), evaluate=False)
+    expected = train(program_of(task(**options), **alone), evaluate=False, steps=2)
     assert (expected.metrics["dropped"] > 0.01) == (options.get("capacity", 1.0) is not None)
     assert_same_run(found, expected, **({"tolerance": 3e-2} if "precision" in settings else {}))
 
@@ -185,7 +175,7 @@ def tanh_expert(weights, x_ND):
     return jnp.tanh(x_ND @ weights["a"] + weights["bias"]) @ weights["b"]
 
 
-@pytest.mark.parametrize("hidden, capacity", [("mlp", 1.0), (None, None), (None, 1.25)])
+@pytest.mark.parametrize("hidden, capacity", slow_except([("mlp", None)], [("mlp", None), ("mlp", 1.0), (None, 1.25)]))
 def test_expert_is_any_function_of_weights_and_tokens(hidden, capacity):
     x, router, given = arrays(num=8, gated=False)
     experts = {"a": given["up"], "bias": given["up"][:, 0], "b": given["down"]}
@@ -222,7 +212,7 @@ def plain_closing_loss(params, x):
     return (((picked * gates[..., None]).sum(2)) ** 2).sum((1, 2)).mean()
 
 
-@pytest.mark.parametrize("mesh", [{}, {"data": 4}])
+@pytest.mark.parametrize("mesh", [{}, pytest.param({"data": 4}, marks=pytest.mark.slow)])
 def test_dropless_expert_may_close_over_tracers(mesh):
     program = program_of(
         closing_task(), mesh=mesh, batch_size=16, data={"shuffle": False}, remat="full" if mesh else "none"
@@ -240,6 +230,7 @@ def test_expert_closure_is_rejected_on_expert_mesh():
         program_of(closing_task(), mesh={"expert": 2}, batch_size=16)
 
 
+@pytest.mark.slow
 def test_manual_part_accepts_gathered_weights():
     x, router, experts = arrays(num=8)
     dims = {"gate": ("expert", None, "mlp"), "up": ("expert", None, "mlp"), "down": ("expert", "mlp", None)}
@@ -258,6 +249,7 @@ def test_manual_part_accepts_gathered_weights():
     assert_same_on_mesh(fn, FSDP_EXPERT_TENSOR, (x, router, experts), summed(top_k=2, capacity=1.0))
 
 
+@pytest.mark.slow
 def test_a_vmap_of_the_users_own_changes_nothing():
     x, router, experts = arrays(num=8)
     args = (np.stack([x, x[::-1]]), router, experts)
@@ -272,9 +264,8 @@ def test_ragged_exchange_gives_the_same(monkeypatch):
     x, router, experts = arrays(num=8)
     where_BT = jnp.arange(T) < jnp.array([T, 5, 2, T, 1, 7, 3, 8])[:, None]
     fn = summed(top_k=2, capacity=None, where_BT=where_BT)
-    sizes = {"expert": 4, "tensor": 2}
     assert "ragged_dot" in str(jax.make_jaxpr(fn)(x, router, experts))
-    assert_same_on_mesh(fn, sizes, (x, router, experts))
+    assert_same_on_mesh(fn, {"expert": 4}, (x, router, experts))
 
 
 @pytest.mark.parametrize("expert, platform", [(mlp, "cpu"), (mlp, "tpu"), (tanh_expert, "tpu")])
@@ -314,11 +305,6 @@ def test_in_bfloat16_the_router_still_computes_in_float32():
     routed = jax.make_jaxpr(functools.partial(sk.moe, top_k=2))(x, router, experts)
     (first, *_), others = products(routed.jaxpr), products(routed.jaxpr)[1:]
     assert first == jnp.float32 and set(others) == {jnp.dtype(jnp.bfloat16)}
-    fn = summed(top_k=2, capacity=1.0)
-    (value, _), grads = jax.device_get(value_and_grad(fn, x, router, experts, expert=4, data=2))
-    (expected, _), expected_grads = jax.device_get(value_and_grad(fn, x, router, experts))
-    np.testing.assert_allclose(value, expected, rtol=1e-2)
-    assert_close(grads, expected_grads, 1e-2)
 
 
 def products(jaxpr):

@@ -1,18 +1,14 @@
 """A mixture of experts compiled by the real TPU compiler. In a process of its own: libtpu is loaded once."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.support.tpu_process import printed_json
 
 pytestmark = [pytest.mark.tpu, pytest.mark.slow]
 
 CODE = """
 import json
-from tests.ops from tests.ops import test_moe_wire as t
+from tests.ops import test_moe_wire as t
 from tests.support.ops_mesh import wire
 from spmdkit.program import compiler
 from spmdkit.plan.machine.target import open_target, parse_target
@@ -31,13 +27,7 @@ for capacity, asked in ((1.25, {"fsdp": 2, "expert": 2, "context": 2}), (None, {
 
 @pytest.fixture(scope="module")
 def bills():
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    ended = subprocess.run(
-        [sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300, env=environment, cwd=root
-    )
-    assert ended.returncode == 0, ended.stderr
-    return [json.loads(line) for line in ended.stdout.splitlines()]
+    return printed_json(CODE)
 
 
 def test_capacity_sends_the_formulas_bytes(bills):

@@ -10,6 +10,7 @@ import pytest
 import spmdkit as sk
 from spmdkit.ops.moe import dropless
 from spmdkit.step import trace_context
+from tests.support.forms import slow_except
 from tests.support.ops_mesh import GATHERED_TWICE, step, wire
 
 pytestmark = pytest.mark.optimized
@@ -67,8 +68,10 @@ def formula(capacity, backward, positions=0, **asked):
     return {name: round(num) for name, num in sent.items() if num}
 
 
-CASES = [({"fsdp": 2, "expert": 2, "context": 2}, 1.0), ({"fsdp": 2, "expert": 2, "tensor": 2}, None)]
-LONG_CASES = [
+CASES = [
+    ({"fsdp": 2, "expert": 2, "context": 2}, 1.0),
+    ({"expert": 2, "tensor": 2}, None),
+    ({"fsdp": 2, "expert": 2, "tensor": 2}, None),
     ({"fsdp": 2, "expert": 2, "context": 2}, None),
     ({"fsdp": 2, "expert": 2, "tensor": 2}, 1.0),
     ({"expert": 4, "context": 2}, 1.0),
@@ -78,16 +81,15 @@ LONG_CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "asked, capacity", [*CASES, *(pytest.param(*c, marks=pytest.mark.slow) for c in LONG_CASES)], ids=str
-)
+@pytest.mark.parametrize("asked, capacity", slow_except(CASES[:1], CASES), ids=str)
 def test_communication_matches_the_formula(asked, capacity):
     for backward in (False, True):
         found = wire(mixture(capacity), ROWS, *ARGUMENTS, backward=backward, **asked)
         assert found == formula(capacity, backward, **asked)
 
 
-@pytest.mark.parametrize("examples", [1, pytest.param(B, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("examples", [1, B])
 def test_positions_cost_four_bytes_each(examples):
     asked = CASES[0][0]
     positions = np.arange(T)[::-1].copy() if examples == 1 else np.tile(np.arange(T), (B, 1))
@@ -95,7 +97,7 @@ def test_positions_cost_four_bytes_each(examples):
     assert found == formula(1.0, False, positions=T if examples == 1 else B // 4 * T, **asked)
 
 
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize("platform", ["tpu", pytest.param("cuda", marks=pytest.mark.slow)])
 def test_accelerator_uses_ragged_exchange(platform, monkeypatch):
     """Lowered, not run: this machine has neither. Numbers are compared in test_moe.py, with a stand-in for the
     collective."""

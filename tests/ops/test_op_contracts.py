@@ -94,7 +94,6 @@ def test_page_lists_all_unchecked_shard_maps():
 
 
 # ---- in the global view, inside of sk.manual, on one device
-# --------------------------------------------------------------
 
 
 class Example(NamedTuple):
@@ -233,8 +232,3 @@ def value_and_grad(fn, args, record):
         with trace_context.tracing(record):
             (_, value), grads = run(*jax.device_put(args, NamedSharding(record.sharding.mesh, PartitionSpec())))
     return jax.device_get((value, grads))
-
-
-def test_the_tables_name_only_what_exists():
-    assert set(EXAMPLES) | set(WITHOUT_EXAMPLE) | SENDS_WHAT_IT_WRAPS <= set(OPS)
-    assert not set(EXAMPLES) & set(WITHOUT_EXAMPLE)

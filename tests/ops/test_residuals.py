@@ -69,7 +69,6 @@ def test_what_is_kept_is_what_the_policy_says():
 
 
 # ---- the example of docs/design/manual_and_kept.md
-# ---------------------------------------------------------------------
 
 ROWS = ("batch", "norm_sequence", None)
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import spmdkit as sk
+from tests.support.forms import slow_except
 from tests.support.ops_mesh import GATHERED_TWICE, wire
 
 pytestmark = pytest.mark.optimized
@@ -15,7 +16,7 @@ B, T, D, F, V = 8, 16, 32, 64, 48
 ROWS = ("batch", "norm_sequence", None)
 TOKENS = ((B, T), ("batch", "sequence"), "int32")
 MESHES = [{"tensor": 4, "fsdp": 2}, {"tensor": 2, "fsdp": 2, "context": 2}, {"expert": 2, "fsdp": 2, "tensor": 2}]
-mesh = pytest.mark.parametrize("asked", MESHES, ids=str)
+mesh = pytest.mark.parametrize("asked", slow_except(MESHES[1:2], MESHES), ids=str)
 
 
 def sizes(asked):
@@ -55,7 +56,8 @@ def test_pair_sends_rows_and_weights_as_documented(asked):
     )
 
 
-@mesh
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", MESHES, ids=str)
 def test_unsharded_rows_use_one_all_reduce(asked):
     rows_dims = ("batch", "sequence", None)
     pair = lambda x, up, down: sk.column_row_parallel(x, [up], jnp.square, down, dims=rows_dims)

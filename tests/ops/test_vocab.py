@@ -1,4 +1,4 @@
-"""The vocabulary's two ends alone: chunks, padding, masks, z-loss, both ways of looking up, and what is refused."""
+"""The vocabulary's two ends alone: chunks, padding, masks, z-loss, both ways of looking up; errors."""
 
 import functools
 
@@ -26,8 +26,8 @@ def arrays():
     return hidden, head, random.integers(0, V, (B, T)).astype(np.int32)
 
 
-@pytest.mark.forms(3)
-@pytest.mark.parametrize("chunk", [None, 1, 3, 4])
+@pytest.mark.forms(2)
+@pytest.mark.parametrize("chunk", [5, None, 1, 3, 4])
 @pytest.mark.parametrize("asked", [{}, MESH], ids=["one device", "fsdp 2 x context 2 x tensor 2"])
 def test_no_number_of_chunks_changes_the_loss(asked, chunk, arrays):
     hidden, head, targets = arrays
@@ -42,14 +42,13 @@ def test_no_number_of_chunks_changes_the_loss(asked, chunk, arrays):
     assert_close(value_and_grad(ours, hidden, head, **asked), value_and_grad(plain, hidden, head))
 
 
-@pytest.mark.parametrize("asked", [{}, {"tensor": 8}], ids=["one device", "tensor 8"])
-def test_a_padded_vocabulary_is_the_one_that_exists(asked, arrays):
+def test_a_padded_vocabulary_is_the_one_that_exists(arrays):
     hidden, head, targets = arrays
     num = 9  # the last five of eight devices hold padding alone
     targets = targets % num
     plain = lambda h, w: optax.softmax_cross_entropy_with_integer_labels(h @ w[:, :num], targets)
     ours = lambda h, w: sk.cross_entropy(h, w, targets, vocab_size=num)
-    found = value_and_grad(ours, hidden, head, **asked)
+    found = value_and_grad(ours, hidden, head, tensor=8)
     assert_close(found, value_and_grad(plain, hidden, head))
     assert not np.any(found[1][1][:, num:])
 
@@ -66,14 +65,14 @@ def test_invalid_target_is_nan_unless_excluded(arrays):
     assert losses[0, 0] == 0 and all(np.isfinite(x).all() for x in (losses, *grads))
 
 
-@pytest.mark.parametrize("by", ["auto", "table", "tokens"])
+@pytest.mark.forms(2)
+@pytest.mark.parametrize("by", ["table", "tokens", "auto"])
 @pytest.mark.parametrize("last", ["norm_sequence", "sequence"])
-def test_both_ways_to_look_up_are_indexing(by, last, arrays):
+@pytest.mark.parametrize("asked", [MESH, {"fsdp": 4, "expert": 2}], ids=str)
+def test_both_ways_to_look_up_are_indexing(by, last, asked, arrays):
     table, tokens = arrays[1].T, arrays[2]
     ours = lambda table: sk.embed(tokens, table, dims=("batch", last, None), by=by)
-    for asked in (MESH, {"fsdp": 4, "expert": 2}):
-        found = value_and_grad(ours, table, **asked)
-        assert_close(found, value_and_grad(lambda table: table[tokens], table))
+    assert_close(value_and_grad(ours, table, **asked), value_and_grad(lambda table: table[tokens], table))
 
 
 def test_gradients_keep_dtype_and_loss_is_float32(arrays):
@@ -100,7 +99,7 @@ def test_what_cannot_work_is_refused_with_its_repair(arrays):
     assert [padded_vocab(50257), padded_vocab(8, 8), padded_vocab(9, 8)] == [50304, 8, 16]
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.bool_])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.bool_])
 def test_non_integer_tokens_are_rejected(dtype, arrays):
     hidden, head, targets = arrays
     with pytest.raises(ConfigError, match=r"sk.embed: tokens_BT is .*\[8,8\].*integers.*astype\(jnp.int32\)"):
@@ -109,10 +108,9 @@ def test_non_integer_tokens_are_rejected(dtype, arrays):
         sk.cross_entropy(hidden, head, targets.astype(dtype))
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint16, np.uint32])
+@pytest.mark.parametrize("dtype", [np.uint8])
 def test_integers_of_any_width_are_tokens_and_targets(dtype, arrays):
     hidden, head, targets = arrays
     as_asked = targets.astype(dtype)
     np.testing.assert_array_equal(sk.embed(as_asked, head.T), head.T[targets])
-    expected = value_and_grad(lambda h, w: sk.cross_entropy(h, w, targets), hidden, head)
-    assert_close(value_and_grad(lambda h, w: sk.cross_entropy(h, w, as_asked), hidden, head), expected)
+    np.testing.assert_array_equal(*(sk.cross_entropy(hidden, head, ids) for ids in (as_asked, targets)))

@@ -37,7 +37,7 @@ def run(program, steps):
     return np.array(found).T
 
 
-def test_mirrored_on_four_devices_is_tensorflows_mirrored_strategy_step_by_step():
+def test_mirrored_is_tensorflows_mirrored_strategy():
     golden = GOLDEN["mirrored"]
     losses, w, b = run(program_of(golden, 32, devices="cpu:4", mesh={"data": golden["replicas"]}), len(golden["w"]))
     np.testing.assert_allclose(losses, golden["loss"], rtol=2e-6)
@@ -45,14 +45,14 @@ def test_mirrored_on_four_devices_is_tensorflows_mirrored_strategy_step_by_step(
     np.testing.assert_allclose(b, golden["b"], rtol=1e-5, atol=1e-7)
 
 
-def test_one_asynchronous_worker_of_tensorflow_is_sgd_on_one_device():
+def test_one_tensorflow_worker_is_sgd():
     golden = GOLDEN["parameter_server_1"]
     _, w, b = run(program_of(golden, 8, devices="cpu:1"), golden["updates"])
     assert golden["updates"] == 20
     np.testing.assert_allclose((w[-1], b[-1]), (golden["w"], golden["b"]), rtol=1e-5, atol=1e-6)
 
 
-def test_one_worker_of_our_parameter_server_is_one_of_tensorflows(tmp_path):
+def test_one_parameter_server_worker_is_tensorflows(tmp_path):
     """A worker there runs its closures one after the other, and reads what it has written."""
     golden = GOLDEN["parameter_server_1"]
     sync = {"parameter_server": {"servers": 1, "workers": 1, "max_staleness": 0, "transport": "threads"}}

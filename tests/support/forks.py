@@ -169,7 +169,6 @@ class Forks:
 
 
 # ---- the process that forks
-# --------------------------------------------------------------------------------------------
 
 
 def _start(asked: dict[str, Any]) -> int:

@@ -56,12 +56,9 @@ def wire(fn, out, *args, backward=False, devices=None, options=None, **asked):
     """
     record = step(devices=devices, **asked)
 
-    def abstract(shape, dims, dtype="float32"):
-        cut = [
-            record.sharding.inner_axes if d == "batch" else record.options.logical_axes[d] if d else () for d in dims
-        ]
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=_on(record, mesh.canonical(cut, record.sharding.sizes)))
-
+    abstract = lambda shape, dims, dtype="float32": jax.ShapeDtypeStruct(
+        shape, dtype, sharding=sharding_of(record, dims)
+    )
     given = [abstract(*arg) for arg in args]
     floats = [i for i, x in enumerate(given) if x.dtype != "int32"]
 
@@ -75,10 +72,21 @@ def wire(fn, out, *args, backward=False, devices=None, options=None, **asked):
         outs = tuple(given[i].sharding for i in floats) if backward else result.sharding
         run = jax.jit(pulled if backward else fn, out_shardings=outs)
         compiled = run.lower(*([result] if backward else []), *given).compile(options)
+    return sent_by(compiled, record)
+
+
+def sent_by(compiled, record):
+    """Returns (op, axes) -> bytes that one device sends in a compiled program."""
     found = {}
     for c in read_bill(parse(compiled.as_text()), record.sharding.sizes).collectives:
         found[c.op, *c.axes] = found.get((c.op, *c.axes), 0) + c.bytes
     return found
+
+
+def sharding_of(record, dims):
+    """Returns the sharding that the logical names of the dims give."""
+    cut = [record.sharding.inner_axes if d == "batch" else record.options.logical_axes[d] if d else () for d in dims]
+    return _on(record, mesh.canonical(cut, record.sharding.sizes))
 
 
 def _on(record, spec):

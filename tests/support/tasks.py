@@ -1,22 +1,13 @@
 """Natural programs of people who have their own models, each next to the plain JAX script of one device that it equals.
 
-A file of tests/tasks has three parts with headings: what both share (model and data), the plain script, the task of
-spmdkit. It may have a fourth, `checks`. The names that the runner (tests/tasks/test_tasks.py) reads:
-
-    task, plain()               the task, and (losses, parameters, optimizer state, ...) of the plain script
-    SETTINGS                    settings of the config
-    run(mesh)                   trains the task, where it has a loop of its own
-    check(trained, *more)       further assertions; `more` is what `plain` returns beyond the first three
-    VARIANTS                    name -> (task, plain), where a file has several tasks
-
-`python -m tests.support.tasks --write` counts the lines of the second and third part and writes docs/tasks.md.
+A file of tests/tasks has several, each a function with the mark `@natural` that returns a `NaturalTask`. Its docstring
+is the description on docs/tasks.md, which `python -m tests.support.tasks` writes.
 """
 
-import ast
+import functools
 import importlib
 import inspect
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,39 +42,166 @@ class Trained(NamedTuple):
     program: Program
 
 
+class NaturalTask(NamedTuple):
+    """A task and its plain script.
+
+    Attributes:
+        plain: returns (losses, parameters, optimizer state, ...) of the plain script.
+        settings: of the config.
+        loop: `loop(program)` trains the task, where it has a loop of its own.
+        check: further assertions about the run; its other arguments are what `plain` returns beyond the first three.
+        steps: of the config.
+        params_of: of the run's parameters those that the script has.
+        repeating: a `train_step` that computes on every replica what the task shares out, and the lines that do.
+    """
+
+    task: sk.Task
+    plain: Callable[[], tuple[Any, ...]]
+    settings: Mapping[str, Any] = {}
+    loop: Callable[[Program], Trained] | None = None
+    check: Callable[..., None] = lambda trained: None
+    steps: int = STEPS
+    params_of: Callable[[Any], Any] = lambda params: params
+    repeating: tuple[Callable[..., Any], tuple[str, ...]] | None = None
+
+
+_MADE_BY: dict[str, Callable[[], NaturalTask]] = {}
+
+
+def natural(make: Callable[..., NaturalTask], *variants: str) -> Callable[..., NaturalTask]:
+    """Registers a task by the name of its function; with variants, those of `make(variant)`."""
+    make = functools.cache(make)
+    for variant in variants:
+        _MADE_BY[f"{make.__name__} {variant}"] = functools.partial(make, variant)
+    if not variants:
+        _MADE_BY[make.__name__] = make
+    return make
+
+
+def task_names() -> list[str]:
+    """Returns the name of every task, with the variant after a space where it has several."""
+    for path in sorted(FOLDER.glob("[!t]*.py")):
+        importlib.import_module(f"tests.tasks.{path.stem}")
+    return sorted(_MADE_BY, key=lambda name: name.partition(" ")[0])
+
+
+def natural_task(name: str) -> NaturalTask:
+    """Returns a task by its name."""
+    assert name in task_names()
+    return _MADE_BY[name]()
+
+
+# ---- what scripts share ----------------------------------------------------------------------------------------------
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    """Returns normal numbers, float32."""
+    return np.random.default_rng([seed, *shape]).normal(size=shape).astype(np.float32)
+
+
+def ids(below: int, *shape: int) -> np.ndarray:
+    """Returns whole numbers from 0, int32."""
+    return np.random.default_rng([below, *shape]).integers(0, below, shape).astype(np.int32)
+
+
+def weights(key: jax.Array, **shapes: tuple[int, ...]) -> dict[str, jax.Array]:
+    """Returns normal numbers for each name, over the root of the first dim."""
+    keys = jax.random.split(key, len(shapes))
+    return {n: jax.random.normal(k, s) / s[0] ** 0.5 for k, (n, s) in zip(keys, shapes.items(), strict=True)}
+
+
+def mlp_init(width: int, hidden: int, num_results: int) -> Callable[[jax.Array], dict[str, jax.Array]]:
+    """Returns the `init` of the parameters of `mlp`."""
+    return functools.partial(weights, up=(width, hidden), down=(hidden, num_results))
+
+
+def mlp(params: Any, x: jax.Array) -> jax.Array:
+    """Returns the two products of `up` and `down` with a tanh between."""
+    return jax.numpy.tanh(x @ params["up"]) @ params["down"]
+
+
 def batches(data: Any, steps: int = STEPS, size: int = BATCH) -> list[Any]:
     """Returns the batches of a plain script: rows in their order."""
     return [jax.tree.map(lambda x: x[i * size : (i + 1) * size], data) for i in range(steps)]  # noqa: B023 - used at once
 
 
+def run_plain(step: Callable[..., Any], state: Iterable[Any], inputs: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Returns (losses, *state) after `(*state, loss) = step(*state, *input)` for each input."""
+    losses, step = [], jax.jit(step)
+    for given in inputs:
+        *state, loss = step(*state, *given)
+        losses.append(loss)
+    return losses, *state
+
+
+def updated(optimizer: Any, grads: Any, params: Any, opt_state: Any, **extra: Any) -> tuple[Any, Any]:
+    """Returns (parameters, optimizer state) after an update."""
+    updates, opt_state = optimizer.update(grads, opt_state, params, **extra)
+    return optax.apply_updates(params, updates), opt_state
+
+
 def train_plain(
     init: Callable[..., Any],
-    loss_of: Callable[..., jax.Array],
+    loss_of: Callable[..., Any],
     optimizer: optax.GradientTransformation,
     data: Any,
     keys_of: Callable[[int], Any] | None = None,
-) -> tuple[list[Any], Any, Any]:
-    """Returns (losses, parameters, optimizer state) of the plain JAX training loop on one device.
+    carried: Any = None,
+    move: Callable[..., Any] = lambda carried, *_: carried,
+) -> tuple[list[Any], Any, Any, Any]:
+    """Returns (losses, parameters, optimizer state, carried) of the plain JAX training loop on one device.
 
     Args:
-        loss_of: `loss_of(params, batch)`, and the keys of the step where `keys_of` is set.
+        loss_of: `loss_of(params, batch)`; with the keys of the step where `keys_of` is set, and after the parameters
+            what is `carried`, where there is something. Then it returns (loss, more).
+        carried: what the loop has besides, made from the parameters of the start.
+        move: `move(carried, params, new parameters, more)` after each update.
     """
     optimizer = optax.with_extra_args_support(optimizer)
+    takes = inspect.signature(optimizer.update).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    params = init(jax.random.key(0))
+    start = None if carried is None else carried(params)
 
-    @jax.jit
-    def step(params: Any, opt_state: Any, *batch: Any) -> tuple[Any, Any, Any]:
-        loss_fn = lambda params: loss_of(params, *batch)
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        updates, opt_state = optimizer.update(grads, opt_state, params, value=loss, grad=grads, value_fn=loss_fn)
-        return optax.apply_updates(params, updates), opt_state, loss
+    def step(params: Any, opt_state: Any, carried: Any, *batch: Any) -> tuple[Any, ...]:
+        def loss_fn(params: Any) -> Any:
+            return (loss_of(params, *batch), None) if start is None else loss_of(params, carried, *batch)
 
-    params, losses = init(jax.random.key(0)), []
-    opt_state = optimizer.init(params)
-    for number, batch in enumerate(batches(data)):
-        keys = () if keys_of is None else (keys_of(number),)
-        params, opt_state, loss = step(params, opt_state, batch, *keys)
-        losses.append(loss)
-    return losses, params, opt_state
+        (loss, more), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        of_search = {"value": loss, "grad": grads, "value_fn": lambda params: loss_fn(params)[0]}
+        given = {name: x for name, x in of_search.items() if takes_any or name in takes}
+        new, opt_state = updated(optimizer, grads, params, opt_state, **given)
+        return new, opt_state, move(carried, params, new, more), loss
+
+    keys = lambda number: () if keys_of is None else (keys_of(number),)
+    inputs = [(batch, *keys(number)) for number, batch in enumerate(batches(data))]
+    return run_plain(step, (params, optimizer.init(params), start), inputs)
+
+
+def mean_task(
+    init: Callable[..., Any],
+    losses_of: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    data: Any,
+    rules: Any = "up",
+    keyed: bool = False,
+    settings: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> NaturalTask:
+    """Returns the task with the loss `losses_of(params, batch[, keys]).mean()`, and its script."""
+
+    def loss_fn(params: Any, batch: Any, key: Any) -> Any:
+        return sk.mean(losses_of(params, batch, *([sk.example_keys()] if keyed else [])))
+
+    task = sk.Task(init, loss_fn, optimizer, train_data=data, rules=columns(rules), **more)
+    mean = lambda params, *batch: losses_of(params, *batch).mean()
+    plain = lambda: train_plain(init, mean, optimizer, data, example_keys if keyed else None)[:3]
+    return NaturalTask(task, plain, settings or {})
+
+
+def columns(rules: Any) -> Any:
+    """Returns the rules that cut the columns of the leaves that a pattern names; other rules as they are."""
+    return [(rules, [None, "mlp"])] if isinstance(rules, str) else rules
 
 
 def step_key(step: int) -> jax.Array:
@@ -97,6 +215,9 @@ def example_keys(step: int, num: int = BATCH, salt: int = 0) -> jax.Array:
     return jax.vmap(lambda place: jax.random.fold_in(base, place))(jax.numpy.arange(num))
 
 
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
 def program_of(task: sk.Task, mesh: str, **settings: Any) -> Program:
     """Returns the program of a task on one of MESHES; small leaves are cut too, rows come in their order."""
     axes = MESHES[mesh]
@@ -107,44 +228,16 @@ def program_of(task: sk.Task, mesh: str, **settings: Any) -> Program:
     return Program(sk.Config(task="t.py:t", mesh=axes, **settings), task, jax.devices()[:num])
 
 
-def train(task: sk.Task, mesh: str, loss: str = "loss", **settings: Any) -> Trained:
-    """Returns the run of a task on one of MESHES, with the metric `loss` of each step."""
-    program = program_of(task, mesh, **settings)
+def train(natural: NaturalTask, mesh: str, **settings: Any) -> Trained:
+    """Returns the run of a task on one of MESHES."""
+    program = program_of(natural.task, mesh, steps=natural.steps, **natural.settings, **settings)
+    if natural.loop is not None:
+        return natural.loop(program)
     state, losses = program.init(), []
     for _, batch in program.batches():
         state, metrics = program.step(state, batch)
-        losses.append(float(metrics[loss]))
-    return Trained(losses, jax.device_get(state.params), jax.device_get(state), program)
-
-
-class NaturalTask(NamedTuple):
-    """A task, its plain script, how it is trained on a mesh, and what else is checked."""
-
-    task: sk.Task
-    plain: Callable[[], tuple[Any, ...]]
-    run: Callable[[str], Trained]
-    check: Callable[..., None]
-    settings: Mapping[str, Any]
-
-
-def natural_task(name: str) -> NaturalTask:
-    """Returns a task by the name of its file, with the variant after a space where the file has several."""
-    file, _, variant = name.partition(" ")
-    module = importlib.import_module(f"tests.tasks.{file}")
-    if variant:
-        task, plain = module.VARIANTS[variant]
-    else:
-        task, plain = module.task, module.plain
-    settings = getattr(module, "SETTINGS", {})
-    run = getattr(module, "run", lambda mesh: train(task, mesh, **settings))
-    return NaturalTask(task, plain, run, getattr(module, "check", lambda trained: None), settings)
-
-
-def task_names() -> Iterator[str]:
-    """Yields the name of every task, with the variants of a file that has several."""
-    for counted in all_counted():
-        variants = getattr(importlib.import_module(f"tests.tasks.{counted.name}"), "VARIANTS", None)
-        yield from [counted.name] if variants is None else (f"{counted.name} {variant}" for variant in variants)
+        losses.append(float(metrics["loss"]))
+    return Trained(losses, natural.params_of(jax.device_get(state.params)), jax.device_get(state), program)
 
 
 def check_evaluation(trained: Trained, expected: Mapping[str, Any]) -> None:
@@ -158,7 +251,7 @@ def assert_same(found: Trained, expected: tuple[Any, Any, Any], tolerance: float
     """Asserts that a run has the losses, parameters and optimizer's state of a plain script, leaf by leaf in the
     relative 2-norm.
 
-    The state tells of the gradients where the parameters do not: Adam's update is the same for any multiple of them,
+    The state shows the gradients where the parameters do not: Adam's update is the same for any multiple of them,
     its moments are not.
     """
     losses, params, opt_state = expected
@@ -201,81 +294,34 @@ def line_of(source: str) -> str:
     return Path(path).read_text().splitlines()[int(number) - 1].strip()
 
 
-# ---- lines -----------------------------------------------------------------------------------------------------------
-
-HEADINGS = ("shared", "plain JAX, one device", "spmdkit")
-
-
-class Counted(NamedTuple):
-    """A file of tests/tasks: its first line, and the lines of code of the plain script and of the task."""
-
-    name: str
-    title: str
-    plain: int
-    task: int
-
-
-def counted(path: Path) -> Counted:
-    """Returns the lines of code of a file's parts. The loop of `train_plain` counts as lines of the plain script."""
-    text = path.read_text()
-    lines = text.splitlines()
-    starts = [i for i, line in enumerate(lines) if line.startswith("# ---- ")]
-    names = tuple(lines[i].removeprefix("# ---- ").rstrip("- ") for i in starts)
-    assert names[:3] == HEADINGS, f"{path.name} has the headings {names}, not {HEADINGS}"
-    code = _code_lines(text)
-    of_part = [sum(a < i < b for i in code) for a, b in zip(starts, [*starts[1:], len(lines)], strict=True)]
-    loop = len(_code_lines(inspect.getsource(train_plain))) - _SIGNATURE if "train_plain(" in text else 0
-    title = (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
-    return Counted(path.stem, title, of_part[1] + loop, of_part[2])
-
-
-_SIGNATURE = 7
-"""Lines of the signature of `train_plain`, which a script does not have."""
-
-
-def _code_lines(text: str) -> list[int]:
-    """Returns the numbers of the lines with code, without empty ones, comments and docstrings."""
-    prose = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            prose.update(range(node.lineno - 1, node.end_lineno or node.lineno))
-    lines = enumerate(text.splitlines())
-    return [i for i, line in lines if line.strip() and not line.strip().startswith("#") and i not in prose]
-
-
-def all_counted() -> list[Counted]:
-    """Returns every task file of tests/tasks."""
-    paths = sorted(path for path in FOLDER.glob("*.py") if "# ---- spmdkit" in path.read_text())
-    return [counted(path) for path in paths]
-
-
 def page() -> str:
     """Returns docs/tasks.md."""
+    made_by = {name.partition(" ")[0]: _MADE_BY[name] for name in task_names()}
+    makers = [inspect.unwrap(getattr(make, "func", make)) for make in made_by.values()]
     rows = "\n".join(
-        f"| [{c.name.replace('_', ' ')}](../tests/tasks/{c.name}.py) | {c.title.rstrip('.')} | {c.plain} | {c.task} |"
-        for c in all_counted()
+        f"| [{make.__name__.replace('_', ' ')}](../tests/tasks/{Path(inspect.getfile(make)).name}) "
+        f"| {(make.__doc__ or '').splitlines()[0].rstrip('.')} |"
+        for make in makers
     )
     return f"""# Tasks
 
-Forty programs of published kinds. Each file of [tests/tasks](../tests/tasks) has the model, the plain JAX script for one
-device, and the same program as a task of spmdkit. Losses, parameters and optimizer state equal those of the plain script
-to {TOLERANCE:.0e} (relative, float32) on one device, {{data: 4}}, {{data: 2, fsdp: 2}} and {{data: 2, tensor: 2}}.
+Forty programs of published kinds. [tests/tasks](../tests/tasks) has the model, the plain JAX script for one device and
+the task of spmdkit of each. Losses, parameters and optimizer state equal those of the plain script to
+{TOLERANCE:.0e} (relative, float32) on one device, {{data: 4}}, {{data: 2, fsdp: 2}} and {{data: 2, tensor: 2}}.
+The page is written by `python -m tests.support.tasks`.
 
-The table counts lines of code without the shared part. The training loop that several scripts share counts for each. A
-task is at most ten lines longer than its script. The page is written by `python -m tests.support.tasks --write`.
-
-`verify` reports {{data: 4}}, {{data: 2, fsdp: 2}}, {{data: 2, tensor: 2}} and two microbatches on {{data: 4}} as equal to
-one device for every task (all eighteen optimizers, both phases of `two phases`): three steps of 16 rows, float32,
+`verify` reports {{data: 4}}, {{data: 2, fsdp: 2}}, {{data: 2, tensor: 2}} and two microbatches on {{data: 4}} as equal
+to one device for every task (all eighteen optimizers, both phases of `two phases`): three steps of 16 rows, float32,
 without mutants ([tests/verify/test_verify_tasks.py](../tests/verify/test_verify_tasks.py)).
 
-| task | description | plain JAX | spmdkit |
-| --- | --- | --- | --- |
+| task | description |
+| --- | --- |
 {rows}
-"""  # noqa: E501
+"""
 
 
 if __name__ == "__main__":
-    if "--write" in sys.argv:
-        PAGE.write_text(page())
-    for c in all_counted():
-        print(f"{c.name:24} {c.plain:4} {c.task:4}")
+    # As a module of its own name: the tasks register in that one.
+    importlib.import_module("tests.support.tasks").PAGE.write_text(
+        importlib.import_module("tests.support.tasks").page()
+    )

@@ -17,7 +17,7 @@ from spmdkit.verify.mutants import MUTANTS
 from spmdkit.verify.runner import CaseRunner
 from spmdkit.verify.task_runner import Setting, TaskRunner
 from tests.support.strangers import let_optax_promote
-from tests.support.tasks import all_counted, natural_task, task_names
+from tests.support.tasks import natural_task, task_names
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "mutants.md"
@@ -25,13 +25,9 @@ DEVICES, BATCH, STEPS = 4, 16, 3
 MISSED = "NOT CAUGHT"
 CAUGHT = "caught by "
 
-NAMES = list(task_names())
-FIRST_VARIANT = {
-    "optimizers": next(n for n in NAMES if n.startswith("optimizers ")),
-    "two_phases": "two_phases finetuning",
-}
-ONE_OF_EACH = [FIRST_VARIANT.get(c.name, c.name) for c in all_counted()]
-"""Names of tasks, one of each file."""
+NAMES = task_names()
+ONE_OF_EACH = list({name.partition(" ")[0]: name for name in reversed(NAMES)}.values())[::-1]
+"""Names of tasks, the first variant of each."""
 
 
 def runner_of(name: str) -> CaseRunner:

@@ -1,14 +1,10 @@
-"""Eighteen optimizers of optax as they are."""
+"""The classifier with every kind of optimizer."""
 
-import functools
-
+import jax
 import optax
 
-import spmdkit as sk
-from tests.support.tasks import train_plain
+from tests.support.tasks import mean_task, natural
 from tests.tasks.classifier import DATA, init, losses_of
-
-# ---- shared ----------------------------------------------------------------------------------------------------------
 
 OPTIMIZERS = {
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
@@ -32,24 +28,33 @@ OPTIMIZERS = {
 }
 
 
-# ---- plain JAX, one device -------------------------------------------------------------------------------------------
+def classifier_with(optimizer):
+    return mean_task(init, losses_of, optimizer, DATA)
 
 
-def plain(optimizer):
-    return train_plain(init, lambda params, batch: losses_of(params, batch).mean(), optimizer, DATA)
+def optimizers(name):
+    """Eighteen optimizers of optax as they are."""
+    return classifier_with(OPTIMIZERS[name])
 
 
-# ---- spmdkit ---------------------------------------------------------------------------------------------------------
+optimizers = natural(optimizers, *OPTIMIZERS)
 
 
-def loss_fn(params, batch, key):
-    return sk.mean(losses_of(params, batch))
+@natural
+def line_search():
+    """L-BFGS with a line search, which needs the loss as a function of the parameters."""
+    search = optax.scale_by_backtracking_linesearch(max_backtracking_steps=8)
+    return classifier_with(optax.lbfgs(memory_size=3, linesearch=search))
 
 
-def task(optimizer):
-    return sk.Task(init, loss_fn, optimizer, train_data=DATA, rules=[("up", [None, "mlp"])])
+@natural
+def noisy_sgd():
+    """An optimizer that draws noise: its state holds a random key."""
+    return classifier_with(optax.noisy_sgd(0.1, eta=0.01, key=jax.random.key(7)))
 
 
-# ---- checks ----------------------------------------------------------------------------------------------------------
-
-VARIANTS = {name: (task(o), functools.partial(plain, o)) for name, o in OPTIMIZERS.items()}
+@natural
+def plateau():
+    """An optimizer that lowers its rate where the loss stands still."""
+    on_plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=0.5, accumulation_size=1)
+    return classifier_with(optax.chain(optax.sgd(0.5), on_plateau))

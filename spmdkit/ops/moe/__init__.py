@@ -3,10 +3,7 @@
     y = sum over chosen e of weight_e expert_e(x)         x[B_x, T_s, D] -> y[B_x, T_s, D]
 
 Experts stand along the mesh axis `expert`, E / e on each device; every other layer treats that axis as data. Their
-weights may be sharded over `fsdp` (dim `embed`, gathered here) and `tensor` (dim `mlp`: a column and a row product,
-summed at the end). One file each: `mixture` (all of it on one device), `router` (which experts, which weight),
-`capacity` and `dropless` (how tokens get there and back), `experts` (what happens there), `load` (how even it is),
-`rows` (permutations with a gradient that permutes too).
+weights may be sharded over `fsdp` (dim `embed`, gathered here) and `tensor` (dim `mlp`).
 
     capacity=1.25   each expert takes at most C = ceil(1.25 top_k T / E) choices of an example; later ones are dropped
                     and add nothing. Static shapes, an all_to_all of the same size in each step.
@@ -30,10 +27,8 @@ devices that cut the sequence (n of them do not cut experts' weights), e along `
                 tensor     2 (m-1)/m b T/N D w                         all_reduce, only where x is whole along it
 
 Backward: what leads to the experts' inputs again (all but the way back of y), the transposes of all of the forward, and
-an all_reduce of the gradients of weights over axes along which they are the same: 5 passes over `expert` in all,
-instead of 4 if experts' inputs were kept. Weights multiply on the expert's side, so that their gradient needs no sixth.
-The TPU compiler (v5p 2x2x2, libtpu 0.0.42, 2026-11-21) sends these bytes with a capacity, within 0.6 % when dropless
-and gathered; what of a ragged buffer travels is known when it runs, and a bill counts all of it.
+an all_reduce of the gradients of weights over axes along which they are the same. Weights multiply on the expert's
+side, so that their gradient needs no further pass.
 Source: Shazeer et al. (2017), "Outrageously Large Neural Networks"; Lepikhin et al. (2020), "GShard"; Fedus et al.
 (2021), "Switch Transformers"; Gale et al. (2022), "MegaBlocks"; DeepSeek-AI (2024), "DeepSeek-V3 Technical Report".
 
@@ -42,21 +37,30 @@ Shape suffixes: B examples, T tokens of an example, D width, E experts, K choice
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
+from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.formatting import nearest
-from spmdkit.ops.collectives import axis_size
+from spmdkit.ops import context
+from spmdkit.ops.collectives import all_gather, all_reduce, axes, axis_index, axis_size, reduce_scatter
 from spmdkit.ops.manual import Dims, manual
-from spmdkit.ops.moe.experts import Expert, dims_of, mlp
-from spmdkit.ops.moe.load import Load
-from spmdkit.ops.moe.mixture import GATHERED, Mixing, Operands, dims_in, dims_out, mixture
+from spmdkit.ops.moe.capacity import num_slots, through_slots
+from spmdkit.ops.moe.dropless import through_rows
+from spmdkit.ops.moe.experts import Expert, dims_of, is_dims, mlp
+from spmdkit.ops.moe.router import Load, load_of, route, token_noise
 from spmdkit.step import trace_context
 
 __all__ = ["Load", "mlp", "moe"]
+
+GATHERED = "embed"
+"""The name of dims that are made whole before they are used."""
 
 
 @jax.named_scope(trace_context.MOE)
@@ -119,19 +123,97 @@ def moe(
     dims = dims_of(experts, dims)
     _check_experts(experts, dims, router_DE.shape[-1])
     keys, impl = (None, None) if keys_B is None else (jax.random.key_data(keys_B), jax.random.key_impl(keys_B))
-    choices = Mixing(top_k, capacity, expert, dims, router_dims, sequence, score, normalise, priority, noise, impl)
-    return _mixed(choices, Operands(x_BTD, router_DE, experts, positions, where_BT, bias_E, keys))
+    positions = None if positions is None else jnp.asarray(positions, jnp.int32)
+    mixture = _Mixture(top_k, capacity, expert, dims, router_dims, sequence, score, normalise, priority, noise, impl)
+    tokens = ("batch", sequence)
+    of_positions = None if positions is None else tokens[2 - positions.ndim :]
+    in_dims = [(*tokens, None), router_dims, dims, of_positions, tokens, (None,), ("batch",)]
+    given = (x_BTD, router_DE, experts, positions, where_BT, bias_E, keys)
+    per_example: Any = ("batch",)
+    out_dims = ((*tokens, None), Load(*[per_example] * len(Load._fields)))
+    in_dims = [None if x is None else d for d, x in zip(in_dims, given, strict=True)]
+    return manual(mixture.on_shards, in_dims, out_dims, "moe")(*given)
 
 
-def _mixed(choices: Mixing, given: Operands) -> tuple[jax.Array, Load]:
-    if given.positions is not None:
-        given = given._replace(positions=jnp.asarray(given.positions, jnp.int32))
+class _Mixture(NamedTuple):
+    """How tokens are mixed; see `sk.moe` for each field."""
 
-    def mixed(*shards: Any) -> tuple[jax.Array, Load]:
-        return mixture(choices, Operands(*shards))
+    top_k: int
+    capacity: float | None
+    expert: Expert
+    dims: Any
+    router_dims: Dims
+    sequence: str | None
+    score: str
+    normalise: bool
+    priority: str
+    noise: float
+    key_impl: Any
 
-    found: tuple[jax.Array, Load] = manual(mixed, in_dims=dims_in(choices, given), out_dims=dims_out(choices))(*given)
-    return found
+    def on_shards(
+        self, x_BTD: Any, router_DE: Any, experts: Any, at: Any, where_BT: Any, bias_E: Any, keys: Any
+    ) -> Any:
+        """Returns this device's shards of y and of the load; `at`: positions; `keys` as numbers."""
+        cut, own = () if self.sequence is None else axes(self.sequence), _own_axes(self.dims)
+        num_tokens, num_experts = x_BTD.shape[1] * axis_size(cut), router_DE.shape[-1]
+        order_T, differs = _order(num_tokens, cut), sorted(compat.varying_axes(x_BTD))
+        routing = route(
+            x_BTD,
+            _whole(router_DE, self.router_dims, differs),
+            top_k=self.top_k,
+            score=self.score,
+            normalise=self.normalise,
+            bias_E=bias_E,
+            noise_BTE=None if keys is None else self._noise(x_BTD, order_T, cut, at, keys, num_experts),
+            where_BT=where_BT,
+        )
+        weights = jax.tree.map(lambda d, w: _whole(w, d, differs), self.dims, experts, is_leaf=is_dims)
+        if self.capacity is None:
+            slots, both = None, tuple(a for a in cut if a in own)
+            y_BTD = reduce_scatter(through_rows(x_BTD, routing, weights, self.expert, over=both), both, 1)
+        else:
+            slots = num_slots(self.capacity, self.top_k, num_tokens, num_experts)
+            places = order_T if at is None else all_gather(at, cut, at.ndim - 1)
+            by_weight, slot_axes = self.priority == "weight", tuple(a for a in cut if a not in own)
+            y_BTD = through_slots(x_BTD, routing, places, weights, self.expert, slots, by_weight, cut, slot_axes)
+            y_BTD = reduce_scatter(y_BTD, cut, 1)
+        y_BTD = all_reduce(y_BTD, tuple(a for a in own if a not in cut))
+        return y_BTD, load_of(routing, where_BT, slots, cut)
+
+    def _noise(self, x_BTD: Any, order_T: Any, cut: Any, at: Any, keys: Any, num_experts: int) -> jax.Array:
+        """Returns noise on the logits of this device's tokens, drawn from their places in their examples."""
+        num_here = x_BTD.shape[1]
+        here = lax.dynamic_slice_in_dim(order_T, axis_index(cut) * num_here, num_here) if at is None else at
+        return self.noise * token_noise(keys, self.key_impl, jnp.broadcast_to(here, x_BTD.shape[:2]), num_experts)
+
+
+def _whole(weight: jax.Array, dims: Dims, differs: Sequence[str]) -> jax.Array:
+    """Returns a weight with its `embed` dims gathered, typed as varying along `differs`, over which tokens differ.
+    Typed before it is gathered, so that its gradient is scattered first and added along `differs` as a shard."""
+    weight = compat.as_varying(weight, differs)
+    for i, name in enumerate(dims):
+        if name == GATHERED:
+            weight = all_gather(weight, name, i)
+    return weight
+
+
+def _order(num_tokens: int, cut: Sequence[str]) -> jax.Array:
+    """Returns int32[T]: the position of each place of a whole sequence, as `sk.context_order` has put it, if the model
+    called that."""
+    positions_T = np.arange(num_tokens, dtype=np.int32)
+    num = axis_size("sequence")
+    is_reordered = trace_context.current().usage.has_called("context_order") and set(axes("sequence")) <= set(cut)
+    if num > 1 and is_reordered and context.order() == "zigzag":
+        parts = np.split(positions_T, 2 * num)
+        positions_T = np.concatenate([part for i in range(num) for part in (parts[i], parts[-1 - i])])
+    return jnp.asarray(positions_T)
+
+
+def _own_axes(dims: Any) -> tuple[str, ...]:
+    """Returns the mesh axes that cut one expert's weights while they are used: results are parts of a sum along
+    them."""
+    names = {n for d in jax.tree.leaves(dims, is_leaf=is_dims) for n in d if n not in (None, GATHERED, "expert")}
+    return axes(*sorted(names))
 
 
 # ---- what does not fit

@@ -1,15 +1,13 @@
 """A function of one expert over sorted rows, block by block: a loop of as many turns as there are rows, and its
-derivatives of any order.
+gradients of any order.
 
     for each expert e, for each block of its rows:      out[block] = fn(shared, weights[e], rows[block])
 
 The number of turns is data, and JAX has no reverse mode through such a loop. But the gradient of a block is a function
-like `fn`, of more rows (the cotangents with the rows) and with sums as further results (those of the weights over an
-expert's blocks, of `shared` over all):
+like `fn`, of more rows (the cotangents with the rows) and with sums as further results: the loop over it is the
+gradient of the loop over `fn`, and so on. There is no forward mode.
 
     fn(shared, own, rows) -> (rows, sum over an expert's blocks, sum over all blocks)
-
-So is its forward mode. The loop over one is therefore the derivative of the loop over the other, and so on.
 
 Rows that a block reads beyond its expert's are zero in it, and what it writes there the next expert overwrites.
 Shape suffixes: E experts, N rows of a block, R rows, D width.
@@ -26,7 +24,6 @@ from jax import lax
 
 from spmdkit import compat
 from spmdkit.foundation.trees import common_dtype
-from spmdkit.ops.both_modes import both_modes
 from spmdkit.ops.residuals import floats
 
 
@@ -40,10 +37,8 @@ def by_blocks(
 ) -> jax.Array:
     """Returns `fn(closed, weights of one expert, block of rows)` of all rows, [R, D].
 
-    Args:
-        closed: what is the same for all experts, floats or not.
-        rows_RD: `sizes[0]` rows of expert 0, and so on; after the last one's at least one block of rows more, which
-            come out as anything.
+    `closed`: what is the same for all experts, floats or not. `rows_RD`: `sizes[0]` rows of expert 0, and so on; after
+    the last one's at least one block of rows more, which come out as anything.
     """
     of_floats = floats(closed)
     others = [x for i, x in enumerate(closed) if i not in of_floats]
@@ -55,8 +50,7 @@ def by_blocks(
 
     loop = _Loop(run_block, lambda shared, weights, rows: (rows, (), ()), block, 0)
     (out_RD,), _, _ = loop(others, [closed[i] for i in of_floats], weights, (rows_RD,), sizes_E)
-    found: jax.Array = out_RD
-    return found
+    return out_RD
 
 
 class _Loop(NamedTuple):
@@ -80,11 +74,6 @@ class _Loop(NamedTuple):
         def forward(*args: Any) -> tuple[Any, Any]:
             return run(*args), args
 
-        def tangent(kept: Any, tangents: Any) -> Any:
-            fixed, shared, weights, rows, sizes_E = kept
-            _, by_shared, by_weights, by_rows, _ = tangents
-            return self._pushed()(fixed, (shared, by_shared), (weights, by_weights), (rows, by_rows), sizes_E)
-
         def backward(kept: Any, cotangents: Any) -> Any:
             fixed, shared, weights, rows, sizes_E = kept
             of_rows, of_weights, of_shared = cotangents
@@ -92,17 +81,9 @@ class _Loop(NamedTuple):
             by_rows, by_weights, by_shared = pulled
             return [None] * len(fixed), by_shared, by_weights, by_rows, None
 
-        run = both_modes(forward, tangent, backward, alone=self._run)
+        run = jax.custom_vjp(self._run)
+        run.defvjp(forward, backward)
         return run(fixed, shared, weights, rows, sizes_E)
-
-    def _pushed(self) -> _Loop:
-        """Returns the loop over the forward mode of `fn`: every argument with its tangent."""
-
-        def fn(fixed: Any, shared: Any, own: Any, rows: Any) -> Any:
-            of = lambda shared, own, rows: self.fn(fixed, shared, own, rows)
-            return jax.jvp(of, (shared[0], own[0], rows[0]), (shared[1], own[1], rows[1]))[1]
-
-        return _Loop(fn, lambda *pairs: self.like(*(x for x, _ in pairs)), self.block, self.order + 1)
 
     def _pulled(self) -> _Loop:
         """Returns the loop over the gradient of `fn`: every argument with the cotangent of the result that is like
@@ -169,4 +150,4 @@ def _kept(x_ND: jax.Array, is_own_N: jax.Array) -> jax.Array:
 
 def _zeros(like: jax.Array, dtype: Any = None) -> jax.Array:
     """Returns zeros typed as varying like `like`, as the carry of a loop has to be from its start."""
-    return compat.as_varying(jnp.zeros(like.shape, dtype or like.dtype), sorted(compat.varying_axes(like)))
+    return compat.typed_like(jnp.zeros(like.shape, dtype or like.dtype), like)

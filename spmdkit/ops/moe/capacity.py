@@ -2,16 +2,12 @@
 
     C = ceil(capacity * top_k * T / E), at most T        a place (slot) is (example, expert, number below C)
 
-Order of the choices of one example for one expert: all first choices before all second ones (GShard), among those by
-position in the example, or by weight, the largest first (V-MoE). Positions and weights belong to tokens, so the same
-choices are dropped however the sequence is cut or its shards are ordered.
-
     x[B, T_c, D] -> slots[B, E, C_c, D] -> [E_e, e B, C_c, D] . W[E_e, D, F_t] . W[E_e, F_t, D] -> and back
 
-Every device needs all tokens of its examples to fill slots, and fills C / n of each expert's, n being the devices that
-cut the sequence without cutting the experts' weights. So tokens are gathered over the sequence, once and narrow, slots
-are dense, and no expert computes a token twice. To gather costs (N-1)/N B T D against (N-1)/N capacity top_k B T D for
-summing partly filled slots.
+Order of the choices of one example for one expert: all first choices before all second ones (GShard), among those by
+position in the example, or by weight, the largest first (V-MoE). Tokens are gathered over the sequence, and a device
+fills C / n slots of each expert, n being the devices that cut the sequence without cutting the experts' weights: to
+gather costs less than to sum partly filled slots.
 
 Wire: see `spmdkit.ops.moe`.
 Source: Lepikhin et al., "GShard" (2020), 2.2; Fedus et al., "Switch Transformers" (2021), 2.2; Riquelme et al.,
@@ -31,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmdkit.ops.collectives import Names, all_gather, all_to_all, axis_index, axis_size
-from spmdkit.ops.moe.experts import Expert, run_stacked
+from spmdkit.ops.moe.experts import Expert
 from spmdkit.ops.moe.router import Routing
 from spmdkit.ops.moe.rows import sum_rows
 
@@ -47,21 +43,15 @@ def through_slots(
     positions: jax.Array,
     weights: Any,
     expert: Expert,
-    *,
     slots: int,
     by_weight: bool,
-    sequence: Names,
-    slot_axes: Names,
+    sequence: tuple[str, ...],
+    slot_axes: tuple[str, ...],
 ) -> jax.Array:
     """Returns [B, T, D], this device's part of the sum of the experts' results over the tokens of whole examples.
 
-    Args:
-        x_BTD: shard of the tokens, and with it the routing.
-        positions: int32 [B, T] or [T], of the tokens of whole examples.
-        weights: of this device's experts, dims of `embed` whole.
-        slots: places of one expert for one example.
-        sequence: what cuts the tokens.
-        slot_axes: the mesh axes among them that cut the slots.
+    `positions`: int32 [B, T] or [T], of the tokens of whole examples. `slots`: places of one expert for one example.
+    `slot_axes`: the axes of the sequence that cut them.
     """
     choices, chosen_weights = all_gather(routing.experts_BTK, sequence, 1), all_gather(routing.weights_BTK, sequence, 1)
     num_experts = routing.probs_BTE.shape[-1]
@@ -72,7 +62,7 @@ def through_slots(
     weight_BS1 = sum_rows(one_each(chosen_weights), places.choice_BS1, one_each(places.slot_BTK))
 
     with jax.named_scope("moe_experts"):
-        y_END = run_stacked(expert, weights, _to_experts(x_BSD, num_experts))
+        y_END = jax.vmap(expert)(weights, _to_experts(x_BSD, num_experts))
         y_END = (y_END.astype(jnp.float32) * _to_experts(weight_BS1, num_experts)).astype(x_BTD.dtype)
     return sum_rows(_from_experts(y_END, len(x_BTD), num_experts), places.slot_BTK, places.token_BS1)
 

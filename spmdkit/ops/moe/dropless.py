@@ -2,16 +2,13 @@
 
     x[N, D] -> rows sorted by expert, [R, D] -> grouped products -> and back          R <= e N min(top_k, E_e), static
 
-Tokens are routed by themselves, so nothing but the experts' axis is crossed, and `tensor` where it cuts their weights.
-Two ways to cross it, chosen by the machine:
+Two ways to cross the experts' axis, chosen by the machine:
 
     ragged_all_to_all   TPU, GPU, e > top_k: each row goes where it is wanted, and nowhere else; sizes cross first
     all_gather          elsewhere, and where e <= top_k: every device sees all tokens along `expert`, computes its own
                         experts' choices among them, and the sums come back by reduce_scatter
 
-Memory: R rows of width D stand for the worst case, in which all tokens want the same experts; hidden rows of width F
-only for one block at a time (`experts.py`), except with `ragged_dot`.
-
+Memory: R rows of width D stand for the worst case, in which all tokens want the same experts.
 Wire: see `spmdkit.ops.moe`.
 Source: Gale et al., "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts" (2022).
 
@@ -36,12 +33,8 @@ from spmdkit.step import trace_context
 
 
 def through_rows(x_BTD: jax.Array, routing: Routing, weights: Any, expert: Expert, *, over: Names) -> jax.Array:
-    """Returns [B, T, D], this device's part of the sum of the experts' results over the tokens along `over`.
-
-    Args:
-        weights: of this device's experts, dims of `embed` whole.
-        over: the mesh axes that cut both the tokens and the experts' weights: tokens are gathered over them.
-    """
+    """Returns [B, T, D], this device's part of the sum of the experts' results over the tokens along `over`, the mesh
+    axes that cut both the tokens and the experts' weights: tokens are gathered over them."""
     x_BTD, experts_BTK, weights_BTK = (
         all_gather(a, over, 1) for a in (x_BTD, routing.experts_BTK, routing.weights_BTK)
     )
@@ -86,11 +79,11 @@ def _by_ragged_all_to_all(
     arrive_sd = _exclusive_sum(count_sd, 0)  # and on d
 
     def there(rows: jax.Array) -> jax.Array:
-        room = _room(rows, num_devices * N * min(K, own))
+        room = num_devices * N * min(K, own)
         return _ragged(rows, room, begin_sd[me], count_sd[me], arrive_sd[me], count_sd[:, me])
 
     def back(rows: jax.Array) -> jax.Array:
-        return _ragged(rows, _room(rows, N * K), arrive_sd[:, me], count_sd[:, me], begin_sd[:, me], count_sd[me])
+        return _ragged(rows, N * K, arrive_sd[:, me], count_sd[:, me], begin_sd[:, me], count_sd[me])
 
     x_RD = there(_pick(x_ND, by_expert.token_R, by_expert.row_NK))
     weight_R1 = there(_pick(weights_NK.reshape(-1, 1), by_expert.choice_R, by_expert.row_NK.reshape(-1, 1)))
@@ -148,11 +141,7 @@ def _exclusive_sum(x: jax.Array, dim: int) -> jax.Array:
     return jnp.cumsum(x, axis=dim, dtype=x.dtype) - x
 
 
-def _room(rows: jax.Array, num_rows: int) -> jax.Array:
-    return compat.as_varying(jnp.zeros((num_rows, rows.shape[1]), rows.dtype), sorted(compat.varying_axes(rows)))
-
-
-def _ragged(rows: jax.Array, room: jax.Array, *offsets_and_sizes: jax.Array) -> jax.Array:
-    every = sorted(compat.varying_axes(rows))
-    indices = compat.as_varying(offsets_and_sizes, every)
+def _ragged(rows: jax.Array, num_rows: int, *offsets_and_sizes: jax.Array) -> jax.Array:
+    """Returns the rows that the other devices along `expert` send, in `num_rows` rows."""
+    room, *indices = compat.typed_like((jnp.zeros((num_rows, rows.shape[1]), rows.dtype), *offsets_and_sizes), rows)
     return lax.ragged_all_to_all(rows, room, *indices, axis_name=axes("expert"))

@@ -1,15 +1,9 @@
 """Experts: what one is, how it is cut, and how many of them run over tokens that have been sorted by expert.
 
 An expert is a function `(weights of one expert, tokens [N, D]) -> [N, D]` that treats each token by itself. Where a dim
-of its weights is sharded over devices (`mlp`), it returns its device's part of a sum; the op adds the parts. It may
-take a third argument `product`, with which it then writes its matrix products, `product(x, w)`: so all experts of a
-device run in one grouped product.
-
-Two ways to run experts over sorted rows, each as much work as there are rows, whatever the bound on rows is:
-
-    blocks       a loop over blocks of rows, each of one expert; any function (blocks.py)
-    ragged_dot   `jax.lax.ragged_dot`: a kernel on TPUs. Elsewhere XLA makes it dense, E times the work (8 x, CPU,
-                 2026-11-21)
+of its weights is sharded over devices (`mlp`), it returns its device's part of a sum. It may take a third argument
+`product`, with which it writes its matrix products: then all experts of a device run in one grouped product on TPUs
+(`jax.lax.ragged_dot`, elsewhere E times the work), and else in a loop over blocks of rows (blocks.py).
 
 Source: Gale et al., "MegaBlocks" (2022); Shazeer, "GLU Variants Improve Transformer" (2020).
 
@@ -60,11 +54,7 @@ def mlp(
 
 
 def dims_of(experts: Any, dims: Any) -> Any:
-    """Returns the names of the dims of the weights, a tree like them.
-
-    Raises:
-        ConfigError: no names, and not the weights of `mlp`; or a first dim that is not `expert`.
-    """
+    """Returns the names of the dims of the weights, a tree like them; rejects those whose first dim is not `expert`."""
     if dims is None:
         if not isinstance(experts, Mapping) or set(experts) - set(MLP_DIMS) or {"up", "down"} - set(experts):
             found = sorted(experts) if isinstance(experts, Mapping) else type(experts).__name__
@@ -86,11 +76,6 @@ def dims_of(experts: Any, dims: Any) -> Any:
 def is_dims(x: Any) -> bool:
     """Returns whether `x` names the dims of one array: a leaf of a tree of dims."""
     return isinstance(x, tuple) and all(n is None or isinstance(n, str) for n in x)
-
-
-def run_stacked(expert: Expert, weights: Any, x_END: jax.Array) -> jax.Array:
-    """Returns [E, N, D]: each expert over rows of its own, as many for each."""
-    return jax.vmap(expert)(weights, x_END)
 
 
 def run_sorted(expert: Expert, weights: Any, rows_RD: jax.Array, sizes_E: jax.Array, platform: str) -> jax.Array:
@@ -118,25 +103,14 @@ def _run_blocks(expert: Expert, weights: Any, rows_RD: jax.Array, sizes_E: jax.A
 
 
 def _opened(expert: Expert, own: Any, x_ND: jax.Array) -> tuple[Callable[..., jax.Array], list[jax.Array]]:
-    """Returns (`fn(closed_over, own, x_ND)`, the traced arrays that `expert` closes over): a gradient by hand has to
-    see them all."""
-    if expert is mlp:
-        return _without_closure, []
+    """Returns (`fn(closed_over, own, x_ND)`, the arrays that `expert` closes over): a gradient by hand has to see
+    them."""
     closed = jax.make_jaxpr(expert)(own, x_ND)
-    traced = [i for i, x in enumerate(closed.consts) if isinstance(x, jax.core.Tracer)]
-    if not traced:
+    if not closed.consts:
         return lambda _, own, x_ND: expert(own, x_ND), []
 
     def expert_with(closed_over: Sequence[jax.Array], own: Any, x_ND: jax.Array) -> jax.Array:
-        consts = list(closed.consts)
-        for i, x in zip(traced, closed_over, strict=True):
-            consts[i] = x
-        flat = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(closed.jaxpr, consts))
-        (y_ND,) = flat(*jax.tree.leaves((own, x_ND)))
-        return y_ND
+        flat = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(closed.jaxpr, list(closed_over)))
+        return flat(*jax.tree.leaves((own, x_ND)))[0]
 
-    return expert_with, [closed.consts[i] for i in traced]
-
-
-def _without_closure(_: Any, own: Any, x_ND: jax.Array) -> jax.Array:
-    return mlp(own, x_ND)
+    return expert_with, closed.consts

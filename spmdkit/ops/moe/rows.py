@@ -3,7 +3,7 @@
     forward   out[b, m] = sum_k x[b, index[b, m, k]]         backward   dx[b, n] = sum_j dout[b, back[b, n, j]]
 
 Tokens go to slots and slots back to tokens by two indices, each the inverse of the other, and both are known. A
-gather's own gradient would be a scatter-add, which TPUs do row after row. Forward mode (`jax.jvp`) is one.
+gather's own gradient would be a scatter-add, which TPUs do row after row. There is no forward mode.
 
 Shape suffixes: B examples, N rows there, M rows wanted, K and J rows added at most, D width.
 """
@@ -14,39 +14,25 @@ import jax
 import jax.numpy as jnp
 
 from spmdkit import compat
-from spmdkit.ops.both_modes import both_modes
 
 
 def sum_rows(x_BND: jax.Array, index_BMK: jax.Array, back_BNJ: jax.Array) -> jax.Array:
     """Returns [B, M, D]: for each m the sum of rows `index[m]` of `x`, added in float32; an index of -1 adds nothing.
-
-    `back` holds for each row the `m` to which it was added, -1 for none: pairs (m, n) are the same in both.
-    """
+    `back` holds for each row the `m` to which it was added, -1 for none."""
     every = sorted(compat.varying_axes(x_BND) | compat.varying_axes(index_BMK) | compat.varying_axes(back_BNJ))
     x_BND, index_BMK, back_BNJ = (compat.as_varying(a, every) for a in (x_BND, index_BMK, back_BNJ))
-    num_wanted = index_BMK.shape[1]
-
-    def forward(x_BND: jax.Array, index_BMK: jax.Array, back_BNJ: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return _take(x_BND, index_BMK), back_BNJ
-
-    def tangent(back_BNJ: jax.Array, tangents: tuple[jax.Array, None, None]) -> jax.Array:
-        return _add_to(tangents[0], back_BNJ, num_wanted)
-
-    def backward(back_BNJ: jax.Array, cotangent_BMD: jax.Array) -> tuple[jax.Array, None, None]:
-        return _take(cotangent_BMD, back_BNJ), None, None
-
-    found: jax.Array = both_modes(forward, tangent, backward)(x_BND, index_BMK, back_BNJ)
-    return found
+    return _summed(x_BND, index_BMK, back_BNJ)
 
 
-def _add_to(x_BND: jax.Array, back_BNJ: jax.Array, num_wanted: int) -> jax.Array:
-    """Returns [B, M, D] as `sum_rows` from `back` alone, by a scatter: what is kept for the gradient serves the forward
-    mode too."""
-    B, N, D = x_BND.shape
-    rows = jnp.broadcast_to(x_BND[:, :, None].astype(jnp.float32), (B, N, back_BNJ.shape[2], D)).reshape(B, -1, D)
-    place = jnp.where(back_BNJ < 0, num_wanted, back_BNJ).reshape(B, -1)
-    add = lambda rows_RD, place_R: jnp.zeros_like(rows_RD, shape=(num_wanted, D)).at[place_R].add(rows_RD, mode="drop")
-    return jax.vmap(add)(rows, place).astype(x_BND.dtype)
+@jax.custom_vjp
+def _summed(x_BND: jax.Array, index_BMK: jax.Array, back_BNJ: jax.Array) -> jax.Array:
+    return _take(x_BND, index_BMK)
+
+
+_summed.defvjp(
+    lambda x_BND, index_BMK, back_BNJ: (_take(x_BND, index_BMK), back_BNJ),
+    lambda back_BNJ, cotangent_BMD: (_take(cotangent_BMD, back_BNJ), None, None),
+)
 
 
 def _take(x_BND: jax.Array, index_BMK: jax.Array) -> jax.Array:

@@ -5,11 +5,8 @@
     W[L_pipeline, ...]   x[P_pipeline, b, ...]      in each tick every stage does its L / P layers, then x moves on by
                                                     one stage
 
-Its three functions see the rows of one microbatch: `embed` makes the activation, `layer` is one of the L layers, the
-parameters are stacked on the first dim, `head` ends with `sk.mean`. On a mesh without a pipeline axis the op is a scan
-over the layers: one text serves all meshes. When to use it: where fsdp and tensor would cross links too slow for
-weights, since only activations cross here, once per microbatch. When not: with few microbatches, since the bubble idles
-(P - 1) / (v M + P - 1) of the devices' time.
+On a mesh without a pipeline axis the op is a scan over the layers. When to use it: where fsdp and tensor would cross
+links too slow for weights, since only activations cross here, once per microbatch. When not: with few microbatches.
 
     schedule     forward and backward      inputs of a stage kept    bubble                     sent in addition
     gpipe        all, then all             M + P - 1                 (P - 1) / (M + P - 1)
@@ -18,10 +15,7 @@ weights, since only activations cross here, once per microbatch. When not: with 
 
 Everything is one SPMD program in the global view: a `vmap` over the dim of stages with the pipeline axis as its
 `spmd_axis_name`, a roll of that dim (a collective-permute), and loops over ticks from the tables of schedule.py. So
-fsdp, tensor, context and expert work inside a stage as they do without one: `sk.shard` and `sk.manual` leave the
-pipeline axis to the vmap.
-
-Microbatches cut what one call of the loss sees; each shard of a batch keeps its own rows, so no example moves.
+fsdp, tensor, context and expert work inside a stage. Each shard of a batch keeps its own rows: no example moves.
 
 Wire: gpipe.py and one_f_one_b.py. With fsdp at ZeRO 3 a stage's weights are gathered again for each microbatch, as with
 accumulation; ZeRO 1 and 2 gather nothing in the loop.
@@ -32,6 +26,7 @@ vectorised loop).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -85,35 +80,37 @@ def pipeline(
 
     Raises:
         ConfigError: the number of layers is not divisible by the stages, a function closes over a traced array or
-            returns something else than it must, `rows` depend on parameters, or a schedule that computes the gradient
-            of one sum is given several means.
+            returns something else than it must, or `rows` depend on parameters.
     """
 
-    @jax.named_scope(trace_context.PIPELINE)
-    def pipelined(embed_params: Any, layers: Any, head_params: Any, rows: Any) -> Any:
-        context = trace_context.current()
-        context.usage.record_call("pipeline")
-        context.usage.axes.add(AXIS)
-        check_place(context)
-        num_stages, settings = context.sharding.size(AXIS), context.options.pipeline
-        check_layers(layers, stacked_dims, num_stages, settings.chunks)
-        rows = without_gradient(rows)
-        one_sum = num_stages > 1 and settings.schedule != "gpipe"
-        model = Model(embed, layer, lambda *args: loss_and_metrics(head(*args), one_sum))
-        examples = trace_context.current_examples()
-        own = Rows(rows) if examples is None else Rows(rows, examples.mask, examples.positions, examples.key)
-        if num_stages == 1:
-            stack = jax.tree.map(lambda w: w.reshape(-1, *w.shape[stacked_dims:]), layers)
-            loss, metrics = _one_stage(model, context, embed_params, stack, head_params, own)
-        else:
-            one_layer = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[stacked_dims:], w.dtype), layers)
-            pipe = _set_up(model, context, head_per_token, embed_params, one_layer, head_params, own)
-            pipe = dataclasses.replace(pipe, stacked_dims=stacked_dims)
-            schedule = forward if settings.schedule == "gpipe" else one_f_one_b
-            loss, metrics = schedule(pipe, embed_params, layers, head_params, own)
-        return (loss, metrics) if metrics is not None else loss
+    return functools.partial(_pipelined, Model(embed, layer, head), head_per_token, stacked_dims)
 
-    return pipelined
+
+@jax.named_scope(trace_context.PIPELINE)
+def _pipelined(
+    given: Model, head_per_token: bool, stacked_dims: int, embed_params: Any, layers: Any, head_params: Any, rows: Any
+) -> Any:
+    context = trace_context.current()
+    context.usage.record_call("pipeline")
+    context.usage.axes.add(AXIS)
+    check_place(context)
+    num_stages, settings = context.sharding.size(AXIS), context.options.pipeline
+    check_layers(layers, stacked_dims, num_stages, settings.chunks)
+    rows = without_gradient(rows)
+    one_sum = num_stages > 1 and settings.schedule != "gpipe"
+    model = given._replace(head=lambda *args: loss_and_metrics(given.head(*args), one_sum))
+    examples = trace_context.current_examples()
+    own = Rows(rows) if examples is None else Rows(rows, examples.mask, examples.positions, examples.key)
+    if num_stages == 1:
+        stack = jax.tree.map(lambda w: w.reshape(-1, *w.shape[stacked_dims:]), layers)
+        loss, metrics = _one_stage(model, context, embed_params, stack, head_params, own)
+    else:
+        one_layer = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[stacked_dims:], w.dtype), layers)
+        pipe = _set_up(model, context, head_per_token, embed_params, one_layer, head_params, own)
+        pipe = dataclasses.replace(pipe, stacked_dims=stacked_dims)
+        schedule = forward if settings.schedule == "gpipe" else one_f_one_b
+        loss, metrics = schedule(pipe, embed_params, layers, head_params, own)
+    return (loss, metrics) if metrics is not None else loss
 
 
 def _one_stage(
@@ -155,9 +152,7 @@ def _set_up(
 
 
 def _num_microbatches(num_rows: int, num_stages: int, requested: int | None) -> int:
-    """Returns the largest divisor of one shard's rows that is at most the requested number, or the default.
-
-    The program has checked that the requested number divides a training batch; an evaluation may have fewer rows.
-    """
+    """Returns the largest divisor of one shard's rows that is at most the requested number, or the default: an
+    evaluation may have fewer rows than a training batch."""
     most = min(requested or MICROBATCHES_PER_STAGE * num_stages, num_rows)
     return next(num for num in range(most, 0, -1) if num_rows % num == 0)

@@ -54,13 +54,8 @@ def check_layers(layers: Any, stacked_dims: int, num_stages: int, num_chunks: in
 def checked(
     model: Model, context: trace_context.Context, embed_params: Any, weights: Any, head_params: Any, rows: Rows
 ) -> tuple[Model, Any]:
-    """Returns the model with rematerialised layers, and the shapes of the activation.
-
-    `weights` are those of one layer; they and `rows` may be abstract.
-
-    Raises:
-        ConfigError: a function returns something else than it must, or closes over a traced array.
-    """
+    """Returns the model with rematerialised layers, and the shapes of the activation. Rejects functions that return
+    something else than they must, or close over a traced array. `weights` are those of one layer."""
     own = dataclasses.replace(context, usage=context.usage.without("remat"))
 
     def traced(name: str, fn: Callable[..., Any], *args: Any) -> Any:
@@ -105,11 +100,7 @@ def checked(
 def loss_and_metrics(out: Any, one_sum: bool) -> tuple[Mean | Means, dict[str, Mean | Means] | None]:
     """Returns (loss, metrics or None) of what a head returned; of these only the loss has a gradient.
 
-    Args:
-        one_sum: the schedule computes the gradient of a sum before its count is known over all microbatches.
-
-    Raises:
-        ConfigError: no mean, or several where there can be one sum.
+    `one_sum`: the schedule computes the gradient of a sum before its count is known over all microbatches.
     """
     loss, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
     named = metrics if isinstance(metrics, dict) else {} if metrics is None else {"": None}
@@ -127,46 +118,31 @@ def loss_and_metrics(out: Any, one_sum: bool) -> tuple[Mean | Means, dict[str, M
     return loss, lax.stop_gradient(metrics)
 
 
-@jax.custom_jvp
 def constant_count(count: jax.Array) -> jax.Array:
-    """Returns `count`.
-
-    Raises:
-        ConfigError: when it turns out to depend on the parameters.
-    """
-    return count
-
-
-@constant_count.defjvp
-def _refuse_learned_count(primals: Any, tangents: Any) -> Any:
-    raise ConfigError(
-        "sk.pipeline: the count of the loss depends on the parameters (sk.mean with learned weights). The schedules "
-        "1f1b and interleaved compute the gradient of the loss's sum alone. Use pipeline.schedule: gpipe, or weights "
-        "without a gradient (jax.lax.stop_gradient)."
+    """Returns `count`, and rejects a gradient by the parameters that reaches it."""
+    return _without_gradient(
+        count,
+        "the count of the loss depends on the parameters (sk.mean with learned weights). The schedules 1f1b and "
+        "interleaved compute the gradient of the loss's sum alone. Use pipeline.schedule: gpipe, or weights without a "
+        "gradient (jax.lax.stop_gradient).",
     )
 
 
 def without_gradient(rows: Any) -> Any:
-    """Returns `rows`.
-
-    Raises:
-        ConfigError: when they turn out to depend on the parameters.
-    """
-    return jax.tree.map(_without_gradient, rows)
-
-
-@jax.custom_jvp
-def _without_gradient(x: jax.Array) -> jax.Array:
-    return x
+    """Returns `rows`, and rejects a gradient by the parameters that reaches them."""
+    message = (
+        "rows hold {} that depends on the parameters, and rows have no gradient. Compute it in embed, which has "
+        "parameters."
+    )
+    return jax.tree.map(lambda x: _without_gradient(x, message.format(describe(x))), rows)
 
 
-def _refuse_gradient(primals: Any, tangents: Any) -> Any:
-    if not isinstance(tangents[0], SymbolicZero):
-        raise ConfigError(
-            f"sk.pipeline: rows hold {describe(primals[0])} that depends on the parameters, and rows have no "
-            "gradient. Compute it in embed, which has parameters."
-        )
-    return primals[0], tangents[0]
+def _without_gradient(x: jax.Array, message: str) -> jax.Array:
+    def refuse(primals: Any, tangents: Any) -> Any:
+        if not isinstance(tangents[0], SymbolicZero):
+            raise ConfigError(f"sk.pipeline: {message}")
+        return primals[0], tangents[0]
 
-
-_without_gradient.defjvp(_refuse_gradient, symbolic_zeros=True)
+    same = jax.custom_jvp(lambda x: x)
+    same.defjvp(refuse, symbolic_zeros=True)
+    return same(x)

@@ -2,16 +2,10 @@
 
     tick t:  x[P_pipeline, b, ...] = stage(x);  head of what leaves the last stage;  x moves on by one stage
 
-All forward passes come first, then JAX runs the loop backwards: every tick's residuals are kept, so activation memory
-grows with the number of microbatches (`sk.remat` decides what a tick keeps, at least each stage's input). Evaluations
-of every schedule use this loop too, where nothing is kept.
-
-Work that a stage does without a microbatch (P - 1 of v M + P - 1 ticks) must not leave a trace: what comes out is not
-selected, and its cotangents pass a `gate`, which selects zeros and does not multiply by them: no NaN of an idle stage
-can get into a gradient.
-
-The parameters of embedding and head are copied along the stages first: their gradients add up on each device by itself
-in the loop, and are summed over the stages once, by the transpose of that copy.
+Every tick's residuals are kept, so activation memory grows with the number of microbatches. Evaluations of every
+schedule use this loop too. What a stage does without a microbatch (P - 1 of v M + P - 1 ticks) is not selected, and its
+cotangents pass a `gate`, which selects zeros: no NaN of an idle stage gets into a gradient. The parameters of embedding
+and head are copied along the stages first, so their gradients are summed over the stages once.
 
 Wire, per device and call of the loss, A bytes of one microbatch's activation on a device, P stages, H bytes of
 embedding and head:
@@ -40,7 +34,8 @@ def forward(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) -> A
     """
     schedule = pipe.schedule
     chunks, rows = pipe.chunks(layers), pipe.microbatches(rows)
-    embedding, head = (pipe.place(copies(pipe, x), AXIS) for x in (embedding, head))
+    copies = lambda x: jnp.broadcast_to(x, (pipe.num_stages, *jnp.shape(x)))
+    embedding, head = pipe.place(jax.tree.map(copies, (embedding, head)), AXIS)
     inbox = pipe.place(pipe.zeros(pipe.x_shapes), AXIS, "rows")
 
     def stages(inbox: Any, work: Work) -> Any:
@@ -81,18 +76,8 @@ def forward(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) -> A
 
     first, last = schedule.first_backward, len(schedule.forward.valid)
     leaves, micro = schedule.head
-    sums = pipe.zeros(jax.eval_shape(lambda: pick_first(losses(inbox, jnp.bool_(True), jnp.int32(0)))))
-    inbox, _ = lax.scan(fill, inbox, pipe.table(schedule.forward.between(0, first)))
-    xs = pipe.table((schedule.forward.between(first, last), leaves[first:last], micro[first:last]))
+    sums = pipe.zeros(jax.eval_shape(lambda: pick(losses(inbox, jnp.bool_(True), jnp.int32(0)), 0)))
+    inbox, _ = lax.scan(fill, inbox, schedule.forward.between(0, first))
+    xs = (schedule.forward.between(first, last), leaves[first:last], micro[first:last])
     _, sums = lax.scan(tick, (inbox, sums), xs)[0]
     return jax.tree.map(lambda x: x.sum(0), sums)
-
-
-def copies(pipe: Pipe, tree: Any) -> Any:
-    """Returns [...] as [P, ...], a copy for each stage."""
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (pipe.num_stages, *jnp.shape(x))), tree)
-
-
-def pick_first(tree: Any) -> Any:
-    """Returns the first stage's entry."""
-    return jax.tree.map(lambda x: x[0], tree)

@@ -6,29 +6,22 @@ microbatches.
              dx[P_pipeline, b, ...] = vjp of the stage at a kept input;    dx moves back by one stage
 
 The backward pass of a microbatch begins as soon as its forward pass has left the last stage, so a stage keeps at most 2
-v P - 1 inputs of a chunk, whatever the number of microbatches. That is why the loss belongs to the pipeline, and why
-JAX cannot make it by differentiating a loop: the gradient is computed here, in the forward rule of a `custom_vjp`, by
-`jax.vjp` inside of the tick, and the backward rule only scales it. One program, with no send or receive of its own.
-Other projects implement 1F1B in JAX with several programs (MaxText issue 752; openxla/shardy issues 297 and 586;
-JaxPP, with automatic schedules still blocked in marin issue 7024 when explicit ones ran), or not at all (axlearn
-issue 1366).
+v P - 1 inputs of a chunk, whatever the number of microbatches. That is why the loss belongs to the pipeline: the
+gradient is computed in the forward rule of a `custom_vjp`, by `jax.vjp` inside of the tick, and the backward rule only
+scales it.
 
 Cost: a stage's forward pass is computed a second time, from its kept input (as with `remat: full` around a whole stage;
-a layer that is itself rematerialised pays once more). The first v P - 1 ticks are forward only and the last v P - 1
-backward only, so that the bubble is that of 1F1B, (P - 1) / (v M + P - 1); see schedule.py.
-
-Gradients add up per stage in `precision.reduce`. An idle stage's results are selected away, never multiplied by zero.
+a layer that is itself rematerialised pays once more). Gradients add up per stage in `precision.reduce`. An idle stage's
+results are selected away, never multiplied by zero.
 
 Wire, per device and call of the loss, A bytes of one microbatch's activation on a device, P stages, H bytes of
 embedding and head:
     transfers         2 (v M + P - 1) A       collective-permute
     last stage, head  2 M (P - 1)/P A         all-to-all; none when the head is not cut
     gradient of ends  2 (P - 1)/P H           all-reduce
-    order of layers   interleaved: parameters and gradients of a stage move, since they are kept in the order of layers
-                      (`Pipe.chunks`);
-                      not where they are stacked on two dims
-Weight gradients over fsdp (ZeRO 3) and context are summed in every tick, as they are in every microbatch of an
-accumulation.
+    order of layers   interleaved: parameters and gradients of a stage move (`Pipe.chunks`), unless they are stacked on
+                      two dims
+Weight gradients over fsdp (ZeRO 3) and context are summed in every tick.
 Memory: (2 v P + 3) A, the gradients of the stage's layers and of both ends, and one chunk's own residuals.
 Source: Narayanan et al., "PipeDream" (2019); Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
 Clusters Using Megatron-LM" (2021), section 2.2.
@@ -37,7 +30,6 @@ Clusters Using Megatron-LM" (2021), section 2.2.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -81,23 +73,16 @@ class _Ticks(NamedTuple):
 
 
 def one_f_one_b(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) -> Any:
-    """Returns what `gpipe.forward` returns; where it is differentiated, the gradient is computed in the same loop.
-
-    Only the sum of the loss, the first thing that the head returns, has a gradient.
-
-    Raises:
-        ConfigError: the count of the loss depends on the parameters.
-    """
-    floats, whole = _floats((embedding, layers, head))
+    """Returns what `gpipe.forward` returns; where it is differentiated, the gradient is computed in the same loop. Only
+    the sum of the loss, the first thing that the head returns, has a gradient."""
+    floats, others, whole = _floats((embedding, layers, head))
 
     @jax.custom_vjp
     def value_and_gradient(floats: Any, rows: Rows, others: Any) -> Any:
-        embedding, layers, head = whole(floats, others)
-        return forward(pipe, embedding, layers, head, rows)
+        return forward(pipe, *whole(floats, others), rows)
 
     def run_with_gradient(floats: Any, rows: Rows, others: Any) -> Any:
-        embedding, layers, head = whole(floats, others)
-        sums, grads = _both(pipe, embedding, layers, head, rows)
+        sums, grads = _both(pipe, *whole(floats, others), rows)
         return sums, (grads, floats)
 
     def scale(saved: Any, cotangents: Any) -> Any:
@@ -106,7 +91,7 @@ def one_f_one_b(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) 
         return [(g * by.astype(g.dtype)).astype(x.dtype) for g, x in zip(grads, floats, strict=True)], None, None
 
     value_and_gradient.defvjp(run_with_gradient, scale)
-    loss, metrics = value_and_gradient(floats, rows, _others((embedding, layers, head)))
+    loss, metrics = value_and_gradient(floats, rows, others)
     return dataclasses.replace(lax.stop_gradient(loss), sum=loss.sum), metrics
 
 
@@ -146,9 +131,10 @@ class _TickLoop:
             pipe.zeros(jax.tree.map(of_stage, sums)),
         )
 
-    def tick(self, carry: _Carry, ticks: _Ticks, *, does_forward: bool, does_backward: bool) -> tuple[_Carry, None]:
+    def tick(self, carry: _Carry, ticks: _Ticks) -> tuple[_Carry, None]:
         """Returns the carry after one tick."""
         pipe = self.pipe
+        does_forward, does_backward = ticks.forward is not None, ticks.backward is not None
         inbox, cotangents, ring, grads, sums = carry
         from_head = cotangents
         if does_forward:
@@ -189,12 +175,12 @@ class _TickLoop:
 
     def losses(self, out: Any, valid: Any, micro: Any) -> tuple[Any, list[jax.Array], Any]:
         """Returns (sums of the head's parts, gradients of its parameters, cotangents of `out`)."""
-        pipe, (floats, whole) = self.pipe, _floats(self.head)
+        pipe, (floats, others, whole) = self.pipe, _floats(self.head)
         own, axes = pipe.rows_of_head(self._microbatch(micro))
 
         def head_loss(stage: Any, x: Any, rows: Rows) -> Any:
             def loss(floats: Any, x: Any) -> Any:
-                mean, metrics = pipe.head(whole(floats, _others(self.head)), x, rows)
+                mean, metrics = pipe.head(whole(floats, others), x, rows)
                 return mean.sum, (dataclasses.replace(mean, count=constant_count(mean.count)), metrics)
 
             (_, sums), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(floats, x)
@@ -205,17 +191,16 @@ class _TickLoop:
 
     def gradients(self, cotangents: Any, from_head: Any, ring: Any, work: Work) -> Any:
         """Returns (gradients of the embedding's parameters, of one chunk, cotangents of the stages' inputs)."""
-        pipe, (e_floats, e_whole) = self.pipe, _floats(self.embedding)
+        pipe, (e_floats, e_others, e_whole) = self.pipe, _floats(self.embedding)
 
         def stage_gradient(stage: Any, work: Work, chunks: Any, ring: Any, ct: Any, from_head: Any) -> Any:
             is_first = (stage == 0) & (work.chunk == 0)
             is_last = (stage == pipe.num_stages - 1) & (work.chunk == pipe.schedule.num_chunks - 1)
             chunk, rows = pick(chunks, work.chunk), self._microbatch(work.microbatch)
-            w_floats, w_whole = _floats(chunk)
+            w_floats, w_others, w_whole = _floats(chunk)
 
             def stage_of(e_floats: Any, w_floats: Any, x: Any) -> Any:
-                embedding, weights = e_whole(e_floats, _others(self.embedding)), w_whole(w_floats, _others(chunk))
-                return pipe.stage(is_first, embedding, weights, x, rows)
+                return pipe.stage(is_first, e_whole(e_floats, e_others), w_whole(w_floats, w_others), x, rows)
 
             _, vjp = jax.vjp(stage_of, e_floats, w_floats, pick(ring, work.slot))
             embed_grads, chunk_grads, ct = vjp(select(is_last, from_head, ct))
@@ -255,8 +240,7 @@ def _run(loop: _TickLoop) -> _Carry:
             leaving[start:stop] if does_forward else None,
             back.between(start, stop) if does_backward else None,
         )
-        tick = functools.partial(loop.tick, does_forward=does_forward, does_backward=does_backward)
-        return lax.scan(tick, carry, loop.pipe.table(ticks))[0]
+        return lax.scan(loop.tick, carry, ticks)[0]
 
     carry = phase(loop.start(), 0, first, True, False)
     carry = phase(carry, first, middle, True, True)
@@ -267,22 +251,14 @@ def _add(total: list[jax.Array], gradient: list[jax.Array]) -> list[jax.Array]:
     return [t + p.astype(t.dtype) for t, p in zip(total, gradient, strict=True)]
 
 
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _floats(tree: Any) -> tuple[list[jax.Array], Callable[[Any, Any], Any]]:
-    """Returns the floating point leaves, and the function that puts such leaves back: `(floats, others) -> tree`."""
+def _floats(tree: Any) -> tuple[list[jax.Array], list[jax.Array], Callable[[Any, Any], Any]]:
+    """Returns (the floating point leaves, the others, the function that makes the tree of both)."""
     leaves, treedef = jax.tree.flatten(tree)
-    is_float = [_is_float(x) for x in leaves]
+    is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
 
-    def with_floats(floats: Any, others: Any) -> Any:
+    def whole(floats: Any, others: Any) -> Any:
         given = {True: iter(floats), False: iter(others)}
         return jax.tree.unflatten(treedef, [next(given[f]) for f in is_float])
 
-    return [x for x in leaves if _is_float(x)], with_floats
-
-
-def _others(tree: Any) -> list[jax.Array]:
-    """Returns the leaves that have no gradient."""
-    return [x for x in jax.tree.leaves(tree) if not _is_float(x)]
+    of_kind = lambda kind: [x for x, f in zip(leaves, is_float, strict=True) if f == kind]
+    return of_kind(True), of_kind(False), whole

@@ -59,12 +59,10 @@ class Rows:
 @contextlib.contextmanager
 def working_on(context: trace_context.Context, rows: Rows) -> Iterator[None]:
     """While the body traces one of the user's functions, the scope has these rows."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(trace_context.tracing(context))
-        if rows.positions is not None:
-            stack.enter_context(
-                trace_context.with_examples(trace_context.Examples(rows.num, rows.mask, rows.positions, rows.key))
-            )
+    own: Any = contextlib.nullcontext()
+    if rows.positions is not None:
+        own = trace_context.with_examples(trace_context.Examples(rows.num, rows.mask, rows.positions, rows.key))
+    with trace_context.tracing(context), own:
         yield
 
 
@@ -72,12 +70,9 @@ _traces = itertools.count()
 
 
 def alone(fn: Callable[..., Any], *args: Any) -> Any:
-    """Returns `fn(*args)`, traced as if for the first time.
-
-    A function is traced several times here, each time on other rows, and may ask the scope for them. `jax.checkpoint`
-    around it keeps the first trace, and with it arrays of that time ("unexpected tracer", jax 0.10.2); what it keeps is
-    distinguished by the names of the axes in place, so each trace gets its own name.
-    """
+    """Returns `fn(*args)`, traced as if for the first time: `jax.checkpoint` around it keeps the first trace, and with
+    it arrays of that time (jax 0.10.2), distinguished by the names of the axes in place. So each trace gets its own
+    name."""
     return jax.vmap(fn, None, None, axis_size=1, axis_name=f"pipeline trace {next(_traces)}")(*args)
 
 
@@ -97,7 +92,6 @@ class Pipe:
     """The number of dims on which layers are stacked."""
 
     # ---- the user's functions, seeing the rows that they work on
-    # ---------------------------------------------------------
 
     def stage(self, fresh: jax.Array, embedding: Any, weights: Any, x: Any, rows: Rows) -> Any:
         """Returns x[b, ...] after one chunk of layers; where `fresh`, it begins with the embedding of the rows."""
@@ -111,7 +105,6 @@ class Pipe:
             return alone(self.model.head, x, params, rows.data)
 
     # ---- the dim of stages
-    # -----------------------------------------------------------------------------------------------
 
     @property
     def num_stages(self) -> int:
@@ -131,16 +124,11 @@ class Pipe:
         """Returns arrays with their first dims cut as named (`AXIS`, `rows` or None), the others as the partitioner
         likes."""
         names: dict[str | None, Any] = {"rows": self.context.sharding.inner_axes or None, AXIS: AXIS, None: None}
-        spec = tuple(names[d] for d in dims)
-
-        def constrain(x: jax.Array) -> jax.Array:
-            free = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - len(spec))
-            assert self.context.sharding.mesh is not None
-            return lax.with_sharding_constraint(
-                x, NamedSharding(self.context.sharding.mesh, PartitionSpec(*spec, *free))
-            )
-
-        return jax.tree.map(constrain, tree)
+        spec, mesh = tuple(names[d] for d in dims), self.context.sharding.mesh
+        assert mesh is not None
+        free = lambda x: (PartitionSpec.UNCONSTRAINED,) * (x.ndim - len(spec))
+        where = lambda x: NamedSharding(mesh, PartitionSpec(*spec, *free(x)))
+        return jax.tree.map(lambda x: lax.with_sharding_constraint(x, where(x)), tree)
 
     def shift(self, tree: Any, by: int) -> Any:
         """Returns [P, b, ...] moved `by` stages along the ring.
@@ -153,10 +141,6 @@ class Pipe:
         """Returns whether the head's part at a stage counts: every part does, or only what is at the last stage."""
         return True if self.head_dim is not None else stage == self.num_stages - 1
 
-    def table(self, work: Any) -> Any:
-        """Returns tables as arrays to scan over."""
-        return jax.tree.map(jnp.asarray, work)
-
     def zeros(self, shapes: Any, *lead: int) -> Any:
         """Returns zeros [*lead, P, ...] for shapes [...], sharded over the stages."""
         made = jax.tree.map(lambda s: jnp.zeros((*lead, self.num_stages, *s.shape), s.dtype), shapes)
@@ -168,9 +152,7 @@ class Pipe:
         """Returns [L, ...] as [P, v, K, ...].
 
         Wire: nothing for one chunk, and for layers that are stacked as [v, L / v, ...]. Else the layers of a stage, W
-            bytes, go to where
-        they are used: (2 v - 1) / v W where v divides P (an all_to_all among v stages, and a collective-permute of
-        all).
+        bytes, move: (2 v - 1) / v W where v divides P (an all_to_all among v stages, and a collective-permute of all).
         """
         P, v = self.num_stages, self.schedule.num_chunks
         shape = lambda w: (v, P, -1, *w.shape[self.stacked_dims :])
@@ -194,7 +176,6 @@ class Pipe:
         return self.context.sharding.size(*(self.context.sharding.inner_axes if dim == 0 else ("context", "tensor")))
 
     # ---- between the last stage and the head
-    # -----------------------------------------------------------------------------
 
     def rows_of_head(self, rows: Rows) -> tuple[Rows, Any]:
         """Returns the rows of a microbatch as the parts of the head see them, and the dims to map over the parts."""

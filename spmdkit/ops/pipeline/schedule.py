@@ -1,12 +1,10 @@
 """Which stage does what in which tick: pure tables in numpy, for any number of stages, chunks and microbatches.
 
-P stages in a ring, M microbatches, v chunks of layers per stage; chunk c of stage s is virtual stage c P + s. Time is
-cut into ticks, and in a tick every stage does the forward pass of one microbatch through one chunk, or the backward
-pass, or both. What leaves stage s in tick t is used by stage s + 1 (backward: s - 1) in tick t + 1, so one shift of the
-ring per tick and direction carries everything and nothing waits anywhere.
+P stages in a ring, M microbatches, v chunks of layers per stage; chunk c of stage s is virtual stage c P + s. In a tick
+every stage does the forward pass of one microbatch through one chunk, or the backward pass, or both. What leaves stage
+s in tick t is used by stage s + 1 (backward: s - 1) in tick t + 1.
 
     forward   of microbatch g P + i through chunk c at stage s:  tick g v P + c P + i + s
-    0 <= i < P
     backward  of the same:                                       tick g v P + (v - 1 - c) P + i + (P - 1 - s) + v P - 1
 
 The backward pass of a microbatch at the last virtual stage comes in the tick of its forward pass. So there are v P - 1
@@ -15,16 +13,10 @@ ticks that are forward only, then both, then v P - 1 ticks that are backward onl
     ticks with a forward pass = ticks with a backward pass = v M + P - 1            (P divides M, or v = 1)
     bubble = idle / all stage executions = (P - 1) / (v M + P - 1)
 
-which is the bubble of GPipe (v = 1), of 1F1B (v = 1) and of the interleaved schedule. A schedule in which ticks are not
-split into these three phases, each tick paying for both passes, would have twice the bubble: 2 (P - 1) / (M + 2 (P -
-1)).
-
-A stage's input is kept from its forward to its backward tick, at most 2 v P - 2 ticks later: 2 v P - 1 inputs of a
-stage in flight, however many microbatches there are.
+A stage's input is kept from its forward to its backward tick: 2 v P - 1 in flight, however many microbatches there are.
 
 Source: Huang et al., "GPipe" (2019); Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
-Using Megatron-LM" (2021), section 2.2, with fewer microbatches in flight in the warm-up, since its stages need not keep
-step.
+Using Megatron-LM" (2021), section 2.2, with fewer microbatches in flight in the warm-up.
 """
 
 from __future__ import annotations

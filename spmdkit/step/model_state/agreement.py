@@ -90,7 +90,8 @@ def state_reductions(
     leaves = named_leaves(state)
     num = len(leaves)
     rows = 1 << num
-    make = lambda *given: compat.jaxpr_with_axes(one_replica, () if bound else axes)(state, shared, *given)
+    bound_axes = None if bound else list(axes) or None
+    make = lambda *given: jax.make_jaxpr(one_replica, axis_env=bound_axes)(state, shared, *given)
     traced = make(own[0])
     inputs = [1 << i for i in range(num)] + [0] * len(jax.tree.leaves(shared))
     inputs += [rows] * (len(traced.jaxpr.invars) - len(inputs))
