@@ -272,6 +272,8 @@ class _Core(NamedTuple):
             d_head_DV, d_hidden_ND = sums
             columns_DV = lax.dynamic_slice_in_dim(head_DV, i * width, width, 1)
             d_NV = self._slope(rows, columns_DV, first + i * width)
+            if parts * width > num:  # the logit of zeros may be far above all others
+                d_NV = jnp.where(i * width + jnp.arange(width, dtype=jnp.int32) < num, d_NV, jnp.zeros((), d_NV.dtype))
             own_DV = jnp.matmul(hidden_ND.T, d_NV, preferred_element_type=jnp.float32).astype(head_DV.dtype)
             d_head_DV = lax.dynamic_update_slice_in_dim(d_head_DV, own_DV, i * width, 1)
             return (d_head_DV, d_hidden_ND + jnp.matmul(d_NV, columns_DV.T, preferred_element_type=jnp.float32)), None
