@@ -129,8 +129,7 @@ def map_gathers_over_several_axes() -> None:
 
 
 def _names(axis_data: Any, axis_name: Any) -> tuple[tuple[Any, int], ...] | None:
-    """Returns (name, size) of several axes of a collective, one of which the `vmap` binds; None if JAX's own rule
-    applies."""
+    """Returns (name, size) of several axes of a collective, one of which the `vmap` binds; else None."""
     if not isinstance(axis_name, tuple) or len(axis_name) < 2 or axis_data.name not in axis_name:
         return None
     return tuple((name, axis_data.size if name == axis_data.name else lax.axis_size(name)) for name in axis_name)

@@ -126,10 +126,6 @@ class _Call(NamedTuple):
     def fixed(self) -> tuple[Implementation, bool, float]:
         return self.implementation, self.causal, self.scale
 
-    @property
-    def is_kernel(self) -> bool:
-        return self.implementation is not XLA
-
 
 def _differentiable(call: _Call) -> Any:
     """Returns `(q, keys) -> out` with the gradient of its form; both passes see the step of the call."""
@@ -138,7 +134,7 @@ def _differentiable(call: _Call) -> Any:
 
     def forward(q: jax.Array, keys: Keys) -> tuple[jax.Array, Any]:
         with trace_context.tracing(call.context):
-            part = manual(_forward(call), [HEADS, _keys_dims(keys)], out_dims, kernel=call.is_kernel)
+            part = manual(_forward(call), [HEADS, _keys_dims(keys)], out_dims, kernel=call.implementation is not XLA)
             out, kept = jax.tree.map(lambda x: checkpoint_name(x, "attention"), part(q, keys))
         ids = keys._replace(k=None, v=None)
         return out, (kept, ids) if call.by_heads else (Kept(q, keys.k, keys.v, out, kept), ids)
@@ -147,7 +143,7 @@ def _differentiable(call: _Call) -> Any:
         kept, ids = residuals
         with trace_context.tracing(call.context):
             in_dims = [kept_dims, _keys_dims(ids), HEADS]
-            part = manual(_backward(call), in_dims, (HEADS, HEADS, HEADS), kernel=call.is_kernel)
+            part = manual(_backward(call), in_dims, (HEADS, HEADS, HEADS), kernel=call.implementation is not XLA)
             dq, dk, dv = part(kept, ids, dout)
         return dq, Keys(dk, dv, None, None)
 

@@ -51,11 +51,8 @@ def both_modes(
 
 class _Linear(NamedTuple):
     """An operation `(*fixed, *tangents) -> tangent` that is linear in the tangents, and its transpose `pull`.
-
-    Attributes:
-        num_fixed: the number of operands before the tangents.
-        shape, dtype, axes: of the result; axes are those along which it differs.
-    """
+    `num_fixed` operands stand before the tangents; `shape`, `dtype` and the `axes` along which it differs are those of
+    the result."""
 
     push: Callable[[Arrays, Arrays], jax.Array]
     pull: Callable[[Arrays, jax.Array], Arrays]

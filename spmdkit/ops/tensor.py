@@ -146,6 +146,22 @@ def gather_weight(w: jax.Array, w_dims: Dims, dims: Dims, width_dim: int, x: jax
     return w
 
 
+def scatter_gradient(grad: jax.Array, like: jax.Array, w_dims: Dims, dims: Dims, width_dim: int) -> jax.Array:
+    """Returns the gradient of a weight's shard `like` from that of the gathered weight: the transpose of
+    `gather_weight`, for gradients written by hand."""
+    for dim, name in enumerate(w_dims):
+        cut = axes(name) if name is not None else ()
+        stored = cut if dim == width_dim else tuple(a for a in cut if a in _rows_axes(dims))
+        grad = reduce_scatter(grad, stored, dim) if stored else grad
+    return summed_like(grad, like)
+
+
+def summed_like(grad: jax.Array, primal: jax.Array) -> jax.Array:
+    """Returns a gradient summed over the axes along which it differs and its primal does not."""
+    differs = tuple(a for a in compat.varying_axes(grad) if a not in compat.varying_axes(primal))
+    return lax.psum(grad, differs) if differs else grad
+
+
 def gather_rows(x: jax.Array, dims: Dims, hidden_axes: Sequence[str]) -> jax.Array:
     """Returns x with the sequence whole over the axes that the product needs for its hidden dim."""
     for dim, name in enumerate(dims):

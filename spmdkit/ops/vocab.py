@@ -39,10 +39,10 @@ from jax import lax
 from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import describe
+from spmdkit.ops import tensor
 from spmdkit.ops.both_modes import both_modes
 from spmdkit.ops.collectives import all_gather, all_reduce, all_to_all, axes, axis_index, axis_size
 from spmdkit.ops.manual import Dims, manual
-from spmdkit.ops.tensor import ROWS, between_dims, gather_rows, gather_weight, kept_axes, reduce_rows
 from spmdkit.step import trace_context
 
 LOGITS_BYTES = 2**29
@@ -60,7 +60,7 @@ def embed(
     tokens_BT: jax.Array,
     table_VD: jax.Array,
     *,
-    dims: Dims = ROWS,
+    dims: Dims = tensor.ROWS,
     by: Literal["auto", "table", "tokens"] = "auto",
 ) -> jax.Array:
     """Returns the rows of the table at the tokens, [B, T, D]; zeros for ids outside of it.
@@ -76,8 +76,8 @@ def embed(
     """
     _check_ids("sk.embed: tokens_BT", tokens_BT)
     table_dims: Dims = ("vocab", "embed")
-    vocab_axes = kept_axes(table_dims[:1], dims)
-    token_dims = between_dims(dims, vocab_axes)
+    vocab_axes = tensor.kept_axes(table_dims[:1], dims)
+    token_dims = tensor.between_dims(dims, vocab_axes)
 
     def local(tokens: jax.Array, table: jax.Array) -> jax.Array:
         stores = axes("embed")
@@ -93,10 +93,10 @@ def embed(
         smaller &= tokens.size * max(table.shape[1], LANES) <= table.size
         if movable and (by == "tokens" or (by == "auto" and smaller)):
             everywhere = all_gather(tokens, stores, 0)
-            x = reduce_rows(_look_up(everywhere, table, vocab_axes), dims, vocab_axes)
+            x = tensor.reduce_rows(_look_up(everywhere, table, vocab_axes), dims, vocab_axes)
             return all_to_all(x, stores, split_dim=0, join_dim=x.ndim - 1)
-        whole = gather_weight(table, table_dims, dims, 1, tokens)
-        return reduce_rows(_look_up(tokens, whole, vocab_axes), dims, vocab_axes)
+        whole = tensor.gather_weight(table, table_dims, dims, 1, tokens)
+        return tensor.reduce_rows(_look_up(tokens, whole, vocab_axes), dims, vocab_axes)
 
     return manual(local, (token_dims, table_dims), dims, "sk.embed")(tokens_BT, table_VD)
 
@@ -111,7 +111,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     chunk: int | None = None,
     vocab_size: int | None = None,
-    dims: Dims = ROWS,
+    dims: Dims = tensor.ROWS,
 ) -> jax.Array:
     """Returns `-log softmax(hidden . head)[target]`, float32[B, T], without logits of more than `chunk` tokens on any
     device.
@@ -134,8 +134,8 @@ def cross_entropy(
     """
     _check_ids("sk.cross_entropy: targets_BT", targets_BT)
     head_dims: Dims = ("embed", "vocab")
-    vocab_axes = kept_axes(head_dims[1:], dims)
-    row_dims = between_dims(dims, vocab_axes)
+    vocab_axes = tensor.kept_axes(head_dims[1:], dims)
+    row_dims = tensor.between_dims(dims, vocab_axes)
     _check(head_DV.shape[1], vocab_size, chunk, vocab_axes)
     core = _Core(dims, head_dims, vocab_axes, vocab_size, z_loss, chunk)
     losses_BT = core.differentiable(row_dims)(targets_BT, hidden_BTD, head_DV)
@@ -248,14 +248,14 @@ class _Core(NamedTuple):
         self, hidden: jax.Array, head: jax.Array, targets: jax.Array, logsumexp: jax.Array, cotangent: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the gradients of hidden and head."""
-        operands = (hidden, head, targets, logsumexp, cotangent)
-        differs = sorted({a for x in operands for a in compat.varying_axes(x)})
-        gather = lambda hidden, head: compat.as_varying(self._gather(hidden, head), differs)
-        (hidden_ND, head_DV), pull = jax.vjp(gather, hidden, head)
-        rows = (hidden_ND, *(x.reshape(-1) for x in (targets.astype(jnp.int32), logsumexp, cotangent)))
+        hidden_ND, head_DV = self._gather(hidden, head)
         first = axis_index(self.vocab_axes) * head_DV.shape[1]
+        rows = (hidden_ND, *(x.reshape(-1) for x in (targets.astype(jnp.int32), logsumexp, cotangent)))
+        differs = sorted({a for x in (*rows, head_DV) for a in compat.varying_axes(x)})
         d_head_DV, d_hidden_ND = self._by_columns(rows, head_DV, first, differs)
-        return pull((d_hidden_ND.astype(hidden.dtype), d_head_DV.astype(head.dtype)))
+        d_hidden = d_hidden_ND.astype(hidden.dtype).reshape(*targets.shape, -1)
+        d_hidden = tensor.summed_like(tensor.reduce_rows(d_hidden, self.dims, self.vocab_axes), hidden)
+        return d_hidden, tensor.scatter_gradient(d_head_DV.astype(head.dtype), head, self.head_dims, self.dims, 0)
 
     def _by_columns(self, rows: Any, head_DV: jax.Array, first: Any, differs: Any) -> tuple[jax.Array, jax.Array]:
         """Returns the gradients, some columns of all rows at a time: each column's is written once. By rows, the head's
@@ -291,8 +291,8 @@ class _Core(NamedTuple):
         return (d_CV - jnp.where(is_target_CV, cotangent_C[:, None], 0)).astype(hidden_CD.dtype)
 
     def _gather(self, hidden: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
-        hidden = gather_rows(hidden, self.dims, self.vocab_axes)
-        return hidden.reshape(-1, hidden.shape[-1]), gather_weight(head, self.head_dims, self.dims, 0, hidden)
+        hidden = tensor.gather_rows(hidden, self.dims, self.vocab_axes)
+        return hidden.reshape(-1, hidden.shape[-1]), tensor.gather_weight(head, self.head_dims, self.dims, 0, hidden)
 
     def _logits(
         self, hidden_CD: jax.Array, targets_C: jax.Array, head_DV: jax.Array, first: Any

@@ -28,10 +28,8 @@ from spmdkit.ops.pipeline.schedule import Work
 
 
 def forward(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) -> Any:
-    """Returns what the head returns, summed over all microbatches (and parts of them).
-
-    Shapes: layers [L, ...], rows [M b, ...]; embedding and head as the user's functions want them.
-    """
+    """Returns what the head returns, summed over all microbatches (and parts of them). Shapes: layers [L, ...], rows
+    [M b, ...]; embedding and head as the user's functions want them."""
     schedule = pipe.schedule
     chunks, rows = pipe.chunks(layers), pipe.microbatches(rows)
     copies = lambda x: jnp.broadcast_to(x, (pipe.num_stages, *jnp.shape(x)))

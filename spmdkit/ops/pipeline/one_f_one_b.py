@@ -79,10 +79,12 @@ def one_f_one_b(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) 
 
     @jax.custom_vjp
     def value_and_gradient(floats: Any, rows: Rows, others: Any) -> Any:
-        return forward(pipe, *whole(floats, others), rows)
+        embedding, layers, head = whole(floats, others)
+        return forward(pipe, embedding, layers, head, rows)
 
     def run_with_gradient(floats: Any, rows: Rows, others: Any) -> Any:
-        sums, grads = _both(pipe, *whole(floats, others), rows)
+        embedding, layers, head = whole(floats, others)
+        sums, grads = _both(pipe, embedding, layers, head, rows)
         return sums, (grads, floats)
 
     def scale(saved: Any, cotangents: Any) -> Any:

@@ -27,8 +27,7 @@ AXIS = "pipeline"
 
 
 class Model(NamedTuple):
-    """What the user gives: `embed(params, rows) -> x`, `layer(x, weights, rows) -> x`, `head(x, params, rows) ->
-    loss`."""
+    """The functions of the user: `embed(params, rows)`, `layer(x, weights, rows)`, `head(x, params, rows)`."""
 
     embed: Callable[..., Any]
     layer: Callable[..., Any]
@@ -131,10 +130,7 @@ class Pipe:
         return jax.tree.map(lambda x: lax.with_sharding_constraint(x, where(x)), tree)
 
     def shift(self, tree: Any, by: int) -> Any:
-        """Returns [P, b, ...] moved `by` stages along the ring.
-
-        Wire: one collective-permute of what a device holds; backward the same the other way.
-        """
+        """Returns [P, b, ...] moved `by` stages along the ring. Wire: one collective-permute of what a device holds."""
         return self.place(jax.tree.map(lambda x: _roll(x, by), tree), AXIS, "rows")
 
     def has_head(self, stage: jax.Array) -> jax.Array | bool:
