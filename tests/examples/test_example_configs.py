@@ -139,7 +139,7 @@ def test_a_physics_informed_network_nears_the_solution():
     assert state.model_state["points"] == 300 * 256 and other.model_state["points"] == 20 * 256
 
 
-@pytest.mark.forms(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [

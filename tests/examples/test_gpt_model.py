@@ -60,6 +60,7 @@ def test_no_file_is_trained_on_and_evaluated(gpt):
     assert 0.03 < len(eval_files) / len(train_files) < 0.3
 
 
+@pytest.mark.slow
 def test_the_text_is_fixed_and_as_long_requested(gpt):
     train_files, eval_files = gpt.read_files(100_000, 10_000)
     assert (sum(map(len, train_files)), sum(map(len, eval_files))) == (100_000, 10_000)
@@ -117,6 +118,7 @@ def test_dropout_is_drawn_from_the_examples_key(gpt):
     assert len({row.tobytes() for row in np.asarray(dropped).reshape(-1, 100)}) == 400
 
 
+@pytest.mark.slow
 def test_dropout_is_on_in_training_alone(gpt):
     task = gpt.task(width=32, layers=1, context=16, dropout=0.5, train_bytes=20_000, eval_bytes=2_000)
     params = made(task.init)

@@ -126,10 +126,10 @@ def test_in_a_per_replica_step_it_is_too(mesh):
     assert all(metrics["right"] == 1 for metrics in run.metrics)
 
 
-@pytest.mark.forms(2)
+@pytest.mark.forms(1)
 @pytest.mark.parametrize(
     ("mesh", "tiled"),
-    [("one device", True), ("data 8", False), ("replica 2 x data 4", True), ("data 2 x fsdp 4", False)],
+    [("replica 2 x data 4", False), ("one device", True), ("data 8", True), ("data 2 x fsdp 4", False)],
 )
 def test_lax_collectives_over_axis_tuples_equal_one_device(mesh, tiled):
     _, run = train(task_of(by_lax(tiled)), mesh)
@@ -169,19 +169,15 @@ def test_vmap_gather_and_scatter_equal_shard_map(tiled, dim, mapped):
 
 
 def test_padding_is_not_among_everybodys_rows():
-    """40 rows in batches of 16: the last one has 8, in training and in the evaluation."""
+    """37 rows in batches of 16: the last one of the evaluation has 5."""
     task = sk.Task(init, by_sk, keep_gradient(optax.sgd(0.1)), train_data=DATA[:40], eval_data=DATA[:37])
     short = {"data": {"shuffle": False, "drop_remainder": False}}
     program = program_of(without_center(task), "data 8", **short)
-    current = program.init()
-    for _, batch in program.batches():
-        before = jax.device_get(current.params)
-        current, metrics = program.step(current, batch)
-    np.testing.assert_allclose(metrics["loss"], losses_alone(before, DATA[32:40]), rtol=1e-5)
-    params = jax.device_get(current.params)
+    state = program.init()
+    params = jax.device_get(state.params)
     rows = [DATA[:16], DATA[16:32], DATA[32:37]]
     by_rows = np.concatenate([np.full(len(x), losses_alone(params, x)) for x in rows])
-    np.testing.assert_allclose(program.eval(current)["loss"], by_rows.mean(), rtol=1e-5)
+    np.testing.assert_allclose(program.eval(state)["loss"], by_rows.mean(), rtol=1e-5)
 
 
 def negatives_alone(params, rows, key):

@@ -110,6 +110,7 @@ def test_positions_say_who_sees_whom(form):
     assert_equal(on_mesh(op, *qkv(), segments=positions, attention=FORMS[form], context=4), expected)
 
 
+@pytest.mark.slow
 def test_inside_of_a_manual_part_shards_go_in():
     """Heads and tokens are cut around the op, which is one line of the part."""
 

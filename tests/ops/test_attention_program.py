@@ -15,7 +15,6 @@ from spmdkit.ops.attention_blocks import XLA, Implementation
 from spmdkit.ops.collectives import all_reduce
 from tests.support.core_models import keep_gradient
 from tests.support.core_runs import assert_close, assert_same_run, program_of, train
-from tests.support.forms import slow_except
 
 D, N, K, H, T, V, LAYERS = 16, 4, 2, 8, 16, 32, 2
 ROWS = ("batch", "sequence", None)
@@ -100,7 +99,6 @@ FORMS = {
     "contiguous": {"attention": {"order": "contiguous"}},
     "all to all": {"attention": {"context": "all_to_all"}},
 }
-DEFAULT = [("fsdp 2 zero 2 x context 2", "ring", 2, "attention")]
 ALL = [
     (mesh, form, microbatches, remat)
     for mesh, settings in MESHES.items()
@@ -121,7 +119,8 @@ def one_device():
     return train(program_of(task()), evaluate=False, steps=2)
 
 
-@pytest.mark.parametrize("mesh, form, microbatches, remat", slow_except(DEFAULT, ALL))
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh, form, microbatches, remat", ALL)
 def test_a_packed_model_is_that_of_one_device(mesh, form, microbatches, remat, one_device):
     program = program_of(task(), **settings_of(mesh, form, microbatches, remat))
     assert_same_run(train(program, evaluate=False, steps=2), one_device)

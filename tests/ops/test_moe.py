@@ -212,7 +212,8 @@ def plain_closing_loss(params, x):
     return (((picked * gates[..., None]).sum(2)) ** 2).sum((1, 2)).mean()
 
 
-@pytest.mark.parametrize("mesh", [{}, pytest.param({"data": 4}, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{}, {"data": 4}])
 def test_dropless_expert_may_close_over_tracers(mesh):
     program = program_of(
         closing_task(), mesh=mesh, batch_size=16, data={"shuffle": False}, remat="full" if mesh else "none"
@@ -289,6 +290,22 @@ def test_sorted_rows_go_through_their_own_expert(expert, platform):
     found, expected = (jax.jit(jax.value_and_grad(f, (0, 1)))(experts, rows) for f in (grouped, one_by_one))
     assert_close(jax.device_get(found[1]), jax.device_get(expected[1]))
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+
+
+def test_an_expert_may_close_over_traced_arrays():
+    sizes, random = np.array([3, 0, 17, 1]), np.random.default_rng(0)
+    weights, shared, rows = (random.normal(size=s).astype(np.float32) / 4 for s in ((4, D, D), (D, D), (30, D)))
+
+    def grouped(weights, shared, rows):
+        expert = lambda w, x: jnp.tanh(x @ w + x @ shared)
+        return (run_sorted(expert, weights, rows, jnp.asarray(sizes, jnp.int32), "cpu")[: sizes.sum()] ** 2).sum()
+
+    def one_by_one(weights, shared, rows):
+        own = jnp.tanh(jnp.einsum("nd,ndf->nf", rows[: sizes.sum()], weights[np.repeat(np.arange(4), sizes)] + shared))
+        return (own**2).sum()
+
+    found, expected = (jax.jit(jax.grad(fn, (0, 1, 2)))(weights, shared, rows) for fn in (grouped, one_by_one))
+    assert_close(jax.device_get(found), jax.device_get(expected))
 
 
 def test_equal_scores_prefer_first_experts_and_tokens():

@@ -40,7 +40,7 @@ MESHES = {
 
 @pytest.mark.parametrize("more", [{}, pytest.param({"microbatches": 2, "remat": "full"}, marks=pytest.mark.slow)])
 def test_a_small_1f1b_is_one_device(more):
-    small = model(layers=2)
+    small = model(layers=2, dropout=bool(more))
     reference = train(program_of(small), evaluate=False, steps=1)
     program = program_of(small, mesh={"pipeline": 2}, pipeline={"schedule": "1f1b", "microbatches": 2}, **more)
     assert_same_run(train(program, evaluate=False, steps=1), reference)
@@ -113,9 +113,9 @@ def test_the_other_ops_work_inside_of_stages(mesh, schedule):
 # ---- the tables
 
 SHAPES = {
-    "num_stages": st.integers(2, 5),
+    "num_stages": st.integers(2, 4),
     "num_chunks": st.integers(1, 3),
-    "num_microbatches": st.integers(1, 11),
+    "num_microbatches": st.integers(1, 7),
 }
 
 
@@ -182,7 +182,7 @@ def executed_layers(schedule, microbatches, **settings):
     return executions(program.traced.jaxpr.jaxpr, "sinh")
 
 
-@pytest.mark.forms(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule, chunks, passes", [("interleaved", 2, 2), ("gpipe", 1, 1), ("1f1b", 1, 2)])
 @pytest.mark.parametrize("microbatches", [4, 8])
 def test_stages_idle_as_the_formula_says(schedule, chunks, passes, microbatches):

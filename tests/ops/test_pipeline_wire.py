@@ -75,7 +75,7 @@ def sent(*case, **asked):
 
 
 CASES = {
-    "interleaved": ("interleaved", 4, 2, {"pipeline": 2}),
+    "interleaved": ("interleaved", 4, 2, {"pipeline": 4}),
     "interleaved with fsdp": ("interleaved", 4, 2, {"pipeline": 4, "fsdp": 2}),
     "gpipe": ("gpipe", 8, 1, {"pipeline": 8}),
     "1f1b": ("1f1b", 6, 1, {"pipeline": 4, "fsdp": 2}),

@@ -73,7 +73,7 @@ def test_offloaded_values_come_back_unchanged(mesh, microbatches, remat, wraps):
     assert_same_run(train(program, evaluate=False, steps=2), reference())
 
 
-@pytest.mark.forms(2)
+@pytest.mark.forms(1)
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "remat"),
     [
@@ -93,7 +93,7 @@ def test_names_inside_a_part_are_saved(mesh, microbatches, remat, wraps):
 
 @pytest.mark.parametrize(
     ("remat", "products"),
-    slow_except([("dots", 6), ("full", 7)], [("dots", 6), ("full", 7), ("none", 6), ({"save": ["inside"]}, 7)]),
+    slow_except([("full", 7)], [("dots", 6), ("full", 7), ("none", 6), ({"save": ["inside"]}, 7)]),
     ids=str,
 )
 def test_only_what_is_not_kept_is_computed_again(remat, products):

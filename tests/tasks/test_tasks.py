@@ -23,7 +23,7 @@ from tests.tasks import classifier, optimizers
 
 pytestmark = pytest.mark.promotes("natural code of people who have their own models")
 
-FAST = ("cnn_linen", "cnn_nnx", "gan", "mixup", "nnx_metrics", "optimizers MultiSteps", "streaming")
+FAST = ("cnn_linen", "cnn_nnx", "mixup", "nnx_metrics", "optimizers MultiSteps", "streaming")
 """Tasks that found a defect when they were written, and one of each library."""
 
 FAST_FORMS = [(name, "data 2 x fsdp 2") for name in FAST]
