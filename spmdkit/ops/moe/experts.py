@@ -54,7 +54,7 @@ def mlp(
 
 
 def dims_of(experts: Any, dims: Any) -> Any:
-    """Returns the names of the dims of the weights, a tree like them; rejects those whose first dim is not `expert`."""
+    """Returns the names of the dims of the weights, a tree like them; rejects a first dim that is not `expert`."""
     if dims is None:
         if not isinstance(experts, Mapping) or set(experts) - set(MLP_DIMS) or {"up", "down"} - set(experts):
             found = sorted(experts) if isinstance(experts, Mapping) else type(experts).__name__
