@@ -284,9 +284,9 @@ class _Elsewhere:
 
 @contextlib.contextmanager
 def service_elsewhere(end: Callable[[], Any] | None = None) -> Iterator[None]:
-    """Context in which `jax.distributed.initialize` starts no coordination service on process 0 (the end of that process
-    would end all others by SIGABRT); `jax.distributed.shutdown` calls `end` there. JAX has no option for this (0.10.2 to
-    0.12)."""
+    """Context in which `jax.distributed.initialize` starts no coordination service on process 0 (the end of that
+    process would end all others by SIGABRT); `jax.distributed.shutdown` calls `end` there. JAX has no option for this
+    (0.10.2 to 0.12)."""
     from jax._src.lib import _jax
 
     name = "get_distributed_runtime_service"
