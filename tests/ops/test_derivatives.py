@@ -108,7 +108,8 @@ def test_derivatives_through_a_part_equal_one_device(op, kind):
     assert_close(on_mesh(kind, OPS[op], args, tangents, data=2, tensor=2), expected)
 
 
-@kinds("reverse over reverse")
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_derivatives_in_replicas_are_each_replicas_own(kind):
     args, tangents = arrays()
     cut = lambda x: x.reshape(2, -1, *x.shape[1:])
