@@ -34,6 +34,11 @@ class Client:
         self._times: Counter[str] = Counter()
         self._lock = Lock()
 
+    @property
+    def own(self) -> Any:
+        """JAX's own client, also when the generation is over (compat/membership.py)."""
+        return self._client
+
     def __getattr__(self, name: str) -> Any:
         self._check()
         return getattr(self._client, name)

@@ -80,3 +80,13 @@ def test_given_up_barrier_releases_all():
     assert in_threads(visit, {p: p for p in range(3)}) == dict.fromkeys(range(3))
     meet = lambda process: clients[process].wait_at_barrier("save", 5000)
     assert in_threads(meet, {p: p for p in range(3)}) == dict.fromkeys(range(3))
+
+
+def test_client_of_an_ended_generation_ends_all_waits():
+    service = Service()
+    client = Client(service, 2)
+    client.is_over = True
+    for act in (lambda: client.key_value_set("a", "b"), lambda: client.blocking_key_value_get("a", 1000)):
+        with pytest.raises(RuntimeError, match="CANCELLED"):
+            act()
+    assert client.own is service, "compat/membership.py leaves the service with it"
