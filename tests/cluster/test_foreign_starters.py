@@ -75,6 +75,7 @@ def alone(tmp_path_factory):
     return losses
 
 
+@pytest.mark.slow
 def test_torchrun_workers_train_beside_their_agent(tmp_path, alone):
     with socket.create_server(("127.0.0.1", 0)) as agent:
         port = str(agent.getsockname()[1])

@@ -43,6 +43,7 @@ def test_several_faults_are_injected_in_order(drills):
     assert result["same_parameters"] and result["same_metrics"]
 
 
+@pytest.mark.slow
 def test_fault_that_is_not_injected_fails_the_drill(drills):
     code, output = drills.run("-n", "1", "steps=20", "--fault", "kill:0@900s")
     assert code == 1

@@ -223,3 +223,16 @@ def test_drill_writes_nothing_into_the_bucket(tmp_path, monkeypatch):
     overrides = words[words.index(str(config)) + 1 :]
     loaded = load_config(config, overrides)
     assert loaded.checkpoint.directory is None and loaded.checkpoint.every_steps == 2
+
+
+def test_drill_fails_without_its_faults_or_results():
+    drill = SimpleNamespace(injections=[], num_requested=1, lost_commits=[(20, 10)])
+    why = command._failures(drill, 0, "w differs", "")
+    assert why[0].startswith("1 of 1 faults were not injected")
+    assert why[1:] == [
+        "step 20 was committed, and the run resumed from step 10",
+        "the state is not bitwise equal to the run without faults: w differs",
+    ]
+    drill = SimpleNamespace(injections=[], num_requested=0, lost_commits=[])
+    assert command._failures(drill, 0, "", "") == []
+    assert command._failures(drill, 77, "x", "x")[0].startswith("the run exited with 77")

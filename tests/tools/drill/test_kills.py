@@ -1,5 +1,5 @@
-"""SIGKILLs of any process in any phase, with restarts: bitwise equal results, no committed step lost. Two of them,
-and in a slow form a hundred (`make soak`, with seeds by SEED)."""
+"""SIGKILLs of any process in any phase, with restarts: bitwise equal results, no committed step lost. One of
+them, and in a slow form a hundred (`make soak`, with seeds by SEED)."""
 
 import json
 import os
@@ -29,14 +29,14 @@ def figures(result):
     )
 
 
-def test_random_kills_end_bitwise_equal(drills):
-    options = ["--fault", "kill:random", "--count", "2", "--seed", "5"]
-    code, output = drills.run("-n", "2", "steps=40", *options, cache=str(drills.path / "cache"))
+def test_random_kill_ends_bitwise_equal(drills):
+    options = ["--fault", "kill:random", "--seed", "5"]
+    code, output = drills.run("-n", "2", "steps=30", *options, cache=str(drills.path / "cache"))
     assert code == 0, output
     result = drills.result()
     print(figures(result))
-    assert result["fired"] == 2 and result["same_parameters"] and result["same_metrics"]
-    assert drills.left_behind() == []
+    assert result["fired"] == 1 and result["same_parameters"] and result["same_metrics"]
+    assert result["attempts"] == 2 and drills.left_behind() == []
 
 
 @pytest.mark.slow

@@ -41,9 +41,8 @@ def events_after_exit(started, folder):
     return events
 
 
-@pytest.mark.parametrize(
-    ("number", "process"), [(signal.SIGUSR1, 1), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "process"), [(signal.SIGUSR1, 1), (signal.SIGTERM, 0)])
 def test_signal_to_one_process_saves_on_all(drills, forks, number, process):
     """There is one checkpoint, so all processes agreed on its step."""
     started = start(forks, drills.path, 2)
