@@ -102,6 +102,7 @@ def test_the_difference_of_two_plans_is_what_moved(tmp_path, capsys):
     assert "params/layers" in moved["layout"]
     assert moved["memory"]["parameters"] == [a["memory"]["parts"]["parameters"], b["memory"]["parts"]["parameters"]]
     assert any("over fsdp" in name and after is None for name, (_, after) in moved["collectives"].items())
+    assert compare(b, a)["collectives"] == {name: pair[::-1] for name, pair in moved["collectives"].items()}
     assert compare(a, a)["what"] == compare(a, a)["collectives"] == {}
     files = tmp_path / "a.json", tmp_path / "b.json"
     for file, plan in zip(files, (a, b), strict=True):
