@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from spmdkit.config import Config
@@ -47,13 +46,6 @@ def choose_devices(config: Config, requested: int | None) -> int:
 def config_mesh(config: Config, num_devices: int) -> dict[str, int]:
     """Returns the config's mesh as the sizes above one."""
     return {axis: size for axis, size in resolve(config.mesh.sizes(), num_devices).items() if size > 1}
-
-
-def choose_batch_size(config: Config, is_set: bool, num_devices: int, microbatches: Sequence[int]) -> int:
-    """Returns the config's batch size if an override sets it, else a small one that every mesh divides."""
-    if is_set:
-        return config.batch_size
-    return ROWS * num_devices * math.lcm(*microbatches)
 
 
 def parse_microbatches(text: str | None, config: Config) -> list[int]:

@@ -37,24 +37,9 @@ from spmdkit.verify.tracing import TappedProgram, ValuePath
 
 PACKAGE = Path(__file__).parents[1]
 NUM_MOVED = 2
-MOVES = frozenset(
-    [
-        "psum",
-        "psum_invariant",
-        "reduce_scatter",
-        "all_gather",
-        "reshape",
-        "broadcast_in_dim",
-        "squeeze",
-        "transpose",
-        "convert_element_type",
-        "slice",
-        "copy",
-        "pvary",
-        "pcast",
-        "reduce_sum",
-    ]
-)
+COLLECTIVES = ("psum", "psum_invariant", "reduce_scatter", "all_gather", "pvary", "pcast", "reduce_sum")
+RESHAPES = ("reshape", "broadcast_in_dim", "squeeze", "transpose", "convert_element_type", "slice", "copy")
+MOVES = frozenset([*COLLECTIVES, *RESHAPES])
 """Operations that pass on a wrong value."""
 
 REORDERING = ("context", "expert", "pipeline")

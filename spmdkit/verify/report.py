@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -74,11 +75,12 @@ def verify_config(config: Config, options: VerifyOptions, say: Log = lambda text
     num_devices = cases.choose_devices(config, options.devices)
     microbatches = cases.parse_microbatches(options.microbatches, config)
     meshes = _meshes(config, options, num_devices)
+    small_batch = cases.ROWS * num_devices * math.lcm(*microbatches)
     identity = {"task": _task_name(config), "task_digest": _digest(source_digest.texts(config))}
     spec = {
         "config": config.model_dump(),
         "source": str(config.source) if config.source else None,
-        "batch_size": cases.choose_batch_size(config, options.batch_size_given, num_devices, microbatches),
+        "batch_size": config.batch_size if options.batch_size_given else small_batch,
         "steps": options.steps,
         "dtype": "float64" if options.float64 else "float32",
         "devices": num_devices,

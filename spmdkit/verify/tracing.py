@@ -115,7 +115,7 @@ class TappedProgram:
     def __init__(self, closed: Any, wanted: Sequence[int] | None = None):
         self._closed, self.values = closed, dict[ValuePath, Value]()
         self._parts: dict[int, Any] = {}
-        arguments: list[ValuePath | None] = [(-1, i) for i in range(len(closed.jaxpr.invars))]
+        arguments: list[list[ValuePath]] = [[(-1, i)] for i in range(len(closed.jaxpr.invars))]
         self.results = self._read(closed.jaxpr, arguments, (), _Enclosing(NO_LINE, {}, (), []))
         self.wanted = list(range(len(self.results))) if wanted is None else list(wanted)
         self._tapped = self.ancestors(p for i in self.wanted for p in self.results[i])
@@ -134,7 +134,7 @@ class TappedProgram:
 
     def _read(self, jaxpr: Any, given: Sequence[Any], path: ValuePath, at: _Enclosing) -> list[Any]:
         """Returns the sources of a jaxpr's results: each a list of places."""
-        known: dict[Any, list[ValuePath]] = {v: _list(p) for v, p in zip(jaxpr.invars, given, strict=True)}
+        known: dict[Any, list[ValuePath]] = dict(zip(jaxpr.invars, given, strict=True))
         carried = dict(zip(jaxpr.invars, at.carried, strict=True)) if at.carried else {}
         read = lambda v: [] if isinstance(v, Literal) else known.get(v, [])
         for number, eqn in enumerate(jaxpr.eqns):
@@ -290,10 +290,6 @@ def _sizes(eqn: Any) -> dict[str, int]:
 
 def _is_numbers(x: Any) -> bool:
     return hasattr(x, "dtype") and (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_)
-
-
-def _list(place: Any) -> list[ValuePath]:
-    return list(place) if isinstance(place, list) else [] if place is None else [place]
 
 
 def _line(eqn: Any, around: Line) -> Line:
