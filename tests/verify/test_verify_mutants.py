@@ -20,7 +20,6 @@ from spmdkit.verify import mutations
 from spmdkit.verify.mutants import MUTANTS, Mutant, TaskFacts
 from spmdkit.verify.mutations import patched, resolve_seam
 from spmdkit.verify.runner import CaseRunner
-from spmdkit.verify.task_runner import Setting
 from tests.support import verify_tasks as tasks
 from tests.support.verify_tasks import case_runner
 
@@ -141,8 +140,8 @@ def test_unused_sum_over_replicas_is_not_applicable():
         ("padding_among_examples", "sk.example_mask"),
         ("constant_summed", "no derivative with respect to a constant"),
         ("vocabulary_offset", "neither sk.embed"),
-        ("wrong_ring_step", "uses no ring"),
-        ("stage_gradient_dropped", "uses no sk.pipeline"),
+        ("wrong_ring_step", "does not use sk.attention"),
+        ("stage_gradient_dropped", "does not use sk.pipeline"),
     ],
 )
 def test_a_mutant_that_cannot_act_says_why(name, reason):
@@ -179,7 +178,7 @@ def test_missed_mutant_is_reported(monkeypatch):
 )
 def test_mutant_without_effect_is_not_applicable(idle, outcome, monkeypatch):
     apply = lambda setting: contextlib.nullcontext(["acted"])
-    mutant = Mutant("idle", "nothing", lambda known: [Setting({"data": 2})], apply, no_effect=idle)
+    mutant = Mutant("idle", "nothing", apply, lambda num: [{"data": 2}], no_effect=idle)
     monkeypatch.setattr("spmdkit.verify.mutants.by_name", lambda name: mutant)
     found = case_runner(tasks.right, drop_remainder=False).mutant("idle", 2)
     assert outcome.items() <= found.items()
