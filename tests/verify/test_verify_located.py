@@ -9,7 +9,7 @@ from tests.support.forms import slow_except
 pytestmark = pytest.mark.promotes("natural code of people who have their own models")
 
 QUICK = ["cnn median_of_a_shard", "recurrent key_forgotten", "contrastive gradient_by_rows"]
-QUICK_OTHERS = ["long denominators_averaged"]
+QUICK_OTHERS = ["long denominators_averaged", "recurrent statistic_of_a_shard"]
 
 WORDS = {
     "long softmax_of_a_shard": (

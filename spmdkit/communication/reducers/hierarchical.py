@@ -4,7 +4,7 @@ on slow links, for a fraction of the bytes.
     g[D F] -> reduce_scatter over data -> g[D F/data] -> outer over replica, on the shard -> all_gather over data ->
     g[D F]
 
-Each device passes `1 / size(inner)` of the gradient to the outer reducer, whose state belongs to the shard. The inner
+Each device passes `1 / size(inner)` of the gradient to the outer reducer. The state belongs to the shard. The inner
 axes are all replica axes except `replica`: `data`, with ZeRO 1 and 2 also `fsdp`. A leaf without a dim divisible by
 their size (a bias of three) is reduced by one exact sum over all axes. What ZeRO 2 has sharded over `fsdp` where `data`
 is 1 is a shard already: only `outer` reduces it.
