@@ -88,12 +88,8 @@ class LearningRateScheduleCallback:
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate from `initial_lr / size` to `initial_lr` over the first epochs, batch by batch.
-
-    Args:
-        initial_lr: the rate for all ranks together, often that of one rank times `hvd.size()`.
-        verbose: 1 makes rank 0 print when it is done.
-    """
+    """Raises the learning rate from `initial_lr / size` to `initial_lr`, the rate for all ranks together, over the
+    first epochs, batch by batch. `verbose`: rank 0 prints when it is done."""
 
     def __init__(
         self,

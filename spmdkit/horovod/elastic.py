@@ -110,15 +110,8 @@ class State:
 
 
 class ElasticSampler:
-    """This rank's part of the unprocessed examples of an epoch, in the order of a seed; `reset` redistributes them.
-
-    Source: horovod/torch/elastic/sampler.py.
-
-    Args:
-        dataset: any object with a length.
-        shuffle: whether the order differs from epoch to epoch.
-        seed: of the order; the same on all ranks.
-    """
+    """This rank's part of the unprocessed examples of an epoch, in the order of a seed, the same on all ranks; `reset`
+    redistributes them. `shuffle`: the order differs from epoch to epoch. Source: horovod/torch/elastic/sampler.py."""
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0):
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed

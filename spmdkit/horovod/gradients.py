@@ -33,11 +33,8 @@ from spmdkit.horovod.queue import synchronize
 
 def allreduce(tensor: Any, *args: Any, **options: Any) -> jax.Array:
     """Returns the reduction of one array over the ranks, by default the mean; integers are truncated. Arguments as in
-    `grouped_allreduce`.
-
-    Raises:
-        HorovodInternalError: on every rank, if ranks pass other shapes, dtypes, scales, or call another operation.
-    """
+    `grouped_allreduce`. Raises HorovodInternalError on every rank if ranks pass other shapes, dtypes or scales, or call
+    another operation."""
     return grouped_allreduce([tensor], *args, **options)[0]
 
 

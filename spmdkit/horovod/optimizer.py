@@ -144,11 +144,7 @@ def sparse_allreduce_async(
     tensor: sparse.BCOO, name: str, op: ReduceOp, process_set: ProcessSet = global_process_set
 ) -> Callable[[], sparse.BCOO]:
     """Returns a function that returns the sum (hvd.Average: the mean) as a sparse array: the entries of all ranks, each
-    at its index, not summed.
-
-    Wire: each rank's entries, to all others: `(N-1)` times the longest; less than dense while all ranks together hold
-    few entries.
-    """
+    at its index, not summed. Wire: each rank's entries, to all others, `(N-1)` times the longest."""
     if op not in (ops.Sum, Average):
         raise NotImplementedError(
             f"a sparse allreduce with {op}: it gathers entries, which can be summed. Use hvd.Sum or hvd.Average."

@@ -106,32 +106,17 @@ def absent_from(module: str, name: str) -> Callable[..., Any]:
     return call
 
 
-def mpi_enabled() -> bool:
-    """Returns False: processes use JAX's coordination service."""
-    return False
-
-
-mpi_built = ddl_built = ccl_built = mpi_enabled
-
-
-def gloo_enabled() -> bool:
-    """Returns whether collectives go through Gloo: on CPU."""
-    return jax.default_backend() == "cpu"
-
-
-gloo_built = gloo_enabled
-
-
-def nccl_built() -> int:
-    """Returns whether collectives go through NCCL, as a number: 0, or 1 on GPU."""
-    return int(jax.default_backend() == "gpu")
-
-
-def cuda_built() -> bool:
-    """Returns whether JAX runs on a GPU of Nvidia."""
-    return jax.default_backend() == "gpu" and "rocm" not in jax.devices()[0].client.platform_version.lower()
+mpi_enabled = mpi_built = ddl_built = ccl_built = lambda: False
+gloo_enabled = gloo_built = lambda: jax.default_backend() == "cpu"
+nccl_built = lambda: int(jax.default_backend() == "gpu")
+"""Whether collectives go through NCCL, as a number: 0, or 1 on GPU."""
 
 
 def rocm_built() -> bool:
     """Returns whether JAX runs on a GPU of AMD."""
-    return jax.default_backend() == "gpu" and not cuda_built()
+    return jax.default_backend() == "gpu" and "rocm" in jax.devices()[0].client.platform_version.lower()
+
+
+def cuda_built() -> bool:
+    """Returns whether JAX runs on a GPU of Nvidia."""
+    return jax.default_backend() == "gpu" and not rocm_built()

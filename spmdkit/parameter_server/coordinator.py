@@ -158,11 +158,7 @@ class Coordinator:
             self._ask(self.endpoints[0], "give_again", last)
 
     def watch(self) -> WorkerStats:
-        """Returns the new events, and replaces failed processes.
-
-        Raises:
-            SpmdkitError: a worker has failed with a permanent error, or fails repeatedly.
-        """
+        """Returns the new events, and replaces failed processes. Raises the permanent error of a worker."""
         stats = WorkerStats()
         if not self._servers_are_there(stats):
             return stats

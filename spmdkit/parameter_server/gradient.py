@@ -67,8 +67,7 @@ def check_task(config: Config, task: Task) -> None:
 
 
 class Gradient(NamedTuple):
-    """The result of a worker: the gradient by path, the loss and its count, metrics, what was not finite, and the new
-    model state."""
+    """The result of a worker; `weight` is the count of the loss, `not_finite` names what was not."""
 
     arrays: Arrays
     loss: float
@@ -79,12 +78,8 @@ class Gradient(NamedTuple):
 
 
 class GradientStep:
-    """Gradients of a task at current parameters, one batch after the other.
-
-    Args:
-        turn: a lock for the computation. Two programs of several devices in one process, started by two threads, would
-            each wait for a device of the other.
-    """
+    """Gradients of a task at current parameters, one batch after the other. `turn`: a lock for the computation, since
+    two programs of several devices, started by two threads, would each wait for a device of the other."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Which server holds which leaf of the parameters, with the optimizer state that belongs to it.
 
-A leaf is on one server. `greedy` assigns the largest remaining leaf to the server with the fewest bytes (TensorFlow 1's
+`greedy` assigns the largest remaining leaf to the server with the fewest bytes (TensorFlow 1's
 `GreedyLoadBalancingStrategy`), `round_robin` assigns the leaves in turn (`replica_device_setter`'s default), `rules`
-name a server for paths, as `layout.rules` name axes; leaves without a rule are assigned greedily.
+name a server for paths; leaves without a rule are assigned greedily.
 
 A server updates only its leaves. So an optimizer in which the update of one leaf depends on others (a global norm) is
 rejected with several servers: its jaxpr shows it.
@@ -25,11 +25,8 @@ Arrays = dict[str, Any]
 
 
 def owners(params: Any, servers: int, partition: str | Sequence[tuple[str, int]]) -> dict[str, int]:
-    """Returns path -> server for each leaf of the (abstract) parameters, the same in every process.
-
-    Raises:
-        ConfigError: a rule matches no leaf, or a server would hold nothing.
-    """
+    """Returns path -> server for each leaf of the (abstract) parameters. Raises ConfigError if a rule matches no leaf,
+    or a server would hold nothing."""
     leaves = named_leaves(params)
     if len(leaves) < servers:
         raise ConfigError(
@@ -97,12 +94,9 @@ def joined(like: Any, shards: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def check_separable(optimizer: Any, params: Any, owned: Mapping[str, int]) -> None:
-    """Checks that each server can do its part of an update with its own leaves. Traces the update; creates no array.
-
-    Raises:
-        ConfigError: the optimizer cannot be initialized for a part of the tree, needs more than a gradient and the
-            loss, or uses leaves of others.
-    """
+    """Checks that each server can do its part of an update with its own leaves, by a trace. Raises ConfigError if the
+    optimizer cannot be initialized for a part of the tree, needs more than a gradient and the loss, or uses leaves of
+    others."""
     abstract = lambda tree: jax.eval_shape(lambda: jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), tree))
     params = abstract(params)
     try:
@@ -141,8 +135,7 @@ def check_separable(optimizer: Any, params: Any, owned: Mapping[str, int]) -> No
 
 
 def holder_of(path: str, owned: Mapping[str, int]) -> int | None:
-    """Returns the server of a leaf of the parameters, or of a leaf of the optimizer state that follows one; None for
-    others."""
+    """Returns the server of a leaf of the parameters, or of the optimizer state that follows one; None for others."""
     parts = path.split("/")
     return next((owned[end] for i in range(len(parts)) if (end := "/".join(parts[i:])) in owned), None)
 

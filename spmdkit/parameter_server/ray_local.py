@@ -73,14 +73,8 @@ this run."""
 
 
 class LocalRay:
-    """Starts and ends a private Ray for this run.
-
-    Args:
-        directory: of the run, for the token.
-        num: processes that run concurrently.
-        num_bytes: of the arrays that one of them sends concurrently.
-        log_to_driver: print the output of the others here too.
-    """
+    """Starts and ends a private Ray of `num` processes, each of which sends `num_bytes` concurrently. The token is in
+    the run's `directory`. `log_to_driver`: print the output of the others here too."""
 
     def __init__(self, directory: Path, num: int, num_bytes: int, log_to_driver: bool = False):
         self._log_to_driver = log_to_driver
@@ -91,25 +85,11 @@ class LocalRay:
         self._folder = ""
 
     def start(self) -> None:
-        """Starts it, and connects this process.
-
-        Raises:
-            ConfigError: it does not start.
-        """
+        """Starts it, and connects this process. Raises ConfigError if it does not start."""
         self._folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # a socket's path must be short
         files.replace(self._token, TOKEN.encode(), mode=0o600)
-        command = [
-            sys.executable,
-            "-I",
-            "-S",
-            "-c",
-            GUARD,
-            MARK,
-            self._mark,
-            self._folder,
-            str(self._token),
-            str(os.getpid()),
-        ]
+        arguments = [MARK, self._mark, self._folder, str(self._token), str(os.getpid())]
+        command = [sys.executable, "-I", "-S", "-c", GUARD, *arguments]
         self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         own = {
             MARK: self._mark,

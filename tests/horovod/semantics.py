@@ -28,7 +28,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "horovod_digits.py"
 ROWS = {}
 SHORT = "short" in sys.argv
 DTYPES = ("bool", "float16") if SHORT else ("bool", "uint8", "int8", "int32", "int64", "float16", "float32", "float64")
-REDUCED = ("int64", "float32") if SHORT else ("int32", "int64", "float32", "float64")
+REDUCED = ("float32",) if SHORT else ("int32", "int64", "float32", "float64")
 SHAPES = [(12, 3, 2)[:dim] for dim in ((2,) if SHORT else (1, 2, 3))]
 """12 rows are a multiple of 2, 3 and 4 ranks. Each pair of a dtype and a shape is a program to compile: the short form
 has one of each kind."""
@@ -135,7 +135,7 @@ def allreduce_by_each_reduction():
 
 @row("allreduce_prescale, allreduce_postscale; none: of live Horovod 0.28.1, in golden_horovod.json")
 def scales_are_applied_in_float64_to_integers_and_float32_to_half():
-    for dtype in (*REDUCED, "float16"):
+    for dtype in dict.fromkeys(("int64", *REDUCED, "float16")):
         x = random(dtype)
         wide = np.dtype("float32" if dtype == "float16" else "float64" if is_whole(dtype) else dtype).type
         before = ((x.astype(wide) * wide(FACTOR)).astype(dtype)).astype(wide) * hvd.size()

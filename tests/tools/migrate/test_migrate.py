@@ -67,7 +67,8 @@ remat_policy: minimal
 dcn_data_parallelism: 2
 ici_fsdp_parallelism: -1
 ici_tensor_parallelism: 4
-ici_sequence_parallelism: 1
+ici_expert_parallelism: 2
+dcn_expert_parallelism: 2
 base_emb_dim: 512
 vocab_size: 32000
 max_target_length: 1024
@@ -206,7 +207,7 @@ def test_deepspeed_batch_per_device_and_external_learning_rate(tmp_path):
 
 def test_a_maxtext_file(tmp_path):
     config, kinds = migrated(tmp_path, "train.yml", MAXTEXT, devices=8)
-    assert config["mesh"] == {"replica": 2, "fsdp": -1, "tensor": 4}
+    assert config["mesh"] == {"replica": 2, "fsdp": -1, "tensor": 4, "expert": 4}
     assert (config["batch_size"], config["microbatches"], config["steps"], config["seed"]) == (64, 4, 1000, 3)
     assert config["precision"] == {"compute": "bfloat16", "params": "float32"}
     assert config["task_args"] == {"base_emb_dim": 512, "vocab_size": 32000, "max_target_length": 1024}
