@@ -133,7 +133,7 @@ class Wire:
         sharding = NamedSharding(self._mesh, PartitionSpec(AXIS))
         wholes = []
         for x in arrays:
-            mine = jax.device_put(jnp.atleast_1d(x), self._device)
+            mine = jax.device_put(x if x.ndim else x.reshape(1), self._device)
             shape = (self._num * mine.shape[0], *mine.shape[1:])
             wholes.append(jax.make_array_from_single_device_arrays(shape, sharding, [mine]))
         return [y.addressable_shards[0].data for y in self._programs[key](*wholes)]
