@@ -2,12 +2,19 @@
 
 import pytest
 
+from tests.support.forks import Forks
 from tests.support.jobs import Job
 
 
+@pytest.fixture(scope="session")
+def forks():
+    with Forks() as started:
+        yield started
+
+
 @pytest.fixture
-def job(tmp_path):
-    started = Job(tmp_path.resolve())
+def job(tmp_path, forks):
+    started = Job(tmp_path.resolve(), forks)
     yield started
     left = started.left() if all(popen.poll() is not None for popen in started.started) else []
     started.close()

@@ -214,7 +214,7 @@ def test_suspended_job_with_a_shifted_clock_continues(job, n, paused_s, shifts):
     )
     names = ("heartbeat_timeout_s", "step_timeout_s", "save_timeout_s", *(["interpreter_timeout_s"] if n > 1 else []))
     limits = [f"watchdog.{name}={8 if paused_s < 60 else 60}" for name in names]
-    child = job.train(*limits, n=n, LD_PRELOAD=str(library))
+    child = job.train(*limits, n=n, fresh=True, LD_PRELOAD=str(library))
     job.wait_for(lambda: len(job.steps()) > 2)
     for seconds in shifts:
         before = len(job.steps())

@@ -47,7 +47,7 @@ def test_sigterm_before_the_loop_exits_with_42(job):
 
 def test_early_ctrl_c_shows_no_traceback(job):
     for launch, wait_s in (([], 0.12), (["launch", "-n", "2", "--"], 0.3)):
-        child = job.start(*launch, "train", "run.yaml")
+        child = job.start(*launch, "train", "run.yaml", fresh=True)
         time.sleep(wait_s)
         child.send_signal(signal.SIGINT)
         ended = job.end_of(child)

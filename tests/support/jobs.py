@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from tests.support.environment import environment_of_a_user
+from tests.support.forks import Child, Forks, Process
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -31,6 +32,9 @@ import spmdkit as sk
 
 ME = os.environ.get("SPMDKIT_PROCESS_ID", "0")
 KIND, STEP = json.loads(os.environ.get("FAULTS", "{}")).get(ME, ["", 0])
+
+with open(f"pid-{ME}.txt", "w") as file:
+    file.write(str(os.getpid()))
 
 def fired():
     with open(f"fired-{ME}", "a") as file:
@@ -136,24 +140,28 @@ class Ended:
 class Job:
     """A folder with a task and a config, and a command running in it."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, forks: Forks):
+        self.folder, self._forks = folder, forks
         (folder / "task.py").write_text(TASK)
         (folder / "run.yaml").write_text(CONFIG)
-        self.started: list[subprocess.Popen] = []
-        self.awaited: list[subprocess.Popen] = []
+        self.started: list[subprocess.Popen | Child] = []
+        self.awaited: list[subprocess.Popen | Child] = []
 
     def start(
-        self, *arguments: str, faults: dict | None = None, output: IO | int = subprocess.PIPE, **env: str
-    ) -> subprocess.Popen:
-        """Starts `spmdkit ARGUMENTS`; what it prints goes to `output`."""
+        self, *arguments: str, faults: dict | None = None, output: IO | None = None, fresh: bool = False, **env: str
+    ) -> subprocess.Popen | Child:
+        """Starts `spmdkit ARGUMENTS`, forked unless `fresh` or a launcher; what it prints goes to `output`."""
         told = {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu", "TMPDIR": str(self.folder), **env}
         told["FAULTS"] = json.dumps({str(p): fault for p, fault in (faults or {}).items()})
+        if not fresh and output is None and arguments[0] != "launch":  # forked launchers show no output of processes
+            process = Process(list(arguments), self.folder, told)
+            self.started.append(self._forks.start(process))
+            return self.started[-1]
         popen = subprocess.Popen(
             [sys.executable, "-m", "spmdkit", *arguments],
             cwd=self.folder,
             env=environment_of_a_user() | told,
-            stdout=output,
+            stdout=subprocess.PIPE if output is None else output,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
@@ -161,12 +169,12 @@ class Job:
         self.started.append(popen)
         return popen
 
-    def train(self, *overrides: str, n: int = 1, **options) -> subprocess.Popen:
+    def train(self, *overrides: str, n: int = 1, **options) -> subprocess.Popen | Child:
         """Starts a training of `n` processes."""
         launch = ["launch", "-n", str(n), "--"] if n > 1 else []
         return self.start(*launch, "train", "run.yaml", f"devices=cpu:{max(n, 2)}", *overrides, **options)
 
-    def by_hand(self, *overrides: str, n: int = 2, faults: dict | None = None) -> list[subprocess.Popen]:
+    def by_hand(self, *overrides: str, n: int = 2, faults: dict | None = None) -> list[subprocess.Popen | Child]:
         """Starts `n` processes as a person does, without our launcher."""
         with socket.create_server(("127.0.0.1", 0)) as server:
             coordinator = f"127.0.0.1:{server.getsockname()[1]}"
@@ -179,7 +187,7 @@ class Job:
             self.start("train", "run.yaml", f"devices=cpu:{n}", *overrides, faults=faults, **place(p)) for p in range(n)
         ]
 
-    def end_of(self, popen: subprocess.Popen, timeout_s: float = 90) -> Ended:
+    def end_of(self, popen: subprocess.Popen | Child, timeout_s: float = 90) -> Ended:
         """Waits for the end; the test fails where that does not come."""
         begin = time.monotonic()
         output, _ = popen.communicate(timeout=timeout_s)
@@ -225,17 +233,15 @@ class Job:
 
     def processes(self) -> dict[int, int]:
         """Returns process number -> pid of those that run in this folder's job."""
-        return {
-            int(env["SPMDKIT_PROCESS_ID"]): pid
-            for pid, env, command in self._alive()
-            if "train" in command and "SPMDKIT_PROCESS_ID" in env
-        }
+        alive = {pid for pid, _ in self._alive()}
+        found = {int(path.stem[4:]): int(path.read_text() or 0) for path in self.folder.glob("pid-*.txt")}
+        return {process: pid for process, pid in found.items() if pid in alive}
 
     def service_processes(self) -> list[int]:
         """Returns the pids of those that hold a coordination service for this folder's job."""
         return [
             pid
-            for pid, _, command in self._alive()
+            for pid, command in self._alive()
             if any(part.endswith("cluster/service/service.py") for part in command)
         ]
 
@@ -260,15 +266,15 @@ class Job:
             self.folder / "shift",
         }
         return [
-            *(f"process {pid}: {' '.join(command)[:200]}" for pid, _, command in self._alive(anywhere=True)),
+            *(f"process {pid}: {' '.join(command)[:200]}" for pid, command in self._alive(anywhere=True)),
             *(f"port {port}" for run in runs for port in _ports(run) if _is_open(port)),
             *(f"lock {path}" for run in runs for path in (run, run / "run.lock") if _is_locked(path)),
             *(f"{path} of TMPDIR" for path in set(self.folder.iterdir()) - kept),
             *(f"{path}, half written" for path in self.folder.rglob("*.partial")),
         ]
 
-    def _alive(self, anywhere: bool = False) -> Iterator[tuple[int, dict[str, str], list[str]]]:
-        """Yields (pid, environment, command line) of the processes whose working directory is this folder; `anywhere`:
+    def _alive(self, anywhere: bool = False) -> Iterator[tuple[int, list[str]]]:
+        """Yields (pid, command line) of the processes whose working directory is this folder; `anywhere`:
         or who have its variables."""
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -277,9 +283,8 @@ class Job:
                 )
                 if not ours and os.readlink(path / "cwd") != str(self.folder):
                     continue
-                env = dict(x.partition("=")[::2] for x in (path / "environ").read_text(errors="replace").split("\0"))
                 if (path / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                    yield int(path.name), env, (path / "cmdline").read_text().split("\0")
+                    yield int(path.name), (path / "cmdline").read_text().split("\0")
 
     def close(self) -> None:
         """Kills what is left."""
@@ -288,7 +293,7 @@ class Job:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             popen.wait(timeout=30)
-            if popen.stdout is not None:
+            if isinstance(popen, subprocess.Popen) and popen.stdout is not None:
                 popen.stdout.close()
 
 
