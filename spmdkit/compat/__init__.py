@@ -20,10 +20,8 @@ T = TypeVar("T")
 
 def varying_axes(x: jax.typing.ArrayLike) -> frozenset[str]:
     """Returns the manual mesh axes over which `x` may differ (empty outside `shard_map`)."""
-    aval = jax.typeof(x)
-    if hasattr(aval, "manual_axis_type"):
-        return frozenset(aval.manual_axis_type.varying)
-    return frozenset(getattr(aval, "vma", ()))
+    kind = getattr(jax.typeof(x), "manual_axis_type", None)
+    return frozenset() if kind is None else frozenset(kind.varying)
 
 
 def varying_axes_of(aval: Any) -> frozenset[str]:

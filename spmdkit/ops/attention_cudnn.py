@@ -1,10 +1,7 @@
 """cuDNN's flash attention, on NVIDIA GPUs from Ampere on: bfloat16 or float16, heads of a width up to 128 (Hopper:
-256), no ids.
+256), no ids. The backward pass computes the scores again from `out` and `lse`.
 
-Keeps `out` and `lse`, and computes the scores again in the backward pass. Segment ids would have to become a mask of
-T^2 values.
-Source: NVIDIA cuDNN documentation, "Attention"; called as `jax.nn.dot_product_attention(implementation="cudnn")` does
-(jax 0.10.2).
+Source: NVIDIA cuDNN documentation, "Attention"; `jax.nn.dot_product_attention(implementation="cudnn")` (jax 0.10.2).
 """
 
 from __future__ import annotations

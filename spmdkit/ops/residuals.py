@@ -93,8 +93,7 @@ class Linearized:
         jaxpr = self._closed.jaxpr
         names = jaxpr.debug_info._replace(result_paths=None)
         part = jaxpr.replace(eqns=list(eqns), outvars=list(wanted), debug_info=names)
-        run = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(part, self._closed.consts))
-        return run(*args)
+        return jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(part, self._closed.consts))(*args)
 
 
 def _origins(jaxpr: Any) -> dict[Any, Any]:

@@ -117,7 +117,7 @@ def test_derivatives_in_replicas_are_each_replicas_own(kind):
     assert_close(in_replicas(kind, OPS["manual"], args, tangents), jax.vmap(of)(cut(args[0]), cut(tangents[0])))
 
 
-@kinds("jvp")
+@kinds("reverse over reverse")
 def test_derivatives_of_a_part_that_has_been_mapped(kind):
     """The vmap inside: weights that it does not map get the sum."""
     args, tangents = arrays()

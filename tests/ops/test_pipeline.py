@@ -12,7 +12,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.ops.pipeline.parts import join, split
 from spmdkit.ops.pipeline.schedule import StageSchedule
 from spmdkit.plan.flops import count
-from tests.support.core_runs import assert_same_run, program_of, train
+from tests.support.core_runs import BATCH, assert_same_run, program_of, train
 from tests.support.pipeline_models import embed, head, make_layer, model, model_of_ops, plain_mlp
 
 SHORT_BATCHES = {"data": {"drop_remainder": False}}
@@ -38,11 +38,14 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("more", [{}, pytest.param({"microbatches": 2, "remat": "full"}, marks=pytest.mark.slow)])
-def test_a_small_1f1b_is_one_device(more):
-    small = model(layers=2, dropout=bool(more))
+@pytest.mark.parametrize(
+    ("num", "more"), [(BATCH, {}), pytest.param(2, {"microbatches": 2, "remat": "full"}, marks=pytest.mark.slow)]
+)
+def test_a_small_1f1b_is_one_device(num, more):
+    """With microbatches of one row the head is sharded by tokens, with larger ones by rows."""
+    small = model(layers=2, dropout=bool(more), head_per_token=True)
     reference = train(program_of(small), evaluate=False, steps=1)
-    program = program_of(small, mesh={"pipeline": 2}, pipeline={"schedule": "1f1b", "microbatches": 2}, **more)
+    program = program_of(small, mesh={"pipeline": 2}, pipeline={"schedule": "1f1b", "microbatches": num}, **more)
     assert_same_run(train(program, evaluate=False, steps=1), reference)
 
 

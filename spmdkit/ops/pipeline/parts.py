@@ -51,7 +51,6 @@ class Rows:
 
     @property
     def num(self) -> int:
-        """Number of rows."""
         return int(jax.tree.leaves(self.data)[0].shape[0])
 
 
@@ -107,7 +106,6 @@ class Pipe:
 
     @property
     def num_stages(self) -> int:
-        """P."""
         return self.schedule.num_stages
 
     @property
