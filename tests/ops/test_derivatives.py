@@ -235,7 +235,6 @@ def test_derivatives_through_other_ops_equal_one_device(op, kind):
     assert_close(on_mesh_of(KINDS[kind](loss), args, tangents, **asked), expected)
 
 
-@pytest.mark.slow
 def test_second_derivative_of_unused_experts_is_zero():
     rng = np.random.default_rng(0)
     rows, cotangents, weights = (rng.normal(size=s).astype(np.float32) for s in ((24, 4), (24, 4), (2, 4, 4)))

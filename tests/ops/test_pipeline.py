@@ -39,13 +39,18 @@ MESHES = {
 
 
 @pytest.mark.parametrize(
-    ("num", "more"), [(BATCH, {}), pytest.param(2, {"microbatches": 2, "remat": "full"}, marks=pytest.mark.slow)]
+    ("schedule", "num", "more"),
+    [
+        ("1f1b", BATCH, {}),
+        ("gpipe", 4, {}),
+        pytest.param("1f1b", 2, {"microbatches": 2, "remat": "full"}, marks=pytest.mark.slow),
+    ],
 )
-def test_a_small_1f1b_is_one_device(num, more):
+def test_a_small_pipeline_is_one_device(schedule, num, more):
     """With microbatches of one row the head is sharded by tokens, with larger ones by rows."""
     small = model(layers=2, dropout=bool(more), head_per_token=True)
     reference = train(program_of(small), evaluate=False, steps=1)
-    program = program_of(small, mesh={"pipeline": 2}, pipeline={"schedule": "1f1b", "microbatches": num}, **more)
+    program = program_of(small, mesh={"pipeline": 2}, pipeline={"schedule": schedule, "microbatches": num}, **more)
     assert_same_run(train(program, evaluate=False, steps=1), reference)
 
 

@@ -56,8 +56,7 @@ def test_pair_sends_rows_and_weights_as_documented(asked):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("asked", MESHES, ids=str)
+@mesh
 def test_unsharded_rows_use_one_all_reduce(asked):
     rows_dims = ("batch", "sequence", None)
     pair = lambda x, up, down: sk.column_row_parallel(x, [up], jnp.square, down, dims=rows_dims)
