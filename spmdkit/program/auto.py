@@ -74,8 +74,7 @@ def choose(
 
 
 def _mildest(variants: Sequence[Changes], limit: int | None, tried: Callable[[Changes], Any]) -> tuple[Changes, Any]:
-    """Returns the first variant that fits with its program, or the last one; variants are sorted by decreasing
-    memory."""
+    """Returns the first variant that fits with its program, or the last one; they are sorted by decreasing memory."""
     first = tried(variants[0])
     if first.step_bytes.fits(limit) or len(variants) == 1:
         return variants[0], first

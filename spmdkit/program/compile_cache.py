@@ -91,8 +91,7 @@ class Executables:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Removes partial files of killed processes and the least recently used entries until the rest fits
-        `max_bytes`."""
+        """Removes partial files and the least recently used entries until the rest fits `max_bytes`."""
         entries = []
         for path in self.folder.iterdir():
             with contextlib.suppress(OSError):  # another process evicts too
@@ -202,8 +201,7 @@ class Programs:
 
 @contextlib.contextmanager
 def kept(options: Any, base: Path, environ: Mapping[str, str] = os.environ) -> Iterator[Programs]:
-    """Context in which JAX caches what it compiles. `options`: `compile_cache` of a config, or None; `base`: the
-    config's folder."""
+    """Context in which JAX caches what it compiles, by `compile_cache` of a config in the folder `base`."""
     if options is None:
         yield Programs(None, "off: compile_cache is null")
         return

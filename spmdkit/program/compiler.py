@@ -92,8 +92,7 @@ def own_options(device: Any, deterministic: bool = False) -> Mapping[str, Value]
 
 
 def options(devices: Sequence[Any], own: Mapping[str, Value | None], deterministic: bool = False) -> dict[str, Value]:
-    """Returns the options of a program: spmdkit's for the platform, then the config's; null removes one, and raises
-    ConfigError if spmdkit does not set it."""
+    """Returns the options of a program: spmdkit's for the platform, then the config's; null removes one."""
     known = {**_TPU, **_SPARSE_CORE}
     for name, value in own.items():
         if value is None and name not in known:
@@ -108,8 +107,7 @@ def options(devices: Sequence[Any], own: Mapping[str, Value | None], determinist
 def compile(
     lowered: jax.stages.Lowered, devices: Sequence[Any], own: Mapping[str, Value | None], deterministic: bool = False
 ) -> jax.stages.Compiled:
-    """Returns the compiled program; raises ConfigError if the compiler rejects an option of the config, or has no
-    deterministic form of an operation."""
+    """Returns the compiled program; raises ConfigError if the compiler rejects the config's options."""
     chosen: Any = options(devices, own, deterministic) or None
     try:
         with phase.during("compile"):  # each of several (auto, an evaluation) has the whole limit

@@ -114,7 +114,6 @@ def _remat(task_step: TaskStep, context: Context) -> str:
 
 
 def _parts(task_step: TaskStep, context: Context) -> Iterator[Line]:
-    """Yields the settings of ops of the model, if the step uses them."""
     if context.usage.has_called("pipeline") and task_step.sizes["pipeline"] > 1:
         yield "pipeline", f"{context.options.pipeline.schedule} in {task_step.sizes['pipeline']} stages"
     if context.usage.has_called("attention"):

@@ -28,8 +28,7 @@ class Feeds(NamedTuple):
 
 
 def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -> Feeds:
-    """Returns the feeds of a config with a fixed number of microbatches; raises ConfigError if there are no data, they
-    are not a source, or the mesh does not divide a batch evenly."""
+    """Returns the feeds of a config with a fixed number of microbatches; raises ConfigError if data do not fit."""
     assert isinstance(config.microbatches, int)
     options = config.data
     if task.train_data is None:
@@ -80,8 +79,7 @@ def _shares(
 
 
 def limited(config: Config, batch: Batch, on: Mesh) -> tuple[Batch, jax.Array | None]:
-    """Returns (the abstract batch of a step, the initial limit of its loss, infinity); without a limit if spikes are
-    not checked."""
+    """Returns (the abstract batch of a step, the initial limit of its loss, infinity, or None)."""
     if config.on_spike is None:
         return batch, None
     limit = placed_limit(on, None)

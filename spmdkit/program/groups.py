@@ -28,8 +28,7 @@ from spmdkit.step.groups.groups import GROUPED, Groups, agreement_fn, mean, stac
 
 
 def groups_of(config: Config, sizes: Mapping[str, int], per_replica: bool) -> Groups | None:
-    """Returns the groups of the config's `sync`, or None if replicas are synchronous in every step; raises ConfigError
-    if there is only one group, or another setting needs all replicas in every step."""
+    """Returns the groups of the config's `sync`, or None; raises ConfigError if another setting excludes them."""
     sync = sync_of(config)
     if sync.every is None:
         return None
@@ -68,8 +67,7 @@ def groups_of(config: Config, sizes: Mapping[str, int], per_replica: bool) -> Gr
 
 
 def _outer_reducer(sync: Sync, config: Config, name: str) -> Reducer | None:
-    """Returns the reducer of a sync's averages, without its error feedback unless requested; raises ConfigError if it
-    has a state or metrics."""
+    """Returns the reducer of a sync's averages, without its error feedback unless requested."""
     requested = sync.reducer
     if requested is None:
         return None
@@ -114,8 +112,7 @@ def optimizer_of(config: Config, task: Task) -> optax.GradientTransformationExtr
 
 
 def check_agreement(groups: Groups, params: Any, name: str) -> Any:
-    """Returns the abstract state of the sync, after tracing its functions on `params`, one copy; raises ConfigError if
-    `agree` or `view` does not return one copy of the parameters, or the state changes its structure."""
+    """Returns the abstract state of the sync, after tracing its functions on `params`, one copy; raises ConfigError."""
     sync, what = groups.sync, f"sync {name}"
     view = sync.view
     assert view is not None
@@ -145,8 +142,7 @@ def check_agreement(groups: Groups, params: Any, name: str) -> Any:
 
 
 def check_reducer(groups: Groups, config: Config) -> None:
-    """Raises ConfigError for a reducer with a state while groups train alone: the average of such states is not
-    defined."""
+    """Raises ConfigError for a reducer with a state while groups train alone: such states have no average."""
     name, _ = plugins.split(config.reducer)
     axis = groups.axes[0]
     forgets = "error_feedback" in plugins.options("reducers", config.reducer)

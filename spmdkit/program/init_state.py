@@ -73,8 +73,7 @@ def abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Var
 
 
 def _narrowed(path: str, leaf: Any) -> Any:
-    """Returns a leaf of `init` in the dtype that JAX uses, if it is a numpy array; raises ConfigError if an integer
-    does not fit."""
+    """Returns a numpy leaf of `init` in the dtype that JAX uses; raises ConfigError if an integer does not fit."""
     if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind not in "iu":
         return leaf
     return narrow(f"'{path}' that init returned", np.asarray(leaf), canonical_dtype(leaf.dtype))
@@ -97,7 +96,6 @@ def _check_parameter(path: str, dtype: Any) -> None:
 
 
 def _cast_notes(dtypes: dict[str, Any], stored: Variables, config: Config) -> list[str]:
-    """Returns notes about the leaves that are stored in another dtype than `init` returned (`dtypes`, by path)."""
     texts = {
         "params": f"these parameters are converted to {config.precision.params} (precision.params); init made them in "
         "another dtype",
@@ -113,7 +111,6 @@ def _cast_notes(dtypes: dict[str, Any], stored: Variables, config: Config) -> li
 
 
 def _some(by_dtype: dict[str, list[str]]) -> str:
-    """Returns the first four paths of each dtype, and the number of the others."""
     more = lambda paths: f" and {len(paths) - 4} more" if len(paths) > 4 else ""
     return "; ".join(f"{', '.join(paths[:4])}{more(paths)} ({dtype})" for dtype, paths in by_dtype.items())
 
@@ -155,8 +152,7 @@ def input_notes(config: Config, batches: Sequence[Any]) -> list[str]:
 
 
 def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationExtraArgs:
-    """Returns the config's optimizer, otherwise the task's, after clipping by the true global norm; raises ConfigError
-    if neither has one, or a learning rate is not used."""
+    """Returns the config's optimizer, otherwise the task's, after clipping by the true global norm."""
     optimizer = call_user(
         lambda: choose_optimizer(config.optimizer, config.learning_rate, task.optimizer, config.where), "Task.optimizer"
     )
@@ -184,8 +180,7 @@ def recorded(optimizer: optax.GradientTransformation) -> optax.GradientTransform
 
 
 def _with_any_extra(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer that accepts any extra argument and passes on those that it knows, as optax requires.
-    `optax.contrib.sam` (0.2.8) accepts `grad_fn` only."""
+    """Returns an optimizer that ignores unknown extra arguments, unlike `optax.contrib.sam` (0.2.8)."""
     inner = optax.with_extra_args_support(optimizer)
     parameters = inspect.signature(inner.update).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):

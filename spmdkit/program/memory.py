@@ -114,8 +114,7 @@ class StepBytes:
 
 
 def step_bytes(make: Callable[[], jax.stages.Compiled], given: Held, platform: str) -> StepBytes:
-    """Returns the memory of one device while a step runs. `make` compiles the step, or returns the compiled step;
-    `given`: the state and the batch."""
+    """Returns the memory of one device while a step runs, from the compiled step, the state and the batch."""
     try:
         stats = make().memory_analysis()
     except jax.errors.JaxRuntimeError as error:

@@ -109,8 +109,7 @@ def _last_rows(grid: Grid) -> tuple[np.ndarray, int, int]:
 
 
 class _Compared(NamedTuple):
-    """Two arrays: the largest change of an element, the largest element, whether one became non-finite, an element of
-    each."""
+    """Two arrays: largest change, largest element, whether one became non-finite, an element of each."""
 
     difference: jax.Array
     size: jax.Array
@@ -191,8 +190,7 @@ def lowered_forward(traced: jax.stages.Traced, state: Any, batch: Batch, placed:
 
 
 def _moved(x: jax.Array, placed: NamedSharding) -> jax.Array:
-    """Returns a slightly larger parameter, each element by another factor: a head initialized to zero would hide
-    all."""
+    """Returns a slightly larger parameter, each element by another factor: a head of zeros would hide all."""
     if placed.memory_kind == "pinned_host" or not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     angles = [lax.broadcasted_iota(jnp.float32, x.shape, dim) * (dim + 1.3) for dim in range(x.ndim)]
@@ -200,7 +198,6 @@ def _moved(x: jax.Array, placed: NamedSharding) -> jax.Array:
 
 
 def _floating(tree: Any, shapes: Any) -> dict[str, Any]:
-    """Returns path -> leaf of those with a floating point dtype."""
     pairs = zip(named_leaves(tree), jax.tree.leaves(shapes), strict=True)
     return {path: x for (path, x), shape in pairs if jnp.issubdtype(shape.dtype, jnp.inexact)}
 

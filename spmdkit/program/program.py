@@ -145,7 +145,6 @@ class Program:
     # ---- the step
 
     def _context(self) -> trace_context.Context:
-        """Returns the context of a step of the whole mesh, without a form."""
         return step_context(
             self.config,
             self.mesh,
@@ -157,7 +156,6 @@ class Program:
         )
 
     def _choose_form(self) -> None:
-        """Sets the step, its context and form, and the layout of the train state with the reducer's state."""
         task_step = TaskStep(
             task=self.task,
             config=self.config,
@@ -225,8 +223,7 @@ class Program:
         return self.config.remat != "none" or self.sizes["pipeline"] > 1
 
     def traced_once(self) -> jax.stages.Traced:
-        """Returns the step traced without recomputation: the arithmetic of the model itself. Stages are combined on one
-        device."""
+        """Returns the step traced without recomputation, the arithmetic of the model; stages combined on one device."""
         context = self._step_context.with_options(remat=None, remat_whole=False).for_new_trace()
         if self.sizes["pipeline"] > 1:
             ones = dict.fromkeys(self.sizes, 1)

@@ -101,8 +101,7 @@ def _late(program: Program) -> int:
 
 
 def _without_line(opt_state: Any, delayed: bool) -> Any:
-    """Returns the abstract state of the optimizer as saved, with or without a delay line; pending gradients are not
-    read."""
+    """Returns the abstract state of the optimizer as saved, with or without a delay line, which is not read."""
     alone = opt_state.optimizer if isinstance(opt_state, DelayLineState) else opt_state
     return DelayLineState(alone, (), None) if delayed else alone  # type: ignore[arg-type]
 
@@ -154,8 +153,7 @@ def _with_reducer(
 
 
 def _as_saved(leaf: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """Returns what to read for a leaf saved as `shape`: the copies of all old replicas on every new one, sharded like
-    it."""
+    """Returns what to read for a leaf saved as `shape`: the copies of all old replicas, sharded like the leaf."""
     if shape == leaf.shape:
         return leaf
     placed: Any = leaf.sharding

@@ -90,8 +90,7 @@ def _target(entry: str) -> str:
 
 
 def imported(text: str, package: str) -> list[str]:
-    """Returns the dotted names that a module of `package` imports, each once; of `from a import b` both `a` and
-    `a.b`."""
+    """Returns the dotted names that a module of `package` imports; of `from a import b` both `a` and `a.b`."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
@@ -140,8 +139,7 @@ class _Finder:
         self.files_of = functools.cache(lambda name: list(self._search(name)))
 
     def _search(self, name: str) -> Iterator[_File]:
-        """Yields the files that the import of a dotted name runs: those of the packages around it, then its own;
-        nothing for a library."""
+        """Yields the files that the import of a dotted name runs, those of its packages first; none of a library."""
         top, *rest = name.split(".")
         spec = None if top in sys.stdlib_module_names else self._spec_of(top)
         for number, part in enumerate([*rest, ""], 1):

@@ -38,8 +38,7 @@ class StateLayout(NamedTuple):
 
 
 def state_groups(config: Config, stateful: bool, per_replica: bool, num_replicas: int) -> int | None:
-    """Returns the number of groups of replicas with a separate model state, None if all share one; raises ConfigError
-    if there is no model state, the view is per replica, or groups would not be equal."""
+    """Returns the number of groups of replicas with a separate model state, None if all share one."""
     requested = config.model_state
     if requested == "global":
         return None
@@ -64,8 +63,7 @@ def state_groups(config: Config, stateful: bool, per_replica: bool, num_replicas
 def place_state(
     config: Config, task_rules: Rules, abstract: TrainState, params: Any, mesh: Mesh, sizes: Mapping[str, int]
 ) -> StateLayout:
-    """Returns the layout of `abstract`, the train state without shardings. `params`: abstract, with the metadata of the
-    model."""
+    """Returns the layout of `abstract`, the train state without shardings; `params` have the metadata of the model."""
     zero = config.layout.zero
     options = _options(config, task_rules)
     full = layout.lay_out(params, options, sizes)
@@ -100,7 +98,6 @@ def place_state(
 
 
 def _memory_kind(config: Config, part: str) -> str:
-    """Returns the memory that holds `params` or `optimizer` between uses."""
     return "pinned_host" if part in config.offload else "device"
 
 

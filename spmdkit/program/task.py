@@ -98,8 +98,7 @@ class Task:
                 )
 
     def check_functions(self, stateful: bool) -> None:
-        """Raises ConfigError if `loss_fn` or `eval_fn` has another number of arguments than this kind of model
-        needs."""
+        """Raises ConfigError if `loss_fn` or `eval_fn` has another number of arguments than this model needs."""
         state = ("state",) if stateful else ()
         check_arity("loss_fn", self.loss_fn, ("params", *state, "batch", "key"))
         check_arity("eval_fn", self.eval_fn, ("params", *state, "batch"))

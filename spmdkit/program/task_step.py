@@ -81,8 +81,7 @@ class TaskStep:
         return jax.eval_shape(function, self.state.abstract, self.batch)[0].reducer  # type: ignore[no-any-return]
 
     def trace(self, context: Context) -> jax.stages.Traced:
-        """Returns the step traced on its shardings; raises ConfigError if replicas would diverge, or groups
-        communicate."""
+        """Returns the step traced on its shardings; raises ConfigError if replicas diverge, or groups communicate."""
         of_metrics = PartitionSpec() if self.groups is None else PartitionSpec(self.groups.axes)
         out_shardings = (self.state.sharding, NamedSharding(self.mesh, of_metrics), None)
         jitted = jax.jit(self.function(context), out_shardings=out_shardings, donate_argnums=0)

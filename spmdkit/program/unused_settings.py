@@ -60,7 +60,6 @@ def check_used(config: Config, context: Context, layout: Sequence[LeafPlacement]
 
 
 def _check_own_step(config: Config, context: Context) -> None:
-    """Raises ConfigError for settings of functions that a step does not call."""
     called, precision = context.usage.has_called, config.precision
     if config.ema is not None and not called("ema"):
         raise ConfigError(

@@ -29,8 +29,7 @@ Cuts = dict[int, list[str]]
 
 
 def check_pools(jaxpr: Any, sizes: Mapping[str, int], what: str) -> None:
-    """Raises ConfigError for a pool with overlapping windows along a sharded dim. `what`: the name of the user's
-    function."""
+    """Raises ConfigError for a pool with overlapping windows along a sharded dim."""
     if all(size == 1 for size in sizes.values()):
         return
     cuts = [(rank, cut) for spec, rank in _constraints(jaxpr) if (cut := _cut_dims(spec, sizes))]
@@ -55,8 +54,7 @@ def check_pools(jaxpr: Any, sizes: Mapping[str, int], what: str) -> None:
 def _axes_along(
     dim: int, rank: int, spec: PartitionSpec | None, cuts: list[tuple[int, Cuts]], sizes: Mapping[str, int]
 ) -> list[str]:
-    """Returns the mesh axes that may shard `dim` of a pool's operand, which a constraint to `spec` made (None: another
-    equation)."""
+    """Returns the mesh axes that may shard `dim` of a pool's operand, which a constraint to `spec` (or None) made."""
     if spec is not None:
         return _cut_dims(spec, sizes).get(dim, [])
     here = {axis for length, cut in cuts if length == rank for axis in cut.get(dim, [])}
@@ -71,7 +69,6 @@ def _cut_dims(spec: PartitionSpec, sizes: Mapping[str, int]) -> Cuts:
 
 
 def _constraints(jaxpr: Any) -> Iterator[tuple[PartitionSpec, int]]:
-    """Yields (spec, number of dims) of every constraint that the partitioner sees."""
     for inner in _partitioned(jaxpr):
         for eqn in inner.eqns:
             if (spec := _spec_of(eqn)) is not None:
@@ -89,12 +86,10 @@ def _pools(jaxpr: Any) -> Iterator[tuple[Any, PartitionSpec | None]]:
 
 
 def _partitioned(jaxpr: Any) -> Iterator[Any]:
-    """Yields the jaxpr and its inner jaxprs with global arrays."""
     return jaxprs.bodies(jaxpr, into=lambda eqn: eqn.primitive.name not in MANUAL)
 
 
 def _spec_of(eqn: Any) -> PartitionSpec | None:
-    """Returns the spec of an equation that constrains an array, None for any other."""
     if eqn.primitive.name != "sharding_constraint":
         return None
     return getattr(eqn.params["sharding"], "spec", None)

@@ -157,8 +157,7 @@ def is_finite(x: jax.Array, platform: str | None = None) -> jax.Array:
 
 
 def _parts(x: jax.Array, most: int) -> list[jax.Array]:
-    """Returns at most `most` parts of equal size along the first long dim; the last one may overlap the one before
-    it."""
+    """Returns at most `most` parts of equal size along the first long dim; the last one may overlap."""
     axis = next((axis for axis, size in enumerate(x.shape) if size > WINDOW), int(np.argmax(x.shape)))
     size = x.shape[axis]
     each = -(-size // most)

@@ -69,8 +69,7 @@ def _number(metric: Metric) -> Any:
 
 
 def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
-    """Returns the function of `value_and_grad`, with the loss as (sum, count) and its metrics as `Metric`, over all
-    replicas."""
+    """Returns the function of `value_and_grad`, with the loss as (sum, count) and its metrics as `Metric`."""
 
     def means_and_gradient(params: Any, *args: Any) -> Any:
         context = trace_context.current()
@@ -187,7 +186,6 @@ def _local_gradient(loss_fn: Loss, stateful: bool, context: Context, key: Any) -
 
 
 def _zeros(context: Context, shapes: Sums) -> Sums:
-    """Returns the sums of no microbatch, with gradients sharded like the parameters."""
     zeros = empty_parts(shapes)
     constrained = lambda tree: None if tree is None else trace_context.shard_like_params(context, tree, "compute")
     gradients: dict[str, Any] = {name: constrained(getattr(zeros, name)) for name in ("gradient", "count_gradient")}
@@ -195,8 +193,7 @@ def _zeros(context: Context, shapes: Sums) -> Sums:
 
 
 def _vjp(fn: Callable[[Any], Any], params: Any) -> tuple[Any, Callable[[Any], Any], Any, bool]:
-    """Returns ((sums, counts), pull-back, aux, whether a count depends on the parameters) of `fn(params) -> ((s, c),
-    aux)`."""
+    """Returns ((sums, counts), pull-back, aux, whether a count depends on the parameters) of `fn(params)`."""
     derivatives = []
 
     @jax.custom_jvp
@@ -217,13 +214,11 @@ def _vjp(fn: Callable[[Any], Any], params: Any) -> tuple[Any, Callable[[Any], An
 
 
 def _gradient_shapes(context: Context, params: Any) -> Any:
-    """Returns the gradient that is reduced, as `jax.ShapeDtypeStruct`."""
     dtype = context.options.reduce_dtype
     return jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p), dtype or jnp.result_type(p)), params)
 
 
 def _in_reduce_dtype(context: Context, grads: Any, params: Any) -> Any:
-    """Returns a replica's gradient in the dtype of the reduction, sharded like its parameters."""
     grads = jax.tree.map(lambda g, p: g.astype(context.options.reduce_dtype or p.dtype), grads, params)
     return trace_context.shard_like_params(context, grads, "compute")
 
@@ -231,7 +226,6 @@ def _in_reduce_dtype(context: Context, grads: Any, params: Any) -> Any:
 def _state_reductions(
     loss_fn: Loss, context: Context, params: Any, state: Any, batch: Any, key: Any
 ) -> agreement.Kinds:
-    """Returns the reduction of each leaf of the model state that the loss returns."""
     replicas = context.sharding.num_replicas
     if replicas == 1 or context.sharding.state_groups == replicas:  # no other replica
         return {path: "identical" for path, _ in named_leaves(state)}
@@ -255,8 +249,7 @@ def _state_reductions(
 
 
 def _checked_state(state: Any, new_state: Any) -> Any:
-    """Returns the new model state; raises ConfigError if its tree, or the shape or dtype of a leaf, differs from the
-    old one."""
+    """Returns the new model state; raises ConfigError if its tree, a shape or a dtype has changed."""
     if difference := first_difference(state, new_state):
         raise ConfigError(
             f"loss_fn returned a model state that differs from its input: {difference}. Its tree, shapes and dtypes "
@@ -273,14 +266,12 @@ def _loss_key(key: Any, replica: Any, micro: Any) -> Any:
 
 
 def _row_order(context: Context, rows: int) -> RowOrder:
-    """Returns the order of the rows of the global batch; one shard has `rows` rows in a microbatch."""
     _, groups = context.group
     shards = groups * context.sharding.num_replicas * context.sharding.num_shards
     return RowOrder(shards, context.sharding.microbatches, rows)
 
 
 def _first_shard(context: Context, replica: Any) -> Any:
-    """Returns the first shard of a replica, counted over the shards of all groups."""
     group, _ = context.group
     return (group * context.sharding.num_replicas + replica) * context.sharding.num_shards
 

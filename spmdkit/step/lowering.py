@@ -195,8 +195,8 @@ def _reducer_state_specs(context: Context, gradient: Any, reducer_state: Any) ->
 
 
 def whole_state_specs(context: Context, reducer_state: Any) -> Any:
-    """Returns the specs of a reducer's state for unsharded gradients: leaf by leaf for per-shard states, otherwise one
-    for all."""
+    """Returns the specs of a reducer's state for unsharded gradients: one for all, or leaf by leaf (per-shard
+    states)."""
     if not context.options.reducer.per_shard_state:
         return PartitionSpec(context.sharding.larger(REPLICA_AXES) or REPLICA_AXES)
     return jax.tree.map(lambda x: reducer_state_spec(context, PartitionSpec(), x.shape[1:]), reducer_state)
@@ -227,7 +227,7 @@ def part_shape(context: Context, spec: PartitionSpec, shape: tuple[int, ...]) ->
 
 
 def replica_axes_of(context: Context, gradient: PartitionSpec) -> tuple[str, ...]:
-    """Returns the axes over which the reducer reduces a leaf: the replica axes larger than one that do not shard its
+    """Returns the axes over which a leaf is reduced: the replica axes larger than one that do not shard its
     gradient."""
     cut = spec_axes(gradient)
     return context.sharding.larger(a for a in context.sharding.replica_axes if a not in cut)

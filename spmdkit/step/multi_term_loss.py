@@ -101,8 +101,7 @@ def microbatch_gradients(
 
 
 def _cotangents(whole: Means, primals: Any, depends: bool) -> Any:
-    """Returns the cotangents of the sums and counts of one microbatch: their weights in the sum of means over
-    everything."""
+    """Returns the cotangents of the sums and counts of one microbatch: their weights in the sum of means of all."""
     (totals, counted), scales = primals, [1 / part.divisor for part in whole.parts]
     # In a per-replica step, totals are typed invariant and each replica's own sum varying.
     like = lambda value, x: compat.as_varying(value.astype(jnp.result_type(x)), tuple(compat.varying_axes(x)))

@@ -65,14 +65,13 @@ class ReducerSlots:
             self._put.append(state)
 
     def add_metrics(self, numbers: Mapping[str, jax.Array]) -> None:
-        """Adds the reducer's metrics of a call to `metrics`, of several calls the largest. Those inside a loop of the
-        user's are dropped."""
+        """Adds the reducer's metrics of a call, of several the largest; those inside a loop of the user's are
+        dropped."""
         if compat.current_trace() is self._trace:
             self.metrics |= {name: jnp.maximum(self.metrics.get(name, x), x) for name, x in numbers.items()}
 
     def record_update(self, gradient: Any) -> None:
-        """Records a gradient that is passed to the optimizer, for the guard. One inside a loop of the user's cannot be
-        used."""
+        """Records a gradient that is passed to the optimizer, for the guard; one inside a loop cannot be used."""
         if compat.current_trace() is self._trace:
             self._updates.append(gradient)
         else:
@@ -84,8 +83,7 @@ class ReducerSlots:
         return self._updates if self._updates and self._all_recorded else None
 
     def collected(self) -> tuple[Any, ...]:
-        """Returns the new `TrainState.reducer`; raises ConfigError if there were fewer calls than in the first
-        trace."""
+        """Returns the new `TrainState.reducer`; raises ConfigError after fewer calls than in the first trace."""
         if len(self._put) != len(self._states) and not self._discovers:
             raise ConfigError(
                 f"sk.value_and_grad is called {len(self._put)} times in this trace and {len(self._states)} times in "

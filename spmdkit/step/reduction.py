@@ -28,8 +28,7 @@ from spmdkit.step.trace_context import Context
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of `sk.value_and_grad`: the reducer's state (a tree like the gradient, of mappings, or None), the step's
-    key."""
+    """One call of `sk.value_and_grad`: the reducer's state (a tree like the gradient, or None), the step's key."""
 
     reducer_state: Any = None
     key: jax.Array | None = None
@@ -61,7 +60,7 @@ def reduced(
 
 
 def _exact(reducer: Reducer, tree: Any, axes: tuple[str, ...]) -> Any:
-    """Returns everything but gradients over all replicas: sums added, maxima in one more all-reduce, user metrics
+    """Returns everything but gradients over all replicas: sums added, maxima in one more all-reduce, others
     gathered."""
     return reduce_parts(
         tree,

@@ -154,8 +154,7 @@ def _reduced(name: str, tree: Any) -> Any:
 
 
 def _axes(name: str) -> tuple[str, ...]:
-    """Returns the replica axes that are bound while a loss or a per-replica step is traced, none on one replica; raises
-    ConfigError where arrays are global, or the shards of a device."""
+    """Returns the bound replica axes, none on one replica; raises ConfigError where arrays are global, or shards."""
     context, examples = trace_context.current(), trace_context.current_examples()
     if trace_context.is_in_part():
         raise ConfigError(

@@ -99,8 +99,7 @@ def _threefry(key: jax.Array) -> jax.Array:
 
 
 def _of_data(data: jax.Array, whole: bool = False) -> jax.Array:
-    """Returns a threefry key from another key's data. Without `whole` only from its first two words: in a root key they
-    hold the seed."""
+    """Returns a threefry key from another key's data; without `whole` from its first two words, the seed of a root."""
     words = data.reshape(-1)
     key = jax.random.wrap_key_data(words[:2], impl=THREEFRY)
     return _fold(key, *words[2:]) if whole else key

@@ -201,8 +201,7 @@ def _updated(optimizer: Any, grads: Any, opt_state: Any, params: Any, extra: dic
 
 
 def check_not_donated(state: Any, what: str) -> None:
-    """Raises ConfigError for a state with arrays that were donated to an earlier step. On several CPU devices jaxlib
-    0.10.2 would end the process by SIGSEGV."""
+    """Raises ConfigError for a donated state, with which jaxlib 0.10.2 ends the process by SIGSEGV."""
     is_deleted = lambda x: hasattr(x, "is_deleted") and x.is_deleted()
     if any(map(is_deleted, jax.tree.leaves(state))):
         path = next(path for path, x in named_leaves(state) if is_deleted(x))

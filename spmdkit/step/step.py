@@ -57,8 +57,7 @@ class Batch:
 
 
 def default_step(loss_fn: Callable[..., Any], stateful: bool) -> StepFn:
-    """Returns the step of a task with only a `loss_fn`. The optimizer also receives the loss, as a number and as a
-    function of the parameters."""
+    """Returns the step of a task with only a `loss_fn`; the optimizer also receives the loss, and the loss function."""
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         model_state = (state.model_state,) if stateful else ()
@@ -71,8 +70,7 @@ def default_step(loss_fn: Callable[..., Any], stateful: bool) -> StepFn:
 
 
 def _loss_of(compute: Callable[[Any], Any]) -> Callable[[Any], jax.Array]:
-    """Returns `params -> loss` over the whole batch, for line searches, with the gradient of `compute(params) ->
-    ((loss, ...), grads)`."""
+    """Returns `params -> loss` over the whole batch, for line searches, with the gradient of `compute`."""
 
     @jax.custom_vjp
     def value(params: Any) -> jax.Array:
@@ -230,8 +228,7 @@ def _checked(state: TrainState, out: Any) -> tuple[TrainState, dict[str, Any]]:
 
 
 def checked(state: TrainState, out: Any) -> tuple[TrainState, dict[str, Any]]:
-    """Returns (state, metrics as scalars or as `Metric`) from the return value of a user's step; raises ConfigError if
-    it is anything else, or the state changed its shape."""
+    """Returns (state, metrics as scalars or as `Metric`) from the return value of a user's step; raises ConfigError."""
     is_pair = isinstance(out, tuple) and len(out) == 2
     if not (is_pair and isinstance(out[0], TrainState) and isinstance(out[1], dict)):
         types = [describe(x) for x in out] if isinstance(out, tuple) else []

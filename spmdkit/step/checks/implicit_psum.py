@@ -34,8 +34,7 @@ _CASTS = frozenset(["pvary", "pcast"])
 
 
 def summed_by_types(typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Collection[str]) -> str | None:
-    """Returns the source line of the first sum over any of `axes` that the trace of a function has only with types
-    (`check_vma`), or None."""
+    """Returns the source line of the first sum over any of `axes` that a function has only with types, or None."""
     known = collections.Counter(_sums(untyped.jaxpr, axes))
     found = list(_sums(typed.jaxpr, axes))
     known.subtract(found)
@@ -45,8 +44,8 @@ def summed_by_types(typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Collection[s
 
 
 def refuse_summed(what: str, typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Collection[str]) -> None:
-    """Raises ConfigError for a function, called `what`, that differentiates with respect to a value that is invariant
-    along one of `axes`."""
+    """Raises ConfigError for a function `what` that differentiates with respect to a value invariant along one of
+    `axes`."""
     if (line := summed_by_types(typed, untyped, axes)) is not None:
         raise ConfigError(
             f"{what} takes a derivative with respect to a value that is the same along {sorted(axes)}, at {line}. JAX "
@@ -57,8 +56,7 @@ def refuse_summed(what: str, typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Col
 
 
 def traced(fn: Callable[..., Any], mesh: Mesh, in_specs: Any, shapes: Sequence[Any], typed: bool) -> ClosedJaxpr:
-    """Returns the trace of `fn` on the shards of arrays of these shapes, with or without types. Its results are not
-    checked."""
+    """Returns the trace of `fn` on shards of arrays of these shapes, with or without types; results are not checked."""
 
     def probe(*shards: jax.Array) -> jax.Array:
         fn(*shards)
@@ -75,16 +73,15 @@ def takes_derivative(closed: ClosedJaxpr) -> bool:
 
 
 def _sums(jaxpr: Any, axes: Collection[str]) -> Iterator[str]:
-    """Yields the source line of every sum over any of `axes`, once per summed array, except those of reducers, which
-    have fewer sums without types."""
+    """Yields the source line of every sum over any of `axes`, once per summed array, except those of reducers."""
     for eqn, (line, is_reducers) in jaxprs.equations_within(jaxpr, ("", False), _place):
         if _adds_over(eqn, axes) and not is_reducers:
             yield from [line] * len(eqn.invars)
 
 
 def _leaving(closed: ClosedJaxpr, lines: Sequence[str], axes: Collection[str], own: Collection[str]) -> set[str]:
-    """Returns those of `lines` with a sum over `axes` that leaves the backward pass other than through a cast at one of
-    the lines `own`."""
+    """Returns those of `lines` with a sum that leaves the backward pass other than through a cast at a line of
+    `own`."""
     walk = _Backward(frozenset(), 0, tuple(lines), frozenset(axes), frozenset(own))
     out = walk.run(closed.jaxpr, [Depends()] * len(closed.jaxpr.invars))
     left = walk.left[0]

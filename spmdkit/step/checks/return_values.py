@@ -22,8 +22,7 @@ RULE = (
 
 
 def checked_loss(out: Any, stateful: bool) -> tuple[Mean | Means, dict[str, Metric], Any]:
-    """Returns (loss, metrics, model state) from the return value of a loss; raises ConfigError if it is anything
-    else."""
+    """Returns (loss, metrics, model state) from the return value of a loss; raises ConfigError for anything else."""
     form = "(sk.mean(...), {name: sk.mean(...)}, new_state)" if stateful else "sk.mean(...) or (sk.mean(...), metrics)"
     if stateful:
         if not isinstance(out, tuple) or len(out) != 3:

@@ -121,8 +121,7 @@ def agreed_state(groups: Groups, state: TrainState, turn: int, mean: Mean) -> Tr
 
 
 def merged_state(groups: Groups, state: TrainState, declared: model_state_agreement.Kinds) -> TrainState:
-    """Returns the one copy of the state that is evaluated and exported. `declared`: the task's reductions of model
-    state."""
+    """Returns the one copy of the state that is evaluated and exported; `declared`: the task's reductions."""
     assert groups.sync.view is not None
     return state.replace(
         params=groups.sync.view(state.params, state.sync, mean),

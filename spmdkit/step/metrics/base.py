@@ -84,6 +84,5 @@ def reduce_parts(
 
 
 def _merge_in_order(parts: Any) -> Any:
-    """Returns the metric merged from [parts, ...] in their order."""
     first, rest = (jax.tree.map(lambda x, of=of: x[of], parts) for of in (0, slice(1, None)))
     return jax.lax.scan(lambda total, part: (total.merge(part), None), first, rest)[0]

@@ -32,8 +32,6 @@ T = TypeVar("T", bound="_Arithmetic")
 
 
 class _Arithmetic(Metric):
-    """Arithmetic of means and scalars."""
-
     @abstractmethod
     def __add__(self, other: Any) -> Any: ...
 

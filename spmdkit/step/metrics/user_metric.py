@@ -33,8 +33,7 @@ from spmdkit.step.metrics.base import Metric
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CustomMetric(Metric):
-    """A part of a metric of a user-defined class, an instance of it. `some`: int32[], 0 if there is no part yet and the
-    arrays are undefined."""
+    """A part of a metric of a user-defined class; `some`: int32[], 0 if there is no part yet (undefined arrays)."""
 
     crosses: ClassVar[Literal["merged"]] = "merged"
     part: Any

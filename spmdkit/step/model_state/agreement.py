@@ -197,8 +197,7 @@ def reduced_state(
 
 
 def reduce_by_group(kinds: Kinds, old: Any, new: Any, groups: int) -> Any:
-    """Returns [groups, ...] from the state of all replicas [replicas, ...], reduced over each group of neighbors; `old`
-    is [groups, ...]."""
+    """Returns [groups, ...] from the state of all replicas [replicas, ...]; `old` is [groups, ...]."""
     before = dict(named_leaves(old))
 
     def leaf(path: str, x: jax.Array) -> jax.Array:
