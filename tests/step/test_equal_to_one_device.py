@@ -173,6 +173,7 @@ def test_clipping_uses_the_global_norm(mesh):
     program = program_of(task, clip_norm=0.5, microbatches=4, **MESHES[mesh])
     before = program.init()
     start = jax.device_get(before.params)
+    assert jax.tree.structure(before.opt_state) == jax.tree.structure(task.optimizer.init(start))
     for _, batch in program.batches(stop=1):
         after, _ = program.step(before, batch)
     moved = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), start, jax.device_get(after.params))

@@ -14,6 +14,7 @@ import pytest
 import spmdkit as sk
 from spmdkit.foundation.trees import named_leaves
 from spmdkit.step import finite_check
+from tests.support import core_runs
 from tests.support.core_models import keep_gradient, regression, regression_data, regression_loss
 from tests.support.core_runs import program_of
 
@@ -21,9 +22,7 @@ BATCH = 32
 MESHES = {
     "data 4, bfloat16, microbatches": {"mesh": {"data": 4}, "reducer": "bfloat16", "microbatches": 2, "ema": 0.9},
     "replica 2 x data 2": {"mesh": {"replica": 2, "data": 2}},
-    "fsdp 8 zero 2": {"mesh": {"fsdp": 8}, "layout": {"zero": 2}},
-    "fsdp 8 zero 3": {"mesh": {"fsdp": 8}},
-    "data 2 x fsdp 2 x tensor 2": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}},
+    **{name: core_runs.MESHES[name] for name in ("fsdp 8 zero 2", "fsdp 8 zero 3", "data 2 x fsdp 2 x tensor 2")},
 }
 
 

@@ -130,25 +130,3 @@ def test_custom_computation_is_not_rejected(train_step, settings):
     for _, batch in program.batches(stop=1):
         state, metrics = program.step(state, batch)
     assert float(metrics["loss"]) == pytest.approx(1.0)  # of parameters that begin at zero
-
-
-def reads_the_state(state, batch):
-    loss, grads = jax.value_and_grad(loss_of)(state.params, batch)
-    return state.apply_gradients(grads), {"loss": loss, "size": jnp.sum(state.opt_state["slow"].trace["w"] ** 2)}
-
-
-def test_clip_norm_preserves_the_optimizer_state():
-    """A step takes a part of it by name, as without `clip_norm`."""
-    slow = optax.trace(0.5)
-    optimizer = optax.GradientTransformation(
-        lambda params: {"slow": slow.init(params)},
-        lambda grads, state, params=None: (lambda u, s: (u, {"slow": s}))(*slow.update(grads, state["slow"])),
-    )
-    made = sk.Task(init, train_step=reads_the_state, optimizer=optimizer, train_data=DATA)
-    program = program_of(made, {}, clip_norm=0.25)
-    state = program.init()
-    for _, batch in program.batches(stop=1):
-        state, _ = program.step(state, batch)
-    np.testing.assert_allclose(
-        np.linalg.norm(state.opt_state["slow"].trace["w"]), 0.25, rtol=1e-6
-    )  # the gradient, clipped

@@ -146,9 +146,6 @@ def test_input_pattern_without_match_is_an_error():
         program_of(targets_task(), precision={"compute": "bfloat16", "inputs": ["y"]}, **PLAIN)
     with pytest.raises(ConfigError, match=r"precision\.inputs.*'meta/id'"):
         program_of(targets_task(), precision={"compute": "bfloat16", "inputs": ["x", "meta/id"]}, **PLAIN)
-
-
-def test_inputs_without_other_dtype_are_rejected():
     with pytest.raises(ConfigError, match=r"precision\.inputs.*no effect"):
         sk.Config(task="t.py:t", precision={"inputs": "given"})
 

@@ -140,40 +140,6 @@ def test_per_replica_step_passes_keys_and_flags_on(mesh):
     np.testing.assert_array_equal(jax.random.key_data(state.model_state["key"]), jax.random.key_data(expected))
 
 
-def test_nnx_dropout_keeps_keys_in_model_state():
-    from flax import nnx
-
-    class Net(nnx.Module):
-        def __init__(self, rngs):
-            self.linear = nnx.Linear(16, 1, rngs=rngs)
-            self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-        def __call__(self, x):
-            return self.linear(self.dropout(x))[..., 0]
-
-    graph, *_ = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
-
-    def init(key):
-        _, params, rest = nnx.split(Net(nnx.Rngs(jax.random.split(key)[0])), nnx.Param, ...)
-        return sk.Variables(params, rest)
-
-    def loss(params, state, batch, key):
-        net = nnx.merge(graph, params, state, copy=True)
-        values = net(batch) ** 2
-        return sk.mean(values), {}, nnx.split(net, nnx.Param, ...)[2]
-
-    program = program_of(sk.Task(init, loss, optax.sgd(0.0), train_data=X, eval_data=X), **SETTINGS)
-    state, losses = program.init(), []
-    for _ in range(2):
-        state, metrics = program.step(state, program.put(X))
-        losses.append(float(metrics["loss"]))
-    assert losses[0] != losses[1]
-    counts = [
-        int(x) for p, x in named_leaves(state.model_state) if jnp.issubdtype(x.dtype, jnp.integer) and "count" in p
-    ]
-    assert 2 in counts
-
-
 def test_verify_and_plan_take_keys_in_the_state():
     from spmdkit.plan.memory import shard_bytes
     from spmdkit.verify.task_runner import flat
