@@ -134,14 +134,15 @@ def applied_and_owed(mesh, reducer):
     return jax.tree.map(lambda x, y: np.asarray(x, np.float64) + y, applied, owed(state))
 
 
-def alone(made, path="w", num=4):
+def alone(made, path="w", num=4, axes=("data",)):
     """Returns `(leaves [num, *leaf], states) -> (sums, new states)` over `num` devices, without a step around it."""
 
     def local(leaves, states):
-        over = ReduceGroup(("data",), num, lambda: jax.random.key(7), (path,) * len(leaves))
+        over = ReduceGroup(axes, num, lambda: jax.random.key(7), (path,) * len(leaves))
         leaves, new = made.apply([x[0] for x in leaves], jax.tree.map(lambda x: x[0], states), over)
         return leaves, jax.tree.map(lambda x: x[None], new)
 
-    mesh, rows = Mesh(np.array(jax.devices()[:num]), ("data",)), PartitionSpec("data")
+    devices, rows = np.array(jax.devices()[:num]), PartitionSpec(axes)
+    mesh = Mesh(devices.reshape(*[2] * (len(axes) - 1), -1), axes)
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(rows, rows), out_specs=(PartitionSpec(), rows)))
     return lambda terms, states=None: jax.device_get(run(terms, states or [{} for _ in terms]))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import spmdkit as sk
+from spmdkit.communication.reducers import hierarchical
 from spmdkit.communication.reducers.base import ReducedLeaf
 from spmdkit.foundation import plugins
 from spmdkit.plan.collectives_bill import read_bill
@@ -16,6 +17,7 @@ from tests.support.messages import refused
 from tests.support.reducer_runs import (
     NUM_VALUES,
     added_up,
+    alone,
     applied_and_owed,
     loss_fn,
     owed,
@@ -62,6 +64,14 @@ def test_state_belongs_to_shards_or_leaf_is_exact():
     assert state.reducer[0]["bias"] == {}
     expected, _ = train(program(settings, "sum", task(init=init, loss_fn=loss, rules=[])), 2)
     assert_close(state.opt_state["bias"], expected.opt_state["bias"])
+
+
+def test_leaf_is_sharded_along_another_dim_than_the_first():
+    terms = np.random.default_rng(0).normal(size=(4, 3, 8)).astype(np.float32)
+    made = hierarchical.make(outer={"int8": {"block": 1}})
+    run = alone(made, axes=("replica", "data"))
+    (total,), _ = run([terms], [{"error": np.zeros((4, 3, 4), np.float32)}])
+    np.testing.assert_allclose(total, terms.sum(0), rtol=1e-5, atol=1e-6)
 
 
 def test_outer_sends_its_bytes_for_a_shard(num=2):
