@@ -137,7 +137,7 @@ def test_step_without_devices_takes_arguments_and_specs():
 
 
 @pytest.mark.parametrize("kind", ["constraint", "shard_map"])
-def test_step_with_a_mesh_is_rejected_with_its_line(kind):
+def test_step_with_a_mesh_is_rejected(kind):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def step(state, batch):

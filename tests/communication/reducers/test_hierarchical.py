@@ -66,7 +66,7 @@ def test_state_belongs_to_shards_or_leaf_is_exact():
     assert_close(state.opt_state["bias"], expected.opt_state["bias"])
 
 
-def test_leaf_is_sharded_along_another_dim_than_the_first():
+def test_leaf_is_sharded_along_its_second_dim():
     terms = np.random.default_rng(0).normal(size=(4, 3, 8)).astype(np.float32)
     made = hierarchical.make(outer={"int8": {"block": 1}})
     run = alone(made, axes=("replica", "data"))
