@@ -34,7 +34,7 @@ def leave_backend() -> None:
     from jax.extend.backend import clear_backends
 
     state = distributed.global_state
-    state.client = getattr(state.client, "_client", state.client)  # of cluster.barrier.Client
+    state.client = getattr(state.client, "own", state.client)  # of cluster.barrier.Client
     with contextlib.suppress(RuntimeError):
         jax.distributed.shutdown()
     state.client = state.service = state.preemption_sync_manager = None
