@@ -74,6 +74,7 @@ def test_explanation_names_groups_and_the_form():
 
     found = said(program({"mesh": {}}, own=task(loss_fn=names_an_axis)))
     has(found["form"], "mapped: vmap over 1 replica", "; the step names a replica axis")
+    has(said(program({"mesh": {}}))["form"], "plain: one replica")
     has(found["reducer"], "sum: not used, since nothing is reduced over replicas")
 
 
