@@ -1,14 +1,8 @@
-"""The page of a drill: what it holds, and how a browser shows it."""
+"""The page of a drill: what it holds, and where its bars are."""
 
-import shutil
-import subprocess
-
-import pytest
+import re
 
 from spmdkit.metrics.report.drill import drill_page
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 
 RESULT = {
     "passed": False,
@@ -70,25 +64,9 @@ def test_page_shows_faults_cost_and_failures():
     assert "src=" not in text and "<script" not in text
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium (make test tries)")
-def test_a_browser_draws_every_bar_within_the_page(tmp_path):
-    probe = (
-        "<script>const svg = document.querySelector('svg.timeline').getBoundingClientRect();const inside = "
-        "[...document.querySelector('svg.timeline').querySelectorAll('rect')].every(r => "
-        "{ const b = r.getBoundingClientRect(); return b.left >= svg.left - 1 && b.right <= svg.right + 1 && b.width > 0 });document.title "  # noqa: E501
-        "= [document.documentElement.scrollWidth, innerWidth, inside].join(' ')</script></body>"
-    )
-    text = drill_page(RESULT).replace("default-src 'none'", "default-src 'none'; script-src 'unsafe-inline'")
-    probed = tmp_path / "probed.html"
-    probed.write_text(text.replace("</body>", probe))
-    command = [
-        CHROMIUM,
-        *FLAGS,
-        f"--user-data-dir={tmp_path / 'profile'}",
-        "--window-size=1000,1400",
-        "--dump-dom",
-        f"file://{probed}",
-    ]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    width, window, inside = dom.split("<title>")[1].split("</title>")[0].split()
-    assert int(width) <= int(window) and inside == "true"
+def test_every_bar_is_within_its_chart():
+    text = drill_page(RESULT)
+    widths = {float(width) for width in re.findall(r'<svg class="chart timeline" viewBox="0 0 (\d+) ', text)}
+    bars = [(float(x), float(width)) for x, width in re.findall(r'<rect x="([\d.]+)" y="\d+" width="([\d.]+)"', text)]
+    assert len(widths) == 1 and len(bars) == 9
+    assert all(width > 0 and x >= 0 and x + width <= max(widths) for x, width in bars)
