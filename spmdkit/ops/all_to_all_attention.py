@@ -48,6 +48,16 @@ def forward(
 
 
 @jax.named_scope(trace_context.ALL_TO_ALL)
+def tangent(
+    implementation: Implementation, causal: bool, scale: float, kept: Kept, own: Keys, tangents: tuple[jax.Array, ...]
+) -> jax.Array:
+    """Returns the tangent of `out` by those of q, k and v, this device's part of the sequence; `own` as in
+    `backward`."""
+    attend = lambda q, k, v: implementation.forward(q, k, v, _mask(causal, own), scale)[0].astype(q.dtype)
+    return _to_sequence(jax.jvp(attend, kept[:3], tuple(_to_heads(t) for t in tangents))[1])
+
+
+@jax.named_scope(trace_context.ALL_TO_ALL)
 def backward(
     implementation: Implementation, causal: bool, scale: float, kept: Kept, own: Keys, dout: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

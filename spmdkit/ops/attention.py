@@ -11,10 +11,10 @@ x: fsdp and expert, c: context, t: tensor. N query heads share K key heads, N / 
     implementation    xla (everywhere): attention_blocks.py; cudnn (NVIDIA GPU): attention_cudnn.py; splash (TPU):
                       attention_splash.py. `auto` takes xla if no other is possible.
 
-A `jax.custom_vjp`, without a forward mode. The forward pass saves q, k, v, `out` and `lse` (named "attention" for
-`remat`); the backward pass recomputes the scores block by block. Global view: one `sk.manual` part forward and one
-backward. Inside of `sk.manual` the arguments are shards, with the key heads of the device's query heads
-(`own_kv_heads`), and the function runs directly.
+The forward pass saves q, k, v, `out` and `lse` (named "attention" for `remat`); the backward pass recomputes the scores
+block by block. Global view: one `sk.manual` part forward and one backward. Forward mode (`jax.jvp`; xla only) has a
+tangent part in place of the backward one. Inside of `sk.manual` the arguments are shards, with the key heads of the
+device's query heads (`own_kv_heads`), and the function runs directly.
 Wire: see the files of the two forms. If there are fewer key heads K than the tensor axis t, they are repeated r = t / K
 times. dk and dv are then summed over the copies, at (2 (r-1)/r + K-1) (|dk| + |dv|), with |dk| the bytes of a device's
 own head.
@@ -23,6 +23,7 @@ Source: Vaswani et al. (2017); Ainslie et al., "GQA" (2023), for the grouped hea
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from spmdkit.foundation.formatting import nearest
 from spmdkit.ops import all_to_all_attention, attention_cudnn, attention_splash, ring_attention
 from spmdkit.ops.all_to_all_attention import Kept
 from spmdkit.ops.attention_blocks import XLA, Implementation, Keys
+from spmdkit.ops.both_modes import both_modes
 from spmdkit.ops.collectives import axes, axis_index, axis_size
 from spmdkit.ops.context import chunks, order
 from spmdkit.ops.manual import is_sharded, manual
@@ -94,8 +96,8 @@ def attention(
     )
     positions = positions_BT[None] if positions_BT is not None and positions_BT.ndim == 1 else positions_BT
     k_BSKH, v_BSKH = (_repeated(context, x) for x in (k_BSKH, v_BSKH))
-    operands = _alike(context, (q_BTNH, Keys(k_BSKH, v_BSKH, segment_ids_BT, positions)))
-    out_BTNH = _differentiable(call)(*operands)
+    ids, *operands = _alike(context, (Keys(None, None, segment_ids_BT, positions), q_BTNH, k_BSKH, v_BSKH))
+    out_BTNH = _differentiable(call, ids)(ids, *operands)
     if segment_ids_BT is not None:
         out_BTNH = jnp.where(segment_ids_BT[:, :, None, None] < 0, 0, out_BTNH)
     return out_BTNH
@@ -127,29 +129,31 @@ class _Call(NamedTuple):
         return self.implementation, self.causal, self.scale
 
 
-def _differentiable(call: _Call) -> Any:
-    """Returns `(q, keys) -> out` with the gradient of its form; both passes see the step of the call."""
-    kept_dims = KEPT_BY_HEADS if call.by_heads else KEPT
+def _differentiable(call: _Call, ids: Keys) -> Any:
+    """Returns `(ids, q, k, v) -> out` with the derivatives of its form; all passes see the step of the call."""
+    kept_dims, keys_dims = KEPT_BY_HEADS if call.by_heads else KEPT, _keys_dims(ids)
     out_dims = (HEADS, kept_dims if call.by_heads else KEPT.lse)
+    kept_and_ids = jax.tree.structure((Kept(*range(5)), ids))
+    in_part = functools.partial(manual, kernel=call.implementation is not XLA)
 
-    def forward(q: jax.Array, keys: Keys) -> tuple[jax.Array, Any]:
+    def forward(ids: Keys, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         with trace_context.tracing(call.context):
-            part = manual(_forward(call), [HEADS, _keys_dims(keys)], out_dims, kernel=call.implementation is not XLA)
-            out, kept = jax.tree.map(lambda x: checkpoint_name(x, "attention"), part(q, keys))
-        ids = keys._replace(k=None, v=None)
-        return out, (kept, ids) if call.by_heads else (Kept(q, keys.k, keys.v, out, kept), ids)
+            part = in_part(_forward(call), [HEADS, keys_dims], out_dims)
+            out, kept = jax.tree.map(lambda x: checkpoint_name(x, "attention"), part(q, ids._replace(k=k, v=v)))
+        kept = kept if call.by_heads else Kept(q, k, v, out, kept)
+        return out, jax.tree.leaves((kept, ids))
 
-    def backward(residuals: tuple[Kept, Keys], dout: jax.Array) -> tuple[jax.Array, Keys]:
-        kept, ids = residuals
+    def tangent(leaves: Any, tangents: Any) -> Any:
         with trace_context.tracing(call.context):
-            in_dims = [kept_dims, _keys_dims(ids), HEADS]
-            part = manual(_backward(call), in_dims, (HEADS, HEADS, HEADS), kernel=call.implementation is not XLA)
-            dq, dk, dv = part(kept, ids, dout)
-        return dq, Keys(dk, dv, None, None)
+            part = in_part(_tangent(call), [kept_dims, keys_dims, HEADS, HEADS, HEADS], HEADS)
+            return part(*kept_and_ids.unflatten(leaves), *tangents)
 
-    attend = jax.custom_vjp(lambda q, keys: forward(q, keys)[0])
-    attend.defvjp(forward, backward)
-    return attend
+    def backward(leaves: Any, dout: jax.Array) -> Any:
+        with trace_context.tracing(call.context):
+            part = in_part(_backward(call), [kept_dims, keys_dims, HEADS], (HEADS, HEADS, HEADS))
+            return part(*kept_and_ids.unflatten(leaves), dout)
+
+    return both_modes(forward, tangent, backward)
 
 
 def _forward(call: _Call) -> Any:
@@ -164,6 +168,18 @@ def _forward(call: _Call) -> Any:
         return out.astype(q.dtype), lse
 
     return attention
+
+
+def _tangent(call: _Call) -> Any:
+    """Returns the forward mode on shards: that of the forward pass itself."""
+
+    def attention_tangent(kept: Kept, ids: Keys, *tangents: jax.Array) -> Any:
+        if call.by_heads:
+            return all_to_all_attention.tangent(*call.fixed, kept, ids, tangents)
+        attend = lambda q, k, v: _forward(call)(q, ids._replace(k=k, v=v))[0]
+        return jax.jvp(attend, kept[:3], tangents)[1]
+
+    return attention_tangent
 
 
 def _backward(call: _Call) -> Any:

@@ -106,8 +106,8 @@ def _lower(ctx: Any, *args: Any, jaxpr: Any, flops: float) -> Any:
 
 def _jvp(*_: Any, **params: Any) -> Any:
     raise ConfigError(
-        "a second derivative goes through a kernel (attention by splash or cudnn). A kernel has a first derivative, by "
-        "its own backward pass, and no other. Use attention: {implementation: xla}, or "
+        "a second derivative, or one in forward mode, goes through a kernel (attention by splash or cudnn). A kernel "
+        "has a first derivative, by its own backward pass, and no other. Use attention: {implementation: xla}, or "
         "sk.attention(..., implementation='xla')."
     )
 
