@@ -41,14 +41,9 @@ def checkpoint_ls(run: RunDir, json_: AsJson = False) -> None:
         return
     for row in rows:
         values = [f"{k} {v:.6g}" for k, v in (row.get("metrics") or {}).items() if v is not None]
-        words = [
-            *values,
-            *(["best"] if row["best"] else []),
-            *([] if row["complete"] else [f"DAMAGED: {row['found']}"]),
-        ]
-        say(
-            f"{row['step']:>8}  {format_bytes(row['bytes']):>10}  {_local_time(row['time'])}  {'  '.join(words)}".rstrip()  # noqa: E501
-        )
+        values += ["best"] * row["best"] + ([] if row["complete"] else [f"DAMAGED: {row['found']}"])
+        start = f"{row['step']:>8}  {format_bytes(row['bytes']):>10}  {_local_time(row['time'])}"
+        say(f"{start}  {'  '.join(values)}".rstrip())
     if not rows:
         say(f"no checkpoint in {folder}")
     for name in ignored:
@@ -133,7 +128,8 @@ def _local_time(seconds: float | None) -> str:
 
     if seconds is None or not 0 <= seconds < 1e11:
         return f"{'unknown time':<19}"
-    return f"{datetime.datetime.fromtimestamp(seconds).isoformat(sep=' ', timespec='seconds')} ({format_duration(max(0.0, time.time() - seconds))} ago)"  # noqa: E501
+    moment = datetime.datetime.fromtimestamp(seconds).isoformat(sep=" ", timespec="seconds")
+    return f"{moment} ({format_duration(max(0.0, time.time() - seconds))} ago)"
 
 
 def _checkpoints(run: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,7 +19,7 @@ def apply(document: source.Document, overrides: Iterable[str]) -> source.Documen
     Raises:
         ConfigError: no `=`, an empty key, a value that is not YAML, or a key inside a value that is not a mapping.
     """
-    value, places = _copy(document.value), dict(document.places)
+    value, places = copy.deepcopy(document.value), dict(document.places)
     for text in overrides:
         path, new, inner = _parse(text)
         place = Location(f"override {_shown(text)}", 0)
@@ -58,11 +59,6 @@ def _set(value: dict[Any, Any], path: KeyPath, new: Any, place: Location) -> Non
             )
         value = inner
     value[path[-1]] = new
-
-
-def _copy(value: Any) -> Any:
-    """Returns a mutable copy of plain values."""
-    return {k: _copy(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def _shown(text: str) -> str:

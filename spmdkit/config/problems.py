@@ -78,23 +78,14 @@ def render(found: Sequence[Problem], origin: Origin) -> str:
     return "\n".join(lines)
 
 
+_TYPES: dict[Any, str] = {bool: "", str: "text", int: "a whole number", float: "a number"}
+_TYPES |= {list | tuple: "a list", dict: "a mapping"}
+
+
 def show(value: Any) -> str:
     """Returns a value for a message: short, with its type if that is not obvious."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return f"{_short(value)} (text)"
-    if isinstance(value, int):
-        return f"{_short(value)} (a whole number)"
-    if isinstance(value, float):
-        return f"{value} (a number)"
-    if isinstance(value, list | tuple):
-        return f"{_short(value)} (a list)"
-    if isinstance(value, dict):
-        return f"{_short(value)} (a mapping)"
-    return f"a Python {type(value).__name__}"
+    name = "" if value is None else next((name for kind, name in _TYPES.items() if isinstance(value, kind)), None)
+    return f"a Python {type(value).__name__}" if name is None else f"{_short(value)} ({name})".removesuffix(" ()")
 
 
 def _short(value: Any, depth: int = 0) -> str:
@@ -102,15 +93,15 @@ def _short(value: Any, depth: int = 0) -> str:
         return "null" if value is None else str(value).lower()
     if isinstance(value, int):
         return str(value) if value.bit_length() <= 128 else f"<{value.bit_length()} bits>"
+    if isinstance(value, float):
+        return str(value)
     if isinstance(value, str):
         return repr(value) if len(value) <= 60 else repr(value[:57]) + "..."
-    if isinstance(value, list | tuple | dict):
-        if depth > 2:
-            return "..."
-        if isinstance(value, dict):
-            parts = [f"{_short(k, depth + 1)}: {_short(v, depth + 1)}" for k, v in list(value.items())[:4]]
-        else:
-            parts = [_short(v, depth + 1) for v in value[:4]]
-        body = ", ".join(parts + ["..."] * (len(value) > 4))
-        return f"{{{body}}}" if isinstance(value, dict) else f"[{body}]"
-    return str(value) if isinstance(value, float) else f"<{type(value).__name__}>"
+    if not isinstance(value, list | tuple | dict) or depth > 2:
+        return "..." if isinstance(value, list | tuple | dict) else f"<{type(value).__name__}>"
+    if isinstance(value, dict):
+        parts = [f"{_short(k, depth + 1)}: {_short(v, depth + 1)}" for k, v in list(value.items())[:4]]
+    else:
+        parts = [_short(v, depth + 1) for v in value[:4]]
+    body = ", ".join(parts + ["..."] * (len(value) > 4))
+    return f"{{{body}}}" if isinstance(value, dict) else f"[{body}]"

@@ -15,42 +15,29 @@ PROJECT_FILES = (".git", "pyproject.toml", "setup.py")
 def problems(config: Settings, folder: Path) -> Iterator[Problem]:
     """Yields what is wrong with `run_dir`; `folder` is where relative paths start."""
     requested = config.run_dir
+    text = ""
     if requested is None:
-        return
-    if "://" in requested:
-        buckets = requested.startswith(("gs://", "s3://"))
-        repair = (
-            f"Try run_dir: runs/first with checkpoint.directory: {requested}."
-            if buckets
-            else "Try run_dir: runs/first."
-        )
-        yield Problem(
-            ("run_dir",),
-            (
-                f"{show(requested)} is a URL, and run_dir is a folder of this machine, for logs, metrics and the lock. "
-                f"Checkpoints alone lie in a bucket. {repair}"
-            ),
-        )
-        return
-    if os.path.isabs(requested):
-        if ".." in Path(requested).parts or Path(requested) == Path("/"):
-            what = "goes up by '..'" if ".." in Path(requested).parts else "is the root of the file system"
-            yield Problem(
-                ("run_dir",),
-                f"{show(requested)} {what}. A run has its own folder, which it fills. Try run_dir: runs/first.",
-            )
         return
     start, cwd = os.path.abspath(folder), os.getcwd()
     place = os.path.normpath(os.path.join(start, requested))
     roots = {_project(Path(start)), cwd if _inside(start, cwd) else start}
-    if not any(_inside(place, root) for root in roots):
-        yield Problem(
-            ("run_dir",),
-            (
-                f"{show(requested)} leads out of the project, to {place}. A relative path stays in "
-                f"{max(roots, key=len)}. Try run_dir: runs/first, or give the whole path."
-            ),
+    if "://" in requested:
+        bucket = f" with checkpoint.directory: {requested}" if requested.startswith(("gs://", "s3://")) else ""
+        text = (
+            "is a URL, and run_dir is a folder of this machine, for logs, metrics and the lock. Checkpoints alone lie "
+            f"in a bucket. Try run_dir: runs/first{bucket}."
         )
+    elif os.path.isabs(requested):
+        if ".." in Path(requested).parts or Path(requested) == Path("/"):
+            what = "goes up by '..'" if ".." in Path(requested).parts else "is the root of the file system"
+            text = f"{what}. A run has its own folder, which it fills. Try run_dir: runs/first."
+    elif not any(_inside(place, root) for root in roots):
+        text = (
+            f"leads out of the project, to {place}. A relative path stays in {max(roots, key=len)}. Try run_dir: "
+            "runs/first, or give the whole path."
+        )
+    if text:
+        yield Problem(("run_dir",), f"{show(requested)} {text}")
 
 
 def _project(folder: Path) -> str:

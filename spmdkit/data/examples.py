@@ -20,7 +20,7 @@ import numpy as np
 from spmdkit.data.dtypes import device_dtype, narrow
 from spmdkit.data.row_errors import DEFAULT_POLICY, ReadPolicy
 from spmdkit.errors import ConfigError, SpmdkitError, UserCodeError
-from spmdkit.foundation.trees import path_name
+from spmdkit.foundation.trees import named_leaves
 
 # A length above this is grain's encoding of "endless" (repeat() returns sys.maxsize).
 ENDLESS = 2**62
@@ -40,14 +40,12 @@ class ExampleSource:
         self._length = _length(data, what)
         self._epoch_stride = self._length if is_grain else 0
         example = self._read(0, 0, lambda example: example)
-        leaves: list[Any] = jax.tree.leaves(example)
         self._treedef: Any = jax.tree.structure(example)
-        if not leaves:
+        if not (leaves := named_leaves(example)):
             raise ConfigError(f"{what}[0] is {example!r}, which holds no array. Return at least one array per example.")
-        paths = [path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(example)[0]]
-        self._names = [f" leaf '{path}'" if path else "" for path in paths]
+        self._names = [f" leaf '{path}'" if path else "" for path, _ in leaves]
         self._refuse_lists_of_numbers(example)
-        arrays = [self._array(0, name, leaf) for name, leaf in zip(self._names, leaves, strict=True)]
+        arrays = [self._array(0, name, leaf) for name, (_, leaf) in zip(self._names, leaves, strict=True)]
         self._specs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
 
     def read_by(self, access: ReadPolicy) -> ExampleSource:
@@ -107,7 +105,8 @@ class ExampleSource:
                 try:
                     return read(index)
                 except (ConfigError, UserCodeError) as error:
-                    if _is_exit(error) or not ledger.skip(batch, index, error.__cause__ or error):
+                    exits = isinstance(error.__cause__, SystemExit | GeneratorExit)
+                    if exits or not ledger.skip(batch, index, error.__cause__ or error):
                         raise
             index = (index + 1) % self._length
 
@@ -151,9 +150,9 @@ class ExampleSource:
             return self._access.read(index, read)
         except SpmdkitError:
             raise
-        except (Exception, SystemExit, GeneratorExit) as error:
-            if isinstance(error, SystemExit | GeneratorExit):
-                raise UserCodeError(_exit_message(f"{self._what}[{index}]", error)) from error
+        except (SystemExit, GeneratorExit) as error:
+            raise UserCodeError(_exit_message(f"{self._what}[{index}]", error)) from error
+        except Exception as error:
             raise UserCodeError(
                 f"{self._what}[{index}] raised {type(error).__name__}: {error}. Every index from 0 to "
                 f"{self._length - 1} must return an example, because len() is {self._length}. Fix the data's "
@@ -162,23 +161,18 @@ class ExampleSource:
 
     def _array(self, index: int, name: str, leaf: Any) -> np.ndarray:
         where = f"{self._what}[{index}]{name}"
-        if type(leaf) in (bool, int, float, complex):
-            return self._number(where, leaf)
         try:
-            array = np.asarray(leaf)
+            array = np.asarray(leaf, np.int64 if type(leaf) is int else None)
+        except OverflowError as error:
+            raise ConfigError(f"{where} is {leaf}, which does not fit 64 bits. Use a smaller number.") from error
         except Exception as error:
             raise ConfigError(
                 f"{where} is a {type(leaf).__name__}, which numpy cannot read ({error}). An example is a pytree of "
                 f"arrays and numbers. Convert it in __getitem__."
             ) from error
+        if type(leaf) in (bool, int, float, complex):
+            return narrow(where, array, np.dtype(jax.dtypes.canonicalize_dtype(array.dtype)))
         return narrow(where, array, device_dtype(where, array.dtype))
-
-    def _number(self, where: str, value: Any) -> np.ndarray:
-        try:
-            array = np.asarray(value, np.int64) if type(value) is int else np.asarray(value)
-        except OverflowError as error:
-            raise ConfigError(f"{where} is {value}, which does not fit 64 bits. Use a smaller number.") from error
-        return narrow(where, array, np.dtype(jax.dtypes.canonicalize_dtype(array.dtype)))
 
     def _refuse_lists_of_numbers(self, example: Any) -> None:
         """A list of numbers would be a pytree of as many scalars: rarely intended, and silently slow."""
@@ -193,10 +187,6 @@ class ExampleSource:
 def _copy_example(rows: list[np.ndarray], row: int, leaves: list[np.ndarray]) -> None:
     for out, leaf in zip(rows, leaves, strict=True):
         out[row] = leaf
-
-
-def _is_exit(error: BaseException) -> bool:
-    return isinstance(error.__cause__, SystemExit | GeneratorExit)
 
 
 def _exit_message(what: str, error: BaseException) -> str:

@@ -55,11 +55,8 @@ class Feed:
     def abstract(self) -> Batch:
         """Returns the batch as `jax.ShapeDtypeStruct` leaves with their shardings."""
         size = self.schedule.batch_size
-
-        def leaf(x: Any) -> Any:
-            return jax.ShapeDtypeStruct((size, *x.shape), x.dtype, sharding=self._sharding)
-
-        mask: Any = jax.ShapeDtypeStruct((size,), np.bool_, sharding=self._sharding) if self._padded else None
+        leaf: Any = lambda x: jax.ShapeDtypeStruct((size, *x.shape), x.dtype, sharding=self._sharding)
+        mask = leaf(jax.ShapeDtypeStruct((), np.bool_)) if self._padded else None
         return Batch(jax.tree.map(leaf, self._source.element()), mask)
 
     def stream(self, start: int, stop: int) -> data.DeviceBatches:

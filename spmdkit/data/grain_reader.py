@@ -17,17 +17,14 @@ class StepDataset(grain.MapDataset):
 
     def __init__(self, source: Source, schedule: Schedule, positions: np.ndarray | None, start: int, stop: int):
         super().__init__()
-        self._source = source
-        self._schedule = schedule
-        self._positions = positions
-        self._start = start
-        self._num_steps = stop - start
+        self._length = stop - start
+        self._read = lambda index: read_step(source, schedule, positions, start + index)
 
     def __len__(self) -> int:
-        return self._num_steps
+        return self._length
 
     def __getitem__(self, index: Any) -> Any:
-        return read_step(self._source, self._schedule, self._positions, self._start + index)
+        return self._read(index)
 
 
 def read(dataset: StepDataset, num_threads: int, buffer_size: int) -> Any:

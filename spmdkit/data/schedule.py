@@ -135,10 +135,8 @@ class Schedule:
         return [(number, number) for number in map(self.number, range(step, step + count))]
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (indices int64[batch_size], mask bool[batch_size]) of `step` >= 1, both read-only.
-
-        A missing row has mask False and the index of the last valid row, so that it can be loaded.
-        """
+        """Returns (indices int64[batch_size], mask bool[batch_size]) of `step` >= 1, both read-only. A missing row has
+        mask False and the index of the last valid row, so that it can be loaded."""
         self._check(step)
         if self.shares:
             return self._of_all(step)

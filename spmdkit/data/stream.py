@@ -8,6 +8,7 @@ wait, holds one batch more than configured, runs two threads, and hangs its cons
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import sys
 import threading
@@ -140,20 +141,16 @@ def _produce(
     except BaseException as raised:  # noqa: BLE001  it is raised in the consumer, which would otherwise wait indefinitely
         error = raised
     try:
-        close = getattr(batches, "close", None)
-        if close is not None:
-            close()
+        getattr(batches, "close", lambda: None)()
     except BaseException as raised:  # noqa: BLE001  as above
         error = error or raised
     ready.put((None, error))
 
 
 def _stop(thread: threading.Thread, slots: queue.SimpleQueue) -> None:
-    while True:
-        try:
+    with contextlib.suppress(queue.Empty):
+        while True:
             slots.get_nowait()
-        except queue.Empty:
-            break
     slots.put(False)
     if thread is not threading.current_thread():
         thread.join(DATA_CLOSE_S)

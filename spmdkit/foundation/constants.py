@@ -91,27 +91,8 @@ NAMELESS = "/dev/fd/"
 """Prefix of a file without a name on the disk that was inherited open."""
 
 OUR_VARIABLES = frozenset(
-    {
-        COORDINATOR,
-        NUM_PROCESSES,
-        PROCESS_ID,
-        DEVICES_PER_PROCESS,
-        RENDEZVOUS_TIMEOUT_S,
-        SERVICE,
-        DEATHS_FILE,
-        ERROR_FILE,
-        BEAT_FILE,
-        STEP_FILE,
-        MEMBERSHIP_FILE,
-        READY_FILE,
-        MEMBER,
-        GENERATION,
-        COMPILE_CACHE,
-        COMPILE_ONLY,
-        DRILL_FILE,
-        "SPMDKIT_ALLOCATOR",
-        "SPMDKIT_RATES",
-    }
+    [value for value in dict(vars()).values() if isinstance(value, str) and value.startswith("SPMDKIT_")]
+    + ["SPMDKIT_ALLOCATOR", "SPMDKIT_RATES"]
 )
 """All environment variables of spmdkit."""
 

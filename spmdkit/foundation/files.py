@@ -71,12 +71,8 @@ def tighten(path: Path) -> None:
 
 
 def below(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yields (path, path below `folder`) of every file in it, as strings: a new name in a `Path` takes an entry in
-    CPython's table of interned strings.
-
-    The names of a save are new each time. Up to Python 3.11 they fill the table until it is rebuilt, twice as large;
-    3.12 never frees one.
-    """
+    """Yields (path, path below `folder`) of every file in it, as strings: each new name in a `Path` stays in CPython's
+    table of interned strings (up to 3.11 until the table is rebuilt, from 3.12 on for good)."""
     top = os.fspath(folder)
     for parent, _, names in os.walk(top):
         for name in names:
@@ -86,12 +82,10 @@ def below(folder: Path) -> Iterator[tuple[str, str]]:
 
 def _chmod(path: str | Path) -> None:
     with contextlib.suppress(OSError):  # another owner, or deleted
-        found = os.lstat(path)
-        most = FOLDER_MODE if stat.S_ISDIR(found.st_mode) else FILE_MODE
-        if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode):
-            mode = stat.S_IMODE(found.st_mode)
-            if mode & ~most:
-                os.chmod(path, mode & most)
+        mode = os.lstat(path).st_mode
+        most = FOLDER_MODE if stat.S_ISDIR(mode) else FILE_MODE
+        if (stat.S_ISREG(mode) or stat.S_ISDIR(mode)) and stat.S_IMODE(mode) & ~most:
+            os.chmod(path, stat.S_IMODE(mode) & most)
 
 
 def replace(path: str | os.PathLike[str], content: bytes, mode: int = FILE_MODE) -> None:

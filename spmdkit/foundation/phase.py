@@ -63,7 +63,7 @@ def end() -> None:
 
 
 def mark_ending() -> None:
-    """Records that this process exits for a reason that it shares with others, so that their exit need not end it."""
+    """Records that this process exits for a reason that it shares with others: their exit need not end it."""
     global _ends_since
     _ends_since = time.monotonic()
 

@@ -112,7 +112,5 @@ def _hidden(found: re.Match[str]) -> str:
 
 def _of_environment() -> set[str]:
     """Returns the values of environment variables with secret names. `PWD` is the current folder."""
-    found = {
-        name: os.environ.get(name, "") for name in list(os.environ) if named(name)
-    }  # a thread may change them concurrently
-    return {value for name, value in found.items() if len(value) >= 8 and name not in ("PWD", "OLDPWD")}
+    names = [name for name in list(os.environ) if named(name) and name not in ("PWD", "OLDPWD")]
+    return {value for name in names if len(value := os.environ.get(name, "")) >= 8}  # another thread may remove one

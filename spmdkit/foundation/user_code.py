@@ -15,7 +15,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -37,16 +37,8 @@ _LOADED_AS = "spmdkit_task_"
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGED = re.compile(r"[/\\](?:site|dist)-packages[/\\](\w+)")
-_REFUSING = {
-    "jax": "JAX",
-    "jaxlib": "JAX",
-    "numpy": "numpy",
-    "opt_einsum": "einsum",
-    "flax": "flax",
-    "equinox": "equinox",
-    "optax": "optax",
-    "einops": "einops",
-}
+_REFUSING = {name: name for name in ("numpy", "flax", "equinox", "optax", "einops")}
+_REFUSING |= {"jax": "JAX", "jaxlib": "JAX", "opt_einsum": "einsum"}
 """Model libraries: their errors mean that shapes, dtypes or names do not match."""
 
 _LONGEST_CAUSE = 500
@@ -92,10 +84,8 @@ def shortened(error: BaseException) -> str:
     """Returns the first paragraph of an exception's text, without JAX's notes about its own files and types."""
     first, *more = re.sub(r"\{V:[^}]*\}", "", str(error)).strip().split("\n\n")
     text = f"{first}\n{more[0]}" if more and first.endswith(":") else first
-    lines = [
-        line for line in text.splitlines() if not line.startswith(("The error occurred while tracing", "See https:"))
-    ]
-    text = "\n".join(lines) or "it gave no reason"
+    notes = ("The error occurred while tracing", "See https:")
+    text = "\n".join(line for line in text.splitlines() if not line.startswith(notes)) or "it gave no reason"
     return text if len(text) <= _LONGEST_CAUSE else f"{text[:_LONGEST_CAUSE]} ..."
 
 
@@ -114,10 +104,8 @@ def _repair(error: BaseException, what: str) -> str:
             f"While {what} is compiled its arrays have shapes and no values. Use jnp.where or jax.lax.cond for `if`, "
             "and jnp for np, float() and int()."
         )
-    parts = (
-        "The shapes and dtypes in it" if what == "init" else "The parameters, the data and what is computed from them"
-    )
-    return f"{parts} have to fit together. Fix that line."
+    computed = "The parameters, the data and what is computed from them"
+    return f"{'The shapes and dtypes in it' if what == 'init' else computed} have to fit together. Fix that line."
 
 
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:
@@ -167,13 +155,13 @@ def find(text: str, kind: str, folder: Path, instance: type | None = None) -> An
     """
     target, _, name = text.rpartition(":")
     key, module = KEYS.get(kind, kind), _import(target, kind, folder)
-    known = {n: v for n, v in vars(module).items() if _is_declared(v, kind, module) or _is_instance(v, instance)}
+    known = [n for n, v in vars(module).items() if _is_registered(v, kind, module, instance)]
     if not hasattr(module, name):
         others = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        defines = f" It defines: {', '.join(list(known or others)[:12])}." if known or others else ""
+        defines = f" It defines: {', '.join((known or others)[:12])}." if known or others else ""
         raise ConfigError(f"{key}: {target} has no '{name}'.{nearest(name, known or others)}{defines}")
     found = getattr(module, name)
-    if _is_instance(found, instance) or _is_declared(found, kind, module):
+    if _is_registered(found, kind, module, instance):
         return found
     (found_kind, owner), decorator = _mark(found), f"@sk.{kind}"
     rule = (f"a spmdkit.{instance.__name__} or " if instance is not None else "") + f"a function under {decorator}"
@@ -183,7 +171,11 @@ def find(text: str, kind: str, folder: Path, instance: type | None = None) -> An
     elif target.endswith(".py") and getattr(found, "__module__", None) == module.__name__ and callable(found):
         repair = f"Write {decorator} above its definition"
     else:
-        repair = f"Name one{_such_as(known)}" if known else f"Write one, in a file of yours: my_{kind}.py:{kind}"
+        repair = (
+            f"Name one, such as {', '.join(known[:6])}"
+            if known
+            else f"Write one, in a file of yours: my_{kind}.py:{kind}"
+        )
     raise ConfigError(f"{key}: {text} {what}. A config names objects that its module registers: {rule}. {repair}.")
 
 
@@ -245,12 +237,9 @@ def _mark(found: Any) -> tuple[str | None, str | None]:
     return getattr(found, "__dict__", {}).get(_MARK, (None, None))
 
 
-def _is_declared(found: Any, kind: str, module: ModuleType) -> bool:
-    return _mark(found) == (kind, module.__name__)
-
-
-def _is_instance(found: Any, instance: type | None) -> bool:
-    return instance is not None and isinstance(found, instance)
+def _is_registered(found: Any, kind: str, module: ModuleType, instance: type | None) -> bool:
+    """Returns whether `module` registers `found` as `kind`, or it is an `instance`."""
+    return _mark(found) == (kind, module.__name__) or (instance is not None and isinstance(found, instance))
 
 
 def _described(found: Any) -> str:
@@ -263,10 +252,6 @@ def _described(found: Any) -> str:
 
 def _home(found: Any) -> str:
     return str(getattr(found, "__module__", None) or "").removeprefix(_LOADED_AS)
-
-
-def _such_as(names: Iterable[str]) -> str:
-    return f", such as {', '.join(list(names)[:6])}"
 
 
 def _import(target: str, kind: str, folder: Path) -> ModuleType:

@@ -38,14 +38,8 @@ Variables that select kernels (`xla_gpu_load_autotune_results_from`, `..._algori
 
 PACKAGES = ("spmdkit", "jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "grain", "numpy")
 _ALLOWED = re.compile(r"JAX_.*|XLA_FLAGS|SPMDKIT_.*")
-NAMED = {
-    *OUR_VARIABLES,
-    "JAX_PLATFORM_NAME",
-    "JAX_NUM_PROCESSES",
-    "JAX_PROCESS_ID",
-    "JAX_COORDINATOR_ADDRESS",
-    "JAX_LOCAL_DEVICE_IDS",
-}
+NAMED = {*OUR_VARIABLES, *(f"JAX_{name}" for name in ("NUM_PROCESSES", "PROCESS_ID", "COORDINATOR_ADDRESS"))}
+NAMED |= {"JAX_PLATFORM_NAME", "JAX_LOCAL_DEVICE_IDS"}
 """Variables with recorded values, in addition to XLA_FLAGS and all settings of JAX."""
 
 

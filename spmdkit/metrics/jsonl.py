@@ -66,16 +66,13 @@ def plain_number(name: str, value: Any) -> int | float | bool:
             " Return sk.mean(values) for it, or leave it out of the metrics."
         )
     array = np.asarray(value)
-    if array.dtype.kind == "b":
-        return bool(array)
-    if array.dtype.kind in "iu":
-        return int(array)
     if array.dtype.kind in "cOSUMm":
         raise UserCodeError(
             f"metric '{name}' has dtype {array.dtype}. A metric is one real number per step."
             " Convert it to a float, or leave it out of the metrics."
         )
-    return float(array.astype(np.float64))
+    plain: int | float | bool = (array if array.dtype.kind in "biu" else array.astype(np.float64)).item()
+    return plain
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

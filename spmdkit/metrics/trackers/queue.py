@@ -3,6 +3,7 @@ and never a step."""
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 
 from spmdkit.errors import ConfigError, SpmdkitError
 from spmdkit.foundation.timeouts import TRACKER_CLOSE_S
-from spmdkit.metrics.trackers.base import Record, Tracker
+from spmdkit.metrics.trackers.base import Record, Tracker, nothing
 
 MOST_WAITING = 1024
 
@@ -77,7 +78,7 @@ class Trackers:
             tracker.rewind(step)
         if self._others:
             self._back = step if self._back is None else min(self._back, step)
-            self._put(None)
+            self._put(nothing)
 
     def close(self) -> None:
         """Writes out what is left, and waits for others `patience_s` at most. May be called twice."""
@@ -94,35 +95,32 @@ class Trackers:
             )
 
     def _stop(self, thread: threading.Thread) -> None:
-        try:
+        with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=self._patience_s)
             thread.join(self._patience_s)
-        except queue.Full:
-            pass
         if thread.is_alive():
             names = ", ".join(self._others)
             self._warn(
                 f"trackers: {names} did not take its last records within {self._patience_s:g} s. They are left out."
             )
 
-    def _work_of(self, use: Callable[[Tracker], None] | None) -> Callable[[], None]:
+    def _work_of(self, use: Callable[[Tracker], None]) -> Callable[[], None]:
         """Returns what the thread does: it goes back where that is due, and uses each tracker."""
         back = self._back
 
         def work() -> None:
             if back is not None:
                 self._each(lambda tracker: tracker.rewind(back))
-            if use is not None:
-                self._each(use)
+            self._each(use)
 
         return work
 
-    def _put(self, use: Callable[[Tracker], None] | None) -> None:
+    def _put(self, use: Callable[[Tracker], None]) -> None:
         try:
             self._queue.put_nowait(self._work_of(use))
             self._back = None
         except queue.Full:
-            if use is None:
+            if use is nothing:
                 return
             if not self._dropped:
                 self._warn(
@@ -134,8 +132,7 @@ class Trackers:
     def _work(self) -> None:
         while (work := self._queue.get()) is not None:
             work()
-        self._work_of(None)()
-        self._each(lambda tracker: tracker.flush())
+        self._work_of(lambda tracker: tracker.flush())()
         self._each(lambda tracker: tracker.close())
 
     def _each(self, use: Callable[[Tracker], None]) -> None:
