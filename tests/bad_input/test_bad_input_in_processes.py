@@ -32,7 +32,7 @@ def test_a_loss_that_raises(folder):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_the_system_does_not_let_grow(folder):
+def test_a_checkpoint_above_the_file_size_limit(folder):
     folder.write(
         "def init(key): return {'w': jnp.zeros((4, 8)), 'b': jnp.zeros(8), 'unused': jax.random.normal(key, (300, 1000))}",
         config={"run_dir": "large"},

@@ -57,14 +57,14 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_checkpoint_is_told_and_not_replaced_by_a_new_start(name, folder):
+def test_a_damaged_checkpoint_stops_the_run(name, folder):
     damage, found = DAMAGE[name]
     damage(folder)
     folder.write()
     folder.fails(79, Says("is damaged", found, repair="set run_dir to a new folder to start again"))
 
 
-def test_a_foreign_folder_in_the_place_of_a_checkpoint_is_kept_beside_it(folder):
+def test_a_foreign_folder_of_a_step_is_quarantined(folder):
     (folder.path / "run/checkpoints/4").mkdir()
     (folder.path / "run/checkpoints/4/notes.txt").write_text("mine")
     folder.write()
@@ -133,7 +133,7 @@ def test_a_loss_that_is_not_finite(folder):
 DISK_FULL = Says("saving step 4 to", "are intact", repair=("Free some space", "checkpoint.keep", "set run_dir"))
 
 
-def test_a_disk_with_too_little_room_for_a_checkpoint(folder, monkeypatch):
+def test_a_disk_with_too_little_room(folder, monkeypatch):
     whole = os.statvfs
     full = SimpleNamespace(f_bavail=10, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda path: full if "checkpoints" in str(path) else whole(path))

@@ -25,7 +25,7 @@ def train_step(state, batch):
 
 
 @pytest.mark.parametrize("raised", ["raise ValueError('mine')", "sys.exit(0)"])
-def test_what_a_callback_in_the_step_raises_is_the_users(folder, raised):
+def test_an_error_of_a_callback_is_the_users(folder, raised):
     one = {"steps": "8", "devices": "cpu:1", "mesh": None}  # of several: tests/system/test_callbacks.py
     folder.write(CALLBACK.format(raised), {"train_step": "train_step"}, one)
     says = Says(("a callback in the step raised at ", "task.py:", ", in told: ", "the newest checkpoint"))
@@ -34,7 +34,7 @@ def test_what_a_callback_in_the_step_raises_is_the_users(folder, raised):
 
 
 @pytest.mark.parametrize("content", [DEEP, "null", '{"schema": 1, "step": 2, "time": 1e400}'])
-def test_a_record_that_is_nested_deep_or_of_other_types(folder, content):
+def test_a_record_of_other_types(folder, content):
     folder.write()
     (folder.path / "run/checkpoints/2/record.json").write_text(content)
     assert folder.leaves("checkpoint", "ls", "run") == 0
@@ -49,7 +49,7 @@ def test_a_record_that_is_nested_deep_or_of_other_types(folder, content):
         lambda plan: {**plan, "layout": {"a": 1}, "findings": "none", "mesh": [1]},
     ],
 )
-def test_a_plan_that_is_nested_deep_or_of_other_types(folder, change, capfd):
+def test_a_plan_of_other_types(folder, change, capfd):
     changed = change(json.loads((folder.path / "run/plan.json").read_text()))
     (folder.path / "plan.json").write_text(changed if isinstance(changed, str) else json.dumps(changed))
     (folder.path / "run/plan.json").write_bytes((folder.path / "plan.json").read_bytes())
@@ -58,7 +58,7 @@ def test_a_plan_that_is_nested_deep_or_of_other_types(folder, change, capfd):
     assert (folder.path / "run/report.html").exists()
 
 
-def test_a_name_that_is_longer_than_names_may_be(folder):
+def test_a_name_that_is_too_long(folder):
     folder.write()
     folder.fails(74, Says(("File name too long",)), command=("checkpoint", "export", "run", "a" * 300))
     folder.fails(78, Says("at most 255 bytes in each part"), command=("train", "run.yaml", f"run_dir={'a' * 300}"))
@@ -77,7 +77,7 @@ def test_an_argument_of_a_megabyte_is_not_echoed(folder):
     folder.fails(78, Says(("raised ValueError",)), command=("train", "big.yaml"))
 
 
-def test_a_folder_that_may_not_be_read_is_no_bug(folder, monkeypatch):
+def test_an_unreadable_folder_is_no_bug(folder, monkeypatch):
     folder.write()
     real = os.listdir
 
@@ -111,7 +111,7 @@ def test_standard_output_on_a_full_disk(folder):
 ESCAPES = "\x1b[2J\x1b]0;mine\x07\r\u202e\udcff"
 
 
-def test_names_of_files_and_leaves_reach_the_terminal_written_out(folder, capfd):
+def test_names_reach_the_terminal_escaped(folder, capfd):
     folder.write(
         f"def loss_fn(params, batch, key):\n    error = batch['x'] @ params['w'] + params['b'] - batch['y']\n"
         f"    return sk.mean(error**2), {{{ESCAPES[:-1]!r}: sk.mean(error)}}"
@@ -131,7 +131,7 @@ def test_names_of_files_and_leaves_reach_the_terminal_written_out(folder, capfd)
         assert "\\x1b[2J" in output + error, (command, output + error)
 
 
-def test_a_mask_is_not_left_wider_than_it_was(folder):
+def test_the_umask_is_not_widened(folder):
     before = os.umask(0o022)
     try:
         folder.write()

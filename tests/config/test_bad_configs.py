@@ -136,7 +136,7 @@ def test_a_handful_of_messages_to_the_letter(lines, tmp_path):
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_config_is_told_with_its_line_and_a_repair(name, tmp_path):
+def test_a_bad_config_is_reported_with_its_line(name, tmp_path):
     lines, *parts = BAD[name]
     text = message(tmp_path, f"task: my_task.py:task\n{lines}\n")
     for part in parts:
@@ -147,7 +147,7 @@ def test_a_bad_config_is_told_with_its_line_and_a_repair(name, tmp_path):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_bad_task_reference_is_told_with_its_line_and_a_repair(task, tmp_path):
+def test_a_bad_task_reference_is_reported(task, tmp_path):
     text = message(tmp_path, f"task: {task}\n")
     assert text.startswith("run.yaml:1: task: ")
     assert TASKS[task] in text
@@ -158,7 +158,7 @@ def test_a_missing_task_is_told_with_an_example(tmp_path):
     assert "Add task: my_task.py:task" in message(tmp_path, "steps: 3\n")
 
 
-def test_all_problems_are_told_at_once_in_the_order_of_the_file(tmp_path):
+def test_all_problems_are_reported_in_file_order(tmp_path):
     text = message(tmp_path, "task: a.py:t\nseed: x\nmesh: {dtaa: 1}\nsteps: 0\neval: {params: emma}\n")
     assert [line.split(": ")[:2] for line in text.splitlines()] == [
         ["run.yaml:2", "seed"],
@@ -168,7 +168,7 @@ def test_all_problems_are_told_at_once_in_the_order_of_the_file(tmp_path):
     ]
 
 
-def test_at_most_ten_problems_are_told_and_the_rest_counted(tmp_path):
+def test_at_most_ten_problems_are_reported(tmp_path):
     lines = message(tmp_path, "task: a.py:t\n" + "".join(f"key{i}: 1\n" for i in range(14))).splitlines()
     assert len(lines) == 11
     assert lines[-1] == "and 4 more problems; fix these first."

@@ -32,7 +32,7 @@ def test_values_are_read_as_in_yaml_1_2(tmp_path):
     assert args == list(values.values()) and list(map(type, args)) == list(map(type, values.values()))
 
 
-def test_a_byte_order_mark_and_text_beyond_ascii_are_fine(tmp_path):
+def test_byte_order_mark_and_unicode_are_read(tmp_path):
     assert load(tmp_path, "\ufefftask: ä.py:t\n").task == "ä.py:t"
 
 
@@ -84,12 +84,12 @@ def test_no_tag_makes_an_object_or_runs_anything(value, tmp_path):
     assert not proof.exists()
 
 
-def test_the_task_is_not_imported_by_reading_a_config(tmp_path):
+def test_reading_a_config_does_not_import_the_task(tmp_path):
     (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
     assert load(tmp_path, "task: evil.py:task\n").task_reference() == (str(tmp_path / "evil.py"), "task")
 
 
-def test_a_file_that_is_not_there_is_told_with_the_nearest_one(tmp_path):
+def test_a_missing_file_is_reported_with_the_nearest(tmp_path):
     (tmp_path / "gpt.yaml").write_text("task: a.py:t\n")
     with pytest.raises(ConfigError, match=r"gtp\.yaml: no such file\. Did you mean 'gpt\.yaml'\?"):
         load_config(tmp_path / "gtp.yaml")
@@ -99,14 +99,14 @@ def test_a_file_that_is_not_there_is_told_with_the_nearest_one(tmp_path):
         load_config(tmp_path)
 
 
-def test_a_path_that_no_system_can_open_is_a_config_error():
+def test_an_impossible_path_is_a_config_error():
     for path in ("a\0b.yaml", "x" * 5000, "/dev/null", "\udcff.yaml"):
         with pytest.raises(ConfigError):
             load_config(path)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
-def test_a_file_that_may_not_be_read_is_a_config_error(tmp_path):
+def test_an_unreadable_file_is_a_config_error(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("task: a.py:t\n")
     path.chmod(0)
@@ -134,7 +134,7 @@ def test_paths_mean_relative_to_the_config(tmp_path, monkeypatch):
     assert load_config("configs/gpt.yaml", [f"run_dir={tmp_path}/b"]).resolved_run_dir() == tmp_path / "b"
 
 
-def test_places_are_told_with_the_path_as_the_user_wrote_it(tmp_path, monkeypatch):
+def test_positions_name_the_path_of_the_user(tmp_path, monkeypatch):
     (tmp_path / "gpt.yaml").write_text("task: a.py:t\nmesh:\n  data: 4\n  fsdp: 2\n")
     monkeypatch.chdir(tmp_path)
     config = load_config("gpt.yaml", ["mesh.data=2"])
@@ -144,7 +144,7 @@ def test_places_are_told_with_the_path_as_the_user_wrote_it(tmp_path, monkeypatc
     assert config.where("batch_size") == "gpt.yaml: batch_size"
 
 
-def test_random_damage_gives_a_config_error_or_a_config(tmp_path):
+def test_random_damage_gives_a_config_or_error(tmp_path):
     draw = random.Random(1)
     good = (
         "task: a.py:t\nmesh: {data: 4, fsdp: -1}\nlayout:\n  rules:\n    - [w, [embed, null]]\nseed: 3 # c\nema: 0.9\n"

@@ -66,7 +66,7 @@ def test_a_misspelled_key_is_reported_by_its_name(inserted, position):
 
 @settings(max_examples=20)
 @given(VALUES)
-def test_any_value_gives_a_config_or_a_config_error(value):
+def test_any_value_gives_a_config_or_error(value):
     for path in FIELDS:
         problem_of(path, value)
 
@@ -76,7 +76,7 @@ def test_a_value_that_no_key_accepts_is_refused():
         assert [path for path in FIELDS if problem_of(path, value) is None] == []
 
 
-def test_a_refused_value_is_reported_under_its_own_key():
+def test_a_rejected_value_is_reported_by_its_key():
     for path in FIELDS:
         lines = (problem_of(path, object()) or "").splitlines()
         assert any(line.startswith(".".join(path)) and "found a Python object" in line for line in lines), path

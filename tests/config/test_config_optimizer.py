@@ -30,7 +30,7 @@ def updates(transformation, steps=3):
     return np.concatenate([params["w"], params["b"]])
 
 
-def test_the_usual_names_are_there_and_the_unusable_are_not():
+def test_usual_names_exist_and_unusable_do_not():
     assert {"adam", "adamw", "sgd", "lion", "adafactor", "lamb", "rmsprop"} <= set(optimizers())
     assert not {"noisy_sgd", "scale_by_learning_rate", "chain", "inject_hyperparams"} & set(optimizers())
     assert {"constant_schedule", "linear_schedule", "exponential_decay"} <= set(schedules())
@@ -94,7 +94,7 @@ def test_the_configs_optimizer_wins_over_the_tasks():
     np.testing.assert_array_equal(updates(chosen(config, optax.adam(1.0))), updates(optax.sgd(0.1)))
 
 
-def test_the_tasks_optimizer_is_taken_whole_or_given_the_learning_rate():
+def test_the_tasks_optimizer_is_used():
     whole = optax.adam(1e-3)
     assert chosen(Config(task="a.py:t"), whole) is whole
     config = Config(task="a.py:t", learning_rate=0.5)

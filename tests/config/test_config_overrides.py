@@ -43,7 +43,7 @@ def test_overrides_set_keys_at_every_depth(path):
     assert config.data.shuffle is False
 
 
-def test_an_override_of_a_mapping_replaces_it_and_the_last_one_wins(path):
+def test_the_last_override_of_a_mapping_wins(path):
     assert load_config(path, ["mesh={tensor: 2}"]).mesh.sizes() == {"tensor": 2}
     assert load_config(path, ["steps=1", "steps=2"]).steps == 2
     assert load_config(path, ["mesh={tensor: 2}", "mesh.data=4"]).mesh.sizes() == {"data": 4, "tensor": 2}
@@ -74,13 +74,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("override", BAD)
-def test_a_bad_override_is_named_instead_of_a_line(override, path):
+def test_a_bad_override_is_named(override, path):
     text = message(path, override)
     shown = override if override.isprintable() else repr(override)
     assert text.startswith(f"override {shown}: ")
     says(text, *BAD[override])
 
 
-def test_a_rule_broken_by_an_override_is_told_where_the_other_key_stands(path):
+def test_a_broken_rule_names_the_override(path):
     assert message(path, "mesh={data: 8}", "layout.zero=2").startswith("override layout.zero=2: layout.zero: is 2, and")
     assert message(path, "batch_size=30").startswith("override batch_size=30: batch_size: is 30; the mesh cuts")

@@ -70,7 +70,7 @@ def test_the_reducer_loses_nothing(added):
     assert_close(applied_and_owed("replica 2 x fsdp 2 x tensor 2", name), true_sum("replica 2 x fsdp 2 x tensor 2"))
 
 
-def test_the_reducer_at_its_lossless_options_is_the_sum(added):
+def test_the_reducer_without_loss_is_the_sum(added):
     name = added("reducers")
     lossless = {name: dict(plugins.make("reducers", name).exact_options)}
     own, mesh = two_layers(optax.adam(1e-2, eps=1e-3)), {"mesh": {"data": 4}}
@@ -114,7 +114,7 @@ def by_hand(made, num_groups, every, momentum, rate, steps):
     return before
 
 
-def test_the_sync_is_that_of_a_loop_written_by_hand_and_a_step_sends_nothing_between_groups(added):
+def test_the_sync_equals_a_loop_by_hand(added):
     name = added("syncs")
     asked = {name: {"every": 2, "momentum": 0.5}}
     made = program_of(two_layers(optax.sgd(0.05)), sync=asked, mesh={"data": 2}, batch_size=16, seed=0)
@@ -139,7 +139,7 @@ log: {every_steps: 1, progress: plain}
 """
 
 
-def test_the_sync_of_ones_own_trains_as_a_loop_written_by_hand(tmp_path, monkeypatch):
+def test_the_users_sync_equals_a_loop_by_hand(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     task = TASK.replace("x = np.ones((16, 2), np.float32)", "x = np.eye(8, 2, dtype=np.float32)")
     for name, text in {"my_task.py": task, "my_syncs.py": FILES["my_syncs.py"], "run.yaml": LOOKAHEAD}.items():
@@ -188,7 +188,7 @@ task = sk.Task(lambda key: jnp.zeros(2), loss, optax.sgd(0.1), train_data=x, eva
 """
 
 
-def test_the_hook_ends_a_run_and_the_tracker_has_its_numbers(tmp_path, monkeypatch):
+def test_hook_and_tracker_act_in_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     texts = {"my_task.py": TASK, "run.yaml": RUN, **{name: FILES[name] for name in ("my_hooks.py", "my_trackers.py")}}
     for name, text in texts.items():
@@ -222,7 +222,7 @@ def test_the_tracker_goes_back(tmp_path, monkeypatch):
 # ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_environment_reads_the_environments_that_wait_for_it(added):
+def test_the_environment_reads_what_waits_for_it(added):
     name = added("environments")
     waiting = [row for row in starter_environments.ROWS if row.later and row.later[0] == name]
     assert len(waiting) >= 2
@@ -263,7 +263,7 @@ def test_the_op_sends_what_it_says():
     }
 
 
-def test_the_op_is_the_same_alone_in_the_global_view_and_inside_of_a_part():
+def test_the_op_is_the_same_everywhere():
     own = my_ops()
     args = draw(8, 8, 16), draw(16)
     inside = sk.manual(own.rms_norm, [own.DIMS, ("mlp",)], own.DIMS)
@@ -276,7 +276,7 @@ def test_the_op_is_the_same_alone_in_the_global_view_and_inside_of_a_part():
 # ---- a source --------------------------------------------------------------------------------------------------------
 
 
-def test_the_preemption_source_gives_a_notice_where_azure_evicts(added, monkeypatch):
+def test_the_preemption_source_reports_an_eviction(added, monkeypatch):
     name = added("preemption_sources")
     events = []
 

@@ -36,13 +36,13 @@ def calls(monkeypatch):
         ("cpu:8", {"MALLOC_ARENA_MAX": "4", "SPMDKIT_ALLOCATOR": "keep"}, True),
     ],
 )
-def test_one_arena_is_for_cpu_devices_and_leaves_settings_of_the_environment_alone(calls, devices, environ, is_set):
+def test_one_arena_is_for_cpu_devices(calls, devices, environ, is_set):
     assert allocator.one_arena(devices, environ) == is_set
     assert bool(calls) == is_set
     assert ("unchanged" in allocator.describe(environ)) == ("cpu" in devices and not is_set)
 
 
-def test_another_c_library_is_left_alone_and_that_is_said(calls, monkeypatch):
+def test_another_c_library_is_unchanged(calls, monkeypatch):
     def none(_name):
         raise ValueError("unrecognized configuration name")  # as on musl
 
@@ -97,7 +97,7 @@ print("faults", resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 @needs_glibc
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_run_keeps_the_pages_of_its_temporaries_unless_the_environment_says_no(tmp_path):
+def test_a_run_keeps_the_pages_of_its_temporaries(tmp_path):
     (tmp_path / "run.yaml").write_text(
         "task: none:none\nsteps: 20\nbatch_size: 64\ndevices: cpu:1\ncheckpoint: null\nlearning_rate: 1e-3\n"
         "log: {progress: 'off'}\n"

@@ -20,7 +20,7 @@ def test_each_section_with_a_table_has_a_command():
 
 
 @pytest.mark.parametrize("command", sorted({*COMMANDS}))
-def test_a_command_names_a_script_or_target_that_is_there_and_options_that_it_knows(command):
+def test_a_command_names_existing_scripts_and_options(command):
     words = shlex.split(command.removeprefix("SPMDKIT_COMPILE_CACHE=off "))
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M), words[1]

@@ -70,20 +70,20 @@ def mesh_of(*sizes):
     return Mesh(np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes), names)
 
 
-def test_a_checksum_is_what_the_definition_says():
+def test_checksums_follow_the_definition():
     for dtype in NARROW:
         array = random_array(dtype, (3, 5))
         assert checksums({"x": jnp.asarray(array)}) == {"x": reference(array)}, dtype
 
 
-def test_a_checksum_of_64_bit_dtypes_is_what_the_definition_says():
+def test_checksums_of_64_bit_dtypes_follow_the_definition():
     with jax.enable_x64(True):
         for dtype in WIDE:
             array = random_array(dtype, (3, 5))
             assert checksums([jnp.asarray(array)]) == {"0": reference(array)}, dtype
 
 
-def test_keys_count_by_their_data_and_scalars_and_empty_leaves_have_a_checksum():
+def test_keys_scalars_and_empty_leaves_have_checksums():
     keys = jax.random.split(jax.random.key(7), 3)
     data = np.asarray(jax.random.key_data(keys))
     wanted = reference(np.ascontiguousarray(data).view("complex64")[..., 0])  # two words an element
@@ -103,7 +103,7 @@ def test_a_checksum_is_the_same_on_every_mesh():
         assert checksums({"x": placed}) == {"x": reference(array)}, (sizes, spec)
 
 
-def test_keys_cut_over_a_mesh_and_leaves_in_host_memory_count_the_same():
+def test_sharded_keys_and_host_leaves_count_alike():
     keys, x = jax.random.split(jax.random.key(1), 8), jnp.arange(32.0).reshape(8, 4)
     wanted = checksums({"keys": keys, "x": x})
     spread = NamedSharding(mesh_of(2, 4), PartitionSpec(("a", "b")))
@@ -130,7 +130,7 @@ def test_positions_beyond_32_bits_do_not_wrap(shape, start):
     assert reference(block, shape, start) != reference(block, shape, far)
 
 
-def test_every_flipped_bit_and_every_pair_of_swapped_elements_changes_the_checksum():
+def test_flipped_bits_and_swaps_change_the_checksum():
     array = random_array("float32", (4, 4))
     sums = jax.jit(jax.vmap(leaf_lanes))
     bits = np.tile(array.view(np.uint32).reshape(1, 16), (16 * 32, 1))

@@ -23,7 +23,7 @@ def store(tmp_path):
     return Executables(tmp_path, 1000)
 
 
-def test_what_is_kept_comes_back_and_what_was_asked_for_is_known_by_name(store):
+def test_a_stored_program_comes_back(store):
     assert store.get("jit_train_step-6936e5") is None
     store.put("jit_train_step-6936e5", b"code" * 9)
     assert store.get("jit_train_step-6936e5") == b"code" * 9
@@ -32,7 +32,7 @@ def test_what_is_kept_comes_back_and_what_was_asked_for_is_known_by_name(store):
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:40], lambda b: b"", lambda b: b[:50] + b"x" + b[51:]])
-def test_an_entry_that_is_not_as_it_was_written_is_removed_and_made_again(store, damage):
+def test_a_damaged_entry_is_removed(store, damage):
     store.put("jit_f-1", b"code" * 9)
     (path,) = store.folder.iterdir()
     path.write_bytes(damage(path.read_bytes()))
@@ -41,7 +41,7 @@ def test_an_entry_that_is_not_as_it_was_written_is_removed_and_made_again(store,
     assert store.get("jit_f-1") == b"code" * 9
 
 
-def test_the_least_recently_used_go_when_there_is_too_much_and_what_a_kill_has_left_with_them(store):
+def test_the_least_recently_used_entries_are_removed(store):
     (store.folder / ".old.partial").write_bytes(b"x" * 900)
     os.utime(store.folder / ".old.partial", (1, 1))
     for number in range(3):
@@ -62,7 +62,7 @@ def test_a_disk_that_takes_nothing_is_no_error(store, monkeypatch):
     assert store.get("jit_f-1") is None and not list(store.folder.iterdir())
 
 
-def test_the_folder_is_made_private_and_one_for_this_kind_of_machine(tmp_path):
+def test_the_folder_is_private_and_per_machine(tmp_path):
     folder, said = place(None, {"XDG_CACHE_HOME": str(tmp_path)})
     assert folder == tmp_path / "spmdkit" / "compile" / machine() and said == str(folder)
     assert [p.stat().st_mode & 0o777 for p in (folder, folder.parent)] == [0o700, 0o700]
@@ -71,13 +71,13 @@ def test_the_folder_is_made_private_and_one_for_this_kind_of_machine(tmp_path):
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770])
-def test_a_folder_that_others_can_enter_is_not_used(tmp_path, mode):
+def test_a_folder_open_to_others_is_rejected(tmp_path, mode):
     tmp_path.chmod(mode)
     folder, said = place(tmp_path, {})
     assert folder is None and f"mode {mode:o}" in said and "chmod 700" in said
 
 
-def test_a_link_a_stranger_and_a_file_are_not_used(tmp_path, monkeypatch):
+def test_links_foreign_folders_and_files_are_rejected(tmp_path, monkeypatch):
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")
     assert "is not a directory" in place(tmp_path / "link", {})[1]
@@ -99,7 +99,7 @@ def test_it_is_switched_off_by_the_environment(environ, said):
     assert place(None, environ) == (None, said)
 
 
-def test_another_cpu_number_of_cores_or_jaxlib_is_another_machine(monkeypatch):
+def test_cpu_cores_and_jaxlib_identify_a_machine(monkeypatch):
     found = {machine()}
     for module, name, value in (
         (compile_cache, "_cpu", lambda: "avx512f"),
@@ -121,7 +121,7 @@ def compiled(x, options=OPTIONS, **environ):
     return cache
 
 
-def test_jax_compiles_once_and_afterwards_has_its_own_settings_back(tmp_path):
+def test_jax_compiles_once_and_keeps_its_settings(tmp_path):
     config, x = jax.config, jnp.arange(4.0)
     names = ("jax_compilation_cache_dir", "jax_compilation_cache_include_metadata_in_key")
     before = [getattr(config, name) for name in names]
@@ -138,7 +138,7 @@ def test_a_program_that_compiles_quickly_is_not_kept(tmp_path):
     assert not list(tmp_path.rglob(f"*{SUFFIX}"))
 
 
-def test_a_program_with_a_callback_calls_the_function_of_who_runs_it(tmp_path):
+def test_a_cached_program_calls_its_own_callback(tmp_path):
     called, x = [], jnp.float32(3)
     for who in ("first", "again"):
         jax.clear_caches()
@@ -151,7 +151,7 @@ def test_a_program_with_a_callback_calls_the_function_of_who_runs_it(tmp_path):
     assert bool(list(tmp_path.rglob(f"*{SUFFIX}"))) == keeps
 
 
-def test_a_cache_that_somebody_has_given_to_jax_stays(tmp_path):
+def test_a_cache_configured_in_jax_stays(tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "theirs"))
     try:
         with kept(OPTIONS, tmp_path, {"SPMDKIT_COMPILE_CACHE": str(tmp_path / "ours")}) as cache:

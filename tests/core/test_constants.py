@@ -11,7 +11,7 @@ from spmdkit.mesh import mesh
 from spmdkit.plan.machine.target import parse_target
 
 
-def test_the_axes_are_of_replicas_or_of_the_model_and_mesh_has_the_same():
+def test_every_axis_has_one_kind():
     assert {*constants.REPLICA_AXES, *constants.MODEL_AXES} == set(constants.AXES)
     assert not set(constants.REPLICA_AXES) & set(constants.MODEL_AXES)
     assert set(constants.BATCH_AXES) <= set(constants.AXES)
@@ -21,14 +21,14 @@ def test_the_axes_are_of_replicas_or_of_the_model_and_mesh_has_the_same():
 @pytest.mark.parametrize(
     ("text", "number"), [("cpu:1", 1), ("cpu:08", 8), (f"cpu:{constants.MAX_FAKE_DEVICES}", constants.MAX_FAKE_DEVICES)]
 )
-def test_fake_devices_are_read_alike_by_config_and_target(text, number):
+def test_config_and_target_read_fake_devices_alike(text, number):
     assert constants.fake_devices(text) == number
     assert Config(task="a.py:t", devices=text).devices == f"cpu:{number}"
     assert parse_target(text).num_devices == number
 
 
 @pytest.mark.parametrize("text", ["cpu:0", "cpu:4097", "cpu:-1", "cpu:²", "cpu:1:2", "gpu:2"])
-def test_what_names_no_fake_devices_is_refused_alike_by_config_and_join(text):
+def test_config_and_join_reject_the_same_devices(text):
     assert constants.fake_devices(text) is None
     with pytest.raises(ConfigError):
         Config(task="a.py:t", devices=text)

@@ -28,7 +28,7 @@ def mine(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_a_function_of_python_is_never_called_however_a_config_names_it(tmp_path):
+def test_a_function_of_python_is_never_called(tmp_path):
     proof = tmp_path / "proof"
     with refused("os:system", found="is a function of", rule="@sk.task", repair="in a file of yours"):
         load_task("os", "system", tmp_path, {"command": f"touch {proof}"})
@@ -38,7 +38,7 @@ def test_a_function_of_python_is_never_called_however_a_config_names_it(tmp_path
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_function_is_found_under_its_own_decorator_and_no_other(kind, mine):
+def test_a_function_is_found_by_its_decorator(kind, mine):
     name, other = kind, KINDS[KINDS.index(kind) - 1]
     assert mine(f"@sk.{name}\ndef made(): return 3", kind)() == 3
     assert getattr(sk, name) is getattr(user_code, name) and getattr(sk, name).__name__ == name
@@ -57,14 +57,14 @@ def test_what_another_module_declares_is_named_there(mine, tmp_path):
     assert callable(user_code.find("elsewhere:made", "hook", tmp_path))
 
 
-def test_an_object_of_the_kind_needs_no_decorator_and_a_class_does_not_pass_its_own_on(mine):
+def test_objects_need_no_decorator_and_subclasses_do(mine):
     assert mine("made = frozenset([1])", "hook", instance=frozenset) == {1}
     sys.modules.pop("spmdkit_task_mine")
     with pytest.raises(ConfigError, match=r"is the class mine\.made"):
         mine("@sk.task\nclass First: pass\nclass made(First): pass", "task")
 
 
-def test_a_decorator_may_stand_above_and_a_partial_may_be_declared(mine):
+def test_decorated_functions_and_partials_are_registered(mine):
     code = "import functools\ndef twice(fn):\n    return functools.wraps(fn)(lambda: 2 * fn())\n"
     assert mine(f"{code}@twice\n@sk.hook\ndef made(): return 3", "hook")() == 6
     sys.modules.pop("spmdkit_task_mine")
@@ -74,7 +74,7 @@ def test_a_decorator_may_stand_above_and_a_partial_may_be_declared(mine):
         sk.hook(max)
 
 
-def test_a_file_that_holds_a_task_and_a_hook_runs_once(mine, tmp_path):
+def test_a_file_of_task_and_hook_runs_once(mine, tmp_path):
     code = "import pathlib\nwith open(pathlib.Path(__file__).parent / 'runs', 'a') as f: f.write('1')\n"
     mine(f"{code}@sk.task\ndef made(): pass\n@sk.hook\ndef hooked(): pass", "task")
     user_code.find("mine.py:hooked", "hook", tmp_path)

@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 NAMED = re.compile(r"spmdkit\[([\w,-]+)\]|\b[Ee]xtra:? `(\w+)`")
 
 
-def test_every_extra_that_is_named_anywhere_is_one_of_the_package():
+def test_every_named_extra_exists():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     pages = [
         path

@@ -11,7 +11,7 @@ from spmdkit.foundation import files
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
-def test_after_an_exception_the_old_file_is_there_and_nothing_else(tmp_path, is_folder):
+def test_an_exception_leaves_the_old_file(tmp_path, is_folder):
     (tmp_path / "f").write_text("old")
     with pytest.raises(RuntimeError), files.whole(tmp_path / "f") as beside:
         (beside / "inner").mkdir(parents=True) if is_folder else beside.write_text("half")
@@ -19,7 +19,7 @@ def test_after_an_exception_the_old_file_is_there_and_nothing_else(tmp_path, is_
     assert (tmp_path / "f").read_text() == "old" and os.listdir(tmp_path) == ["f"]
 
 
-def test_a_folder_that_is_not_there_is_a_config_error_that_names_the_file(tmp_path):
+def test_a_missing_folder_is_a_config_error(tmp_path):
     with pytest.raises(ConfigError, match="none/f: cannot be written: No such file"):
         files.write_text(tmp_path / "none" / "f", "text")
 
@@ -41,7 +41,7 @@ def test_scalars_of_any_library_are_numbers_in_json():
     assert files.strict_json(given) == {"a": 0.5, "b": 3, "c": "Infinity", "d": [1.5]}
 
 
-def test_what_a_killed_writer_has_left_is_removed_and_nothing_that_others_write(tmp_path):
+def test_partial_files_of_killed_writers_are_removed(tmp_path):
     names = (".plan.json.d96553fc.partial", ".report.html.0123abcd.partial", ".partial", "mine.partial", "plan.json")
     for name in names:
         (tmp_path / name).write_text("half")

@@ -16,7 +16,7 @@ def test_a_time_has_three_digits_and_its_unit():
     assert found == ["0 s", "0.02 us", "850 us", "1 ms", "23.1 ms", "1 s", "2.42 s", "1000 s", "1234 s"]
 
 
-def test_a_count_is_rounded_before_its_unit_is_chosen():
+def test_a_count_is_rounded_before_its_unit():
     found = [format_count(n) for n in (0, 0.5, 950, 999.4, 999.6, 12_400, 999_950, 8.03e9, 2e12)]
     assert found == ["0", "0.5", "950", "999", "1k", "12.4k", "1M", "8.03B", "2T"]
 
@@ -31,13 +31,13 @@ def test_only_a_name_that_is_close_is_offered():
     assert nearest("xyz", ["tensor", "data"]) == ""
 
 
-def test_what_a_terminal_would_obey_is_written_out_and_the_rest_stays():
+def test_control_characters_are_escaped():
     assert visible("a\x1b[31m\r\u202e\udcff\x9b") == "a\\x1b[31m\\r\\u202e\\udcff\\x9b"
     assert visible("Größe 5 µs\n\tx 中") == "Größe 5 µs\n\tx 中"
     assert all_visible({"\x07": ["\x07", 3, None]}) == {"\\x07": ["\\x07", 3, None]}
 
 
-def test_a_message_fits_on_a_screen_and_keeps_both_ends():
+def test_a_message_fits_on_a_screen():
     found = bounded("\n".join(["first", *["x" * 10_000] * 100, "last"])).splitlines()
     assert len(found) <= 25 and max(map(len, found)) < 1001
     assert (found[0], found[-1]) == ("first", "last")

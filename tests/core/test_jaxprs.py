@@ -36,7 +36,7 @@ def test_every_equation_comes_once_and_outer_ones_first():
     assert next(jaxprs.bodies(TRACED)) is TRACED.jaxpr
 
 
-def test_a_walk_stays_out_of_what_it_is_told_to():
+def test_a_walk_stays_out_of_excluded_equations():
     is_scan = lambda eqn: eqn.primitive.name == "scan"
     found = names(jaxprs.equations(TRACED, into=lambda eqn: not is_scan(eqn)))
     assert "scan" in found and "cond" not in found

@@ -116,7 +116,7 @@ def test_files_have_no_import_cycle():
     assert cycle(IMPORTS) is None
 
 
-def test_the_top_of_the_package_has_at_most_30_names():
+def test_the_package_has_at_most_30_names():
     assert len([path for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]) <= 30
 
 

@@ -40,7 +40,7 @@ def lay_out(rules=(), task_rules=(), sizes=SIZES, tree=None, **options):
 # ---- who decides -----------------------------------------------------------------------------------------------------
 
 
-def test_a_rule_cuts_each_dim_by_the_mesh_axes_of_its_logical_name():
+def test_a_rule_shards_dims_by_logical_names():
     placed = lay_out([("block/up", ["embed", "mlp"]), ("block/(down)", ["mlp", None]), ("head", [["fsdp"], None])])
     assert placed["block/up"].spec == P("fsdp", "tensor")
     assert placed["block/down"].spec == P("tensor")
@@ -49,13 +49,13 @@ def test_a_rule_cuts_each_dim_by_the_mesh_axes_of_its_logical_name():
     assert placed["block/down"].reason == "rule 'block/(down)'"
 
 
-def test_names_of_the_config_are_added_to_the_defaults_and_win_over_them():
+def test_names_of_the_config_win_over_defaults():
     placed = lay_out([("block/up", ["embed", "mlp"])], axes={"mlp": ["fsdp", "tensor"], "embed": None})
     assert placed["block/up"].spec == P(None, ("fsdp", "tensor"))
     assert lay_out([("block/up", ["width", None])], axes={"width": "tensor"})["block/up"].spec == P("tensor")
 
 
-def test_a_rule_of_the_config_wins_over_the_tasks_and_that_over_metadata_and_that_over_fsdp_auto():
+def test_sharding_sources_have_an_order():
     class Dense(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -80,7 +80,7 @@ def test_a_rule_of_the_config_wins_over_the_tasks_and_that_over_metadata_and_tha
     ]
 
 
-def test_fsdp_auto_cuts_the_largest_divisible_dim_of_what_is_large_enough():
+def test_fsdp_auto_shards_the_largest_divisible_dim():
     tree = params({"a": (6, 512), "odd": (65, 127), "first": (64, 64), "small": (8, 8), "scalar": ()})
     placed = lay_out(tree=tree, sizes={"fsdp": 4}, min_shard_bytes=1024)
     assert {path: (p.spec, p.reason) for path, p in placed.items()} == {
@@ -95,7 +95,7 @@ def test_fsdp_auto_cuts_the_largest_divisible_dim_of_what_is_large_enough():
     assert lay_out(tree=tree, sizes={"data": 8})["a"].reason == "no fsdp axis"
 
 
-def test_specs_are_canonical_so_that_one_sharding_has_one_spelling():
+def test_one_sharding_has_one_spec():
     sizes = {axis: {"data": 2, "fsdp": 2}.get(axis, 1) for axis in AXES}
     assert canonical([("replica", "data"), ("tensor",), None], sizes) == P("data")
     assert canonical([("data", "fsdp"), None, "fsdp"], sizes) == P(("data", "fsdp"), None, "fsdp")
@@ -149,7 +149,7 @@ def nnx_task():
 
 @pytest.mark.forms(1)
 @pytest.mark.parametrize("make", [linen_task, nnx_task])
-def test_metadata_of_linen_and_nnx_is_followed_and_gives_the_numbers_of_one_device(make):
+def test_metadata_of_linen_and_nnx_is_used(make):
     task = make()
     program = program_of(task, mesh={"fsdp": 2, "tensor": 4})
     placed = {re.sub("Dense_0|up", "up", re.sub("Dense_1|down", "down", p.path)): p for p in program.layout}
@@ -243,7 +243,7 @@ def test_factored_moments_are_sharded_by_their_own_shapes():
     assert_close(many, one)
 
 
-def test_a_parameter_at_the_root_of_the_tree_has_a_place_and_its_state_too():
+def test_a_parameter_at_the_root_is_sharded():
     task = dataclasses.replace(
         regression(),
         init=lambda key: jnp.full((16, 8), 0.1),
@@ -256,7 +256,7 @@ def test_a_parameter_at_the_root_of_the_tree_has_a_place_and_its_state_too():
     assert train(program, steps=1).losses[0] == pytest.approx(one_device("regression").losses[0], rel=1e-5)
 
 
-def test_the_table_names_every_leaf_of_the_state_in_order_with_a_reason():
+def test_the_table_lists_every_leaf_with_reason():
     program = program_of(regression(), mesh={"data": 2, "fsdp": 4}, ema=0.5)
     rows = [(p.path, p.shape, str(p.spec), p.memory_kind, p.reason) for p in program.layout]
     cut = str(P("fsdp"))
@@ -276,7 +276,7 @@ def test_the_table_names_every_leaf_of_the_state_in_order_with_a_reason():
 # ---- messages --------------------------------------------------------------------------------------------------------
 
 
-def test_a_rule_that_matches_nothing_says_what_is_near():
+def test_a_rule_without_match_names_the_nearest():
     with refused("layout.rules: pattern 'block/upp'", "none of the 4 parameters", "whole path", "'block/up'?"):
         lay_out([("block/upp", [None, None])])
     with refused("the task's rules: pattern 'q'", repair="block/bias, block/down"):
@@ -285,19 +285,19 @@ def test_a_rule_that_matches_nothing_says_what_is_near():
         lay_out([("up", [None, None])])  # a part of a path is not a match
 
 
-def test_a_parameter_that_two_rules_of_a_table_claim_is_named_with_both():
+def test_a_parameter_has_one_rule():
     rules = [("block/.*p", ["embed", None]), ("block/up", [None, None])]
     with refused("parameter 'block/up'", "'block/.*p' and 'block/up'", "A parameter has one rule", "narrower"):
         lay_out(rules)
     lay_out([rules[0]], [rules[1]])  # in two tables the config's wins
 
 
-def test_a_rule_with_another_number_of_dims_says_both_numbers():
+def test_a_rule_names_every_dim():
     with refused("rule 'head' names 1 dims ['embed']", "shape (64, 10)", repair="each of the 2 dims"):
         lay_out([("head", ["embed"])])
 
 
-def test_an_indivisible_dim_says_the_length_the_parts_and_the_next_length_that_works():
+def test_an_indivisible_dim_is_reported():
     asked, repair = "rule 'head' shards dim 1 of 'head'", ("length 12", "null")
     with refused(asked, ("length 10", "tensor = 4"), "10 is not divisible by 4", repair):
         lay_out([("head", [None, "mlp"])])
@@ -311,7 +311,7 @@ def test_a_mesh_axis_on_two_dims_says_which():
         lay_out([("block/up", ["mlp", "heads"])])
 
 
-def test_an_unknown_name_says_what_is_known_and_near():
+def test_an_unknown_axis_names_the_nearest():
     found = ("neither a mesh axis", "nor a logical axis")
     with refused("rule 'head' shards dim 0 of 'head' by 'embd'", found, "embed", ("'embed'?", "layout.axes")):
         lay_out([("head", ["embd", None])])
@@ -347,12 +347,12 @@ def test_a_mesh_axis_that_cuts_nothing_is_refused(axis):
         ({"data": 4}, 8, r"= 4 devices, found 8.*Try data: 8, or data: -1"),
     ],
 )
-def test_a_mesh_that_does_not_fit_says_what_would(asked, devices, match):
+def test_a_mesh_that_does_not_fit_is_reported(asked, devices, match):
     with pytest.raises(ConfigError, match=match):
         resolve(asked, devices)
 
 
-def test_one_axis_of_a_mesh_takes_what_the_others_leave():
+def test_one_axis_fills_the_mesh():
     assert resolve({"data": -1, "tensor": 2}, 8) | {} == {axis: {"data": 4, "tensor": 2}.get(axis, 1) for axis in AXES}
     assert resolve({}, 8) == dict.fromkeys(AXES, 1)
     assert np.prod(list(resolve({"data": -1}, 1).values())) == 1

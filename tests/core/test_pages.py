@@ -92,7 +92,7 @@ def test_what_a_page_names_exists(name):
     assert (stale_paths(text), stale_names(text), stale_links(PAGES[name], text), stale_api(text)) == ([], [], [], [])
 
 
-def test_what_the_walk_through_the_code_names_is_in_it():
+def test_the_architecture_page_names_existing_code():
     assert stale_words(PAGES["ARCHITECTURE.md"].read_text()) == []
 
 

@@ -39,11 +39,11 @@ def test_numbers_and_what_lies_deeper():
         ),
     ],
 )
-def test_a_secret_in_a_text_is_hidden_and_the_rest_stays(text, kept):
+def test_a_secret_in_a_text_is_hidden(text, kept):
     assert redact.in_text(text) == kept
 
 
-def test_what_a_name_has_told_is_hidden_in_messages_too(monkeypatch):
+def test_named_secrets_are_hidden_in_messages(monkeypatch):
     monkeypatch.setattr(redact, "_known", set())
     redact.remember({"task_args": {"api_token": "zq81xxvv", "width": "ordinary"}})
     assert redact.in_text("refused: zq81xxvv of ordinary") == "refused: *** of ordinary"
@@ -53,7 +53,7 @@ def test_what_a_name_has_told_is_hidden_in_messages_too(monkeypatch):
     assert redact.in_text("it is correct horse") == "it is ***"
 
 
-def test_what_a_command_and_its_config_tell_is_hidden(monkeypatch, tmp_path):
+def test_secrets_of_commands_and_configs_are_hidden(monkeypatch, tmp_path):
     monkeypatch.setattr(redact, "_known", set())
     config = tmp_path / "run.yaml"
     config.write_text("task_args: {dsn: of-the-file, plain: [{password: of-a-list}], width: ordinary}\n")

@@ -41,7 +41,7 @@ def sizes(asked, num_devices=8, num_slices=2):
         ({}, {}),
     ],
 )
-def test_replica_is_the_number_of_slices_where_the_config_leaves_room(asked, found):
+def test_replica_is_the_number_of_slices(asked, found):
     assert sizes(asked) == found
 
 

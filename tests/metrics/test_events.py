@@ -24,7 +24,7 @@ def test_an_event_carries_utc_time_and_process(tmp_path):
     }
 
 
-def test_processes_append_to_one_file_and_a_resume_keeps_the_history(tmp_path):
+def test_processes_append_to_one_history(tmp_path):
     logs = [EventLog(tmp_path / "e", p, clock=lambda: 0.0) for p in range(3)]
     for i in range(20):
         for log in logs:
@@ -34,13 +34,13 @@ def test_processes_append_to_one_file_and_a_resume_keeps_the_history(tmp_path):
     assert found == [(p, i) for i in range(20) for p in range(3)] + [(0, 19)]
 
 
-def test_a_line_torn_by_a_kill_does_not_swallow_the_next_event(tmp_path):
+def test_a_torn_line_keeps_the_next_event(tmp_path):
     (tmp_path / "e").write_text('{"event": "started"}\n{"event": "sav')
     EventLog(tmp_path / "e", 0).write("restored")
     assert [r["event"] for r in read_lines(tmp_path / "e")] == ["started", "restored"]
 
 
-def test_a_full_disk_moves_the_event_to_standard_error_and_raises_nothing(tmp_path, monkeypatch, capsys):
+def test_a_full_disk_moves_events_to_stderr(tmp_path, monkeypatch, capsys):
     log = EventLog(tmp_path / "e", 0)
 
     def full(*_):
@@ -59,7 +59,7 @@ def test_an_event_after_close_goes_to_standard_error(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("text", [None, 5, "yesterday", "2025-01-31T12:00:00"])
-def test_what_is_no_time_with_a_zone_is_none(text):
+def test_a_time_without_zone_is_none(text):
     assert parse_time(text) is None
 
 

@@ -48,7 +48,7 @@ def test_scalars_of_every_library_keep_their_value(value):
     assert found["loss"] == float(value) and found["step"] == 3
 
 
-def test_numbers_that_json_has_not_are_strings_for_strict_parsers_and_floats_again_when_read(tmp_path):
+def test_nonfinite_numbers_are_strings_in_json(tmp_path):
     text = written(tmp_path / "m", {"step": 1, "loss": np.float32("nan"), "a": math.inf, "b": -math.inf})
     assert text == '{"step": 1, "loss": "NaN", "a": "Infinity", "b": "-Infinity"}\n'
     strict(text)
@@ -62,7 +62,7 @@ def test_keys_have_one_order():
     assert list(json.loads(record_line(record))) == keys
 
 
-def test_a_killed_process_loses_no_line_that_it_wrote(tmp_path):
+def test_a_killed_process_loses_no_line(tmp_path):
     program = """
     import os, signal, sys
     from spmdkit.metrics import JsonlTracker
@@ -77,7 +77,7 @@ def test_a_killed_process_loses_no_line_that_it_wrote(tmp_path):
     assert [r["step"] for r in read_lines(tmp_path / "m")] == list(range(1, 51))
 
 
-def test_resume_drops_later_steps_and_a_torn_line_and_keeps_the_bytes_of_the_rest(tmp_path):
+def test_resume_drops_later_steps_and_torn_lines(tmp_path):
     path = tmp_path / "m"
     kept = '{"step":10,  "loss": 1.50}\n{"step": 20, "split": "eval", "loss": 3}\n{"step": 20, "loss": 1}\n'
     path.write_text(kept + '{"step": 30, "loss": 1}\n{"step": 30, "split": "eval", "loss": 2}\n{"step": 4, "lo')
@@ -99,7 +99,7 @@ def test_garbage_at_the_end_is_dropped(tmp_path, tail):
     assert (tmp_path / "m").read_bytes() == b'{"step": 1, "loss": 1}\n'
 
 
-def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
+def test_a_last_line_without_newline_stays(tmp_path):
     (tmp_path / "m").write_bytes(b'{"step": 1, "loss": 1}')
     assert written(tmp_path / "m", {"step": 2, "loss": 2}, keep=1).splitlines() == [
         '{"step": 1, "loss": 1}',
@@ -107,13 +107,13 @@ def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
     ]
 
 
-def test_a_new_run_keeps_nothing_and_none_keeps_all(tmp_path):
+def test_a_new_run_starts_empty(tmp_path):
     written(tmp_path / "m", {"step": 1, "loss": 1.0})
     assert len(written(tmp_path / "m", {"step": 2, "loss": 1.0}, keep=None).splitlines()) == 2
     assert written(tmp_path / "m", keep=0) == ""
 
 
-def test_a_kill_while_the_file_is_cut_back_leaves_the_old_file(tmp_path, monkeypatch):
+def test_a_kill_while_cutting_leaves_the_file(tmp_path, monkeypatch):
     old = written(tmp_path / "m", {"step": 1, "loss": 1.0}, {"step": 2, "loss": 1.0})
 
     def killed(*_):
@@ -125,7 +125,7 @@ def test_a_kill_while_the_file_is_cut_back_leaves_the_old_file(tmp_path, monkeyp
     assert (tmp_path / "m").read_text() == old and os.listdir(tmp_path) == ["m"]
 
 
-def test_a_full_disk_is_told_with_its_repair_and_leaves_whole_lines(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
     tracker = JsonlTracker(tmp_path / "m", 0)
     tracker.write({"step": 1, "loss": 1.0})
     real, calls = os.write, []

@@ -52,7 +52,7 @@ def test_plain_lines_are_these():
     ]
 
 
-def test_a_resumed_run_and_a_finished_one_say_so():
+def test_resumed_and_finished_runs_are_announced():
     stream = io.StringIO()
     progress(stream, start_step=121).start()
     progress(stream, start_step=2001).start()
@@ -62,7 +62,7 @@ def test_a_resumed_run_and_a_finished_one_say_so():
     ]
 
 
-def test_time_left_follows_recent_steps_and_leaves_compilation_out():
+def test_time_left_follows_recent_steps():
     stream, clock = io.StringIO(), Clock()
     shown = progress(stream, clock, total=1000)
     shown.start()
@@ -79,7 +79,7 @@ def test_time_left_follows_recent_steps_and_leaves_compilation_out():
     assert stream.getvalue().endswith("loss 1.0000  done\n")
 
 
-def test_no_line_is_wider_than_100_columns_and_other_metrics_go_first():
+def test_no_line_is_wider_than_100_columns():
     stream, clock = io.StringIO(), Clock()
     shown = progress(stream, clock, total=10_000_000, examples_unit="tokens")
     shown.start()
@@ -119,7 +119,7 @@ def test_a_message_while_compiling_gets_its_own_line():
     assert stream.getvalue().splitlines()[:2] == ["compiling the step ...", "a warning"]
 
 
-def test_a_stream_that_goes_away_does_not_end_the_run():
+def test_a_closed_stream_does_not_end_runs():
     closed, gone = io.StringIO(), io.StringIO()
     closed.close()
     gone.write = lambda text: (_ for _ in ()).throw(BrokenPipeError(32, "Broken pipe"))
@@ -169,13 +169,13 @@ def test_the_bar_shows_everything_and_never_wraps(width):
     assert max(map(len, rows)) < width
 
 
-def test_a_spinner_with_its_time_stands_for_the_bar_while_something_is_compiled():
+def test_a_spinner_is_shown_while_compiling():
     rows = bare(terminal_output(80)).replace("\r", "\n").split("\n")
     assert any(re.fullmatch(r"\S compiling the step ... \d:\d\d:\d\d", row) for row in rows)
     assert not any("compiling" in row and "━" in row for row in rows)
 
 
-def test_lines_scroll_past_the_bar_without_markup_and_without_a_cut():
+def test_lines_scroll_past_the_bar():
     text = bare(terminal_output(80))
     assert "training steps 1 to 2000" in text and "compiling the step ...  3.2 s" in text
     assert "step  120 eval  loss 2.4000  accuracy 0.9100" in text
@@ -193,7 +193,7 @@ def test_no_color_is_respected(monkeypatch):
     assert "━" in stream.getvalue() and not re.search(r"\x1b\[[0-9;]*3\dm", stream.getvalue())
 
 
-def test_auto_takes_the_bar_on_a_terminal_and_lines_on_a_dumb_one(monkeypatch):
+def test_auto_chooses_bar_or_lines(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     smart, dumb, pipe = Terminal(), Terminal(), io.StringIO()
     for stream, term in ((smart, "xterm-256color"), (dumb, "dumb"), (pipe, "xterm-256color")):

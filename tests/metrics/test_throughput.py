@@ -24,7 +24,7 @@ def steps(meter, clock, first, last, seconds, wait_s=0.0):
         clock.now += seconds
 
 
-def test_an_interval_has_rate_step_time_and_mean_wait(clock):
+def test_an_interval_has_rate_time_and_wait(clock):
     meter = Throughput(32, clock)
     meter.start()
     steps(meter, clock, 1, 10, 0.5, wait_s=0.1)
@@ -52,7 +52,7 @@ def test_pauses_do_not_count(clock):
     assert meter.snapshot(12)["step_time_s"] == pytest.approx(2.0)
 
 
-def test_a_snapshot_inside_a_pause_splits_it_between_both_intervals(clock):
+def test_a_snapshot_splits_a_pause(clock):
     meter = Throughput(8, clock)
     meter.start()
     steps(meter, clock, 1, 4, 1.0)

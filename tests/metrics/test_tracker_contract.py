@@ -101,7 +101,7 @@ def check_contract(open, read, folder):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_tracker_writes_what_it_accepts_below_the_runs_directory_and_goes_back(name, tmp_path):
+def test_a_tracker_keeps_the_contract(name, tmp_path):
     module = importlib.import_module(f"spmdkit.metrics.trackers.{name}")
     assert inspect.getdoc(module) and list(inspect.signature(module.open).parameters)[:2] == ["run", "last_step"]
     check_contract(lambda last_step: opened(name, tmp_path, last_step), READERS[name], tmp_path)
@@ -136,7 +136,7 @@ class Injected:
         self.closed = True
 
 
-def test_records_arrive_in_their_order_and_only_those_that_a_tracker_accepts():
+def test_accepted_records_arrive_in_order():
     said, injected = [], Injected()
     pipe = Trackers(said.append)
     pipe.add("mine", injected.open)
@@ -150,7 +150,7 @@ def test_records_arrive_in_their_order_and_only_those_that_a_tracker_accepts():
     assert injected.closed and said == []
 
 
-def test_a_tracker_that_raises_costs_one_warning_and_nothing_else():
+def test_a_tracker_that_raises_costs_one_warning():
     said, dead, alive = [], Injected(raises=OSError("no route to host")), Injected()
     pipe = Trackers(said.append)
     pipe.add("dead", dead.open)
@@ -163,7 +163,7 @@ def test_a_tracker_that_raises_costs_one_warning_and_nothing_else():
     assert [step for _, step in alive.seen] == [0, 1, 2, 3, 4]
 
 
-def test_a_tracker_that_hangs_holds_no_step_up_and_is_left_behind_at_the_end():
+def test_a_tracker_that_hangs_delays_no_step():
     said, slow = [], Injected(waits=True)
     pipe = Trackers(said.append, most_waiting=3, patience_s=0.05)
     pipe.add("slow", slow.open)
@@ -176,7 +176,7 @@ def test_a_tracker_that_hangs_holds_no_step_up_and_is_left_behind_at_the_end():
     slow.gate.set()
 
 
-def test_a_tracker_whose_queue_was_full_goes_back_before_it_takes_another_record():
+def test_a_full_queue_rewinds_before_the_next_record():
     seen, begun, gate, emptied = [], threading.Event(), threading.Event(), threading.Event()
 
     def write(kind, record):
@@ -201,7 +201,7 @@ def test_a_tracker_whose_queue_was_full_goes_back_before_it_takes_another_record
     assert seen == [1, 2, 3, "back to 2", 3]
 
 
-def test_a_service_that_is_not_there_at_the_start_costs_a_warning_and_a_wrong_option_is_an_error():
+def test_a_missing_service_costs_a_warning():
     said = []
     pipe = Trackers(said.append)
 
@@ -232,7 +232,7 @@ def open(run, last_step, project):
 """
 
 
-def test_a_tracker_of_a_users_own_needs_one_file_and_one_line(tmp_path, monkeypatch):
+def test_a_users_tracker_needs_one_file(tmp_path, monkeypatch):
     import sys
 
     monkeypatch.setattr(sys, "path", [*sys.path])

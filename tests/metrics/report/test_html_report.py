@@ -136,7 +136,7 @@ def test_a_folder_without_metrics_is_a_config_error(tmp_path):
         write_report(tmp_path / "gone")
 
 
-def test_a_chart_is_xml_with_ticks_labels_and_a_gap_at_nan():
+def test_a_chart_has_ticks_and_a_gap():
     nan = float("nan")
     points = [(1, 3.0), (2, 2.0), (3, nan), (4, 1.0), (5, 1.5)]
     root = ElementTree.fromstring(line_chart([Series("train", points), Series("eval", [(5, 1.2)], "eval")], "loss"))
@@ -150,7 +150,7 @@ def test_a_chart_is_xml_with_ticks_labels_and_a_gap_at_nan():
     assert x2 > x1 and y2 > y1  # later is right, lower is down
 
 
-def test_a_wide_range_is_drawn_on_a_log_scale_and_says_so():
+def test_a_wide_range_has_a_log_scale():
     text = line_chart([Series("train", [(1, 1000.0), (2, 10.0), (3, 0.1)])], "loss")
     assert "loss (log scale)" in text and ">100<" in text and ">1<" in text
     assert "log scale" not in line_chart([Series("train", [(1, 1000.0), (2, -1.0)])], "loss")
@@ -177,7 +177,7 @@ def test_thinning_keeps_every_spike():
     assert [s for s, _ in kept] == sorted(s for s, _ in kept)
 
 
-def test_a_run_is_finished_or_open_whatever_was_saved_last(run_dir):
+def test_the_state_of_a_run_is_shown(run_dir):
     assert 'class="pill good">finished' in report(run_dir)[0]
     EventLog(run_dir / "events.jsonl", 0).write("restored", step=500)
     EventLog(run_dir / "events.jsonl", 0).write("saved", step=700)
