@@ -71,8 +71,6 @@ class ConfigError(SpmdkitError):
 class UserCodeError(SpmdkitError):
     """The user's function or data source raised. `__cause__` is the original exception."""
 
-    exit_code = ExitCode.FAILED
-
 
 class CheckpointWriteError(SpmdkitError):
     """A checkpoint, or the metrics, could not be written; what was committed before is intact."""

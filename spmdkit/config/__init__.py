@@ -7,49 +7,26 @@ fields.py kinds of value · sections.py, settings.py and retention.py the settin
 messages · load.py · show.py · task.py
 """
 
-from spmdkit.config.load import load_config, parse_config, replace_keys
-from spmdkit.config.optimizer import build_optimizer, build_schedule, choose_optimizer
-from spmdkit.config.retention import Best, Retention
-from spmdkit.config.rules import check_batch
-from spmdkit.config.schema import Config
-from spmdkit.config.sections import (
-    Budget,
-    Checkpoint,
-    Data,
-    Eval,
-    Layout,
-    Log,
-    Mesh,
-    Precision,
-    Profile,
-    RematNames,
-    StateGroup,
+from spmdkit.config.load import load_config as load_config, parse_config as parse_config, replace_keys as replace_keys
+from spmdkit.config.optimizer import (
+    build_optimizer as build_optimizer,
+    build_schedule as build_schedule,
+    choose_optimizer as choose_optimizer,
 )
-from spmdkit.config.show import json_schema, to_short_yaml, to_yaml
-
-__all__ = [
-    "Best",
-    "Budget",
-    "Checkpoint",
-    "Config",
-    "Data",
-    "Eval",
-    "Layout",
-    "Log",
-    "Mesh",
-    "Precision",
-    "Profile",
-    "RematNames",
-    "Retention",
-    "StateGroup",
-    "build_optimizer",
-    "build_schedule",
-    "check_batch",
-    "choose_optimizer",
-    "json_schema",
-    "load_config",
-    "parse_config",
-    "replace_keys",
-    "to_short_yaml",
-    "to_yaml",
-]
+from spmdkit.config.retention import Best as Best, Retention as Retention
+from spmdkit.config.rules import check_batch as check_batch
+from spmdkit.config.schema import Config as Config
+from spmdkit.config.sections import (
+    Budget as Budget,
+    Checkpoint as Checkpoint,
+    Data as Data,
+    Eval as Eval,
+    Layout as Layout,
+    Log as Log,
+    Mesh as Mesh,
+    Precision as Precision,
+    Profile as Profile,
+    RematNames as RematNames,
+    StateGroup as StateGroup,
+)
+from spmdkit.config.show import json_schema as json_schema, to_short_yaml as to_short_yaml, to_yaml as to_yaml

@@ -13,28 +13,18 @@ Input: data of a task (arrays, examples, grain datasets) and the config's `data`
 To resume, call `host_batches(start=step + 1)`: nothing is replayed and no iterator state is saved.
 """
 
-from spmdkit.data.host_batch import HostBatch, read_step
-from spmdkit.data.per_process import PerProcess, per_process, shares
-from spmdkit.data.row_errors import ReadPolicy, SkippedRows
-from spmdkit.data.schedule import ProcessRows, Schedule, eval_schedule, merge_ranges
-from spmdkit.data.source import Source, open_source
-from spmdkit.data.stream import DeviceBatches, device_batches, host_batches
-
-__all__ = [
-    "DeviceBatches",
-    "HostBatch",
-    "PerProcess",
-    "ProcessRows",
-    "ReadPolicy",
-    "Schedule",
-    "SkippedRows",
-    "Source",
-    "device_batches",
-    "eval_schedule",
-    "host_batches",
-    "merge_ranges",
-    "open_source",
-    "per_process",
-    "read_step",
-    "shares",
-]
+from spmdkit.data.host_batch import HostBatch as HostBatch, read_step as read_step
+from spmdkit.data.per_process import PerProcess as PerProcess, per_process as per_process, shares as shares
+from spmdkit.data.row_errors import ReadPolicy as ReadPolicy, SkippedRows as SkippedRows
+from spmdkit.data.schedule import (
+    ProcessRows as ProcessRows,
+    Schedule as Schedule,
+    eval_schedule as eval_schedule,
+    merge_ranges as merge_ranges,
+)
+from spmdkit.data.source import Source as Source, open_source as open_source
+from spmdkit.data.stream import (
+    DeviceBatches as DeviceBatches,
+    device_batches as device_batches,
+    host_batches as host_batches,
+)

@@ -4,8 +4,8 @@ Every example must have the structure, shapes and dtypes of example 0, because a
 `data[i]` must depend on i alone. It is called by one thread at a time, of training and evaluation together, or with
 `data.threads` above 1 by several threads.
 
-A grain dataset is indexed with `epoch * len + i`, as grain itself counts, so its `random_map` draws new values in each
-epoch and returns the same example when a run resumes.
+A grain dataset is indexed with `epoch * len + i`, as grain itself counts: its `random_map` draws new values in each
+epoch, and the same ones when a run resumes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The fingerprint of a data set without reading all of it: its length, the structure of an example, and hashes of a
 fixed sample of rows.
 
-The sample is a function of the length alone, so that all processes, and two starts of a run, sample the same rows.
-Arrays of up to `ROWS_IN_MEMORY` rows are hashed completely. Of data that are read example by example up to `ROWS_READ`
-rows are sampled, in the same order everywhere, as many as can be read in `FINGERPRINT_S`: each may cost a second. A
-comparison uses the rows that all processes could read.
+The sample is a function of the length alone, so that all processes, and two starts of a run, sample the same rows: of
+arrays up to `ROWS_IN_MEMORY` rows; of data that are read example by example up to `ROWS_READ`, as many as can be read
+in `FINGERPRINT_S`, in the same order everywhere. A comparison uses the rows that all processes could read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """`sk.per_process(source)`: different data on each process, such as the files of its local disk.
 
-Processes compare the structure of their data and add up the lengths. The schedule is computed from all lengths
-(`Schedule.shares`): no row is read twice in an epoch, and a process with fewer rows than others is padded. The order of
-rows depends on which process has them, so such a run resumes only with the same number of processes and the same
-lengths.
+The schedule is computed from all lengths (`Schedule.shares`): no row is read twice in an epoch, and a process with
+fewer rows is padded. Such a run resumes only with the same number of processes and the same lengths.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """A random order of n examples with random access: the same on every machine, process and version.
 
-Small data: the examples sorted by a hash keyed by (seed, epoch). Above `SORTED_UP_TO`, where a table per epoch would
-cost 8 n bytes and a pause: a Feistel network over the smallest power of two >= n. A result outside [0, n) goes through
-the network again until it is inside, which keeps the map one to one (cycle walking; Black and Rogaway, "Ciphers with
-arbitrary finite domains", 2002).
-
-grain's `index_shuffle` is similar, but one call per index: 4.2 us each, so 270 us for a batch of 64 with the
-interpreter locked; this is 0.05 to 0.15 us per index (2-core x86, 2026-11). numpy's own `permutation` is always a
-table, and its stream may change between versions, which would change the batches of a run that resumes.
+Small data: the examples sorted by a hash keyed by (seed, epoch). Above `SORTED_UP_TO`, where a table would cost 8 n
+bytes and a pause per epoch: a Feistel network over the smallest power of two >= n, with cycle walking (Black and
+Rogaway, "Ciphers with arbitrary finite domains", 2002). grain's `index_shuffle` takes 4.2 us per index, this 0.05 to
+0.15 us (2-core x86, 2026-11). numpy's `permutation` is a table, and its stream may change between versions.
 """
 
 from __future__ import annotations

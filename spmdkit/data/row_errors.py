@@ -1,10 +1,9 @@
 """How a user's examples are read: by one thread unless configured otherwise, with retries, and with a limit of rows
 that may be skipped.
 
-A row that cannot be read after all retries may be skipped. If batches can be short (`drop_remainder: false`, and rows
-that do not fill them), its position is padding. Otherwise the next readable row replaces it, and counts twice in that
-batch. Skipped rows are recorded as (number of the batch, row). A checkpoint stores them, so that a restart skips the
-same rows at the same positions, even if a row that failed once can be read again.
+A row that cannot be read after all retries may be skipped. If batches can be short (`drop_remainder: false`), its
+position is padding; otherwise the next readable row replaces it, and counts twice in that batch. A checkpoint stores
+the skipped rows as (number of the batch, row), so that a restart skips the same ones, even if they can be read again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Batches as a stream: read on the host by grain, and prefetched to the devices.
 
-Two stages. `host_batches` reads rows: with grain's threads for data that are read or computed, without grain for arrays
-in memory, where the copy takes microseconds and grain would take 8 us a batch and 0.3 s to import. `device_batches` has
-one thread that puts batches on the devices ahead of time. grain's `experimental.device_put` is not used: it measures no
-wait, holds one batch more than configured, runs two threads, and hangs its consumer when the data raises SystemExit.
+`host_batches` reads rows: with grain's threads, or without grain for arrays in memory, where grain would take 8 us a
+batch and 0.3 s to import. `device_batches` has one thread that puts batches on the devices ahead of time (grain's
+`experimental.device_put` measures no wait, and hangs its consumer when the data raise SystemExit).
 """
 
 from __future__ import annotations

@@ -2,18 +2,15 @@
 
     checksum(leaf) = sum over the words of the leaf of mix(position in the whole leaf, bits)        64 bits
 
-The sum is over shards, so that each device reads its shard once and sends one number. The comparison of parameters
-before the first step and the replica check use it (the chunks of a checkpoint have other checksums):
+Each device reads its shard once and sends one number. The comparison of parameters before the first step and the
+replica check use it (the chunks of a checkpoint have other checksums):
 
-- A word is up to 32 bits of one element: one for 8, 16 and 32 bits and below (booleans are 0 and 1), two for 64 bits
-  and complex64, four for complex128, the low half first, real before imaginary. Typed keys are the uint32 of their
-  data. Bits count, not values: 0.0 and -0.0 differ, and so do two NaNs with other bits.
-- The position of a word is a pair of uint32: (`outer`, `inner`), the row-major index of the element over the leading
-  and over the trailing dims, times the words of an element, plus the word's number. The trailing dims are as many as
-  hold fewer than 2^32 words: all of them except for enormous leaves, so `outer` is usually 0.
-- JAX without x64 has no uint64, so the 64 bits are two lanes of 32 bits, each summed modulo 2^32; the number is
-  `high * 2^32 + low`. `low` is a bijection of the word at its position: one changed word always changes the sum. `high`
-  mixes `low` once more, so that several changes cancel in both lanes with a probability of 2^-64.
+- A word is up to 32 bits of one element: two for 64 bits and complex64, four for complex128, the low half first, real
+  before imaginary; booleans are 0 and 1. Typed keys are the uint32 of their data. Bits count, not values.
+- The position of a word is a pair of uint32, (`outer`, `inner`): the row-major index over the leading and over the
+  trailing dims, times the words of an element, plus the word's number. The trailing dims hold fewer than 2^32 words.
+- JAX without x64 has no uint64: the number is `high * 2^32 + low`, each summed modulo 2^32. `low` is a bijection of the
+  word at its position, so one changed word always changes the sum; several cancel with a probability of 2^-64.
 
 It detects accidents, not attacks. Wire: 8 bytes per leaf, summed over all devices.
 """

@@ -48,8 +48,7 @@ def call_user(fn: Callable[[], T], what: str) -> T:
     """Returns `fn()`, which runs or traces the user's function called `what`.
 
     Raises:
-        ConfigError: JAX, or a model library, rejects what the function does (shapes, dtypes, branches on values), or
-            spmdkit does (`sk.mean` of something else).
+        ConfigError: JAX, a model library or spmdkit rejects what the function does (shapes, dtypes, branches).
         UserCodeError: the function itself raised; `__cause__` has its frames.
     """
     try:

@@ -8,23 +8,12 @@ Nothing optional and nothing slow (rich, tensorboardX) is imported before it is 
 
 from __future__ import annotations
 
-from spmdkit.metrics.environment import environment
-from spmdkit.metrics.events import EventLog
-from spmdkit.metrics.jsonl import read_lines
-from spmdkit.metrics.progress import Progress
-from spmdkit.metrics.throughput import Throughput
-from spmdkit.metrics.trackers import Tracker, Trackers
-from spmdkit.metrics.trackers.jsonl import JsonlTracker
-from spmdkit.metrics.trackers.tensorboard import TensorboardTracker
-
-__all__ = [
-    "EventLog",
-    "JsonlTracker",
-    "Progress",
-    "TensorboardTracker",
-    "Throughput",
-    "Tracker",
-    "Trackers",
-    "environment",
-    "read_lines",
-]
+from spmdkit.metrics.environment import environment as environment
+from spmdkit.metrics.events import EventLog as EventLog
+from spmdkit.metrics.jsonl import read_lines as read_lines
+from spmdkit.metrics.progress import Progress as Progress
+from spmdkit.metrics.throughput import Throughput as Throughput
+from spmdkit.metrics.trackers import Tracker as Tracker
+from spmdkit.metrics.trackers import Trackers as Trackers
+from spmdkit.metrics.trackers.jsonl import JsonlTracker as JsonlTracker
+from spmdkit.metrics.trackers.tensorboard import TensorboardTracker as TensorboardTracker

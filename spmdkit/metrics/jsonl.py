@@ -1,11 +1,9 @@
 """The lines of `metrics.jsonl`: one JSON object each, with exact numbers. The file itself is written by
 trackers/jsonl.py.
 
-Numbers: a float is written as the shortest decimal that reads back as the same float64. A float32 or bfloat16 is
-widened first, which is exact, so `2.3` in float32 is written `2.299999952316284`; a reader gets the same bits and need
-not know the dtype. NaN and the infinities, which JSON has not, are the strings "NaN", "Infinity", "-Infinity": every
-strict parser takes the line, `float(...)` in Python and `Number(...)` in JavaScript give the number back, and the three
-remain distinct (null would not distinguish them).
+A float is written as the shortest decimal that reads back as the same float64; a float32 or bfloat16 is widened first,
+which is exact. NaN and the infinities, which JSON has not, are the strings "NaN", "Infinity", "-Infinity": every strict
+parser takes the line, and `float(...)` in Python and `Number(...)` in JavaScript give the number back.
 """
 
 from __future__ import annotations

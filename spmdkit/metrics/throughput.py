@@ -11,10 +11,9 @@ from contextlib import contextmanager
 class Throughput:
     """Times the steps between two log records; compilation, evaluation and saving are left out by `pause` and `resume`.
 
-    The host runs ahead of the device, so a step's dispatch time is not its run time. An interval runs from the
-    moment when the last logged step was *finished* to the moment when this one is: the caller fetches the step's loss
-    at a log step, and passes the time right after. For the same reason, pause only after fetching the latest step's
-    loss: otherwise steps that still run on the device would run inside the pause and count as free.
+    The host runs ahead of the device: an interval lasts from the moment when the last logged step was *finished* to the
+    moment when this one is. The caller fetches the step's loss at a log step and passes the time right after, and
+    pauses only after fetching the latest loss: steps that still run would count as free.
     """
 
     def __init__(self, batch_size: int, clock: Callable[[], float] = time.monotonic) -> None:

@@ -16,7 +16,6 @@ from spmdkit.metrics.report.page import KEEP, fact_table, heading, page, paragra
 
 Row = Mapping[str, Any]
 WIDTH, HEIGHT, BOTTOM = 880, 360, 40
-BAR, NAMES = 30, 250
 NUMBER = ' class="number keep"'
 
 
@@ -61,7 +60,6 @@ def _sections(result: Mapping[str, Any]) -> list[str]:
     return [
         section("Communication", shown + "".join(paragraph(text, "note after") for text in notes)),
         section("Loss over bytes", loss_over_bytes(rows)),
-        section("Time of a step over that of sum", times(rows)),
     ]
 
 
@@ -120,32 +118,3 @@ def _label(name: str, at_x: float, at_y: float, taken: list[tuple[float, float, 
     taken.append((left, left + wide, place))
     end = ' text-anchor="end"' if before else ""
     return f'<text x="{at_x + (-9 if before else 9):.1f}" y="{place:.1f}"{end}>{escape(name)}</text>'
-
-
-def times(rows: Sequence[Row]) -> str:
-    """Returns an SVG: a bar for each row from 0 to the ratio of its time, its 95 % interval as a line, and a line at 1,
-    where `sum` is."""
-    drawn = [row for row in rows if row["time_over_sum"] is not None]
-    if not drawn:
-        return paragraph("No time was measured.", "none")
-    most = max(1.0, *(float(x) for row in drawn for x in (row["time_over_sum"], *(row["time_interval"] or ()))))
-    x = Scale(0.0, most * 1.08, NAMES, WIDTH - RIGHT)
-    base, label = TOP + BAR * len(drawn), "time of a step over that of sum"
-    parts = [f'<svg class="chart" viewBox="0 0 {WIDTH} {base + BOTTOM}" role="img" aria-label="{label}">']
-    line = lambda kind, at: f'<line class="{kind}" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP - 6}" y2="{base}"/>'
-    for tick in x.ticks():
-        parts.append(line("grid", x(tick)))
-        parts.append(f'<text x="{x(tick):.1f}" y="{base + 18}" text-anchor="middle">{tick:g}</text>')
-    for number, row in enumerate(drawn):
-        y, ratio = TOP + BAR * number, float(row["time_over_sum"])
-        color, size = "eval" if row["name"] == "sum" else "train", f'width="{x(ratio) - NAMES:.1f}" height="{BAR - 12}"'
-        parts.append(f'<text x="{NAMES - 10}" y="{y + 17}" text-anchor="end">{escape(str(row["name"]))}</text>')
-        title = f"<title>{ratio:.3f}</title>"
-        parts.append(f'<rect x="{NAMES}" y="{y + 4}" {size} fill="var(--{color})">{title}</rect>')
-        if row["time_interval"]:
-            low, high = (x(float(bound)) for bound in row["time_interval"])
-            style = 'style="stroke:var(--ink);stroke-width:2"'
-            parts.append(f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{y + 13}" y2="{y + 13}" {style}/>')
-    if math.isfinite(x(1.0)):
-        parts.append(line("axis", x(1.0)))
-    return "\n".join([*parts, "</svg>"])

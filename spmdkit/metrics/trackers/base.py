@@ -5,9 +5,8 @@ A file holds `open(run, last_step, **options) -> Tracker`, as a user-defined fun
 has `directory` and `config`, `last_step` is the restored step, or 0. The keyword arguments are the options of the
 config; others are rejected.
 
-Going back: who reads a place sees each step once, as it was trained last. After a restart that is `open`'s to see to:
-what an earlier process wrote after `last_step` goes, or is marked as gone. After a rollback within a process it is
-`rewind`'s.
+Going back: a reader sees each step once, as it was trained last. After a restart `open` drops or marks what an earlier
+process wrote after `last_step`; after a rollback within a process `rewind` does.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """`metrics.jsonl`: the run's own record, one line for each (arrays in `counts.jsonl`, likewise), cut back to the
 restored step on resume.
 
-Durability: each record is one `write` to the file, with no buffer of ours, so a killed process loses nothing that was
-written. `sync` waits for the disk; called before a checkpoint is saved, it makes sure that no checkpoint is newer than
-its metrics even when the power fails.
+Each record is one `write` to the file, so a killed process loses nothing that was written. `sync` waits for the disk:
+it is called before a checkpoint is saved, so that no checkpoint is newer than its metrics even when the power fails.
 """
 
 from __future__ import annotations
