@@ -27,7 +27,7 @@ from tests.support.core_hlo import collectives
 from tests.support.core_runs import assert_close, program_of
 from tests.support.distributions import install
 from tests.support.ops_mesh import step, wire
-from tests.support.reducer_runs import NUM_VALUES, applied_and_owed, loss_fn, program, train, true_sum, wide
+from tests.support.reducer_runs import NUM_VALUES, applied_and_owed, program, train, true_sum, wide
 from tests.support.reducer_runs import task as two_layers
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding.md"
@@ -91,39 +91,22 @@ def test_the_reducer_sends_what_it_says(added):
 # ---- a sync ----------------------------------------------------------------------------------------------------------
 
 
-def by_hand(made, num_groups, every, momentum, rate, steps):
-    """Returns the parameters after some steps: a loop over groups on one device."""
-
-    def loss(params, rows):
-        out = loss_fn(params, rows, None)[0]
-        return out.sum / out.count
-
-    gradient = jax.jit(jax.grad(loss))
-    before = jax.device_get(two_layers().init(jax.random.key(0)))
-    groups, velocity = [before] * num_groups, jax.tree.map(np.zeros_like, before)
-    for number, batch in made.batches(1, steps):
-        rows = jax.device_get(batch.examples)
-        for g in range(num_groups):
-            own = jax.tree.map(lambda x, g=g: np.split(x, num_groups)[g], rows)
-            groups[g] = jax.tree.map(lambda w, d: w - rate * d, groups[g], jax.device_get(gradient(groups[g], own)))
-        if number % every == 0:
-            move = jax.tree.map(lambda w, *own: sum(own) / num_groups - w, before, *groups)
-            velocity = jax.tree.map(lambda v, m: momentum * v + m, velocity, move)
-            before = jax.tree.map(np.add, before, velocity)
-            groups = [before] * num_groups
-    return before
-
-
-def test_the_sync_equals_a_loop_by_hand(added):
-    name = added("syncs")
-    asked = {name: {"every": 2, "momentum": 0.5}}
-    made = program_of(two_layers(optax.sgd(0.05)), sync=asked, mesh={"data": 2}, batch_size=16, seed=0)
-    state = made.init()
-    for _, batch in made.batches(1, 6):
-        state, _ = made.step(state, batch)
-    expected = by_hand(made, 2, every=2, momentum=0.5, rate=0.05, steps=6)
-    assert_close(jax.tree.map(lambda x: x[0], state.params), expected)
-    assert not [c for c in collectives(made.compiled.as_text(), made.sizes) if "data" in c.axes]
+def test_the_sync_without_momentum_is_local_sgd(added):
+    name, params, text = added("syncs"), [], ""
+    for how in (
+        {name: {"every": 2, "momentum": 0.0}},
+        {"local_sgd": {"every": 2}},
+        {name: {"every": 2, "momentum": 0.5}},
+    ):
+        made = program_of(two_layers(optax.sgd(0.05)), sync=how, mesh={"data": 2}, batch_size=16, seed=0)
+        state, text = made.init(), text or made.compiled.as_text()
+        for _, batch in made.batches(1, 6):
+            state, _ = made.step(state, batch)
+        params.append(jax.tree.map(lambda x: x[0], state.params))
+    assert not [c for c in collectives(text, made.sizes) if "data" in c.axes]
+    assert_close(params[0], params[1])
+    with pytest.raises(AssertionError):
+        assert_close(params[2], params[1])
 
 
 LOOKAHEAD = """

@@ -89,15 +89,6 @@ def test_a_data_source_of_another_distribution_is_read(tmp_path, monkeypatch):
     assert isinstance(open_source(np.ones(3, np.float32)), ArraySource)
 
 
-def test_an_environment_of_another_distribution_is_valid(tmp_path, monkeypatch):
-    text = (
-        "from spmdkit.cluster.environments.base import Names\n\nNAMES = Names()\n\n\ndef read(env):\n    return None\n"
-    )
-    install(monkeypatch, tmp_path, "environments", "my_scheduler", text)
-    config = sk.Config(task="t.py:t", cluster={"environment": "my_scheduler"})
-    assert config.cluster.environment == "my_scheduler"
-
-
 def test_a_name_used_twice_is_rejected(tmp_path, monkeypatch):
     install(monkeypatch, tmp_path, "reducers", "sum", REDUCER)
     with pytest.raises(ConfigError, match=r"spmdkit\.reducers: sum-plugin 1\.0 declares 'sum'.* unique"):

@@ -10,7 +10,6 @@ import types
 
 import pytest
 
-import spmdkit as sk
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import plugins
 from spmdkit.metrics import trackers
@@ -256,25 +255,3 @@ def test_a_users_tracker_needs_one_file(tmp_path, monkeypatch):
         trackers.chosen([{"tensorboard": {"folder": "x"}}], tmp_path)
     with pytest.raises(ConfigError, match=r"log\.trackers: os:open is a function of"):
         trackers.chosen(["os:open"], tmp_path)
-
-
-def test_a_run_with_a_dead_tracker_ends_well(tmp_path, monkeypatch, capfd):
-    import sys
-
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "my_dead.py").write_text(
-        "import jax.numpy as jnp, numpy as np, optax\n"
-        "import spmdkit as sk\n"
-        "x = np.ones((8, 2), np.float32)\n"
-        "task = sk.Task(lambda key: jnp.zeros(2), lambda w, b, key: sk.mean((b @ w - 1) ** 2), optax.sgd(0.1), "
-        "train_data=x)\n"
-        "def dead(kind, record):\n    raise OSError('gone')\n"
-        "@sk.tracker\ndef open(run, last_step):\n    return sk.Tracker(dead)\n"
-    )
-    (tmp_path / "run.yaml").write_text(
-        "task: my_dead.py:task\nrun_dir: run\nsteps: 3\nbatch_size: 4\ndevices: cpu:1\nlog: {every_steps: 1, progress: "
-        "plain, trackers: ['my_dead.py:open']}\n"
-    )
-    assert int(sk.train(tmp_path / "run.yaml").state.step) == 3
-    assert capfd.readouterr().out.count("tracker my_dead.py:open: OSError: gone") == 1
-    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 3
