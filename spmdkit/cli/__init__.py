@@ -15,7 +15,7 @@ import typer
 
 from spmdkit.cli import bench, checkpoint, launch
 from spmdkit.cli.checkpoint import say
-from spmdkit.cli.json_option import AsJson
+from spmdkit.cli.options import AsJson, ConfigPath, Overrides
 from spmdkit.errors import ConfigError
 from spmdkit.faults import run_process
 
@@ -34,11 +34,6 @@ config_app = typer.Typer(help="Check, show and describe configs.", no_args_is_he
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(bench.app, name="bench")
-
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="Config file (YAML).", show_default=False)]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides with dotted keys.", show_default=False)
-]
 
 
 def _print_version(requested: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from spmdkit.cli.json_option import AsJson
+from spmdkit.cli.options import AsJson, ConfigPath, Overrides
 from spmdkit.program import allocator
 
 app = typer.Typer(help="Measure your task.", no_args_is_help=True)
@@ -26,11 +26,8 @@ def bench() -> None:
     )
 )
 def communication(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Config file (YAML).", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides with dotted keys.", show_default=False),
-    ] = None,
+    config: ConfigPath,
+    overrides: Overrides = None,
     reducers: Annotated[str, typer.Option(help="As int8,powersgd(rank=4).", metavar="NAMES")] = "bfloat16,int8",
     syncs: Annotated[str, typer.Option(help="As local_sgd(every=16),stale(2).", metavar="NAMES")] = "",
     steps: Annotated[

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from spmdkit.cli.json_option import AsJson
+from spmdkit.cli.options import AsJson
 from spmdkit.errors import CheckpointError, ConfigError
 from spmdkit.foundation.formatting import visible
 

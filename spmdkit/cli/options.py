@@ -1,10 +1,12 @@
-"""`AsJson`, the option `--json` of commands: standard output then has one JSON object and nothing else."""
+"""Arguments that several commands have: CONFIG, KEY=VALUE, and `--json`, with which standard output has one JSON object
+and nothing else."""
 
 from __future__ import annotations
 
 import io
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -28,4 +30,8 @@ def _keep_for_ourselves(requested: bool) -> bool:
 AsJson = Annotated[
     bool,
     typer.Option("--json", callback=_keep_for_ourselves, help="Print one JSON object and nothing else."),
+]
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="Config file (YAML).", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides with dotted keys.", show_default=False)
 ]
