@@ -6,14 +6,13 @@ Input: data of a task (arrays, examples, grain datasets) and the config's `data`
     Schedule, eval_schedule    step -> the indices of its batch; pure arithmetic        schedule.py, permutation.py
     ReadPolicy, SkippedRows    how a user's examples are read, and which are skipped    row_errors.py
     per_process, ProcessRows   different data on each process                           per_process.py, schedule.py
-    HostBatch                  the rows of one step on this process                     host_batch.py
+    HostBatch                  the rows of one step on this process                     source.py
     host_batches               this process's rows as numpy arrays, from any step on    stream.py, grain_reader.py
     device_batches             the same, on the devices, with the wait measured         stream.py
 
 To resume, call `host_batches(start=step + 1)`: nothing is replayed and no iterator state is saved.
 """
 
-from spmdkit.data.host_batch import HostBatch as HostBatch, read_step as read_step
 from spmdkit.data.per_process import PerProcess as PerProcess, per_process as per_process, shares as shares
 from spmdkit.data.row_errors import ReadPolicy as ReadPolicy, SkippedRows as SkippedRows
 from spmdkit.data.schedule import (
@@ -22,7 +21,12 @@ from spmdkit.data.schedule import (
     eval_schedule as eval_schedule,
     merge_ranges as merge_ranges,
 )
-from spmdkit.data.source import Source as Source, open_source as open_source
+from spmdkit.data.source import (
+    HostBatch as HostBatch,
+    Source as Source,
+    open_source as open_source,
+    read_step as read_step,
+)
 from spmdkit.data.stream import (
     DeviceBatches as DeviceBatches,
     device_batches as device_batches,

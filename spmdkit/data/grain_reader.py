@@ -7,9 +7,8 @@ from typing import Any
 import grain
 import numpy as np
 
-from spmdkit.data.host_batch import read_step
 from spmdkit.data.schedule import Schedule
-from spmdkit.data.source import Source
+from spmdkit.data.source import Source, read_step
 
 
 class StepDataset(grain.MapDataset):

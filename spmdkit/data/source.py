@@ -19,7 +19,7 @@ import functools
 import mmap
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -28,7 +28,8 @@ from spmdkit.data.dtypes import device_dtype, narrow
 from spmdkit.data.examples import ExampleSource
 from spmdkit.data.per_process import PerProcess
 from spmdkit.data.row_errors import DEFAULT_POLICY, ReadPolicy
-from spmdkit.errors import ConfigError
+from spmdkit.data.schedule import Schedule
+from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.foundation import plugins
 from spmdkit.foundation.trees import describe, named_leaves
 
@@ -215,3 +216,31 @@ def _is_memory_mapped(array: Any) -> bool:
 def _row_reader(leaf: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
     # take is twice as fast as indexing for a small batch, but copies the whole of an array that is not contiguous.
     return functools.partial(leaf.take, axis=0) if leaf.flags.c_contiguous else leaf.__getitem__
+
+
+class HostBatch(NamedTuple):
+    """The rows of one step on this process: a pytree of numpy arrays; mask is bool[rows], None if batches are always
+    full."""
+
+    examples: Any
+    mask: np.ndarray | None
+
+
+def read_step(
+    source: Source, schedule: Schedule, positions: np.ndarray | None, step: int
+) -> tuple[Any, np.ndarray | None]:
+    """Returns `(examples, mask | None)` of `step`: the rows of the global batch at `positions`.
+
+    If batches can be short, a skipped row is padding.
+    """
+    indices, mask = schedule.batch(step)
+    if positions is not None:
+        indices, mask = indices[positions], mask[positions]
+    try:
+        examples = source.gather(indices, schedule.epoch(step), schedule.number(step))
+    except (ConfigError, UserCodeError) as error:
+        raise type(error)(f"the batch of step {step} could not be read: {error}") from error.__cause__
+    if schedule.always_full:
+        return examples, None
+    left_out = source.skipped(indices, schedule.number(step))
+    return examples, mask if left_out is None else mask & ~left_out

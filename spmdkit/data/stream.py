@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from spmdkit.data.host_batch import HostBatch, read_step
 from spmdkit.data.schedule import Schedule
-from spmdkit.data.source import Source
+from spmdkit.data.source import HostBatch, Source, read_step
 from spmdkit.foundation.timeouts import DATA_CLOSE_S
 
 

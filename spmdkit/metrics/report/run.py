@@ -74,22 +74,11 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     left = unfinished(folder)
     if left is not None and not left.alive:
         events.append({"event": "exited", "process": 0, "step": left.step, "why": left.message()})
+    files = [
+        _json_object(folder / file) for file in ("environment.json", "plan.json", "communication/communication.json")
+    ]
     path = folder / "report.html"
-    write_text(
-        path,
-        page(
-            f"{name} - spmdkit",
-            report_body(
-                name,
-                records,
-                events,
-                _config(folder),
-                _json_object(folder / "environment.json"),
-                _json_object(folder / "plan.json"),
-                _json_object(folder / "communication" / "communication.json"),
-            ),
-        ),
-    )
+    write_text(path, page(f"{name} - spmdkit", report_body(name, records, events, _config(folder), *files)))
     return path
 
 
