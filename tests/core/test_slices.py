@@ -43,9 +43,6 @@ def sizes(asked, num_devices=8, num_slices=2):
 )
 def test_replica_is_the_number_of_slices(asked, found):
     assert sizes(asked) == found
-
-
-def test_on_one_slice_nothing_changes():
     assert sizes({"data": -1}, num_slices=1) == {"data": 8}
 
 

@@ -111,20 +111,6 @@ def test_evaluation_of_any_size_ends_and_is_exact():
     assert list(stream(ARRAYS, eval_schedule(25, 5), start=6)) == []
 
 
-def test_an_endless_stream_goes_on_over_epochs():
-    batches = stream(ARRAYS, Schedule(25, 25))
-    assert [step for step, _ in itertools.islice(batches, 50)] == list(range(1, 51))
-    batches.close()
-
-
-def test_grain_draws_survive_a_restart():
-    data = grain.MapDataset.range(8).seed(0).random_map(lambda i, rng: np.float32(rng.random()))
-    schedule = Schedule(8, 8, shuffle=False)
-    full = [batch.examples.tolist() for _, batch in stream(data, schedule, stop=5)]
-    assert full[0] != full[1]
-    assert [batch.examples.tolist() for _, batch in stream(data, schedule, start=3, stop=5)] == full[2:]
-
-
 class Faulty:
     def __init__(self, bad, error):
         self.bad, self.error = bad, error
@@ -159,19 +145,6 @@ def test_exit_in_data_ends_the_wait(error, told):
         assert next(device)[0] == 1
         with pytest.raises(told):
             next(device)
-
-
-def test_put_error_surfaces_after_earlier_batches():
-    def put(value):
-        if value == 2:
-            raise RuntimeError("device full")
-        return value
-
-    device = device_batches(enumerate(range(5)), put)
-    assert [next(device)[1] for _ in range(2)] == [0, 1]
-    with pytest.raises(RuntimeError, match="device full"):
-        next(device)
-    assert list(device) == []
 
 
 def test_batches_arrive_in_order_with_waits():
