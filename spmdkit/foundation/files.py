@@ -127,6 +127,15 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
     write_text(path, json.dumps(strict_json(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
+def json_object(content: bytes) -> dict[str, Any] | None:
+    """Returns the JSON object in `content`, None for anything else."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def strict_json(value: Any) -> Any:
     """Returns `value` with non-finite floats as the strings "NaN", "Infinity", "-Infinity", scalar arrays as numbers,
     paths as strings."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import mmap
 import os
 import socket
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdkit.foundation.constants import NAMELESS
+from spmdkit.foundation.files import json_object
 
 EVENTS, LAST_STEP = "events.jsonl", "last_step"
 RUNNING, ENDS = "running", ("stopped", "preempted", "fault")
@@ -176,16 +176,9 @@ def unfinished(run_dir: Path) -> Attempt | None:
 
 def _events(path: Path) -> Iterable[dict[str, Any]]:
     try:
-        lines = path.read_bytes().split(b"\n")
+        return [event for line in path.read_bytes().split(b"\n") if (event := json_object(line)) is not None]
     except OSError:
-        return
-    for line in lines:
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            yield value
+        return []
 
 
 def _born(pid: int) -> int | None:

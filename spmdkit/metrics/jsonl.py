@@ -19,7 +19,7 @@ import numpy as np
 
 from spmdkit.errors import UserCodeError
 from spmdkit.foundation.constants import MEASURED
-from spmdkit.foundation.files import strict_json
+from spmdkit.foundation.files import json_object, strict_json
 
 FIRST_KEYS = ("step", "split", "loss")
 LAST_KEYS = MEASURED
@@ -82,16 +82,8 @@ def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         content = Path(path).read_bytes()
     except FileNotFoundError:
         return []
-    records = [parse_object(line) for line in content.split(b"\n") if line.strip()]
+    records = [json_object(line) for line in content.split(b"\n") if line.strip()]
     return [{k: _from_strict(v) for k, v in record.items()} for record in records if record is not None]
-
-
-def parse_object(line: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _from_strict(value: Any) -> Any:

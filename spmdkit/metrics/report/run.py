@@ -6,7 +6,6 @@ or was killed. Nothing is loaded from elsewhere and nothing is executed; every t
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import statistics
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdkit.errors import ConfigError
-from spmdkit.foundation.files import write_text
+from spmdkit.foundation.files import json_object, write_text
 from spmdkit.foundation.formatting import format_bytes, format_duration, format_rate, format_seconds, format_value
 from spmdkit.foundation.run_status import unfinished
 from spmdkit.metrics.events import parse_time
@@ -291,10 +290,9 @@ def _config(folder: Path) -> str | None:
 
 def _json_object(path: Path) -> Record | None:
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return json_object(path.read_bytes())
+    except OSError:
         return None
-    return value if isinstance(value, dict) else None
 
 
 def _points(records: Sequence[Record], key: str) -> list[tuple[int, float]]:

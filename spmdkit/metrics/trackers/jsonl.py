@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from spmdkit.foundation.files import FILE_MODE, not_writable, not_written, replace
-from spmdkit.metrics.jsonl import parse_object, record_line
+from spmdkit.foundation.files import FILE_MODE, json_object, not_writable, not_written, replace
+from spmdkit.metrics.jsonl import record_line
 from spmdkit.metrics.trackers.base import Tracker
 
 
@@ -122,7 +122,7 @@ class JsonlTracker:
         for line in content.split(b"\n"):
             if not line.strip():
                 continue
-            record = parse_object(line)
+            record = json_object(line)
             step = record.get("step") if record is not None else None
             if not isinstance(step, int) or isinstance(step, bool):
                 self.dropped_damaged += 1
