@@ -33,7 +33,7 @@ def test_an_error_of_a_callback_is_the_users(folder, raised):
     assert any(name in told for name in ("ValueError: mine", "SystemExit: 0"))
 
 
-@pytest.mark.parametrize("content", [DEEP, "null", '{"schema": 1, "step": 2, "time": 1e400}'])
+@pytest.mark.parametrize("content", [DEEP, "null", '{"schema": 2, "step": 2, "time": 1e400}'])
 def test_a_record_of_other_types(folder, content):
     folder.write()
     (folder.path / "run/checkpoints/2/record.json").write_text(content)

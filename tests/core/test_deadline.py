@@ -10,7 +10,7 @@ from spmdkit.foundation import timeouts
 from spmdkit.foundation.deadline import Deadline
 
 PACKAGE = Path(spmdkit.__file__).parent
-STANDALONE = ("cluster/service/service.py", "tools/drill/virtual_switch.py")
+STANDALONE = ("cluster/service/service.py", "cluster/service/grpc_relay.py", "tools/drill/virtual_switch.py")
 """Run by their path, without the package."""
 NO_WAITS = {
     "mesh/chips.py",  # latencies of links
