@@ -27,6 +27,7 @@ AGREEMENT_INTERVAL_S = 0.05  # between two updates of the horizon, see cluster/a
 # ---- startup checks ----
 FIRST_COMPARISON_S = 60.0  # for all processes, right after they have joined
 BURN_IN_S = 3.0  # each device computes
+BURN_IN_READY_S = 300.0  # all devices, to compile the first chain
 HOST_CONNECT_S = 3.0  # to another host
 HOST_CHECK_S = 120.0  # for the results of all hosts: each connects to all others in turn
 RUN_DIRECTORY_VISIBLE_S = 5.0  # for a file that process 0 has written: NFS caches a directory for seconds

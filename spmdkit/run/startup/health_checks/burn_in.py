@@ -21,10 +21,10 @@ import numpy as np
 from jax import lax
 
 from spmdkit.foundation.deadline import Deadline
+from spmdkit.foundation.timeouts import BURN_IN_READY_S
 
 SIZES, SIZE = {"cpu": 256}, 4096  # rows of the square factors, by platform and by default
 PRODUCTS = 8  # in a chain
-READY_S = 300.0  # for all devices to compile the first chain
 MOST_DIGESTS = 4  # different results of one device that are reported
 
 
@@ -32,7 +32,7 @@ def burn(devices: Sequence[jax.Device], process_index: int, seconds: float) -> l
     """Returns the results of each device of this process: index in `devices`, process, host, platform, kind, digests
     (the distinct ones of its chains), chains, gflops (median)."""
     mine = [(index, device) for index, device in enumerate(devices) if device.process_index == process_index]
-    ready = threading.Barrier(len(mine), timeout=READY_S)
+    ready = threading.Barrier(len(mine), timeout=BURN_IN_READY_S)
 
     def run(index: int, device: jax.Device) -> dict[str, Any]:
         where = {"device": index, "process": process_index, "host": socket.gethostname()}
