@@ -133,7 +133,7 @@ def _differentiable(call: _Call, ids: Keys) -> Any:
     """Returns `(ids, q, k, v) -> out` with the derivatives of its form; all passes see the step of the call."""
     kept_dims, keys_dims = KEPT_BY_HEADS if call.by_heads else KEPT, _keys_dims(ids)
     out_dims = (HEADS, kept_dims if call.by_heads else KEPT.lse)
-    kept_and_ids = jax.tree.structure((Kept(*range(5)), ids))
+    kept_and_ids: Any = jax.tree.structure((Kept(*range(5)), ids))
     in_part = functools.partial(manual, kernel=call.implementation is not XLA)
 
     def forward(ids: Keys, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
