@@ -1,15 +1,15 @@
-"""The asynchronous parameter server: servers hold shards of the parameters and of the optimizer state, workers send
+"""The asynchronous parameter server: servers hold shards of the parameters and the optimizer state, and workers send
 them gradients.
 
     worker:  w, v <- pull;   g <- dL(w; batch)/dw;   push(g, v)
-    server:  staleness = updates applied - v;   w <- w + optimizer(g), as gradients arrive
+    server: staleness = updates applied - v; w <- w + optimizer(g), as gradients arrive
 
-Use it for what one SPMD program cannot do: workers of different speeds, workers that fail, return or join. Otherwise
-use a mesh.
+Use it where one SPMD program does not work: workers of different speeds, or workers that fail, return or join.
+Otherwise use a mesh.
 
-partition.py which server holds which leaf · messages.py requests and responses · server.py what a server does with a
-push · completed_batches.py which batches a server has completed · gradient.py the worker's compiled step · worker.py
-its loop · coordinator.py initializes, monitors, takes snapshots · transport.py how they communicate · threads.py in one
+partition.py assigns leaves to servers · messages.py requests and responses · server.py applies pushes ·
+completed_batches.py the batches that a server has completed · gradient.py the worker's compiled step · worker.py the
+worker's loop · coordinator.py initializes, monitors, takes snapshots · transport.py interface · threads.py in one
 process · actors.py on Ray.
 
 Enters: a config and a task. Leaves: the trained state. Wire: a worker pulls and pushes each parameter once per

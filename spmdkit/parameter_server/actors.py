@@ -1,9 +1,9 @@
 """Servers and workers as Ray actors: one process each, on this machine or on a Ray cluster. Extra `ray`.
 
 `address: local` starts a private Ray for this run (ray_local.py). Ray restarts servers (`max_restarts=-1`), without
-their state. Ray never repeats a call (`max_task_retries=0`); we repeat it, which the servers' tables make safe: Ray
-alone applies a push twice if a server dies between applying and acknowledging it (Ray 2.60, 2026-11-22). Arrays of a
-push use Ray's object store without a copy. On a cluster, a worker waits until a node has room.
+their state. Ray never repeats a call (`max_task_retries=0`). The caller repeats it, and the servers' tables make that
+safe. With Ray's retries a push is applied twice if a server dies between applying and acknowledging it (Ray 2.60,
+2026-11-22). Arrays of a push use Ray's object store without a copy. On a cluster, a worker waits for a free node.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spmdkit.parameter_server.transport import Ending, Endpoint, Running, Unavai
 
 
 def _knock(address: str) -> None:
-    """Raises OSError if no server listens at HOST:PORT; Ray checks other forms of an address."""
+    """Raises OSError if no server listens at HOST:PORT. Ray checks other forms of an address."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdecimal() and int(port) < 1 << 16:
         socket.create_connection((host.strip("[]"), int(port)), RAY_CONNECT_S).close()
@@ -46,7 +46,7 @@ def here() -> str:
 
 
 class ServerActor:
-    """A `Server` in a separate process, on that machine's CPU."""
+    """A `Server` in a separate process, on the CPU."""
 
     def __init__(self, values: dict[str, Any], source: str | None, number: int):
         self._server: Any = None
@@ -56,7 +56,7 @@ class ServerActor:
 
             jax.config.update("jax_platforms", "cpu")
             self._server = _roles(values, source).server(number, donate=True)
-        except Exception as error:  # noqa: BLE001  said to whoever calls; Ray would start it again for ever
+        except Exception as error:  # noqa: BLE001  reported to the caller; otherwise Ray restarts it indefinitely
             self._error = f"server {number}: {type(error).__name__}: {error}"
 
     def call(self, method: str, *args: Any) -> Any:
@@ -83,7 +83,7 @@ class WorkerActor:
             from spmdkit.cluster import detect_cluster, join
 
             config = parse_config(values, source=source)
-            devices = join(detect_cluster({}), config.devices).devices  # before the task is made, since it may compute
+            devices = join(detect_cluster({}), config.devices).devices  # before the task is created: it may compute
             endpoints = [RayEndpoint(server) for server in servers]
             _roles(values, source).worker(devices, number, incarnation, endpoints).run()
         except (Unavailable, Fenced) as error:
@@ -103,7 +103,7 @@ def _roles(values: dict[str, Any], source: str | None) -> Any:
 
 
 class RayEndpoint:
-    """A server, by the handle of its actor."""
+    """A server, accessed through the handle of its actor."""
 
     def __init__(self, handle: Any):
         self.handle = handle
@@ -135,10 +135,10 @@ def first_line(error: BaseException) -> str:
 
 
 class RayWorker:
-    """A worker in one incarnation, as an actor."""
+    """One incarnation of a worker, as an actor."""
 
     def __init__(self, handle: Any, *job: Any):
-        self._where = handle.where.remote()  # called first: an actor runs one call after the other
+        self._where = handle.where.remote()  # called first: an actor runs its calls in order
         self._reference = handle.run.remote(*job)
 
     @property
@@ -190,7 +190,7 @@ class Actors:
 
     def worker(self, number: int, incarnation: int, endpoints: Sequence[Endpoint]) -> Running:
         ray = imported()
-        num_cpus = 1 if self._local is None else 0  # a private Ray has room for a worker that joins
+        num_cpus = 1 if self._local is None else 0  # a private Ray always admits a worker that joins
         handle = ray.remote(max_restarts=0, max_task_retries=0, num_cpus=num_cpus)(WorkerActor).remote()
         servers = [endpoint.handle for endpoint in endpoints if isinstance(endpoint, RayEndpoint)]
         self._handles.append(handle)
@@ -202,7 +202,7 @@ class Actors:
             for handle in self._handles:
                 try:
                     ray.kill(handle, no_restart=True)
-                except Exception:  # noqa: BLE001  it is gone already
+                except Exception:  # noqa: BLE001  it has already exited
                     continue
             ray.shutdown()
         self._handles.clear()

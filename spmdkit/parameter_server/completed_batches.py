@@ -1,9 +1,9 @@
-"""Which batches a server has completed: applied, or dropped permanently. Two servers differ by a push that reached only
-one of them: a worker died while it pushed, or a snapshot was taken meanwhile.
+"""The batches that a server has completed: applied, or dropped permanently. Two servers differ if a push reached only
+one of them, because the worker died during the push or a snapshot was taken in between.
 
-Such a batch is handed out again, and a server that has completed it does not apply it again: each leaf gets each batch
-once. If a run continues with other servers, a leaf carries the batches that its previous server has completed
-(`Agreement`), until all leaves of its new server have the same.
+Such a batch is assigned again. A server that has already completed it does not apply it again, so each leaf receives
+each batch once. If a run resumes with a different number of servers, each leaf carries the batches that its previous
+server completed (`Agreement`), until all leaves of the new server have the same set.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any
 
 
 class Settled:
-    """A set of batch numbers: all below `low`, and a few above, since batches complete roughly in the order of their
-    numbers."""
+    """A set of batch numbers: all below `low` and a few above. Batches complete roughly in numerical order."""
 
     def __init__(self, low: int, above: Iterable[int] = ()):
         self.low, self.above = low, set(above)
@@ -31,18 +30,18 @@ class Settled:
             self.low += 1
 
     def table(self) -> tuple[int, list[int]]:
-        """Returns the arguments of the constructor, for a record."""
+        """Returns the constructor's arguments, for a record."""
         return self.low, sorted(self.above)
 
 
 @dataclass
 class Agreement:
-    """Leaves of one server with the same history.
+    """Leaves of one server with the same completed batches.
 
     Attributes:
-        paths: of the leaves.
-        settled: their batches.
-        applied: their updates.
+        paths: paths of the leaves.
+        settled: the completed batches.
+        applied: the number of applied updates.
     """
 
     paths: frozenset[str]
@@ -50,18 +49,18 @@ class Agreement:
     applied: int
 
     def row(self) -> tuple[list[str], tuple[int, list[int]], int]:
-        """Returns the argument of `of_row`, for a record."""
+        """Returns the record that `of_row` reads."""
         return sorted(self.paths), self.settled.table(), self.applied
 
 
 def of_row(row: Sequence[Any]) -> Agreement:
-    """Returns the part of a row of a table."""
+    """Returns the agreement from a row of a table."""
     paths, settled, applied = row
     return Agreement(frozenset(paths), Settled(*settled), applied)
 
 
 def merged(parts: Iterable[Agreement]) -> list[Agreement]:
-    """Returns the parts, merging equal ones."""
+    """Returns the agreements, with equal ones merged."""
     found: list[Agreement] = []
     for part in parts:
         same = [x for x in found if (x.applied, x.settled.table()) == (part.applied, part.settled.table())]
@@ -73,10 +72,10 @@ def merged(parts: Iterable[Agreement]) -> list[Agreement]:
 
 
 def dealt(tables: Sequence[Mapping[str, Any]], owned: Mapping[str, int], servers: int) -> list[dict[str, Any]]:
-    """Returns the table of each server from those of a snapshot, in which leaves may have been on other servers.
+    """Returns the table of each server from the tables of a snapshot, which may assign leaves to servers differently.
 
-    The first server hands out again the batches that some leaves have completed and others lack; it hands out batches
-    from `next_batch` on anyway.
+    The first server assigns again each batch that only some leaves have completed. Batches from `next_batch` on are
+    assigned in any case.
 
     Args:
         owned: path of a leaf -> its server.

@@ -1,11 +1,11 @@
-"""The coordinator: initializes the servers, starts workers, replaces failed processes, and collects the state of the
-servers. It computes nothing.
+"""The coordinator initializes the servers, starts workers, replaces failed processes, and collects the state of the
+servers. It runs no computation.
 
-A worker that dies is restarted in a new incarnation; the others continue. When a server dies, all servers return to the
-last checkpoint under a new generation: so the state is one that training has passed through, and a push is applied to
-the new state at most once.
+A worker that dies is restarted in a new incarnation, and the other workers continue. When a server dies, all servers
+restore the last checkpoint under a new generation. The state is then consistent across servers, and a push is applied
+to the new state at most once.
 
-The role is TensorFlow 1's chief: it initializes or restores, and saves; workers save nothing.
+The role is that of TensorFlow 1's chief: it initializes or restores, and saves. Workers save nothing.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from spmdkit.parameter_server.transport import Ending, Endpoint, Running, Transp
 from spmdkit.step.state import TrainState
 
 IN_A_ROW = 3
-"""Number of consecutive failures of one worker without a gradient that ends the run: the cause is permanent."""
+"""After this many consecutive failures of one worker without a gradient the run ends, since the cause is permanent."""
 
 
 Event = tuple[str, dict[str, Any]]
 
 
 def note(event: str, **fields: Any) -> Event:
-    """Returns an event and its fields, for the run's events."""
+    """Returns an event and its fields for the event log."""
     return event, fields
 
 
 @dataclass
 class WorkerStats:
-    """What the coordinator knows of the first server, and what happened since the last poll."""
+    """The status of the first server at the last poll, and the changes since the previous poll."""
 
-    applied: int = 0  # the smallest number of updates of a server
+    applied: int = 0  # smallest number of updates over the servers
     records: list[dict[str, Any]] = field(default_factory=list)  # applied pushes since the last poll
     histogram: dict[int, int] = field(default_factory=dict)  # staleness -> applied pushes
     dropped: dict[str, int] = field(default_factory=dict)  # outcome -> pushes
     progress: dict[int, int] = field(default_factory=dict)  # worker -> applied pushes
     events: list[Event] = field(default_factory=list)
-    went_back_to: int | None = None  # the updates of the checkpoint to which all servers returned
+    went_back_to: int | None = None  # number of updates of the restored checkpoint
 
 
 class Coordinator:
@@ -56,10 +56,10 @@ class Coordinator:
 
     Args:
         owned: path of a leaf -> its server.
-        load: returns the initial (state on the host, table of each server of the saved run, or None), also for a return
-            to it.
-        give_up: whether to stop waiting for a server that is unreachable.
-        life: incarnation of the first workers, later than all in the tables.
+        load: returns the initial (state on the host, table of each server of the saved run, or None); called again to
+            restore.
+        give_up: returns whether to stop waiting for an unreachable server.
+        life: incarnation of the first workers, higher than all in the tables.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class Coordinator:
         self._generation, self._cursor = 0, 0
         self._away: set[int] = set()
         self._located: set[int] = set()  # workers with a reported host
-        self._places: dict[int, str] = {}  # server -> its last host
+        self._places: dict[int, str] = {}  # server -> its last known host
         self._progress: dict[int, int] = {}
         self._like: Any = None  # a state of the same structure
         self._give_up = give_up
 
     def install(self) -> int:
-        """Gives every server its part of the initial state, under a new generation; returns its number of updates."""
+        """Installs the initial state on all servers, under a new generation, and returns its number of updates."""
         state, tables = self._load()
         self._like, self._generation, self._cursor = state, self._generation + 1, 0
         num = len(self.endpoints)
@@ -99,7 +99,7 @@ class Coordinator:
         return int(state.step)
 
     def snapshot(self) -> tuple[TrainState, list[dict[str, Any]]] | None:
-        """Returns (the whole state on the host, the table of each server); None if a server has just died."""
+        """Returns (the full state on the host, the table of each server); None if a server has just died."""
         found = [self._ask(endpoint, "snapshot") for endpoint in self.endpoints]
         if any(answer is None or answer[0] != self._generation for answer in found):
             return None
@@ -127,8 +127,8 @@ class Coordinator:
         return [self._start(number) for number in self._incarnations]
 
     def wait_for_workers(self, longest_s: float) -> None:
-        """Returns once all workers are ready to compute, after at most `longest_s`, or when one has exited, so that
-        none starts far ahead of the others."""
+        """Waits until all workers are ready to compute, so that no worker starts far ahead of another. Returns after at
+        most `longest_s`, or when a worker has exited."""
         for _ in Deadline(longest_s).polls(SERVER_POLL_S):
             if self._give_up():
                 return
@@ -150,7 +150,7 @@ class Coordinator:
         return self._start(number)
 
     def _admit(self, number: int) -> None:
-        """Announces a worker's new incarnation to all servers; a batch that reached only the first server is handed out
+        """Announces a worker's new incarnation to all servers. A batch that reached only the first server is assigned
         again."""
         life = number, self._incarnations[number], len(self._incarnations)
         last, *others = [self._ask(endpoint, "admit", *life) for endpoint in self.endpoints]
@@ -172,7 +172,7 @@ class Coordinator:
         return stats
 
     def _servers_are_there(self, stats: WorkerStats) -> bool:
-        """Polls all servers; installs their state again if one has lost it. Returns whether they all have one."""
+        """Polls all servers, and installs the state again if one has lost it. Returns whether all have a state."""
         found = []
         for number, endpoint in enumerate(self.endpoints):
             try:
@@ -225,7 +225,7 @@ class Coordinator:
 
 
 def parts_of(state: TrainState, optimizer: Any, owned: Mapping[str, int], server: int) -> dict[str, Arrays | None]:
-    """Returns a server's part of a whole state, on the host."""
+    """Returns a server's part of the full state, on the host."""
     whole = jax.device_get(to_arrays(state.opt_state))
     abstract = jax.eval_shape(lambda: state.params)
     kept = to_arrays(jax.eval_shape(optimizer.init, shard(abstract, owned, server)))

@@ -1,11 +1,11 @@
-"""The worker's compiled step: the step of the same task on the worker's mesh, with an optimizer that stores the
-gradient and changes nothing.
+"""The worker's compiled step: the task's step on the worker's mesh, with an optimizer that stores the gradient and
+leaves the parameters unchanged.
 
-So masks, `sk.mean`, keys, microbatches, precision, clipping and the reducer are those of synchronous training, on any
-mesh of a worker. Batch b is the batch of step b, with the keys of step b: one worker without staleness computes what
-one device does.
+Masks, `sk.mean`, keys, microbatches, precision, clipping and the reducer therefore work as in synchronous training, on
+any mesh of a worker. Batch b is the batch of step b, with the keys of step b, so one worker without staleness computes
+the same as one device.
 
-Wire: inside of a worker, that of a step of its mesh.
+Wire: inside a worker, that of a step on its mesh.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from spmdkit.step.metrics.mean import Mean
 from spmdkit.step.state import TrainState
 
 OWN = "parameter_server/"
-"""Prefix of metrics that are internal to the worker."""
+"""Prefix of the worker's internal metrics."""
 
 
 def synchronous(config: Config) -> Config:
-    """Returns the config of the same run without servers, for evaluation, saving, and the computation of a worker."""
+    """Returns the config of the same run without servers, for evaluation, saving, and a worker's computation."""
     return replace_keys(config, {"sync": "every_step"})
 
 
 def server_optimizer(config: Config, task: Task) -> Any:
-    """Returns the optimizer of a server, without clipping, which workers do."""
+    """Returns the optimizer of a server. It does not clip, since workers do."""
     return make_optimizer(replace_keys(config, {"clip_norm": None}), task)
 
 
@@ -67,7 +67,7 @@ def check_task(config: Config, task: Task) -> None:
 
 
 class Gradient(NamedTuple):
-    """The result of a worker; `weight` is the count of the loss, `not_finite` names what was not."""
+    """The result of a worker. `weight` is the count of the loss; `not_finite` names the non-finite value."""
 
     arrays: Arrays
     loss: float
@@ -78,15 +78,15 @@ class Gradient(NamedTuple):
 
 
 class GradientStep:
-    """Gradients of a task at current parameters, one batch after the other. `turn`: a lock for the computation, since
-    two programs of several devices, started by two threads, would each wait for a device of the other."""
+    """Computes gradients of a task at the current parameters, one batch at a time. `turn`: a lock for the computation.
+    Without it, two multi-device programs started by two threads can deadlock."""
 
     def __init__(
         self,
         config: Config,
         task: Task,
         devices: Sequence[jax.Device],
-        turn: AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008  it has no state
+        turn: AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008  stateless
     ):
         self._turn = turn
         unused: dict[str, Any] = dict.fromkeys(("optimizer", "learning_rate", "ema", "checkpoint"))
@@ -100,7 +100,7 @@ class GradientStep:
         self._of_state = self.program.state_sharding.model_state
 
     def batch(self, number: int) -> Any:
-        """Returns batch `number` on the devices; computes nothing, and may run concurrently with a step."""
+        """Returns batch `number` on the devices. It computes nothing, and may run concurrently with a step."""
         read = self.program.feed.read(number)
         return self.program.put(read.examples, read.mask)
 
@@ -133,7 +133,7 @@ class GradientStep:
 
 
 def _keep_gradient() -> optax.GradientTransformation:
-    """Returns an optimizer that stores the last gradient as its state, and changes nothing."""
+    """Returns an optimizer that stores the last gradient as its state, with updates of zero."""
     zeros = lambda tree: jax.tree.map(jnp.zeros_like, tree)
     return optax.GradientTransformation(
         lambda params: {"gradient": zeros(params)},

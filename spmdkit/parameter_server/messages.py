@@ -14,11 +14,11 @@ class Rules:
     """How a server applies gradients.
 
     Attributes:
-        steps: updates after which nothing is applied.
-        aggregate: gradients that are averaged into one update.
-        max_staleness: staler gradients are dropped; None: none.
+        steps: number of updates after which no gradient is applied.
+        aggregate: number of gradients averaged into one update.
+        max_staleness: gradients with a higher staleness are dropped; None: no limit.
         scale_by_staleness: divide an update by its staleness.
-        ema: decay of the average of parameters, or None.
+        ema: decay of the moving average of the parameters, or None.
     """
 
     steps: int
@@ -30,14 +30,14 @@ class Rules:
 
 @dataclass(frozen=True)
 class Push:
-    """A gradient for a server.
+    """A gradient sent to a server.
 
     Attributes:
-        worker, incarnation, number: the sender, its incarnation, and the number of the push.
-        generation, version: of the server's state when it was pulled.
+        worker, incarnation, number: the identity of the push.
+        generation, version: those of the pulled parameters.
         batch: the number of the batch.
-        gradient: this server's leaves; None: the batch is skipped, since a value was not finite.
-        loss, weight: the loss, and its count, the weight of the gradient in a mean.
+        gradient: the leaves of this server; None: the batch is skipped because of a non-finite value.
+        loss, weight: the loss and its count. The count is the weight of the gradient in a mean.
         report: for the first server only: metrics, and the `state` (old, new) of a model with mutable state.
     """
 
@@ -54,9 +54,9 @@ class Push:
 
 
 class Answer(NamedTuple):
-    """The outcome of a push: `applied`, `held` (until there are k), `late` or `stale` (dropped), `skipped`, `fenced`
-    (of an earlier incarnation), `generation` (of lost parameters), `again` (this batch is complete here), `done` (there
-    are enough updates); and the number of updates that the server has applied."""
+    """The outcome of a push, and the number of updates that the server has applied. Outcomes: `applied`, `held` (fewer
+    than k gradients so far), `late` or `stale` (dropped), `skipped`, `fenced` (earlier incarnation), `generation` (lost
+    parameters), `again` (batch already completed), `done` (all updates are applied)."""
 
     outcome: str
     version: int

@@ -1,11 +1,11 @@
-"""Which server holds which leaf of the parameters, with the optimizer state that belongs to it.
+"""The assignment of parameter leaves, and their optimizer state, to servers.
 
 `greedy` assigns the largest remaining leaf to the server with the fewest bytes (TensorFlow 1's
-`GreedyLoadBalancingStrategy`), `round_robin` assigns the leaves in turn (`replica_device_setter`'s default), `rules`
-name a server for paths; leaves without a rule are assigned greedily.
+`GreedyLoadBalancingStrategy`), `round_robin` assigns the leaves cyclically (`replica_device_setter`'s default), and
+`rules` map path patterns to servers. Leaves without a rule are assigned greedily.
 
-A server updates only its leaves. So an optimizer in which the update of one leaf depends on others (a global norm) is
-rejected with several servers: its jaxpr shows it.
+A server updates only its leaves. An optimizer in which the update of one leaf depends on other leaves (a global norm)
+is rejected with several servers. Its jaxpr is checked.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import leaf_bytes, named_leaves
 
 Arrays = dict[str, Any]
-"""Path of a leaf -> its array: the form of trees in messages."""
+"""Path of a leaf -> its array. Messages contain trees in this form."""
 
 
 def owners(params: Any, servers: int, partition: str | Sequence[tuple[str, int]]) -> dict[str, int]:
     """Returns path -> server for each leaf of the (abstract) parameters. Raises ConfigError if a rule matches no leaf,
-    or a server would hold nothing."""
+    or a server has no leaf."""
     leaves = named_leaves(params)
     if len(leaves) < servers:
         raise ConfigError(
@@ -67,8 +67,8 @@ def _by_rules(paths: Sequence[str], rules: Sequence[tuple[str, int]]) -> dict[st
 
 
 def shard(tree: Any, owned: Mapping[str, int], server: int) -> Any:
-    """Returns a tree like the parameters, with None, which JAX does not count as a leaf, in place of the leaves of
-    other servers."""
+    """Returns a tree like the parameters, with None for the leaves of other servers. JAX does not count None as a
+    leaf."""
     leaves, structure = jax.tree.flatten(tree)
     kept = [x if owned[path] == server else None for (path, _), x in zip(named_leaves(tree), leaves, strict=True)]
     return jax.tree.unflatten(structure, kept)
@@ -80,12 +80,12 @@ def to_arrays(tree: Any) -> Arrays:
 
 
 def to_tree(like: Any, arrays: Mapping[str, Any]) -> Any:
-    """Returns a tree like `like` from the leaves of `arrays`, which may hold more."""
+    """Returns a tree like `like` with the leaves of `arrays`, which may contain more paths."""
     return jax.tree.unflatten(jax.tree.structure(like), [arrays[path] for path, _ in named_leaves(like)])
 
 
 def joined(like: Any, shards: Sequence[Mapping[str, Any]]) -> Any:
-    """Returns the whole tree from the parts of the servers; a leaf of several servers (a count of updates) from the
+    """Returns the full tree from the parts of the servers. A leaf on several servers (a count of updates) is from the
     first."""
     every: dict[str, Any] = {}
     for arrays in shards:
@@ -94,9 +94,9 @@ def joined(like: Any, shards: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def check_separable(optimizer: Any, params: Any, owned: Mapping[str, int]) -> None:
-    """Checks that each server can do its part of an update with its own leaves, by a trace. Raises ConfigError if the
-    optimizer cannot be initialized for a part of the tree, needs more than a gradient and the loss, or uses leaves of
-    others."""
+    """Traces the optimizer to check that each server can update its leaves alone. Raises ConfigError if the optimizer
+    cannot be initialized for a part of the tree, needs more than a gradient and the loss, or uses leaves of other
+    servers."""
     abstract = lambda tree: jax.eval_shape(lambda: jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), tree))
     params = abstract(params)
     try:
@@ -135,7 +135,7 @@ def check_separable(optimizer: Any, params: Any, owned: Mapping[str, int]) -> No
 
 
 def holder_of(path: str, owned: Mapping[str, int]) -> int | None:
-    """Returns the server of a leaf of the parameters, or of the optimizer state that follows one; None for others."""
+    """Returns the server of a parameter, or of a leaf of the optimizer state that follows one; otherwise None."""
     parts = path.split("/")
     return next((owned[end] for i in range(len(parts)) if (end := "/".join(parts[i:])) in owned), None)
 

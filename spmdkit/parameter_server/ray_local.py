@@ -1,16 +1,16 @@
-"""A private Ray for one run, on this machine: on the loopback interface, with a token, and ended with the run, however
-the run ends.
+"""A private Ray for one run on this machine. It listens on the loopback interface, requires a token, and is stopped
+when the run ends, even if the driver is killed.
 
-- `address="local"`: a killed Ray leaves a file by which any other start would try to join the dead one.
-- Token: Ray requires one by default, and stores it where all users of the machine can read it; here it is a file of the
-  run, 0600.
-- Loopback: Ray replaces 127.0.0.1 by the host's address; the function that does this is disabled during the start, and
-  then GCS and raylet listen on 127.0.0.1.
-- The end: when the driver is killed, Ray's actors and raylet exit within 10 s, two agents stay for up to 90 s. A small
-  process of ours (no JAX, no Ray) detects the driver's end by a pipe, kills processes with this run's mark in their
-  environment, and removes the session's folder.
+- `address="local"`: a killed Ray leaves an address file. Any other start would try to join the dead cluster.
+- Token: Ray requires one by default, and stores it in a file that all users of the machine can read. Here it is a file
+  of the run with mode 0600.
+- Loopback: Ray replaces 127.0.0.1 by the host's address. The function that does this is disabled during the start, so
+  GCS and raylet listen on 127.0.0.1.
+- Shutdown: when the driver is killed, Ray's actors and raylet exit within 10 s, and two agents within 90 s. A small
+  cleanup process (no JAX, no Ray) detects the driver's exit through a pipe, kills the processes with this run's mark in
+  their environment, and removes the session's folder.
 
-All of it measured with Ray 2.60 (2026-11-22).
+Measured with Ray 2.60 (2026-11-22).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from spmdkit.foundation import files
 
 MARK = "SPMDKIT_PARAMETER_SERVER"
 TOKEN = secrets.token_hex(32)
-"""One token for all runs of a process: Ray reads it once, when it is imported, so its variables are set before that."""
+"""One token for all runs of a process. Ray reads it once, at import, so its variables are set before."""
 LEAST_STORE, MOST_STORE = 128 * 2**20, 16 * 2**30
-"""Bytes of the object store."""
+"""Size of the object store in bytes."""
 
 GUARD = """
 import os, shutil, signal, sys, time
@@ -68,13 +68,13 @@ try:
 except OSError:
     pass
 """
-"""Waits for the end of its input, which is the driver's end, and cleans up. It kills only processes with the mark of
-this run."""
+"""Waits until its standard input closes, which means that the driver has exited, and cleans up. It kills only processes
+with the mark of this run."""
 
 
 class LocalRay:
-    """Starts and ends a private Ray of `num` processes, each of which sends `num_bytes` concurrently. The token is in
-    the run's `directory`. `log_to_driver`: print the output of the others here too."""
+    """Starts and stops a private Ray of `num` processes, each of which sends `num_bytes` concurrently. The token is in
+    the run's `directory`. `log_to_driver`: also print the output of the actors in this process."""
 
     def __init__(self, directory: Path, num: int, num_bytes: int, log_to_driver: bool = False):
         self._log_to_driver = log_to_driver
@@ -85,7 +85,7 @@ class LocalRay:
         self._folder = ""
 
     def start(self) -> None:
-        """Starts it, and connects this process. Raises ConfigError if it does not start."""
+        """Starts Ray and connects this process. Raises ConfigError if Ray does not start."""
         self._folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # a socket's path must be short
         files.replace(self._token, TOKEN.encode(), mode=0o600)
         arguments = [MARK, self._mark, self._folder, str(self._token), str(os.getpid())]
@@ -135,7 +135,7 @@ class LocalRay:
             services.resolve_ip_for_localhost = resolve
 
     def close(self) -> None:
-        """Ends all remaining processes. May be called twice."""
+        """Terminates all remaining processes. May be called twice."""
         for name, value in self._before.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -1,4 +1,4 @@
-"""Creates servers and workers from a config and a task: the same in every process."""
+"""Creates servers and workers from a config and a task, the same way in every process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Roles:
     Attributes:
         options: the options of `sync: {parameter_server: ...}`.
         owned: path of a leaf -> its server.
-        turn: a lock for programs on devices that are shared with others in this process.
+        turn: a lock for programs on devices that other threads of this process also use.
     """
 
     def __init__(self, config: Config, task: Task):
@@ -44,7 +44,7 @@ class Roles:
         )
 
     def server(self, number: int, donate: bool) -> Server:
-        """Returns a server, without a state. `donate`: no puller shares its memory."""
+        """Returns a server without a state. `donate`: no worker shares the memory of its parameters."""
         options = self.options
         rules = Rules(
             self.config.steps, options.aggregate, options.max_staleness, options.scale_by_staleness, self.config.ema
@@ -59,7 +59,7 @@ class Roles:
         endpoints: Sequence[Endpoint],
         stopped: Callable[[], bool] = lambda: False,
     ) -> Worker:
-        """Returns a worker on some devices; its step is compiled at its first gradient."""
+        """Returns a worker on some devices. Its step is compiled at the first gradient."""
         paths = [[path for path, owner in self.owned.items() if owner == i] for i in range(self.options.servers)]
         policies: dict[str, Any] = dict(self.config.policies())
         computes = GradientStep(self.config, self.task, devices, self.turn)

@@ -1,17 +1,18 @@
-"""A server: it holds its leaves, applies gradients as they arrive, and records which it has applied.
+"""A server stores its leaves, applies gradients as they arrive, and records the applied ones.
 
-A push has an identity: (worker, incarnation, number). `last_push` is the response to the last push of each worker, and
-is part of the saved state: the same push, repeated after a lost response or a restart, is acknowledged and not applied.
-An incarnation is one start of a worker; pushes of an earlier one are rejected once the coordinator knows of its end. A
-generation is one history of the servers' state: when a server dies, all return to the last checkpoint, and gradients of
-lost updates are rejected. A batch that other servers lack is handed out again: completed_batches.py.
+A push is identified by (worker, incarnation, number). `last_push` is the response to the last push of each worker, and
+is part of the saved state. A push that is repeated after a lost response or a restart is acknowledged but not applied.
+An incarnation is one start of a worker. Pushes of an earlier one are rejected once the coordinator has detected its
+exit. A generation is one history of the servers' state. When a server dies, all servers restore the last checkpoint,
+and gradients of lost updates are rejected. A batch that another server has not received is assigned again
+(completed_batches.py).
 
     staleness = updates applied here since the worker pulled;    w <- w + optimizer(g) [/ max(1, staleness)]
 
-`aggregate` k > 1 waits for the gradients of k workers, all of the same parameters, and applies their mean weighted by
-the counts of their losses; later ones are dropped (backup workers). Each server decides independently.
+`aggregate` k > 1 waits for the gradients of k workers at the same parameters, and applies their mean weighted by the
+counts of their losses. Later gradients are dropped (backup workers). Each server decides independently.
 
-Methods are called one at a time and return immediately; a repeated call has the same response.
+Methods are called one at a time and return immediately. A repeated call returns the same response.
 
 Source: Chen et al., "Revisiting Distributed Synchronous SGD" (2016), backup workers; Zhang et al., "Staleness-aware
 Async-SGD" (2016), the division by the staleness; TensorFlow's `ConditionalAccumulator`.
@@ -34,15 +35,15 @@ from spmdkit.parameter_server.messages import Answer, Pulled, Push, Rules
 from spmdkit.parameter_server.partition import Arrays, holder_of, to_arrays, to_tree
 
 RECORDS = 4096
-"""Maximum number of applied pushes in one report; the coordinator polls several times a second."""
+"""Maximum number of applied pushes in one report. The coordinator polls several times a second."""
 
 
 class Server:
-    """One server. Has no state until `install`.
+    """One server. It has no state until `install`.
 
     Args:
-        abstract: its (abstract) parameters: a tree with None in place of the others.
-        donate: an update may reuse the memory of the old parameters: no puller shares it.
+        abstract: its (abstract) parameters, a tree with None for the leaves of other servers.
+        donate: an update may reuse the memory of the old parameters, since no worker shares it.
     """
 
     def __init__(self, optimizer: Any, abstract: Any, rules: Rules, donate: bool):
@@ -74,7 +75,7 @@ class Server:
 
     @property
     def applied(self) -> int:
-        """The smallest number of updates of a leaf."""
+        """The smallest number of updates over the leaves."""
         return min(part.applied for part in self._parts)
 
     # ---- calls of the coordinator ------------------------------------------------------------------------------------
@@ -82,8 +83,8 @@ class Server:
     def install(
         self, generation: int, arrays: Mapping[str, Arrays], table: Mapping[str, Any], members: Mapping[int, int]
     ) -> None:
-        """Installs a state: `params`, `opt_state` (None: a new one) and `ema` by path, `model_state`; and the table of
-        a snapshot. `members`: worker -> its incarnation."""
+        """Installs a state and the table of a snapshot: `params`, `opt_state` (None: initialize) and `ema` by path, and
+        `model_state`. `members`: worker -> its incarnation."""
         with self._lock:
             if generation <= self.generation:
                 return
@@ -110,8 +111,8 @@ class Server:
             self._progress.update({int(k): v for k, v in table.get("progress", ())})
 
     def admit(self, worker: int, incarnation: int, members: int) -> int | None:
-        """Records a worker's new incarnation: pushes of the old one are rejected, and its batches go to others. Returns
-        its last batch that is complete here."""
+        """Records a worker's new incarnation. Pushes of the old one are rejected, and its batches are assigned to other
+        workers. Returns the worker's last batch that this server has completed."""
         with self._lock:
             self._fence(worker, incarnation)
             self._members = members
@@ -120,7 +121,7 @@ class Server:
             return self._last.get(worker)
 
     def give_again(self, batch: int) -> None:
-        """Records, on the first server, that another one lacks a batch."""
+        """Records on the first server that another server has not received a batch."""
         with self._lock:
             if batch not in self._again and not any(batch in out.values() for out in self._out.values()):
                 self._again.append(batch)
@@ -131,7 +132,7 @@ class Server:
             self._last_push[worker] = (incarnation, -1, Answer("none", self.applied))
 
     def status(self, cursor: int) -> dict[str, Any]:
-        """Returns the status of the server, with its records from number `cursor` on."""
+        """Returns the status of the server, with its records from index `cursor` on."""
         with self._lock:
             new = min(max(0, self._num_records - cursor), len(self._records))
             records = list(self._records)[len(self._records) - new :]
@@ -148,8 +149,8 @@ class Server:
             }
 
     def snapshot(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
-        """Returns (generation, arrays as for `install`, table): the applied updates and their senders, at one moment;
-        None without a state."""
+        """Returns (generation, arrays as for `install`, table), a consistent snapshot of the state and the applied
+        pushes; None without a state."""
         with self._lock:
             if self._state is None:
                 return None
@@ -177,13 +178,13 @@ class Server:
     # ---- calls of workers --------------------------------------------------------------------------------------------
 
     def hello(self, worker: int, incarnation: int) -> None:
-        """Records that a worker is ready to compute; on the first server."""
+        """Records on the first server that a worker is ready to compute."""
         with self._lock:
             self._here[worker] = incarnation
 
     def take(self, worker: int, incarnation: int, number: int) -> int | None:
-        """Returns the batch for a worker's push `number`, on the first server; a repeated call returns the same one.
-        None: there is no state, or another incarnation of the worker."""
+        """Returns the batch for a worker's push `number`, on the first server. A repeated call returns the same batch.
+        None: no state, or the worker has another incarnation."""
         with self._lock:
             if self._state is None or incarnation < self._last_push.get(worker, (0,))[0]:
                 return None
@@ -196,8 +197,8 @@ class Server:
             return out[number]
 
     def pull(self, newer_than: tuple[int, int] = (-1, -1)) -> Pulled | None:
-        """Returns the parameters; None if there are none yet, or none of a later (generation, version), unless there
-        are enough updates."""
+        """Returns the parameters; None if there are none yet, or none newer than (generation, version) while updates
+        remain."""
         with self._lock:
             if self._state is None:
                 return None
@@ -208,7 +209,7 @@ class Server:
             return Pulled(self.generation, self.applied, done, params, self._model_state)
 
     def push(self, push: Push) -> Answer:
-        """Processes a gradient. A repeated one is acknowledged and not applied again."""
+        """Processes a push. A repeated push is acknowledged and not applied again."""
         with self._lock:
             if self._state is None or push.generation != self.generation:
                 return Answer("generation", self.applied)
@@ -232,7 +233,7 @@ class Server:
             return self._last_push[push.worker][2]
 
     def _has(self, batch: int) -> bool:
-        """Returns whether a batch is closed for all leaves, though only some have applied it."""
+        """Returns whether a batch is closed for all leaves, even if only some have applied it."""
         if any(held.batch == batch for held in self._held) or all(batch in part.settled for part in self._parts):
             return True
         return self.applied < self._rules.steps and not any(self._takes(part, batch) for part in self._parts)
@@ -256,8 +257,7 @@ class Server:
         return Answer(outcome, self.applied, staleness)
 
     def _apply_held(self) -> None:
-        """Applies the mean of the held gradients once there are enough: of `aggregate` workers, or of all that are
-        alive."""
+        """Applies the mean of the held gradients once `aggregate` workers, or all live workers, have sent one."""
         held, enough = self._held, min(self._rules.aggregate, max(1, self._members))
         if len(held) < enough:
             return
@@ -268,7 +268,7 @@ class Server:
             self._last_push[push.worker] = (push.incarnation, push.number, Answer("applied", self.applied, 0))
 
     def _update(self, pushes: list[Push], staleness: int) -> None:
-        """Applies the mean of gradients, to each leaf of those that it has not applied."""
+        """Applies the mean of gradients to each leaf, without those that the leaf has already applied."""
         assert self._state is not None
         of_parts = [[push for push in pushes if self._takes(part, push.batch)] for part in self._parts]
         gradient: Arrays = {}
@@ -282,7 +282,7 @@ class Server:
             self._state = self._apply(self._state, *args)
         else:
             self._state = self._kept_where_none(self._apply_to_some(self._state, *args), of_parts)
-        jax.block_until_ready(self._state)  # the input (a view of the transport's memory) is free from here on
+        jax.block_until_ready(self._state)  # the input (a view of the transport's memory) is unused from here on
         for part, own in zip(self._parts, of_parts, strict=True):
             part.applied += bool(own)
             for push in own:
@@ -295,7 +295,7 @@ class Server:
             self._note(push, staleness)
 
     def _kept_where_none(self, new: dict[str, Any], of_parts: list[list[Push]]) -> dict[str, Any]:
-        """Returns the state with the old leaves of closed parts; state that belongs to no leaf (a count of updates)
+        """Returns the state with the old leaves of closed parts. State that belongs to no leaf (a count of updates)
         follows the first part."""
         takes = {path: i for i, part in enumerate(self._parts) for path in part.paths}
         old, arrays = to_arrays(self._state), to_arrays(new)
@@ -322,10 +322,10 @@ class Server:
 
 
 def _moved(current: Arrays | None, states: Sequence[tuple[Arrays, Arrays]], fresh: bool) -> Arrays:
-    """Returns the model state after steps of workers, (old, new) of each.
+    """Returns the model state after workers' steps, given (old, new) of each.
 
-    For one worker that started from the current state, its result. Otherwise numbers change by the mean of the workers'
-    changes, and values that cannot be added (flags) are those of the last.
+    For one worker that started from the current state, it is that worker's result. Otherwise numbers change by the mean
+    of the workers' changes, and values that cannot be added (flags) are those of the last worker.
     """
     _, last = states[-1]
     if current is None or (fresh and len(states) == 1):
@@ -341,7 +341,7 @@ def _moved(current: Arrays | None, states: Sequence[tuple[Arrays, Arrays]], fres
 
 
 def mean_of(pushes: list[Push], paths: Iterable[str]) -> Arrays:
-    """Returns the mean of gradients weighted by the counts of their losses, of some leaves."""
+    """Returns the mean of gradients, weighted by the counts of their losses, for some leaves."""
     if len(pushes) == 1:
         return {path: (pushes[0].gradient or {})[path] for path in paths}
     total = sum(push.weight for push in pushes) or 1.0

@@ -1,4 +1,4 @@
-"""Servers and workers in this process, for `transport: threads`: a worker is a thread, a call a function call."""
+"""Servers and workers in this process, for `transport: threads`. A worker is a thread; a call is a function call."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Thread:
 
 
 def failed(error: Exception) -> Ending:
-    """Returns the end of a worker with a permanent error."""
+    """Returns the `Ending` of a worker with a permanent error."""
     if isinstance(error, NotFinite):
         return Ending("failed", "NonFiniteError", str(error))
     if isinstance(error, SpmdkitError):

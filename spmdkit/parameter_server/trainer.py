@@ -1,9 +1,9 @@
-"""Training with a parameter server: this process is the coordinator. It initializes or restores, monitors, logs,
-evaluates and saves; workers compute.
+"""Training with a parameter server. This process is the coordinator: it initializes or restores, monitors, logs,
+evaluates and saves. Workers compute.
 
-An applied update corresponds to a step of other runs. Records, evaluations and checkpoints come at the first poll after
-they are due, so their steps need not be multiples. A checkpoint is that of a synchronous run, with the servers' tables
-in its record: either kind of run can resume from it.
+An applied update corresponds to a step of other runs. Records, evaluations and checkpoints are made at the first poll
+after they are due, so their steps need not be multiples of the interval. A checkpoint has the format of a synchronous
+run, with the servers' tables in its record. Both kinds of run can resume from it.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from spmdkit.step.state import TrainState
 RECORD = "parameter_server"
 """The key of the servers' tables in a checkpoint's record."""
 JOIN = "workers"
-"""A file of the run's directory with the requested number of workers, so that others can join."""
+"""A file in the run's directory with the requested number of workers, so that more can join."""
 
 
 class ParameterServerTrainer:
-    """Trains with servers and workers; this process is the coordinator. See `spmdkit.run.trainer.Trainer`."""
+    """Trains with servers and workers from the coordinator. See `spmdkit.run.trainer.Trainer`."""
 
     _roles: Roles
 
@@ -66,7 +66,7 @@ class ParameterServerTrainer:
         pass  # workers compile their steps
 
     def train(self, run: Run, state: TrainState) -> tuple[TrainState, Stop | None]:
-        """Returns the state after the last update, or when a signal requests a stop, and the action that stopped it."""
+        """Returns the state after the last update, or after a requested stop, and the action that stopped the run."""
         roles = self._roles
         transport = _transport(run, roles)
         if run.signals is not None:
@@ -129,14 +129,14 @@ class _Watch:
         self._logged = (time.monotonic(), run.step)
         self._window: list[dict[str, Any]] = []
         self._evaluated = run.step
-        # Applied updates, pushes skipped until the last of them, and until now.
+        # Applied updates, pushes skipped before the last of them, and pushes skipped in total.
         self._skipped: tuple[int, int, int] | None = None
 
     def _gives_up(self) -> bool:
         return self.run.signals is not None and self.run.signals.requested is not None
 
     def _load(self) -> tuple[TrainState, list[dict[str, Any]] | None]:
-        """Returns the initial state of the servers; on a repeated call, the last saved one."""
+        """Returns the initial state of the servers, or on a repeated call the last saved one."""
         run = self.run
         if self._began:
             with phase.during("restore"):
@@ -197,7 +197,7 @@ class _Watch:
         """Reports skipped pushes. Raises NonFiniteError after `on_nonfinite.max_consecutive` since the last update."""
         run, most, skipped = self.run, self.run.config.on_nonfinite.max_consecutive, stats.dropped.get("skipped", 0)
         if stats.went_back_to is not None or stats.applied < run.step:
-            self._skipped = None  # servers are unreachable, or have just restarted with other counts
+            self._skipped = None  # servers are unreachable, or have restarted with reset counts
             return
         applied, at_update, before = self._skipped or (stats.applied, skipped, skipped)
         self._skipped = stats.applied, at_update if applied == stats.applied else skipped, skipped
@@ -212,7 +212,7 @@ class _Watch:
             )
 
     def _stopped(self, stop: Stop | None) -> tuple[TrainState, Stop | None]:
-        """Returns the state at the end, evaluated and saved."""
+        """Evaluates and saves the final state, and returns it."""
         run = self.run
         while (found := self.coordinator.snapshot()) is None:
             self._tell(self.coordinator.watch().events)
@@ -235,7 +235,7 @@ class _Watch:
             raise NonFiniteError(turn.why)
 
     def _placed(self, state: TrainState, tables: list[dict[str, Any]]) -> TrainState:
-        """Returns a snapshot on the devices of this process; its tables are saved in the record."""
+        """Returns a snapshot on the devices of this process, and stores its tables for the checkpoint's record."""
         self.run.record_snapshot(int(state.step), {RECORD: {"servers": tables}})
         return jax.device_put(state, self.run.program.state_sharding)
 
@@ -261,7 +261,7 @@ class _Watch:
                 save(run, run.step, state)
 
     def _log(self, stats: WorkerStats) -> None:
-        """Writes the record since the last one: means over pushes, and the progress of the workers."""
+        """Logs the interval since the last record: means over pushes, and the progress of the workers."""
         run, (before_s, before) = self.run, self._logged
         records, self._window = [*self._window, *stats.records], []
         now = time.monotonic()
@@ -273,7 +273,7 @@ class _Watch:
         progress = {f"worker_{worker}_pushes": float(num) for worker, num in sorted(stats.progress.items())}
         progress["pushes_dropped"] = float(sum(stats.dropped.values()))
         rate, values = rates(records, step - before, elapsed_s, run.config.batch_size), means(records)
-        if bad := not_finite(values):  # applied anyway: on_nonfinite is continue
+        if bad := not_finite(values):  # already applied: on_nonfinite is continue
             run.message(f"step {step}: {format_metrics(bad)}")
         run.write({"step": step, **values, **rate, **progress})
         counts = [stats.histogram.get(i, 0) for i in range(max(stats.histogram, default=0) + 1)]
@@ -281,7 +281,7 @@ class _Watch:
 
 
 def means(records: list[dict[str, Any]]) -> dict[str, float]:
-    """Returns the mean over pushes of each metric, weighted by the count of the loss, and of their staleness."""
+    """Returns the mean of each metric over pushes, weighted by the count of the loss, and the mean staleness."""
     total = sum(record["weight"] for record in records) or 1.0
     mean = lambda value: sum(value(record) * record["weight"] for record in records) / total
     names = records[-1].get("metrics", {})
@@ -292,7 +292,7 @@ def means(records: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def rates(records: list[dict[str, Any]], updates: int, elapsed_s: float, batch_size: int) -> dict[str, float]:
-    """Returns pushes, examples and seconds of an update, and the pushes of each worker, of an interval."""
+    """Returns pushes, examples and seconds per update over an interval, and the pushes of each worker."""
     if elapsed_s <= 0 or updates <= 0:
         return {}
     of_worker = Counter(record["worker"] for record in records)
@@ -305,7 +305,7 @@ def rates(records: list[dict[str, Any]], updates: int, elapsed_s: float, batch_s
 
 
 def saved_tables(run: Run) -> list[dict[str, Any]] | None:
-    """Returns the table of each server that saved the run's checkpoint; None if it has none, or a synchronous run saved
+    """Returns the servers' tables from the run's checkpoint; None without a checkpoint, or if a synchronous run saved
     it."""
     if run.checkpoints is None or not run.step or run.step not in run.checkpoints.steps():
         return None

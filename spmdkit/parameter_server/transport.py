@@ -1,8 +1,7 @@
-"""The transport between coordinator, workers and servers: the interface of threads.py (one process) and actors.py
-(Ray).
+"""The transport between coordinator, workers and servers. threads.py (one process) and actors.py (Ray) implement it.
 
-A call may be lost with its server, and its response may be lost after it was executed: either raises `Unavailable`, and
-the caller repeats the call. The server makes this safe (server.py), not the transport.
+A call may be lost when its server dies, and a response may be lost after the call was executed. Both raise
+`Unavailable`, and the caller repeats the call. The server, not the transport, makes repeated calls safe (server.py).
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from spmdkit.foundation.timeouts import TRANSPORT_RETRY_S
 
 
 class Unavailable(Exception):
-    """A server did not respond: it, or the connection to it, has failed. It may have executed the call."""
+    """A server did not respond: the server or the connection has failed. It may have executed the call."""
 
 
 class Endpoint(Protocol):
-    """A server for its callers. It restarts automatically when it dies, without a state."""
+    """The caller's side of a server. A server that dies is restarted automatically, without a state."""
 
     def ask(self, method: str, *args: Any) -> Callable[[], Any]:
-        """Starts a call of a method of `Server`; the result waits for the response and raises `Unavailable`."""
+        """Starts a call of a method of `Server`. The returned function waits for the response and raises
+        `Unavailable`."""
 
 
 class Ending(NamedTuple):
-    """How a worker ended: `done`; `failed`, by a permanent error, of a kind and with a text; `lost`, without a
-    report."""
+    """How a worker ended: `done`; `failed`, with the kind and text of a permanent error; `lost`, without a report."""
 
     how: str
     kind: str = ""
@@ -35,14 +34,14 @@ class Ending(NamedTuple):
 
 
 class Running(Protocol):
-    """A worker in one incarnation."""
+    """One incarnation of a worker."""
 
     def ended(self) -> Ending | None:
-        """Returns how it ended, None while it runs. Never waits."""
+        """Returns how the worker ended, or None while it runs. Never blocks."""
 
     @property
     def where(self) -> str:
-        """Process and host, as far as known."""
+        """Process and host, if known."""
 
 
 class Transport(Protocol):
@@ -52,15 +51,15 @@ class Transport(Protocol):
         """Returns a new server without a state."""
 
     def worker(self, number: int, incarnation: int, endpoints: Sequence[Endpoint]) -> Running:
-        """Returns a worker that is running."""
+        """Starts and returns a worker."""
 
     def close(self) -> None:
         """Stops all started processes. May be called twice."""
 
 
 def call(endpoint: Endpoint, method: str, *args: Any) -> Callable[[Callable[[], bool]], Any]:
-    """Starts a call of a server. Returns a function of `give_up` that waits for the response, and repeats the call as
-    often as it is lost. It raises Unavailable if the server does not respond, and `give_up()` ends the wait."""
+    """Starts a call of a server. Returns a function of `give_up` that waits for the response, and repeats the call each
+    time it is lost. It raises Unavailable if the server does not respond and `give_up()` returns True."""
     answer = endpoint.ask(method, *args)
 
     def wait(give_up: Callable[[], bool]) -> Any:

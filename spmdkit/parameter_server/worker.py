@@ -1,9 +1,10 @@
-"""A worker: pulls, computes, pushes, until every server has enough.
+"""A worker pulls parameters, computes a gradient and pushes it, until every server has applied all updates.
 
-With `overlap` the worker pushes the last gradient and pulls the next parameters while it computes the next one: every
-gradient is then at least one update stale. Without it a worker waits for its push: alone, its staleness is zero.
+With `overlap` the worker pushes the last gradient and pulls the next parameters while it computes the next gradient.
+Every gradient is then at least one update stale. Without it, a worker waits for its push, and a single worker has zero
+staleness.
 
-It has no state: a worker that dies loses its current computation. Its replacement has a new incarnation.
+A worker is stateless. If it dies, only its current computation is lost, and its replacement has a new incarnation.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from spmdkit.parameter_server.transport import Endpoint, ask, call
 
 
 class Computes(Protocol):
-    """Computes gradients: `GradientStep`, or a test's."""
+    """Computes gradients: `GradientStep`, or a substitute in tests."""
 
     def batch(self, number: int) -> Any: ...
 
@@ -32,7 +33,7 @@ class Computes(Protocol):
 
 
 class NotFinite(Exception):
-    """Loss, gradient or metrics are not finite, and the policy is to stop."""
+    """The loss, gradient or a metric is not finite, and the policy is to stop."""
 
 
 class Fenced(Exception):
@@ -57,9 +58,9 @@ class Worker:
     """One incarnation of a worker.
 
     Attributes:
-        endpoints: the servers; the first hands out batches.
-        owned: for each server the paths of its leaves.
-        policies: `loss`, `gradient`, `metrics` -> action if they are not finite.
+        endpoints: the servers; the first assigns batches.
+        owned: the paths of the leaves of each server.
+        policies: `loss`, `gradient`, `metrics` -> action for non-finite values.
         overlap: push and pull while the next gradient is computed.
     """
 
@@ -73,8 +74,8 @@ class Worker:
     stopped: Callable[[], bool] = lambda: False
 
     def run(self) -> int:
-        """Runs until every server has enough, or it is stopped; returns the number of gradients that it has sent.
-        Raises NotFinite, Fenced, or Unavailable if it is stopped while a server is unreachable."""
+        """Runs until every server has applied all updates, or a stop. Returns the number of gradients sent. Raises
+        NotFinite, Fenced, or Unavailable if it is stopped while a server is unreachable."""
         self._ask("hello", self.number, self.incarnation)
         with ThreadPoolExecutor(1, thread_name_prefix=f"worker-{self.number}") as background:
             return self._overlapping(background) if self.overlap else self._waiting()
@@ -103,7 +104,7 @@ class Worker:
         return sent
 
     def _fetch(self, number: int, newer_than: Sequence[tuple[int, int]] = ()) -> Ready | None:
-        """Returns the inputs of push `number`; None if no more is needed."""
+        """Returns the inputs of push `number`; None if no more gradients are needed."""
         wait_s, computes = 0.001, self.computes
         while not self.stopped():
             pulled = self._pull(newer_than or [(-1, -1)] * len(self.endpoints))
@@ -125,14 +126,14 @@ class Worker:
         return ask(self.endpoints[0], method, *args, give_up=self.stopped)
 
     def _pull(self, newer_than: Sequence[tuple[int, int]]) -> list[Pulled] | None:
-        """Returns the parts of all servers; None if one has no newer one, or they are of different generations."""
+        """Returns the parts of all servers; None if a server has no newer part, or generations differ."""
         parts = self._of_all("pull", [(known,) for known in newer_than])
         if any(part is None for part in parts) or len({part.generation for part in parts}) > 1:
             return None
         return parts
 
     def _of_all(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Returns the responses of all servers, called concurrently."""
+        """Calls all servers concurrently and returns their responses."""
         started = [call(endpoint, method, *own) for endpoint, own in zip(self.endpoints, args, strict=True)]
         return [answer(self.stopped) for answer in started]
 
@@ -147,8 +148,7 @@ class Worker:
         return found
 
     def _push(self, ready: Ready, found: Gradient) -> list[tuple[int, int]]:
-        """Returns (generation, version), of each server, which the next parameters must exceed: if the gradient is held
-        for those of others."""
+        """Returns each server's (generation, version) that the next pull must exceed, if the gradient is held there."""
         skips, pushes = any(self.policies.get(what) == "skip" for what in found.not_finite), []
         for server, paths in enumerate(self.owned):
             report: dict[str, Any] | None = None
