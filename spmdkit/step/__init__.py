@@ -1,4 +1,4 @@
-"""The mathematics of one training step: trace context, metrics, gradient, lowering, reduction, train state.
+"""One training step: trace context, metrics, gradient, lowering, reduction, train state.
 
 Input: a user's loss or step function, a train state and a batch. Output: the next state and the metrics.
 """

@@ -1,4 +1,4 @@
-"""`Sums`: the totals of one replica in a step, or of all replicas. They are what replicas exchange."""
+"""`Sums`: the totals of one step, over one replica or over all replicas. Replicas exchange these totals."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class LossFacts:
     """Facts about the loss and metrics of one microbatch that are known after tracing. A pytree without leaves.
 
     Attributes:
-        names: of the loss and the metrics of the user's loss function.
-        counts: for each name the (count, num) of each of its means; None for a number that is an array.
+        names: names of the loss and the metrics that the user's loss function returns.
+        counts: for each name the (count, num) of each of its means; None for a value that is an array.
         count_has_gradient: whether a count of the loss depends on the parameters.
     """
 
@@ -31,14 +31,14 @@ class LossFacts:
 
     @classmethod
     def of(cls, metrics: Mapping[str, Metric]) -> LossFacts:
-        """Returns the facts about these metrics; a count that follows from shapes alone is a numpy number."""
+        """Returns the facts about these metrics. A count that depends only on shapes is a numpy number."""
         static = lambda x: x if isinstance(x, np.floating) else None
         pairs = [tuple((static(mean.count), static(mean.num)) for mean in _means(m)) for m in metrics.values()]
         return cls(tuple(metrics), tuple(pairs))
 
     def with_static_counts(self, metric: Any, name: str, times: int = 1) -> Any:
-        """Returns the metric of `times` microbatches with each count that follows from shapes as a constant. An
-        all-reduced count would cost 1.5 % of a step of 10 ms (two CPU devices, jaxlib 0.10.2, 2026-11-20)."""
+        """Returns the metric of `times` microbatches; counts that depend only on shapes become constants. All-reducing
+        such a count costs 1.5 % of a 10 ms step (two CPU devices, jaxlib 0.10.2, 2026-11-20)."""
 
         def static(mean: Mean, pair: tuple[Any, Any]) -> Mean:
             known = {key: x for key, x in zip(("count", "num"), pair, strict=True) if x is not None}
@@ -55,12 +55,12 @@ def _means(metric: Any) -> tuple[Mean, ...]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sums:
-    """Sums over examples. Each part adds over microbatches and replicas; metrics merge.
+    """Sums over examples. Every field adds over microbatches and replicas; metrics merge.
 
     Attributes:
         loss: the loss as (sum, count); None in an evaluation.
         metrics: name -> mean, sum, maximum, ...
-        gradient: of `loss.sum`, or of the value of a sum of means, a tree like the parameters; None in an evaluation.
+        gradient: of `loss.sum`, or of the value of a sum of means; a tree like the parameters. None in an evaluation.
         count_gradient: of `loss.count` if the count depends on the parameters, otherwise None.
         facts: static facts about the loss; None in an evaluation.
     """
@@ -72,8 +72,8 @@ class Sums:
     facts: LossFacts | None = None
 
     def mean_gradient(self, loss: Mean | Means) -> Any:
-        """Returns the gradient of `S / C`, with S and C from `loss`: `G_s / C - S / C^2 G_c`. It divides once: the
-        optimizer's fused loops would repeat a division per element."""
+        """Returns the gradient of `S / C`, with S and C from `loss`: `G_s / C - S / C^2 G_c`. It divides once, because
+        the optimizer's fused loops would repeat a division for every element."""
         if isinstance(loss, Means):
             return self.gradient
         scale = 1 / loss.divisor
@@ -85,4 +85,4 @@ class Sums:
 
 
 SEAMS = {"mean_gradient": Sums.mean_gradient}
-"""Replaced by `verify` (verify/mutations.py)."""
+"""Functions that `verify` replaces to inject mistakes (verify/mutations.py)."""

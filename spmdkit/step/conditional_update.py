@@ -1,14 +1,14 @@
-"""`conditional_update`: a step that leaves its state unchanged if a flag is set. Each leaf is selected where it is
-computed, not at the end of the step.
+"""`conditional_update`: a step that leaves its state unchanged if a flag is set. Each leaf is selected directly after
+it is computed, not at the end of the step.
 
     mu' = b mu + (1 - b) g                 mu' = skip ? mu : b mu + (1 - b) g
     p'  = p - r mu'                        p'  = skip ? p  : p - r mu'
-    mu' = skip ? mu : mu'                  (anything computed from mu' is itself selected, or a metric of a skipped
+    mu' = skip ? mu : mu'                  (a value computed from mu' is also selected, or is a metric of a skipped
                                            step)
     p'  = skip ? p  : p'
 
-The two columns compute the same state. On the left the old and the new `mu` are live together, so XLA copies them: Adam
-under `skip` reads six gradients more than without, on the right none (CPU, jaxlib 0.10.2, 2026-11-23).
+The two columns compute the same state. On the left the old and the new `mu` are live together, so XLA copies them: with
+Adam, `skip` then reads six more gradients. On the right it reads none (CPU, jaxlib 0.10.2, 2026-11-23).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def conditional_update(step: Callable[..., tuple[Kept, Rest, jax.Array]], old: K
     """Returns (new, rest) of `step(*args) -> (new, rest, skip)`, with the leaves of `old` where `skip` is true.
 
     Args:
-        step: traced once. In a skipped step `rest` may be computed from old leaves instead of new ones.
-        old: has the structure of `new`; its leaves may be among `args`.
+        step: traced once. In a skipped step, `rest` may be computed from old leaves instead of new ones.
+        old: has the tree structure of `new`; its leaves may be among `args`.
     """
     closed, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
     jaxpr, olds = closed.jaxpr, jax.tree.leaves(old)
@@ -39,7 +39,7 @@ def conditional_update(step: Callable[..., tuple[Kept, Rest, jax.Array]], old: K
     env |= dict(zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
     outs, flag = jaxpr.outvars[: len(olds)], jaxpr.outvars[-1]
     read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
-    first = list(jaxpr.eqns) if jaxpr.effects else needed(jaxpr.eqns, [flag])  # effects keep their order
+    first = list(jaxpr.eqns) if jaxpr.effects else needed(jaxpr.eqns, [flag])  # effectful equations keep their order
     ids = set(map(id, first))
     later = [eqn for eqn in jaxpr.eqns if id(eqn) not in ids]
     _run(jaxpr, first, later, env)
@@ -64,7 +64,7 @@ def _chosen_early(outs: Sequence[Any], olds: Sequence[Any], later: Sequence[Any]
         if isinstance(v, Literal) or outs.count(v) > 1:
             continue
         of = v
-        while of in made and made[of].primitive.name == "sharding_constraint":  # it does not change the value
+        while of in made and made[of].primitive.name == "sharding_constraint":  # does not change the value
             of = made[of].invars[0]
         if isinstance(of, Var) and of in made and of not in choose and (of is v or of not in outs):
             choose[of] = old
@@ -73,7 +73,7 @@ def _chosen_early(outs: Sequence[Any], olds: Sequence[Any], later: Sequence[Any]
 
 
 def _run(jaxpr: Any, eqns: Sequence[Any], later: Sequence[Any], env: dict[Var, Any]) -> None:
-    """Evaluates equations, and adds to `env` the results that the later ones or those of the jaxpr need."""
+    """Evaluates equations and adds the results to `env` that later equations or the outputs of the jaxpr use."""
     made = {v for eqn in eqns for v in eqn.outvars}
     wanted = [*(v for eqn in later for v in eqn.invars), *jaxpr.outvars]
     takes = list(dict.fromkeys(v for eqn in eqns for v in eqn.invars if isinstance(v, Var) and v not in made))

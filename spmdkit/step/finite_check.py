@@ -1,13 +1,13 @@
-"""The guard of a step: a code for each device that shows whether loss, gradient and metrics are finite, and the state
-after a non-finite step.
+"""The guard of a step: one code per device that shows whether loss, gradient and metrics are finite, and the handling
+of a non-finite step.
 
-    code      0, or the sum of LOSS, GRADIENT and METRICS (not finite) and SPIKE (a loss above the limit of the host)
-    stop      each device checks its part of the gradient; the host joins the codes: no communication
-    skip      the code is joined in the step; a non-finite step leaves everything but its number unchanged
-    rollback  joined too: every process knows the step to return to
+    code 0, or the sum of LOSS, GRADIENT and METRICS (non-finite) and SPIKE (the loss exceeds the host's limit)
+    stop each device checks its shard of the gradient; the host combines the codes: no communication
+    skip the codes are combined in the step; a non-finite step changes nothing but the step number
+    rollback the codes are combined as well: every process knows the step to return to
 
-The checked gradient is that of `state.apply_gradients`, in the sharding of the update. If a step calls it inside its
-own loop, branch or `jit`, or never, the guard checks the new parameters instead.
+The guard checks the gradient passed to `state.apply_gradients`, in the sharding of the update. If a step never calls
+it, or calls it inside a user's loop, branch or `jit`, the guard checks the new parameters instead.
 
 Wire: nothing, or one all-reduce of a scalar over all devices. Reads the gradient once.
 """
@@ -38,16 +38,16 @@ KINDS = {"loss": LOSS, "gradient": GRADIENT, "metrics": METRICS, "spike": SPIKE}
 
 
 Trees = Sequence[Any] | None
-"""Gradients that were passed to the optimizer, one tree per call; None: the new parameters are checked."""
+"""Gradients passed to the optimizer, one tree per call; None: the new parameters are checked."""
 
 
 def apply_guard(
     context: Context, old: TrainState, new: TrainState, metrics: Metrics, gradients: Trees, limit: Any = None
 ) -> tuple[TrainState, jax.Array | None]:
-    """Returns (the state after the step, its code): int32[], or int32[parts] if it is not joined and devices hold parts
-    of the gradient.
+    """Returns (the state after the step, its code). The code is int32[], or int32[parts] if it is not combined and the
+    devices hold different parts of the gradient.
 
-    `limit`: a larger loss is a spike.
+    `limit`: a larger loss counts as a spike.
     """
     code = guard_code(context, new.params, metrics, gradients, limit)
     if code is not None and guard_skips(context):
@@ -59,12 +59,12 @@ def apply_guard(
 
 
 def guard_skips(context: Context) -> bool:
-    """Returns whether the guard may skip a step."""
+    """Returns whether the guard can skip a step."""
     return context.options.guard is not None and bool(context.options.guard.skips)
 
 
 def is_skipped(context: Context, code: jax.Array) -> jax.Array:
-    """Returns bool[], whether a step with this code leaves the state unchanged."""
+    """Returns bool[]: whether a step with this code leaves the state unchanged."""
     assert context.options.guard is not None
     return code & context.options.guard.skips != 0
 

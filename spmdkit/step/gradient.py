@@ -2,8 +2,8 @@
 
     g = sum_r sum_m d(sum_i w_i loss_i)/dp  /  sum_r sum_m sum_i w_i         (replicas r, microbatches m, examples i)
 
-Every replica differentiates the *sum* of its own examples and adds its microbatches. Then one reducer adds the
-replicas, once per step and outside of the loop over microbatches. The division is last. Lowerings: lowering.py.
+Every replica differentiates the *sum* over its examples and accumulates its microbatches. One reducer then adds the
+replicas, once per step, outside of the loop over microbatches. The division is last. Lowerings: lowering.py.
 
 Wire: reducer(parameters) on the replica axes, once per step.
 """
@@ -40,16 +40,16 @@ Loss = Callable[..., Any]
 
 
 def value_and_grad(loss_fn: Loss) -> Callable[..., Any]:
-    """Returns a function that computes the loss, its metrics and the gradient over the whole global batch.
+    """Returns a function that computes the loss, its metrics and the gradient over the full global batch.
 
     `sk.value_and_grad(loss_fn)(params, batch, key) -> ((loss, metrics), grads)`, or with model state `(params,
-    model_state, batch, key) -> ((loss, metrics, new_model_state), grads)`. Correct on every mesh, for any number of
-    microbatches, and in both views: in a global `train_step` it receives global arrays, in a per-replica one the
-    replica's own. The result is the same, and already reduced. Metrics are numbers. Metrics that are arrays
-    (`sk.bincount`) are returned as metrics, with `.value`, and can be returned by the step.
+    model_state, batch, key) -> ((loss, metrics, new_model_state), grads)`. The result is correct on every mesh, for any
+    number of microbatches, and already reduced over replicas. A global `train_step` passes global arrays; a per-replica
+    one passes the rows of its replica. Metrics are numbers; array metrics (`sk.bincount`) are returned as metrics with
+    `.value`, and a step can return them.
 
     Raises:
-        ConfigError: the loss does not return what `Task.loss_fn` must return.
+        ConfigError: the loss does not return the values that `Task.loss_fn` must return.
     """
     compute = means_and_grad(loss_fn)
 
@@ -62,14 +62,14 @@ def value_and_grad(loss_fn: Loss) -> Callable[..., Any]:
 
 
 def _number(metric: Metric) -> Any:
-    """Returns the value of a metric that is one number, and other metrics unchanged."""
+    """Returns the value of a scalar metric; other metrics are returned unchanged."""
     if isinstance(metric, Bincount) or (isinstance(metric, Derived | CustomMetric) and jnp.ndim(metric.value)):
         return metric
     return metric.value
 
 
 def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
-    """Returns the function of `value_and_grad`, with the loss as (sum, count) and its metrics as `Metric`."""
+    """Returns the function of `value_and_grad` with the loss as (sum, count) and its metrics as `Metric`."""
 
     def means_and_gradient(params: Any, *args: Any) -> Any:
         context = trace_context.current()
@@ -98,9 +98,9 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
 
 
 def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Metric]]:
-    """Returns a function `(params, model_state, batch, key, number) -> {name: metric}` over the whole global batch.
+    """Returns a function `(params, model_state, batch, key, number) -> {name: metric}` over the full global batch.
 
-    With a key `eval_fn` receives a key as its last argument, for each batch (`number`) and replica another one.
+    If `key` is given, `eval_fn` receives a key as its last argument that differs by batch (`number`) and replica.
     """
 
     def evaluated(params: Any, model_state: Any, batch: Any, key: Any = None, number: Any = 0) -> dict[str, Metric]:
@@ -129,7 +129,7 @@ def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Metric]]:
 
 
 def _local_gradient(loss_fn: Loss, stateful: bool, context: Context, key: Any) -> Callable[..., Any]:
-    """Returns the function of one replica: sums over its own microbatches, without communication."""
+    """Returns the function of one replica: sums over its microbatches, without communication."""
 
     def one_microbatch(params: Any, state: Any, rows: Any, mask: Any, index: Any, micro: Any) -> Any:
         num = _num_rows(rows)
@@ -201,7 +201,7 @@ def _vjp(fn: Callable[[Any], Any], params: Any) -> tuple[Any, Callable[[Any], An
         return count
 
     @probe.defjvp
-    def probe_jvp(primals: Any, tangents: Any) -> Any:  # JAX does not call it if the tangent is zero
+    def probe_jvp(primals: Any, tangents: Any) -> Any:  # not called if the tangent is zero
         derivatives.append(tangents[0])
         return primals[0], tangents[0]
 
@@ -249,7 +249,7 @@ def _state_reductions(
 
 
 def _checked_state(state: Any, new_state: Any) -> Any:
-    """Returns the new model state; raises ConfigError if its tree, a shape or a dtype has changed."""
+    """Returns the new model state; raises ConfigError if its tree structure, a shape or a dtype changed."""
     if difference := first_difference(state, new_state):
         raise ConfigError(
             f"loss_fn returned a model state that differs from its input: {difference}. Its tree, shapes and dtypes "
@@ -277,13 +277,13 @@ def _first_shard(context: Context, replica: Any) -> Any:
 
 
 def _positions(context: Context, replica: Any, micro: Any, num: int) -> jax.Array:
-    """Returns int32[num], the global positions of a microbatch's rows on one replica: those of its inner shards."""
+    """Returns int32[num]: the global positions of the rows of one microbatch on one replica, over its inner shards."""
     inner = context.sharding.num_shards
     return _row_order(context, num // inner).of_microbatch(_first_shard(context, replica), inner, micro)
 
 
 def step_examples(context: Context, examples: Any, mask: Any, key: Any, replica: Any = None) -> trace_context.Examples:
-    """Returns the rows of a whole `train_step`: all of the global batch (of its group), or those of one replica."""
+    """Returns the rows of a full `train_step`: the global batch (of its group), or the rows of one replica."""
     num = _num_rows(examples)
     own = context.sharding.num_shards * (context.sharding.num_replicas if replica is None else 1)
     order = _row_order(context, num // (own * context.sharding.microbatches))
@@ -292,7 +292,7 @@ def step_examples(context: Context, examples: Any, mask: Any, key: Any, replica:
 
 
 def _cut_microbatches(context: Context, x: jax.Array) -> jax.Array:
-    """Returns [F M b, ...] as [M, F b, ...]; each inner shard keeps its own rows, so no data move."""
+    """Returns [F M b, ...] as [M, F b, ...]. Each inner shard keeps its rows, so no data are sent."""
     microbatches = split(x, 0, context.sharding.num_shards, context.sharding.microbatches)
     return constrain(context, microbatches, (), context.sharding.inner_axes)
 
@@ -308,7 +308,7 @@ def _cast_inputs(context: Context, rows: Any) -> Any:
 
 
 def is_cast(inputs: str | Sequence[str], path: str) -> bool:
-    """Returns whether `precision.inputs` casts a floating point array of a batch to the compute dtype."""
+    """Returns whether `precision.inputs` casts this floating point array of a batch to the compute dtype."""
     return inputs == "compute" if isinstance(inputs, str) else any(re.fullmatch(p, path) for p in inputs)
 
 
@@ -331,4 +331,4 @@ SEAMS = {
     "loss_key": _loss_key,
     "cut_microbatches": _cut_microbatches,
 }
-"""Name of a seam -> the function that `verify` replaces to inject a known mistake (verify/mutations.py)."""
+"""Seam name -> the function that `verify` replaces to inject a known mistake (verify/mutations.py)."""

@@ -1,19 +1,19 @@
-"""The three ways to run one function on every replica and reduce the results: plain, mapped, manual. The mathematics is
-the same.
+"""Three ways to run a function on every replica and reduce the results: plain, mapped, manual. All compute the same
+result.
 
-| form   | mesh                   | replicas                                     | the rest of the mesh             |
+| form   | mesh                   | replicas                                     | remaining mesh axes              |
 | ------ | ---------------------- | -------------------------------------------- | -------------------------------- |
 | manual | only replica axes > 1  | `shard_map`, untyped                         | nothing                          |
 | mapped | replica and model axes | `vmap(spmd_axis_name=)`, then a fully manual | the partitioner, from the layout |
-|        |                        | `shard_map` around the reducer alone         |                                  |
+|        |                        | `shard_map` around the reducer only          |                                  |
 | plain  | no replica axis        | none                                         | the partitioner, from the layout |
 
-Two measured reasons (jax 0.10.2). Differentiating with respect to an invariant value inside a typed `shard_map` sums
-over the axis silently, so the manual form is untyped (`check_vma=False`), and `verify` compares its replicas bitwise. A
-`shard_map` that is manual over some axes only aborts the process when a gather meets a sharded operand, so the mapped
-form never uses one.
+There are two measured reasons (jax 0.10.2). Differentiation with respect to an invariant value inside a typed
+`shard_map` silently sums over the axis. So the manual form is untyped (`check_vma=False`), and `verify` compares its
+replicas bitwise. A `shard_map` that is manual over only some axes aborts the process when a gather has a sharded
+operand. So the mapped form never uses one.
 
-Wire: reducer(sums) on the replica axes, once. ZeRO 1 and 2 count `fsdp` among them; ZeRO 2 sends a reduce_scatter
+Wire: reducer(sums) on the replica axes, once. ZeRO 1 and 2 include `fsdp` in these axes; ZeRO 2 sends a reduce_scatter
 there.
 """
 
@@ -48,8 +48,8 @@ def map_replicas(
     """Returns (`Sums` over all replicas, model state, the reducer's state). `local(index, params, state, rows, mask)`
     returns (`Sums`, model state) of one replica.
 
-    Gradients are in the sharding of the gradient, and already divided if the reducer does not take sums. `kinds`: the
-    reduction of each leaf of the model state; `call`: of `sk.value_and_grad`, None in an evaluation.
+    Gradients have the gradient sharding. They are already divided if the reducer does not take sums. `kinds`: the
+    reduction of each leaf of the model state; `call`: the call of `sk.value_and_grad`, None in an evaluation.
     """
     if context.inside:
         return _inside_replica(context, local, params, state, batch, kinds, call)
@@ -72,7 +72,7 @@ def _plain(context: Context, local: Local, params: Any, state: Any, batch: Any, 
 def _inside_replica(
     context: Context, local: Local, params: Any, state: Any, batch: Any, kinds: Kinds, call: Call | None
 ) -> Any:
-    """One replica's part, called inside `shard_map`: one reduction of all sums and the global model state."""
+    """Runs one replica inside `shard_map`: one reduction of all sums and the global model state."""
     index = lax.axis_index(REPLICA_AXES)
     own_params, own_state, batch, mask = as_local(context, (params, state, batch, context.mask))
     sums, new_state = local(index, own_params, own_state, batch, mask)
@@ -107,8 +107,8 @@ def _manual(
         mesh=context.sharding.mesh,
         in_specs=(PartitionSpec(), states, rows, rows, state_specs),
         out_specs=(PartitionSpec(), states, state_specs),
-        # With types, JAX sums the cotangent of every invariant value over replicas: of the parameters, and of every
-        # constant with respect to which the loss itself differentiates. Here each replica differentiates separately.
+        # With types, JAX sums the cotangents of invariant values over replicas: of the parameters, and of constants
+        # that the loss differentiates with respect to. Without types each replica differentiates separately.
         check_vma=False,
     )
     return run(params, state, batch, context.mask, None if call is None else call.reducer_state)
@@ -133,9 +133,9 @@ def _mapped(
         return local(index, params, state, rows, mask)
 
     in_axes = (0 if own_state else None, 0, 0)
-    # The axes of an enclosing `vmap` over groups of replicas are named there, and have size one here. Otherwise all
-    # axes are named: without a name of size one the TPU's partitioner sends all_reduces instead of reduce_scatters
-    # (libtpu 0.0.42, `hsdp` on v5e).
+    # An enclosing `vmap` over groups of replicas names its own axes, which have size one here. Without such a `vmap`
+    # all axes are named: if an axis of size one has no name, the TPU partitioner sends all_reduces instead of
+    # reduce_scatters (libtpu 0.0.42, `hsdp` on v5e).
     alone = context.group[1] == 1
     all_axes = context.sharding.data_axes, ("replica",)
     data, replica = ((axes if alone else context.sharding.larger(axes)) or None for axes in all_axes)
@@ -166,7 +166,7 @@ def _reduce_stacked(context: Context, sums: Sums, added: Any, call: Call | None)
         dims = jax.tree.map(_scatter_dim, before[0].gradient, after[0].gradient)
     if not context.reducer_returns_sums:
         after = (dataclasses.replace(after[0], count_gradient=None), after[1])
-    if call is not None:  # a prefix of the metrics: a reducer may add more
+    if call is not None:  # a prefix spec: a reducer may add metrics
         after = (dataclasses.replace(after[0], metrics=PartitionSpec()), after[1])
     reducer_state = None if call is None else call.reducer_state
     state_specs = None if reducer_state is None else _reducer_state_specs(context, after[0].gradient, reducer_state)
@@ -188,22 +188,22 @@ def _reduce_stacked(context: Context, sums: Sums, added: Any, call: Call | None)
 
 
 def _reducer_state_specs(context: Context, gradient: Any, reducer_state: Any) -> Any:
-    """Returns the specs of a reducer's state: the replicas of each leaf first, then the spec of its gradient."""
+    """Returns the specs of a reducer's state: for each leaf its replica axes, then the spec of its gradient."""
     spec_of = lambda spec, x: reducer_state_spec(context, spec, x.shape[1:])
     of_leaf = lambda spec, state: jax.tree.map(functools.partial(spec_of, spec), state)
     return jax.tree.map(of_leaf, gradient, reducer_state)
 
 
 def whole_state_specs(context: Context, reducer_state: Any) -> Any:
-    """Returns the specs of a reducer's state for unsharded gradients: one for all, or leaf by leaf (per-shard
-    states)."""
+    """Returns the specs of a reducer's state for unsharded gradients: one spec for all leaves, or a tree of specs
+    (per-shard states)."""
     if not context.options.reducer.per_shard_state:
         return PartitionSpec(context.sharding.larger(REPLICA_AXES) or REPLICA_AXES)
     return jax.tree.map(lambda x: reducer_state_spec(context, PartitionSpec(), x.shape[1:]), reducer_state)
 
 
 def reducer_state_spec(context: Context, gradient: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
-    """Returns the spec of a reducer's state of a leaf with the gradient spec `gradient`."""
+    """Returns the spec of the reducer's state of a leaf, from the spec of its gradient."""
     axes = replica_axes_of(context, gradient)
     if (dim := shard_dim_of(context, gradient, shape)) is None:
         return PartitionSpec(axes or None, *gradient)
@@ -213,7 +213,7 @@ def reducer_state_spec(context: Context, gradient: PartitionSpec, shape: tuple[i
 
 
 def shard_dim_of(context: Context, gradient: PartitionSpec, shape: tuple[int, ...]) -> int | None:
-    """Returns the dim along which the state of a leaf is sharded over the inner replica axes, or None."""
+    """Returns the dim along which the inner replica axes shard the state of a leaf, or None."""
     inner = inner_axes(replica_axes_of(context, gradient))
     if not context.options.reducer.per_shard_state or not inner:
         return None
@@ -227,8 +227,7 @@ def part_shape(context: Context, spec: PartitionSpec, shape: tuple[int, ...]) ->
 
 
 def replica_axes_of(context: Context, gradient: PartitionSpec) -> tuple[str, ...]:
-    """Returns the axes over which a leaf is reduced: the replica axes larger than one that do not shard its
-    gradient."""
+    """Returns the axes over which a leaf is reduced: replica axes larger than one that do not shard its gradient."""
     cut = spec_axes(gradient)
     return context.sharding.larger(a for a in context.sharding.replica_axes if a not in cut)
 
@@ -245,7 +244,7 @@ def _specs(context: Context, sums: Sums, added: Any, placement: Literal["compute
 
 
 def _scatter_dim(before: PartitionSpec, after: PartitionSpec) -> int:
-    """Returns the dim that `after` shards over fsdp and `before` does not, or -1."""
+    """Returns the dim that is sharded over fsdp in `after` but not in `before`, or -1."""
     for dim, axes in enumerate(after):
         names = dim_axes(axes)
         if "fsdp" in names:
@@ -253,7 +252,7 @@ def _scatter_dim(before: PartitionSpec, after: PartitionSpec) -> int:
     return -1
 
 
-# ---- placing and typing
+# ---- sharding constraints and types
 
 
 def _first(tree: Any) -> Any:
@@ -265,7 +264,7 @@ def _stacked(tree: Any) -> Any:
 
 
 def constrain(context: Context, x: jax.Array, *dims: tuple[str, ...]) -> jax.Array:
-    """Shards each dim over those of its axes that are larger than one."""
+    """Shards each dim over its axes that are larger than one."""
     if context.sharding.form == "manual" or context.sharding.mesh is None:
         return x
     if not any(context.sharding.size(*axes) > 1 for axes in dims):
@@ -275,7 +274,7 @@ def constrain(context: Context, x: jax.Array, *dims: tuple[str, ...]) -> jax.Arr
 
 
 def as_local(context: Context, tree: Any) -> Any:
-    """Types a tree as varying over replicas in a per-replica step; elsewhere returns it unchanged."""
+    """Types a tree as varying over replicas in a per-replica step; in other steps returns it unchanged."""
     return compat.as_varying(tree, REPLICA_AXES) if context.inside else tree
 
 

@@ -3,11 +3,11 @@
     g = sum_k d/dp (S_k / C_k) = sum_r sum_m sum_k [ dS_krm/dp / C_k  -  S_k / C_k^2 dC_krm/dp ]     (means k, replicas
     r, microbatches m)
 
-One pull-back suffices if every C_k is known before it, over all replicas and microbatches. Counts that follow from
-shapes alone are. Others are added over replicas; with microbatches they are computed in a pass before the gradient, in
-which all but the counts (and S_k, if counts depend on the parameters) is dead code.
+One pull-back suffices if every C_k is known in advance, over all replicas and microbatches. This holds for counts that
+depend only on shapes. Other counts are added over replicas. With microbatches a separate pass before the gradient
+computes them; all but the counts (and S_k, if counts depend on the parameters) is dead code there.
 
-Wire: one all-reduce of a few numbers if a count does not follow from shapes.
+Wire: one all-reduce of a few numbers if a count does not depend only on shapes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from spmdkit.step.trace_context import Context
 
 
 def over_replicas(context: Context, loss: Means, with_sums: bool) -> Means:
-    """Returns the sum of means over all replicas from one replica's part; without sums, those are zero.
+    """Returns the sum of means over all replicas from one replica's part. Without sums, the sums are zero.
 
-    With a reducer that takes each replica's own mean (`input_scale="mean"`) the counts are the replica's own.
+    With a reducer that takes the mean of each replica (`input_scale="mean"`) the counts are those of the replica.
     """
     if context.options.reducer.input_scale == "mean":
         return loss
@@ -55,10 +55,10 @@ def over_replicas(context: Context, loss: Means, with_sums: bool) -> Means:
 def over_microbatches(
     context: Context, of_one: Means, compute: Callable[[Any, Any], Any], state: Any, microbatches: Any, depends: bool
 ) -> Means:
-    """Returns the sum of means over all microbatches and replicas, before any of them is differentiated.
+    """Returns the sum of means over all microbatches and replicas, before any microbatch is differentiated.
 
     Args:
-        of_one: the loss of one microbatch, abstract; counts that follow from shapes are numpy numbers.
+        of_one: the abstract loss of one microbatch; counts that depend only on shapes are numpy numbers.
         compute: `(state, microbatch) -> (loss, metrics, new state)`; `microbatches` is a tree of [microbatches, ...].
         depends: whether a count depends on the parameters.
     """
@@ -83,13 +83,13 @@ def over_microbatches(
 def microbatch_gradients(
     context: Context, loss: Mean | Means, whole: Means | None, primals: Any, pull: Callable[[Any], Any], depends: bool
 ) -> tuple[Any, Any]:
-    """Returns (gradient of the sum, gradient of the count or None) of one microbatch; for a sum of means (gradient of
+    """Returns (gradient of the sum, gradient of the count or None) of one microbatch. For a sum of means: (gradient of
     its value, None).
 
     Args:
-        whole: the sum of means over everything; None if this microbatch is the only one.
-        primals: (sums, counts), tuples with one entry for each mean.
-        pull: maps cotangents like `primals` to the gradient, in a tuple.
+        whole: the sum of means over the full batch; None if this microbatch is the only one.
+        primals: (sums, counts), tuples with one entry per mean.
+        pull: maps cotangents shaped like `primals` to the gradient, in a tuple.
         depends: whether a count depends on the parameters.
     """
     if isinstance(loss, Means):
@@ -101,9 +101,9 @@ def microbatch_gradients(
 
 
 def _cotangents(whole: Means, primals: Any, depends: bool) -> Any:
-    """Returns the cotangents of the sums and counts of one microbatch: their weights in the sum of means of all."""
+    """Returns the cotangents of the sums and counts of one microbatch: their weights in the total sum of means."""
     (totals, counted), scales = primals, [1 / part.divisor for part in whole.parts]
-    # In a per-replica step, totals are typed invariant and each replica's own sum varying.
+    # # In a per-replica step, totals are typed invariant and the sums of a replica varying.
     like = lambda value, x: compat.as_varying(value.astype(jnp.result_type(x)), tuple(compat.varying_axes(x)))
     of_sums = tuple(like(s, x) for s, x in zip(scales, totals, strict=True))
     if not depends:
@@ -113,4 +113,4 @@ def _cotangents(whole: Means, primals: Any, depends: bool) -> Any:
 
 
 SEAMS = {"of_all": over_replicas, "shares": _cotangents}
-"""Replaced by `verify` (verify/mutations.py)."""
+"""Functions that `verify` replaces to inject mistakes (verify/mutations.py)."""

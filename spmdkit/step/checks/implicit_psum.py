@@ -1,14 +1,14 @@
-"""Detects derivatives that JAX's types have summed over devices: sums in the typed trace of a function that the untyped
-trace does not have.
+"""Detects derivatives that JAX's types implicitly sum over devices: sums that occur in the typed trace of a function
+but not in the untyped trace.
 
-Inside `shard_map` with `check_vma` an invariant value is cast where it meets a varying value, and the transpose of that
-cast is a sum over the axis. For a derivative *inside* the function with respect to a constant (`jax.grad(f)(0.0)`) that
-silently adds the other devices' derivatives. Without types (`check_vma=False`) the function contains only its own sums.
+Inside `shard_map` with `check_vma`, an invariant value is cast where it meets a varying value. The transpose of that
+cast is a sum over the axis. A derivative *inside* the function with respect to a constant (`jax.grad(f)(0.0)`) then
+silently includes the derivatives of other devices. Without types (`check_vma=False`) only the user's sums remain.
 
-Not all sums that the untyped trace lacks are implicit: with types the transpose of a user's sum is a cast, and its
-cotangents are summed where the result of the sum met varying values. So the use of a sum decides. A sum that is passed
-to a cast at the place of one of the function's own sums is half of that sum's transpose. A sum that leaves the backward
-pass in any other way is a derivative of other devices.
+Some additional sums of the typed trace are correct: with types the transpose of a user's sum is a cast, and its
+cotangents are summed where the result of the sum met varying values. The use of a sum distinguishes them. A sum that
+feeds a cast at the source line of a user's sum is half of that sum's transpose. A sum that leaves the backward pass in
+any other way is a derivative that includes other devices.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CASTS = frozenset(["pvary", "pcast"])
 
 
 def summed_by_types(typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Collection[str]) -> str | None:
-    """Returns the source line of the first sum over any of `axes` that a function has only with types, or None."""
+    """Returns the source line of the first sum over any of `axes` that occurs only with types, or None."""
     known = collections.Counter(_sums(untyped.jaxpr, axes))
     found = list(_sums(typed.jaxpr, axes))
     known.subtract(found)
@@ -44,7 +44,7 @@ def summed_by_types(typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Collection[s
 
 
 def refuse_summed(what: str, typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Collection[str]) -> None:
-    """Raises ConfigError for a function `what` that differentiates with respect to a value invariant along one of
+    """Raises ConfigError if the function `what` differentiates with respect to a value that is invariant along one of
     `axes`."""
     if (line := summed_by_types(typed, untyped, axes)) is not None:
         raise ConfigError(
@@ -56,7 +56,7 @@ def refuse_summed(what: str, typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Col
 
 
 def traced(fn: Callable[..., Any], mesh: Mesh, in_specs: Any, shapes: Sequence[Any], typed: bool) -> ClosedJaxpr:
-    """Returns the trace of `fn` on shards of arrays of these shapes, with or without types; results are not checked."""
+    """Returns the trace of `fn` on shards of arrays of these shapes, with or without types. Results are not checked."""
 
     def probe(*shards: jax.Array) -> jax.Array:
         fn(*shards)
@@ -68,19 +68,19 @@ def traced(fn: Callable[..., Any], mesh: Mesh, in_specs: Any, shapes: Sequence[A
 
 
 def takes_derivative(closed: ClosedJaxpr) -> bool:
-    """Returns whether a trace contains a transpose: types add sums only there."""
+    """Returns whether a trace contains a transpose. Types add sums only in transposes."""
     return any(map(_is_backward, jaxprs.equations(closed)))
 
 
 def _sums(jaxpr: Any, axes: Collection[str]) -> Iterator[str]:
-    """Yields the source line of every sum over any of `axes`, once per summed array, except those of reducers."""
+    """Yields the source line of every sum over any of `axes`, once per summed array. Sums of reducers are excluded."""
     for eqn, (line, is_reducers) in jaxprs.equations_within(jaxpr, ("", False), _place):
         if _adds_over(eqn, axes) and not is_reducers:
             yield from [line] * len(eqn.invars)
 
 
 def _leaving(closed: ClosedJaxpr, lines: Sequence[str], axes: Collection[str], own: Collection[str]) -> set[str]:
-    """Returns those of `lines` with a sum that leaves the backward pass other than through a cast at a line of
+    """Returns the `lines` with a sum that leaves the backward pass other than through a cast at one of the lines
     `own`."""
     walk = _Backward(frozenset(), 0, tuple(lines), frozenset(axes), frozenset(own))
     out = walk.run(closed.jaxpr, [Depends()] * len(closed.jaxpr.invars))
@@ -92,10 +92,10 @@ def _leaving(closed: ClosedJaxpr, lines: Sequence[str], axes: Collection[str], o
 
 @dataclass(frozen=True)
 class _Backward(Walk):
-    """Follows the sums of backward passes, one bit per line of `lines`, until they pass a cast at a line of `own`.
+    """Tracks the sums of backward passes, one bit per line of `lines`, until they pass a cast at a line of `own`.
 
     Attributes:
-        left: an int of the bits that were used outside of a backward pass, or never.
+        left: an int; the bits of sums that are used outside of a backward pass, or not used.
         around: a stack of (whether an outer equation is backward, its line).
         used: a stack of the variables that a jaxpr uses.
     """
@@ -143,7 +143,7 @@ def _adds_over(eqn: Any, axes: Collection[str]) -> bool:
 
 
 def _place(eqn: Any, around: tuple[str, bool]) -> tuple[tuple[str, bool], tuple[str, bool]]:
-    """Returns (line of the equation, or that around it; whether it belongs to a reducer), for it and those inside."""
+    """Returns (line of the equation or of its outer equation, whether it belongs to a reducer), for it and its body."""
     line, is_reducers = around
     here = (compat.source_line(eqn) or line, is_reducers or trace_context.REDUCE in str(eqn.source_info.name_stack))
     return here, here

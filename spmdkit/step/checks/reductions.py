@@ -1,7 +1,7 @@
-"""Detects sums over replicas of values that are already the same on all of them, in a per-replica step.
+"""Detects sums over replicas of values that are already the same on all replicas, in a per-replica step.
 
-The whole step runs inside `shard_map`, and the user writes the reductions, as with Horovod and pmap. Reducing twice
-makes gradients N times too large without an error in plain JAX.
+In such a step the user's code runs inside `shard_map` and contains the reductions, as with Horovod and pmap. In plain
+JAX a second reduction makes gradients N times too large without an error.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from spmdkit.step.replica_collectives import reduced_twice
 
 
 def check_reductions(jaxpr: jax.extend.core.ClosedJaxpr, axes: Collection[str] = REPLICA_AXES) -> None:
-    """Raises ConfigError, with the user's line, for a sum of a value that is already the same on every replica.
+    """Raises ConfigError, with the user's source line, for a sum of a value that is already the same on every replica.
 
-    JAX casts such an operand to varying and multiplies by N silently: the pattern `pvary` followed by `psum`. A
-    constant, as in `lax.psum(1, axis)` to count replicas, is accepted. `axes`: the replica axes larger than one.
+    JAX silently casts such an operand to varying and multiplies it by N: the pattern `pvary` followed by `psum`. Sums
+    of constants, as in `lax.psum(1, axis)` to count replicas, are accepted. `axes`: replica axes larger than one.
     """
     for body in _bodies(jaxpr):
         depends: set[Any] = set(body.invars)
@@ -39,7 +39,7 @@ def check_reductions(jaxpr: jax.extend.core.ClosedJaxpr, axes: Collection[str] =
 
 
 def _bodies(jaxpr: Any) -> Iterator[Any]:
-    """Yields the bodies of the shard_maps in a jaxpr, and every jaxpr inside them."""
+    """Yields the bodies of the shard_maps in a jaxpr, and every jaxpr nested in them."""
     is_map = lambda eqn: eqn.primitive.name == "shard_map"
     for eqn in jaxprs.equations(jaxpr, into=lambda eqn: not is_map(eqn)):
         if is_map(eqn):

@@ -55,7 +55,7 @@ def checked_loss(out: Any, stateful: bool) -> tuple[Mean | Means, dict[str, Metr
 
 
 def checked_metrics(metrics: Any, who: str) -> dict[str, Metric]:
-    """Returns `metrics` if it is a dict of metrics that merge; raises ConfigError otherwise."""
+    """Returns `metrics` if it is a dict of mergeable metrics; raises ConfigError otherwise."""
     if not isinstance(metrics, dict):
         raise ConfigError(f"{who} returned {shape_of(metrics)}. It must return a dict {{name: sk.mean(...)}}.")
     check_metric_names(metrics, who)
@@ -74,7 +74,7 @@ def checked_metrics(metrics: Any, who: str) -> dict[str, Metric]:
 
 
 def check_metric_names(metrics: dict[Any, Any], who: str) -> None:
-    """Raises ConfigError for a name that is not a string, or that metrics.jsonl reserves."""
+    """Raises ConfigError for a name that is not a string, or that is reserved by metrics.jsonl."""
     for name in metrics:
         if not isinstance(name, str) or name in RESERVED_METRICS:
             raise ConfigError(
@@ -84,14 +84,14 @@ def check_metric_names(metrics: dict[Any, Any], who: str) -> None:
 
 
 def is_array(metric: Metric) -> bool:
-    """Returns whether a metric that must be one number is not."""
+    """Returns whether a metric is an array, where a single number is required."""
     return not isinstance(metric, Bincount | Derived | CustomMetric) and any(
         jnp.ndim(x) for x in jax.tree.leaves(metric)
     )
 
 
 def shape_of(x: Any) -> str:
-    """Returns a description of a value, for a message."""
+    """Returns a short description of a value, for messages."""
     if x is None:
         return "None"
     if isinstance(x, Mean):

@@ -1,7 +1,7 @@
 """Groups of replicas that train separately and synchronize at intervals: the train state with one copy per group, and
 the communication between groups.
 
-A group's step is the step of the mesh without the sync's axes (step.py). The sync (sync/) determines when groups
+The step of a group is the step of the mesh without the sync's axes (step.py). The sync (sync/) determines when groups
 synchronize.
 """
 
@@ -28,13 +28,13 @@ from spmdkit.step.model_state import agreement as model_state_agreement
 from spmdkit.step.state import TrainState
 
 GROUPED = ("params", "opt_state", "model_state", "ema")
-"""The fields of a train state with one copy per group: leaves [groups, ...]."""
+"""The train state fields with one copy per group: leaves [groups, ...]."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """The groups of a program: `num` along the mesh axes `axes`, which synchronize by `sync`, with `reducer` (None: an
-    exact mean) for the communication between them."""
+    """The groups of a program: `num` groups along the mesh axes `axes`. They synchronize by `sync`; `reducer` averages
+    over them (None: an exact mean)."""
 
     axes: tuple[str, ...]
     num: int
@@ -42,12 +42,12 @@ class Groups:
     reducer: Reducer | None = None
 
     def inner(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Returns the sizes of the mesh of one group."""
+        """Returns the axis sizes of the mesh of one group."""
         return dict(sizes) | dict.fromkeys(self.axes, 1)
 
 
 def check_alone(groups: Groups, jaxpr: Any, what: str) -> None:
-    """Raises ConfigError for a step in which the user's code communicates between groups."""
+    """Raises ConfigError if the user's step communicates between groups."""
     for eqn in jaxprs.equations(jaxpr):
         if jaxprs.axis_names(eqn) & set(groups.axes) and eqn.primitive.name not in ("axis_index", "pvary", "pcast"):
             raise ConfigError(
@@ -61,7 +61,7 @@ def check_alone(groups: Groups, jaxpr: Any, what: str) -> None:
 
 
 def stack_state(groups: Groups, state: TrainState) -> TrainState:
-    """Returns the train state of all groups from that of one: a copy for each."""
+    """Returns the train state of all groups from the state of one group: one copy per group."""
     copies = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (groups.num, *x.shape)), tree)
     own = {name: copies(getattr(state, name)) for name in GROUPED}
     return state.replace(**own, sync=groups.sync.init(state.params))
@@ -71,7 +71,7 @@ def stack_state(groups: Groups, state: TrainState) -> TrainState:
 
 
 def mean(tree: Any) -> Any:
-    """Returns [...] from [groups, ...]: the mean of floats, in float32 or wider, and the first of everything else."""
+    """Returns [...] from [groups, ...]: the mean of floats, computed in float32 or wider; otherwise the first entry."""
 
     wide = lambda x: x.astype(common_dtype(x.dtype, jnp.float32))
     one = lambda x: wide(x).mean(0).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x[0]
@@ -81,10 +81,10 @@ def mean(tree: Any) -> Any:
 def mean_with_reducer(
     reducer: Reducer, groups: Groups, specs: Mapping[str, PartitionSpec], mesh: Mesh, key: jax.Array
 ) -> Any:
-    """Returns `tree [groups, ...] -> tree [...]`, the mean over groups by a reducer, for trees like the parameters with
-    None for leaves that are not sent. `specs`: path of each parameter -> the spec of one copy; `key`: of the step.
+    """Returns `tree [groups, ...] -> tree [...]`, the mean over groups by a reducer. Trees are like the parameters,
+    with None for leaves that are not sent. `specs`: parameter path -> spec of one copy; `key`: the key of the step.
 
-    Wire: the reducer's, over the axes along which the groups lie; each device sends its own shard.
+    Wire: the reducer's, over the axes of the groups; each device sends its shard.
     """
 
     def mean(tree: Any) -> Any:
@@ -107,13 +107,13 @@ def mean_with_reducer(
 
 
 def agreement_fn(sync: Sync, turn: int) -> Callable[[Any, Any, Mean], tuple[Any, Any]]:
-    """Returns `(params, state, mean) -> (params, state)` of a program in which groups synchronize."""
+    """Returns the `(params, state, mean) -> (params, state)` with which groups synchronize."""
     assert sync.agree is not None
     return functools.partial(sync.agree, turn=turn) if sync.schedule else sync.agree
 
 
 def agreed_state(groups: Groups, state: TrainState, turn: int, mean: Mean) -> TrainState:
-    """Returns the state after a program in which groups synchronize; `mean` is over the groups."""
+    """Returns the state after groups synchronize; `mean` averages over the groups."""
     with jax.named_scope(trace_context.SYNC):
         params, sync_state = agreement_fn(groups.sync, turn)(state.params, state.sync, mean)
     same = jax.tree.map(lambda x, p: jnp.broadcast_to(x, p.shape).astype(p.dtype), params, state.params)
@@ -121,7 +121,7 @@ def agreed_state(groups: Groups, state: TrainState, turn: int, mean: Mean) -> Tr
 
 
 def merged_state(groups: Groups, state: TrainState, declared: model_state_agreement.Kinds) -> TrainState:
-    """Returns the one copy of the state that is evaluated and exported; `declared`: the task's reductions."""
+    """Returns the single copy of the state to evaluate and export. `declared`: the task's state reductions."""
     assert groups.sync.view is not None
     return state.replace(
         params=groups.sync.view(state.params, state.sync, mean),
@@ -132,7 +132,7 @@ def merged_state(groups: Groups, state: TrainState, declared: model_state_agreem
 
 
 def merged_metrics(metrics: Mapping[str, Metric]) -> dict[str, jax.Array]:
-    """Returns the metrics over all groups from those of each, [groups, ...]."""
+    """Returns the metrics over all groups from the metrics of each group, [groups, ...]."""
     add = functools.partial(jax.tree.map, lambda x: x.sum(0).astype(x.dtype))
     largest = functools.partial(jax.tree.map, lambda x: x.max(0))
     return {name: metric.value for name, metric in reduce_parts(dict(metrics), add, largest, lambda x: x).items()}
@@ -141,9 +141,9 @@ def merged_metrics(metrics: Mapping[str, Metric]) -> dict[str, jax.Array]:
 def regroup_state(
     state: TrainState, had_groups: bool, groups: Groups | None, declared: model_state_agreement.Kinds
 ) -> TrainState:
-    """Returns the state for these groups (None: synchronous replicas) from that of another number of groups.
+    """Returns the state for these groups (None: synchronous replicas) from a state with another number of groups.
 
-    The mean of the old groups, for any sync, is copied to each new group. The state of the sync is initialized again.
+    For any sync, every new group receives the mean of the old groups. The sync's state is initialized again.
     """
     if had_groups:
         fields = {name: mean(getattr(state, name)) for name in ("params", "opt_state", "ema")}

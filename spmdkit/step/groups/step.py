@@ -1,13 +1,13 @@
-"""The step of groups of replicas that train separately: nothing is sent along the sync's axes.
+"""The step of replica groups that train separately: nothing is sent along the sync's axes.
 
 | mesh of one group | how                                                        |
 | ----------------- | ---------------------------------------------------------- |
 | one device        | `shard_map`, untyped (no result is typed as invariant)     |
 | anything else     | `vmap(spmd_axis_name=)` over the groups, the step inside   |
 
-Metrics are returned per group, [groups, ...]; a separate program merges them (`groups.merged_metrics`).
+Metrics are returned per group, [groups, ...]. A separate program merges them (`groups.merged_metrics`).
 
-Wire: nothing over the sync's axes; over the others that of the step of one group.
+Wire: nothing over the sync's axes; over the remaining axes, that of the step of one group.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from spmdkit.step.trace_context import Context
 def group_step(
     train_step: StepFn, context: Context, groups: Groups, to_device: Callable[[Any], Any]
 ) -> Callable[[TrainState, Batch], Stepped]:
-    """Returns the function to compile; `context` is that of one group: size one along the sync's axes."""
+    """Returns the function to compile. `context` is the context of one group: the sync's axes have size one."""
 
     def step_of_group(state: TrainState, examples: Any, mask: Any, index: Any) -> Stepped:
         slots = ReducerSlots(())
@@ -63,13 +63,13 @@ def group_step(
 
 
 def _group_metric(metric: Any, num: jax.Array) -> Any:
-    """Returns a group's metric as arrays that merge; a plain number is weighted by the number of examples."""
+    """Returns a group's metric as arrays that merge. A plain number is weighted by the number of examples."""
     weighted = lambda: Mean(jnp.asarray(metric, jnp.float32) * num, num)
     return jax.tree.map(jnp.asarray, metric) if is_metric(metric) else weighted()
 
 
 def _fields(state: TrainState, own: Any, shared: Any) -> TrainState:
-    """Returns a state with `own` in each field that is stored per group, and `shared` in the others."""
+    """Returns a state with `own` in each per-group field and `shared` in all other fields."""
     return state.replace(**{name: own if name in GROUPED else shared for name in FIELDS})
 
 
@@ -108,15 +108,15 @@ def synchronous_step(
 ) -> Callable[[TrainState, Batch], Stepped]:
     """Returns the function to compile for a synchronous step of all replicas, before groups train separately.
 
-    Each device uses its shard of its own group's copy as the global state, and returns the new state in the same way:
-    no data move. The copies are equal at the start and after each such step.
+    Each device uses its shard of its group's copy as the global state and returns the new state in the same way, so no
+    data are sent. The copies are equal at the start and after each such step.
 
     Args:
-        whole: the step of the whole mesh; it takes and returns a state of one copy, on the devices.
-        single: that state, abstract, with its shardings.
-        code: the guard's code in a step of groups, abstract, or None.
+        whole: the step of the full mesh. Its input and output states have one copy and are on the devices.
+        single: the abstract state of one copy, with its shardings.
+        code: the abstract guard code of a step of groups, or None.
 
-    Wire: that of the step of the whole mesh.
+    Wire: that of the step of the full mesh.
     """
     fields = {name: getattr(single, name) for name in GROUPED}
     mesh = jax.tree.leaves(single.params)[0].sharding.mesh

@@ -1,7 +1,7 @@
-"""`sk.sum`, `sk.max`, `sk.bincount`, and `sk.derived` of any metrics. None of them can be a loss.
+"""`sk.sum`, `sk.max`, `sk.bincount`, and `sk.derived` of any metrics. None of them can be used as a loss.
 
-Wire: with `sk.max` one more all-reduce of two numbers in each step and evaluated batch, with `sk.bincount` one of its
-integers; a sum is sent with the means.
+Wire: for `sk.max` one more all-reduce of two numbers in each step and evaluated batch, for `sk.bincount` one of its
+integers. A sum is sent with the means.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spmdkit.step.metrics.user_metric import CustomMetric, as_metric
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sum(Metric):
-    """A total, float32[] (float64 where the values are)."""
+    """A total, float32[] (float64 for float64 values)."""
 
     total: jax.Array
 
@@ -39,10 +39,10 @@ class Sum(Metric):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Max(Metric):
-    """The largest value, float32[] (float64 for float64 values); minus infinity for no values, NaN if one of them is
+    """The largest value, float32[] (float64 for float64 values). Minus infinity without values; NaN if any value is
     NaN.
 
-    `broken` is above zero if there was a NaN: XLA's all-reduce of a maximum loses it (CPU, jaxlib 0.10.2).
+    `broken` is positive if there was a NaN: XLA's all-reduce of a maximum drops NaNs (CPU, jaxlib 0.10.2).
     """
 
     crosses: ClassVar[Literal["added", "largest"]] = "largest"
@@ -60,7 +60,7 @@ class Max(Metric):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Bincount(Metric):
-    """How often each index occurs, int32[*shape]; float32 (or float64) with weights."""
+    """The number of occurrences of each index, int32[*shape]; float32 (or float64) with weights."""
 
     counts: jax.Array
 
@@ -88,7 +88,7 @@ class _DerivedFunction:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("parts",), meta_fields=("function",))
 @dataclass(frozen=True)
 class Derived(Metric):
-    """A function of the totals of metrics, or of arrays that add."""
+    """A function of the totals of metrics, or of arrays that are added."""
 
     crosses: ClassVar[Literal["by part"]] = "by part"
     parts: tuple[Any, ...]
@@ -96,7 +96,7 @@ class Derived(Metric):
 
     @property
     def value(self) -> Any:
-        """The result of the function: a number, or an array."""
+        """The result of the function: a number or an array."""
         return self.function.fn(*map(_part_value, self.parts))
 
     def merge(self, other: Derived) -> Derived:
@@ -104,7 +104,7 @@ class Derived(Metric):
 
 
 def _part_value(part: Any) -> Any:
-    """Returns the argument of the function for a part: the value of a metric, anything else unchanged."""
+    """Returns the function's argument for a part: the value of a metric, anything else unchanged."""
     return part.part if isinstance(part, CustomMetric) else part.value if is_metric(part) else part
 
 
@@ -112,16 +112,16 @@ def derived(fn: Callable[..., Any], *parts: Any) -> Derived:
     """Returns the metric `fn(*parts)`, computed once from the totals of the parts over all rows, microbatches, replicas
     and batches.
 
-    Perplexity is `sk.derived(jnp.exp, sk.mean(losses))`, accuracy by class `sk.derived(lambda c: jnp.diag(c) /
+    Perplexity is `sk.derived(jnp.exp, sk.mean(losses))`; per-class accuracy is `sk.derived(lambda c: jnp.diag(c) /
     c.sum(1), sk.bincount((labels, predictions), (10, 10)))`.
 
     Args:
-        fn: maps the parts' values to a number or an array. JAX or numpy.
-        parts: metrics; instances of a class with `merge` and `compute` (user_metric.py); or pytrees of arrays that add
+        fn: maps the values of the parts to a number or an array. JAX or numpy.
+        parts: metrics; instances of a class with `merge` and `compute` (user_metric.py); or pytrees of arrays to add
             (totals and counts). For the latter two the caller excludes padding rows (`sk.example_mask()`).
 
     Raises:
-        ConfigError: there is no part, or a part does not merge.
+        ConfigError: there are no parts, or a part cannot be merged.
     """
     if not parts or not jax.tree.leaves(parts):
         raise ConfigError(
@@ -134,7 +134,7 @@ def derived(fn: Callable[..., Any], *parts: Any) -> Derived:
 
 
 def sum(values: ArrayLike, where: ArrayLike | None = None) -> Sum:
-    """Returns the sum of `values` over this replica's examples, as a part that adds. Padding and `where` as in
+    """Returns the sum of `values` over this replica's examples; partial sums add. Padding and `where` as in
     `sk.mean`."""
     values = as_float(values)
     included = inclusion_mask("sk.sum", values, where)
@@ -142,7 +142,7 @@ def sum(values: ArrayLike, where: ArrayLike | None = None) -> Sum:
 
 
 def max(values: ArrayLike, where: ArrayLike | None = None) -> Max:
-    """Returns the largest of `values` over this replica's examples. Padding and `where` as in `sk.mean`."""
+    """Returns the maximum of `values` over this replica's examples. Padding and `where` as in `sk.mean`."""
     values = as_float(values)
     included = inclusion_mask("sk.max", values, where)
     values = values if included is None else jnp.where(included, values, -jnp.inf)
@@ -156,19 +156,19 @@ def bincount(
     where: ArrayLike | None = None,
     weights: ArrayLike | None = None,
 ) -> Bincount:
-    """Returns how often each index occurs among this replica's examples: a histogram, a confusion matrix.
+    """Returns the number of occurrences of each index in this replica's examples: a histogram, a confusion matrix.
 
-    `sk.bincount(labels, 10)` is [10], `sk.bincount((labels, predictions), (10, 10))` is [10, 10]. An index outside of
-    the shape is not counted. Counts are exact up to 2**31 - 1 per index, over a whole evaluation.
+    `sk.bincount(labels, 10)` is [10], `sk.bincount((labels, predictions), (10, 10))` is [10, 10]. Indices out of range
+    are not counted. Counts are exact up to 2**31 - 1 per index over a full evaluation.
 
     Args:
-        indices: integers of any shape, or a tuple of them of the same shape: one for each dim. Padding and `where` as
-            in `sk.mean`.
-        shape: of the counts.
-        weights: float, broadcasts from the left to the indices.
+        indices: integers of any shape, or a tuple of such arrays of equal shape: one for each dim. Padding and `where`
+            as in `sk.mean`.
+        shape: shape of the counts.
+        weights: float; broadcast from the left to the indices.
 
     Raises:
-        ConfigError: indices are not integers, or not one array for each dim.
+        ConfigError: the indices are not integers, or there is not exactly one array per dim.
     """
     dims = (shape,) if isinstance(shape, int) else tuple(shape)
     parts = [jnp.asarray(x) for x in (indices if isinstance(indices, tuple | list) else (indices,))]

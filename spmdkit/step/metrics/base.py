@@ -2,8 +2,8 @@
 
 sk.mean   (sum, count)    added       sk.max      the largest     largest
 sk.sum    the total       added       sk.bincount   an array        added
-sk.derived   a function of the totals of other metrics, or of arrays that add
-a user-defined class with `merge` and `compute` (user_metric.py): parts gathered, and merged one after the other
+sk.derived   a function of the totals of other metrics, or of arrays that are added
+a user-defined class with `merge` and `compute` (user_metric.py): parts are gathered and merged in order
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Tree = TypeVar("Tree")
 
 
 class Metric(ABC):
-    """A part of a metric, of some rows. A registered dataclass of arrays.
+    """The part of a metric for some of the rows. A registered dataclass of arrays.
 
     Attributes:
-        crosses: how parts of replicas are combined, leaf by leaf: `added`, or the `largest`; `merged`: only by `merge`;
-            `by part`: each of its parts by its own rule. `merge` combines two parts.
+        crosses: how parts are combined over replicas, leaf by leaf. `added`; `largest`; `merged`: by `merge` only; `by
+            part`: each component by its own rule. `merge` combines two parts.
     """
 
     crosses: ClassVar[Literal["added", "largest", "merged", "by part"]] = "added"
@@ -32,11 +32,11 @@ class Metric(ABC):
     @property
     @abstractmethod
     def value(self) -> Any:
-        """The value that is reported, over all rows."""
+        """The reported value, over all rows."""
 
     @abstractmethod
     def merge(self: Self, other: Self) -> Self:
-        """Returns the metric of the rows of both parts."""
+        """Returns the metric over the rows of both parts."""
 
 
 def is_metric(x: Any) -> bool:
@@ -48,13 +48,13 @@ def _is_leaf(x: Any) -> bool:
 
 
 def merge_trees(own: Tree, other: Tree) -> Tree:
-    """Returns the combination of two trees of the same structure: metrics merged, other leaves added."""
+    """Returns the combination of two trees of the same structure: metrics are merged, other leaves added."""
     one = lambda x, y: x.merge(y) if is_metric(x) else jnp.add(x, y)
     return jax.tree.map(one, own, other, is_leaf=_is_leaf)  # type: ignore[no-any-return]
 
 
 def empty_parts(shapes: Tree, full: Callable[..., Any] = jnp.full) -> Tree:
-    """Returns a tree of parts of no rows, the neutral element of merging. `shapes` has shapes and dtypes."""
+    """Returns a tree of empty parts, the neutral element of merging. `shapes` has shapes and dtypes."""
 
     zeros = lambda x: full(x.shape, 0, x.dtype)
     least = lambda dtype: -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
@@ -69,9 +69,9 @@ def reduce_parts(
     """Returns a tree of parts combined over replicas or groups.
 
     Args:
-        add: adds values.
-        largest: takes the maximum of values; called only if there are any.
-        gather: maps one array of a metric that only merges to [parts, ...].
+        add: sums values.
+        largest: returns the maximum of values; called only if there are any.
+        gather: maps an array of a metric that supports only `merge` to [parts, ...].
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_leaf)
     kind_of = lambda x: x.crosses if is_metric(x) else "added"

@@ -1,9 +1,9 @@
-"""`sk.mean`: a mean that stays a pair (sum, count) until everything has been added, and is divided once.
+"""`sk.mean`: a mean that is a pair (sum, count) until all parts have been added, and is divided once.
 
     mean over everything = sum_r sum_m sum_i w_i x_i / sum_r sum_m sum_i w_i      (replica r, microbatch m, example i)
 
 A mean of means is wrong if the counts differ. A pair is correct for a short last batch, uneven token counts,
-microbatches, replicas, hosts and the steps of an evaluation.
+microbatches, replicas, hosts and the batches of an evaluation.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Arithmetic(Metric):
 
     @abstractmethod
     def _with_sums(self: T, change: Callable[[jax.Array], jax.Array]) -> T:
-        """Returns the metric with each sum changed."""
+        """Returns the metric with `change` applied to each sum."""
 
     def __radd__(self, other: Any) -> Any:
         return self + other
@@ -66,11 +66,11 @@ class _Arithmetic(Metric):
 class Mean(_Arithmetic):
     """A weighted mean as the pair (sum, count), both float32 scalars (float64 for float64 values).
 
-    `mean * 2`, `mean / 2` and `-mean` scale it. `mean + s` adds a scalar to the value (a regularization term), once, on
+    `mean * 2`, `mean / 2` and `-mean` scale it. `mean + s` adds a scalar to the value (a regularization term), once for
     any number of replicas and microbatches. `mean + other` is a `Means`. `.merge` pools two parts of the same mean.
 
-    A count that follows from shapes alone is a numpy number, so that reductions multiply instead of adding. With
-    weights, `count` is their sum, and `num` the number of elements: a mean with weights that cancel is not empty.
+    A count that depends only on shapes is a numpy number, so reductions multiply it instead of adding. With weights,
+    `count` is the sum of the weights and `num` the number of elements: a mean with weights that cancel is not empty.
     """
 
     sum: jax.Array
@@ -79,12 +79,12 @@ class Mean(_Arithmetic):
 
     @property
     def divisor(self) -> jax.Array:
-        """The divisor of `sum`: the count, or one if nothing was counted."""
+        """The divisor of `sum`: the count, or one if no elements were counted."""
         return jnp.where((self.count if self.num is None else self.num) == 0, 1, self.count)
 
     @property
     def value(self) -> jax.Array:
-        """The mean as a scalar; zero if nothing was counted. Weights that add up to zero give `0 / 0` or `x / 0`."""
+        """The mean as a scalar; zero if no elements were counted. Weights that sum to zero give `0 / 0` or `x / 0`."""
         return self.sum / self.divisor
 
     def merge(self, other: Mean) -> Mean:
@@ -109,11 +109,11 @@ class Mean(_Arithmetic):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Means(_Arithmetic):
-    """A sum of means, each with its own count: `sk.mean(a) + 0.5 * sk.mean(b)`; MLM with NSP, auxiliary losses.
+    """A sum of means with separate counts: `sk.mean(a) + 0.5 * sk.mean(b)`; MLM with NSP, auxiliary losses.
 
-    Exact as a loss: each sum is divided by its own count over the whole batch, before its gradient is computed.
+    Exact as a loss: each sum is divided by its count over the full batch before its gradient is computed.
 
-    Wire: as a loss one more small all-reduce, of counts that do not follow from shapes (multi_term_loss.py).
+    Wire: as a loss, one more small all-reduce for counts that do not depend only on shapes (multi_term_loss.py).
     """
 
     parts: tuple[Mean, ...]
@@ -147,18 +147,18 @@ def _scalar(x: ArrayLike) -> jax.Array:
 
 
 def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike | None = None) -> Mean:
-    """Returns the weighted mean of `values` over this replica's examples, as a pair that adds.
+    """Returns the weighted mean of `values` over this replica's examples, as a pair of sums.
 
-    Padding rows (a short last batch, an evaluation set that no batch size divides) do not count: if the program has
-    padded, the first dim of `values` must be the examples.
+    Padding rows (a short last batch, an evaluation set that no batch size divides) are excluded. If the batch has
+    padding, the first dim of `values` must be the examples.
 
     Args:
         values: any shape; summed in float32, or in float64 for float64 values.
-        where: bool, broadcasts to `values` from the left (one per example, or one per element); False excludes.
-        weights: float, broadcasts likewise; the count is their sum.
+        where: bool; broadcast to `values` from the left (one per example, or one per element). False excludes.
+        weights: float; broadcast in the same way. The count is their sum.
 
     Raises:
-        ConfigError: `values` has no example dim while some rows are padding.
+        ConfigError: `values` has no example dim although some rows are padding.
     """
     if isinstance(values, Mean):
         raise TypeError(
@@ -182,8 +182,8 @@ def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike |
 def _local_sum(values: jax.Array) -> jax.Array:
     """Returns the sum of a replica's values.
 
-    In the loss of a per-replica step, values that are the same on every replica (results of `sk.psum`) count as each
-    replica's own: their mean is their value.
+    In the loss of a per-replica step, values that are the same on every replica (results of `sk.psum`) count once per
+    replica, so their mean is their value.
     """
     context, examples = trace_context.current(), trace_context.current_examples()
     in_loss = context.inside and not context.in_manual and examples is not None and not examples.of_step
@@ -194,10 +194,10 @@ def _local_sum(values: jax.Array) -> jax.Array:
 
 
 def scalar(value: ArrayLike) -> Mean:
-    """Returns one number that is not a mean of examples, as a metric or a term of a loss: a norm, a penalty.
+    """Returns a number that is not a mean over examples, as a metric or a term of a loss: a norm, a penalty.
 
-    It counts once, independent of padding rows. If it differs between replicas, microbatches or batches of an
-    evaluation, the plain mean is reported.
+    It counts once, regardless of padding rows. If it differs between replicas, microbatches or batches of an
+    evaluation, their unweighted mean is reported.
 
     Raises:
         ConfigError: `value` is not a single number.
@@ -212,16 +212,16 @@ def scalar(value: ArrayLike) -> Mean:
 
 
 def as_float(values: ArrayLike) -> jax.Array:
-    """Returns values in the dtype of their sum: float32, or float64 for float64 values."""
+    """Returns values in the dtype in which they are summed: float32, or float64 for float64 values."""
     values = jnp.asarray(values)
     return values.astype(common_dtype(values.dtype, jnp.float32))
 
 
 def inclusion_mask(name: str, values: jax.Array, where: ArrayLike | None) -> jax.Array | None:
-    """Returns bool like `values`: those that count, by `where` and without padding rows; None if all count.
+    """Returns a bool mask like `values`, by `where` and without padding rows; None if all elements count.
 
     Raises:
-        ConfigError: `values` has no example dim while some rows are padding; `name` is the caller's.
+        ConfigError: `values` has no example dim although some rows are padding. `name`: the calling function.
     """
     included = None if where is None else broadcast(f"{name}: where", jnp.asarray(where, bool), values)
     examples = trace_context.current_examples()
@@ -243,12 +243,12 @@ def inclusion_mask(name: str, values: jax.Array, where: ArrayLike | None) -> jax
 
 
 def _left(x: jax.Array, ndim: int) -> jax.Array:
-    """Returns `x` with dims of size one added on the right, so that it broadcasts from the left."""
+    """Returns `x` with trailing dims of size one, so that it broadcasts from the left."""
     return x.reshape(x.shape + (1,) * (ndim - x.ndim)) if x.ndim < ndim else x
 
 
 def broadcast(name: str, x: jax.Array, values: jax.Array) -> jax.Array:
-    """Returns `x` broadcast from the left to the shape of `values`; `name` starts the error message."""
+    """Returns `x` broadcast from the left to the shape of `values`. `name` begins the error message."""
     wide = _left(x, values.ndim)
     if wide.ndim != values.ndim or any(n not in (1, m) for n, m in zip(wide.shape, values.shape, strict=True)):
         raise ValueError(
@@ -259,9 +259,9 @@ def broadcast(name: str, x: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def example_mask() -> jax.Array:
-    """Returns bool[examples] of this call of the loss, False on padding rows.
+    """Returns bool[examples] for this call of the loss, False on padding rows.
 
-    The caller is then responsible for masking: `sk.mean` still excludes padding rows of values with examples as their
+    The caller is then responsible for masking. `sk.mean` still excludes padding rows of values with examples as their
     first dim, and does not check values of other shapes.
 
     Raises:
@@ -273,18 +273,18 @@ def example_mask() -> jax.Array:
 
 
 def example_keys(salt: int = 0) -> jax.Array:
-    """Returns one random key per example of this call of the loss, the same on every mesh.
+    """Returns one random key per example of this call of the loss, identical on every mesh.
 
-    Keys follow from (seed, step, position in the global batch): random values drawn from them (dropout per example,
+    Keys depend only on (seed, step, position in the global batch). Random values drawn from them (dropout per example,
     augmentation) do not change with the number of devices, hosts or microbatches. The plain `key` of a loss does.
 
-    Shapes: key[examples], for `jax.vmap`; threefry keys for any default implementation of JAX.
+    Shapes: key[examples], for `jax.vmap`. Always threefry keys, independent of JAX's default implementation.
 
     Args:
-        salt: different salts give independent keys, e.g. one per layer.
+        salt: different salts give independent keys, for example one per layer.
 
     Raises:
-        RuntimeError: called outside of a loss that spmdkit runs, or in an evaluation without randomness.
+        RuntimeError: called outside of a loss that spmdkit runs, or in an evaluation without a key.
     """
     examples = _required("sk.example_keys()")
     if examples.key is None:
@@ -304,10 +304,10 @@ def _required(name: str) -> trace_context.Examples:
 
 
 def examples(num: int, key: jax.Array | None = None, mask: jax.Array | None = None) -> AbstractContextManager[None]:
-    """Returns a context in which a loss can be called manually: `num` rows at positions 0..num-1."""
+    """Returns a context in which a loss can be called directly: `num` rows at positions 0..num-1."""
     positions = jnp.arange(num, dtype=jnp.int32)
     return trace_context.with_examples(trace_context.Examples(num, mask, positions, key))
 
 
 SEAMS = {"required": _required}
-"""Replaced by `verify` to inject a known mistake (verify/mutations.py)."""
+"""Functions that `verify` replaces to inject a known mistake (verify/mutations.py)."""

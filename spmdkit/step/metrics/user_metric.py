@@ -7,14 +7,14 @@
         mean: jax.Array
         squares: jax.Array
 
-        def merge(self, other): ...      # the metric of the rows of both parts
-        def compute(self): ...           # a number, or an array
+        def merge(self, other): ...      # the metric over the rows of both parts
+        def compute(self): ...           # a number or an array
 
-`merge` may be any function with the same result for all partitions of the rows. The arrays are of this replica's rows;
-the caller excludes padding (`sk.example_mask()`), also where no row is left.
+`merge` may be any function with the same result for every partition of the rows. The arrays hold this replica's rows.
+The caller excludes padding (`sk.example_mask()`), including the case that all rows are padding.
 
 Wire: an all_gather of the arrays over the replicas, (N-1) times their bytes, in a step and in each evaluated batch.
-Every replica merges the parts in the order of the mesh.
+Every replica merges the parts in mesh order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from spmdkit.step.metrics.base import Metric
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CustomMetric(Metric):
-    """A part of a metric of a user-defined class; `some`: int32[], 0 if there is no part yet (undefined arrays)."""
+    """A part of a user-defined metric; `some`: int32[], 0 if it is still empty (its arrays are undefined)."""
 
     crosses: ClassVar[Literal["merged"]] = "merged"
     part: Any
@@ -41,7 +41,7 @@ class CustomMetric(Metric):
 
     @property
     def value(self) -> Any:
-        """The result of the user's `compute`: a number, or an array."""
+        """The result of the user's `compute`: a number or an array."""
         return self.part.compute()
 
     def merge(self, other: CustomMetric) -> CustomMetric:
@@ -53,15 +53,15 @@ class CustomMetric(Metric):
 
 
 def is_user_metric(x: Any) -> bool:
-    """Returns whether an object is a user-defined metric: it has `merge` and `compute`."""
+    """Returns whether an object is a user-defined metric, i.e. has `merge` and `compute`."""
     return not isinstance(x, Metric) and all(callable(getattr(type(x), name, None)) for name in ("merge", "compute"))
 
 
 def as_metric(x: Any, what: str) -> Any:
-    """Returns a user-defined metric as a `Metric`, anything else unchanged. `what` names it in messages.
+    """Returns a user-defined metric as a `Metric`, anything else unchanged. `what`: its name in messages.
 
     Raises:
-        ConfigError: it is not a pytree of arrays, or its `merge` or `compute` returns something else than required.
+        ConfigError: it is not a pytree of arrays, or `merge` or `compute` returns an unexpected value.
     """
     if not is_user_metric(x):
         return x

@@ -1,14 +1,14 @@
-"""The reduction of model state over replicas: the values of each leaf that are sent, and the result.
+"""The reduction of model state over replicas: the values sent for each leaf, and the result.
 
     mean       sum_r new_r / N            floats; added in float32 or wider
     sum        old + sum_r (new_r - old)  the increments of all replicas; integers modulo 2^bits
     max        max_r new_r
     identical  new_0                      provably the same on every replica
 
-Without `Task.state_reduction` a leaf that does not depend on the rows of a replica is `identical`, and a float that is
-linear in its old value is a `mean`. Everything else must be declared: the mean of maxima is not a maximum.
+Without `Task.state_reduction`, a leaf that does not depend on a replica's rows is `identical`, and a float that is
+linear in its old value is a `mean`. Every other leaf must be declared: the mean of maxima is not a maximum.
 
-Wire: the leaf, in the same reduction as the gradient; `max` in a separate one.
+Wire: the leaf, in the same reduction as the gradient; `max` in a separate reduction.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ Kind = Literal["mean", "sum", "max", "identical"]
 KINDS: tuple[Kind, ...] = ("mean", "sum", "max", "identical")
 
 Kinds = Mapping[str, Kind]
-"""Path of a leaf of the model state -> its reduction over replicas."""
+"""Path of a model state leaf -> its reduction over replicas."""
 
 
 # ---- declared and derived reductions
 
 
 def declared_reductions(patterns: Mapping[str, str], state: Any) -> dict[str, Kind]:
-    """Returns path -> kind for the leaves of a model state that the task declares, by the first pattern that matches a
-    whole path; raises ConfigError for a pattern that matches no leaf, or a leaf that cannot be reduced in that way."""
+    """Returns path -> kind for the model state leaves that the task declares; the first pattern that matches the full
+    path applies. Raises ConfigError for a pattern without a matching leaf, or a leaf without that reduction."""
     leaves = named_leaves(state)
     declared: dict[str, Kind] = {}
     for pattern, kind in patterns.items():
@@ -81,11 +81,11 @@ def state_reductions(
     Args:
         one_replica: `(state, shared, own) -> new state` of one replica.
         state, shared: abstract; the model state, and other values that are the same on every replica.
-        own: abstract; values of one replica (rows, mask, key), then the same with another number of rows.
+        own: abstract; the values of one replica (rows, mask, key), then the same with another number of rows.
         axes: names and sizes of the replica axes; `bound`: whether they are bound at the call.
 
     Raises:
-        ConfigError: an undeclared leaf depends on a replica's rows and has no mean; one is not identical as declared.
+        ConfigError: an undeclared leaf depends on a replica's rows and has no mean, or a leaf is wrongly `identical`.
     """
     leaves = named_leaves(state)
     num = len(leaves)
@@ -156,10 +156,9 @@ def _not_identical(path: str, leaf: Any) -> str:
 def values_to_reduce(
     kinds: Kinds, old: Any, new: Any, first: jax.Array
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Returns (path -> value to add, path -> value to take the maximum of) over replicas.
+    """Returns (path -> value to sum, path -> value to take the maximum of) over replicas.
 
-    Shapes: leaves of `new` are [*replicas, ...] with `first` bool[*replicas], True on one of them; those of `old`
-    [...].
+    Shapes: leaves of `new` are [*replicas, ...], leaves of `old` [...]; `first`: bool[*replicas], True on one replica.
     """
     added, largest = {}, {}
     before = dict(named_leaves(old))
@@ -197,7 +196,7 @@ def reduced_state(
 
 
 def reduce_by_group(kinds: Kinds, old: Any, new: Any, groups: int) -> Any:
-    """Returns [groups, ...] from the state of all replicas [replicas, ...]; `old` is [groups, ...]."""
+    """Returns [groups, ...] from the state of all replicas [replicas, ...]. `old` is [groups, ...]."""
     before = dict(named_leaves(old))
 
     def leaf(path: str, x: jax.Array) -> jax.Array:
@@ -216,8 +215,8 @@ def reduce_by_group(kinds: Kinds, old: Any, new: Any, groups: int) -> Any:
 
 
 def merge_groups(declared: Kinds, state: Any) -> Any:
-    """Returns one state [...] from those of the groups [groups, ...], for an evaluation: floats are averaged, or
-    reduced as declared (a `sum` is over all groups); of other leaves the first group's is used."""
+    """Returns one state [...] for an evaluation from the states of the groups [groups, ...]: reduced as declared (`sum`
+    is over all groups), otherwise the mean for floats and the first group's value for other leaves."""
 
     def leaf(path: str, x: jax.Array) -> jax.Array:
         inexact = jnp.issubdtype(x.dtype, jnp.inexact)
@@ -234,12 +233,12 @@ def merge_groups(declared: Kinds, state: Any) -> Any:
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    """Returns floats in float32 or wider, integers as they are."""
+    """Returns floats in float32 or wider; integers are unchanged."""
     return x.astype(common_dtype(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """Returns an array whose sum with zeros is the original value."""
+    """Returns an array that can be summed with zeros without loss."""
     if is_key(x):
         return jax.random.key_data(x)
     return x.astype(jnp.uint8) if x.dtype == bool else _wide(x)
@@ -250,4 +249,4 @@ def _from_bits(bits: jax.Array, like: jax.Array) -> jax.Array:
 
 
 SEAMS = {"crossing": values_to_reduce, "agreed": reduced_state}
-"""Replaced by `verify` (verify/mutations.py)."""
+"""Functions that `verify` replaces to inject mistakes (verify/mutations.py)."""

@@ -1,9 +1,9 @@
-"""Dependence analysis of a jaxpr: what each result depends on, and whether it is linear in it.
+"""Dependence analysis of a jaxpr: the inputs that each result depends on, and whether the dependence is linear.
 
-Inputs are bits of an integer, so that one pass covers many of them. There are two kinds of dependence: `linear` (the
-result is affine in the input for any values of the others) and `other`. The analysis errs on the side of `other`.
-A reduction over all replicas removes the bits of `per_replica`, since its result is the same on all of them; a
-replica's index adds them.
+Each input is a bit of an integer, so one pass covers many inputs. There are two kinds of dependence: `linear` (for any
+values of the remaining inputs, the result is affine in this one) and `other`. The analysis is conservative: it reports
+`other` if it cannot show linearity. A reduction over all replicas clears the `per_replica` bits, since its result is
+the same on all of them. The index of a replica sets them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spmdkit.foundation import jaxprs
 
 
 class Depends(NamedTuple):
-    """Bits of the inputs that a value depends on: `linear` in an affine way, `other` in any other way."""
+    """Bits of the inputs that a value depends on: `linear` for affine dependence, `other` for any other kind."""
 
     linear: int = 0
     other: int = 0
@@ -36,14 +36,14 @@ _MOVES = ("broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", 
 _LINEAR = frozenset((*_SUMS, *_COPIES, *_CASTS, *_MOVES))
 _PRODUCTS = frozenset(["mul", "dot_general", "conv_general_dilated"])
 _OPERAND_FIRST = {"gather": 1, "dynamic_slice": 1, "dynamic_update_slice": 2, "scatter": 1, "div": 1}
-"""Operations that are linear in their first operands -> the number of these operands."""
+"""Operations that are linear in their leading operands -> the number of these operands."""
 
 _REDUCTIONS = frozenset(["psum", "psum_invariant", "psum2", "pmax", "pmin", "all_gather", "all_gather_invariant"])
 
 
 @dataclass(frozen=True)
 class Walk:
-    """Facts about replicas: the axes that a reduction must cover, and the bits that it removes."""
+    """The replica axes that a reduction must cover, and the bits that such a reduction clears."""
 
     axes: frozenset[str]
     per_replica: int
@@ -79,7 +79,7 @@ class Walk:
         return [_of_operation(name, given)] * num
 
     def _covers(self, eqn: Any) -> bool:
-        """Returns whether a collective runs over all replicas, or an index is a replica's index."""
+        """Returns whether a collective covers all replica axes, or an `axis_index` is over one of them."""
         names = jaxprs.axis_names(eqn)
         if eqn.primitive.name == "axis_index":
             return bool(names & self.axes)
@@ -97,7 +97,7 @@ class Walk:
         return [Depends(depends.linear, depends.other | test.all) for depends in out]
 
     def _settled(self, body: Any, given: list[Depends], first: int, num_carry: int) -> list[Depends]:
-        """Returns the results of a loop's body at the fixed point: the final carry, then the stacked results."""
+        """Returns the results of a loop body at the fixed point: the final carry, then the stacked results."""
         given = list(given)
         while True:
             out = self.run(body, given)
@@ -120,8 +120,8 @@ def dependence(
 
     Args:
         inputs: bits of each input; inputs with the same bit are not distinguished.
-        per_replica: the bits that differ between replicas.
-        axes: the replica axes that are larger than one.
+        per_replica: the bits of inputs that differ between replicas.
+        axes: the replica axes larger than one.
     """
     return Walk(frozenset(axes), per_replica).run(jaxpr.jaxpr, [Depends(bits, 0) for bits in inputs])
 
@@ -131,7 +131,7 @@ def _of_operation(name: str, given: Sequence[Depends]) -> Depends:
     if name in _LINEAR:
         return _either(*given)
     if name in _PRODUCTS:
-        # Linear in an input on which only one factor depends.
+        # # Linear in an input that only one factor depends on.
         linear = _union(
             depends.linear & ~_union(x.all for j, x in enumerate(given) if j != i) for i, depends in enumerate(given)
         )
