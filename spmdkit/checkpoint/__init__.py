@@ -1,7 +1,7 @@
-"""Checkpoints of a run: saved asynchronously, committed whole or not at all, restored onto any mesh.
+"""Checkpoints of a run: saved asynchronously, committed atomically, restored onto any mesh.
 
-Enters: a state of arrays and a JSON record. Leaves: `checkpoints/<step>/`, which orbax alone can read, or the state on
-another mesh. record.json is written just before orbax renames the temporary directory: such a step is complete.
+Input: a state of arrays and a JSON record. Output: `checkpoints/<step>/`, readable by orbax alone, or the state on
+another mesh. record.json is written just before orbax renames the temporary directory: a step with it is complete.
 """
 
 from spmdkit.checkpoint.checkpoints import Checkpoints

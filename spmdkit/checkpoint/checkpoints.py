@@ -1,9 +1,9 @@
 """`Checkpoints`: the checkpoints of one run, saved asynchronously and restored onto any mesh.
 
-`save` blocks only while the arrays are copied to the host. A background thread writes, commits and deletes old steps,
-one save at a time. Every process of a run creates one `Checkpoints` and calls `save` and `restore` at the same steps.
-Process 0 writes the record, commits and deletes. orbax writes to gs:// itself; steps for other buckets go through a
-local folder of each process (staging.py), and the last object that is written commits the step.
+`save` blocks only while the arrays are copied to the host. A background thread writes and commits one save at a time
+and deletes old steps. Every process of a run creates one `Checkpoints` and calls `save` and `restore` at the same
+steps. Process 0 writes the record, commits and deletes. orbax writes to gs:// directly. Steps for other buckets pass
+through a local folder of each process (staging.py), and the last object written commits the step.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ if TYPE_CHECKING:
 
 REMOVE_TRIES = 40
 FREE_MARGIN_BYTES = 2**20
-"""Space for metadata in addition to the arrays."""
+"""Disk space reserved for metadata, in addition to the arrays."""
 
 
 class Checkpoints:
     """The checkpoints in one directory.
 
     Args:
-        directory: holds `<step>/` folders; created if missing. Unfinished saves of a killed run are removed from it, so
+        directory: holds `<step>/` folders; created if missing. Unfinished saves of a killed run are deleted from it, so
             the caller must hold the lock of the run.
-        retention: which steps are kept; None: all.
+        retention: rules for the steps to retain; None: all.
         timeout_s: maximum time for all processes to write a save.
         is_main, num_processes: the role of this process.
         cluster: required with several processes, to agree on the start and the result of each save.
-        is_owner: whether the directory still belongs to this run; if not, nothing is committed or removed.
-        stage: a local folder of this process for steps on their way to or from a bucket; default: a temporary folder.
+        is_owner: whether this run still owns the directory; if not, nothing is committed or deleted.
+        stage: local folder of this process for steps uploaded to or fetched from a bucket; default: a temporary folder.
         run_files: local files that are copied next to the steps of a bucket at each commit.
 
     Attributes:
-        saved_step: the step of which the newest state is committed or being written; 0: none.
-        owed: the step of the newest save until it is committed, the same on every process. A failed save is still owed.
+        saved_step: the step of the newest state that is committed or being written; 0: none.
+        owed: the step of the newest save until it is committed, including a failed save; the same on every process.
     """
 
     saved_step = 0
@@ -87,7 +87,7 @@ class Checkpoints:
         self._draft: records.Record | None = None
         self._structure: state_dict.StateStructure | None = None
         self._committed: list[int] = []  # by this process, in order
-        self._num_reported = 0  # of them, by `new_commits` or `wait`
+        self._num_reported = 0  # of `_committed`, reported by `new_commits` or `wait`
         self._is_abandoned = False
         self._barrier = SaveBarrier(cluster, num_processes, is_main, timeout_s)
         if is_main:
@@ -102,7 +102,7 @@ class Checkpoints:
                 ) from error
 
     def steps(self) -> list[int]:
-        """Returns the committed steps on the disk, ascending."""
+        """Returns the committed steps on disk, ascending."""
         return records.committed_steps(self.directory)
 
     @property
@@ -110,13 +110,13 @@ class Checkpoints:
         return self.directory if self._staging is None else self._staging.written
 
     def last_committed(self) -> int | None:
-        """Returns the newest committed step; in a bucket, the newest of this process, without using the network."""
+        """Returns the newest committed step. For a bucket: the newest of this process, without network access."""
         if not isinstance(self.directory, Remote):
             return self.latest()
         return self._committed[-1] if self._committed else None
 
     def latest(self) -> int | None:
-        """Returns the newest committed step on the disk, for process 0."""
+        """Returns the newest committed step on disk, for process 0."""
         steps = self.steps()
         return steps[-1] if steps else None
 
@@ -127,12 +127,12 @@ class Checkpoints:
         result.
 
         Args:
-            record: JSON data that `restore` returns: the config, versions, the seed, the data position.
-            metrics: values for retention by the best metric.
+            record: JSON data that `restore` returns: config, versions, seed, data position.
+            metrics: values for retention of the best steps.
 
         Raises:
-            CheckpointWriteError: an earlier save failed (this one is not started), the step exists, the disk is too
-                full, or orbax raised.
+            CheckpointWriteError: an earlier save failed (this one is not started), the step exists, the disk has too
+                little space, or orbax raised.
             ConfigError: a leaf cannot be saved (see `state_dict.leaf_table`).
         """
         self._join()
@@ -142,7 +142,7 @@ class Checkpoints:
         self._barrier.begin(
             refusal_reason(self.directory, self._write_directory, step, form.num_bytes) if self._is_main else ""
         )
-        # Leaves without elements are in the record only: orbax does not save them.
+        # The record describes leaves without elements: orbax does not save them.
         flat = {path: array for path, array in zip(form.table, arrays, strict=True) if array.size}
         self._draft = records.Record(
             step=step,
@@ -190,8 +190,8 @@ class Checkpoints:
             self._add_record(self._unfinished(self._draft.step), {})
 
     def _add_record(self, folder: Location, elsewhere: Mapping[str, int]) -> None:
-        """Writes record.json next to the finished arrays. `elsewhere`: sizes of files of the step that need not be in
-        `folder` (small ones are)."""
+        """Writes record.json next to the finished arrays. `elsewhere`: sizes of files of the step that `folder` does
+        not have to contain (it does contain the small ones)."""
         assert self._draft is not None
         if not self._is_ours():
             raise ConfigError(f"{self.directory} belongs to another run now, so nothing is committed to it.")
@@ -226,9 +226,9 @@ class Checkpoints:
             delete_old(self.directory, step, self._retention)
 
     def _abort(self, step: int, error: BaseException) -> None:
-        """Ends the wait of the others, and removes the files. With several processes `settle` removes them, after all
-        have ended: otherwise a process that still writes can block in tensorstore (0.1.86: one of eight, 2026-11-24).
-        """
+        """Releases the other processes from the barrier and deletes the files. With several processes `settle` deletes
+        them after all have ended: a process that still writes can block in tensorstore (0.1.86: one of eight,
+        2026-11-24)."""
         if self._num_processes == 1:
             return self._remove_partial(step)
         from spmdkit.checkpoint import orbax_backend
@@ -240,7 +240,7 @@ class Checkpoints:
         if self._staging is not None:
             self._staging.discard(step)
         if isinstance(self.directory, Remote):
-            with contextlib.suppress(Unreachable):  # the next start removes it
+            with contextlib.suppress(Unreachable):  # the next start deletes it
                 if self._is_main and self._is_ours() and step not in self.steps():
                     location.remove(self.directory / str(step))
             return
@@ -253,7 +253,7 @@ class Checkpoints:
 
     def settle(self) -> SaveResult:
         """Waits for the save in flight, if any; returns its result, the same on every process: a save that fails on one
-        process has failed on all."""
+        process fails on all."""
         if self._pending is None or self._draft is None:
             return SaveResult()
         step, why = self._draft.step, ""
@@ -275,12 +275,12 @@ class Checkpoints:
         return self._pending is not None and not self._pending.done()
 
     def wait_without_raising(self) -> None:
-        """Waits for the save in flight; the next call that raises reports its result."""
+        """Waits for the save in flight; its error is raised by the next call that can raise."""
         if self._pending is not None:
             self._pending.exception()
 
     def new_commits(self) -> list[int]:
-        """Returns the steps committed since the last call of this or `wait`, without waiting or raising."""
+        """Returns the steps committed since the last `new_commits` or `wait`, without waiting or raising."""
         first, self._num_reported = self._num_reported, len(self._committed)
         return self._committed[first : self._num_reported]
 
@@ -304,8 +304,8 @@ class Checkpoints:
             pending.result()
 
     def close(self) -> list[int]:
-        """Waits like `wait`, then stops the background threads. A closed `Checkpoints` can still be read. After
-        `abandon` it does nothing."""
+        """Waits like `wait`, then stops the background threads; does nothing after `abandon`. A closed `Checkpoints` is
+        still readable."""
         if self._is_abandoned:
             return []
         try:
@@ -331,10 +331,10 @@ class Checkpoints:
         self._checkpointer = None
 
     def delete_after(self, step: int) -> None:
-        """Deletes the checkpoints after `step`, from which training repeats. On process 0.
+        """Deletes the checkpoints after `step`, because training repeats these steps. Call it on process 0.
 
         Raises:
-            CheckpointWriteError: one cannot be deleted.
+            CheckpointWriteError: a checkpoint cannot be deleted.
         """
         self._join()
         for newer in [s for s in self.steps() if s > step] if self._is_main else []:
@@ -347,7 +347,7 @@ class Checkpoints:
                 ) from error
 
     def read_record(self, step: int) -> dict[str, Any]:
-        """Returns the caller's record of a step."""
+        """Returns the user record of a step."""
         return records.read_record(self.directory, step).user
 
     def read_tree(self, step: int) -> state_dict.LeafTable:
@@ -357,38 +357,38 @@ class Checkpoints:
     def restore(
         self, step: int, abstract_state: Any, optional: str | tuple[str, ...] = ()
     ) -> tuple[Any, dict[str, Any]]:
-        """Returns (state, the caller's record) of a step.
+        """Returns (state, the user record) of a step.
 
         Args:
-            optional: path prefixes of leaves that may be saved without being requested; they are not read.
+            optional: path prefixes of leaves that may be in the checkpoint but not in the request; they are not read.
 
-        Layout: each leaf is restored with the sharding of its jax.ShapeDtypeStruct in `abstract_state`, whatever mesh,
-        memory kind or number of processes wrote it.
+        Layout: each leaf is restored with the sharding of its jax.ShapeDtypeStruct in `abstract_state`, independent of
+        the mesh, memory kind and number of processes that wrote it.
 
         Raises:
-            CheckpointError: no such step, or a different model (paths, shapes or dtypes differ).
-            DamagedError: the files differ from what was written.
+            CheckpointError: the step does not exist, or its model differs (paths, shapes or dtypes).
+            DamagedError: the files differ from those written.
         """
         self._join()
         with self._readable(step) as directory:
             return checkpoint_restore.restore(self._orbax(), directory, step, abstract_state, optional)
 
     def _readable(self, step: int) -> contextlib.AbstractContextManager[Location]:
-        if self._staging is not None and step in self.steps():  # otherwise reading its record raises
+        if self._staging is not None and step in self.steps():  # otherwise the error is raised when the record is read
             return location.fetched(self.directory, step, self._staging.folder)
         return contextlib.nullcontext(self.directory)
 
 
 def refusal_reason(directory: Location, written: Location, step: int, num_bytes: int) -> str:
-    """Returns why a save is not started, or an empty string.
+    """Returns why a save cannot start, or an empty string.
 
     Args:
-        written: where orbax writes the step: `directory`, or a local folder on the way to it.
-        num_bytes: of all arrays together.
+        written: the folder that orbax writes the step to: `directory`, or a local staging folder.
+        num_bytes: total size of all arrays.
     """
     folder = directory / str(step)
     try:
-        # Of a save that failed, what its threads still wrote when it was removed.
+        # Files that threads of a failed save wrote while it was being deleted.
         taken = location.exists(folder) and not (isinstance(folder, Remote) and remove_uncommitted(folder))
     except Unreachable as error:
         return f"saving step {step}: {error}"
@@ -419,7 +419,7 @@ def refusal_reason(directory: Location, written: Location, step: int, num_bytes:
 
 
 def save_failed(directory: Location, step: int, error: BaseException) -> CheckpointWriteError:
-    """Returns the error of a save that was started and failed."""
+    """Returns the error for a save that was started and then failed."""
     have = "those before"
     with contextlib.suppress(Unreachable):
         have = ", ".join(map(str, records.committed_steps(directory))) or "none yet"

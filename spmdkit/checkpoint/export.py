@@ -1,5 +1,5 @@
-"""Plain arrays out of a checkpoint, without a model or a mesh: `export` writes parameters for other tools, as one
-safetensors file or its own orbax checkpoint; `read_state` compares two runs.
+"""Reads plain arrays from a checkpoint, without a model or a mesh. `export` writes parameters for other tools, as one
+safetensors file or a separate orbax checkpoint. `read_state` is used to compare two runs.
 
 The record describes every leaf, so neither the task nor its code is needed.
 """
@@ -30,14 +30,14 @@ def export(
     format: Literal["safetensors", "orbax"] = "safetensors",
     which: Literal["params", "ema"] = "params",
 ) -> int:
-    """Writes the parameters of a step (the newest for None) to `out`, whole or not at all; returns the step.
+    """Writes the parameters of a step (None: the newest) to `out` atomically; returns the step.
 
-    `safetensors`: a file with the paths below the parameters (`blocks/0/kernel`), as names, and the metadata
-    `step` and `which`. `orbax`: a folder with the nested dict, for `ocp.StandardCheckpointer().restore`
-    (which knows no arrays without elements: they are left out).
+    `safetensors`: a file named by the paths below the parameters (`blocks/0/kernel`), with the metadata `step` and
+    `which`. `orbax`: a folder with the nested dict, for `ocp.StandardCheckpointer().restore`, without arrays that have
+    no elements, because orbax does not support them.
 
     Raises:
-        CheckpointError: there is no such step, it is damaged, or it holds no such part.
+        CheckpointError: the step does not exist, is damaged, or does not contain the part.
         ConfigError: an unknown format or part, or `out` exists.
         CheckpointWriteError: `out` cannot be written.
     """
@@ -52,7 +52,7 @@ def export(
         record.check_files(directory, found)
         with location.fetched(directory, found.step) as here:
             arrays = _read_part(here, found, which)
-    if found.user.get("groups"):  # of replicas that train alone: their mean, which is what is evaluated
+    if found.user.get("groups"):  # of replicas that train independently: their mean, which evaluation uses
         arrays = {name: _mean(array) for name, array in arrays.items()}
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def export(
 
 
 def _mean(array: np.ndarray) -> np.ndarray:
-    """Returns [...] from [groups, ...]: the mean of floats, the first of everything else."""
+    """Reduces [groups, ...] to [...]: the mean for floats, the first element for other dtypes."""
     is_float = jax.numpy.issubdtype(array.dtype, jax.numpy.inexact)
     wide = np.promote_types(array.dtype, np.float32) if array.dtype.kind == "f" else np.float32
     return array.astype(wide).mean(0).astype(array.dtype) if is_float else array[0]
@@ -117,10 +117,10 @@ def _write_safetensors(path: Path, arrays: dict[str, Any], metadata: dict[str, s
 
 
 def read_leaves(directory: Path, found: record.Record, part: state_dict.LeafTable) -> dict[str, np.ndarray]:
-    """Returns `{path: array}` of some leaves of a step, none of them a random key.
+    """Returns `{path: array}` of the leaves in `part`, which must not contain random keys.
 
     Raises:
-        DamagedError: they cannot be read.
+        DamagedError: the leaves cannot be read.
     """
     from spmdkit.checkpoint import orbax_backend
 
@@ -138,11 +138,11 @@ def read_leaves(directory: Path, found: record.Record, part: state_dict.LeafTabl
 
 
 def read_state(directory: Path, step: int | None = None) -> dict[str, np.ndarray]:
-    """Returns `{path: array}` of the whole state of a step (the newest for None), without random keys, which follow
+    """Returns `{path: array}` of the complete state of a step (None: the newest), without random keys: they are derived
     from the seed and the step.
 
     Raises:
-        CheckpointError: there is no such step, or it is damaged.
+        CheckpointError: the step does not exist, or is damaged.
     """
     with listing.hold_step(directory, lambda: listing.newest_step(directory) if step is None else step) as chosen:
         found = record.read_record(directory, chosen)

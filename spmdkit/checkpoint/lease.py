@@ -1,11 +1,11 @@
-"""`Lease`: the ownership of a folder of a bucket. A bucket has no locks, so the owner renews a lease.
+"""`Lease`: ownership of a folder in a bucket. A bucket has no locks, so the owner renews a lease.
 
     run/lease.json       the attempt that owns the folder, and its process
     run/alive-<attempt>  a number that this attempt increments every `LEASE_RENEW_S`
 
-A new run takes over a lease when its process is known to be gone, when it was released, or when its number has not
-changed for `LEASE_STALE_S` on the new run's own monotonic clock. Two runs that take over together both write, and read
-later who wrote last. Safety does not depend on that: a run reads that it owns the lease before each commit.
+A new run takes over a lease if its process is known to have exited, if it was released, or if its number is unchanged
+for `LEASE_STALE_S` on the monotonic clock of the new run. Two runs that take over together both write, and then read
+which write was last. Safety does not depend on this: a run checks that it owns the lease before each commit.
 
 Source: Gray and Cheriton, "Leases" (1989); Kleppmann, "How to do distributed locking" (2016) on fencing tokens.
 """
@@ -28,7 +28,7 @@ from spmdkit.foundation.timeouts import LEASE_POLL_S, LEASE_RENEW_S, LEASE_SETTL
 
 
 class Lease:
-    """The right of an attempt to write into a folder of a bucket, from `acquire` until `release`. For process 0."""
+    """The right of an attempt to write to a folder in a bucket, from `acquire` until `release`. For process 0."""
 
     def __init__(
         self,
@@ -46,10 +46,10 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def acquire(self) -> Self:
-        """Returns when the folder is this attempt's.
+        """Returns when this attempt owns the folder.
 
         Raises:
-            ConfigError: another run has it, and renews it.
+            ConfigError: another run owns the folder and renews its lease.
             Unreachable: the bucket cannot be read or written.
         """
         before = self._read()
@@ -72,7 +72,7 @@ class Lease:
 
     def _wait_until_stale(self, before: dict[str, Any]) -> None:
         beat = self._counter(before)
-        if beat is None:  # given back, or never begun
+        if beat is None:  # released, or never started
             return
         self._say(
             f"{self.directory} was last of {ownership.described(before)}; waiting up to {LEASE_STALE_S:g} s to see "
@@ -83,11 +83,11 @@ class Lease:
                 raise self._in_use(self._read())
 
     def is_owner(self) -> bool:
-        """Returns whether no other attempt has taken the folder. Costs the reading of one small object."""
+        """Returns whether no other attempt has acquired the folder. Reads one small object."""
         return self._read().get("attempt") == self.attempt
 
     def release(self) -> None:
-        """Gives the folder back: the next one need not wait."""
+        """Releases the folder, so that the next attempt does not wait."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join(LEASE_RENEW_S)
@@ -117,7 +117,7 @@ class Lease:
             return None
 
     def _read(self) -> dict[str, Any]:
-        """Returns what lies there; nothing where there is no lease, or none of ours."""
+        """Returns the stored lease; an empty dict if there is none, or if it was not written by spmdkit."""
         try:
             found = ownership.parsed((self._folder / "lease.json").read_bytes())
         except FileNotFoundError:

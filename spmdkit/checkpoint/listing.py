@@ -1,5 +1,5 @@
-"""Lists, inspects and verifies the checkpoints of a directory, finds the newest and the best, and holds a step while it
-is read."""
+"""Lists, inspects and verifies the checkpoints of a directory, selects the newest and the best, and holds a step during
+a read."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ HOLD_TRIES = 100
 
 @contextlib.contextmanager
 def hold_step(directory: Location, choose: Callable[[], int]) -> Iterator[int]:
-    """Yields the step that `choose` returns. The run that writes here does not delete it until the end of the body.
+    """Yields the step that `choose` returns. The run that writes to this directory does not delete it during the body.
 
-    If the step is deleted before it is held, `choose` is called again. The hold is a shared flock on the record. A
-    bucket, or a file system without flock, has no hold.
+    If the step is deleted before it is held, `choose` is called again. The hold is a shared flock on the record.
+    Buckets and file systems without flock do not support holds.
     """
     if isinstance(directory, Remote):
         yield choose()
@@ -41,7 +41,7 @@ def hold_step(directory: Location, choose: Callable[[], int]) -> Iterator[int]:
                     continue
             except BlockingIOError:
                 continue
-            except OSError:  # deleted, not readable (reading it raises), or a file system without flock
+            except OSError:  # deleted, not readable (the read raises), or a file system without flock
                 if not path.parent.is_dir():
                     continue
             yield step
@@ -50,7 +50,7 @@ def hold_step(directory: Location, choose: Callable[[], int]) -> Iterator[int]:
 
 
 def best_step(directory: Location) -> int:
-    """Returns the best committed step by `checkpoint.best`, as the newest record that has such a rule names it.
+    """Returns the best committed step by the rule `checkpoint.best` of the newest record that has one.
 
     Raises:
         CheckpointError: no checkpoint has such a rule, or a value for it.
@@ -66,8 +66,8 @@ def best_step(directory: Location) -> int:
 
 
 def _scores(directory: Location) -> list[tuple[float, int]]:
-    """Returns (how good, step) of the steps that have a value for the rule of the newest record that has one, from bad
-    to good."""
+    """Returns (score, step), ascending by score, of the steps with a value for the rule of the newest record that has
+    one."""
     found = []
     for step in records.committed_steps(directory):
         with contextlib.suppress(CheckpointError):
@@ -84,7 +84,7 @@ def ls(directory: Location | str) -> list[dict[str, Any]]:
     """Returns one dict per committed step, ascending: step, bytes (on disk), time, metrics, complete, problem, found,
     best.
 
-    `problem` describes the damage and the repair, `found` the damage alone: of the record and the files. `verify` also
+    `problem` describes the damage and the repair, `found` only the damage, of the record and the files. `verify` also
     reads the bytes of the arrays.
     """
     directory = location.resolve(directory)
@@ -95,7 +95,7 @@ def ls(directory: Location | str) -> list[dict[str, Any]]:
 
 
 def _summary(directory: Location, step: int) -> dict[str, Any] | None:
-    """Returns the row of a step, None where it was deleted."""
+    """Returns the row of a step; None if it was deleted."""
     folder = directory / str(step)
     row: dict[str, Any] = {"step": step, "time": None, "metrics": {}, "complete": False, "problem": None, "found": None}
     try:
@@ -113,7 +113,7 @@ def inspect(directory: Location | str, step: int | None = None) -> dict[str, Any
     """Returns the row of `ls` for a step (None: the newest), with leaves, state_bytes, num_processes and record.
 
     Raises:
-        CheckpointError: there is no such step, or its record is damaged.
+        CheckpointError: the step does not exist, or its record is damaged.
     """
     directory = location.resolve(directory)
     with hold_step(directory, lambda: newest_step(directory) if step is None else step) as chosen:
@@ -128,7 +128,7 @@ def inspect(directory: Location | str, step: int | None = None) -> dict[str, Any
 
 
 def newest_step(directory: Location) -> int:
-    """Returns the newest committed step, or raises CheckpointError when there is none."""
+    """Returns the newest committed step. Raises CheckpointError if there is none."""
     steps = records.committed_steps(directory)
     if not steps:
         raise CheckpointError(
@@ -139,16 +139,16 @@ def newest_step(directory: Location) -> int:
 
 
 def verify(directory: Location | str, step: int | None = None) -> list[dict[str, Any]]:
-    """Reads every byte of each committed step, or of one, leaf by leaf, as a restore would: no task, no mesh, and the
-    memory of one leaf. A step of a bucket is fetched first. Returns a dict for each: step, good, leaves, bytes, found
-    (what is wrong).
+    """Reads every byte of one or all committed steps, leaf by leaf, as a restore does. Needs no task, no mesh, and the
+    memory of one leaf. A step in a bucket is downloaded first. Returns a dict per step: step, good, leaves, bytes,
+    found (the damage).
 
     Raises:
-        CheckpointError: there is no such step.
+        CheckpointError: the step does not exist.
     """
     directory = location.resolve(directory)
     if step is not None and step not in records.committed_steps(directory):
-        records.read_record(directory, step)  # raises with the steps that exist
+        records.read_record(directory, step)  # the error lists the existing steps
     return [_verified(directory, s) for s in (records.committed_steps(directory) if step is None else [step])]
 
 
@@ -175,7 +175,7 @@ def _read_all(directory: Path, record: records.Record) -> None:
 
     for path, (shape, _) in record.leaves.items():
         if 0 in shape:
-            continue  # lives in the record only
+            continue  # in the record only
         try:
             orbax_backend.read_leaf(directory / str(record.step), path)
         except MemoryError:

@@ -1,6 +1,6 @@
-"""The folder of checkpoints: a local one (`Path`) or one of a bucket (`Remote`), and what differs between the two.
+"""The folder of checkpoints: a local `Path` or a `Remote` in a bucket, and the operations that differ between them.
 
-A bucket has no atomic renames, links, modes and locks: an object exists whole or not at all, and a marker commits a
+A bucket has no atomic renames, links, modes or locks. Objects are written atomically, and a marker object commits a
 step.
 """
 
@@ -20,14 +20,14 @@ from spmdkit.foundation import files
 Location: TypeAlias = Path | Remote
 
 MARKER = "commit_success.txt"
-"""The last object of a committed step in a bucket: orbax's own name for it."""
+"""The last object of a committed step in a bucket; orbax uses the same name."""
 
 RUN_FOLDER = "run"
-"""Folder next to the steps of a bucket, with the lease (lease.py) and the metrics of the run."""
+"""Folder next to the steps of a bucket; contains the lease (lease.py) and the metrics of the run."""
 
 
 def resolve(directory: Location | str) -> Location:
-    """Returns where `directory` is: of a URL the folder of a bucket, of everything else an absolute path."""
+    """Returns the location of `directory`: a bucket folder for a URL, otherwise an absolute path."""
     if isinstance(directory, Remote):
         return directory
     text = str(directory)
@@ -37,13 +37,13 @@ def resolve(directory: Location | str) -> Location:
 
 
 def is_url(text: str | Path) -> bool:
-    """Returns whether a text names a bucket, and not a local path."""
+    """Returns whether a text is a bucket URL rather than a local path."""
     scheme, mark, _ = str(text).partition("://")
     return bool(mark) and scheme in SCHEMES
 
 
 def names(directory: Location) -> list[str]:
-    """Returns the names in a folder; none where it is not there."""
+    """Returns the names in a folder; empty if the folder does not exist."""
     if isinstance(directory, Remote):
         return [name for name in directory.names() if name != RUN_FOLDER]
     try:
@@ -53,12 +53,12 @@ def names(directory: Location) -> list[str]:
 
 
 def exists(place: Location) -> bool:
-    """Returns whether something is there, a link that leads nowhere too."""
+    """Returns whether the path exists. A dangling link counts as existing."""
     return place.exists() if isinstance(place, Remote) else os.path.lexists(place)
 
 
 def sizes(folder: Location) -> dict[str, int]:
-    """Returns `{path below the folder: bytes}` of the files that are there."""
+    """Returns `{path below the folder: bytes}` of the existing files."""
     if isinstance(folder, Remote):
         return folder.sizes()
     found: dict[str, int] = {}
@@ -69,31 +69,30 @@ def sizes(folder: Location) -> dict[str, int]:
 
 
 def remove(folder: Remote) -> None:
-    """Removes a folder of a bucket, the marker of a step first: a kill in between leaves none that looks whole."""
+    """Deletes a bucket folder, the marker of a step first: a kill leaves no step that seems complete."""
     inside = folder.sizes()
     folder.remove([name for name in inside if name == MARKER])
     folder.remove([name for name in inside if name != MARKER])
 
 
 def move(folder: Remote, to: Remote) -> None:
-    """Moves a folder of a bucket: the copy is whole before the first object of it goes."""
+    """Moves a folder of a bucket: the copy is complete before the first source object is deleted."""
     folder.copy(list(folder.sizes()), to)
     remove(folder)
 
 
 def upload(folder: Path, to: Remote, names: Iterable[str]) -> None:
-    """Copies files of a local folder, given by their paths in it, into one of a bucket, in this order."""
+    """Copies files of a local folder (`names`: relative paths) to a bucket folder, in this order."""
     for name in names:
         (to / name).upload(folder / name)
 
 
 @contextlib.contextmanager
 def fetched(directory: Location, step: int, stage: Path | None = None) -> Iterator[Path]:
-    """Yields a local directory that holds the step: `directory` itself, or one into which it was fetched, removed at
-    the end.
+    """Yields a local directory that contains the step: `directory` itself, or a download that is deleted at the end.
 
     Args:
-        stage: an existing folder with room for the step; default: the system's temporary one.
+        stage: an existing folder with enough space for the step; default: the system's temporary folder.
     """
     if isinstance(directory, Path):
         yield directory
@@ -102,7 +101,7 @@ def fetched(directory: Location, step: int, stage: Path | None = None) -> Iterat
     try:
         source = directory / str(step)
         for name in source.sizes():
-            with contextlib.suppress(FileNotFoundError):  # the check of the files reports it
+            with contextlib.suppress(FileNotFoundError):  # the file check reports it
                 (source / name).download(folder / str(step) / name)
         files.tighten(folder)
         yield folder

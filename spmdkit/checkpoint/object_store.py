@@ -1,11 +1,11 @@
-"""A folder of a bucket, `gs://bucket/run` or `s3://bucket/run`: of `pathlib.Path` what checkpoints need, by fsspec's
-gcsfs and s3fs.
+"""A folder of a bucket, `gs://bucket/run` or `s3://bucket/run`: the subset of `pathlib.Path` that checkpoints need, on
+fsspec's gcsfs and s3fs.
 
-A bucket has no folders, no rename and no lock: an object exists whole or not at all, and a folder is a common prefix of
-names. So a step is committed by its last object (`location.MARKER`, which orbax writes too), deleted by that one first,
-and moved by copying. Listings are not cached: other processes write there.
+A bucket has no folders, no rename and no lock. Objects are written atomically, and a folder is a common prefix of
+names. So the last object of a step commits it (`location.MARKER`, which orbax also writes), a deletion starts with that
+object, and a move is a copy. Listings are not cached, because other processes write to the bucket.
 
-Credentials and endpoints are the clients' own (GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, AWS_ENDPOINT_URL ...).
+The clients read credentials and endpoints (GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, AWS_ENDPOINT_URL ...).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spmdkit.errors import ConfigError, Unreachable
 from spmdkit.foundation import redact
 
 SCHEMES = {"gs": "gcsfs", "s3": "s3fs"}
-"""Scheme of a URL -> the package that speaks it."""
+"""URL scheme -> the package that implements it."""
 
 
 WRITTEN = "written"
@@ -30,8 +30,8 @@ WRITTEN = "written"
 
 @dataclasses.dataclass(frozen=True)
 class Remote:
-    """A folder or an object: `url` without a slash at its end. What cannot be reached, or may not be, is `Unreachable`;
-    what is not there FileNotFoundError."""
+    """A folder or an object: `url` without a trailing slash. Raises `Unreachable` if access fails or is denied, and
+    FileNotFoundError if the object does not exist."""
 
     url: str
 
@@ -47,7 +47,7 @@ class Remote:
 
     @property
     def key(self) -> str:
-        """The name without the scheme, as the clients take it: `bucket/run/1`."""
+        """The name without the scheme, in the form that the clients accept: `bucket/run/1`."""
         return self.url.partition("://")[2]
 
     @property
@@ -70,7 +70,7 @@ class Remote:
             _client(self.scheme).pipe_file(self.key, content)
 
     def names(self) -> list[str]:
-        """Returns the names in a folder; none where it is not there."""
+        """Returns the names in a folder; empty if the folder does not exist."""
         with _translate_errors(self, "listed"), contextlib.suppress(FileNotFoundError):
             found = _client(self.scheme).ls(self.key, detail=False)
             return sorted({PurePosixPath(name).name for name in found if name.rstrip("/") != self.key})
@@ -87,29 +87,29 @@ class Remote:
         return {}
 
     def exists(self) -> bool:
-        """Returns whether there is an object of this name, or one below it."""
+        """Returns whether an object with this name, or one below it, exists."""
         return bool(self.sizes())
 
     def remove(self, below: list[str]) -> None:
-        """Removes objects below this folder; those that are gone are no error."""
+        """Deletes objects below this folder; missing objects are no error."""
         with _translate_errors(self, "removed"):
             for name in below:
                 with contextlib.suppress(FileNotFoundError):
                     _client(self.scheme).rm_file(f"{self.key}/{name}")
 
     def copy(self, below: list[str], to: Remote) -> None:
-        """Copies objects below this folder to another one, within the storage."""
+        """Copies objects below this folder to another folder, within the storage service."""
         with _translate_errors(self, f"copied to {to}"):
             for name in below:
                 _client(self.scheme).cp_file(f"{self.key}/{name}", f"{to.key}/{name}")
 
     def upload(self, path: Path) -> None:
-        """Makes this object what a local file holds."""
+        """Uploads a local file to this object."""
         with _translate_errors(self, WRITTEN):
             _client(self.scheme).put_file(str(path), self.key)
 
     def download(self, path: Path) -> None:
-        """Writes this object into a local file."""
+        """Downloads this object to a local file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with _translate_errors(self, "read"):
             _client(self.scheme).get_file(self.key, str(path))
@@ -117,15 +117,15 @@ class Remote:
 
 @functools.cache
 def _client(scheme: str) -> Any:
-    """Returns the client of a scheme. The listings cache is off, also for the client that orbax creates."""
+    """Returns the client for a scheme. The listings cache is off, also for the client that orbax creates."""
     try:
         import fsspec
 
         if scheme == "gs":
             for name in ("gs", "gcs"):
                 fsspec.config.conf.setdefault(name, {}).setdefault("use_listings_cache", False)
-        logging.getLogger("gcsfs").setLevel(logging.ERROR)  # hides a remark on the kind of bucket at each call
-        # It prints the traceback of a request that has failed for good, and raises it too.
+        logging.getLogger("gcsfs").setLevel(logging.ERROR)  # hides a message about the bucket type at each call
+        # It prints the traceback of a request that failed permanently, and also raises it.
         logging.getLogger("gcsfs").addFilter(lambda record: record.filename != "retry.py")
         return fsspec.filesystem(scheme, use_listings_cache=False)
     except ImportError as error:
@@ -137,7 +137,7 @@ def _client(scheme: str) -> Any:
 
 @contextlib.contextmanager
 def _translate_errors(where: Remote, done: str) -> Iterator[None]:
-    """Turns what a client or its transport raises into `Unreachable`, without secrets of the environment."""
+    """Converts exceptions of a client or its transport to `Unreachable`, without secrets of the environment."""
     try:
         yield
     except (ConfigError, MemoryError):

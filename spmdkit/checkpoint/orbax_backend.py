@@ -1,16 +1,16 @@
 """The only file that calls orbax: an asynchronous checkpointer of one nested dict of arrays per step.
 
-AsyncCheckpointer and not CheckpointManager: the manager caches which steps exist and counts steps that were never
-committed; retention runs after the commit; and spmdkit itself reports a failed save. A folder written here still opens
-with `ocp.CheckpointManager` and `ocp.StandardCheckpointer`.
+It uses AsyncCheckpointer, not CheckpointManager: the manager caches the list of steps and counts uncommitted steps,
+retention must run after the commit, and spmdkit reports failed saves. `ocp.CheckpointManager` and
+`ocp.StandardCheckpointer` can open a folder written here.
 
 With several processes `active_processes` is always set: orbax then waits at barriers of the coordination service, which
-time out, and not in a psum over all devices, which has no timeout and can interleave with collectives of the step.
+time out, instead of in a psum over all devices, which has no timeout and can interleave with collectives of the step.
 
-Arrays are zarr3, and each chunk has a checksum, which tensorstore checks as it reads, on any mesh.
+Arrays are zarr3. Each chunk has a checksum, which tensorstore verifies during a read, on any mesh.
 
-orbax 0.12.8 and tensorstore 0.1.86 have no option for what `patch_orbax` changes, and no upstream issue of these points
-was found on 2026-11-26. A test pins each patch.
+orbax 0.12.8 and tensorstore 0.1.86 have no option for the behavior that `patch_orbax` changes. No upstream issue was
+found on 2026-11-26. A test pins each patch.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def open_checkpointer(
     before_commit: Callable[[], None],
     separate: bool = False,
 ) -> ocp.AsyncCheckpointer:
-    """Returns a checkpointer; `before_commit` runs in the background on process 0, when all files are written.
+    """Returns a checkpointer. `before_commit` runs in the background on process 0 after all files are written.
 
     Args:
-        barrier: of several processes, in the background (save_barrier.py).
-        separate: each of several processes writes its part to its own folder, without barriers, and runs
-            `before_commit`; `merge_parts` makes one step of the parts.
+        barrier: the barrier of several processes, called in the background (save_barrier.py).
+        separate: each of several processes writes its part to a separate folder, without barriers, and runs
+            `before_commit`. `merge_parts` merges the parts into one step.
     """
     patch_orbax(separate)
     processes = set(range(num_processes)) if num_processes > 1 else None
@@ -63,7 +63,7 @@ def open_checkpointer(
             primary_host=None, active_processes={me}, barrier_sync_key_prefix=f"spmdkit{me}"
         )
         barrier = lambda **_: None
-    # Apart, each process makes its folders itself: the signal that they are there would reach the others.
+    # With separate folders each process creates its own: the signal that they exist would reach all processes.
     folders_later = ocp.AsyncOptions(create_directories_asynchronously=not separate)
     handler = ocp.CompositeCheckpointHandler(
         composite_options=ocp.CompositeOptions(multiprocessing_options=options, async_options=folders_later),
@@ -82,16 +82,16 @@ def open_checkpointer(
 
 
 def patch_orbax(separate: bool = False) -> None:
-    """Replaces private functions of orbax, once each.
+    """Replaces private functions of orbax, each at most once.
 
-    - chunks with checksums (tests/checkpoint/test_checkpoint_flips.py);
-    - indexes without compression: zstd keeps 3.6 MB for kilobytes. `separate`: in files of their own, so that
-      `merge_parts` needs none of the arrays' files (test_checkpoint_processes.py);
-    - no call of the two functions of tensorstore that leak their result: 25 KiB a save and 0.3 KiB an array
-      (test_checkpoint_growth.py, benchmarks/save_growth.py);
-    - deadlines by a monotonic clock: a clock that is set during a save would end it on some processes, and the others
-      would wait for them (test_checkpoint_deadlines.py);
-    - all parts of a save or a restore are cancelled when one has failed, and no traceback is printed for each of them
+    - Chunks have checksums (tests/checkpoint/test_checkpoint_flips.py).
+    - Indexes are not compressed: zstd retains 3.6 MB for kilobytes. `separate`: indexes are in separate files, so that
+      `merge_parts` reads no array files (test_checkpoint_processes.py).
+    - Two functions of tensorstore that leak their result are not called: 25 KiB per save and 0.3 KiB per array
+      (test_checkpoint_growth.py, benchmarks/save_growth.py).
+    - Deadlines use a monotonic clock: otherwise a clock that is set during a save ends it on some processes while the
+      others wait for them (test_checkpoint_deadlines.py).
+    - If one part of a save or a restore fails, the other parts are cancelled without a traceback for each
       (test_checkpoint_write_errors.py).
     """
     from orbax.checkpoint._src import asyncio_utils
@@ -108,31 +108,31 @@ def patch_orbax(separate: bool = False) -> None:
         utils.ts = types.SimpleNamespace(**vars(utils.ts) | {"KvStore": kvstore})
     steady: Any = types.SimpleNamespace(**vars(time) | {"time": time.monotonic})
     future.time = signaling_client.time = async_checkpointer.time = steady
-    asyncio_utils._run_sync_via_new_loop = lambda part: asyncio.run(part)  # which cancels what is left
+    asyncio_utils._run_sync_via_new_loop = lambda part: asyncio.run(part)  # cancels the remaining tasks
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_is_news)
     sys.unraisablehook = functools.partial(_quiet_after_failure, _original(sys.unraisablehook))
 
 
 def _original(function: Any) -> Any:
-    """Returns the function that a patch of this file has replaced, or the function itself."""
+    """Returns the original of a function that this file has patched, or the function itself."""
     is_patched = getattr(function, "func", None) in (_with_checksums, _plain_index, _quiet_after_failure)
     return function.args[0] if is_patched else function
 
 
 SMALL = 2**18
-"""Elements of a chunk, of 1 to 8 bytes each."""
+"""Number of elements in a chunk, 1 to 8 bytes per element."""
 
 
 def _with_checksums(build: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Returns the metadata of a zarr3 array with a checksum in each chunk. Readers need nothing of spmdkit.
+    """Returns the metadata of a zarr3 array with a checksum in each chunk. Readers do not need spmdkit.
 
-    The checksum is zstd's own: the low 32 bits of XXH64 over the values, 0.07 to 0.13 s a GiB of one core; crc32c over
-    the compressed bytes takes 0.2 to 0.4. It misses some ten bits in the head of a chunk that change no value, so a
-    chunk of less than `SMALL` elements, where one bit in so many is of its head, also has a crc32c.
+    The checksum is the one of zstd: the low 32 bits of XXH64 over the values, 0.07 to 0.13 s per GiB on one core.
+    crc32c over the compressed bytes takes 0.2 to 0.4 s. The zstd checksum misses about ten header bits of a chunk that
+    change no value. A chunk of less than `SMALL` elements has a larger share of such bits, so it also has a crc32c.
 
-    zstd has the level 1 of orbax's zarr2: level 3, its choice for zarr3, takes 2.5 s a GiB of random floats for the
-    same size, 1 takes 1.9 (one core, 2026-11-23).
+    The zstd level is 1, as in orbax's zarr2. Level 3, orbax's choice for zarr3, takes 2.5 s per GiB of random floats
+    for the same size, level 1 takes 1.9 s (one core, 2026-11-23).
     """
     metadata = build(*args, **kwargs)
     for codec in metadata["codecs"]:
@@ -154,13 +154,13 @@ def _plain_index(add: Callable[..., None], separate: bool, spec: dict[str, Any],
 
 
 class _Folder(dict[str, Any]):
-    """The JSON of a folder, which `tensorstore.KvStore.open` takes too."""
+    """The JSON of a folder, in a form that `tensorstore.KvStore.open` also accepts."""
 
     to_json = dict.copy
 
 
 def _spec(tensorstore: Any, spec: dict[str, Any]) -> Any:
-    """Returns `tensorstore.KvStore.Spec(spec)`, for a folder without tensorstore."""
+    """Returns `tensorstore.KvStore.Spec(spec)`; for a folder, an equivalent that does not use tensorstore."""
     is_folder = spec.keys() == {"driver", "path"} and spec["driver"] == "file" and spec["path"].endswith("/")
     return _Folder(spec) if is_folder else tensorstore.KvStore.Spec(spec)
 
@@ -169,15 +169,15 @@ NO_NEWS = ("Global object size logging disabled", "unhandled exception during as
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Returns whether a log record is none of these: the traceback of a failed save, which is raised to the caller; a
-    further failure of its parts; the remark that a size is not logged."""
+    """Returns False for log records that only repeat known facts: the traceback of a failed save (raised to the
+    caller), further failures of its parts, and the note that a size is not logged."""
     text = record.getMessage()
     is_traceback = bool(record.exc_info) and "orbax" in record.pathname
     return not (is_traceback or "write_fragment" in text or text.startswith(NO_NEWS))
 
 
 def _quiet_after_failure(before: Callable[[Any], Any], unraisable: Any) -> None:
-    """Drops the traceback of each array that tensorstore still wrote or read, from its own threads, after a failure."""
+    """Drops the tracebacks of arrays that threads of tensorstore were still writing or reading after a failure."""
     error = unraisable.exc_value
     is_late_write = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
     is_late_read = isinstance(getattr(error, "__cause__", None), GeneratorExit) and "reading array" in str(error)[:80]
@@ -186,8 +186,8 @@ def _quiet_after_failure(before: Callable[[Any], Any], unraisable: Any) -> None:
 
 
 def merge_parts(folder: Path) -> None:
-    """Makes one step of the parts of several processes, as orbax does: of each the index is in `folder`,
-    `state/ocdbt.process_N/`; arrays stay where they are."""
+    """Merges the parts of several processes into one step, as orbax does. The index of each part is in `folder`,
+    `state/ocdbt.process_N/`. Arrays are not moved."""
     from orbax.checkpoint._src.serialization import ocdbt_utils, tensorstore_utils
 
     # Private: pinned by tests/checkpoint/test_checkpoint_processes.py.
@@ -197,24 +197,24 @@ def merge_parts(folder: Path) -> None:
 
 
 def close(checkpointer: ocp.AsyncCheckpointer) -> None:
-    """Stops the threads of the checkpointer. orbax raises the error of a failed save again here; it was reported
-    before."""
+    """Stops the threads of the checkpointer. orbax raises the error of a failed save here again; it is already
+    reported."""
     with contextlib.suppress(Exception):
         checkpointer.close()
 
 
 def start_save(checkpointer: ocp.AsyncCheckpointer, folder: Location, tree: dict[str, Any]) -> None:
-    """Copies the arrays to the host and returns; they are written and committed in the background."""
+    """Copies the arrays to the host and returns. A background thread writes and commits them."""
     checkpointer.save(str(folder), args=ocp.args.Composite(**{STATE_FOLDER: ocp.args.PyTreeSave(tree)}))
 
 
 def signal_folders_created() -> None:
-    """Signals on process 0 that the folders of a save exist. The other processes wait for that before they write; they
-    learn of the failure afterwards."""
+    """Signals on process 0 that the folders of a save exist. The other processes wait for this before they write, and
+    detect the failure afterwards."""
     from orbax.checkpoint._src.futures import future  # private: pinned by tests/checkpoint/test_checkpoint_processes.py
 
     if jax.process_index() == 0:
-        with contextlib.suppress(RuntimeError):  # the service is gone, and with it the others
+        with contextlib.suppress(RuntimeError):  # the coordination service has ended, and the other processes with it
             signals = future.AwaitableSignalsContract.get_awaitable_signals_from_contract()
             operation = future.synchronization.OperationIdGenerator.get_current_operation_id()
             future.set_signals(signals, operation_id=operation)
@@ -223,18 +223,17 @@ def signal_folders_created() -> None:
 def load(
     checkpointer: ocp.AsyncCheckpointer, folder: Location, tree: dict[str, Any], partial: bool = False
 ) -> dict[str, Any]:
-    """Returns the arrays of a step. `tree`: jax.ShapeDtypeStruct with shardings, the structure of the whole step
+    """Returns the arrays of a step. `tree`: jax.ShapeDtypeStruct with shardings, the structure of the complete step
     (`partial`: of a part)."""
     args = ocp.args.PyTreeRestore(item=tree, restore_args=construct_restore_args(tree), partial_restore=partial)
-    # Not `checkpointer.restore`, which ends in a barrier: where one process finds damage, the others must not wait
-    # there.
+    # Not `checkpointer.restore`, which ends in a barrier: if one process finds damage, the others would wait there.
     restored = checkpointer.handler.restore(epath.Path(str(folder)), args=ocp.args.Composite(**{STATE_FOLDER: args}))
     loaded: dict[str, Any] = restored[STATE_FOLDER]
     return loaded
 
 
 def load_numpy(folder: Path, tree: dict[str, Any]) -> dict[str, Any]:
-    """Returns a part of a step, given as abstract arrays, as numpy arrays: no model, no mesh."""
+    """Returns a part of a step (`tree`: abstract arrays) as numpy arrays, without a model or a mesh."""
     args = ocp.args.PyTreeRestore(
         item=tree,
         restore_args=jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype), tree),
@@ -246,7 +245,7 @@ def load_numpy(folder: Path, tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_leaf(folder: Path, path: str) -> None:
-    """Reads one array of a step, whole, in the way that orbax does, and drops it."""
+    """Reads one complete array of a step, with the same code path as orbax, and discards it."""
     import tensorstore as ts
 
     store = {"driver": "ocdbt", "base": (folder / STATE_FOLDER).as_uri() + "/", "path": path.replace("/", ".") + "/"}
@@ -254,7 +253,7 @@ def read_leaf(folder: Path, path: str) -> None:
 
 
 def write_plain(folder: Path, tree: dict[str, Any]) -> None:
-    """Writes a nested dict of numpy arrays as its own orbax checkpoint, and waits for it."""
+    """Writes a nested dict of numpy arrays as a separate orbax checkpoint, and waits until it is written."""
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(str(folder), tree)
         checkpointer.wait_until_finished()

@@ -1,12 +1,12 @@
-"""The ownership of a run: three tokens, each with its own scope.
+"""The ownership of a run: three tokens, each with a different scope.
 
-run_lock  (run_directory.py)  an flock on the run directory; ends with its process; keeps a second run out
+run_lock  (run_directory.py)  an flock on the run directory; ends with its process; excludes a second run
 Fence     (this file)         the id of the attempt, stored in the directory; stops writes of an earlier attempt
-Lease     (lease.py)          the same for a folder of a bucket, which has no locks
+Lease     (lease.py)          the equivalent for a folder of a bucket, which has no locks
 
-A process of an earlier attempt that was stopped and continues, or a run after its folder was moved, would still write.
-So each attempt stores its id in the directory and checks it before each save and event, and before metrics lines at
-most ten times per second.
+Without a fence, a process of an earlier attempt that was suspended and resumes, or a run after its folder was moved, would
+continue to write. So each attempt stores its id in the directory and checks it before each save and event, and before
+metrics lines at most ten times per second.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ ATTEMPT_FILE = "attempt.json"
 
 @dataclasses.dataclass
 class Fence:
-    """The right of one attempt to write into a run's directory.
+    """The right of one attempt to write to a run directory.
 
-    `seen`: the bytes that were its own when they were read last, and the monotonic second of that.
+    `seen`: the file content at the last successful check, and the monotonic time of that check in seconds.
     """
 
     directory: Path
@@ -40,7 +40,7 @@ class Fence:
     seen: tuple[bytes | None, float] = (None, float("-inf"))
 
     def is_owner(self) -> bool:
-        """Returns whether no other attempt has taken the directory. Reads one small file."""
+        """Returns whether no other attempt has claimed the directory. Reads one small file."""
         content, before = _content(self.directory), self.seen[0]
         is_owner = content is not None and content == before
         if not is_owner:
@@ -49,14 +49,14 @@ class Fence:
         return is_owner
 
     def check(self, every_s: float = 0.0) -> None:
-        """Refuses to write for an attempt that has been followed by another.
+        """Rejects writes of an attempt after a later attempt has claimed the directory.
 
         Args:
-            every_s: what was found no longer ago still holds. A process that was stopped meanwhile looks again, however
-                short its steps.
+            every_s: maximum age of a previous check that is still valid. A process that was suspended for longer checks
+                again.
 
         Raises:
-            ConfigError: another run has the directory, named by its process, host and time.
+            ConfigError: another run owns the directory; the message names its process, host and time.
         """
         if time.monotonic() - self.seen[1] >= every_s and not self.is_owner():
             raise ConfigError(
@@ -67,22 +67,22 @@ class Fence:
 
 
 def claim(directory: Path, attempt: str | None = None) -> Fence:
-    """Returns the fence of an attempt, by default a new one, to which the directory belongs from now on. For the
-    process that holds the lock. Raises ConfigError if it cannot be written."""
+    """Assigns the directory to an attempt, by default a new one, and returns its fence. Called by the process that
+    holds the lock. Raises ConfigError if the directory cannot be written."""
     fence = Fence(directory, attempt or secrets.token_hex(8))
     files.write_json(directory / ATTEMPT_FILE, {"attempt": fence.attempt} | this_owner())
     return fence
 
 
 def wait_for_claim(directory: Path, attempt: str, timeout_s: float) -> bool:
-    """Returns whether this process sees in `directory` what process 0 has claimed; a file system of a network may need
-    a moment."""
+    """Returns whether this process sees the claim of process 0 in `directory` before the timeout. Network file systems
+    may delay it."""
     seen = lambda: parsed(_content(directory)).get("attempt") == attempt
     return Deadline(timeout_s).wait_for(seen, RUN_DIRECTORY_POLL_S)
 
 
 def this_owner() -> dict[str, Any]:
-    """Returns the description of this process as an owner, as JSON values."""
+    """Returns the description of this process as an owner, in JSON values."""
     since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return run_status.this_process() | {"since": since}
 
@@ -99,7 +99,7 @@ def last_owner(directory: Path) -> str:
 
 
 def _content(directory: Path) -> bytes | None:
-    """Returns the content of the file, opened each time: a network file system then checks for changes."""
+    """Returns the content of the file. Opens it each time, so that a network file system checks for changes."""
     try:
         with open(f"{directory}/{ATTEMPT_FILE}", "rb") as file:
             return file.read()
@@ -108,7 +108,7 @@ def _content(directory: Path) -> bytes | None:
 
 
 def parsed(content: bytes | None) -> dict[str, Any]:
-    """Returns what was written; nothing where it is gone or no JSON, which is no other run."""
+    """Returns the stored owner; an empty dict, which means no other run, if the file is missing or not JSON."""
     try:
         found = json.loads(content or b"")
     except (ValueError, RecursionError):

@@ -17,9 +17,9 @@ DAMAGED_MARK = ".damaged"
 
 
 def newest_valid(directory: Location, most: int | None, without: Collection[int]) -> tuple[int | None, dict[int, str]]:
-    """Returns (the newest step up to `most` with an intact record and intact files, what is damaged in newer steps).
+    """Returns (the newest step up to `most` with an intact record and intact files, step -> damage of newer steps).
 
-    The bytes of the arrays are not read here: their checksums are verified on restore.
+    The bytes of the arrays are not read here; their checksums are verified on restore.
     """
     wrong: dict[int, str] = {}
     for step in reversed(records.committed_steps(directory)):
@@ -35,8 +35,8 @@ def newest_valid(directory: Location, most: int | None, without: Collection[int]
 
 
 def steps_without_record(directory: Location) -> dict[str, str]:
-    """Returns name -> what is wrong, of what has a step's name and is none: it would stand in the way of that step's
-    save."""
+    """Returns name -> problem for entries named like a step that are not a step. They would block the save of that
+    step."""
     why = f"it has no {records.RECORD_FILE}, so it is not whole"
     return {name: why for name in records.ignored_entries(directory) if is_step_name(name)}
 
@@ -63,7 +63,7 @@ def quarantine(directory: Location, name: str) -> str:
 
 
 def no_valid_checkpoint(directory: Location, wrong: dict[str, str]) -> CheckpointError:
-    """Returns the error of a directory with damaged checkpoints only."""
+    """Returns the error for a directory in which all checkpoints are damaged."""
     shown = "".join(f"\n  {name}: {why}" for name, why in list(wrong.items())[:8])
     more = f"\n  and {len(wrong) - 8} more" if len(wrong) > 8 else ""
     return CheckpointError(

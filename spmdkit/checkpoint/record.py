@@ -1,12 +1,12 @@
-"""record.json, the description that makes a step directory a checkpoint; which steps a directory holds.
+"""record.json, the description that makes a step directory a checkpoint, and the list of steps in a directory.
 
     {"schema": 2, "digest": "8c9a...", "step": 40, "time": 1795212345.6, "num_processes": 1, "bytes": 12582912,
      "metrics": {"loss": 0.31}, "best": ["loss", "min"], "leaves": {"params/w": [[64, 128], "float32"]},
      "files": {"state/manifest.ocdbt": 113}, "digests": {"state/manifest.ocdbt": "06d1..."}, "record": {the caller's}}
 
-The record is written after all arrays and before the rename, so it has each file's size: a truncated or missing file is
-found without reading it. orbax's descriptions and small files also have a digest, chunks of arrays their own checksum
-(orbax_backend.py).
+The record is written after all arrays and before the rename. It contains the size of each file, so a truncated or
+missing file is detected without reading it. orbax's metadata and small files also have a digest, and chunks of arrays
+have a checksum (orbax_backend.py).
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from spmdkit.foundation.constants import is_step_name
 
 SCHEMA = 2
 SMALL_FILE_BYTES = 2**22
-"""Files of arrays up to this size have a digest: many small leaves share them."""
+"""Array files up to this size, which contain many small leaves, have a digest."""
 DATA_FOLDER = "d"
-"""In which OCDBT keeps what arrays hold."""
+"""Folder in which OCDBT stores array data."""
 RECORD_FILE = "record.json"
 STATE_FOLDER = "state"
 INDEX_FOLDER = "ocdbt_meta"
-"""Folder of the indexes where they are separate from the arrays; orbax's own name for it."""
+"""Folder of the indexes if they are separate from the arrays; orbax uses the same name."""
 TEMPORARY_MARK = ".orbax-checkpoint-tmp"
-"""Part of the name of every directory that is being written (by orbax) or deleted (by us)."""
+"""Part of the name of every directory that is being written (by orbax) or deleted (by spmdkit)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """The content of one record.json. `user` is the caller's own record; `bytes` are those of the arrays in memory."""
+    """The content of one record.json. `user`: the user record; `bytes`: the size of the arrays in memory."""
 
     step: int
     time: float
@@ -56,7 +56,7 @@ class Record:
 
 
 def write_record(folder: Location, record: Record) -> None:
-    """Writes record.json into `folder` and forces it to the disk, the folder's entries too."""
+    """Writes record.json to `folder` and syncs the file and the folder to disk."""
     content = vars(record) | {"schema": SCHEMA, "metrics": finite_metrics(record.metrics)}
     content["record"] = content.pop("user")
     text = json.dumps({"digest": _digest_of(content)} | content, allow_nan=False)
@@ -71,12 +71,12 @@ def write_record(folder: Location, record: Record) -> None:
 
 
 def _digest_of(content: Mapping[str, Any]) -> str:
-    """Returns the digest of a record's content, whatever the order of its keys."""
+    """Returns the digest of a record's content, independent of the order of its keys."""
     return files.digest(json.dumps(content, sort_keys=True).encode())
 
 
 def finite_metrics(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Returns the metrics as JSON can hold them: NaN and infinity become null."""
+    """Returns the metrics as JSON values: NaN and infinity become null."""
     return {k: float(v) if v is not None and math.isfinite(v) else None for k, v in metrics.items()}
 
 
@@ -86,24 +86,24 @@ def list_files(folder: Location) -> dict[str, int]:
 
 
 def digest_files(folder: Location, sizes: Mapping[str, int]) -> dict[str, str]:
-    """Returns `{path below folder: digest}` of the files that are read again at each restore: all but large ones of the
-    arrays' bytes."""
+    """Returns `{path below folder: digest}` of the files that each restore reads again: all except large array
+    files."""
     in_data = lambda name: DATA_FOLDER in name.split("/")[:-1]
     small = [name for name, size in sizes.items() if size <= SMALL_FILE_BYTES or not in_data(name)]
     return {name: files.digest((folder / name).read_bytes()) for name in small}
 
 
 def committed_steps(directory: Location) -> list[int]:
-    """Returns the steps that `directory` holds, ascending: folders named by a plain integer that have a record, in a
-    bucket also the marker.
+    """Returns the steps in `directory`, ascending: folders named by a plain integer with a record and, in a bucket, the
+    marker.
 
-    A damaged checkpoint is still listed: leaving it out would silently train from an older one.
+    A damaged checkpoint is also listed: if it were omitted, training would silently continue from an older one.
     """
     return sorted(int(name) for name in location.names(directory) if _is_step(directory / name))
 
 
 def ignored_entries(directory: Location | str) -> list[str]:
-    """Returns the names in `directory` that are no committed step, sorted: foreign, empty, or not finished."""
+    """Returns the names in `directory` that are not committed steps, sorted: unrelated, empty or unfinished entries."""
     directory = location.resolve(directory)
     return sorted(name for name in location.names(directory) if not _is_step(directory / name))
 
@@ -115,7 +115,7 @@ def _is_step(path: Location) -> bool:
         return {RECORD_FILE, location.MARKER} <= set(path.names())
     try:
         return (path / RECORD_FILE).is_file()
-    except OSError:  # no permission: it is named like a step, and reading it raises
+    except OSError:  # no permission: the name is that of a step, and reading it raises
         return True
 
 
@@ -123,7 +123,7 @@ def read_record(directory: Location, step: int) -> Record:
     """Returns the record of a committed step.
 
     Raises:
-        CheckpointError: there is no such step, or its record is damaged or of a newer spmdkit.
+        CheckpointError: the step does not exist, or its record is damaged or from a newer spmdkit.
     """
     folder = directory / str(step)
     try:
@@ -168,8 +168,8 @@ def read_record(directory: Location, step: int) -> Record:
 
 
 def check_files(directory: Location, record: Record) -> None:
-    """Raises DamagedError when a file of the checkpoint is missing or has another size, or if it is small other bytes,
-    than was written."""
+    """Raises DamagedError if a file of the checkpoint is missing or its size, or for a small file its content, differs
+    from the record."""
     wrong = []
     folder = directory / str(record.step)
     found = location.sizes(folder)
@@ -186,7 +186,7 @@ def check_files(directory: Location, record: Record) -> None:
 
 
 def damaged_error(directory: Location, step: int, found: str) -> DamagedError:
-    """Returns the error for a checkpoint that is not as it was written, with the way back to an earlier one."""
+    """Returns the error for a damaged checkpoint, with the steps to return to an earlier one."""
     earlier = [other for other in committed_steps(directory) if other < step]
     back = f"to go back to step {earlier[-1]}" if earlier else "to start again from step 0; there is no earlier step"
     return DamagedError(
@@ -197,7 +197,7 @@ def damaged_error(directory: Location, step: int, found: str) -> DamagedError:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the type and the first line of an error's text; of a long one both ends, for the cause stands last."""
+    """Returns the type and first line of an error; of a long line both ends, because the cause is often at the end."""
     text = str(error).strip().split("\n")[0]
     if len(text) > 300:
         text = f"{text[:120]} ... {text[-175:]}"

@@ -1,5 +1,5 @@
-"""Restores a step: the requested state is compared with the saved one, the files with the record, and each chunk with
-its checksum as it is read."""
+"""Restores a step: compares the requested state with the saved one and the files with the record, and verifies the
+checksum of each chunk during the read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def restore(
     abstract_state: Any,
     optional: str | tuple[str, ...],
 ) -> tuple[Any, dict[str, Any]]:
-    """Returns (state, the caller's record) of a step; see `Checkpoints.restore`."""
+    """Returns (state, the user record) of a step; see `Checkpoints.restore`."""
     found = records.read_record(directory, step)
     table = state_dict.leaf_table(abstract_state)
     unread = [path for path in found.leaves if path.startswith(optional) and path not in table]

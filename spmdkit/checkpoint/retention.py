@@ -1,6 +1,6 @@
-"""Deletes checkpoints: by the retention rules of the config, by name, and what unfinished saves left behind.
+"""Deletes checkpoints: by the retention rules of the config, by name, and the remains of unfinished saves.
 
-A kill during a deletion leaves no half step.
+A kill during a deletion leaves no partial step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spmdkit.foundation.constants import is_step_name
 
 
 class RetentionRules(Protocol):
-    """What `Checkpoints` uses of `config.retention.Retention`."""
+    """The part of `config.retention.Retention` that `Checkpoints` uses."""
 
     @property
     def best_metric(self) -> tuple[str, str] | None: ...
@@ -31,7 +31,7 @@ class RetentionRules(Protocol):
 
 
 def delete_old(directory: Location, just_written: int, retention: RetentionRules) -> None:
-    """Deletes the steps that the rules do not keep. A step that is being read stays until the next save.
+    """Deletes the steps that the rules do not retain. A step that is being read is retained until the next save.
 
     Raises:
         CheckpointWriteError: a step cannot be deleted.
@@ -62,7 +62,7 @@ def _score(directory: Location, step: int, metric: str) -> float | None:
 def delete_step(directory: Location, step: int, even_if_held: bool = False) -> bool:
     """Deletes a committed step unless a reader holds it (`listing.hold_step`); returns whether it was deleted.
 
-    It is renamed first (in a bucket its marker is removed first), so a kill in between leaves a folder that is no step.
+    The step is renamed first (in a bucket its marker is deleted first), so a kill during the deletion leaves no step.
     """
     if isinstance(directory, Remote):
         location.remove(directory / str(step))
@@ -84,11 +84,11 @@ def delete_step(directory: Location, step: int, even_if_held: bool = False) -> b
 
 
 def remove(directory: Location, steps: Sequence[int]) -> None:
-    """Deletes the named steps, all or none, and never the last valid one.
+    """Deletes the named steps, all or none, and never the last valid step.
 
     Raises:
-        CheckpointError: one is not a committed step, or no valid step would remain.
-        CheckpointWriteError: one cannot be deleted.
+        CheckpointError: a name is not a committed step, or no valid step would remain.
+        CheckpointWriteError: a step cannot be deleted.
     """
     have = records.committed_steps(directory)
     if unknown := sorted(set(steps) - set(have)):
@@ -115,8 +115,8 @@ def remove(directory: Location, steps: Sequence[int]) -> None:
 
 
 def remove_unfinished(directory: Location) -> list[str]:
-    """Removes what a killed run left half written or half deleted; returns the names. Only the owner of the directory
-    may call this."""
+    """Deletes partially written and partially deleted steps of a killed run; returns the names. Only the owner of the
+    directory may call this."""
     if isinstance(directory, Remote):
         steps = filter(is_step_name, location.names(directory))
         return [name for name in steps if remove_uncommitted(directory / name)]
@@ -128,8 +128,8 @@ def remove_unfinished(directory: Location) -> list[str]:
 
 
 def remove_uncommitted(folder: Remote) -> bool:
-    """Removes the files of an unfinished save from a bucket; returns whether the folder held nothing else. Only the
-    owner of the directory may call this."""
+    """Deletes the files of an unfinished save from a bucket; returns False, and deletes nothing, if the folder contains
+    other files. Only the owner of the directory may call this."""
     if not set(folder.names()) <= {records.RECORD_FILE, records.STATE_FOLDER, "_CHECKPOINT_METADATA"}:
         return False
     location.remove(folder)

@@ -1,8 +1,8 @@
-"""A run's directory: can be written, and belongs to one live run.
+"""The run directory: it is writable, and one active run owns it.
 
-The lock is a flock on the folder, and one on `run.lock`, which names its holder. The kernel drops both when their
-process dies, so there is no stale lock. Somebody may remove `run.lock`, but not the folder; NFS locks files only.
-Earlier attempts are kept out by a fence (ownership.py).
+There are two flocks: on the folder, and on `run.lock`, which names the holder. The kernel releases both when the
+process ends, so there is no stale lock. `run.lock` may be deleted by a user, but not the folder; NFS locks only files.
+A fence stops writes of earlier attempts (ownership.py).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ LOCK_FILE = "run.lock"
 
 
 def prepare_run_dir(run_dir: Path | str) -> Path:
-    """Makes the directory and writes a temporary file in it; returns its absolute path.
+    """Creates the directory and writes a temporary file to it; returns its absolute path.
 
     Raises:
-        ConfigError: it cannot be made or written (below a file, no permission, read-only or full disk).
+        ConfigError: it cannot be created or written (below a file, no permission, read-only or full disk).
     """
     path = Path(run_dir).absolute()
     try:
@@ -49,13 +49,13 @@ def run_lock(run_dir: Path | str) -> Iterator[None]:
     """Locks a run directory until the end of the body, or of the process.
 
     Raises:
-        ConfigError: another process holds it, named with its host and since when; or the directory is not writable.
+        ConfigError: another process holds it (the message names its host and start time), or it is not writable.
     """
     folder = prepare_run_dir(run_dir)
     with contextlib.ExitStack() as stack:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         stack.callback(os.close, descriptor)
-        with contextlib.suppress(OSError):  # a file system that locks no folders
+        with contextlib.suppress(OSError):  # the file system does not lock folders
             _lock(descriptor, folder)
         path = folder / LOCK_FILE
         try:
@@ -74,7 +74,7 @@ def run_lock(run_dir: Path | str) -> Iterator[None]:
                 f"the lock {path} cannot be taken ({first_line(error)}). The file system of run_dir must offer flock. "
                 "Set run_dir on another one."
             ) from error
-        # The file stays: removing it would let two runs lock two files of one name.
+        # The file is not deleted: otherwise two runs could lock two files with the same name.
         stack.callback(os.ftruncate, descriptor, 0)
         yield
 
@@ -90,9 +90,9 @@ def _lock(descriptor: int, folder: Path) -> None:
 
 
 def _owner_of(path: Path) -> str:
-    """Returns `process 12 on host since ...` of a lock; its file may be empty for the moment between lock and write."""
+    """Returns `process 12 on host since ...` of a lock. Its file may be empty between the lock and the write."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC)) as file:
             return ownership.described(ownership.parsed(file.read(4096)))
-    except OSError:  # it was removed
+    except OSError:  # the file was deleted
         return ownership.last_owner(path.parent)

@@ -1,12 +1,12 @@
-"""Steps on their way to a bucket that orbax does not write to: written to a local folder, uploaded, the marker last;
-fetched before they are read.
+"""Staging for buckets that orbax does not write to: a step is written to a local folder and uploaded, the marker last.
+A step is downloaded before it is read.
 
-orbax 0.12 refuses `s3://`. The bucket then holds what orbax would have written. The local folder needs room for one
-step.
+orbax 0.12 rejects `s3://`. The bucket contains the same files that orbax would write. The local folder needs space for
+one step.
 
-Several processes need not see each other's folders. Each uploads its part; then process 0 fetches the indexes of the
-others, kilobytes, merges one step as orbax does in a shared folder, and uploads its own part, the index, the record and
-the marker. A restore fetches the whole step in each process.
+The processes do not need a shared folder. Each process uploads its part. Then process 0 downloads the indexes of the
+other parts (kilobytes), merges one step as orbax does in a shared folder, and uploads its part, the index, the record
+and the marker. For a restore each process downloads the complete step.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from spmdkit.errors import CheckpointWriteError, ConfigError
 from spmdkit.foundation import files
 
 STAGED = ("s3",)
-"""Schemes that orbax does not write to."""
+"""URL schemes that orbax does not write to."""
 
 
 def staging_of(directory: location.Location, folder: Path | None) -> Staging | None:
-    """Returns how the steps of `directory` are staged, None where orbax writes to it itself."""
+    """Returns the staging of the steps of `directory`; None if orbax writes to it directly."""
     is_staged = isinstance(directory, Remote) and directory.scheme in STAGED
     return Staging(directory, folder) if is_staged else None  # type: ignore[arg-type]
 
 
 class Staging:
-    """The local folder of one process, and the bucket beyond it. What a killed run left in the folder is removed."""
+    """The local folder of one process, and its bucket. Files of a killed run are deleted from the folder."""
 
     def __init__(self, directory: Remote, folder: Path | None):
         self._directory, self.folder = directory, folder
@@ -56,15 +56,15 @@ class Staging:
         return folder
 
     def commit(self, step: int, is_owner: Callable[[], bool], uploaded: Collection[str] = ()) -> None:
-        """Uploads a step that is in the folder, its record and then the marker last, and removes it here.
+        """Uploads a step from the local folder, with the record and then the marker last, and deletes the local copy.
 
         Args:
-            uploaded: files of the step that are in the bucket already. Everything else that is there is removed first,
-                unless there are some.
+            uploaded: files of the step that are already in the bucket. If empty, existing files of the step in the
+                bucket are deleted first.
 
         Raises:
-            ConfigError: the bucket's folder belongs to another run now.
-            Unreachable: it could not be written.
+            ConfigError: another run owns the bucket's folder now.
+            Unreachable: the bucket cannot be written.
         """
         folder, there = self.written / str(step), self._directory / str(step)
         if not uploaded and there.exists():
@@ -82,16 +82,16 @@ class Staging:
         barrier: SaveBarrier,
         add_record: Callable[[Path, Mapping[str, int]], None],
     ) -> None:
-        """Commits a step of which each process has its part in its folder; returns when it is committed.
+        """Commits a step from the parts in the folders of the processes; returns when it is committed.
 
         Args:
-            add_record: writes the record of a step, given the folder and the bytes of the files that are in the bucket
-                alone, or here too.
+            add_record: writes the record of a step. Arguments: the folder, and the sizes of the files that are in the
+                bucket only or in both.
 
         Raises:
-            CheckpointWriteError: what lies in the bucket is not what the others have uploaded.
+            CheckpointWriteError: the files in the bucket differ from those that the other processes uploaded.
             ConfigError, Unreachable: as `commit`.
-            RuntimeError: another process has failed, or did not come in time.
+            RuntimeError: another process failed or did not arrive in time.
         """
         folder, there = self.written / str(step), self._directory / str(step)
         me = jax.process_index()
@@ -111,8 +111,8 @@ class Staging:
         barrier.wait()
 
     def _fetch_indexes(self, step: int, digests: Sequence[str]) -> dict[str, int]:
-        """Fetches of the others' parts, in the bucket, the indexes and what the record has a digest of; returns `{path:
-        bytes}` of the parts."""
+        """Downloads the indexes and the small files of the other parts from the bucket: those with a digest in the
+        record. Returns `{path: bytes}` of these parts."""
         folder, there = self.written / str(step), self._directory / str(step)
         found, uploaded = there.sizes(), dict[str, int]()
         for process, digest in enumerate(digests, 1):
@@ -135,25 +135,25 @@ class Staging:
             raise ConfigError(f"{self._directory} belongs to another run now, so nothing is committed to it.")
 
     def discard(self, step: int) -> None:
-        """Removes what is left here of a save that failed."""
+        """Deletes the local files of a failed save."""
         for name in (str(step), f"{step}{records.TEMPORARY_MARK}"):
             shutil.rmtree(self.written / name, ignore_errors=True)
 
     def close(self) -> None:
-        """Removes the folder where it was a temporary one."""
+        """Deletes the folder if it is a temporary one."""
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary = None
 
 
 def _is_part(name: str, process: int) -> bool:
-    """Returns whether a file of a step, by its path in it, is written by this process alone. Others are the same of
-    every process, or of all together."""
+    """Returns whether only this process writes a file of a step (`name`: its relative path). Other files are written by
+    every process, or by all together."""
     return not {f"ocdbt.process_{process}", f"process_{process}"}.isdisjoint(name.split("/"))
 
 
 def _part_digest(folder: Path, sizes: Mapping[str, int]) -> str:
-    """Returns a digest of the files of a part: their names, sizes and, of small ones, which are in `folder`,
-    contents."""
+    """Returns a digest of the files of a part: their names, their sizes and the contents of small files, which are in
+    `folder`."""
     content = [sorted(sizes.items()), sorted(records.digest_files(folder, sizes).items())]
     return files.digest(json.dumps(content).encode())

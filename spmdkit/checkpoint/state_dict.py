@@ -1,8 +1,8 @@
-"""A state as `{path: array}`, as the nested dict on disk, and the differences between two of them.
+"""A state as `{path: array}` and as the nested dict on disk, and the differences between two states.
 
-The tree itself is not saved: its node types would tie a checkpoint to the code that wrote it. Leaves are saved under
-their paths, one dict level per `/`; a restore puts them into the current treedef. `None`, empty tuples and empty dicts
-come from that treedef.
+The tree structure is not saved, because its node types would bind a checkpoint to the code that wrote it. Leaves are
+saved by path, one dict level per `/`, and a restore inserts them into the current treedef. `None`, empty tuples and
+empty dicts are restored from that treedef.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LeafTable = dict[str, tuple[tuple[int, ...], str]]
 
 @dataclasses.dataclass(frozen=True)
 class StateStructure:
-    """What all states of one run share. `num_bytes`: of all leaves."""
+    """The structure shared by all states of one run. `num_bytes`: the size of all leaves."""
 
     treedef: jax.tree_util.PyTreeDef
     kinds: list[tuple[Any, Any]]
@@ -31,9 +31,9 @@ class StateStructure:
 
 
 def structure_of(state: Any, known: StateStructure | None = None) -> tuple[StateStructure, list[Any]]:
-    """Returns (form, leaves) of a state; `known` itself if the state has that form.
+    """Returns (structure, leaves) of a state; `known` itself if the state has that structure.
 
-    Naming and checking costs some 20 us a leaf, and `save` blocks the training loop: only the first state pays it.
+    Names and checks cost about 20 us per leaf, and `save` blocks the training loop: only the first state is checked.
 
     Raises:
         ConfigError: as `leaf_table`.
@@ -49,7 +49,7 @@ def leaf_table(state: Any) -> LeafTable:
     """Returns `{path: (shape, dtype name)}` of a state of arrays or of abstract arrays, in flattening order.
 
     Raises:
-        ConfigError: a leaf is no jax array, or two leaves have the same path (a dict key with a `/` or `.` in it).
+        ConfigError: a leaf is not a jax array, or two leaves have the same path (a dict key contains `/` or `.`).
     """
     table: LeafTable = {}
     for path, leaf in named_leaves(state):
@@ -69,7 +69,7 @@ def leaf_table(state: Any) -> LeafTable:
 
 
 def _check_names(table: LeafTable) -> None:
-    """Raises ConfigError where paths meet on disk: `a.b` and `a/b` are one name, and `a` cannot also be a folder."""
+    """Raises ConfigError if paths collide on disk: `a.b` and `a/b` have one name, and `a` cannot also be a folder."""
     inner = {path.rsplit("/", depth)[0]: path for path in table for depth in range(1, path.count("/") + 1)}
     dotted: dict[str, str] = {}
     for path in table:
@@ -108,7 +108,7 @@ def pick(tree: Mapping[str, Any], path: str) -> Any:
 
 
 def differences(saved: LeafTable, requested: LeafTable) -> list[str]:
-    """Returns one line per leaf that differs between a checkpoint and the requested state; empty when they match."""
+    """Returns one line per leaf that differs between a checkpoint and the requested state; [] if there is none."""
     text = lambda leaf: f"{leaf[1]}[{','.join(map(str, leaf[0]))}]"
     return [
         *(f"{path}: not in the checkpoint, requested {text(x)}" for path, x in requested.items() if path not in saved),
@@ -122,4 +122,4 @@ def differences(saved: LeafTable, requested: LeafTable) -> list[str]:
 
 
 SEAMS = {"pick": pick}
-"""What `verify` replaces (verify/mutations.py)."""
+"""`verify` replaces these functions (verify/mutations.py)."""
