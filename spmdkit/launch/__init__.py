@@ -1,4 +1,4 @@
-"""Starting and supervising processes. `local` is this machine; other ways to start are other files."""
+"""Starts and supervises processes: `local` on this machine, `engines` on clusters."""
 
 from spmdkit.launch.local import launch
 

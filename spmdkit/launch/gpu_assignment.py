@@ -1,5 +1,5 @@
-"""Which GPUs each process of this machine sees: consecutive ones by its number, since a process of JAX takes most of
-the memory of every GPU that it sees. One process alone sees all."""
+"""Assigns GPUs to the processes of this machine: consecutive ones per process, since a JAX process takes most of the
+memory of every GPU that it sees. A single process sees all GPUs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ DEVICES = Path("/dev")
 
 
 def gpus(env: Mapping[str, str], devices: Path = DEVICES) -> list[str]:
-    """Returns the GPUs that a process with these variables would see, by the names that CUDA_VISIBLE_DEVICES takes;
-    none where JAX is configured to use others."""
+    """Returns the GPUs that a process with these variables would see, named as in CUDA_VISIBLE_DEVICES; empty if JAX is
+    configured for other platforms."""
     platforms = env.get("JAX_PLATFORMS", "")
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return []
@@ -24,8 +24,8 @@ def gpus(env: Mapping[str, str], devices: Path = DEVICES) -> list[str]:
 
 
 def pinned(seen: list[str], num_processes: int, process: int, each: int | None) -> dict[str, str]:
-    """Returns the variable of one process: its part of `seen`, `each` GPUs or as many as all can have; nothing where
-    there are not enough for that."""
+    """Returns the variable of one process: its share of `seen`, `each` GPUs or the same number for all processes; empty
+    if there are too few GPUs."""
     share = each or len(seen) // num_processes
     if num_processes == 1 or not share or share * num_processes > len(seen):
         return {}

@@ -1,7 +1,7 @@
 """`launch`: several processes of one command on this machine, with one output, one Ctrl-C and one exit code.
 
-No child outlives the launcher, not even a `kill -9` of it (Linux). After a failure all are gone about two seconds
-later. Everything listens on the loopback interface only, and only the logs of a run are left on the disk.
+No child outlives the launcher, even after `kill -9` (Linux). After a failure all children exit within about two
+seconds. Everything listens on the loopback interface only. Only the logs of a run remain on disk.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from spmdkit.launch.supervisor import Child, Note, Supervisor, end, queued_signa
 
 
 class JobObserver(Protocol):
-    """Who looks on while processes run: a drill, which injects faults. The launcher calls it in its main thread."""
+    """An observer of running processes: a drill, which injects faults. The launcher calls it in its main thread."""
 
     @property
     def addresses(self) -> tuple[str, str]:
-        """The addresses at which process 0, and the launcher and its services listen."""
+        """The address at which process 0 listens, and the address of the launcher and its services."""
         ...
 
     def host(self, process: int) -> AbstractContextManager[None]:
@@ -60,21 +60,21 @@ class JobObserver(Protocol):
         ...
 
     def given(self, process: int) -> tuple[Mapping[str, str], Sequence[int]]:
-        """Returns additional variables and open descriptors of each process of each attempt."""
+        """Returns additional environment variables and open descriptors of a process, for each attempt."""
         ...
 
     def look(self, children: Sequence[Child]) -> None:
-        """Looks at the processes of an attempt, twenty times a second."""
+        """Inspects the processes of an attempt, twenty times a second."""
         ...
 
     def ended(self, children: Sequence[Child], stop_signal: int | None) -> None:
-        """Called when all processes of an attempt are gone, with the first signal that the launcher received."""
+        """Called when all processes of an attempt have exited, with the first signal that the launcher received."""
         ...
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is started: `num_processes` copies of `command`; see `launch`."""
+    """The job to start: `num_processes` copies of `command`; see `launch`."""
 
     command: list[str]
     num_processes: int
@@ -87,14 +87,14 @@ class Job:
 
 @dataclass
 class Outcome:
-    """How one start of all processes ended."""
+    """How one attempt ended."""
 
     code: int = 0
-    stop_signal: int | None = None  # the first signal that the launcher received meanwhile
-    newest: int | None = None  # the newest step that the run has committed
-    before: int | None = None  # the newest when the run reported its directory
-    lost: int = 0  # how many processes are gone as if their machine was
-    processes: int = 0  # how many there were at the end
+    stop_signal: int | None = None  # the first signal that the launcher received during the attempt
+    newest: int | None = None  # the newest committed step of the run
+    before: int | None = None  # the newest committed step when the run reported its directory
+    lost: int = 0  # number of processes lost as in a machine failure
+    processes: int = 0  # number of processes at the end
 
 
 def launch(
@@ -112,10 +112,10 @@ def launch(
     Called from the main thread.
 
     Args:
-        grace_s: seconds that processes have to save and exit after the launcher received SIGINT or SIGTERM. The second
-            signal kills them.
-        max_restarts: number of restarts of all processes after a failure (restart_policy.py). A launcher that received
-            a stop signal starts nothing.
+            grace_s: seconds for processes to save and exit after the launcher receives SIGINT or SIGTERM. A second
+                signal kills them.
+            max_restarts: number of restarts of all processes after a failure (restart_policy.py). After a stop signal
+                the launcher starts nothing.
         observer: observes the job and may inject faults (tools/drill/); the output then goes to the logs only.
         elasticity: how the number of processes changes.
 
@@ -123,14 +123,14 @@ def launch(
         ConfigError: a number is out of its range.
     """
     _check_numbers(num_processes, devices_per_process, grace_s, max_restarts)
-    redact.remember_command(command)  # what is kept of the processes' output is without them
+    redact.remember_command(command)  # stored output omits the secrets of the command line
     job = Job(command, num_processes, devices_per_process, env, grace_s, observer, elasticity)
     with queued_signals() as signals:
         return _run(job, signals, Restarts(max_restarts))
 
 
 def _run(job: Job, signals: deque[int], restarts: Restarts) -> int:
-    """Starts the job, and again as the policy allows; returns the last exit code."""
+    """Starts the job, and restarts it as the policy allows; returns the last exit code."""
     command, most = job.command, restarts.left
     while True:
         ended = _Attempt(job, signals).run()
@@ -164,7 +164,7 @@ def _check_numbers(num_processes: int, devices_per_process: int | None, grace_s:
 
 
 def _resized(job: Job, command: list[str], ended: Outcome) -> Job | None:
-    """Returns the job as it is started again, None where no number of processes will do."""
+    """Returns the job with the number of processes of its restart, None if no number is possible."""
     if job.elasticity is None:
         return job
     before = ended.processes
@@ -185,7 +185,7 @@ def _resized(job: Job, command: list[str], ended: Outcome) -> Job | None:
 
 
 class _Attempt:
-    """One start of all processes, with their own ports and coordination service."""
+    """One start of all processes, with separate ports and a separate coordination service."""
 
     def __init__(self, job: Job, signals: deque[int]):
         self._job, self._signals = job, signals
@@ -200,7 +200,7 @@ class _Attempt:
             say(f"{gpu_assignment.VISIBLE}: {assigned}")
 
     def run(self) -> Outcome:
-        """Starts all processes, and returns when all are gone."""
+        """Starts all processes, and returns when all have exited."""
         job, outcome = self._job, self._outcome
         held = [reserve_port() for _ in range(2)]
         addresses = ("127.0.0.1", "127.0.0.1") if job.observer is None else job.observer.addresses
@@ -236,7 +236,7 @@ class _Attempt:
         supervisor = Supervisor(self._children, self._signals, job.grace_s, self._deaths, self._look)
         elasticity, membership = job.elasticity, None
         if service is not None and elasticity is not None and elasticity.wanted is not None:
-            standby = 0 if self._pinned[0] else elasticity.standby  # its GPUs are not known before
+            standby = 0 if self._pinned[0] else elasticity.standby  # the GPUs of a standby are not known in advance
             membership = self._membership = MembershipHistory(
                 job.num_processes,
                 elasticity.resize,
@@ -263,7 +263,7 @@ class _Attempt:
         descriptors: Sequence[int] = (),
         overrides: Sequence[str] = (),
     ) -> Child:
-        """Returns one process, started; a number below 0: a standby."""
+        """Starts and returns one process; a number below 0: a standby."""
         job = self._job
         coordinator, service = self._addresses
         errors, beats, step = notes = Note(), Note(), Note()
@@ -283,7 +283,7 @@ class _Attempt:
         return child
 
     def _show_output(self) -> None:
-        """Reads what they print. After all have started: a thread that reads holds up the start of the next."""
+        """Reads the output of the processes, after all have started: a reader thread delays the next start."""
         for child in self._children:
             if child.output is None and not child.in_waiting:
                 shown = self._job.observer is None
@@ -304,7 +304,7 @@ class _Attempt:
         self._show_output()
 
     def _judge(self) -> None:
-        """Prints how the attempt ended, and why, as the last thing."""
+        """Prints, at the end of the output, how and why the attempt ended."""
         outcome = self._outcome
         exits = [c.exit for c in self._children if c.exit is not None and not c.mourned and not c.in_waiting]
         first, outcome.lost = cause(exits), len(lost(exits))
@@ -319,7 +319,7 @@ class _Attempt:
 
 
 def _newest(folder: Path | None) -> int | None:
-    """Returns the newest committed step of the run that has this folder of logs."""
+    """Returns the newest committed step of the run that contains this folder of logs."""
     if folder is None:
         return None
     run_dir, checkpoints = folder.parents[1], folder.parents[1] / "checkpoints"
@@ -336,7 +336,7 @@ def child_environment(
     devices_per_process: int | None,
     error_file: Path | str,
 ) -> dict[str, str]:
-    """Returns the environment of one process: the given one and its place in the cluster."""
+    """Returns the environment of one process: `env`, its rank and the cluster."""
     variables = {
         COORDINATOR: coordinator,
         NUM_PROCESSES: str(num_processes),
@@ -347,7 +347,7 @@ def child_environment(
     if devices_per_process is not None:
         variables[DEVICES_PER_PROCESS] = str(devices_per_process)
     if any(name.lower() in ("http_proxy", "https_proxy", "grpc_proxy") for name in env):
-        # gRPC would send even loopback through a proxy.
+        # Without this, gRPC sends even loopback traffic through a proxy.
         others = [env[name] for name in ("no_proxy", "NO_PROXY") if env.get(name)]
         variables["no_proxy"] = variables["NO_PROXY"] = ",".join(["127.0.0.1", "localhost", *others[:1]])
     return {**env, **variables}
@@ -360,7 +360,7 @@ def _start(command: list[str], env: Mapping[str, str], pass_fds: Sequence[int]) 
 
 
 def _explain(first: Exit, child: Child) -> None:
-    """Prints last the message of the process at fault."""
+    """Prints the message of the process at fault, at the end of the output."""
     code = coded(first.code)
     if first.code == ExitCode.PREEMPTED:
         line = f"process {first.process} stopped on request with {code}"

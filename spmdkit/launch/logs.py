@@ -1,5 +1,4 @@
-"""`Logs`: what each process of an attempt prints, in `logs/attempt_k/p003/stdout.txt` and `stderr.txt` in the
-run."""
+"""`Logs`: the output of each process of an attempt, `logs/attempt_k/p003/stdout.txt` and `stderr.txt` in the run."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ from spmdkit.foundation import redact
 from spmdkit.foundation.constants import is_step_name
 
 MOST_WAITING = 10_000
-"""Lines that are buffered until the run reports its directory; of more, the last."""
+"""Lines that are buffered until the run reports its directory; older lines are dropped."""
 
 
 class Logs:
-    """Keeps lines until `open`, and writes them from then on. A full disk ends it silently: the terminal has them."""
+    """Buffers lines until `open`, then writes them. A full disk silently ends them: the terminal has the lines."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[int, str, str]] = deque(maxlen=MOST_WAITING)
@@ -27,7 +26,7 @@ class Logs:
         self.folder: Path | None = None
 
     def open(self, run_dir: Path, num_processes: int) -> None:
-        """Makes the folder of the next attempt in a run's directory, once. Follows no link."""
+        """Creates the folder of the next attempt in a run directory, once. Does not follow links."""
         with self._lock, suppress(OSError):
             parent = run_dir / "logs"
             if self.folder is not None or parent.is_symlink():
@@ -41,7 +40,7 @@ class Logs:
                 self._write(*self._waiting.popleft())
 
     def add(self, process: int, stream: str, line: str) -> None:
-        """Takes one line of a process; `stream`: stdout or stderr."""
+        """Adds one line of a process; `stream`: stdout or stderr."""
         with self._lock, suppress(OSError, ValueError):
             if self.folder is None:
                 self._waiting.append((process, stream, line))
@@ -53,7 +52,7 @@ class Logs:
         file = self._files.get((process, stream))
         if file is None:
             path = self.folder / f"p{process:03}" / f"{stream}.txt"
-            path.parent.mkdir(exist_ok=True)  # of one that has come later
+            path.parent.mkdir(exist_ok=True)  # of a process that joined later
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
             file = self._files[process, stream] = os.fdopen(
                 descriptor, "w", buffering=1, encoding="utf-8", errors="replace"

@@ -1,11 +1,11 @@
 """`MembershipHistory`: a job that continues without lost processes.
 
-    a member dies       -> order k: who the members of generation k are; newcomers are started for it
-    all say ready k     -> its own coordination service for generation k, and its address
+a member dies       -> update k: the members of generation k; newcomers are started for it
+all report ready k  -> the coordination service of generation k, and its address
 
-Another death than of a machine's kind (an error of the user's, a stop, JAX's own abort) ends the job, and
-`--max-restarts` starts it again; so does a generation in which not all come within `MEMBERS_READY_S`, or the third one
-in a row after which no step was done.
+A death that is not like a machine failure (a user error, a stop, an abort by JAX) ends the job, and
+`--max-restarts` restarts it. So does a generation in which a member is not ready within `MEMBERS_READY_S`, or the
+third generation in sequence in which no step is completed.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ from spmdkit.launch.standby import Standbys
 from spmdkit.launch.supervisor import Child, Note
 
 BUSY_SHARE = 0.01
-"""Who waits in a step, and neither trains nor computes for more than this part of a core for so long, is in there for
-good, and is killed immediately."""
+"""A process that waits in a step and uses at most this fraction of a core for `IDLE_IN_STEP_S` is stuck. It is killed
+immediately."""
 STUCK = ("step", "data", "waiting")
-"""Phases in which a process waits for the others; what compiles, restores or saves comes by itself."""
+"""Phases in which a process waits for the others. Compilation, restore and save complete without them."""
 MOST_IDLE = 3
 LEAST = 2
 
 Resize = Callable[[int, int], "tuple[int, list[str]] | None"]
-"""(processes before, lost) -> (processes of the next generation, `key=value` for their config), None where no number
-will do."""
+"""(processes before, lost) -> (processes of the next generation, `key=value` overrides of their config), None if no
+number is possible."""
 Wanted = Callable[[int], "tuple[int, list[str]] | None"]
-"""Processes now -> the same of more processes, None where no more are requested."""
+"""Number of processes now -> the same tuple for more processes, None if no more are requested."""
 
 
 class Elasticity(NamedTuple):
     """How the number of processes of a job changes (elastic/sizes.py)."""
 
-    resize: Resize  # the number of a restart
-    wanted: Wanted | None = None  # the number that the job should have now; None: it stops at a loss
-    standby: int = 0  # processes that replace lost ones (standby.py)
-    precompile: Precompile | None = None  # compiles ahead for other numbers
+    resize: Resize  # the number of processes after a loss
+    wanted: Wanted | None = None  # the number of processes that the job should have now; None: it stops at a loss
+    standby: int = 0  # spare processes that replace lost ones (standby.py)
+    precompile: Precompile | None = None  # compiles for other numbers of processes in advance
 
 
 class MembershipHistory:
     """The membership of one attempt.
 
     Args:
-        newcomer: starts one process: (its number, variables, descriptors, `key=value`s) -> the child.
-        service_process: of the first generation.
+            newcomer: starts one process: (its number, variables, descriptors, `key=value` overrides) -> the child.
+            service_process: the coordination service of the first generation.
 
     Attributes:
-        running: the process of each rank in the generation that has begun last.
+            running: the process of each rank in the generation that started last.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class MembershipHistory:
         self._ready: dict[int, Note] = {}
         self._children: dict[int, Child] = {}
         self._service_processes, self._holders = [service_process], list[socket.socket]()
-        self._since: float | None = None  # all are waited for
-        self._coming: MembershipUpdate | None = None  # newcomers are started for it, and everybody trains
+        self._since: float | None = None  # start of the wait for all members
+        self._coming: MembershipUpdate | None = None  # newcomers are started for it while the members train
         self._dismissed: set[int] = set()
         self._killed: list[Child] = []
-        self._busy: dict[int, tuple[float, int]] = {}  # process -> (since when it may be idle, `busy_ns` then)
+        self._busy: dict[int, tuple[float, int]] = {}  # process -> (start of a possible idle period, `busy_ns` then)
         self._refused = 0
         self._looked, self._best, self._idle = clock(), -1, 0
         self.running = tuple(range(num))
@@ -92,10 +92,10 @@ class MembershipHistory:
         self._standbys, self._left_at = Standbys(standby, self._start_standby), -1
         self.gave_up = ""
 
-    # ---- what a process is given ----
+    # ---- environment of a process ----
 
     def given(self, process: int, born: int = 1) -> tuple[Mapping[str, str], list[int]]:
-        """Returns variables and open descriptors of one process."""
+        """Returns the environment variables and open descriptors of one process."""
         if process in self._ready:
             self._ready[process].close()
         ready = self._ready[process] = Note()
@@ -108,13 +108,13 @@ class MembershipHistory:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Who is in the newest generation, in the order of their ranks."""
+        """The members of the newest generation, in rank order."""
         return self._order.members
 
     # ---- deaths ----
 
     def goes_on(self, child: Child) -> bool:
-        """Returns whether the others continue without a process that has ended; notifies them."""
+        """Returns whether the others continue without a process that has exited; notifies them."""
         assert child.exit is not None
         if self._standbys.has_ended(child):
             return True
@@ -146,7 +146,7 @@ class MembershipHistory:
         free = [p for p in (dead, *range(processes + len(self._children))) if p not in members]
         more = list(dict.fromkeys(free))[: processes - len(members)]
         started = [*more]
-        if more and more[0] == dead:  # its place, and with it its rank
+        if more and more[0] == dead:  # a newcomer with its number takes its rank
             members.insert(min(self._order.members.index(dead), len(members)), more.pop(0))
         members += more
         self._standbys.lost(dead)
@@ -169,7 +169,7 @@ class MembershipHistory:
                 self._start(process, self._order)
 
     def _stands_still(self) -> bool:
-        """Returns whether membership come and go and no step is done."""
+        """Returns whether the membership changes repeatedly without a completed step."""
         newest = max((step for step in self._steps(self._children) if step is not None), default=-1)
         self._left_at = max(self._left_at, newest)
         self._idle = 0 if newest > self._best else self._idle + 1
@@ -179,10 +179,10 @@ class MembershipHistory:
     def _steps(self, processes: Iterable[int]) -> list[int | None]:
         return [step_of(self._children[process].step.read()) for process in processes]
 
-    # ---- every turn of the launcher ----
+    # ---- every poll of the launcher ----
 
     def turn(self) -> bool:
-        """Does what is due; returns False where all have to be started again."""
+        """Performs the changes that are due; returns False if all processes must be restarted."""
         now = self._clock()
         gone = [p for p in self._order.members if self._children[p].exit is not None]
         if gone:
@@ -208,13 +208,13 @@ class MembershipHistory:
         elif now - self._looked > RESIZE_POLL_S:
             self._looked = now
             if all(step is not None and step > self._left_at for step in self._steps(self._order.members)):
-                self._standbys.fill()  # not before: it takes a core that all wait for
+                self._standbys.fill()  # not earlier: it takes a core that all members wait for
                 self._precompile.turn()
             self._grow()
         return True
 
     def _end_stuck(self, now: float, is_late: bool) -> None:
-        """Kills who does not come out of the step of the generation before."""
+        """Kills members that do not finish the step of the previous generation."""
         for process in self._order.members:
             child = self._children[process]
             phase = str((child.last_beat or {}).get("phase", ""))
@@ -228,7 +228,7 @@ class MembershipHistory:
                 send(child.popen.pid, signal.SIGKILL)
 
     def _is_idle(self, child: Child, now: float) -> bool:
-        """Returns whether a process has used hardly any of a core for `IDLE_IN_STEP_S`."""
+        """Returns whether a process has used at most `BUSY_SHARE` of a core for `IDLE_IN_STEP_S`."""
         busy = busy_ns(child.popen.pid)
         if busy is None:
             return False
@@ -259,10 +259,10 @@ class MembershipHistory:
         self._note.write(self._order.text())
         self._since = None
         for service_process in self._service_processes[:-1]:
-            service_process.shutdown()  # it stays while a process is connected
+            service_process.shutdown()  # it runs while a process is connected
 
     def _grow(self) -> None:
-        """Starts newcomers where more processes are wanted; the others train until those can join."""
+        """Starts newcomers if more processes are requested; the others train until the newcomers can join."""
         now = len(self._order.members)
         size = self._wanted(now)
         if size is None or size[0] <= now or size[0] == self._refused:
@@ -281,7 +281,7 @@ class MembershipHistory:
     def _start(self, process: int, order: MembershipUpdate) -> None:
         variables, descriptors = self.given(process, order.number)
         place = {NUM_PROCESSES: str(len(order.members)), PROCESS_ID: str(order.members.index(process))}
-        variables = {**variables, **place}  # for its environment; the update that it waits for decides
+        variables = {**variables, **place}  # for environment detection; the update that it waits for takes precedence
         self.take(self._newcomer(process, variables, descriptors, list(order.overrides)))
 
     def _start_standby(self, number: int) -> Child:

@@ -1,10 +1,10 @@
-"""`MembershipUpdate`: the membership of a generation, from a launcher to its processes in a nameless file, and the
+"""`MembershipUpdate`: the membership of a generation. A launcher sends it to its processes in an unnamed file, and they
 reply.
 
 launcher                                               process
-a member is dead: number 2, members [0, 1, 4, 3] --->  leaves what it does, and its backend
+a member is dead: number 2, members [0, 1, 4, 3] --->  aborts its work, closes its backend
                                               <---     ready 2
-all are ready, the service is up: service        --->  joins as the rank at which its own number stands
+all are ready, the service is up: service        --->  joins; its rank is the index of its number in `members`
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from typing import Any
 from spmdkit.foundation.constants import GENERATION, MEMBER, MEMBERSHIP_FILE, READY_FILE
 
 ORDER_BYTES = 1 << 14
-"""What is written, one over the other."""
+"""Size of an update in the file; each update overwrites the previous one."""
 
 
 @dataclass(frozen=True)
 class MembershipUpdate:
     """One generation."""
 
-    number: int  # counted from 1, the start of all
-    members: tuple[int, ...]  # the process of each rank, by the number that the launcher gave it
+    number: int  # counted from 1, the initial start
+    members: tuple[int, ...]  # the process of each rank, by the number that the launcher assigned
     service: str = ""  # `host:port` of its coordination service; empty until all members are ready
-    planned: bool = False  # no process has died: all continue to a step that they agree on
+    planned: bool = False  # no process has died: all continue to an agreed step
     overrides: tuple[str, ...] = ()  # `key=value` overrides for the config of this generation
-    why: str = ""  # for people
-    adopted: tuple[tuple[int, int], ...] = ()  # (number of a standby, the process that it is from now on)
+    why: str = ""  # the reason, for messages
+    adopted: tuple[tuple[int, int], ...] = ()  # (number of a standby, number of the process that it replaces)
 
     def process_of(self, number: int) -> int:
-        """Returns which process one is that was started with `number`: another one where it was a standby."""
+        """Returns the current number of the process that was started with `number`; a standby gets a new one."""
         return dict(self.adopted).get(number, number)
 
     def text(self) -> str:
@@ -43,7 +43,7 @@ class MembershipUpdate:
 
 
 def parse_update(text: str | bytes) -> MembershipUpdate | None:
-    """Returns the order of `MembershipUpdate.text`, None where it is half written or none."""
+    """Returns the update written by `MembershipUpdate.text`, None if it is incomplete or absent."""
     try:
         values: dict[str, Any] = json.loads(text)
         values["adopted"] = tuple((standby, process) for standby, process in values["adopted"])
@@ -66,13 +66,13 @@ class MembershipFiles:
         return None
 
     def say_ready(self, number: int) -> None:
-        """Reports that this process has left its backend, and can join generation `number`."""
+        """Reports that this process has closed its backend, and can join generation `number`."""
         with suppress(OSError):
             os.pwrite(self._ready, f"{number:20d}\n".encode(), 0)
 
 
 def parse_ready(content: bytes) -> int:
-    """Returns the generation that a process is ready for, 0 where it has reported nothing."""
+    """Returns the generation that a process is ready for, 0 if it has reported none."""
     try:
         return int(content[:21])
     except ValueError:
@@ -80,7 +80,7 @@ def parse_ready(content: bytes) -> int:
 
 
 def open_membership_files(env: Mapping[str, str]) -> MembershipFiles | None:
-    """Returns the files that a launcher has named, None where it gives no orders."""
+    """Returns the files that a launcher has named, None if it sends no updates."""
     try:
         order = os.open(env[MEMBERSHIP_FILE], os.O_RDONLY | os.O_CLOEXEC)
         ready = os.open(env[READY_FILE], os.O_WRONLY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""What the processes print comes out as ours, line by line, each with its process number in front."""
+"""Copies the output of the processes to the launcher's output, line by line, after the process number."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ TAIL_LINES = 20
 GREETING = re.compile(
     r"\[Gloo\] Rank (\[Gloo\] Rank |\d+| is connected to | peer ranks\. |Expected number of connected peer ranks is : )*"  # noqa: E501
 )
-"""What Gloo prints on standard output for every group of processes; not for people. Its threads write several at the
-same time, one into the other, and what the process writes next may stand behind the beginning of one."""
+"""Text that Gloo prints on standard output for every process group; not for users. Its threads write at the same time,
+so the texts interleave, and the process's next output may follow a partial one."""
 
 
 def without_greeting(line: str) -> str | None:
-    """Returns the line without Gloo's text at its beginning; None where nothing else is there."""
+    """Returns the line without Gloo's text at its beginning; None if nothing remains."""
     found = GREETING.match(line)
     return line if found is None else line[found.end() :] or None
 
 
 class Output:
-    """Two threads that copy one process's lines to ours and into its logs. `tail`: the end of its standard error."""
+    """Two threads that copy one process's lines to the launcher's output and the logs. `tail`: end of its stderr."""
 
     def __init__(
         self, process: int, popen: subprocess.Popen[bytes], lock: threading.Lock, logs: Logs, shown: bool = True
@@ -46,7 +46,7 @@ class Output:
             self._readers[-1].start()
 
     def run_out(self) -> None:
-        """Waits until the last lines of a process that has ended are copied."""
+        """Waits until the last lines of an exited process are copied."""
         for reader in self._readers:
             reader.join(timeout=1.0)
 
@@ -73,4 +73,4 @@ def _copy(
                         target.write(f"{prefix}{line}\n")
                         target.flush()
             except (OSError, ValueError):
-                target = None  # our reader is gone; the child must still not block on a full pipe
+                target = None  # the launcher's reader has exited; the child must still not block on a full pipe

@@ -1,8 +1,7 @@
-"""`Precompile`: fills the compile cache for other numbers of processes while the job trains.
+"""`Precompile`: fills the compilation cache for other numbers of processes while the job trains.
 
-For each size, one after the other, a job of so many processes is started with the same config, at the lowest priority,
-up to the point where its step is compiled. These are real processes, since XLA's key holds the devices and their
-arrangement.
+For each size in sequence, it starts a job of that many processes with the same config, at the lowest priority, up to
+the compilation of the step. These are real processes, since XLA's cache key includes the devices and their topology.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from spmdkit.foundation.constants import COMPILE_ONLY
 from spmdkit.launch.process import say, start
 
 LOWEST = 19
-"""`nice`."""
+"""The lowest priority of `nice`."""
 
 
 class Precompile:
-    """The jobs that only compile, of one launcher.
+    """The compile-only jobs of one launcher.
 
     Args:
-        sizes: number of processes -> additional arguments of its command.
-        train: the words of `train CONFIG KEY=VALUE...`.
+            sizes: number of processes -> additional arguments of the command.
+            train: the arguments of `train CONFIG KEY=VALUE...`.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class Precompile:
         self._size = 0
 
     def turn(self) -> None:
-        """Begins the next one when the one before has ended. Called now and then while the job trains."""
+        """Starts the next job when the previous one has ended. Called regularly while the job trains."""
         if self._running is not None:
             if self._running.poll() is None:
                 return
@@ -55,14 +54,14 @@ class Precompile:
             self._running = start(self.command(self._size, more), env, **streams, start_new_session=True)
 
     def command(self, size: int, more: Sequence[str]) -> list[str]:
-        """Returns the words of the job of one size."""
+        """Returns the command of the job of one size."""
         launch = ["nice", "-n", str(LOWEST), sys.executable, "-m", "spmdkit", "launch", "-n", str(size)]
         if self._devices is not None:
             launch += ["--devices-per-process", str(self._devices)]
         return [*launch, "--", *self._train, *more]
 
     def end(self) -> None:
-        """Ends the one that runs; its processes die with it."""
+        """Ends the running job; its processes die with it."""
         if self._running is not None:
             self._running.kill()
             self._running.wait()

@@ -1,8 +1,8 @@
-"""Child processes: start them so that they die with this one, read how they ended, send signals.
+"""Child processes: starts them so that they die with this one, reads their exit status, sends signals.
 
-The kernel kills a child when its parent dies, even by `kill -9` (PR_SET_PDEATHSIG, Linux). The signal comes when the
-*thread* that started the child ends, so a lasting thread starts it. Python code between fork and exec (`preexec_fn`)
-can deadlock where JAX's threads run, so a small Python program calls the kernel and then becomes the command (20 ms).
+The kernel kills a child when its parent dies, even by `kill -9` (PR_SET_PDEATHSIG, Linux). It sends the signal when the
+*thread* that started the child ends, so a permanent thread starts it. Python code between fork and exec (`preexec_fn`)
+can deadlock while JAX's threads run, so a small Python program makes the system call and executes the command (20 ms).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1
 XLA_POOL = "tf_"
-"""Begins the names of the threads in which XLA computes on CPU (jaxlib 0.10.2)."""
+"""Name prefix of the threads in which XLA computes on CPU (jaxlib 0.10.2)."""
 
 _BECOME = f"""
 import _signal
@@ -35,9 +35,9 @@ try:
 except OSError as error:
     sys.exit(f"{{sys.argv[2]}}: {{error.strerror}}")
 """
-"""Makes the request to the kernel, checks whether the parent died in between, and becomes the command; -I -S: nothing
-else of Python is loaded. A Ctrl-C meanwhile ends it without a traceback; a command of ours takes it as soon as it can
-(spmdkit/__main__.py)."""
+"""Makes the system call, checks whether the parent died in the meantime, and executes the command; -I -S: loads nothing
+else of Python. A Ctrl-C in the meantime ends it without a traceback; a spmdkit command handles Ctrl-C as early as
+possible (spmdkit/__main__.py)."""
 
 _lasting_thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="spmdkit-start")
 """Starts children for threads that may end before them."""
@@ -59,8 +59,8 @@ def say(line: str) -> None:
 
 
 def exit_status(pid: int) -> int | None:
-    """Returns the exit status (negative for a signal), or None while it runs. The dead stay zombies, so that the number
-    of their group is not reused before the group is killed."""
+    """Returns the exit status (negative for a signal), or None while it runs. A dead process stays a zombie, so that
+    its group number is not reused before the group is killed."""
     info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if info is None:
         return None
@@ -68,8 +68,8 @@ def exit_status(pid: int) -> int | None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Returns whether a process is stopped (SIGSTOP, a debugger), which is no fault; True also where that cannot
-    be seen."""
+    """Returns whether a process is stopped (SIGSTOP, a debugger), which is not a fault; True also if the state cannot
+    be read."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rpartition(")")[2].split()[0] in "tT"
@@ -78,8 +78,8 @@ def is_stopped(pid: int) -> bool:
 
 
 def busy_ns(pid: int) -> int | None:
-    """Returns for how many nanoseconds the main thread of a process and XLA's pools of threads have run, None where
-    that cannot be seen. All others use up to 10 % of a core together."""
+    """Returns the CPU time of a process's main thread and XLA thread pools in nanoseconds, None if it cannot be read.
+    All other threads together use up to 10 % of a core."""
     total = 0
     try:
         for thread in os.scandir(f"/proc/{pid}/task"):
@@ -92,8 +92,8 @@ def busy_ns(pid: int) -> int | None:
 
 
 def send(pid: int, number: int) -> None:
-    """Sends a signal to the leader of a session; KILL goes to its whole group, so that its own children go too."""
-    if pid <= 1:  # the group 1 means every process of the machine to the kernel
+    """Sends a signal to the leader of a session. KILL is sent to its process group, so that its children die too."""
+    if pid <= 1:  # for the kernel, group 1 means every process of the machine
         raise ValueError(f"process {pid} is none that we have started")
-    with suppress(ProcessLookupError):  # it ended in this moment
+    with suppress(ProcessLookupError):  # it has just exited
         (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)

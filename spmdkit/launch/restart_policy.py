@@ -1,4 +1,4 @@
-"""`Restarts`: whether what has ended is started again, and when. Pure."""
+"""`Restarts`: whether and when an ended job is restarted. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from spmdkit.foundation.timeouts import RESTART_FIRST_WAIT_S, RESTART_LONGEST_WA
 FINAL = (
     0,
     ExitCode.CHECK_FAILED,
-    2,  # the command line itself is wrong
+    2,  # invalid command line
     ExitCode.NOT_FINITE,
     ExitCode.CONFIG,
     ExitCode.CHECKPOINT,
     ExitCode.INTERRUPTED,
 )
-"""Codes that another start would end with again."""
+"""Exit codes after which a restart would fail in the same way."""
 
 MOST_IDLE = 3
 
@@ -22,8 +22,8 @@ MOST_IDLE = 3
 class Restarts:
     """Counts the attempts of one launcher.
 
-    A start after a preemption (42) costs nothing, any other one of `most`. Three attempts in a row after which no newer
-    step was committed are the last. The wait doubles from 1 s to 60, and starts again where there was progress.
+    A restart after a preemption (42) is not counted, any other one counts toward `most`. There is no restart after
+    three consecutive attempts without a newly committed step. The delay doubles from 1 s to 60, and progress resets it.
     """
 
     def __init__(self, most: int):
@@ -33,11 +33,11 @@ class Restarts:
         self._newest = -1
 
     def after(self, code: int, newest: int | None, before: int | None = None) -> float | None:
-        """Returns the seconds until the next attempt, None where there is none.
+        """Returns the seconds until the next attempt, None if there is none.
 
         Args:
-            newest: the newest step that is committed by now.
-            before: the newest when the attempt began; a run that the launcher found is no progress of its own.
+                newest: the newest committed step.
+                before: the newest step when the attempt began; an existing run does not count as progress.
         """
         if not self._may or code in FINAL:
             return None

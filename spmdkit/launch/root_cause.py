@@ -1,4 +1,4 @@
-"""Which of several dead processes died of its own: one failure brings down the others, in no useful order. Pure."""
+"""The root cause among several dead processes: one failure ends the others, in an arbitrary order. Pure."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ ABORTED = 128 + signal.SIGABRT
 
 @dataclass(frozen=True)
 class Exit:
-    """How one process ended. `status` is negative for a signal, as in `subprocess`; `order` counts exits as seen."""
+    """How one process ended. `status` is negative for a signal, as in `subprocess`; `order`: of detection."""
 
     process: int
     status: int
     order: int
-    ended_by_us: bool = False  # it was still alive when the launcher sent TERM or KILL because of another one
+    ended_by_us: bool = False  # still alive when the launcher sent TERM or KILL because of another process
     message: str | None = None  # from its error file
     time: float = 0.0  # from its error file, comparable on one machine only
-    blamed: tuple[int, ...] = ()  # from its error file: the processes at fault, where it is not this one
-    judged: int | None = None  # the code of what the launcher saw, where the process could say nothing itself
+    blamed: tuple[int, ...] = ()  # from its error file: the processes at fault, if not this one
+    judged: int | None = None  # the exit code assigned by the launcher, if the process could not report one
 
     @property
     def code(self) -> int:
-        """The exit code as a shell gives it: 128+n for signal n."""
+        """The exit code as a shell reports it: 128+n for signal n."""
         if self.judged is not None:
             return self.judged
         return 128 - self.status if self.status < 0 else self.status
 
 
 def ended_by(exit: Exit) -> str:
-    """Returns `ended by SIGKILL`, or the words of an exit code."""
+    """Returns `ended by SIGKILL`, or the description of an exit code."""
     if exit.status >= 0 or exit.judged is not None:
         return outcome(exit.code)
     number = -exit.status
@@ -40,7 +40,7 @@ def ended_by(exit: Exit) -> str:
 
 
 def coded(code: int) -> str:
-    """Returns `exit code 76, a watchdog ended a hang`; of a code that is none of ours the number alone."""
+    """Returns `exit code 76, a watchdog ended a hang`; only the number if the code is not one of spmdkit's."""
     known = code in {int(known) for known, _ in OUTCOMES.values()}
     return f"exit code {code}" + (f", {outcome(code)}" if known else "")
 
@@ -48,16 +48,16 @@ def coded(code: int) -> str:
 def cause(exits: list[Exit]) -> Exit | None:
     """Returns the process that failed first, or None when all returned 0.
 
-    Strongest sign first: it wrote its own error; it died by a signal other than 6 (JAX aborts by 6 when a *peer* dies);
-    it returned another code; it stopped on request; it wrote that a peer went away; it aborted; we ended it.
+    Strongest evidence first: it wrote its own error; it died by a signal other than 6 (JAX aborts by 6 when a *peer*
+    dies); it returned another code; it stopped on request; it reported a lost peer; it aborted; the launcher ended it.
     """
     failed = [e for e in exits if e.code != 0]
     return min(failed, key=_weakness) if failed else None
 
 
 def lost(exits: list[Exit]) -> frozenset[int]:
-    """Returns who is gone as if its machine was: killed by a signal that is not ours, held, or missed by the others.
-    Not a process that reported why it exited."""
+    """Returns the processes lost as in a machine failure: killed by an external signal, blocked, or reported missing by
+    others. Excludes processes that reported why they exited."""
     killed = {
         e.process for e in exits if e.judged is not None or (e.status < 0 and not e.ended_by_us and e.code != ABORTED)
     }

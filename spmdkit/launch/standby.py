@@ -1,7 +1,7 @@
-"""`Standbys`: processes that have imported all that a run needs, and wait to take the place of one that dies.
+"""`Standbys`: spare processes that have imported everything a run needs, and wait to replace a process that dies.
 
-Each is started as a newcomer with a number below 0, and waits for an order (membership_file.py). After `MOST_FAILED`
-that end while they wait no more are started.
+Each starts as a newcomer with a number below 0, and waits for a membership update (membership_file.py). After
+`MOST_FAILED` have exited while waiting, no more are started.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Standbys:
     """The standbys of one attempt.
 
     Attributes:
-        adopted: the number of each that has taken a place -> the process that it is.
+            adopted: the number of each standby in use -> the number of the process that it replaces.
     """
 
     def __init__(self, num: int, start: Callable[[int], Child]):
@@ -34,7 +34,7 @@ class Standbys:
             self._waiting.append(self._start(-self._started))
 
     def adopt(self, process: int) -> tuple[int, Child] | None:
-        """Returns (number, child) of the one that waits the longest, which is `process` from now on, or None."""
+        """Returns (number, child) of the standby that has waited longest and now replaces `process`, or None."""
         while self._waiting:
             child = self._waiting.pop(0)
             if child.exit is None:
@@ -47,7 +47,7 @@ class Standbys:
         self.adopted = {number: each for number, each in self.adopted.items() if each != process}
 
     def has_ended(self, child: Child) -> bool:
-        """Returns whether a child that has ended was one that waits."""
+        """Returns whether an exited child was a waiting standby."""
         if not child.in_waiting:
             return False
         if child in self._waiting:
@@ -56,7 +56,7 @@ class Standbys:
         return True
 
     def end(self) -> None:
-        """Ends all that wait: the job is done. No more are started."""
+        """Ends all waiting standbys when the job is done. No more are started."""
         waiting, self._waiting, self._num = self._waiting, [], 0
         for child in waiting:
             child.told_to_end = True

@@ -1,4 +1,4 @@
-"""When the rest of the processes must end: after one has failed or stopped, or a stop was requested."""
+"""Decides when the remaining processes must end: after one has failed or stopped, or after a stop request."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from spmdkit.launch.root_cause import Exit, ended_by
 
 
 class Note:
-    """A file without a name in which a process reports to the launcher, which passes it open."""
+    """An unnamed file in which a process reports to the launcher. The process inherits its open descriptor."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  it lasts as long as the process that writes into it
         self.descriptor = self._file.fileno()
-        self.path = f"{NAMELESS}{self.descriptor}"  # as the process sees it
+        self.path = f"{NAMELESS}{self.descriptor}"  # the path in the process
 
     def read(self) -> bytes:
         return os.pread(self.descriptor, MOST_NOTE_BYTES, 0)
 
     def write(self, text: str) -> None:
-        """Writes from the beginning, no less than what stands there."""
+        """Overwrites the content from the beginning; `text` must not be shorter than the content."""
         os.pwrite(self.descriptor, text.encode(), 0)
 
     def close(self) -> None:
@@ -53,17 +53,17 @@ class Child:
 
     process: int
     popen: subprocess.Popen[bytes]
-    errors: Note  # what ended it
-    beats: Note  # that Python runs in it
-    step: Note  # the step that it dispatched last
+    errors: Note  # why it ended
+    beats: Note  # its heartbeats: Python runs in it
+    step: Note  # the last step that it dispatched
     output: Output | None = None
     exit: Exit | None = None
     told_to_end: bool = False
-    beat: bytes = b""  # its last beat
-    last_beat: Mapping[str, Any] | None = None  # parsed: the phase, and for how long no Python may run in it
-    heard: float = 0.0  # when that came, by the launcher's running clock
-    held: str | None = None  # the launcher's message about it, when its interpreter is blocked
-    mourned: bool = False  # it is dead, and the others go on without it (membership.py)
+    beat: bytes = b""  # its last heartbeat
+    last_beat: Mapping[str, Any] | None = None  # parsed: the phase, and the limit of the time without Python
+    heard: float = 0.0  # when that arrived, by the launcher's running clock
+    held: str | None = None  # the launcher's message about it, if its interpreter is blocked
+    mourned: bool = False  # it is dead, and the others continue without it (membership.py)
 
     @property
     def in_waiting(self) -> bool:
@@ -76,7 +76,7 @@ STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP
 
 @contextmanager
 def queued_signals() -> Iterator[deque[int]]:
-    """Collects signals that request a stop, instead of ending the launcher. Ignored ones stay so (`nohup`)."""
+    """Collects stop signals, which would otherwise end the launcher. Ignored ones stay ignored (`nohup`)."""
     received: deque[int] = deque()
 
     def receive(number: int, frame: FrameType | None) -> None:
@@ -92,11 +92,11 @@ def queued_signals() -> Iterator[deque[int]]:
 
 
 class Supervisor:
-    """Waits for all children, and decides when the rest of them must end."""
+    """Waits for all children, and decides when the remaining ones must end."""
 
     def __init__(
         self,
-        children: Sequence[Child],  # one list; newcomers may be added to it
+        children: Sequence[Child],  # one shared list; newcomers may be added to it
         signals: deque[int],
         grace_s: float,
         deaths: Note | None = None,
@@ -104,7 +104,7 @@ class Supervisor:
     ):
         self._children, self._signals, self._grace_s = children, signals, grace_s
         self._deaths, self.each_turn = deaths, each_turn
-        self.goes_on: Callable[[Child], bool] = lambda child: False  # whether the others do, without a dead one
+        self.goes_on: Callable[[Child], bool] = lambda child: False  # whether the others continue without a dead one
         self.members: Callable[[], Sequence[int]] = lambda: range(len(children))  # the process of each rank
         self._dead: dict[int, dict[str, Any]] = {}
         self._asked: int | None = None
@@ -113,7 +113,7 @@ class Supervisor:
         self._running = RunningClock(time.monotonic)
 
     def run(self) -> int | None:
-        """Returns when every child is dead: the first signal that the launcher received, or None."""
+        """Returns when every child is dead, with the first signal that the launcher received, or None."""
         while any(child.exit is None for child in self._children):
             self.each_turn()
             self._take_signals()
@@ -141,13 +141,13 @@ class Supervisor:
                     send(child.popen.pid, number)
 
     def _take_beats(self) -> None:
-        """Ends a process in which no Python has run for longer than may be, though it is not stopped."""
+        """Ends a process in which no Python has run for longer than allowed, unless it is stopped."""
         now = self._running.tick()
         for child in self._children:
             beat = child.beats.read()
             if beat != child.beat:
                 child.heard, child.beat = now, beat
-                with suppress(ValueError):  # half written: the next one comes in a moment
+                with suppress(ValueError):  # half written: the next one follows shortly
                     child.last_beat = json.loads(beat)
             elif child.last_beat is not None:
                 limit_s = child.last_beat["interpreter_timeout_s"]
@@ -186,21 +186,21 @@ class Supervisor:
             self._num_exits += 1
             child.mourned = self._asked is None and self._kill_at == float("inf") and self.goes_on(child)
             if child.mourned:
-                send(child.popen.pid, signal.SIGKILL)  # what it has left of its group
+                send(child.popen.pid, signal.SIGKILL)  # the remaining processes of its group
                 child.popen.wait()
                 continue
             self._tell_of(child.exit)
             self._limit_the_others(child.exit)
             if child.exit.code == ExitCode.PEER_LOST:
                 for other in (c for c in self._children if c.process in child.exit.blamed and c.exit is None):
-                    if self._running.now - other.heard > SILENT_PROCESS_S:  # the others miss it, and so do we
+                    if self._running.now - other.heard > SILENT_PROCESS_S:  # reported missing, and without a beat
                         self._end_held(other)
                         other.told_to_end = True
-                        send(other.popen.pid, signal.SIGKILL)  # a stopped one can take nothing else
+                        send(other.popen.pid, signal.SIGKILL)  # a stopped process receives no other signal
 
     def _tell_of(self, exit: Exit) -> None:
-        """Notifies the others immediately that a process died, and how: they cannot continue, and end with that as
-        their reason."""
+        """Notifies the others immediately that a process died, and how. They cannot continue, and exit with this
+        reason."""
         if self._deaths is None or exit.code in (0, ExitCode.PREEMPTED):
             return
         message = exit.message.splitlines()[0][:500] if exit.message else ended_by(exit)
@@ -210,7 +210,7 @@ class Supervisor:
         self._deaths.write(json.dumps(self._dead))
 
     def _limit_the_others(self, exit: Exit) -> None:
-        """An agreed stop leaves time to save; after a failure no process can finish."""
+        """Limits the remaining time of the others: to save after an agreed stop, to exit after a failure."""
         now = time.monotonic()
         signalled = self._asked is not None and exit.code in [128 + number for number in STOPPING]
         if exit.code == ExitCode.PREEMPTED or signalled:
@@ -230,7 +230,7 @@ class Supervisor:
 
 
 def end(children: Sequence[Child]) -> None:
-    """Kills what is left of every group, reaps, and lets the output run out."""
+    """Kills the remaining processes of every group, reaps them, and copies the remaining output."""
     for child in children:
         if not child.mourned:  # its number may belong to another process by now
             send(child.popen.pid, signal.SIGKILL)
@@ -244,12 +244,12 @@ def end(children: Sequence[Child]) -> None:
 
 
 def _left_at_work(child: Child) -> str:
-    """Returns a message for a process that exited with code 0 while its record is unfinished, or nothing."""
+    """Returns a message for a process that exited with code 0 while its record is unfinished, or an empty text."""
     try:
         if not json.loads(child.errors.read()).get("running"):
             return ""
     except (ValueError, AttributeError):
-        return ""  # no command of ours, or one that has not begun
+        return ""  # not a spmdkit command, or not started yet
     step = step_of(child.step.read())
     return (
         f"process {child.process} left with exit code 0 "
@@ -260,7 +260,7 @@ def _left_at_work(child: Child) -> str:
 
 
 def _report(errors: Note, members: Sequence[int]) -> dict[str, Any]:
-    """Returns what the process wrote before it left: its message, the time, and the processes at fault."""
+    """Returns the report that the process wrote before it exited: its message, the time, and the processes at fault."""
     try:
         record = json.loads(errors.read())
         ranks = [int(rank) for rank in record.get("blamed", ())]

@@ -1,4 +1,4 @@
-"""Engines that people already have: each renders what starts a job on it, as text (base.py)."""
+"""Engines such as schedulers: each renders the files and commands that start a job on it (base.py)."""
 
 from __future__ import annotations
 

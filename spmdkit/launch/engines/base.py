@@ -1,12 +1,12 @@
-"""What an engine is: how a job of some processes is written for one kind of scheduler. One file each in this folder.
+"""The interface of an engine: it renders a job of several processes for one kind of scheduler. One file per engine.
 
 An engine is a module with
 
-    OPTIONS: Mapping[str, Option]        what `--set NAME=VALUE` may say, each with its default and a sentence
+    OPTIONS: Mapping[str, Option]        the options of `--set NAME=VALUE`, each with its default and a description
     render(job) -> Rendered              files and commands, as text
 
-`render` is pure, so that what is printed is what is run. Each process gets its rank from the engine's environment
-(cluster/environments/). Rendered text is for people, who change it: comments explain what is not obvious.
+`render` is pure, so the printed text is exactly what runs. Each process gets its rank from the engine's environment
+(cluster/environments/). Users edit the rendered text: its comments explain what is not obvious.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from spmdkit.foundation.formatting import nearest
 REQUIRED = "<required>"
 
 AGAIN = int(ExitCode.PREEMPTED)
-"""The exit code that requests another start."""
+"""The exit code that requests a restart."""
 
 FINAL = tuple(int(code) for code in (ExitCode.CHECK_FAILED, ExitCode.NOT_FINITE, ExitCode.CONFIG, ExitCode.CHECKPOINT))
-"""Codes that another start would end with again."""
+"""Exit codes after which a restart would fail in the same way."""
 
 
 class Option(NamedTuple):
-    """One setting of an engine. `default` is a text as well; REQUIRED: it has to be given."""
+    """One option of an engine. `default` is text; REQUIRED: the user must set it."""
 
     default: str
     help: str
@@ -36,30 +36,30 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """What is to be started."""
+    """The job to start."""
 
-    arguments: tuple[str, ...]  # of spmdkit: `("train", "config.yaml", "steps=100")`
-    num_processes: int  # all together
+    arguments: tuple[str, ...]  # arguments of spmdkit: `("train", "config.yaml", "steps=100")`
+    num_processes: int  # in total
     name: str  # letters, digits and dashes
-    max_restarts: int = 0  # how often a failure is followed by another start; 42 always is
+    max_restarts: int = 0  # restarts after a failure; exit code 42 always restarts
     grace_s: int = 120  # seconds between the notice and the end
-    options: Mapping[str, str] = field(default_factory=dict)  # of the engine, complete
-    here: str = "."  # the folder in which `launch` was called, absolute
+    options: Mapping[str, str] = field(default_factory=dict)  # options of the engine, with the defaults
+    here: str = "."  # absolute path of the folder in which `launch` was called
 
     @property
     def folder(self) -> str:
-        """The folder to run in: the option, or where `launch` was called."""
+        """The folder to run in: the option, or the folder in which `launch` was called."""
         return self.options["folder"] or self.here
 
     def command(self) -> list[str]:
-        """Returns the words that one process runs: a command of spmdkit, or a script of the user's."""
+        """Returns the command line of one process: a spmdkit command, or a user's script."""
         script = [] if self.arguments[0].endswith(".py") else ["-m", "spmdkit"]
         return [self.options.get("python", "python"), *script, *self.arguments]
 
     def whole(self, name: str, least: int = 0) -> int:
-        """Returns an option that is a whole number.
+        """Returns the value of an integer option.
 
-        Raises: ConfigError when it is not.
+        Raises: ConfigError when it is not an integer.
         """
         text = self.options[name]
         if not (text.isascii() and text.isdigit()) or int(text) < least:
@@ -71,11 +71,11 @@ class ClusterJob:
 
 @dataclass(frozen=True)
 class Rendered:
-    """What starts a job."""
+    """The files and commands that start a job."""
 
-    files: Mapping[str, str]  # name -> text, written before the commands are run
-    commands: tuple[tuple[str, ...], ...]  # run one after the other in the folder of the files
-    needs: str  # what has to be on the machine that runs the commands, for a message
+    files: Mapping[str, str]  # name -> text, written before the commands run
+    commands: tuple[tuple[str, ...], ...]  # run in sequence in the folder of the files
+    needs: str  # program required on the machine that runs the commands, for a message
 
 
 class Engine(Protocol):
@@ -84,13 +84,13 @@ class Engine(Protocol):
     OPTIONS: Mapping[str, Option]
 
     def render(self, job: ClusterJob) -> Rendered:
-        """Returns what starts `job`."""
+        """Returns the files and commands that start `job`."""
 
 
 def complete(engine: str, options: Mapping[str, Option], given: Mapping[str, str]) -> dict[str, str]:
-    """Returns every option of an engine, as given or by default.
+    """Returns every option of an engine, as set or by default.
 
-    Raises: ConfigError for one that is not known, or is not given and has no default.
+    Raises: ConfigError for an unknown option, or an option without a value and a default.
     """
     for name in given:
         if name not in options:
@@ -108,7 +108,7 @@ def complete(engine: str, options: Mapping[str, Option], given: Mapping[str, str
 
 
 def restart_loop(job: ClusterJob, run: str, wait_s: int, stop: str = "") -> str:
-    """Returns shell that runs `run`, and starts it again where its exit code `$code` allows that."""
+    """Returns shell code that runs `run`, and restarts it while its exit code `$code` allows that."""
     return f"""starts=0
 while true; do
   {run}

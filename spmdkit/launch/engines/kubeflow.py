@@ -1,8 +1,8 @@
-"""Kubeflow Trainer: a TrainJob of the runtime `jax-distributed`, which starts one pod for each process and sets JAX's
-three variables in it.
+"""Kubeflow Trainer: a TrainJob of the runtime `jax-distributed`, which starts one pod per process with JAX's three
+variables.
 
-Its pods find their place by those (cluster/environments/kubeflow.py). The runtime decides about restarts: its JobSet
-has no failure policy, so a failed pod ends the TrainJob, and 42 too; apply the manifest again to go on, or use `--on
+The pods read their rank from these variables (cluster/environments/kubeflow.py). The runtime controls restarts. Its
+JobSet has no failure policy: a failed pod ends the job, also with 42. To resume, apply the manifest again or use `--on
 kubernetes`. Source: kubeflow/trainer 8c0f505, manifests/base/runtimes/jax_distributed.yaml, docs/user-guides/jax.md.
 """
 
@@ -41,9 +41,9 @@ VOLUME = """
 
 
 def render(job: ClusterJob) -> Rendered:
-    """Returns a TrainJob and `kubectl apply` of it.
+    """Returns a TrainJob and the `kubectl apply` command for it.
 
-    Raises: ConfigError for restarts, which the runtime decides.
+    Raises: ConfigError if restarts are requested: the runtime controls them.
     """
     if job.max_restarts:
         raise ConfigError(
@@ -57,7 +57,7 @@ def render(job: ClusterJob) -> Rendered:
         "JAX_PROCESS_ID.",
         "Kubeflow Trainer in the cluster",
         num=job.num_processes,
-        # The container of the runtime has its own folder: the shell goes to the project's first.
+        # The runtime's container has a different working directory: the shell changes to the project's folder.
         shell=["sh", "-c", 'cd "$0" && exec "$@"', job.options["folder"], *pods.words(job)],
         resources=pods.resources(job),
     )

@@ -1,10 +1,9 @@
-"""Kubernetes: a JobSet with one indexed Job of as many pods as processes; on TPUs one Job for each slice and one pod for
-each host.
+"""Kubernetes: a JobSet with one indexed Job that has one pod per process. On TPUs: one Job per slice, one pod per host.
 
-JobSet starts all again when one fails: 42 is not counted (`RestartJobSetAndIgnoreMaxRestarts`), codes that another
-start would end with again fail it immediately, others count up to `--max-restarts`. A Job ends at its first failed pod
-(`podFailurePolicy`), and its message has the exit code. Each pod finds its place by cluster/environments/jobset.py, a
-TPU pod by cloud_tpu.py.
+JobSet restarts all pods when one fails. Exit code 42 does not count (`RestartJobSetAndIgnoreMaxRestarts`). Codes after
+which a restart would fail in the same way end the JobSet immediately. Others count up to `--max-restarts`. A Job ends
+at its first failed pod (`podFailurePolicy`), and its message contains the exit code. A pod gets its rank from
+cluster/environments/jobset.py, a TPU pod from cloud_tpu.py.
 Source: jobset.sigs.k8s.io, kubernetes-sigs/jobset 08dfbdf; kubernetes.io/docs/tasks/job/pod-failure-policy;
 cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice.
 """
@@ -77,9 +76,9 @@ spec:
 
 
 def render(job: ClusterJob) -> Rendered:
-    """Returns a JobSet and `kubectl apply` of it. One pod that fails restarts all: a process cannot go on alone.
+    """Returns a JobSet and the `kubectl apply` command for it. One failed pod restarts all pods.
 
-    Raises: ConfigError when a topology and the number of hosts do not go together.
+    Raises: ConfigError when a topology and the number of hosts do not match.
     """
     slices, tpu = _slices(job), job.options["tpu"]
     hosts = job.num_processes // slices
@@ -103,7 +102,7 @@ def render(job: ClusterJob) -> Rendered:
 
 
 def _place(hosts: int) -> list[dict[str, Any]]:
-    """Returns the variables by which a pod knows its place; JOB_COMPLETION_INDEX is Kubernetes' own."""
+    """Returns the variables that give a pod its rank; Kubernetes sets JOB_COMPLETION_INDEX."""
     names = {
         "JOBSET_COORDINATOR": "coordinator",
         "JOBSET_JOB_INDEX": "job-index",
@@ -117,7 +116,7 @@ def _place(hosts: int) -> list[dict[str, Any]]:
 def _slices(job: ClusterJob) -> int:
     """Returns the number of slices.
 
-    Raises: ConfigError when the hosts of all slices are not the processes.
+    Raises: ConfigError when the number of hosts of all slices is not the number of processes.
     """
     topology, tpu, slices = job.options["topology"], job.options["tpu"], job.whole("slices", 1)
     if bool(topology) != bool(tpu):

@@ -1,4 +1,4 @@
-"""What the engines on Kubernetes share: a manifest from a template, a volume and resources."""
+"""Shared code of the Kubernetes engines: a manifest from a template, a volume and resources."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ OPTIONS = {
 
 
 def words(job: ClusterJob) -> list[str]:
-    """Returns the command for a manifest, where Kubernetes replaces `$(NAME)` unless it is written `$$(NAME)`."""
+    """Returns the command for a manifest. Kubernetes replaces `$(NAME)`, so it is escaped as `$$(NAME)`."""
     return [word.replace("$(", "$$(") for word in job.command()]
 
 
 def rendered(job: ClusterJob, template: str, comment: str, needs: str, **more: Any) -> Rendered:
-    """Returns a manifest and `kubectl apply` of it.
+    """Returns a manifest and the `kubectl apply` command for it.
 
     Args:
-        template: YAML, in which `$NAME` is replaced by JSON. Empty values are left out.
-        comment: a line above the manifest.
-        more: further values of the template.
+            template: YAML, in which `$NAME` is replaced by JSON. Empty values are omitted.
+            comment: a line above the manifest.
+            more: additional values of the template.
     """
     options, volume = job.options, job.options["volume"]
     labels = {"kueue.x-k8s.io/queue-name": options["queue"]} if options["queue"] else {}
@@ -55,7 +55,7 @@ def rendered(job: ClusterJob, template: str, comment: str, needs: str, **more: A
 
 
 def resources(job: ClusterJob, tpu_chips: int = 0) -> dict[str, Any]:
-    """Returns limits and requests of one container."""
+    """Returns the resource limits and requests of one container."""
     devices = {"google.com/tpu": str(tpu_chips)} if tpu_chips else {}
     if job.whole("gpus"):
         devices["nvidia.com/gpu"] = job.options["gpus"]
@@ -64,7 +64,7 @@ def resources(job: ClusterJob, tpu_chips: int = 0) -> dict[str, Any]:
 
 
 def _without_empty(value: Any) -> Any:
-    """Returns a mapping without what is empty, at any depth."""
+    """Returns a mapping without its empty values, at any depth."""
     if isinstance(value, dict):
         kept = {key: _without_empty(x) for key, x in value.items()}
         return {key: x for key, x in kept.items() if x not in ({}, [], None, "")}

@@ -1,10 +1,10 @@
-"""Ray: a placement group with one bundle for each process, one host each by default; an actor in each bundle starts a
-process of spmdkit.
+"""Ray: a placement group with one bundle per process, by default on different hosts; an actor in each starts a spmdkit
+process.
 
-The rendered driver runs on a machine of the cluster. It gives each process its place (SPMDKIT_*; process 0 is on the
-host of the first bundle), and starts all again with new actors when one fails: after 42 always, after other failures
-`--max-restarts` times. Ray's own `max_restarts` would start one actor alone, which cannot join the others. ray.train's
-JaxTrainer does not fit a command: no signals, no exit codes (cluster/environments/ray.py, docs/launch/ray.md).
+The rendered driver runs on a machine of the cluster. It sets the rank of each process (SPMDKIT_*; process 0 is on the
+host of the first bundle). When a process fails, it restarts all with new actors: always after 42, otherwise up to
+`--max-restarts` times. Ray's `max_restarts` restarts a single actor, which cannot join the others. ray.train's
+JaxTrainer cannot run a command: no signals, no exit codes (cluster/environments/ray.py, docs/launch/ray.md).
 Source: Ray 2.60, ray/train/v2/jax/config.py; docs.ray.io/en/latest/ray-core/scheduling/placement-group.html.
 """
 
@@ -16,7 +16,7 @@ from spmdkit.launch.engines.base import AGAIN, FINAL, ClusterJob, Option, Render
 STRATEGIES = ("STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK")
 
 LOCAL = "local"
-"""The address that means: a Ray of this run alone, on this machine's loopback interface."""
+"""The address that starts a Ray instance for this run only, on this machine's loopback interface."""
 
 OPTIONS = {
     "address": Option("auto", "HOST:PORT of the head; auto: the cluster that this machine is in; local: a Ray of this run alone, on this machine"),
@@ -209,7 +209,7 @@ if __name__ == "__main__":
 def render(job: ClusterJob) -> Rendered:
     """Returns the driver and the command that runs it.
 
-    Raises: ConfigError for a strategy or a number that there is not.
+    Raises: ConfigError for an unknown strategy or an invalid number.
     """
     strategy, address = job.options["strategy"], job.options["address"]
     if strategy not in STRATEGIES:

@@ -1,9 +1,9 @@
-"""Slurm: a batch script with one `srun` step, and its tasks connect by cluster/environments/slurm.py.
+"""Slurm: a batch script with one `srun` step. Its tasks get their ranks from cluster/environments/slurm.py.
 
-- `--kill-on-bad-exit=1`: when one task ends badly, Slurm ends the others after KillWait (30 s by default).
-- `--signal=USR1@N`: N seconds before the time limit each task gets USR1: all save and exit with 42, as after `scancel`.
-- 42 is put in the queue again, always; other failures `--max-restarts` times (SLURM_RESTART_COUNT).
-Source: slurm.schedmd.com/sbatch.html, srun.html; run on Slurm 22.05.8 by tests/engines/test_slurm.py.
+- `--kill-on-bad-exit=1`: when one task fails, Slurm kills the others after KillWait (30 s by default).
+- `--signal=USR1@N`: each task receives USR1 N seconds before the limit: all save and exit with 42, as after `scancel`.
+- After 42 the job is always requeued, after other failures `--max-restarts` times (SLURM_RESTART_COUNT).
+Source: slurm.schedmd.com/sbatch.html, srun.html; tested on Slurm 22.05.8 by tests/engines/test_slurm.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OPTIONS = {
 
 
 def render(job: ClusterJob) -> Rendered:
-    """Returns a batch script and `sbatch` of it.
+    """Returns a batch script and the `sbatch` command for it.
 
     Raises: ConfigError when the processes do not fill their nodes.
     """

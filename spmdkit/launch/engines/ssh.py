@@ -1,8 +1,8 @@
-"""ssh: one process on each of some hosts, started from here; the first failure ends all.
+"""ssh: one process per host, started from this machine; the first failure ends all processes.
 
-Every host has the project in the same folder and a shared run directory. Process 0 is on the first host, at `port`.
-The first process that fails, or Ctrl-C and TERM, ends the others: `ssh -tt` hangs up what it has started, and SIGHUP
-lets each save and exit with 42. Keys and known hosts are yours: there is no prompt (`BatchMode`).
+Every host has the project in the same folder and a shared run directory. Process 0 is on the first host, at `port`. The
+first process that fails, Ctrl-C or TERM ends the others: `ssh -tt` hangs up the remote command, and on SIGHUP each
+process saves and exits with 42. The user provides keys and known hosts: there is no prompt (`BatchMode`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ OPTIONS = {
 
 
 def render(job: ClusterJob) -> Rendered:
-    """Returns a script that starts all processes and waits, and `bash` of it.
+    """Returns a script that starts all processes and waits for them, and the `bash` command for it.
 
-    Raises: ConfigError when there are not as many hosts as processes.
+    Raises: ConfigError when the number of hosts is not the number of processes.
     """
     hosts = [host.strip() for host in job.options["hosts"].split(",") if host.strip()]
     if len(hosts) != job.num_processes:

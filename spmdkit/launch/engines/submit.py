@@ -1,4 +1,4 @@
-"""`launch --on`: the files of an engine are printed in full and then, without --dry-run, written and run."""
+"""`launch --on`: prints the files of an engine in full; without --dry-run, also writes and runs them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def prepared(
     max_restarts: int,
     grace_s: float,
 ) -> Rendered:
-    """Returns what starts a job on an engine; `settings`: `NAME=VALUE` of its options.
+    """Returns the files and commands that start a job on an engine; `settings`: `NAME=VALUE` of its options.
 
     Raises:
-        ConfigError: the engine, an option or a name is not known or malformed.
+            ConfigError: an engine, option or name is unknown or malformed.
     """
     engines = all_engines()
     if engine not in engines:
@@ -63,11 +63,11 @@ def prepared(
 
 
 def submit(rendered: Rendered, into: Path, run: bool, say: Callable[[str], None] = print) -> int:
-    """Prints files and commands. Where `run`, writes the files into a folder, runs the commands there, and returns the
-    code of the first that fails.
+    """Prints files and commands. With `run`, writes the files into a folder, runs the commands there, and returns the
+    exit code of the first that fails.
 
     Raises:
-        ConfigError: a command is not on this machine, or the folder cannot be written.
+        ConfigError: a command is missing on this machine, or the folder cannot be written.
     """
     for name, text in rendered.files.items():
         say(f"--- {into / name}")
@@ -95,7 +95,7 @@ def submit(rendered: Rendered, into: Path, run: bool, say: Callable[[str], None]
 
 
 def _run(command: Sequence[str], folder: Path) -> int:
-    """Runs a command. SIGTERM and SIGHUP are forwarded; Ctrl-C reaches it by itself."""
+    """Runs a command. SIGTERM and SIGHUP are forwarded; Ctrl-C reaches the command directly."""
     with subprocess.Popen(command, cwd=folder) as process:
         forwarded = (signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.signal(number, lambda sent, _: process.send_signal(sent)) for number in forwarded}
@@ -117,10 +117,10 @@ def launch_on(
     grace_s: float | None,
     dry_run: bool,
 ) -> int:
-    """Prints what starts a job on an engine and, unless `dry_run`, runs it from `launch_NAME`; returns the exit code.
+    """Prints the files and commands of a job. Unless `dry_run`, runs them from `launch_NAME`; returns the exit code.
 
     Raises:
-        ConfigError: as `prepared` and `submit`, or a word of the command holds a secret.
+            ConfigError: as `prepared` and `submit`, or an argument of the command holds a secret.
     """
     redact.remember_command([*arguments, *settings], files=False)
     secrets = [word for word in (*arguments, *settings) if redact.in_text(word) != word]

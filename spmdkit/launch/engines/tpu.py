@@ -1,8 +1,8 @@
 """Cloud TPU VMs: `gcloud ... ssh --worker=all` runs one script on every host.
 
-TPU VMs set no variables: the script queries the metadata server (`agent-worker-number`, `worker-network-endpoints`, and
-MEGASCALE_* of `tpu-env` for several slices, as jax/_src/clusters/cloud_tpu_cluster.py), and sets our three variables.
-`-n` is not used: a host of the TPU is a process.
+TPU VMs set no variables. The script queries the metadata server (`agent-worker-number`, `worker-network-endpoints`, and
+MEGASCALE_* of `tpu-env` for several slices, as jax/_src/clusters/cloud_tpu_cluster.py), and sets spmdkit's three
+variables. `-n` is not used: each TPU host runs one process.
 Source: cloud.google.com/tpu/docs/run-in-container, managing-tpus-tpu-vm.
 """
 
@@ -39,7 +39,7 @@ export SPMDKIT_NUM_PROCESSES=$((each * ${slices:-1})) SPMDKIT_PROCESS_ID=$((work
 
 
 def render(job: ClusterJob) -> Rendered:
-    """Returns the script of a host, and the commands that copy and run it on all."""
+    """Returns the script of a host, and the commands that copy it to all hosts and run it."""
     folder = job.options["folder"]
     run = f"{shlex.join(job.command())}\n  code=$?"
     script = f"""#!/bin/bash
