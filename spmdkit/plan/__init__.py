@@ -1,1 +1,1 @@
-"""What a compiled step costs: bytes on the wire, memory, time, and what is wrong with it, before it runs."""
+"""The cost of a compiled step before it runs: bytes sent, memory, time, and avoidable costs."""

@@ -1,16 +1,16 @@
-"""The strategy behind a collective.
+"""The cause of a collective: the part of the parallelism strategy that needs it.
 
-Determined from, in this order: the innermost scope in its name (`spmdkit/reduce`, or that of an op;
-`spmdkit.step.trace_context`), the arrays (whether they come from the parameters, have the size of one, are scalars),
-and the axes with the op. What no rule explains is `other`.
+Determined from, in this order: the innermost scope in its name (`spmdkit/reduce`, or the scope of an op;
+`spmdkit.step.trace_context`), the arrays (parameters, arrays of a parameter's size, scalars), and the axes with the op.
+A collective that matches no rule is `other`.
 
     metrics               an all_reduce of scalars: losses, counts, norms
-    gradient reduction    all_reduce of arrays like parameters outside of the forward pass
-    gradient scatter      reduce_scatter of such arrays (not over tensor), or over fsdp in the backward pass
-    parameter gather      all_gather (or all_reduce in the forward pass) of what comes from a parameter
-    update gather         all_gather outside of forward and backward: new parameters of ZeRO 1 and 2
-    context, expert, pipeline, tensor    by the axis, of what is no parameter
-    activation            any other over model axes in the forward or backward pass
+    gradient reduction    an all_reduce of parameter-sized arrays outside the forward pass
+    gradient scatter      a reduce_scatter of such arrays (not over tensor), or over fsdp in the backward pass
+    parameter gather      an all_gather (or an all_reduce in the forward pass) of data that originates in a parameter
+    update gather         an all_gather outside the forward and backward pass: new parameters of ZeRO 1 and 2
+    context, expert, pipeline, tensor    by the axis, for arrays that are not parameters
+    activation            any other collective over model axes in the forward or backward pass
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CAUSES = (
     "metrics", "other",
 )  # fmt: skip
 OF_DATA_PARALLELISM = frozenset({"gradient reduction", "gradient scatter", "parameter gather", "update gather"})
-"""Causes of data parallelism and ZeRO: what they send does not depend on the batch."""
+"""Causes of data parallelism and ZeRO: their bytes do not depend on the batch."""
 
 _OF_OPS = {
     trace_context.RING: ("context", "context ring"),
@@ -45,21 +45,21 @@ _OF_OPS = {
     trace_context.TENSOR: ("tensor", "tensor activation"),
     trace_context.VOCAB: ("tensor", "tensor activation"),
 }
-"""The scope of an op -> the axis that the op is about, cause."""
+"""Scope of an op -> (mesh axis of the op, cause)."""
 
 _SCOPE = re.compile(r"spmdkit/\w+")
 _JOINED = re.compile(r"(?:^|/)\(")
 
 
 class Leaf(NamedTuple):
-    """A parameter as one device sees it: `sizes` are the numbers of elements with and without its fsdp cut."""
+    """A parameter on one device: `sizes` are its numbers of elements with and without fsdp sharding."""
 
     path: str
     sizes: frozenset[int]
 
 
 def leaves_of(program: Program) -> tuple[Leaf, ...]:
-    """Returns the parameters of a program; of a leaf that stacks layers, one layer's part counts too."""
+    """Returns the parameters of a program. For a leaf of stacked layers, `sizes` includes the size of one layer."""
     found = []
     for p in program.layout:
         if not p.path.startswith("params"):
@@ -79,7 +79,7 @@ def strategy_of(module: Module, found: HloCollective, visit: Visit, leaves: Sequ
     axes, op, name = set(found.spans), found.emulated_op or found.op, found.op_name
     if op == "all_reduce" and all(shape.size == 1 for shape in found.shapes):
         return "metrics"
-    scopes = _SCOPE.findall(first_path(name))[::-1]  # the innermost first
+    scopes = _SCOPE.findall(first_path(name))[::-1]  # innermost first
     backward = "transpose(" in name
     forward = "jvp(" in name and not backward
     if trace_context.SYNC in scopes[:1]:
@@ -87,7 +87,7 @@ def strategy_of(module: Module, found: HloCollective, visit: Visit, leaves: Sequ
     if trace_context.REDUCE in scopes[:1]:
         return "gradient scatter" if found.op == "reduce_scatter" else "gradient reduction"
     like_parameters = _like_parameters(found, leaves)
-    if op == "all_reduce" and like_parameters and (not forward or "pipeline" in axes):  # 1f1b goes backward by hand
+    if op == "all_reduce" and like_parameters and (not forward or "pipeline" in axes):  # manual backward pass in 1f1b
         return "gradient reduction"
     for axis, cause in (_OF_OPS[s] for s in scopes if s in _OF_OPS):
         if axis in axes:
@@ -112,8 +112,7 @@ def strategy_of(module: Module, found: HloCollective, visit: Visit, leaves: Sequ
 
 
 def first_path(name: str) -> str:
-    """Returns the first path in the name of an operation. XLA writes those that it has put together as
-    `jit(f)/a/(b/add:c/mul)`."""
+    """Returns the first path in the name of an operation. XLA names merged operations `jit(f)/a/(b/add:c/mul)`."""
     found = _JOINED.search(name)
     if found is None:
         return name
@@ -125,7 +124,7 @@ def first_path(name: str) -> str:
 
 
 def _like_parameters(found: HloCollective, leaves: Sequence[Leaf]) -> bool:
-    """Returns whether most of the bytes are arrays with as many elements as a parameter (or a layer's part of one)."""
+    """Returns whether most of the bytes are in arrays with as many elements as a parameter (or as one layer of it)."""
     known = {size for leaf in leaves for size in leaf.sizes}
     factor = found.group_size if found.op == "all_gather" else 1
     like = sum(s.bytes for s in found.shapes if s.size * factor in known or s.size in known)
@@ -138,8 +137,8 @@ _MOVES = {
 
 
 def origin_of(module: Module, visit: Visit, steps: int = 80) -> str | None:
-    """Returns the name of the program's argument (`state.params['w']`) that a collective's largest operand is, moved or
-    cast but not computed with; None where it is computed.
+    """Returns the name of the program argument (`state.params['w']`) that reaches a collective as its largest operand,
+    moved or cast only; None for a computed operand.
     """
     i: Instruction | None = visit.instruction
     site, index = visit.site, None

@@ -1,4 +1,4 @@
-"""`exceeded`: what a config's `budget` allows against what a plan found."""
+"""`exceeded`: compares a plan with the `budget` of the config."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from spmdkit.foundation.formatting import format_bytes
 
 
 def exceeded(budget: Budget | None, document: Mapping[str, Any]) -> list[str]:
-    """Returns one sentence for each limit that a plan exceeds; empty where it keeps to all, or there is no budget."""
+    """Returns one sentence for each limit that a plan exceeds; an empty list without a budget."""
     if budget is None:
         return []
     found = []

@@ -1,6 +1,6 @@
-"""The bill of collectives: what one device sends over the links in one step, read from the compiled program.
+"""The bill of collectives: the bytes that one device sends in one step, read from the compiled program.
 
-Bytes are what one device *sends* per step with ring algorithms, for a group of N devices and `size` bytes:
+Bytes *sent* by one device per step with ring algorithms, for a group of N devices and `size` bytes:
 
 | op                  | bytes sent            | `size`                                            |
 | ------------------- | --------------------- | ------------------------------------------------- |
@@ -12,9 +12,9 @@ Bytes are what one device *sends* per step with ring algorithms, for a group of 
 | collective_permute  | size                  | input of a device that has a target               |
 | broadcast           | size                  | input of the root                                 |
 
-Where devices differ it is the most that any device sends. A group of one device costs nothing. Trip counts of loops are
-multiplied in; under an unknown one `bytes` is None and `bytes_at_least` counts the loop once. Of a conditional, the
-branch that sends most is counted. A combined collective (a tuple of arrays) is one operation with the sum of the sizes.
+If devices differ, the figure is the maximum. A group of one device sends nothing. Bytes are multiplied by trip counts of
+loops; with an unknown one `bytes` is None and `bytes_at_least` counts the loop once. For a conditional, the branch
+that sends most is counted. A combined collective (a tuple of arrays) is one operation with the sum of the sizes.
 
 Source: NCCL tests, doc/PERFORMANCE.md (bus bandwidth factors); "How to Scale Your Model", "Sharded matrices",
 jax-ml.github.io/scaling-book.
@@ -49,18 +49,18 @@ _SAME = operator.attrgetter(
 
 @dataclass(frozen=True, kw_only=True)
 class Collective(HloCollective):
-    """One collective operation of the program, or several alike.
+    """One collective operation of the program, or several that differ only in their names and arrays.
 
     Attributes:
-        bytes: sent by one device per step; None under an unknown trip count.
-        bytes_at_least: the same with every unknown trip count taken as one.
-        count: operations of the program that this row stands for.
-        in_loop: whether a `while` is around it.
-        trip_count: executions per step, all loops multiplied; None where unknown.
-        cause: the strategy behind it, one of `attribution.CAUSES`.
-        branch: inside a conditional.
-        counted: False on a branch that is not the most expensive one: its bytes are not in the totals.
-        loop_names: the HLO `while` instructions around it, outermost first.
+        bytes: sent by one device per step; None with an unknown trip count.
+        bytes_at_least: the same with every unknown trip count counted as one.
+        count: number of operations in this row.
+        in_loop: whether it runs inside a `while`.
+        trip_count: executions per step, all loops multiplied; None if unknown.
+        cause: the part of the strategy that needs it, one of `attribution.CAUSES`.
+        branch: whether it is inside a conditional.
+        counted: False in a branch that is not the most expensive one: its bytes are not in the totals.
+        loop_names: the enclosing HLO `while` instructions, outermost first.
     """
 
     bytes: int | None
@@ -83,8 +83,8 @@ class Bill:
     """All collectives of a program.
 
     Attributes:
-        collectives: one for each operation, in the order of the schedule; those over groups of one device are left out.
-        sizes: mesh axis -> size, in the mesh's order.
+        collectives: one entry per operation, in schedule order; collectives over groups of one device are omitted.
+        sizes: mesh axis -> size, in mesh order.
     """
 
     collectives: tuple[Collective, ...]
@@ -92,17 +92,17 @@ class Bill:
 
     @property
     def bytes(self) -> int | None:
-        """Bytes that one device sends per step; None where a trip count is unknown."""
+        """Bytes that one device sends per step; None if a trip count is unknown."""
         return _total(self.collectives)
 
     @property
     def bytes_at_least(self) -> int:
-        """The same with every unknown trip count taken as one."""
+        """The same with every unknown trip count counted as one."""
         return sum(c.bytes_at_least for c in self.collectives if c.counted)
 
     @functools.cached_property
     def rows(self) -> tuple[Collective, ...]:
-        """Operations that differ in nothing but their names and arrays, as one row each; most bytes first."""
+        """One row for all operations that differ only in their names and arrays; most bytes first."""
         together: dict[Any, list[Collective]] = {}
         for c in self.collectives:
             together.setdefault(_SAME(c), []).append(c)
@@ -110,7 +110,7 @@ class Bill:
 
     def by(self, name: str) -> dict[Any, int | None]:
         """Returns value of an attribute (`axes`, `cause`) -> bytes that one device sends per step (None: unknown), most
-        first."""
+        bytes first."""
         parts: dict[Any, list[Collective]] = defaultdict(list)
         for c in self.collectives:
             if c.counted:
@@ -128,9 +128,9 @@ def read_bill(
     """Returns the bill of a compiled program.
 
     Args:
-        sizes: size of every mesh axis in the mesh's order (`Program.sizes`).
-        leaves: the parameters, to attribute collectives (`cause.leaves_of(program)`).
-        scans: op_name -> length of the scans in the jaxpr, for loops without a trip count in the text.
+        sizes: size of every mesh axis, in mesh order (`Program.sizes`).
+        leaves: the parameters, to attribute collectives (`attribution.leaves_of(program)`).
+        scans: op_name -> length of the scans in the jaxpr, for loops without a trip count in the HLO text.
     """
     found = []
     for visit, c in hlo_collectives(module, sizes, loops.walk(module, scans)):
@@ -151,7 +151,7 @@ def read_bill(
 
 
 def _factor(op: str, n: int) -> Fraction:
-    """Returns bytes sent over `size` for a group of n devices; a permutation that moves nothing has groups of one."""
+    """Returns bytes sent / `size` for a group of n devices; a permutation that moves no data has groups of one."""
     if n < 2:
         return Fraction(0)
     return {"all_reduce": Fraction(2 * (n - 1), n), "broadcast": Fraction(1), "collective_permute": Fraction(1)}.get(
@@ -160,8 +160,8 @@ def _factor(op: str, n: int) -> Fraction:
 
 
 def _dearest_branches(found: Sequence[tuple[Any, Collective]]) -> Iterable[Collective]:
-    """Marks the collectives of every branch that is not its conditional's most expensive one as not counted, inner
-    conditionals first."""
+    """Marks the collectives in all but the most expensive branch of each conditional as not counted, inner conditionals
+    first."""
     outside: set[int] = set()
     for depth in reversed(range(max((len(branches) for branches, _ in found), default=0))):
         inside = {i: branches for i, (branches, _) in enumerate(found) if len(branches) > depth and i not in outside}

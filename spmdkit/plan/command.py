@@ -1,4 +1,4 @@
-"""`spmdkit plan`: what the command's options mean, put together."""
+"""`spmdkit plan`: runs the command with its options."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class PlanOptions:
     """The options of the command.
 
     Attributes:
-        target: see `target.py`; None: the devices that `train` would use.
-        as_json: print one JSON object and nothing else.
+        target: see `target.py`; None: the devices that `train` uses.
+        as_json: print only one JSON object.
         html: file to write the page to.
         calibrate: measure this machine first.
-        search: look for the fastest mesh that fits.
-        search_over: what a search varies.
-        compile: how many candidates a search compiles.
-        write: file to write the winning config to.
+        search: search for the fastest mesh that fits.
+        search_over: settings that the search varies.
+        compile: number of candidates that the search compiles.
+        write: file to write the best config to.
         diff: another config or plan to compare with.
     """
 
@@ -49,10 +49,10 @@ class PlanOptions:
 
 
 def run_plan(path: Path, overrides: list[str], options: PlanOptions) -> None:
-    """Plans a config (or reads a plan), prints it, and fails where it does not fit or exceeds the config's budget.
+    """Plans a config (or reads a plan), prints the plan, and fails if it does not fit or exceeds the config's budget.
 
     Raises:
-        ConfigError: exit code 78; of a plan that is not allowed, after it has been printed.
+        ConfigError: exit code 78; if a plan does not fit or exceeds the budget, after the plan is printed.
     """
     _check(path, overrides, options)
     if options.diff is not None:
@@ -75,7 +75,7 @@ def run_plan(path: Path, overrides: list[str], options: PlanOptions) -> None:
 
 
 def _check(path: Path, overrides: list[str], options: PlanOptions) -> None:
-    """Refuses options that have no effect together."""
+    """Rejects options that have no effect together."""
     for given, name in ((options.write is not None, "--write"), (options.search_over != "mesh", "--search-over")):
         if given and not options.search:
             raise ConfigError(f"{name} has no effect without --search: it is about what a search finds. Add --search.")
@@ -109,7 +109,7 @@ def make_plan(config: Config, target: str | None = None) -> Document:
 
 
 def plan_on(config: Config, machine: Target) -> Document:
-    """Returns the plan of a config on an opened target, with measured rates where there are some."""
+    """Returns the plan of a config on an opened target, with measured rates if there are any."""
     machine, call_s = with_measured(machine)
     program = open_program(config, task_of(config), machine.devices, machine.memory_limit_bytes, _log)
     return plan_program(program, machine, call_s)
@@ -120,7 +120,7 @@ def _log(line: str) -> None:
 
 
 def choose_target(config: Config, target: str | None) -> Target:
-    """Returns the target with its devices; None and `here` are the devices that `train` would use."""
+    """Returns the target with its devices; None and `here` mean the devices that `train` uses."""
     if target is None or target == "here":
         name = config.devices if isinstance(config.devices, str) and config.devices != "auto" else "here"
         return target_of(join(detect_cluster({}), config.devices).devices, name)
@@ -128,10 +128,10 @@ def choose_target(config: Config, target: str | None) -> Target:
 
 
 def _run_search(config: Config, machine: Target, options: PlanOptions) -> Document:
-    """Returns the plan of the best candidate, which carries all candidates.
+    """Returns the plan of the best candidate; the plan lists all candidates.
 
     Raises:
-        ConfigError: nothing fits.
+        ConfigError: no candidate fits.
     """
     from spmdkit.plan.search.search import search
 

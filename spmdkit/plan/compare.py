@@ -1,4 +1,4 @@
-"""`compare`: what moved on the wire and in memory between two plans, and in the time of a step."""
+"""`compare`: the differences between two plans in communication, memory and step time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_plan(path: Path) -> dict[str, Any]:
     """Returns a plan from its JSON file.
 
     Raises:
-        ConfigError: the file is no plan.
+        ConfigError: the file is not a plan.
     """
     try:
         found = json.loads(path.read_text())
@@ -42,8 +42,8 @@ def read_plan(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def as_written(*paths: Path) -> Iterator[None]:
-    """Runs what shows the plans of these files. Raises ConfigError where one does not hold what `spmdkit plan`
-    writes."""
+    """Runs code that prints the plans in these files. Raises ConfigError if a file does not have the structure that
+    `spmdkit plan` writes."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -58,8 +58,8 @@ def as_written(*paths: Path) -> Iterator[None]:
 
 
 def compare(a: Document, b: Document) -> dict[str, Any]:
-    """Returns what differs from plan `a` to plan `b`: `{name: [before, after]}` in groups; what is equal is left
-    out."""
+    """Returns the differences from plan `a` to plan `b`: `{name: [before, after]}` in groups; equal values are
+    omitted."""
     before, after = _groups(a), _groups(b)
     codes = [{f"{f['code']} {f['source'] or ''}".strip() for f in plan["findings"]} for plan in (a, b)]
     return {
@@ -77,7 +77,7 @@ def _changed(a: dict[str, Any], b: dict[str, Any]) -> dict[str, list[Any]]:
 
 def _groups(plan: Document) -> dict[str, dict[str, Any]]:
     facts = ("target", "num_devices", "form", "batch_size", "microbatches", "fits", "num_params", "flops")
-    wire = Counter[str]()  # by what is sent and why, whatever the lines of the source are
+    wire = Counter[str]()  # by op and cause, independent of source lines
     for row in plan["collectives"]:
         if row["counted"]:
             place = "in loop" if row["in_loop"] else "once"
@@ -95,7 +95,7 @@ def _groups(plan: Document) -> dict[str, dict[str, Any]]:
 
 
 def show_comparison(a: Document, b: Document, names: tuple[str, str]) -> None:
-    """Prints what moved from `a` to `b`."""
+    """Prints the differences from `a` to `b`."""
     out, found, names = console(), all_visible(compare(a, b)), all_visible(names)
     out.print(f"[bold]{escape(names[0])}[/] -> [bold]{escape(names[1])}[/]")
     for name, (before, after) in found["what"].items():

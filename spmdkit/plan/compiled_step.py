@@ -1,4 +1,4 @@
-"""The contents of a compiled step's text: the bill, the memory, the findings."""
+"""The analysis of a compiled step's text: the bill, the memory, the findings."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from spmdkit.program.program import Program
 
 MIN_WIRE_BYTES = 2**16
-"""Bytes per step below which a collective is not worth a finding."""
+"""Minimum bytes per step of a collective that is worth a finding."""
 
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A compiled step, read: what detectors look at.
+    """A parsed compiled step, the input of the detectors.
 
     Attributes:
         module: the parsed text (`loops.walk(module, scans)` visits every instruction with its executions per step).
         bill: the collectives.
-        target: None where the machine is not known: what depends on it is not looked for.
-        scans: op_name -> length of the scans in the jaxpr, for loops without a trip count in the text.
+        target: the machine; None if unknown: checks that depend on it are skipped.
+        scans: op_name -> length of the scans in the jaxpr, for loops without a trip count in the HLO text.
     """
 
     program: Program
@@ -49,7 +49,7 @@ class CompiledStep:
 
     @functools.cached_property
     def findings(self) -> tuple[Finding, ...]:
-        """What all detectors find, most severe first, each thing once."""
+        """The findings of all detectors, most severe first, without duplicates."""
         found = dict.fromkeys(finding for find in plugins.load_all("findings").values() for finding in find(self))
         return tuple(sorted(found, key=lambda f: SEVERITIES.index(f.severity)))
 
@@ -59,19 +59,19 @@ class CompiledStep:
         return self.program.traced.jaxpr
 
     def config_line(self, key: str) -> str | None:
-        """Returns `configs/gpt.yaml:12`, the line of a key of the config; None where the config is not of a file."""
+        """Returns the line of a config key, `configs/gpt.yaml:12`; None if the config was not read from a file."""
         return self.program.config.where(key).rpartition(": ")[0] or None
 
     def matters(self, collective: Collective) -> bool:
-        """Returns whether a collective is large in itself and within its program."""
+        """Returns whether a collective is large in absolute terms and relative to its program."""
         return collective.bytes_at_least >= max(MIN_WIRE_BYTES, self.bill.bytes_at_least // 50)
 
 
 def read_program(program: Program, target: Target | None = None) -> CompiledStep:
-    """Returns what the compiled step of a program costs. Compiles it where that has not been done.
+    """Returns the analysis of the compiled step of a program. Compiles the step if necessary.
 
     Args:
-        target: the machine; without it, findings about links and about the size of the batch are not looked for.
+        target: the machine; without it, checks of links and of the batch size are skipped.
     """
     scans = scan_lengths(program.traced.jaxpr, program.traced.fun_name)
     return read_compiled(program, program.compiled, scans, target)
@@ -80,7 +80,7 @@ def read_program(program: Program, target: Target | None = None) -> CompiledStep
 def read_compiled(
     program: Program, compiled: jax.stages.Compiled, scans: Mapping[str, int], target: Target | None = None
 ) -> CompiledStep:
-    """Returns the same of one of the compiled programs that a run calls."""
+    """Returns the analysis of one of the compiled programs that a run calls."""
     text = compiled.as_text()
     assert text is not None, "this backend does not show its programs"
     module = parse(text)

@@ -1,4 +1,4 @@
-"""What one instruction of a compiled program costs: FLOPs of its products, bytes that it moves through main memory."""
+"""The cost of one instruction of a compiled program: FLOPs of its products, bytes that it moves through main memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from spmdkit.plan.hlo.text import Computation, Instruction, Module
 
 _SLICES = ("dynamic-slice", "gather", "slice")
 _KERNEL_COST = re.compile(r'"cost_estimate":\{"flops":"?(\d+)')
-"""The cost that a kernel declares in the text of the program (`spmdkit/ops/kernel.py` writes it)."""
+"""The cost that a kernel declares in the text of the program (written by `spmdkit/ops/kernel.py`)."""
 _FLOATS = ("bf16", "f16", "f32")
 _WINDOW = {"stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
-"""What is known of a window for each spatial dim (of a padding, the low side) -> the default."""
+"""Attributes of a window for each spatial dim (for padding, the low side) -> default."""
 
 
 class Costs:
-    """FLOPs of products and bytes of main memory of each instruction, once."""
+    """FLOPs of products and bytes of main memory of one execution of each instruction."""
 
     def __init__(self, module: Module):
         self._module = module
@@ -27,7 +27,7 @@ class Costs:
         self._reads_of: dict[str, dict[int, int]] = {}
 
     def flops(self, i: Instruction) -> dict[tuple[str, int], float]:
-        """Returns (dtype, passes) -> FLOPs of the products of an instruction, those of a fusion inside it."""
+        """Returns (dtype, passes) -> FLOPs of the products of an instruction, including those inside a fusion."""
         if i.opcode == "fusion":
             return self._fused(i.calls[0])
         operands = self._module.operands(i)
@@ -65,7 +65,7 @@ class Costs:
         return written + sum(map(_in_memory, operands))
 
     def _reads(self, fused: Computation) -> dict[int, int]:
-        """Returns number of a parameter -> bytes read of it, for those of which only slices are read."""
+        """Returns parameter number -> bytes read, for the parameters of which only slices are read."""
         if fused.name not in self._reads_of:
             read = {int(i.text): _slices_of(fused, i) for i in fused.instructions if i.opcode == "parameter"}
             self._reads_of[fused.name] = {n: num for n, num in read.items() if num is not None}
@@ -73,7 +73,7 @@ class Costs:
 
 
 def _slices_of(fused: Computation, i: Instruction, depth: int = 0) -> int | None:
-    """Returns the bytes of the slices through which alone an array is read in a fusion; None where it is read whole."""
+    """Returns the bytes of the slices if a fusion reads an array only through slices; None if it reads all of it."""
     total = 0
     for user in fused.users[i.name]:
         if user.opcode in _SLICES and user.operands[0] == i.name:
@@ -92,7 +92,7 @@ def _slices_of(fused: Computation, i: Instruction, depth: int = 0) -> int | None
 
 
 def _update_bytes(fused: Computation, root: Instruction, whole: int) -> int:
-    """Returns the bytes that a fusion writes: of an update in place, the update; of several results, each one's."""
+    """Returns the bytes that a fusion writes: for an in-place update, those of the update; for a tuple, the sum."""
     if root.opcode == "tuple":
         return sum(_update_bytes(fused, result, _in_memory(result)) for result in fused.operands(root))
     root = fused.behind(root, ("bitcast", "reshape"))
@@ -102,8 +102,8 @@ def _update_bytes(fused: Computation, root: Instruction, whole: int) -> int:
 
 
 def _is_same(user: Instruction, of: Instruction) -> bool:
-    """Returns whether an operation in a fusion only gives an array another form (an inner fusion of one array: a
-    bitcast for the compiler's tiles)."""
+    """Returns whether an operation in a fusion only changes the form of an array (an inner fusion of one array: a
+    bitcast to the compiler's tiles)."""
     if user.opcode == "fusion":
         return len(user.operands) == 1 and len(user.shapes) == 1 and user.bytes == of.bytes
     return user.opcode in ("bitcast", "reshape")
@@ -121,13 +121,13 @@ def _dot(i: Instruction, operands: Sequence[Instruction]) -> float:
 
 
 def _passes(i: Instruction) -> int:
-    """Returns how many bfloat16 passes a TPU makes of a product: six at the highest precision, three at a high one."""
+    """Returns the number of bfloat16 passes of a product on a TPU: six at the highest precision, three at high."""
     found = re.search(r"operand_precision=\{(\w+),(\w+)\}", i.attributes)
     return {"highest": 6, "high": 3}.get(found[1], 1) if found else 1
 
 
 def _convolution(i: Instruction, operands: Sequence[Instruction]) -> float:
-    """Returns 2 x multiply-adds of a convolution; the TPU compiler writes every product as one."""
+    """Returns 2 x multiply-adds of a convolution; the TPU compiler writes every product as a convolution."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
     if labels is None:
         return 0.0

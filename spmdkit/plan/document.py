@@ -1,23 +1,23 @@
 """`plan_program`: everything known about a step before it runs, as one JSON object, the source of every form of a plan.
 
-`spmdkit plan --json` prints the object and `plan.json` in a run's directory holds it; the table, the page and the
-comparison read nothing else. All bytes and FLOPs are of one device and one step. Keys:
+`spmdkit plan --json` prints the object and `plan.json` in a run directory stores it. The table, the page and the
+comparison read only this object. All bytes and FLOPs are per device and step. Keys:
 
-    target, compiler, notes           the machine, which compiler made the program, what the plan is not exact about
+    target, compiler, notes           the machine, the compiler of the program, limits of the plan's accuracy
     num_devices, mesh, form           axis -> size (all axes), how the step is compiled
     fits, memory                      argument_bytes, temp_bytes, peak_bytes, limit_bytes, parts, host_parts, live
-    collectives                       one row for each kind, most bytes first; phase, every, until: where a run calls
+    collectives                       one row for each kind, most bytes first; phase, every, until: if a run calls
                                       several programs
-    collective_bytes                  their sum, of the step
-    wire                              by_axes, by_cause: bytes, of the step; on_average, at_most: with the programs that
-                                      run after some steps
+    collective_bytes                  their sum for the step
+    wire                              by_axes, by_cause: bytes per step; on_average, at_most: including the programs
+                                      that run after some steps
     flops, model_flops                of matrix products: in the compiled program, and a device's share of the model's
-                                      work, without repeated work and recomputation (MFU is of the latter)
+                                      work, without repeated work and recomputation (MFU uses the latter)
     flops_by_dtype, elementwise_flops a device's share of the step, from its jaxpr
     predicted_step_s, time            parts, links, bound, mfu, examples_per_s, tokens_per_s, calibrated
     findings                          severity, code, message, source, fix
     layout                            path, shape, dtype, spec, memory_kind, bytes (global), device_bytes, reason
-    budget                            what the config allows and what exceeds it
+    budget                            limits of the config, and the exceeded ones
     config                            the resolved config, YAML
 """
 
@@ -54,9 +54,9 @@ _DOES_NOT_FIT = (
 
 
 def plan_program(program: Program, target: Target, call_s: float = 0.0) -> Document:
-    """Returns the plan of a program on the target of its devices. Compiles it where that was not done.
+    """Returns the plan of a program on the target of its devices. Compiles the program if necessary.
 
-    A program that the compiler rejects for lack of memory has a plan too, which shows by how much it does not fit.
+    A program that the compiler rejects for lack of memory also has a plan; it shows by how much the limit is exceeded.
     """
     arithmetic = count(program.traced.jaxpr)
     model = count(program.traced_once().jaxpr) if program.computes_twice else arithmetic
@@ -71,7 +71,7 @@ def plan_program(program: Program, target: Target, call_s: float = 0.0) -> Docum
     memory = memory_without_program(program) if analysis is None else analysis.memory
     findings = [] if analysis is None else [*analysis.findings]
     limit, chip = target.memory_limit_bytes, target.chip
-    # A v4 is refused for one core, which has half of the chip's memory.
+    # The compiler checks a v4 step against one core, which has half of the chip's memory.
     fits = memory.peak_bytes <= limit and (analysis is not None or needed.temp_bytes > 0)
     if not fits:
         message = f"a step needs {format_bytes(memory.peak_bytes)} of a device, {chip.name} has {format_bytes(limit)}"
@@ -102,7 +102,7 @@ def plan_program(program: Program, target: Target, call_s: float = 0.0) -> Docum
 
 
 def _sent(program: Program, target: Target, analysis: CompiledStep | None) -> Document:
-    """Returns the collectives and their sums; without a program nothing is known of them."""
+    """Returns the collectives and their sums; both are unknown without a compiled program."""
     of_phases = [] if analysis is None else phases(program, analysis)
     bill = Bill((), program.sizes) if analysis is None else analysis.bill
     devices = list(program.mesh.devices.flat)
@@ -128,10 +128,10 @@ def _sent(program: Program, target: Target, analysis: CompiledStep | None) -> Do
 
 
 def phases(program: Program, analysis: CompiledStep) -> list[tuple[Document, Bill]]:
-    """Returns (phase, bill) of each program that a run calls; a single one has no phase.
+    """Returns (phase, bill) of each program that a run calls; a single program has no phase.
 
-    A phase is its name, `every`: the steps from one call to the next, and of one that takes the step's place at the
-    start `until`: its last step.
+    A phase has a name, `every` (the steps from one call to the next) and, for a program that replaces the step at the
+    start, `until` (its last step).
     """
     others = list[tuple[Document, Bill]]()
     for phase in program.phases:
@@ -143,16 +143,16 @@ def phases(program: Program, analysis: CompiledStep) -> list[tuple[Document, Bil
 
 
 def over_a_run(program: Program, of_phases: Sequence[tuple[Document, Bill]]) -> Document:
-    """Returns what a device sends in a step with the programs that run after some steps: on average, and at most in
-    one; {} where there are none.
+    """Returns the bytes that a device sends per step, including the programs that run after some steps: on average, and
+    the maximum of one step; {} without such programs.
 
-    Programs at the start of a run are left out: the average is that of a long run.
+    Programs at the start of a run are excluded: the average is that of a long run.
     """
     lasting = [phase for phase in program.phases if phase.until is None]
     if not lasting:
         return {}
     sent = {phase["phase"]: bill.bytes_at_least for phase, bill in of_phases}
-    more = {p.name: sent[p.name] - (sent["step"] if p.in_place else 0) for p in lasting}  # than a step alone
+    more = {p.name: sent[p.name] - (sent["step"] if p.in_place else 0) for p in lasting}  # in addition to the step
     begun, longest = max(phase.first for phase in lasting), math.lcm(*(phase.every for phase in lasting))
     steps = range(begun, begun + min(longest, 100_000))
     return {
@@ -186,8 +186,8 @@ def _computed(
     analysis: CompiledStep | None,
     call_s: float,
 ) -> Document:
-    """Returns the FLOPs and the time of one device. Without a program, or without products in it, the FLOPs are the
-    step's share."""
+    """Returns the FLOPs and the time of one device. Without a program, or without products in it, the FLOPs are a
+    device's share of the step."""
     devices = list(program.mesh.devices.flat)
     num = len(devices)
     found = {
@@ -227,15 +227,15 @@ def _computed(
 
 
 def tokens_of_batch(program: Program) -> int | None:
-    """Returns the tokens of a global batch: the largest integer leaf [batch, positions]; None for a task without
-    one."""
+    """Returns the tokens of a global batch: the size of the largest integer leaf [batch, positions]; None for a task
+    without one."""
     leaves = jax.tree.leaves(program.abstract_batch.examples)
     found = [x.shape[0] * x.shape[1] for x in leaves if len(x.shape) == 2 and x.dtype.kind in "iu" and x.shape[1] > 1]
     return max(found, default=None)
 
 
 def layout_rows(program: Program) -> list[Document]:
-    """Returns where every leaf of the train state lives: global shape and bytes, the bytes of one device, and why."""
+    """Returns the placement of every leaf of the train state: global shape and bytes, bytes per device, and reason."""
     return [
         {
             "path": leaf.path,
@@ -252,7 +252,7 @@ def layout_rows(program: Program) -> list[Document]:
 
 
 def places(program: Program, target: Target, most: int = 1024) -> list[dict[str, Any]]:
-    """Returns where each of the first devices of the mesh stands: coordinates of a chip, host or slice. For drawing."""
+    """Returns the position of each of the first devices of the mesh, for drawing: chip coordinates, host or slice."""
     found = []
     for number, device in enumerate(list(program.mesh.devices.flat)[:most]):
         part = getattr(device, "slice_index", 0) or 0
@@ -264,7 +264,7 @@ def places(program: Program, target: Target, most: int = 1024) -> list[dict[str,
 
 
 def problem_of(document: Mapping[str, Any]) -> str:
-    """Returns why a plan must not be run: it does not fit, or exceeds the config's budget; empty if it may."""
+    """Returns why a plan must not be run (it does not fit, or exceeds the config's budget); empty if it may be run."""
     problems = list(document["budget"]["exceeded"])
     if not document["fits"]:
         needed, limit = (format_bytes(document["memory"][name]) for name in ("peak_bytes", "limit_bytes"))

@@ -1,9 +1,9 @@
-"""Checks before training that the state and the step fit, and writes the plan of the step into the run's directory.
+"""Checks before training that the state and the step fit, and writes the plan of the step into the run directory.
 
-Whether a step fits depends only on the compiler's report (`Program.step_bytes`). A thread of process 0 reads the text
-of the compiled step while the run goes on, and writes `plan.json` and `plan.html`; what it raises is one line and an
-event. Only a `budget` makes a run wait for its plan. A refusal on one process is a refusal on all
-(`Cluster.first_problem`). Modules of a plan are imported where one is made: the first step need not wait for them.
+Whether a step fits depends only on the compiler's report (`Program.step_bytes`). During training, a thread of process 0
+reads the text of the compiled step and writes `plan.json` and `plan.html`; an exception in it is one log line and an
+event. The run waits for its plan only with a `budget`. A rejection on one process is a rejection on all
+(`Cluster.first_problem`). Modules of a plan are imported lazily, so that the first step does not wait for them.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from spmdkit.program.memory import memory_limit
 from spmdkit.program.program import Program
 
 GIVE_WAY_S = 0.0002
-"""How long the run waits for the interpreter while the plan is written. With Python's 5 ms a step of 0.7 ms took 5.7
-ms, with this 0.9 ms (jitted product of 256 x 256, two busy CPU cores, 2026-11-22)."""
+"""Switch interval of the interpreter while the plan is written. With Python's 5 ms a step of 0.7 ms took 5.7 ms, with
+this 0.9 ms (jitted product of 256 x 256, two busy CPU cores, 2026-11-22)."""
 
 
 def common_limit(cluster: Cluster) -> int | None:
-    """Returns the bytes of one device that a program may use on every process: the smallest that one of them knows, or
-    None."""
+    """Returns the bytes of one device that a program may use on every process: the smallest limit that any process
+    knows, or None."""
     own = memory_limit(cluster.devices)
     limits = cluster.gather("memory limit", own)
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def check_state(program: Program, cluster: Cluster, limit_bytes: int | None) -> None:
-    """Refuses a state that is larger than a device, before any of its arrays is made.
+    """Rejects a state that is larger than a device, before any of its arrays is allocated.
 
     Raises:
         ConfigError: exit code 78, on every process.
@@ -64,10 +64,10 @@ def check_state(program: Program, cluster: Cluster, limit_bytes: int | None) -> 
 
 
 def check_start(program: Program, cluster: Cluster, directory: Path, limit_bytes: int | None) -> None:
-    """Compiles the step, and refuses what does not fit or exceeds the budget.
+    """Compiles the step, and rejects it if it does not fit or exceeds the budget.
 
     Raises:
-        ConfigError: exit code 78, on every process; with the nearest change that fits where there is one process.
+        ConfigError: exit code 78, on every process; a single process also suggests the nearest change that fits.
     """
 
     def refusal() -> str:
@@ -90,8 +90,8 @@ def check_start(program: Program, cluster: Cluster, directory: Path, limit_bytes
 
 
 def nearest_that_fits(program: Program, limit_bytes: int | None, most: int = 5) -> str | None:
-    """Returns the smallest change of the config with a compiled step that fits, as overrides, or None among the first
-    `most`."""
+    """Returns the smallest change of the config with a compiled step that fits, as overrides; None if none of the first
+    `most` fits."""
     for changes in _smaller_steps(program.config, program.batch_shards)[:most]:
         try:
             needed = program.with_step(changes).step_bytes
@@ -104,7 +104,7 @@ def nearest_that_fits(program: Program, limit_bytes: int | None, most: int = 5) 
 
 
 def _smaller_steps(config: Config, batch_shards: int) -> list[dict[str, Any]]:
-    """Returns changes that need less memory than the config, the mildest first: microbatches, then remat, then both."""
+    """Returns changes that reduce memory, the mildest first: microbatches, then remat, then both."""
     now = config.microbatches if isinstance(config.microbatches, int) else 1
     more = [m for m in microbatch_counts(config, batch_shards) if m > now]
     leaner: Sequence[str] = REMATS[REMATS.index(config.remat) + 1 :] if config.remat in REMATS else ()
@@ -116,7 +116,7 @@ def _smaller_steps(config: Config, batch_shards: int) -> list[dict[str, Any]]:
 
 
 def _over_budget(program: Program, cluster: Cluster, directory: Path) -> str:
-    """Writes the plan, and returns in what it exceeds the budget.
+    """Writes the plan, and returns which limits of the budget it exceeds.
 
     Raises:
         ConfigError: the step cannot be read.
@@ -142,14 +142,14 @@ def _name(cluster: Cluster) -> str:
 def start_plan_thread(
     program: Program, cluster: Cluster, directory: Path, say: Callable[[str], None], note: Callable[..., None]
 ) -> Callable[[], None]:
-    """Starts writing the plan of a compiled step into the run's directory, and returns a function that waits for it
-    with a timeout.
+    """Starts a thread that writes the plan of a compiled step into the run directory. Returns a function that waits for
+    the thread with a timeout.
 
     Args:
-        say: receives one line if it fails.
-        note: receives the event, `note("plan_failed", error=...)`.
+        say: called with one line if the thread fails.
+        note: called with the event, `note("plan_failed", error=...)`.
     """
-    if not cluster.is_main or program.config.budget is not None:  # with a budget it is written already
+    if not cluster.is_main or program.config.budget is not None:  # with a budget the plan is already written
         return lambda: None
 
     def write() -> None:
@@ -157,7 +157,7 @@ def start_plan_thread(
         try:
             sys.setswitchinterval(min(before, GIVE_WAY_S))
             _write_plan(program, cluster, directory)
-        except BaseException as error:  # noqa: BLE001 - a thread that nobody waits for; the run needs no plan
+        except BaseException as error:  # noqa: BLE001 - an error in this thread does not stop the run
             text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             with contextlib.suppress(Exception):
                 note("plan_failed", error=text)
@@ -171,7 +171,7 @@ def start_plan_thread(
 
 
 def _write_plan(program: Program, cluster: Cluster, directory: Path) -> str:
-    """Writes the plan as `plan.json` and `plan.html`. Returns why it must not be run, if so."""
+    """Writes the plan as `plan.json` and `plan.html`. Returns why it must not be run; empty if it may be run."""
     from spmdkit.metrics.report.plan import write_page
     from spmdkit.plan import document as plan
     from spmdkit.plan.machine.calibrate import with_measured

@@ -1,9 +1,9 @@
-"""`count`: the arithmetic of a traced step, from its jaxpr: every scan's body times its length.
+"""`count`: the arithmetic of a traced step, from its jaxpr: the body of every scan times its length.
 
-A compiler's own count (`cost_analysis`) takes a scanned body once, so a stack of 32 layers would cost one. Counted are
-matrix products and convolutions, 2 x multiply-adds, as everybody counts who speaks of model FLOPs; the rest of the
-arithmetic, one for each element that an operation makes, is counted separately. The numbers are of the whole mesh:
-inside `shard_map` a body's shapes are one device's, and count as often as there are devices on the mapped axes.
+A compiler's count (`cost_analysis`) includes a scanned body once, so a stack of 32 layers would count as one. Matrix
+products and convolutions count as 2 x multiply-adds, the convention for model FLOPs. All other arithmetic, one FLOP per
+output element, is counted separately. The numbers cover the full mesh: shapes inside `shard_map` are per device, and
+are multiplied by the number of devices on the mapped axes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _FREE = {
     "copy", "copy_p", "iota", "sharding_constraint", "pvary", "pcast", "stop_gradient", "gather", "device_put", "rev", "split",  # noqa: E501
     "random_wrap", "random_unwrap", "dynamic_update_slice", "bitcast_convert_type", "optimization_barrier", "axis_index",  # noqa: E501
 }  # fmt: skip
-"""Operations that move and do not compute."""
+"""Operations that move data and do not compute."""
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What one step of the whole mesh computes. A loop with a dynamic number of passes counts as one pass.
+    """The arithmetic of one step on the full mesh. A loop with a dynamic trip count counts as one iteration.
 
     Attributes:
         by_dtype: dtype of the operands -> FLOPs of matrix products and convolutions.
@@ -62,7 +62,7 @@ def count(jaxpr: Any) -> Arithmetic:
 
 
 def products_by_line(jaxpr: Any, line: Callable[[Any], str | None]) -> dict[str, float]:
-    """Returns the FLOPs of products of each line of the user's, `line(equation)`."""
+    """Returns the FLOPs of products by the user's line, `line(equation)`."""
     total = defaultdict[str, float](float)
     for eqn, flops, _ in _operations(jaxprs.opened(jaxpr), 1.0):
         if eqn.primitive.name in _PRODUCTS and (at := line(eqn)):
@@ -85,7 +85,7 @@ def _operations(jaxpr: Any, times: float) -> Iterator[tuple[Any, float, bool]]:
             yield from _operations(max(params["branches"], key=weight).jaxpr, times)
         elif name == "shard_map":
             yield from _operations(jaxprs.opened(params["jaxpr"]), times * _mapped_devices(params))
-        elif name == "spmdkit_manual":  # what sk.manual wraps: one shard_map
+        elif name == "spmdkit_manual":  # the body of sk.manual: one shard_map
             shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
             yield from _operations(jax.make_jaxpr(params["part"].run)(*shapes).jaxpr, times)
         elif name == "spmdkit_kernel":
@@ -136,13 +136,13 @@ _PRODUCTS: Mapping[str, Callable[[Any], float]] = {"dot_general": _dot, "conv_ge
 def convolution_flops(
     lhs: Mapping[str, int], rhs: Mapping[str, int], out: Mapping[str, int], window: Sequence[Sequence[int]]
 ) -> float:
-    """Returns 2 x multiply-adds, padding and holes of a dilated input left out, as the hardware's own count does.
+    """Returns 2 x multiply-adds, without padding and the holes of a dilated input, as hardware counters do.
 
     Args:
         lhs, rhs, out: label of a dim (`b`, `f`, of rhs `i`, `o`; the number of a spatial dim) -> its length.
         window: for each spatial dim the stride, the low padding, the dilations of lhs and rhs.
     """
-    pairs = 1  # of an output position and a tap of the window that meet an element of the input
+    pairs = 1  # (output position, window tap) pairs that read an element of the input
     for n, (stride, low, lhs_dilation, rhs_dilation) in enumerate(window):
         at = np.arange(out[str(n)])[:, None] * stride + np.arange(rhs[str(n)]) * rhs_dilation - low
         inside = (at >= 0) & (at <= (lhs[str(n)] - 1) * lhs_dilation)

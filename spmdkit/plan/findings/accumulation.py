@@ -1,8 +1,8 @@
-"""`collective-in-accumulation-loop`: gradients are added up over the replicas in every microbatch instead of once.
+"""`collective-in-accumulation-loop`: gradients are reduced over the replicas in every microbatch instead of once.
 
-M microbatches then send M times the bytes. It happens where a loss is differentiated with respect to parameters that
-are not typed varying, or where a user's own loop reduces inside. Gathers and scatters of ZeRO 3 belong in the loop and
-are left alone.
+M microbatches then send M times the bytes. This happens if a loss is differentiated with respect to parameters that
+are not typed varying, or if a user's loop contains a reduction. Gathers and scatters of ZeRO 3 belong in the loop and
+are not reported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spmdkit.plan.hlo.text import Shape
 
 
 def find(step: CompiledStep) -> Iterator[Finding]:
-    """Yields one finding for each reduction of gradients over replicas that a step makes more than once."""
+    """Yields one finding for each reduction of gradients over replicas that runs more than once per step."""
     replicas = {"replica", *step.program.data_axes}
     for c in step.bill.rows:
         if c.op not in ("all_reduce", "reduce_scatter") or not c.in_loop or not replicas & set(c.axes):
@@ -43,8 +43,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
 
 
 def _times(step: CompiledStep, c: Collective, shape: Shape) -> int:
-    """Returns how often a step reduces the same parameter, as far as its number of elements tells; 0 for other
-    arrays."""
+    """Returns how often a step reduces the same parameter, identified by its number of elements; 0 for other arrays."""
     runs, parts = c.trip_count or 2, step.program.sizes["fsdp"]
     found = [0]
     for leaf in step.program.layout if shape.size > 1 else ():

@@ -1,8 +1,8 @@
-"""`all-reduce-for-gather`: the compiler sends an all_reduce where the strategy needs the cheaper half of it.
+"""`all-reduce-for-gather`: the compiler emits an all_reduce where the strategy needs only a gather or a scatter.
 
-An all_gather of shards, written as an all_reduce of zeros around each shard, sends twice the bytes; so does a
-reduce_scatter of which each device keeps one part. Measured with the TPU compiler (jax 0.10.2, v5p): only a group over
-the whole torus is sent so. Not reported for CPU, where XLA's compiler has no other way for some.
+An all_gather emitted as an all_reduce of shards padded with zeros sends twice the bytes; so does a reduce_scatter
+emitted as an all_reduce of which each device retains one part. Measured with the TPU compiler (jax 0.10.2, v5p): only
+for a group over the full torus. Not reported for CPU, where XLA's compiler has no alternative for some.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spmdkit.plan.findings import Finding
 def find(step: CompiledStep) -> Iterator[Finding]:
     """Yields one finding for each op and axes, with the bytes of all such operations together."""
     first = next(iter(step.program.mesh.devices.flat))
-    if first.platform == "cpu" or step.program.zero == 1:  # ZeRO 1 needs the whole sum
+    if first.platform == "cpu" or step.program.zero == 1:  # ZeRO 1 needs the full sum
         return
     together: dict[tuple[str, tuple[str, ...]], list] = {}
     for c in step.bill.rows:

@@ -1,7 +1,7 @@
-"""`donation-not-used`: a leaf of the state is donated, and the new one still gets memory of its own.
+"""`donation-not-used`: a leaf of the state is donated, but the new leaf still gets a separate buffer.
 
-The step then holds the leaf twice. It happens where a leaf is written but never read (the compiler drops the argument
-and has nothing to reuse), and where the new leaf is laid out in another way than the old one.
+The step then holds the leaf twice. This happens if a leaf is written but never read (the compiler drops the argument
+and has no buffer to reuse), or if the new leaf has another layout than the old one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MIN_BYTES = 2**16
 
 
 def find(step: CompiledStep) -> Iterator[Finding]:
-    """Yields one finding for each field of the state with leaves that lie twice on a device."""
+    """Yields one finding for each field of the state with leaves that are stored twice on a device."""
     module, program = step.module, step.program
     reused = {int(n) for n in re.findall(r"\{(\d+)\}: \(\d+,", module.header)}
     root = module.entry.root

@@ -1,7 +1,7 @@
-"""`padding-waste`: an array takes several times its bytes, since a TPU stores the two minor dims in whole tiles.
+"""`padding-waste`: an array takes several times its bytes, since a TPU stores the two minor dims in full tiles.
 
-A tile is 8 x 128 of 32 bits (16 x 128 of bfloat16): f32[8192, 4, 2] takes 128 times what it holds, f32[2, 4, 8192] the
-same as it holds. Only large arrays in the device's main memory are looked at.
+A tile is 8 x 128 of 32 bits (16 x 128 of bfloat16): f32[8192, 4, 2] takes 128 times the bytes of its elements,
+f32[2, 4, 8192] takes no padding. Only large arrays in the device's main memory are checked.
 
 Source: "How to Scale Your Model", chapter on TPUs (vector registers of 8 x 128, padding of small dims).
 """
@@ -22,7 +22,7 @@ _NO_BUFFER = ("get-tuple-element", "tuple", "bitcast", "while", "constant")
 
 
 def find(step: CompiledStep) -> Iterator[Finding]:
-    """Yields the arrays that waste most, one for each line."""
+    """Yields the arrays with the most padding, one for each line."""
     module = step.module
     least = max(MIN_BYTES, step.memory.peak_bytes // 50)
     found: dict[str | None, tuple[int, Finding]] = {}

@@ -1,7 +1,7 @@
 """`gather-of-unsharded`: an array is sharded and gathered again, and its shards are never used.
 
-Two forms: an argument of the step that is no parameter (the batch, model state) is gathered before anything is computed
-with it; an array that every device holds is cut by the device's number, and gathered again.
+Two forms: an argument of the step that is not a parameter (the batch, model state) is gathered before any computation
+with it; an array that every device holds is sliced at the device's index and gathered again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spmdkit.plan.hlo.text import SAME, Computation, Instruction, Module
 
 
 def find(step: CompiledStep) -> Iterator[Finding]:
-    """Yields a finding for each gather of what was never used in parts."""
+    """Yields a finding for each gather of shards that are never used as shards."""
     wanted: dict[str, Collective] = {
         c.names[0]: c for c in step.bill.collectives if (c.emulated_op or c.op) == "all_gather" and step.matters(c)
     }
@@ -55,7 +55,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
 
 
 def _cut_from_whole(module: Module, gather: Instruction, group_size: int) -> bool:
-    """Returns whether a gather's operand is one part in `group_size`, cut at the device's own number."""
+    """Returns whether a gather's operand is one part in `group_size` of a full array, sliced at the device's index."""
     computation = module.around(gather)
     operands = computation.operands(gather)
     if not operands:
@@ -66,7 +66,7 @@ def _cut_from_whole(module: Module, gather: Instruction, group_size: int) -> boo
     if cut.opcode != "dynamic-slice" or not (operands := place.operands(cut)):
         return False
     if operands[0].shapes[0].size != cut.shapes[0].size * group_size:
-        return False  # above all: one layer's weights out of a stack, cut at the number of the layer
+        return False  # mainly one layer's weights, sliced from a stack at the layer's index
     makers = _before(place, operands[1:])
     if place is not computation:
         given = [computation.operand(part, int(maker.text)) for maker in makers if maker.opcode == "parameter"]
@@ -76,7 +76,7 @@ def _cut_from_whole(module: Module, gather: Instruction, group_size: int) -> boo
 
 
 def _before(computation: Computation, ends: list[Instruction]) -> list[Instruction]:
-    """Returns the instructions of a computation from which `ends` are computed, with them."""
+    """Returns `ends` and the instructions of a computation that they are computed from."""
     found, waiting = {i.name: i for i in ends}, list(ends)
     while waiting:
         new = {i.name: i for i in computation.operands(waiting.pop()) if i.name not in found}

@@ -1,8 +1,8 @@
-"""`recompilation-risk`: something makes one compiled step the program of one value or one Python type only.
+"""`recompilation-risk`: a compiled step is valid for only one value or one Python type.
 
-A concrete array that the user's function closes over is baked into the program: another value is another compilation,
-and every device holds all of it. A weakly typed leaf (a Python number) comes back from a step strongly typed: a second
-call of a step that is compiled on demand compiles again.
+A concrete array in the closure of the user's function becomes a constant of the program: another value triggers another
+compilation, and every device holds the full array. A weakly typed leaf (a Python number) is strongly typed after one
+step: the second call of a step that is compiled on demand compiles again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""`full-rematerialization`: an array is gathered whole on every device, because XLA found no other way between two
-shardings.
+"""`full-rematerialization`: XLA gathers the full array on every device, since it cannot convert between two shardings.
 
-XLA reports it in a log line only ("Involuntary full rematerialization"), which is read where this process compiled the
+XLA reports this only in a log line ("Involuntary full rematerialization"), which is read if this process compiled the
 step. In the program it is an all_gather of which each device reads one part.
 """
 
@@ -69,9 +68,9 @@ def find(step: CompiledStep) -> Iterator[Finding]:
 
 
 def _source(step: CompiledStep, line: str, op_name: str) -> str | None:
-    """Returns the user's line of a log line: its own metadata, or the equation of the jaxpr with its name.
+    """Returns the user's line for a log line: its own metadata, or the jaxpr equation with the same name.
 
-    Several equations can have one name; the log's stack frame then decides, where the compiled program's table has it.
+    Several equations can have one name; the log's stack frame then decides, if the compiled program's table has it.
     """
     if found := re.search(r'source_file="([^"]*)" source_line=(\d+)', line):
         return line_of((Frame(found[1], int(found[2]), ""),))
@@ -82,7 +81,7 @@ def _source(step: CompiledStep, line: str, op_name: str) -> str | None:
 
 
 def _global_size(array: re.Match[str], line: str) -> int:
-    """Returns the bytes of the whole array: the log shows one device's part of it, and how it is cut."""
+    """Returns the bytes of the global array: the log shows the shape on one device, and the sharding."""
     size = Shape(array[2], tuple(int(n) for n in array[3].split(",") if n)).bytes
     cut = re.search(r"from sharding \{devices=\[([\d,]+)\]", line)
     tiles = [int(n) for n in cut[1].split(",")] if cut else []

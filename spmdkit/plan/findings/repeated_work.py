@@ -1,13 +1,13 @@
-"""`repeated-work`: every replica computes the same, since the inputs of a line of the step do not come from the batch.
+"""`repeated-work`: every replica computes the same values, since the inputs of a line do not come from the batch.
 
-In a global `train_step` the partitioner distributes work that depends on the batch. What does not (collocation points,
-rollouts, a loop over weights) is whole everywhere, and so is all that is computed from it, with its gradient.
+In a global `train_step` the partitioner distributes work that depends on the batch. Data that does not depend on it
+(collocation points, rollouts, a loop over weights) is replicated, and so is all work on it, including its gradient.
 
     FLOPs of the line's products on one device  *  devices  >=  replicas ** REPEATED  *  FLOPs of the line in the step
 
-Distributed it would be once that, repeated it is `replicas` times; XLA merges products that the traced step has twice,
-so that both are less, by a factor up to two. The right side counts in full what other axes (tensor, context) repeat, so
-that a line is found where it is repeated along all of them.
+The left side is once the FLOPs of the line for distributed work, and `replicas` times for repeated work. XLA merges
+products that the traced step has twice, which reduces both by a factor up to two. The right side counts work repeated
+over other axes (tensor, context) in full, so a line is reported only if it is repeated along all of them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from spmdkit.plan.jaxpr_lines import line
 from spmdkit.step import trace_context
 
 REPEATED = 0.6
-"""Between shared out (0) and repeated by every replica (1), in logarithms: what XLA merges and what it attributes to
-another line are less."""
+"""On a logarithmic scale from distributed (0) to repeated by every replica (1). Below 1, since XLA merges products and
+attributes some to another line."""
 
 SHARE = 0.1
-"""Of what one device computes: below it, nothing is won."""
+"""Minimum share of a device's FLOPs: less repeated work is not worth a finding."""
 
 
 def find(step: CompiledStep) -> Iterator[Finding]:
-    """Yields at most one finding: the line that repeats most, and how many others do."""
+    """Yields at most one finding: the line with the most repeated work, and the number of other such lines."""
     program = step.program
     shards, num = program.batch_shards, program.mesh.size
     if shards < 2:
@@ -74,8 +74,8 @@ def find(step: CompiledStep) -> Iterator[Finding]:
 
 
 def _computed_by_line(step: CompiledStep) -> dict[str, float]:
-    """Returns the FLOPs of products that one device computes, by the line of the user's; those of an optimizer left out
-    (ZeRO shares them out)."""
+    """Returns the FLOPs of products that one device computes, by the user's line. Products of an optimizer are excluded
+    (ZeRO shards them)."""
     costs, found = Costs(step.module), defaultdict[str, float](float)
     for visit in loops.walk(step.module, step.scans):
         i = visit.instruction

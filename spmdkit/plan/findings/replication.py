@@ -1,9 +1,8 @@
 """`silent-replication`: a large array is replicated over a mesh axis without being requested.
 
-A parameter that no rule cuts, on a mesh with model axes that could; or an activation that depends on the batch and is
-as large on one device as in the whole program, because a constraint is missing or names no axis. The bound is
-`layout.replicate_above_bytes`.
-Weights that fsdp gathers before use are whole on purpose and are left alone.
+Either a parameter that no rule shards, on a mesh with model axes that could shard it, or an activation that depends on
+the batch and is as large on one device as in the full program, because a constraint is missing or names no axis. The
+threshold is `layout.replicate_above_bytes`. Weights that fsdp gathers before use are not reported.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _NO_BUFFER = ("get-tuple-element", "tuple", "bitcast", "while", "constant", "par
 
 
 def find(step: CompiledStep) -> Iterator[Finding]:
-    """Yields the parameters and the activations that are whole on every device."""
+    """Yields the parameters and the activations that every device holds in full."""
     yield from _parameters(step)
     yield from _activations(step)
 

@@ -1,8 +1,7 @@
-"""`axis-crosses-slow-links`: a model axis spans several hosts (GPU) or slices (TPU), though it could stay inside of
-one.
+"""`axis-crosses-slow-links`: a model axis spans several hosts (GPU) or slices (TPU), though it would fit inside one.
 
-Between hosts and slices bytes move some ten times more slowly than inside. A replica axis has to cross, once a step,
-with the gradient alone; gathers of ZeRO 3 or sums of tensor parallelism there are paid in every layer.
+Bandwidth between hosts and slices is about a tenth of that inside. A replica axis has to cross once per step, with the
+gradient alone. Gathers of ZeRO 3 or sums of tensor parallelism cross in every layer.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from spmdkit.plan.machine.links import link_path_of
 
 
 def find(step: CompiledStep) -> Iterator[Finding]:
-    """Yields one finding for each model axis that crosses hosts or slices and has a multiple of their number as its
-    size."""
+    """Yields one finding for each model axis that crosses hosts or slices and has a size divisible by their number."""
     target = step.target
     if target is None or target.num_slices < 2:
         return
@@ -30,7 +28,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
                 crossing.setdefault(axis, []).append(c)
     for axis, rows in crossing.items():
         around = sizes["replica"] * sizes["data"]
-        if around % parts == 0:  # replicas alone could cross, the order of the devices does not let them
+        if around % parts == 0:  # only replicas need to cross; the device order prevents it
             fix = (
                 f"Reorder the mesh so that replica ({parts}) is the axis between hosts or slices: replica: {parts}, "
                 f"data: {around // parts}."

@@ -1,6 +1,6 @@
 """`batch-too-small`: communication of weights and gradients takes longer than the arithmetic of a device's examples.
 
-What data parallelism and fsdp send does not depend on the batch, what a device computes does.
+The bytes that data parallelism and fsdp send do not depend on the batch; the arithmetic of a device does.
 
     tokens per device  <  peak FLOP/s / (bytes/s of the link) * (bytes sent / FLOPs per token)
 
@@ -20,7 +20,7 @@ from spmdkit.plan.flops import count
 from spmdkit.plan.machine.links import link_path_of
 
 FACTOR = 1.5
-"""How much longer than the arithmetic the wire has to take: both are estimates."""
+"""Minimum ratio of communication time to arithmetic time: both are estimates."""
 
 
 def find(step: CompiledStep) -> Iterator[Finding]:

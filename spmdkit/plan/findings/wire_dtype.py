@@ -1,8 +1,7 @@
-"""`float32-on-the-wire`: data moves as float32 and is cast to bfloat16 by all who receive it: twice the bytes for the
-same bits.
+"""`float32-on-the-wire`: data is sent as float32, and all receivers cast it to bfloat16: twice the bytes necessary.
 
-Looked for where `precision.compute` is bfloat16, in what only moves (gathers, exchanges, permutations). Sums are left
-alone: `precision.reduce` requests a sum in float32.
+Checked if `precision.compute` is bfloat16, for ops that only move data (gathers, exchanges, permutations). Sums are
+not reported: `precision.reduce` requests a sum in float32.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _RENAMES = (*SAME, "get-tuple-element", "all-gather-done", "collective-permute-d
 
 
 def find(step: CompiledStep) -> Iterator[Finding]:
-    """Yields a finding for each movement of float32 of which only the bfloat16 cast is read."""
+    """Yields a finding for each transfer of float32 of which only the bfloat16 cast is read."""
     if step.program.config.precision.compute != "bfloat16":
         return
     instructions = {i.name: i for i in step.module.instructions()}
@@ -41,7 +40,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
 
 
 def _is_cast(reader: Instruction) -> bool | None:
-    """Returns whether a reader casts to bfloat16; None where it hands the array on."""
+    """Returns whether a reader casts to bfloat16; None if it passes the array on."""
     if reader.opcode == "convert":
         return reader.shapes[0].dtype == "bf16"
     return None if reader.opcode in _RENAMES else False
