@@ -1,5 +1,5 @@
-"""The cases of `verify`: all meshes of a number of devices, or the config's mesh; and a batch size that fits all of
-them."""
+"""The cases of `verify`: the config's mesh or all meshes of a number of devices, the numbers of microbatches, and the
+exact reducer."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from spmdkit.mesh.mesh import AXES, resolve
 from spmdkit.program.step_context import reducer_of
 
 ROWS = 2
-"""Rows on each device and microbatch. XLA's convolutions need two on meshes with replica and model axes
-(docs/guide.md)."""
+"""Rows per device and microbatch. XLA's convolutions need two on meshes with replica and model axes (docs/guide.md)."""
 
 DEFAULT_DEVICES = 8
 
 
 def all_meshes(num_devices: int, max_axis: int) -> list[dict[str, int]]:
-    """Returns every mesh of `num_devices` with axes of at most `max_axis`, as the sizes above one; fewest axes
+    """Returns every mesh of `num_devices` with axes of at most `max_axis`, as axis sizes above one; fewest axes
     first."""
     divisors = [n for n in range(1, min(num_devices, max_axis) + 1) if num_devices % n == 0]
     found = (sizes for sizes in itertools.product(divisors, repeat=len(AXES)) if math.prod(sizes) == num_devices)
@@ -44,12 +43,12 @@ def choose_devices(config: Config, requested: int | None) -> int:
 
 
 def config_mesh(config: Config, num_devices: int) -> dict[str, int]:
-    """Returns the config's mesh as the sizes above one."""
+    """Returns the config's mesh as axis sizes above one."""
     return {axis: size for axis, size in resolve(config.mesh.sizes(), num_devices).items() if size > 1}
 
 
 def parse_microbatches(text: str | None, config: Config) -> list[int]:
-    """Returns the numbers in `1,2,4`. The default is 1 and the config's number, or 2 if that is `auto`."""
+    """Returns the numbers in `1,2,4`. The default is 1 and the config's number, or 1 and 2 if that is `auto`."""
     if text is None:
         return sorted({1, config.microbatches if isinstance(config.microbatches, int) else 2})
     parts = [part.strip() for part in text.split(",")]
@@ -69,7 +68,7 @@ def describe_case(mesh: dict[str, int], microbatches: int) -> str:
 def exact_reducer(config: Config) -> str | dict[str, Any]:
     """Returns the reducer setting with which a run can equal one device: an inexact reducer gets its exact options.
 
-    Its warm-up is left out, since during warm-up the reducer acts as `sum`.
+    It has no warm-up, since during warm-up the reducer acts as `sum`.
     """
     reducer = reducer_of(config)
     choice, _ = plugins.split_common_options("reducers", config.reducer)
@@ -81,7 +80,7 @@ def exact_reducer(config: Config) -> str | dict[str, Any]:
 
 
 def reducer_note(config: Config) -> str | None:
-    """Returns the note on a reducer that is not compared with its configured options; None if it is."""
+    """Returns the note on a reducer that is not compared with its configured options, or None."""
     configured, compared = plugins.split_common_options("reducers", config.reducer)[0], exact_reducer(config)
     if plugins.split_common_options("reducers", compared)[0] == configured:
         return None

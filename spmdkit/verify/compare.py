@@ -1,11 +1,11 @@
-"""The differences between two results as numbers, and the tolerance.
+"""Errors between two results, and the tolerance.
 
     error(leaf) = |actual - expected| / max(|expected|, 1e-3 |whole tree|)          2-norms
 
     tolerance = max(FLOOR_ULPS * eps, MULTIPLE * largest error that one ulp in the input makes on one device)
 
-The second term is measured NUM_PROBES times with the user's function: summation in another order moves a number by a
-few ulps too, a mistake by a factor of the order of one.
+The second term is measured NUM_PROBES times with the user's function. A different summation order also moves a number
+by a few ulps; a bug changes it by a factor of order one.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ FLOOR_ULPS = 64
 
 NUM_PROBES = 3
 QUANTITIES = ("loss", "gradient", "update", "parameter", "metric", "state", "eval", "restore", "replicas")
-"""What is compared, in the order in which a mistake appears."""
+"""The compared quantities, in the order in which a bug becomes visible."""
 
 EXACT = {"restore": 0.0, "replicas": 0.0}
-"""Bitwise equal: a state and its restored checkpoint, and the copies of a leaf on several devices."""
+"""Quantities that must be bitwise equal: a state and its restored checkpoint, and the replicas of a leaf."""
 
 
 @dataclasses.dataclass
 class Errors:
-    """The worst error of each quantity (None if it was not compared), and the leaf with this error."""
+    """The largest error of each quantity (None if it was not compared), and the leaf with this error."""
 
     worst: dict[str, float | None]
     leaf: dict[str, str]
@@ -44,14 +44,14 @@ class Errors:
 
 
 def number_error(found: float, expected: float) -> float:
-    """Returns the relative error of one number; equal non-finite numbers are equal."""
+    """Returns the relative error of one number; it is zero for two equal infinities and for two NaNs."""
     if found == expected or (np.isnan(found) and np.isnan(expected)):
         return 0.0
     return abs(found - expected) / max(abs(expected), 1e-30)
 
 
 def compare(found: Results, expected: Results, noise: Noise = Noise()) -> Errors:  # noqa: B008 - frozen
-    """Returns the errors of one result relative to another. Numbers below noise are left out."""
+    """Returns the errors of one result relative to another. Numbers below noise are ignored."""
     errors = Errors({}, {})
     pairs = list(zip(found.batches, expected.batches, strict=True))
     losses = {f"batch {i + 1}": number_error(f.loss, e.loss) for i, (f, e) in enumerate(pairs)}
@@ -86,7 +86,7 @@ def _put(errors: Errors, quantity: str, found: list[dict[str, float]]) -> None:
 def tolerances(
     reference: Results, probes: Sequence[Results], eps: float
 ) -> tuple[dict[str, float], dict[str, float], Noise]:
-    """Returns (tolerance, effect of one ulp) of each quantity, and what is below noise."""
+    """Returns (tolerance of each quantity, effect of one ulp on each quantity, numbers below noise)."""
     noise = noises.measure(reference, probes)
     moved = dict.fromkeys(QUANTITIES, 0.0)
     for probe in probes:
@@ -96,11 +96,11 @@ def tolerances(
     moved |= EXACT
     floor = FLOOR_ULPS * eps
     tolerance = {q: min(LARGEST, max(floor, MULTIPLE * e)) for q, e in moved.items()}
-    if noise.leaves:  # what is computed with steps of noise moves with them
+    if noise.leaves:  # values computed from parameters with noise steps are noisy too
         tolerance |= {q: max(tolerance[q], BOUND * moved[q]) for q in ("metric", "eval", "loss")}
     return tolerance | EXACT, moved, noise
 
 
 def as_numbers(errors: Errors) -> dict[str, Any]:
-    """Returns the errors under their names in the JSON report."""
+    """Returns the errors with their keys in the JSON report."""
     return {f"{quantity}_error": errors.worst.get(quantity) for quantity in QUANTITIES}

@@ -1,4 +1,4 @@
-"""The kind of mistake behind a difference, in words, with the repair."""
+"""Diagnosis of a difference: the kind of bug that causes it, the observation, and the repair."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from spmdkit.verify.noise import Noise, parts
 from spmdkit.verify.task_runner import Results, Tree
 
 FIT = 0.02
-"""Relative 2-norm by which a leaf may differ from a multiple of another and still count as one."""
+"""Relative 2-norm by which a leaf may differ from a multiple of another leaf and still count as this multiple."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How a case differs from one device.
+    """The difference between a case and one device.
 
     Attributes:
-        quantity: the first one that differs (`loss`, `gradient`, ...).
-        leaf: the first leaf of that quantity that differs, in the order of the tree.
-        error: of that leaf.
-        num_wrong, num_leaves: leaves of that quantity that differ, and all leaves.
-        factor: the wrong leaves are this multiple of the right ones; None if they are no multiple.
-        counts: (here, on one device) counts of the loss; None if equal.
-        only_short: the full batch agrees, and the short one does not.
+        quantity: the first quantity that differs (`loss`, `gradient`, ...).
+        leaf: the first leaf of the quantity that differs, in tree order.
+        error: the error of this leaf.
+        num_wrong, num_leaves: number of leaves of the quantity that differ, and of all its leaves.
+        factor: ratio of the wrong leaves to the right ones; None if there is no common ratio.
+        counts: counts of the loss (in this case, on one device); None if equal.
+        only_short: the full batch agrees, and the short batch does not.
         batch: index of the first batch that differs.
     """
 
@@ -48,11 +48,11 @@ class Difference:
 def find_difference(
     found: Results, expected: Results, errors: Errors, tolerance: Mapping[str, float], noise: Noise, short: bool
 ) -> Difference:
-    """Returns how `found` differs, for a case that failed."""
+    """Returns the difference between `found` and `expected` in a failed case."""
     failed = errors.failed(tolerance)
     quantity = "gradient" if "gradient" in failed else failed[0]
     if quantity == "loss" and "update" in failed and errors.leaf["loss"].startswith("step"):
-        quantity = "update"  # a later step's loss differs since a step before it was another one
+        quantity = "update"  # the loss of a later step differs because an earlier update does
     if quantity not in ("gradient", "update", "parameter", "state"):
         value, leaf = errors.worst[quantity], errors.leaf[quantity]
         only_short = quantity == "loss" and short and leaf == "batch 2"
@@ -90,7 +90,7 @@ def _counts(found: Results, expected: Results) -> tuple[float, float] | None:
 
 
 def factor_of(found: Tree, expected: Tree, paths: list[str]) -> float | None:
-    """Returns the common factor between the leaves `paths`, or None."""
+    """Returns the common ratio of the leaves `paths`, found to expected, or None."""
     mine, right = (np.concatenate([wide(t[p]).ravel() for p in paths if p in found]) for t in (found, expected))
     if mine.shape != right.shape or not np.isfinite(mine).all() or not right.any():
         return None
@@ -104,7 +104,7 @@ NEAR = 0.02
 
 
 class Diagnosis(NamedTuple):
-    """A kind of mistake: its short name, the observation, and the smallest repair."""
+    """A kind of bug: its short name, the observation, and the smallest repair."""
 
     kind: str
     found: str
@@ -159,7 +159,7 @@ REPAIRS = {
         "sum of their weights, as in sk.mean(values, where=, weights=)."
     ),
 }
-"""Kind of mistake -> the smallest repair. A short batch is of the kind `uneven counts`, with another repair."""
+"""Kind of bug -> the smallest repair. The kind of `short batch` is `uneven counts`, with a different repair."""
 
 KEEP_ONE_MICROBATCH = " If only cases with microbatches differ, set microbatches: 1."
 
@@ -175,11 +175,11 @@ def diagnose(
     key_matters: Callable[[], bool],
     examples_interact: Callable[[], bool],
 ) -> Diagnosis:
-    """Returns the meaning of a difference.
+    """Returns the diagnosis of a difference.
 
     Args:
-        key_matters: whether another plain key changes the gradient on one device; called only if it decides.
-        examples_interact: whether two microbatches on one device change the gradient.
+        key_matters: returns whether another plain key changes the gradient on one device; called only if needed.
+        examples_interact: returns whether two microbatches on one device change the gradient.
     """
     where = _where(finding)
     if finding.quantity == "restore":
@@ -272,8 +272,8 @@ def _reduction_error(factor: float | None, mesh: Mapping[str, int], microbatches
 
 
 def explain_factor(factor: float | None, mesh: Mapping[str, int], microbatches: int = 1) -> tuple[str, int, str] | None:
-    """Returns (`reduced twice` or `not reduced`, size, names of the axes with this size), the simplest ones first; None
-    if the factor is not the size of any axes, nor its inverse."""
+    """Returns (`reduced twice` or `not reduced`, size, names of the axes with this size), preferring the simplest axes;
+    None if the factor is neither the size of any axes nor its inverse."""
     if factor is None:
         return None
     replicas = {axis: n for axis, n in mesh.items() if axis in REPLICA_AXES and n > 1}
@@ -288,7 +288,7 @@ def explain_factor(factor: float | None, mesh: Mapping[str, int], microbatches: 
 
 
 def pattern(failed: Iterable[Mapping[str, Any]], passed: Iterable[Mapping[str, Any]]) -> str:
-    """Returns what all failed cases and no passed case have in common: `only with tensor > 1`, or an empty string."""
+    """Returns a property of all failed cases and no passed case, such as `only with tensor > 1`, or an empty string."""
     bad, good = list(failed), list(passed)
     if not bad or not good:
         return ""

@@ -1,8 +1,8 @@
-"""Conversion of numbers of any dtype to the wide type in which errors are computed: complex and half precision
-included.
+"""Conversion of arrays of any dtype, including complex and half precision, to the wide dtype in which errors are
+computed.
 
-complex          both parts; a cast to float64 would drop the imaginary one
-bfloat16, ...    floating point, although numpy reports kind `V`; differences of a few ulps of the type are rounding
+complex          both parts; a cast to float64 would drop the imaginary part
+bfloat16, ...    floating point, although numpy reports kind `V`; differences of a few ulps of the dtype are rounding
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 HALF_ULPS = 4
-"""Ulps of a type of less than 32 bits by which two sums of the same numbers in another order may differ: 4e-3 in
+"""Ulps by which two sums of the same numbers in different order may differ in a dtype of less than 32 bits: 4e-3 in
 float16, 3e-2 in bfloat16."""
 
 
@@ -34,13 +34,13 @@ def wide(x: Any) -> np.ndarray:
 
 
 def eps(x: Any) -> float:
-    """Returns the relative distance of neighbouring numbers in the dtype of an array; for complex, of its parts."""
+    """Returns the machine epsilon of an array's dtype; for a complex dtype, that of its parts."""
     return float(jnp.finfo(x.dtype).eps)
 
 
 def difference(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Returns `found - expected`, wide. It is zero where half precision numbers are within `HALF_ULPS` of each
-    other."""
+    """Returns `found - expected` in the wide dtype. Half precision numbers within `HALF_ULPS` of each other give
+    zero."""
     right = wide(expected)
     apart = wide(found) - right
     return (

@@ -1,17 +1,17 @@
-"""`sk.verify_step(make, meshes=[...])`: compares a step that does not use spmdkit, with its own mesh axes and
+"""`sk.verify_step(make, meshes=[...])`: compares a step that does not use spmdkit, with custom mesh axes and
 shardings, on meshes and on one device.
 
-    def make(devices):            # [data, tensor], the shape of the tried mesh; (1, 1) for one device
+    def make(devices):            # [data, tensor], the shape of the tested mesh; (1, 1) for one device
         mesh = jax.sharding.Mesh(devices, ("data", "tensor"))
         ...
         return jax.jit(train_step, in_shardings=..., out_shardings=...), (state, batch)
 
-Every returned leaf is compared on its own scale, over several steps if the step returns a new state:
+Every returned leaf has its own tolerance. Several steps are compared if the step returns a new state:
 
     tolerance of a leaf = max(FLOOR_ULPS * eps * |leaf|, MULTIPLE * its largest change when one ulp moves the arguments
     on one device)
 
-A leaf with a second term beyond `LARGEST` is reported as noise.
+A leaf is reported as noise if the second term exceeds `LARGEST`, relative to the leaf's norm.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from spmdkit.verify.sharding_relation import distance
 FLOOR_ULPS = 64
 NUM_PROBES = 4
 CLOSE = 0.5
-"""A result with the shapes of an argument is its new value if it is within this relative 2-norm of it, else its
+"""A result with the shapes of an argument is the argument's new value if it lies within this relative 2-norm, else its
 gradient."""
 
 NOTHING = "nothing could be compared: every result is below noise. Try fewer layers or steps, or 64-bit types."
@@ -59,7 +59,7 @@ Leaves = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step on its devices, with its arguments on the host and the sharding of each leaf; None if uncommitted."""
+    """A step on its devices, its arguments on the host, and the sharding of each leaf (None if uncommitted)."""
 
     run: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -67,7 +67,7 @@ class Step:
 
 
 class Report(dict[str, Any]):
-    """The report of `sk.verify_step`: plain values under the names of `spmdkit verify --json`. `str` gives a readable
+    """The report of `sk.verify_step`: plain values with the keys of `spmdkit verify --json`. `str` returns a readable
     form."""
 
     def __str__(self) -> str:
@@ -98,18 +98,18 @@ def verify_step(
     specs: Sequence[Any] | None = None,
     steps: int = 2,
 ) -> Report:
-    """Returns how a hand-written step on each mesh differs from one device.
+    """Returns the differences between a user-written step on each mesh and on one device.
 
     Args:
         make: `make(devices) -> (step, arguments)`; `devices` is an array with one dim per axis in `meshes`, in order of
-            appearance. With `arguments`, the step itself, which may name axes but contain no devices.
-        meshes: sizes of the axes, by name; a missing axis has size one.
-        arguments: of a step that is passed directly.
-        specs: a `PartitionSpec` for each argument, or a tree of specs that is a prefix of it; None: replicated.
+            appearance. With `arguments`, the step itself, which may name axes but must not contain devices.
+        meshes: axis sizes by name; a missing axis has size one.
+        arguments: arguments of a step that is passed directly.
+        specs: a `PartitionSpec` for each argument, or a prefix tree of specs; None: replicated.
         steps: number of consecutive steps, if a result is the new value of an argument.
 
     Raises:
-        ConfigError: the arguments do not fit together, or contain devices.
+        ConfigError: the arguments are inconsistent, or the step contains devices.
         UserCodeError: the function raised.
     """
     axes = _axes(meshes)
@@ -180,7 +180,7 @@ def _sharding_of(x: Any) -> Any:
 
 
 def _to_host(x: Any) -> Any:
-    """Returns a leaf as numpy array. A key is copied, since a step may donate it."""
+    """Returns a leaf as a numpy array. A key is copied, since a step may donate it."""
     return jnp.copy(x) if is_key(x) else np.asarray(x)
 
 
@@ -197,8 +197,8 @@ def _placed(step: Step, random: np.random.Generator | None = None) -> list[Any]:
 
 
 def _located(one: Step, many: Step, axes: Mapping[str, int]) -> dict[str, Any]:
-    """Returns `located`: the first value that differs in the first step. None if the step cannot be traced from
-    outside, or if no single line is responsible."""
+    """Returns `located`: the first value that differs in the first step. It is None if the step cannot be traced, or if
+    no single line is responsible."""
     ulps = [np.random.default_rng(i) for i in range(2)]
     try:
         right, *moved = _tapped(one, [None, *ulps])
@@ -210,7 +210,7 @@ def _located(one: Step, many: Step, axes: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _tapped(step: Step, moves: Sequence[np.random.Generator | None]) -> list[TapValues]:
-    """Returns every value of a step, for its arguments moved by one ulp in different ways."""
+    """Returns every value of a step for each move; a move perturbs the arguments by one ulp, None does not."""
     mesh, run = getattr(step.run, "of_mesh", (None, step.run))
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         values = tapped(jax.make_jaxpr(run)(*_placed(step)))
@@ -218,7 +218,7 @@ def _tapped(step: Step, moves: Sequence[np.random.Generator | None]) -> list[Tap
 
 
 def _run(step: Step, steps: int, random: np.random.Generator | None = None) -> Leaves:
-    """Returns every leaf of the step's results on the host, by `step 1: 0/params/w`."""
+    """Returns every leaf of the step's results on the host, by path (`step 1: state 0/params/w`)."""
     arguments, leaves = _placed(step, random), Leaves()
     for number in range(1, steps + 1):
         before = [jax.tree.map(_on_host, x) for x in arguments]
@@ -272,7 +272,7 @@ def _kind(result: Any, arguments: Sequence[Any]) -> str:
 
 
 def _parts(tree: Any, depth: int = 3) -> Iterator[Any]:
-    """Yields a tree and its subtrees: the parameters may be part of a state."""
+    """Yields a tree and its subtrees, since the parameters may be part of a state."""
     yield tree
     children = jax.tree_util.default_registry.flatten_one_level(tree) if depth else None
     for child in () if children is None else children[0]:
@@ -280,7 +280,7 @@ def _parts(tree: Any, depth: int = 3) -> Iterator[Any]:
 
 
 def _tolerances(reference: Leaves, probes: Sequence[Leaves]) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns (tolerance of each leaf as a 2-norm, leaves that are noise with the relative effect of one ulp)."""
+    """Returns (tolerance of each leaf as a 2-norm, relative effect of one ulp on each leaf that is noise)."""
     tolerance, noisy = {}, {}
     for path, x in reference.items():
         if not is_inexact(x):
@@ -347,7 +347,7 @@ def _diagnosis(
 def shard_arguments(
     step: Callable[..., Any], arguments: Sequence[Any], specs: Sequence[Any] | None, axes: Sequence[str]
 ) -> Any:
-    """Returns the `make` of a step without devices of its own: it shards the arguments by their specs and sets the
+    """Returns the `make` function of a step without devices: it shards the arguments by their specs and sets the
     mesh."""
     host = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), tuple(arguments))
     chosen = [PartitionSpec()] * len(host) if specs is None else list(specs)
@@ -384,7 +384,7 @@ def check_holds_no_device(
     """Rejects a step that is passed directly and contains a mesh of devices."""
     mesh = compat.auto_mesh(np.array([device], dtype=object).reshape((1,) * len(axes)), axes)
     shapes = jax.tree.map(_shape, tuple(arguments))
-    jaxpr = _traced(step, shapes)  # without a mesh: JAX rejects a step with another one before it is seen
+    jaxpr = _traced(step, shapes)  # without a mesh: under one, JAX itself rejects a step that contains another
 
     def trace() -> Any:
         with jax.set_mesh(mesh):
@@ -405,7 +405,7 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def check_devices(step: Callable[..., Any], arguments: Sequence[Any], devices: np.ndarray) -> None:
-    """Rejects a step or arguments that `make` put on other devices than those it received."""
+    """Rejects a step or arguments that `make` put on devices it did not receive."""
     given = frozenset(devices.ravel())
     rule = "make(devices) must put everything on these devices: jax.sharding.Mesh(devices, names)."
     for path, x in named_leaves(tuple(arguments)):
@@ -424,7 +424,7 @@ def check_devices(step: Callable[..., Any], arguments: Sequence[Any], devices: n
 
 
 def _traced(step: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    """Returns the jaxpr of a step, or None if it cannot be traced from outside: it is compiled, or has side effects."""
+    """Returns the jaxpr of a step, or None if it cannot be traced: it is already compiled, or has side effects."""
     try:
         return jax.make_jaxpr(step)(*arguments)
     except Exception:  # noqa: BLE001 - the run raises it again
@@ -432,7 +432,7 @@ def _traced(step: Callable[..., Any], arguments: Sequence[Any]) -> Any:
 
 
 def _meshes_in(jaxpr: Any, given: frozenset[jax.Device]) -> Iterator[tuple[int, str]]:
-    """Yields (devices, location) for each use of a mesh of other devices than `given`."""
+    """Yields (number of devices, location) for each use of a mesh with devices other than `given`."""
     for eqn in equations(jaxpr):
         for mesh in map(_mesh_of, jax.tree.leaves(list(eqn.params.values()))):
             if mesh is not None and not mesh.empty and frozenset(mesh.devices.ravel()) != given:

@@ -1,16 +1,16 @@
 """`locate`: the first value of a step that differs between one device and a mesh, with its line, the difference and the
 axis.
 
-Both programs run with every intermediate value as a result (tracing.py); the one-device program also runs with its
-input moved by one ulp. A value of the mesh is matched with the one-device value of the same text, line and order. It is
-right if, for some dims or mesh axes, it is
+Both programs also return every intermediate value (tracing.py). The one-device program also runs with its input moved
+by one ulp. A value on the mesh is matched with the one-device value of the same line, operation and order. It is right
+if, for some dims or mesh axes, it is
 
     the same        the one-device value: complete, sharded along any dim, or replicated; rows in another order if the
                     mesh reorders them
-    a part          its sum, mean, largest or smallest over devices is the one-device value: the reduction comes later
+    a partial value its sum, mean, largest or smallest over devices is the one-device value: the reduction is later
 
-From the results that differ, the search walks back to the point at which the inputs are right (search.py). The mistake
-is reported only if it is one statement.
+From the results that differ, the search walks back to values with right inputs (search.py). The difference is reported
+only if it lies in one statement.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ NUM_MOVED = 2
 COLLECTIVES = ("psum", "psum_invariant", "reduce_scatter", "all_gather", "pvary", "pcast", "reduce_sum")
 RESHAPES = ("reshape", "broadcast_in_dim", "squeeze", "transpose", "convert_element_type", "slice", "copy")
 MOVES = frozenset([*COLLECTIVES, *RESHAPES])
-"""Operations that pass on a wrong value."""
+"""Operations that only propagate a wrong value."""
 
 REORDERING = ("context", "expert", "pipeline")
-"""Axes over which rows or positions rotate; microbatches are split in another order, too."""
+"""Axes that reorder rows or positions. Microbatches reorder rows too."""
 
 
 class Location(NamedTuple):
@@ -51,8 +51,8 @@ class Location(NamedTuple):
 
     Attributes:
         line: `file.py:12 (function)`.
-        primitive, shape: JAX's operation at this line, and the value's shape on a device.
-        how: the difference in words.
+        primitive, shape: the JAX primitive at this line, and the value's shape on a device.
+        how: description of the difference.
         axis: mesh axes over which the value is wrong, or an empty string.
     """
 
@@ -68,8 +68,8 @@ class Location(NamedTuple):
 
 
 def tapped(closed: Any, wanted: Sequence[int] | None = None) -> Callable[[Sequence[Any]], TapValues]:
-    """Returns the function that runs a traced step with taps on a flat list of arrays on their devices. It compiles
-    once.
+    """Returns a function that runs a traced step with taps; it takes a flat list of arrays on their devices. The step
+    is compiled once.
 
     Args:
         wanted: indices of the requested results; None: all.
@@ -103,8 +103,7 @@ class Locator:
     def __call__(self, setting: Setting, many: Program, quantity: str, batch: int) -> Location | None:
         """Returns where a program on a mesh first differs from one device, or None.
 
-        If the loss differs too, the values that it is computed from suffice: the backward pass takes several times as
-        long to compile.
+        The values of the loss are searched first, since the backward pass takes several times as long to compile.
         """
         quantities = dict.fromkeys(["loss", quantity]) if quantity in ("loss", "gradient") else [quantity]
         return next((found for q in quantities if (found := self._from(setting, many, q, batch)) is not None), None)
@@ -116,7 +115,7 @@ class Locator:
         return locate(*self._one_device(setting, quantity, batch), found, axes, reordered)
 
     def _one_device(self, setting: Setting, quantity: str, batch: int) -> tuple[TapValues, list[TapValues]]:
-        """Returns the values behind a quantity on one device, and the same with the input moved by one ulp."""
+        """Returns the values a quantity is computed from on one device, and those with the input moved by one ulp."""
         one = dataclasses.replace(setting, mesh={}, plain=True)
         if self._program is None or self._program[0] != one:
             self._program, self._right = (one, self._task_runner.program(one, evaluated=False)), {}
@@ -143,7 +142,7 @@ ROOTS = {"gradient": "opt_state/gradient", "update": "opt_state/update", "state"
 
 
 def _roots(program: Program, quantity: str) -> list[int]:
-    """Returns the indices of the step's results that hold a quantity; all if none does."""
+    """Returns the indices of the step's results that hold a quantity; all indices if no result holds it."""
     names = [path for path, _ in named_leaves(program.traced.out_info)]
     found = [i for i, name in enumerate(names) if (part := ROOTS.get(quantity)) is not None and f"/{part}" in name]
     return found or list(range(len(names)))
@@ -180,7 +179,7 @@ def _candidates_of(search: Search, node: Node, between: list[Node]) -> list[Node
     elsewhere = [n for n in search.wrong_indices(node) if values[n.place].line != values[node.place].line]
     if elsewhere:
         return elsewhere
-    # A sum that comes later, combined with a complete value: the line that leaves it unreduced.
+    # A partial value is combined with a complete one: the line of the missing reduction is that of the partial value.
     parents = search.parents(node)
     parts = [n for n in parents if (r := search.relation(n)) is not None and r.kind in PARTS]
     return parts if parts and len(parts) < len(values[node.place].parents) else [node]

@@ -1,7 +1,7 @@
-"""Mutants: the program with one known mistake. A comparison that misses one of them proves nothing.
+"""Mutants: the program with one injected bug. A comparison that misses a mutant is not reliable.
 
-A mutant applies only if the task and the mesh use the code that it changes. Otherwise it is not applicable, with the
-reason. mutations.py has the mistakes and how they get into a program.
+A mutant applies only if the task and the mesh use the code it changes. Otherwise it is reported as not applicable,
+with the reason. mutations.py contains the bugs and injects them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TaskFacts:
     """Facts about the task, from its reference run.
 
     Attributes:
-        num_devices: of the meshes.
+        num_devices: number of devices of the meshes.
         uses: spmdkit functions that the task called.
         gradient_norm: global norm of the first gradient.
     """
@@ -45,17 +45,17 @@ def _replicas(num: int) -> list[dict[str, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """One mistake.
+    """One injected bug.
 
     Attributes:
-        apply: a context in which the program of a setting contains the mistake. Yields a list that is not empty once
-            the changed function was called.
-        needs: the function of spmdkit without which it does not apply.
-        clipped: with a global norm to clip the gradient to.
+        apply: a context in which the program of a setting contains the bug. Yields a list that is not empty once the
+            changed function was called.
+        needs: the spmdkit function that the task must use for the mutant to apply.
+        clipped: the setting clips the gradient by its global norm.
         unused: the reason for "not applicable" if the function is not called.
-        no_effect: the reason for "not applicable" if the mistake changes no number beyond rounding; empty: it always
-            does.
-        restore: it acts on the state in a checkpoint.
+        no_effect: the reason for "not applicable" if the bug changes no number beyond rounding; empty if it always
+            changes one.
+        restore: the bug changes the state in a checkpoint.
         traced: the function is called while a program is traced, so a program without the call need not run.
     """
 
@@ -73,7 +73,7 @@ class Mutant:
     traced: bool = True
 
     def settings(self, known: TaskFacts) -> list[Setting] | str:
-        """Returns the settings to try, in order, or the reason why there are none."""
+        """Returns the settings to try, in order, or the reason why the mutant has none."""
         if self.needs and self.needs not in known.uses:
             return f"the task does not use sk.{self.needs}"
         clip_norm = known.gradient_norm / 2 if self.clipped else None
@@ -86,7 +86,7 @@ def _two_replica_axes(num: int) -> list[dict[str, int]]:
 
 
 def _sharded_over(axis: str) -> Meshes:
-    """Returns the meshes with a model axis larger than one."""
+    """Returns a function that lists the meshes with model axis `axis` larger than one."""
 
     def meshes(num: int) -> list[dict[str, int]]:
         found = [{"data": num // 2, axis: 2}, {"data": num // 4, axis: 4}, {axis: num}]

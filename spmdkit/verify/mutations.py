@@ -1,7 +1,7 @@
-"""The mistakes that mutants make, and the seams through which they get into a program.
+"""The bugs that mutants inject, and the seams through which they enter a program.
 
-Each replaces one function while a program is traced and run. Functions of the package are listed in a table next to
-the function, `SEAMS` of its module, so that a rename fails where it is made; nothing else in the package knows of it.
+Each bug replaces one function while a program is traced and run. A module of the package lists its replaceable
+functions in a table, `SEAMS`, so that a rename fails in that module. No other code depends on the bugs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from spmdkit.step.model_state import agreement
 from spmdkit.verify.task_runner import Setting
 
 MutationContext = contextlib.AbstractContextManager[list[Any]]
-"""A context with a mistake in the program. Gives a list that holds something once the seam was used."""
+"""A context that injects a bug into the program. It yields a list that is not empty once the seam was used."""
 
 
 @contextlib.contextmanager
@@ -57,8 +57,8 @@ def resolve_seam(owner: Any, name: str) -> tuple[Any, str]:
 
 
 def seams(*replacements: tuple[Any, str, Callable[..., Any]]) -> Callable[[Setting], MutationContext]:
-    """Returns a mutant's `apply`: of each (owner, name, wrong), `wrong(acted, original, *arguments)` instead of the
-    seam's `original(*arguments)`. It appends to `acted` where the mistake changes something."""
+    """Returns a mutant's `apply`. For each (owner, name, wrong), `wrong(acted, original, *arguments)` replaces the
+    seam's `original(*arguments)`, and appends to `acted` if the bug changes something."""
 
     @contextlib.contextmanager
     def apply(setting: Setting) -> Iterator[list[Any]]:
@@ -76,7 +76,7 @@ def seams(*replacements: tuple[Any, str, Callable[..., Any]]) -> Callable[[Setti
 
 
 def seam(owner: Any, name: str, wrong: Callable[..., Any]) -> Callable[[Setting], MutationContext]:
-    """Returns a mutant's `apply`: `wrong(original, *arguments)` instead of the seam's `original(*arguments)`."""
+    """Returns a mutant's `apply`: `wrong(original, *arguments)` replaces the seam's `original(*arguments)`."""
 
     def replacement(acted: list[Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         acted.append(name)
@@ -88,13 +88,13 @@ def seam(owner: Any, name: str, wrong: Callable[..., Any]) -> Callable[[Setting]
 # ---- reductions
 
 Reduce = Callable[[Sums, Any, tuple[str, ...]], tuple[Sums, Any, Any]]
-"""`(sums, what else is added, axes) -> (sums, what else is added, the reducer's state)`."""
+"""`(sums, other summed values, axes) -> (sums, other summed values, the reducer's state)`."""
 
 
 def reducing(
     mistake: Callable[[Reduce, Sums, Any, tuple[str, ...], Setting], tuple[Sums, Any, Any]],
 ) -> Callable[[Setting], MutationContext]:
-    """Returns a mutant's `apply`: `mistake(reduce, sums, added, axes, setting)` instead of `reduce(sums, added,
+    """Returns a mutant's `apply`, in which `mistake(reduce, sums, added, axes, setting)` replaces `reduce(sums, added,
     axes)`."""
 
     def apply(setting: Setting) -> MutationContext:
@@ -119,7 +119,7 @@ def dropped(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], _: Se
 
 
 def _first_only(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns what the first device along `axes` holds, on all of them: what is read of an array that was never
+    """Returns the first device's value along `axes`, on all devices: the value read from an array that was never
     reduced."""
     return lax.psum(jnp.where(lax.axis_index(axes) == 0, x, jnp.zeros_like(x)), axes)
 
@@ -130,15 +130,15 @@ def doubled(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], _: Se
 
 
 def reduce_over_wrong_axis(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], _: Setting) -> Any:
-    """Adds over the last of the replica axes alone; along the others the first device's part is what is read."""
+    """Adds over the last replica axis only. Along the other replica axes, the first device's partial sum is read."""
     *partial, kept = reduce(sums, added, axes[-1:])
     return *jax.tree.map(lambda x: _first_only(x, axes[:-1]), tuple(partial)), kept
 
 
 @contextlib.contextmanager
 def mean_of_means(setting: Setting) -> Iterator[list[Any]]:
-    """Divides by each replica's own count, and then takes the plain mean of the replicas: of a loss that is a sum of
-    means, each of them."""
+    """Divides by each replica's local count, then takes the plain mean over replicas. In a sum of means, this applies
+    to each mean."""
     with reducing(_by_own_count)(setting) as acted, seam(multi_term_loss, "of_all", _own_counts)(setting):
         yield acted
 
@@ -156,11 +156,11 @@ def _own_counts(_: Any, context: trace_context.Context, loss: Means, with_sums: 
 
 
 def clip_by_replica_norm(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], setting: Setting) -> Any:
-    """Clips each replica's own mean gradient, before it is added."""
+    """Clips each replica's local mean gradient before the reduction."""
     if sums.loss is None:
         return reduce(sums, added, axes)
     assert setting.clip_norm is not None
-    # The gradient of a sum of means is divided by the counts of all already: a replica's part in it.
+    # The gradient of a sum of means is already divided by the global counts: it is the replica's share.
     count = jnp.maximum(sums.loss.count, 1) if isinstance(sums.loss, Mean) else 1 / lax.axis_size(axes)
     scale = jnp.minimum(1.0, setting.clip_norm * count / optax.tree.norm(sums.gradient))
     return reduce(_on_gradient(lambda x: x * scale, sums), added, axes)
@@ -171,7 +171,7 @@ def _on_gradient(change: Callable[[jax.Array], jax.Array], sums: Sums) -> Sums:
 
 
 def apart(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], _: Setting) -> Any:
-    """Each replica but the first gets a gradient that is a few ulps larger: less than any tolerance."""
+    """Makes the gradient of every replica but the first a few ulps larger, which is below any tolerance."""
     factor = 1 + 3e-7 * (lax.axis_index(axes) > 0)
     sums, added, kept = reduce(sums, added, axes)
     return _on_gradient(lambda x: x * factor.astype(x.dtype), sums), added, kept
@@ -196,7 +196,7 @@ def _typed(acted: list[Any], shard_map: Callable[..., Any], body: Callable[..., 
 
 
 type_replicas = seams((jax, "shard_map", _typed))
-"""The manual form is typed: JAX adds up over replicas whatever the loss differentiates with respect to constants."""
+"""Types the manual form: JAX then sums over replicas each gradient that the loss itself takes."""
 
 
 def _shares_without_count(
@@ -214,8 +214,8 @@ def _mean_without_count(acted: list[Any], of_mean: Callable[..., Any], sums: Sum
 count_without_gradient = seams(
     (sums_module, "mean_gradient", _mean_without_count), (multi_term_loss, "shares", _shares_without_count)
 )
-"""The gradient of a mean is that of its sum, as if its count did not depend on the parameters; of a sum of means, each
-of them."""
+"""The gradient of a mean ignores that its count depends on the parameters. In a sum of means, this applies to each
+mean."""
 
 
 def _data(x: Any) -> Any:
@@ -241,7 +241,7 @@ def _average(
 
 
 average_state = seams((agreement, "crossing", _send_all), (agreement, "agreed", _average))
-"""Every leaf of the model state is added and divided by the replicas: counters, maxima and keys too."""
+"""Every leaf of the model state is averaged over replicas, including counters, maxima and keys."""
 
 
 # ---- examples and their keys
@@ -272,7 +272,7 @@ def repeat_first_microbatch(cut_microbatches: Any, context: Any, x: jax.Array) -
 
 
 def clip_by_shard_norm(_: Any, max_norm: float) -> optax.GradientTransformation:
-    """Returns a clipping in which each device scales its shard of the gradient by the norm of that shard."""
+    """Returns a clipping transformation in which each device scales its gradient shard by the norm of that shard."""
 
     def update(grads: Any, state: Any, params: Any = None) -> Any:
         context = trace_context.current()
@@ -321,10 +321,10 @@ def _drop_last(acted: list[Any], joined: Callable[..., Any], own: Any, chunks: A
 
 
 drop_last_stage_gradient = seams((parts, "chunks", _stop_last), (parts, "joined", _drop_last))
-"""The layers of the last stage get no gradient, in a loop that JAX differentiates and in one that does it by hand."""
+"""The layers of the last stage get no gradient, in loops with automatic and with manual differentiation."""
 
 
-# ---- mistakes of users: in the loss, independent of the toolkit
+# ---- user bugs: in the loss, independent of the toolkit
 
 
 def in_loss(wrong: Callable[..., Any]) -> Callable[[Setting], MutationContext]:
@@ -362,7 +362,7 @@ def _replacing_sums(of_replica: Callable[..., Any]) -> Callable[[Setting], Mutat
 
 
 local_statistics = _replacing_sums(lambda psum, x, names: x)
-"""Sums and means over replicas return the replica's own value."""
+"""Sums and means over replicas return the replica's local value."""
 
 first_statistics = _replacing_sums(
     lambda psum, x, names: psum(jnp.where(lax.axis_index(names) == 0, x, jnp.zeros_like(x)), names)
@@ -371,7 +371,7 @@ first_statistics = _replacing_sums(
 
 
 def shard_mean(acted: list[Any], loss_fn: Callable[..., Any], *args: Any) -> Any:
-    """The loss is the mean over the replica's own examples, as one value; in a sum of means, each of them."""
+    """Makes the loss the mean over the replica's local examples, with count 1; in a sum of means, each mean."""
     out = loss_fn(*args)
     loss, *rest = out if isinstance(out, tuple) else (out,)
     if not isinstance(loss, Mean | Means):
@@ -383,7 +383,7 @@ def shard_mean(acted: list[Any], loss_fn: Callable[..., Any], *args: Any) -> Any
 
 
 def fold_by_local_row(acted: list[Any], loss_fn: Callable[..., Any], *args: Any) -> Any:
-    """Example keys are made from the loss's plain key and the position among the replica's own examples."""
+    """Derives example keys from the loss's plain key and the position among the replica's local examples."""
     examples, key = trace_context.current_examples(), args[-1]
     if examples is None or key is None:
         return loss_fn(*args)
@@ -394,6 +394,6 @@ def fold_by_local_row(acted: list[Any], loss_fn: Callable[..., Any], *args: Any)
 
 
 def unmasked(required: Any, name: str) -> Any:
-    """`sk.example_mask()` is True for padding rows too, while `sk.mean` excludes them."""
+    """Makes `sk.example_mask()` True for padding rows too, while `sk.mean` excludes them."""
     examples = required(name)
     return dataclasses.replace(examples, mask=None) if "example_mask" in name else examples

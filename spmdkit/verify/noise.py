@@ -1,8 +1,8 @@
 """`Noise`: the numbers of a result that are rounding noise. Only their size can be compared.
 
-A key's bias cancels in the softmax: the true gradient is zero, and the computed one is rounding error. An optimizer
-that divides by the size of the gradient (Adam, Lion, LAMB) turns it into full steps, with different signs on every
-mesh. Both are measured with the probes of the tolerance, on one device:
+The bias of an attention key cancels in the softmax: the true gradient is zero, and the computed gradient is rounding
+error. An optimizer that divides by the size of the gradient (Adam, Lion, LAMB) turns it into full steps, with different
+signs on every mesh. Both effects are measured with the tolerance probes, on one device:
 
     element of a gradient below noise    |g| <= MULTIPLE * largest change of its leaf. Its update, and the parameter
                                          after it, may be BOUND times as large as on one device and in the probes, or
@@ -23,21 +23,21 @@ from spmdkit.verify.dtypes import is_inexact, wide
 from spmdkit.verify.task_runner import Results, Tree
 
 SMALL_LEAF = 1e-3
-"""Fraction of the tree's norm below which a leaf's norm is no measure: its true value may be zero."""
+"""Fraction of the tree's norm used as the minimum scale of a leaf's error, since a leaf's true value may be zero."""
 
 MULTIPLE = 32
-"""Tolerated multiple of the effect of one ulp in the input. A step sums in another order in every product and sum; the
-largest observed multiple is 12."""
+"""Tolerated multiple of the effect of one ulp in the input. The summation order differs in every product and sum of a
+step. The largest observed multiple is 12."""
 
 LARGEST = 1e-2
 """Upper limit of a tolerance. A function that turns one ulp into 3e-4 cannot be verified; the report states it."""
 
 BOUND = 4.0
-"""Tolerated multiple of the effect of noise on one device. Adam's noise steps have one size and any sign, so two of
-them differ by 2."""
+"""Tolerated multiple of the effect of noise on one device. Adam's noise steps have one size and any sign, so two steps
+differ by up to twice their size."""
 
 Part = tuple[str, Tree, Tree]
-"""(Name of the tree of a result, found, expected); `gradient 0` is that of the first batch."""
+"""(Name of the tree, found, expected). The name of the first batch's gradient is `gradient 0`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Noise:
 
     Attributes:
         elements: bool arrays, True for a number that is noise.
-        bounds: by how much these may differ, as a 2-norm.
-        loose: by how much a leaf that noise changes as a whole may differ, as an error.
+        bounds: largest difference allowed for these numbers, as a 2-norm.
+        loose: largest error allowed for a leaf that noise changes throughout.
     """
 
     elements: Mapping[str, Mapping[str, np.ndarray]] = dataclasses.field(default_factory=dict)
@@ -55,7 +55,7 @@ class Noise:
     loose: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
     def errors(self, part: Part) -> dict[str, float]:
-        """Returns path -> error of the comparable leaves of a tree."""
+        """Returns path -> error of a tree's leaves, without those within their `loose` bound."""
         name, found, expected = part
         errors = leaf_errors(found, expected, self.elements.get(name, {}), self.bounds.get(name, {}))
         loose = self.loose.get(name, {})
@@ -63,7 +63,7 @@ class Noise:
 
     @property
     def leaves(self) -> dict[str, tuple[int, int]]:
-        """Path -> (numbers below noise, numbers) of the parameters that get steps of noise."""
+        """Path -> (number of elements below noise, number of elements) of the parameters with noise steps."""
         found: dict[str, tuple[int, int]] = {}
         for by_path in self.elements.values():
             for path, mask in by_path.items():
@@ -72,7 +72,7 @@ class Noise:
 
 
 def parts(quantity: str, found: Results, expected: Results) -> list[Part]:
-    """Returns the trees of a quantity, those of single steps first; none for a scalar quantity."""
+    """Returns the trees of a quantity, those of single steps first. A scalar quantity has none."""
     pairs = list(enumerate(zip(found.batches, expected.batches, strict=True)))
     if quantity == "gradient":
         return [(f"gradient {i}", f.gradient, e.gradient) for i, (f, e) in pairs]
@@ -96,7 +96,7 @@ def leaf_errors(
     """Returns path -> error of each floating point or complex leaf. A different integer leaf has an error of one.
 
     Args:
-        noise: elements that are ignored, unless they differ by more than the leaf's bound.
+        noise: masks of the elements that are ignored, unless they differ by more than the leaf's bound.
     """
     norms = {p: float(np.linalg.norm(wide(x))) for p, x in expected.items() if is_inexact(x)}
     whole = np.sqrt(sum(norm**2 for norm in norms.values()))
@@ -139,7 +139,7 @@ def _same(quantity: str, name: str, results: Sequence[Results]) -> list[Tree]:
 def _below(index: int, reference: Results, probes: Sequence[Results]) -> dict[str, np.ndarray]:
     """Returns the elements of a batch's gradient that are no larger than rounding errors and become steps.
 
-    Only of leaves with an update that noise moves by more than any tolerance.
+    A leaf is included only if noise moves its update by more than any tolerance, or if its entire gradient is noise.
     """
     right = reference.batches[index]
     moved = [
@@ -161,8 +161,7 @@ def _below(index: int, reference: Results, probes: Sequence[Results]) -> dict[st
 
 
 def _loose(noise: Noise, reference: Results, probes: Sequence[Results]) -> dict[str, dict[str, float]]:
-    """Returns the errors that are allowed for leaves that follow from noise steps: optimizer state, parameters, model
-    state."""
+    """Returns the errors allowed for leaves that depend on noise steps: optimizer state, parameters, model state."""
     loose: dict[str, dict[str, float]] = {}
     for quantity in ("update", "parameter", "state"):
         for probe in probes:
@@ -175,5 +174,5 @@ def _loose(noise: Noise, reference: Results, probes: Sequence[Results]) -> dict[
 
 
 def _follows(name: str) -> bool:
-    """Returns whether the optimizer made a tree. It did not make the model state after a single step."""
+    """Returns whether a tree depends on an optimizer step. The model state after a single step does not."""
     return not name.startswith("state ")

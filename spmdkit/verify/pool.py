@@ -1,4 +1,4 @@
-"""`Pool`: a few worker processes, one job at a time each. A worker that dies or hangs fails only its own case."""
+"""`Pool`: worker processes that run one job at a time each. A worker that dies or hangs fails only its current case."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Response = dict[str, Any]
 
 
 class Pool:
-    """Worker processes, started on demand. A context manager that ends them."""
+    """Worker processes, started on demand. The context manager terminates them on exit."""
 
     def __init__(self, spec: dict[str, Any], num: int):
         self._folder = tempfile.TemporaryDirectory(prefix="spmdkit-verify-")
@@ -41,14 +41,13 @@ class Pool:
         self._workers = [_Worker(self._spec, folder / f"worker-{i}.log", environment) for i in range(num)]
 
     def request(self, job: Job) -> Response:
-        """Returns the response to one job from the first worker. Meanwhile the other workers start and open the
-        task."""
+        """Returns the first worker's response to one job. Meanwhile the remaining workers start and open the task."""
         for worker in self._workers[1:]:
             self._threads.submit(worker.request, {"kind": "open"})
         return self._workers[0].request(job)
 
     def run(self, jobs: Iterable[Job], done: Callable[[Job, Response], None]) -> None:
-        """Runs all jobs, and calls `done` in this thread as each one ends."""
+        """Runs all jobs, and calls `done` in this thread as each job ends."""
         free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             free.put(worker)

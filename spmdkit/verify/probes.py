@@ -1,7 +1,7 @@
-"""Probes around a task: the gradient before its optimizer and the update after it, the count of its loss, an input
-moved by one ulp.
+"""Probes around a task: the optimizer's input gradient and its update, the count of the loss, and an input moved by one
+ulp.
 
-They wrap the user's code and change no number of it.
+The recording probes wrap the user's code and do not change its results.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ COUNT = "verify_count"
 
 
 class RecordingState(NamedTuple):
-    """Optimizer state around the user's: the last gradient before it, the last update after it."""
+    """The user's optimizer state, with the last input gradient and the last update."""
 
     gradient: Any
     inner: Any
     update: Any
 
     def __getitem__(self, key: Any) -> Any:
-        """Raises: an index would return another item than in the user's run."""
+        """Raises, since an index would return a different item than in the user's run."""
         raise TypeError(f"verify records the optimizer's state, which has no item {key!r}")
 
 
 def recording_optimizer(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Returns `optimizer` with its last gradient and last update recorded in the state."""
+    """Returns `optimizer` with its last gradient and last update recorded in its state."""
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: Any) -> RecordingState:
@@ -61,14 +61,14 @@ def recording_optimizer(optimizer: optax.GradientTransformation) -> optax.Gradie
 
 
 def with_count_metric(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the loss with one more metric: its count, summed over everything."""
+    """Returns the loss function with one more metric: the loss's count, summed over replicas and microbatches."""
 
     @functools.wraps(loss_fn)
     def counted(*args: Any) -> Any:
         out = loss_fn(*args)
         loss, metrics, *state = out if isinstance(out, tuple) and not isinstance(out, Mean) else (out, {})
         if not isinstance(loss, Mean) or not isinstance(metrics, dict):
-            return out  # spmdkit reports what is wrong with it
+            return out  # spmdkit reports the invalid return value
         return (loss, metrics | {COUNT: Mean(jnp.asarray(loss.count), jnp.zeros((), jnp.float32))}, *state)
 
     return counted
@@ -77,8 +77,8 @@ def with_count_metric(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 def with_constant_init(task: Task, seed: int, dtype: str = "float32") -> Task:
     """Returns the task with the arrays of `init` as constants, and the model state in 64 bits if requested.
 
-    A model that casts by itself (flax's `BatchNorm` computes in the wider of its input's dtype and float32) returns its
-    state in another dtype than `init` creates. With a 64-bit state the dtype is the same in every step.
+    A model with casts (flax's `BatchNorm` computes in the wider of its input's dtype and float32) returns its state in
+    another dtype than `init` creates. With a 64-bit state the dtype is the same in every step.
     """
     with jax.default_device(jax.devices()[0]):
         made = call_user(lambda: jax.device_get(jax.jit(task.init)(jax.random.key(seed))), "init")
@@ -100,7 +100,7 @@ def _with_wide_state(task: Task) -> Task:
         @functools.wraps(fn)
         def wide(*args: Any) -> Any:
             out = fn(*args)
-            if isinstance(out, tuple) and not isinstance(out, Mean) and len(out) == 3:  # of a loss
+            if isinstance(out, tuple) and not isinstance(out, Mean) and len(out) == 3:  # returned by a loss
                 return (*out[:2], jax.tree.map(_widened, out[2]))
             if isinstance(out, tuple) and len(out) == 2 and isinstance(out[0], TrainState):
                 return out[0].replace(model_state=jax.tree.map(_widened, out[0].model_state)), out[1]
@@ -117,7 +117,7 @@ def _with_wide_state(task: Task) -> Task:
 def one_ulp(random: np.random.Generator, dtype: str = "float32") -> Callable[[Any], Any]:
     """Returns a function that moves every floating point number of a tree by one ulp of `dtype`, up or down at random.
 
-    Numbers of a narrower dtype are unchanged: they are widened exactly, so an ulp of theirs is another input.
+    Numbers of a narrower dtype are unchanged. They are widened exactly, so one of their ulps is a larger change.
     """
 
     def move(x: Any) -> Any:
@@ -133,8 +133,8 @@ def one_ulp(random: np.random.Generator, dtype: str = "float32") -> Callable[[An
 
 
 def working_dtype(program: Program | Unpadded) -> str:
-    """Returns the coarsest dtype to which a float64 program rounds by itself: `float32` if its author casts to it, else
-    `float64`."""
+    """Returns the coarsest dtype to which a float64 program rounds: `float32` if the program casts to it or to a
+    narrower dtype, else `float64`."""
 
     def rounds(eqn: Any) -> bool:
         narrows = eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] in NARROW

@@ -1,4 +1,4 @@
-"""`spmdkit verify`: the report of every case and every mutant of a config, as plain values, and the exit code."""
+"""`spmdkit verify`: the report on all cases and mutants of a config, as plain values, and the exit code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from spmdkit.verify.table import print_report
 
 GROUPS = "groups train alone"
 SYNCS = {"stale": "gradients are applied late"}
-"""Sync -> what makes it no synchronous training."""
+"""Sync -> why it differs from synchronous training."""
 SHOWN_NOISY = 4
 
 Report = dict[str, Any]
@@ -31,10 +31,10 @@ Log = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class VerifyOptions:
-    """What `verify` tries, beyond the config: the options of `spmdkit verify`.
+    """The options of `spmdkit verify`.
 
     Attributes:
-        batch_size_given: an override sets the batch size; else a small one is chosen.
+        batch_size_given: an override sets the batch size; otherwise a small batch size is chosen.
     """
 
     all_meshes: bool = False
@@ -61,10 +61,10 @@ def run_verify(config: Config, options: VerifyOptions, *, as_json: bool) -> int:
 
 
 def verify_config(config: Config, options: VerifyOptions, say: Log = lambda text: None) -> Report:
-    """Returns the report of a config: cases, skipped ones, mutants, tolerances, and `passed`.
+    """Returns the report on a config: cases, skipped cases, mutants, tolerances, and `passed`.
 
     Raises:
-        ConfigError: the config, the task or its own mesh cannot work.
+        ConfigError: the config, the task or its mesh is invalid.
         UserCodeError: a function of the task raised.
     """
     begin = time.perf_counter()
@@ -128,11 +128,11 @@ def _task_name(config: Config) -> str:
 
 
 def _case_jobs(meshes: list[dict[str, int]], microbatches: list[int]) -> list[dict[str, Any]]:
-    """Returns the cases: every mesh with every number of microbatches, and accumulation on one device first."""
+    """Returns the cases: accumulation on one device first, then every mesh with every number of microbatches."""
     one: dict[str, int] = {}
     pairs = [(one, m) for m in microbatches if m > 1 and one not in meshes]
     pairs += [(mesh, m) for mesh in meshes for m in microbatches]
-    # What microbatches do not change is looked at once a mesh: the evaluation, and the way through a checkpoint.
+    # Evaluation and checkpoint round trip do not depend on microbatches, so each mesh checks them once.
     return [
         {"kind": "case", "mesh": mesh, "microbatches": m, "whole": mesh != one and m == microbatches[0]}
         for mesh, m in pairs
@@ -155,7 +155,7 @@ def _finished(resume: Path, digest: str) -> dict[str, dict[str, Any]]:
 
 
 class _CaseResults:
-    """Outcomes by job, some of them from a file of an earlier run."""
+    """Outcomes by job, including those read from the file of an earlier run."""
 
     def __init__(self, jobs: list[dict[str, Any]], resume: Path | None, digest: str, say: Log):
         self._jobs, self._resume, self._digest, self._say = jobs, resume, digest, say
@@ -166,7 +166,7 @@ class _CaseResults:
         self._done = len(jobs) - len(self.missing)
 
     def add(self, job: dict[str, Any], response: dict[str, Any]) -> None:
-        """Stores the response to a job, also in the file for `--resume`."""
+        """Stores the response to a job, and appends it to the `--resume` file."""
         outcome = response.get("outcome") or _not_run(job, response["error"])
         self._outcomes[_key(job)] = outcome
         self._done += 1
@@ -271,7 +271,7 @@ def _report(outcomes: list[dict[str, Any]], known: dict[str, Any], spec: dict[st
 
 
 def _noise(noisy: dict[str, tuple[int, int]]) -> str:
-    """Returns the note on the parameters to which the optimizer applies steps of noise."""
+    """Returns the note on parameters with a gradient below noise, to which the optimizer applies noise steps."""
     named = [f"'{path}'" if num == of else f"'{path}' ({num} of {of} numbers)" for path, (num, of) in noisy.items()]
     more = f" and {len(named) - SHOWN_NOISY} more" if len(named) > SHOWN_NOISY else ""
     return (

@@ -1,6 +1,6 @@
 """`CaseRunner`: runs the cases and mutants of one task in this process, and returns their outcomes as plain values.
 
-References are computed once. With a folder, other processes that run other cases share them.
+References are computed once. Processes with the same folder share them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from spmdkit.verify.unpadded_reference import Unpadded
 
 
 class Reference(NamedTuple):
-    """One device: its results, the tolerance, the effect of one ulp in the input, the noise, and the dtype of that
+    """The one-device results, the tolerance, the effect of one ulp in the input, the noise, and the dtype of that
     ulp."""
 
     results: Results
@@ -50,24 +50,24 @@ class CaseRunner:
     """Compares settings of a task with one device.
 
     Args:
-        folder: where processes share references.
-        locate: locate the failed `cases`, or `all`: mutants too.
+        folder: the folder in which processes share references.
+        locate: `cases` locates failed cases, `all` also locates mutants.
     """
 
     def __init__(self, task_runner: TaskRunner, folder: Path | None = None, locate: Literal["", "cases", "all"] = ""):
         self.task_runner, self._folder, self.locate = task_runner, folder, locate
         self._references: dict[str, Reference] = {}
-        self._base: Program | Unpadded | None = None  # of the first reference, until it is compared with plain JAX
+        self._base: Program | Unpadded | None = None  # of the first reference, until the comparison with plain JAX
         self._locator = Locator(task_runner)
 
     # ---- references
 
     def reference(self, setting: Setting, evaluated: bool = True) -> Reference:
-        """Returns the reference of a setting: one device, the simplest program.
+        """Returns the reference of a setting: the simplest program on one device.
 
-        A task with model state, or a loss that calls sk.all_gather, has one reference per number of microbatches: batch
-        statistics and gathered rows are those of a microbatch. If the config has short batches, the reference is not
-        padded, except with several microbatches.
+        A task with model state, or a loss that calls sk.all_gather, has one reference per number of microbatches, since
+        batch statistics and gathered rows are those of a microbatch. If the config has short batches, the reference is
+        not padded, except with several microbatches.
         """
         first = self._one(Setting({}, 1, setting.short, setting.clip_norm, plain=True), evaluated=True)
         if setting.microbatches == 1 or not _of_a_microbatch(first.results):
@@ -105,7 +105,7 @@ class CaseRunner:
         return Reference(results, *compare.tolerances(results, probes, float(np.finfo(dtype).eps)), dtype)
 
     def _plain_program(self, setting: Setting, evaluated: bool) -> Program | Unpadded:
-        # A mutant's short batches are not the user's: a loss with full batches only may mix examples.
+        # Short batches of a mutant are not in the user's config. A loss for full batches only may mix examples.
         as_configured = setting.short == self.task_runner.short
         first = self._is_first(setting)
         program = self.task_runner.program(setting, probe=first, evaluated=evaluated)
@@ -117,15 +117,15 @@ class CaseRunner:
         return Unpadded(program)
 
     def _is_of_cases(self, setting: Setting) -> bool:
-        """Returns whether cases are compared with this setting. Settings for mutants only are not evaluated."""
+        """Returns whether this setting is a reference of cases. Settings used by mutants only are not evaluated."""
         return setting.short == self.task_runner.short and setting.clip_norm is None
 
     def _is_first(self, setting: Setting) -> bool:
         return self._is_of_cases(setting) and setting.microbatches == 1
 
     def compare_with_plain_jax(self) -> dict[str, Any]:
-        """Returns the distance of one spmdkit device from `jax.value_and_grad` of the user's loss, or `not_applicable`
-        with the reason."""
+        """Returns the errors of spmdkit on one device relative to `jax.value_and_grad` of the user's loss, or
+        `not_applicable` with the reason."""
         loss_fn = self.task_runner.loss_fn
         if loss_fn is None:
             return {"not_applicable": "the task has its own train_step, and no loss to compare"}
@@ -229,7 +229,7 @@ class CaseRunner:
     # ---- mutants
 
     def mutant(self, name: str, num_devices: int) -> dict[str, Any]:
-        """Returns whether a mutant is caught: `caught` with how, or `not_applicable` with the reason."""
+        """Returns the outcome of a mutant: `caught` with the failed check, or `not_applicable` with the reason."""
         begin = time.perf_counter()
         mutant = mutants.by_name(name)
         outcome: dict[str, Any] = {"name": name, "description": mutant.description}
@@ -244,7 +244,7 @@ class CaseRunner:
                 return outcome | tried | {"seconds": round(time.perf_counter() - begin, 2)}
             reason = reason or tried["not_applicable"]
             if tried["not_applicable"] == mutant.unused:
-                break  # a legal program that does not call the changed function: the same on the other meshes
+                break  # the program does not call the changed function, nor does it on the remaining meshes
         return outcome | {"not_applicable": reason}
 
     def _known(self, num_devices: int) -> mutants.TaskFacts:
@@ -256,7 +256,7 @@ class CaseRunner:
         short = setting.short or self.task_runner.short
         original, setting = setting, Setting(setting.mesh, setting.microbatches, short, setting.clip_norm)
         try:
-            jax.clear_caches()  # JAX would reuse parts of the step that were traced without the mistake
+            jax.clear_caches()  # JAX would reuse parts of the step that were traced without the bug
             with mutant.apply(setting) as acted:
                 program = self.task_runner.program(setting, evaluated=False)
                 if mutant.traced and not acted:
@@ -287,7 +287,7 @@ class CaseRunner:
         return not compare.compare(found, right, reference.noise).failed(dict.fromkeys(compare.QUANTITIES, floor))
 
     def _rejected(self, setting: Setting, acted: list[Any], why: str) -> dict[str, Any]:
-        """Returns the outcome of a mutant that was refused: caught, where the program without it is legal."""
+        """Returns the outcome of a rejected mutant: caught if the program without the bug is accepted."""
         try:
             self.task_runner.program(setting)
         except ConfigError as error:
@@ -296,8 +296,8 @@ class CaseRunner:
 
 
 def _of_a_microbatch(results: Results) -> str:
-    """Returns what differs per microbatch, so that several microbatches are another step on one device too; or an empty
-    string."""
+    """Returns a description of the values computed per microbatch, which make several microbatches a different step on
+    one device too; or an empty string."""
     if results.model_state:
         return "with model state, batch statistics"
     return "in a loss with sk.all_gather, the gathered rows" if "all_gather" in results.uses else ""
@@ -317,7 +317,7 @@ class PlainResult(NamedTuple):
 def plain_value_and_grad(
     program: Program | Unpadded, loss_fn: Callable[..., Any], state: TrainState, batch: Batch
 ) -> PlainResult:
-    """Returns the plain JAX result of one batch, with rows in the order of a one-device program without
+    """Returns the plain JAX result of one batch. The rows are in the order of a one-device program without
     microbatches."""
     num = jax.tree.leaves(batch.examples)[0].shape[0]
     examples = trace_context.Examples(num, batch.mask, jnp.arange(num, dtype=jnp.int32), state.key)

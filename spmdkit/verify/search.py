@@ -1,7 +1,6 @@
-"""`Search`: the walk from results that differ back to where they begin to, through the values of a step on a mesh.
+"""`Search`: walks from differing results back to the first differing values of a step on a mesh.
 
-A value inside of a loop is looked at turn by turn: what is wrong in the second turn is so since something was in the
-first.
+A value inside a loop is compared per iteration, since an error in one iteration may come from an earlier one.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from spmdkit.verify.sharding_relation import FAR, PARTS, Relation, difference, d
 from spmdkit.verify.tracing import TappedProgram, Value, ValuePath
 
 SUMS = ("psum", "reduce_scatter")
-"""What operations that add over devices begin with."""
+"""Name prefixes of the operations that sum over devices."""
 
 
 class TapValues(NamedTuple):
-    """A program with taps, and what they gave: results by number."""
+    """A tapped program, its results by index, and its intermediate values by place."""
 
     program: TappedProgram
     results: Mapping[int, Any]
@@ -29,20 +28,20 @@ class TapValues(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A value in one turn of each loop that it is inside of, counted as they run."""
+    """A value in one iteration of each enclosing loop, counted in execution order."""
 
     place: ValuePath
     turns: tuple[int, ...] = ()
 
 
 class Search:
-    """What differs between one device and a mesh, and where it begins.
+    """The search for the first difference between one device and a mesh.
 
     Args:
-        one, many: the values of one device and of the mesh.
-        moved: one device with its input moved by one ulp.
-        axes: sizes of the mesh axes that are larger than one.
-        reordered: rows may stand in another order on the mesh.
+        one, many: the values on one device and on the mesh.
+        moved: the values on one device with the input moved by one ulp.
+        axes: sizes of the mesh axes larger than one.
+        reordered: rows may be in another order on the mesh.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Search:
     # ---- the walk
 
     def first(self) -> dict[Node, list[Node]]:
-        """Returns the first values that differ, each with the values before it that nothing stands for."""
+        """Returns the first values that differ, each with the unmatched values it is computed from."""
         first = self._walked()
         values = self.many.program.values
         near = [n for node, between in first.items() for n in (node, *between)]
@@ -76,10 +75,9 @@ class Search:
         }
         if not added:
             return first
-        # What the package adds here as if it were sums has been made too large somewhere before. A user's own sum of
-        # means is itself the
-        # mistake, but where they are means by accident, of something too large. Gradients are no accident: a shard's 1
-        # / rows is in them.
+        # If the package sums means here as if they were partial sums, an earlier value is too large. If the user's code
+        # sums means, the sum is the bug, unless the values are means by coincidence and an earlier value is too large.
+        # Gradients are not means by coincidence: each shard divides by its number of rows.
         own = all(values[n.place].own for n in added)
         of_gradients = any(values[n.place].backward for means in added.values() for n in means)
         right, self._right = self._right, tuple(kind for kind in self._right if kind != "mean")
@@ -105,8 +103,8 @@ class Search:
         return self._earliest(first)
 
     def _earliest(self, first: Mapping[Node, list[Node]]) -> dict[Node, list[Node]]:
-        """Returns those that are computed from none of the others: a choice (argmax) looks right where what it is made
-        of is not."""
+        """Returns the nodes that are not computed from another node of `first`. An intermediate argmax may be right
+        although its operand is wrong."""
         values = self.many.program.values
         before = {place: self.many.program.ancestors(values[place].parents) for place in {n.place for n in first}}
 
@@ -127,7 +125,7 @@ class Search:
         return found
 
     def parents(self, node: Node) -> list[Node]:
-        """Returns what a value is computed from, the program's arguments left out."""
+        """Returns the values a node is computed from, without the program's arguments."""
         value = self.many.program.values[node.place]
         found = []
         for parent in value.parents:
@@ -142,8 +140,8 @@ class Search:
         return found
 
     def _nodes(self, place: ValuePath, loops: Sequence[Any], turns: tuple[int, ...]) -> list[Node]:
-        """Returns a value in the turns that are seen from others: of a loop that has ended, the first that differs, or
-        the last."""
+        """Returns a value at the iterations of the shared loops. In a finished loop, it is the first iteration that
+        differs, or the last one."""
         own = self.many.program.values[place].loops
         shared = 0
         while shared < min(len(own), len(loops)) and own[shared] == loops[shared]:
@@ -156,8 +154,8 @@ class Search:
         return [next(wrong, every[-1])] if every else []
 
     def _behind(self, node: Node) -> tuple[list[Node], list[Node]]:
-        """Returns (values that nothing stands for, between a value and what is right before it; values that differ
-        before it)."""
+        """Returns (unmatched values between a node and its nearest matched ancestors, nearest ancestors that
+        differ)."""
         between, below, seen = [], [], set[Node]()
         todo = self.parents(node)
         while todo:
@@ -174,8 +172,8 @@ class Search:
         return between, below
 
     def wrong_key_positions(self, node: Node) -> list[Node]:
-        """Returns the places of rows that the keys behind a draw are made of, where these begin to be other ones than
-        on one device."""
+        """Returns the first row positions that differ from one device, among those that the keys of a draw are derived
+        from."""
         values, found, seen = self.many.program.values, list[Node](), set[Node]()
         todo = self.parents(node)
         while todo:
@@ -191,8 +189,8 @@ class Search:
         return found
 
     def wrong_indices(self, node: Node) -> list[Node]:
-        """Returns the user's own counts, indices and masks that a value is made of, where these begin to be other ones
-        than on one device."""
+        """Returns the first user-computed counts, indices and masks that differ from one device, among the inputs of a
+        value."""
         values = self.many.program.values
         made_of = [parent for parent in self.parents(node) if self._is_place(parent, ("differs", None))]
         found = [
@@ -201,32 +199,32 @@ class Search:
         return found if all(values[n.place].own for n in found) else []
 
     def _begins(self, node: Node) -> list[Node]:
-        """Returns the first of the places of rows that another one comes from: those before it are right."""
+        """Returns the first differing row positions that a node is computed from; their inputs are right."""
         before = [n for n in self.parents(node) if self._is_place(n, ("differs", None))]
         return list(dict.fromkeys(m for n in before for m in self._begins(n))) or [node]
 
     def _is_place(self, node: Node, kinds: tuple[str | None, ...]) -> bool:
-        """Returns whether a value is the places of rows, made of those on one device in one of the ways; None: nothing
-        there stands for it."""
+        """Returns whether a value holds row positions, and its relation to one device is one of `kinds`. None in
+        `kinds` means an unmatched value."""
         value = self.many.program.values[node.place]
         if not (value.is_index and value.shape):
             return False
         relation, other = self._compared(node)
         if other is not None and not value.stacked and self.many.taps[node.place].size > self.one.taps[other].size:
-            return False  # the numbers of replicas, over which a vmap goes: there are as many rows as on one device
+            return False  # replica indices that a vmap maps over: the number of rows is that of one device
         return (None if relation is None else relation.kind) in kinds
 
     # ---- one value
 
     def relation(self, node: Node) -> Relation | None:
-        """Returns how a value of the mesh is made of that of one device; None where nothing there stands for it."""
+        """Returns the relation of a value on the mesh to its match on one device; None if it has no match."""
         return self._known(node)[0]
 
     def _known(self, node: Node) -> tuple[Relation | None, ValuePath | None]:
-        """Returns (relation, the place on one device whose value it is made of)."""
+        """Returns (relation, place of the matching value on one device)."""
         if node not in self._relations:
-            self._relations[node] = (None, None)  # what a loop hands on as it was
-            is_index = self.many.program.values[node.place].is_index  # another on each device by its nature
+            self._relations[node] = (None, None)  # ends the recursion for a value that a loop carries unchanged
+            is_index = self.many.program.values[node.place].is_index  # differs between devices by design
             self._relations[node] = (Relation("same"), None) if is_index else self._compared(node)
         return self._relations[node]
 
@@ -239,8 +237,8 @@ class Search:
         first = None if match is None else self._against(node, match)
         if match is not None and (first is None or first.kind != "differs"):
             return first, match
-        # Another one of the same line may be meant. Without a match, what it is made of may be what it is, too, as a
-        # sum over devices is.
+        # Another value of the same line may match. Without a match, the value may match its input's counterpart, as a
+        # sum over devices does.
         made_of = [] if match is not None else [self._known(n)[1] for n in self.parents(node)]
         for other in dict.fromkeys([*self._alike.get(value.key, []), *made_of]):
             found = None if other is None or other == match else self._against(node, other)
@@ -259,7 +257,7 @@ class Search:
         )
 
     def _found(self, node: Node, other: ValuePath) -> np.ndarray | None:
-        """Returns a value of the mesh in its turn, stacked over devices; None where one device's loops are others."""
+        """Returns a mesh value at its iteration, stacked over devices; None if the loops on one device differ."""
         value, here = self.many.program.values[node.place], self.many.taps[node.place]
         if [loop.length for loop in value.loops] != [loop.length for loop in self.one.program.values[other].loops]:
             return None
@@ -270,7 +268,7 @@ class Search:
         return (here[0] if value.stacked else here)[_index(value, node.turns)]
 
     def how(self, node: Node) -> tuple[str, str]:
-        """Returns (how a value differs, over which axes) in words."""
+        """Returns a description: (how a value differs, over which axes)."""
         relation, other = self._known(node)
         kind, axes = relation or Relation("differs")
         if kind == "mean" and "mean" not in self._right:
@@ -292,7 +290,7 @@ class Search:
         return self._words(node, other) or ("stands for nothing on one device, and what follows differs", every)
 
     def _words(self, node: Node, other: ValuePath | None) -> tuple[str, str] | None:
-        """Returns how a value differs from one on one device, and over which axes; None if they cannot be compared."""
+        """Returns (how a value differs from a one-device value, over which axes); None if they are not comparable."""
         if other is None or node.place not in self.many.taps or (found := self._found(node, other)) is None:
             return None
         stacked, right = self.many.program.values[node.place].stacked, self._of_one(self.one, node, other)
@@ -304,7 +302,7 @@ def _index(value: Value, turns: Sequence[int]) -> tuple[int, ...]:
 
 
 def _matched(one: Mapping[ValuePath, Value], many: Mapping[ValuePath, Value]) -> dict[ValuePath, ValuePath]:
-    """Returns place on the mesh -> place on one device, of values of the same text in the same order."""
+    """Returns place on the mesh -> place on one device, for values with equal keys in the same order."""
     found: dict[ValuePath, ValuePath] = {}
     for backward in (False, True):
         a = [(p, v.key) for p, v in one.items() if v.backward == backward]

@@ -1,5 +1,5 @@
-"""How a value on a mesh is made of the same value on one device, by trying: whole, cut, repeated, a part of a sum or of
-a mean, or another one."""
+"""Relation between a value on a mesh and the same value on one device, by trial: replicated, sharded, repeated, a
+partial sum or mean, or different."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from spmdkit.verify.dtypes import wide as widened
 from spmdkit.verify.noise import MULTIPLE
 
 PARTS = ("sum", "mean", "largest", "smallest")
-"""What devices hold of a value that a reduction over them makes."""
+"""Kinds of partial values: a reduction over the devices yields the value of one device."""
 
 FLOOR = 1e-5
-"""Relative 2-norm below which two values are the same, where an ulp in the input moves less."""
+"""Relative 2-norm below which two values are equal, if one ulp in the input moves them less."""
 
 FAR = 1e-3
-"""Relative 2-norm above which they are not; between the two the relation is open, and no line is reported."""
+"""Relative 2-norm above which two values differ. From `FLOOR` to `FAR` their relation is open; no line is reported."""
 
 MAX_DIMS = 6
-"""Of a value with dims that are tried in every order."""
+"""Maximum number of dims for which every order of the dims is tried."""
 
 NEAR = 0.01
-"""Relative distance at which a factor is taken for a whole number."""
+"""Relative distance from an integer below which a factor counts as that integer."""
 
 
 class Relation(NamedTuple):
-    """How a value of a mesh is made of that of one device: `same`; a part, `sum`, `mean`, `largest` or `smallest` over
-    axes; `differs`, or `open`."""
+    """Relation of a value on a mesh to its value on one device: `same`; partial `sum`, `mean`, `largest` or `smallest`
+    over axes; `differs`; or `open`."""
 
     kind: str
     axes: str = ""
@@ -45,10 +45,10 @@ def find_relation(
     noise: Callable[[float], float],
     reordered: bool = False,
 ) -> Relation | None:
-    """Returns how `found`, stacked over devices or global, is made of `right`; None if it is unknown.
+    """Returns the relation of `found`, stacked over devices or global, to `right`; None if it is unknown.
 
     Args:
-        reordered: rows may stand in another order on the mesh (microbatches, a sequence that is cut).
+        reordered: rows may be in another order on the mesh (microbatches, a sharded sequence).
     """
     is_measured = found.dtype.kind == "f" and (
         bool(right.any()) if right.size == 1 else _is_generic(np.sort(right, axis=None))
@@ -63,7 +63,7 @@ def find_relation(
     is_unknown = False
     for kind, over, candidate in _candidates(by_axis, names, right.size):
         if kind in ("largest", "smallest") and not is_measured:
-            continue  # the least of some choices or counts is nothing's part
+            continue  # the extremum of a few indices or counts matches by coincidence
         apart = distance(candidate, right)
         if apart > near and distance(np.sort(candidate, axis=None), in_order) <= near:
             if _is_rearranged(candidate, right, near) or (reordered and _is_generic(in_order)):
@@ -71,7 +71,7 @@ def find_relation(
             is_unknown |= reordered
         if apart <= near:
             named = " x ".join(n for n in over if n) or _size_named(by_axis.size // max(right.size, 1), axes)
-            if named or kind == "same":  # a part is one over devices
+            if named or kind == "same":  # a partial value is partial over mesh axes
                 return Relation(kind, named)
         best = min(best, apart)
     if not stacked and any(distance(x, right) <= near for x in _repeated(found, right, axes)):
@@ -82,7 +82,7 @@ def find_relation(
 
 
 def _repeated(found: np.ndarray, right: np.ndarray, axes: Mapping[str, int]) -> Iterator[np.ndarray]:
-    """Yields what all replicas have of a value that a vmap over them does not map: it is one for all of them."""
+    """Yields the global forms of a value that a vmap over replicas does not map: all replicas share it."""
     if found.ndim != right.ndim or not found.size or not _size_named(right.size // found.size, axes):
         return
     for d in range(found.ndim):
@@ -92,8 +92,8 @@ def _repeated(found: np.ndarray, right: np.ndarray, axes: Mapping[str, int]) -> 
 
 
 def _is_rearranged(x: np.ndarray, right: np.ndarray, near: float) -> bool:
-    """Returns whether `x` is `right` with its dims in another order: cut along another dim than the first, or mapped
-    over it."""
+    """Returns whether `x` is `right` with its dims in another order: sharded or mapped along another dim than the
+    first."""
     x = x.squeeze()  # most axes of a mesh have one device
     if x.ndim > MAX_DIMS:
         return True
@@ -102,12 +102,12 @@ def _is_rearranged(x: np.ndarray, right: np.ndarray, near: float) -> bool:
 
 
 def _is_generic(in_order: np.ndarray) -> bool:
-    """Returns whether numbers, sorted, are so different from each other that having them all says something."""
+    """Returns whether at least half of the sorted numbers are distinct, so that equal sets of numbers are evidence."""
     return bool(2 * (in_order[1:] > in_order[:-1]).sum() >= in_order.size)
 
 
 def _candidates(x: np.ndarray, names: Sequence[str], size: int) -> Iterator[tuple[str, list[str], np.ndarray]]:
-    """Yields (kind, names of the dims, values) of what a value of that size on one device can be in `x`."""
+    """Yields (kind, names of the dims, values): the ways to obtain a one-device value of that size from `x`."""
     if x.size == size:
         yield "same", [], x
     if not size or x.size % size or (x.size == size and size > 1 and not any(names)):
@@ -117,13 +117,13 @@ def _candidates(x: np.ndarray, names: Sequence[str], size: int) -> Iterator[tupl
         for dims in itertools.combinations(range(x.ndim), num):
             count = math.prod(x.shape[d] for d in dims)
             if count == 1 or (any(names) and not all(names[d] for d in dims)):
-                continue  # what there is more of is so by devices
+                continue  # the additional elements are due to devices
             if count == times:
                 yield from _over(x, dims, names)
 
 
 def _over(x: np.ndarray, dims: Sequence[int], names: Sequence[str]) -> Iterator[tuple[str, list[str], np.ndarray]]:
-    """Yields what is left of `x` where it is the same along some of `dims`, and a part of a sum along the others."""
+    """Yields the reductions of `x` that treat it as replicated along some of `dims` and as partial along the rest."""
     scale = float(np.abs(x).max(initial=0)) if np.isfinite(x).all() else 0.0
     for num in range(len(dims), -1, -1):
         for same in itertools.combinations(dims, num):
@@ -153,8 +153,8 @@ def _size_named(size: int, axes: Mapping[str, int]) -> str:
 
 
 def distance(x: np.ndarray, y: np.ndarray) -> float:
-    """Returns the 2-norm of the difference, element by element; of what is not finite, zero where it is the same in
-    both."""
+    """Returns the 2-norm of the elementwise difference. Non-finite elements add zero if both arrays agree in them;
+    otherwise the distance is infinite."""
     x, y = widened(x).ravel(), widened(y).ravel()
     if x.size != y.size:
         return math.inf
@@ -166,8 +166,8 @@ def distance(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def noise_of(right: np.ndarray, ulps: Sequence[np.ndarray], least: float) -> float:
-    """Returns the distance from `right` that is nothing: `least` of its norm, or what one ulp in the input makes of
-    it."""
+    """Returns the distance from `right` that counts as noise: `least` times its norm, or `MULTIPLE` times the effect of
+    one ulp in the input."""
     wide = widened(right)
     norm = float(np.linalg.norm(wide[np.isfinite(wide)]))
     moved = max((distance(x, right) for x in ulps), default=0.0)
@@ -177,7 +177,7 @@ def noise_of(right: np.ndarray, ulps: Sequence[np.ndarray], least: float) -> flo
 def difference(
     found: np.ndarray, right: np.ndarray, stacked: Mapping[str, int], axes: Mapping[str, int]
 ) -> tuple[str, str] | None:
-    """Returns (how a value differs, over which axes) in words, None where it has no simple relation."""
+    """Returns a description (how a value differs, over which axes), or None if there is no simple relation."""
     x, y = widened(found), widened(right)
     every = " x ".join(axes)
     by_axis = x.reshape(*stacked.values(), *x.shape[1:]) if stacked else x

@@ -1,4 +1,4 @@
-"""The report for people: a table of cases, one of mutants, and the verdict, at most 100 columns wide."""
+"""The terminal report: a table of cases, a table of mutants, and the verdict, at most 100 columns wide."""
 
 from __future__ import annotations
 

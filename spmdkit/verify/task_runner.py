@@ -1,8 +1,8 @@
-"""`TaskRunner`: the user's task made ready to be compared, and run on one mesh at a time.
+"""`TaskRunner`: prepares the user's task for comparison, and runs it on one mesh at a time.
 
-What is changed, and why it changes no mathematics: `init` gives constants (compiling a random init costs more than a
-step), the data are the first rows, gradients and updates are kept by transformations around the optimizer, small leaves
-are sharded too, and the computation is in float32 or float64.
+The preparation does not change the mathematics: `init` returns constants (compiling a random init costs more than a
+step), the data are the first rows, a transformation around the optimizer records gradients and updates, small leaves
+are sharded too, and the computation uses float32 or float64.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from spmdkit.verify.probes import COUNT, RecordingState, recording_optimizer, wi
 from spmdkit.verify.unpadded_reference import Unpadded
 
 NUM_BATCHES = 2
-"""Batches on which gradient and update are compared, each from the initial parameters. The second is short where
-batches may be."""
+"""Batches on which gradient and update are compared, each from the initial parameters. The second batch is short if
+short batches are allowed."""
 
 Tree = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass
 class StepResult:
-    """What one step from the initial parameters gave. Trees are path -> array."""
+    """The results of one step from the initial parameters. Trees are path -> array."""
 
     loss: float
     count: float | None
@@ -56,15 +56,15 @@ class StepResult:
 
 @dataclasses.dataclass
 class Results:
-    """What a run of the task_runner gave, as numbers on the host.
+    """The results of a run, as numbers on the host.
 
     Attributes:
         batches: single steps, each from the initial parameters.
-        losses, metrics, params, model_state: of the steps in a row; `metrics` of the last one.
-        evaluation, restored: None where not requested; `restored` is the worst relative 2-norm of a leaf that went
-            through a checkpoint, with its path.
-        apart: path of the first leaf of the last state with copies that differ bitwise between devices, or None.
-        uses: names of spmdkit's functions that the task called.
+        losses, metrics, params, model_state: results of the consecutive steps; `metrics` are those of the last step.
+        evaluation, restored: None if not requested. `restored` is the largest relative 2-norm error of a leaf after
+            saving and restoring a checkpoint, with its path.
+        apart: path of the first leaf of the last state that differs bitwise between devices, or None.
+        uses: names of the spmdkit functions that the task called.
     """
 
     batches: list[StepResult]
@@ -81,13 +81,13 @@ class Results:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One way to cut the task_runner.
+    """One configuration in which a task runs.
 
     Attributes:
-        mesh: sizes of the axes that are larger than one; empty is one device.
-        short: batches may be short (`data.drop_remainder: false`), and the second one is.
-        clip_norm: instead of the config's.
-        plain: reference form: no rematerialisation, nothing on the host, plain sum.
+        mesh: axis sizes larger than one; empty for one device.
+        short: short batches are allowed (`data.drop_remainder: false`), and the second batch is short.
+        clip_norm: replaces the config's `clip_norm`.
+        plain: reference form: no rematerialization, no offload to the host, reducer `sum`.
     """
 
     mesh: Mapping[str, int]
@@ -101,47 +101,47 @@ class TaskRunner:
     """A task and its config, prepared.
 
     Args:
-        batch_size: global examples of a step; has to be divisible by the shards and microbatches of every setting.
-        steps: steps in a row.
-        dtype: `float32`, or `float64` where JAX has been started with 64-bit types.
+        batch_size: global examples per step; must be divisible by the shards and microbatches of every setting.
+        steps: number of consecutive steps.
+        dtype: `float32`, or `float64` if JAX has 64-bit types enabled.
     """
 
     def __init__(self, config: Config, task: Task, batch_size: int, steps: int = 3, dtype: str = "float32"):
         self.config, self.steps, self.batch_size, self.dtype = config, steps, batch_size, dtype
         self._task = with_constant_init(task, config.seed, dtype)
-        self._watched = True if task.train_step is None else None  # a step of one's own may read its optimizer's state
+        self._watched = True if task.train_step is None else None  # a user-defined step may read its optimizer's state
         self._sources = {name: getattr(task, name) for name in ("train_data", "eval_data")}
         self._cut: dict[tuple[str, int], ArraySource] = {}
         self._starts: dict[Any, list[Any]] = {}
 
     @property
     def loss_fn(self) -> Callable[..., Any] | None:
-        """The user's loss, where the default step differentiates it."""
+        """The user's loss if the default step differentiates it, else None."""
         return None if self._task.train_step is not None else self._task.loss_fn
 
     @property
     def watched(self) -> bool:
-        """Whether the optimizer is watched; False for a step that reads its state: gradient and update are then both
-        what the parameters move by."""
+        """Whether the optimizer is recorded. It is False for a step that reads the optimizer's state; the change of the
+        parameters is then used as gradient and as update."""
         return self._watched is not False
 
     @property
     def short(self) -> bool:
-        """Whether the config itself has short batches."""
+        """Whether the config allows short batches."""
         return not self.config.data.drop_remainder
 
     def program(self, setting: Setting, probe: bool = False, evaluated: bool = True) -> Program:
         """Returns the program of a setting on fake devices.
 
         Args:
-            probe: whether it refuses padding rows that count. The reference does so for all.
-            evaluated: whether it has the task's evaluation, which costs a trace.
+            probe: reject padding rows that count. The reference's check covers all programs.
+            evaluated: include the task's evaluation, which costs a trace.
         """
         num_devices = count({**dict.fromkeys(setting.mesh, 1), **setting.mesh}, tuple(setting.mesh))
         config, devices = self._config(setting, num_devices), jax.devices()[:num_devices]
         made = lambda watched: Program(config, self._instrumented(setting, evaluated, watched), devices, probe)
         if self._watched is None:
-            if setting.clip_norm is not None:  # which wraps the state, too
+            if setting.clip_norm is not None:  # clipping wraps the optimizer's state too
                 self.program(dataclasses.replace(setting, clip_norm=None), evaluated=evaluated)
                 return self.program(setting, probe, evaluated)
             try:
@@ -163,8 +163,8 @@ class TaskRunner:
             "eval.batch_size": None,
             "checkpoint": None,
             "profile": None,
-            "compiler_options": {**compiler.quick_options()},  # the user's are of the devices that train
-            # In the instrumented optimizer:
+            "compiler_options": {**compiler.quick_options()},  # the user's options are for the training devices
+            # Part of the instrumented optimizer:
             "optimizer": None,
             "learning_rate": None,
             "clip_norm": None,
@@ -172,11 +172,11 @@ class TaskRunner:
         }
         changes |= _without_effect(self.config, setting.mesh)
         changes["reducer"] = exact_reducer(self.config)
-        changes["sync"] = "every_step"  # groups that train alone are other mathematics
+        changes["sync"] = "every_step"  # other syncs change the mathematics
         if setting.mesh.get("fsdp", 1) > 1 and self.config.layout.fsdp == "auto":
             changes["layout.min_shard_bytes"] = 1
         if self.config.remat == "auto":
-            changes["remat"] = "full"  # what a small model's memory would choose is nothing
+            changes["remat"] = "full"  # `auto` would choose none for a small model
         if setting.plain:
             changes |= {"remat": "none", "offload": [], "reducer": "sum"}
             changes |= {"model_state": "global"}
@@ -204,14 +204,13 @@ class TaskRunner:
         if setting.short or self.short:
             short = self.batch_size // 4 + 1
             own = len(data.open_source(self._sources["train_data"], "train_data"))
-            # Of one batch of rows, the shape of what a stream gives, some are left out: a mutant of short batches needs
-            # one.
+            # A source of exactly one batch, as a stream returns, loses some rows: short-batch mutants need a short one.
             return max(1, own - short) if own == self.batch_size else self.batch_size + short
         return NUM_BATCHES * self.batch_size
 
     def _num_eval(self) -> int:
-        """Returns a few batches with a short one at the end, or full ones where the user's own evaluation has no short
-        batch."""
+        """Returns the number of evaluation rows: a full and a short batch, or only full batches if the user's
+        evaluation has no short batch."""
         if self._sources["eval_data"] is None:
             return 0
         own = len(data.open_source(self._sources["eval_data"], "eval_data"))
@@ -242,18 +241,18 @@ class TaskRunner:
         restore: bool = False,
         moved: Callable[[Any], Any] | None = None,
     ) -> Results:
-        """Returns what the program computes: single steps from the start, then `steps` in a row.
+        """Returns the program's results: single steps from the initial state, then `steps` consecutive steps.
 
         Args:
-            restore: also save the last state and read it back on one device.
-            moved: is applied to the initial parameters and to the examples of every batch, on the host.
+            restore: also save the last state and restore it on one device.
+            moved: applied to the initial parameters and to the examples of every batch, on the host.
         """
         start = self._start(program)
         if moved is not None:
             start = start.replace(params=moved(start.params))
 
         def begin() -> TrainState:
-            # Keys stay on the devices, also after device_get: without a copy the first step would donate them.
+            # Keys stay on the devices after device_get. Without a copy, the first step would donate them.
             own = jax.tree.map(lambda x: jnp.copy(x) if is_key(x) else x, start)
             return jax.device_put(own, program.state_sharding)
 
@@ -291,8 +290,8 @@ class TaskRunner:
         )
 
     def _start(self, program: Program | Unpadded) -> TrainState:
-        """Returns the state before the first step, on the host. `init` gives constants: it is compiled for one program
-        of each form of the state."""
+        """Returns the state before the first step, on the host. `init` returns constants, so it is compiled once for
+        each form of the state."""
         structure = jax.tree.structure(program.abstract_state)
         form = tuple((path, x.shape, str(x.dtype)) for path, x in named_leaves(program.abstract_state))
         if form not in self._starts:
@@ -300,7 +299,7 @@ class TaskRunner:
         return jax.tree.unflatten(structure, self._starts[form])
 
     def _through_checkpoint(self, state: TrainState) -> tuple[float, str]:
-        """Returns (error, path) of the leaf that differs most after it was saved here and restored on one device."""
+        """Returns (error, path) of the leaf that differs most after saving the state and restoring it on one device."""
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), state)
         with tempfile.TemporaryDirectory() as folder:
@@ -323,7 +322,7 @@ NEED_AXIS = {
     "context": ("attention.context", "attention.order"),
     "pipeline": ("pipeline.schedule", "pipeline.microbatches", "pipeline.chunks"),
 }
-"""Settings that are errors on a mesh without an axis, where they have no effect."""
+"""Axis -> settings without effect on a mesh without this axis, where they are rejected."""
 
 
 def _without_effect(config: Config, mesh: Mapping[str, int]) -> dict[str, Any]:
@@ -367,7 +366,7 @@ def _step_result(state: TrainState, metrics: Mapping[str, Any], model_state: Any
 
 
 def _apart(state: TrainState) -> str | None:
-    """Returns the path of the first leaf that is not bitwise equal on all devices that hold a copy, or None."""
+    """Returns the path of the first leaf that differs bitwise between the devices that replicate it, or None."""
     for path, x in named_leaves(state):
         copies: dict[str, bytes] = {}
         data = jax.random.key_data(x) if is_key(x) else x
@@ -379,6 +378,6 @@ def _apart(state: TrainState) -> str | None:
 
 
 def flat(tree: Any) -> Tree:
-    """Returns path -> array of every leaf, on the host; integers too, and the data of keys."""
+    """Returns path -> array of every leaf on the host, including integers and key data."""
     plain = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
     return {path: np.asarray(x) for path, x in named_leaves(jax.device_get(plain))}

@@ -1,11 +1,11 @@
-"""A step of which every intermediate value is a result too: its jaxpr, evaluated again with taps.
+"""A step that also returns every intermediate value: its jaxpr is evaluated again with taps.
 
-    values = TappedProgram(closed_jaxpr)        what there is, and what comes from what, read from the jaxpr
-    values(*arguments)                   {place: array}, one compiled program
+    program = TappedProgram(closed_jaxpr)   the values and their dependencies, read from the jaxpr
+    program(*arguments)                     (results, {place: array}), one compiled program
 
-Calls (`jit`, `remat`, custom rules) and parts of `sk.manual` are evaluated in line. A value inside of a `shard_map` is
-stacked over the devices of its mesh, one inside of a `scan` over its turns, behind the devices. Inside of `while` and
-`cond` nothing is tapped. A place is the path of an equation and the number of its result.
+Calls (`jit`, `remat`, custom rules) and parts of `sk.manual` are evaluated inline. A value inside a `shard_map` is
+stacked over the devices of its mesh; a value inside a `scan` is stacked over the iterations, after the device dims.
+Values inside `while` and `cond` are not tapped. A value's place is its equation's path and the index of the result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ IN_LINE = frozenset(
 
 
 class Line(NamedTuple):
-    """Where an equation comes from: `file.py:12 (function)`, whether it is the user's, and the (file, line) of its
+    """Source of an equation: `file.py:12 (function)`, whether it is the user's line, and the (file, line) of its
     frames, innermost first."""
 
     text: str
@@ -49,7 +49,7 @@ NO_LINE = Line("", False, ())
 
 
 class Loop(NamedTuple):
-    """A `scan`: the path of its equation, its turns, and whether the last one in the array is the first to run."""
+    """A `scan`: the path of its equation, its number of iterations, and whether it runs in reverse."""
 
     path: tuple[int, ...]
     length: int
@@ -57,8 +57,8 @@ class Loop(NamedTuple):
 
 
 class _Enclosing(NamedTuple):
-    """What is around an equation: the line of the call, the axes of the `shard_map`, the loops, and by input what the
-    turn before has left."""
+    """Context of an equation: the line of the call, the axes of the `shard_map`, the loops, and for each input the
+    places carried from the previous iteration."""
 
     line: Line
     stacked: dict[str, int]
@@ -68,20 +68,20 @@ class _Enclosing(NamedTuple):
 
 @dataclasses.dataclass
 class Value:
-    """What one equation gives.
+    """One result of an equation.
 
     Attributes:
-        line: `file.py:12 (function)` of the user's line, or of the innermost one of the package.
-        own: whether that is a line of the user's.
-        backward: it belongs to a transposed part of the program.
-        parents: places of the values that it is computed from; of the arguments, (-1, number).
+        line: `file.py:12 (function)` of the user's line, or of the innermost line of the package.
+        own: whether the line is the user's.
+        backward: whether the value belongs to a transposed part of the program.
+        parents: places of the values it is computed from; (-1, index) for an argument.
         stacked: sizes of the mesh axes over which it is stacked, in order.
-        loops: that it is inside of, the outermost first; a value has a dim for each, after those of the devices.
-        carried: those of the parents that are of the turn before.
-        is_key: it is a random key, or the data of one, which are no numbers: a loss's plain key is another one on each
-            replica.
-        is_index: it depends on no argument, and is an integer or spmdkit's own: a shard's number of rows, what is
-            counted, a replica's place.
+        loops: the enclosing loops, outermost first. A value has one dim per loop, after the device dims.
+        carried: the parents computed in the previous iteration.
+        is_key: whether it is a random key or key data. These are not compared: a loss's plain key differs between
+            replicas.
+        is_index: whether it depends on no argument and is an integer or computed by spmdkit: a shard's number of rows,
+            a count, a replica's index.
     """
 
     place: ValuePath
@@ -99,7 +99,7 @@ class Value:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What a value of another trace of the same text has in common with it."""
+        """The identity of the value across traces of the same source."""
         return self.line, self.primitive, self.backward, len(self.loops)
 
 
@@ -107,9 +107,9 @@ class TappedProgram:
     """A traced function with taps.
 
     Attributes:
-        values: by place, in the order of the program.
-        results: for each result of the function, the places that it comes from.
-        wanted: as given, in order.
+        values: by place, in program order.
+        results: for each result of the function, the places it is computed from.
+        wanted: indices of the requested results, in order.
     """
 
     def __init__(self, closed: Any, wanted: Sequence[int] | None = None):
@@ -121,7 +121,7 @@ class TappedProgram:
         self._tapped = self.ancestors(p for i in self.wanted for p in self.results[i])
 
     def ancestors(self, places: Iterable[ValuePath]) -> set[ValuePath]:
-        """Returns the places of all that some values are computed from, and their own."""
+        """Returns `places` and the places of all values they are computed from."""
         seen, todo = set[ValuePath](), list(places)
         while todo:
             place = todo.pop()
@@ -130,10 +130,10 @@ class TappedProgram:
                 todo += self.values[place].parents
         return seen
 
-    # ---- what comes from what
+    # ---- dependencies
 
     def _read(self, jaxpr: Any, given: Sequence[Any], path: ValuePath, at: _Enclosing) -> list[Any]:
-        """Returns the sources of a jaxpr's results: each a list of places."""
+        """Returns the sources of a jaxpr's results, a list of places for each."""
         known: dict[Any, list[ValuePath]] = dict(zip(jaxpr.invars, given, strict=True))
         carried = dict(zip(jaxpr.invars, at.carried, strict=True)) if at.carried else {}
         read = lambda v: [] if isinstance(v, Literal) else known.get(v, [])
@@ -149,7 +149,7 @@ class TappedProgram:
         return [read(v) for v in jaxpr.outvars]
 
     def _own(self, eqn: Any, sources: list[Any], here: ValuePath, at: _Enclosing) -> list[list[ValuePath]]:
-        """Keeps the values of an equation that holds no others, and returns their places."""
+        """Records the values of an equation without an inner jaxpr, and returns their places."""
         parents = list(dict.fromkeys(p for source in sources for p in source))
         by_index = all(p[0] != -1 and self.values[p].is_index for p in parents)
         if eqn.primitive.name == "axis_index":
@@ -185,7 +185,7 @@ class TappedProgram:
             at = at._replace(loops=(*at.loops, loop))
             outs = self._read(body, sources, here, at)
             given, carried = list(sources), [list[ValuePath]() for _ in sources]
-            for i in range(num):  # what a turn reads is what the turn before has left, too
+            for i in range(num):  # an iteration also reads the results of the previous one
                 given[first + i] = [*given[first + i], *outs[i]]
                 carried[first + i] = outs[i]
             return self._read(body, given, here, at._replace(carried=carried))
@@ -194,16 +194,15 @@ class TappedProgram:
     # ---- values
 
     def __call__(self, *arguments: Any) -> tuple[list[Any], dict[ValuePath, Any]]:
-        """Returns (the results that are wanted, every value that they come from and that is an array of numbers); to be
-        traced."""
+        """Returns (the requested results, every numeric array they are computed from). Must be traced."""
         taps: dict[ValuePath, Any] = {}
         outs = self._evaluate(self._closed.jaxpr, self._closed.consts, arguments, (), taps, True)
         return [outs[i] for i in self.wanted], {p: x for p, x in taps.items() if p in self._tapped}
 
     def _in_line(self, eqn: Any) -> Any:
-        """Returns the closed jaxpr that a call, or a part of `sk.manual`, stands for, or None."""
+        """Returns the closed jaxpr of a call or of a part of `sk.manual`, or None for other equations."""
         if isinstance(part := eqn.params.get("part"), Part):
-            if id(eqn) not in self._parts:  # traced once: what is read from it is what is evaluated
+            if id(eqn) not in self._parts:  # traced once, so that the jaxpr read and the jaxpr evaluated are the same
                 shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
                 self._parts[id(eqn)] = jax.make_jaxpr(part.run)(*shapes)
             return self._parts[id(eqn)]
@@ -223,7 +222,7 @@ class TappedProgram:
         taps: dict[ValuePath, Any],
         at_top: bool,
     ) -> list[Any]:
-        """Returns a jaxpr's results, and puts its values into `taps`; `at_top`: it is inside of no `shard_map`."""
+        """Returns a jaxpr's results and adds its values to `taps`. `at_top`: it is not inside a `shard_map`."""
         known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(
             zip(jaxpr.invars, arguments, strict=True)
         )
@@ -272,12 +271,12 @@ class TappedProgram:
         body, own = eqn.params["jaxpr"], dict[ValuePath, Any]()
         consts, carry, xs = given[:first], list(given[first : first + num]), list(given[first + num :])
 
-        def turn(carry: Any, x: Any) -> Any:
+        def iteration(carry: Any, x: Any) -> Any:
             own.clear()
             outs = self._evaluate(body.jaxpr, body.consts, [*consts, *carry, *x], here, own, at_top)
             return outs[:num], (outs[num:], list(own.values()))
 
-        end, (ys, tapped) = lax.scan(turn, carry, xs, length=eqn.params["length"], reverse=eqn.params["reverse"])
+        end, (ys, tapped) = lax.scan(iteration, carry, xs, length=eqn.params["length"], reverse=eqn.params["reverse"])
         for place, x in zip(own, tapped, strict=True):
             taps[place] = jnp.moveaxis(x, 1, 0) if at_top and self.values[place].stacked else x
         return [*end, *ys]
@@ -293,8 +292,7 @@ def _is_numbers(x: Any) -> bool:
 
 
 def _line(eqn: Any, around: Line) -> Line:
-    """Returns the line of an equation: its own, or that of the call around it where JAX has kept the trace of another
-    call."""
+    """Returns the line of an equation, or of the enclosing call if JAX reuses the cached trace of another call."""
     found = line_of(eqn)
     if found is None or (around.is_jit and around.frames[0] not in found.frames):
         return around
@@ -302,7 +300,7 @@ def _line(eqn: Any, around: Line) -> Line:
 
 
 def line_of(eqn: Any) -> Line | None:
-    """Returns the user's innermost line inside of the step, else the package's, else None."""
+    """Returns the user's innermost line inside the step, else the package's innermost line, else None."""
     traceback = eqn.source_info.traceback
     inside = []
     for frame in () if traceback is None else traceback.frames:
@@ -328,5 +326,4 @@ def _short(file: str) -> str:
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = ("site-packages" + os.sep, "dist-packages" + os.sep, os.sep + "lib" + os.sep + "python", "<frozen")
 _STEP = (*(f"{maker.__qualname__}." for maker in (global_step, replica_step)), Part.run.__qualname__)
-"""Functions of the package that begin so are the step itself, or a part of it: what stands inside of them is the
-user's."""
+"""Name prefixes of the package functions that form the step or a part of it. The frames inside them are the user's."""

@@ -1,6 +1,6 @@
-"""`Unpadded`: the one-device result with a short batch of its own size, without padding.
+"""`Unpadded`: the one-device program that runs a short batch at its actual size, without padding.
 
-It makes padding rows that count visible as any other mistake: the reference device does not make it too.
+It exposes padding rows that count as examples, since the reference has no padding rows.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from spmdkit.step.step import Batch
 
 
 class Unpadded:
-    """A program on one device, without microbatches; its step receives only the real rows of a batch."""
+    """A one-device program without microbatches. Its step receives only the real rows of a batch."""
 
     def __init__(self, padded: Program):
         self._padded, self._by_size = padded, dict[int, Program]()
 
     def __getattr__(self, name: str) -> Any:
-        """Returns attributes that do not depend on the batch: `init`, `eval`, `config`, ..."""
+        """Returns an attribute that does not depend on the batch: `init`, `eval`, `config`, ..."""
         return getattr(self._padded, name)
 
     def batches(self, stop: int) -> Iterator[tuple[int, Batch]]:
-        """Yields `(step, batch)` of the real rows."""
+        """Yields `(step, batch)` with the real rows only."""
         for step, batch in self._padded.batches(stop=stop):
             examples, mask = jax.device_get((batch.examples, batch.mask))
             num = int(mask.sum())
@@ -42,7 +42,7 @@ class Unpadded:
     def _program_of(self, size: int) -> Program:
         if size not in self._by_size:
             config = replace_keys(self._padded.config, {"batch_size": size, "data.drop_remainder": True})
-            # The same optimizer: a state belongs to the optimizer that created it.
+            # The optimizer object is shared: a state is valid only for the optimizer that created it.
             task = dataclasses.replace(self._padded.task, eval_data=None)
             self._by_size[size] = Program(config, task, jax.devices()[:1])
         return self._by_size[size]

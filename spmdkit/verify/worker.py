@@ -1,9 +1,9 @@
-"""A process that runs jobs: reads one job per line from its input, writes one response per line to its output.
+"""A worker process: reads one job per line from stdin, writes one response per line to stdout.
 
     python -m spmdkit.verify.worker SPEC
 
-It is a separate process, since fake devices and 64-bit types are set once per process, and since XLA may abort a
-process in which it compiles a program that it cannot partition.
+It is a separate process, since fake devices and 64-bit types are set once per process, and since XLA may abort the
+process when it compiles a program that it cannot partition.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from spmdkit.verify.runner import CaseRunner
 from spmdkit.verify.task_runner import Setting, TaskRunner
 
 COPIES = 6
-"""Copies of the parameters per device: parameters, gradient, two moments, the recorded gradient and update. Activations
-are small."""
+"""Arrays of parameter size per device: parameters, gradient, two moments, recorded gradient, recorded update.
+Activations are small."""
 
 MEMINFO = Path("/proc/meminfo")
 
 
 def main(path: str) -> None:
-    """Responds to jobs until the input ends."""
+    """Responds to jobs until stdin is closed."""
     responses = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # output of the user's code is not a response
     spec = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -53,7 +53,7 @@ def main(path: str) -> None:
 
 def _open(spec: dict[str, Any]) -> CaseRunner:
     jax.config.update("jax_enable_x64", spec["dtype"] == "float64")
-    # XLA's expensive passes: twice the processor time, and the same collectives (GPT on 8 devices, 2026-11-20).
+    # XLA's expensive passes double the CPU time and give the same collectives (GPT on 8 devices, 2026-11-20).
     jax.config.update("jax_disable_most_optimizations", True)
     join(detect_cluster({}), f"cpu:{spec['devices']}")
     config = parse_config(spec["config"], source=spec["source"], name=spec["source"])
@@ -65,7 +65,7 @@ def _open(spec: dict[str, Any]) -> CaseRunner:
 
 
 def check_memory(task: Task, num_devices: int, jobs: int) -> None:
-    """Rejects a task with a state that, complete on every fake device of every process, exceeds the free memory."""
+    """Rejects a task if its state, replicated on every fake device of every process, exceeds the free memory."""
     free = available_bytes()
     params = tree_bytes(call_user(lambda: jax.eval_shape(task.init, jax.random.key(0)), "init"))
     needed = COPIES * params * num_devices * jobs
