@@ -1,8 +1,8 @@
 """`ReducerSlots`: passes the reducer's state and metrics into and out of a traced step, and the gradient to the guard.
-It is the only channel out of a trace other than its results.
+Apart from the results it is the only output of a trace.
 
 `TrainState.reducer` has one entry per call of `sk.value_and_grad`, in the order of tracing. A new state must belong to
-the trace of the step, so a call inside the user's own loop, branch, `vmap` or `jit` is rejected.
+the trace of the step, so calls inside a user's loop, branch, `vmap` or `jit` are rejected.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ PACKAGE = str(Path(__file__).parents[1])
 
 
 class ReducerSlots:
-    """The reducer's state during one trace of a step: `TrainState.reducer`, one entry per call. None discovers the
-    calls: none has a state, and `collected` returns zeros like the gradient of each."""
+    """The reducer's state during one trace of a step: `TrainState.reducer`, one entry per call. `None` traces the step
+    to find the calls: no call has a state, and `collected` returns zeros shaped like the gradient of each call."""
 
     def __init__(self, states: Sequence[Any] | None = ()):
         self._discovers = states is None
@@ -38,7 +38,7 @@ class ReducerSlots:
         """Returns the state of the next call, with a gradient shaped like `gradient`; None if it has no state.
 
         Raises:
-            ConfigError: the call is inside a loop of the user's, or there are more calls than in the first trace.
+            ConfigError: the call is inside a user's loop, or there are more calls than in the first trace.
         """
         if not self._states and not self._discovers:
             return None
@@ -60,18 +60,18 @@ class ReducerSlots:
         return self._states[len(self._put)]
 
     def put(self, state: Any) -> None:
-        """Stores the new state of the last call."""
+        """Stores the new state of the most recent call."""
         if self._states:
             self._put.append(state)
 
     def add_metrics(self, numbers: Mapping[str, jax.Array]) -> None:
-        """Adds the reducer's metrics of a call, of several the largest; those inside a loop of the user's are
-        dropped."""
+        """Adds the reducer's metrics of one call; over several calls the largest value is used. Metrics of calls inside
+        a user's loop are dropped."""
         if compat.current_trace() is self._trace:
             self.metrics |= {name: jnp.maximum(self.metrics.get(name, x), x) for name, x in numbers.items()}
 
     def record_update(self, gradient: Any) -> None:
-        """Records a gradient that is passed to the optimizer, for the guard; one inside a loop cannot be used."""
+        """Records a gradient passed to the optimizer, for the guard. A gradient inside a loop cannot be used."""
         if compat.current_trace() is self._trace:
             self._updates.append(gradient)
         else:
@@ -79,7 +79,7 @@ class ReducerSlots:
 
     @property
     def update_gradients(self) -> list[Any] | None:
-        """The gradients that were passed to the optimizer; None if there are none, or some cannot be used."""
+        """The gradients passed to the optimizer; None if there are none, or if some cannot be used."""
         return self._updates if self._updates and self._all_recorded else None
 
     def collected(self) -> tuple[Any, ...]:
@@ -94,7 +94,7 @@ class ReducerSlots:
 
 
 def _calling_line() -> str:
-    """Returns `file.py:12 (function)` of the innermost frame that is neither spmdkit's nor JAX's."""
+    """Returns `file.py:12 (function)` of the innermost frame outside of spmdkit and JAX."""
     frame = sys._getframe()
     ours = (PACKAGE, str(Path(jax.__file__).parent))
     while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):

@@ -1,8 +1,8 @@
-"""The reducer's state as part of the train state: its shapes and shardings on a mesh.
+"""The reducer's state as part of the train state: its shapes and its shardings on a mesh.
 
     TrainState.reducer[call] = {leaf of the gradient: {name: [replicas of the leaf, *leaf]}}
 
-A leaf's replicas are those over which it is reduced; its sharded dims are sharded in the state too. With
+A leaf's replicas are the replicas over which it is reduced; its sharded dims are also sharded in the state. With
 `Reducer.per_shard_state` they are the positions along `replica`, and the other replica axes shard the leaf's state.
 """
 
@@ -24,7 +24,7 @@ from spmdkit.step.trace_context import Context
 
 def check_effect(name: str, reducer: Reducer, context: Context, sizes: Mapping[str, int], what: str) -> None:
     """Raises ConfigError for a reducer without effect: no gradient is reduced over replicas, or the step never calls
-    `sk.value_and_grad`. `sizes`: of the whole mesh; the context's are those of one group."""
+    `sk.value_and_grad`. `sizes`: axis sizes of the full mesh; those of the context are of one group."""
     if reducer.is_sum:
         return
     assert context.sharding.placements is not None
@@ -51,10 +51,10 @@ class FirstStepValidator:
         self._validate, self._context = context.options.reducer.validate_first_step, context
 
     def __call__(self, metrics: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
-        """Validates the metrics of a step; `read` converts them to numbers over all groups.
+        """Validates the metrics of a step. `read` converts them to numbers over all groups.
 
         Raises:
-            ConfigError: they show a mistake.
+            ConfigError: the reducer rejects the metrics.
         """
         if self._validate is not None and any(name.startswith(METRIC_PREFIX) for name in metrics):
             validate, self._validate = self._validate, None
@@ -77,15 +77,15 @@ def reduced_leaves(context: Context) -> list[ReducedLeaf]:
 
 
 def _with_replicas(sizes: Mapping[str, int]) -> str:
-    """Returns a mesh in config syntax, with two replicas taken from its largest axis."""
+    """Returns a mesh in config syntax with `replica: 2` and half the size of its largest axis."""
     largest = max(sizes, key=lambda axis: sizes[axis])
     changed = {"replica": 2} | {a: n // 2 if a == largest else n for a, n in sizes.items() if a != "replica"}
     return "{" + ", ".join(f"{axis}: {size}" for axis, size in changed.items() if size > 1) + "}"
 
 
 def shapes(reducer: Reducer, gradients: Sequence[Any], context: Context) -> tuple[tuple[Any, ...], list[LeafPlacement]]:
-    """Returns (`TrainState.reducer`, abstract; the placement of its leaves) from the gradient of each call of
-    `sk.value_and_grad`, abstract, and the context of the step in its form."""
+    """Returns (abstract `TrainState.reducer`, the placement of its leaves) from the abstract gradient of each call of
+    `sk.value_and_grad` and the context of the step in its form."""
     assert context.sharding.placements is not None
     entries, table = [], []
     for call, gradient in enumerate(gradients):

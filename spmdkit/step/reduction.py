@@ -1,7 +1,7 @@
-"""Communication between replicas in a step: gradients by the config's reducer, everything else by an exact sum or a
-maximum.
+"""Communication between replicas in a step: the config's reducer for gradients, an exact sum or maximum for everything
+else.
 
-Runs inside a `shard_map` that is manual over all mesh axes. With `sum` XLA makes one all-reduce of both.
+Runs inside a `shard_map` that is manual over all mesh axes. With `sum`, XLA combines both into one all-reduce.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from spmdkit.step.trace_context import Context
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of `sk.value_and_grad`: the reducer's state (a tree like the gradient, or None), the step's key."""
+    """One call of `sk.value_and_grad`: the reducer's state (a tree like the gradient, or None) and the step's key."""
 
     reducer_state: Any = None
     key: jax.Array | None = None
@@ -37,14 +37,14 @@ class Call:
 def reduced(
     context: Context, sums: Sums, added: Any, axes: tuple[str, ...], call: Call | None, dims: Any = None
 ) -> tuple[Sums, Any, Any]:
-    """Returns (sums over all replicas, `added` over all replicas, the reducer's new state) from those of one replica.
+    """Returns (sums over all replicas, `added` over all replicas, the reducer's new state) from one replica's values.
 
     Args:
-        added: other values to add: the model state.
+        added: other values to sum: the model state.
         call: None in an evaluation.
-        dims: for each leaf of the gradient the dim along which ZeRO 2 scatters it over `fsdp`, or -1; None: no leaf.
+        dims: for each gradient leaf, the dim along which ZeRO 2 scatters it over `fsdp`, or -1; None: no leaf.
 
-    The reducer's metrics are among the metrics of the sums, under names with the prefix `METRIC_PREFIX`.
+    The reducer's metrics are added to the metrics of the sums; their names have the prefix `METRIC_PREFIX`.
     """
     with jax.named_scope(trace_context.REDUCE):
         reducer = context.options.reducer
@@ -60,8 +60,8 @@ def reduced(
 
 
 def _exact(reducer: Reducer, tree: Any, axes: tuple[str, ...]) -> Any:
-    """Returns everything but gradients over all replicas: sums added, maxima in one more all-reduce, others
-    gathered."""
+    """Returns all values except gradients, over all replicas: sums are added, maxima use one more all-reduce, the rest
+    is gathered."""
     return reduce_parts(
         tree,
         lambda sums: reducer.add(sums, axes),
@@ -131,7 +131,7 @@ def _apply(
 
 
 def _states_of(gradients: Any, reducer_state: Any) -> list[LeafState]:
-    """Returns one mapping for each leaf of (gradient, gradient of the count); the latter has no state."""
+    """Returns one mapping per leaf of (gradient, gradient of the count). The latter has no state."""
     nothing: list[LeafState] = [{} for _ in jax.tree.leaves(gradients)]
     if reducer_state is None:
         return nothing
@@ -142,8 +142,8 @@ def _states_of(gradients: Any, reducer_state: Any) -> list[LeafState]:
 def reduce_scatter(x: jax.Array, dim: int) -> jax.Array:
     """Returns this device's shard along `dim` of the sum over `fsdp`.
 
-    The scattered dim is sent as the last but one: along any other the TPU compiler (libtpu 0.0.42) sends an all_reduce,
-    twice the bytes, and slices (docs/collectives.md, `zero2`).
+    The scattered dim is moved to the second-to-last position. For any other position the TPU compiler (libtpu 0.0.42)
+    sends an all_reduce, twice the bytes, and slices it (docs/collectives.md, `zero2`).
 
     Wire: (N-1)/N of x.
     """
@@ -158,4 +158,4 @@ def reduce_scatter(x: jax.Array, dim: int) -> jax.Array:
 
 
 SEAMS = {"reduced": reduced}
-"""Replaced by `verify` (verify/mutations.py)."""
+"""Functions that `verify` replaces to inject mistakes (verify/mutations.py)."""

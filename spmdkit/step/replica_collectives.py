@@ -1,15 +1,15 @@
 """`sk.all_gather`, `sk.psum`, `sk.pmean` and the replica index: communication between replicas in a loss.
 
-Inside a loss, arrays are one replica's own rows. These functions combine those of all replicas, on every mesh and in
-every form of a step; on one replica each is the identity. They are differentiable: each replica differentiates its own
-sum, and cotangents of its rows on other replicas are sent back.
+Inside a loss, arrays hold the rows of one replica. These functions combine the rows of all replicas, on every mesh and
+in every form of a step. With one replica each is the identity. They are differentiable: each replica differentiates its
+local sum, and the cotangents of its rows on other replicas are sent back.
 
-R replicas; `bytes` is one replica's operand. Sent per replica and call, with a ring:
+R replicas; `bytes` is the size of one replica's operand. Sent per replica and call, with a ring:
 
     all_gather    (R-1) bytes          backward: reduce_scatter, the same bytes
     psum, pmean   2 (R-1)/R bytes      backward: all_reduce, the same bytes
 
-In a per-replica `train_step` they run over the replicas of the step. In a global one they are not needed.
+In a per-replica `train_step` they run over the replicas of the step. In a global `train_step` they are not needed.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from spmdkit.step.metrics.user_metric import CustomMetric, as_metric, is_user_me
 
 
 def all_gather(tree: Any, with_mask: bool = False) -> Any:
-    """Returns `tree` of all replicas: each leaf [rows, ...] as [replicas * rows, ...], in the order of the batch. With
-    microbatches, of one microbatch.
+    """Returns `tree` of all replicas: each leaf [rows, ...] as [replicas * rows, ...], in batch order. With
+    microbatches, the rows are those of one microbatch.
 
-    This replica's own rows start at `sk.replica_index() * rows`. If a batch can be short, some rows are padding and
-    must not be used (as negatives, in a statistic): use the mask.
+    The rows of this replica start at `sk.replica_index() * rows`. If a batch can be short, some rows are padding and
+    must be excluded with the mask (as negatives, in a statistic).
 
     Args:
-        tree: arrays with the examples as first dim, or others with at least one dim.
+        tree: arrays with the examples as first dim, or other arrays with at least one dim.
         with_mask: returns (tree, bool[replicas * rows]), False on padding rows.
 
     Raises:
-        ConfigError: some rows are padding and the mask is not used; a leaf is a scalar; called where arrays are global.
+        ConfigError: some rows are padding and the mask is not used; a leaf is a scalar; arrays are global here.
     """
     axes = _axes("sk.all_gather")
     trace_context.current().usage.record_call("all_gather")
@@ -82,20 +82,20 @@ def _joined(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def replica_index() -> jax.Array:
-    """Returns the index of this replica, int32[]. The same example is on different replicas on different meshes.
+    """Returns the index of this replica, int32[]. On another mesh the same example may be on another replica.
 
     Raises:
-        ConfigError: called where arrays are global.
+        ConfigError: arrays are global here.
     """
     axes = _axes("sk.replica_index")
     return jnp.asarray(lax.axis_index(axes) if axes else 0, jnp.int32)
 
 
 def num_replicas() -> int:
-    """Returns the number of replicas, each of which computes the loss of its part of the batch.
+    """Returns the number of replicas. Each replica computes the loss of its part of the batch.
 
     Raises:
-        ConfigError: called where arrays are global.
+        ConfigError: arrays are global here.
     """
     return trace_context.current().sharding.num_replicas if _axes("sk.num_replicas") else 1
 
@@ -107,14 +107,14 @@ def psum(tree: Any) -> Any:
 
     Raises:
         ConfigError: a leaf is already the same on all replicas, so the sum would be N times too large (detected in
-            per-replica steps); called where arrays are global.
+            per-replica steps); arrays are global here.
     """
     return _reduced("sk.psum", tree)
 
 
 def pmean(tree: Any) -> Any:
     """Returns the mean of `tree` over all replicas. A `sk.mean` in it is pooled by its counts, not averaged; other
-    metrics merge.
+    metrics are merged.
 
     Wire: one all-reduce of the tree.
 
@@ -127,7 +127,7 @@ def pmean(tree: Any) -> Any:
 
 
 def _taken(tree: Any) -> Any:
-    """Returns a tree in which user-defined metrics are this replica's parts, which merge."""
+    """Returns a tree in which user-defined metrics are the mergeable parts of this replica."""
     is_leaf = lambda x: is_metric(x) or is_user_metric(x)
     tree = jax.tree.map(lambda x: as_metric(x, "a metric in sk.pmean"), tree, is_leaf=is_leaf)
     if not trace_context.current().inside:
@@ -148,13 +148,13 @@ def _reduced(name: str, tree: Any) -> Any:
     largest: Callable[[Any], Any] = lambda maxima: lax.pmax(maxima, axes)
     gather: Callable[[Any], jax.Array] = lambda x: compat.all_gather_invarying(x[None], axes)
     examples = trace_context.current_examples()
-    of_step = examples is not None and examples.of_step  # a loss's own communication is not the step's reduction
+    of_step = examples is not None and examples.of_step  # a loss's communication is not the step's reduction
     with jax.named_scope(trace_context.REDUCE) if of_step else contextlib.nullcontext():
         return reduce_parts(tree, lambda sums: lax.psum(sums, axes), largest, gather)
 
 
 def _axes(name: str) -> tuple[str, ...]:
-    """Returns the bound replica axes, none on one replica; raises ConfigError where arrays are global, or shards."""
+    """Returns the bound replica axes, none with one replica; raises ConfigError if arrays are global or shards."""
     context, examples = trace_context.current(), trace_context.current_examples()
     if trace_context.is_in_part():
         raise ConfigError(
@@ -173,7 +173,7 @@ def _axes(name: str) -> tuple[str, ...]:
 
 
 def reduced_twice(name: str, what: str) -> str:
-    """Returns the message about a sum over replicas of a value that is already the same on all of them."""
+    """Returns the message about a sum over replicas of a value that is already the same on all replicas."""
     return (
         f"{name}: {what} is already the same on every replica: it was reduced twice. Another sum would make it N "
         "times too large. Remove one of the two reductions (sk.value_and_grad has already reduced; a number that is "
@@ -183,4 +183,4 @@ def reduced_twice(name: str, what: str) -> str:
 
 
 SEAMS = {"gathered_mask": _gathered_mask}
-"""Replaced by `verify` (verify/mutations.py)."""
+"""Functions that `verify` replaces to inject mistakes (verify/mutations.py)."""

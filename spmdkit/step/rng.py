@@ -1,19 +1,19 @@
-"""Random keys: how every key of a run follows from its seed.
+"""Random keys: the derivation of every key of a run from its seed.
 
     key(seed)                                         passed to `init` unchanged, as in plain JAX
     |- fold STEPS - fold step                         `state.key`
     |     |- fold LOSS - fold replica - fold micro    the plain key of a loss
     |     |- fold EXAMPLES - fold salt - fold position   `sk.example_keys(salt)`
-    |     |- fold REDUCER                             of a reducer that draws random numbers
-    |- fold UPDATE - the same below it                after an update within a step: four updates have four keys
-    `- fold EVALUATION                                the same below it, with the index of the batch for the step
+    |     `- fold REDUCER                             of a reducer that draws random numbers
+    |- fold UPDATE - the same subtree                 after an update within a step: four updates have four keys
+    `- fold EVALUATION - the same subtree             with the index of the batch as the step
 
-With threefry `split(key, n)[i]` is `fold_in(key, i)`, so the branches use large tags: keys that a user splits off never
-collide with them.
+With threefry, `split(key, n)[i]` is `fold_in(key, i)`. The branches use large tags, so that keys split off by user code
+never collide with them.
 
 All folding uses threefry, for any default implementation of JAX: unsafe_rbg folds by an exclusive or, so that its folds
-commute and cancel, and under `vmap` rbg draws a whole batch from its first key. A user receives a key of the default
-implementation, made of threefry's bits; example keys stay threefry keys.
+commute and cancel, and under `vmap` rbg draws a full batch from its first key. User code receives a key of the default
+implementation with threefry's bits. Example keys stay threefry keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from spmdkit.foundation.trees import is_key
 
 VERSION = 2
-"""Version of this tree, written with every checkpoint. 1: no tags."""
+"""Version of this tree, saved with every checkpoint. 1: no tags."""
 
 STEPS, EVALUATION, LOSS, EXAMPLES, REDUCER = 0x73746570, 0x6576616C, 0x6C6F7373, 0x65786D70, 0x72656475
 UPDATE = 0x75706474
@@ -36,7 +36,7 @@ THREEFRY = "threefry2x32"
 
 
 def identity() -> dict[str, Any]:
-    """Returns everything in addition to the seed that determines the random numbers of a run."""
+    """Returns all settings other than the seed that determine the random numbers of a run."""
     return {"version": VERSION, "impl": default_impl()}
 
 
@@ -46,7 +46,7 @@ def default_impl() -> str:
 
 
 def root_data(seed: int) -> jax.Array:
-    """Returns the data of the run's root key, which `init` uses."""
+    """Returns the data of the run's root key, which is passed to `init`."""
     return jax.random.key_data(jax.random.key(seed))
 
 
@@ -56,7 +56,7 @@ def step_key(root: jax.Array, step: Any) -> jax.Array:
 
 
 def updated_root(root: jax.Array) -> jax.Array:
-    """Returns the root of the keys after an update within the same step. They never equal the keys of another step."""
+    """Returns the root of the keys after an update within the same step. No step has the same keys."""
     own = jax.random.key_data(_fold(_of_data(root), UPDATE))
     return jnp.concatenate([own, root.reshape(-1)[2:]]).reshape(root.shape)
 
@@ -72,7 +72,7 @@ def batch_key(key: jax.Array, number: Any) -> jax.Array:
 
 
 def loss_key(key: jax.Array, replica: Any, micro: Any) -> jax.Array:
-    """Returns the plain key of a loss, of the implementation of `key`; it differs for each replica and microbatch."""
+    """Returns the plain key of a loss, of the implementation of `key`, distinct for each replica and microbatch."""
     return _like(_fold(_threefry(key), LOSS, replica, micro), key)
 
 
@@ -82,7 +82,7 @@ def reducer_key(key: jax.Array) -> jax.Array:
 
 
 def example_keys(key: jax.Array, salt: Any, places: jax.Array) -> jax.Array:
-    """Returns one threefry key for each position in the global batch."""
+    """Returns one threefry key per position in the global batch."""
     base = _fold(_threefry(key), EXAMPLES, salt)
     return jax.vmap(lambda place: jax.random.fold_in(base, place))(places)
 
@@ -94,19 +94,19 @@ def _fold(key: jax.Array, *data: Any) -> jax.Array:
 
 
 def _threefry(key: jax.Array) -> jax.Array:
-    """Returns a threefry key that depends on every bit of `key`, typed or raw. A threefry key is returned unchanged."""
+    """Returns a threefry key that depends on every bit of `key`, typed or raw. Threefry keys are returned unchanged."""
     return _of_data(jax.random.key_data(key) if is_key(key) else key, whole=True)
 
 
 def _of_data(data: jax.Array, whole: bool = False) -> jax.Array:
-    """Returns a threefry key from another key's data; without `whole` from its first two words, the seed of a root."""
+    """Returns a threefry key from another key's data: all words if `whole`, otherwise the first two."""
     words = data.reshape(-1)
     key = jax.random.wrap_key_data(words[:2], impl=THREEFRY)
     return _fold(key, *words[2:]) if whole else key
 
 
 def _like(key: jax.Array, other: jax.Array) -> jax.Array:
-    """Returns a threefry key as a key like `other`: of its implementation, typed or raw."""
+    """Returns a threefry key converted to the implementation and form (typed or raw) of `other`."""
     if is_key(other):
         return _as_impl(key, str(jax.random.key_impl(other)))
     return jax.random.key_data(_as_impl(key, default_impl()))

@@ -1,9 +1,9 @@
-"""`RowOrder`: the position in the global batch of every row. Everything that splits or numbers rows uses it.
+"""`RowOrder`: the position of every row in the global batch, for all code that splits or numbers rows.
 
     row (s, m, i) of [shards, microbatches, rows]  is  position (m, s, i) of [microbatches, shards, rows]
 
-Each shard of a batch holds its own part of every microbatch. So splitting into microbatches moves no data, and
-microbatch m is the same set of examples on every mesh and in every group of replicas that trains separately.
+Each shard of a batch holds its part of every microbatch. So splitting into microbatches sends no data, and microbatch m
+is the same set of examples on every mesh and in every separately training group of replicas.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class RowOrder:
     """The order of the rows of one global batch.
 
     Attributes:
-        shards: parts into which the mesh splits the batch, in order, over all groups.
-        microbatches: of a step.
-        rows: of one shard and microbatch.
+        shards: number of parts into which the mesh splits the batch, in order, over all groups.
+        microbatches: microbatches of a step.
+        rows: rows of one shard and microbatch.
     """
 
     shards: int
@@ -32,34 +32,34 @@ class RowOrder:
 
     @property
     def size(self) -> int:
-        """Rows of the global batch."""
+        """Number of rows of the global batch."""
         return self.shards * self.microbatches * self.rows
 
     def position(self, shard: Any, micro: Any, row: Any) -> Any:
-        """Returns the position of a row, int32 if its indices are traced."""
+        """Returns the position of a row; int32 if its indices are traced."""
         return (micro * self.shards + shard) * self.rows + row
 
     def positions(self) -> np.ndarray:
-        """Returns int64[size], the position of every row of the batch, in their order on the mesh."""
+        """Returns int64[size], the position of every row of the batch, in mesh order."""
         result: np.ndarray = self.position(
             *np.unravel_index(np.arange(self.size), (self.shards, self.microbatches, self.rows))
         )
         return result
 
     def of_shards(self, first: Any, num: int) -> jax.Array:
-        """Returns int32[num * microbatches * rows], the positions of the rows of `num` shards from `first` on."""
+        """Returns int32[num * microbatches * rows], the positions of the rows of `num` shards starting at `first`."""
         places = jnp.arange(num * self.microbatches * self.rows, dtype=jnp.int32)
         shard, micro, row = jnp.unravel_index(places, (num, self.microbatches, self.rows))
         return jnp.asarray(self.position(first + shard, micro, row), jnp.int32)
 
     def of_microbatch(self, first: Any, num: int, micro: Any) -> jax.Array:
-        """Returns int32[num * rows], the positions of one microbatch on `num` shards from `first` on."""
+        """Returns int32[num * rows], the positions of one microbatch on `num` shards starting at `first`."""
         start = jnp.asarray(self.position(first, micro, 0), jnp.int32)
         return (start + jnp.arange(num * self.rows, dtype=jnp.int32)).astype(jnp.int32)
 
 
 def split(x: jax.Array, dim: int, shards: int, num: int) -> jax.Array:
-    """Returns [..., S num n, ...] as [num, ..., S n, ...]: each of the S shards of the dim keeps its data.
+    """Returns [..., S num n, ...] as [num, ..., S n, ...]. Each of the S shards of the dim keeps its data.
 
     For rows: [shards * microbatches * rows, ...] as [microbatches, shards * rows, ...].
     """

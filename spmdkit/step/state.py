@@ -23,8 +23,8 @@ class Variables(NamedTuple):
     """The return value of `init` for a model with mutable state.
 
     Attributes:
-        params: differentiated and updated by the optimizer.
-        state: returned by the loss in each step (batch statistics, counters); see the config's `model_state`.
+        params: differentiated, and updated by the optimizer.
+        state: returned by the loss in each step (batch statistics, counters); see `model_state` in the config.
     """
 
     params: Any
@@ -33,13 +33,13 @@ class Variables(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplicaCopy:
-    """The parameters of a per-replica step: the replica's own copy, typed varying, so that `jax.grad` returns the
-    replica's own gradient; and the original, which the update needs so that its result is provably the same everywhere.
+    """The parameters of a per-replica step. The local copy is typed varying, so that `jax.grad` returns the gradient of
+    the replica. The update uses the originals, so that its result is provably the same on all replicas.
 
     Attributes:
-        own: the parameters in the state, the same objects.
-        whole: the originals, a tree like them.
-        before: the copy of the parameters before the update, which the user may still hold.
+        own: the parameters in the state (the same objects).
+        whole: the originals, a tree of the same structure.
+        before: the copy of the parameters before the update, which user code may still reference.
     """
 
     own: Any
@@ -47,7 +47,7 @@ class ReplicaCopy:
     before: ReplicaCopy | None = None
 
     def of(self, tree: Any) -> Any:
-        """Returns `tree` with each leaf that is an own copy replaced by its original; other leaves are unchanged."""
+        """Returns `tree` with each local copy replaced by its original; other leaves are unchanged."""
         if tree is self.own:
             return self.whole  # the leaves need not be arrays: JAX also builds states of other objects
         pairs = list(zip(jax.tree.leaves(self.own), jax.tree.leaves(self.whole), strict=True))
@@ -58,22 +58,22 @@ class ReplicaCopy:
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class TrainState:
-    """The state of training after `step` steps.
+    """The training state after `step` steps.
 
     Attributes:
-        step: int32[], completed steps, counted by the program regardless of what a step returns.
+        step: int32[], completed steps, counted by the program regardless of the state that a step returns.
         params: the user's pytree.
-        opt_state: of the optax optimizer.
+        opt_state: state of the optax optimizer.
         model_state: mutable model state, or None.
-        ema: exponential moving average of the parameters, in float32 at least, or None.
-        rng: uint32[2] (rbg: [4]), the data of the run's root key; managed by the program, which never changes it.
+        ema: exponential moving average of the parameters, in float32 or wider, or None.
+        rng: uint32[2] (rbg: [4]), the data of the run's root key; managed by the program and constant.
         optimizer: the optax transformation (static).
         ema_decay: decay of `ema` (static).
-        reducer: the state of the config's reducer, one entry per call of `sk.value_and_grad` (reducer_state.py), or ().
-        sync: the state of the config's sync for all groups, or None. With groups, `params`, `opt_state`, `model_state`
-            and `ema` are [groups, ...] (groups/groups.py).
+        reducer: state of the config's reducer, one entry per call of `sk.value_and_grad` (reducer_state.py), or ().
+        sync: state of the config's sync for all groups, or None. With groups, `params`, `opt_state`, `model_state` and
+            `ema` are [groups, ...] (groups/groups.py).
         replica_copy: inside a per-replica step, the originals of the parameters; otherwise None. It follows the
-            parameters through the user's own `jit` and `jax.tree.map`, leaf by leaf.
+            parameters leaf by leaf through the user's `jit` and `jax.tree.map`.
     """
 
     step: jax.Array
@@ -89,18 +89,18 @@ class TrainState:
     replica_copy: ReplicaCopy | None = None
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[Any, Any]]:
-        """Returns the fields with arrays, by name; of `replica_copy` only the originals."""
+        """Returns the array fields by name; for `replica_copy` only the originals."""
         arrays, static = self.tree_flatten()
         return list(zip(_KEYS, arrays, strict=True)), static
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
-        """Returns the same without names; JAX calls it at every step."""
+        """Returns the fields without names. JAX calls it in every step."""
         whole = None if self.replica_copy is None else self.replica_copy.of(self.params)
         return (*_arrays(self), whole), (self.optimizer, self.ema_decay)
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, Any], arrays: Sequence[Any]) -> TrainState:
-        """Returns the state from such fields."""
+        """Returns the state built from these fields."""
         *arrays, whole = arrays
         step, params, opt_state, model_state, ema, rng, reducer, sync = arrays
         mirrored = None if whole is None else ReplicaCopy(params, whole)
@@ -108,7 +108,7 @@ class TrainState:
 
     @property
     def key(self) -> jax.Array:
-        """The random key of this step, the same on every replica: a function of (seed, step), and of the updates within
+        """The random key of this step, the same on every replica: a function of (seed, step) and of the updates within
         the step."""
         return step_rng.step_key(self.rng, self.step)
 
@@ -117,17 +117,17 @@ class TrainState:
         return dataclasses.replace(self, **changes)
 
     def apply_gradients(self, grads: Any, model_state: Any = None, **extra: Any) -> TrainState:
-        """Returns the state after one update of the optimizer with the reduced gradient `grads`.
+        """Returns the state after one optimizer update with the reduced gradient `grads`.
 
         Args:
-            extra: for optimizers that need more than a gradient, as in optax: `value=loss`; for a line search also
-                `grad=grads` and `value_fn`, parameters -> loss over the whole batch. The default step passes all three.
+            extra: arguments of optimizers that need more than a gradient, as in optax: `value=loss`; for a line search
+                also `grad=grads` and `value_fn`, parameters -> loss over the full batch. The default step passes all.
 
         Layout: with ZeRO 1 to 3 the update runs on the fsdp shard of each leaf.
 
         Raises:
-            ConfigError: `grads` is not shaped like the parameters, differs between replicas (per-replica view), or the
-                optimizer needs more than it receives.
+            ConfigError: `grads` does not have the structure of the parameters, differs between replicas (per-replica
+                view), or the optimizer requires an argument that is missing.
         """
         context = trace_context.current()
         params = without_copies(self).params
@@ -148,7 +148,7 @@ class TrainState:
         return self.replace(
             replica_copy=None if self.replica_copy is None else ReplicaCopy(new_params, new_params, self.replica_copy),
             step=self.step + 1,
-            # The program resets both; a second update within the step draws from a key that no step has.
+            # # The program resets both. A second update within the step draws from a key that no step uses.
             rng=self.rng if trace_context.current_examples() is None else step_rng.updated_root(self.rng),
             params=new_params,
             opt_state=opt_state,
@@ -158,7 +158,7 @@ class TrainState:
 
 
 FIELDS = ("step", "params", "opt_state", "model_state", "ema", "rng", "reducer", "sync")
-"""The fields of a train state that are sharded, saved and restored, in flattening order."""
+"""The train state fields that are sharded, saved and restored, in flattening order."""
 
 _arrays = operator.attrgetter(*FIELDS)
 _KEYS = tuple(map(jax.tree_util.GetAttrKey, (*FIELDS, "mirrored")))
@@ -171,7 +171,7 @@ def create(params: Any, model_state: Any, optimizer: Any, seed: int, ema_decay: 
         params=params,
         opt_state=optimizer.init(params),
         model_state=model_state,
-        # In bfloat16 each step's part of the average would be rounded away, and the average would never change.
+        # # In bfloat16 the increment of each step would be rounded away, and the average would never change.
         ema=None
         if ema_decay is None
         else jax.tree.map(lambda x: jnp.array(x, common_dtype(x.dtype, jnp.float32)), params),
@@ -201,7 +201,7 @@ def _updated(optimizer: Any, grads: Any, opt_state: Any, params: Any, extra: dic
 
 
 def check_not_donated(state: Any, what: str) -> None:
-    """Raises ConfigError for a donated state, with which jaxlib 0.10.2 ends the process by SIGSEGV."""
+    """Raises ConfigError for a donated state. In jaxlib 0.10.2 such a state crashes the process with SIGSEGV."""
     is_deleted = lambda x: hasattr(x, "is_deleted") and x.is_deleted()
     if any(map(is_deleted, jax.tree.leaves(state))):
         path = next(path for path, x in named_leaves(state) if is_deleted(x))
@@ -213,7 +213,7 @@ def check_not_donated(state: Any, what: str) -> None:
 
 
 def without_copies(state: TrainState) -> TrainState:
-    """Returns the state with each leaf that is the replica's own copy of a parameter replaced by the original."""
+    """Returns the state with each replica-local copy of a parameter replaced by the original."""
     return state if state.replica_copy is None else state.replica_copy.of(state.replace(replica_copy=None))
 
 

@@ -1,4 +1,4 @@
-"""The training step as one function, from a loss, a global step or a per-replica step."""
+"""The training step as one function, built from a loss, a global step or a per-replica step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from spmdkit.step.state import FIELDS, ReplicaCopy, TrainState, without_copies
 from spmdkit.step.trace_context import Context
 
 COMPILED_NAME = "train_step"
-"""The name of the compiled step in profiles and in XLA's texts."""
+"""The name of the compiled step in profiles and in XLA's dumps."""
 
 StepFn = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
 
@@ -43,8 +43,8 @@ class Batch:
 
     Attributes:
         examples: the user's pytree; every leaf [global batch, ...], sharded over the batch axes.
-        mask: bool[global batch], False on padding rows; None if no batch is ever short.
-        limit: float32[], a larger loss is a spike (`on_spike`); None without a limit.
+        mask: bool[global batch], False on padding rows; None if no batch is short.
+        limit: float32[]; a larger loss is a spike (`on_spike`). None without a limit.
     """
 
     examples: Any
@@ -57,7 +57,7 @@ class Batch:
 
 
 def default_step(loss_fn: Callable[..., Any], stateful: bool) -> StepFn:
-    """Returns the step of a task with only a `loss_fn`; the optimizer also receives the loss, and the loss function."""
+    """Returns the step of a task that has only a `loss_fn`. The optimizer also receives the loss and its function."""
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         model_state = (state.model_state,) if stateful else ()
@@ -70,7 +70,7 @@ def default_step(loss_fn: Callable[..., Any], stateful: bool) -> StepFn:
 
 
 def _loss_of(compute: Callable[[Any], Any]) -> Callable[[Any], jax.Array]:
-    """Returns `params -> loss` over the whole batch, for line searches, with the gradient of `compute`."""
+    """Returns `params -> loss` over the full batch, for line searches, with the gradient of `compute`."""
 
     @jax.custom_vjp
     def value(params: Any) -> jax.Array:
@@ -85,7 +85,7 @@ def _loss_of(compute: Callable[[Any], Any]) -> Callable[[Any], jax.Array]:
 
 
 def with_hooks(train_step: StepFn, hooks: Sequence[Any]) -> StepFn:
-    """Returns the step including the `in_step(old, new, metrics) -> (new, metrics)` of each hook, in their order."""
+    """Returns the step including the `in_step(old, new, metrics) -> (new, metrics)` of each hook, in order."""
     calls = [hook.in_step for hook in sorted(hooks, key=lambda hook: hook.order) if hook.in_step is not None]
     if not calls:
         return train_step
@@ -104,11 +104,11 @@ def with_hooks(train_step: StepFn, hooks: Sequence[Any]) -> StepFn:
 def global_step(
     train_step: StepFn, context: Context, to_device: Callable[[Any], Any], discover: bool = False
 ) -> Callable[[TrainState, Batch], Stepped]:
-    """Returns the function to compile for a step that sees global arrays.
+    """Returns the function to compile for a step on global arrays.
 
     Args:
-        to_device: moves leaves from host memory to the devices.
-        discover: the new state's `reducer` holds the gradient (zeros) of each call of `sk.value_and_grad`.
+        to_device: copies leaves from host memory to the devices.
+        discover: `reducer` of the new state holds the gradient (zeros) of each call of `sk.value_and_grad`.
     """
 
     def stepped(state: TrainState, batch: Batch) -> Stepped:
@@ -148,13 +148,13 @@ def replica_step(
     discover: bool = False,
     typed: bool = True,
 ) -> Callable[[TrainState, Batch], Stepped]:
-    """Returns the function to compile for a per-replica step: the user's whole step inside `shard_map`.
+    """Returns the function to compile for a per-replica step: the user's step runs inside `shard_map`.
 
-    Parameters are passed as the replica's own copy. Results must be provably the same on all replicas (ConfigError).
+    Parameters are passed as local copies. Results must be provably the same on all replicas (ConfigError otherwise).
 
     Args:
         discover: as in `global_step`.
-        typed: False for a trace that contains only the user's own sums, without those of JAX's types.
+        typed: False for a trace that contains only the user's sums and none from JAX's types.
     """
     rows = PartitionSpec(context.sharding.larger(REPLICA_AXES) or REPLICA_AXES)
 
@@ -203,9 +203,9 @@ def _require_same_on_replicas(context: Context, state: TrainState, metrics: Any)
 
 
 def with_program_fields(state: TrainState, new_state: TrainState, context: Context | None = None) -> TrainState:
-    """Returns the new state with the fields that the program manages: the number of steps, and the root of all keys.
+    """Returns the new state with the fields that the program manages: the step number, and the root of all keys.
 
-    A step with four updates is one step. `context` records whether the step has computed a new parameter average.
+    A step with four updates is one step. `context` records whether the step computed a new parameter average.
     """
     if context is not None:
         averages = zip(jax.tree.leaves(state.ema), jax.tree.leaves(new_state.ema), strict=True)
@@ -215,7 +215,7 @@ def with_program_fields(state: TrainState, new_state: TrainState, context: Conte
 
 
 def _untype_trivial(x: Any) -> Any:
-    """Returns `x`, which varies at most over axes of size one, typed as invariant: a sum of one term."""
+    """Returns `x`, which varies only over axes of size one, typed as invariant: a sum of one term."""
     axes = tuple(compat.varying_axes(x))
     if axes and is_key(x):
         return jax.random.wrap_key_data(lax.psum(jax.random.key_data(x), axes), impl=jax.random.key_impl(x))
@@ -228,7 +228,7 @@ def _checked(state: TrainState, out: Any) -> tuple[TrainState, dict[str, Any]]:
 
 
 def checked(state: TrainState, out: Any) -> tuple[TrainState, dict[str, Any]]:
-    """Returns (state, metrics as scalars or as `Metric`) from the return value of a user's step; raises ConfigError."""
+    """Returns (state, metrics as scalars or `Metric`) from the return value of a user's step, or raises ConfigError."""
     is_pair = isinstance(out, tuple) and len(out) == 2
     if not (is_pair and isinstance(out[0], TrainState) and isinstance(out[1], dict)):
         types = [describe(x) for x in out] if isinstance(out, tuple) else []

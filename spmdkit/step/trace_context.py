@@ -1,8 +1,8 @@
-"""The context of a traced function: `sk.mean`, `sk.shard`, `sk.value_and_grad` and others are pure functions of their
+"""The context of a traced function. `sk.mean`, `sk.shard`, `sk.value_and_grad` and others are pure functions of their
 arguments and of two records, `Context` and `Examples`.
 
-The program sets these while it traces the user's function, as `vmap` does with axis names. Outside of a program they
-have their defaults: one device, no padding.
+The program sets these while it traces the user's function, as `vmap` does with axis names. Outside of a program the
+defaults apply: one device, no padding.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from spmdkit.mesh.mesh import MODEL_AXES, REPLICA_AXES
 from spmdkit.step.reducer_io import ReducerSlots
 
 _tokens = itertools.count()
-# JAX caches the traces of functions (jit, checkpoint, custom_vjp). They are valid only for the record of their trace.
+# # JAX caches the traces of functions (jit, checkpoint, custom_vjp). They are valid only for the record of their trace.
 _traced_under = jax.make_user_context(None)
 
 REDUCE, OPTIMIZER = "spmdkit/reduce", "spmdkit/optimizer"
 RING, ALL_TO_ALL, MOE = "spmdkit/ring", "spmdkit/all_to_all", "spmdkit/moe"
 PIPELINE, TENSOR, VOCAB = "spmdkit/pipeline", "spmdkit/tensor", "spmdkit/vocab"
 SYNC, GUARD = "spmdkit/sync", "spmdkit/guard"
-"""Scopes of operations (`jax.named_scope`): the reduction over replicas, the optimizer's update, each op, the
-synchronization of groups, and the guard; in profiles, and for `plan`."""
+"""Scopes of operations (`jax.named_scope`) in profiles and for `plan`: the reduction over replicas, the optimizer's
+update, each op, the synchronization of groups, and the guard."""
 
 Form = Literal["plain", "mapped", "manual"]
 
 
 @dataclass(frozen=True)
 class Placements:
-    """The shardings of gradients and parameters, as trees of `PartitionSpec` shaped like the parameters.
+    """The shardings of gradients and parameters, as trees of `PartitionSpec` structured like the parameters.
 
     Attributes:
-        compute: of the parameters while the loss is computed (ZeRO 1 and 2: replicated over fsdp).
-        gradient: of the reduced gradient (ZeRO 1: replicated; 2 and 3: sharded over fsdp).
-        update: of the optimizer's update (sharded over fsdp at every stage).
+        compute: parameters while the loss is computed (ZeRO 1 and 2: replicated over fsdp).
+        gradient: the reduced gradient (ZeRO 1: replicated; 2 and 3: sharded over fsdp).
+        update: the optimizer's update (sharded over fsdp at every stage).
         shapes: path of each parameter -> its shape, in flattening order.
     """
 
@@ -58,8 +58,8 @@ class Placements:
     shapes: Mapping[str, tuple[int, ...]]
 
     def of(self, part: Any) -> Placements:
-        """Returns the placements of a part of the parameters, from leaves with the same shape and end of the path. A
-        leaf without a match, or with matches that have different shardings, is replicated."""
+        """Returns the placements of a subtree of the parameters, from leaves with the same shape and path suffix. A
+        leaf with no match, or with matches that have different shardings, is replicated."""
         shapes = {path: jnp.shape(x) for path, x in named_leaves(part)}
         structure: Any = jax.tree.structure(part)
         if shapes == self.shapes and structure == jax.tree.structure(self.compute):
@@ -81,7 +81,7 @@ class Placements:
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """How `sk.pipeline` runs its stages: the config's `pipeline`; None is its default."""
+    """Settings of `sk.pipeline`: the config's `pipeline`. None is its default."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
     microbatches: int | None = None
@@ -90,7 +90,7 @@ class PipelineSettings:
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """How `sk.attention` runs; the fields are those of the config's `attention`."""
+    """Settings of `sk.attention`. The fields are those of the config's `attention`."""
 
     context: Literal["ring", "all_to_all"] = "ring"
     implementation: str = "auto"
@@ -99,12 +99,12 @@ class AttentionSettings:
 
 @dataclass(frozen=True)
 class GuardSettings:
-    """The guard of a step: what it checks, and what follows; bits of finite_check.py.
+    """The guard of a step: its checks and their effects, as bits of finite_check.py.
 
     Attributes:
         looks: bits that are checked.
-        skips: bits that make a step leave the state unchanged.
-        joins: whether the code is joined over all devices.
+        skips: bits for which a step leaves the state unchanged.
+        joins: whether the codes of all devices are combined.
     """
 
     looks: int
@@ -125,20 +125,20 @@ Function = Literal[
     "context_order",
     "pipeline",
 ]
-"""Recorded functions of spmdkit; `mean` stands for every metric, `ema` for a new average of the parameters, `optimizer`
-for its update."""
+"""Recorded functions of spmdkit. `mean` covers every metric, `ema` a new average of the parameters, `optimizer` the
+optimizer's update."""
 
 
 @dataclass
 class UsageTracker:
-    """What the user's code has used in a trace. It only grows, so that a function that is traced twice, or not again
-    because JAX has cached its trace, has the same effect.
+    """The features that user code has used in a trace. Records are only added, so a function that is traced twice, or
+    not again because JAX has cached its trace, has the same effect.
 
     Attributes:
-        functions: of spmdkit that it has called.
-        axes: mesh axes that it has named for activations.
+        functions: spmdkit functions that were called.
+        axes: mesh axes that were named for activations.
         marks: names of values inside recomputed functions (`checkpoint_name`).
-        num_masked: metrics that have excluded padding rows from values with the rows as first dim.
+        num_masked: number of metrics that excluded padding rows from values with the rows as first dim.
     """
 
     functions: set[Function] = field(default_factory=set)
@@ -159,7 +159,7 @@ class UsageTracker:
         return UsageTracker(self.functions - {function}, set(self.axes), set(self.marks), self.num_masked)
 
     def merge_from(self, other: UsageTracker) -> None:
-        """Adds everything that a copy of this has recorded since."""
+        """Adds all records of a copy."""
         self.functions |= other.functions
         self.axes |= other.axes
         self.marks |= other.marks
@@ -171,18 +171,18 @@ class StepOptions:
     """The options of a step, from the config and the task.
 
     Attributes:
-        compute_dtype: of parameters and inputs while the loss is computed; None: unchanged.
-        inputs: which floating point arrays of a batch are cast to `compute_dtype`: `compute` (all), `given` (none), or
-            patterns of paths.
-        reduce_dtype: of the reduction of gradients; None: that of the parameters.
-        reducer: how gradients are reduced over replicas.
-        remat: what `sk.remat` saves (`ops.remat.Remat`); None: nothing is recomputed.
-        remat_whole: `remat` applies to the whole loss, since the task wraps no part.
-        state_reduction: path of a leaf of the model state -> its declared reduction (step/model_state/agreement.py).
+        compute_dtype: dtype of parameters and inputs while the loss is computed; None: unchanged.
+        inputs: floating point arrays of a batch that are cast to `compute_dtype`: `compute` (all), `given` (none), or
+            path patterns.
+        reduce_dtype: dtype of the gradient reduction; None: that of the parameters.
+        reducer: reduction of gradients over replicas.
+        remat: values that `sk.remat` saves (`ops.remat.Remat`); None: nothing is recomputed.
+        remat_whole: `remat` applies to the complete loss, since the task does not call `sk.remat`.
+        state_reduction: path of a model state leaf -> its declared reduction (step/model_state/agreement.py).
         logical_axes: name of a dim -> mesh axes that shard it.
-        attention: how `sk.attention` runs.
-        pipeline: how the stages of `sk.pipeline` run, if the mesh has a pipeline axis.
-        guard: what the step does with non-finite values; None: it does not check.
+        attention: settings of `sk.attention`.
+        pipeline: settings of `sk.pipeline`, if the mesh has a pipeline axis.
+        guard: handling of non-finite values; None: they are not checked.
         deterministic: only operations with bitwise reproducible results are used.
     """
 
@@ -202,18 +202,18 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class ShardingSpec:
-    """How the mesh shards a step.
+    """The sharding of a step on the mesh.
 
     Attributes:
         form: `plain` (no replica axis), `mapped` (vmap over the replicas, the partitioner shards the rest) or `manual`
             (`shard_map`, only replica axes).
-        mesh: of all devices; None: one device, nothing is sharded.
+        mesh: the mesh of all devices; None: one device, nothing is sharded.
         sizes: size of every mesh axis.
-        data_axes: the mesh axes that the name `data` covers (with ZeRO 1 and 2 also `fsdp`).
-        inner_axes: the mesh axes that shard one replica's examples.
-        microbatches: number of microbatches of each replica.
+        data_axes: mesh axes that the name `data` covers (with ZeRO 1 and 2 also `fsdp`).
+        inner_axes: mesh axes that shard the examples of one replica.
+        microbatches: number of microbatches per replica.
         placements: shardings of gradients and parameters; None: not constrained.
-        state_groups: groups of replicas with separate model states, [groups, ...]; None: there is one state.
+        state_groups: number of replica groups with separate model states, [groups, ...]; None: there is one state.
     """
 
     form: Form = "plain"
@@ -226,11 +226,11 @@ class ShardingSpec:
     state_groups: int | None = None
 
     def size(self, *axes: str) -> int:
-        """Returns the number of positions along `axes`; axes that are not in the mesh have size one."""
+        """Returns the number of positions along `axes`. Axes that are not in the mesh have size one."""
         return math.prod(self.sizes.get(axis, 1) for axis in axes)
 
     def larger(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Returns those of `axes` with more than one position."""
+        """Returns the `axes` with more than one position."""
         return tuple(a for a in axes if self.size(a) > 1)
 
     @property
@@ -240,7 +240,7 @@ class ShardingSpec:
 
     @property
     def num_replicas(self) -> int:
-        """Positions along the replica axes."""
+        """Number of positions along the replica axes."""
         return self.size(*self.replica_axes)
 
     @property
@@ -251,19 +251,19 @@ class ShardingSpec:
 
 @dataclass(frozen=True)
 class Context:
-    """The context of a traced step: sharding, options, the position in the trace, and the usage of spmdkit's functions.
+    """The context of a traced step: sharding, options, position in the trace, and usage of spmdkit's functions.
 
     Attributes:
-        sharding: how the mesh shards the step.
-        options: of the user's config and task.
-        group: (index, number) of the groups of replicas that train separately; their axes have size one here.
+        sharding: the sharding of the step on the mesh.
+        options: options from the user's config and task.
+        group: (index, number) of the separately training groups of replicas; their axes have size one here.
         mask: bool[global batch] or None; False marks padding rows.
         slots: the reducer's state during this trace.
-        inside: True while a per-replica step is traced, inside `shard_map`.
+        inside: True while a per-replica step is traced inside `shard_map`.
         in_manual: True inside `sk.manual`, where arrays are shards.
         mapped_axes: model axes that an enclosing `vmap` of an op maps (the stages of a pipeline).
-        usage: the functions of spmdkit that the user's code has called in this trace.
-        token: unique.
+        usage: spmdkit functions that user code has called in this trace.
+        token: unique per context.
     """
 
     sharding: ShardingSpec = field(default_factory=ShardingSpec)
@@ -278,7 +278,7 @@ class Context:
     token: int = field(default_factory=lambda: next(_tokens), init=False, compare=False)
 
     def with_options(self, **changes: Any) -> Context:
-        """Returns the context with some options changed."""
+        """Returns the context with changed options."""
         return dataclasses.replace(self, options=dataclasses.replace(self.options, **changes))
 
     def with_sharding(self, **changes: Any) -> Context:
@@ -286,17 +286,17 @@ class Context:
         return dataclasses.replace(self, sharding=dataclasses.replace(self.sharding, **changes))
 
     def for_new_trace(self, **changes: Any) -> Context:
-        """Returns the context for another trace, with an empty usage record and some fields changed."""
+        """Returns the context for another trace, with an empty usage record and changed fields."""
         return dataclasses.replace(self, usage=UsageTracker(), **changes)
 
     @property
     def num_losses(self) -> int:
-        """Calls of the loss in a step: microbatches of all replicas."""
+        """Number of loss calls in a step: microbatches of all replicas."""
         return self.sharding.microbatches * self.sharding.num_replicas
 
     @property
     def reducer_returns_sums(self) -> bool:
-        """Whether the reducer's result must still be divided by the count of the whole batch."""
+        """Whether the reducer's result must still be divided by the count of the full batch."""
         return self.options.reducer.input_scale == "sum" or self.sharding.num_replicas == 1
 
 
@@ -305,12 +305,12 @@ class Examples:
     """The rows of one call of the user's loss: one microbatch on one replica.
 
     Attributes:
-        num: of rows.
+        num: number of rows.
         mask: bool[num], or None if no row is padding.
-        positions: int32[num], in the global batch.
-        key: of the step, the same on every replica.
-        whole: they are the rows of all replicas, in a `train_step` with global arrays.
-        of_step: they are the rows of a whole `train_step`, not of a loss within it.
+        positions: int32[num], positions in the global batch.
+        key: key of the step, the same on every replica.
+        whole: the rows of all replicas, in a `train_step` on global arrays.
+        of_step: the rows of a full `train_step`, not of a loss within it.
     """
 
     num: int
@@ -328,12 +328,12 @@ _in_part: ContextVar[bool] = ContextVar("spmdkit_part", default=False)
 
 
 def current() -> Context:
-    """Returns the context of the step that is being traced, or the default of one device."""
+    """Returns the context of the step being traced, or the default for one device."""
     return _context.get() or Context()
 
 
 def current_examples() -> Examples | None:
-    """Returns the rows of the loss that is being traced, or None outside of one."""
+    """Returns the rows of the loss being traced, or None outside of a loss."""
     return _examples.get()
 
 
@@ -358,7 +358,7 @@ def tracing(context: Context) -> contextlib.AbstractContextManager[Context]:
 
 
 def bound_replicas(context: Context) -> contextlib.AbstractContextManager[None]:
-    """Binds the names of the replica axes, of size one, in a `plain` step, where nothing else binds them."""
+    """Binds the names of the replica axes, with size one, in a `plain` step, which does not bind them otherwise."""
     return compat.bound_axes(dict.fromkeys(REPLICA_AXES, 1) if context.sharding.form == "plain" else {})
 
 
@@ -368,28 +368,28 @@ def with_examples(examples: Examples) -> contextlib.AbstractContextManager[None]
 
 
 def in_part() -> contextlib.AbstractContextManager[None]:
-    """Marks the body as a part of `sk.manual`, on a mesh that shards nothing of it."""
+    """Marks the body as traced by `sk.manual`, on a mesh that shards none of it."""
     return _during(_in_part, True)
 
 
 def is_in_part() -> bool:
-    """Returns whether a part of `sk.manual` is being traced, on any mesh."""
+    """Returns whether a function of `sk.manual` is being traced, on any mesh."""
     return current().in_manual or _in_part.get()
 
 
 def shard(x: jax.Array, *dims: str | None) -> jax.Array:
-    """Returns `x` with each dim sharded over the mesh axes of its logical name; `None` leaves a dim unsharded.
+    """Returns `x` with each dim sharded over the mesh axes of its logical name. `None` leaves a dim unsharded.
 
-    An activation constraint: values do not change, only their sharding. Without constraints the partitioner may
-    replicate whole activations. A dim with `None` is gathered: `sk.shard(w, None, None)` gathers a weight. No-op on a
-    mesh that shards no array.
+    An activation constraint: it changes the sharding and not the values. Without constraints the partitioner may
+    replicate activations on every device. A dim with `None` is gathered: `sk.shard(w, None, None)` gathers a weight.
+    No-op on a mesh that shards no array.
 
-    Layout: `dims` names as in `layout.axes`, e.g. `sk.shard(x_BTD, "batch", None, None)`. `batch` means the axes that
-    shard one replica's examples, `rows` all axes that shard a batch: for data that a global `train_step` generates
-    (collocation points, rollouts), which are replicated otherwise. In a loss it is `batch`.
+    Layout: `dims` are names of `layout.axes`, e.g. `sk.shard(x_BTD, "batch", None, None)`. `batch` means the axes that
+    shard the examples of one replica. `rows` means all axes that shard a batch, for data generated in a global
+    `train_step` (collocation points, rollouts), which are replicated otherwise. In a loss, `rows` means `batch`.
 
     Raises:
-        ValueError: not one name per dim, or an unknown name.
+        ValueError: the number of names differs from the number of dims, or a name is unknown.
     """
     context, examples = current(), current_examples()
     of_step = examples is not None and examples.whole and not context.inside
@@ -423,7 +423,7 @@ def shard(x: jax.Array, *dims: str | None) -> jax.Array:
 
 
 def shard_like_params(context: Context, tree: Any, placement: Literal["compute", "update"]) -> Any:
-    """Returns a tree like (a part of) the parameters, sharded as they are in the loss or in the optimizer's update."""
+    """Returns a tree like (a subtree of) the parameters, sharded as they are in the loss or the optimizer's update."""
     mesh, placements = context.sharding.mesh, context.sharding.placements
     if context.sharding.form == "manual" or mesh is None or placements is None:
         return tree
@@ -432,9 +432,9 @@ def shard_like_params(context: Context, tree: Any, placement: Literal["compute",
 
 
 def sharded_arange(num: int) -> jax.Array:
-    """Returns int32[num], 0 to num - 1, sharded as a batch is, for data that a global `train_step` generates.
+    """Returns int32[num], 0 to num - 1, sharded like a batch, for data generated in a global `train_step`.
 
     `jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(state.key, i), (2,)))(sk.sharded_arange(4096))` are points
-    that are sharded over the replicas. In a loss all of them belong to one replica.
+    that are sharded over the replicas. In a loss, all elements belong to one replica.
     """
     return shard(jnp.arange(num, dtype=jnp.int32), "rows")
