@@ -1,5 +1,5 @@
-"""Parts of models with defined sharding: attention, mixture of experts, pipeline, tensor-parallel products, the
+"""Model building blocks with a defined sharding: attention, mixture of experts, pipeline, tensor-parallel products,
 vocabulary, remat.
 
-Enters: global arrays, or shards inside of `sk.manual`. Leaves: arrays with the documented sharding, on every mesh.
+Inputs: global arrays, or shards inside `sk.manual`. Outputs: arrays with the documented sharding, on every mesh.
 """

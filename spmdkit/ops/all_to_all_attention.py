@@ -1,17 +1,17 @@
-"""Attention over a sharded sequence: an all-to-all shards the heads instead, a second one shards the sequence again.
+"""Attention over a sharded sequence: one all-to-all moves the sharding to the heads, a second one moves it back.
 
     q, k, v [B, T_c, N, H] -all-to-all-> [B, T, N_c, H] -attention-> [B, T, N_c, H] -all-to-all-> [B, T_c, N, H]
 
-Each device attends over whole sequences for its share of the heads, so masks, segments and kernels are those of one
-device, and the work is the same on each. What is saved for the backward pass is sharded by heads and never sent again.
+Each device computes attention over full sequences for its heads, so masks, segments and kernels are the same as on one
+device and the work is balanced. The residuals are sharded by heads and not sent again.
 
 Wire, per device and call, with |x| the bytes of a shard of x and C devices:
 
     forward    (C-1)/C (|q| + |k| + |v| + |out|) + (C-1) |ids|
-    backward   (C-1)/C (|dout| + |dq| + |dk| + |dv|) + (C-1) |ids|        ids: int32, segments and given positions
+    backward   (C-1)/C (|dout| + |dq| + |dk| + |dv|) + (C-1) |ids|        ids: int32, segments and explicit positions
 
-When: heads enough (N a multiple of tensor x context); C times less sent than a ring for large C. When not: few key
-heads, which have to be repeated up to one per device.
+When: N is a multiple of tensor x context; sends C times fewer bytes than a ring for large C. When not: few key heads,
+which are repeated up to one per device.
 Source: Jacobs et al., "DeepSpeed Ulysses" (2023).
 """
 
@@ -27,7 +27,7 @@ from spmdkit.step import trace_context
 
 
 class Kept(NamedTuple):
-    """What the backward pass needs; here of whole sequences and this device's heads."""
+    """The residuals of the backward pass; here full sequences and this device's heads."""
 
     q: Any
     k: Any
@@ -51,7 +51,7 @@ def forward(
 def tangent(
     implementation: Implementation, causal: bool, scale: float, kept: Kept, own: Keys, tangents: tuple[jax.Array, ...]
 ) -> jax.Array:
-    """Returns the tangent of `out` by those of q, k and v, this device's part of the sequence; `own` as in
+    """Returns the tangent of `out` for tangents of q, k and v, this device's shards of the sequence; `own` as in
     `backward`."""
     attend = lambda q, k, v: implementation.forward(q, k, v, _mask(causal, own), scale)[0].astype(q.dtype)
     return _to_sequence(jax.jvp(attend, kept[:3], tuple(_to_heads(t) for t in tangents))[1])
@@ -61,7 +61,7 @@ def tangent(
 def backward(
     implementation: Implementation, causal: bool, scale: float, kept: Kept, own: Keys, dout: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (dq, dk, dv) of this device's part of the sequence; `own` gives only segments and positions."""
+    """Returns (dq, dk, dv) of this device's sequence shard; only segments and positions of `own` are used."""
     grads = implementation.backward(*kept, _to_heads(dout), _mask(causal, own), scale)
     dq, dk, dv = (_to_sequence(g.astype(x.dtype)) for g, x in zip(grads, kept[:3], strict=True))
     return dq, dk, dv

@@ -1,23 +1,23 @@
-"""`sk.attention`: softmax attention on every mesh, in the form and implementation of the config and the devices.
+"""`sk.attention`: softmax attention on every mesh; config and devices select the form and the implementation.
 
     out[B_x, T_c, N_t, H] = softmax(scale q[B_x, T_c, N_t, H] . k[B_x, S_c, K_t, H]^T) v[B_x, S_c, K_t, H]
 
-x: fsdp and expert, c: context, t: tensor. N query heads share K key heads, N / K neighbors one.
+x: fsdp and expert, c: context, t: tensor. N query heads share K key heads; N / K adjacent query heads share one.
 
-    context = 1                      each device its own heads and examples; no communication
+    context = 1                      each device computes its heads and examples; no communication
     attention.context: ring          ring_attention.py
     attention.context: all_to_all    all_to_all_attention.py
 
     implementation    xla (everywhere): attention_blocks.py; cudnn (NVIDIA GPU): attention_cudnn.py; splash (TPU):
-                      attention_splash.py. `auto` takes xla if no other is possible.
+                      attention_splash.py. `auto` selects xla if no other is possible.
 
 The forward pass saves q, k, v, `out` and `lse` (named "attention" for `remat`); the backward pass recomputes the scores
 block by block. Global view: one `sk.manual` part forward and one backward. Forward mode (`jax.jvp`; xla only) has a
-tangent part in place of the backward one. Inside of `sk.manual` the arguments are shards, with the key heads of the
+tangent part in place of the backward one. Inside `sk.manual` the arguments are shards, with the key heads of the
 device's query heads (`own_kv_heads`), and the function runs directly.
-Wire: see the files of the two forms. If there are fewer key heads K than the tensor axis t, they are repeated r = t / K
-times. dk and dv are then summed over the copies, at (2 (r-1)/r + K-1) (|dk| + |dv|), with |dk| the bytes of a device's
-own head.
+Wire: see the files of the two forms. If K is less than the tensor axis t, the key heads are repeated r = t / K times.
+dk and dv are then summed over the copies: (2 (r-1)/r + K-1) (|dk| + |dv|), with |dk| the bytes of the head on one
+device.
 Source: Vaswani et al. (2017); Ainslie et al., "GQA" (2023), for the grouped heads.
 """
 
@@ -64,24 +64,24 @@ def attention(
     scale: float | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Returns the attention of each query over the keys that it sees, [B, T, N, H] in the dtype of `q`.
+    """Returns the attention of each query over its visible keys, [B, T, N, H] in the dtype of `q`.
 
-    On a mesh with a context axis the tokens are in its order: put them there with `sk.context_order`, once.
+    On a mesh with a context axis the tokens must be in mesh order: reorder them once with `sk.context_order`.
 
     Args:
-        causal: a query sees the keys of its own position and of earlier ones.
-        positions_BT: int32[B, T] or [T], token positions for the causal mask; default: those of `sk.context_positions`,
-            which is cheaper: masked blocks are then known and skipped.
-        segment_ids_BT: int32[B, T], of packed sequences: tokens see their own segment alone. A negative id is padding:
-            zeros come out.
-        scale: of the scores; default `1 / sqrt(H)`.
-        implementation: instead of the config's `attention.implementation`.
+        causal: a query sees the keys of its position and of earlier positions.
+        positions_BT: int32[B, T] or [T], token positions for the causal mask; default: `sk.context_positions`, which is
+            cheaper, since masked blocks are known and skipped.
+        segment_ids_BT: int32[B, T], for packed sequences: tokens see only their segment. A negative id is padding, with
+            a result of zeros.
+        scale: factor of the scores; default `1 / sqrt(H)`.
+        implementation: overrides the config's `attention.implementation`.
 
     Layout: q, k, v and the result as `batch`, `sequence`, `heads`; ids as `batch`, `sequence`.
 
     Raises:
-        ConfigError: shapes that do not fit each other or the mesh; an implementation that cannot take them or does not
-            run here; tokens that were not put into the order of the mesh.
+        ConfigError: shapes do not match each other or the mesh; the implementation does not support them or the device;
+            tokens are not in mesh order.
     """
     context = trace_context.current()
     context.usage.record_call("attention")
@@ -104,8 +104,8 @@ def attention(
 
 
 def own_kv_heads(x_BSKH: jax.Array) -> jax.Array:
-    """Inside of `sk.manual`: returns, of all K key heads, those that this device's query heads share. For fewer key
-    heads than the tensor axis, which a part therefore replicates."""
+    """Inside `sk.manual`: returns the key heads of this device's query heads, from all K key heads. Use it for fewer
+    key heads than the tensor axis, which are replicated."""
     num, tensor = x_BSKH.shape[2], axis_size("heads")
     repeated = jnp.repeat(x_BSKH, math.lcm(num, tensor) // num, axis=2)
     own = repeated.shape[2] // tensor
@@ -130,7 +130,7 @@ class _Call(NamedTuple):
 
 
 def _differentiable(call: _Call, ids: Keys) -> Any:
-    """Returns `(ids, q, k, v) -> out` with the derivatives of its form; all passes see the step of the call."""
+    """Returns `(ids, q, k, v) -> out`, differentiable; all passes use the trace context of the call."""
     kept_dims, keys_dims = KEPT_BY_HEADS if call.by_heads else KEPT, _keys_dims(ids)
     out_dims = (HEADS, kept_dims if call.by_heads else KEPT.lse)
     kept_and_ids: Any = jax.tree.structure((Kept(*range(5)), ids))
@@ -171,7 +171,7 @@ def _forward(call: _Call) -> Any:
 
 
 def _tangent(call: _Call) -> Any:
-    """Returns the forward mode on shards: that of the forward pass itself."""
+    """Returns the forward-mode derivative on shards: the JVP of the forward pass."""
 
     def attention_tangent(kept: Kept, ids: Keys, *tangents: jax.Array) -> Any:
         if call.by_heads:
@@ -226,7 +226,7 @@ def _implementation(
     context: trace_context.Context, requested: str | None, q: jax.Array, k: jax.Array, segments: bool, positions: bool
 ) -> Implementation:
     """Returns the requested implementation, or with `auto` the best one for the operands on the mesh's devices. Outside
-    of a program the devices are unknown: `auto` is xla there, and a name is not checked."""
+    a program the devices are unknown: `auto` is xla, and a name is not checked."""
     name = requested or context.options.attention.implementation
     key = "implementation" if requested else "attention.implementation"
     known = ("auto", *IMPLEMENTATIONS)
@@ -252,12 +252,12 @@ def _implementation(
 
 
 def _device(context: trace_context.Context) -> Any:
-    """Returns one of the mesh's devices, also where the mesh is that of a topology and not of this machine."""
+    """Returns one of the mesh's devices, also for a mesh of a topology instead of this machine's devices."""
     return None if context.sharding.mesh is None else context.sharding.mesh.devices.flat[0]
 
 
 def _block_lengths(context: trace_context.Context, *lengths: int) -> tuple[int, ...]:
-    """Returns the numbers of queries and keys that one call of an implementation sees."""
+    """Returns the numbers of queries and keys in one call of an implementation."""
     num = axis_size("sequence")
     if context.options.attention.context == "all_to_all":
         return tuple(length * (num if context.in_manual else 1) for length in lengths)

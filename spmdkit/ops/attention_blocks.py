@@ -1,15 +1,15 @@
-"""Attention of some queries over some keys in plain XLA, block by block, and what joins two such results.
+"""Attention of queries over keys in plain XLA, block by block, and `merge`, which combines two such results.
 
     s = scale Q[T, H] . K[S, H]^T    out = softmax(s) V    lse = log sum_S exp(s)
 
-Softmax, sums and the result are in float32; products have operands in the dtype of `q`. Beyond BLOCK queries or keys
-the scores exist for one pair of blocks at a time (online softmax), in one loop over the pairs that the mask leaves. A
-query that sees no key has out = 0, lse = -inf and a gradient of zero.
+Softmax, sums and the result are in float32; products have operands in the dtype of `q`. Beyond WHOLE queries or keys,
+one loop over the unmasked pairs of blocks computes the scores of one pair at a time (online softmax). A query without
+visible keys has out = 0, lse = -inf and a gradient of zero.
 
-Every implementation of attention has this pair of functions, so that the ring can join the results of any of them:
+Every implementation of attention has this pair of functions, so that the ring can merge their results:
 
     forward(q_BTNH, k_BSKH, v_BSKH, mask, scale) -> out_BTNH, lse_BTN (float32)
-    backward(q, k, v, out, lse, dout_BTNH, mask, scale) -> dq, dk, dv      `out`, `lse`: over the keys of all blocks
+    backward(q, k, v, out, lse, dout_BTNH, mask, scale) -> dq, dk, dv      `out`, `lse`: over all keys
 
 Shape suffixes: B examples, T queries, S keys, N query heads, K key heads, G = N / K, H width of a head, t and s inside
 one block.
@@ -31,15 +31,15 @@ from spmdkit import compat
 
 BLOCK = 512
 WHOLE = 1024
-"""Up to this number of queries and keys the scores are computed in one block."""
+"""The maximum number of queries and keys for which the scores are computed in one block."""
 
 
 class Mask(NamedTuple):
-    """Which keys a query sees: all conditions that are set must hold.
+    """The keys that are visible to a query: all conditions that are set must hold.
 
     Attributes:
         causal: key index <= query index, both counted from zero; with positions, key position <= query position.
-        q_segments, k_segments: int32[B, T], int32[B, S]; equal.
+        q_segments, k_segments: int32[B, T], int32[B, S]; must be equal.
         q_positions, k_positions: int32[B or 1, T], int32[B or 1, S].
     """
 
@@ -51,7 +51,7 @@ class Mask(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys and values, with the segments and positions of their tokens if there are any."""
+    """Keys and values, with optional segments and positions of their tokens."""
 
     k: Any
     v: Any
@@ -59,7 +59,7 @@ class Keys(NamedTuple):
     positions: Any = None
 
     def seen_by(self, queries: Keys, causal: bool) -> Mask:
-        """Returns the mask of the tokens of `queries` over these."""
+        """Returns the mask of the tokens of `queries` over these keys."""
         return Mask(causal, queries.segments, self.segments, queries.positions, self.positions)
 
 
@@ -128,8 +128,8 @@ XLA = Implementation(forward, backward)
 
 
 def product_flops(q_BTNH: jax.Array, k_BSKH: jax.Array, mask: Mask) -> float:
-    """Returns the arithmetic of one product over all scores that a causal mask leaves; a pass has two, a gradient five
-    or more."""
+    """Returns the FLOPs of one product over all unmasked scores; a forward pass has two products, a gradient at least
+    five."""
     return 2.0 * q_BTNH.size * k_BSKH.shape[1] * (0.5 if mask.causal else 1)
 
 
@@ -144,7 +144,7 @@ def merge(out: jax.Array, lse: jax.Array, other: jax.Array, other_lse: jax.Array
 
 
 class _Cut:
-    """Queries and keys split into blocks, the short last one padded with zeros."""
+    """Queries and keys split into blocks; the last block is padded with zeros."""
 
     def __init__(self, q_BTNH: jax.Array, k_BSKH: jax.Array, mask: Mask):
         self.T, self.S, self.mask = q_BTNH.shape[1], k_BSKH.shape[1], mask
@@ -177,8 +177,8 @@ class _Cut:
     def over_pairs(
         self, one_pair: Callable[..., tuple[jax.Array, ...]], start: tuple[jax.Array, ...], operands: object
     ):
-        """Returns the carry of `one_pair(carry, i, j)` after all pairs of a query block and a key block that may
-        meet."""
+        """Returns the carry of `one_pair(carry, i, j)` after all pairs of a query block and a key block that are not
+        fully masked."""
         axes = sorted(set().union(*(compat.varying_axes(x) for x in jax.tree.leaves(operands) if hasattr(x, "dtype"))))
         start = compat.as_varying(start, axes)
         pairs = [(i, j) for i in range(self.num_q) for j in range(self.num_k)]

@@ -1,5 +1,5 @@
-"""cuDNN's flash attention, on NVIDIA GPUs from Ampere on: bfloat16 or float16, heads of a width up to 128 (Hopper:
-256), no ids. The backward pass computes the scores again from `out` and `lse`.
+"""cuDNN's flash attention, for NVIDIA GPUs since Ampere: bfloat16 or float16, head width up to 128 (Hopper: 256), no
+segment ids or positions. The backward pass recomputes the scores from `out` and `lse`.
 
 Source: NVIDIA cuDNN documentation, "Attention"; `jax.nn.dot_product_attention(implementation="cudnn")` (jax 0.10.2).
 """
@@ -36,7 +36,7 @@ CUDNN = Implementation(forward, backward)
 
 
 def missing(device: Any, q: jax.Array, lengths: tuple[int, ...], ids: tuple[str, ...]) -> str | None:
-    """Returns why cuDNN cannot take these operands on `device` (None: any GPU), or None when it can."""
+    """Returns why cuDNN does not support these operands on `device` (None: any GPU), or None if it does."""
     if device is not None and (device.platform != "gpu" or "nvidia" not in device.device_kind.lower()):
         return f"it runs on NVIDIA GPUs, and the mesh has {device.platform} devices ({device.device_kind})"
     capability = float(getattr(device, "compute_capability", None) or 8)

@@ -1,8 +1,7 @@
-"""Splash attention, a Pallas kernel of JAX for TPUs: skips blocks that a causal mask hides, takes segment ids and
-grouped heads.
+"""Splash attention, JAX's Pallas kernel for TPUs: skips causally masked blocks, supports segment ids and grouped heads.
 
-Keeps `out` and `lse`, and computes the scores again in the backward pass. Lengths are multiples of 128; heads narrower
-than a multiple of 128 are filled up with zeros, which changes no score (the matrix unit is 128 wide anyway).
+Saves `out` and `lse`, and recomputes the scores in the backward pass. Lengths must be multiples of 128. Heads are
+padded with zeros to a multiple of 128, which changes no score (the matrix unit is 128 wide).
 Source: jax 0.10.2, `jax.experimental.pallas.ops.tpu.splash_attention`.
 """
 
@@ -21,11 +20,11 @@ from spmdkit.ops.kernel import kernel
 
 LANES = 128
 BLOCKS = (512, 256, 128)
-"""Queries and keys of a tile, the largest that divides."""
+"""Tile lengths of queries and keys; the largest that divides is used."""
 
 
 def splash(interpret: bool = False) -> Implementation:
-    """Returns splash attention; with `interpret` the kernel's program runs on any device, slowly, for tests."""
+    """Returns splash attention; with `interpret` the kernel runs on any device, slowly, for tests."""
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, scale: float) -> tuple[jax.Array, jax.Array]:
         def forward_of(q: jax.Array, k: jax.Array, v: jax.Array, segments: Any) -> tuple[jax.Array, jax.Array]:
@@ -43,7 +42,7 @@ def splash(interpret: bool = False) -> Implementation:
             gradient = jax.vmap(lambda *xs: compat.splash_attention_gradient(attend, *xs))
             return gradient(_scaled(q, scale), k, v, out, lse.swapaxes(1, 2), dout, segments)
 
-        flops = 7 * product_flops(q, k, mask)  # two kernels, each with the scores and their gradient again
+        flops = 7 * product_flops(q, k, mask)  # two kernels, each recomputes the scores and their gradient
         grads = kernel(backward_of, flops)(q, k, v, out.astype(q.dtype), lse, dout.astype(q.dtype), _ids(mask))
         dq, dk, dv = (g.swapaxes(1, 2)[..., : q.shape[3]] for g in grads)
         return dq.astype(jnp.float32) * scale, dk, dv
@@ -55,8 +54,7 @@ SPLASH = splash()
 
 
 def missing(device: Any, q: jax.Array, lengths: tuple[int, ...], ids: tuple[str, ...]) -> str | None:
-    """Returns why splash attention cannot take blocks of `lengths` tokens on `device` (None: any TPU), or None when it
-    can."""
+    """Returns why splash attention does not support blocks of `lengths` tokens on `device` (None: any TPU), or None."""
     if device is not None and device.platform != "tpu":
         return f"it runs on TPUs, and the mesh has {device.platform} devices ({device.device_kind})"
     if "positions" in ids:
@@ -88,8 +86,8 @@ def _kernel(q_BTNH: jax.Array, k_BSKH: jax.Array, causal: bool, interpret: bool)
 
 @functools.cache
 def _masks() -> tuple[Any, Any]:
-    """Returns the causal and the full mask, in which a tile of one value is one value: the kernel's set-up checks every
-    tile (with real tiles 22 s for 32,768 tokens on 2 cores, 2026-11-21)."""
+    """Returns the causal and the full mask, with constant tiles stored as one value: the kernel's set-up checks every
+    tile (full tiles: 22 s for 32,768 tokens on 2 cores, 2026-11-21)."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     class Causal(masks.CausalMask):
@@ -115,7 +113,7 @@ def _ids(mask: Mask) -> Any:
 
 
 def _heads_first(x_BTNH: jax.Array) -> jax.Array:
-    """Returns [B, N, T, H] with H filled up to a multiple of 128."""
+    """Returns [B, N, T, H] with H padded to a multiple of 128."""
     return jnp.pad(x_BTNH.swapaxes(1, 2), [(0, 0)] * 3 + [(0, -x_BTNH.shape[3] % LANES)])
 
 

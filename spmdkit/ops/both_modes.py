@@ -1,9 +1,9 @@
-"""`both_modes(forward, tangent, backward)`: a function with a hand-written gradient, like `jax.custom_vjp`, and with a
-forward mode.
+"""`both_modes(forward, tangent, backward)`: a function with a custom gradient, like `jax.custom_vjp`, and a forward
+mode.
 
-The derivative is one operation that is linear in the tangents. If it is computed, `tangent` computes it. If it is
-transposed, as in reverse mode, `backward` replaces it, and `tangent` is never traced: a first derivative in reverse
-mode is the program of a `custom_vjp`. Both are ordinary functions with derivatives of their own.
+The derivative is one operation that is linear in the tangents. Forward mode evaluates it with `tangent`. Reverse mode
+transposes it: `backward` replaces it and `tangent` is never traced, so a first derivative in reverse mode is the same
+program as with `custom_vjp`. Both functions can be differentiated again.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def both_modes(
     tangent: Callable[[Arrays, Arrays], jax.Array],
     backward: Callable[[Arrays, jax.Array], Arrays],
 ) -> Callable[..., jax.Array]:
-    """Returns `(fixed, *args) -> forward(fixed, *args)[0]` with derivatives by `args` in both modes.
+    """Returns `(fixed, *args) -> forward(fixed, *args)[0]`, differentiable with respect to `args` in both modes.
 
     Args:
-        forward: `(fixed, *args) -> (result, kept)`: floats, but for `fixed` and what is kept.
+        forward: `(fixed, *args) -> (result, kept)`; `args` and the result are floats, `kept` are the residuals.
         tangent: `(kept, tangents of args) -> tangent of the result`, linear in the tangents.
         backward: `(kept, cotangent of the result) -> cotangents of args`, the transpose of `tangent`.
     """
@@ -51,8 +51,8 @@ def both_modes(
 
 class _Linear(NamedTuple):
     """An operation `(*fixed, *tangents) -> tangent` that is linear in the tangents, and its transpose `pull`.
-    `num_fixed` operands stand before the tangents; `shape`, `dtype` and the `axes` along which it differs are those of
-    the result."""
+    `num_fixed` operands precede the tangents; `shape`, `dtype` and `axes` (along which it varies) describe the
+    result."""
 
     push: Callable[[Arrays, Arrays], jax.Array]
     pull: Callable[[Arrays, jax.Array], Arrays]
@@ -83,7 +83,7 @@ def _abstract(*_: Any, linear: _Linear) -> Any:
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, linear: _Linear) -> Any:
-    """The derivative by the tangents is the operation itself; that by the fixed operands is the one of `push`."""
+    """The derivative by the tangents is the operation itself; by the fixed operands, it is the derivative of `push`."""
     num, out = linear.num_fixed, linear.bind(*primals)
     moved = [i for i, t in enumerate(tangents[:num]) if not isinstance(t, ad.Zero)]
     found: Any = ad.Zero(jax.typeof(out).to_tangent_aval())
@@ -110,8 +110,8 @@ def _transpose(cotangent: Any, *operands: Any, linear: _Linear) -> list[Any]:
 
 
 def _batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, linear: _Linear) -> Any:
-    """Maps both directions; a tangent that is not mapped gets the sum of its cotangents. Without a mapped operand the
-    result is not mapped."""
+    """Maps both directions; an unmapped tangent gets the sum of its cotangents. Without mapped operands the result is
+    unmapped."""
     if all(d is None for d in dims):
         return linear.bind(*operands), None
     num, mapped = linear.num_fixed, [None if d is None else 0 for d in dims]

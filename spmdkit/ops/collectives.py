@@ -1,9 +1,9 @@
-"""Collectives inside `sk.manual`, by the logical name of what is cut. Over no axes each is the identity; outside of a
-part they are rejected.
+"""Collectives inside `sk.manual`, addressed by logical axis names. Without mesh axes each is the identity. Outside a
+manual part they raise ConfigError.
 
-N devices stand along the axes; `bytes` is what one device holds of the operand. Sent per device and call, with a ring:
+N: devices along the axes; `bytes`: size of the operand's shard. Bytes sent per device and call, with a ring:
 
-    all_reduce      2 (N-1)/N bytes      the sum, everywhere the same
+    all_reduce      2 (N-1)/N bytes      the same sum on every device
     all_gather        (N-1)   bytes      backward: reduce_scatter, the same bytes
     reduce_scatter    (N-1)/N bytes      backward: all_gather
     all_to_all        (N-1)/N bytes      backward: all_to_all
@@ -29,8 +29,8 @@ Names = str | Sequence[str]
 
 
 def axes(*names: str) -> tuple[str, ...]:
-    """Returns the mesh axes larger than one behind logical names; `batch` are those that cut one replica's examples.
-    Empty outside of a program, and in a step with model axes of size one only. A name that no table knows is a
+    """Returns the mesh axes of size > 1 that the logical names map to; `batch` maps to the axes that shard one
+    replica's examples. Empty outside a program, and in a step with model axes of size one only. An unknown name raises
     ValueError."""
     context = trace_context.current()
     if context.sharding.mesh is None or context.sharding.form == "manual":
@@ -50,22 +50,21 @@ def axes(*names: str) -> tuple[str, ...]:
 
 
 def axis_size(names: Names) -> int:
-    """Returns the number of devices along the axes behind `names`; outside of a part too, where an op chooses what to
-    do by it, but for `batch`, which is a ConfigError there."""
+    """Returns the number of devices along the axes of `names`. Works outside a manual part too, except for `batch`,
+    which raises ConfigError there."""
     found = _axes_in_part("axis_size", names) if "batch" in _as_tuple(names) else _axes(names)
     return trace_context.current().sharding.size(*found)
 
 
 def axis_index(names: Names) -> jax.Array | int:
-    """Returns this device's position along the axes behind `names`, int32[]; 0 over no axes. Only inside
-    `sk.manual`."""
+    """Returns this device's index along the axes of `names`, int32[]; 0 without axes. Only inside `sk.manual`."""
     found = _axes_in_part("axis_index", names)
     return lax.axis_index(found) if found else 0
 
 
 def all_reduce(x: jax.Array, names: Names) -> jax.Array:
-    """Returns the sum of `x` over the devices along `names`. A ConfigError if `x` is already the same along one of
-    them: the sum would be a factor of N."""
+    """Returns the sum of `x` over the devices along `names`. Raises ConfigError if `x` is already the same along one of
+    them: the sum would be N times too large."""
     found = _axes_in_part("all_reduce", names)
     if not found:
         return x
@@ -79,26 +78,25 @@ def all_reduce(x: jax.Array, names: Names) -> jax.Array:
 
 
 def all_gather(x: jax.Array, names: Names, dim: int) -> jax.Array:
-    """Returns the shards along `names` joined on `dim`: [..., n, ...] -> [..., N n, ...]."""
+    """Returns the shards along `names` concatenated on `dim`: [..., n, ...] -> [..., N n, ...]."""
     found = _axes_in_part("all_gather", names)
     return lax.all_gather(x, found, axis=dim, tiled=True) if found else x
 
 
 def reduce_scatter(x: jax.Array, names: Names, dim: int) -> jax.Array:
-    """Returns this device's part, cut on `dim`, of the sum over `names`: [..., N n, ...] -> [..., n, ...]."""
+    """Returns this device's shard, on `dim`, of the sum over `names`: [..., N n, ...] -> [..., n, ...]."""
     found = _axes_in_part("reduce_scatter", names)
     return lax.psum_scatter(x, found, scatter_dimension=dim, tiled=True) if found else x
 
 
 def all_to_all(x: jax.Array, names: Names, split_dim: int, join_dim: int) -> jax.Array:
-    """Returns `x` cut on `split_dim` and joined on `join_dim`: the transpose of what is sharded over the devices."""
+    """Returns `x` split on `split_dim` and joined on `join_dim`: the sharding moves from `join_dim` to `split_dim`."""
     found = _axes_in_part("all_to_all", names)
     return lax.all_to_all(x, found, split_axis=split_dim, concat_axis=join_dim, tiled=True) if found else x
 
 
 def ring_shift(x: jax.Array, name: str, by: int = 1) -> jax.Array:
-    """Returns the `x` of the device that stands `by` places before this one along the single axis behind `name`, as a
-    ring."""
+    """Returns the `x` of the device `by` positions before this one in the ring along the single axis of `name`."""
     found = _axes_in_part("ring_shift", name)
     if not found:
         return x
@@ -117,8 +115,8 @@ def _as_tuple(names: Names) -> tuple[str, ...]:
 
 
 def _axes_in_part(name: str, names: Names) -> tuple[str, ...]:
-    """Returns the mesh axes behind `names` for a collective; rejects one outside of a part, on a mesh of several
-    devices: arrays are no shards there, and nothing would be sent."""
+    """Returns the mesh axes of `names` for a collective. Raises ConfigError outside a manual part on a mesh of several
+    devices: arrays are not shards there, and nothing would be sent."""
     context = trace_context.current()
     mesh = context.sharding.mesh
     if not trace_context.is_in_part() and mesh is not None and mesh.size > 1:

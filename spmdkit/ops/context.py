@@ -1,19 +1,19 @@
-"""The order in which a mesh with a context axis holds a sequence, and the way into it and back.
+"""The order of a sequence on a mesh with a context axis, with conversion in both directions.
 
-Under a causal mask token t needs t + 1 keys, so that with neighbouring parts the last of C devices works C times as
-long as the first. The zig-zag order cuts 2 C chunks and gives device i the chunks i and 2C-1-i: the same work for each.
+With a causal mask token t needs t + 1 keys: with contiguous shards the last of C devices has 2C-1 times the work of the
+first. Zig-zag order assigns chunks i and 2C-1-i of 2C chunks to device i, which balances the work.
 
     zigzag       C = 2, chunks 0 1 2 3:   device 0 holds 0 3, device 1 holds 1 2
     contiguous   device 0 holds 0 1, device 1 holds 2 3
 
-A model puts what runs along the sequence (inputs, targets shifted before, loss masks, segment ids) into this order
-once; after that everything is per token, and `sk.attention` knows the order. Without a context axis these functions
-return what they are given.
+A model reorders its arrays along the sequence (inputs, already shifted targets, loss masks, segment ids) once. All
+later code is per token, and `sk.attention` uses the order. Without a context axis these functions return their
+arguments.
 
     inputs_BT, targets_BT = sk.context_order((tokens_BT[:, :-1], tokens_BT[:, 1:]))
     positions_T = sk.context_positions(inputs_BT.shape[1])            # for rotary and learned positions
 
-Wire: into the order nothing (each device slices the whole sequence that it has); back (C-1)/C to 1 times the shard's
+Wire: into mesh order nothing (each device slices its full copy of the sequence); back (C-1)/C to 1 times the shard's
 bytes.
 Source: Llama Team, "The Llama 3 Herd of Models" (2024), section 3.3.2 (chunks i and 2C-1-i).
 """
@@ -36,18 +36,18 @@ Order = Literal["zigzag", "contiguous"]
 
 
 def order() -> Order:
-    """Returns the order of the mesh in scope; the all-to-all form and a mesh without context keep neighbours
-    together."""
+    """Returns the order of the mesh in scope; contiguous for the all-to-all form and for a mesh without a context
+    axis."""
     choice = trace_context.current().options.attention
     is_zigzag = choice.order == "zigzag" and choice.context == "ring" and axis_size("sequence") > 1
     return "zigzag" if is_zigzag else "contiguous"
 
 
 def context_order(tree: Any, dim: int = 1) -> Any:
-    """Returns the arrays of `tree` with their `dim`, a whole sequence, in the order of the mesh and sharded over its
-    context axis. A ConfigError if the length is not divisible by twice that axis (contiguous: by the axis).
+    """Returns the arrays of `tree` with `dim`, a full sequence, in mesh order and sharded over the context axis. Raises
+    ConfigError if the length is not divisible by twice that axis (contiguous: by the axis).
 
-    Layout: in, dim 0 as `batch` and `dim` whole; out, `dim` as `sequence`. With `dim=0` there is no batch dim.
+    Layout: input: dim 0 as `batch`, `dim` unsharded; output: `dim` as `sequence`. With `dim=0` there is no batch dim.
     """
     trace_context.current().usage.record_call("context_order")
     num, unit = _parts(tree, dim, "sk.context_order")
@@ -68,18 +68,18 @@ def context_order(tree: Any, dim: int = 1) -> Any:
 
 
 def context_positions(length: int) -> jax.Array:
-    """Returns int32[length], the position in the sequence of each place in the order of the mesh, sharded over its
-    context axis. Inside of `sk.manual`: int32[length / C], those of this device."""
+    """Returns int32[length], the sequence positions in mesh order, sharded over the context axis. Inside `sk.manual`:
+    int32[length / C], the positions on this device."""
     return context_order(jnp.arange(length, dtype=jnp.int32), dim=0)
 
 
 def context_restore(tree: Any, dim: int = 1) -> Any:
-    """Returns the arrays of `tree`, with `dim` in mesh order, in the order of the sequence; still sharded. For what
-    leaves a model one value per token. Wire: each half of a shard goes to one device, two permutations in all."""
+    """Returns the arrays of `tree` converted on `dim` from mesh order to sequence order, still sharded. For per-token
+    outputs of a model. Wire: each half of a shard is sent to one device, two permutations in total."""
     num, unit = _parts(tree, dim, "sk.context_restore")
     if unit == num:
         return tree
-    chunks = [(i, unit - 1 - i) for i in range(num)]  # one is even, the other odd
+    chunks = [(i, unit - 1 - i) for i in range(num)]  # one of the pair is even, one odd
     even = [(i, (a if a % 2 == 0 else b) // 2) for i, (a, b) in enumerate(chunks)]
     odd = [(i, (a if a % 2 else b) // 2) for i, (a, b) in enumerate(chunks)]
 
@@ -97,7 +97,7 @@ def context_restore(tree: Any, dim: int = 1) -> Any:
 
 
 def chunks(num: int) -> int:
-    """Returns the number of chunks of a sequence on `num` devices in the order of the mesh in scope."""
+    """Returns the number of chunks of a sequence on `num` devices, for the order of the mesh in scope."""
     return 2 * num if order() == "zigzag" else num
 
 

@@ -1,11 +1,11 @@
-"""`kernel(fn, flops)`: a hand-written kernel inside of `sk.manual`, where arrays carry the mesh axes along which they
-differ.
+"""`kernel(fn, flops)`: a hand-written kernel inside `sk.manual`, where the types of arrays hold the mesh axes over
+which they vary.
 
-`pallas_call` wants those axes written into the shapes of its results, and kernels that others maintain do not write
-them (splash attention of jax 0.10.2). So `fn` becomes one operation, traced without these types, with results that
-differ along every axis along which an operand does: right for whatever sends nothing to other devices. It has no
-gradient of its own. XLA takes a kernel without a cost to be free, and hides no transfer behind it: on v5p every turn of
-the ring waited for its keys (libtpu 0.0.42, 2026-11-21). So the cost is written in here.
+`pallas_call` requires those axes in the shapes of its results, and third-party kernels do not set them (splash
+attention of jax 0.10.2). So `fn` becomes one operation, traced without these types. Its results vary over every axis
+over which an operand varies, which is correct for code without communication. It has no gradient. XLA assumes that a
+kernel without a cost estimate is free, and overlaps no transfer with it: on v5p every step of the ring waited for its
+keys (libtpu 0.0.42, 2026-11-21). This module therefore sets the cost.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from spmdkit.foundation import jaxprs
 
 
 def kernel(fn: Callable[..., Any], flops: float) -> Callable[..., Any]:
-    """Returns `fn(*arrays) -> arrays`, traced without the types of `shard_map`; `fn` sends nothing to other devices.
+    """Returns `fn(*arrays) -> arrays`, traced without the types of `shard_map`; `fn` does not communicate.
 
-    `flops`: of `fn`, for `plan` and XLA's scheduler (split over the `pallas_call` in it that name no cost of their
-    own).
+    `flops`: arithmetic of `fn`, for `plan` and XLA's scheduler; divided among its `pallas_call`s that set no cost.
     """
 
     def kernel_call(*args: Any) -> Any:
@@ -49,8 +48,8 @@ def _is_call(eqn: Any) -> bool:
 
 
 def _with_cost(jaxpr: Any, flops: int) -> Any:
-    """Returns the jaxpr with the cost of every `pallas_call` that names none: arithmetic, and each operand and result
-    once."""
+    """Returns the jaxpr with a cost for every `pallas_call` that sets none: `flops`, and the bytes of each operand and
+    result."""
 
     from jax.experimental import pallas
 

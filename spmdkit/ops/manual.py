@@ -1,19 +1,19 @@
-"""`sk.manual`: a part of a model in which every device sees its own shards and collectives are written out.
+"""`sk.manual`: a part of a model that runs per device on shards, with explicit collectives.
 
     rows = ("batch", "sequence", None)
     y = sk.manual(fn, in_dims=[rows, ("embed", "mlp")], out_dims=rows)(x, w)
 
-Outside of it arrays are global and the partitioner chooses the collectives. Inside `fn` an array is what one device
-holds: `axes("mlp")` gives the mesh axes behind a logical name, and `all_gather`, `reduce_scatter`, `all_reduce`,
-`all_to_all` and `ring_shift` take such axes. Over no axes they are the identity: one text serves every mesh.
+Outside, arrays are global and the partitioner selects the collectives. Inside `fn` an array is one device's shard:
+`axes("mlp")` returns the mesh axes of a logical name, and `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`
+and `ring_shift` take logical names. Without mesh axes they are the identity, so the same code runs on every mesh.
 
-How: one `jax.shard_map` over all mesh axes, as an operation with rules of its own for vmap and derivatives
-(`ops/part.py`). The gradient keeps what `remat` names, and the inputs; the rest it computes again, all gathers too.
-Gradients are right by type (`check_vma`): an operand that is the same along an axis gets the sum of its cotangents over
-it, and `all_gather` turns into `reduce_scatter`. Nothing is summed over replica axes; that is the reducer's.
+How: one `jax.shard_map` over all mesh axes, as an operation with custom rules for vmap and derivatives (`ops/part.py`).
+The residuals are the inputs and the values that `remat` selects; all others are recomputed, with their gathers. By its
+type (`check_vma`), an operand that is the same along an axis gets the sum of its cotangents over it, and `all_gather`
+becomes `reduce_scatter`. Only the reducer sums over replica axes.
 
-Wire: forward, what `fn` sends; backward, every all_gather again, whatever else is computed a second time, the transpose
-of each collective, and one all-reduce over every axis along which an operand is the same and its cotangent is not.
+Wire: forward, the collectives of `fn`; backward, every all_gather and other recomputed collective, the transpose of
+each collective, and one all-reduce over every axis along which an operand is the same and its cotangent is not.
 Source: jax documentation, "shard_map" (typing of manual axes, 2025).
 """
 
@@ -43,21 +43,20 @@ Dims = tuple[str | None, ...]
 def manual(
     fn: Callable[..., Any], in_dims: Sequence[Any], out_dims: Any, name: str | None = None, *, kernel: bool = False
 ) -> Callable[..., Any]:
-    """Returns `fn` as a function of global arrays that runs on the shards which the logical names of the dims give.
+    """Returns `fn` as a function of global arrays that runs on the shards defined by the names of the dims.
 
     Args:
         fn: `fn(*shards) -> shards`, pytrees of arrays. It closes over no traced array: pass it as an argument.
-        in_dims: for each argument a pytree prefix of dims. Dims are a tuple with, for each dim, a logical name
-            (`layout.axes`), a mesh axis, several of them joined by `+` (sharded over the first, then over the next), or
-            None; names that are missing at the end are None.
-        out_dims: the same for the result. Along an axis that they do not name, a result has to be the same.
-        name: what messages call it; default the function's own.
+        in_dims: for each argument a pytree prefix of dims. Dims are a tuple with one entry per dim: a logical name
+            (`layout.axes`), a mesh axis, several of these joined by `+` (sharded over the first, then over the next),
+            or None. Missing trailing entries are None.
+        out_dims: the same for the result, which must be equal along all axes that are not named.
+        name: name in messages; default: the function's name.
         kernel: whether `fn` calls a kernel (Pallas, cuDNN), which neither the partitioner nor a vmap over devices can
-            cut.
+            shard.
 
-    On a mesh without model axes, in a per-replica step and inside of another `manual`, `fn` is called as it is; with
-    `kernel` only where its arrays are those of one device (ZeRO 1 and 2 and the stages of a pipeline are a vmap over
-    devices).
+    On a mesh without model axes, in a per-replica step and inside another `manual`, `fn` is called directly. With
+    `kernel` this holds only if its arrays are on one device (ZeRO 1 and 2 and pipeline stages are a vmap over devices).
 
     Raises:
         ConfigError: a dim is not divisible by its axes, a name is unknown, or a result differs along an axis that its
@@ -100,8 +99,8 @@ def manual(
 
 
 def is_sharded(context: trace_context.Context, kernel: bool = False) -> bool:
-    """Returns whether `manual` has anything to cut: a mesh with model axes (a `kernel`: any axes), and no manual part
-    around it."""
+    """Returns whether `manual` shards its arrays: the mesh has model axes (with `kernel`: any axes), and there is no
+    enclosing manual part."""
     if context.in_manual or context.sharding.form == "manual" or context.sharding.mesh is None:
         return False
     if kernel:
@@ -118,7 +117,7 @@ def _is_dims(x: Any) -> bool:
 
 
 def _flat_specs(context: trace_context.Context, dims: Any, values: Any) -> tuple[PartitionSpec, ...]:
-    """Returns the spec of each leaf of `values`, of which `dims` is a prefix."""
+    """Returns the spec of each leaf of `values`; `dims` is a tree prefix of `values`."""
 
     def specs(dims: Dims, value: Any) -> list[PartitionSpec]:
         cut = [axes(*d.split("+")) if d is not None else () for d in dims]
@@ -147,9 +146,9 @@ def _check_divisible(context: trace_context.Context, what: str, shape: tuple[int
 
 
 def _as_declared(context: trace_context.Context, what: str, x: Any, spec: PartitionSpec) -> jax.Array:
-    """Returns a result typed as varying over the axes of its spec; rejects one that differs along others."""
+    """Returns `x` typed as varying over the axes of its spec. Raises ConfigError if it varies over other axes."""
     x = jnp.asarray(x)
-    # Axes of a pipeline's stages and of ZeRO 1 and 2 belong to an enclosing vmap: there a result may differ.
+    # The axes of pipeline stages and of ZeRO 1 and 2 belong to an enclosing vmap: a result may vary over them.
     may_differ = (*spec_axes(spec), *context.mapped_axes, *context.sharding.data_axes)
     differs = [a for a in compat.varying_axes(x) if a in MODEL_AXES and context.sharding.size(a) > 1]
     if extra := sorted(a for a in differs if a not in may_differ):
@@ -163,8 +162,8 @@ def _as_declared(context: trace_context.Context, what: str, x: Any, spec: Partit
 def _trace_once(
     context: trace_context.Context, name: str, body: Any, leaves: Sequence[Any], in_specs: Any
 ) -> tuple[list[jax.ShapeDtypeStruct], bool]:
-    """Returns (the shapes of the results' shards, whether `fn` takes a derivative itself). Rejects closures over traced
-    arrays, and a derivative that JAX's types have added up."""
+    """Returns (the shapes of the results' shards, whether `fn` takes a derivative). Raises ConfigError for closures
+    over traced arrays, and for a derivative that JAX's types have summed over devices."""
     assert context.sharding.mesh is not None
     locals_: list[Any] = []
 

@@ -1,10 +1,9 @@
-"""A part of `sk.manual` as JAX sees it: one operation, a `shard_map` over all mesh axes, with rules for vmap and for
-derivatives.
+"""The JAX primitive of one `sk.manual` part: a `shard_map` over all mesh axes, with rules for vmap and for derivatives.
 
-Its batching rule puts the mapped dim of an enclosing `vmap(spmd_axis_name=)` (the replicas of the mapped form, the
-stages of a pipeline) in front of each spec. The body itself is never batched over mesh axes: JAX's own rule rejects
-residuals of operands that are not mapped (`_RepError`, jax 0.10.2). Its gradient is such a part too. What it finds kept
-of the forward pass is what `remat` names (`ops/remat.py`), and the inputs; the rest it computes a second time.
+Its batching rule prepends the mapped dim of an enclosing `vmap(spmd_axis_name=)` (the replicas of the mapped form, the
+stages of a pipeline) to each spec. The body itself is never batched over mesh axes: JAX's own rule rejects residuals of
+operands that are not mapped (`_RepError`, jax 0.10.2). The gradient is such a part too. Its residuals are the inputs
+and the values that `remat` selects (`ops/remat.py`); all other values are recomputed.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from spmdkit.step.checks.implicit_psum import refuse_summed, traced
 
 
 class _Level(NamedTuple):
-    """One enclosing vmap: its mesh axes (None for a vmap of the user's own) and which operands it maps."""
+    """One enclosing vmap: its mesh axes (None for a user's vmap) and the operands that it maps."""
 
     axes: tuple[str, ...] | None
     size: int
@@ -39,12 +38,12 @@ class _Level(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
-    """A body with the step that it sees, its specs, the `local_shapes` of its results, and the vmaps around it, the
-    outermost first.
+    """A body with its trace context, its specs, the `local_shapes` of its results, and the enclosing vmaps, outermost
+    first.
 
     Attributes:
-        watched: name and body where it takes a derivative itself, which types could add up over the devices of a vmap.
-        num_fixed: of a part that is linear in its last operands (tangents), the number of those before them.
+        watched: name and body, if the body takes a derivative that JAX's types could sum over the devices of a vmap.
+        num_fixed: for a part that is linear in its last operands (tangents), the number of operands before them.
         pull: the transpose of such a part on shards, `(fixed, cotangents) -> cotangents of the last operands`.
     """
 
@@ -71,13 +70,12 @@ class Part:
         return mapped(*args)
 
     def _specs(self) -> tuple[PartitionSpec, ...]:
-        """Returns the specs of the operands with the dims of the vmaps in front."""
+        """Returns the specs of the operands, with the dims of the vmaps first."""
         of = lambda i: (_one(level.axes) for level in self.levels if level.mapped[i])
         return tuple(PartitionSpec(*of(i), *spec) for i, spec in enumerate(self.in_specs))
 
     def _in_levels(self, fn: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., tuple[jax.Array, ...]]:
-        """Returns `fn` of shards with the dims of the vmaps in front, all typed as differing along the axes of
-        these."""
+        """Returns `fn` for shards with the dims of the vmaps first, all typed as varying over the axes of the vmaps."""
         over = tuple(a for level in self.levels for a in level.axes or ())
 
         def local(*shards: jax.Array) -> tuple[jax.Array, ...]:
@@ -89,7 +87,7 @@ class Part:
         return local
 
     def check(self, *args: Any) -> None:
-        """Rejects a derivative that the body takes and that types would add up over the axes of a vmap."""
+        """Raises ConfigError if the body takes a derivative that JAX's types would sum over the axes of a vmap."""
         axes = [a for level in self.levels for a in level.axes or () if self.mesh.shape[a] > 1]
         if self.watched is None or not axes:
             return
@@ -109,7 +107,7 @@ def _one(names: tuple[str, ...] | None) -> Any:
 
 
 def _over_level(fn: Callable[..., Any], level: _Level, mesh: Mesh) -> Callable[..., Any]:
-    """Returns `fn` over the leading dim of the mapped shards: one position where the mesh axes cut it to one."""
+    """Returns `fn` mapped over the leading dim of the mapped shards; a dim that is sharded to size 1 is squeezed."""
     num = level.size
     for a in level.axes or ():
         num //= mesh.shape[a]
@@ -124,7 +122,7 @@ def _over_level(fn: Callable[..., Any], level: _Level, mesh: Mesh) -> Callable[.
 
 
 def differentiable(part: Part) -> Callable[..., Any]:
-    """Returns the part as a function with a gradient: the body's own, computed on the shards."""
+    """Returns the part as a differentiable function; the body is differentiated on shards."""
     num_out = len(part.out_specs)
 
     @jax.custom_jvp
@@ -140,7 +138,7 @@ def differentiable(part: Part) -> Callable[..., Any]:
 
         def pull(fixed: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
             values, kept = fixed[: len(args)], fixed[len(args) :]
-            with trace_context.tracing(part.context):  # a custom gradient of the body uses its axes too
+            with trace_context.tracing(part.context):  # a custom gradient of the body uses its axes
                 return _linearized(part, values, linear).backward(values, [x[0] for x in kept], cotangents)
 
         tangent = tangent_of(part, of_args, more_specs=keeping.out_specs[num_out:], pull=pull)
@@ -154,8 +152,8 @@ def differentiable(part: Part) -> Callable[..., Any]:
 def tangent_of(part: Part, of_args: Sequence[int], more_specs: Sequence[PartitionSpec] = (), pull: Any = None) -> Part:
     """Returns the part `(*args, *more, *tangents of some args) -> tangents of the results`, linear in the tangents.
 
-    `more_specs`: of further operands between the two, for the transpose alone. `pull`: the transpose on shards;
-    default: that of this part's own body.
+    `more_specs`: specs of the operands `more`, used only by the transpose. `pull`: the transpose on shards; default:
+    the transpose of this part's body.
     """
     num, fixed = len(part.in_specs), len(part.in_specs) + len(more_specs)
     of_results = floats(part.local_shapes)
@@ -202,7 +200,7 @@ def tangent_of(part: Part, of_args: Sequence[int], more_specs: Sequence[Partitio
 
 
 def _linearized(part: Part, shards: Sequence[jax.Array], before: Linearized | None = None) -> Linearized:
-    """Returns the body at `shards`, which keeps what a trace `before` has kept."""
+    """Returns the linearized body at `shards`, with the same residuals as the trace `before`."""
     remat = part.context.options.remat
     found = Linearized(part.body, shards, everything_but_gathered if remat is None else remat.in_parts)
     if before is not None and found.made_by != before.made_by:
@@ -211,8 +209,8 @@ def _linearized(part: Part, shards: Sequence[jax.Array], before: Linearized | No
 
 
 def _keeping(part: Part, args: Sequence[jax.Array]) -> tuple[Part, Linearized]:
-    """Returns the part with the residuals of its gradient after its results, each with a leading dim that is sharded
-    over the axes along which it differs, and the trace that defines them."""
+    """Returns (the part that returns its residuals after its results, the trace that defines them). Each residual has a
+    leading dim that is sharded over the axes along which it varies."""
     found: list[Linearized] = []
 
     def probe(*shards: jax.Array) -> jax.Array:
@@ -229,7 +227,7 @@ def _keeping(part: Part, args: Sequence[jax.Array]) -> tuple[Part, Linearized]:
     with compat.outside_of_spmd_vmaps():
         jax.eval_shape(jax.shard_map(probe, mesh=part.mesh, in_specs=part.in_specs, out_specs=PartitionSpec()), *shapes)
     (linear,) = found
-    # Axes of replicas and of a pipeline's stages belong to an enclosing vmap, as in _typed.
+    # The axes of replicas and pipeline stages belong to an enclosing vmap.
     outer = {*part.context.sharding.data_axes, *part.context.mapped_axes}
     differs = [tuple(a for a in MODEL_AXES if a in compat.varying_axes_of(x) and a not in outer) for x in linear.kept]
     keeping = dataclasses.replace(
@@ -272,8 +270,8 @@ def _abstract(*avals: Any, part: Part) -> list[Any]:
 
 
 def _batch(axis_data: Any, args: Sequence[Any], dims: Sequence[int | None], *, part: Part) -> Any:
-    """Adds one level: mapped operands carry it in front, and so does every result. Without a mapped one there is no
-    level."""
+    """Adds one level: the leading dim of mapped operands and of all results. Without mapped operands no level is
+    added."""
     if all(d is None for d in dims):
         return part.bind(*args), [None] * len(part.local_shapes)
     moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
@@ -286,7 +284,7 @@ def _batch(axis_data: Any, args: Sequence[Any], dims: Sequence[int | None], *, p
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, part: Part) -> Any:
-    """The derivative of a part that has been mapped, or is a gradient already: that of its body."""
+    """The derivative of a mapped part or of a gradient: the derivative of its body."""
     out = part.bind(*primals)
     of_args = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
     found = iter(tangent_of(part, of_args).bind(*primals, *(tangents[i] for i in of_args)))
@@ -296,13 +294,13 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, part: Part) -> Any:
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, part: Part) -> list[Any]:
-    """Returns the cotangents of the last operands: those of a vmap that maps others alone are summed."""
+    """Returns the cotangents of the last operands, summed over vmaps that do not map the operand."""
     num, pull = part.num_fixed, part.pull
     fixed, linear = operands[:num], operands[num:]
     assert pull is not None and not any(map(ad.is_undefined_primal, fixed))
     cotangents = [ad.instantiate_zeros(c) for c in cotangents]
     lead = [sum(level.mapped[num + i] for level in part.levels) for i in range(len(linear))]
-    of = [x.aval if ad.is_undefined_primal(x) else x for x in linear]  # the zero tangent of a constant is known
+    of = [x.aval if ad.is_undefined_primal(x) else x for x in linear]  # a constant has a known zero tangent
     one = [jax.ShapeDtypeStruct(x.shape[n:], x.dtype) for x, n in zip(of, lead, strict=True)]
     gradient = Part(
         lambda *shards: pull(shards[:num], shards[num:]),

@@ -1,10 +1,10 @@
-"""The residuals of a part's gradient: those of `jax.vjp` as a list that can be passed from one program to another.
+"""The residuals of a part's gradient: the residuals of `jax.vjp` as a list that one program passes to another.
 
-A part of `sk.manual` runs as one `shard_map`, its gradient as a second one, and both have to agree on a list of the
-values that are passed. A body that is traced once more, under a `vmap` over replicas, has other types, and residuals in
-another order. So each is identified by the operation that made it, counted without those that only change types.
+A part of `sk.manual` runs as one `shard_map` and its gradient as a second one. Both must agree on the list of
+residuals. A second trace of the body, under a `vmap` over replicas, has other types and another order. So the index of
+the producing operation, without operations that only change types, identifies a residual.
 
-Saved are values that `remat` selects and that depend on the part's inputs. Others (masks, positions) are recomputed.
+Values that `remat` selects and that depend on the part's inputs are saved. Others (masks, positions) are recomputed.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def floats(values: Sequence[Any]) -> list[int]:
 
 
 class Linearized:
-    """A function at given arguments, traced: its results, and its gradient from the arguments and from what is kept.
+    """A function traced at `args`: its results, and its gradient from the arguments and the residuals.
 
-    `kept`: types of what is kept, in an order that every trace of the function has. `made_by`: (number of the
-    operation, number of its result, name of the operation) of each. `marks`: the `checkpoint_name` of each, or KEPT.
+    `kept`: types of the residuals, in the same order in every trace. `made_by`: for each (index of the operation, index
+    of its result, name of the operation). `marks`: for each its `checkpoint_name` or KEPT.
     """
 
     def __init__(self, fn: Callable[..., tuple[jax.Array, ...]], args: Sequence[Any], policy: Any) -> None:
@@ -70,7 +70,7 @@ class Linearized:
         self.marks = [_saved_name(var, made) for var in self._wanted]
 
     def forward(self, args: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Returns (the function's results, what is kept)."""
+        """Returns (results of the function, residuals)."""
         found = self._compute(self._closed.jaxpr.eqns, [*self._results, *self._wanted], args)
         return found[: len(self._results)], found[len(self._results) :]
 
@@ -97,7 +97,7 @@ class Linearized:
 
 
 def _origins(jaxpr: Any) -> dict[Any, Any]:
-    """Returns for each variable that of the same value before its type was changed."""
+    """Returns a map from each variable to the variable of the same value before changes of its type."""
     origin = {var: var for var in (*jaxpr.constvars, *jaxpr.invars)}
     for eqn in jaxpr.eqns:
         for var in eqn.outvars:
@@ -116,7 +116,7 @@ def _dependents(jaxpr: Any) -> set[Any]:
 
 
 def _saved_name(var: Any, made: dict[Any, Any]) -> str:
-    """Returns the name of a value, which JAX may round to its own precision on its way out."""
+    """Returns the `checkpoint_name` of a value, also if JAX adds a `reduce_precision` or a barrier after it."""
     if not isinstance(var, jax.extend.core.Var) or var not in made:
         return KEPT
     eqn = made[var][2]

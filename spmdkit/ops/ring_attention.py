@@ -1,23 +1,22 @@
-"""Attention over a sequence that is sharded over a ring of devices: keys and values go round, queries stay.
+"""Attention over a sequence sharded over a ring of devices: keys and values move along the ring, queries do not.
 
     out[B, T_c, N, H] = softmax(q[B, T_c, N, H] . k[B, S_c, K, H]^T) v[B, S_c, K, H]          c: context, C devices
 
-In turn s = 1 .. C-1 each device has the keys and values of the device s places before it, adds what its queries see
-there (online softmax in float32), and passes them on meanwhile. The backward pass goes round once more, from `out` and
-`lse` alone; the gradients of k and v travel behind them, in float32.
+In ring step s = 1 .. C-1 each device holds the keys and values of the device s positions before it, adds their
+contribution to its queries (online softmax in float32), and sends them to the next device at the same time. The
+backward pass runs a second ring from `out` and `lse`; the gradients of k and v follow k and v, in float32.
 
-In zig-zag order (context.py) the device of chunks i and 2C-1-i sees of chunks j and 2C-1-j: for j < i chunk j with both
-its own chunks, for j > i both chunks with its later one. Always two full blocks of (T/2C)^2 out of four, so the program
-has no branch and every device the same work. In contiguous order the last device sets the time: about twice as long.
+In zig-zag order (context.py) the device with chunks i and 2C-1-i receives chunks j and 2C-1-j. For j < i both its
+chunks attend to chunk j; for j > i its later chunk attends to both. These are two full blocks of (T/2C)^2 out of four:
+no branch, balanced work. Contiguous order takes about twice as long.
 
 Wire, per device and call, with |x| the bytes of a shard of x:
 
     forward    (C-1) (|k| + |v| + |ids|)
-    backward   (C-1) (|k| + |v| + |dk| + |dv| + |ids|)       dk and dv in float32; ids: int32, where given
+    backward   (C-1) (|k| + |v| + |dk| + |dv| + |ids|)       dk and dv in float32; ids: int32, optional
 
 When: sequences too long for one device, any number of heads. When not: fewer than about 10^3 tokens per device.
-Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023); Llama 3 (2024), section 3.3.2, for the balanced
-order.
+Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023); Llama 3 (2024), section 3.3.2 (balanced order).
 """
 
 from __future__ import annotations
@@ -80,11 +79,11 @@ def backward(
     """Returns (dq, dk, dv), float32, of this device's queries, keys and values."""
     num, index = axis_size("sequence"), axis_index("sequence")
     is_full = _is_full(causal, own)
-    # Else XLA takes the first turn of both passes for one, and keeps its keys and values from one pass to the other.
+    # Without a barrier XLA merges the first step of both passes, and retains its keys and values between the passes.
     own, dout = lax.optimization_barrier((own, dout))
 
     def add(dq: jax.Array, passed: Keys, turn: Any) -> tuple[jax.Array, Pair]:
-        """Returns (dq with what this device's queries see of `passed`, their part of the gradient of its k and v)."""
+        """Returns (dq plus the contribution of `passed`, this device's part of the gradient of its k and v)."""
         source = (index - turn) % num
 
         def full_block() -> tuple[jax.Array, Pair]:
@@ -137,14 +136,14 @@ def _zeros(like: jax.Array) -> jax.Array:
 
 
 def _is_full(causal: bool, own: Keys) -> bool:
-    """Whether the order alone determines the visible blocks of a causal mask: then those blocks are full."""
+    """Returns whether the order alone determines the visible blocks of a causal mask: these blocks are then full."""
     return causal and own.positions is None
 
 
 class _Two:
-    """The two full blocks that a device in zig-zag order has with another one, stacked along the examples: the later
-    half of its queries with the earlier half of the keys, and both earlier halves when the keys' device stands before
-    it, else both later ones."""
+    """The two full blocks of a device's queries and another device's keys in zig-zag order, stacked along the examples:
+    the later half of the queries with the earlier half of the keys; and the earlier halves of both if the keys' device
+    precedes this device, else the later halves of both."""
 
     def __init__(self, is_before: jax.Array):
         self.is_before = is_before
@@ -173,7 +172,7 @@ class _Two:
         return out, lse
 
     def queries_back(self, x: jax.Array) -> jax.Array:
-        """Returns the sum of both blocks' values at their places among all queries."""
+        """Returns the sum of both blocks' values at their positions among all queries."""
         first, second = jnp.split(x, 2)
         return jnp.concatenate([self._if(second), first + self._if(second, False)], 1)
 
@@ -186,4 +185,4 @@ class _Two:
 
 
 SEAMS = {"ring_shift": ring_shift}
-"""What `verify` replaces (verify/mutations.py)."""
+"""Functions that `verify` replaces (verify/mutations.py)."""

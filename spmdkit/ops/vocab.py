@@ -1,29 +1,28 @@
-"""The two ends of a language model with the vocabulary sharded over devices: embedding lookup and cross-entropy.
+"""Embedding lookup and cross-entropy loss with the vocabulary sharded over devices.
 
     embed          tokens[B_b, T_s] , E[V_t, D_f]               ->  x[B_b, T_st, D]
-    cross_entropy  h[B_b, T_st, D] . W[D_f, V_t] , targets      ->  loss[B_b, T_s]      logits[B, T, V] exist nowhere
+    cross_entropy  h[B_b, T_st, D] . W[D_f, V_t] , targets      ->  loss[B_b, T_s]      no full logits[B, T, V]
 
-`b` are the axes of the batch, `s` those of the sequence (context), `t` those of the vocabulary (tensor), `f` those of
-the weights' storage (fsdp).
+Axes: `b` batch, `s` sequence (context), `t` vocabulary (tensor), `f` weight storage (fsdp).
 
-Each device looks up the ids that are in its part of the vocabulary, zero for the others, and one reduction adds the
-parts. The loss needs of every token the largest logit, the sum of exponentials and the target's logit; each is a
-reduction over a device's own columns, then over t. A device computes at most `chunk` tokens' logits at a time.
+Each device looks up the ids in its vocabulary shard, with zeros for all other ids, and one reduction sums the results.
+The loss needs three values per token: the largest logit, the sum of exponentials and the target's logit. Each is
+reduced over the device's columns, then over t. A device computes the logits of at most `chunk` tokens at a time.
 
-Wire, sent per device and step; N_t, N_f, N_c devices along t, f, and the other axes of the batch and of the sequence; n
-tokens of a device after the gather over t, X their bytes [n, D], W those of table or head gathered over f, [D, V/N_t]:
+Wire, bytes sent per device and step; N_t, N_f, N_c devices along t, f, and the other batch and sequence axes; n tokens
+per device after the gather over t, X their bytes [n, D], W bytes of the table or head gathered over f, [D, V/N_t]:
 
     embed, by table    forward  (N_t-1)/N_t X   + (N_f-1)/N_f W                 backward  the same + 2 (N_c-1)/N_c W/N_f
     embed, by tokens   forward  (N_t-1)/N_t X   + (N_f-1)/N_f X/N_t             backward  the same + 2 (N_c-1)/N_c W/N_f
-                                                + 4 (N_f-1) n of ids            where X/N_t < W, and f cuts the batch
+                                                + 4 (N_f-1) n of ids            if X/N_t < W and f shards the batch
     cross_entropy      forward  (N_t-1)/N_t (X + 24 n)   + (N_f-1)/N_f W
                        backward (N_t-1)/N_t 2 X          + 2 (N_f-1)/N_f W      + 2 (N_c-1)/N_c W/N_f
 
-When not: a vocabulary so small that its logits fit: a plain product and softmax is as good.
+When not: the logits fit in memory. A plain matrix product and softmax is then as good.
 Source: Shoeybi et al., "Megatron-LM" (2019), section 3 (the parallel cross-entropy); Wijmans et al., "Cut Your Losses
 in Large-Vocabulary Language Models" (2024) (logits in blocks); Chowdhery et al., "PaLM" (2022), section 5 (z-loss).
 
-Shape suffixes: B examples, T positions, D width, V vocabulary, N tokens of one device (B T), C tokens of one chunk.
+Shape suffixes: B examples, T positions, D width, V vocabulary, N tokens per device (B T), C tokens per chunk.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ from spmdkit.ops.manual import Dims, manual
 from spmdkit.step import trace_context
 
 LOGITS_BYTES = 2**29
-"""Bytes of float32 logits that a device holds at a time where no `chunk` is given."""
+"""Maximum bytes of float32 logits per device at a time, if `chunk` is not set."""
 
 LANES = 128
-"""A TPU pads the last dim in memory to so many values."""
+"""A TPU pads the last dim in memory to a multiple of this number of values."""
 
 SMALLEST = -1e30
-"""The logit of an id that does not exist: finite, so that a shard of such ids alone gives no NaN."""
+"""The logit of a padding id: finite, so that a shard with padding ids only gives no NaN."""
 
 
 @jax.named_scope(trace_context.VOCAB)
@@ -63,16 +62,16 @@ def embed(
     dims: Dims = tensor.ROWS,
     by: Literal["auto", "table", "tokens"] = "auto",
 ) -> jax.Array:
-    """Returns the rows of the table at the tokens, [B, T, D]; zeros for ids outside of it.
+    """Returns the table rows of the tokens, [B, T, D]; zeros for ids outside the vocabulary.
 
     Args:
-        dims: of the result; with `norm_sequence` the reduction over the vocabulary leaves each device its part of the
+        dims: dims of the result; with `norm_sequence` the reduction over the vocabulary is a reduce-scatter over the
             sequence.
-        by: what moves over the axes that store the table's width: the table, or the ids there and the vectors back;
-            auto takes what sends less, and the table where the vectors, cut into so many parts and padded again, took
+        by: data sent over the axes that shard the table's width. `table` gathers the table, `tokens` sends ids and
+            returns vectors, `auto` selects the one with fewer bytes sent, or `table` if the padded vectors would take
             more memory.
 
-    Layout: tokens cut as `dims` without the vocabulary's axes; table `("vocab", "embed")`.
+    Layout: tokens sharded as `dims` without the vocabulary axes; table `("vocab", "embed")`.
     """
     _check_ids("sk.embed: tokens_BT", tokens_BT)
     table_dims: Dims = ("vocab", "embed")
@@ -113,23 +112,23 @@ def cross_entropy(
     vocab_size: int | None = None,
     dims: Dims = tensor.ROWS,
 ) -> jax.Array:
-    """Returns `-log softmax(hidden . head)[target]`, float32[B, T], without logits of more than `chunk` tokens on any
-    device.
+    """Returns `-log softmax(hidden . head)[target]`, float32[B, T]. The logits of at most `chunk` tokens exist on a
+    device at a time.
 
     Args:
-        targets_BT: ids, integers; an id outside the vocabulary gives NaN, unless `where` leaves it out.
-        where: bool[B, T]; zero, and no gradient, where False.
-        z_loss: adds `z_loss * log(sum(exp(logits)))**2`, which keeps the logits from drifting.
-        chunk: tokens of a device with logits in memory at a time; default: half a GiB of them.
-        vocab_size: number of ids that exist, where the head has been padded to a multiple of the tensor axis; the other
-            columns get no probability and no gradient.
-        dims: of `hidden_BTD`.
+        targets_BT: integer ids; an id outside the vocabulary gives NaN, unless `where` masks it.
+        where: bool[B, T]; where False, the loss is zero and has no gradient.
+        z_loss: adds `z_loss * log(sum(exp(logits)))**2`, which prevents drift of the logits.
+        chunk: number of tokens per device with logits in memory at a time; default: half a GiB of logits.
+        vocab_size: number of ids, if the head is padded to a multiple of the tensor axis; padding columns get no
+            probability and no gradient.
+        dims: dims of `hidden_BTD`.
 
-    Layout: hidden as in `dims`, head `("embed", "vocab")`, the rest and the result cut as the rows of `dims` without
-        the vocabulary's axes. Products and sums in float32; the gradients have the dtypes of hidden and head.
+    Layout: hidden as `dims`, head `("embed", "vocab")`, other arguments and the result sharded as the rows of `dims`
+        without the vocabulary axes. Products and sums are in float32; gradients have the dtypes of hidden and head.
 
     Raises:
-        ConfigError: V is not divisible by the axes of `vocab`: pad the head and give `vocab_size`; targets that are no
+        ConfigError: V is not divisible by the axes of `vocab` (pad the head and set `vocab_size`), or targets are not
             integers.
     """
     _check_ids("sk.cross_entropy: targets_BT", targets_BT)
@@ -143,8 +142,8 @@ def cross_entropy(
 
 
 def padded_vocab(vocab_size: int, multiple: int = 128) -> int:
-    """Returns the smallest multiple that holds the vocabulary: the length of a head or table that any such mesh can
-    cut."""
+    """Returns `vocab_size` rounded up to a multiple of `multiple`. A head or table of this length can be sharded over
+    any axis size that divides `multiple`."""
     return -(-vocab_size // multiple) * multiple
 
 
@@ -182,7 +181,7 @@ def _check(num: int, vocab_size: int | None, chunk: int | None, vocab_axes: tupl
 
 
 def _look_up(tokens: jax.Array, table_VD: jax.Array, vocab_axes: tuple[str, ...]) -> jax.Array:
-    """Returns the rows of this device's part of the table, zeros for ids of the others."""
+    """Returns rows of this device's table shard; zeros for ids in other shards."""
     ids = tokens.astype(jnp.int32) - axis_index(vocab_axes) * table_VD.shape[0]
     own = (ids >= 0) & (ids < table_VD.shape[0])
     rows = jnp.take(table_VD, jnp.where(own, ids, 0), axis=0, mode="clip")
@@ -190,7 +189,7 @@ def _look_up(tokens: jax.Array, table_VD: jax.Array, vocab_axes: tuple[str, ...]
 
 
 class _Core(NamedTuple):
-    """The loss and its gradient on shards; N tokens of this device, V its part of the vocabulary."""
+    """The loss and its gradient on shards; N: tokens of this device, V: its shard of the vocabulary."""
 
     dims: Dims
     head_dims: Dims
@@ -205,7 +204,7 @@ class _Core(NamedTuple):
 
         def part(fn: Any, more_in: Any, out_dims: Any) -> Any:
             def run(*args: Any) -> Any:
-                with trace_context.tracing(step):  # the backward pass is traced when the caller's, a stage say, is left
+                with trace_context.tracing(step):  # the backward pass is traced outside the caller's context
                     return manual(fn, (*ends, row_dims, *more_in), out_dims, "sk.cross_entropy")(*args)
 
             return run
@@ -241,7 +240,7 @@ class _Core(NamedTuple):
         return loss_N.reshape(targets.shape), logsumexp_N.reshape(targets.shape)
 
     def tangent(self, hidden: jax.Array, head: jax.Array, targets: jax.Array, _: jax.Array, *tangents: Any) -> Any:
-        """Returns the tangent of the loss by those of hidden and head: the forward mode of the forward pass."""
+        """Returns the tangent of the loss for tangents of hidden and head (forward mode)."""
         return jax.jvp(lambda hidden, head: self.forward(hidden, head, targets)[0], (hidden, head), tangents)[1]
 
     def backward(
@@ -258,9 +257,9 @@ class _Core(NamedTuple):
         return d_hidden, tensor.scatter_gradient(d_head_DV.astype(head.dtype), head, self.head_dims, self.dims, 0)
 
     def _by_columns(self, rows: Any, head_DV: jax.Array, first: Any, differs: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns the gradients, some columns of all rows at a time: each column's is written once. By rows, the head's
-        gradient would be a float32 sum over the chunks, twice in memory (8B on v5p: 3.9 GiB of 7.9 GiB of temporaries,
-        2026-11-21). Columns that fill up the last group are zeros, which add nothing."""
+        """Returns the gradients, computed for a group of columns and all rows at a time: each column is written once.
+        With chunks of rows, the head's gradient would be a float32 sum over chunks, twice in memory (8B on v5p: 3.9 GiB
+        of 7.9 GiB of temporaries, 2026-11-21). Padding columns of the last group are zeros."""
         hidden_ND, num = rows[0], head_DV.shape[1]
         least = min(num, -(-hidden_ND.shape[0] // self._chunk(num)))
         parts = next((n for n in range(least, 4 * least + 1) if num % n == 0), least)
@@ -272,7 +271,7 @@ class _Core(NamedTuple):
             d_head_DV, d_hidden_ND = sums
             columns_DV = lax.dynamic_slice_in_dim(head_DV, i * width, width, 1)
             d_NV = self._slope(rows, columns_DV, first + i * width)
-            if parts * width > num:  # the logit of zeros may be far above all others
+            if parts * width > num:  # the logit of a zero column may be far above all others
                 d_NV = jnp.where(i * width + jnp.arange(width, dtype=jnp.int32) < num, d_NV, jnp.zeros((), d_NV.dtype))
             own_DV = jnp.matmul(hidden_ND.T, d_NV, preferred_element_type=jnp.float32).astype(head_DV.dtype)
             d_head_DV = lax.dynamic_update_slice_in_dim(d_head_DV, own_DV, i * width, 1)
@@ -283,7 +282,7 @@ class _Core(NamedTuple):
         return d_head_DV[:, :num], d_hidden_ND
 
     def _slope(self, rows: Any, head_DV: jax.Array, first: Any) -> jax.Array:
-        """Returns the derivative of the loss by each logit, [C, V]."""
+        """Returns the derivative of the loss with respect to each logit, [C, V]."""
         hidden_CD, targets_C, logsumexp_C, cotangent_C = rows
         logits_CV, is_target_CV = self._logits(hidden_CD, targets_C, head_DV, first)
         scale_C = cotangent_C * (1 + 2 * self.z_loss * logsumexp_C)
@@ -309,7 +308,7 @@ class _Core(NamedTuple):
         return self.chunk or max(1, LOGITS_BYTES // (4 * num_columns))
 
     def _over_chunks(self, one: Callable[..., Any], rows: Any, num_columns: int) -> Any:
-        """Returns `one` of chunks of the rows, joined again; padding rows are zeros."""
+        """Returns `one` applied to chunks of the rows, concatenated; padding rows are zeros."""
         num = rows[0].shape[0]
         parts = -(-num // self._chunk(num_columns))
         if parts <= 1:
@@ -321,4 +320,4 @@ class _Core(NamedTuple):
 
 
 SEAMS = {"axis_index": axis_index}
-"""What `verify` replaces (verify/mutations.py)."""
+"""Functions that `verify` replaces (verify/mutations.py)."""
