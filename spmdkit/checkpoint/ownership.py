@@ -4,9 +4,9 @@ run_lock  (run_directory.py)  an flock on the run directory; ends with its proce
 Fence     (this file)         the id of the attempt, stored in the directory; stops writes of an earlier attempt
 Lease     (lease.py)          the equivalent for a folder of a bucket, which has no locks
 
-Without a fence, a process of an earlier attempt that was suspended and resumes, or a run after its folder was moved, would
-continue to write. So each attempt stores its id in the directory and checks it before each save and event, and before
-metrics lines at most ten times per second.
+Without a fence, a process of an earlier attempt that was suspended and resumes, or a run after its folder was moved,
+would continue to write. So each attempt stores its id in the directory and checks it before each save and event, and
+before metrics lines at most ten times per second.
 """
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
-"""In-process elasticity: a job that loses or gains processes continues in the same processes, with the state from their
-memory. The orders of the launcher and snapshots of the state enter; a driver of `spmdkit.run` (driver.py) leaves.
+"""In-process elasticity: a job that loses or gains processes continues in the remaining ones, with the state from their
+memory. Input: membership updates of the launcher and snapshots. Output: a driver of `spmdkit.run` (driver.py).
 """

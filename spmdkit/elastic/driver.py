@@ -1,4 +1,4 @@
-"""The outer driver of in-process elasticity: trains a run once for each membership of its job, in the same process."""
+"""The outer driver of in-process elasticity: it trains a run once per membership of the job, in the same process."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ NEEDED_LATER = (
     "spmdkit.plan.document",
     "spmdkit.metrics.report.run",
 )
-"""Modules that a run imports lazily, and a standby before it joins."""
+"""Modules that a run imports lazily. A standby imports them before it joins."""
 
 NO_EFFECT = "elastic.in_process has no effect: this is not started by spmdkit launch --elastic MIN:MAX"
 
 
 def train(job: TrainJob, train_once: Callable[..., Result]) -> Result:
-    """Returns the result of the last membership. `train_once`: `(job, join, driver) -> Result`, one training."""
+    """Returns the result of the last membership. `train_once`: `(job, join, driver) -> Result`, trains once."""
     if not compat.backends_initialized():
         compat_membership.reduce_one_by_one()
     membership = membership_from_env(os.environ, job.config.elastic.snapshot_every) if job.cluster is None else None
@@ -52,11 +52,11 @@ def train(job: TrainJob, train_once: Callable[..., Result]) -> Result:
         except Exception as error:
             if not membership.takes(error):
                 raise
-        membership.leave()  # here nothing refers to the frames of the error any more
+        membership.leave()  # outside the handler no frame of the error is referenced
 
 
 def _join(membership: Membership, config: Config) -> tuple[Cluster, Config]:
-    """Returns the processes of the next membership, joined, and the config for this number of processes."""
+    """Joins the next membership. Returns its processes and the config for their number."""
     spec, generation, overrides = membership.place(
         detect_cluster(os.environ, config.cluster.environment), lambda: warm_up(config)
     )
@@ -69,7 +69,7 @@ def _join(membership: Membership, config: Config) -> tuple[Cluster, Config]:
 def _session(
     membership: Membership, cluster: Cluster, watchdog: Watchdog | None, signals: StopSignals
 ) -> Iterator[None]:
-    """Listens to the launcher; when the membership changes, stops the watchdog and drops what refers to the run."""
+    """Listens to the launcher. When the membership changes, stops the watchdog and drops references to the run."""
     membership.joined(cluster)
     try:
         yield
@@ -88,14 +88,14 @@ def _ends(membership: Membership, error: BaseException) -> Mapping[str, Any] | N
 
 
 def warm_up(config: Config) -> None:
-    """Imports the modules that a run of `config` needs. Calls no user code and creates no devices.
+    """Imports the modules that a run of `config` needs. Runs no user code except imports and creates no devices.
 
-    An import error is reported later, when the run needs the file.
+    An import error is reported later, when the run imports the file.
     """
     for name in NEEDED_LATER:
         importlib.import_module(name)
     target, name = config.task_reference()
     with suppress(SpmdkitError):
         find(f"{target}:{name}", "task", config.folder, Task)
-    if compat.backends_initialized():  # by the user's file: a process has to join before it has devices
+    if compat.backends_initialized():  # by the user's file: a process must join before it creates devices
         compat_membership.leave_backend()

@@ -1,10 +1,10 @@
-"""`CollectiveTransport`: shuts down the Gloo connections of this process, which ends a collective that can never end.
+"""`CollectiveTransport`: shuts down the Gloo connections of this process, to end a collective that cannot complete.
 
-Gloo's all-reduce is a ring. When a process dies, its two neighbours get an error; the others wait for a live neighbour
-that has given up, indefinitely (n >= 4). XLA has one time-out for all collectives of a run. Once the launcher has
-reported a death, each process shuts down its connections, and the collective ends with an error within milliseconds.
+Gloo's all-reduce is a ring. When a process dies, its two neighbors get an error. The others wait indefinitely for a
+live neighbor that has already failed (n >= 4). XLA has one timeout for all collectives of a run. Once the launcher
+reports a death, each process shuts down its connections, and the collective fails within milliseconds.
 
-Linux. Elsewhere nothing is found, and the time-out remains.
+This works on Linux. On other systems no sockets are listed, and the timeout applies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 
 class CollectiveTransport:
-    """The connections of one backend. `own`: the ports on which this process listens; `others`: those of all."""
+    """The connections of one backend. `own`: ports on which this process listens; `others`: those of all processes."""
 
     def __init__(self) -> None:
         self.own: list[int] = []
@@ -24,13 +24,13 @@ class CollectiveTransport:
 
     @contextlib.contextmanager
     def noticed(self) -> Iterator[None]:
-        """Notes the ports on which the body, which makes the backend, begins to listen."""
+        """Records the ports on which listening starts during the body, which creates the backend."""
         before = _listening()
         yield
         self.own = sorted(_listening() - before)
 
     def cut(self) -> int:
-        """Ends every connection to another process's collectives; returns how many there were. From any thread."""
+        """Shuts down all collective connections to other processes; returns their number. Callable from any thread."""
         ports, num = self.others | set(self.own), 0
         for each in _sockets():
             with each, contextlib.suppress(OSError):
@@ -58,7 +58,7 @@ def _port(each: socket.socket) -> int:
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """Yields the TCP sockets of this process, each by its own descriptor."""
+    """Yields the TCP sockets of this process, each with a duplicated descriptor."""
     try:
         names = os.listdir("/proc/self/fd")
     except OSError:
@@ -69,7 +69,7 @@ def _sockets() -> Iterator[socket.socket]:
                 continue
             each = socket.socket(fileno=os.dup(int(name)))
         except OSError:
-            continue  # closed by now
+            continue  # already closed
         if each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM:
             yield each
         else:

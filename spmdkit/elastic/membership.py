@@ -1,15 +1,15 @@
-"""`Membership`: this process moves from one generation of its job to the next, with the state in its memory.
+"""`Membership`: moves this process from one generation of its job to the next, with the state in its memory.
 
-    1. The launcher publishes the members of generation k (launch/membership_file.py). A thread reads it, ends every
-       wait for the others, and shuts down the connections of a collective that can never end (gloo_sockets.py).
-    2. The training thread gets an error, or detects the change between two steps; `takes` decides that this is no
-       failure.
-    3. It leaves its backend, reports that it is ready, and waits for the address of the next service.
-    4. It joins with its new rank, and the run begins as after a restart, but from the memory of the processes
+    1. The launcher publishes the members of generation k (launch/membership_file.py). A thread reads them, ends all
+       waits for other processes, and shuts down the connections of blocked collectives (gloo_sockets.py).
+    2. The training thread gets an error, or detects the change between two steps. `takes` returns whether it is due to
+       the change of members.
+    3. The process leaves its backend, reports that it is ready, and waits for the address of the next service.
+    4. It joins with its new rank. The run starts as after a restart, but restores from the memory of the processes
        (peer_memory.py, redistribute.py).
 
-Any other course ends the process with an error, and the launcher restarts all from the newest checkpoint. Shown on CPU
-devices (Gloo) only; untested on GPU and TPU.
+In all other cases the process exits with an error, and the launcher restarts all from the newest checkpoint. Verified
+only on CPU devices (Gloo); untested on GPU and TPU.
 """
 
 from __future__ import annotations
@@ -44,34 +44,34 @@ from spmdkit.run.recovery.restore import Restored, latest_for_all
 
 LAG = 16  # steps that may be in flight when processes agree on the last step of a generation
 FINAL = (ConfigError, NonFiniteError, CheckpointError, Preempted, UserCodeError)
-"""Errors that end a run whichever process has died."""
+"""Errors that end a run even if a process has died."""
 
 
 class MembershipChanged(RendezvousError):
-    """This process is called to the next generation: no failure."""
+    """This process moves to the next generation; not a failure."""
 
 
 class Membership:
-    """The membership of this process; see the module.
+    """The membership of this process; see the module docstring.
 
     Attributes:
-        number: of the generation that it is in, or joins now.
+        number: the current generation, or the one that is being joined.
         memory: the state of the last steps.
     """
 
     def __init__(self, orders: MembershipFiles, every: int):
         self._orders, self._every = orders, every
         self.number, self.memory = orders.born, HostMemory()
-        self._order: MembershipUpdate | None = None  # the next one
+        self._order: MembershipUpdate | None = None  # the next update
         self._called, self._gone = threading.Event(), threading.Event()
         self._wires = CollectiveTransport()
         self._copier: Copier | None = None
         self._thread: threading.Thread | None = None
-        self._waits = orders.born > 1  # for an order, before it joins
+        self._waits = orders.born > 1  # for an update, before it joins
 
     def place(self, spec: ClusterSpec, warm: Callable[[], None]) -> tuple[ClusterSpec, Generation, tuple[str, ...]]:
-        """Returns (this process's place, what `join` needs of the generation, `key=value`s of it), once all are there;
-        `warm`: what a standby does before."""
+        """Returns (the cluster spec of this process, the generation to join, config overrides `key=value`), once all
+        processes are ready. `warm`: called first by a standby."""
         self._wires = CollectiveTransport()
         if not self._waits:
             return spec, Generation(self.number, self._wires.noticed()), ()
@@ -91,7 +91,7 @@ class Membership:
         return joined, Generation(order.number, self._wires.noticed()), order.overrides
 
     def _awaited(self) -> MembershipUpdate:
-        """Says for which generation this process is ready, and returns the order of the one that begins."""
+        """Reports the generation for which this process is ready; returns the update that starts it."""
         deadline, ready = Deadline(MEMBERSHIP_UPDATE_S), 0
         while not deadline.expired:
             order = self._orders.read()
@@ -114,8 +114,8 @@ class Membership:
         )
 
     def joined(self, cluster: Cluster) -> None:
-        """Listens to the launcher from now on. On all processes, right after `join`."""
-        # `leave` then collects only what this generation has created; a full collection takes 0.2 s, and all wait.
+        """Starts to listen to the launcher. Called on all processes, right after `join`."""
+        # `leave` then collects only objects of this generation: a full collection takes 0.2 s, and all processes wait.
         gc.freeze()
         self._called.clear()
         self._gone.clear()
@@ -139,8 +139,8 @@ class Membership:
                 self._wires.cut()
 
     def after_step(self, run: Any, step: int, state: Any) -> None:
-        """Copies the state where that is due, and ends the generation where all have agreed on it. On all processes,
-        after each step, and before the first. Raises MembershipChanged if the next generation begins."""
+        """Takes a snapshot if one is due, and ends the generation if all processes agree. Called on all processes after
+        each step and before the first. Raises MembershipChanged if the next generation starts."""
         if self._called.is_set():
             raise MembershipChanged("another process died")
         order = self._order
@@ -158,13 +158,13 @@ class Membership:
                 run.events.write("snapshot_taken", step=step, bytes=snapshot.num_bytes, seconds=took_s)
             self.memory.put(snapshot)
         if ends:
-            run.cluster.barrier("the last step of the generation")  # no process leaves while another one is still in it
-            # Another process may have read the update, and requested the end, before this one has read it.
+            run.cluster.barrier("the last step of the generation")  # no process leaves during another one's step
+            # Another process may read the update and request the end before this process reads it.
             Deadline(MEMBERSHIP_NOTICE_S).wait_for(lambda: self._order is not None, MEMBERSHIP_POLL_S)
             raise MembershipChanged("more processes have come")
 
     def restored(self, cluster: Cluster, program: Program, checkpoints: Checkpoints | None) -> Restored | None:
-        """Returns the state in the memory of all processes; None if a checkpoint is newer or no state is there."""
+        """Returns the state from the memory of all processes; None if a checkpoint is newer or no state is complete."""
         if self.number == 1:
             return None
         on_disk = None if checkpoints is None else latest_for_all(cluster, checkpoints)
@@ -175,30 +175,30 @@ class Membership:
         step, holders = newest
         snapshot = completed(cluster, self.memory, step, holders, program.abstract_state)
         state, record, lines = restored(FromMemory(snapshot), step, program)
-        self.memory.kept.clear()  # the next snapshot is of the new mesh
+        self.memory.kept.clear()  # the next snapshot is for the new mesh
         return Restored(step, state, record, lines, {}, is_saved=step == on_disk)
 
     def takes(self, error: BaseException | None) -> bool:
-        """Returns whether an error is that another process has died, and the next generation begins. May wait a moment
-        for the launcher to say so."""
+        """Returns whether an error is due to the death of another process and the next generation starts. May wait a
+        moment for the launcher's update."""
         if isinstance(error, MembershipChanged):
             return self._order is not None
         if not isinstance(error, Exception):
             return False
-        is_lost = lost_peer(error)  # also an error that a user's hook got while it waited for a metric
+        is_lost = lost_peer(error)  # also an error raised in a user's hook that waited for a metric
         if isinstance(error, FINAL) and not is_lost:
             return False
         return self._called.wait(MEMBERSHIP_NOTICE_S if is_lost else 0.0)
 
     def leave(self) -> None:
-        """Gives up the backend. Nothing of the generation is referred to any more but by this object."""
+        """Leaves the backend. No other object may refer to objects of this generation."""
         self._copier, self._waits = None, True
         _clear_caches()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # what a save had not begun yet
+            warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that a save has not started
             gc.collect()
         compat_membership.leave_backend()
-        self._gone.set()  # now: what was in flight may have begun to connect to others meanwhile
+        self._gone.set()  # after `leave_backend`: pending work may open further connections until then
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -207,7 +207,7 @@ class Membership:
 
 
 def _clear_caches() -> None:
-    """Empties what functions remember: some of it are programs and devices that are gone."""
+    """Clears the caches of functions: some contain programs and devices of the previous generation."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in ("spmdkit", "orbax"):
             for each in list(vars(module).values()):
@@ -218,6 +218,6 @@ def _clear_caches() -> None:
 
 
 def membership_from_env(env: Mapping[str, str], snapshot_every: int) -> Membership | None:
-    """Returns the membership of this process; None if no launcher controls it."""
+    """Returns the membership of this process; None if it has no launcher."""
     orders = open_membership_files(env)
     return None if orders is None else Membership(orders, snapshot_every)

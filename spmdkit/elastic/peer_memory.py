@@ -1,14 +1,14 @@
-"""`HostMemory`: the state of the last steps in host memory, each shard in at least two processes, so that one may die.
+"""`HostMemory`: the state of the last steps in host memory, each shard on at least two processes: one may die.
 
-Every `elastic.snapshot_every` steps each process copies its shards from the devices. For leaves with a shard on one
-process alone (ZeRO, fsdp, tensor) each device also sends its shard to the same device of another process, by one
-permutation.
+Every `elastic.snapshot_every` steps each process copies its shards from the devices. For leaves with a shard on only
+one process (ZeRO, fsdp, tensor), each device also sends its shard to the corresponding device of another process, in
+one permutation.
 
-Wire: a shard of these leaves from each device, every `snapshot_every` steps; nothing for replicas.
-Host memory: two states of its devices, and as much again of what is sent. Two, because the last one may be complete on
-some processes only.
+Wire: one shard of these leaves per device, every `snapshot_every` steps; nothing for replicated leaves.
+Host memory: two states of the local devices, plus two copies of the received shards. The older state is needed because
+the newest may be complete on some processes only.
 
-Source: in-memory checkpoints with a neighbour's copy (Gemini, SOSP 2023).
+Source: in-memory checkpoints with a copy on a neighbor (Gemini, SOSP 2023).
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from spmdkit.foundation.trees import is_key, named_leaves
 
 KEPT = 2
 AWAY = 2
-"""Distance of the process with the other copy, with four and more: the next one may have to end too (OUT_S)."""
+"""Distance to the process with the second copy, for four and more: the next one may be killed too (LEAVE_STEP_S)."""
 
 Location = tuple[tuple[int, int], ...]
-"""Where a shard lies in its leaf: (begin, end) of each dim."""
+"""Position of a shard in its leaf: (begin, end) per dim."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What this process holds of one leaf."""
+    """The shards of one leaf on this process."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -46,11 +46,11 @@ class Parts:
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """A state as this process holds it.
+    """The part of a state on this process.
 
     Attributes:
-        record: what a checkpoint holds in addition to the arrays, as JSON; empty where this process has received all.
-        leaves: by path.
+        record: the content of a checkpoint other than arrays, as JSON.
+        leaves: the shards by path.
     """
 
     step: int
@@ -59,7 +59,7 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the host's memory."""
+        """The size in host memory."""
         return sum(part.nbytes for leaf in self.leaves.values() for part in leaf.parts.values())
 
 
@@ -72,19 +72,19 @@ def size_of(place: Location) -> int:
 
 
 def common(one: Location, other: Location) -> Location | None:
-    """Returns where two places overlap, None where they do not."""
+    """Returns the overlap of two locations; None if they do not overlap."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return both if all(begin < end for begin, end in both) else None
 
 
 class HostMemory:
-    """The snapshots of one process; they outlive its backends."""
+    """The snapshots of one process; they remain valid after the backend is closed."""
 
     def __init__(self) -> None:
         self.kept: list[Snapshot] = []
 
     def put(self, snapshot: Snapshot) -> None:
-        """Keeps a snapshot instead of the older ones."""
+        """Stores a snapshot and drops the oldest; replaces one of the same step."""
         newer = [each for each in self.kept if each.step != snapshot.step]
         self.kept = [*newer, snapshot][-KEPT:]
 
@@ -92,7 +92,7 @@ class HostMemory:
 class Copier:
     """Copies states of one program to the host; one per generation.
 
-    `mesh`: that of the states.
+    `mesh`: the mesh of the states.
     """
 
     def __init__(self, mesh: jax.sharding.Mesh):
@@ -104,8 +104,8 @@ class Copier:
         self._from: dict[Any, Any] = {devices[there]: devices[here] for here, there in self._to}
 
     def take(self, step: int, state: Any, record: Mapping[str, Any]) -> Snapshot:
-        """Returns the state of `step`, as it is on the devices now, on the host. Waits for the device; on all
-        processes. Raises ConfigError if a leaf holds typed keys."""
+        """Returns the current state on the devices, that of `step`, on the host. Waits for the device. Called on all
+        processes. Raises ConfigError if a leaf has typed keys."""
         leaves = {path: _on_device(path, leaf) for path, leaf in named_leaves(state)}
         if self._send is None:
             self._alone = [path for path, leaf in leaves.items() if _is_alone(leaf)]
@@ -120,17 +120,17 @@ class Copier:
         return Snapshot(step, json.dumps(record, allow_nan=False), kept)
 
     def _sender(self, leaves: list[jax.Array]) -> Callable[[list[jax.Array]], list[jax.Array]]:
-        """Returns the program in which each device sends its shards to the same device of another process."""
+        """Returns the program in which each device sends its shards to the corresponding device of another process."""
         axes = tuple(self._mesh.axis_names)
         specs = [leaf.sharding.spec for leaf in leaves]  # type: ignore[attr-defined]
         shift = lambda shards: [lax.ppermute(x, axes, self._to) for x in shards]
-        # Untyped: what arrives on a device is another shard than its sharding states, and is read as such.
+        # Not type-checked: each device receives a different shard than its sharding states, and it is read as such.
         return jax.jit(jax.shard_map(shift, mesh=self._mesh, in_specs=(specs,), out_specs=specs, check_vma=False))
 
 
 def _copied_to(devices: list[Any]) -> list[tuple[int, int]]:
-    """Returns (position, position of the same device of the process that holds its copy) for all devices of a mesh,
-    given in its order."""
+    """Returns (position, position of the corresponding device on the process with the copy) for all devices of a mesh,
+    in mesh order."""
     of = dict[int, list[int]]()
     for position, device in enumerate(devices):
         of.setdefault(device.process_index, []).append(position)
@@ -141,7 +141,7 @@ def _copied_to(devices: list[Any]) -> list[tuple[int, int]]:
 
 
 def _is_alone(leaf: jax.Array) -> bool:
-    """Returns whether some shard of a leaf is on one process only."""
+    """Returns whether any shard of a leaf is on one process only."""
     holders = dict[Location, set[int]]()
     places: Mapping[Any, Any] = leaf.sharding.devices_indices_map(leaf.shape)
     for device, index in places.items():
@@ -162,7 +162,7 @@ def _on_device(path: str, leaf: Any) -> jax.Array:
 
 
 def _own(leaf: jax.Array) -> Parts:
-    """Returns the shards of this process, copied: the memory of the device goes to the next step."""
+    """Returns copies of the shards on this process: the next step reuses the device memory."""
     parts: dict[Location, np.ndarray] = {}
     for shard in leaf.addressable_shards:
         place = place_of(shard.index, leaf.shape)
@@ -172,7 +172,7 @@ def _own(leaf: jax.Array) -> Parts:
 
 
 class FromMemory:
-    """A snapshot in place of the checkpoints of a directory, for `program.restore.restored`."""
+    """A snapshot with the interface of `Checkpoints`, for `program.restore.restored`."""
 
     def __init__(self, snapshot: Snapshot):
         self._snapshot = snapshot
@@ -182,7 +182,7 @@ class FromMemory:
         return {path: (leaf.shape, str(leaf.dtype)) for path, leaf in self._snapshot.leaves.items()}
 
     def restore(self, step: int, abstract_state: Any, optional: Any = ()) -> tuple[Any, dict[str, Any]]:
-        """Returns (state, record), each leaf on the requested sharding."""
+        """Returns (state, record), each leaf with the requested sharding."""
         leaves = self._snapshot.leaves
         made = [
             jax.make_array_from_callback(leaves[path].shape, target.sharding, functools.partial(whole, leaves[path]))
@@ -192,7 +192,7 @@ class FromMemory:
 
 
 def whole(leaf: Parts, index: Any) -> np.ndarray:
-    """Returns what is at a tuple of slices, put together of the parts that overlap with it."""
+    """Returns the elements at a tuple of slices, assembled from the parts that overlap with it."""
     wanted = place_of(index, leaf.shape)
     if wanted in leaf.parts:
         return leaf.parts[wanted]

@@ -1,11 +1,11 @@
-"""Each process of a new generation receives the shards of the state that it lacks from those that have them.
+"""Sends each process of a new generation the shards of the state that it needs and does not have.
 
-All describe what they hold (step, leaves, shards). The newest step of which every shard exists is taken. Shards that
-some process needs on the new mesh and does not hold form a stream of bytes, the same for all: the first holder of a
-shard writes it, all others zeros, and the streams are added up, which is exact for integers. Where no process lacks
-anything (a death among replicas, no new process) nothing is sent.
+All processes describe their snapshots (step, leaves, shards). The newest step with a complete set of shards is
+selected. The shards that any process needs on the new mesh and does not have form a byte stream, the same on all
+processes. The first holder of a shard writes it, all others write zeros, and an all-reduce sums the streams, which is
+exact for integers. If no shard is missing (a replica died, no new process), nothing is sent.
 
-Wire: an all-reduce of the shards that are lacking, in pieces of `PIECE_BYTES`; one program whatever the shapes.
+Wire: an all-reduce of the missing shards, in pieces of `PIECE_BYTES`; one program for all shapes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spmdkit.foundation.trees import named_leaves
 PIECE_BYTES = 1 << 22
 
 Holdings = dict[str, list[Location]]
-"""Path of a leaf -> the places that one process holds of it."""
+"""Path of a leaf -> locations of its shards on one process."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ def describe(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def parse_info(value: Mapping[str, Any]) -> SnapshotInfo:
-    """Returns the result of `describe`, parsed."""
+    """Parses the result of `describe`."""
     holdings = {
         path: [tuple((a, b) for a, b in place) for place in places] for path, places in value["holdings"].items()
     }
@@ -56,7 +56,7 @@ def parse_info(value: Mapping[str, Any]) -> SnapshotInfo:
 
 
 def newest_whole(by_process: list[list[SnapshotInfo]]) -> int | None:
-    """Returns the newest step of which every element of every leaf is somewhere."""
+    """Returns the newest step with every element of every leaf on some process."""
     everything = [each for of_one in by_process for each in of_one]
     for step in sorted({each.step for each in everything}, reverse=True):
         of_step = [each for each in everything if each.step == step]
@@ -70,8 +70,8 @@ def newest_whole(by_process: list[list[SnapshotInfo]]) -> int | None:
 
 
 def found(cluster: Cluster, memory: HostMemory, least: int) -> tuple[int, list[SnapshotInfo | None]] | None:
-    """Returns (step, what each process holds of it) of the newest state that the processes have together, None where it
-    is older than `least` or there is none."""
+    """Returns (step, the shards of each process) of the newest state that is complete across processes; None if there
+    is none or it is older than `least`."""
     gathered = cluster.gather("memory", [describe(snapshot) for snapshot in memory.kept])
     by_process = [[parse_info(value) for value in values] for values in gathered]
     step = newest_whole(by_process)
@@ -83,8 +83,8 @@ def found(cluster: Cluster, memory: HostMemory, least: int) -> tuple[int, list[S
 def completed(
     cluster: Cluster, memory: HostMemory, step: int, holders: list[SnapshotInfo | None], abstract_state: Any
 ) -> Snapshot:
-    """Returns the snapshot of `step` with everything that this process needs on the new mesh, received from the others
-    where it lacks it. On all processes."""
+    """Returns the snapshot of `step` with all shards that this process needs on the new mesh, received from other
+    processes if missing. Called on all processes."""
     first, leaves = next((i, each.leaves) for i, each in enumerate(holders) if each is not None)
     mine = next((each for each in memory.kept if each.step == step), None)
     if cluster.process_index == first:
@@ -107,7 +107,7 @@ def _needed(num: int, leaves: Mapping[str, Any], abstract_state: Any) -> list[Ho
     targets = dict(named_leaves(abstract_state))
     for path, (shape, _) in leaves.items():
         target = targets.get(path)
-        if target is None or tuple(target.shape) != shape:  # of another number of replicas: a restore reads all
+        if target is None or tuple(target.shape) != shape:  # other number of replicas: a restore reads all
             for each in needed:
                 each[path].append(tuple((0, size) for size in shape))
             continue
@@ -121,7 +121,7 @@ def _needed(num: int, leaves: Mapping[str, Any], abstract_state: Any) -> list[Ho
 def _lacking(
     holders: list[SnapshotInfo | None], needed: list[Holdings], leaves: Mapping[str, Any]
 ) -> Iterator[tuple[str, Location, int, frozenset[int]]]:
-    """Yields (path, place, who sends it, who lacks it) of each shard that somebody lacks, in an order that all have."""
+    """Yields (path, location, sender, receivers) of each missing shard, in the same order on all processes."""
     for path in leaves:
         has = [set[Location]() if each is None else set(each.holdings[path]) for each in holders]
         for place in sorted(set().union(*has)):
@@ -137,7 +137,7 @@ def _lacking(
 def _received(
     cluster: Cluster, mine: Snapshot, stream: list[tuple[str, Location, int, frozenset[int]]]
 ) -> dict[tuple[str, Location], np.ndarray]:
-    """Returns (path, place) -> the shard, for those that this process lacks."""
+    """Returns (path, location) -> shard, for the shards that this process receives."""
     sizes = [size_of(place) * mine.leaves[path].dtype.itemsize for path, place, _, _ in stream]
     starts = [int(start) for start in np.cumsum([0, *sizes])]
     piece = min(PIECE_BYTES, starts[-1])
@@ -147,7 +147,7 @@ def _received(
             shard = np.ascontiguousarray(mine.leaves[path].parts[place])
             total[start : start + size] = shard.reshape(-1).view(np.uint8)
     for at in range(0, len(total), piece):
-        # With `is_source` on every process this is the sum: at each place all but one are zero.
+        # With `is_source` on every process this is a sum: each position is nonzero on at most one process.
         total[at : at + piece] = multihost_utils.broadcast_one_to_all(total[at : at + piece], is_source=True)
     received = {}
     for start, size, (path, place, _, wanting) in zip(starts, sizes, stream, strict=False):

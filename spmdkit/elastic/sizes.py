@@ -1,13 +1,13 @@
-"""The sizes of an elastic job: processes and microbatches, with the same examples of each step in the same order.
+"""The sizes of an elastic job, in processes and microbatches. Each step has the same examples in the same order.
 
-The global batch stays. A step of fewer devices uses more microbatches, so that no device gets more rows at a time
-than at the start:
+The global batch size is constant. A step on fewer devices uses more microbatches, so that the rows per device and
+microbatch never exceed those of the first start:
 
-    shards = product of the batch axes;  rows at a time = batch_size / (shards * microbatches)
+    shards = product of the batch axes;  rows per microbatch = batch_size / (shards * microbatches)
 
-A number that does not divide the mesh or the batch is replaced by the next smaller one. Another number adds up in
-another order (1e-5), the same number gives the same bits. Source: Horovod Elastic and torchelastic's MIN:MAX; those
-leave the global batch to the user.
+A number of processes that does not divide the mesh or the batch is replaced by the next smaller one. A different number
+changes the order of summation (1e-5). The same number gives bitwise equal results. Source: Horovod Elastic and
+torchelastic's MIN:MAX, in which the user handles the global batch size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.foundation.constants import BATCH_AXES, fake_devices
 
 ALLOWED = "processes"
-"""A file in the run's directory with the number of processes that the next start may have."""
+"""File in the run directory with the number of processes allowed for the next start."""
 
 
 class Size(NamedTuple):
@@ -38,19 +38,19 @@ class Size(NamedTuple):
 
 
 class Elastic:
-    """The sizes that a job may have.
+    """The allowed sizes of a job.
 
     Args:
         command: of each process: `train CONFIG key=value ...`.
         between: `MIN:MAX`.
         num: processes of the first start.
-        devices_per_process: None: of `devices: cpu:N` the part of one of `num`, otherwise one.
+        devices_per_process: None: the share of one of `num` processes in `devices: cpu:N`, otherwise 1.
 
     Attributes:
         devices_per_process: the same for all sizes.
-        wanted: with in-process elasticity, processes now -> `resize` for the number in the file `processes`, None
+        wanted: with in-process elasticity, current processes -> `resize` for the number in the file `processes`; None
             unless that is larger.
-        standby: how many processes wait to take a place.
+        standby: number of standby processes.
 
     Raises:
         ConfigError: see the messages.
@@ -91,8 +91,8 @@ class Elastic:
         self.first = Size(num, microbatches)
 
     def ahead(self) -> dict[int, list[str]]:
-        """Returns the numbers of processes to compile for -> additional arguments of the command. Raises ConfigError if
-        a number that never comes."""
+        """Returns the numbers of processes to compile for -> additional arguments of the command. Raises ConfigError
+        for a number that is never used."""
         found = {}
         for processes in self._ahead:
             microbatches = self._fitting(processes)
@@ -106,11 +106,11 @@ class Elastic:
         return found
 
     def after(self, before: int, lost: int) -> Size | None:
-        """Returns the size of the next start, None where no number that is left will do.
+        """Returns the size of the next start; None if no allowed number fits.
 
         Args:
-            before: processes of the start that has ended.
-            lost: of them that died of their own, as if their machine was gone.
+            before: processes of the previous start.
+            lost: the number of them that died by themselves, as if their machine was lost.
         """
         requested = self._allowed()
         left = min(self._most, max(before - lost, self._least) if requested is None else requested)
@@ -120,7 +120,7 @@ class Elastic:
         return None
 
     def resize(self, before: int, lost: int) -> tuple[int, list[str]] | None:
-        """Returns `after` as the launcher wants it: the number, and additional arguments of the command."""
+        """Returns the result of `after` for the launcher: the number, and additional arguments of the command."""
         size = self.after(before, lost)
         return None if size is None else size.launched()
 
@@ -129,8 +129,7 @@ class Elastic:
         return None if size is None or size.processes <= now else size.launched()
 
     def _allowed(self) -> int | None:
-        """Returns the number in the file `processes` of the run's directory, None where there is none between MIN and
-        MAX."""
+        """Returns the number in the file `processes` of the run directory; None if it has none between MIN and MAX."""
         try:
             number = int((self._run_dir / ALLOWED).read_text())
         except (OSError, ValueError):
@@ -138,7 +137,7 @@ class Elastic:
         return number if self._least <= number <= self._most else None
 
     def _shards(self, processes: int) -> int | None:
-        """Returns into how many parts a batch is cut, None where the mesh does not fit."""
+        """Returns the number of batch shards; None if the mesh does not fit."""
         devices = processes * self.devices_per_process
         fixed = math.prod(size for size in self._mesh.values() if size != -1)
         if devices % fixed or (-1 not in self._mesh.values() and devices != fixed):
@@ -147,7 +146,7 @@ class Elastic:
         return math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
 
     def _fitting(self, processes: int) -> int | None:
-        """Returns the fewest microbatches with which no device gets more rows at a time than at the start."""
+        """Returns the fewest microbatches for which no device gets more rows than at the first start."""
         shards = self._shards(processes)
         if shards is None or self._batch % shards:
             return None
