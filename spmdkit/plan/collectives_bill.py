@@ -12,8 +12,8 @@ Bytes *sent* by one device per step with ring algorithms, for a group of N devic
 | collective_permute  | size                  | input of a device that has a target               |
 | broadcast           | size                  | input of the root                                 |
 
-If devices differ, the figure is the maximum. A group of one device sends nothing. Bytes are multiplied by trip counts of
-loops; with an unknown one `bytes` is None and `bytes_at_least` counts the loop once. For a conditional, the branch
+If devices differ, the figure is the maximum. A group of one device sends nothing. Bytes are multiplied by trip counts
+of loops; with an unknown one `bytes` is None and `bytes_at_least` counts the loop once. For a conditional, the branch
 that sends most is counted. A combined collective (a tuple of arrays) is one operation with the sum of the sizes.
 
 Source: NCCL tests, doc/PERFORMANCE.md (bus bandwidth factors); "How to Scale Your Model", "Sharded matrices",
