@@ -1,13 +1,13 @@
-"""Horovod's API on JAX, to port a script: `import spmdkit.horovod as hvd`. One process is one rank.
+"""Horovod's API on JAX, to port existing scripts: `import spmdkit.horovod as hvd`. One process is one rank.
 
     hvd.init()                                      # joins the processes of `spmdkit launch`, Slurm, ...
     params = hvd.broadcast_parameters(params, root_rank=0)
     optimizer = hvd.DistributedOptimizer(optax.sgd(0.01 * hvd.size()))
 
-Enters: arrays of this process. Leaves: reduced or gathered arrays. Calls wait for the other ranks, so they are outside
-of `jax.jit`. Ranks agree on each operation before anything is sent: if ranks differ, also in the operation, every rank
-raises `HorovodInternalError` with the request of each. For new programs use `spmdkit train`, which reduces inside of
-the compiled step. Differences from Horovod: docs/coming_from.md.
+Enters: arrays of this process. Leaves: reduced or gathered arrays. Calls block until the other ranks make them, so they
+must be outside `jax.jit`. Ranks agree on each operation before data is sent. If the requests differ, every rank raises
+`HorovodInternalError` with the request of each rank. For new programs use `spmdkit train`, which reduces inside the
+compiled step. Differences from Horovod: docs/coming_from.md.
 """
 
 from __future__ import annotations

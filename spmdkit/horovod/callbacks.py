@@ -1,9 +1,9 @@
-"""Horovod's Keras callbacks for a custom loop: learning rates by schedule, warm-up with momentum correction, averages
-of metrics.
+"""Horovod's Keras callbacks for a custom loop: learning-rate schedules, warm-up with momentum correction, averaged
+metrics.
 
-The learning rate and the momentum are numbers in the optimizer's state, where `optax.inject_hyperparams` stores them; a
-callback receives the state and returns it. Source: horovod/_keras/callbacks.py (0.28.1); Goyal et al., "Accurate, Large
-Minibatch SGD" (2017), sections 2.2 and 3.
+The learning rate and the momentum are numbers in the optimizer's state, stored there by `optax.inject_hyperparams`. A
+callback receives the state and returns a new one. Source: horovod/_keras/callbacks.py (0.28.1); Goyal et al.,
+"Accurate, Large Minibatch SGD" (2017), sections 2.2 and 3.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class LearningRateScheduleCallback:
     Args:
         multiplier: a function of the epoch, which is fractional unless `staircase`; or a number, raised to the number
             of epochs since `start_epoch`.
-        end_epoch: the first epoch without the schedule; None: no end.
+        end_epoch: the first epoch after the schedule; None: no end.
         staircase: True changes the rate at the first batch of an epoch, False at each batch, which needs
             `steps_per_epoch`.
-        momentum_correction: True scales the momentum by new over old rate for the batch of the change, since the
-            velocity contains steps of the old rate.
+        momentum_correction: True scales the momentum by new / old rate for the batch at which the rate changes, since
+            the velocity contains steps with the old rate.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class LearningRateScheduleCallback:
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate from `initial_lr / size` to `initial_lr`, the rate for all ranks together, over the
-    first epochs, batch by batch. `verbose`: rank 0 prints when it is done."""
+    """Increases the learning rate at each batch of the first epochs, from `initial_lr / size` to `initial_lr`, the rate
+    for all ranks together. `verbose`: rank 0 prints a line at the end of the warm-up."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: int = 0,
     ):
         def multiplier(epoch: float) -> float:
-            epoch += 1.0 / float(steps_per_epoch or 1)  # so that an epoch ends at a round number
+            epoch += 1.0 / float(steps_per_epoch or 1)  # so that an epoch ends at an integer
             return 1.0 / topology.size() * (epoch * (topology.size() - 1) / warmup_epochs + 1)
 
         super().__init__(initial_lr, multiplier, 0, warmup_epochs, False, momentum_correction, steps_per_epoch)
@@ -115,7 +115,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class MetricAverageCallback:
-    """Replaces the numbers of `logs` by their means over ranks, each rank with the same weight."""
+    """Replaces the numbers in `logs` by their means over ranks, with equal weights."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Averages in place."""
@@ -128,13 +128,13 @@ class MetricAverageCallback:
 
 
 def scaled_learning_rate(learning_rate: float, backward_passes_per_step: int = 1, op: Any = Average) -> float:
-    """Returns the rate of one device times the number of ranks and passes that one step averages; unchanged with
+    """Returns the rate of one device times the number of ranks and passes that a step averages; unchanged with
     Adasum."""
     return learning_rate * (topology.size() if op == Average else 1) * backward_passes_per_step
 
 
 def hyperparameter(opt_state: Any, name: str) -> Any:
-    """Returns a number of `optax.inject_hyperparams`. Raises ValueError if the state has none."""
+    """Returns a hyperparameter of `optax.inject_hyperparams`. Raises ValueError if the state has none."""
     value = optax.tree_utils.tree_get(opt_state, name)
     if value is None:
         raise ValueError(
@@ -145,7 +145,7 @@ def hyperparameter(opt_state: Any, name: str) -> Any:
 
 
 def set_hyperparameter(opt_state: Any, name: str, value: Any) -> Any:
-    """Returns the state with another number, of the same dtype."""
+    """Returns the state with a new value of a hyperparameter, in the same dtype."""
     return optax.tree_utils.tree_set(
         opt_state, **{name: jnp.asarray(value, jnp.result_type(hyperparameter(opt_state, name)))}
     )

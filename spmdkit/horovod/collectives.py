@@ -1,4 +1,4 @@
-"""The collectives behind the operations: one compiled program for each kind, over a mesh of one device of each rank.
+"""The collectives of the operations: one compiled program for each kind, over a mesh with one device per rank.
 
 Wire, per rank, N ranks, B bytes of the array: allreduce `2 (N-1)/N B`, with Product or Adasum `(N-1) B`; allgather
 `(N-1)` times the longest part; broadcast `2 (N-1)/N B` (a sum of bits with zeros, so that every bit is preserved);
@@ -22,12 +22,12 @@ from spmdkit import compat
 from spmdkit.communication.reducers.adasum import half_projection
 
 AXIS = "rank"
-MOST_PROGRAMS = 256  # an allgather of other sizes is another program
+MOST_PROGRAMS = 256  # an allgather with other sizes needs another program
 Wants = dict[int, dict[str, Any] | None]
 
 
 class Wire:
-    """The programs of one process set, compiled at first use. `rank`: this process."""
+    """The compiled programs of one process set. `rank`: this process."""
 
     def __init__(self, ranks: Sequence[int], rank: int):
         first: dict[int, jax.Device] = {}
@@ -99,7 +99,7 @@ class Wire:
         arrays = [scaled_on_host(x, prescale) for x in arrays]
 
         def shares(x: jax.Array) -> np.ndarray:
-            """Returns the number of rows of each rank; the first ranks have one more if rows do not divide evenly."""
+            """Returns the number of rows of each rank. The first ranks have one more if rows do not divide evenly."""
             return x.shape[0] // self._num + (np.arange(self._num) < x.shape[0] % self._num)
 
         def body(parts: list[jax.Array]) -> list[jax.Array]:
@@ -112,12 +112,12 @@ class Wire:
         return [scaled_on_host(x[:n], postscale, divisor) for x, n in zip(totals, rows, strict=True)]
 
     def _barrier(self, arrays: list[jax.Array], want: dict[str, Any], by_rank: Wants) -> None:
-        return None  # the round itself
+        return None  # the negotiation round is the barrier
 
     _add_process_set = _remove_process_set = _barrier
 
     def _call(self, key: Any, body: Callable[..., Any], arrays: Sequence[jax.Array], is_sharded: bool = False) -> Any:
-        """Returns the results of `body` for this rank's arrays; `is_sharded`: they differ from rank to rank."""
+        """Returns the results of `body` for this rank's arrays. `is_sharded`: the results differ between ranks."""
         scalars = [x.ndim == 0 for x in arrays]
         key = (key, *scalars)
         if key not in self._programs:
@@ -141,24 +141,24 @@ class Wire:
 
 @functools.cache
 def _programs(ranks: tuple[int, ...]) -> dict[Any, Callable[..., Any]]:
-    """Returns the compiled programs of some ranks, which stay when `init` is called again."""
+    """Returns the cache of compiled programs for some ranks. It persists across calls of `init`."""
     return {}
 
 
 def _blocks(x: jax.Array, sizes: np.ndarray, most: int) -> jax.Array:
-    """Returns one block of `most` rows for each rank, beginning with its own rows; the rest of a block is ignored."""
+    """Returns a block of `most` rows for each rank. A block starts with that rank's rows; the rest is ignored."""
     x = x if x.shape[0] else jnp.zeros((1, *x.shape[1:]), x.dtype)
     begins = np.cumsum(sizes) - sizes
     return jnp.take(x, np.minimum(begins[:, None] + np.arange(most), x.shape[0] - 1).ravel(), axis=0)
 
 
 def _exchanged(blocks: jax.Array) -> jax.Array:
-    """Returns the blocks that all ranks have for this one, inside of the mesh."""
+    """Returns the blocks that all ranks sent to this rank, inside the mesh."""
     return as_dtype(lax.all_to_all(as_bits(blocks), AXIS, 0, 0, tiled=True), blocks.dtype)
 
 
 def reduced(parts: list[jax.Array], how: str) -> list[jax.Array]:
-    """Returns the reductions over the ranks, inside of the mesh; Average is a sum, divided later."""
+    """Returns the reductions over the ranks, inside the mesh. Average is a sum, divided later."""
     direct: dict[str, Callable[..., Any]] = {"Sum": lax.psum, "Average": lax.psum, "Min": lax.pmin, "Max": lax.pmax}
     if how in direct:
         return list(direct[how](parts, AXIS))
@@ -169,17 +169,17 @@ def reduced(parts: list[jax.Array], how: str) -> list[jax.Array]:
 
 
 def of_all(x: jax.Array) -> jax.Array:
-    """Returns the arrays of all ranks [ranks, ...], inside of the mesh, typed as the same on each."""
+    """Returns the arrays of all ranks [ranks, ...], inside the mesh, typed as replicated."""
     return as_dtype(compat.all_gather_invarying(as_bits(x)[None], (AXIS,)), x.dtype)
 
 
 def adasum(every: jax.Array) -> jax.Array:
-    """Returns the Adasum of `every` [ranks, ...]: neighbors first, then pairs of pairs, bitwise the same on every rank.
+    """Returns the Adasum of `every` [ranks, ...]: pairs of neighbors, then pairs of pairs; bitwise equal on every rank.
 
         a + b -> (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b
 
-    The sum of orthogonal arrays, the mean of equal ones. Source: Maleki et al., "Scaling distributed training with
-    adaptive summation" (2021); horovod/common/ops/adasum/adasum.h, which uses a coefficient of one for a norm of zero.
+    It is the sum of orthogonal arrays and the mean of equal ones. Source: Maleki et al., "Scaling distributed training
+    with adaptive summation" (2021); horovod/common/ops/adasum/adasum.h, with a coefficient of one for a norm of zero.
     """
     wide = jnp.promote_types(every.dtype, jnp.float32)
     rows = [x.astype(wide) for x in every]
@@ -201,7 +201,7 @@ def _pair(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def scaled(x: jax.Array, factor: float, divisor: int = 1) -> jax.Array:
-    """Returns `x * factor / divisor` of floating point; half in float32. Integers are scaled on the host."""
+    """Returns `x * factor / divisor` for floats, 16-bit ones in float32. Integers are scaled on the host."""
     if not jnp.issubdtype(x.dtype, jnp.inexact) or (factor == 1.0 and divisor == 1):
         return x
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -210,7 +210,7 @@ def scaled(x: jax.Array, factor: float, divisor: int = 1) -> jax.Array:
 
 
 def scaled_on_host(x: jax.Array, factor: float, divisor: int = 1) -> jax.Array:
-    """Returns integers scaled in float64 and truncated, as Horovod does; floating point unchanged."""
+    """Returns integers scaled in float64 and truncated, as in Horovod; floating point is unchanged."""
     if jnp.issubdtype(x.dtype, jnp.inexact) or (factor == 1.0 and divisor == 1):
         return x
     whole = np.asarray(x)
@@ -221,8 +221,8 @@ def scaled_on_host(x: jax.Array, factor: float, divisor: int = 1) -> jax.Array:
 
 
 def as_bits(x: jax.Array, always: bool = False) -> jax.Array:
-    """Returns arrays that move without arithmetic as integers: XLA's CPU backend would widen narrow floats, and a sum
-    would change bits. `always`: wide floats too."""
+    """Returns arrays as integers, for transfers without arithmetic: XLA's CPU backend would widen narrow floats, and a
+    sum would change bits. `always`: also wide floats."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint8)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -233,7 +233,7 @@ def as_bits(x: jax.Array, always: bool = False) -> jax.Array:
 
 
 def as_dtype(bits: jax.Array, dtype: Any) -> jax.Array:
-    """Returns the input of `as_bits`."""
+    """Inverts `as_bits`."""
     if dtype == jnp.bool_:
         return bits.astype(jnp.bool_)
     if jnp.issubdtype(dtype, jnp.complexfloating):

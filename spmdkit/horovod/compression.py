@@ -1,4 +1,4 @@
-"""Compression of a reduction: `Compression.none`, or `Compression.fp16`, which sends floating point as float16. Source:
+"""Compression of reductions: `Compression.none`, or `Compression.fp16`, which sends floating point as float16. Source:
 horovod/torch/compression.py."""
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Compressor:
 
 
 class Float16Compressor(Compressor):
-    """Casts floating point to float16 before and back after: half of the bytes, sums up to 65,504. Other dtypes are
-    unchanged."""
+    """Casts floating point to float16 before the reduction and back after it: half the bytes, sums up to 65,504. Other
+    dtypes are unchanged."""
 
     @staticmethod
     def compress(x: jax.Array) -> tuple[jax.Array, Any]:

@@ -1,8 +1,8 @@
-"""State that survives an error: `State` with commit, restore and sync; `ElasticSampler`; `run`, which resumes from the
-last commit.
+"""Recovery from errors: `State` with commit, restore and sync; `ElasticSampler`; `run`, which resumes from the last
+commit.
 
-An error is: ranks with different requests, or a failed operation (`HorovodInternalError`, on every rank). A dead
-process, or another number of processes, needs a new start: `spmdkit launch --max-restarts`, and a state on disk.
+Recoverable errors are mismatched requests and failed operations (`HorovodInternalError` on every rank). A dead process,
+or a new number of processes, needs a restart (`spmdkit launch --max-restarts`) and a state on disk.
 Source: horovod/common/elastic.py, horovod/torch/elastic (Horovod 0.28.1).
 """
 
@@ -25,7 +25,7 @@ from spmdkit.horovod.objects import broadcast_object, broadcast_parameters
 from spmdkit.horovod.unsupported import absent_from
 
 MOST_FAILURES = 3
-"""Maximum number of restarts of `run` without a commit in between: the same mistake would repeat indefinitely."""
+"""Maximum number of restarts of `run` without a commit in between, since an error may repeat indefinitely."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):
@@ -38,8 +38,8 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class State:
-    """The state of training: each keyword argument is an attribute, a pytree of arrays, a Python object of
-    `hvd.broadcast_object`, or an `ElasticSampler`. A commit is a copy in host memory."""
+    """The state of training. Each keyword argument becomes an attribute: a pytree of arrays, a Python object that
+    `hvd.broadcast_object` supports, or an `ElasticSampler`. A commit is a copy in host memory."""
 
     def __init__(self, **attributes: Any):
         self._names = tuple(attributes)
@@ -56,7 +56,7 @@ class State:
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Calls the registered functions. `run` does."""
+        """Resets the samplers and calls the registered functions. Called by `run`."""
         self._news.clear()
         for name in self._names:
             if isinstance(getattr(self, name), ElasticSampler):
@@ -75,7 +75,7 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raises HostsUpdatedInterrupt on every rank if the first one recorded changed hosts."""
+        """Raises HostsUpdatedInterrupt on every rank if the first rank recorded changed hosts."""
         before, news = self._last_news, [(at, removed) for at, removed in self._news if at > self._last_news]
         self._news.clear()
         mine = [max((at for at, _ in news), default=before), all(removed for _, removed in news)]
@@ -110,8 +110,8 @@ class State:
 
 
 class ElasticSampler:
-    """This rank's part of the unprocessed examples of an epoch, in the order of a seed, the same on all ranks; `reset`
-    redistributes them. `shuffle`: the order differs from epoch to epoch. Source: horovod/torch/elastic/sampler.py."""
+    """This rank's part of the unprocessed examples of an epoch. The seed gives the same order on all ranks; `reset`
+    redistributes the examples. `shuffle`: a new order in each epoch. Source: horovod/torch/elastic/sampler.py."""
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0):
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
@@ -119,16 +119,16 @@ class ElasticSampler:
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Starts an epoch; call it at the end of the previous one, so that an interrupted epoch repeats nothing."""
+        """Starts an epoch. Call it at the end of the previous epoch: an interrupted epoch then repeats no example."""
         self.epoch, self.processed_num = epoch, 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Counts a batch of this size on each rank as processed."""
+        """Records a batch of this size as processed on each rank."""
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the argument of `load_state_dict`."""
+        """Returns the position, for `load_state_dict`."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
@@ -155,8 +155,8 @@ class ElasticSampler:
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `func(state, ...)` that starts with `state.sync()` and, after an error of all ranks, restarts from the
-    last commit. Raises HorovodInternalError the third time without a commit in between."""
+    """Wraps `func(state, ...)`: calls `state.sync()` first, and restarts from the last commit after an error on all
+    ranks. Raises HorovodInternalError at the third error without a commit in between."""
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
@@ -186,22 +186,22 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _kept(value: Any) -> Any:
-    """Returns a copy in host memory that later work can neither change nor donate."""
+    """Returns a copy in host memory that later computations can neither change nor donate."""
     leaves, form = jax.tree.flatten(value)
     return form, [(np.array(x), True) if isinstance(x, jax.Array) else (copy.deepcopy(x), False) for x in leaves]
 
 
 def _copy(kept: Any) -> Any:
-    """Returns another copy of the argument of `_kept`."""
+    """Returns a new copy of a tree from `_kept`."""
     form, leaves = kept
     return jax.tree.unflatten(form, [jnp.array(x) if is_jax else copy.deepcopy(x) for x, is_jax in leaves])
 
 
 def _synced(value: Any) -> Any:
-    """Returns rank 0's tree: arrays in one program, other leaves as objects."""
+    """Returns rank 0's tree. Arrays are sent in one program, other leaves as objects."""
     leaves, form = jax.tree.flatten(value)
     if not any(_is_array(leaf) for leaf in leaves):
-        return broadcast_object(value)  # of any structure
+        return broadcast_object(value)  # any structure
     arrays = {i for i, leaf in enumerate(leaves) if _is_array(leaf)}
     moved = iter(broadcast_parameters([leaves[i] for i in sorted(arrays)], root_rank=0))
     others = iter(broadcast_object([leaf for i, leaf in enumerate(leaves) if i not in arrays]))

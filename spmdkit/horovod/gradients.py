@@ -1,4 +1,4 @@
-"""The blocking operations, with Horovod's gradients under `jax.grad` outside of jit. These are Horovod's rules, not
+"""The blocking operations, with Horovod's gradients under `jax.grad` outside jit. These are Horovod's rules, not
 derivatives of a global loss:
 
 | call | gradient with respect to this rank's input, for the gradient g of its output |
@@ -9,9 +9,9 @@ derivatives of a global loss:
 | alltoall | g sent back to the origin of each row |
 | reducescatter | allgather of g; times size for Sum |
 
-A loss that is summed over ranks has the sum where these have the mean: scale by `hvd.size()`, or train with
-`spmdkit train`, where gradients are those of the mean over the global batch. Horovod's rules for Min, Max, Product and
-Adasum reduce g in the same way, which is no derivative: they raise here. Source: the `backward` functions of
+For a loss summed over ranks, the true gradient has the sum instead of the mean: scale by `hvd.size()`, or use `spmdkit
+train`, which computes gradients of the mean over the global batch. Horovod's rules for Min, Max, Product and Adasum
+reduce g in the same way, which is not a derivative. They raise here. Source: the `backward` functions of
 horovod/torch/mpi_ops.py (0.28.1).
 """
 
@@ -33,8 +33,8 @@ from spmdkit.horovod.queue import synchronize
 
 def allreduce(tensor: Any, *args: Any, **options: Any) -> jax.Array:
     """Returns the reduction of one array over the ranks, by default the mean; integers are truncated. Arguments as in
-    `grouped_allreduce`. Raises HorovodInternalError on every rank if ranks pass other shapes, dtypes or scales, or call
-    another operation."""
+    `grouped_allreduce`. Raises HorovodInternalError on every rank if shapes, dtypes, scales or operations differ
+    between ranks."""
     return grouped_allreduce([tensor], *args, **options)[0]
 
 
@@ -48,7 +48,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[jax.Array]:
-    """Returns the reductions of several arrays, in one program; by default the means."""
+    """Returns the reductions of several arrays in one program, by default the means."""
     how, scales = ops.chosen(op, average), (prescale_factor, postscale_factor)
 
     def forward(*arrays: Any) -> list[jax.Array]:
@@ -66,7 +66,7 @@ def grouped_allreduce(
 
 
 def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> jax.Array:
-    """Returns the arrays of all ranks concatenated along dim 0, which may differ."""
+    """Returns the arrays of all ranks, concatenated along dim 0. Their sizes of dim 0 may differ."""
     return grouped_allgather([tensor], name, process_set)[0]
 
 
@@ -91,7 +91,7 @@ def grouped_allgather(
 def broadcast(
     tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> jax.Array:
-    """Returns `root_rank`'s array on every rank, bitwise. `root_rank` counts all ranks, also in a process set."""
+    """Returns `root_rank`'s array on every rank, bitwise. `root_rank` is a global rank, also in a process set."""
 
     def forward(array: Any) -> list[jax.Array]:
         return [synchronize(ops.broadcast_async(array, root_rank, name, process_set))]
@@ -107,8 +107,8 @@ def broadcast(
 def alltoall(
     tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Returns the rows that all ranks sent to this one; with `splits`, rows for each rank, also the number of rows from
-    each."""
+    """Returns the rows that all ranks sent to this rank. With `splits` (rows for each rank), also returns the number of
+    rows from each."""
 
     def forward(array: Any) -> list[jax.Array]:
         return list(synchronize(ops.alltoall_async(array, splits, name, process_set)))
@@ -123,7 +123,7 @@ def alltoall(
 
 
 def reducescatter(tensor: Any, *args: Any, **options: Any) -> jax.Array:
-    """Returns this rank's rows of the reduction; if rows do not divide evenly, the first ranks have one more. Arguments
+    """Returns this rank's rows of the reduction. If rows do not divide evenly, the first ranks have one more. Arguments
     as in `grouped_reducescatter`."""
     return grouped_reducescatter([tensor], *args, **options)[0]
 

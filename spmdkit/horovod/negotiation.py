@@ -1,15 +1,15 @@
-"""The negotiation of all ranks of a process set before anything is sent: a mistake is an error on every rank and never
-a hang.
+"""The negotiation between all ranks of a process set before data is sent. A mismatch raises on every rank instead of a
+hang.
 
-A rank takes part in a *round* when it waits for a result. Each rank publishes all its pending requests, the first rank
-of the set publishes all lists, and each rank computes the same decision from the same table (`decide`):
+A rank takes part in a *round* when it waits for a result. Each rank publishes its pending requests, the first rank of
+the set publishes the table of all requests, and each rank computes the same decision from it (`decide`):
 
-- an operation that every rank requests, or all that have not joined, runs; the order is that of the lowest rank's list;
-- one that ranks describe differently (shape, dtype, root, scale, *operation*) is an error on each of them;
-- if no operation of a round can run, it is an error on each of them. Horovod hangs there.
+- an operation that all ranks request (except those that have joined) runs, in the order of the lowest rank's list;
+- an operation that ranks describe differently (shape, dtype, root, scale, *operation*) is an error on each of them;
+- a round without an operation that can run is an error on each of them. Horovod hangs in this case.
 
-The messages use JAX's coordination service (two short requests per round, 1 to 3 ms on loopback), not a collective: a
-collective has no timeout and does not name the missing rank. Rounds of different sets are independent. Source:
+Messages use JAX's coordination service (two short requests per round, 1 to 3 ms on loopback), because a collective has
+no timeout and does not name the missing rank. Rounds of different sets are independent. Source:
 horovod/common/controller.cc (ComputeResponseList, ConstructResponse), stall_inspector.cc.
 """
 
@@ -32,33 +32,33 @@ JOIN = "join"
 _PLAIN = ("root", "prescale", "postscale", "leaves", "dtypes", "shapes", "rest", "ranks")
 COMPARED = {"op": "operation", "reduce": "reduction"} | {name: name for name in _PLAIN}
 COMPARED |= {"leaves": "names of leaves", "rest": "dims after the first"}
-"""The fields that must be equal on all ranks, in the order in which a difference is reported -> what they are."""
+"""Field that must be equal on all ranks -> its description, in the order in which differences are reported."""
 
 OFFERED_TO_THE_JOINED = ("Sum", "Average", "Adasum")
 
 
 class HorovodInternalError(RuntimeError):
-    """An operation failed on every rank that took part in it: their requests differ, or a rank exited or is missing."""
+    """An operation failed on every participating rank: requests differ, or a rank exited or is missing."""
 
     exit_code = ExitCode.PEER_LOST
 
 
 class Patience(NamedTuple):
-    """How long a rank waits for others, in seconds."""
+    """Time limits for waiting for other ranks, in seconds."""
 
     warn_s: float = 60.0
     at_most_s: float = 600.0
 
     @classmethod
     def of(cls, env: Mapping[str, str]) -> Patience:
-        """Returns the limits of Horovod's variables; no limit (0, the default) is ten minutes here."""
+        """Returns the limits from Horovod's environment variables. No limit (0, the default) is ten minutes here."""
         names = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
         return cls(*(float(env.get(name) or 0) or default for name, default in zip(names, cls(), strict=True)))
 
 
 @dataclass(frozen=True)
 class Blackboard:
-    """The folder of requests in the coordination service's store, of one `init`."""
+    """The requests of one `init` in the coordination service's key-value store."""
 
     store: Store
     folder: str
@@ -70,24 +70,24 @@ class Blackboard:
         try:
             self.store.put(f"{self.folder}/failed/{self.rank}", why, overwrite=True)
         except RendezvousError:
-            return  # the service is gone
+            return  # the service has exited
 
     def failed(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Returns rank -> reason, of those that have reported their exit."""
+        """Returns rank -> reason for the ranks that have reported their exit."""
         reported = self.store.entries(f"{self.folder}/failed").items()
         return {int(rank): why for rank, why in reported if int(rank) in ranks}
 
 
 class Rounds:
-    """The rounds of the process set `number`: each call of `exchange` is the same round on each of its ranks."""
+    """The rounds of the process set `number`. The n-th call of `exchange` is the same round on each of its ranks."""
 
     def __init__(self, board: Blackboard, number: int, ranks: Sequence[int]):
         self._board, self._ranks = board, list(ranks)
         self._folder, self._round = f"{board.folder}/{number}", 0
 
     def exchange(self, wants: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-        """Returns rank -> its requests, the same table on every rank of the set. Raises HorovodInternalError on each of
-        them if one is late, has failed, or the service is gone."""
+        """Returns rank -> its requests, the same table on every rank of the set. Raises HorovodInternalError on each
+        rank if a rank is late or has failed, or if the service has exited."""
         if len(self._ranks) == 1:
             return {self._board.rank: wants}
         folder, self._round = f"{self._folder}/{self._round}", self._round + 1
@@ -105,8 +105,8 @@ class Rounds:
         return {int(rank): requested for rank, requested in response["wants"].items()}
 
     def _collect(self, folder: str, wants: list[dict[str, Any]]) -> str:
-        """The first rank: waits for the lists of all others, publishes them, and removes the previous round, which all
-        have read."""
+        """On the first rank: waits for the requests of all ranks, publishes them, and removes the previous round, which
+        all ranks have read."""
         requested, deadline = {self._ranks[0]: wants}, Deadline(self._board.patience.at_most_s)
         try:
             for rank in self._ranks[1:]:
@@ -145,8 +145,8 @@ class Rounds:
 
 
 class Agreed(NamedTuple):
-    """The outcome of a round: names in the order in which they run, each with the request of each rank (None of one
-    that has joined); name -> why it cannot run; the ranks that have joined; why nothing can ever run, or None."""
+    """The outcome of a round: the operations to run in order, each with the request of each rank (None if it has
+    joined); name -> reason of a failed operation; the ranks that have joined; the reason of a deadlock, or None."""
 
     run: list[tuple[str, dict[int, dict[str, Any] | None]]]
     errors: dict[str, str]
@@ -155,7 +155,7 @@ class Agreed(NamedTuple):
 
 
 def decide(wants: Mapping[int, Sequence[Mapping[str, Any]]]) -> Agreed:
-    """Returns the outcome for the requests of each rank. Pure, so that all ranks decide the same."""
+    """Returns the outcome for the requests of each rank. Pure, so that all ranks make the same decision."""
     table = {rank: {want["name"]: dict(want) for want in requested} for rank, requested in wants.items()}
     joined = [rank for rank, requested in table.items() if JOIN in requested]
     names = dict.fromkeys(want["name"] for requested in wants.values() for want in requested if want["name"] != JOIN)
@@ -181,7 +181,7 @@ def decide(wants: Mapping[int, Sequence[Mapping[str, Any]]]) -> Agreed:
 
 
 def disagreement(name: str, by_rank: Mapping[int, dict[str, Any] | None]) -> str | None:
-    """Returns why an operation cannot run, with the request of each rank; None if it can."""
+    """Returns why an operation cannot run, with the request of each rank, or None if it can."""
     present = {rank: want for rank, want in by_rank.items() if want is not None}
     faults = {rank: want["fault"] for rank, want in present.items() if "fault" in want}
     if faults:
@@ -205,7 +205,7 @@ def disagreement(name: str, by_rank: Mapping[int, dict[str, Any] | None]) -> str
 
 
 def _own_leaves(rank: int, present: Mapping[int, Mapping[str, Any]]) -> str:
-    """Returns the names of leaves that this rank has and not all others have, as text."""
+    """Returns as text the names of leaves that this rank has and some other rank does not."""
     of_ranks = [set(want.get("leaves") or ()) for want in present.values()]
     own = [name for name in present[rank].get("leaves") or () if any(name not in names for names in of_ranks)]
     return f" with {', '.join(own[:3])}{' ...' if len(own) > 3 else ''}" if own else ""

@@ -1,8 +1,8 @@
-"""Python objects and pytrees between ranks, as JSON and arrays: never pickle, which would run code of another process.
+"""Sends Python objects and pytrees between ranks, as JSON and arrays. Pickle is not used, since it can execute code.
 
 Supported: None, bool, int, float, str, bytes, list, tuple, dict with keys of these, numpy scalars and arrays, JAX
-arrays (which arrive as numpy). Types without a JSON form are an object with their kind as its key. Source:
-horovod/torch/functions.py, with cloudpickle there.
+arrays (received as numpy). A type without a JSON form is encoded as an object with its kind as the key. Source:
+horovod/torch/functions.py, which uses cloudpickle.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from spmdkit.horovod.queue import synchronize
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Returns `root_rank`'s object on every rank. Raises TypeError there for an object without a JSON form, with its
-    path; the others raise `HorovodInternalError`."""
+    """Returns `root_rank`'s object on every rank. For an object without a JSON form the root raises TypeError with its
+    path, and the other ranks raise `HorovodInternalError`."""
     is_root, of = process_set.queue().rank == root_rank, {"root_rank": root_rank, "process_set": process_set}
     text, error = _encoded(obj) if is_root else (b"", None)
     size = synchronize(
@@ -36,7 +36,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Returns the objects of all ranks, in their order, on every rank."""
+    """Returns the objects of all ranks, in rank order, on every rank."""
     text, error = _encoded(obj)
     data = np.frombuffer(text, np.uint8)
     whole = synchronize(ops.allgather_async(data, name=name, process_set=process_set, error=error))
@@ -56,17 +56,17 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
 def broadcast_optimizer_state(
     optimizer: Any, root_rank: int, model: Any = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Returns `root_rank`'s optimizer state, a pytree of optax's `init`, on every rank. A transformation itself has no
-    state, and is returned unchanged. `model` is ignored."""
+    """Returns `root_rank`'s optimizer state, a pytree of optax's `init`, on every rank. A transformation has no state
+    and is returned unchanged. `model` is ignored."""
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
         return optimizer
     return broadcast_parameters(optimizer, root_rank, process_set)
 
 
 def _encoded(obj: Any) -> tuple[bytes, TypeError | None]:
-    """Returns (an object as a line of JSON, the error with the path of a part that has no JSON form).
+    """Returns (the object as a line of JSON, the error with the path of a part without a JSON form).
 
-    The line is padded to a power of two of bytes, so that few programs are compiled; JSON ignores the spaces.
+    The line is padded with spaces to a power of two of bytes, so that few programs are compiled.
     """
     try:
         text, error = json.dumps(_plain(obj, "the object")).encode(), None

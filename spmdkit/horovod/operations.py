@@ -2,8 +2,8 @@
 join.
 
 They accept numpy or JAX arrays and return JAX arrays of this process, in the input dtype; 64 bits need
-`jax_enable_x64`. They are called outside of `jax.jit`, where ranks can synchronize. Their gradients are in
-gradients.py. Source: horovod/torch/mpi_ops.py (Horovod 0.28.1); the assertions of its tests are in tests/horovod.
+`jax_enable_x64`. They must be called outside `jax.jit`, where ranks can synchronize. Gradients are in gradients.py.
+Source: horovod/torch/mpi_ops.py (Horovod 0.28.1); tests/horovod has the assertions of its tests.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
     leaves: Sequence[str] | None = None,
 ) -> Handle:
-    """Returns a handle of the reductions of several arrays, which run together in one program or not at all.
+    """Returns a handle of the reductions of several arrays, which run together in one program.
 
-    `leaves`: their names in a tree, which must be equal on all ranks: Horovod waits indefinitely otherwise.
+    `leaves`: their names in a tree, which must be equal on all ranks. Horovod hangs if they differ.
     """
     how, queue = chosen(op, average), process_set.queue()
     if how == Adasum:
@@ -72,7 +72,7 @@ def grouped_allgather_async(
     process_set: ProcessSet = global_process_set,
     error: Exception | None = None,
 ) -> Handle:
-    """Returns a handle of the concatenations of several arrays. `error`: of this rank's call, also raised on others."""
+    """Returns a handle of the concatenations of several arrays. `error`: this rank's error, raised on all ranks."""
     arrays = [local_array(x, "allgather") for x in tensors]
     if any(x.ndim == 0 for x in arrays):
         error = ValueError("tried to allgather a scalar: it has no first dim. Reshape it to (1,).")
@@ -102,7 +102,7 @@ def broadcast_all_async(
 def alltoall_async(
     tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Returns a handle of (the rows that all ranks sent to this one, the number of rows from each)."""
+    """Returns a handle of (the rows that all ranks sent to this rank, the number of rows from each)."""
     queue = process_set.queue()
     x = local_array(tensor, "alltoall")
     numbers, error = splits_of(x, splits, len(queue.ranks))
@@ -163,14 +163,14 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:
-    """Declares that this rank has no more data; until all ranks have joined it contributes zeros to the allreduces of
-    the others, which divide by all ranks. Returns the rank that joined last, the highest of several in one round.
-    `device` is ignored."""
+    """Declares that this rank has no more data. Until all ranks have joined, it contributes zeros to the allreduces of
+    the other ranks, which divide by the number of all ranks. Returns the rank that joined last (the highest, if several
+    joined in one round). `device` is ignored."""
     return global_process_set.queue().join()
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Returns an open process set, created by all ranks. Raises ValueError if it is open already."""
+    """Returns an open process set, created by all ranks. Raises ValueError if it is already open."""
     wanted = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     queue = global_process_set.queue()
     queue.wait(queue.ask({"op": "add_process_set", "ranks": wanted.ranks}))
@@ -178,7 +178,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Closes a process set on all ranks; returns whether it was open. The global one stays open."""
+    """Closes a process set on all ranks, and returns whether it was open. The global set stays open."""
     if not process_set.process_set_id:
         return False
     queue = global_process_set.queue()
@@ -189,7 +189,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def chosen(op: ReduceOp | None, average: bool | None) -> ReduceOp:
-    """Returns the reduction of `op`, or of the old `average`."""
+    """Returns the reduction for `op`, or for the deprecated `average`."""
     if op is not None and average is not None:
         raise ValueError("The op parameter supersedes average. Please provide only one of them.")
     if average is not None:
@@ -200,7 +200,7 @@ def chosen(op: ReduceOp | None, average: bool | None) -> ReduceOp:
 
 
 def refuse_traced(tree: Any, what: str) -> None:
-    """Raises NotImplementedError inside of jit, vmap and the like."""
+    """Raises NotImplementedError inside jit, vmap and other transformations."""
     for x in jax.tree.leaves(tree):
         if isinstance(x, jax.core.Tracer):
             raise NotImplementedError(
@@ -212,8 +212,8 @@ def refuse_traced(tree: Any, what: str) -> None:
 
 
 def local_array(x: Any, what: str) -> jax.Array:
-    """Returns the argument as an array of this process. Raises ValueError for an array of several processes, and for
-    integers that do not fit."""
+    """Returns the argument as an array of this process. Raises ValueError for an array that spans several processes,
+    and for integers out of range."""
     refuse_traced(x, what)
     if isinstance(x, jax.Array):
         if not x.is_fully_addressable:
@@ -238,7 +238,7 @@ def local_array(x: Any, what: str) -> jax.Array:
 
 
 def names_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
-    """Returns the names of the leaves of a tree, as JAX writes them: `['w']`, `.mu['b']`."""
+    """Returns the names of the leaves of a tree in JAX's form: `['w']`, `.mu['b']`."""
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
 
 
@@ -253,7 +253,7 @@ def unfit(x: jax.Array, what: str, how: ReduceOp) -> Exception | None:
 
 
 def splits_of(x: jax.Array, splits: Any, num: int) -> tuple[list[int], Exception | None]:
-    """Returns (rows for each rank, the error in them)."""
+    """Returns (rows for each rank, the error)."""
     wrong = lambda why: ([0] * num, ValueError(f"alltoall of {list(x.shape)} over {num} ranks: {why}"))
     if x.ndim == 0:
         return wrong("a scalar has no rows to send. Reshape it to (1,).")
@@ -270,5 +270,5 @@ def splits_of(x: jax.Array, splits: Any, num: int) -> tuple[list[int], Exception
 
 
 def shapes_of(arrays: Sequence[jax.Array]) -> dict[str, Any]:
-    """Returns the fields of a request for arrays that must be equal on all ranks."""
+    """Returns the request fields of arrays that must be equal on all ranks."""
     return {"dtypes": [str(x.dtype) for x in arrays], "shapes": [list(x.shape) for x in arrays]}

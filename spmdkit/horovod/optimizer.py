@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: an optax transformation that reduces its gradients over the ranks, outside of jit;
+"""`DistributedOptimizer`, an optax transformation that reduces its gradients over the ranks outside jit, and
 `sparse_allreduce_async`.
 
 Source: horovod/torch/optimizer.py, horovod/tensorflow/gradient_aggregation.py (Horovod 0.28.1).
@@ -27,9 +27,9 @@ class DistributedState(NamedTuple):
     """The state of a `DistributedOptimizer`.
 
     Attributes:
-        inner: that of the transformation inside.
-        passes: gradients since the last step, int32; on the host.
-        sums: their sum on this rank, or None with one pass a step.
+        inner: the state of the inner transformation.
+        passes: the number of gradients since the last step, int32, on the host.
+        sums: their sum on this rank, or None with one pass per step.
     """
 
     inner: Any
@@ -38,7 +38,7 @@ class DistributedState(NamedTuple):
 
 
 class Distributed(optax.GradientTransformationExtraArgs):
-    """The result of `DistributedOptimizer`. Methods of Horovod without a meaning here raise with the reason."""
+    """The result of `DistributedOptimizer`. Unsupported methods of Horovod raise with the reason."""
 
     __slots__ = ()
 
@@ -61,19 +61,19 @@ def DistributedOptimizer(
 ) -> Distributed:
     """Returns a transformation that reduces all gradients in one program, then applies `optimizer`, compiled.
 
-    Its `update` is called outside of jit, by every rank of the process set at the same step. A BCOO leaf is sent as
-    rows and indices, and is dense afterwards. With Adasum the update of `optimizer` is combined, as in Horovod.
+    Every rank of the process set calls its `update` outside jit, at the same step. A BCOO leaf is sent as rows and
+    indices, and is dense afterwards. With Adasum the updates of `optimizer` are combined, as in Horovod.
 
     Args:
-        named_parameters: names and values of all leaves; checked and otherwise unused.
-        backward_passes_per_step: calls that are summed on this rank before one reduction; the others return updates of
-            zero.
+        named_parameters: names and values of all leaves; checked, otherwise unused.
+        backward_passes_per_step: calls summed on this rank before a reduction; calls in between return zero updates.
         gradient_predivide_factor: with Average, gradients are divided by it before the sum, and multiplied after.
-        num_groups, groups: must be omitted: all gradients are one group already.
+        num_groups, groups: must be omitted, since all gradients form one group.
         sparse_as_dense: True sends a sparse gradient as a dense one.
-        process_set: the ranks that reduce; others update independently.
-        average_aggregated_gradients: True divides by the passes, as TensorFlow's does on request; torch's never does.
-    Raises: ValueError as Horovod does for the same arguments; HorovodInternalError if ranks pass other gradients.
+        process_set: the ranks that reduce; all other ranks update independently.
+        average_aggregated_gradients: True divides by the passes, an option of Horovod for TensorFlow but not for torch.
+    Raises: ValueError as Horovod does for the same arguments; HorovodInternalError if the gradients differ between
+    ranks.
     """
     _check(backward_passes_per_step, op, gradient_predivide_factor, num_groups, groups)
     names = None if named_parameters is None else _names(named_parameters)
@@ -119,7 +119,7 @@ def _reduced(
     sparse_as_dense: bool,
     process_set: ProcessSet,
 ) -> Any:
-    """Reduces dense gradients together, each sparse one by its rows."""
+    """Reduces dense gradients together, and each sparse gradient by its rows."""
     if not process_set.included():
         return _dense(gradients)
     leaves, form = jax.tree.flatten(gradients, is_leaf=_is_sparse)
@@ -143,8 +143,8 @@ def _reduced(
 def sparse_allreduce_async(
     tensor: sparse.BCOO, name: str, op: ReduceOp, process_set: ProcessSet = global_process_set
 ) -> Callable[[], sparse.BCOO]:
-    """Returns a function that returns the sum (hvd.Average: the mean) as a sparse array: the entries of all ranks, each
-    at its index, not summed. Wire: each rank's entries, to all others, `(N-1)` times the longest."""
+    """Returns a function that returns the sum (hvd.Average: the mean) as a sparse array with the entries of all ranks;
+    entries with equal indices are not summed. Wire: each rank's entries, to all others, `(N-1)` times the longest."""
     if op not in (ops.Sum, Average):
         raise NotImplementedError(
             f"a sparse allreduce with {op}: it gathers entries, which can be summed. Use hvd.Sum or hvd.Average."
@@ -176,7 +176,7 @@ def _names(named_parameters: Iterable[Any]) -> list[str]:
 
 
 def _check(passes: int, op: ReduceOp, predivide: float, num_groups: int, groups: Any) -> None:
-    """Raises ValueError for arguments that Horovod rejects, and for those without a meaning here."""
+    """Raises ValueError for arguments that Horovod rejects, and for unsupported ones."""
     if predivide != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if passes <= 0:

@@ -1,5 +1,4 @@
-"""`ProcessSet`: ranks that operate together. Each set has its own mesh, rounds and queue, so sets of different ranks
-work concurrently.
+"""`ProcessSet`: a subset of ranks. Each set has a separate mesh, rounds and queue, so disjoint sets work concurrently.
 
 Source: horovod/common/process_sets.py (Horovod 0.28.1).
 """
@@ -27,12 +26,12 @@ class ProcessSet:
         self.ranks: list[int] = sorted(ranks)
 
     def open(self, number: int, ranks: list[int], board: Blackboard) -> None:
-        """Makes the set ready for operations of its ranks."""
+        """Opens the set for operations of its ranks."""
         self.process_set_id, self.ranks, self._rank = number, ranks, board.rank
         self._queue = Queue(board, number, ranks) if board.rank in ranks else None
 
     def close(self) -> None:
-        """Closes the set; pending requests are dropped."""
+        """Closes the set and drops pending requests."""
         if self._queue is not None:
             self._queue.fail("Horovod has been shut down, or the process set was removed")
         self.process_set_id = self._queue = None

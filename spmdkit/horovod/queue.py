@@ -13,7 +13,7 @@ from spmdkit.horovod.negotiation import JOIN, Blackboard, HorovodInternalError, 
 
 
 class Handle:
-    """One asynchronous operation and its future result. `want`: the request that the other ranks see."""
+    """One asynchronous operation and its future result. `want`: the request, as sent to the other ranks."""
 
     def __init__(self, queue: Queue, want: dict[str, Any], arrays: Any, error: Exception | None = None):
         self.queue, self.want, self.arrays = queue, want, arrays
@@ -23,7 +23,7 @@ class Handle:
         self.is_done = self._is_of_one = False
 
     def of_one(self) -> Handle:
-        """Returns this handle with the one array of its group as its result."""
+        """Returns this handle, with a single array instead of a list as its result."""
         self._is_of_one = True
         return self
 
@@ -32,12 +32,12 @@ class Handle:
         self.result, self.arrays, self.is_done = result[0] if self._is_of_one else result, [], True
 
     def fail(self, why: str) -> None:
-        """Stores the error: this rank's own mistake unchanged, otherwise the message for all ranks."""
+        """Stores the error: this rank's exception unchanged, otherwise the message for all ranks."""
         self.error, self.arrays, self.is_done = self._own_error or HorovodInternalError(why), [], True
 
 
 class Queue:
-    """The requests to one process set, in order, and the rounds in which they run."""
+    """The pending requests to one process set, in order, and the rounds in which they run."""
 
     def __init__(self, board: Blackboard, number: int, ranks: Sequence[int]):
         self.ranks, self.rank = list(ranks), board.rank
@@ -53,8 +53,8 @@ class Queue:
         name: str | None = None,
         error: Exception | None = None,
     ) -> Handle:
-        """Returns the handle of an operation that runs in a later round. `error`: of this rank's call, also raised on
-        others. Raises ValueError if an operation of this name is pending."""
+        """Returns the handle of an operation that runs in a later round. `error`: this rank's error, raised on all
+        ranks. Raises ValueError if an operation of this name is pending."""
         if name is None:
             name = f"noname.{self._num_unnamed}"
             self._num_unnamed += 1
@@ -79,8 +79,8 @@ class Queue:
         return handle.result
 
     def join(self) -> int:
-        """Contributes zeros until all have joined; returns the rank that joined last, the highest of those in one
-        round."""
+        """Contributes zeros until all ranks have joined. Returns the rank that joined last (the highest, if several
+        joined in one round)."""
         return int(self.wait(self.ask({"op": JOIN}, name=JOIN)))
 
     def fail(self, why: str) -> None:
@@ -90,7 +90,7 @@ class Queue:
         self._asked.clear()
 
     def step(self) -> None:
-        """One exchange, and its outcome."""
+        """Exchanges requests once, and runs or fails operations by the decision."""
         wants = [handle.want | {"unnamed": self._num_unnamed} for handle in self._asked.values()]
         try:
             table = self._rounds.exchange(wants)
@@ -106,7 +106,7 @@ class Queue:
         for rank in decision.joined:
             self._joined.setdefault(rank, self._num_rounds)
         if decision.stuck is not None or len(decision.joined) == len(self.ranks):
-            # Unnamed calls are numbered equally again: ranks may have made different numbers of them.
+            # Realigns the numbers of unnamed calls, since ranks may have made different numbers of them.
             self._num_unnamed = max(want["unnamed"] for requested in table.values() for want in requested)
         if len(decision.joined) == len(self.ranks):
             self._asked.pop(JOIN).finish(max(self._joined, key=lambda rank: (self._joined[rank], rank)))
@@ -115,20 +115,19 @@ class Queue:
             joined = self._asked.pop(JOIN, None)
             self.fail(decision.stuck)
             if joined is not None:
-                self._asked[JOIN] = joined  # the rank continues to serve those that catch the error
+                self._asked[JOIN] = joined  # the rank still contributes zeros to ranks that catch the error
 
     def _run(self, handle: Handle | None, by_rank: dict[int, dict[str, Any] | None]) -> None:
-        """Runs an operation; a rank that has joined takes part without a handle."""
+        """Runs an operation. A rank that has joined takes part without a handle."""
         handle = handle or Handle(self, next(want for want in by_rank.values() if want is not None), None)
         try:
             handle.finish(self._wire.run(handle.arrays, by_rank))
-        except (RuntimeError, ValueError) as error:  # an error of XLA: a peer exited in the middle
+        except (RuntimeError, ValueError) as error:  # an error of XLA: a peer exited during the operation
             handle.fail(f"{handle.want['op']} {handle.want['name']!r} failed on rank {self.rank}: {error}")
 
 
 def synchronize(handle: Handle) -> Any:
-    """Returns the result of an asynchronous operation when it is available. Raises HorovodInternalError if it
-    failed."""
+    """Waits for and returns the result of an asynchronous operation. Raises HorovodInternalError if it failed."""
     result = handle.queue.wait(handle)
     try:
         return jax.block_until_ready(result)
@@ -137,7 +136,8 @@ def synchronize(handle: Handle) -> Any:
 
 
 def poll(handle: Handle) -> bool:
-    """Returns whether the result is available. It takes part in a round, so it waits until the other ranks wait too."""
+    """Returns whether the result is available. The call takes part in a round, so it blocks until the other ranks do
+    too."""
     if not handle.is_done:
         handle.queue.step()
     leaves = jax.tree.leaves(handle.result)

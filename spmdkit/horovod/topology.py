@@ -1,5 +1,5 @@
-"""The ranks of the job: `init`, `rank`, `size`, and the same within a host (`local_`) and across hosts (`cross_`). One
-process is one rank.
+"""The ranks of the job: `init`, `rank`, `size`, also within a host (`local_`) and across hosts (`cross_`). One process
+is one rank.
 
 Source: horovod/common/basics.py (Horovod 0.28.1).
 """
@@ -38,12 +38,12 @@ _world: World | None = None
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | None = None) -> None:
-    """Joins the other processes: those of `spmdkit launch`, Slurm, torchrun or any environment of `spmdkit.cluster`. A
-    second call does nothing.
+    """Joins the processes of the job, started by `spmdkit launch`, Slurm, torchrun or any environment of
+    `spmdkit.cluster`. A second call has no effect.
 
     Args:
-        comm: ranks to work with; all of them, since JAX's devices are those of all processes.
-        process_sets: sets of ranks for restricted operations, the same list on every rank.
+        comm: the ranks of the job; must be all ranks, since JAX's devices are those of all processes.
+        process_sets: subsets of ranks, the same list on every rank.
     """
     global _world
     if _world is not None:
@@ -119,7 +119,7 @@ def rank() -> int:
 
 
 def local_rank() -> int:
-    """Returns the number of this process among those of its host."""
+    """Returns the index of this process among the processes of its host."""
     return place(world().hosts, rank())["local_rank"]
 
 
@@ -129,7 +129,7 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Returns the number of this host among those that have a process with this local rank."""
+    """Returns the index of this host among the hosts that have a process with this local rank."""
     return place(world().hosts, rank())["cross_rank"]
 
 
@@ -158,7 +158,7 @@ def place(hosts: Sequence[str], rank: int) -> dict[str, int]:
 
 @functools.cache
 def _exit_together() -> None:
-    """At interpreter exit, waits for all ranks; after an exception, reports it to the others and does not wait."""
+    """Waits for all ranks at interpreter exit. After an exception, reports it to the other ranks and does not wait."""
     cluster, before = world().cluster, sys.excepthook
     if cluster.num_processes == 1:
         return
@@ -180,7 +180,7 @@ def _exit_together() -> None:
         if failed:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)  # JAX would wait a hundred seconds for the others, and then abort
+            os._exit(1)  # JAX would wait 100 s for the other processes, and then abort
 
     sys.excepthook = excepthook
     atexit.register(leave)

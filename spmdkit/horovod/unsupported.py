@@ -1,7 +1,6 @@
-"""Names of Horovod without a meaning here: each raises when it is called, with the reason and the alternative; and the
-build flags.
+"""Unsupported names of Horovod, which raise with the reason and the alternative when called; and the build flags.
 
-Names are those of horovod/torch, tensorflow, keras and mxnet (0.28.1); tests/horovod/test_names.py has the list.
+The names are from horovod/torch, tensorflow, keras and mxnet (0.28.1); tests/horovod/test_names.py lists them.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ DistributedOptimizer.set_backward_passes_per_step
     the sum of the passes is in a state with a structure fixed by init
     new = hvd.DistributedOptimizer(optimizer, backward_passes_per_step=2), new.init(params)._replace(inner=state.inner)
 """
-"""Names, why they have no meaning here, and what to use instead."""
+"""Names, why they are unsupported, and the alternative."""
 
 ABSENT: dict[str, tuple[str, str]] = {}
 for _row in re.findall(r"((?:\w.*\n)+)    (.*)\n    (.*)\n", _TABLE):
@@ -92,8 +91,8 @@ for _name in ("size", "rank", "local_size", "local_rank"):
 
 
 def absent_from(module: str, name: str) -> Callable[..., Any]:
-    """Returns a function that raises with the reason why a name of `hvd`, or of a module or class in it, has no meaning
-    here. Raises AttributeError for any other name."""
+    """Returns a function that raises with the reason why a name of `hvd`, or of a module or class in it, is
+    unsupported. Raises AttributeError for any other name."""
     known = f"{module}.{name}" if module else name
     if known not in ABSENT:
         raise AttributeError(f"'spmdkit.horovod{f'.{module}' if module else ''}' has no attribute {name!r}")
@@ -109,14 +108,14 @@ def absent_from(module: str, name: str) -> Callable[..., Any]:
 mpi_enabled = mpi_built = ddl_built = ccl_built = lambda: False
 gloo_enabled = gloo_built = lambda: jax.default_backend() == "cpu"
 nccl_built = lambda: int(jax.default_backend() == "gpu")
-"""Whether collectives go through NCCL, as a number: 0, or 1 on GPU."""
+"""Whether collectives use NCCL, as a number: 1 on GPU, otherwise 0."""
 
 
 def rocm_built() -> bool:
-    """Returns whether JAX runs on a GPU of AMD."""
+    """Returns whether JAX runs on an AMD GPU."""
     return jax.default_backend() == "gpu" and "rocm" in jax.devices()[0].client.platform_version.lower()
 
 
 def cuda_built() -> bool:
-    """Returns whether JAX runs on a GPU of Nvidia."""
+    """Returns whether JAX runs on an NVIDIA GPU."""
     return jax.default_backend() == "gpu" and not rocm_built()
