@@ -1,4 +1,4 @@
-"""Reading a step's jaxpr: its equations under the paths that XLA shows for them, the user's line, what depends on the
+"""Reads a step's jaxpr: its equations with XLA's op names, the user's lines, and the values that depend on the
 batch."""
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ _INSIDE = {"scan": "while/body/closed_call", "while": "while/body", "shard_map":
 
 
 def paths(jaxpr: Any, name: str) -> Iterator[tuple[Any, str]]:
-    """Yields (equation, op_name without the operation's own) for a jaxpr that was traced from a function called
-    `name`."""
+    """Yields (equation, op_name without the operation's part) for a jaxpr traced from a function called `name`."""
 
     def enter(eqn: Any, prefix: str) -> tuple[str, str]:
         stack = str(eqn.source_info.name_stack)
@@ -30,9 +29,9 @@ def paths(jaxpr: Any, name: str) -> Iterator[tuple[Any, str]]:
 
 
 def scan_lengths(jaxpr: Any, name: str) -> dict[str, int]:
-    """Returns op_name -> length of the scans of a jaxpr: the last resort for a trip count.
+    """Returns op_name -> length of the scans of a jaxpr: the fallback for a trip count.
 
-    A path that several loops share with different lengths, or with a loop of no fixed length, is left out.
+    An op_name that several loops share with different lengths, or with a loop of no fixed length, is omitted.
     """
     lengths = defaultdict[str, set[Any]](set)
     for eqn, path in paths(jaxpr, name):
@@ -48,7 +47,7 @@ def lines_of(jaxpr: Any, name: str, op_name: str) -> list[str]:
 
 
 def line(eqn: Any) -> str | None:
-    """Returns `file.py:12` of the user's line that made an equation."""
+    """Returns `file.py:12` of the user's line that created an equation."""
     traceback = eqn.source_info.traceback
     if traceback is None:
         return None
@@ -57,7 +56,7 @@ def line(eqn: Any) -> str | None:
 
 
 def first_use(jaxpr: Any, var: Any) -> str | None:
-    """Returns the line of the first equation that computes with a variable, inside of calls too."""
+    """Returns the line of the first equation that computes with a variable, including equations inside calls."""
     for eqn in jaxpr.eqns:
         if not any(x is var for x in eqn.invars):
             continue
@@ -73,8 +72,8 @@ def first_use(jaxpr: Any, var: Any) -> str | None:
 
 
 def depending(jaxpr: Any, inputs: Sequence[bool], found: list[tuple[Any, Any]]) -> list[bool]:
-    """Returns which results depend on the marked inputs, and adds (equation, output) to `found` for every output
-    outside of `shard_map` that does. All that a loop carries depends on them if anything in it does."""
+    """Returns which results depend on the marked inputs, and adds (equation, output) to `found` for every dependent
+    output outside `shard_map`. If one element of a loop's carry depends on them, all elements do."""
     marked = {id(v) for v, mark in zip(jaxpr.invars, inputs, strict=True) if mark}
     for eqn in jaxpr.eqns:
         name, marks = eqn.primitive.name, [id(x) in marked for x in eqn.invars]

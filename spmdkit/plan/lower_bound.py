@@ -1,20 +1,19 @@
-"""`lower_bound_bytes`: what a device sends in a step by the formulas of data parallelism and ZeRO, over the replica and
-fsdp axes.
+"""`lower_bound_bytes`: the bytes that a device sends per step over the replica and fsdp axes, by the formulas of data
+parallelism and ZeRO.
 
-With P the parameter bytes of one device when fsdp is gathered, in the dtype of computation, and G those of its
-gradient, in the dtype of reduction (ZeRO 3: in that of computation where that is smaller, since the gather's transpose
-scatters it):
+P is the parameter bytes of one device after the fsdp gather, in the compute dtype. G is the bytes of their gradient, in
+the reduction dtype (ZeRO 3: in the compute dtype if that is smaller, since the transpose of the gather scatters it):
 
 | axes                   | communication                                         | bytes sent per device       |
 | ---------------------- | ----------------------------------------------------- | --------------------------- |
-| replica x data, r long | one all_reduce of what fsdp leaves of the gradient    | 2 (r-1)/r * G / f           |
+| replica x data, r long | one all_reduce of the fsdp shard of the gradient      | 2 (r-1)/r * G / f           |
 | fsdp, f long, ZeRO 3   | gather forward, gather backward, scatter the gradient | 2 (f-1)/f * P + (f-1)/f * G |
 | fsdp, ZeRO 2           | scatter the gradient, gather the new parameters       | (f-1)/f * (G + S)           |
-| fsdp, ZeRO 1           | add up the gradient, gather the new parameters        | (f-1)/f * (2 G + S)         |
+| fsdp, ZeRO 1           | reduce the gradient, gather the new parameters        | (f-1)/f * (2 G + S)         |
 
-S: the parameters as they are stored. The gradient of leaves that fsdp does not shard is reduced over fsdp too. With
-several microbatches ZeRO 3 gathers in each; the table has one. A program may send less: `sk.embed` moves vectors
-instead of its table, and what is not recomputed is gathered once. Other model axes are left out.
+S is the bytes of the stored parameters. The gradient of leaves that fsdp does not shard is reduced over fsdp too. With
+several microbatches ZeRO 3 gathers in each; the table assumes one. A program may send less: `sk.embed` sends vectors
+instead of its table, and arrays that are not recomputed are gathered once. Other model axes are excluded.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from spmdkit.program.program import Program
 
 
 def lower_bound_bytes(program: Program) -> dict[str, int]:
-    """Returns axes -> bytes that one device sends in a step by the formulas, for the replica axes and for fsdp."""
+    """Returns axes -> bytes that one device sends per step by the formulas, for the replica axes and for fsdp."""
     config = program.config
     sizes = program.sizes if program.groups is None else program.groups.inner(program.sizes)
     replicas, f = count(sizes, REPLICA_AXES), sizes["fsdp"]

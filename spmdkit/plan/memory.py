@@ -1,9 +1,8 @@
-"""Memory of one device for one step: what the compiler reserves (`spmdkit.program.memory`), cut into parts that a user
-knows.
+"""Memory of one device for one step: the bytes that the compiler reserves (`spmdkit.program.memory`), by part.
 
-The layout cuts the arguments into parameters, optimizer state and the rest. Gradients and activations are both
-temporaries: gradients are counted from their layout, the rest is activations and work space. On a TPU arrays are padded
-to whole tiles, which is its own part.
+The layout divides the arguments into parameters, optimizer state and the rest. Gradients and activations are both
+temporaries: gradient bytes are computed from the layout, the rest is activations and workspace. On a TPU arrays are
+padded to full tiles; padding is a separate part.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(StepBytes):
-    """Bytes of one device (the same on each), in parts.
+    """Bytes of one device (equal on all devices), by part.
 
     Attributes:
         parts: name -> bytes on the device; they add up to `peak_bytes`.
         host_parts: name -> bytes in the host's memory for this device.
-        live: the largest buffers that are alive when most is, with their source lines.
+        live: the largest buffers that are live at the peak, with their source lines.
     """
 
     parts: Mapping[str, int]
@@ -65,15 +64,15 @@ def read_memory(program: Program, module: Module) -> Memory:
 
 
 def memory_without_program(program: Program) -> Memory:
-    """Returns the memory of a step that the compiler refused: its state is known from the layout, its temporaries from
-    the message."""
+    """Returns the memory of a step that the compiler rejected: its state from the layout, its temporaries from the
+    message."""
     step, inputs = program.step_bytes, program.held.device["inputs"]
     work = {"gradients, activations and work space": step.temp_bytes}
     return Memory(**vars(step), parts={"state": step.argument_bytes - inputs, "inputs": inputs, **work})
 
 
 def _gradient_bytes(program: Program) -> int:
-    """Returns the bytes of one gradient as the optimizer gets it, in the dtype that is added up."""
+    """Returns the bytes of one gradient as the optimizer receives it, in the dtype of accumulation."""
     context = program._step_context
     if context.sharding.placements is None:
         return 0

@@ -1,13 +1,13 @@
-"""`predict_time`: how long one step takes, from the compiled program, instruction by instruction, and the bill.
+"""`predict_time`: the time of one step, from the compiled program, instruction by instruction, and the bill.
 
     instruction   max(FLOPs / arithmetic, bytes / memory) + launch, times its executions
     collective    bytes sent / rate of the link + hops x latency (links.py)
     a loop's body, or the rest of the program:
-                  instructions + collectives that wait + what the started ones (async) need beyond the instructions
-    step          all of these, + state that lives in host memory, in and out, + the host's call
+                  instructions + blocking collectives + the time of async collectives beyond the instructions
+    step          the sum of these + transfers of state from and to host memory + the host's call
 
 FLOPs are read from the program, so repeated work and recomputation (remat) cost time here. MFU is a share of model
-FLOPs, counted from the jaxpr without remat. Bytes of an instruction are what it reads and writes in main memory.
+FLOPs, counted from the jaxpr without remat. The bytes of an instruction are its reads and writes in main memory.
 Caches, stragglers, other traffic and the fill of the matrix unit are not modelled: compare plans with each other.
 
 Source: Williams, Waterman, Patterson, "Roofline" (CACM 2009); "How to Scale Your Model", chapter "All About Rooflines".
@@ -39,7 +39,7 @@ _COST_NOTHING = {
 
 @dataclass(frozen=True)
 class LinkTime:
-    """Seconds that a device's links of one kind are busy in a step, and how many of them nothing hides."""
+    """Seconds per step that a device's links of one kind are busy, and the part that nothing overlaps."""
 
     busy_s: float
     exposed_s: float
@@ -51,12 +51,12 @@ class Time:
     """Predicted time of one step.
 
     Attributes:
-        seconds: `arithmetic`, `memory`: instructions that the matrix unit or main memory bounds; `launch`: starting
-            instructions; `host`: state that comes from and goes to host memory.
-        links: `ici fsdp` -> seconds; the way and the mesh axes.
-        hlo_flops: products that one device computes, all executions.
-        memory_bytes: that one device reads and writes.
-        guessed: loops of unknown length, which were taken to run once.
+        seconds: `arithmetic`, `memory`: instructions bound by the matrix unit or by main memory; `launch`: starting
+            instructions; `host`: transfers of state from and to host memory.
+        links: `ici fsdp` (the link and the mesh axes) -> seconds.
+        hlo_flops: FLOPs of products on one device, all executions.
+        memory_bytes: bytes that one device reads and writes.
+        guessed: number of loops of unknown length, which count as one iteration.
     """
 
     seconds: dict[str, float]
@@ -67,32 +67,32 @@ class Time:
 
     @property
     def step_s(self) -> float:
-        """All of it."""
+        """The predicted time of the step."""
         return sum(self.seconds.values()) + sum(link.exposed_s for link in self.links.values())
 
     @property
     def bound(self) -> str:
-        """What takes most of the step."""
+        """The part that takes most of the step."""
         parts = {name.replace("host", "host memory"): s for name, s in self.seconds.items()}
         parts |= {f"link {name}": link.exposed_s for name, link in self.links.items()}
         return max(parts, key=lambda name: parts[name])
 
     def parts(self) -> dict[str, float]:
-        """Returns part of the step -> seconds; they add up to the step."""
+        """Returns part of the step -> seconds; their sum is the time of the step."""
         named = self.seconds | {name: link.exposed_s for name, link in self.links.items()}
         return {name: seconds for name, seconds in named.items() if seconds > 0}
 
 
 @dataclass
 class _Region:
-    """One loop's body, or the program outside of all loops: seconds of its instructions, and of each link."""
+    """One loop body, or the program outside all loops: seconds of its instructions, and of each link."""
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     waits: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     started: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, chip: Chip, runs: int, flops: Mapping[tuple[str, int], float], num_bytes: int) -> None:
-        """Adds an instruction that runs so many times: what bounds it, arithmetic or memory, and its start."""
+        """Adds the executions of an instruction: its arithmetic or memory time, the larger of the two, and launches."""
         arithmetic_s = sum(
             chip.products_s({_DTYPES.get(dtype, dtype): passes * f}) for (dtype, passes), f in flops.items()
         )
@@ -101,7 +101,7 @@ class _Region:
         self.seconds["launch"] += runs * chip.launch_s
 
     def exposed(self) -> dict[str, float]:
-        """Returns link -> seconds that nothing hides: what waits, and what is started and outlasts the instructions."""
+        """Returns link -> seconds that nothing overlaps: blocking collectives, async ones beyond the instructions."""
         left, found = sum(self.seconds.values()), dict(self.waits)
         for name, seconds in sorted(self.started.items(), key=lambda item: -item[1]):
             found[name] = found.get(name, 0.0) + max(0.0, seconds - left)
@@ -123,9 +123,9 @@ def predict_time(
 
     Args:
         devices: of the mesh, flattened.
-        scans: op_name -> length of the jaxpr's scans, for loops without a trip count in the text.
-        host_bytes: state of one device that lives in host memory between steps.
-        call_s: what the host needs for one call of the step.
+        scans: op_name -> length of the jaxpr's scans, for loops without a trip count in the HLO text.
+        host_bytes: state of one device that is stored in host memory between steps.
+        call_s: host time of one call of the step.
     """
     regions: dict[tuple[str, ...], _Region] = defaultdict(_Region)
     hlo_flops, memory_bytes, guessed = _add_instructions(regions, target.chip, module, bill, scans)
@@ -139,7 +139,7 @@ def predict_time(
 def _add_instructions(
     regions: dict[tuple[str, ...], _Region], chip: Chip, module: Module, bill: Bill, scans: Mapping[str, int] | None
 ) -> tuple[float, float, int]:
-    """Adds the seconds of each instruction that is no collective to its region. Returns the FLOPs and bytes of all
+    """Adds the seconds of each instruction that is not a collective to its region. Returns the FLOPs and bytes of all
     executions, and the number of loops of unknown length."""
     costs, unknown, total_flops, total_bytes = Costs(module), set[str](), 0.0, 0.0
     on_wire = {name for c in bill.collectives for name in c.names}
@@ -180,6 +180,6 @@ def _add_links(
 
 
 def _overlaps(target: Target, c: Collective) -> bool:
-    """Returns whether arithmetic hides a collective. XLA's GPU scheduler hides those of data parallelism; the fake
-    devices' program does not show which are started early."""
+    """Returns whether arithmetic overlaps a collective. XLA's GPU scheduler overlaps those of data parallelism; the
+    program of the fake devices does not show which are async."""
     return c.is_async or (target.chip.kind == "gpu" and target.compiler == "cpu" and c.cause in OF_DATA_PARALLELISM)

@@ -1,5 +1,4 @@
-"""A plan on the terminal, at most 100 columns: does it fit, what crosses the wire, how long is a step, what to
-change."""
+"""A plan on the terminal, at most 100 columns: whether it fits, bytes sent, the time of a step, findings."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
 def console() -> Console:
-    """Returns the console that plans are written to: as wide as the terminal, at most `WIDTH`."""
+    """Returns the console for plans: as wide as the terminal, at most `WIDTH`."""
     found = Console(file=sys.stdout, highlight=False, soft_wrap=False)
     found.width = min(WIDTH, found.width) if found.is_terminal else WIDTH
     return found
@@ -163,7 +162,7 @@ def show_candidates(rows: Sequence[Mapping[str, Any]], to: Console | None = None
 
 
 def new_table(*columns: str, right: Sequence[int] = (1, 2)) -> Table:
-    """Returns an empty table, the columns with the numbers in `right` to the right."""
+    """Returns an empty table; the columns with the numbers in `right` are right-aligned."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=any(columns), header_style="dim")
     for number, name in enumerate(columns):
         table.add_column(

@@ -1,2 +1,2 @@
-"""The island that knows XLA's text: a compiled program's instructions, loops, groups, collectives, live buffers, places
-in the source."""
+"""Parser of XLA's text: the instructions, loops, groups, collectives, live buffers and source lines of a compiled
+program."""

@@ -1,9 +1,9 @@
-"""Finds the collectives of a compiled program in all their forms.
+"""Extracts the collectives of a compiled program in all their forms.
 
 Plain (`all-reduce`), split (`all-gather-start` and `-done`: counted at the start), wrapped (`async-start` that calls a
 computation with the collective in it; `call-start` on the sparse cores of a TPU 7x), inside fusions (the TPU compiler
-makes a reduce-scatter of an all-reduce with a sliced result in one fusion). Everything is read from opcodes, operands
-and groups, nothing from names.
+emits a reduce-scatter as a fusion of an all-reduce with a sliced result). Everything is read from opcodes, operands and
+groups, never from names.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class HloCollective:
     """A collective in the text.
 
     Attributes:
-        names: the HLO instruction; those of all operations, where several are one row of a bill.
+        names: the HLO instruction; for a merged row of a bill, the instructions of all its operations.
         op: one of `OPS`.
-        size: bytes of the arrays in the table of `collectives_bill`, once.
-        dtype: of the largest array, as XLA spells it (`f32`, `bf16`).
-        shapes: the arrays that each device puts in.
-        groups: logical device numbers (places in the flattened mesh); for collective_permute the (source, target)
+        size: bytes of the arrays in the table of `collectives_bill`, for one execution.
+        dtype: of the largest array, in XLA's notation (`f32`, `bf16`).
+        shapes: the input arrays of each device.
+        groups: logical device numbers (positions in the flattened mesh); for collective_permute the (source, target)
             pairs.
-        spans: mesh axes along which the devices of a group differ, in the mesh's order -> their positions in one
-            group; less than the axis is long where only a part of it takes part.
+        spans: mesh axes along which the devices of a group differ, in mesh order -> number of positions in one group;
+            less than the size of the axis if only a part of it participates.
         group_size: devices of one group (the largest).
-        is_async: started and awaited apart, so that other work can overlap.
-        source: `file.py:12` of the user's line, or of the line in spmdkit behind it; None if XLA created it.
-        op_name: the path of JAX's names.
+        is_async: whether start and completion are separate, so that other work can overlap.
+        source: `file.py:12` of the user's line, or else of the spmdkit line; None if XLA created it.
+        op_name: JAX's op name, a path.
         emulated_op: the cheaper op that this all_reduce emulates (`all_gather`, `reduce_scatter`), or None.
     """
 
@@ -75,7 +75,7 @@ class HloCollective:
 def hlo_collectives(
     module: Module, sizes: Mapping[str, int], visits: Iterable[Visit]
 ) -> Iterator[tuple[Visit, HloCollective]]:
-    """Yields every collective at every place where it runs, also those over groups of one device."""
+    """Yields every collective at every site where it runs, including those over groups of one device."""
     read: dict[tuple[int, int], HloCollective] = {}
     for visit in visits:
         i = visit.instruction
@@ -96,7 +96,7 @@ def hlo_collectives(
 def _read(module: Module, i: Instruction, op: str, caller: Instruction | None) -> dict[str, Any]:
     put_in = module.operands(i)
     if op == "ragged_all_to_all":
-        put_in = put_in[:1]  # the others are the output buffer, offsets and sizes
+        put_in = put_in[:1]  # the remaining operands are the output buffer, offsets and sizes
     shapes = tuple(shape for operand in put_in for shape in operand.shapes)
     size = sum(shape.bytes for shape in shapes)
     if op == "collective_permute":
@@ -109,7 +109,7 @@ def _read(module: Module, i: Instruction, op: str, caller: Instruction | None) -
     if op == "all_gather":
         size *= group_size
     elif op == "all_reduce" and not i.opcode.endswith("-start"):
-        size = (size + i.bytes) // 2  # a TPU's may cast: the sums travel as they went in, the result as it comes out
+        size = (size + i.bytes) // 2  # a cast on TPU: sums have the input dtype, the result the output dtype
     of_caller = "" if caller is None else caller.opcode
     if op == "all_reduce" and caller is not None and of_caller == "fusion" and _sliced(module, i, caller, group_size):
         op = "reduce_scatter"
@@ -130,7 +130,7 @@ def _read(module: Module, i: Instruction, op: str, caller: Instruction | None) -
 
 
 def _read_between_slices(module: Module, i: Instruction, op: str, groups: Groups) -> dict[str, Any]:
-    """Returns a collective between slices; what is sent is its first operand."""
+    """Returns a collective between slices; the data sent is its first operand."""
     shapes = next((operand.shapes for operand in module.operands(i)), i.shapes[:1])
     size, group_size = sum(shape.bytes for shape in shapes), len(groups[0]) if groups else 1
     return {
@@ -147,7 +147,7 @@ def _read_between_slices(module: Module, i: Instruction, op: str, groups: Groups
 
 
 def _sliced(module: Module, i: Instruction, caller: Instruction, group_size: int) -> bool:
-    """Returns whether a fusion keeps one part in `group_size` of what its all-reduce gives."""
+    """Returns whether a fusion retains one part in `group_size` of the result of its all-reduce."""
     whole, kept = i.bytes, sum(shape.bytes for shape in caller.shapes)
     users = module.around(i).users[i.name]
     slices = {"dynamic-slice", "bitcast", "reshape", "copy", "tuple", "get-tuple-element"}
@@ -155,11 +155,11 @@ def _sliced(module: Module, i: Instruction, caller: Instruction, group_size: int
 
 
 def _stands_for(module: Module, i: Instruction, put_in: list[Instruction], group_size: int) -> str | None:
-    """Returns the cheaper op that an all-reduce does the work of, or None.
+    """Returns the cheaper op that an all-reduce emulates, or None.
 
-    `all_gather`: each device puts its shard into zeros. `reduce_scatter`: each device reads one part in `group_size` of
-    the sum. The TPU compiler does this where it finds no way for the cheaper one (jax 0.10.2, v5p, a group over the
-    whole torus).
+    `all_gather`: each device inserts its shard into zeros. `reduce_scatter`: each device reads one part in `group_size`
+    of the sum. The TPU compiler does this if it cannot emit the cheaper op (jax 0.10.2, v5p, a group over the full
+    torus).
     """
     if group_size < 2:
         return None

@@ -1,7 +1,7 @@
-"""Which devices talk to each other in a collective, and along which mesh axes that is.
+"""The device groups of a collective, and the mesh axes that they span.
 
-XLA numbers devices by their place in the program (the mesh's devices, flattened), not by their hardware: a group is
-given in these logical numbers, on every backend (`use_global_device_ids` with one replica, checked on CPU and TPU).
+XLA numbers devices by their position in the program (the flattened mesh), not by hardware: groups use these logical
+numbers on every backend (`use_global_device_ids` with one replica, checked on CPU and TPU).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _PAIRS = re.compile(r"source_target_pairs=\{(\{.*?\})?\}")
 
 
 def replica_groups(instruction: Instruction, num_devices: int) -> Groups:
-    """Returns the groups of logical devices of a collective: lists, iota `[2,4]<=[4,2]T(1,0)` or mesh form; `{}` is
-    all.
+    """Returns the groups of logical devices of a collective: lists, iota `[2,4]<=[4,2]T(1,0)` or mesh form; `{}` means
+    all devices.
 
     Raises:
-        ValueError: a spelling that is not known.
+        ValueError: an unknown notation.
     """
     text = instruction.attributes
     if found := _LISTED.search(text):
@@ -49,10 +49,9 @@ def source_target_pairs(instruction: Instruction) -> Groups:
 
 
 def axes_of(groups: Groups, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Returns axis -> the number of its positions that one group spans, for the axes along which members differ.
+    """Returns axis -> number of positions in one group, for the axes along which its members differ.
 
-    A whole axis spans its size; a part of an axis spans less. `sizes` is in the mesh's order, the last axis the
-    fastest.
+    A full axis spans its size; a part of an axis spans less. `sizes` is in mesh order, the last axis the fastest.
     """
     spans = dict.fromkeys(sizes, 1)
     for group in groups:

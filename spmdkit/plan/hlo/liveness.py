@@ -1,9 +1,9 @@
-"""Which buffers are alive when a device needs most memory, from the schedule in the program's text.
+"""The buffers that are live at the memory peak of a device, from the schedule in the program's text.
 
-A buffer lives from the instruction that makes it to the last one that reads it, through everything that only renames it
-(tuples, their elements, bitcasts, the carry of a loop, an update in place). What a called computation or a loop body
-needs beyond its operands is added while it runs. Outputs of the step are left out. The bytes are those of
-`compiled.memory_analysis()`; this analysis attributes them.
+A buffer lives from the instruction that produces it to the last one that reads it, through all operations that only
+rename it (tuples, their elements, bitcasts, the carry of a loop, an update in place). Temporaries of called
+computations and loop bodies are added while these run. Outputs of the step are excluded. The total is that of
+`compiled.memory_analysis()`; this analysis attributes it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _NOT_IN_PLACE = {
 
 @dataclass(frozen=True)
 class Buffer:
-    """An array that is alive at the peak.
+    """An array that is live at the peak.
 
     Attributes:
-        name: of the HLO instruction that makes it.
-        shape: `f32[8,128]`, of one device; the largest array of a tuple.
-        bytes: with the backend's padding.
+        name: of the HLO instruction that produces it.
+        shape: `f32[8,128]`, on one device; the largest array of a tuple.
+        bytes: including the backend's padding.
         source: `file.py:12`, or None.
-        op_name: the path of JAX's names.
+        op_name: JAX's op name, a path.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Buffer:
 
 
 def live_at_peak(module: Module, limit: int = 12) -> tuple[Buffer, ...]:
-    """Returns the largest temporaries that are alive at the peak of the step, largest first."""
+    """Returns the largest temporaries that are live at the peak of the step, largest first."""
     _, alive = _peak(module, module.entry, {})
     return tuple(
         Buffer(
@@ -71,7 +71,7 @@ def own_bytes(i: Instruction) -> int:
 def _peak(
     module: Module, computation: Computation, known: dict[str, tuple[int, list[Instruction]]]
 ) -> tuple[int, list[Instruction]]:
-    """Returns (bytes, instructions) of what is alive at the peak inside a computation, without its parameters."""
+    """Returns (bytes, instructions) that are live at the peak inside a computation, without its parameters."""
     if computation.name in known:
         return known[computation.name]
     last, end = _last_uses(module, computation), len(computation.instructions)
@@ -104,7 +104,7 @@ def _reused(i: Instruction, dying: Iterable[Instruction]) -> int:
 
 
 def _makes(module: Module, i: Instruction) -> bool:
-    """Returns whether an instruction allocates its result, and does not only rename or update its operand."""
+    """Returns whether an instruction allocates its result and does not only rename or update its operand."""
     return i.opcode not in _FREE and i.opcode not in _RENAMES and not _updates_in_place(module, i)
 
 
@@ -116,8 +116,8 @@ def _updates_in_place(module: Module, i: Instruction) -> bool:
 
 
 def _last_uses(module: Module, computation: Computation) -> dict[str, int]:
-    """Returns name -> position of the last instruction that needs the buffer, through renames; the root's live to the
-    end."""
+    """Returns name -> position of the last instruction that needs the buffer, through renames. Buffers of the root live
+    to the end."""
     last = {i.name: i.index for i in computation.instructions}
     last[computation.root.name] = len(computation.instructions)
     for i in reversed(computation.instructions):

@@ -1,9 +1,9 @@
 """How often each instruction of a compiled program runs in one step: loops, calls, branches.
 
-The trip count of a loop is, in this order: what the compiler wrote down (`known_trip_count`, CPU); the loop's own
-condition (an induction variable with a constant start, step and bound: the TPU compiler writes nothing down); the
-length of the scan in the jaxpr that has the loop's name. Else it is unknown (None): it depends on data, and is never
-guessed.
+The trip count of a loop is determined, in this order, by: the compiler's annotation (`known_trip_count`, CPU); the
+condition of the loop (an induction variable with a constant start, step and bound: the TPU compiler emits no
+annotation); the length of the scan in the jaxpr with the loop's name. Otherwise it is unknown (None): it depends on
+data and is never guessed.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _DEPTH = 64
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """A place from which a computation is entered: the instruction that does it, and the place where that one runs."""
+    """A call site of a computation: the calling instruction, and the site of that instruction."""
 
     caller: Instruction
     outer: Site | None
 
 
 class Visit(NamedTuple):
-    """One instruction at one place of the program.
+    """One instruction at one site of the program.
 
     Attributes:
-        runs: executions per step; None where a loop around it has an unknown trip count.
-        known_runs: the same with every unknown trip count taken as one.
-        loops: the `while` instructions around it, outermost first.
-        branches: (conditional, number of the branch) around it, outermost first.
+        runs: executions per step; None if an enclosing loop has an unknown trip count.
+        known_runs: the same with every unknown trip count counted as one.
+        loops: the enclosing `while` instructions, outermost first.
+        branches: the enclosing (conditional, branch index) pairs, outermost first.
     """
 
     instruction: Instruction
@@ -60,13 +60,13 @@ class Visit(NamedTuple):
 
 
 def walk(module: Module, scans: Mapping[str, int] | None = None) -> Iterator[Visit]:
-    """Yields every instruction at every place where it runs, in the order of the schedule.
+    """Yields every instruction at every site where it runs, in schedule order.
 
-    Reducers (`to_apply` of a reduction) are not entered: their cost is their caller's. The condition of a loop runs
-    once more than its body.
+    Reducers (`to_apply` of a reduction) are not entered: the cost of the caller includes them. The condition of a loop
+    runs once more than its body.
 
     Args:
-        scans: op_name -> length, from `jaxprs.scan_lengths`.
+        scans: op_name -> length, from `jaxpr_lines.scan_lengths`.
     """
     scans = scans or {}
 
@@ -101,7 +101,7 @@ def walk(module: Module, scans: Mapping[str, int] | None = None) -> Iterator[Vis
 def trip_count(
     module: Module, loop: Instruction, site: Site | None = None, scans: Mapping[str, int] | None = None
 ) -> int | None:
-    """Returns how often the body of a `while` runs, or None where that is not known before it runs."""
+    """Returns how often the body of a `while` runs, or None if that is not known before it runs."""
     written = loop.backend_config.get("known_trip_count", {}).get("n")
     if written is not None:
         return int(written)
@@ -112,14 +112,14 @@ def trip_count(
 
 
 class _Affine(NamedTuple):
-    """A scalar integer: `element` of the loop's carry (None: nothing) plus `offset`."""
+    """A scalar integer: `element` of the loop's carry (None: no element) plus `offset`."""
 
     element: int | None
     offset: int
 
 
 class _Place(NamedTuple):
-    """Where an instruction is read: inside a called computation, parameters are the operands of `caller` in `outer`."""
+    """The scope of an instruction: inside a called computation, parameters are the operands of `caller` in `outer`."""
 
     computation: Computation
     loop: Instruction | None = None
@@ -162,7 +162,7 @@ def _count(start: int, bound: int, stride: int, direction: str) -> int | None:
 
 
 def _comparison(module: Module, i: Instruction | None, place: _Place) -> tuple[_Affine, _Affine, str] | None:
-    """Returns (left, right, direction) where an instruction is one comparison of integers."""
+    """Returns (left, right, direction) if an instruction is one comparison of integers."""
     if i is None:
         return None
     if i.opcode == "compare":
@@ -216,7 +216,7 @@ def _value(
 
 
 def _keeps(module: Module, loop: Instruction, index: int) -> bool:
-    """Returns whether a loop hands an element of its carry through unchanged."""
+    """Returns whether a loop passes an element of its carry through unchanged."""
     body = module.computations[loop.called["body"][0]]
     return _value(module, body.root, index, _Place(body, loop)) == _Affine(index, 0)
 
@@ -224,7 +224,7 @@ def _keeps(module: Module, loop: Instruction, index: int) -> bool:
 def _entry_value(
     module: Module, loop: Instruction, site: Site | None, value: _Affine, invariant: bool = True
 ) -> int | None:
-    """Returns the integer of a value when the loop begins; with `invariant` only if the loop keeps it."""
+    """Returns the integer of a value at loop entry; with `invariant`, only if the loop does not change it."""
     if value.element is None:
         return value.offset
     if invariant and not _keeps(module, loop, value.element):

@@ -1,4 +1,4 @@
-"""Who reads an array of the program: all of it, or one part on each device; and whether it is zeros around a shard."""
+"""The readers of an array: the full array, or one part on each device; and whether it is a shard padded with zeros."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def _takes_part(whole: int, group_size: int) -> Callable[[Instruction], bool | N
 
 
 def all_readers(module: Module, i: Instruction, wanted: Callable[[Instruction], bool | None], steps: int) -> bool:
-    """Returns whether all that reads an array, inside of fusions too, is `wanted`; None: it passes the array on, and
-    its readers decide.
+    """Returns whether all readers of an array, including those inside fusions, are `wanted`. A reader for which
+    `wanted` returns None passes the array on, and its own readers are checked.
 
-    A result that leaves its computation has no reader, and readers more than `steps` away are not searched: False.
+    A result that its computation returns has no reader, and readers more than `steps` away are not searched: False.
     """
     users = module.around(i).users[i.name]
     if not users or not steps or i.is_root:
@@ -54,7 +54,7 @@ def all_readers(module: Module, i: Instruction, wanted: Callable[[Instruction], 
 
 
 def is_padded_shard(module: Module, i: Instruction, group_size: int) -> bool:
-    """Returns whether an array is zeros with one part in `group_size` put in."""
+    """Returns whether an array is zeros with one part in `group_size` inserted."""
     computation = module.around(i)
     i = computation.behind(i, SAME)
     base_of = module.fused(i) if i.opcode == "fusion" else computation

@@ -1,4 +1,4 @@
-"""From an instruction to its line in the user's program."""
+"""Maps an instruction to its line in the user's program."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from spmdkit.step.step import global_step, replica_step
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 _LIBRARIES = ("site-packages" + os.sep, "dist-packages" + os.sep, os.sep + "lib" + os.sep + "python")
 _STEP = tuple(f"{maker.__qualname__}." for maker in (global_step, replica_step))
-"""Functions of the package that begin so are the step itself: what stands inside of them is the user's step."""
+"""Package functions with these prefixes are the step itself: user frames inside them are the user's step."""
 _NEAR = 6
 
 
 def source_of(module: Module, instruction: Instruction) -> str | None:
     """Returns `file.py:12` for an instruction, or None.
 
-    The innermost line of the user's inside the step; else (the reducer's sum, the optimizer's update) the innermost of
-    spmdkit's, as `spmdkit/communication/reducers/sum.py:17`. Where XLA made the instruction, the nearest one that feeds
-    it or reads it speaks.
+    The innermost user line inside the step; otherwise (the reducer's sum, the optimizer's update) the innermost line of
+    spmdkit, as `spmdkit/communication/reducers/sum.py:17`. For an instruction that XLA created, the line of the nearest
+    producer or reader.
     """
     near = _nearest(module, instruction, lambda i: bool(module.frames(i)))
     return None if near is None else line_of(module.frames(near))
 
 
 def op_name_of(module: Module, instruction: Instruction) -> str:
-    """Returns the path of JAX's names of an instruction, or of the nearest one that has it; empty where none has."""
+    """Returns JAX's op name of an instruction, or of the nearest one that has one; empty if none has."""
     near = _nearest(module, instruction, lambda i: bool(i.op_name) and i.opcode != "parameter")
     return "" if near is None else near.op_name
 
@@ -39,7 +39,7 @@ def line_of(frames: tuple[Frame, ...]) -> str | None:
     inside = list(itertools.takewhile(lambda f: not (_is_ours(f) and f.function.startswith(_STEP)), frames))
     ours = [f for f in inside if _is_ours(f)]
     users = [f for f in inside if not _is_ours(f) and not any(part in f.file for part in _LIBRARIES)]
-    if len(inside) == len(frames) and ours and users:  # no step around it: what stands outside of spmdkit is the caller
+    if len(inside) == len(frames) and ours and users:  # outside a step: the frames outside spmdkit are the caller's
         last = max(i for i, f in enumerate(inside) if _is_ours(f))
         users = [f for f in users if inside.index(f) < last] or users
     frame = next(iter((*users, *ours, *inside)), None)
@@ -53,7 +53,7 @@ def _is_ours(frame: Frame) -> bool:
 
 
 def _nearest(module: Module, start: Instruction, good: Callable[[Instruction], bool]) -> Instruction | None:
-    """Returns the nearest instruction that is good: itself, what feeds it, what reads it, with what these call."""
+    """Returns the nearest `good` instruction: itself, its producers, its readers, or inside a called computation."""
     if good(start):
         return start
     computation = module.around(start)

@@ -1,7 +1,7 @@
 """The text of a compiled program, `compiled.as_text()`, as data: computations, instructions, shapes, calls.
 
-XLA prints the optimized module after scheduling, so the order of the lines of a computation is the order in which one
-device runs them. Read are the texts of the CPU and the TPU compiler (jax 0.10.2), and the older spelling of metadata
+XLA prints the optimized module after scheduling, so the order of the lines of a computation is the execution order on
+one device. The parser reads the text of the CPU and the TPU compiler (jax 0.10.2), with the older metadata syntax
 (`source_file=`, `source_line=`) and the newer one (`stack_frame_id=` and four tables before the first computation).
 
 Source: the grammar of HLO text, openxla.org/xla/operation_semantics and xla/hlo/parser/hlo_parser.cc.
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SAME = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "transpose")
-"""Operations that hand an array on, in another form."""
+"""Operations that pass an array on in another form."""
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "tf32": 32, "c64": 64, "c128": 128}
 _SHAPE = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{([^{}]*)\})?")
@@ -28,13 +28,13 @@ _NAME = re.compile(r"%([\w.\-]+)")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 _END = re.compile(r'\}(?:, execution_thread="[^"]*")?\s*$')
-"""The end of a computation. A kernel's metadata also brings lines that begin with a brace; they go on."""
+"""The end of a computation. Lines of a kernel's metadata can also start with a brace, followed by more text."""
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One array: `dtype` as XLA spells it, `dims` of one device, and the layout's text."""
+    """One array: `dtype` in XLA's notation, `dims` on one device, and the text of the layout."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -52,7 +52,7 @@ class Shape:
 
     @property
     def padded_bytes(self) -> int:
-        """Bytes that the array takes in memory: a TPU pads the two minor dims to whole tiles, `T(8,128)`."""
+        """Bytes that the array takes in memory: a TPU pads the two minor dims to full tiles, `T(8,128)`."""
         tile = re.search(r"T\(([\d,]+)\)", self.layout)
         if tile is None:
             return self.bytes
@@ -90,7 +90,7 @@ class Instruction:
     Attributes:
         shapes: the arrays of the result, a tuple's in flattening order.
         operands: names of instructions of the same computation.
-        text: what stands between the parentheses (the value of a constant, the number of a parameter).
+        text: the text between the parentheses (the value of a constant, the number of a parameter).
         attributes: everything after them.
         index: position in the schedule of its computation.
     """
@@ -112,13 +112,13 @@ class Instruction:
 
     @functools.cached_property
     def op_name(self) -> str:
-        """The path of JAX's names: `jit(run)/while/body/dot_general`; empty where XLA made the instruction."""
+        """JAX's op name, a path: `jit(run)/while/body/dot_general`; empty if XLA created the instruction."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found[1] if found else ""
 
     @functools.cached_property
     def backend_config(self) -> dict[str, Any]:
-        """The JSON that the backend keeps with the instruction."""
+        """The JSON that the backend stores with the instruction."""
         start = self.attributes.find("backend_config={")
         if start < 0:
             return {}
@@ -148,7 +148,7 @@ class Instruction:
 
     @property
     def calls(self) -> tuple[str, ...]:
-        """The computations of a fusion or an async start; empty for others."""
+        """The computations of a fusion or an async start; empty for all other instructions."""
         return self.called.get("calls", ())
 
 
@@ -181,15 +181,15 @@ class Computation:
         return next((i for i in self.instructions if i.is_root), self.instructions[-1])
 
     def operand(self, instruction: Instruction, index: int = 0) -> Instruction | None:
-        """Returns the instruction that makes an operand, or None."""
+        """Returns the instruction that produces an operand, or None."""
         return self.by_name.get(instruction.operands[index]) if index < len(instruction.operands) else None
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
-        """Returns the instructions that make the operands."""
+        """Returns the instructions that produce the operands."""
         return [self.by_name[name] for name in instruction.operands if name in self.by_name]
 
     def behind(self, instruction: Instruction, forms: Collection[str]) -> Instruction:
-        """Returns what an instruction makes its result of, behind operations that only give it another form."""
+        """Returns the instruction that produces the data, skipping operations of `forms`."""
         while instruction.opcode in forms and (source := self.operand(instruction)) is not None:
             instruction = source
         return instruction
@@ -197,7 +197,7 @@ class Computation:
 
 @dataclass(frozen=True)
 class Frame:
-    """One line of the stack that made an instruction."""
+    """One frame of the stack that created an instruction."""
 
     file: str
     line: int
@@ -220,7 +220,7 @@ class Module:
 
     @functools.cached_property
     def entry(self) -> Computation:
-        """The computation where the program begins."""
+        """The computation that the program starts with."""
         return next(c for c in self.computations.values() if c.is_entry)
 
     @property
@@ -235,7 +235,7 @@ class Module:
             yield from computation.instructions
 
     def unfused(self) -> Iterator[Instruction]:
-        """Yields the instructions outside of fusions: those with a result in memory."""
+        """Yields the instructions outside fusions: those with a result in memory."""
         inside = {name for i in self.instructions() if i.opcode in ("fusion", "async-start") for name in i.calls}
         return (i for i in self.instructions() if i.computation not in inside)
 
@@ -244,7 +244,7 @@ class Module:
         return self.computations[instruction.computation]
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
-        """Returns the instructions that make the operands."""
+        """Returns the instructions that produce the operands."""
         return self.around(instruction).operands(instruction)
 
     def fused(self, fusion: Instruction) -> Computation:
@@ -252,7 +252,7 @@ class Module:
         return self.computations[fusion.calls[0]]
 
     def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
-        """Returns the stack that made an instruction, innermost first; empty where XLA made it."""
+        """Returns the stack that created an instruction, innermost first; empty if XLA created it."""
         if found := re.search(r"stack_frame_id=(\d+)", instruction.attributes):
             return self.stacks.get(int(found[1]), ())
         found = re.search(r'source_file="([^"]*)"(?: source_line=(\d+))?', instruction.attributes)
@@ -263,7 +263,7 @@ def parse(text: str) -> Module:
     """Returns the module of an HLO text.
 
     Raises:
-        ValueError: the text holds no entry computation.
+        ValueError: the text contains no entry computation.
     """
     lines = text.splitlines()
     first = next((i for i, line in enumerate(lines) if line.startswith("HloModule")), 0)
@@ -280,7 +280,7 @@ def parse(text: str) -> Module:
             elif name and _END.match(line):
                 computations[name] = Computation(name, is_entry, tuple(body))
                 name = ""
-            elif name and body:  # the metadata of a kernel, and what follows it
+            elif name and body:  # the metadata of a kernel, and the lines after it
                 body[-1] = dataclasses.replace(body[-1], attributes=f"{body[-1].attributes}\n{line}")
             elif line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
                 table = line
@@ -326,7 +326,7 @@ def _shapes(text: str) -> Iterator[Shape]:
 
 
 def _stacks(tables: dict[str, list[str]]) -> dict[int, tuple[Frame, ...]]:
-    """Returns frame id -> stack from the four tables. XLA prints a parent one too high: 1 means that there is none."""
+    """Returns frame id -> stack from the four tables. XLA prints parent ids plus one: 1 means no parent."""
     if "StackFrames" not in tables:
         return {}
     strings = lambda name: {int(n): text[1:-1] for n, text in (line.split(" ", 1) for line in tables[name])}

@@ -1,13 +1,12 @@
-"""Two forms in which the TPU compiler alone writes collectives.
+"""Two forms of collectives that only the TPU compiler emits.
 
-*Spread over fusions* (async collective fusion): one collective that goes on while products run is written into each of
-the fusions it overlaps with, every time with the same channel and an `async_collective_fusion_config`: in the first
-next to a custom call `AsyncCollectiveStart`, in the last next to `AsyncCollectiveDone`. It is sent once: the first
-counts.
+*Spread over fusions* (async collective fusion): a collective that overlaps with products is written into each fusion
+that it overlaps with, every time with the same channel and an `async_collective_fusion_config`: in the first with a
+custom call `AsyncCollectiveStart`, in the last with `AsyncCollectiveDone`. It is sent once: the first counts.
 
 *Between slices* (megascale): a `send` to the host with `_xla_megascale_transfer_type="ALL_REDUCE"` and its `recv`. Each
-device talks to the devices at its position in the other slices (`_xla_megascale_target="{1,2}x{0:3}"`: slices x
-devices).
+device exchanges data with the devices at its position in the other slices
+(`_xla_megascale_target="{1,2}x{0:3}"`: slices x devices).
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ _TRANSFERS = {
 
 
 def is_spread(i: Instruction) -> bool:
-    """Returns whether a collective is one of the places of one that is spread over fusions."""
+    """Returns whether an instruction is one part of a collective that is spread over fusions."""
     return "async_collective_fusion_config" in i.backend_config
 
 
 def is_continued(module: Module, i: Instruction) -> bool:
-    """Returns whether a collective only goes on here: it has been started, and counted, in an earlier fusion."""
+    """Returns whether an instruction continues a collective that was started, and counted, in an earlier fusion."""
     starts = 'custom_call_target="AsyncCollectiveStart"'
     return is_spread(i) and not any(starts in other.attributes for other in module.around(i).instructions)
 
@@ -44,7 +43,7 @@ def between_slices(i: Instruction, num_devices: int) -> tuple[str, Groups] | Non
         return None
     transfer = re.search(r'_xla_megascale_transfer_type="(\w+)"', i.attributes)
     target = re.search(r'_xla_megascale_target="\{([\d,:]+)\}', i.attributes)
-    ranges = (part.partition(":") for part in (target[1] if target else "").split(","))  # `1,2`, `0:3`: both ends
+    ranges = (part.partition(":") for part in (target[1] if target else "").split(","))  # `1,2`, `0:3`: inclusive
     num_slices = max(2, sum(int(last) - int(first) + 1 if last else 1 for first, _, last in ranges))
     peers = np.arange(num_devices).reshape(num_slices, -1).T.tolist()
     op = _TRANSFERS.get(transfer[1] if transfer else "", "collective_permute")

@@ -1,1 +1,1 @@
-"""What a plan is for: chips and their links, and the rates measured on this machine."""
+"""The machine that a plan is for: chips, links, and measured rates."""

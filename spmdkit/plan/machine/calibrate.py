@@ -1,18 +1,18 @@
-"""`calibrate`: measures this machine: matrix products, memory, launching, collectives.
+"""`calibrate`: measures this machine: matrix products, memory, launch overhead, collectives.
 
     <cache>/spmdkit/rates.json      {"cpu 8": {"date": ..., "flops_per_s": {...}, ...}, "NVIDIA H100 80GB HBM3 8": ...}
 
 `<cache>` is `$XDG_CACHE_HOME`, else `~/.cache`; `SPMDKIT_RATES` names another file. All devices are measured
-concurrently, as they work in training, so fake devices that share two cores get their share. Plans of `here` and
-`cpu:N` use the rates of the same kind of device, divided again for another number of fake devices.
+concurrently, as in training, so fake devices that share two cores get their share. Plans of `here` and `cpu:N` use the
+rates of the same kind of device, rescaled for another number of fake devices.
 
     time of a product     2 n^3 FLOPs, n = 512 (CPU) or 8,192, for each dtype
     time of a copy        y = 2 x + 1 of an array far larger than the caches, and of one of 256 KiB
-    launch                a chain of products of 8 x 8, so small that starting them is all of the time
+    launch                a chain of products of 8 x 8, so small that launch overhead dominates the time
     call                  a compiled function of one number, from Python
     collectives           all_reduce over all devices, 4 KiB to 8 MiB: bytes sent / rate + hops x latency, least squares
 
-About ten seconds. Medians of five; other load on the machine shows in full.
+Calibration takes about ten seconds. Results are medians of five; they include other load on the machine.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Rates = dict[str, Any]
 
 
 def rates_file() -> Path:
-    """Returns where the rates of this machine are kept."""
+    """Returns the file that stores the rates of this machine."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("SPMDKIT_RATES") or Path(cache) / "spmdkit" / "rates.json")
 
@@ -55,7 +55,7 @@ def calibrate(machine: Target) -> Rates:
     """Measures the devices of a target, adds the result to the file and returns it.
 
     Raises:
-        ConfigError: the devices are not here, or the file cannot be written.
+        ConfigError: the devices are not on this machine, or the file cannot be written.
     """
     devices = machine.devices
     if not machine.is_here or any(d.process_index != jax.process_index() for d in devices):
@@ -78,9 +78,9 @@ def calibrate(machine: Target) -> Rates:
 
 
 def with_measured(target: Target) -> tuple[Target, float]:
-    """Returns the target with the rates that were measured for its kind of device, and the seconds of one call.
+    """Returns the target with the rates measured for its kind of device, and the seconds of one call.
 
-    Without such rates: the target itself, and 0.
+    Without measured rates: the target unchanged, and 0.
     """
     if not target.is_here or not target.devices:
         return target, 0.0
@@ -90,7 +90,7 @@ def with_measured(target: Target) -> tuple[Target, float]:
         return target, 0.0
     nearest = min(measured, key=lambda n: abs(n - target.num_devices))
     rates = known[f"{kind} {nearest}"]
-    # Fake devices share one machine: what all of them do together stays the same.
+    # Fake devices share one machine: the sum of their rates is constant.
     share = nearest / target.num_devices if chip.kind == "cpu" else 1.0
     inner, link_reached = chip.inner, chip.reached.link
     if rates["link_bytes_per_s"] is not None:
@@ -104,7 +104,7 @@ def with_measured(target: Target) -> tuple[Target, float]:
         inner=inner,
         launch_s=rates["launch_s"] / share,
         cache_bytes_per_s=rates["cache_bytes_per_s"] * share,
-        reached=Reached(1.0, 1.0, link_reached),  # what is measured is reached in full
+        reached=Reached(1.0, 1.0, link_reached),  # measured rates are reached in full
     )
     return replace(target, chip=chip, calibrated=rates["date"]), float(rates["call_s"])
 
@@ -186,15 +186,14 @@ def _call(device: Any) -> float:
 
 
 def _link(mesh: Any) -> tuple[float, float]:
-    """Returns (bytes per second, seconds of a hop) of an all_reduce over all devices: a straight line through its
-    times."""
+    """Returns (bytes per second, seconds of a hop) of an all_reduce over all devices, by a linear fit of its times."""
     n = mesh.size
     sizes = [2**k for k in (12, 15, 18, 20, 22, 23)]
     once = lambda _, y: compat.as_varying(lax.psum(y, "all") * (1 / n), ("all",))
     body = lambda x: lax.fori_loop(0, 4, once, x)
     times = [_each(mesh, body, (size // 4,), "float32") / 4 for size in sizes]
     sent = [2 * (n - 1) / n * size for size in sizes]
-    # Relative errors count: else the largest array alone would decide.
+    # Fits relative errors: otherwise the largest array would dominate.
     matrix = np.array([[b / t, 1 / t] for b, t in zip(sent, times, strict=True)])
     per_byte, fixed = np.linalg.lstsq(matrix, np.ones(len(times)), rcond=None)[0]
     return 1 / max(float(per_byte), 1e-15), max(float(fixed), 0.0) / hops("all_reduce", n)

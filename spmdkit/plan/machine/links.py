@@ -1,18 +1,18 @@
-"""Which link connects a group of devices, how fast it is for them, and how long a collective takes on it.
+"""The link that connects a group of devices, its bandwidth for the group, and the time of a collective on it.
 
     time = bytes that one device sends / bytes per second of its link + hops x latency
 
-The bytes are the bill's (ring algorithms). The link depends on the positions of the group's devices:
+The bytes are those of the bill (ring algorithms). The link depends on the positions of the group's devices:
 
 | machine | group | bytes per second of one device |
 | --- | --- | --- |
-| TPU | inside a slice | per ICI axis that it spans: two links where the axis is a ring, else one |
+| TPU | inside a slice | per ICI axis that it spans: two links if the axis is a ring, else one |
 | TPU | across slices | the device's share of the data centre's network, times the group's devices in a slice |
 | GPU | inside a host | NVLink |
 | GPU | across hosts | one network port for each of the group's devices in a host, at most NVLink |
 | CPU | anything | the machine's memory; processes on several hosts are not distinguished |
 
-A part of an ICI axis is a line, not a ring. Groups that share links at the same time are not modelled.
+A part of an ICI axis is a line, not a ring. Contention between groups that share links is not modelled.
 
 Source: "How to Scale Your Model", chapters on TPUs, GPUs and sharded matrices (jax-ml.github.io/scaling-book).
 """
@@ -31,12 +31,12 @@ from spmdkit.plan.machine.target import Target
 
 @dataclass(frozen=True)
 class LinkPath:
-    """How a group of devices is joined.
+    """The connection between the devices of a group.
 
     Attributes:
         link: name of the slowest link that a byte crosses: `ici`, `dcn`, `nvlink`, `network`, `cpu`, `on chip`.
-        bytes_per_s: that one device can send, peak.
-        reached: share of it that is reached.
+        bytes_per_s: peak send rate of one device.
+        reached: share of the peak that is reached.
         latency_s: of one hop.
         crosses: whether the group spans several hosts (GPU) or slices (TPU).
     """
@@ -48,12 +48,12 @@ class LinkPath:
     crosses: bool = False
 
     def seconds(self, num_bytes: float, op: str, group_size: int, runs: int = 1) -> float:
-        """Returns the time of a collective from the bytes (of all `runs` together) that one device sends."""
+        """Returns the time of a collective from the bytes that one device sends (all `runs` together)."""
         return num_bytes / (self.bytes_per_s * self.reached) + runs * hops(op, group_size) * self.latency_s
 
 
 def hops(op: str, group_size: int) -> int:
-    """Returns the steps of a ring: N-1, twice for an all_reduce; one for a permutation. Long rings go both ways."""
+    """Returns the steps of a bidirectional ring: (N-1)/2, twice that for an all_reduce; one for a permutation."""
     if op == "collective_permute":
         return 1
     steps = max(1, math.ceil((group_size - 1) / 2))
@@ -61,14 +61,14 @@ def hops(op: str, group_size: int) -> int:
 
 
 def link_path(target: Target, devices: Sequence[Any], group: Sequence[int]) -> LinkPath:
-    """Returns the way between the devices of a group; `group` are places in the flattened mesh `devices`."""
+    """Returns the connection of the devices of a group; `group` are positions in the flattened mesh `devices`."""
     if target.chip.kind == "tpu":
         return _torus(target, [devices[i] for i in group])
     return _hosts(target, group)
 
 
 def link_path_of(target: Target, devices: Sequence[Any], collective: Collective) -> LinkPath:
-    """Returns the way of a collective: that of its first group, of a permutation's slowest pair."""
+    """Returns the connection of a collective: that of its first group, for a permutation that of its slowest pair."""
     groups = collective.groups or ((0,),)
     ways = [link_path(target, devices, g) for g in (groups if collective.op == "collective_permute" else groups[:1])]
     return min(ways, key=lambda found: found.bytes_per_s)

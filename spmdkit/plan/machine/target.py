@@ -1,4 +1,4 @@
-"""`open_target`: the machine that a plan is for, with or without being on it.
+"""`open_target`: the machine that a plan is for; it need not be the machine that the plan is computed on.
 
     tpu:v5p:8x8x16      1,024 chips of one slice; compiled by the real TPU compiler, on this machine (extra `tpu`)
     tpu:v5p:4x4x4*2     two such slices, joined by the data centre's network
@@ -6,9 +6,9 @@
     cpu:8               8 fake devices of this machine
     here                the devices of this machine
 
-Exact for `tpu`: the program, its collectives and its memory, since the compiler is the one that runs there. `gpu` is
-exact only in the strategy's collectives: XLA's CPU compiler fuses, schedules and allocates in another way.
-Times are a model everywhere; `here` and `cpu` use measured rates after `--calibrate`.
+Exact for `tpu`: the program, its collectives and its memory, since the compiler is the one used on the machine. For
+`gpu`, only the collectives of the strategy are exact: XLA's CPU compiler fuses, schedules and allocates differently.
+Times are modelled on every target; `here` and `cpu` use measured rates after `--calibrate`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from spmdkit.mesh.chips import CHIPS, Chip, chip_of_device_kind
 from spmdkit.program.memory import memory_limit
 
 _FORMS = "tpu:v5p:4x4x4, tpu:v5p:4x4x4*2 (two slices), gpu:h100:64, gpu:h200:8x8 (hosts x GPUs), cpu:8, here"
-# libtpu reads these when it is loaded; they keep it from looking for a TPU, and let two plans run side by side.
+# libtpu reads these when it is loaded; they disable its search for a TPU and allow concurrent plans.
 _TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -53,15 +53,15 @@ class Target:
     Attributes:
         name: as requested.
         chip: figures of one device.
-        num_devices: JAX devices.
-        num_slices: parts between which only the outer link leads (TPU slices, GPU hosts).
-        topology: shape of one slice in chips; empty where there is no torus.
-        devices: JAX devices, abstract for a machine that is not here; empty until `open_target`.
-        compiler: `tpu`, `cpu` or `gpu`: which one makes the program.
-        notes: what the plan is not exact about.
-        is_here: whether the program could run on these devices.
-        limit_bytes: the backend's own limit, if it reports one.
-        calibrated: when the rates were measured on this machine; None: those of the chip table.
+        num_devices: number of JAX devices.
+        num_slices: number of TPU slices or GPU hosts, connected only by the outer link.
+        topology: shape of one slice in chips; empty without a torus.
+        devices: JAX devices, abstract if they are not on this machine; empty until `open_target`.
+        compiler: `tpu`, `cpu` or `gpu`: the compiler of the program.
+        notes: limits of the plan's accuracy.
+        is_here: whether the program can run on these devices.
+        limit_bytes: the limit that the backend reports, if any.
+        calibrated: date of the rates measured on this machine; None: rates of the chip table.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """Returns the target of a text, without its devices; touches no compiler and no device.
+    """Returns the target of a text, without its devices; loads no compiler and no device.
 
     Raises:
         ConfigError: an unknown form, chip or topology; the message lists the valid ones.
@@ -168,7 +168,7 @@ def _parse_tpu(text: str, chip: Chip, shape: str) -> Target:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    """Returns the numbers of `4x4x4`; none where one of them is no number."""
+    """Returns the numbers of `4x4x4`; empty if a part is not a number."""
     parts = text.split("x")
     return tuple(map(int, parts)) if all(re.fullmatch(r"[1-9][0-9]{0,5}", part) for part in parts) else ()
 
@@ -200,10 +200,10 @@ def _nearest_shape(chip: Chip, dims: tuple[int, ...]) -> str:
 
 
 def open_target(target: Target) -> Target:
-    """Returns the target with its devices. For a machine that is not here, this process is bound to the CPU.
+    """Returns the target with its devices. If they are not on this machine, this process is bound to the CPU.
 
     Raises:
-        ConfigError: the extra `tpu` is missing or too new, or JAX has already made fewer fake devices than are needed.
+        ConfigError: the extra `tpu` is missing or too new, or JAX has already created too few fake devices.
     """
     if target.devices:
         return target
@@ -217,7 +217,7 @@ def open_target(target: Target) -> Target:
 
 
 def target_of(devices: Sequence[Any], name: str = "here") -> Target:
-    """Returns the target of devices that are there: their chip, their limit, their hosts."""
+    """Returns the target of existing devices: their chip, memory limit and hosts."""
     first = devices[0]
     chip = chip_of_device_kind(first.device_kind, first.platform)
     notes = []
@@ -280,7 +280,7 @@ def _tpu_devices(target: Target) -> tuple[Any, ...]:
         if target.chip.devices_per_chip == 1:  # a v4 chip is one device only on a real v4
             found = [d for d in found if not getattr(d, "core_on_chip", 0)]
         problem = "" if len(found) == target.num_devices else f"it has {len(found)} devices"
-    except Exception as error:  # noqa: BLE001 - whatever libtpu raises
+    except Exception as error:  # noqa: BLE001 - any error of libtpu
         problem = str(error).splitlines()[0]
     if problem:
         raise ConfigError(

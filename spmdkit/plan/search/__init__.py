@@ -1,1 +1,1 @@
-"""Other configs for the same task: which there are, and which is best."""
+"""Alternative configs for the same task, and the search for the best one."""

@@ -1,13 +1,13 @@
-"""`candidates`: every legal way to spread a config over a machine, with the estimate of an analytic model for each.
+"""`candidates`: every legal way to shard a config over a machine, with the estimate of an analytic model for each.
 
-A candidate is a mesh, and optionally a number of microbatches, a remat policy and a ZeRO stage. It is legal when the
-program builds. The model's estimate orders them, so that only the best are compiled; it is not a prediction:
+A candidate is a mesh, and optionally a number of microbatches, a remat policy and a ZeRO stage. It is legal if the
+program builds. The estimates order the candidates, so that only the best are compiled; they are not predictions:
 
     arithmetic    FLOPs of the step / devices, a quarter to a third more with remat
     memory        state read and written once; a state that alone exceeds a device rules the candidate out
     replica, data one reduction of the gradient                              (plan/lower_bound.py)
     fsdp          gathers of the parameters in each microbatch, and one scatter
-    tensor        activations added up once for each pair of cut matrices, forward and backward
+    tensor        activations reduced once for each pair of sharded matrices, forward and backward
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _REMAT_COST = {"none": 1.0, "dots": 1.05, "dots_no_batch": 1.1, "full": 1.3}
 
 @dataclass
 class Candidate:
-    """One way to spread a config.
+    """One way to shard a config over a machine.
 
     Attributes:
         changes: dotted keys of the config -> values.
         sizes: the mesh, all axes.
         status: `best`, `fits`, `does not fit`, `refused` (it cannot be built or compiled), `not compiled`.
-        reason: why it is where it is, in words.
-        estimate_s: of the analytic model; None for what cannot be built.
+        reason: the reason for its rank or status, in words.
+        estimate_s: of the analytic model; None for a candidate that cannot be built.
         document: the plan, once compiled.
     """
 
@@ -83,7 +83,7 @@ class Candidate:
 
 
 def candidates(config: Config, task: Task, target: Target, search_over: Sequence[str]) -> list[Candidate]:
-    """Returns every candidate, the refused ones too: the legal ones first, by the model's estimate.
+    """Returns every candidate, including rejected ones: legal ones first, by the model's estimate.
 
     Raises:
         ConfigError: `search_over` names a setting that a search cannot vary.
@@ -106,8 +106,8 @@ def candidates(config: Config, task: Task, target: Target, search_over: Sequence
 
 
 def _meshes(config: Config, target: Target, every: bool) -> Iterator[dict[str, int]]:
-    """Yields axis -> size for every product that is the number of devices; axes that only some models know, only if
-    named."""
+    """Yields axis -> size for every product equal to the number of devices. Axes that only some models use are varied
+    only if the config sets them."""
     num = target.num_devices
     requested = config.mesh.sizes()
     if not every:
@@ -130,7 +130,7 @@ def _of_mesh(
     changes: dict[str, Any],
     search_over: Sequence[str],
 ) -> list[Candidate]:
-    """Returns the candidates of one mesh and ZeRO stage: built once, since microbatches and remat move no leaf."""
+    """Returns the candidates of one mesh and ZeRO stage, from one build: microbatches and remat move no leaf."""
     shards = count(sizes, BATCH_AXES)
     if config.batch_size % shards:
         reason = f"batch_size {config.batch_size} does not divide over {shards} parts of the batch"
@@ -169,7 +169,7 @@ def _of_mesh(
 
 
 def _work(program: Program, target: Target) -> Mapping[str, float]:
-    """Returns the seconds of the model's parts."""
+    """Returns part of the model -> seconds."""
     chip, arithmetic = target.chip, count_flops(program.traced.jaxpr)
     by_dtype = arithmetic.by_dtype or {"float32": arithmetic.elementwise}
     least = lower_bound_bytes(program)
@@ -184,7 +184,7 @@ def _work(program: Program, target: Target) -> Mapping[str, float]:
 
 
 def _over(target: Target, program: Program, axes: Sequence[str], num_bytes: float) -> float:
-    """Returns the seconds in which a device sends so many bytes to those that differ from it along the axes."""
+    """Returns the seconds in which a device sends `num_bytes` to the devices that differ from it along the axes."""
     places = np.arange(program.mesh.size).reshape(program.mesh.devices.shape)
     group = places[tuple(slice(None) if axis in axes else 0 for axis in AXES)].ravel()
     if not num_bytes or group.size < 2:
@@ -194,8 +194,8 @@ def _over(target: Target, program: Program, axes: Sequence[str], num_bytes: floa
 
 
 def _tensor_bytes(program: Program) -> float:
-    """Returns the bytes of activations that tensor cuts make a device add up: a pair of matrices, once forward, once
-    backward."""
+    """Returns the activation bytes that a device reduces due to tensor sharding: for a pair of matrices, once forward
+    and once backward."""
     t = program.sizes["tensor"]
     if t == 1:
         return 0.0

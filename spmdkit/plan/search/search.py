@@ -1,9 +1,9 @@
-"""`search`: the fastest mesh that fits. Every legal candidate is ordered by a model, the best are compiled for real.
+"""`search`: the fastest mesh that fits. A model orders all legal candidates; the best are compiled.
 
-Each compilation is its own process (`spmdkit plan ... --json`): as many side by side as there are cores, at most
-four; one that crashes the compiler costs its candidate and nothing else. On an accelerator that is here, they are
-compiled one after the other in this process, since a second process would not get its memory. What is reported is the
-prediction of the compiled program, never the model's.
+Each compilation is a separate process (`spmdkit plan ... --json`): as many concurrently as there are cores, at most
+four. A crash of the compiler rejects only its candidate. On a local accelerator, candidates are compiled sequentially
+in this process, since a second process could not allocate memory. The reported time is the prediction from the compiled
+program, never the model's estimate.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Ranking:
-    """What a search found: candidates, best first, and how many were compiled."""
+    """The result of a search: candidates, best first, and the number of compiled ones."""
 
     candidates: tuple[Candidate, ...]
     num_compiled: int
@@ -49,7 +49,7 @@ class Ranking:
         return next((candidate for candidate in self.candidates if candidate.status == "best"), None)
 
     def nothing_fits(self) -> ConfigError:
-        """Returns the error of a search without a candidate that fits; it names the nearest."""
+        """Returns the error of a search in which no candidate fits; it names the nearest."""
         compiled = [c for c in self.candidates if c.document is not None]
         nearest = min(compiled, key=lambda c: c.document["memory"]["peak_bytes"], default=None)  # type: ignore[index]
         smallest = f" The smallest is {nearest.name}: {nearest.reason}." if nearest is not None else ""
@@ -66,9 +66,9 @@ def search(
     """Returns the candidates of a config on an opened target, compiled and ranked.
 
     Args:
-        search_over: of `candidates.VARIED`; what the config leaves `auto` varies too.
-        most_compiled: how many of the best are compiled.
-        report: receives a line of progress.
+        search_over: settings of `candidates.VARIED`; settings that the config leaves `auto` also vary.
+        most_compiled: maximum number of candidates to compile.
+        report: called with a line of progress.
 
     Raises:
         ConfigError: a search cannot vary the named setting, or no mesh is legal.
@@ -97,7 +97,7 @@ def search(
 
 
 def _rank(found: list[Candidate]) -> tuple[Candidate, ...]:
-    """Returns the candidates best first: by predicted time among those that fit, then by what they lack."""
+    """Returns the candidates best first: by predicted time if they fit, then by status and estimate."""
     fitting = sorted((c for c in found if c.status == "fits"), key=_predicted)
     if fitting:
         fitting[0].status = "best"
@@ -143,7 +143,7 @@ def _in_process(
 
 
 class _Planner:
-    """Plans a candidate in its own process."""
+    """Plans a candidate in a separate process."""
 
     def __init__(self, config: Config, target: Target):
         self._folder = tempfile.TemporaryDirectory(prefix="spmdkit-search-")
@@ -173,7 +173,7 @@ class _Planner:
             return lines[-1] if lines else f"the compiler ended with code {process.returncode}"
 
     def close(self) -> None:
-        """Ends what still runs and removes the folder."""
+        """Terminates running processes and removes the folder."""
         for process in list(self._running):
             process.kill()
         self._folder.cleanup()
