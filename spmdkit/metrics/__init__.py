@@ -1,9 +1,8 @@
-"""What a run logs: numbers (`metrics.jsonl`, TensorBoard), progress on the terminal, events.
+"""Logging of a run: metrics (`metrics.jsonl`, TensorBoard), progress on the terminal, events.
 
-A tracker takes records of host numbers, one after the other, and never touches a device. The caller fetches the
-numbers, so nothing here waits for an accelerator. Only process 0 has trackers; every process may append to the event
-log.
-Nothing optional and nothing slow (rich, tensorboardX) is imported before it is used.
+A tracker receives records of host numbers sequentially and never accesses a device: the caller fetches the numbers.
+Only process 0 has trackers; every process may append to the event log. Optional and slow modules (rich, tensorboardX)
+are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Where a run ran: versions, devices, git commit, and the few environment variables that change the result.
+"""The environment of a run: versions, devices, git commit, and the environment variables that change the result.
 
-Nothing secret: variables outside a list are never read into it, and what looks like a credential is `***`.
+No secrets are recorded: variables outside a list are not read, and apparent credentials become `***`.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ NUMERIC = re.compile(
     r"|ENABLE_CUSTOM_PRNG|SOFTMAX_CUSTOM_JVP|CPU_\w+)"
     r"|XLA_FLAGS|LIBTPU_INIT_ARGS|NVIDIA_TF32_OVERRIDE|TF_CUDNN_\w+|TF32_\w+|CUBLAS_WORKSPACE_CONFIG|NCCL_(ALGO|PROTO|NVLS_ENABLE)"
 )
-"""Variables that can change the numbers of a run: the one list of them. All processes have to have the same."""
+"""Variables that can change the numbers of a run; the only such list. All processes must have equal values."""
 FLAGS_WITHOUT_NUMBERS = re.compile(
     r"--(?:\w+_)?(?:dump|dumping|logs?|logging|print|trace|traceme|debug|verbose|verbosity|timeout|time_out|deadline)(?:_\w+)?"
     r"|--\w+_(?:device_count|cache_dir|data_dir|hlo_profile)|--(?:v|vmodule|minloglevel|logtostderr|alsologtostderr|stderrthreshold)"
 )
-"""Flags of XLA_FLAGS and LIBTPU_INIT_ARGS that change no number, by whole words: what they write, where, and how long
-they wait.
+"""Flags of XLA_FLAGS and LIBTPU_INIT_ARGS that change no number, matched by complete words: output, its location, and
+timeouts.
 
-Variables that select kernels (`xla_gpu_load_autotune_results_from`, `..._algorithm_denylist_path`) does change them.
+Variables that select kernels (`xla_gpu_load_autotune_results_from`, `..._algorithm_denylist_path`) do change numbers.
 """
 
 PACKAGES = ("spmdkit", "jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "grain", "numpy")
 _ALLOWED = re.compile(r"JAX_.*|XLA_FLAGS|SPMDKIT_.*")
 NAMED = {*OUR_VARIABLES, *(f"JAX_{name}" for name in ("NUM_PROCESSES", "PROCESS_ID", "COORDINATOR_ADDRESS"))}
 NAMED |= {"JAX_PLATFORM_NAME", "JAX_LOCAL_DEVICE_IDS"}
-"""Variables with recorded values, in addition to XLA_FLAGS and all settings of JAX."""
+"""Variables recorded with values, in addition to XLA_FLAGS and all settings of JAX."""
 
 
 def environment(
@@ -50,10 +50,10 @@ def environment(
     num_processes: int | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Returns what `environment.json` holds, as plain JSON values.
+    """Returns the content of `environment.json` as plain JSON values.
 
-    `folder`: the config's folder; its git commit is recorded. `devices`: the run's `jax.Device`s (default: all that
-    JAX sees, which starts JAX's backend: call it after the cluster has been joined). `num_processes` likewise.
+    `folder`: the config's folder; its git commit is recorded. `devices`: the run's `jax.Device`s (default: all JAX
+    devices, which starts JAX's backend: call it after the cluster has been joined). `num_processes`: likewise.
     """
     if devices is None or num_processes is None:
         import jax
@@ -75,7 +75,7 @@ def environment(
 
 
 def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
-    """Returns the installed version of each distribution, None where it is not installed."""
+    """Returns the installed version of each distribution; None if it is not installed."""
     versions: dict[str, str | None] = {}
     for name in names:
         try:
@@ -86,8 +86,7 @@ def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
 
 
 def numeric_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables of `NUMERIC` that are set, flags sorted and without those that change no number. Empty ones
-    are left out."""
+    """Returns the non-empty variables of `NUMERIC`, with sorted flags and without flags that change no number."""
     found = {name: environ[name].strip() for name in sorted(environ) if NUMERIC.fullmatch(name)}
     for name in {"XLA_FLAGS", "LIBTPU_INIT_ARGS"} & found.keys():
         flags = sorted(flag for flag in found[name].split() if not FLAGS_WITHOUT_NUMBERS.fullmatch(flag.split("=")[0]))
@@ -96,7 +95,7 @@ def numeric_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def device_groups(devices: Iterable[Any]) -> list[dict[str, Any]]:
-    """Returns `[{"platform", "kind", "count"}]`, one entry for each kind of device, in the order met."""
+    """Returns `[{"platform", "kind", "count"}]`, one entry per kind of device, in the order of first occurrence."""
     counts = Counter((d.platform, d.device_kind) for d in devices)
     return [{"platform": p, "kind": kind, "count": count} for (p, kind), count in counts.items()]
 
@@ -104,7 +103,7 @@ def device_groups(devices: Iterable[Any]) -> list[dict[str, Any]]:
 def git_state(folder: str | os.PathLike[str], timeout_s: float = GIT_S) -> dict[str, Any] | None:
     """Returns `{"commit", "dirty"}` of the repository around `folder`, or None without git, repository or commit.
 
-    `dirty`: tracked files differ from the commit (untracked files do not count); None when git took too long to say.
+    `dirty`: tracked files differ from the commit (untracked files do not count); None if git timed out.
     """
     commit = _git(folder, timeout_s, "rev-parse", "--verify", "HEAD")
     if not commit:
@@ -114,8 +113,8 @@ def git_state(folder: str | os.PathLike[str], timeout_s: float = GIT_S) -> dict[
 
 
 def _git(folder: str | os.PathLike[str], timeout_s: float, *arguments: str) -> str | None:
-    # GIT_DIR and its like would name another repository; the lock would disturb the user's own git; fsmonitor is a
-    # program that the repository names.
+    # GIT_DIR and similar variables select another repository; the lock interferes with the user's git; fsmonitor is a
+    # program that the repository configures.
     env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     env |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     command = ["git", "-c", "core.fsmonitor=false", "-C", os.fspath(folder), *arguments]
@@ -129,9 +128,9 @@ def _git(folder: str | os.PathLike[str], timeout_s: float, *arguments: str) -> s
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that change what JAX or spmdkit does, without credentials.
+    """Returns the variables that change the behavior of JAX or spmdkit, without credentials.
 
-    Of others that begin as these do only the name is kept: `JAX_HEADER` may hold anything.
+    Unknown variables with the same prefixes are recorded by name only: `JAX_HEADER` may contain anything.
     """
     shown = {name: environ[name] for name in sorted(environ) if _ALLOWED.fullmatch(name)}
     return {name: redact.without(value, name) if _is_known(name) else redact.HIDDEN for name, value in shown.items()}

@@ -1,6 +1,6 @@
-"""`events.jsonl`: what happened to a run, when, on which process: started, restored, saved, fault, stopped.
+"""`events.jsonl`: the events of a run, with time and process: started, restored, saved, fault, stopped.
 
-Events are a history: unlike metrics they are never cut back, so an interruption stays visible after the resume.
+Events are a history: unlike metrics they are never truncated, so an interruption stays visible after the resume.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from spmdkit.foundation.files import FILE_MODE, not_writable, strict_json
 class EventLog:
     """Appends `{"event", "time", "process", ...}` lines to `path`, which all processes of a run share.
 
-    `time` is wall time, ISO 8601 in UTC to the millisecond (`2025-01-31T12:00:00.000Z`), from `clock` (seconds since
-    the epoch). A line is one appending write, so lines of processes on one machine do not mix.
+    `time` is wall time in UTC, ISO 8601 with milliseconds (`2025-01-31T12:00:00.000Z`), from `clock` (seconds since the
+    epoch). A line is one appending write, so lines of processes on one machine do not mix.
 
-    `is_owner`: whether the run still has its directory; nothing is written after another one took it.
+    `is_owner`: whether the run still owns its directory; if not, nothing is written.
 
-    Raises ConfigError when the file cannot be opened. A line that cannot be appended later (disk full) goes to standard
-    error instead: events are written while something else fails, and must not hide that failure or its exit code.
+    Raises ConfigError if the file cannot be opened. A line that cannot be appended later (disk full) is printed to
+    standard error: events are written during other failures, and must not hide them or their exit code.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class EventLog:
                 self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE
             )
             size = os.fstat(self._descriptor).st_size
-            if size and os.pread(self._descriptor, 1, size - 1) != b"\n":  # torn by a kill: keep ours apart from it
+            if size and os.pread(self._descriptor, 1, size - 1) != b"\n":  # torn by a kill: separates it from new lines
                 os.write(self._descriptor, b"\n")
         except OSError as error:
             raise not_writable(self.path, error) from error
@@ -55,7 +55,7 @@ class EventLog:
         assert not {"event", "time", "process"} & set(fields), f"reserved names in {sorted(fields)}"
         head = {"event": event, "time": utc_time(self._clock()), "process": self.process}
         line = json.dumps(strict_json({**head, **redact.without(fields)}), allow_nan=False, default=str) + "\n"
-        if self._descriptor is None:  # closed: a late failure, told anyway
+        if self._descriptor is None:  # closed: report the late failure anyway
             sys.stderr.write(f"event after the log was closed: {line}")
             return
         if not self._is_ours():
@@ -78,7 +78,7 @@ def utc_time(seconds: float) -> str:
 
 
 def parse_time(text: Any) -> float | None:
-    """Returns the seconds since the epoch of an ISO 8601 time with a zone, or None when `text` is no such time."""
+    """Returns the seconds since the epoch of an ISO 8601 time with a zone; None if `text` is not such a time."""
     try:
         moment = datetime.fromisoformat(text)
     except (TypeError, ValueError):

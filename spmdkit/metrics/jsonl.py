@@ -1,9 +1,8 @@
-"""The lines of `metrics.jsonl`: one JSON object each, with exact numbers. The file itself is written by
-trackers/jsonl.py.
+"""The lines of `metrics.jsonl`: one JSON object each, with exact numbers. trackers/jsonl.py writes the file.
 
-A float is written as the shortest decimal that reads back as the same float64; a float32 or bfloat16 is widened first,
-which is exact. NaN and the infinities, which JSON has not, are the strings "NaN", "Infinity", "-Infinity": every strict
-parser takes the line, and `float(...)` in Python and `Number(...)` in JavaScript give the number back.
+A float is written as the shortest decimal that parses to the same float64; float32 and bfloat16 are widened first,
+which is exact. NaN and the infinities, which JSON does not support, are the strings "NaN", "Infinity", "-Infinity":
+strict parsers accept the line, and `float(...)` in Python and `Number(...)` in JavaScript return the number.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def record_line(record: Mapping[str, Any], arrays: bool = False) -> str:
-    """Returns a record as one line of strict JSON that ends in a newline; see the file's docstring for its numbers.
+    """Returns a record as one line of strict JSON with a final newline; see the module docstring for its numbers.
 
     Args:
         arrays: values may be lists of numbers.
@@ -46,13 +45,13 @@ def record_line(record: Mapping[str, Any], arrays: bool = False) -> str:
 
 
 _encode = json.JSONEncoder(allow_nan=False).encode
-"""Made once: `json.dumps` with arguments makes a new encoder for each line."""
+"""Created once: `json.dumps` with arguments creates an encoder per call."""
 
 
 def plain_number(name: str, value: Any) -> int | float | bool:
-    """Returns a Python number of the same value: from numpy, jax and bfloat16 scalars or 0-d arrays.
+    """Returns a Python number of the same value, from numpy, jax and bfloat16 scalars or 0-d arrays.
 
-    Raises UserCodeError when `value` is not one number (an array with several elements, a string, None).
+    Raises UserCodeError if `value` is not one number (an array with several elements, a string, None).
     """
     if isinstance(value, (bool, int, float)) and not isinstance(value, np.generic):
         return value
@@ -74,9 +73,9 @@ def plain_number(name: str, value: Any) -> int | float | bool:
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Returns the JSON objects of a `.jsonl` file in order, without the lines that are none; [] when there is no file.
+    """Returns the JSON objects of a `.jsonl` file in order, without invalid lines; [] if the file does not exist.
 
-    "NaN", "Infinity" and "-Infinity" come back as floats. For metrics and events, also of a run that is still going.
+    "NaN", "Infinity" and "-Infinity" are returned as floats. For metrics and events, also those of an active run.
     """
     try:
         content = Path(path).read_bytes()

@@ -1,12 +1,12 @@
-"""What a person sees while a run trains: a progress bar on a terminal, plain lines everywhere else.
+"""The progress of a run as text: a progress bar on a terminal, plain lines everywhere else.
 
     training steps 1 to 2000
     compiling the step ...  3.2 s
     step  120/2000  loss 2.3411  12345 examples/s  left 1m20s  input wait 2%
     step  120 eval  loss 2.4021  accuracy 0.9100
 
-No line is wider than 100 columns. Progress is never the reason that a run ends: when its stream goes away (a closed
-terminal, a closed pipe), it falls silent and training goes on.
+No line is wider than 100 columns. If the stream is closed (terminal or pipe), progress stops silently and training
+continues.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any, Literal, TextIO
 from spmdkit.foundation.formatting import format_duration, format_seconds, visible
 from spmdkit.metrics.progress_lines import evaluation_line, place, training_line
 
-RECENT_RECORDS = 16  # time left is the pace of this many records, evaluations and saves among them included
+RECENT_RECORDS = 16  # the time left uses the pace of these records, including evaluations and saves
 
 
 class Progress:
-    """Shows records to a person.
+    """Shows records on a stream.
 
     `start_step`: the first step that this process trains (1 in a new run). `mode`: "rich" (a bar), "plain" (lines),
-    "auto" (a bar where `stream` is a terminal that can show one), "off" (nothing at all). `examples_unit`: what is
-    counted per second. `clock`: monotonic seconds, for the time left. NO_COLOR and TERM=dumb are respected.
+    "auto" (a bar if `stream` is a terminal that supports one), "off" (no output). `examples_unit`: the unit counted per
+    second. `clock`: monotonic seconds, for the time left. NO_COLOR and TERM=dumb are respected.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Progress:
         self._step = start_step - 1
         self._is_off = mode == "off"
         self._out = QuietStream((sys.stdout if stream is None else stream) if mode != "off" else None)
-        self._unfinished = False  # whether the last line still waits for its end
+        self._unfinished = False  # whether the last line has no newline yet
         self._bar = None
         dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
         if not dumb and (mode == "rich" or (mode == "auto" and self._out.isatty())):
@@ -57,7 +57,7 @@ class Progress:
             self._bar = Bar(self._out, total_steps)
 
     def start(self) -> None:
-        """Shows the first line immediately; call it before anything slow."""
+        """Shows the first line immediately; call it before slow operations."""
         first, total = self._first, self._total
         text = f"training steps 1 to {total}" if first == 1 else f"continuing at step {first} of {total}"
         self.message(text if first <= total else f"nothing to train: all {total} steps are done")
@@ -68,7 +68,7 @@ class Progress:
 
     @contextlib.contextmanager
     def compiling(self, what: str = "the step") -> Iterator[None]:
-        """Shows `compiling the step ...  3.2 s` around a `with` block, and leaves its time out of the time left."""
+        """Shows `compiling the step ...  3.2 s` around a `with` block, and excludes its time from the time left."""
         begun, text, outcome = self._clock(), f"compiling {what} ...", "failed"
         if self._bar:
             self._bar.busy(text)
@@ -85,7 +85,7 @@ class Progress:
         self._mark(self._step)
 
     def advance(self, step: int) -> None:
-        """Moves the bar to `step` between records. Costs nothing: the bar looks at it when it is drawn."""
+        """Moves the bar to `step` between records. Costs nothing: the bar reads it when it is redrawn."""
         self._step = step
         if self._bar:
             self._bar.step = step
@@ -97,7 +97,7 @@ class Progress:
             return
         step = int(record["step"])
         if step == self._first and "examples_per_s" not in record:
-            self._marks.clear()  # how long the first step took says nothing about the rest
+            self._marks.clear()  # the time of the first step is not typical
         self._mark(step)
         self.advance(step)
         if self._is_off:
@@ -108,11 +108,11 @@ class Progress:
             self.message(training_line(record, self._unit, self._left(step), place(step, self._total)))
 
     def message(self, text: str) -> None:
-        """Shows another line: the run directory, a saved checkpoint. Never cut, since it may hold a path."""
+        """Shows a line, such as the run directory or a saved checkpoint. Not truncated, since it may contain a path."""
         self._put("\n" * self._unfinished + visible(text), end="\n")
 
     def close(self) -> None:
-        """Ends the display and gives the terminal back. May be called twice."""
+        """Ends the display and restores the terminal. May be called twice."""
         if self._bar:
             self._bar.stop()
         elif self._unfinished:
@@ -138,7 +138,7 @@ class Progress:
         return f"left {format_duration(pace_s * (self._total - step))}"
 
 
-GONE = (OSError, ValueError, AttributeError)  # the other end is closed, the file object is, there was none
+GONE = (OSError, ValueError, AttributeError)  # the other end is closed, the file object is closed, there is no stream
 
 
 class QuietStream:
@@ -155,7 +155,7 @@ class QuietStream:
         return len(text)
 
     def flush(self) -> None:
-        """Does nothing: what was written is there."""
+        """Does nothing: `write` has flushed."""
 
     def isatty(self) -> bool:
         with contextlib.suppress(*GONE):

@@ -1,5 +1,4 @@
-"""The bar at the bottom of a terminal, by rich: steps and the words below them, or a spinner while something is
-compiled."""
+"""The bar at the bottom of a terminal, by rich: steps and the words below them, or a spinner during compilation."""
 
 from __future__ import annotations
 
@@ -15,17 +14,17 @@ from rich.text import Text
 
 from spmdkit.metrics.progress_lines import MAX_COLUMNS, place
 
-REFRESH_PER_S = 4  # a redraw takes about 1 ms of the interpreter: more would be seen in steps of 2 ms
+REFRESH_PER_S = 4  # a redraw takes about 1 ms of the interpreter: more would slow down steps of 2 ms
 STYLES = (
     (r"loss \S+", "bold"),
     (r"\S+ \S+/s", "green"),
     (r"left \S+|done$", "cyan"),
-    (r"input wait ([2-9]\d|100)%", "yellow"),  # a fifth of the time without data is worth seeing
+    (r"input wait ([2-9]\d|100)%", "yellow"),  # highlights an input wait of a fifth of the time or more
 )
 
 
 class Bar:
-    """Redrawn by a thread of rich, between `start` and `stop`, from `step` and `words`."""
+    """A thread of rich redraws it between `start` and `stop`, from `step` and `words`."""
 
     def __init__(self, out: Any, total_steps: int) -> None:
         self.console = Console(file=out, force_terminal=True)
@@ -33,14 +32,14 @@ class Bar:
         self.step, self.words, self._total = 0, "", total_steps
         self._busy: RenderableType | None = None
         self._live = Live(console=self.console, get_renderable=self._rows, refresh_per_second=REFRESH_PER_S)
-        self.start, self.stop = self._live.start, self._live.stop  # stop draws once more, and shows the cursor again
+        self.start, self.stop = self._live.start, self._live.stop  # stop redraws and shows the cursor
 
     def line(self, text: str) -> None:
-        """Shows a line that scrolls past the bar, never cut."""
+        """Shows a line that scrolls past the bar, not truncated."""
         self.console.print(Text(text), soft_wrap=True)
 
     def busy(self, text: str) -> None:
-        """Shows a spinner with its time in place of the bar; an empty text brings the bar back."""
+        """Shows a spinner with its time instead of the bar; an empty text restores the bar."""
         frames = "dots" if self.console.encoding.startswith("utf") else "line"
         spinner = Progress(SpinnerColumn(frames), "{task.description}", TimeElapsedColumn(), console=self.console)
         spinner.add_task(text, total=None)

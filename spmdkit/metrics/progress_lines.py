@@ -1,4 +1,4 @@
-"""Where training stands, in words: lines of at most 100 columns, for the terminal with a bar and without."""
+"""The progress of training as text: lines of at most 100 columns, for the terminal with and without a bar."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_COLUMNS = 100
 
 
 def place(step: int, total_steps: int) -> str:
-    """Returns `step  120/2000`, of the same width at every step."""
+    """Returns `step  120/2000`, with the same width at every step."""
     return f"step {step:>{len(str(total_steps))}}/{total_steps}"
 
 
@@ -25,14 +25,14 @@ def training_line(record: Mapping[str, Any], unit: str, left: str, start: str = 
 
 
 def evaluation_line(record: Mapping[str, Any], total_steps: int) -> str:
-    """Returns the line of a record with `split`, its numbers below those of the training lines."""
+    """Returns the line of a record with `split`, its numbers aligned with those of the training lines."""
     start = f"step {record['step']:>{len(str(total_steps))}} {record['split']}"
     return _fit([start.ljust(len(place(0, total_steps))), _loss(record)], list(_others(record)), [], MAX_COLUMNS)
 
 
 def _fit(first: list[str], optional: list[str], last: list[str], columns: int) -> str:
-    """Returns the pieces that are not empty, two spaces apart, in at most `columns`; from the end, `optional` ones go
-    first."""
+    """Returns the non-empty pieces, two spaces apart, in at most `columns`; drops `optional` pieces from the end if
+    needed."""
     while len(text := "  ".join(filter(None, (*first, *optional, *last)))) > columns and (optional or last):
         (optional or last).pop()
     return text[:columns]

@@ -1,4 +1,4 @@
-"""Examples per second, seconds per step and input wait of each log interval, without ever waiting for the device."""
+"""Examples per second, seconds per step and input wait of each log interval, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 
 class Throughput:
-    """Times the steps between two log records; compilation, evaluation and saving are left out by `pause` and `resume`.
+    """Times the steps between two log records, without compilation, evaluation and saves (`pause` and `resume`).
 
-    The host runs ahead of the device: an interval lasts from the moment when the last logged step was *finished* to the
-    moment when this one is. The caller fetches the step's loss at a log step and passes the time right after, and
-    pauses only after fetching the latest loss: steps that still run would count as free.
+    The host runs ahead of the device: an interval lasts from the end of the last logged step to the end of this one. At
+    a log step the caller fetches the loss and then immediately passes the time. It pauses only after fetching the
+    latest loss; otherwise the time of steps in flight would not be counted.
     """
 
     def __init__(self, batch_size: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -25,13 +25,13 @@ class Throughput:
         self._paused_at: float | None = None
 
     def start(self) -> None:
-        """Begins the first interval now. Without it the first `tick` does, when its batch was requested."""
+        """Starts the first interval. Otherwise the first `tick` does, at the time when its batch was requested."""
         self._last_time = self._clock()
         self._paused_s = 0.0
         self._paused_at = None
 
     def tick(self, step: int, wait_s: float = 0.0, examples: int | None = None) -> None:
-        """Notes that `step` was dispatched, after `wait_s` for its batch of `examples` (default: batch_size)."""
+        """Records that `step` was dispatched, after `wait_s` for its batch of `examples` (default: batch_size)."""
         if self._last_time is None:
             self._last_time = self._clock() - wait_s
         self._ticks.append((step, wait_s, self._batch_size if examples is None else examples))
@@ -42,7 +42,7 @@ class Throughput:
             self._paused_at = self._clock()
 
     def resume(self) -> None:
-        """Lets the clock run again. Without a `pause` it has no effect."""
+        """Restarts the clock. Without a `pause` it has no effect."""
         if self._paused_at is not None:
             if self._last_time is not None:
                 self._paused_s += self._clock() - max(self._paused_at, self._last_time)
@@ -50,7 +50,7 @@ class Throughput:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves the time of a `with` block out of the throughput."""
+        """Excludes the time of a `with` block from the throughput."""
         self.pause()
         try:
             yield
@@ -60,9 +60,9 @@ class Throughput:
     def snapshot(self, step: int, synced_time: float | None = None) -> dict[str, float]:
         """Returns `examples_per_s`, `step_time_s` and `input_wait_s` of the steps since the last snapshot up to `step`.
 
-        `step_time_s` and `input_wait_s` are means per step. `synced_time`: the clock right after `step` was known to be
-        finished (default: now). Steps dispatched after `step` belong to the next interval. Returns {} when no step
-        was ticked or no time went by.
+        `step_time_s` and `input_wait_s` are means per step. `synced_time`: the time at which `step` was known to be
+        finished (default: now). Steps dispatched after `step` belong to the next interval. Returns {} if there was no
+        step or no time has elapsed.
         """
         now = self._clock() if synced_time is None else synced_time
         steps, waited_s, examples = 0, 0.0, 0

@@ -1,1 +1,1 @@
-"""What a person opens in a browser: the report of a run, the page of a plan, their charts and drawings."""
+"""HTML pages: the report of a run and the page of a plan, with their charts and drawings."""

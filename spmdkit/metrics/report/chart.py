@@ -1,4 +1,4 @@
-"""A line chart as inline SVG: no script, no font, no file from elsewhere. Colors are CSS variables of the page."""
+"""A line chart as inline SVG: no script, no font, no external file. Colors are CSS variables of the page."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 
 from spmdkit.foundation.formatting import format_value
 
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 40  # margins around the plot, in the SVG's own units
+LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 40  # margins around the plot, in SVG units
 LOG_RATIO = 50.0  # a positive series that spans more than this is drawn on a log scale
-MAX_POINTS = 800  # about one per unit of width: more cannot be seen
-SMOOTH_FROM = 80  # records from which a mean line is drawn over the raw one
+MAX_POINTS = 800  # about one per unit of width: more are not visible
+SMOOTH_FROM = 80  # number of records from which a mean line is drawn over the raw one
 
 Point = tuple[int, float]
 
@@ -49,10 +49,10 @@ class Scale:
 
 
 def line_chart(series: Sequence[Series], label: str, width: int = 880, height: int = 340) -> str:
-    """Returns an `<svg>` of the series over steps, or a sentence where no value is finite.
+    """Returns an `<svg>` of the series over steps, or a sentence if no value is finite.
 
-    Values that are not finite leave a gap and a mark on the step axis. The y axis is logarithmic when all values are
-    positive and span more than `LOG_RATIO`; the label states it.
+    Non-finite values leave a gap and a mark on the step axis. The y axis is logarithmic if all values are positive and
+    span more than `LOG_RATIO`; the label states it.
     """
     finite = [(step, value) for s in series for step, value in s.points if math.isfinite(value)]
     if not finite:
@@ -109,7 +109,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def _spread(low: float, high: float, share: float) -> tuple[float, float]:
-    """Returns the range a little wider, and never empty."""
+    """Returns a slightly wider range that is never empty."""
     if high == low:
         margin = abs(low) * 0.1 or 1.0
         return low - margin, high + margin
@@ -119,7 +119,7 @@ def _spread(low: float, high: float, share: float) -> tuple[float, float]:
 def axes(
     x: Scale, y: Scale, across: Mapping[float, str], up: Mapping[float, str], x_label: str, y_label: str
 ) -> list[str]:
-    """Returns the axes of a chart, with its ticks: value -> text."""
+    """Returns the axes of a chart with ticks, given as value -> text."""
     left, right, bottom, middle = x.start, x.end, y.start, (y.start + y.end) / 2
     turned, parts = f'transform="rotate(-90 13 {middle:.0f})"', []
     for tick, text in up.items():
@@ -139,7 +139,7 @@ def axes(
 
 
 def _tick(value: float, scale: Scale) -> str:
-    """Returns a tick's text with as many digits as the distance to its neighbour needs."""
+    """Returns the text of a tick, with as many digits as the distance to the next tick needs."""
     if value == 0:
         return "0"
     thousands = f"{round(value):,}".replace(",", "\N{NARROW NO-BREAK SPACE}")
@@ -172,7 +172,7 @@ def _line(series: Series, x: Scale, y: Scale) -> list[str]:
 
 
 def _paths(points: Sequence[Point], x: Scale, y: Scale, style: str) -> list[str]:
-    """Returns one polyline for each stretch without a gap."""
+    """Returns one polyline per stretch without a gap."""
     stretches: list[list[Point]] = [[]]
     for step, value in thin(points, MAX_POINTS):
         if math.isfinite(value):
@@ -187,7 +187,7 @@ def _paths(points: Sequence[Point], x: Scale, y: Scale, style: str) -> list[str]
 
 
 def thin(points: Sequence[Point], count: int) -> list[Point]:
-    """Returns at most about `count` points: of each bin the lowest and the highest, so that no spike is lost."""
+    """Returns at most about `count` points, the lowest and the highest of each bin, so that no spike is lost."""
     if len(points) <= count:
         return list(points)
     size = math.ceil(2 * len(points) / count)
@@ -205,7 +205,7 @@ def _window(points: Sequence[Point]) -> int:
 
 
 def _means(points: Sequence[Point], window: int) -> list[Point]:
-    """Returns means over `window` values around each, fewer at the ends. Gaps stay gaps."""
+    """Returns the mean of `window` values around each value, of fewer at the ends. Gaps are preserved."""
     values = np.array([value for _, value in points])
     finite, kernel = np.isfinite(values), np.ones(window)
     sums, counts = (np.convolve(x, kernel, "same") for x in (np.where(finite, values, 0), finite))

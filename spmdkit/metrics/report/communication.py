@@ -1,5 +1,5 @@
-"""The page of `spmdkit bench communication`, and the section of a run's report: the table, loss over bytes, time. Made
-from `communication.json` alone."""
+"""The page of `spmdkit bench communication`, and that section of a run's report: the table, loss over bytes, time. Uses
+only `communication.json`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def communication_page(result: Mapping[str, Any]) -> str:
 
 
 def communication_section(result: Mapping[str, Any] | None) -> str:
-    """Returns what a run's report shows of a result, or nothing where the file is none."""
+    """Returns the section for a run's report, or an empty string if the file is not a result."""
     if result is None:
         return ""
     try:
@@ -79,8 +79,8 @@ def _cells(row: Row) -> list[str]:
 
 
 def loss_over_bytes(rows: Sequence[Row]) -> str:
-    """Returns an SVG: a point for each row, the bytes of a step to the right (by logarithm), the loss upwards, the
-    seeds' least and most as a line."""
+    """Returns an SVG with a point for each row: x: bytes per step (logarithmic), y: loss, vertical line: range over
+    seeds."""
     drawn = [row for row in rows if row["bytes_per_step"] and row["loss_mean"] is not None]
     if not drawn:
         return paragraph("No row has both bytes and a finite loss.", "none")
@@ -109,7 +109,7 @@ def loss_over_bytes(rows: Sequence[Row]) -> str:
 
 
 def _label(name: str, at_x: float, at_y: float, taken: list[tuple[float, float, float]]) -> str:
-    """Returns a point's name beside it, moved down where another stands."""
+    """Returns the label of a point, moved down to avoid other labels."""
     before, wide = at_x > WIDTH * 0.7, 7.0 * len(name)
     left = at_x - 9 - wide if before else at_x + 9
     place = at_y + 4

@@ -1,6 +1,6 @@
 """A mesh as an SVG: every device at its position in the machine, colored by its communication group.
 
-A TPU slice is drawn as its planes, one grid of x and y for each z; other machines as a grid for each host.
+A TPU slice is drawn as planes, one grid of x and y for each z; other machines as one grid per host.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _CELL = 30
 
 
 def draw_groups(mesh: Mapping[str, int], places: Sequence[Mapping[str, Any]], axes: Sequence[str]) -> str:
-    """Returns an SVG of the mesh in which devices of one color form a group along `axes`.
+    """Returns an SVG of the mesh in which the devices of one color form a group along `axes`.
 
     Args:
-        mesh: axis -> size, in the mesh's order.
-        places: of each device in that order: `coords` in a slice (or none), `part`: host or slice.
+        mesh: axis -> size, in mesh order.
+        places: per device in that order: `coords` in a slice (or none), `part`: host or slice.
     """
     groups = group_numbers(mesh, axes)[: min(len(places), MOST_DEVICES)]
     at, labels, columns, rows = _positions(places[: len(groups)])

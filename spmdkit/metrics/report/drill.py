@@ -1,5 +1,5 @@
-"""`drill.html`: a drill on one page: when faults were injected, what each process did, and what it cost. Made from
-`drill.json` alone."""
+"""`drill.html`: a drill on one page: the times of the faults, the activity of each process, and the cost. Uses only
+`drill.json`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _summary(result: Mapping[str, Any]) -> str:
 
 
 def _legend(bars: Sequence[Sequence[Sequence[Any]]]) -> str:
-    """Returns the legend of a time line, with the share of each kind in the time of all processes."""
+    """Returns the legend of a time line, with the share of each kind in the total time of all processes."""
     seconds = {kind: sum(bar[2] - bar[1] for row in bars for bar in row if bar[0] == kind) for kind in KINDS}
     total = sum(seconds.values()) or 1.0
     box = "display:inline-block;width:12px;height:12px;border-radius:2px;margin-right:6px;vertical-align:-1px"
@@ -79,10 +79,10 @@ def _legend(bars: Sequence[Sequence[Sequence[Any]]]) -> str:
 
 
 def time_line(bars: Sequence[Sequence[Sequence[Any]]], faults: Sequence[Mapping[str, Any]]) -> str:
-    """Returns an SVG: a row for each process, seconds to the right, faults as marks.
+    """Returns an SVG: one row per process, x: seconds, marks: faults.
 
     Args:
-        bars: of each process `[kind, begin_s, end_s]`.
+        bars: per process `[kind, begin_s, end_s]`.
         faults: with `at_s`, `process`, `fault`.
     """
     end = max((bar[2] for row in bars for bar in row), default=1.0) or 1.0

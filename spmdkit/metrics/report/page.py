@@ -1,4 +1,4 @@
-"""The frame of `report.html`: its style sheet, light and dark, and the few pieces of HTML that sections are made of."""
+"""The frame of `report.html`: its style sheet, light and dark, and the HTML elements of its sections."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 NUMBER, KEEP, WIDE = ' class="number"', ' class="keep"', ""
-"""Attributes of the cells of a column: a number, text that is not wrapped, text."""
+"""Attributes of the cells of a column: a number, text that does not wrap, text."""
 BEST = ' class="best"'
 
 STYLE = """
@@ -67,7 +67,7 @@ footer { color: var(--soft); font-size: 13px; text-align: center; margin-top: 28
 
 
 class Html(str):
-    """Text that is HTML already, and is not escaped again."""
+    """Text that is already HTML; it is not escaped again."""
 
 
 def html(value: Any) -> str:
@@ -76,24 +76,24 @@ def html(value: Any) -> str:
 
 
 def code(value: Any) -> Html:
-    """Returns an identifier or a line of a source in a fixed-width font."""
+    """Returns an identifier or a source line in a fixed-width font."""
     return Html(f"<code>{escape(str(value or ''))}</code>")
 
 
 def paragraph(text: str, kind: str = "note") -> str:
-    """Returns a paragraph in a soft color: a `note`, a note `after` something, or `none` in place of content."""
+    """Returns a paragraph in a soft color. `kind`: `note`, `after` (a note after an element), `none` (no content)."""
     return f'<p class="{kind}">{escape(text)}</p>'
 
 
 def heading(name: str, pills: Iterable[tuple[str, str]], facts: Iterable[str]) -> str:
-    """Returns the head of a page: its name, (tone, text) of each pill, and facts below it."""
+    """Returns the head of a page: its name, (tone, text) of each pill, and the facts below it."""
     shown = "".join(f'<span class="pill {tone}">{escape(text)}</span>' for tone, text in pills)
     lead = " &middot; ".join(map(escape, facts))
     return f'<header><h1>{escape(name)}</h1>{shown}</header>\n<p class="lead">{lead}</p>'
 
 
 def page(title: str, body: str) -> str:
-    """Returns the whole document. Its policy forbids the browser to load or run anything."""
+    """Returns the complete document. Its policy forbids the browser to load or run anything."""
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -119,13 +119,13 @@ def section(title: str, body: str) -> str:
 
 
 def cards(facts: Sequence[tuple[str, str]]) -> str:
-    """Returns a row of large values over their names; those with an empty value are left out."""
+    """Returns a row of large values above their names, without empty values."""
     items = [f'<div class="card"><b>{escape(v)}</b><span>{escape(name)}</span></div>' for name, v in facts if v]
     return f'<div class="cards">{"".join(items)}</div>' if items else ""
 
 
 def fact_table(facts: Sequence[tuple[str, Any]]) -> str:
-    """Returns a table of names and values; those with no value are left out."""
+    """Returns a table of names and values, without empty values."""
     rows = [
         f'<tr><th scope="row">{escape(name)}</th><td>{escape(str(value))}</td></tr>'
         for name, value in facts
@@ -140,7 +140,7 @@ def table(columns: Mapping[str, str], rows: Iterable[Sequence[Any]], best: Colle
     Args:
         columns: name -> attributes of its cells.
         rows: the values of each row.
-        best: numbers of highlighted rows.
+        best: indices of highlighted rows.
     """
     names = "".join(f'<th scope="col"{attributes}>{escape(name)}</th>' for name, attributes in columns.items())
     lines = []

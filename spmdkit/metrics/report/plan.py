@@ -1,6 +1,6 @@
-"""A plan as one self-contained page: memory, wire, time, the mesh with who talks to whom, every leaf, every finding.
+"""A plan as one self-contained page: memory, communication, time, the mesh with its groups, every leaf, every finding.
 
-Made from the plan's JSON alone. Nothing is loaded and nothing is executed; every text is escaped.
+Uses only the plan's JSON. The page loads and executes nothing; every text is escaped.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def write_page(document: Mapping[str, Any], path: Path) -> Path:
 
 
 def plan_page(document: Mapping[str, Any]) -> str:
-    """Returns the whole HTML document."""
+    """Returns the complete HTML document."""
     name = Path(document["source"]).stem if document.get("source") else "plan"
     return page(f"{name} on {document['target']} - spmdkit plan", _STYLE + plan_body(name, document))
 
@@ -121,7 +121,7 @@ def _findings(document: Mapping[str, Any]) -> str:
 
 
 def _stack(parts: Mapping[str, float], whole: float, of: float, shown: Callable[[float], str], kind: str = "") -> str:
-    """Returns a bar of parts up to `whole`, and a line for each with its share `of` another number."""
+    """Returns a bar of parts up to `whole`, and a line per part with its share of the number `of`."""
     ordered = list(enumerate(sorted(parts.items(), key=lambda item: -item[1])))
     bar = "".join(
         f'<i style="width:{100 * x / whole:.3f}%;background:{_color(n)}" title="{escape(name)} {shown(x)}"></i>'

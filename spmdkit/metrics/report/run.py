@@ -1,7 +1,7 @@
 """`report.html`: a run on one page: curves, evaluations, throughput, config, environment, events.
 
-Made from the files of the run directory alone, so it can be made again at any time, also of a run that is still going
-or was killed. Nothing is loaded from elsewhere and nothing is executed; every text from the files is escaped.
+Uses only the files of the run directory, so it can be created at any time, also for an active or a killed run. The page
+loads and executes nothing; every text from the files is escaped.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ Record = Mapping[str, Any]
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
-    """Writes `report.html` into a run's directory and returns its path.
+    """Writes `report.html` to a run directory and returns its path.
 
-    Files other than `metrics.jsonl` may be missing or damaged; their section then states it.
-    Raises ConfigError when `run_dir` holds no `metrics.jsonl`, or cannot be written.
+    Files other than `metrics.jsonl` may be missing or damaged; their section then states it. Raises ConfigError if
+    `run_dir` has no `metrics.jsonl` or cannot be written.
     """
     folder = Path(run_dir)
     if not (folder / "metrics.jsonl").is_file():
@@ -90,7 +90,7 @@ def report_body(
     plan: Record | None = None,
     communication: Record | None = None,
 ) -> str:
-    """Returns the HTML of all sections, from what the run's files hold."""
+    """Returns the HTML of all sections, from the content of the run's files."""
     train = [r for r in records if "split" not in r]
     evaluations = [r for r in records if "split" in r]
     body = [
@@ -111,7 +111,7 @@ def report_body(
 
 
 def _heading(name: str, records: Sequence[Record], events: Sequence[Record]) -> str:
-    end = next((e for e in reversed(events) if e.get("event") in TONES), {})  # "saved" says nothing about how it ended
+    end = next((e for e in reversed(events) if e.get("event") in TONES), {})  # "saved" does not end a run
     last, done = str(end.get("event", "")), end.get("code") in (None, 0)
     if last == "exited":
         last = f"exited at step {end.get('step')}"
@@ -207,7 +207,7 @@ def _quartiles(values: Sequence[float], shown: Any) -> str:
 
 
 def plan_section(plan: Mapping[str, Any], step_times_s: Sequence[float]) -> str:
-    """Returns the section that compares a plan with what was measured, or nothing for a file that is no plan."""
+    """Returns the section that compares a plan with measurements, or an empty string if the file is not a plan."""
     peak, limit = (_at(plan, "memory", name) for name in ("peak_bytes", "limit_bytes"))
     if peak is None or limit is None:
         return ""
@@ -309,7 +309,7 @@ def _is_step(value: Any) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    """Returns a number of the file as a float, None for what is none. Magnitudes no chart can hold become inf or 0."""
+    """Returns a number of a file as a float; None for other values. Too large for a chart: inf; too small: 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     if abs(value) > LARGEST:

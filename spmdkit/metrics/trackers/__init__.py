@@ -1,7 +1,7 @@
-"""Trackers: where the records of a run go. One file for each kind; `base.py` specifies the interface.
+"""Trackers: destinations of the records of a run. One file per kind; `base.py` specifies the interface.
 
-In: records of numbers by step, from the training thread. Out: metrics.jsonl, which is always written, and what the
-trackers of `log.trackers` write, in one background thread of process 0.
+Input: records of numbers by step, from the training thread. Output: metrics.jsonl, which is always written, and the
+output of the trackers in `log.trackers`, written by one background thread of process 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ALWAYS = "jsonl"
 
 
 class ChosenTracker(NamedTuple):
-    """A tracker that a config names.
+    """A tracker named in a config.
 
     Attributes:
         open: `(run, last_step) -> Tracker`, with the options of the config.
@@ -34,10 +34,10 @@ class ChosenTracker(NamedTuple):
 
 
 def chosen(choices: Sequence[str | Mapping[str, Any]], folder: Path) -> list[ChosenTracker]:
-    """Returns the trackers of a run: metrics.jsonl, and those of the config, each as a name or `{name: options}`.
+    """Returns the trackers of a run: metrics.jsonl, and those of the config, each a name or `{name: options}`.
 
     Raises:
-        ConfigError: no such tracker, it is named twice, or it does not take the options.
+        ConfigError: no such tracker, it is named twice, or it does not accept the options.
     """
     trackers: list[ChosenTracker] = []
     for choice in (ALWAYS, *choices):

@@ -1,12 +1,12 @@
-"""What a tracker is: where the records of a run go in addition to the terminal. One file each in this folder, found by
-its name.
+"""The interface of trackers: destinations of the records of a run, in addition to the terminal. One file per tracker in
+this folder, selected by its name.
 
-A file holds `open(run, last_step, **options) -> Tracker`, as a user-defined function under `@sk.tracker` does. `run`
-has `directory` and `config`, `last_step` is the restored step, or 0. The keyword arguments are the options of the
-config; others are rejected.
+A file defines `open(run, last_step, **options) -> Tracker`, like a user-defined function under `@sk.tracker`. `run` has
+`directory` and `config`. `last_step` is the restored step, or 0. The keyword arguments are the options of the config;
+unknown options are rejected.
 
-Going back: a reader sees each step once, as it was trained last. After a restart `open` drops or marks what an earlier
-process wrote after `last_step`; after a rollback within a process `rewind` does.
+Rewind: a reader sees each step once, with the values trained last. After a restart, `open` drops or marks the records
+that an earlier process wrote after `last_step`. After a rollback within a process, `rewind` does so.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 KINDS = ("scalars", "text", "image", "histogram", "hparams", "table")
-"""What can be written. A run writes scalars, and a hook what it likes (`run.write`)."""
+"""Kinds of records. A run writes scalars; a hook may write any kind (`run.write`)."""
 
 Record = Mapping[str, Any]
-"""`{"step", ...}` of host values, with `"split": "eval"` for an evaluation: of scalars numbers by their names, of a
-histogram nested lists of numbers (`sk.bincount`)."""
+"""`{"step", ...}` of host values, with `"split": "eval"` for an evaluation. Scalars: number by name; histogram: nested
+lists of numbers (`sk.bincount`)."""
 
 
 def nothing(*_: Any) -> None:
@@ -29,18 +29,17 @@ def nothing(*_: Any) -> None:
 
 @dataclass(frozen=True)
 class Tracker:
-    """Takes records, one after the other, in one thread of process 0. An exception is logged once, and it is not called
-    again.
+    """Receives records sequentially in one thread of process 0. After an exception, which is logged, it is disabled.
 
     Attributes:
         write: `(kind, record)`, with a kind of `accepts`.
         accepts: kinds of records.
-        flush: returns when all of it is safe.
-        rewind: `(step)`: drops what is newer, or marks it where the service cannot; after training went back to an
-            earlier step (0: to the beginning). It comes before all that is written afterwards, also where records were
-            dropped for their number. A place in which a step's later value takes the earlier one's needs none.
-        close: writes out what is left.
-        own: the run's own record: the training writes it directly, and an exception ends the run.
+        flush: returns when all records are stored durably.
+        rewind: `(step)`: after training returned to an earlier step (0: the start), drops newer records, or marks them
+            if the service cannot drop them. It is called before any later record is written, also if records were
+            dropped because the queue was full. Not needed if a later value of a step replaces the earlier one.
+        close: writes the remaining records.
+        own: the run's primary record: the training thread writes it, and an exception ends the run.
     """
 
     write: Callable[[str, Record], None]

@@ -1,8 +1,8 @@
-"""`metrics.jsonl`: the run's own record, one line for each (arrays in `counts.jsonl`, likewise), cut back to the
+"""`metrics.jsonl`: the run's primary metrics, one line per record (arrays likewise in `counts.jsonl`), truncated to the
 restored step on resume.
 
-Each record is one `write` to the file, so a killed process loses nothing that was written. `sync` waits for the disk:
-it is called before a checkpoint is saved, so that no checkpoint is newer than its metrics even when the power fails.
+Each record is one `write` to the file, so a killed process loses no written record. `sync` waits for the disk. It is
+called before a checkpoint is saved, so that no checkpoint is newer than its metrics even after a power failure.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from spmdkit.metrics.trackers.base import Tracker
 
 
 def open(run: Any, last_step: int) -> Tracker:
-    """Returns the tracker of `metrics.jsonl` in the run's directory, and of `counts.jsonl` where a metric is an
-    array."""
+    """Returns the tracker of `metrics.jsonl` in the run directory, and of `counts.jsonl` if a metric is an array."""
     path = run.directory / "counts.jsonl"
     file, arrays = JsonlTracker(run.directory / "metrics.jsonl", last_step), list[JsonlTracker]()
 
@@ -46,18 +45,18 @@ def open(run: Any, last_step: int) -> Tracker:
 
 
 class JsonlTracker:
-    """Appends records to `path`, after cutting back what an interrupted run wrote past its last checkpoint.
+    """Appends records to `path`, after removing those that an interrupted run wrote after its last checkpoint.
 
-    `keep_through_step`: the restored step (0: a new run). Lines of later steps and lines that are no record
-    (torn by a kill, garbage) are dropped; the other lines keep their order and their bytes. None keeps all steps.
-    `.dropped_steps` and `.dropped_damaged` count what went away. The file is replaced in one rename, so a kill at any
-    moment leaves the old file or the new one.
+    `keep_through_step`: the restored step (0: a new run; None: retains all steps). Lines of later steps and invalid
+    lines (torn by a kill, garbage) are dropped; the other lines keep their order and bytes. `.dropped_steps` and
+    `.dropped_damaged` count the dropped lines. The file is replaced by a rename, so a kill leaves the old or the new
+    file.
 
     Key order of a line: step, split, loss, the others sorted, examples_per_s, step_time_s, input_wait_s.
 
-    Raises ConfigError when the file cannot be opened (folder not writable), CheckpointWriteError when a line does not
-    fit any more (disk full); the line is taken back, so the file stays whole. Raises UserCodeError for a metric that is
-    not one number; with `arrays` lists of them are taken too.
+    Raises ConfigError if the file cannot be opened (folder not writable), and CheckpointWriteError if a line cannot be
+    written (disk full); the partial line is removed, so the file stays valid. Raises UserCodeError for a metric that is
+    not one number; with `arrays`, lists of numbers are also accepted.
     """
 
     def __init__(self, path: str | os.PathLike[str], keep_through_step: int | None, arrays: bool = False) -> None:
@@ -72,20 +71,20 @@ class JsonlTracker:
             raise not_writable(self.path, error) from error
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Appends one line and hands it to the operating system before it returns."""
+        """Appends one line and passes it to the operating system before it returns."""
         assert self._descriptor is not None, "write after close"
         line = record_line(record, self._arrays).encode()
         size_before = os.fstat(self._descriptor).st_size
         try:
             written = os.write(self._descriptor, line)
-            while written < len(line):  # a disk that fills up takes part of a line, and refuses the rest
+            while written < len(line):  # a full disk accepts part of a line and rejects the rest
                 written += os.write(self._descriptor, line[written:])
         except OSError as error:
             os.ftruncate(self._descriptor, size_before)
             raise not_written(self.path, error) from error
 
     def sync(self) -> None:
-        """Waits until every line so far is on the disk. A few ms on a local disk: once per checkpoint, not per line."""
+        """Waits until all lines are on disk: a few ms on a local disk, so once per checkpoint and not per line."""
         assert self._descriptor is not None, "sync after close"
         try:
             os.fsync(self._descriptor)
@@ -104,11 +103,11 @@ class JsonlTracker:
                 os.close(descriptor)
 
     def rewind(self, step: int) -> None:
-        """Drops the lines of steps after `step`: training goes on from there again."""
+        """Drops the lines of steps after `step`: training continues from there."""
         assert self._descriptor is not None, "rewind after close"
         try:
             self._cut_back(step)
-            os.close(self._descriptor)  # of the file that was replaced
+            os.close(self._descriptor)  # the descriptor of the replaced file
             self._descriptor = self._open()
         except OSError as error:
             raise not_written(self.path, error) from error

@@ -1,5 +1,5 @@
-"""`Trackers`: all trackers of a run. One thread, behind a bounded queue: a service that is slow or dead costs a warning
-and never a step."""
+"""`Trackers`: all trackers of a run. One thread reads a bounded queue: a slow or dead service causes a warning and
+never delays a step."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Open = Callable[[], Tracker]
 class Trackers:
     """Writes records to every tracker that accepts them.
 
-    The run's own record (`Tracker.own`) is written before `write` returns. The others follow in a thread: what finds
-    the queue full is dropped, and a tracker that raises is disabled; `warn` reports both once.
+    The run's primary record (`Tracker.own`) is written before `write` returns. A thread writes the others: a record is
+    dropped if the queue is full, and a tracker that raises is disabled. `warn` reports both once.
     """
 
     def __init__(
@@ -32,12 +32,12 @@ class Trackers:
         self._own: list[Tracker] = []
         self._others: dict[str, Tracker] = {}
         self._dropped = 0
-        self._back: int | None = None  # others have yet to go back to this step: the queue was full
+        self._back: int | None = None  # a pending rewind of the others to this step: the queue was full
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(most_waiting)
         self._thread: threading.Thread | None = None
 
     def add(self, name: str, open: Open) -> None:
-        """Opens a tracker. A user's mistake in its options is raised; a service that does not respond costs a
+        """Opens a tracker. An error in the user's options is raised; a service that does not respond causes a
         warning."""
         try:
             tracker = open()
@@ -60,7 +60,7 @@ class Trackers:
             self._thread.start()
 
     def write(self, record: Record, kind: str = "scalars") -> None:
-        """Takes a record of host values."""
+        """Writes or queues a record of host values."""
         for tracker in self._own:
             if kind in tracker.accepts:
                 tracker.write(kind, record)
@@ -68,12 +68,12 @@ class Trackers:
             self._put(lambda tracker: tracker.write(kind, record) if kind in tracker.accepts else None)
 
     def flush(self) -> None:
-        """Returns when the run's own record is on the disk. The others are not waited for."""
+        """Returns when the run's primary record is on disk. Does not wait for other trackers."""
         for tracker in self._own:
             tracker.flush()
 
     def rewind(self, step: int) -> None:
-        """Drops what is newer than `step`, everywhere. Others go back before they take another record."""
+        """Drops records after `step` in all trackers. Queued trackers rewind before they write another record."""
         for tracker in self._own:
             tracker.rewind(step)
         if self._others:
@@ -81,7 +81,7 @@ class Trackers:
             self._put(nothing)
 
     def close(self) -> None:
-        """Writes out what is left, and waits for others `patience_s` at most. May be called twice."""
+        """Writes the remaining records; waits at most `patience_s` for queued trackers. May be called twice."""
         own, self._own = self._own, []
         for tracker in own:
             tracker.close()
@@ -105,7 +105,7 @@ class Trackers:
             )
 
     def _work_of(self, use: Callable[[Tracker], None]) -> Callable[[], None]:
-        """Returns what the thread does: it goes back where that is due, and uses each tracker."""
+        """Returns the work of the thread: a rewind if one is pending, then `use` of each tracker."""
         back = self._back
 
         def work() -> None:

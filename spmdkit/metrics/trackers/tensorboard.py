@@ -1,4 +1,4 @@
-"""The same records for TensorBoard (extra `tensorboard`): `train/loss`, `eval/loss`, `throughput/...`."""
+"""Writes records for TensorBoard (extra `tensorboard`): `train/loss`, `eval/loss`, `throughput/...`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from spmdkit.metrics.trackers.base import Tracker
 
 
 def open(run: Any, last_step: int) -> Tracker:
-    """Returns the tracker of event files in `tensorboard/` of the run's directory."""
+    """Returns the tracker of event files in `tensorboard/` of the run directory."""
     files = TensorboardTracker(run.directory / "tensorboard", keep_through_step=last_step)
     write = lambda kind, record: files.write(record)
     return Tracker(write, flush=files.flush, rewind=files.rewind, close=files.close)
 
 
 class TensorboardTracker:
-    """Writes each number of a record as a scalar at the record's step into event files in `directory`.
+    """Writes each number of a record as a scalar at the record's step to event files in `directory`.
 
-    `keep_through_step`: the restored step; TensorBoard hides what an interrupted run wrote after it. 0: all
-        of it, None: nothing.
-    Raises ConfigError when tensorboardX is not installed.
+    `keep_through_step`: the restored step; TensorBoard hides later records of an interrupted run (0: all, None: none).
+    Raises ConfigError if tensorboardX is not installed.
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep_through_step: int | None = None) -> None:
@@ -38,7 +37,7 @@ class TensorboardTracker:
             ) from error
 
         def open(step: int | None) -> Any:
-            # tensorboardX names a file by the second, and writes over one that is there
+            # tensorboardX names files by the second and overwrites an existing one.
             suffix = f".{len(list(Path(directory).glob('events.out.*'))):04d}"
             purge_step = None if step is None else step + 1
             return SummaryWriter(os.fspath(directory), purge_step=purge_step, filename_suffix=suffix)
@@ -56,7 +55,7 @@ class TensorboardTracker:
                 self._writer.add_scalar(tag, float(plain_number(key, value)), step)
 
     def flush(self) -> None:
-        """Hands what was written to the operating system."""
+        """Passes written records to the operating system."""
         self._writer.flush()
 
     def rewind(self, step: int) -> None:
@@ -65,7 +64,7 @@ class TensorboardTracker:
         self._writer = self._open(step)
 
     def close(self) -> None:
-        """Writes out what is left. May be called twice."""
+        """Writes the remaining records. May be called twice."""
         if self._writer is not None:
             writer, self._writer = self._writer, None
             writer.close()
