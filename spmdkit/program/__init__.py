@@ -1,4 +1,4 @@
-"""A task and a config become one compiled program: `build(config, task, devices) -> Program`.
+"""Builds one compiled program from a task and a config: `build(config, task, devices) -> Program`.
 
-Enters: a config, a task, devices. Leaves: a `Program` with the compiled step, its layout, its feeds and its evaluation.
+Input: a config, a task, devices. Output: a `Program` with the compiled step, its layout, its feeds and its evaluation.
 """

@@ -1,13 +1,13 @@
-"""The C library's allocator while a run trains on CPU devices: it reuses the block of a step's temporaries for the next
-step.
+"""Settings of the C library's allocator for runs on CPU devices: each step reuses the memory block of the previous
+step's temporaries.
 
 XLA:CPU allocates all temporaries of a step as one block and frees it at the end. glibc maps a block above 32 MiB again
-each time: 65,000 page faults per step for 260 MiB, a third of its time (docs/benchmarks.md). Three settings of
-`mallopt` keep the block in the heap: one arena, set before a run joins, since later threads would have their own; no
-mapping and no trimming, set after the step is compiled: the compilation's memory would stay allocated too.
+each time: 65,000 page faults per step for 260 MiB, a third of the step time (docs/benchmarks.md). Three `mallopt`
+settings keep the block in the heap. One arena is set before a run joins, since later threads would have their own. No
+mapping and no trimming are set after the step is compiled; otherwise the compiler's memory would stay allocated too.
 
-Only `train` and `bench communication` set them, for the life of the process. SPMDKIT_ALLOCATOR=system disables them,
-and so does any setting of the C library's allocator in the environment.
+Only `train` and `bench communication` apply them, for the lifetime of the process. SPMDKIT_ALLOCATOR=system disables
+them, and so does any allocator setting of the C library in the environment.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ CHOICES = ("keep", "system")
 
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # malloc.h
 _ACCELERATORS = ("nvidia0", "kfd", "accel0", "vfio/0")
-"""Device files of GPUs and TPUs, below /dev."""
+"""Device files of GPUs and TPUs, under /dev."""
 
 
 def one_arena(devices: str | Sequence[int], environ: Mapping[str, str]) -> bool:
-    """Makes all later threads share one arena if `devices` of a config are CPU devices; returns whether it did.
+    """Makes all later threads share one arena if the config's `devices` are CPU devices; returns whether it did.
 
     Raises:
         ConfigError: SPMDKIT_ALLOCATOR has an unknown value.
@@ -46,7 +46,7 @@ def keep_memory() -> bool:
 
 
 def glibc() -> str | None:
-    """Returns the version of glibc of this process, or None on any other C library."""
+    """Returns the glibc version of this process, or None for any other C library."""
     try:
         name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
     except (AttributeError, OSError, ValueError):
@@ -82,14 +82,14 @@ def _asked(environ: Mapping[str, str]) -> bool:
 
 
 def _own_setting(environ: Mapping[str, str]) -> str | None:
-    """Returns the variable that configures glibc's allocator (mallopt(3)) in the environment, or None."""
+    """Returns the environment variable that configures glibc's allocator (mallopt(3)), or None."""
     if "glibc.malloc" in environ.get("GLIBC_TUNABLES", ""):
         return "GLIBC_TUNABLES"
     return next((name for name in environ if name.startswith("MALLOC_")), None)
 
 
 def _on_cpu(devices: str | Sequence[int], environ: Mapping[str, str]) -> bool:
-    """Returns whether a config's devices are CPU devices; for `auto` this is a guess until JAX has initialized."""
+    """Returns whether a config's devices are CPU devices; for `auto`, this is a guess until JAX is initialized."""
     if isinstance(devices, str) and fake_devices(devices):
         return True
     if platforms := environ.get("JAX_PLATFORMS"):

@@ -1,8 +1,8 @@
-"""`microbatches: auto` and `remat: auto`: the cheapest step that fits the device by its compiled memory.
+"""`microbatches: auto` and `remat: auto`: selects the cheapest step that fits the device by its compiled memory.
 
-Nothing runs. Each candidate is compiled, and the compiler reports its memory (`memory.step_bytes`). Memory falls with
-the number of microbatches, so the smallest number that fits is found by bisection. A stronger remat policy (none, dots,
-full) is used only if no number of microbatches fits, since it costs arithmetic: about a third more at `full`.
+No step runs. Each candidate is compiled, and the compiler reports its memory (`memory.step_bytes`). Memory decreases
+with the number of microbatches, so bisection finds the smallest number that fits. A stronger remat policy (none, dots,
+full) is used only if no number of microbatches fits, since it adds computation: about a third at `full`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from spmdkit.foundation.formatting import format_bytes
 from spmdkit.program.memory import StepBytes
 
 REMATS = ("none", "dots", "full")
-"""Remat policies from the most memory to the least."""
+"""Remat policies, by decreasing memory."""
 MOST_MICROBATCHES = 64
 
 
 def is_auto(config: Config) -> bool:
-    """Returns whether a config leaves a setting to be chosen by memory."""
+    """Returns whether a config has a setting to select by memory."""
     return "auto" in (config.microbatches, config.remat)
 
 
@@ -30,7 +30,7 @@ Say = Callable[[str], None]
 
 
 def choices(config: Config, batch_shards: int) -> list[list[dict[str, Any]]]:
-    """Returns the choices as changes of the config: one list per remat policy, by decreasing memory."""
+    """Returns the candidates as config changes: one list per remat policy, by decreasing memory."""
     remats = REMATS if config.remat == "auto" else (None,)
     counts = microbatch_counts(config, batch_shards) if config.microbatches == "auto" else [None]
     of = lambda **values: {key: value for key, value in values.items() if value is not None}
@@ -40,13 +40,13 @@ def choices(config: Config, batch_shards: int) -> list[list[dict[str, Any]]]:
 def choose(
     among: Sequence[Sequence[Changes]], limit_bytes: int | None, make: Callable[[Changes], Any], say: Say
 ) -> Any:
-    """Returns the first choice that fits, compiled, or raises ConfigError with the memory of the smallest.
+    """Returns the program of the first candidate that fits, compiled. Raises ConfigError if no candidate fits.
 
     Args:
-        among: of `choices`.
-        limit_bytes: of one device; None if it is unknown, and everything fits.
-        make: returns the program of a choice.
-        say: receives one line for each candidate.
+        among: candidates from `choices`.
+        limit_bytes: memory limit of one device; None if unknown: every candidate fits.
+        make: returns the program of a candidate.
+        say: receives one line per candidate.
     """
     limit = "" if limit_bytes is None else f" of {format_bytes(limit_bytes)}"
 
@@ -74,7 +74,7 @@ def choose(
 
 
 def _mildest(variants: Sequence[Changes], limit: int | None, tried: Callable[[Changes], Any]) -> tuple[Changes, Any]:
-    """Returns the first variant that fits with its program, or the last one; they are sorted by decreasing memory."""
+    """Returns the first variant that fits, or the last variant, with its program. Memory decreases along `variants`."""
     first = tried(variants[0])
     if first.step_bytes.fits(limit) or len(variants) == 1:
         return variants[0], first
@@ -102,7 +102,7 @@ def _needs(needed: StepBytes) -> str:
 
 
 def microbatch_counts(config: Config, batch_shards: int) -> list[int]:
-    """Returns the microbatch counts, powers of two, that divide the batch evenly over so many shards."""
+    """Returns the microbatch counts, powers of two, that divide the rows of each of the `batch_shards` evenly."""
     rows = config.batch_size // batch_shards
     powers = (2**i for i in range(MOST_MICROBATCHES.bit_length()))
     return [m for m in powers if m <= MOST_MICROBATCHES and rows % m == 0] or [1]

@@ -1,8 +1,8 @@
-"""How a step is compiled: its form, the reducer's state, the checks that need its trace, and remat of the whole loss.
+"""Selects how a step is compiled: its form, the reducer's state, checks that need its trace, remat of the full loss.
 
-The mesh determines the form (`form_of`), with two exceptions. With one replica, a step that names replica axes needs
-them bound (`mapped`); any other is `plain`. A step that cannot be traced inside `shard_map`, since a library compares
-the types of arrays (equinox, diffrax), is `mapped` instead of `manual`.
+The mesh determines the form (`form_of`), with two exceptions. With one replica, a step that names replica axes is
+`mapped`, which binds them; any other step is `plain`. A step that cannot be traced inside `shard_map`, because a
+library compares the types of arrays (equinox, diffrax), is `mapped` instead of `manual`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from spmdkit.step.trace_context import Context
 
 
 class ChosenForm(NamedTuple):
-    """A step with its form.
+    """A step and its form.
 
     Attributes:
-        task_step: with the reducer's state in its train state.
-        context: of the step.
-        traced: the step in that context, if it was traced last; otherwise None.
-        refused: why the step is not in the `manual` form of its mesh, or an empty text.
+        task_step: the step, with the reducer's state in its train state.
+        context: context of the step.
+        traced: the step traced in that context, if that was its last trace; otherwise None.
+        refused: why the step does not have the `manual` form of its mesh; may be empty.
     """
 
     task_step: TaskStep
@@ -46,11 +46,11 @@ class ChosenForm(NamedTuple):
 
 
 def choose_form(task_step: TaskStep, context: Context, num_replicas: int, probe_padding: bool) -> ChosenForm:
-    """Returns the step in its form.
+    """Returns the step and its form.
 
     Args:
-        context: of the config, without a form.
-        num_replicas: on the whole mesh.
+        context: context from the config, without a form.
+        num_replicas: number of replicas on the full mesh.
         probe_padding: whether to check that padding rows do not count, if batches can be short.
     """
     reducer, name = context.options.reducer, plugins.split(task_step.config.reducer)[0]
@@ -61,7 +61,7 @@ def choose_form(task_step: TaskStep, context: Context, num_replicas: int, probe_
     has_state = reducer.init is not stateless and context.sharding.num_replicas > 1
     if has_state and task_step.groups is not None:
         groups.check_reducer(task_step.groups, task_step.config)
-    if has_state:  # the calls of sk.value_and_grad are found without it
+    if has_state:  # traced without the state to find the calls of sk.value_and_grad
         context = context.with_options(reducer=plain_sum())
     errors = list[SpmdkitError]()
     for each in (form, "mapped") if form == "manual" and task_step.task.view == "global" else (form,):
@@ -80,18 +80,18 @@ def choose_form(task_step: TaskStep, context: Context, num_replicas: int, probe_
     if has_state:
         task_step, context = _with_state_of(task_step, reducer, context)
         context, traced = _traced(task_step, context)
-    refused = "".join(map(str, errors))  # an error would keep all that its frames hold
+    refused = "".join(map(str, errors))  # as text: an exception would keep its frames alive
     return ChosenForm(task_step, *_settled(task_step, context, traced, probe_padding), refused)
 
 
 def _traced(task_step: TaskStep, context: Context) -> tuple[Context, jax.stages.Traced]:
-    """Returns (a context with its own usage record, the step traced in it)."""
+    """Returns (a context with a new usage record, the step traced in it)."""
     context = context.for_new_trace()
     return context, call_user(functools.partial(task_step.trace, context), task_step.what)
 
 
 def _with_state_of(task_step: TaskStep, reducer: Reducer, context: Context) -> tuple[TaskStep, Context]:
-    """Returns (the step, its context) with a reducer that has a state, which becomes part of the train state."""
+    """Returns (the step, its context) with a stateful reducer; its state becomes part of the train state."""
     gradients = call_user(functools.partial(task_step.gradient_shapes, context), task_step.what)
     context = context.with_options(reducer=reducer)
     state, table = reducer_state.shapes(reducer, gradients, context)
@@ -104,7 +104,7 @@ def _with_state_of(task_step: TaskStep, reducer: Reducer, context: Context) -> t
 def _settled(
     task_step: TaskStep, context: Context, traced: jax.stages.Traced, probe_padding: bool
 ) -> tuple[Context, jax.stages.Traced | None]:
-    """Checks what the user's step has used, and applies remat to the whole loss if the step never calls `sk.remat`."""
+    """Checks the features that the user's step uses. Applies remat to the full loss if it never calls `sk.remat`."""
     config, last = task_step.config, traced
     check_used(config, context, task_step.state.table, task_step.always_full, task_step.what)
     check_pools(traced.jaxpr, task_step.sizes, task_step.what)

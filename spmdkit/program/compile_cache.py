@@ -1,21 +1,21 @@
-"""The persistent compile cache: compiled programs are cached on the machine's disk, so that a restart compiles nothing
+"""The persistent compile cache: stores compiled programs on the machine's disk, so that a restart does not compile them
 again.
 
-JAX's own cache (`jax_compilation_cache_dir`) is off by default. To be on by default a cache has to be private, since
-its entries are executed; atomic, since runs are killed; and correct on another kind of machine, since home directories
-are shared. `train` and `eval` therefore give JAX their own store while they run:
+JAX's persistent cache (`jax_compilation_cache_dir`) is off by default. A cache that is on by default must be private,
+since its entries are executed; atomic, since runs are killed; and correct on machines of another kind, since home
+directories are shared. `train` and `eval` therefore pass JAX another store while they run:
 
-- a folder that only its owner can access (0700), below ~/.cache/spmdkit/compile; any other is not used, and a note is
-  logged;
-- in it one folder per *kind of machine* (`machine`). XLA:CPU checks features on load and then continues: SIGILL
-  (openxla/xla#44565, uwplasma/vmex#142);
-- an entry is written to a temporary file and renamed, with a digest at the beginning; a damaged entry is removed;
-- every process writes, while JAX lets only process 0 write: on CPU each process has its own keys;
-- the least recently used entries are removed when the folder is larger than `max_bytes`.
+- the folder is accessible only by its owner (0700), under ~/.cache/spmdkit/compile. Any other folder is not used, and a
+  note is logged;
+- it has one folder per *kind of machine* (`machine`). XLA:CPU checks CPU features on load but continues if they differ:
+  SIGILL (openxla/xla#44565, uwplasma/vmex#142);
+- an entry is written to a temporary file and renamed; it begins with a digest, and a damaged entry is removed;
+- every process writes, while in JAX only process 0 does: on CPU each process has different keys;
+- the least recently used entries are removed when the folder exceeds `max_bytes`.
 
-The rest of the key is JAX's: the program with its source lines, the compiler's options, XLA_FLAGS, devices. Programs
-with host callbacks are not cached. `plan` and `verify` always compile: the compiler prints its warnings only then.
-Source: docs.jax.dev/en/latest/persistent_compilation_cache.html; jax/_src/lru_cache.py, compiler.py (0.10.2).
+The rest of the key is JAX's: the program with its source lines, compiler options, XLA_FLAGS, devices. Programs with
+host callbacks are not cached. `plan` and `verify` always compile: the compiler prints its warnings only then. Source:
+docs.jax.dev/en/latest/persistent_compilation_cache.html; jax/_src/lru_cache.py, compiler.py (0.10.2).
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ FILE_MODE, FOLDER_MODE = 0o600, 0o700
 SUFFIX = ".executable"
 _DIGEST_BYTES = 32
 JAX_SETTINGS = ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE")
-"""JAX's own variables; if one is set, JAX's settings are used."""
+"""JAX's cache variables; if one is set, JAX's settings are used."""
 
 
 class Executables:
-    """Compiled programs by key, in one folder: JAX's cache interface, with a record of hits and misses.
+    """Compiled programs by key, in one folder: implements JAX's cache interface, and records hits and misses.
 
     Attributes:
         found, missed: names of the requested programs that were in the cache, and that were not.
@@ -61,7 +61,7 @@ class Executables:
         self.missed: list[str] = []
 
     def get(self, key: str) -> bytes | None:
-        """Returns the cached value of a key; None if there is none, or if it is damaged."""
+        """Returns the cached value of a key; None if it is missing or damaged."""
         path = self._file(key)
         value = None
         with contextlib.suppress(OSError):
@@ -76,7 +76,7 @@ class Executables:
         return value
 
     def put(self, key: str, value: bytes) -> None:
-        """Stores a value; a failed write is ignored, since a cache must not fail a run."""
+        """Stores a value. A failed write is ignored, since a cache must not fail a run."""
         path = self._file(key)
         beside = path.with_name(f".{secrets.token_hex(8)}.partial")
         with self._lock, contextlib.suppress(OSError):
@@ -91,10 +91,10 @@ class Executables:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Removes partial files and the least recently used entries until the rest fits `max_bytes`."""
+        """Removes partial files and the least recently used entries until the total size fits `max_bytes`."""
         entries = []
         for path in self.folder.iterdir():
-            with contextlib.suppress(OSError):  # another process evicts too
+            with contextlib.suppress(OSError):  # other processes remove entries concurrently
                 found = path.stat()
                 if path.suffix in (SUFFIX, ".partial") and stat.S_ISREG(found.st_mode):
                     entries.append((found.st_mtime, found.st_size, path))
@@ -115,7 +115,7 @@ def _digest(key: str, value: bytes) -> bytes:
 
 def place(folder: str | Path | None, environ: Mapping[str, str]) -> tuple[Path | None, str]:
     """Returns (the folder for this kind of machine, its description), or (None, the reason). `folder`: the config's
-    parent folder; None: the environment's, or below the user's cache folder."""
+    parent folder; None: the environment's, or a folder under the user's cache folder."""
     given = environ.get(COMPILE_CACHE, "")
     if given in ("0", "off"):
         return None, f"off ({COMPILE_CACHE}={given})"
@@ -153,7 +153,7 @@ def _not_private(folder: Path) -> str:
 
 
 def machine() -> str:
-    """Returns a short name of everything on this machine, apart from the program, that compiled code depends on."""
+    """Returns a short hash of everything on this machine, apart from the program, that affects compiled code."""
     facts = [
         f"jax {jax.__version__} jaxlib {jaxlib.__version__}",
         _size_of_jaxlib(),
@@ -165,12 +165,12 @@ def machine() -> str:
 
 
 def _size_of_jaxlib() -> str:
-    """Returns the sizes of jaxlib's libraries: a rebuilt version is another compiler."""
+    """Returns the file sizes of jaxlib's libraries, which identify a rebuilt version."""
     return ",".join(str(path.stat().st_size) for path in sorted(Path(jaxlib.__file__).parent.glob("*.so*")))
 
 
 def _cpu() -> str:
-    """Returns the model and features of the CPU; without /proc, what Python reports."""
+    """Returns the model and features of the CPU; without /proc, the name that Python reports."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
         values = dict(line.partition(":")[::2] for line in lines)
@@ -184,9 +184,9 @@ class Programs:
     """The cache of a run.
 
     Attributes:
-        store: the store of the programs; None if there is no cache.
+        store: the store of compiled programs; None if there is no cache.
         description: the folder of the cache, or why there is none.
-        is_refused: a cache is configured, and its folder cannot be used.
+        is_refused: a cache is configured, but its folder cannot be used.
     """
 
     store: Executables | None
@@ -194,14 +194,14 @@ class Programs:
     is_refused: bool = False
 
     def programs(self) -> dict[str, Any]:
-        """Returns the fields of an event: the programs loaded from the cache, and those compiled, so far."""
+        """Returns the event fields with the programs loaded from the cache and those compiled so far."""
         found = {} if self.store is None else {"from_cache": [*self.store.found], "compiled": [*self.store.missed]}
         return {"cache": self.description, **found}
 
 
 @contextlib.contextmanager
 def kept(options: Any, base: Path, environ: Mapping[str, str] = os.environ) -> Iterator[Programs]:
-    """Context in which JAX caches what it compiles, by `compile_cache` of a config in the folder `base`."""
+    """Context in which JAX caches compiled programs as set by the config's `compile_cache`. `base`: config folder."""
     if options is None:
         yield Programs(None, "off: compile_cache is null")
         return

@@ -1,8 +1,8 @@
-"""What XLA writes to stderr while it compiles: the partitioner's warnings are log lines and nothing else.
+"""Captures the output of XLA on stderr during compilation: it reports the partitioner's warnings only as log lines.
 
-"[SPMD] Involuntary full rematerialization" matters most to a user: an array is gathered on every device because the
-partitioner found no other way between two shardings. C++ writes the lines to file descriptor 2, so they are read there.
-Everything is forwarded to the stream immediately, also if the process dies.
+The most important one is "[SPMD] Involuntary full rematerialization": the partitioner found no path between two
+shardings and gathers an array on every device. C++ writes the lines to file descriptor 2, so they are read there. All
+output is forwarded to the stream immediately, even if the process crashes.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Iterator
 MARK = b"ematerialization"
 MOST_LINES = 64
 MOST_BYTES = 4096
-"""Maximum length of a line, so that a compiler that logs without end costs no memory."""
+"""Maximum line length, which bounds memory if the compiler's output has no line breaks."""
 
 
 @contextlib.contextmanager
 def collected() -> Iterator[list[str]]:
-    """Yields a list that holds, after the block, the lines about rematerialization that were logged in it.
+    """Yields a list that contains, after the block, the lines about rematerialization logged during the block.
 
-    If the stream cannot be duplicated (closed, no descriptor), the list stays empty: a log must not fail a run.
+    If the stream cannot be duplicated (closed, no descriptor), the list stays empty: logging must not fail a run.
     """
     lines: list[str] = []
     try:

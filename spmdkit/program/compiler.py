@@ -1,17 +1,16 @@
-"""The compiler options that spmdkit sets, in one place: options of XLA for each platform, each with its measured
-reason.
+"""The compiler options that spmdkit sets: options of XLA for each platform, each with its measured reason.
 
-TPU. By default (libtpu 0.0.42) the compiler decomposes an all_gather over a whole wrapped torus (v5p 4x4x4, fsdp 64)
-into an all_reduce of a buffer of zeros, and every reduce_scatter into an all_reduce and a slice: twice the bytes, since
-its all_reduce drives all six links of a chip, and the TensorCore's all_gather one ring. The options send both to the
-SparseCores (v5p, v6e, 7x), which drive several rings. On v5e they stay on the TensorCore, native.
+TPU. By default (libtpu 0.0.42) the compiler decomposes an all_gather over a fully wrapped torus (v5p 4x4x4, fsdp 64)
+into an all_reduce of a buffer of zeros, and every reduce_scatter into an all_reduce and a slice: twice the bytes. The
+reason is that its all_reduce uses all six links of a chip, and the TensorCore's all_gather only one ring. The options
+move both to the SparseCores (v5p, v6e, 7x), which use several rings. On v5e they stay on the TensorCore, native.
 
-Bytes over the formula, default -> with the options: v5p 4x4x4 with fsdp 64 and v6e 8x8 2.00 -> 1.00, asynchronous; v5e
-8x8 2.00 -> 1.00, half of the gathers asynchronous; v5p 2x2x2 1.33 -> 1.00. configs/llama_8b_v5p.yaml sends 40.4 GiB per
-device and step, configs/llama_70b_v5p.yaml 262 GiB, without an all_reduce of more than a MiB.
+Bytes relative to the formula, default -> with the options: v5p 4x4x4 with fsdp 64 and v6e 8x8 2.00 -> 1.00,
+asynchronous; v5e 8x8 2.00 -> 1.00, half of the gathers asynchronous; v5p 2x2x2 1.33 -> 1.00. configs/llama_8b_v5p.yaml
+sends 40.4 GiB per device and step, configs/llama_70b_v5p.yaml 262 GiB, without an all_reduce of more than a MiB.
 
 Ahead-of-time compilations, 2026-11-21 (the first also in tests/ops/test_tensor_tpu.py); not run on a TPU.
-`compiler_options` of the config overrides each.
+`compiler_options` in the config overrides each option.
 Source: AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py (the same options, for v6e and 7x).
 """
 
@@ -34,7 +33,7 @@ _TPU: Mapping[str, Value] = {
     "xla_enable_async_all_gather": True,
     "xla_tpu_prefer_async_allgather_to_allreduce": True,
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
-    "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": True,  # native on v5e, without a SparseCore
+    "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": True,  # native on v5e, which has no SparseCore
 }
 _SPARSE_CORE: Mapping[str, Value] = {
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False,  # otherwise all_gathers stay on the TensorCore
@@ -42,8 +41,8 @@ _SPARSE_CORE: Mapping[str, Value] = {
     "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": True,
     "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": True,
     "xla_tpu_enable_sparse_core_reduce_scatter_v2": True,
-    # The TensorCore's constraints on shapes, which would turn some into all_reduces: 8192 x 7168 over 256, 4096 x
-    # 128256 over 64.
+    # The TensorCore's shape constraints, which would replace some with all_reduces: 8192 x 7168 over 256, 4096 x 128256
+    # over 64.
     "xla_tpu_check_legacy_constraints_in_reduce_scatter_legalizer": False,
     "xla_tpu_use_tc_device_shape_on_sc": True,
     "xla_sc_disable_megacore_partitioning": True,
@@ -52,7 +51,7 @@ _WITH_SPARSE_CORE = ("v5p", "v6e", "7x")
 
 
 _DETERMINISTIC_GPU: Mapping[str, Value] = {
-    "xla_gpu_deterministic_ops": True,  # and no autotuning, which chooses by time
+    "xla_gpu_deterministic_ops": True,  # also disables autotuning, which selects by measured time
     "xla_gpu_exclude_nondeterministic_ops": True,  # an operation without a deterministic form fails the compilation
 }
 
@@ -65,8 +64,8 @@ _QUICK: Mapping[str, Value] = {
 
 @functools.cache
 def quick_options() -> Mapping[str, Value]:
-    """Returns options with which XLA's CPU backend compiles a small program in a fraction of the time: those that this
-    version knows, none on another platform."""
+    """Returns options with which XLA's CPU backend compiles a small program in a fraction of the time. Options unknown
+    to this version are omitted; empty on other platforms."""
 
     def is_known(name: str) -> bool:
         if jax.default_backend() != "cpu":
@@ -82,7 +81,7 @@ def quick_options() -> Mapping[str, Value]:
 
 
 def own_options(device: Any, deterministic: bool = False) -> Mapping[str, Value]:
-    """Returns the options that spmdkit sets on devices of this kind; CPU and TPU programs are deterministic anyway."""
+    """Returns the options that spmdkit sets for this kind of device. CPU and TPU programs are always deterministic."""
     if device.platform in ("gpu", "cuda", "rocm") and deterministic:
         return _DETERMINISTIC_GPU
     if device.platform != "tpu":
@@ -92,7 +91,7 @@ def own_options(device: Any, deterministic: bool = False) -> Mapping[str, Value]
 
 
 def options(devices: Sequence[Any], own: Mapping[str, Value | None], deterministic: bool = False) -> dict[str, Value]:
-    """Returns the options of a program: spmdkit's for the platform, then the config's; null removes one."""
+    """Returns the options of a program: spmdkit's for the platform, updated by the config's; null removes an option."""
     known = {**_TPU, **_SPARSE_CORE}
     for name, value in own.items():
         if value is None and name not in known:
@@ -110,7 +109,7 @@ def compile(
     """Returns the compiled program; raises ConfigError if the compiler rejects the config's options."""
     chosen: Any = options(devices, own, deterministic) or None
     try:
-        with phase.during("compile"):  # each of several (auto, an evaluation) has the whole limit
+        with phase.during("compile"):  # each compilation (auto, an evaluation) has the full time limit
             return lowered.compile(compiler_options=chosen)
     except jax.errors.JaxRuntimeError as error:
         text = str(error).splitlines()[0]
@@ -133,13 +132,13 @@ def compile(
 def temp_bytes(stats: Any, platform: str) -> int:
     """Returns the bytes of temporaries that a program reserves on one device.
 
-    TPU: `temp_size_in_bytes` counts buffers of loops more than once (libtpu 0.0.42). `peak_memory_in_bytes` is the sum
-    of arguments, outputs and temporaries without fragmentation: 1.3 % below the buffer assignment for
+    TPU: `temp_size_in_bytes` counts loop buffers more than once (libtpu 0.0.42). `peak_memory_in_bytes` is the sum of
+    arguments, outputs and temporaries without fragmentation: 1.3 % below the buffer assignment for
     configs/llama_8b_v5p.yaml, 3.5 % for configs/llama_70b_v5p.yaml (2026-11-22).
 
     Args:
         stats: `compiled.memory_analysis()`.
-        platform: of the devices.
+        platform: platform of the devices.
     """
     if platform != "tpu" or not stats.peak_memory_in_bytes:
         return int(stats.temp_size_in_bytes)

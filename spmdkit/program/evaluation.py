@@ -1,4 +1,4 @@
-"""`Evaluator`: metrics over a whole evaluation set of any size, exact through masks."""
+"""`Evaluator`: computes metrics over a full evaluation set of any size, exact through masks."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from spmdkit.step.step import Batch
 
 
 class Evaluator:
-    """The evaluation of one program: traced when it is created, compiled when called. `names`: of the metrics that are
-    one number; `note`: for the user, or None."""
+    """The evaluation of one program: traced when created, compiled when called. `names`: the scalar metrics; `note`: a
+    note for the user, or None."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Evaluator:
                 sums = evaluate(eval_fn, stateful)(params, model_state, batch.examples, key, number)
             return number + 1, sums if before is None else merge_trees(before, sums)
 
-        evaluate_batch.__name__ = "evaluate"  # the name in profiles and in XLA's texts
+        evaluate_batch.__name__ = "evaluate"  # the name in profiles and in XLA's dumps
 
         def trace() -> Any:
             first = lambda state, batch: evaluate_batch(None, state, batch)
@@ -95,7 +95,7 @@ class Evaluator:
 
     @functools.cached_property
     def lowered(self) -> jax.stages.Lowered:
-        """The evaluation of one batch as passed to the compiler; deleted after the compilation."""
+        """The evaluation of one batch as passed to the compiler; deleted after compilation."""
         return self._lower()
 
     @functools.cached_property
@@ -103,7 +103,7 @@ class Evaluator:
         return self._compile(self.__dict__.pop("lowered", None) or self._lower())
 
     def __call__(self, state: TrainState) -> dict[str, Any]:
-        """Returns the metrics over the whole set: numbers, and arrays of `sk.bincount`. Waits for the device.
+        """Returns the metrics over the full set: numbers, and arrays of `sk.bincount`. Waits for the device.
 
         Raises:
             ConfigError: padding rows of the last batch would count; checked at the first batch of the first call.
@@ -118,7 +118,7 @@ class Evaluator:
                 if batch.mask is not None and self._probe:
                     self._check_padding(functools.partial(self._compiled, zeros, state), batch)
                     self._probe = False
-                # Several processes with several CPU devices deadlock with much work in flight, so it waits each time.
+                # Several processes with several CPU devices deadlock with much work in flight. So wait each time.
                 totals = jax.block_until_ready(self._compiled(totals, state, batch))
         return {name: _value(metric) for name, metric in jax.device_get(totals[1]).items()}
 
@@ -142,7 +142,7 @@ def _values(metrics: dict[str, Metric]) -> dict[str, Any]:
 
 
 def _value(metric: Metric) -> Any:
-    """Returns `metric.value` of numbers on the host: a float, or an array of counts."""
+    """Returns `metric.value` on the host: a float, or an array of counts."""
     if isinstance(metric, Mean):
         with np.errstate(divide="ignore", invalid="ignore"):
             counted = metric.count if metric.num is None else metric.num
@@ -154,7 +154,7 @@ def _value(metric: Metric) -> Any:
 def _function(
     task: Task, state: TrainState, batch: Batch, stateful: bool, groups: int | None
 ) -> tuple[Callable[..., Any], bool, str | None]:
-    """Returns (the function to evaluate, whether it needs a random key as its last argument, a note)."""
+    """Returns (the function to evaluate, whether its last argument is a random key, a note)."""
     if task.eval_fn is not None:
         return task.eval_fn, False, None
     loss_fn = task.loss_fn
@@ -164,7 +164,7 @@ def _function(
     if stateful:
         one = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if groups is not None else x
         model_state = (jax.tree.map(one, state.model_state),)
-    # Without placements: a trace of the loss alone would reject parameters on the host.
+    # Without placements: a trace of the loss alone would reject parameters in host memory.
     needs_key = _refuses_none_key(loss_fn, abstract((state.params, *model_state, batch.examples)))
     note = (
         "evaluation runs loss_fn with random keys that are the same at every evaluation, since it does not accept "
@@ -179,7 +179,7 @@ def _function(
 
 
 def _refuses_none_key(loss_fn: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
-    """Returns whether `loss_fn(*arguments, None)` fails to trace, as on one replica in training."""
+    """Returns whether `loss_fn(*arguments, None)` fails to trace, with one replica in training mode."""
     num = jax.tree.leaves(arguments[-1])[0].shape[0]
 
     def loss_of_rows(*args: Any) -> Any:
@@ -195,7 +195,7 @@ def _refuses_none_key(loss_fn: Callable[..., Any], arguments: tuple[Any, ...]) -
 
 
 def check_best(options: Checkpoint | None, names: Sequence[str]) -> None:
-    """Raises ConfigError if the best checkpoint is selected by a metric that the evaluation does not have."""
+    """Raises ConfigError if the best checkpoint is selected by a metric that the evaluation does not compute."""
     best = options and options.best
     if best and best.metric not in names:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What was applied to a step, in order, and why: one line each, for `program.explain()` and `spmdkit layout`."""
+"""Lists everything that was applied to a step, in order, with reasons, for `program.explain()` and `spmdkit layout`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from spmdkit.step import reducer_state
 from spmdkit.step.trace_context import Context
 
 LARGEST = 3
-"""Number of parameters with a line each."""
+"""Maximum number of parameters that are listed on separate lines."""
 
 Line = tuple[str, str]
 
 
 def explain(task_step: TaskStep, context: Context, refused: str, notes: Sequence[str]) -> str:
-    """Returns the lines of a step in this context, why it is not in the `manual` form, and the notes of the program."""
+    """Returns the lines for a step. `refused`: why it is not `manual`; `notes`: the notes of the program."""
     lines = [
         ("mesh", f"{describe_mesh(task_step.sizes)}: {math.prod(task_step.sizes.values())} devices"),
         *_layout(task_step),
@@ -48,7 +48,7 @@ def explain(task_step: TaskStep, context: Context, refused: str, notes: Sequence
 
 def _layout(task_step: TaskStep) -> Iterator[Line]:
     leaves = [p for p in task_step.state.table if p.path.split("/")[0] == "params"]
-    reasons = Counter(p.reason.partition(" '")[0].partition(":")[0] for p in leaves)  # without the name of a leaf
+    reasons = Counter(p.reason.partition(" '")[0].partition(":")[0] for p in leaves)  # without the name of the leaf
     zero = ""
     if task_step.sizes["fsdp"] > 1:
         what = ("optimizer state", "gradients", "parameters")[: task_step.config.layout.zero]

@@ -1,4 +1,4 @@
-"""The data of a config and a task: the batches of training and of the evaluation on one mesh."""
+"""The data of a config and a task: the batches of training and evaluation on one mesh."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from spmdkit.step.step import Batch
 
 
 class Feeds(NamedTuple):
-    """The batches of training, and of the evaluation or None if the task has nothing to evaluate."""
+    """The batches of training, and of the evaluation (None if the task has no data for it)."""
 
     train: Feed
     eval: Feed | None
 
 
 def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -> Feeds:
-    """Returns the feeds of a config with a fixed number of microbatches; raises ConfigError if data do not fit."""
+    """Returns the feeds of a config with a fixed number of microbatches; raises ConfigError if the data do not fit."""
     assert isinstance(config.microbatches, int)
     options = config.data
     if task.train_data is None:
@@ -72,14 +72,14 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
 def _shares(
     given: Any, size: int, microbatches: int, what: str, *, on: Mesh, sizes: Mapping[str, int]
 ) -> tuple[data.ProcessRows, ...]:
-    """Returns each process's part of a batch if data are per process, otherwise nothing."""
+    """Returns each process's part of a batch if data are loaded per process; otherwise nothing."""
     if not isinstance(given, data.PerProcess) or jax.process_count() == 1:
         return ()
     return data.shares(given, rows_of_processes(on, sizes, size, microbatches), what)
 
 
 def limited(config: Config, batch: Batch, on: Mesh) -> tuple[Batch, jax.Array | None]:
-    """Returns (the abstract batch of a step, the initial limit of its loss, infinity, or None)."""
+    """Returns (the abstract batch of a step, the initial limit of its loss (infinity) or None)."""
     if config.on_spike is None:
         return batch, None
     limit = placed_limit(on, None)
@@ -88,6 +88,6 @@ def limited(config: Config, batch: Batch, on: Mesh) -> tuple[Batch, jax.Array | 
 
 
 def placed_limit(on: Mesh, limit: float | None) -> jax.Array:
-    """Returns the limit of the loss on every device of a mesh; None is infinity."""
+    """Returns the loss limit, replicated over a mesh; None is infinity."""
     value = np.float32(np.inf if limit is None else limit)
     return jax.make_array_from_callback((), NamedSharding(on, PartitionSpec()), lambda _: value)

@@ -1,4 +1,4 @@
-"""The groups of a sync on a mesh, and where their copies of the train state live."""
+"""The replica groups of a sync on a mesh, and the placement of their copies of the train state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from spmdkit.step.groups.groups import GROUPED, Groups, agreement_fn, mean, stac
 
 
 def groups_of(config: Config, sizes: Mapping[str, int], per_replica: bool) -> Groups | None:
-    """Returns the groups of the config's `sync`, or None; raises ConfigError if another setting excludes them."""
+    """Returns the groups of the config's `sync`, or None; raises ConfigError if another setting is incompatible."""
     sync = sync_of(config)
     if sync.every is None:
         return None
@@ -67,7 +67,7 @@ def groups_of(config: Config, sizes: Mapping[str, int], per_replica: bool) -> Gr
 
 
 def _outer_reducer(sync: Sync, config: Config, name: str) -> Reducer | None:
-    """Returns the reducer of a sync's averages, without its error feedback unless requested."""
+    """Returns the reducer for averages over groups, without error feedback unless requested."""
     requested = sync.reducer
     if requested is None:
         return None
@@ -92,7 +92,7 @@ def _outer_reducer(sync: Sync, config: Config, name: str) -> Reducer | None:
 
 
 def sync_of(config: Config) -> Sync:
-    """Returns the sync that a config names, of the package or user-defined; raises ConfigError if there is none."""
+    """Returns the sync that a config names, built-in or user-defined; raises ConfigError if it does not exist."""
     parameter_server.refuse(config)
     if plugins.is_reference(config.sync):
         sync = user_code.named(config.sync, "sync", config.folder, Sync)
@@ -106,13 +106,13 @@ def sync_of(config: Config) -> Sync:
 
 
 def optimizer_of(config: Config, task: Task) -> optax.GradientTransformationExtraArgs:
-    """Returns the optimizer of a config and its task under the config's sync: unchanged, or behind a delay line."""
+    """Returns the optimizer of a config and its task: unchanged, or wrapped in a delay line if the sync requires it."""
     optimizer, sync = make_optimizer(config, task), sync_of(config)
     return optimizer if sync.optimizer is None else recorded(sync.optimizer(optimizer))
 
 
 def check_agreement(groups: Groups, params: Any, name: str) -> Any:
-    """Returns the abstract state of the sync, after tracing its functions on `params`, one copy; raises ConfigError."""
+    """Returns the abstract state of the sync, and checks its functions by tracing them on one copy of `params`."""
     sync, what = groups.sync, f"sync {name}"
     view = sync.view
     assert view is not None
@@ -142,7 +142,7 @@ def check_agreement(groups: Groups, params: Any, name: str) -> Any:
 
 
 def check_reducer(groups: Groups, config: Config) -> None:
-    """Raises ConfigError for a reducer with a state while groups train alone: such states have no average."""
+    """Raises ConfigError for a reducer with a state while groups train alone: such states cannot be averaged."""
     name, _ = plugins.split(config.reducer)
     axis = groups.axes[0]
     forgets = "error_feedback" in plugins.options("reducers", config.reducer)
@@ -157,7 +157,7 @@ def check_reducer(groups: Groups, config: Config) -> None:
 def place(
     groups: Groups, placed: StateLayout, params: Any, mesh: Mesh, sizes: Mapping[str, int], name: str
 ) -> StateLayout:
-    """Returns the layout of the train state of all groups from that of one copy. `name`: of the sync in messages."""
+    """Returns the layout of the state of all groups from the layout of one copy. `name`: the sync, in messages."""
     sync_keeps = check_agreement(groups, params, name)
     abstract = jax.eval_shape(functools.partial(stack_state, groups), placed.abstract)
     axes: Any = groups.axes[0] if len(groups.axes) == 1 else groups.axes

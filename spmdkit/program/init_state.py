@@ -1,4 +1,4 @@
-"""The task's part of the train state, before any array exists: its variables, checked and traced, and its optimizer."""
+"""The task's part of the train state before any array exists: its checked and traced variables, and its optimizer."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from spmdkit.step.state import Variables
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _Dtypes:
-    """The (path, dtype) of each leaf that `init` returned; JAX without 64-bit types may halve them."""
+    """The (path, dtype) of each leaf that `init` returned. JAX without 64-bit types may halve the dtypes."""
 
     of_leaves: tuple[tuple[str, Any], ...]
 
 
 def abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Variables], Any, Any, list[str]]:
-    """Returns (init that always returns `Variables`, parameters in `precision.params`; abstract parameters, model
-    state; notes).
+    """Returns (`init` that always returns `Variables`, with parameters in `precision.params`; abstract parameters;
+    abstract model state; notes).
 
     Raises:
         ConfigError: `init` returns no arrays, or arrays that cannot be trained or saved.
@@ -73,14 +73,14 @@ def abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Var
 
 
 def _narrowed(path: str, leaf: Any) -> Any:
-    """Returns a numpy leaf of `init` in the dtype that JAX uses; raises ConfigError if an integer does not fit."""
+    """Returns a numpy leaf of `init` in the dtype that JAX uses; raises ConfigError if an integer overflows."""
     if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind not in "iu":
         return leaf
     return narrow(f"'{path}' that init returned", np.asarray(leaf), canonical_dtype(leaf.dtype))
 
 
 def _check_parameter(path: str, dtype: Any) -> None:
-    """Raises ConfigError for a parameter that no optimizer can move."""
+    """Raises ConfigError for a parameter that no optimizer can update."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         name = path.rpartition("/")[2]
         raise ConfigError(
@@ -116,7 +116,7 @@ def _some(by_dtype: dict[str, list[str]]) -> str:
 
 
 def check_precision(config: Config) -> None:
-    """Raises ConfigError if the config requests 64 bits and JAX has disabled them."""
+    """Raises ConfigError if the config requests 64-bit types that JAX has disabled."""
     wide = [name for name, dtype in config.precision if dtype == "float64"]
     if wide and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise ConfigError(
@@ -126,7 +126,7 @@ def check_precision(config: Config) -> None:
 
 
 def input_notes(config: Config, batches: Sequence[Any]) -> list[str]:
-    """Returns a note about the arrays of a batch that are rounded before the loss, unless `precision.inputs` is set.
+    """Returns a note about batch arrays that are rounded before the loss, unless `precision.inputs` is set.
 
     Raises:
         ConfigError: a pattern of `precision.inputs` matches no floating point array of the abstract `batches`.
@@ -152,7 +152,7 @@ def input_notes(config: Config, batches: Sequence[Any]) -> list[str]:
 
 
 def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationExtraArgs:
-    """Returns the config's optimizer, otherwise the task's, after clipping by the true global norm."""
+    """Returns the config's optimizer, or else the task's, preceded by clipping by the true global norm."""
     optimizer = call_user(
         lambda: choose_optimizer(config.optimizer, config.learning_rate, task.optimizer, config.where), "Task.optimizer"
     )
@@ -169,7 +169,7 @@ def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationEx
 
 
 def recorded(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer that records its call as usage of the step."""
+    """Returns an optimizer that records its call in the usage of the step."""
     inner = optax.with_extra_args_support(optimizer)
 
     def update(*args: Any, **extra: Any) -> Any:

@@ -1,10 +1,10 @@
-"""`step_bytes`: the memory of one device while a step runs. One formula, for `auto`, for a plan and for the start of a
-run.
+"""`step_bytes`: the memory of one device while a step runs. `auto`, a plan and the start of a run use the same formula.
 
-    peak = arguments + outputs that are no donated argument + temporaries + code
+    peak = arguments + outputs that are not donated arguments + temporaries + code
 
-The compiler reports the four sums (`compiled.memory_analysis()`). Arguments are at least the bytes of the layout: a
-leaf that the step never reads is no argument. The CPU backend counts host memory as device memory; it is subtracted.
+The compiler reports the four terms (`compiled.memory_analysis()`). Arguments are at least the bytes of the layout: a
+leaf that the step never reads is not an argument. The CPU backend counts host memory as device memory; it is
+subtracted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FIELDS = {
 
 
 class Held(NamedTuple):
-    """The inputs of a step, from the layout: name -> bytes, on one device and in host memory for it."""
+    """The inputs of a step, from the layout: name -> bytes, on one device and in host memory for that device."""
 
     device: Mapping[str, int]
     host: Mapping[str, int]
@@ -47,7 +47,7 @@ class Held(NamedTuple):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes per device without the batch."""
+        """Bytes per device, without the batch."""
         return self.device_bytes - self.device.get("inputs", 0)
 
     @property
@@ -57,7 +57,7 @@ class Held(NamedTuple):
 
 
 def held(leaves: Sequence[layout.LeafPlacement], mesh: Mesh, batch: Any = None) -> Held:
-    """Returns the bytes of the train state, and of an abstract batch as `inputs`."""
+    """Returns the bytes of the train state, and those of an abstract batch as `inputs`."""
     device: dict[str, int] = {}
     host: dict[str, int] = {}
     for leaf in leaves:
@@ -77,16 +77,16 @@ def shard_bytes(shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Shard
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes per device (the same on each).
+    """Bytes per device; all devices are equal.
 
     Attributes:
         argument_bytes: the state and the batch in the compiler's layout.
         output_bytes: new arrays.
-        alias_bytes: outputs in the memory of a donated argument.
-        temp_bytes: maximum of gradients, activations and work space.
-        code_bytes: the program itself, if it is in device memory.
+        alias_bytes: outputs that reuse the memory of a donated argument.
+        temp_bytes: maximum of gradients, activations and workspace.
+        code_bytes: the program, if it is in device memory.
         host_temp_bytes: temporaries in host memory.
-        refused: the compiler's message, if it rejected the step for its size; `temp_bytes` is then the size in the
+        refused: the compiler's message if it rejected the step for its size. `temp_bytes` is then the size in the
             message, or 0.
     """
 
@@ -100,16 +100,16 @@ class StepBytes:
 
     @property
     def new_bytes(self) -> int:
-        """Outputs that are no donated argument."""
+        """Outputs that are not donated arguments."""
         return max(self.output_bytes - self.alias_bytes, 0)
 
     @property
     def peak_bytes(self) -> int:
-        """All memory that is allocated while the step runs."""
+        """All memory allocated while the step runs."""
         return self.argument_bytes + self.new_bytes + self.temp_bytes + self.code_bytes
 
     def fits(self, limit_bytes: int | None) -> bool:
-        """Returns whether the step can run with this limit per device; None: unknown, and everything fits."""
+        """Returns whether the step can run with this limit per device; None: unknown, always true."""
         return not self.refused and (limit_bytes is None or self.peak_bytes <= limit_bytes)
 
 
@@ -135,7 +135,7 @@ def step_bytes(make: Callable[[], jax.stages.Compiled], given: Held, platform: s
 
 
 def _needed(text: str) -> int:
-    """Returns the bytes that the compiler's message requires; the largest of its numbers before the limit."""
+    """Returns the bytes that the compiler's message requires: the largest number before the limit."""
     units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "": 1}
     found = [float(n) * units[unit] for n, unit in re.findall(r"([\d.]+)([KMGT]?)\)? (?:exceeds|of)", text)]
     found += [float(n) * units[unit] for n, unit in re.findall(r"\(([\d.]+)([KMGT]?)\)", text)[:1]]
@@ -143,7 +143,7 @@ def _needed(text: str) -> int:
 
 
 def memory_limit(devices: Sequence[Any]) -> int | None:
-    """Returns the bytes of one device for a program: of the backend, a share of the machine (CPU), or the chip's."""
+    """Returns a device's memory for a program: from the backend, a share of the machine (CPU), or the chip's size."""
     first = devices[0]
     if first.platform == "cpu":
         local = sum(d.process_index == jax.process_index() for d in devices)

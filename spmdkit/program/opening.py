@@ -1,4 +1,4 @@
-"""From a config to its program: the task with its hooks, the devices, and the `auto` settings."""
+"""Builds the program of a config: loads the task with its hooks, selects devices, and resolves `auto` settings."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def build(
 
     Args:
         task: replaces the config's task.
-        devices: replaces all of JAX's devices.
+        devices: used instead of all of JAX's devices.
         overrides: `key=value` strings, as on the command line; only with a path.
 
     Raises:
-        ConfigError: the config, the task or the data cannot work; raised before any array exists.
-        UserCodeError: a function of the task raised.
+        ConfigError: the config, the task or the data are invalid; raised before any array exists.
+        UserCodeError: a function of the task raised an exception.
     """
     if not isinstance(config, Config):
         config = load_config(config, overrides)
@@ -48,7 +48,7 @@ def task_of(config: Config) -> Task:
 
 
 def with_hooks(task: Task, config: Config) -> Task:
-    """Returns the task with the config's hooks after its own hooks."""
+    """Returns the task with the config's hooks appended to its hooks."""
     own = load_hooks(config.hooks, config.folder)
     return dataclasses.replace(task, hooks=(*task.hooks, *own)) if own else task
 
@@ -60,11 +60,11 @@ def open_program(
     limit_bytes: int | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Program:
-    """Returns the program of a config; `auto` settings are chosen by compiled memory.
+    """Returns the program of a config. `auto` settings are selected by compiled memory.
 
     Args:
-        limit_bytes: per device; default: as reported by the devices.
-        say: receives a line for each candidate of `auto`.
+        limit_bytes: memory limit per device; default: as reported by the devices.
+        say: receives one line per candidate of `auto`.
     """
     if not auto.is_auto(config):
         return Program(config, task, devices)

@@ -103,7 +103,7 @@ def microbatch_gradients(
 def _cotangents(whole: Means, primals: Any, depends: bool) -> Any:
     """Returns the cotangents of the sums and counts of one microbatch: their weights in the total sum of means."""
     (totals, counted), scales = primals, [1 / part.divisor for part in whole.parts]
-    # # In a per-replica step, totals are typed invariant and the sums of a replica varying.
+    # In a per-replica step, totals are typed invariant and the sums of a replica varying.
     like = lambda value, x: compat.as_varying(value.astype(jnp.result_type(x)), tuple(compat.varying_axes(x)))
     of_sums = tuple(like(s, x) for s, x in zip(scales, totals, strict=True))
     if not depends:

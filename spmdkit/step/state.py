@@ -148,7 +148,7 @@ class TrainState:
         return self.replace(
             replica_copy=None if self.replica_copy is None else ReplicaCopy(new_params, new_params, self.replica_copy),
             step=self.step + 1,
-            # # The program resets both. A second update within the step draws from a key that no step uses.
+            # The program resets both. A second update within the step draws from a key that no step uses.
             rng=self.rng if trace_context.current_examples() is None else step_rng.updated_root(self.rng),
             params=new_params,
             opt_state=opt_state,
@@ -171,7 +171,7 @@ def create(params: Any, model_state: Any, optimizer: Any, seed: int, ema_decay: 
         params=params,
         opt_state=optimizer.init(params),
         model_state=model_state,
-        # # In bfloat16 the increment of each step would be rounded away, and the average would never change.
+        # In bfloat16 the increment of each step would be rounded away, and the average would never change.
         ema=None
         if ema_decay is None
         else jax.tree.map(lambda x: jnp.array(x, common_dtype(x.dtype, jnp.float32)), params),

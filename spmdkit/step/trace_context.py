@@ -28,7 +28,7 @@ from spmdkit.mesh.mesh import MODEL_AXES, REPLICA_AXES
 from spmdkit.step.reducer_io import ReducerSlots
 
 _tokens = itertools.count()
-# # JAX caches the traces of functions (jit, checkpoint, custom_vjp). They are valid only for the record of their trace.
+# JAX caches the traces of functions (jit, checkpoint, custom_vjp). They are valid only for the record of their trace.
 _traced_under = jax.make_user_context(None)
 
 REDUCE, OPTIMIZER = "spmdkit/reduce", "spmdkit/optimizer"

@@ -131,7 +131,7 @@ def _of_operation(name: str, given: Sequence[Depends]) -> Depends:
     if name in _LINEAR:
         return _either(*given)
     if name in _PRODUCTS:
-        # # Linear in an input that only one factor depends on.
+        # Linear in an input that only one factor depends on.
         linear = _union(
             depends.linear & ~_union(x.all for j, x in enumerate(given) if j != i) for i, depends in enumerate(given)
         )
