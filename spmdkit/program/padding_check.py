@@ -1,15 +1,15 @@
 """Checks that the contents of padding rows do not change the result of a step or an evaluation, by running a short
 batch twice.
 
-`sk.mean` omits rows that only fill up a short batch from the values that it receives, but it cannot detect that a value
-was computed from them: batch statistics, a loss over pairs, a ranking. So the same short batch runs twice, with some
-more rows of every shard and microbatch marked as padding, and no output may change:
+`sk.mean` excludes the padding rows of a short batch from the values passed to it, but it cannot detect values that were
+computed from padding rows: batch statistics, a loss over pairs, a ranking. So the same short batch runs twice, with
+some more rows of every shard and microbatch marked as padding, and no output may change:
 
     first    padding rows are unchanged
-    second   they hold other rows of the batch, floats times LARGE: integers and pairs (example, label) stay valid
+    second   they contain other rows of the batch, floats times LARGE: integers and pairs (example, label) stay valid
 
-Code that uses only the number of rows (`x.shape[0]`) is not detected here; `spmdkit verify` compares with a batch
-without padding. Cost: two forward passes, and in training one more compilation, without gradient and update.
+Code that uses only the number of rows (`x.shape[0]`) is not detected; `spmdkit verify` compares with a batch without
+padding. Cost: two forward passes, and in training one more compilation, without gradient and update.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from spmdkit.step.step import Batch
 from spmdkit.step.trace_context import Context
 
 LARGE = 8.0
-"""Factor for the numbers of other rows: large enough to show, small enough that `exp` of usual values stays finite."""
+"""Factor for the values of other rows: large enough to be detected, and `exp` of usual values stays finite."""
 
 TOLERANCE = 1e-4
-"""Relative change below which values are equal; a loss that omits padding is bitwise equal on most devices."""
+"""Relative change below which values are equal. A loss that excludes padding is bitwise equal on most devices."""
 
 MOVED = 0.01
 """Maximum relative increase of the parameters in the check."""
@@ -57,8 +57,8 @@ def changes(run: Callable[[Batch], Any], batch: Batch, grid: Grid, whole: jax.sh
     device.
 
     Args:
-        run: a compiled function of the batch; it must not donate.
-        whole: replicates a scalar on every device of the mesh.
+        run: a compiled function of the batch. It must not donate its arguments.
+        whole: sharding that replicates a scalar on every device of the mesh.
     """
     placed = jax.tree.map(lambda x: x.sharding, batch)
     fill = jax.jit(lambda batch, factor: _filled(batch, factor, grid), out_shardings=placed)
@@ -72,17 +72,17 @@ def changes(run: Callable[[Batch], Any], batch: Batch, grid: Grid, whole: jax.sh
 
     first = filled(0.0)
     found = with_first(LARGE)
-    if any(c.broken for c in found.values()):  # large numbers may be outside of the domain of a function (a logarithm)
+    if any(c.broken for c in found.values()):  # large numbers can be outside of a function's domain (a logarithm)
         found = with_first(1.0)
     changed = {path: c for path, c in found.items() if c.broken or c.difference > TOLERANCE * c.size}
     if changed:
-        noise = with_first(0.0)  # a device that sums in another order each time
+        noise = with_first(0.0)  # some devices change the order of summation between runs
         changed = {path: c for path, c in changed.items() if c.broken or c.difference > 10 * noise[path].difference}
     return [PaddingEffect(path, float(c.first), float(c.second)) for path, c in changed.items()]
 
 
 def _filled(batch: Batch, factor: jax.Array, grid: Grid) -> Batch:
-    """Returns the short batch, its padding filled with `factor` times other rows, or unchanged if `factor` is zero."""
+    """Returns the short batch with padding set to `factor` times other rows, or unchanged if `factor` is zero."""
     assert batch.mask is not None
     is_last, shift, dim = _last_rows(grid)
     short = batch.mask & ~is_last
@@ -109,7 +109,7 @@ def _last_rows(grid: Grid) -> tuple[np.ndarray, int, int]:
 
 
 class _Compared(NamedTuple):
-    """Two arrays: largest change, largest element, whether one became non-finite, an element of each."""
+    """Two arrays: largest change, largest element, whether an element became non-finite, one element of each."""
 
     difference: jax.Array
     size: jax.Array
@@ -136,10 +136,10 @@ def _compared_leaf(first: jax.Array, second: jax.Array) -> _Compared:
 
 
 def check_first_dims(context: Context, trace: Callable[[Context, Batch], Any], batch: Batch, what: str) -> None:
-    """Rejects a `sk.mean` of values with a first dim that is not the examples, though it has the same length.
+    """Rejects a `sk.mean` of values with a first dim that has the length of the examples by chance.
 
-    After `sk.example_mask()` no filling shows that. So `trace` traces the step once more with twice the rows: the same
-    number of means must omit padding.
+    After `sk.example_mask()` no filling shows this. So `trace` traces the step again with twice the rows; the same
+    number of means must exclude padding.
     """
     if not (context.usage.has_called("example_mask") and context.usage.has_called("mean")):
         return
@@ -166,9 +166,9 @@ def check_first_dims(context: Context, trace: Callable[[Context, Batch], Any], b
 def lowered_forward(traced: jax.stages.Traced, state: Any, batch: Batch, placed: Any, whole: Any) -> jax.stages.Lowered:
     """Returns `(state, batch) -> tree that must not depend on padding` from the trace of the step; nothing is donated.
 
-    These are the metrics (those of a reducer need the gradient) and the floating point leaves of the model state, or of
-    the parameters if a step has no metrics. The parameters are perturbed a little. `placed`: shardings of the state;
-    `whole`: of the metrics.
+    The tree contains the metrics (without the reducer's, which need the gradient) and the floating point leaves of the
+    model state, or of the parameters if a step has no metrics. The parameters are slightly perturbed. `placed`:
+    shardings of the state; `whole`: sharding of the metrics.
     """
     step, structure = core.jaxpr_as_fun(traced.jaxpr), jax.tree.structure(traced.out_info)
     abstract_state, metrics, _ = traced.out_info
@@ -190,7 +190,7 @@ def lowered_forward(traced: jax.stages.Traced, state: Any, batch: Batch, placed:
 
 
 def _moved(x: jax.Array, placed: NamedSharding) -> jax.Array:
-    """Returns a slightly larger parameter, each element by another factor: a head of zeros would hide all."""
+    """Returns a parameter with each element slightly increased by a different factor: a head of zeros hides effects."""
     if placed.memory_kind == "pinned_host" or not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     angles = [lax.broadcasted_iota(jnp.float32, x.shape, dim) * (dim + 1.3) for dim in range(x.ndim)]
@@ -203,12 +203,12 @@ def _floating(tree: Any, shapes: Any) -> dict[str, Any]:
 
 
 def refused_step(found: list[PaddingEffect], what: str) -> ConfigError:
-    """Returns the error of a step, called `what`, in which padding rows count."""
+    """Returns the error of a step in which padding rows count. `what`: the name of the step."""
     return _refused(found, f"data.drop_remainder is false, and in {what}", "set data.drop_remainder: true")
 
 
 def refused_evaluation(found: list[PaddingEffect], what: str, num_examples: int, batch_size: int) -> ConfigError:
-    """Returns the error of an evaluation with the function `what`, in which padding rows count."""
+    """Returns the error of an evaluation in which padding rows count. `what`: the name of the function."""
     where = f"eval_data has {num_examples} examples, in batches of {batch_size} the last one is padded, and in {what}"
     return _refused(found, where, f"an eval.batch_size that divides {num_examples}")
 

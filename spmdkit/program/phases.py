@@ -1,5 +1,5 @@
 """The programs of a run other than its step: the reducer's warm-up, the synchronous steps before groups train alone,
-and the averages of groups."""
+and the averages over groups."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Compile = Callable[[jax.stages.Lowered], jax.stages.Compiled]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Phase:
-    """A program of a run other than its step; `name`: in a plan. It replaces a step if `in_place`, and runs after one
-    otherwise: every `every` steps from `first` to `until` (None: no end)."""
+    """A program of a run other than its step; `name`: its name in a plan. It runs every `every` steps from `first` to
+    `until` (None: no end): instead of the step if `in_place`, otherwise after the step."""
 
     name: str
     lower: Lower
@@ -48,14 +48,14 @@ class Phase:
         return self.compile(self.lowered)
 
     def runs(self, step: int) -> bool:
-        """Returns whether it replaces `step`, or runs after it."""
+        """Returns whether the program runs at `step` (instead of it or after it)."""
         ended = self.until is not None and step > self.until
         return step >= self.first and not ended and (step - self.first) % self.every == 0
 
 
 Whole = tuple[StateLayout, Callable[[], Context], int, Callable[[], Any], Callable[[], Context]]
-"""A step of the whole mesh: the layout of one copy of its state, its context, the number of replicas; and the result of
-the finite check of a step of groups, and the context of that step."""
+"""A step of the full mesh: the layout of one copy of its state, its context, the number of replicas; then the finite
+check's result of a step of groups, and the context of that step."""
 
 
 def phases_of(task_step: TaskStep, compile: Compile, warmup: tuple[int, Lower], whole: Whole) -> tuple[Phase, ...]:
@@ -74,15 +74,15 @@ def phases_of(task_step: TaskStep, compile: Compile, warmup: tuple[int, Lower], 
 
 
 def lowered_agreement(task_step: TaskStep, whole: Whole, turn: int) -> jax.stages.Lowered:
-    """Returns the program of an average of groups, state -> state."""
+    """Returns the program that averages groups, state -> state."""
     agree = _agree(task_step, whole, turn)
     jitted = jax.jit(agree, out_shardings=task_step.state.sharding, donate_argnums=0)
     return jitted.lower(task_step.state.abstract)
 
 
 def lowered_beside(task_step: TaskStep, whole: Whole, turn: int) -> jax.stages.Lowered:
-    """Returns the step of groups with an overlapped average: both use the state before the step, so the compiler can
-    overlap the communication with it."""
+    """Returns the step of groups with an overlapped average. Both use the state before the step, so that the compiler
+    can overlap the communication with the step."""
     agree, step = _agree(task_step, whole, turn), task_step.function(whole[4]())
 
     def train_step(state: TrainState, batch: Any) -> Any:
@@ -119,7 +119,7 @@ def lowered_start(task_step: TaskStep, whole: Whole) -> jax.stages.Lowered:
     step = synchronous_step(of_all.function(chosen.context), groups, single.abstract, code())
 
     train_step = lambda state, batch: step(task_step.to_device(state), batch)
-    train_step.__name__ = "train_step"  # the name in profiles and in XLA's texts
+    train_step.__name__ = "train_step"  # the name in profiles and in XLA's dumps
     shardings = (task_step.state.sharding, NamedSharding(task_step.mesh, PartitionSpec()), None)
     jitted = jax.jit(train_step, out_shardings=shardings, donate_argnums=0)
     return jitted.lower(task_step.state.abstract, task_step.batch)

@@ -1,8 +1,8 @@
-"""`Program`: a task and a config on a mesh. Abstract first, arrays last.
+"""`Program`: a task and a config on a mesh. Abstract values first, arrays last.
 
 config -> mesh -> shapes of the state -> layout -> batch -> form of the step -> compiled step -> arrays. `train`,
-`eval`, `plan`, `verify` and a user's own loop all use the same `Program`. Nothing is allocated before all parts fit
-together, and errors are raised in that order.
+`eval`, `plan`, `verify` and user-defined loops all use the same `Program`. Nothing is allocated before all of these are
+consistent, and errors are raised in this order.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class Program:
 
     Attributes:
         config, task, mesh: the resolved config, the user's task, the device mesh.
-        layout: placement and reason of every leaf of the train state.
-        form: how the step is compiled: `plain`, `mapped` or `manual` (see `spmdkit.step.lowering`).
-        notes: for the user; skipped_rows: unreadable rows of training and of the evaluation.
-        state_reduction: how replicas reduce leaves of the model state, as the task declares.
+        layout: placement of every leaf of the train state, with the reason.
+        form: the form of the compiled step: `plain`, `mapped` or `manual` (see `spmdkit.step.lowering`).
+        notes: notes for the user; skipped_rows: unreadable rows of training and of the evaluation.
+        state_reduction: reduction of model state leaves over replicas, as declared by the task.
         compile_log: lines about rematerialization that XLA logged while it compiled the step.
-        code: of the finite check of the last step, on the devices, or None; feed: batches of training; limit: of
-            `on_spike`.
-        may_be_donated: whether a step checks that its state was not donated before.
+        code: the finite check's code of the last step, on the devices, or None; feed: batches of training; limit: loss
+            limit of `on_spike`.
+        may_be_donated: whether a step checks that its state has not been donated.
         probe_padding: whether the first step and evaluation check that padding rows do not count.
     """
 
@@ -104,7 +104,7 @@ class Program:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """The mesh axes of the replicas: with ZeRO 1 and 2 `fsdp` is one of them."""
+        """The mesh axes of the replicas; with ZeRO 1 and 2 they include `fsdp`."""
         return ("data",) if self.zero == 3 else ("data", "fsdp")
 
     @property
@@ -175,7 +175,7 @@ class Program:
 
     @functools.cached_property
     def traced(self) -> jax.stages.Traced:
-        """The step traced on its shardings: its jaxpr, and its lowering."""
+        """The step traced on its shardings, with its jaxpr; can be lowered."""
         return self._task_step.trace(self._step_context) if self._traced is None else self._traced
 
     @functools.cached_property
@@ -185,7 +185,7 @@ class Program:
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
-        """The compiled step `(state, batch) -> (state, metrics, code of the finite check)`; the state is donated."""
+        """The compiled step `(state, batch) -> (state, metrics, code of the finite check)`. The state is donated."""
         with compile_log.collected() as self.compile_log:
             return self._compile(self.__dict__.pop("lowered", None) or self.traced.lower())
 
@@ -194,18 +194,18 @@ class Program:
 
     @functools.cached_property
     def held(self) -> memory.Held:
-        """The inputs of the step: the state and a batch, in bytes per device."""
+        """The inputs of the step, the state and a batch, in bytes per device."""
         return memory.held(self.layout, self.mesh, self.abstract_batch)
 
     @functools.cached_property
     def step_bytes(self) -> memory.StepBytes:
-        """The memory of one device while the step runs. Compiles the step if necessary; it may be rejected for its
-        size."""
+        """The memory of one device while the step runs. Compiles the step if necessary; a step that the compiler
+        rejects for its size is recorded as `refused`."""
         return memory.step_bytes(lambda: self.compiled, self.held, self._devices[0].platform)
 
     def with_step(self, changes: Mapping[str, Any]) -> Program:
-        """Returns this program with other `microbatches` or another `remat`: only the step is traced again, everything
-        else is shared."""
+        """Returns this program with changed `microbatches` or `remat`: only the step is traced again, everything else
+        is shared."""
         assert changes.keys() <= {"microbatches", "remat"}, f"{sorted(changes)} change more than the step"
         other = copy.copy(self)
         for name in ("traced", "lowered", "compiled", "phases", "step_bytes", "lowered_init", "_compiled_init"):
@@ -219,11 +219,11 @@ class Program:
 
     @property
     def computes_twice(self) -> bool:
-        """Whether a step computes more than the model: with remat, and in pipeline stages, which idle and repeat."""
+        """Whether a step computes more than the model: with remat, or pipeline stages, which idle and recompute."""
         return self.config.remat != "none" or self.sizes["pipeline"] > 1
 
     def traced_once(self) -> jax.stages.Traced:
-        """Returns the step traced without recomputation, the arithmetic of the model; stages combined on one device."""
+        """Returns the step traced without recomputation: the model's arithmetic, with all stages on one device."""
         context = self._step_context.with_options(remat=None, remat_whole=False).for_new_trace()
         if self.sizes["pipeline"] > 1:
             ones = dict.fromkeys(self.sizes, 1)
@@ -231,14 +231,14 @@ class Program:
         return jax.jit(self._task_step.function(context)).trace(abstract(self.abstract_state), self.abstract_batch)
 
     def explain(self) -> str:
-        """Returns what was applied to the step, in order, and why: one line each. Compiles nothing."""
+        """Returns everything that was applied to the step, in order, with reasons: one line each. Compiles nothing."""
         return explain(self._task_step, self._step_context, self._refused, self.notes)
 
     def step(self, state: TrainState, batch: Batch | Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Returns the state after one step, and its metrics as device scalars. The input state is donated.
 
-        `batch` comes from `batches` or `put`. Never waits for the device, except the first time: for short batches,
-        groups that train alone, a reducer's warm-up or validation.
+        `batch` is an item of `batches` or a result of `put`. Does not wait for the device, except the first time: for
+        short batches, groups that train alone, a reducer's warm-up or validation.
 
         Raises:
             ConfigError: padding rows of a short batch would count, or the reducer rejects the first step.
@@ -265,7 +265,7 @@ class Program:
 
     @property
     def warmup(self) -> int:
-        """The last step with `sum` in place of the reducer; 0 if nothing is reduced."""
+        """The last step that uses `sum` instead of the reducer; 0 if nothing is reduced."""
         return self.reducer.warmup if self._step_context.sharding.num_replicas > 1 else 0
 
     @functools.cached_property
@@ -291,13 +291,13 @@ class Program:
     def metrics(self, metrics: Mapping[str, Any]) -> Mapping[str, jax.Array]:
         """Returns the metrics of a step as device scalars over all groups; unchanged if replicas are synchronous.
 
-        A separate program, on all processes: call it at the steps at which metrics are read.
+        A separate program on all processes: call it at the steps at which metrics are read.
         """
         of_groups = self.groups is not None and any(map(is_metric, metrics.values()))
         return self._add_metrics(dict(metrics)) if of_groups else metrics
 
     def _one_copy(self, current: TrainState) -> TrainState:
-        """Returns the state to evaluate: on the devices, one copy of all groups."""
+        """Returns the state to evaluate: on the devices, one copy for all groups."""
         current = to_device(self.layout, self.mesh, current)
         return current if self.groups is None else groups.merged_state(self.groups, current, self.state_reduction)
 
@@ -312,7 +312,7 @@ class Program:
     # ---- arrays
 
     def init(self) -> TrainState:
-        """Returns the state before the first step, each leaf created with its sharding; bitwise the same on every
+        """Returns the state before the first step. Each leaf is created with its sharding; bitwise the same on every
         mesh."""
         state: TrainState = call_user(lambda: self._compiled_init(jax.random.key(self.config.seed)), "init")
         return state
@@ -327,13 +327,13 @@ class Program:
         return self._compile(self.__dict__.pop("lowered_init", None) or self.lowered_init)
 
     def batches(self, start: int = 1, stop: int | None = None) -> Iterator[tuple[int, Batch]]:
-        """Yields `(step, batch)` for steps `start` to `stop` (inclusive, default `config.steps`), prefetched on the
+        """Yields `(step, batch)` for steps `start` to `stop` (inclusive, default `config.steps`), prefetched to the
         devices."""
         with self.stream(start, stop) as stream:
             yield from ((number, batch) for number, batch, _ in stream)
 
     def stream(self, start: int = 1, stop: int | None = None) -> data.DeviceBatches:
-        """Returns an iterator of `(step, batch, wait_s)`, with the seconds that the caller waited for input."""
+        """Returns an iterator of `(step, batch, wait_s)`; `wait_s`: seconds that the caller waited for input."""
         return self.feed.stream(start, self.config.steps if stop is None else stop)
 
     def skip_batches(self, ranges: Sequence[tuple[int, int]]) -> None:
@@ -342,7 +342,7 @@ class Program:
         self.schedule = self.feed.schedule = dataclasses.replace(self.schedule, skipped=skipped)
 
     def put(self, examples: Any, mask: Any = None) -> Batch:
-        """Returns a batch on the devices from global host arrays (the same on every process), for a loop with its own
+        """Returns a batch on the devices from global host arrays (the same on every process), for a loop with custom
         data."""
         return self.feed.put(examples, mask)
 
@@ -350,7 +350,7 @@ class Program:
 
     @property
     def has_eval(self) -> bool:
-        """Whether the task has something to evaluate."""
+        """Whether the task has data and a function to evaluate."""
         return self._eval_feed is not None
 
     @functools.cached_property
@@ -375,7 +375,7 @@ class Program:
         )
 
     def eval(self, current: TrainState) -> dict[str, Any]:
-        """Returns the metrics over the whole evaluation set, of any size: numbers, and arrays of `sk.bincount`. Waits
+        """Returns the metrics over the full evaluation set, of any size: numbers, and arrays of `sk.bincount`. Waits
         for the device."""
         check_not_donated(current, "program.eval")
         return self.evaluator(current)

@@ -1,13 +1,13 @@
-"""Compares the copies of the train state on several devices bitwise, finds the outlier, and repairs it from the others.
+"""Compares the replicas of the train state bitwise, finds the outlier, and repairs it from the majority.
 
-    hash[device, leaf] = checksum of the device's part of the leaf             spmdkit.foundation.checksum, 64 bits
-    copies             = devices with the same part: equal positions along the axes that shard the leaf
+    hash[device, leaf] = checksum of the device's shard of the leaf            spmdkit.foundation.checksum, 64 bits
+    copies             = devices with the same shard: equal positions along the axes that shard the leaf
 
-    three or more   the majority is right, the outlier is reported
-    two             either may be right; an audit decides: the same inputs twice on each device, compared bitwise
+    three or more the majority is correct; the outlier is reported
+    two either may be correct; an audit decides: the same inputs twice on each device, compared bitwise
     one             no copy to compare with (fsdp with zero: 3)
 
-Wire: one all_gather of 8 bytes for each leaf and device. Repair of a leaf: one all_reduce of it over its copies.
+Wire: one all_gather of 8 bytes per leaf and device. Repair of a leaf: one all_reduce of it over its copies.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from spmdkit.step.step import Batch
 
 
 class Difference(NamedTuple):
-    """Copies of one part of a leaf that differ.
+    """Copies of one shard of a leaf that differ.
 
     Attributes:
-        leaf, path: number of the leaf in flattening order, and its path.
-        odd: positions in the mesh, in row-major order, of the devices outside of the majority; all without one.
-        source: position of a device of the majority; None if there is none.
-        num: of copies.
+        leaf, path: index of the leaf in flattening order, and its path.
+        odd: mesh positions, in row-major order, of the devices outside of the majority; all if there is no majority.
+        source: mesh position of a device in the majority; None if there is no majority.
+        num: number of copies.
     """
 
     leaf: int
@@ -69,7 +69,7 @@ class Copies:
         return tuple(a for a, size in zip(self._axes, self._shape, strict=True) if size > 1 and a not in cut)
 
     def without(self) -> list[str]:
-        """Returns the paths of leaves without a second copy of any part."""
+        """Returns the paths of leaves that have no second copy of any shard."""
         return [path for i, path in enumerate(self._paths) if not self.axes_of(i)]
 
     # ---- comparison
@@ -108,22 +108,22 @@ class Copies:
         return found
 
     def _groups(self, leaf: int) -> np.ndarray:
-        """Returns [parts, copies], the positions of the devices that hold each part of a leaf."""
+        """Returns [shards, copies], the mesh positions of the devices that hold each shard of a leaf."""
         axes = [self._axes.index(a) for a in self.axes_of(leaf)]
         rest = [i for i in range(len(self._shape)) if i not in axes]
         places = np.arange(math.prod(self._shape)).reshape(self._shape)
         return places.transpose(*rest, *axes).reshape(-1, math.prod(self._shape[i] for i in axes))
 
     def device(self, place: int) -> jax.Device:
-        """Returns the device at a position in the mesh."""
+        """Returns the device at a mesh position."""
         return self._mesh.devices.reshape(-1)[place]  # type: ignore[no-any-return]
 
     # ---- repair
 
     def mended(self, state: TrainState, differences: Sequence[Difference]) -> TrainState:
-        """Returns the state in which every differing copy has the bytes of its source; the input state is donated.
+        """Returns the state in which every differing copy has the bytes of its source. The input state is donated.
 
-        Every difference has a source.
+        Every difference must have a source.
         """
         sources = {leaf: np.zeros(math.prod(self._shape), np.int32) for leaf in sorted({d.leaf for d in differences})}
         for leaf, source in sources.items():
@@ -146,9 +146,9 @@ class Copies:
     # ---- the audit
 
     def audit(self, state: TrainState, batch: Batch) -> list[int]:
-        """Returns the positions of the devices with different results for the same inputs; the state does not change.
+        """Returns the positions of the devices with different results for the same inputs. The state does not change.
 
-        In the manual form no gradient is reduced over replicas in the audit, so that a device shows its own arithmetic.
+        In the manual form the audit reduces no gradient over replicas, so each result depends on one device only.
         """
         copy = jax.jit(lambda s: jax.tree.map(jnp.copy, s), out_shardings=self._program.state_sharding)
         step = self._audit_step
@@ -165,7 +165,7 @@ class Copies:
 
 
 def _of_source(x: jax.Array, is_source: jax.Array, axes: tuple[str, ...]) -> Any:
-    """Returns the bytes of the copy at which `is_source`, on all copies along `axes`."""
+    """Returns the bytes of the copy for which `is_source` is true, on all copies along `axes`."""
     if is_key(x):
         data = _of_source(jax.random.key_data(x), is_source, axes)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))

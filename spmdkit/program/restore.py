@@ -1,12 +1,12 @@
-"""Restores state that exists once per replica or group of replicas, after a change of their number, the reducer or the
-sync.
+"""Restores state that exists once per replica or group of replicas after their number, the reducer or the sync has
+changed.
 
-The reducer's state is [replicas, *leaf]: missing arrays begin at zero, extra ones are dropped, and another number of
-replicas uses the reducer's `reshard_state`. With groups, parameters and everything that follows them are [groups,
-*leaf]: another number of groups begins with the mean of the saved ones, and the state of their sync continues.
+The reducer's state is [replicas, *leaf]: missing arrays start at zero, extra ones are dropped, and the reducer's
+`reshard_state` handles another number of replicas. With groups, the parameters and the leaves that follow them are
+[groups, *leaf]: another number of groups starts from the mean of the saved groups, and the state of the sync continues.
 Gradients in a delay line (`sync: stale`) are dropped if the delay changes.
 
-While a leaf of another number is read, each device holds the copies of all old replicas or groups of its part of it.
+While such a leaf is read, each device holds the copies of all old replicas or groups of its shard of the leaf.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spmdkit.step.state import TrainState
 
 FIELD, LINE = "reducer/", "opt_state/delay_line/"
 OPTIONAL = (FIELD, "sync/", LINE, "opt_state/waiting")
-"""Prefixes of the paths of leaves that another run may not need."""
+"""Path prefixes of leaves that another run may not need."""
 
 
 class Restorable(Protocol):
@@ -38,7 +38,7 @@ class Restorable(Protocol):
 
 
 def restored(checkpoints: Restorable, step: int, program: Program) -> tuple[TrainState, dict[str, Any], list[str]]:
-    """Returns (state, the record of the checkpoint, lines for the user) of a saved step on the program's mesh."""
+    """Returns (state, record of the checkpoint, lines for the user) of a saved step on the program's mesh."""
     table = {path: shape for path, (shape, _) in checkpoints.read_tree(step).items()}
     num, requested = _saved_groups(program, table), None if program.groups is None else program.groups.num
     late, wanted = _saved_late(table), _late(program)
@@ -91,7 +91,7 @@ def _sync_kept(program: Program, saved: Mapping[str, tuple[int, ...]]) -> tuple[
 
 
 def _saved_late(saved: Mapping[str, tuple[int, ...]]) -> int:
-    """Returns the delay of the gradients of a checkpoint in steps (`sync: stale`)."""
+    """Returns the gradient delay of a checkpoint in steps (`sync: stale`)."""
     return len({path.removeprefix(LINE).split("/")[0] for path in saved if path.startswith(LINE)})
 
 
@@ -101,13 +101,13 @@ def _late(program: Program) -> int:
 
 
 def _without_line(opt_state: Any, delayed: bool) -> Any:
-    """Returns the abstract state of the optimizer as saved, with or without a delay line, which is not read."""
+    """Returns the abstract optimizer state as saved, with or without a delay line. A delay line is not read."""
     alone = opt_state.optimizer if isinstance(opt_state, DelayLineState) else opt_state
     return DelayLineState(alone, (), None) if delayed else alone  # type: ignore[arg-type]
 
 
 def _saved_groups(program: Program, saved: Mapping[str, tuple[int, ...]]) -> int | None:
-    """Returns the number of groups in a checkpoint, or None if it holds one copy."""
+    """Returns the number of groups in a checkpoint, or None if it has a single copy."""
     lead = 0 if program.groups is None else 1
     for path, leaf in named_leaves(program.abstract_state.params):
         shape = saved.get(f"params/{path}" if path else "params")
@@ -117,7 +117,7 @@ def _saved_groups(program: Program, saved: Mapping[str, tuple[int, ...]]) -> int
 
 
 def _of_groups(program: Program, num: int | None) -> TrainState:
-    """Returns the abstract state of `num` groups, each leaf sharded as in the program except over the groups' axes."""
+    """Returns the abstract state of `num` groups, with the program's shardings except over the axes of the groups."""
     lead = 0 if program.groups is None else 1
 
     def leaf(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -136,7 +136,7 @@ def _of_groups(program: Program, num: int | None) -> TrainState:
 def _with_reducer(
     checkpoints: Restorable, step: int, program: Program, abstract: TrainState, table: Mapping[str, tuple[int, ...]]
 ) -> tuple[TrainState, dict[str, Any], list[str]]:
-    """Returns what `restored` does if only the reducer's state differs."""
+    """Returns the result of `restored` for a change of only the reducer's state."""
     saved = {path: shape for path, shape in table.items() if path.startswith(FIELD)}
     requested = {path: leaf for path, leaf in named_leaves(abstract) if path.startswith(FIELD)}
     found = {
@@ -153,7 +153,7 @@ def _with_reducer(
 
 
 def _as_saved(leaf: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """Returns what to read for a leaf saved as `shape`: the copies of all old replicas, sharded like the leaf."""
+    """Returns the abstract array to read for a leaf saved as `shape`: all old replicas, sharded like the leaf."""
     if shape == leaf.shape:
         return leaf
     placed: Any = leaf.sharding
@@ -164,7 +164,7 @@ def _as_saved(leaf: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDt
 def _on_this_mesh(
     program: Program, requested: Mapping[str, jax.ShapeDtypeStruct], old: Mapping[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """Returns path -> array for every requested leaf; those of one leaf of the gradient are resharded together."""
+    """Returns path -> array for every requested leaf. Arrays of the same gradient leaf are resharded together."""
     by_leaf: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
     for path, x in requested.items():
         leaf, _, name = path.rpartition("/")

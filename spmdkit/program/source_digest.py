@@ -1,4 +1,4 @@
-"""The source text of a user's project: the files that a config names, and every module of the project that they import.
+"""The source text of a user's project: the files that a config names, and all project modules that they import.
 
 Imports are read from the source, also inside functions; nothing is imported or run. A module belongs to the project if
 its file is outside of Python, of installed packages and of spmdkit. If the task itself is installed, its package
@@ -28,7 +28,7 @@ _PYTHON = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "pl
 
 
 class _File(NamedTuple):
-    """One file of a project: its display name, the same on every host, and the package of its relative imports."""
+    """A file of a project: its display name, the same on every host, and the package for its relative imports."""
 
     name: str
     path: Path
@@ -36,8 +36,8 @@ class _File(NamedTuple):
 
 
 def texts(config: Config) -> dict[str, str]:
-    """Returns `{name: text}` of all files of the config's task, reducer, hooks and trackers and of their imports,
-    sorted by name. Names are those of the config (`tasks/mine.py`) or the module's (`models/net.py`)."""
+    """Returns `{name: text}` for all files of the config's task, reducer, hooks and trackers and of their imports,
+    sorted by name. A name is a path in the config (`tasks/mine.py`) or a module path (`models/net.py`)."""
     named = [_target(entry) for entry in _named_by(config)]
     files_named = [target for target in named if target.endswith(".py")]
     folders = list(dict.fromkeys((config.folder / target).resolve().parent for target in files_named))
@@ -57,17 +57,17 @@ def texts(config: Config) -> dict[str, str]:
 
 
 def digests(config: Config) -> dict[str, str]:
-    """Returns `{name: 16 hex digits}` of the same files."""
+    """Returns `{name: 16 hex digits}` for the same files."""
     return {name: digest(text) for name, text in texts(config).items()}
 
 
 def digest(text: str) -> str:
-    """Returns 16 hex digits that change when the text does."""
+    """Returns 16 hex digits that change with the text."""
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
 
 
 def package_digests() -> dict[str, str]:
-    """Returns `{name: digest}` of spmdkit's own files."""
+    """Returns `{name: digest}` for the files of spmdkit."""
     folder = Path(files.PACKAGE)
     return {
         path.relative_to(folder).as_posix(): digest(path.read_text(encoding="utf-8"))
@@ -86,11 +86,11 @@ def _target(entry: str) -> str:
     return entry.rpartition(":")[0]
 
 
-# ---- what a text imports
+# ---- imports of a source text
 
 
 def imported(text: str, package: str) -> list[str]:
-    """Returns the dotted names that a module of `package` imports; of `from a import b` both `a` and `a.b`."""
+    """Returns the dotted names that a module of `package` imports; for `from a import b` both `a` and `a.b`."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
@@ -123,15 +123,15 @@ def _absolute(name: str, package: str) -> str:
     return ".".join([*parts[: len(parts) - level + 1], *([rest] if rest else [])])
 
 
-# ---- where a module is
+# ---- location of a module
 
 
 class _Finder:
-    """Finds files of modules as Python would, without importing the packages around them.
+    """Finds module files as Python does, without importing their parent packages.
 
     Args:
-        folders: those of the files that the config names, which Python searches first.
-        own: top-level packages that belong to the project wherever they are.
+        folders: folders of the files that the config names, which Python searches first.
+        own: top-level packages that belong to the project regardless of their location.
     """
 
     def __init__(self, folders: Sequence[Path], own: frozenset[str]):
@@ -139,7 +139,7 @@ class _Finder:
         self.files_of = functools.cache(lambda name: list(self._search(name)))
 
     def _search(self, name: str) -> Iterator[_File]:
-        """Yields the files that the import of a dotted name runs, those of its packages first; none of a library."""
+        """Yields the files that importing a dotted name runs, its packages first; none for a library."""
         top, *rest = name.split(".")
         spec = None if top in sys.stdlib_module_names else self._spec_of(top)
         for number, part in enumerate([*rest, ""], 1):

@@ -1,4 +1,4 @@
-"""The layout of the whole train state: the table of the parameters, and the leaves that follow it."""
+"""The layout of the full train state: the table of the parameters, and the leaves that follow it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class StateLayout(NamedTuple):
     """The placement of every leaf of a train state.
 
     Attributes:
-        table: placement and reason of each leaf, in flattening order.
+        table: placement of each leaf, with the reason, in flattening order.
         sharding: a `TrainState` of shardings.
         abstract: a `TrainState` of `jax.ShapeDtypeStruct` with shardings.
-        placements: of parameters, gradients and updates inside the step.
+        placements: placements of parameters, gradients and updates inside the step.
     """
 
     table: list[LeafPlacement]
@@ -38,7 +38,7 @@ class StateLayout(NamedTuple):
 
 
 def state_groups(config: Config, stateful: bool, per_replica: bool, num_replicas: int) -> int | None:
-    """Returns the number of groups of replicas with a separate model state, None if all share one."""
+    """Returns the number of replica groups with separate model states, or None if all replicas share one."""
     requested = config.model_state
     if requested == "global":
         return None
@@ -63,7 +63,7 @@ def state_groups(config: Config, stateful: bool, per_replica: bool, num_replicas
 def place_state(
     config: Config, task_rules: Rules, abstract: TrainState, params: Any, mesh: Mesh, sizes: Mapping[str, int]
 ) -> StateLayout:
-    """Returns the layout of `abstract`, the train state without shardings; `params` have the metadata of the model."""
+    """Returns the layout of `abstract`, the train state without shardings. `params` have the metadata of the model."""
     zero = config.layout.zero
     options = _options(config, task_rules)
     full = layout.lay_out(params, options, sizes)

@@ -1,5 +1,5 @@
-"""The context of one step from the config, which functions read while they are traced; the form of a step on a mesh;
-the reducer that a config names."""
+"""Derives from a config the context of a step, which functions read while they are traced, the form of a step on a
+mesh, and the reducer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def step_context(
     state_groups: int | None,
     state_reduction: Mapping[str, Any],
 ) -> trace_context.Context:
-    """Returns the context of the step of a config with a fixed number of microbatches, without a form."""
+    """Returns the step context of a config with a fixed number of microbatches, without a form."""
     dtypes, remat, pipeline = config.precision, config.remat, config.pipeline
     assert isinstance(config.microbatches, int)
     chosen = trace_context.StepOptions(
@@ -64,7 +64,7 @@ def step_context(
 
 
 def guard_of(config: Config) -> trace_context.GuardSettings | None:
-    """Returns the finite checks of the step, or None if the config disables all."""
+    """Returns the finite checks of the step, or None if the config disables them all."""
     policies = config.policies()
     bits = lambda *which: sum(finite_check.KINDS[name] for name, policy in policies.items() if policy in which)
     looks = bits("stop", "skip", "rollback")
@@ -72,8 +72,8 @@ def guard_of(config: Config) -> trace_context.GuardSettings | None:
 
 
 def reducer_of(config: Config, choice: str | Mapping[str, Any] | None = None) -> Reducer:
-    """Returns the reducer that a config names, or `choice`: of the package, or user-defined, in a file below the
-    config's folder; raises ConfigError if there is none, or it does not have these options."""
+    """Returns the reducer that a config names, or `choice`: built-in, or user-defined in a file under the config's
+    folder. Raises ConfigError if it does not exist or does not have these options."""
     choice = config.reducer if choice is None else choice
     if plugins.is_reference(choice):
         choice, common = plugins.split_common_options("reducers", choice)
@@ -83,7 +83,7 @@ def reducer_of(config: Config, choice: str | Mapping[str, Any] | None = None) ->
 
 
 def form_of(view: Literal["global", "replica"], sizes: Mapping[str, int], num_replicas: int) -> trace_context.Form:
-    """Returns the form of a step on a mesh; a `plain` step that names replica axes becomes `mapped`. Raises ConfigError
+    """Returns the form of a step on a mesh. A `plain` step that names replica axes becomes `mapped`. Raises ConfigError
     for a per-replica step on a mesh with model axes."""
     model_axes = [a for a in MODEL_AXES if sizes[a] > 1]
     if view == "replica":

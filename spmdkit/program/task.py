@@ -1,4 +1,4 @@
-"""`Task`: the user's functions and data, without parallelism. Loads one from `file.py:name`."""
+"""`Task`: the user's functions and data, without parallelism. Loads a task from `file.py:name`."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ class HookLike(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """The functions and data of a training task. Every function is pure.
+    """The functions and data of a training task. All functions are pure.
 
     Attributes:
         init: `init(key) -> params`, or `-> sk.Variables(params, state)` for a model with mutable state.
         loss_fn: `loss_fn(params, batch, key) -> sk.mean(...)` or `(sk.mean(...), {name: sk.mean(...)})`; with model
-            state `loss_fn(params, state, batch, key) -> (sk.mean(...), metrics, new_state)`. Receives one replica's
-            examples.
-        optimizer: an optax transformation, or a function of the learning rate (a number or schedule) that returns one;
+            state `loss_fn(params, state, batch, key) -> (sk.mean(...), metrics, new_state)`. The batch has the examples
+            of one replica.
+        optimizer: an optax transformation, or a function that returns one for a learning rate (a number or schedule);
             the function receives the config's `learning_rate`.
         train_data: a mapping (or any pytree) of arrays with equal first dim, a random-access source, or a grain
             MapDataset.
-        eval_data: the same; all of it is evaluated, any size.
+        eval_data: the same types; all examples are evaluated, for any number of them.
         eval_fn: `eval_fn(params, batch) -> {name: sk.mean(...)}`, with model state `eval_fn(params, state, batch)`;
             default: `loss_fn` with `key=None`.
-        train_step: `train_step(state, batch) -> (state, metrics)`, replaces the default step around `loss_fn`.
-        view: of `train_step`: `global` (global arrays) or `replica` (inside `shard_map`, with explicit reductions).
+        train_step: `train_step(state, batch) -> (state, metrics)`, replaces the default step that calls `loss_fn`.
+        view: view of `train_step`: `global` (global arrays) or `replica` (in `shard_map`, with explicit reductions).
         rules: layout rules of the model, as in `layout.rules` of a config.
-        state_reduction: how replicas reduce the model state: pattern of a leaf's whole path -> `mean`, `sum` (of what
-            each replica adds), `max`, or `identical` (checked). Default: `identical` or `mean`, by what the leaf
-            depends on; other leaves need an entry. See `spmdkit.step.model_state.agreement`.
+        state_reduction: reduction of the model state over replicas: pattern of a leaf's full path -> `mean`, `sum` (of
+            the increments of all replicas), `max`, or `identical` (checked). By default derived as `identical` or
+            `mean`; other leaves need an entry. See `spmdkit.step.model_state.agreement`.
         hooks: `sk.Hook`s, in addition to logging, evaluation and saving; see `spmdkit/run/hooks/base.py`.
         unit: the name of one example in messages.
     """
@@ -98,7 +98,7 @@ class Task:
                 )
 
     def check_functions(self, stateful: bool) -> None:
-        """Raises ConfigError if `loss_fn` or `eval_fn` has another number of arguments than this model needs."""
+        """Raises ConfigError if `loss_fn` or `eval_fn` has the wrong number of arguments for this model."""
         state = ("state",) if stateful else ()
         check_arity("loss_fn", self.loss_fn, ("params", *state, "batch", "key"))
         check_arity("eval_fn", self.eval_fn, ("params", *state, "batch"))
@@ -122,8 +122,8 @@ def check_arity(name: str, fn: Callable[..., Any] | None, args: tuple[str, ...])
 
 
 def load_hooks(requested: Sequence[str | Mapping[str, Any]], folder: Path) -> list[HookLike]:
-    """Returns the hooks of a config, each `module:name` or `{module:name: options}`: a hook, or a function that makes
-    one; raises ConfigError for anything else."""
+    """Returns the hooks of a config, each `module:name` or `{module:name: options}`: a hook, or a function that returns
+    one. Raises ConfigError for anything else."""
     return [
         user_code.named(entry, "hook", folder, HookLike)  # type: ignore[type-abstract]
         if plugins.is_reference(entry)
@@ -133,11 +133,11 @@ def load_hooks(requested: Sequence[str | Mapping[str, Any]], folder: Path) -> li
 
 
 def load_task(target: str, name: str, folder: Path, args: Mapping[str, Any]) -> Task:
-    """Returns the `Task` of `target:name`: a `Task`, or a function under `@sk.task` that returns one from `args`.
+    """Returns the `Task` of `target:name`: a `Task`, or a function with `@sk.task` that returns one from `args`.
 
     Raises:
-        ConfigError: no such file (relative to `folder`), module or name; it is not registered; the import raised; the
-            function does not accept its arguments.
+        ConfigError: the file (relative to `folder`), module or name does not exist; it is not registered; the import
+            raised an exception; the function does not accept its arguments.
     """
     text = f"{target}:{name}"
     found = user_code.find(text, "task", folder, Task)

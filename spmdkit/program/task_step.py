@@ -29,12 +29,12 @@ class TaskStep:
     """The user's step and its inputs.
 
     Attributes:
-        sizes: of the whole mesh; the context's are those of one group if groups train alone.
-        stateful: `init` returns model state.
-        groups: that train alone, or None.
+        sizes: axis sizes of the full mesh; those of the context are of one group if groups train alone.
+        stateful: whether `init` returns model state.
+        groups: groups that train alone, or None.
         state: the layout of the train state.
-        batch: with its shardings, abstract.
-        always_full: every batch has all its rows.
+        batch: the abstract batch, with its shardings.
+        always_full: whether every batch has all its rows.
     """
 
     task: Task
@@ -56,7 +56,7 @@ class TaskStep:
         """Returns `(state, batch) -> (state, metrics, code of the finite check)`.
 
         Args:
-            discover: the new state's `reducer` holds the gradient of each call of `sk.value_and_grad`.
+            discover: `reducer` of the new state holds the gradient of each call of `sk.value_and_grad`.
             typed: False omits the types of values that vary over replicas (`view: replica`).
         """
         train_step = self.task.train_step or step.default_step(self.task.loss_fn, self.stateful)  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ class TaskStep:
         return jax.eval_shape(self.function(context), self.state.abstract, batch or self.batch)
 
     def gradient_shapes(self, context: Context) -> tuple[Any, ...]:
-        """Returns the gradient that each call of `sk.value_and_grad` reduces, abstract."""
+        """Returns the abstract gradient that each call of `sk.value_and_grad` reduces."""
         function = self.function(context.with_options(guard=None), discover=True)
         return jax.eval_shape(function, self.state.abstract, self.batch)[0].reducer  # type: ignore[no-any-return]
 

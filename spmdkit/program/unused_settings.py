@@ -15,11 +15,11 @@ from spmdkit.step.trace_context import Context
 
 
 def check_used(config: Config, context: Context, layout: Sequence[LeafPlacement], always_full: bool, what: str) -> None:
-    """Raises ConfigError for a part of the config that the traced step does not use.
+    """Raises ConfigError for a setting that the traced step does not use.
 
     Args:
-        context: of the step after it was traced; its usage records what the user's functions called.
-        always_full: every batch has all its rows.
+        context: context of the step after tracing; its usage records the functions that user code called.
+        always_full: whether every batch has all its rows.
         what: the name of the user's function.
     """
     sizes = context.sharding.sizes

@@ -1,11 +1,11 @@
-"""Programs that XLA is known to compile silently into wrong numbers; rejected when the step is traced.
+"""Programs that XLA is known to compile silently into wrong numbers; they are rejected when the step is traced.
 
-One so far (jaxlib 0.10.2): the gradient of a max or min pool with windows that overlap by half or more, along a sharded
-dim: `select_and_scatter_add` with window >= 2 * stride. docs/xla_pool.md has a reproduction and the measured cases.
+One defect is known (jaxlib 0.10.2): the gradient of a max or min pool with windows that overlap by half or more, along
+a sharded dim: `select_and_scatter_add` with window >= 2 * stride. Reproduction and measurements: docs/xla_pool.md.
 
-A dim is sharded by an activation constraint (`sk.shard`), or by propagation of one. So a pool is right only if its
-operand is gathered just before, or if no constraint shards that dim of an array of so many dims, nor any dim over
-`context` (a reshape may have moved it). Inside `shard_map` arrays are shards and nothing is partitioned.
+A dim is sharded by an activation constraint (`sk.shard`), or by propagation from one. So a pool is correct only if its
+operand is gathered directly before it, or if no constraint shards that dim of an array with the same number of dims,
+nor any dim over `context` (a reshape may have moved it). In `shard_map` arrays are shards and nothing is partitioned.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def check_pools(jaxpr: Any, sizes: Mapping[str, int], what: str) -> None:
 def _axes_along(
     dim: int, rank: int, spec: PartitionSpec | None, cuts: list[tuple[int, Cuts]], sizes: Mapping[str, int]
 ) -> list[str]:
-    """Returns the mesh axes that may shard `dim` of a pool's operand, which a constraint to `spec` (or None) made."""
+    """Returns the mesh axes that may shard `dim` of a pool's operand, a result of the constraint `spec` (or None)."""
     if spec is not None:
         return _cut_dims(spec, sizes).get(dim, [])
     here = {axis for length, cut in cuts if length == rank for axis in cut.get(dim, [])}
@@ -76,7 +76,7 @@ def _constraints(jaxpr: Any) -> Iterator[tuple[PartitionSpec, int]]:
 
 
 def _pools(jaxpr: Any) -> Iterator[tuple[Any, PartitionSpec | None]]:
-    """Yields the gradients of pools, each with the spec of the constraint that made its operand."""
+    """Yields the gradients of pools, each with the spec of the constraint that produced its operand."""
     for inner in _partitioned(jaxpr):
         made = {id(var): eqn for eqn in inner.eqns for var in eqn.outvars}
         for eqn in inner.eqns:
