@@ -1,5 +1,4 @@
-"""What happens when a run is requested to stop, cannot go on, or does not: signals, the one way out for every
-exception, the watchdog."""
+"""Stops and failures of a run: signals, the exit path of every exception, and the watchdog."""
 
 from spmdkit.faults.exit_handler import (
     describe,

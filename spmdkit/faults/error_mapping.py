@@ -1,4 +1,4 @@
-"""What an exception that is none of ours means: a user's callback in a compiled step, or the file system."""
+"""Maps exceptions from outside spmdkit to exit codes: a user's callback in a compiled step, or the file system."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
 
 def of_foreign(error: BaseException) -> tuple[int, str] | None:
-    """Returns (exit code, message) of an exception of the user's code or the machine, None for a bug of ours."""
+    """Returns (exit code, message) of an exception from user code or the machine, None for a bug in spmdkit."""
     return of_callback(error) or _of_file_system(error)
 
 
 def quiet_callbacks() -> None:
-    """Keeps JAX from printing the traceback of a callback that raised: the step raises too."""
+    """Prevents JAX from printing the traceback of a callback that raised: the step raises too."""
     from spmdkit import compat
 
     for name in compat.CALLBACK_LOGGERS:
@@ -48,19 +48,18 @@ def _no_traceback(record: logging.LogRecord) -> bool:
 
 
 callback_raised: list[Callable[[BaseException], None]] = []
-"""Functions that get an exception of a callback, in the thread in which it was raised, before it appears in the
-step."""
+"""Functions that receive an exception of a callback, in the thread that raised it, before the step raises it."""
 
 
 @contextlib.contextmanager
 def callbacks_that_raise(report: Callable[[int, str], None], after_s: float = 3.0) -> Iterator[None]:
-    """Calls `report(exit code, message)` in another thread where a callback has raised and the body goes on.
+    """Calls `report(exit code, message)` in another thread if a callback has raised and the body continues.
 
-    XLA's CPU devices wait in their collectives for the device with the failed callback, and after 40 s abort the
+    XLA's CPU devices wait in their collectives for the device with the failed callback. After 40 s they abort the
     process with a C++ stack (jaxlib 0.10.2).
     """
     timers: list[threading.Timer] = []
-    one_by_one = threading.Lock()  # the callbacks of several devices raise at the same time
+    one_by_one = threading.Lock()  # the callbacks of several devices raise concurrently
 
     def start(error: BaseException) -> None:
         with one_by_one:
@@ -83,7 +82,7 @@ def callbacks_that_raise(report: Callable[[int, str], None], after_s: float = 3.
 
 
 def of_callback(error: BaseException) -> tuple[int, str] | None:
-    """`jax.debug.callback` and its like: XLA gives the text of the traceback alone."""
+    """`jax.debug.callback` and similar functions: XLA reports only the text of the traceback."""
     text = str(error)
     if type(error).__name__ not in ("JaxRuntimeError", "XlaRuntimeError") or not _CALLBACK.search(text[:2000]):
         return None

@@ -1,14 +1,14 @@
-"""The one way out for every exception: a message for people, an error file for the launcher, an exit code, and no hang.
+"""The exit path of every exception: a message for users, an error file for the launcher, an exit code, and no hang.
 
-    SpmdkitError     its message, no traceback                                   its own exit code
-    UserCodeError    its message, then the user's own frames and exception           70
-    a peer went away one line (only with several processes; the cause is there)      75
+    SpmdkitError     its message, no traceback                                   its exit code
+    UserCodeError    its message, then the user's frames and exception               70
+    a lost peer      one line (only with several processes; the peer has the cause)  75
     a signal before the first step  one line                                         42
     KeyboardInterrupt  one line                                                     130
-    anything else    the whole traceback: this is a bug in spmdkit                   70
+    anything else    the full traceback: this is a bug in spmdkit                    70
 
-A process that fails, or that is one of several, leaves by `os._exit`: JAX's shutdown barrier in `atexit` would
-otherwise hold it, and through its open sockets all its peers, for up to five minutes (jax 0.10.2).
+A process that fails, or that is one of several, exits by `os._exit`. JAX's shutdown barrier in `atexit` would otherwise
+block it, and through its open sockets all its peers, for up to five minutes (jax 0.10.2).
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ from spmdkit.foundation.timeouts import LOST_PEER_NAME_S, WATCHDOG_EXIT_S
 
 BUG = "this is a bug in spmdkit"
 
-# How a dead peer shows itself in the survivors: Gloo, gRPC and the coordination service. Seen with jaxlib 0.10.2 and
-# 0.11.2.
+# Errors that a dead peer causes in the survivors, from Gloo, gRPC and the coordination service. Observed with jaxlib
+# 0.10.2 and 0.11.2.
 PEER_LOST = re.compile("gloo|connection (?:reset|closed) by peer|coordination ?service|heartbeat timeout", re.I)
 
 
 STOPPING = [number for number in SIGNALS if number != signal.SIGINT]
 
 last_words: list[Callable[[int, str], None]] = []
-"""Called with (exit code, message) before a process leaves because of an exception: the watchdog notifies the
-others."""
+"""Called with (exit code, message) before a process exits because of an exception: the watchdog notifies the other
+processes."""
 
 taken_over = threading.Event()
-"""Set while the watchdog ends the process: what the training thread then meets, peers that leave, is not the cause."""
+"""Set while the watchdog ends the process: later errors of the training thread, from exited peers, are no cause."""
 
 _owned = [False]
 
 
 def owns_process() -> bool:
-    """Returns whether this process is a command of ours, and not a user's program that called us."""
+    """Returns whether this process is a spmdkit command, not a user's program that calls spmdkit."""
     return _owned[0]
 
 
 def run_process(main: Callable[[], int | None]) -> int:
-    """Returns what `main` returns when that is 0 in a single process; otherwise reports and leaves the process."""
+    """Returns the result of `main` when that is 0 in a single process; otherwise reports and exits the process."""
     _owned[0] = True
     _tell_launcher({"running": True})
     try:
@@ -83,11 +83,11 @@ def run_process(main: Callable[[], int | None]) -> int:
         _owned[0] = False
     if code == 0:
         try:
-            sys.stdout.flush()  # a full disk behind what it printed is reported now, and not by Python after the end
+            sys.stdout.flush()  # reports a full disk now; otherwise Python would, after the exit
         except OSError as error:
             code = report(error)
         except (ValueError, AttributeError):
-            code = 0  # closed, or not there
+            code = 0  # closed, or absent
     if code == 0:
         _tell_launcher({"running": False})
     if code != 0 or _one_of_many():
@@ -96,21 +96,21 @@ def run_process(main: Callable[[], int | None]) -> int:
 
 
 def _of_the_user(request: SystemExit) -> bool:
-    """Returns whether user code, or code that it called, requested the exit: a command ends by returning."""
-    frames = traceback.extract_tb(request.__traceback__)[1:]  # the first is ours that has caught it
+    """Returns whether user code, or code that it called, requested the exit: a spmdkit command ends by returning."""
+    frames = traceback.extract_tb(request.__traceback__)[1:]  # the first frame is `run_process`
     return any(not is_runtime(frame.filename) and not frame.filename.startswith("<") for frame in frames)
 
 
 def report(error: BaseException) -> int:
-    """Writes the error file and the message for people; returns the exit code."""
+    """Writes the error file and the message for users; returns the exit code."""
     if _owned[0] and threading.current_thread() is threading.main_thread():
-        for number in STOPPING:  # the process ends by itself: another request to stop must not take its code away
+        for number in STOPPING:  # the process already exits: another stop request must not change its exit code
             signal.signal(number, signal.SIG_IGN)
     if taken_over.is_set():
         time.sleep(WATCHDOG_EXIT_S)
     code, message = describe(error)
     if code == ExitCode.PEER_LOST and last_words and taken_over.wait(LOST_PEER_NAME_S):
-        time.sleep(WATCHDOG_EXIT_S)  # the watchdog knows by now who it was, and ends this process
+        time.sleep(WATCHDOG_EXIT_S)  # the watchdog knows the process at fault by now, and ends this process
     say(code, message, getattr(error, "blamed", ()))
     _tell_others(code, message)
     return code
@@ -134,7 +134,7 @@ def say(code: int, message: str, blamed: Sequence[int] = (), stacks: str = "") -
 
 
 def report_and_leave(error: BaseException) -> NoReturn:
-    """Reports and ends the process, from any thread: the training thread does not come out of what it does."""
+    """Reports and ends the process, from any thread: the training thread is blocked."""
     leave(report(error))
 
 
@@ -146,12 +146,12 @@ def leave_with(code: int, message: str) -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process now: what was printed is flushed, nothing else runs, no thread is waited for."""
+    """Ends the process immediately: flushes its output, runs nothing else, waits for no thread."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed or broken pipe
             stream.flush()
     if code == 0:
-        _tell_launcher({"running": False})  # what is left so is done
+        _tell_launcher({"running": False})  # an exit by this function is complete
     os._exit(code)
 
 
@@ -207,7 +207,7 @@ def _users_part(error: BaseException) -> str:
 
 def _tell_launcher(record: dict[str, Any]) -> None:
     """Writes a record for the launcher, which has set the variable. While a command runs, the record contains that: a
-    process that leaves with code 0 then (`os._exit`) has not done its work."""
+    process that exits with code 0 then (`os._exit`) has not completed its work."""
     path = os.environ.get(ERROR_FILE)
     if not path:
         return

@@ -1,7 +1,7 @@
-"""What one process concludes from the heartbeats of all: lost processes, hangs, stragglers. Pure.
+"""Conclusions of one process from the heartbeats of all: lost processes, hangs, stragglers. Pure.
 
-A beat is a line that each process writes every second. Times in it are of its own clock without pauses, so that no
-clock is compared with another.
+A heartbeat is a line that each process writes every second. Its times are durations by the process's clock, which
+excludes pauses, so clocks of different processes are never compared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spmdkit.foundation.timeouts import FIRST_BATCH_TIMEOUT_S, MIN_STEP_TIMEOUT_
 
 STEP = "step"
 OWN_SHARE = 0.25
-"""A straggler spends this much more of the wall time in its own phase than the median of the others does."""
+"""A straggler's share of the wall time in a phase exceeds the median of the other processes by more than this."""
 BEFORE_TRAINING = ("begin", "import", "compile", "restore", "init", "end")
 
 DOES = {
@@ -43,12 +43,12 @@ class Beat:
     detail: str
     step: int
     for_s: float  # seconds in the phase, without pauses
-    limit_s: float | None  # how many it may be there; None: as long as others let it wait
+    limit_s: float | None  # limit of `for_s`; None: no limit while it waits for others
     spent: Mapping[str, float] = field(default_factory=dict)  # phase -> seconds so far
 
     @property
     def works(self) -> bool:
-        """Whether it does not wait for others."""
+        """Whether it is not waiting for other processes."""
         return self.phase not in (STEP, WAITING)
 
     @property
@@ -57,7 +57,7 @@ class Beat:
 
     @property
     def does(self) -> str:
-        """`reading data`, `waiting for others at 'committed'`."""
+        """The phase for a message: `reading data`, `waiting for others at 'committed'`."""
         if self.phase == WAITING:
             return f"waiting for others at '{self.detail}'"
         return DOES.get(self.phase, f"in the {self.phase}") + (f" ({self.detail})" if self.detail else "")
@@ -73,7 +73,7 @@ def from_text(text: str) -> Beat:
 
 @dataclass(frozen=True)
 class Limits:
-    """How many seconds a phase may take; see `Watchdog` in config/sections.py."""
+    """Time limits of the phases in seconds; see `Watchdog` in config/sections.py."""
 
     step_timeout_s: float | None
     import_timeout_s: float
@@ -83,8 +83,8 @@ class Limits:
     evaluation_timeout_s: float
 
     def of(self, phase: str, step_s: float | None) -> float | None:
-        """Returns the limit of a phase, where a step takes `step_s`; None before that is known. Steps in flight are
-        waited for together: 16 of them, and room."""
+        """Returns the limit of a phase. `step_s`: duration of a step, None before it is known. Steps in flight complete
+        together: the limit covers 16 of them with a margin."""
         if phase in ("data", STEP):
             if self.step_timeout_s is not None:
                 return self.step_timeout_s
@@ -107,15 +107,15 @@ LIMIT_OF = {
     "data": "step_timeout_s",
     STEP: "step_timeout_s",
 }
-"""Phase -> its key in the section `watchdog`; what is not here is a hook's, or the evaluation."""
+"""Phase -> its key in the section `watchdog`; every other phase is a hook's or the evaluation."""
 
 
 def culprits(beats: Mapping[int, Beat], quiet: Iterable[int] = ()) -> tuple[int, ...]:
-    """Returns the processes that hold up the job, none while it may still go on.
+    """Returns the processes that block the job, none while the job may still continue.
 
-    A process that works on its own for longer than it may holds up the others; in an evaluation that is the one that
-    reads. In the step all wait for all: there the job hangs when all are overdue, and blamed are those without a
-    heartbeat, then those that are behind.
+    A process that works and exceeds its limit blocks the others; in an evaluation only the reading process does. In the
+    step all processes wait for each other. There the job hangs when all of them exceed the limit. The processes at
+    fault are those without a heartbeat, otherwise those at the lowest step.
     """
     reads = {p for p, b in beats.items() if b.phase == EVALUATION and b.detail == READING}
     over = [
@@ -135,14 +135,14 @@ def culprits(beats: Mapping[int, Beat], quiet: Iterable[int] = ()) -> tuple[int,
 
 
 def silent(now: float, seen: Mapping[int, float], others: Iterable[int], limit_s: float) -> list[int]:
-    """Returns the processes without a new beat for `limit_s`, or without any in twice that time; `seen`: when each beat
-    was new."""
+    """Returns the processes without a new heartbeat for `limit_s`, or without any in twice that time; `seen`: the time
+    of each process's last new heartbeat."""
     never = [p for p in others if p not in seen and now > 2 * limit_s]
     return sorted(never + [p for p, when in seen.items() if now - when > limit_s])
 
 
 def stand(beats: Mapping[int, Beat], blamed: Iterable[int]) -> str:
-    """Returns who stands where: `p3 has been reading data for 41 s at step 812; p0, p1, p2 wait in the step`."""
+    """Returns the state of all: `p3 has been reading data for 41 s at step 812; p0, p1, p2 wait in the step`."""
     blamed = list(blamed)
     parts = []
     for does in dict.fromkeys((beats[p].does, beats[p].step) for p in blamed if p in beats):
@@ -170,7 +170,7 @@ def _names(processes: Iterable[int]) -> str:
 
 
 def hang_report(verdict: Mapping[str, Any], beats: Mapping[int, Beat], newest: str) -> str:
-    """Returns the message with which the watchdog ends a job: what was seen, the rule, what to do."""
+    """Returns the message with which the watchdog ends a job: the observation, the rule, the repair."""
     blamed = verdict["processes"]
     who = " and ".join(f"process {p}" for p in blamed)
     last = beats.get(blamed[0])
@@ -207,7 +207,7 @@ def hang_report(verdict: Mapping[str, Any], beats: Mapping[int, Beat], newest: s
 
 @dataclass(frozen=True)
 class Straggler:
-    """A process that the others wait for: `phase` takes `share` of its time, and `usual` of theirs."""
+    """A process that the others wait for: it spends `share` of its time in `phase`, the others `usual`."""
 
     process: int
     phase: str
@@ -218,7 +218,7 @@ class Straggler:
 def straggler(
     before: Mapping[int, Mapping[str, float]], after: Mapping[int, Mapping[str, float]], wall_s: float
 ) -> Straggler | None:
-    """Returns the process that held up the others in the last `wall_s` seconds, None where all are equally slow."""
+    """Returns the process that delayed the others in the last `wall_s` seconds, None if all are equally slow."""
     worst: Straggler | None = None
     both = sorted(set(before) & set(after))
     for phase in {phase for p in both for phase in after[p]} - {STEP, WAITING, *BEFORE_TRAINING}:
@@ -239,7 +239,7 @@ def straggler_text(found: Straggler) -> str:
 
 
 class Stragglers:
-    """Looks at windows of time, and names a process that held up the others in two of them in turn."""
+    """Compares windows of time, and reports a process that delayed the others in two consecutive windows."""
 
     def __init__(self, window_s: float = STRAGGLER_WINDOW_S):
         self._window_s = window_s
@@ -247,13 +247,13 @@ class Stragglers:
         self._suspect: tuple[int, str] | None = None
 
     def look(self, now: float, spent: Mapping[int, Mapping[str, float]]) -> list[str]:
-        """Returns the lines to log at `now`; `spent`: seconds of each process in each phase so far."""
+        """Returns the lines to log at `now`; `spent`: seconds that each process has spent in each phase."""
         if self._begun is None:
             self._begun = now, spent
         if now - self._begun[0] < self._window_s:
             return []
         found = straggler(self._begun[1], spent, now - self._begun[0])
         again = found is not None and (found.process, found.phase) == self._suspect
-        self._suspect = None if found is None or again else (found.process, found.phase)  # logged again after two more
+        self._suspect = None if found is None or again else (found.process, found.phase)  # repeats in two more windows
         self._begun = now, spent
         return [straggler_text(found)] if found is not None and again else []

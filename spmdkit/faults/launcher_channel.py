@@ -1,4 +1,4 @@
-"""What a process and the launcher on its machine exchange: that Python runs in it, and who is dead."""
+"""Communication between a process and the launcher on its machine: heartbeats of Python, and dead processes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from spmdkit.faults.heartbeat import Beat
 from spmdkit.foundation.constants import BEAT_FILE, DEATHS_FILE
 
 BEAT_BYTES = 512
-"""What is written, one over the other."""
+"""Size of a heartbeat in the file; each heartbeat overwrites the previous one."""
 MOST_BYTES = 1 << 16
 
 
 class Launcher:
-    """The file in which the launcher reads, and the one in which it writes; see launch/supervisor.py."""
+    """The file that the launcher reads, and the file that it writes; see launch/supervisor.py."""
 
     def __init__(self, descriptor: int, deaths: int | None = None):
         self._descriptor: int | None = descriptor
@@ -28,13 +28,13 @@ class Launcher:
         """Returns the dead processes: process -> `exit` and `message`."""
         if self._deaths is None:
             return {}
-        with suppress(OSError, ValueError):  # half written: the rest is there the next time
+        with suppress(OSError, ValueError):  # half written: complete at the next read
             found = json.loads(os.pread(self._deaths, MOST_BYTES, 0))
             return {int(process): report for process, report in found.items()}
         return {}
 
     def say(self, beat: Beat, interpreter_timeout_s: float | None) -> None:
-        """Writes a beat: Python runs, the phase of training, and for how long no Python may run."""
+        """Writes a heartbeat: Python runs, the phase of training, and the limit of the time without Python."""
         if self._descriptor is None:
             return
         self._said += 1
@@ -44,7 +44,7 @@ class Launcher:
             os.pwrite(self._descriptor, json.dumps(beat_report).ljust(BEAT_BYTES).encode(), 0)
 
     def close(self) -> None:
-        """Writes the last beat, which marks an intended end. May be called twice."""
+        """Writes the last heartbeat, which marks a regular end. May be called twice."""
         self.say(Beat("end", "", 0, 0.0, None), interpreter_timeout_s=None)
         opened, self._descriptor, self._deaths = (self._descriptor, self._deaths), None, None
         for descriptor in opened:

@@ -1,4 +1,4 @@
-"""`StopSignals`: signals that stop a run. The first signal requests a save and the end; Ctrl-C after that exits once.
+"""`StopSignals`: signals that stop a run. The first requests a save and the exit; Ctrl-C after it exits immediately.
 
 | signal                               | before the loop           | in the loop                          |
 | ------------------------------------ | ------------------------- | ------------------------------------ |
@@ -6,10 +6,10 @@
 | SIGINT after one of these            | 130, immediately          | 130, immediately                     |
 | SIGQUIT (faults/stacks.py)           | prints all stacks         | prints all stacks                    |
 
-Python runs a signal's handler between two bytecodes of the main thread, never while that waits inside a collective. The
-signal's number is therefore read from Python's wakeup descriptor, which the C handler writes itself, by its own thread.
-`jax.distributed.initialize` installs a C handler that swallows SIGTERM: call `again` after `join`. What was ignored
-from the start (SIGHUP under `nohup`) stays ignored.
+Python runs a signal handler between two bytecodes of the main thread, never while that thread waits in a collective. A
+separate thread therefore reads the signal number from Python's wakeup descriptor, which the C handler writes.
+`jax.distributed.initialize` installs a C handler that swallows SIGTERM: call `again` after `join`. Signals that are
+ignored at startup (SIGHUP under `nohup`) stay ignored.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LEFT_AT_ONCE = 130
 
 
 class ExitRequested(BaseException):
-    """A signal came before there was anything to save. No `except Exception` of a user's module catches it."""
+    """A signal arrived before there was anything to save. `except Exception` in a user's module does not catch it."""
 
     exit_code = ExitCode.PREEMPTED
 
@@ -43,17 +43,17 @@ class ExitRequested(BaseException):
 
 
 class StopSignals:
-    """Context manager; `.requested` is None or the number of the first signal. Outside the main thread it does nothing.
+    """Context manager; `.requested` is None or the number of the first signal. Does nothing outside the main thread.
 
-    `announce=False` keeps the notice to one process of many. `leave` is what the second Ctrl-C calls.
+    `announce=False` omits the notice, so that one of many processes prints it. The second Ctrl-C calls `leave`.
     """
 
     def __init__(self, announce: bool = True, leave: Callable[[int], Any] = os._exit):
         self.requested: int | None = None
         self.announce, self._leave = announce, leave
-        self.then: Callable[[int], Any] | None = None  # called with the first signal, in its own thread
+        self.then: Callable[[int], Any] | None = None  # called with the first signal, in a separate thread
         self._restore: list[Callable[[], Any]] = []
-        self._at_once: Callable[[BaseException], Any] | None = None  # while nothing is unsaved
+        self._at_once: Callable[[BaseException], Any] | None = None  # set while nothing is unsaved
         self._started = False
 
     def __enter__(self) -> StopSignals:
@@ -77,16 +77,15 @@ class StopSignals:
         self._restore.clear()
 
     def again(self) -> None:
-        """Takes the signals back from code that has installed handlers since."""
+        """Reinstalls the handlers after other code has replaced them."""
         if self._restore and threading.current_thread() is threading.main_thread():
             for number in self._taken:
                 signal.signal(number, self._in_main_thread)
 
     @contextmanager
     def nothing_to_save(self, leave: Callable[[BaseException], Any], run_is_open: bool = False) -> Iterator[None]:
-        """While the body runs, a signal ends it by an exception; a body that does not come out in time, by
-        `leave(exception)`. `run_is_open`: Ctrl-C requests a stop, as in the loop; before that it is a plain
-        KeyboardInterrupt."""
+        """While the body runs, a signal ends it by an exception. If the body does not end in time, `leave(exception)`
+        is called. `run_is_open`: Ctrl-C requests a stop, as in the loop; otherwise it is a plain KeyboardInterrupt."""
         self._at_once, self._started = leave, run_is_open
         try:
             if self.requested is not None:
@@ -99,7 +98,7 @@ class StopSignals:
         return KeyboardInterrupt() if number == signal.SIGINT and not self._started else ExitRequested(number)
 
     def received(self, number: int) -> None:
-        """Records one signal: the first is a request, SIGINT after a request exits immediately with 130."""
+        """Records one signal: the first is a stop request, SIGINT after a request exits immediately with 130."""
         if number not in SIGNALS:
             return
         if self.requested is not None:
@@ -116,7 +115,7 @@ class StopSignals:
             try:
                 print(NOTICE, file=sys.stderr, flush=True)
             except OSError:
-                self.announce = False  # the terminal is gone; the request stands
+                self.announce = False  # the terminal is gone; the request remains
         if self.then is not None:
             threading.Thread(target=self.then, args=(number,), name="spmdkit-stop", daemon=True).start()
 
@@ -130,6 +129,6 @@ class StopSignals:
                 self.received(number)
 
     def _in_main_thread(self, number: int, frame: FrameType | None) -> None:
-        """Only a signal with a Python handler is written to the wakeup descriptor, so there has to be one."""
+        """Python writes only signals with a Python handler to the wakeup descriptor, so this handler must exist."""
         if self._at_once is not None:
             raise self._raised(number)

@@ -1,4 +1,4 @@
-"""Where the threads of this process are in Python: for a message, and on SIGQUIT."""
+"""Python stacks of the threads of this process: for a message, and on SIGQUIT."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MONITOR_THREADS = ("spmdkit-watch", "spmdkit-beat", "spmdkit-last", "spmdkit-sig
 
 
 def stacks(main: int | None) -> str:
-    """Returns the Python stack of the thread `main`, then of the others, without those that only watch."""
+    """Returns the Python stack of the thread `main`, then of the others, without the monitoring threads."""
     names = {t.ident: t.name for t in threading.enumerate()}
     frames = sys._current_frames()
     shown = sorted(frames, key=lambda ident: ident != main)
@@ -38,7 +38,7 @@ def _idle(lines: list[str]) -> bool:
 
 
 def on_sigquit() -> bool:
-    """SIGQUIT prints the stacks of all threads to standard error, also while the interpreter is held (C handler)."""
+    """Prints the stacks of all threads to stderr on SIGQUIT, also while the interpreter is blocked (C handler)."""
     number = getattr(signal, "SIGQUIT", None)
     if number is None or sys.__stderr__ is None:
         return False
@@ -54,8 +54,8 @@ def off_sigquit() -> None:
 
 
 def end_unless_called_again(seconds: float) -> None:
-    """Ends this process with code 1, after the stacks of all threads, unless it is called again in time. A thread in C
-    waits for that (`faulthandler`), with a clock that goes on while the process is stopped."""
+    """Ends this process with code 1 and the stacks of all threads, unless it is called again in time. A C thread
+    (`faulthandler`) measures the time with a clock that also runs while the process is stopped."""
     if sys.__stderr__ is not None:
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)

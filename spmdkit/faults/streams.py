@@ -1,7 +1,7 @@
-"""Closed standard output and error do not end a command: `| head`, a closed terminal, `>&-`.
+"""A command survives closed standard output and error: `| head`, a closed terminal, `>&-`.
 
-A descriptor that is closed at the start is opened on /dev/null, or the next file or socket would get its number. Where
-the reader goes away later, the descriptor is put on /dev/null at the first write that fails.
+A descriptor that is closed at startup is opened on /dev/null; otherwise the next file or socket would get its number.
+If the reader exits later, the first write that fails redirects the descriptor to /dev/null.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import sys
 from typing import Any
 
 GONE = (errno.EPIPE, errno.EIO)
-"""No reader; a terminal that is gone."""
+"""No reader; a closed terminal."""
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Outlet(io.FileIO):
-    """A descriptor that is put on /dev/null when its reader is gone."""
+    """A descriptor that is redirected to /dev/null when its reader has exited."""
 
     ends_nothing: tuple[int, ...] = GONE
 
     def write(self, data: Any) -> int:
-        """Returns the bytes written; all of them, where the stream is closed."""
+        """Returns the number of bytes written; all of them if the stream is closed."""
         try:
             written = super().write(data)
         except OSError as error:
@@ -37,8 +37,8 @@ class Outlet(io.FileIO):
 
 
 def keep_going(when_full: bool = False) -> None:
-    """Lets this process outlive the readers of what it prints. Called once, before anything is opened or printed;
-    `when_full`: also a full disk behind them."""
+    """Lets this process continue when the readers of its output have exited. Called once, before anything is opened or
+    printed; `when_full`: also when the disk of its output is full."""
     Outlet.ends_nothing = GONE + FULL * when_full
     for descriptor in (0, 1, 2):
         try:
@@ -59,7 +59,7 @@ def to_nowhere(descriptor: int) -> None:
 def _outlet(stream: Any, descriptor: int) -> Any:
     if stream is not None:
         if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != descriptor:
-            return stream  # somebody has replaced it
+            return stream  # user code has replaced it
         stream.flush()
     lines = stream is None or stream.line_buffering
     return io.TextIOWrapper(

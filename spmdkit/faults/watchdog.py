@@ -1,17 +1,17 @@
-"""The watchdog: every process sends a heartbeat per second, each watches all others, and a stalled job is terminated
-with and in time.
+"""The watchdog: every process sends a heartbeat per second and monitors all others. It reports and ends a stalled job.
 
-| what is seen                                       | code | who is named                                     |
+| symptom                                            | code | process in the report                            |
 | -------------------------------------------------- | ---- | ------------------------------------------------ |
 | no beat of a process for `heartbeat_timeout_s`     | 75   | the silent one                                   |
 | no response of the store for `heartbeat_timeout_s` | 75   | process 0's machine, or the launcher's           |
-| a process left with an error                       | 75   | that one, with the first line of its message     |
-| beats, and a phase that takes longer than it may   | 76   | who works on his own; in the step, who is behind |
-| the interpreter is held: no Python thread runs     | 76   | by the launcher; alone faulthandler ends it, 1   |
+| a process exited with an error                     | 75   | that one, with the first line of its message     |
+| heartbeats, but a phase exceeds its limit          | 76   | the one that works; in the step, the last one    |
+| a blocked interpreter: no Python thread runs       | 76   | by the launcher; alone faulthandler ends it, 1   |
 
-Beats go through the coordination service's store. Two threads: one talks to the store, and may hang when process 0's
-machine does; one looks, and never waits. Its clock leaves out pauses. Before 76 all processes put their Python stacks
-into the store, and one of them prints all. JAX's own heartbeat never decides: it counts by wall time.
+Heartbeats are sent through the coordination service's store. One thread accesses the store, and may hang with process
+0's machine. A second thread monitors, and never blocks; its clock excludes pauses. Before exit 76 all processes write
+their Python stacks to the store, and one process prints all of them. JAX's own heartbeat never decides: it uses wall
+time.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from spmdkit.foundation.timeouts import (
 )
 
 FEW = 64
-"""Processes up to which each beats every second; more beat as much more rarely, since all read all."""
+"""Up to this many processes, each sends a beat per second; with more, the interval grows, since all read all beats."""
 SIGNALLED = 128
 AGREED = (ExitCode.NOT_WRITTEN, ExitCode.NOT_FINITE, ExitCode.CONFIG, ExitCode.CHECKPOINT)
 FOLLOWED = (ExitCode.PEER_LOST, SIGNALLED + signal.SIGABRT)
-"""How a process ends that another one has left, in its own words or in JAX's: no cause."""
+"""Exit codes of a process that lost a peer, from its report or from JAX's abort: not the root cause."""
 
 
 class Board(Protocol):
-    """What the watchdog needs of a cluster: strings by key that all processes see."""
+    """The interface of a cluster that the watchdog uses: strings by key that all processes see."""
 
     def put(self, key: str, value: str, overwrite: bool = False) -> None: ...
 
@@ -62,13 +62,13 @@ class Board(Protocol):
 
 
 class Watchdog:
-    """Watches this process, and with several all of them; `watching` starts and stops it.
+    """Monitors this process and, if there are several, all processes; `watching` starts and stops it.
 
     Args:
-        board, folder: where the processes meet; None: there is one process.
-        heartbeat_timeout_s: without a beat for so long a process is lost.
-        interpreter_timeout_s: without any Python for so long a process alone is ended; None: never.
-        leave: what ends the process.
+            board, folder: the store that the processes share; None: there is one process.
+            heartbeat_timeout_s: a process without a heartbeat for this time is lost.
+            interpreter_timeout_s: a process in which no Python runs for this time is ended; None: never.
+            leave: ends the process.
     """
 
     def __init__(
@@ -87,25 +87,25 @@ class Watchdog:
         self._board, self._folder, self._me, self._num = board, folder, process, num_processes
         self._limits, self._heartbeat_timeout_s = limits, heartbeat_timeout_s
         self._interpreter_timeout_s = interpreter_timeout_s
-        self._leave, self.clock = leave, RunningClock(clock)  # which leaves out pauses
+        self._leave, self.clock = leave, RunningClock(clock)  # this clock excludes pauses
         self._beat_s = HEARTBEAT_INTERVAL_S * max(1.0, num_processes / FEW)
-        self.step_s: float | None = None  # of a usual step, once that is known
-        self.record_end: Callable[[int, str, str], Any] = lambda code, message, stacks: None  # the run's records
-        self.newest: Callable[[], str] = lambda: ""  # a sentence on the newest checkpoint
+        self.step_s: float | None = None  # duration of a typical step, None before it is known
+        self.record_end: Callable[[int, str, str], Any] = lambda code, message, stacks: None  # writes the run's records
+        self.newest: Callable[[], str] = lambda: ""  # a sentence about the newest checkpoint
         self.notices: list[str] = []  # lines for the log
         self._main = threading.get_ident()
         self._place = phase.current_phase()
         self._since = 0.0
-        # What the one thread reads while the other writes it is replaced, never changed.
+        # Values that one thread writes and the other reads are replaced, never mutated.
         self._seen: Mapping[int, tuple[float, Beat]] = {}  # by running time
         self._alarm: dict[str, Any] | None = None
         self._left: Mapping[int, tuple[float, dict[str, Any]]] = {}
         self._talking_since: float | None = None
-        self._number, self._said = 0, -self._beat_s  # of the last heartbeat, and when it was sent
+        self._number, self._said = 0, -self._beat_s  # number and send time of the last heartbeat
         self._stamps: dict[int, str] = {}
         self._stragglers = Stragglers()
         self._last_beat, self._mistakes = -HEARTBEAT_INTERVAL_S, 0
-        self._on_stop: Any = None  # the handler of SIGTSTP before ours
+        self._on_stop: Any = None  # the previous handler of SIGTSTP
         self._stopped = threading.Event()
         self._mine = self._beat()
         self._threads = [threading.Thread(target=self._watch, name="spmdkit-watch", daemon=True)]
@@ -113,7 +113,7 @@ class Watchdog:
             self._threads.append(threading.Thread(target=self._talk, name="spmdkit-beat", daemon=True))
         self._launcher = launcher_of(os.environ)
 
-    # ---- life ----
+    # ---- start and stop ----
 
     def start(self) -> None:
         exit_handler.last_words.append(self.leaves)
@@ -123,7 +123,7 @@ class Watchdog:
             thread.start()
 
     def stop(self) -> None:
-        """Ends both threads. To be called before the processes part; may be called twice."""
+        """Ends both threads. Must be called before the processes disconnect; may be called twice."""
         self._stopped.set()
         with suppress(ValueError):
             exit_handler.last_words.remove(self.leaves)
@@ -146,7 +146,7 @@ class Watchdog:
         taken, self.notices = self.notices, []
         return taken
 
-    # ---- the thread that looks ----
+    # ---- monitoring thread ----
 
     def _watch(self) -> None:
         while not self._stopped.wait(WATCHDOG_TICK_S):
@@ -192,10 +192,10 @@ class Watchdog:
             self._end({"code": int(ExitCode.HANG), "processes": list(found), "why": "hang"})
 
     def _patience_s(self, code: int | None) -> float:
-        """Returns how long the training thread has for its own error, after another process has left with `code`."""
+        """Returns how long the training thread may take to report its own error after a process exited with `code`."""
         if code is None or code > SIGNALLED:
             return 0.0
-        compares = self._mine.step == 0 and code != ExitCode.PREEMPTED  # before it all look at the same things
+        compares = self._mine.step == 0 and code != ExitCode.PREEMPTED  # before the first step, all run the same checks
         return SHARED_ERROR_S if compares or code in AGREED else OWN_ERROR_S
 
     def _lost(self, now: float) -> dict[str, Any] | None:
@@ -211,7 +211,7 @@ class Watchdog:
     def _beats(self) -> dict[int, Beat]:
         return {p: beat for p, (_, beat) in self._seen.items()} | {self._me: self._mine}
 
-    # ---- the thread that talks ----
+    # ---- store thread ----
 
     def _talk(self) -> None:
         while not self._stopped.wait(WATCHDOG_TICK_S * max(1.0, self._num / 8)):
@@ -230,7 +230,7 @@ class Watchdog:
             found = self._board.entries(self._folder)
         except Exception:  # noqa: BLE001  process 0 has ended and JAX aborts; or the network failed, which `_lost` detects
             return
-        if self.clock.now - since > HANG_SUSPECT_S:  # no heartbeat could be read: all deadlines start again
+        if self.clock.now - since > HANG_SUSPECT_S:  # no heartbeat was readable: all deadlines restart
             self._seen = {p: (self.clock.now, beat) for p, (_, beat) in self._seen.items()}
         self._talking_since = None
         self._read(found)
@@ -240,7 +240,7 @@ class Watchdog:
         for key, text in found.items():
             kind, _, process = key.partition("/")
             if kind == "beat" and int(process) != self._me:
-                stamp, _, beat = text.partition(" ")  # the number of the beat: it lives while that changes
+                stamp, _, beat = text.partition(" ")  # the beat's number: the process is alive while it changes
                 if self._stamps.get(int(process)) != stamp:
                     self._stamps[int(process)] = stamp
                     self._seen = {**self._seen, int(process): (now, from_text(beat))}
@@ -250,14 +250,14 @@ class Watchdog:
             self._alarm = json.loads(found["alarm"])
 
     def _hear(self, left: Mapping[int, dict[str, Any]]) -> None:
-        """Takes note of who has left; what was heard first of each counts."""
+        """Records the processes that have exited; the first report of each counts."""
         if left.keys() - self._left.keys():
             self._left = {p: (self.clock.now, report) for p, report in left.items()} | dict(self._left)
 
-    # ---- the end ----
+    # ---- exit ----
 
     def leaves(self, code: int, message: str) -> None:
-        """Notifies the others that this process exits, and why, so that they need not wait for a timeout."""
+        """Notifies the others that this process exits, and why, so that they do not wait for a timeout."""
         if self._stopped.is_set() or self._board is None or self._num == 1:
             return
         self._stopped.set()
@@ -281,7 +281,7 @@ class Watchdog:
         with suppress(SpmdkitError):
             exited = lambda: others <= {int(p) for p in board.entries(f"{self._folder}/left")}
             Deadline(patience_s).wait_for(exited, WATCHDOG_TICK_S / 4)
-            time.sleep(WATCHDOG_TICK_S / 4)  # they have reported it, and exit now
+            time.sleep(WATCHDOG_TICK_S / 4)  # they have reported their exit, and exit now
 
     def _end(self, verdict: dict[str, Any]) -> None:
         """Ends this process: notifies the others, gathers the stacks of all, prints them in one process."""
@@ -293,9 +293,9 @@ class Watchdog:
             _within(2 * STACKS_GATHER_S, lambda: self._gather(verdict, beats, traces))
         if self._stopped.is_set():
             exit_handler.taken_over.clear()
-            return  # the training thread has come to its end meanwhile, and leaves by itself
+            return  # the training thread has ended in the meantime, and exits by itself
         newest = ""
-        with suppress(OSError):  # a disk that is gone
+        with suppress(OSError):  # the disk is gone
             newest = self.newest()
         text = hang_report(verdict, beats, newest)
         shown = ""
@@ -312,7 +312,7 @@ class Watchdog:
         self._leave(verdict["code"])
 
     def _gather(self, verdict: dict[str, Any], beats: dict[int, Beat], traces: dict[int, str]) -> None:
-        """Raises the alarm, and reads the phases and stacks of all others into `beats` and `traces`."""
+        """Publishes the alarm, and reads the phases and stacks of all others into `beats` and `traces`."""
         board = self._board
         assert board is not None
         with suppress(SpmdkitError):
@@ -331,7 +331,7 @@ class Watchdog:
 
 
 def _within(seconds: float, act: Callable[[], Any]) -> None:
-    """Does what may hang with process 0, for so long at most."""
+    """Runs `act`, which may hang with process 0, for at most `seconds`."""
 
     def quietly() -> None:
         with suppress(SpmdkitError):
@@ -346,7 +346,7 @@ def _within(seconds: float, act: Callable[[], Any]) -> None:
 def watching(
     options: Any, process: int = 0, num_processes: int = 1, board: Board | None = None, folder: str = "watch"
 ) -> Iterator[Watchdog | None]:
-    """Watches while the body runs, with the section `watchdog` of a config; yields None where that is null."""
+    """Monitors while the body runs, as the config section `watchdog` specifies; yields None if that is null."""
     phase.begin()
     sees_quit = stacks.on_sigquit()
     watchdog = None

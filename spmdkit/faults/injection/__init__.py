@@ -1,1 +1,1 @@
-"""Fault injection inside of a process: kinds and specification (fault.py), and the injector (inject.py)."""
+"""Fault injection inside a process: kinds and specification (fault.py), and the injector (inject.py)."""

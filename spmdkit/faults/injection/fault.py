@@ -1,7 +1,7 @@
 """Faults of a drill, specified as `KIND:PROCESS@WHEN`: `kill:2@120`, `stop:0@30s`, `kill:random@random`. docs/guide.md
 lists the kinds.
 
-The drill and a process communicate by a file without a name that both have open:
+The drill and a process communicate through an unnamed file that both have open:
 
 bytes 0 to 511   the request, as JSON: `number`, `kind`, `at` ("step", "save", "now"), `moment` (number of the step or
                  save), `delay_s`, `seed`
@@ -22,7 +22,7 @@ NETWORK = ("partition", "delay", "loss", "partition-send", "partition-peer", "ra
 KINDS = ("kill", "stop", "term", "hang", "slow", "nan", "bit-flip", "truncate", "corrupt", "disk-full", *NETWORK)
 ENDS_ATTEMPT = ("kill", "stop", "term", "hang", "truncate", "corrupt", "partition", "partition-send", "partition-peer")
 TEMPORARY = ("slow", "delay", "loss", "rate")
-"""Faults that last a few seconds and end nothing."""
+"""Faults that last a few seconds and end no process."""
 CHANGES_RESULTS = ("nan", "bit-flip")
 """Faults that may change the results of the run, depending on its config."""
 CHECKPOINT_FAULTS = ("truncate", "corrupt")
@@ -36,7 +36,7 @@ SIGNALS |= dict.fromkeys(CHECKPOINT_FAULTS, signal.SIGKILL)  # the checkpoint is
 
 STEP_DELAY_S, TEMPORARY_FOR_S = 0.25, 5.0
 DISK_FULL_BYTES = 2048
-"""File size limit of `disk-full`: enough for the notes to the launcher, too small for a checkpoint."""
+"""File size limit of `disk-full`: sufficient for reports to the launcher, too small for a checkpoint."""
 
 RANDOM = "random"
 _SPEC = re.compile(
@@ -49,9 +49,9 @@ class Fault:
     """One requested fault. Without `step` and `seconds` it is injected at random moments (tools/drill/timing.py)."""
 
     kind: str
-    process: int | None = None  # None: drawn at random, each time
-    step: int | None = None  # injected before this step, in the process itself
-    seconds: float | None = None  # injected this long after the first start, and again after the same time
+    process: int | None = None  # None: drawn at random for each injection
+    step: int | None = None  # injected before this step, by the process itself
+    seconds: float | None = None  # injected this long after the first start, and again after the same interval
     count: int = 1  # number of injections
 
     def __str__(self) -> str:

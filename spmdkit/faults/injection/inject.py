@@ -1,5 +1,5 @@
-"""`FaultInjector`: injects the faults of a drill into this process, at a step, at a save, or now (fault.py). Arrays are
-changed on this process alone: the other replicas keep their values."""
+"""`FaultInjector`: injects the faults of a drill into this process, at a step, at a save, or immediately (fault.py). It
+changes arrays on this process only: the other replicas retain their values."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class FaultInjector:
         self._corrupt: Callable[[Any, Any], tuple[Any, Any]] | None = None
 
     def before_step(self, step: int) -> None:
-        """Injects a fault that is due at this step, or now."""
+        """Injects a fault that is due at this step or immediately."""
         self._step = step
         raw = os.pread(self._descriptor, REQUEST_BYTES, 0)
         if raw != self._raw:
-            with suppress(ValueError):  # half written: the rest is there at the next step
+            with suppress(ValueError):  # half written: complete at the next step
                 self._request, self._raw = json.loads(raw.rstrip(b" \0") or b"{}"), raw
                 if self._request.get("number") == self._last_injected:
                     self._request = {}
@@ -55,13 +55,13 @@ class FaultInjector:
             time.sleep(STEP_DELAY_S)
 
     def after_save(self) -> None:
-        """Injects a fault that is due at this save, which has begun."""
+        """Injects a fault that is due at this save, which has started."""
         self._saves += 1
         if self._request and self._request["at"] == "save" and self._saves >= self._request["moment"]:
             self._inject(self._request)
 
     def wrap_step(self, step: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        """Returns a step that gets a corrupted state or batch where a fault is due."""
+        """Returns a step that receives a corrupted state or batch when a fault is due."""
 
         def injected_step(state: Any, batch: Any) -> Any:
             corrupt, self._corrupt = self._corrupt, None
@@ -138,7 +138,7 @@ def _has_float_rows(leaf: jax.Array) -> bool:
 
 
 def _with_bit_flip(state: Any, batch: Any, rng: random.Random) -> tuple[Any, Any]:
-    """Flips one bit of the fraction in this process's first shard of the largest parameter."""
+    """Flips one mantissa bit in this process's first shard of the largest parameter."""
     leaves, treedef = jax.tree.flatten(state.params)
     floats = [n for n, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size]
     if not floats:

@@ -1,5 +1,5 @@
-"""AWS's instance metadata: a spot machine that will be interrupted, two minutes ahead. Version 2 alone: a token first,
-then `spot/instance-action`, which is 404 until there is a notice.
+"""AWS's instance metadata: gives notice two minutes before a spot instance is interrupted. Uses version 2 only: first a
+token, then `spot/instance-action`, which is 404 without a notice.
 Source: docs.aws.amazon.com/AWSEC2/latest/UserGuide, "Spot Instance interruption notices", "Use IMDSv2"."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ TOKEN_S = 21600
 
 
 def make(every_s: float = 5.0) -> PreemptionSource:
-    """Returns the source of this machine; AWS_EC2_METADATA_SERVICE_ENDPOINT names another server."""
-    token: dict[str, float] = {}  # the one that is used -> until when
+    """Returns the source of this machine; AWS_EC2_METADATA_SERVICE_ENDPOINT selects another server."""
+    token: dict[str, float] = {}  # the current token -> its expiry time
 
     def headers(base: str) -> dict[str, str]:
         if time.monotonic() > max(token.values(), default=0.0):
@@ -30,7 +30,7 @@ def make(every_s: float = 5.0) -> PreemptionSource:
         try:
             response = query(f"{base}/latest/meta-data/spot/instance-action", headers(base))
         except HTTPError as error:
-            if error.code == 401:  # the token is not known any more: another one the next time
+            if error.code == 401:  # the token has expired: the next query requests a new one
                 token.clear()
             raise
         if response is None:

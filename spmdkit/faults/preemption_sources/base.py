@@ -1,6 +1,6 @@
-"""What a preemption source is: a query whether this machine is about to be preempted. One file each in this folder,
-`make(**options) -> PreemptionSource`. It is queried in a separate thread of every process of the run; after one notice
-all processes save at one step and exit with 42 (run/hooks/preemption.py). SIGTERM and SIGUSR1 need none."""
+"""The interface of a preemption source: it queries whether this machine is about to be preempted. One file per source,
+with `make(**options) -> PreemptionSource`. Every process of the run queries it in a separate thread. After one notice
+all processes save at the same step and exit with 42 (run/hooks/preemption.py). SIGTERM and SIGUSR1 need no source."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spmdkit.foundation.timeouts import METADATA_TIMEOUT_S
 
 @dataclass(frozen=True)
 class PreemptionSource:
-    """A query and its interval. `notice` returns why this machine is about to go, or an empty text; it is called again
+    """A query and its interval. `notice` returns the reason for the preemption, or an empty text. It is called again
     after an `OSError` or `ValueError`."""
 
     notice: Callable[[], str]
@@ -23,13 +23,13 @@ class PreemptionSource:
 
 
 def address(default: str, *variables: str) -> str:
-    """Returns `http://host` of a metadata server: of the first of these variables that is set, or the default."""
+    """Returns `http://host` of a metadata server: the first of these variables that is set, or the default."""
     given = next((os.environ[name] for name in variables if os.environ.get(name)), default)
     return (given if "://" in given else f"http://{given}").rstrip("/")
 
 
 def query(url: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
-    """Returns the response of a metadata server, None where there is no such entry (404). No proxy is used.
+    """Returns the response of a metadata server, None if the entry does not exist (404). No proxy is used.
 
     Raises:
         OSError: no response, or another status.

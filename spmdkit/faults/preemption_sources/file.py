@@ -1,5 +1,5 @@
-"""A file that an agent of the scheduler makes or touches: `preemption: [{file: {path: /run/preempt}}]`. One that was
-last changed before this process began is an old notice."""
+"""A file that an agent of the scheduler creates or touches: `preemption: [{file: {path: /run/preempt}}]`. A file last
+changed before this process started is an old notice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spmdkit.faults.preemption_sources.base import PreemptionSource
 
 
 def make(path: str, every_s: float = 1.0) -> PreemptionSource:
-    """Returns the source of a file; a relative path is in the working directory."""
+    """Returns the source of a file; a relative path refers to the working directory."""
     if not isinstance(path, str) or not path:
         raise ConfigError(
             f"file.path is {path!r}. It is the path of a file that will be made or touched. Write "

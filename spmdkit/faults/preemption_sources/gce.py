@@ -10,7 +10,7 @@ HEADERS = {"Metadata-Flavor": "Google"}
 
 
 def make(every_s: float = 5.0) -> PreemptionSource:
-    """Returns the source of this machine; GCE_METADATA_HOST names another server, as for Google's libraries."""
+    """Returns the source of this machine; GCE_METADATA_HOST selects another server, as in Google's libraries."""
 
     def notice() -> str:
         base = f"{address('metadata.google.internal', 'GCE_METADATA_HOST')}/computeMetadata/v1/instance"
