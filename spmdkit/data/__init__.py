@@ -1,4 +1,4 @@
-"""Data: the batch of step s is a function of (seed, s) alone, on any number of processes and devices.
+"""Data: the batch of step s depends only on (seed, s), on any number of processes and devices.
 
 Input: data of a task (arrays, examples, grain datasets) and the config's `data`. Output: batches on the devices.
 

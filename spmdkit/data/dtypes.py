@@ -1,4 +1,4 @@
-"""The dtype of a leaf of the data on the device, with an error where JAX would convert silently.
+"""The dtype of a data leaf on the device, with an error for conversions that lose digits.
 
 Without x64, JAX converts float64 to float32 and int64 to int32 silently. Here:
   float64, complex128     an error: the user decides whether to lose half the digits
@@ -19,10 +19,10 @@ from spmdkit.errors import ConfigError
 
 
 def device_dtype(where: str, dtype: Any) -> np.dtype:
-    """Returns the native dtype in which a leaf of `dtype` is gathered; `where` names the leaf in errors.
+    """Returns the native dtype in which a leaf of `dtype` is gathered. `where` names the leaf in errors.
 
     Raises:
-      ConfigError: no device has the dtype, or it would lose floating-point digits.
+      ConfigError: devices do not support the dtype, or it would lose floating-point digits.
     """
     if not _is_numeric(dtype):
         raise ConfigError(
@@ -50,17 +50,17 @@ def _encoding(dtype: Any) -> str:
 
 def _is_numeric(dtype: Any) -> bool:
     if not isinstance(dtype, np.dtype):
-        return False  # jax's own extended dtypes, such as PRNG keys
+        return False  # extended dtypes of JAX, such as PRNG keys
     if dtype.kind in "biufc":
         return dtype.itemsize <= (16 if dtype.kind == "c" else 8)  # not longdouble
     return dtype.kind == "V" and jax.numpy.issubdtype(dtype, np.number)  # bfloat16, float8, int4 of ml_dtypes
 
 
 def narrow(where: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Returns `array` as `dtype` (from `device_dtype`), the same object if nothing changes.
+    """Returns `array` as `dtype` (from `device_dtype`), the same object if the dtype is equal.
 
     Raises:
-      ConfigError: an integer does not fit.
+      ConfigError: an integer is out of range.
     """
     if array.dtype == dtype:
         return array

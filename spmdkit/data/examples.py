@@ -1,11 +1,11 @@
 """Data that returns one example at a time: a user's random-access object, a list, or a `grain.MapDataset`.
 
 Every example must have the structure, shapes and dtypes of example 0, because a compiled step has fixed shapes.
-`data[i]` must depend on i alone. It is called by one thread at a time, of training and evaluation together, or with
-`data.threads` above 1 by several threads.
+`data[i]` must depend on i alone. Training and evaluation together call it from one thread at a time, or with
+`data.threads` above 1 from several threads.
 
-A grain dataset is indexed with `epoch * len + i`, as grain itself counts: its `random_map` draws new values in each
-epoch, and the same ones when a run resumes.
+A grain dataset is indexed with `epoch * len + i`, as in grain: its `random_map` draws new values in each epoch, and a
+resumed run draws the same values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ENDLESS = 2**62
 
 
 class ExampleSource:
-    """Examples read one by one with `data[i]` and stacked. A `Source`."""
+    """A `Source` that reads examples one by one with `data[i]` and stacks them."""
 
     in_memory = False
 
@@ -49,7 +49,7 @@ class ExampleSource:
         self._specs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
 
     def read_by(self, access: ReadPolicy) -> ExampleSource:
-        """Returns this source with another read policy."""
+        """Returns this source with a different read policy."""
         other = copy.copy(self)
         other._access = access
         return other
@@ -58,16 +58,16 @@ class ExampleSource:
         return self._length
 
     def element(self) -> Any:
-        """Returns the shape and dtype of one example, those of example 0."""
+        """Returns the shapes and dtypes of example 0, which all examples must have."""
         return self._treedef.unflatten(self._specs)
 
     def gather(self, indices: np.ndarray, epoch: int = 0, batch: int | None = None) -> Any:
         """Returns the examples `indices`, stacked. A repeated index is read once.
 
-        Each example is copied before another one is read: the user's data may return views of one buffer.
+        Each example is copied before the next is read, since the user's data may return views of one buffer.
 
         Args:
-            batch: the number of the batch; rows of it may be skipped.
+            batch: the number of the batch, to look up its skipped rows.
 
         Raises:
           UserCodeError: the user's `data[i]` raised; its exception is the cause.
@@ -84,15 +84,14 @@ class ExampleSource:
         return self._treedef.unflatten(rows)
 
     def skipped(self, indices: np.ndarray, batch: int) -> np.ndarray | None:
-        """Returns bool[len(indices)] of the rows that `gather` has replaced by others, or None if no row may be
-        skipped."""
+        """Returns bool[len(indices)], True for rows that `gather` has replaced, or None if no row may be skipped."""
         ledger = self._access.skipped_rows
         if ledger is None or not ledger.limit:
             return None
         return np.array([ledger.has(batch, index) for index in indices.tolist()], bool)
 
     def _read_into(self, rows: list[np.ndarray], row: int, index: int, epoch: int, batch: int | None) -> None:
-        """Writes into `rows` at `row` example `index`, or the next readable one if rows may be skipped."""
+        """Writes example `index`, or the next readable one if rows may be skipped, into `rows` at `row`."""
 
         def read(index: int) -> None:
             self._read(index, epoch, lambda example: _copy_example(rows, row, self._leaves(index, example)))
@@ -121,7 +120,7 @@ class ExampleSource:
         arrays = []
         for name, leaf, spec in zip(self._names, leaves, self._specs, strict=True):
             if type(leaf) is np.ndarray and leaf.dtype == spec.dtype and leaf.shape == spec.shape:
-                arrays.append(leaf)  # the common case, and the only one below a microsecond
+                arrays.append(leaf)  # the common case, and the only one that takes less than a microsecond
                 continue
             array = self._array(index, name, leaf)
             if array.shape != spec.shape or array.dtype != spec.dtype:
@@ -134,7 +133,7 @@ class ExampleSource:
         return arrays
 
     def _read(self, index: int, epoch: int, take: Callable[[Any], Any]) -> Any:
-        """Returns `take(example)`, called before another example is read."""
+        """Reads an example and returns `take(example)`. No other example is read before `take` returns."""
 
         def read() -> Any:
             example = self._data[epoch * self._epoch_stride + index]
@@ -175,7 +174,7 @@ class ExampleSource:
         return narrow(where, array, device_dtype(where, array.dtype))
 
     def _refuse_lists_of_numbers(self, example: Any) -> None:
-        """A list of numbers would be a pytree of as many scalars: rarely intended, and silently slow."""
+        """Rejects a list of numbers. It would be a pytree of scalars: rarely intended, and slow."""
         for node in jax.tree.leaves(example, is_leaf=lambda node: isinstance(node, list)):
             if isinstance(node, list) and any(isinstance(item, (bool, int, float)) for item in node):
                 raise ConfigError(
@@ -190,7 +189,7 @@ def _copy_example(rows: list[np.ndarray], row: int, leaves: list[np.ndarray]) ->
 
 
 def _exit_message(what: str, error: BaseException) -> str:
-    """Returns the message about data that raise an exit of the whole process."""
+    """Returns the message about data that raise an exit of the process."""
     exception = f"SystemExit({error.code!r})" if isinstance(error, SystemExit) else type(error).__name__
     return (
         f"{what} raised {exception}. A run ends when its steps are done, and data cannot end it: exit code 0 would "

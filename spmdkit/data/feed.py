@@ -1,4 +1,4 @@
-"""`Feed`: global batches on the mesh from data on the host; each process loads only the rows of its own devices."""
+"""`Feed`: global batches on the mesh from data on the host. Each process loads only the rows of its devices."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from spmdkit.step.step import Batch
 class Feed:
     """The batches of one data set on one mesh.
 
-    Layout: every leaf [global batch, ...] is sharded over the batch axes; `spmdkit.step.row_order` defines the order of
-        rows.
+    Layout: every leaf [global batch, ...] is sharded over the batch axes, with rows ordered by
+        `spmdkit.step.row_order`.
 
     Attributes:
         grid: (shards, microbatches, rows).
-        skipped_rows: the rows that this process has skipped, and its retries.
+        skipped_rows: the skipped rows and retries of this process.
     """
 
     def __init__(
@@ -60,28 +60,28 @@ class Feed:
         return Batch(jax.tree.map(leaf, self._source.element()), mask)
 
     def stream(self, start: int, stop: int) -> data.DeviceBatches:
-        """Returns an iterator of `(step, batch, wait_s)` for steps `start` to `stop`, inclusive, prefetched to the
+        """Returns an iterator of `(step, batch, wait_s)` for steps `start` to `stop` (inclusive), prefetched to the
         devices."""
         schedule, positions = self.schedule, self._positions
-        if schedule.shares:  # the source has only the rows of this process, in their order
+        if schedule.shares:  # the source has only the rows of this process, in order
             schedule, positions = schedule.local(jax.process_index()), None
         local = data.host_batches(self._source, schedule, positions, start, stop + 1, self._prefetch, self._threads)
         return data.device_batches(local, self._place, self._prefetch)
 
     @property
     def in_memory(self) -> bool:
-        """Whether all rows are arrays in the memory of this process."""
+        """Whether all rows are arrays in this process's memory."""
         return self._source.in_memory and not self.schedule.shares
 
     def read(self, step: int) -> data.HostBatch:
-        """Returns the whole batch of `step` on the host, in the order of its positions."""
+        """Returns the full batch of `step` on the host, in the order of positions."""
         return data.HostBatch(*data.read_step(self._source, self.schedule, None, step))
 
     def put(self, examples: Any, mask: Any = None) -> Batch:
-        """Returns a batch on the devices from whole host arrays in the order of their positions.
+        """Returns a batch on the devices from full host arrays in the order of positions.
 
         Raises:
-            ConfigError: the number of examples is not that of a batch.
+            ConfigError: the number of examples differs from the batch size.
         """
         for leaf in jax.tree.leaves(examples):
             if np.shape(leaf)[:1] != (self.schedule.batch_size,):
@@ -111,20 +111,20 @@ class Feed:
         return jax.tree.map(place, Batch(local.examples, mask))
 
     def _local(self, index: Any) -> Any:
-        """Returns the slice of this process's rows that a device holds."""
+        """Returns the slice of this process's rows that a device stores."""
         if self._one_process:
             return index[0]
         return np.searchsorted(self._local_rows, np.arange(self.schedule.batch_size)[index[0]])
 
 
 def _rows(indices: Iterable[Any], size: int) -> np.ndarray:
-    """Returns the rows of a global batch that devices hold, ascending."""
+    """Returns the rows of a global batch that some devices store, ascending."""
     held = [np.arange(size)[index] for index in indices if index is not None]
     return np.unique(np.concatenate(held)) if held else np.arange(0)
 
 
 def rows_of_processes(mesh: Mesh, sizes: Mapping[str, int], size: int, microbatches: int) -> list[np.ndarray]:
-    """Returns for each process the positions of its rows in a global batch of `size`, in the order in which a `Feed`
+    """Returns, for each process, the positions of its rows in a global batch of `size`, in the order in which a `Feed`
     reads them."""
     shards = count(sizes, BATCH_AXES)
     positions = RowOrder(shards, microbatches, size // (shards * microbatches)).positions()
@@ -136,9 +136,9 @@ def rows_of_processes(mesh: Mesh, sizes: Mapping[str, int], size: int, microbatc
 
 
 def eval_batch_size(batch_size: int, num_examples: int, shards: int) -> int:
-    """Returns the evaluation's batch size: at most the data, rounded up to a multiple of the mesh's shards."""
+    """Returns the evaluation's batch size: at most the number of examples, rounded up to a multiple of the shards."""
     return math.ceil(min(batch_size, num_examples) / shards) * shards
 
 
 SEAMS = {"place": Feed._place}
-"""Replaced by `verify` (verify/mutations.py)."""
+"""`verify` replaces this function (verify/mutations.py)."""

@@ -1,9 +1,8 @@
-"""The fingerprint of a data set without reading all of it: its length, the structure of an example, and hashes of a
-fixed sample of rows.
+"""The fingerprint of a data set from its length, the structure of an example, and hashes of a fixed sample of rows.
 
-The sample is a function of the length alone, so that all processes, and two starts of a run, sample the same rows: of
-arrays up to `ROWS_IN_MEMORY` rows; of data that are read example by example up to `ROWS_READ`, as many as can be read
-in `FINGERPRINT_S`, in the same order everywhere. A comparison uses the rows that all processes could read.
+The sample depends only on the length, so all processes and all starts of a run sample the same rows: up to
+`ROWS_IN_MEMORY` rows of arrays, and up to `ROWS_READ` rows of data that are read example by example, as many as can be
+read in `FINGERPRINT_S`, in a fixed order. A comparison uses the rows that all processes could read.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ ROWS_IN_MEMORY = 256
 BYTES_IN_MEMORY = 2**26
 ROWS_READ = 64
 LEAST_READ = 6
-"""This many rows are read regardless of time."""
+"""Number of rows that are read regardless of time."""
 READINGS = 3
-"""Minimum number of attempts for a row that raises."""
+"""Minimum number of attempts to read a row that raises."""
 VARIES = "different each time it is read"
-"""Digest of a row that is not a function of its index: it cannot be compared."""
+"""Digest of a row that is not a function of its index. Such rows are not compared."""
 
 
 class Fingerprint(NamedTuple):
@@ -41,8 +40,8 @@ class Fingerprint(NamedTuple):
     Attributes:
         examples: number of examples.
         example: description of one: paths, dtypes, shapes.
-        rows: "row 17" -> digest, of the rows of the sample that could be read.
-        in_memory: whether the data are arrays in memory, where reading cannot fail.
+        rows: "row 17" -> digest, for the sampled rows that could be read.
+        in_memory: whether the data are arrays in memory, so that reading cannot fail.
     """
 
     examples: int
@@ -55,7 +54,7 @@ def fingerprint(source: Source, retries: int = 0, clock: Callable[[], float] = t
     """Returns the fingerprint of a source.
 
     Args:
-        retries: how often a row that raises is read again in training; here at least as often.
+        retries: the number of retries of a row in training; the minimum number here.
     """
     readings = max(READINGS, retries + 1)
     sampled = sample(len(source), _most_rows(source))
@@ -69,8 +68,7 @@ def fingerprint(source: Source, retries: int = 0, clock: Callable[[], float] = t
 
 
 def _read_in_time(source: Source, sampled: list[int], readings: int, clock: Callable[[], float]) -> dict[str, str]:
-    """Returns "row 17" -> digest of the rows that could be read, in an order in which any prefix is spread over all
-    rows."""
+    """Returns "row 17" -> digest of the rows that could be read. Any prefix of their order is spread over all rows."""
     deadline, found = Deadline(FINGERPRINT_S, clock), dict[int, str]()
     for place, row in enumerate(_spread(sampled)):
         if place >= LEAST_READ and deadline.expired:
@@ -81,7 +79,7 @@ def _read_in_time(source: Source, sampled: list[int], readings: int, clock: Call
 
 
 def _spread(rows: list[int]) -> list[int]:
-    """Returns the ends first, then the middle, then the midpoints of the rest."""
+    """Returns the rows with the ends first, then the middle, then the midpoints of the rest."""
     step, chosen = len(rows) - 1, dict.fromkeys([rows[0], rows[-1]])
     while step > 1:
         step = (step + 1) // 2
@@ -95,7 +93,7 @@ def structure(source: Source) -> str:
 
 
 def sample(length: int, most: int) -> list[int]:
-    """Returns the rows to sample, ascending: all of them up to `most`, otherwise the ends and others between."""
+    """Returns the rows to sample, ascending: all rows up to `most`, otherwise the ends and rows in between."""
     if length <= most:
         return list(range(length))
     between = permute(np.arange(most - 2, dtype=np.int64), length, 0, 0)
@@ -103,7 +101,7 @@ def sample(length: int, most: int) -> list[int]:
 
 
 def _most_rows(source: Source) -> int:
-    """Returns the number of rows to sample: for arrays with very large rows at most `BYTES_IN_MEMORY`."""
+    """Returns the number of rows to sample: for arrays with very large rows, at most `BYTES_IN_MEMORY` in total."""
     if not source.in_memory:
         return ROWS_READ
     return max(ROWS_READ, min(ROWS_IN_MEMORY, BYTES_IN_MEMORY // max(1, tree_bytes(source.element()))))
@@ -115,7 +113,8 @@ def _rows(source: Source, rows: list[int]) -> list[tuple[int, list[Any]]]:
 
 
 def _row(source: Source, row: int, readings: int) -> str | None:
-    """Returns the digest of one row, or None if it cannot be read: training reports it, by the user's read policy."""
+    """Returns the digest of one row, or None if it cannot be read; training then reports it by the user's read
+    policy."""
     for _ in range(readings):
         with contextlib.suppress(ConfigError, UserCodeError):
             [(_, leaves)] = _rows(source, [row])

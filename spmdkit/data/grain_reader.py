@@ -1,4 +1,4 @@
-"""The batches of the steps as a grain dataset. Separate from stream.py because importing grain costs 0.3 s."""
+"""The batches of the steps as a grain dataset. Separate from stream.py because importing grain takes 0.3 s."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ class StepDataset(grain.MapDataset):
 
 
 def read(dataset: StepDataset, num_threads: int, buffer_size: int) -> Any:
-    """Returns grain's iterator over `dataset`, in order; its threads read up to `buffer_size` batches ahead."""
+    """Returns grain's iterator over `dataset`, in order. Its threads read up to `buffer_size` batches ahead."""
     options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=buffer_size)
     return iter(dataset.to_iter_dataset(options))

@@ -1,7 +1,7 @@
 """`sk.per_process(source)`: different data on each process, such as the files of its local disk.
 
-The schedule is computed from all lengths (`Schedule.shares`): no row is read twice in an epoch, and a process with
-fewer rows is padded. Such a run resumes only with the same number of processes and the same lengths.
+The schedule is computed from all lengths (`Schedule.shares`): no row is read twice in an epoch, and processes with
+fewer rows are padded. Such a run resumes only with the same number of processes and the same lengths.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from spmdkit.errors import ConfigError
 
 @dataclass(frozen=True)
 class PerProcess:
-    """A source of this process alone.
+    """A source that only this process reads.
 
     Attributes:
         source: the data, as in `Task(train_data=)`.
-        lengths: examples of all processes, in their order; known after the processes have exchanged them. Empty for one
-            process.
+        lengths: numbers of examples of all processes, in process order, set once the processes have exchanged them.
+            Empty for one process.
     """
 
     source: Any
@@ -31,7 +31,7 @@ class PerProcess:
 
 
 def per_process(source: Any) -> PerProcess:
-    """Returns data for a `Task` that differ between processes: every process reads all of its own `source` in each
+    """Returns data for a `Task` that differ between processes. Every process reads all of its `source` in each
     epoch."""
     return PerProcess(source)
 
@@ -40,8 +40,8 @@ def shares(given: PerProcess, rows: Sequence[np.ndarray], what: str) -> tuple[Pr
     """Returns the shares of a schedule of several processes.
 
     Args:
-        given: the task's data; `what` names them.
-        rows: for each process the positions of its rows in the global batch.
+        given: the task's data; `what` names it in messages.
+        rows: the positions of each process's rows in the global batch.
 
     Raises:
         ConfigError: processes hold the same rows, or have not exchanged their numbers of examples.

@@ -1,9 +1,8 @@
-"""How a user's examples are read: by one thread unless configured otherwise, with retries, and with a limit of rows
-that may be skipped.
+"""How a user's examples are read: by default by one thread, with retries, and with a limit on skipped rows.
 
 A row that cannot be read after all retries may be skipped. If batches can be short (`drop_remainder: false`), its
-position is padding; otherwise the next readable row replaces it, and counts twice in that batch. A checkpoint stores
-the skipped rows as (number of the batch, row), so that a restart skips the same ones, even if they can be read again.
+position is padded. Otherwise the next readable row replaces it, and counts twice in that batch. A checkpoint stores the
+skipped rows as (number of the batch, row), so that a restart skips the same rows, even if they can be read again.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from spmdkit.errors import SpmdkitError
 from spmdkit.foundation.timeouts import ROW_RETRY_FIRST_S, ROW_RETRY_LONGEST_S
 
 _read_lock = threading.RLock()
-"""For all data of this process: training and evaluation may share a file, and so its position."""
+"""For all data of this process, since training and evaluation may share a file and its position."""
 
 
 class SkippedRows:
-    """Skipped rows of batches, and retries. Thread-safe.
+    """Records skipped rows of batches, and retries. Thread-safe.
 
     Args:
-        limit: how many rows may be skipped.
+        limit: the maximum number of skipped rows.
         what: names the data in messages.
     """
 
@@ -38,7 +37,7 @@ class SkippedRows:
 
     @property
     def rows(self) -> list[int]:
-        """The skipped rows, each once."""
+        """The skipped rows without duplicates."""
         return sorted({row for _, row in self._places})
 
     def has(self, batch: int, row: int) -> bool:
@@ -57,12 +56,12 @@ class SkippedRows:
         return True
 
     def record_retry(self, row: int, times: int, error: BaseException) -> None:
-        """Records a row that a retry could read."""
+        """Records a row that was read by a retry."""
         action = f"read at attempt {times + 1}"
         self._news.append({"row": row, "error": _short(error), "done": action})
 
     def take_events(self) -> list[dict[str, Any]]:
-        """Returns the events since the last call: data, row, error, action, and for a skipped row its batch."""
+        """Returns the events since the last call: data, row, error, action, and the batch of a skipped row."""
         if not self._news:
             return []
         events, self._news = self._news, []
@@ -84,8 +83,8 @@ class ReadPolicy:
     """How examples are read.
 
     Attributes:
-        threads: how many may read concurrently; with one, nothing else reads data of this process meanwhile.
-        retries: how often a row that raised is read again.
+        threads: the number of concurrent readers; with one, reads of all data of this process are serialized.
+        retries: the number of retries of a row that raised.
         skipped_rows: records skipped rows; None: no row may be skipped.
     """
 
@@ -95,7 +94,7 @@ class ReadPolicy:
     sleep: Callable[[float], None] = time.sleep
 
     def read(self, row: int, call: Callable[[], Any]) -> Any:
-        """Returns `call()`, which reads `row`. Raises the exception of the last attempt, including an exit."""
+        """Returns `call()`, which reads `row`, with retries. Raises the exception of the last attempt, also an exit."""
         for attempt in range(self.retries + 1):
             try:
                 with _read_lock if self.threads == 1 else contextlib.nullcontext():
@@ -115,7 +114,7 @@ class ReadPolicy:
 
 
 def describe_event(news: Mapping[str, Any], process: int) -> str:
-    """Returns a line about one event of `SkippedRows.take_events`."""
+    """Returns a line that describes one event of `SkippedRows.take_events`."""
     batch = f" of batch {news['batch']}" if "batch" in news else ""
     return (
         f"process {process}: {news['data']}[{news['row']}]{batch} could not be read ({news['error']}): {news['done']}"

@@ -1,7 +1,7 @@
 """The examples of each step: a pure function of (number of examples, batch size, seed, step).
 
-Epoch e has its own order, drawn from (seed, e); step s >= 1 takes the next `batch_size` of it. Nothing depends on the
-number of processes or devices, so a run resumes by computing the next step, also on another mesh.
+Epoch e has an order drawn from (seed, e); step s >= 1 takes its next `batch_size` examples. The schedule does not
+depend on the number of processes or devices, so a run resumes at the next step, also on another mesh.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from spmdkit.data.permutation import permute
 from spmdkit.errors import ConfigError
 
-# Indices are computed in chunks: otherwise each step would pay the fixed cost of about 60 numpy calls.
+# Indices are computed in chunks: otherwise each step would have the fixed cost of about 60 numpy calls.
 CHUNK_EXAMPLES = 8192
 
 
@@ -25,7 +25,7 @@ class ProcessRows(NamedTuple):
     """One process's part of every batch with per-process data (`sk.per_process`).
 
     Attributes:
-        examples: number of its examples.
+        examples: the number of its examples.
         rows: the positions of its rows in the global batch, in the order in which it reads them.
     """
 
@@ -35,19 +35,18 @@ class ProcessRows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Step -> batch. Endless, or one pass over the data with `finite`.
+    """Maps a step to its batch. Endless, or one pass over the data with `finite`.
 
-    With `drop_remainder` an epoch has `num_examples // batch_size` full batches and drops the rest of its order.
-    Without
-    it every example is in every epoch and the last batch may be short.
+    With `drop_remainder` an epoch has `num_examples // batch_size` full batches and drops the remaining examples.
+    Without it, every example is in every epoch and the last batch may be short.
 
-    `skipped`: skipped batches (first, last), sorted and disjoint, counted as if none were skipped; see `merge_ranges`.
-    `shares`: of the processes, with per-process data: a batch takes the next rows of each process's order, and an epoch
-        ends with the longest; rows of processes that have no more are missing. `local` is the schedule of one process.
-    `epoch_steps`: batches of an epoch if other processes have more examples; None: as many as there are.
+    `skipped`: skipped batches (first, last), sorted and disjoint, numbered as if none were skipped; see `merge_ranges`.
+    `shares`: the processes' shares, with per-process data. A batch takes the next rows of each process's order, and an
+        epoch ends with the longest. Rows of exhausted processes are missing. `local` is the schedule of one process.
+    `epoch_steps`: batches per epoch if other processes have more examples; None: those of this process.
 
     Raises:
-      ConfigError: no example, a batch size below 1, or `drop_remainder` with fewer examples than one batch.
+      ConfigError: no examples, a batch size below 1, or `drop_remainder` with fewer examples than one batch.
     """
 
     num_examples: int
@@ -76,7 +75,7 @@ class Schedule:
             )
 
     def local(self, process: int) -> Schedule:
-        """Returns the schedule of one process's own data: the rows of its share, with its own indices."""
+        """Returns the schedule of one process: the rows of its share, as indices into its data."""
         return dataclasses.replace(self._alone(process), epoch_steps=self.steps_per_epoch, skipped=self.skipped)
 
     def _alone(self, process: int) -> Schedule:
@@ -93,7 +92,7 @@ class Schedule:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches in one pass."""
+        """Number of batches in one pass."""
         if self.shares:
             return max(self._alone(process).steps_per_epoch for process in range(len(self.shares)))
         return self._own_steps if self.epoch_steps is None else self.epoch_steps
@@ -105,13 +104,13 @@ class Schedule:
 
     @property
     def num_batches(self) -> int:
-        """Batches in all, of a finite schedule."""
+        """Total number of batches of a finite schedule."""
         assert self.finite, "an endless schedule has no number of batches"
         return self.steps_per_epoch
 
     @property
     def always_full(self) -> bool:
-        """True if no batch has a missing row, so that no mask is needed."""
+        """Whether no batch has a missing row, so that no mask is needed."""
         if self.shares:
             return all(self.local(process).always_full for process in range(len(self.shares)))
         if self.steps_per_epoch > self._own_steps:
@@ -119,7 +118,7 @@ class Schedule:
         return self.drop_remainder or self.num_examples % self.batch_size == 0
 
     def epoch(self, step: int) -> int:
-        """Returns the epoch, from 0, of the batch of `step`."""
+        """Returns the epoch (from 0) of the batch of `step`."""
         self._check(step)
         return (self.number(step) - 1) // self.steps_per_epoch
 
@@ -131,17 +130,17 @@ class Schedule:
         return step
 
     def numbers(self, step: int, count: int) -> list[tuple[int, int]]:
-        """Returns the batches of `count` steps from `step` on, each as (number, number)."""
+        """Returns the batches of `count` steps from `step` on, as ranges (number, number)."""
         return [(number, number) for number in map(self.number, range(step, step + count))]
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns (indices int64[batch_size], mask bool[batch_size]) of `step` >= 1, both read-only. A missing row has
-        mask False and the index of the last valid row, so that it can be loaded."""
+        mask False, and the index of the last valid row so that it can be loaded."""
         self._check(step)
         if self.shares:
             return self._of_all(step)
         epoch, row = divmod(self.number(step) - 1, self.steps_per_epoch)
-        if row >= self._own_steps:  # other processes have more
+        if row >= self._own_steps:  # other processes have more batches
             return np.zeros(self.batch_size, np.int64), _mask(self.batch_size, 0)
         chunk_steps = max(1, CHUNK_EXAMPLES // self.batch_size)
         chunk = _chunk(self, epoch, row // chunk_steps, chunk_steps)
@@ -159,7 +158,7 @@ class Schedule:
         return indices, mask
 
     def digest(self, step: int) -> str:
-        """Returns 12 hex digits that change with any index, its position or a missing row of the batch of `step`."""
+        """Returns 12 hex digits of a hash over the indices, positions and missing rows of the batch of `step`."""
         indices, mask = self.batch(step)
         return hashlib.sha256(indices.astype("<i8").tobytes() + mask.tobytes()).hexdigest()[:12]
 
@@ -182,7 +181,7 @@ def merge_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ..
 def eval_schedule(
     num_examples: int, batch_size: int, what: str = "eval_data", shares: tuple[ProcessRows, ...] = ()
 ) -> Schedule:
-    """Returns one pass in the data's order in which every example counts exactly once, at any batch size."""
+    """Returns one pass in the data's order. Every example counts exactly once, at any batch size."""
     return Schedule(
         num_examples, batch_size, shuffle=False, drop_remainder=False, what=what, finite=True, shares=shares
     )
@@ -194,7 +193,7 @@ def _chunk(schedule: Schedule, epoch: int, chunk: int, chunk_steps: int) -> np.n
     last = min(first + chunk_steps * schedule.batch_size, schedule.num_examples)
     positions = np.arange(first, last, dtype=np.int64)
     indices = permute(positions, schedule.num_examples, schedule.seed, epoch) if schedule.shuffle else positions
-    indices.flags.writeable = False  # shared by every caller of the cache
+    indices.flags.writeable = False  # shared by all callers through the cache
     return indices
 
 

@@ -1,6 +1,6 @@
-"""`open_source`: any kind of data as a source that gathers rows by index.
+"""`open_source` returns any kind of data as a source that gathers rows by index.
 
-How data is read, first match wins:
+How data is read (the first match applies):
   0. an object that a plug-in of another distribution reads (entry points `spmdkit.data_sources`)
   1. a `grain.MapDataset`                             examples, already transformed by the user
   2. an array                                         arrays; a batch is an array
@@ -9,8 +9,8 @@ How data is read, first match wins:
   4. a dict, tuple, named tuple, registered           arrays: every leaf is an array, its first dim counts examples
      dataclass, `np.load("file.npz")`
 
-Arrays in memory cost one vectorized take per leaf and batch; memory-mapped arrays are read a batch at a time. Examples
-cost one call of `data[i]` per row.
+Arrays in memory take one vectorized `take` per leaf and batch. Memory-mapped arrays are read one batch at a time.
+Examples take one call of `data[i]` per row.
 """
 
 from __future__ import annotations
@@ -35,38 +35,37 @@ from spmdkit.foundation.trees import describe, named_leaves
 
 
 class Source(Protocol):
-    """Random access by rows. `gather` may be called from several threads; a user's examples are then read as
-    `ReadPolicy`
-    determines, by default one at a time."""
+    """Random access by rows. `gather` may be called from several threads. `ReadPolicy` controls how a user's examples
+    are read, by default one at a time."""
 
     @property
     def in_memory(self) -> bool:
-        """True if `gather` is a copy in memory, so that reader threads would only compete for the interpreter."""
+        """Whether `gather` is a copy in memory. Reader threads would then only contend for the interpreter."""
 
     def __len__(self) -> int:
         """Number of examples."""
 
     def gather(self, indices: np.ndarray, epoch: int = 0, batch: int | None = None) -> Any:
-        """Returns a pytree of numpy arrays with first dim `len(indices)`. `indices` are int64 in [0, len), of the batch
-        with this number."""
+        """Returns a pytree of numpy arrays with first dim `len(indices)`. `indices` are int64 in [0, len); `batch` is
+        the number of their batch."""
 
     def skipped(self, indices: np.ndarray, batch: int) -> np.ndarray | None:
-        """Returns bool[len(indices)] of the rows that `gather` has skipped in the batch with this number, or None if no
-        row may be skipped."""
+        """Returns bool[len(indices)], True for rows that `gather` has skipped in this batch, or None if no row may be
+        skipped."""
 
     def element(self) -> Any:
         """Returns a pytree of `jax.ShapeDtypeStruct` of one example, without the batch dim."""
 
 
 def open_source(data: Any, what: str = "train_data", access: ReadPolicy | None = None) -> Source:
-    """Returns `data` as a checked `Source`; `what` names it in errors. The module docstring describes how data is read.
+    """Returns `data` as a checked `Source`, read as in the module docstring. `what` names it in errors.
 
     Args:
       access: how examples of user-defined data are read, by default one at a time; arrays are read by any number of
           threads.
 
     Raises:
-      ConfigError: no data, no random access, leaves of unequal length, a dtype that no device has.
+      ConfigError: no data, no random access, leaves of unequal length, or a dtype that devices do not support.
       UserCodeError: the user's `__len__` or `__getitem__(0)` raised.
     """
     if isinstance(data, PerProcess):
@@ -108,7 +107,7 @@ def _type_name(data: Any) -> str:
 
 
 def _is_grain_dataset(data: Any) -> bool:
-    grain = sys.modules.get("grain")  # not imported here: it costs 0.3 s, and without it no such dataset can exist
+    grain = sys.modules.get("grain")  # not imported here: the import takes 0.3 s, and no such dataset exists without it
     return grain is not None and isinstance(data, grain.MapDataset)
 
 
@@ -128,7 +127,7 @@ class ArraySource:
         self._where = [_leaf_label(what, name) for name, _ in named]
         self._dtypes = [device_dtype(where, leaf.dtype) for where, (_, leaf) in zip(self._where, named, strict=True)]
         mapped = [_is_memory_mapped(leaf) for _, leaf in named]
-        # A mapped array is never read whole: each batch is converted.
+        # A mapped array is never fully read: each batch is converted.
         self._leaves = [
             np.asarray(leaf) if is_mapped else narrow(where, np.asarray(leaf), dtype)
             for (_, leaf), where, dtype, is_mapped in zip(named, self._where, self._dtypes, mapped, strict=True)
@@ -141,14 +140,14 @@ class ArraySource:
         return self._length
 
     def gather(self, indices: np.ndarray, epoch: int = 0, batch: int | None = None) -> Any:
-        """Returns the rows `indices` of every leaf, copied: 1-2 us a leaf and the copy."""
+        """Returns a copy of the rows `indices` of every leaf: 1-2 us per leaf and the copy."""
         rows = [take(indices) for take in self._take]
         if self._narrow:
             rows = [narrow(*args) for args in zip(self._where, rows, self._dtypes, strict=True)]
         return self._treedef.unflatten(rows)
 
     def skipped(self, indices: np.ndarray, batch: int) -> None:
-        """Returns None: every row of an array can be read."""
+        """Returns None, since every row of an array can be read."""
 
     def element(self) -> Any:
         """Returns the shape and dtype of one example."""
@@ -159,7 +158,7 @@ class ArraySource:
 def _named_arrays(data: Any, what: str) -> list[tuple[str, Any]]:
     try:
         named = named_leaves(data)
-    except ValueError as error:  # dict keys that do not sort
+    except ValueError as error:  # dict keys that cannot be sorted
         raise ConfigError(f"{what} is not a pytree: {error}. Use keys of one type, such as strings.") from error
     if not named:
         raise ConfigError(f"{what} is {data!r}, which holds no array. Pass at least one array.")
@@ -214,12 +213,12 @@ def _is_memory_mapped(array: Any) -> bool:
 
 
 def _row_reader(leaf: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-    # take is twice as fast as indexing for a small batch, but copies the whole of an array that is not contiguous.
+    # take is twice as fast as indexing for a small batch, but copies all of an array that is not contiguous.
     return functools.partial(leaf.take, axis=0) if leaf.flags.c_contiguous else leaf.__getitem__
 
 
 class HostBatch(NamedTuple):
-    """The rows of one step on this process: a pytree of numpy arrays; mask is bool[rows], None if batches are always
+    """The rows of one step on this process: a pytree of numpy arrays. `mask` is bool[rows], None if batches are always
     full."""
 
     examples: Any

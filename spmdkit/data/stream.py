@@ -1,8 +1,8 @@
-"""Batches as a stream: read on the host by grain, and prefetched to the devices.
+"""Streams of batches, read on the host by grain and prefetched to the devices.
 
 `host_batches` reads rows: with grain's threads, or without grain for arrays in memory, where grain would take 8 us a
-batch and 0.3 s to import. `device_batches` has one thread that puts batches on the devices ahead of time (grain's
-`experimental.device_put` measures no wait, and hangs its consumer when the data raise SystemExit).
+batch and 0.3 s to import. `device_batches` runs one thread that puts batches on the devices ahead of time. (grain's
+`experimental.device_put` does not measure the wait, and hangs its consumer if the data raise SystemExit.)
 """
 
 from __future__ import annotations
@@ -32,14 +32,13 @@ def host_batches(
     prefetch: int = 2,
     threads: int = 1,
 ) -> Iterator[tuple[int, HostBatch]]:
-    """Yields (step, HostBatch) for start <= step < stop; no batch before `start` is read.
+    """Yields (step, HostBatch) for start <= step < stop. No batch before `start` is read.
 
     `positions` are this process's rows of the global batch, int in [0, batch_size), None for all of them; `stop` None
-    means endless, or the end of a finite schedule. `threads` and `prefetch` have no effect on arrays in memory.
+    is endless, or the end of a finite schedule. `threads` and `prefetch` have no effect on arrays in memory.
 
     Raises:
-      UserCodeError, ConfigError: the exception of `Source.gather`, with the step; the user's own exception is the
-      cause.
+      UserCodeError, ConfigError: the exception of `Source.gather`, with the step; the cause is the user's exception.
     """
     if stop is None:
         stop = schedule.num_batches + 1 if schedule.finite else sys.maxsize
@@ -70,7 +69,7 @@ class DeviceBatches:
         self._slots: queue.SimpleQueue = queue.SimpleQueue()
         for _ in range(depth):
             self._slots.put(True)
-        # The thread refers to the queues and not to this object, so that an abandoned iterator can be collected.
+        # The thread references the queues and not this object, so that an abandoned iterator can be collected.
         self._thread = threading.Thread(
             target=_produce, args=(batches, put, self._ready, self._slots), daemon=True, name="spmdkit-device-batches"
         )
@@ -95,14 +94,14 @@ class DeviceBatches:
         return step, batch, wait_s
 
     def interrupt(self) -> None:
-        """Ends the iteration immediately, even if the user's data never return: the thread is abandoned. From any
-        thread."""
+        """Ends the iteration immediately and abandons the thread, even if the user's data never return. Callable from
+        any thread."""
         if self._stop.detach() is not None:
             self._slots.put(False)
         self._ready.put((None, None))
 
     def close(self) -> None:
-        """Ends the thread and waits for it, at most `DATA_CLOSE_S`; unused batches are dropped."""
+        """Stops the thread, waits for it at most `DATA_CLOSE_S`, and drops unused batches."""
         self._stop()
 
     def __enter__(self) -> DeviceBatches:
@@ -113,12 +112,12 @@ class DeviceBatches:
 
 
 def device_batches(iterator: Iterable[tuple[int, Any]], put: Callable[[Any], Any], depth: int = 2) -> DeviceBatches:
-    """Returns an iterator of (step, put(batch), wait_s) with at most `depth` batches put ahead of the consumer.
+    """Returns an iterator of (step, put(batch), wait_s) that puts at most `depth` batches ahead of the consumer.
 
-    `put` runs in a background thread: it must name its shardings, since JAX's context managers (`set_mesh`,
-    `default_device`) do not reach other threads. `wait_s` is how long this call waited, 0 if the input is fast enough.
-    Exceptions of `iterator` or `put` are raised here, after the batches before them. `iterator` is closed in its
-    thread.
+    `put` runs in a background thread. It must pass explicit shardings, since JAX's context managers (`set_mesh`,
+    `default_device`) do not apply to other threads. `wait_s` is the time that the consumer waited, 0 if the input is
+    fast enough. Exceptions of `iterator` or `put` are raised in the consumer, after the batches before them. The thread
+    closes `iterator`.
     """
     if depth < 1:
         raise ValueError(f"depth must be at least 1, got {depth}")
@@ -136,7 +135,7 @@ def _produce(
             ready.put(((step, put(batch)), None))
     except StopIteration:
         pass
-    except BaseException as raised:  # noqa: BLE001  it is raised in the consumer, which would otherwise wait indefinitely
+    except BaseException as raised:  # noqa: BLE001  raised in the consumer, which would otherwise wait indefinitely
         error = raised
     try:
         getattr(batches, "close", lambda: None)()
