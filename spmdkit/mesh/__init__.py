@@ -1,4 +1,4 @@
-"""The device mesh: its axes, which mesh axes shard which dim of an array, and the table of chips.
+"""The device mesh: its axes, the mesh axes that shard each dim of an array, and the table of chips.
 
-Enters: the sizes of the config, and devices. Leaves: a `Mesh`, and a `PartitionSpec` for each leaf.
+Input: the sizes of the config, and devices. Output: a `Mesh`, and a `PartitionSpec` for each leaf.
 """

@@ -1,7 +1,7 @@
 """The table of chips: peak arithmetic, memory, links. A plan computes its time and its memory limit from it.
 
 All figures are per *device*, as JAX counts devices: a TPU 7x chip is two devices, and its figures are half the chip's.
-Rates are of one direction. All rates are peaks; the share that a program reaches is `Chip.reached`, an estimate until
+Rates are for one direction. All rates are peaks; the share that a program reaches is `Chip.reached`, an estimate until
 `spmdkit plan --calibrate` measures it on the machine.
 
 Source: TPU: cloud.google.com/tpu/docs, pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU7x (Ironwood)" (compute,
@@ -9,7 +9,7 @@ memory, DCN); jax-ml.github.io/scaling-book, chapters "How to Think About TPUs" 
 axes, DCN, about 1 us per hop) and "How to Think About GPUs" (NVLink, network of a DGX). GPU: NVIDIA data sheets "H100
 Tensor Core GPU" and "H200 Tensor Core GPU", SXM form, without sparsity; DGX H100/H200: eight GPUs and eight 400 Gb/s
 ports per host.
-TPU float32: the matrix unit multiplies bfloat16, and XLA makes a float32 product (Precision.HIGHEST) of six such
+TPU float32: the matrix unit multiplies bfloat16, and XLA computes a float32 product (Precision.HIGHEST) in six such
 passes; with the default precision it is one. GPU float32: TF32 with JAX's default precision, half of bfloat16.
 """
 
@@ -26,10 +26,10 @@ Kind = Literal["tpu", "gpu", "cpu"]
 
 @dataclass(frozen=True)
 class Link:
-    """A link between devices. Rates are one direction, of one device (one link of it, for a torus).
+    """A link between devices. Rates are for one direction and one device (for a torus, one link of the device).
 
     Attributes:
-        name: in plans: `ici`, `dcn`, `nvlink`, `network`, `cpu`.
+        name: shown in plans: `ici`, `dcn`, `nvlink`, `network`, `cpu`.
         bytes_per_s: peak.
         latency_s: of one hop.
     """
@@ -41,7 +41,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Reached:
-    """The share of the peak that a well-written program reaches: of matrix products, of memory, of links."""
+    """The share of the peak that a well-written program reaches: for matrix products, memory and links."""
 
     matmul: float
     memory: float
@@ -53,26 +53,26 @@ class Chip:
     """One kind of device.
 
     Attributes:
-        name: as in a target, `v5p`.
-        device_kinds: JAX's names of it, for `here`.
+        name: as in a target, for example `v5p`.
+        device_kinds: JAX's names of the chip, for the target `here`.
         flops_per_s: dtype of a matrix product -> peak.
         memory_bytes: of one device.
         memory_bytes_per_s: of one device.
         inner: link between devices of a host or slice.
         outer: link between hosts (GPU) or slices (TPU).
         host_link: between a device and its host's memory, for offloaded state.
-        reached: shares of the peaks that are reached.
+        reached: shares of the peaks that a program reaches.
         devices_per_chip: JAX devices of one chip.
         torus_dims: number of ICI axes; 0 if all devices are equally far from each other.
         devices_per_host: devices that share the inner link of a host (GPU).
-        topologies: available shapes of a slice, in chips, the small ones.
-        cube: beyond the small ones: every dim a multiple of this; 0 if the list is complete.
-        largest: largest length of each dim, sorted.
+        topologies: available slice shapes in chips, the small ones.
+        cube: in larger slices every dim is a multiple of this; 0 if `topologies` is complete.
+        largest: maximum length of each dim, sorted.
         wraps_at: an axis of a slice is a ring if its length is a multiple of this.
-        reserved_bytes: of the memory, not for a program.
+        reserved_bytes: memory that is not available to a program.
         launch_s: cost of starting one instruction.
-        cache_bytes: an instruction that moves fewer is served by caches (CPU); 0: no caches.
-        cache_bytes_per_s: of the caches.
+        cache_bytes: instructions that move fewer bytes are served by caches (CPU); 0: no caches.
+        cache_bytes_per_s: rate of the caches.
     """
 
     name: str
@@ -103,16 +103,16 @@ class Chip:
         return self.memory_bytes - self.reserved_bytes
 
     def memory_s(self, num_bytes: float) -> float:
-        """Returns the seconds in which one instruction moves so many bytes."""
+        """Returns the seconds in which one instruction moves `num_bytes`."""
         cached = num_bytes < self.cache_bytes
         return num_bytes / ((self.cache_bytes_per_s if cached else self.memory_bytes_per_s) * self.reached.memory)
 
     def peak(self, dtype: str) -> float:
-        """Returns the peak FLOP/s of matrix products of a dtype; of float32 for an unknown one."""
+        """Returns the peak FLOP/s of matrix products of a dtype; that of float32 for an unknown dtype."""
         return self.flops_per_s.get(dtype, self.flops_per_s["float32"])
 
     def products_s(self, by_dtype: Mapping[str, float]) -> float:
-        """Returns the seconds of matrix products, dtype -> FLOPs."""
+        """Returns the seconds of matrix products from dtype -> FLOPs."""
         return sum(flops / (self.peak(dtype) * self.reached.matmul) for dtype, flops in by_dtype.items())
 
 
@@ -135,7 +135,7 @@ def _tpu(
 ) -> Chip:
     """Returns a TPU from the figures of its chip.
 
-    `limit_gib` is what libtpu 0.0.42 lets a program use of a device, from its message to a program that is too large.
+    `limit_gib` is the memory available to a program, from the message of libtpu 0.0.42 for a program that is too large.
     """
     share, is_2d = 1 / devices_per_chip, len(largest) == 2
     return Chip(
@@ -214,7 +214,7 @@ CHIPS: Mapping[str, Chip] = {
 
 
 def chip_of_device_kind(device_kind: str, platform: str) -> Chip | None:
-    """Returns the chip of a JAX device, or None if the table does not have it."""
+    """Returns the chip of a JAX device, or None if it is not in the table."""
     for chip in CHIPS.values():
         if device_kind in chip.device_kinds:
             return chip

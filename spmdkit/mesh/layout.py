@@ -34,7 +34,7 @@ Rule = tuple[str, Sequence[Dim]]
 
 @dataclass(frozen=True)
 class LeafPlacement:
-    """The placement of one leaf. `spec` is canonical; `reason` names the rule, metadata or heuristic behind it."""
+    """The placement of one leaf. `spec` is canonical; `reason` names its rule, metadata or heuristic."""
 
     path: str
     shape: tuple[int, ...]
@@ -71,8 +71,8 @@ class LayoutOptions:
 
 
 def logical_axes(own: Mapping[str, Dim]) -> dict[str, tuple[str, ...]]:
-    """Returns name of a dim -> mesh axes: the mesh axes under their own names, the defaults, then those of the
-    config."""
+    """Returns name of a dim -> mesh axes: first the mesh axes under their names, then the defaults, then the config;
+    later entries override."""
     table = {axis: (axis,) for axis in AXES} | dict(LOGICAL_AXES)
     return table | {n: (v,) if isinstance(v, str) else tuple(v or ()) for n, v in own.items()}
 
@@ -207,8 +207,8 @@ def follow(
 ):
     """Returns the placements of a tree with copies of the parameters (optimizer state, moving averages).
 
-    A leaf with a path that ends with a parameter's path, and with its shape, has that parameter's placement under ZeRO
-    3. Any other leaf (counters, factored moments) is placed by `fsdp: auto` from its shape.
+    A leaf with the shape of a parameter, and with a path that ends with its path, has the parameter's placement under
+    ZeRO 3. Any other leaf (counters, factored moments) is placed by `fsdp: auto` from its shape.
     """
     by_path = {p.path: p for p in params}
     result = []
@@ -251,7 +251,7 @@ def _names_of(x: Any) -> Sequence[Dim] | None:
 def check_axes_used(placements: Sequence[LeafPlacement], sizes: Mapping[str, int]) -> None:
     """Rejects a mesh axis that shards no parameter: its devices would repeat each other's work.
 
-    The `context` axis shards activations only; whether the model does so is known once it is traced.
+    The `context` axis shards only activations; whether the model uses it is known once the model is traced.
 
     Raises:
         ConfigError: a model axis larger than one, other than those that also shard the batch, is in no placement.

@@ -2,8 +2,8 @@
 
 Replica axes (`replica` between hosts or slices, `data`) divide the work: each replica computes the gradient of its
 examples, and a reducer reduces them. Model axes (`fsdp`, `expert`, `context`, `tensor`, `pipeline`) shard the arrays:
-the XLA partitioner follows the layout. Every mesh has all axes, also those of size one, so that their names are always
-bound and one program serves every mesh.
+the XLA partitioner follows the layout. Every mesh has all axes, including those of size one, so that their names are
+always bound and one program works on every mesh.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from spmdkit.foundation.constants import REPLICA_AXES as REPLICA_AXES
 
 
 def resolve(requested: Mapping[str, int], num_devices: int, num_slices: int = 1) -> dict[str, int]:
-    """Returns the size of every axis in `AXES`; one -1 in `requested` fills with the remaining part of `num_devices`.
+    """Returns the size of every axis in `AXES`. A size of -1 in `requested` takes the remaining part of `num_devices`.
 
     An empty `requested` is one device, the debugging default. If devices are in several slices and `replica` is not
-    set, it is their number if the other sizes permit: the slowest links join slices, and this axis is for those.
+    set, it is the number of slices if the other sizes permit: this axis is for the slowest links, those between slices.
 
     Raises:
         ConfigError: the product of the sizes is not the number of devices.
@@ -74,8 +74,8 @@ def _repair(requested: Mapping[str, int], fixed: int, num_devices: int) -> str:
 
 
 def slices(devices: Sequence[jax.Device]) -> int:
-    """Returns the number of TPU slices of the devices; 1 for all others. (On GPUs this index is that of the host or
-    NVLink domain.)"""
+    """Returns the number of TPU slices of the devices; 1 for all other platforms. (On GPUs the slice index is that of
+    the host or NVLink domain.)"""
     if not devices or devices[0].platform != "tpu":
         return 1
     return len({getattr(device, "slice_index", 0) for device in devices})
@@ -117,9 +117,9 @@ def spec_axes(spec: Iterable[Any]) -> tuple[str, ...]:
 
 
 def canonical(spec: Sequence[str | tuple[str, ...] | None], sizes: Mapping[str, int]) -> PartitionSpec:
-    """Returns the canonical form of a spec: without axes of size one, trailing None, and tuples of one.
+    """Returns the canonical form of a spec: without axes of size one, trailing None, and tuples of length one.
 
-    Two forms of the same sharding are two entries of JAX's cache, and the second step would compile again.
+    Two forms of the same sharding are two entries in JAX's cache, and the second step would compile again.
     """
     dims: list[str | tuple[str, ...] | None] = []
     for dim in spec:
@@ -131,7 +131,7 @@ def canonical(spec: Sequence[str | tuple[str, ...] | None], sizes: Mapping[str, 
 
 
 def count(sizes: Mapping[str, int], axes: Sequence[str]) -> int:
-    """Returns the number of positions along `axes` together."""
+    """Returns the number of positions along `axes`, the product of their sizes."""
     return math.prod(sizes[axis] for axis in axes)
 
 

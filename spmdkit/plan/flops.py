@@ -33,7 +33,7 @@ class Arithmetic:
 
     Attributes:
         by_dtype: dtype of the operands -> FLOPs of matrix products and convolutions.
-        elementwise: FLOPs of everything else.
+        elementwise: FLOPs of all other operations.
     """
 
     by_dtype: dict[str, float] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Arithmetic:
 
     @property
     def flops(self) -> float:
-        """FLOPs that a plan reports: of products, or of everything in a program without any."""
+        """FLOPs that a plan reports: of products; of all operations in a program without products."""
         return self.products or self.elementwise
 
 

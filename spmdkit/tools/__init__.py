@@ -1,4 +1,4 @@
 """Commands that training never imports: bench, drill, migrate, doctor.
 
-Enters: a config, or a foreign one. Leaves: a report, a table or a new config.
+Input: a config, of spmdkit or of another project. Output: a report, a table or a new config.
 """

@@ -1,5 +1,5 @@
-"""What these machines have, and whether a run can be trusted to them: `spmdkit doctor`, on one process or on all of a
-launch."""
+"""`spmdkit doctor`: the hardware and software of the machines, and health checks; on one process or on all processes of
+a launch."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from spmdkit.run.startup.health_checks.bandwidth import table
 
 
 def examine(config: Config | None, burn_text: str | None, as_json: bool) -> int:
-    """Joins the processes that the environment names, prints what was found on process 0, and returns the exit code.
+    """Joins the processes that the environment names, prints the results on process 0, and returns the exit code.
 
     Raises:
-        ConfigError: `burn_text` is no time.
+        ConfigError: `burn_text` is not a time.
     """
     burn_s = None if burn_text is None else seconds_of(burn_text)
     spec = detect_cluster(os.environ, config.cluster.environment if config else "auto")
@@ -58,7 +58,7 @@ def seconds_of(text: str) -> float:
     """Returns the seconds of `30s`, `5m`, `1h` or `30`.
 
     Raises:
-        ConfigError: it is none of them.
+        ConfigError: any other form.
     """
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)(s|m|h|)", text.strip())
     seconds = float(match[1]) * UNITS_S[match[2]] if match else 0.0
@@ -74,11 +74,11 @@ MOST_S = 86400.0
 
 
 def diagnose(cluster: Cluster, config: Config | None = None, burn_s: float | None = None) -> dict[str, Any]:
-    """Returns what is shown, by name, with `problems` (what no run should be trusted to) and `slow`. Called by all
-    processes concurrently.
+    """Returns name -> result, with `problems` (defects that make a run unreliable) and `slow`. Called by all processes
+    concurrently.
 
     Args:
-        config: its run directory is written to, and its mesh is measured.
+        config: its run directory is tested by writing to it, and its mesh is measured.
         burn_s: seconds for which all devices compute the same products.
     """
     devices = cluster.devices
@@ -114,8 +114,7 @@ def diagnose(cluster: Cluster, config: Config | None = None, burn_s: float | Non
 
 
 def _compile_cache(config: Config | None) -> str:
-    """Returns where what XLA compiles is kept, and how much of it there is for this kind of machine, or why nothing
-    is."""
+    """Returns the folder of XLA's compile cache and its contents for this kind of machine, or why there is none."""
     options = config.compile_cache if config is not None else None
     if config is not None and options is None:
         return "off (compile_cache: null)"
@@ -134,7 +133,7 @@ def _devices(cluster: Cluster) -> str:
 
 
 def _hosts(met: list[dict[str, Any]]) -> str:
-    """Returns one entry for each process: host, what Gloo advertises, its clock."""
+    """Returns one entry for each process: host, address advertised to Gloo, clock."""
     if len(met) == 1:
         return f"{met[0]['host']}; to other hosts Gloo would advertise {met[0]['address']}"
     return "; ".join(
@@ -145,7 +144,7 @@ def _hosts(met: list[dict[str, Any]]) -> str:
 
 
 def _reduction(devices: list[jax.Device]) -> tuple[str, list[str]]:
-    """Returns (outcome, what is wrong) of one small sum over all devices."""
+    """Returns (outcome, problems) of one small sum over all devices."""
     mesh = compat.auto_mesh(np.array(devices), ("data",))
     spec = PartitionSpec("data")
     add = jax.jit(jax.shard_map(lambda x: lax.psum(x, "data"), mesh=mesh, in_specs=spec, out_specs=PartitionSpec()))

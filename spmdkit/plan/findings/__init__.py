@@ -17,7 +17,7 @@ class Finding:
 
     Attributes:
         code: a stable name, e.g. `collective-in-accumulation-loop`.
-        message: what was found, with numbers.
+        message: the observation, with numbers.
         source: `file.py:12`, or None if no line causes it.
         fix: the smallest change that repairs it.
         severity: `error` (the step is not what the user intends), `warning` (high cost), `note` (low cost).

@@ -68,7 +68,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
 
 
 def _source(step: CompiledStep, line: str, op_name: str) -> str | None:
-    """Returns the user's line for a log line: its own metadata, or the jaxpr equation with the same name.
+    """Returns the user's line for a log line, from the line's metadata or from the jaxpr equation with the same name.
 
     Several equations can have one name; the log's stack frame then decides, if the compiled program's table has it.
     """

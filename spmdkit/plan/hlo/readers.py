@@ -30,7 +30,7 @@ def _takes_part(whole: int, group_size: int) -> Callable[[Instruction], bool | N
 
 def all_readers(module: Module, i: Instruction, wanted: Callable[[Instruction], bool | None], steps: int) -> bool:
     """Returns whether all readers of an array, including those inside fusions, are `wanted`. A reader for which
-    `wanted` returns None passes the array on, and its own readers are checked.
+    `wanted` returns None passes the array on, and its readers are checked.
 
     A result that its computation returns has no reader, and readers more than `steps` away are not searched: False.
     """

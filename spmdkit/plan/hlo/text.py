@@ -91,7 +91,7 @@ class Instruction:
         shapes: the arrays of the result, a tuple's in flattening order.
         operands: names of instructions of the same computation.
         text: the text between the parentheses (the value of a constant, the number of a parameter).
-        attributes: everything after them.
+        attributes: the text after the parentheses.
         index: position in the schedule of its computation.
     """
 

@@ -45,7 +45,7 @@ class Ranking:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest that fits, or None."""
+        """The fastest candidate that fits, or None."""
         return next((candidate for candidate in self.candidates if candidate.status == "best"), None)
 
     def nothing_fits(self) -> ConfigError:

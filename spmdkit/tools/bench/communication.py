@@ -1,4 +1,4 @@
-"""`spmdkit bench communication`: the command, its JSON, table and files."""
+"""`spmdkit bench communication`: the command, and its JSON, table and files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from spmdkit.tools.bench.programs import Opened, Opener, side_by_side
 from spmdkit.tools.bench.variants import Row, rows_of
 
 NAME = "communication"
-"""Of the folder in a run's directory, and of the files in it."""
+"""Name of the folder in a run directory, and of the files in it."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class ComparisonOptions:
     """The options of the command.
 
     Attributes:
-        reducers, syncs: as the command line has them; see `choices`.
-        steps: to train; None: the config's.
-        seeds: how many, from the config's on.
-        within: maximum relative increase of the loss over that of `sum`; None: any.
-        out: folder of the files; None: `communication` in the run's directory.
+        reducers, syncs: as on the command line; see `variants.read`.
+        steps: number of steps to train; None: the config's.
+        seeds: number of seeds, starting with the config's.
+        within: maximum relative increase of the loss over that of `sum`; None: no limit.
+        out: folder of the files; None: `communication` in the run directory.
     """
 
     reducers: str = "bfloat16,int8"
@@ -52,13 +52,13 @@ class ComparisonOptions:
 
 
 def run_communication(config: Config, cluster: Cluster, options: ComparisonOptions, keeps_memory: bool = False) -> int:
-    """Trains, prints the table and writes the files. Returns 0, or 1 where a loss is above what `within` allows.
+    """Trains, prints the table and writes the files. Returns 0, or 1 if a loss is above the limit `within`.
 
     Args:
-        keeps_memory: what a step has used is kept for the next, as by `train`; after `allocator.one_arena` only.
+        keeps_memory: the memory of a step is reused by the next, as in `train`; only after `allocator.one_arena`.
 
     Raises:
-        SpmdkitError: `sum` itself cannot be trained, or the options are invalid.
+        SpmdkitError: `sum` cannot be trained, or the options are invalid.
     """
     rows = rows_of(options.reducers, options.syncs, Row(config.reducer, config.sync))
     steps = config.steps if options.steps is None else options.steps
@@ -84,7 +84,7 @@ def run_communication(config: Config, cluster: Cluster, options: ComparisonOptio
 def compare(
     config: Config, cluster: Cluster, rows: Sequence[Row], steps: int, seeds: int, keeps_memory: bool = False
 ) -> dict[str, Any]:
-    """Returns everything that was measured, as plain values. `rows` begin with `sum`."""
+    """Returns all measurements as plain values. The first of `rows` is `sum`."""
     opener = Opener(config, cluster.devices, steps)
     say = _say if cluster.is_main else lambda line: None
     opened = list[Opened]()
@@ -126,20 +126,19 @@ def compare(
 
 
 def _trained(opened: Sequence[Opened], cluster: Cluster, steps: int) -> dict[int, tuple[Trained, Trained]]:
-    """Returns number of row -> (it, and the `sum` that was trained in turns with it), of the rows that have a
-    program."""
-    found = dict[int, tuple[Trained, Trained]]()
+    """Returns row number -> (the trained row, `sum` as trained alternately with it), for the rows with a program."""
+    runs = dict[int, tuple[Trained, Trained]]()
     for group in side_by_side(opened, cluster.devices):
         trained = [Trained(x.program, steps) for x in group if x.program is not None]
         in_turns(trained)
         first = trained[0]
-        for one, of in zip(group, trained, strict=True):
-            found.setdefault(opened.index(one), (of, first))
-    return found
+        for row, run in zip(group, trained, strict=True):
+            runs.setdefault(opened.index(row), (run, first))
+    return runs
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """Returns the lines of the table: columns in line, refusals and notes below."""
+    """Returns the lines of the table, with aligned columns; rejections and notes are below."""
     head = ["", "bytes/step", "of sum", "time/step", "of sum (95 %)", "loss", "over sum"]
     cells = [head, *([row["name"], *_cells(row)] for row in result["rows"] if not row["refused"])]
     seeds = len(result["seeds"])
@@ -177,7 +176,7 @@ def _folder(config: Config, options: ComparisonOptions) -> Path:
 
 
 def _write(result: dict[str, Any], out: Path) -> list[str]:
-    """Writes the JSON, the page and the plot. Returns a line for each, or why there is none."""
+    """Writes the JSON, the page and the plot. Returns a line for each: its path, or why it is missing."""
     files.write_json(out / f"{NAME}.json", result)
     files.write_text(out / f"{NAME}.html", communication_page(files.strict_json(result)))
     return [str(out / f"{NAME}.html"), plot.write(result, out / f"{NAME}.png")]

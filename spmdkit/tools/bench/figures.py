@@ -1,5 +1,5 @@
-"""The figures of a row: bytes, time and loss against `sum`, as plain values for the JSON, the table, the plot and the
-page."""
+"""The figures of a row: bytes, time and loss relative to `sum`, as plain values for the JSON, the table, the plot and
+the page."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Figures = dict[str, Any]
 
 
 def row_figures(opened: Opened, seeds: Sequence[tuple[Trained, Trained]], sum_bytes: float | None) -> Figures:
-    """Returns the figures of a row; of one that was refused its name and the reason.
+    """Returns the figures of a row; for a rejected row, its name and the reason.
 
     Args:
-        seeds: for each seed the row as it was trained, and `sum` as it was trained in turns with it (the row itself,
-            where it had no partner).
-        sum_bytes: what a device sends under `sum` in a step.
+        seeds: for each seed, the trained row and `sum` as trained alternately with it (the row itself, if it was
+            trained alone).
+        sum_bytes: bytes that a device sends per step under `sum`.
     """
     found: Figures = {
         "name": opened.row.name,
@@ -76,7 +76,7 @@ def _loss(seeds: Sequence[tuple[Trained, Trained]], notes: list[str]) -> Figures
 
 
 def against(rows: Sequence[Figures]) -> None:
-    """Adds to each row by what share its loss is above that of `sum`, seed by seed: `loss_more`, and its mean."""
+    """Adds `loss_more` to each row: the relative increase of its loss over `sum`, for each seed; and the mean."""
     plain = rows[0]["loss"]
     for row in (row for row in rows if not row["refused"]):
         pairs = list(zip(row["loss"], plain, strict=True))
@@ -86,15 +86,15 @@ def against(rows: Sequence[Figures]) -> None:
 
 
 def curve(runs: Sequence[Sequence[float]]) -> list[tuple[int, float]]:
-    """Returns (step, training loss) for drawing: means over stretches of steps and over seeds, each at its last
-    step."""
+    """Returns (step, training loss) for plotting: means over intervals of steps and over seeds, each at the last step
+    of its interval."""
     size = max(1, len(runs[0]) // CURVE_POINTS)
     ends = range(size, len(runs[0]) + 1, size)
     return [(end, statistics.fmean(loss for run in runs for loss in run[end - size : end])) for end in ends]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the 95 % interval of the median from order statistics, which assume no distribution: the ranks n/2 -+
+    """Returns the 95 % interval of the median from order statistics (no assumed distribution): the ranks n/2 -+
     0.98 sqrt(n)."""
     ordered, half = sorted(values), 0.98 * math.sqrt(len(values))
     middle = (len(ordered) - 1) / 2
@@ -102,8 +102,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def above(rows: Sequence[Mapping[str, Any]], within: float | None) -> list[str]:
-    """Returns the names of the rows with a loss of more than the share `within` above that of `sum`, or is not
-    finite."""
+    """Returns the names of the rows with a loss above that of `sum` by more than the share `within`, or with a
+    non-finite loss."""
     if within is None:
         return []
     trained = [row for row in rows if not row["refused"] and row["name"] != "sum"]

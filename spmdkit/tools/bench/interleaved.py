@@ -1,7 +1,7 @@
-"""Programs trained in turns, block by block, and the time of each block relative to that of `sum` in the same round.
+"""Trains programs alternately, block by block, and times each block relative to that of `sum` in the same round.
 
-On a shared machine only ratios of neighbouring blocks are meaningful. Every second round runs in reverse order. A block
-holds whole rounds of a sync, so that agreements are as frequent in it as in a long run. Not counted: the first block
+On a shared machine only ratios of adjacent blocks are meaningful. Every second round runs in reverse order. A block is
+a multiple of the period of a sync, so that syncs are as frequent in it as in a long run. Not counted: the first block
 (cold caches), blocks in which a reducer warms up or groups do not train alone yet, and a shorter last one.
 """
 
@@ -20,12 +20,12 @@ from spmdkit.program.dispatch_limit import most_in_flight
 from spmdkit.program.program import Program
 
 BLOCKS = 20
-"""Into how many blocks a run is cut, where the period of its sync allows."""
+"""Number of blocks of a run, if the period of its sync permits."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Steps trained without a pause: their number, the seconds they took, and whether the time counts."""
+    """Steps trained without a pause: their number, their seconds, and whether the time counts."""
 
     steps: int
     seconds: float
@@ -39,13 +39,13 @@ class Block:
 
 @dataclass
 class Trained:
-    """A program that is trained, and what it has shown so far.
+    """A program in training, and its results so far.
 
     Attributes:
         losses: of each step, over all groups.
         blocks: in the order of rounds.
-        loss: reached in the end: of the whole evaluation set, or where there is none the mean of the training loss over
-            the last tenth of the steps.
+        loss: final loss: over the full evaluation set, or without one the mean of the training loss over the last tenth
+            of the steps.
     """
 
     program: Program
@@ -66,7 +66,7 @@ class Trained:
         return len(self.losses) >= self.steps
 
     def train_block(self) -> None:
-        """Trains the next block, with the clock on nothing else: losses are fetched after it."""
+        """Trains the next block. Only the steps are timed: losses are fetched after the block."""
         first = len(self.losses) + 1
         last = min(first + self.block_steps - 1, self.steps)
         jax.block_until_ready(self._state)
@@ -106,23 +106,23 @@ def _loss(metrics: Any) -> float:
 
 
 def period(program: Program) -> int:
-    """Returns after how many steps the programs that a run calls come again in the same order."""
+    """Returns the number of steps after which the sequence of programs that a run calls repeats."""
     return math.lcm(*(phase.every for phase in program.phases if phase.until is None))
 
 
 def first_lasting(program: Program) -> int:
-    """Returns the last step that is not yet as those of a long run: of a warm-up, or before groups train alone."""
+    """Returns the last step that differs from those of a long run: in a warm-up, or before groups train alone."""
     return max((phase.until for phase in program.phases if phase.until is not None), default=0)
 
 
 def block_steps(program: Program, steps: int) -> int:
-    """Returns the steps of a block: whole periods, about a twentieth of the run."""
+    """Returns the steps of a block: a multiple of the period, about a twentieth of the run."""
     every = period(program)
     return every * max(1, round(steps / BLOCKS / every))
 
 
 def in_turns(trained: Sequence[Trained]) -> None:
-    """Trains all to their end, a block each in turn."""
+    """Trains all programs to their end, alternating after each block."""
     number = 0
     while waiting := [x for x in trained if not x.is_done]:
         for x in waiting if number % 2 == 0 else waiting[::-1]:
@@ -131,6 +131,6 @@ def in_turns(trained: Sequence[Trained]) -> None:
 
 
 def ratios(of: Trained, to: Trained) -> list[float]:
-    """Returns the time of a step over that of `to`, for each round in which both count."""
+    """Returns the time of a step over that of `to`, for each round in which both blocks count."""
     pairs = zip(of.blocks, to.blocks, strict=False)
     return [a.step_s / b.step_s for a, b in pairs if a.counts and b.counts]

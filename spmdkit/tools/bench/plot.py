@@ -1,5 +1,4 @@
-"""The PNG of `spmdkit bench communication`, drawn by matplotlib (extra `plot`): loss over bytes, the course of the
-loss, time."""
+"""The PNG of `spmdkit bench communication`, drawn by matplotlib (extra `plot`): loss over bytes, loss curves, time."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ INCHES, DPI = (15.0, 4.8), 120
 
 
 def write(result: Mapping[str, Any], path: Path) -> str:
-    """Writes the picture of a result. Returns its path, or why there is none."""
+    """Plots a result. Returns the path of the file, or why there is none."""
     if importlib.util.find_spec("matplotlib") is None:
         return "no PNG: matplotlib is not installed. Try pip install 'spmdkit[plot]'. The page has the plots."
     from matplotlib.figure import Figure

@@ -1,5 +1,5 @@
-"""The compiled programs of a comparison, and what a device sends under each: the figures of `plan`. A row that the
-mesh or the task rejects carries the reason in one line."""
+"""The compiled programs of a comparison, and the bytes that a device sends under each, computed as by `plan`. A row
+that the mesh or the task rejects has the reason in one line."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from spmdkit.program.task import Task
 from spmdkit.tools.bench.variants import BASELINE, Row
 
 OFF: Mapping[str, Any] = {"checkpoint": None, "budget": None, "profile": None}
-"""Sections that a benchmark switches off."""
+"""Sections that a benchmark disables."""
 
 
 Traffic = Mapping[str, float | None]
 
 
 def traffic_of(program: Program, steps: int) -> Traffic:
-    """Returns the bytes that one device sends, by the formulas of `plan.collectives_bill`; None where a loop's length
-    is unknown: in a step of a long run (programs that run after some steps shared out over them), in the step that
-    sends most, and in a step of a run of `steps` steps, its warm-up and its start included."""
+    """Returns the bytes that one device sends, by the formulas of `plan.collectives_bill`; None if the length of a loop
+    is unknown: per step of a long run (programs that run after some steps are averaged over them), in the step that
+    sends most, and per step of a run of `steps` steps, including its warm-up and its start."""
     of_phases = phases(program, read_program(program))
     step, *others = (bill.bytes_at_least for _, bill in of_phases)
     if any(bill.bytes is None for _, bill in of_phases):
@@ -50,7 +50,7 @@ def traffic_of(program: Program, steps: int) -> Traffic:
 
 @dataclass(frozen=True)
 class Opened:
-    """A row's compiled program with what it sends, or why there is none."""
+    """A row's compiled program with the bytes that it sends, or why there is none."""
 
     row: Row
     program: Program | None = None
@@ -59,7 +59,7 @@ class Opened:
 
 
 class Opener:
-    """Opens the rows of a config for a seed, on the devices of all processes, the task loaded once."""
+    """Opens the rows of a config for a seed, on the devices of all processes. The task is loaded once."""
 
     def __init__(self, config: Config, devices: Sequence[jax.Device], steps: int):
         self._config = replace_keys(config, {**OFF, "reducer": "sum", "sync": "every_step", "steps": steps})
@@ -75,7 +75,7 @@ class Opener:
         try:
             changes = {"reducer": row.reducer, "sync": row.sync, "seed": seed, **self._settled}
             program = open_program(replace_keys(self._config, changes), self._task, self._devices)
-            if row == BASELINE:  # every row computes as `sum` does where the config leaves that open
+            if row == BASELINE:  # settings that the config leaves open are those of `sum` in every row
                 chosen = program.config
                 self._settled = {"microbatches": chosen.microbatches, "remat": chosen.model_dump()["remat"]}
             check_fits(program, self._devices)
@@ -87,7 +87,7 @@ class Opener:
 
 
 def check_fits(program: Program, devices: Sequence[jax.Device]) -> None:
-    """Raises ConfigError where a step needs more memory than a device has."""
+    """Raises ConfigError if a step needs more memory than a device has."""
     needed, limit = program.step_bytes, memory_limit(devices)
     if not needed.fits(limit):
         has = "less" if limit is None else format_bytes(limit)
@@ -97,10 +97,10 @@ def check_fits(program: Program, devices: Sequence[jax.Device]) -> None:
 
 
 def side_by_side(opened: Sequence[Opened], devices: Sequence[jax.Device]) -> Iterator[list[Opened]]:
-    """Yields the rows that are trained in turns, `sum` first in each group: as many as fit into the memory with their
+    """Yields groups of rows that are trained alternately, `sum` first in each: as many as fit into memory with their
     states.
 
-    Where not even two do, each is alone, and its time is compared with nothing.
+    If not even two rows fit, each is alone and its time is not compared.
     """
     limit = memory_limit(devices)
     first, *rest = (x for x in opened if x.program is not None)

@@ -1,4 +1,4 @@
-"""What is compared: a reducer and a sync each, read from the command line's `int8,powersgd(rank=4)`."""
+"""The rows of a comparison: a reducer and a sync each, read from the command line's `int8,powersgd(rank=4)`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _CALL = re.compile(r"([^\s(){}\[\],]+)\((.*)\)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Row:
-    """One way of adding gradients over replicas, and one of agreeing."""
+    """A reducer of gradients over replicas, and a sync."""
 
     reducer: Choice = "sum"
     sync: Choice = "every_step"
 
     @property
     def name(self) -> str:
-        """How tables call it: `sum`, `int8`, `local_sgd(every=16)`, `int8, local_sgd(every=16)`."""
+        """The name in tables: `sum`, `int8`, `local_sgd(every=16)`, `int8, local_sgd(every=16)`."""
         parts = [choice_text(x) for x, plain in ((self.reducer, "sum"), (self.sync, "every_step")) if x != plain]
         return ", ".join(parts) or "sum"
 
@@ -35,11 +35,11 @@ BASELINE = Row()
 
 
 def rows_of(reducers: str, syncs: str, own: Row) -> list[Row]:
-    """Returns `sum` in every step, then each reducer in every step, each sync with `sum`, and what the config itself
-    has; each once.
+    """Returns `sum` in every step, then each reducer in every step, each sync with `sum`, and the config's reducer and
+    sync; without duplicates.
 
     Raises:
-        ConfigError: there is no such kind, or the options are not its.
+        ConfigError: an unknown kind, or options that it does not have.
     """
     requested = [Row(reducer=choice) for choice in read(reducers, "reducers")]
     requested += [Row(sync=choice) for choice in read(syncs, "syncs")]
@@ -53,7 +53,7 @@ def rows_of(reducers: str, syncs: str, own: Row) -> list[Row]:
 
 
 def read(text: str, option: str) -> list[Choice]:
-    """Returns the choices of `int8,powersgd(rank=4)`; what a config has, `{powersgd: {rank: 4}}`, is read too.
+    """Returns the choices of `int8,powersgd(rank=4)`, or of a config's `{powersgd: {rank: 4}}`.
 
     Args:
         option: `reducers` or `syncs`.
@@ -84,13 +84,13 @@ def _choice(part: str, option: str) -> Choice:
 
 
 def _named(argument: str) -> tuple[str | None, str]:
-    """Returns (name, YAML) of `every=16`; no name of a value alone."""
+    """Returns (name, YAML) of `every=16`; the name is None for a value alone."""
     name, equals, value = argument.partition("=")
     return (name.strip(), value.strip()) if equals and name.strip().isidentifier() else (None, argument)
 
 
 def _parts(text: str, option: str) -> list[str]:
-    """Returns what stands between the commas that are in no brackets."""
+    """Returns the parts of a text between the commas that are outside brackets."""
     depth, parts = 0, [""]
     for character in text:
         depth += (character in "([{") - (character in ")]}")
@@ -106,7 +106,7 @@ def _parts(text: str, option: str) -> list[str]:
 
 
 def choice_text(choice: Choice) -> str:
-    """Returns a choice as the command line writes it: `int8`, `stale(2)`, `diloco(every=16, reducer=int8)`."""
+    """Returns a choice in the syntax of the command line: `int8`, `stale(2)`, `diloco(every=16, reducer=int8)`."""
     name, options = plugins.split(choice)
     if not isinstance(options, Mapping):
         return f"{name}({_yaml(options)})"

@@ -1,1 +1,1 @@
-"""Fault-injection drills: the user's own job with injected faults, compared with the same job without them."""
+"""Fault-injection drills: the user's job with injected faults, compared with the same job without them."""

@@ -1,8 +1,8 @@
-"""`spmdkit drill`: the user's job without faults, and again with the requested faults; what they cost, and whether both
-end the same. Both run under the launcher, in `<run_dir>_drill/1/undisturbed` and `.../disturbed`.
+"""`spmdkit drill`: runs the user's job without faults and with the requested faults, and reports the cost of the faults
+and whether both runs end the same. Both run under the launcher, in `<run_dir>_drill/1/undisturbed` and `.../disturbed`.
 
-A drill passes when every fault was injected, the run exited with 0, no committed step was lost, and state and metrics
-equal those of the undisturbed run bitwise, unless the config allows a fault to change them.
+A drill passes if every fault was injected, the run exited with 0, no committed step was lost, and state and metrics
+are bitwise equal to those of the undisturbed run, unless the config allows a fault to change them.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class DrillRequest:
 
 
 def run_drill(request: DrillRequest) -> int:
-    """Runs a drill and prints its result. Returns 0 if it passed, 1 if not, and the exit code of the undisturbed run
-    if that one failed.
+    """Runs a drill and prints its result. Returns 0 if it passed, 1 if it failed, and the exit code of the undisturbed
+    run if that run failed.
 
     Raises:
         ConfigError: the config or the request is invalid.
@@ -64,7 +64,7 @@ def run_drill(request: DrillRequest) -> int:
 
 
 def _run_both(request: DrillRequest, config: Config, faults: Sequence[Fault], network: Network | None) -> int:
-    """Runs the job without and with its faults, and prints the result."""
+    """Runs the job without and with the faults, and prints the result."""
     folder = _new_folder(config)
     _report(f"without faults, in {folder / 'undisturbed'}")
     clean = Driver(folder / "undisturbed", request.num_processes, network=network)
@@ -92,7 +92,7 @@ def _run_both(request: DrillRequest, config: Config, faults: Sequence[Fault], ne
 
 
 def _checked(request: DrillRequest, config: Config) -> list[Fault]:
-    """Returns the faults. Raises ConfigError where a drill with them proves nothing."""
+    """Returns the faults. Raises ConfigError if a drill with them has no valid result."""
     if not request.faults:
         raise ConfigError(
             "drill: no fault is requested. A drill injects faults. Try --fault kill:1@20, or --fault kill:random "
@@ -197,7 +197,7 @@ def _result(
 
 
 def _failures(disturbed: Driver, code: int, leaf: str, record: str) -> list[str]:
-    """Returns why a drill failed, an empty list where it passed."""
+    """Returns why a drill failed; an empty list if it passed."""
     failed = [each for each in disturbed.injections if each.failed]
     why = [f"fault {each.number}, {each.fault}, could not be injected: {each.failed}" for each in failed]
     missing = disturbed.num_requested - len(disturbed.injections)

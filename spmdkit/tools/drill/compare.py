@@ -13,7 +13,7 @@ from spmdkit.tools.drill.corrupt import newest
 
 
 def different_leaf(clean: Path, disturbed: Path) -> str:
-    """Returns what differs between the last states of two runs, an empty text where they are bitwise equal."""
+    """Returns the difference between the last states of two runs; empty if they are bitwise equal."""
     steps = [newest(run) for run in (clean, disturbed)]
     if steps[0] != steps[1]:
         return f"the last step is {steps[1]}, without faults {steps[0]}"
@@ -36,8 +36,7 @@ def _distance(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def different_record(clean: Path, disturbed: Path) -> str:
-    """Returns the first line of metrics.jsonl that differs, an empty text where none does. Measured times are left
-    out."""
+    """Returns the first line of metrics.jsonl that differs; empty if none does. Measured times are ignored."""
     theirs, ours = (_records(run) for run in (clean, disturbed))
     for a, b in zip(theirs, ours, strict=False):
         if a != b:

@@ -1,4 +1,4 @@
-"""Damages the newest checkpoint while no process of the run is alive: truncates a file, or flips one bit of it."""
+"""Damages the newest checkpoint while no process of the run is alive: truncates a file, or flips one bit in it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from spmdkit.foundation.constants import is_step_name
 
 
 def newest(run_dir: Path) -> int:
-    """Returns the newest committed step of a run, 0 where there is none."""
+    """Returns the newest committed step of a run; 0 if there is none."""
     return max((int(p.name) for p in (run_dir / "checkpoints").glob("*") if is_step_name(p.name)), default=0)
 
 
 def unfinished(run_dir: Path) -> str:
-    """Returns the name of an unfinished save, an empty text where there is none."""
+    """Returns the name of an unfinished save; empty if there is none."""
     return max((path.name for path in (run_dir / "checkpoints").glob(f"*{TEMPORARY_MARK}")), default="")
 
 
 def damage(run_dir: Path, kind: str, rng: random.Random) -> str:
-    """Damages the largest file of the newest checkpoint and returns its path; an empty text where there is none.
+    """Damages the largest file of the newest checkpoint and returns its path; empty if there is none.
 
     `kind`: "truncate" halves its length, "corrupt" flips one bit anywhere in it.
     """

@@ -1,9 +1,9 @@
 """`Driver`: observes a job from the launcher's loop, records what each process does, and injects faults one at a time.
 
-A fault at a step or a save is requested in advance, and the process itself injects it there
-(faults/injection/inject.py); one at a time is injected here. The next fault is requested once the previous one has
-ended its attempt or was detected. Where a job continues without a lost process (launch/membership.py), one process has
-several children in one attempt; the last of them counts.
+A fault at a step or a save is requested in advance, and the process injects it (faults/injection/inject.py). A fault
+with a time is injected here. The next fault is requested after the previous one has ended its attempt or was detected.
+If a job continues without a lost process (launch/membership.py), one process has several children in one attempt; the
+last of them counts.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Driver:
         self.attempts: list[Start] = []
         self.bars = [Bars() for _ in range(num_processes)]
         self.stop_signal: int | None = None
-        self.committed: set[int] = set()  # steps that the run has reported as saved, and that are not damaged
+        self.committed: set[int] = set()  # steps that the run has reported as saved, without damaged ones
         self.num_saves = 0
         self.lost_commits: list[tuple[int, int]] = []  # (committed step, the older step from which the run resumed)
         self._events = Events(run_dir)
@@ -110,7 +110,7 @@ class Driver:
         return {DRILL_FILE: note.path}, [note.descriptor]
 
     def look(self, children: Sequence[Child]) -> None:
-        """Records what the processes do now, and injects faults that are due."""
+        """Records what each process does now, and injects faults that are due."""
         now, attempt = self._clock(), self.attempts[-1]
         all_children, children = children, _current_children(children)
         if len(children) < self._num_processes:
@@ -140,7 +140,7 @@ class Driver:
             self._request_next(all_children, new_attempt=False)
 
     def ended(self, children: Sequence[Child], stop_signal: int | None) -> None:
-        """Records the end of an attempt, and damages a checkpoint where that is requested."""
+        """Records the end of an attempt, and damages a checkpoint if that is requested."""
         now, attempt = self._clock(), self.attempts[-1]
         self.stop_signal, self._between_attempts = stop_signal, True
         children = _current_children(children)
@@ -181,7 +181,7 @@ class Driver:
     # ---- injecting ---------------------------------------------------------------------------------------------------
 
     def _request_next(self, children: Sequence[Child], new_attempt: bool) -> None:
-        """Requests the next fault; one that was not injected in the previous attempt is requested again."""
+        """Requests the next fault; a fault that was not injected in the previous attempt is requested again."""
         injection = self._pending
         if injection is None:
             if not self._queue:
@@ -259,7 +259,7 @@ class Driver:
         self.injections.append(injection)
 
     def _read_result(self, children: Sequence[Child]) -> None:
-        """Reads whether a process has injected the pending fault, or has reached its moment."""
+        """Reads whether a process has injected the pending fault, or has reached the moment of injection."""
         injection = self._pending
         if injection is None or injection.fired is not None or self._requested is None:
             return
@@ -277,7 +277,7 @@ class Driver:
     # ---- observing --------------------------------------------------------------------------------------------------
 
     def _unrecovered(self) -> list[InjectionResult]:
-        """Returns the faults after which training has not yet passed the step that it had reached."""
+        """Returns the faults after which training has not yet passed the step that it had reached before."""
         return [injection for injection in self.injections if injection.recovered is None and not injection.overtaken]
 
     def _note_deaths(self, children: Sequence[Child], now: float) -> None:
@@ -293,7 +293,7 @@ class Driver:
     def _note_recovery(self, children: Sequence[Child], steps: Sequence[int], now: float) -> None:
         for injection in self._unrecovered():
             assert injection.fired is not None
-            dead = [c.process for c in children if c.exit is not None and c.exit.code]  # exit code 0: it has finished
+            dead = [c.process for c in children if c.exit is not None and c.exit.code]  # exit code 0: finished
             if injection.detected is None and dead:
                 injection.detected, injection.detected_by = now, f"the exit of process {dead[0]}"
             ends = injection.fault.kind in ENDS_ATTEMPT
@@ -344,7 +344,7 @@ class Driver:
 
 
 def _current_children(children: Sequence[Child]) -> list[Child]:
-    """Returns the current child of each process; no replaced children, no standbys."""
+    """Returns the current child of each process; replaced children and standbys are omitted."""
     last = {child.process: child for child in children if not child.in_waiting and not child.mourned}
     return [last[process] for process in sorted(last)]
 

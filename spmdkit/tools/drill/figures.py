@@ -1,8 +1,8 @@
-"""The figures of a drill, computed from what was observed.
+"""The figures of a drill, computed from its observations.
 
 detection   from the fault until the launcher or the run detected it
-recovery    from the fault until every process had begun a step that none had begun before; without faults that were
-            followed by another one before that
+recovery    from the fault until every process had begun a step that no process had begun before; excluding faults that
+            were followed by another one before that
 lost        steps that were begun and not restored, all of which are repeated
 goodput     seconds from the first step to the end without faults / the same with faults
 """
@@ -36,7 +36,7 @@ def work_seconds(attempts: Sequence[Start]) -> float:
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Returns median, 90th percentile, maximum and count, None of no values."""
+    """Returns median, 90th percentile, maximum and count; None without values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -91,7 +91,7 @@ def summary(injections: Sequence[InjectionResult], attempts: Sequence[Start], cl
 
 
 def shares(bars: Sequence[Bars]) -> dict[str, float]:
-    """Returns each kind of bar -> its share of the time of all processes."""
+    """Returns kind of bar -> its share of the time of all processes."""
     seconds = {kind: sum(b.end - b.begin for each in bars for b in each.bars if b.kind == kind) for kind in BARS}
     total = sum(seconds.values()) or 1.0
     return {kind: round(s / total, 4) for kind, s in seconds.items() if s > 0}

@@ -1,8 +1,8 @@
-"""Simulated hosts for network faults: each process of the job runs in its own network namespace, connected by a switch
-in user space (virtual_switch.py; not every kernel has netem).
+"""Simulated hosts for network faults: each process of the job runs in a separate network namespace, connected by a
+switch in user space (virtual_switch.py; not every kernel has netem).
 
-The namespaces have no names and no files: open descriptors hold them, so they end with the drill. The machine's own
-network is not touched; the launcher also runs in a namespace. Linux, as root.
+The namespaces have no names and no files: open descriptors hold them, so they end with the drill. The machine's network
+is not modified; the launcher also runs in a namespace. Linux, as root.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Rules = list[tuple[int, int, float, float, float]]
 
 
 def missing_support() -> str:
-    """Returns why this machine cannot simulate hosts, or an empty text."""
+    """Returns why this machine cannot simulate hosts; empty if it can."""
     if not sys.platform.startswith("linux"):
         return "network namespaces exist on Linux only"
     if os.geteuid() != 0:
@@ -80,7 +80,7 @@ class Network:
             _enter(self._own)
 
     def inject(self, kind: str, process: int) -> str:
-        """Injects a fault into the network of a process; returns why it failed, or an empty text."""
+        """Injects a fault into the network of a process; returns why it failed, empty if it did not."""
         return self._set_rules(rules_of(kind, process, len(self._spaces)))
 
     def restore(self) -> None:
@@ -99,7 +99,7 @@ class Network:
 
 @contextlib.contextmanager
 def network_for(faults: Sequence[Fault], num_processes: int) -> Iterator[Network | None]:
-    """Yields simulated hosts for the processes of a drill, None without network faults. The calling thread runs in a
+    """Yields simulated hosts for the processes of a drill; None without network faults. The calling thread runs in a
     namespace of the drill until the end.
 
     Raises:

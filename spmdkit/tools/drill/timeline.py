@@ -1,4 +1,4 @@
-"""What a drill observes. Times are seconds of the machine's monotonic clock."""
+"""The observations of a drill. Times are seconds of the machine's monotonic clock."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from spmdkit.metrics.events import parse_time
 from spmdkit.tools.drill.timing import Moment
 
 BARS = ("start", "compile", "restore", "step", "wait", "evaluate", "save", "end", "left", "dead", "restart")
-"""What a process does, as the page draws it: `left` exited by itself, `dead` until all have exited, `restart` until it
-is started again."""
+"""Activities of a process, as drawn on the page: `left` exited by itself, `dead` until all have exited, `restart` until
+it is started again."""
 
 _OF_PHASE = {"begin": "start", "import": "start", "init": "compile", "evaluation": "evaluate", "waiting": "wait"}
 _OF_PHASE |= {name: name for name in ("compile", "restore", "save", "end")}
 
 
 def bar_of(phase: str | None) -> str:
-    """Returns the bar of a phase ; None: the process has not reported yet."""
+    """Returns the bar of a phase; None: the process has not reported yet."""
     return "start" if phase is None else _OF_PHASE.get(phase, "step")
 
 
@@ -34,13 +34,13 @@ class Interval:
 
 
 class Bars:
-    """The time line of one process, from samples of what it does."""
+    """The time line of one process, from samples of its activity."""
 
     def __init__(self) -> None:
         self.bars: list[Interval] = []
 
     def at(self, kind: str, now: float) -> None:
-        """Records what the process does now; the previous interval ends here."""
+        """Records the current activity of the process; it ends the previous interval."""
         if self.bars:
             self.bars[-1].end = now
         if not self.bars or self.bars[-1].kind != kind:
@@ -49,7 +49,7 @@ class Bars:
 
 @dataclass
 class InjectionResult:
-    """One injected fault and what followed. Times are None until they are known."""
+    """One injected fault and its consequences. Times are None until they are known."""
 
     fault: Fault
     number: int
@@ -57,17 +57,17 @@ class InjectionResult:
     moment: Moment | None  # when it was due; None: `fault.seconds`
     attempt: int = 0
     fired: float | None = None
-    reached: int = 0  # the newest step that any process had begun by then
-    phase: str = ""  # what the process did then
-    failed: str = ""  # why it could not be injected
-    detected: float | None = None  # when the launcher or the run first detected it, and by what
+    reached: int = 0  # the newest step that any process had begun at the injection
+    phase: str = ""  # activity of the process at the injection
+    failed: str = ""  # why the injection failed
+    detected: float | None = None  # when the launcher or the run first detected it, and how
     detected_by: str = ""
     restored: int | None = None  # the step from which training resumed
-    recovered: float | None = None  # when every process had begun a step that none had begun before
+    recovered: float | None = None  # when every process had begun a step that no process had begun before
     overtaken: bool = False  # another fault was injected before that
-    in_process: bool = False  # the others continued without it in the same start
+    in_process: bool = False  # the remaining processes continued without it in the same start
     damaged: str = ""
-    unfinished: str = ""  # the save that the end of the attempt left half written
+    unfinished: str = ""  # the save that was incomplete at the end of the attempt
 
     @property
     def lost(self) -> int | None:
@@ -86,7 +86,7 @@ class Start:
 
 
 class Events:
-    """The lines of `events.jsonl` as they are written, each once."""
+    """The lines of `events.jsonl` as they are written, each one once."""
 
     def __init__(self, run_dir: Path):
         self._path, self._at = run_dir / "events.jsonl", 0

@@ -1,8 +1,8 @@
 """When a random fault is injected: any process, any phase, drawn from a seed.
 
 A quarter is injected while the processes start, a quarter while a save is written, and half up to two step times after
-a step. The launcher gives up after three attempts in a row that commit no step (launch/restart_policy.py), so after two
-such attempts the next fault is injected only after a commit.
+a step. The launcher gives up after three consecutive attempts without a committed step (launch/restart_policy.py), so
+after two such attempts the next fault is injected only after a commit.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ SAVE_S = 0.3
 
 @dataclass(frozen=True)
 class Pace:
-    """The undisturbed run."""
+    """The durations of the undisturbed run."""
 
-    start_s: float  # until the first step
+    start_s: float  # seconds until the first step
     step_s: float
-    save_steps: int  # between two saves
+    save_steps: int  # steps between two saves
 
 
 @dataclass(frozen=True)
 class Moment:
     """When a fault is injected within an attempt."""
 
-    at: str  # start, step, or save, after which the save before is committed
-    delay_s: float = 0.0  # after that
+    at: str  # start, step or save; at a save, the previous save is committed
+    delay_s: float = 0.0  # seconds after it
     number: int = 0  # of the step, or of the save in the attempt
 
 
@@ -41,7 +41,7 @@ def draw(rng: random.Random, pace: Pace, newest: int, steps_left: int, faults_le
     Args:
         newest: the step from which the attempt resumes.
         steps_left, faults_left: of the run, this fault included.
-        idle: attempts in a row without a commit.
+        idle: consecutive attempts without a commit.
     """
     kind = rng.random()
     late_s = rng.uniform(0, MAX_DELAY_STEPS * pace.step_s)

@@ -4,8 +4,8 @@ them by rules. network.py runs it by its path.
     python -I -S virtual_switch.py DESCRIPTOR ...
 
 Each line on standard input is a JSON list of rules `[from, to, lost, delay_s, bytes_per_s]` that replaces the previous
-one: ports are numbers of descriptors, `lost` is a fraction of the frames, and `bytes_per_s` limits the rate by a token
-bucket, 0 without a limit. A frame that would wait longer than MAX_QUEUED_S is dropped. Measured: 3.4 Gbit/s between two
+list: ports are numbers of descriptors, `lost` is a fraction of the frames, and `bytes_per_s` limits the rate by a token
+bucket (0: no limit). A frame that would wait longer than MAX_QUEUED_S is dropped. Measured: 3.4 Gbit/s between two
 hosts (2026-11-22).
 """
 
@@ -60,7 +60,7 @@ class Switch:
                 heapq.heappush(self._waiting, (max(begin, now) + delay_s, self._count, to, frame))
 
     def send_due(self) -> float:
-        """Sends the frames that are due; returns the seconds until the next one is."""
+        """Sends the frames that are due; returns the seconds until the next frame is due."""
         while self._waiting and self._waiting[0][0] <= time.monotonic():
             _, _, to, frame = heapq.heappop(self._waiting)
             try:

@@ -1,4 +1,4 @@
-"""Configs of other projects, read setting by setting."""
+"""Translates configs of other projects, setting by setting."""
 
 from spmdkit.tools.migrate.command import migrate
 

@@ -31,7 +31,7 @@ from spmdkit.tools.migrate.base import (
 
 NAMES = frozenset({"distributed_type", "compute_environment", "main_training_function"})
 NAMES |= {"fsdp_config", "deepspeed_config", "parallelism_config"}
-"""A file that has one of these is Accelerate's."""
+"""Settings that identify a file of Accelerate."""
 
 _MEET = automatic(
     "processes find each other by the variables of what starts them: `spmdkit launch`, Slurm, torchrun, TF_CONFIG ..."
@@ -44,7 +44,7 @@ _STRATEGIES = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "H
 
 
 def migrate(settings: Mapping[str, Any], devices: int, folder: Path) -> Migration:
-    """Returns what the settings are here. `folder`: where the file lies, for a DeepSpeed file that it names."""
+    """Returns the translation of the settings. `folder`: the folder of the file, for a DeepSpeed file that it names."""
     migration = Migration(devices)
     table = {**TABLE, "deepspeed_config": _deepspeed_table(folder), "downcast_bf16": _downcast(settings)}
     ordered = sorted(settings, key=lambda name: name == "downcast_bf16")  # it refines mixed_precision
@@ -81,8 +81,8 @@ def _precision(migration: Migration, key: str, value: Any) -> None:
 
 
 def _downcast(settings: Mapping[str, Any]) -> Rule:
-    """Returns the rule of `downcast_bf16`, which is about bf16 on TPUs alone: everything is in it then, the parameters
-    too."""
+    """Returns the rule of `downcast_bf16`, which only concerns bf16 on TPUs: all arrays are then bf16, including the
+    parameters."""
     if str(settings.get("mixed_precision")) != "bf16":
         return automatic("it has no effect without mixed_precision: bf16")
     whole = {"compute": "bfloat16", "params": "bfloat16"}
@@ -119,7 +119,7 @@ def _reshard(migration: Migration, key: str, value: Any) -> None:
 
 
 def _axis(axis: str) -> Any:
-    """Returns the rule of the size of a mesh axis; 1 is left out."""
+    """Returns the rule of the size of a mesh axis; a size of 1 is omitted."""
     return when(lambda v: v in (None, 1), automatic(f"mesh.{axis} is 1"), to(f"mesh.{axis}"))
 
 

@@ -10,7 +10,7 @@ KINDS = (MAPPED, AUTOMATIC, MEANINGLESS, UNKNOWN)
 
 
 class Translation(NamedTuple):
-    """The translation of one setting: `why` is its new key, or why it has none and what to do instead."""
+    """The translation of one setting: `why` is its new key, or why it has none and what to do about it."""
 
     kind: str
     key: str
@@ -31,7 +31,7 @@ class Migration:
         self.lines: list[Translation] = []
 
     def put(self, path: str, value: Any) -> None:
-        """Sets `a.b` of the config; a list is added to the one that is there."""
+        """Sets `a.b` of the config; a list is appended to an existing one."""
         *folders, name = path.split(".")
         section = self.config
         for folder in folders:
@@ -103,13 +103,13 @@ def apply(rule: Rule, migration: Migration, key: str, value: Any) -> None:
 
 
 def section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Returns the settings of a section, none if it is not a section."""
+    """Returns the settings of a section; empty if it is not a section."""
     found = settings.get(name)
     return found if isinstance(found, Mapping) else {}
 
 
 def to(path: str, of: Callable[[Any], Any] = lambda value: value, note: str = "") -> Rule:
-    """Returns the rule of a setting that has a key here. None and "auto" keep the default."""
+    """Returns the rule of a setting that has a key in spmdkit. None and "auto" leave the default."""
 
     def rule(migration: Migration, key: str, value: Any) -> None:
         if value is None or value == "auto":
@@ -121,12 +121,12 @@ def to(path: str, of: Callable[[Any], Any] = lambda value: value, note: str = ""
 
 
 def automatic(why: str) -> Rule:
-    """Returns the rule of a setting that needs no key here."""
+    """Returns the rule of a setting that needs no key in spmdkit."""
     return lambda migration, key, value: migration.report(AUTOMATIC, key, value, why)
 
 
 def meaningless(why: str) -> Rule:
-    """Returns the rule of a setting that has no counterpart here."""
+    """Returns the rule of a setting that has no counterpart in spmdkit."""
     return lambda migration, key, value: migration.report(MEANINGLESS, key, value, why)
 
 
@@ -146,24 +146,24 @@ def when(wanted: Callable[[Any], bool], then: Rule, otherwise: Rule) -> Rule:
 
 
 def unless_off(why: str) -> Rule:
-    """Returns the rule of a switch that has no counterpart here when it is on."""
+    """Returns the rule of a switch that has no counterpart in spmdkit when it is on."""
     return when(is_on, meaningless(why), automatic("off"))
 
 
 def flag(path: str, value: Any, why_not: str, note: str = "") -> Rule:
-    """Returns the rule of a switch: on sets a key to `value`; off sets nothing; "auto" is a value of the
-    trainer."""
+    """Returns the rule of a switch: on sets a key to `value`; off sets nothing; with "auto" the trainer sets the
+    value."""
     off = when(lambda given: given == "auto", automatic(f"the trainer's own value: set {path}"), automatic(why_not))
     return when(is_on, lambda m, key, given: m.mapped(key, given, path, value, note), off)
 
 
 def is_on(value: Any) -> bool:
-    """Returns whether a switch is on, as YAML and JSON files write it."""
+    """Returns whether a switch of a YAML or JSON file is on."""
     return str(value).strip().lower() in ("true", "yes", "on", "1")
 
 
 def shown(value: Any) -> str:
-    """Returns a value as YAML writes it within a line."""
+    """Returns a value as one line of YAML."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{k}: {shown(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):

@@ -1,5 +1,5 @@
-"""`spmdkit migrate FILE`: reads another project's config and prints one of spmdkit, with a line for each of its
-settings."""
+"""`spmdkit migrate FILE`: reads the config of another project and prints one for spmdkit, with a line for each
+setting."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TASK = "task.py:task"
 
 
 def migrate(path: str | Path, project: str | None = None, devices: int = 1) -> str:
-    """Returns the config as YAML; followed by the translation of each setting, as comments.
+    """Returns the config as YAML, followed by the translation of each setting as comments.
 
     Args:
-        project: accelerate, deepspeed, maxtext or an installed plug-in; None: the one with the most settings of the
-            file.
+        project: accelerate, deepspeed, maxtext or an installed plug-in; None: the project that knows most of the
+            settings in the file.
         devices: sizes per device are multiplied by this.
     Raises: ConfigError for a file that cannot be read, is not a mapping, or belongs to no known project.
     """
@@ -49,7 +49,7 @@ def problem_of(migration: Migration) -> str:
 
 
 def read(path: Path) -> Mapping[str, Any]:
-    """Returns the settings of a YAML or JSON file. Raises ConfigError where there are none."""
+    """Returns the settings of a YAML or JSON file. Raises ConfigError if there are none."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(
@@ -94,8 +94,8 @@ def chosen(
 
 
 def text(migration: Migration, source: str, problem: str = "") -> str:
-    """Returns the config as YAML with a comment for each setting, unknown ones first, and at the top why the config is
-    rejected."""
+    """Returns the config as YAML with a comment for each setting, unknown ones first. If the config is rejected, the
+    reason is at the top."""
     head = [
         f"# From {source}; check it with `spmdkit config check`. The translation of each setting is listed at the end."
     ]

@@ -34,13 +34,13 @@ _TRACKER = meaningless(
 )
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 NAMES = frozenset({*_SIZES, "zero_optimization"})
-"""A file that has one of these is DeepSpeed's."""
+"""Settings that identify a file of DeepSpeed."""
 
 
 def migrate(settings: Mapping[str, Any], devices: int, folder: Path) -> Migration:
-    """Returns what the settings are here."""
+    """Returns the translation of the settings."""
     migration = Migration(devices)
-    ordered = sorted(settings, key=lambda name: name == "scheduler")  # the optimizer's rate, wherever it is given
+    ordered = sorted(settings, key=lambda name: name == "scheduler")  # last: it uses the optimizer's rate
     walk(migration, {name: settings[name] for name in ordered}, TABLE)
     _batch(migration, settings)
     stage = migration.config.get("layout", {}).get("zero", 0)
@@ -52,7 +52,7 @@ def migrate(settings: Mapping[str, Any], devices: int, folder: Path) -> Migratio
 
 
 def _batch(migration: Migration, settings: Mapping[str, Any]) -> None:
-    """Sets batch_size and microbatches from the three numbers, two of which DeepSpeed needs."""
+    """Sets batch_size and microbatches from three numbers, of which DeepSpeed requires two."""
     sizes = {k: settings.get(k) for k in _SIZES}
     total, micro, passes = (x if is_count(x) else None for x in sizes.values())
     if total is None and micro is not None:
@@ -77,7 +77,7 @@ def _batch(migration: Migration, settings: Mapping[str, Any]) -> None:
 
 
 def is_count(value: Any) -> bool:
-    """Returns whether a value is a whole number from 1 on."""
+    """Returns whether a value is a positive integer."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -94,7 +94,7 @@ def stage(migration: Migration, key: str, value: Any) -> None:
 
 
 def offload(part: str) -> Rule:
-    """Returns the rule of a device to which state is moved."""
+    """Returns the rule of a device to which state is offloaded."""
     note = "NVMe is not used: host memory"
     return lambda m, key, value: (
         m.report(AUTOMATIC, key, value, "stays on the device")
@@ -144,7 +144,7 @@ _OPTIONS = {
 
 
 def _scheduler(migration: Migration, key: str, value: Any) -> None:
-    """A schedule of optax where there is one of the same form."""
+    """An optax schedule, if there is one of the same form."""
     kind, params = str(value.get("type", "")), dict(value.get("params") or {})
     numbers = all(isinstance(x, int | float) for k, x in params.items() if k != "warmup_type")
     if kind == "WarmupLR" and numbers:

@@ -28,7 +28,7 @@ from spmdkit.tools.migrate.base import (
 
 NAMES = frozenset({"base_config", "base_emb_dim", "base_mlp_dim", "decoder_block", "max_target_length", "remat_policy"})
 NAMES |= {"per_device_batch_size", "ici_fsdp_parallelism", "mesh_axes"}
-"""A file that has one of these is MaxText's."""
+"""Settings that identify a file of MaxText."""
 
 _AXES = {name: name for name in ("data", "fsdp", "tensor", "expert", "pipeline", "context")}
 _AXES |= {"fsdp_transpose": "fsdp", "tensor_transpose": "tensor", "tensor_sequence": "tensor"}
@@ -44,7 +44,7 @@ MODEL = re.compile(
     r"nope_layer_interval|z_loss_multiplier|float32_\w+|share_kv_projections|chunk_attn_\w+|temperature_tuning|(n|topk)_routing_group\w*|o_(lora_rank|groups)|interleave_moe_layer_step|first_num_dense_layers|load_balance_loss_weight|fused_(qkv|mlp)|"
     r"use_iota_embed|use_untrainable_positional_embedding|num_layers_per_pipeline_stage|routed_\w+|mtp_\w+|enable_dropout"
 )
-"""What describes the model: it becomes keyword arguments of the task."""
+"""Settings that describe the model: they become keyword arguments of the task."""
 
 PATTERNS: list[tuple[str, str, str]] = [
     (
@@ -127,14 +127,14 @@ PATTERNS: list[tuple[str, str, str]] = [
         "give the optimizer in the task, or its arguments under optimizer",
     ),
 ]
-"""(names, kind, why) of what needs no table of its own; the first that fits counts."""  # fmt: skip
+"""(names, kind, why) of settings without an entry in a table; the first match counts."""  # fmt: skip
 
 _REMAT = {"full": "full", "none": "none"}
 _REMAT |= dict.fromkeys(("minimal", "minimal_flash", "minimal_with_context"), "dots_no_batch")
 
 
 def migrate(settings: Mapping[str, Any], devices: int, folder: Path) -> Migration:
-    """Returns what the settings are here."""
+    """Returns the translation of the settings."""
     migration = Migration(devices)
     for name, value in settings.items():
         key = str(name)
@@ -156,7 +156,7 @@ def migrate(settings: Mapping[str, Any], devices: int, folder: Path) -> Migratio
 
 
 def _axis(migration: Migration, key: str, value: Any) -> None:
-    """One size of the mesh; data across slices is `replica`, everything else is the product of both."""
+    """One size of the mesh. Data across slices is `replica`; the size of any other axis is the product of both."""
     where, name = _MESH.fullmatch(key).groups()  # type: ignore[union-attr]
     axis = "replica" if (where, name) == ("dcn", "data") else _AXES.get(name)
     if value == 1:
@@ -174,7 +174,7 @@ def _axis(migration: Migration, key: str, value: Any) -> None:
 
 
 def _mesh(migration: Migration) -> None:
-    """MaxText's default, which a short file leaves out: fsdp takes the devices."""
+    """MaxText's default, which a short file omits: fsdp takes the remaining devices."""
     mesh = migration.config.setdefault("mesh", {})
     if list(mesh.values()).count(-1) == 0:
         mesh["fsdp"] = -1
@@ -213,7 +213,7 @@ RATE = (
 
 
 def _rate(migration: Migration, settings: Mapping[str, Any]) -> None:
-    """Linear warm-up and cosine decay, as MaxText always does."""
+    """Linear warm-up and cosine decay, which MaxText always uses."""
     if "learning_rate" not in settings:
         return
     rate, given = float(settings["learning_rate"]), settings.get("learning_rate_schedule_steps", -1)
