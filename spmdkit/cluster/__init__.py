@@ -1,4 +1,4 @@
-"""The processes of a job: detection, rendezvous, and the exchange of small values.
+"""The processes of a job: detection, rendezvous, and exchange of small values.
 
 In: environment variables (`detect_cluster` -> `ClusterSpec`, pure). Out: `join` -> `Cluster` (starts JAX).
 """

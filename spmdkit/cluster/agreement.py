@@ -1,16 +1,16 @@
 """Agreement on a step: every process gets True at the same step, whichever process requested it.
 
-Process 0 leads. It publishes a *horizon* H with the promise "whatever is decided from now on is for a step after H",
-and the number of decisions so far. A follower passes step t only when it has read a horizon H >= t. Hence:
+Process 0 leads. It publishes a *horizon* H with the promise "every decision from now on is for a step after H", and the
+number of decisions so far. A follower passes step t only after it has read a horizon H >= t. Hence:
 
-  - while process 0 decides, no process has passed a step after the published H, so the decision for step D = H + 1
-    comes before any process has passed D, and D is not behind process 0 either (H >= its own step always holds);
+  - while process 0 decides, no process has passed a step after the published H. The decision for step D = H + 1
+    therefore precedes every process's step D, and process 0 has not passed D either (H >= its own step always holds);
   - a follower at step D has not yet read a horizon that covers D, so it reads. A board with a horizon >= D was written
     after decision D, so the follower reads D and returns True at exactly that step.
 
 H is never less than `step + lag`, so processes that run ahead do not wait. When steps are fast, process 0 extends the
-horizon only every `AGREEMENT_INTERVAL_S` seconds. A request belongs to the number of the decision that it was made
-under; one under an old number is satisfied already.
+horizon only every `AGREEMENT_INTERVAL_S` seconds. A request carries the number of decisions at the time of the request;
+a request with an older number is already satisfied.
 
 Wire, per name and every max(1, AGREEMENT_INTERVAL_S / step time) steps: process 0 one put and one listing, each
 follower one read.
@@ -48,14 +48,14 @@ class Agreement:
         self._clock, self._sleep = clock, sleep
         self._step: int | None = None
         self._horizon: int | None = None
-        self._num_decided = 0  # decisions that this process knows of
-        self._ahead: list[int] = []  # known decisions that this process has not reached, in order
-        self._requested: int | None = None  # followers: the decision number of the last request in the store
+        self._num_decided = 0  # number of decisions that this process knows
+        self._ahead: list[int] = []  # known decisions for later steps, in order
+        self._requested: int | None = None  # followers: the decision number of their last request in the store
         self._stride = 1  # process 0: steps between extensions of the horizon
         self._extended: tuple[float, int] | None = None
 
     def at(self, step: int, request: bool, lag: int) -> bool:
-        """Returns whether `step` is a decided step, the same on every process. Called at every step in turn."""
+        """Returns whether `step` is a decided step, the same on every process. Called at every step in sequence."""
         if self._step is not None and step != self._step + 1:
             raise ValueError(
                 f"agreement {self._folder!r} was called at step {step} after step {self._step}. Every process calls it "
@@ -75,7 +75,7 @@ class Agreement:
         horizon = step - 1 if self._horizon is None else self._horizon
         due = self._horizon is None or horizon <= step + lag
         wanted = False
-        if not self._ahead:  # a decision ahead satisfies every request made until then
+        if not self._ahead:  # a later decision satisfies every request made before it
             wanted = request or (due and self._has_requests())
         if wanted:
             decision = max(horizon, step) + 1
@@ -92,7 +92,7 @@ class Agreement:
         return bool(self._store.entries(f"{self._folder}/requests/{self._num_decided}"))
 
     def _next_stride(self, step: int) -> int:
-        """Returns the steps until the next extension: about AGREEMENT_INTERVAL_S of them at the last one's pace."""
+        """Returns the number of steps until the next extension: about AGREEMENT_INTERVAL_S at the current step time."""
         now = self._clock()
         if self._extended is not None:
             then, last = self._extended

@@ -1,9 +1,9 @@
-"""Barriers on the coordination service that are safe against clock changes and pauses, for all code in the process
-(orbax too).
+"""Barriers on the coordination service that tolerate clock changes and pauses, for all code in the process (including
+orbax).
 
-The service's own barriers have deadlines by wall time, and before jax 0.12 never complete when the clock is set back
-(jaxlib 0.10.2). Keys have no deadlines: each arriving process increments a counter, the last one to arrive opens the
-barrier, the last one to leave removes the keys. Cost: five short requests instead of one, 0.7 ms on loopback.
+The service's own barriers have wall-time deadlines, and before jax 0.12 never complete if the clock is set back (jaxlib
+0.10.2). Keys have no deadlines. Each arriving process increments a counter, the last to arrive opens the barrier, and
+the last to leave removes the keys. Cost: five short requests instead of one, 0.7 ms on loopback.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from spmdkit.foundation.deadline import Deadline
 
 OPEN, LATE, GIVEN_UP = "open", "late", "given up: "
 SLICE_MS = 200
-"""The longest request of a wait that another thread may end."""
+"""The longest request of a wait that another thread may cancel."""
 
 
 class Client:
-    """A client of the coordination service with a `wait_at_barrier` that counts by keys; the rest is JAX's client.
+    """A client of the coordination service with a `wait_at_barrier` by keys; JAX's client handles other calls.
 
     Attributes:
-        is_over: set from any thread to end all waits: every call raises CANCELLED.
+            is_over: set from any thread to cancel all waits: every call raises CANCELLED.
     """
 
     def __init__(self, client: Any, num_processes: int):
@@ -36,7 +36,7 @@ class Client:
 
     @property
     def own(self) -> Any:
-        """JAX's own client, also when the generation is over (compat/membership.py)."""
+        """JAX's client, also after the generation is over (compat/membership.py)."""
         return self._client
 
     def __getattr__(self, name: str) -> Any:
@@ -61,10 +61,10 @@ class Client:
                     raise
 
     def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int, process_ids: Sequence[int] | None = None) -> None:
-        """Waits for all of `process_ids` (None: all processes), as the service's own barrier does. Names are reusable.
+        """Waits for all of `process_ids` (None: all processes), like the service's own barrier. Names are reusable.
 
         Raises:
-            RuntimeError: DEADLINE_EXCEEDED after `timeout_in_ms`; ABORTED, with the reason, where a process gave up.
+                RuntimeError: DEADLINE_EXCEEDED after `timeout_in_ms`; ABORTED, with the reason, if a process gave up.
         """
         folder = self._next(barrier_id)
         num = self._num if process_ids is None else len(process_ids)
@@ -82,7 +82,7 @@ class Client:
             self._client.key_value_delete(folder)
 
     def give_up(self, barrier_id: str, why: str) -> None:
-        """Ends the wait of all others in place of arriving. A barrier that is open already stays open."""
+        """Cancels the wait of all others instead of arriving. An open barrier stays open."""
         self._decide(self._next(barrier_id), f"{GIVEN_UP}{why}")
 
     def _next(self, barrier_id: str) -> str:

@@ -1,7 +1,7 @@
-"""`Cluster`: the processes that train together, their devices, and their exchange of small values.
+"""`Cluster`: the processes that train together, their devices, and the exchange of small values.
 
-All use JAX's coordination service (TCP), never a collective: a collective has no timeout and names no process. Every
-wait is bounded. With one process everything is local.
+Exchanges use JAX's coordination service (TCP), never a collective: a collective has no timeout and does not name the
+missing process. Every wait is bounded. With one process everything is local.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Cluster:
         return self.process_index == 0
 
     def board(self, name: str) -> tuple[Store, str]:
-        """Returns the store and a new folder in it, for values that are overwritten."""
+        """Returns the store and a new folder in it, for values that may be overwritten."""
         self._num_boards += 1
         return self._store, f"{self._root}/{name}/{self._num_boards}"
 
@@ -85,20 +85,20 @@ class Cluster:
             ) from None
 
     def gather(self, name: str, value: Any, timeout_s: float = EXCHANGE_S) -> list[Any]:
-        """Returns the JSON values of all processes, in the order of the processes, on every process.
+        """Returns the JSON values of all processes on every process, ordered by process index.
 
         Raises:
-            RendezvousError: a process did not come within `timeout_s`.
+                RendezvousError: a process did not arrive within `timeout_s`.
         """
         if self.num_processes == 1:
             return [value]
         return self._exchange(self._next_exchange(), name, value, timeout_s)
 
     def from_main(self, name: str, make: Callable[[], Any], timeout_s: float = EXCHANGE_S) -> Any:
-        """Returns on every process the JSON value that `make` returns on process 0. Other processes do not call it.
+        """Returns on every process the JSON value that `make` returns on process 0. Only process 0 calls `make`.
 
         Raises:
-            SpmdkitError: `make` raised it; the same error on every process. RendezvousError: process 0 did not come.
+                SpmdkitError: raised by `make`; the same on every process. RendezvousError: process 0 did not arrive.
         """
         if self.num_processes == 1:
             return make()
@@ -120,12 +120,12 @@ class Cluster:
         """Returns the first problem that `check` reports on any process, the same on every process, or an empty text.
 
         Raises:
-            RendezvousError: `check` raised on another process, or a process did not come within `timeout_s`.
+                RendezvousError: `check` raised on another process, or a process did not arrive within `timeout_s`.
         """
         if self.num_processes == 1:
             return check()
         problem: str = next(filter(None, self._gather_results(name, check, timeout_s)), "")
-        if problem:  # processes usually exit after this; process 0 may hold what the others still have to read
+        if problem:  # processes usually exit after this; process 0 may run the store that the others still read
             with contextlib.suppress(RendezvousError):
                 self.barrier(f"{name}: reported", timeout_s=EXCHANGE_REPORT_S)
         return problem
@@ -133,12 +133,12 @@ class Cluster:
     def same_everywhere(
         self, name: str, facts: str | Callable[[], Facts], timeout_s: float = EXCHANGE_S, repair: str = GIVE_THE_SAME
     ) -> None:
-        """Checks that all processes have the same text, or the same facts `{what: text}`; `repair` ends the message.
-        Only after a difference are the facts of process 0 published.
+        """Checks that all processes have the same text, or the same facts `{name: text}`; `repair` ends the message.
+        The facts of process 0 are published only after a difference.
 
         Raises:
             ConfigError: on every process, naming those that differ from process 0 and the first differing lines.
-            RendezvousError: a process did not come, or its `facts` raised.
+                RendezvousError: a process did not arrive, or its `facts` raised.
         """
         if self.num_processes == 1:
             return
@@ -165,7 +165,7 @@ class Cluster:
         return f"exchange/{self._num_checks}"
 
     def _gather_results(self, name: str, make: Callable[[], Any], timeout_s: float) -> list[Any]:
-        """Returns what `make` returns on every process. An exception of one is a RendezvousError of all others."""
+        """Returns the results of `make` on all processes. An exception on one is a RendezvousError on all others."""
         folder = self._next_exchange()
         try:
             mine = {"value": make()}
@@ -186,7 +186,7 @@ class Cluster:
         return [report["value"] for report in reports]
 
     def _exchange(self, folder: str, name: str, value: Any, timeout_s: float) -> list[Any]:
-        """Returns the values of all processes; the name is the last part of each key, for the messages of a wait."""
+        """Returns the values of all processes. The name is the last part of each key, for the messages of a wait."""
         found: Any = [value]
         if not self.is_main:
             self.put(f"{folder}/{self.process_index}/{name}", json.dumps(value))
@@ -226,9 +226,9 @@ class Cluster:
     def agree(self, name: str, step: int, request: bool, lag: int) -> bool:
         """Returns True on every process at the same step, once per request by any process; False at all others.
 
-        Every process calls it at every step in turn; each loop uses its own name. `lag` is the number of steps that may
-        be in flight; a process further ahead waits for process 0. The decided step is `step + lag + 1` of process 0, or
-        about 50 ms later when steps are faster than that (agreement.py).
+        Every process calls it at every step in sequence; each loop uses a different name. `lag` is the number of steps
+        that may be in flight; a process further ahead waits for process 0. The decided step is `step + lag + 1` of
+        process 0, or about 50 ms later when steps are faster than that (agreement.py).
         """
         if self.num_processes == 1:
             return request
@@ -237,10 +237,10 @@ class Cluster:
         return self._agreements[name].at(step, request, lag)
 
     def shutdown(self, timeout_s: float = 60.0) -> None:
-        """Leaves the cluster together with the others, after success. A failed process exits without it.
+        """Disconnects from the cluster together with all processes, after success. A failed process exits without it.
 
         Raises:
-            RendezvousError: another process does not get here within `timeout_s`.
+                RendezvousError: another process does not arrive within `timeout_s`.
         """
         if self.num_processes == 1:
             return

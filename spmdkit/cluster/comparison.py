@@ -1,4 +1,4 @@
-"""Texts about processes: how their facts differ, and their names. `Cluster.same_everywhere` compares."""
+"""Texts about processes: differences of their facts, and their names. `Cluster.same_everywhere` compares the facts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import json
 from collections.abc import Mapping, Sequence
 
 Facts = Mapping[str, str]
-"""What is compared: name -> text."""
+"""The compared texts: name -> text."""
 
 GIVE_THE_SAME = (
     "Different programs would deadlock or mix their sums. Give every process the same files, versions and variables."
 )
 MOST_TEXT = 200_000
-"""Facts of up to this many characters are published; of a longer one the digest."""
+"""Facts of up to this many characters are published; of longer ones only the digest."""
 SHOWN = 6
 
 
@@ -24,7 +24,7 @@ def digest(facts: Facts) -> str:
 
 
 def shortened(facts: Facts) -> dict[str, str]:
-    """Returns facts that are short enough to be published."""
+    """Returns the facts, with a digest instead of each text that is too long to publish."""
     return {
         name: text if len(text) <= MOST_TEXT else f"digest {digest({name: text})[:16]}" for name, text in facts.items()
     }
@@ -57,7 +57,7 @@ def _quoted(line: str | None) -> str:
 
 
 def difference_message(what: str, lines: Sequence[Sequence[str]]) -> str:
-    """Returns one sentence for the differences of all processes; those with the same differences are named together."""
+    """Returns one sentence for the differences of all processes; processes with the same differences are grouped."""
     alike: dict[tuple[str, ...], list[int]] = {}
     for process, found in enumerate(lines):
         if found:

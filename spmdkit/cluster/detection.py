@@ -1,8 +1,8 @@
-"""Environment variables -> `ClusterSpec`: how many processes there are, which one this is, where they meet. Pure.
+"""Environment variables -> `ClusterSpec`: number of processes, rank of this process, rendezvous address. Pure.
 
-Every module of `environments/` reads the variables, and the detection of the highest level is used; the others become a
-line in the log. Two of one level that disagree are an error, unless one has started the other's agents. spmdkit's own
-variables for devices, timeout and address apply in every case.
+Every module of `environments/` reads the variables. The detection of the highest level is used; the others are logged.
+It is an error if two detections of one level disagree, unless one environment has started the other's agents. spmdkit's
+variables for devices, timeout and address always apply.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Detections = Mapping[str, DetectedCluster | Partial]
 
 
 def detect_cluster(env: Mapping[str, str], environment: str = "auto") -> ClusterSpec:
-    """Returns the rank of this process and the size of its cluster; one process where no environment is detected.
-    `environment`: `auto`; the name of the one environment to read; `none`: one process whatever is set.
+    """Returns the rank of this process and the size of its cluster; one process if no environment is detected.
+    `environment`: `auto`; the name of the only environment to read; `none`: one process, whatever is set.
 
     Raises:
         ConfigError: variables are malformed, incomplete, or contradict each other.
@@ -46,10 +46,10 @@ def detect_cluster(env: Mapping[str, str], environment: str = "auto") -> Cluster
 
 
 def resolve(detections: Detections) -> ClusterSpec:
-    """Returns the cluster that the detections of all environments result in.
+    """Returns the cluster that follows from the detections of all environments.
 
     Raises:
-        ConfigError: they disagree, or describe processes that cannot meet.
+            ConfigError: they disagree, or describe processes that cannot connect.
     """
     partials = {name: each for name, each in detections.items() if isinstance(each, Partial)}
     clusters = {name: each for name, each in detections.items() if isinstance(each, DetectedCluster)}
@@ -80,13 +80,13 @@ _WHY: Mapping[Level, str] = {
 
 
 def _with_source(name: str, found: DetectedCluster, notes: tuple[str, ...] = ()) -> ClusterSpec:
-    """Returns the cluster, with the environment that it was read from and why that one is used."""
+    """Returns the cluster, with the environment that it was read from and the reason for its use."""
     by = f"{name} ({_described(found)}), since {_WHY[found.level]}"
     return dataclasses.replace(found.spec, notes=notes, found_by=by, repair=found.repair, role=found.role)
 
 
 def _check_complete(partials: Mapping[str, Partial]) -> None:
-    """Raises for processes that were requested or started and cannot join."""
+    """Raises if processes were requested or started but cannot join."""
     broken = [each for each in partials.values() if each.level != "allocation"]
     if not broken:
         return
@@ -95,7 +95,7 @@ def _check_complete(partials: Mapping[str, Partial]) -> None:
 
 
 def _innermost(clusters: Mapping[str, DetectedCluster]) -> str:
-    """Returns the environment to use among those of one level: the one that started no other's agents."""
+    """Returns the environment to use among those of one level: the one that has not started another's agents."""
     started_agents = lambda name, found: any(
         found.spec.num_processes == other.agents for n, other in clusters.items() if n != name
     )
@@ -112,7 +112,7 @@ def _innermost(clusters: Mapping[str, DetectedCluster]) -> str:
 
 
 def _described(found: DetectedCluster) -> str:
-    """Returns `SLURM_STEP_NUM_TASKS=4, SLURM_PROCID=1`, or the environment's own description."""
+    """Returns `SLURM_STEP_NUM_TASKS=4, SLURM_PROCID=1`, or the environment's description."""
     if found.description:
         return found.description
     spec = found.spec

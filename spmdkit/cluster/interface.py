@@ -1,10 +1,10 @@
 """The address of this host that Gloo advertises to the other processes.
 
-Gloo's default is the address of the host's name, often 127.0.1.1, which no other host reaches: the first collective
-fails there. JAX has no setting for it (0.10.2 to 0.12); its call of XLA has a parameter (compat/gloo.py).
+Gloo's default is the address of the host's name, often 127.0.1.1, which no other host can reach: the first collective
+fails. JAX has no setting for it (0.10.2 to 0.12), but its call of XLA has a parameter (compat/gloo.py).
 
-`cluster.interface` names a network interface, the same on every host. With `auto`, a coordinator on loopback means
-loopback; otherwise, where the host's name resolves to loopback or to nothing, Gloo advertises the address from which
+`cluster.interface` names a network interface, the same on every host. With `auto`, a coordinator on loopback implies
+loopback. Otherwise, if the host's name resolves to loopback or does not resolve, Gloo advertises the address from which
 this host reaches the coordinator.
 """
 
@@ -25,14 +25,14 @@ LOOPBACK = "127.0.0.1"
 
 
 class Advertised(NamedTuple):
-    """The address that Gloo advertises (None: it resolves the host's name), and the reason for the log."""
+    """The address that Gloo advertises (None: Gloo resolves the host's name), and the reason for the log."""
 
     address: str | None
     reason: str = ""
 
 
 def by_name() -> str:
-    """Returns the address of the host's name, which is Gloo's default; loopback where it resolves to nothing."""
+    """Returns the address of the host's name, which is Gloo's default; loopback if the name does not resolve."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -40,10 +40,10 @@ def by_name() -> str:
 
 
 def choose(interface: str, coordinator: str) -> Advertised:
-    """Returns the address that this process advertises; `interface`: auto, or a name; `coordinator`: `host:port`.
+    """Returns the address that this process advertises; `interface`: `auto` or a name; `coordinator`: `host:port`.
 
     Raises:
-        ConfigError: there is no such interface, or it has no address.
+            ConfigError: the interface does not exist or has no address.
     """
     if interface != "auto":
         address = _of_interface(interface)
@@ -52,7 +52,7 @@ def choose(interface: str, coordinator: str) -> Advertised:
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(target)  # sends nothing: the kernel chooses the route and with it the address
+            probe.connect(target)  # sends nothing: the kernel selects the route and thereby the address
             address = str(probe.getsockname()[0])
     except OSError:
         return Advertised(None)

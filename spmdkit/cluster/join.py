@@ -28,7 +28,7 @@ from spmdkit.foundation.timeouts import COLLECTIVE_MARGIN_S, JAX_INITIALIZE_S, S
 
 
 class Generation(NamedTuple):
-    """One of several clusters that a process joins in turn."""
+    """One of several clusters that a process joins in sequence."""
 
     number: int  # counted from 1; from 2 on a launcher has checked that all processes are ready
     creating_devices: AbstractContextManager[None]  # entered while JAX creates the devices
@@ -47,14 +47,14 @@ def join(
     are used, and it is not called again.
 
     Args:
-        devices: `auto` (all that JAX finds), `cpu:N` (N fake CPU devices over all processes together;
-            `spec.devices_per_process` overrides it), or a list of local device indices, the same on every process.
+            devices: `auto` (all that JAX finds), `cpu:N` (N fake CPU devices in total over all processes;
+                `spec.devices_per_process` overrides it), or a list of local device indices, the same on every process.
         collective_timeout_s: the longest wait for a process; CPU collectives fail a little later.
         interface: the network interface of CPU collectives, see interface.py.
-        generation: this process may leave and join again.
+            generation: set if this process may disconnect and join again.
 
     Raises:
-        RendezvousError: processes did not start in time.
+            RendezvousError: processes did not start in time.
         ConfigError: the devices do not exist.
     """
     joined = jax.distributed.is_initialized()
@@ -130,16 +130,16 @@ def _cpu_devices_per_process(spec: ClusterSpec, devices: str | Sequence[int], nu
 def num_threads(num_devices: int) -> int:
     """Returns the size of XLA's thread pool (environment variable `NPROC`) for a number of fake CPU devices.
 
-    XLA runs CPU programs on max(cores, devices) threads. A collective blocks one thread per waiting device, and a
-    device waits in several collectives at the same time where the program does not order them. With no thread left, the
-    device that all wait for never starts ("Expected 2 threads to join the rendezvous"; jaxlib 0.10.2: eight devices on
-    ten threads, never on eighteen). Creating 16,000 threads takes 39 s: beyond 256 devices there are fewer per device.
+    XLA runs CPU programs on max(cores, devices) threads. A collective blocks one thread per waiting device; a device
+    waits in several collectives concurrently if the program does not order them. Without a free thread, the device that
+    all others wait for never starts ("Expected 2 threads to join the rendezvous"; jaxlib 0.10.2: eight devices on ten
+    threads, never on eighteen). Creating 16,000 threads takes 39 s: beyond 256 devices there are fewer per device.
     """
     return num_devices + 3 * min(num_devices, 256) + (os.cpu_count() or 1)
 
 
 def _configure(spec: ClusterSpec, devices: str | Sequence[int], num_cpu: int | None, num_processes: int) -> None:
-    """Sets what JAX reads when it creates its devices, for the whole process."""
+    """Sets the options that JAX reads when it creates its devices, for the entire process."""
     if num_cpu is not None and num_cpu > 1:
         os.environ.setdefault("NPROC", str(num_threads(num_cpu)))
     if num_cpu is not None:
@@ -148,10 +148,10 @@ def _configure(spec: ClusterSpec, devices: str | Sequence[int], num_cpu: int | N
         already: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
         jax.config.update("jax_num_cpu_devices", max(num_cpu, already))
     elif spec.devices_per_process is not None:
-        # Takes effect only on the CPU; on other platforms `_choose` compares the number.
+        # Takes effect only on CPU; on other platforms `_choose` compares the number.
         jax.config.update("jax_num_cpu_devices", spec.devices_per_process)
     if not isinstance(devices, str):
-        # Leaves the memory of the other GPUs alone; without effect on CPU and TPU, where `_choose` selects.
+        # Keeps JAX off the memory of other GPUs; no effect on CPU and TPU, where `_choose` selects devices.
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, devices)))
         jax.config.update("jax_rocm_visible_devices", ",".join(map(str, devices)))
     if num_processes > 1:
@@ -160,7 +160,7 @@ def _configure(spec: ClusterSpec, devices: str | Sequence[int], num_cpu: int | N
 
 
 def open_to_all(spec: ClusterSpec, bound: str) -> tuple[str, ...]:
-    """Returns a warning where process 0 listens on every network of its machine."""
+    """Returns a warning if process 0 listens on all network interfaces of its machine."""
     if spec.process_id != 0 or not bound.startswith("0.0.0.0:"):
         return ()
     text = (
@@ -172,7 +172,7 @@ def open_to_all(spec: ClusterSpec, bound: str) -> tuple[str, ...]:
 
 
 def _initialize(spec: ClusterSpec, is_first: bool = True) -> str:
-    """Connects to JAX's coordination service, which process 0 starts where no launcher runs it. Returns the address
+    """Connects to JAX's coordination service, which process 0 starts unless a launcher runs it. Returns the address
     that process 0 has bound."""
     service_process = (
         ServiceProcess(spec.num_processes, spec.process_id) if spec.process_id == 0 and spec.service is None else None
@@ -186,7 +186,7 @@ def _initialize(spec: ClusterSpec, is_first: bool = True) -> str:
     if service_process is not None:
         service_process.listen(bind)
         service_process.wait_until_up(bind)
-    # JAX warns about proxy variables at every start; the rendezvous has just shown that the address is reachable.
+    # JAX warns about proxy variables at every start; the rendezvous has shown that the address is reachable.
     jax_log = logging.getLogger("jax._src.distributed")
     level = jax_log.level
     jax_log.setLevel(logging.ERROR)
@@ -211,7 +211,7 @@ def _initialize(spec: ClusterSpec, is_first: bool = True) -> str:
     finally:
         jax_log.setLevel(level)
     if threading.current_thread() is threading.main_thread():
-        # JAX's preemption notifier has just replaced Python's handler of SIGTERM, and ignores the signal until polled.
+        # JAX's preemption notifier has replaced Python's handler of SIGTERM, and ignores the signal until polled.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
     return bind
 
@@ -243,7 +243,7 @@ def _choose(
     if not indices or len(set(indices)) != len(indices) or min(indices) < 0:
         raise ConfigError(f"devices: {indices} must be distinct indices of at least 0. Try devices: [0].")
     if found[0].platform in ("gpu", "cuda", "rocm") and all(len(of_process) == len(indices) for of_process in local):
-        return found  # the others were hidden by `_configure`
+        return found  # `_configure` has hidden all other devices
     for process, of_process in enumerate(local):
         if max(indices) >= len(of_process):
             raise ConfigError(

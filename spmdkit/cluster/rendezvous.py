@@ -1,8 +1,8 @@
-"""The rendezvous before JAX starts: process 0 waits until every process has connected, and names the missing ones.
+"""The rendezvous before JAX starts: process 0 waits until every process has connected, and reports the missing ones.
 
-`jax.distributed.initialize` aborts the process (SIGABRT) when a process is missing, without naming it; with the port in
-use it crashes with SIGSEGV (jaxlib 0.10.2, 2026-11-20). So processes first meet on the same port over plain TCP: each
-sends one line of JSON, process 0 replies to all of them with one line and closes the port.
+`jax.distributed.initialize` aborts the process (SIGABRT) when a process is missing, without naming it. If the port is
+in use, it crashes with SIGSEGV (jaxlib 0.10.2, 2026-11-20). Processes therefore first connect on the same port over
+plain TCP. Each sends one line of JSON; process 0 replies to all with one line and closes the port.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_LINE_BYTES = 4096
 
 
 def rendezvous(spec: ClusterSpec) -> str:
-    """Returns the address that process 0 should bind, once all processes have connected.
+    """Returns the address that process 0 should bind, after all processes have connected.
 
     Raises:
         RendezvousError: with the missing processes or the unreachable address, after `rendezvous_timeout_s`.
@@ -40,7 +40,7 @@ def rendezvous(spec: ClusterSpec) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether `host` names this machine only."""
+    """Returns whether `host` refers only to this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -69,7 +69,7 @@ def _collect(spec: ClusterSpec, deadline: Deadline) -> str:
             )
         reply = json.dumps({"spmdkit": 1, "error": error, "kind": kind}).encode() + b"\n"
         for connection in present.values():
-            with contextlib.suppress(OSError):  # it has ended; JAX's own timeout detects that
+            with contextlib.suppress(OSError):  # it has exited; JAX's own timeout detects that
                 connection.sendall(reply)
     finally:
         for connection in present.values():
@@ -80,9 +80,9 @@ def _collect(spec: ClusterSpec, deadline: Deadline) -> str:
 
 
 def _listen(spec: ClusterSpec) -> tuple[socket.socket, str]:
-    """Returns a listening socket and the address bound: the coordinator's, or all addresses where it is not ours (NAT).
+    """Returns a listening socket and the address bound: the coordinator's, or all addresses if that is not local (NAT).
 
-    A launcher that runs the service reserves the port for this user (`reserve_port`), so it is shared with it.
+    A launcher that runs the service reserves the port for this user (`reserve_port`), so the port is shared with it.
     """
     assert spec.coordinator is not None
     coordinator, is_reserved = spec.coordinator, spec.service is not None
@@ -110,7 +110,7 @@ def _advice(spec: ClusterSpec) -> str:
 
 
 def _register(connection: socket.socket, spec: ClusterSpec, present: dict[int, socket.socket]) -> str | None:
-    """Adds a process to `present`; returns a contradiction. Connections that do not use this protocol are closed."""
+    """Adds a process to `present`; returns a conflict. Connections with another protocol are closed."""
     hello = _receive(connection, timeout_s=1.0)
     process, count = hello.get("process"), hello.get("num_processes")
     if not isinstance(process, int) or not isinstance(count, int):
@@ -127,7 +127,7 @@ def _register(connection: socket.socket, spec: ClusterSpec, present: dict[int, s
             f"two processes were started with {spec.names.process_id}={process}. Each rank from 0 to "
             f"{spec.num_processes - 1} is used once. End the processes of an earlier run, or use another port."
         )
-        process = -1  # the first one's connection stays, and this one gets the error too
+        process = -1  # the first connection remains, and this one receives the error too
     if process in present:
         present[process].close()
     present[process] = connection
@@ -164,14 +164,14 @@ def _connect(spec: ClusterSpec, deadline: Deadline) -> None:
 
 
 def wait_for_service(spec: ClusterSpec, timeout_s: float) -> str:
-    """Returns the address of the launcher's service as soon as it accepts connections. All processes are ready then."""
+    """Returns the address of the launcher's service when it accepts connections. All processes are ready then."""
     assert spec.service is not None
     _wait_for_service(*split_address(spec.service), Deadline(timeout_s))
     return spec.service
 
 
 def _wait_for_service(host: str, port: int, deadline: Deadline) -> None:
-    """Waits until JAX's service accepts; without this, gRPC finds the port closed and backs off for a second."""
+    """Waits until JAX's service accepts; otherwise gRPC finds the port closed and backs off for a second."""
     for _ in deadline.polls(0.01):
         with contextlib.suppress(OSError):
             socket.create_connection((host, port), timeout=1.0).close()
@@ -179,7 +179,7 @@ def _wait_for_service(host: str, port: int, deadline: Deadline) -> None:
 
 
 def _receive(connection: socket.socket, timeout_s: float) -> dict[str, Any]:
-    """Returns one line of JSON from the other side; an empty dict for anything else."""
+    """Returns one line of JSON from the peer; an empty dict for anything else."""
     deadline, data = Deadline(timeout_s), b""
     try:
         while not data.endswith(b"\n") and len(data) < MOST_LINE_BYTES:
@@ -195,7 +195,7 @@ def _receive(connection: socket.socket, timeout_s: float) -> dict[str, Any]:
 
 
 def _hung_up(connection: socket.socket) -> bool:
-    """Returns whether the other side has closed: it sends nothing after its line, so readable means closed."""
+    """Returns whether the peer has closed: it sends nothing after its line, so readable means closed."""
     connection.setblocking(False)
     try:
         return connection.recv(1, socket.MSG_PEEK) == b""

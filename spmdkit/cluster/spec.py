@@ -26,18 +26,18 @@ Role: TypeAlias = Literal["train", "evaluator"]
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """The rank of one process, and how it joins the others."""
+    """The rank of one process, and how it joins the other processes."""
 
     coordinator: str | None = None  # `host:port` of process 0; None for a single process
     num_processes: int = 1
     process_id: int = 0
     devices_per_process: int | None = None
     rendezvous_timeout_s: float = RENDEZVOUS_S
-    names: Names = OURS  # the variables that this was read from
-    notes: tuple[str, ...] = ()  # lines for the log on how it was read; process 0 prints them once
-    service: str | None = None  # `host:port` of JAX's coordination service where a launcher runs it
+    names: Names = OURS  # the variables from which this was read
+    notes: tuple[str, ...] = ()  # log lines about how it was read; process 0 prints them once
+    service: str | None = None  # `host:port` of JAX's coordination service if a launcher runs it
     found_by: str = field(default="", compare=False)  # the environment and its variables, for the log
-    repair: str = field(default="", compare=False)  # what to check in it when processes do not meet
+    repair: str = field(default="", compare=False)  # what to check in it when processes do not connect
     role: Role = "train"  # an evaluator is a single process
 
 

@@ -1,4 +1,4 @@
-"""The key-value store that all processes see: JAX's coordination service, or a dict for one process and for tests.
+"""The key-value store shared by all processes: JAX's coordination service, or a dict for one process and for tests.
 
 Both are linearizable: a `try_get` that starts after a `put` has returned sees the value. `agreement.py` relies on it.
 Measured (jaxlib 0.10.2 and 0.11.2, loopback, 2 cores, 2026-11-20): put, try_get and entries 0.12-0.19 ms each; a
@@ -18,7 +18,7 @@ from spmdkit.foundation import phase
 
 
 class MemoryStore:
-    """A store for one process, or for threads that stand for processes in a test. Strings by key."""
+    """A store for one process, or for threads that represent processes in a test. Strings by key."""
 
     def __init__(self, num_processes: int = 1):
         self._num_processes = num_processes
@@ -35,7 +35,7 @@ class MemoryStore:
             self._changed.notify_all()
 
     def try_get(self, key: str) -> str | None:
-        """Returns the value, None where there is none yet."""
+        """Returns the value, None if it does not exist yet."""
         with self._changed:
             return self._values.get(key)
 
@@ -53,13 +53,13 @@ class MemoryStore:
             return {k.removeprefix(start): v for k, v in self._values.items() if k.startswith(start)}
 
     def remove(self, folder: str) -> None:
-        """Removes the keys `folder/...`, which are no longer read."""
+        """Removes the keys `folder/...`, when no process reads them any more."""
         with self._changed:
             for key in [k for k in self._values if k.startswith(folder + "/")]:
                 del self._values[key]
 
     def barrier(self, key: str, timeout_s: float) -> None:
-        """Waits for every process; each key is used once. Raises TimeoutError."""
+        """Waits for every process. Each key is used once. Raises TimeoutError."""
         with self._changed:
             self._arrived[key] = self._arrived.get(key, 0) + 1
             self._changed.notify_all()
@@ -68,7 +68,7 @@ class MemoryStore:
 
 
 class CoordinationStore:
-    """JAX's coordination service. A lost service is a RendezvousError in every method."""
+    """JAX's coordination service. Every method raises RendezvousError if the service is lost."""
 
     def __init__(self, client: Any):
         self._client = client
@@ -110,14 +110,14 @@ def _name(key: str) -> str:
 
 
 def open_store() -> Store:
-    """Returns the store of the joined cluster: the coordination service when there is one, else a dict."""
+    """Returns the store of the joined cluster: the coordination service if there is one, otherwise a dict."""
     client = compat.coordination_client()
     return MemoryStore() if client is None else CoordinationStore(client)
 
 
 @contextmanager
 def _translated(what: str) -> Iterator[None]:
-    """Turns the service's status codes, the first word of JAX's message, into Python's exceptions."""
+    """Converts the service's status codes, the first word of JAX's message, to Python exceptions."""
     try:
         yield
     except RuntimeError as error:  # jax.errors.JaxRuntimeError

@@ -163,7 +163,7 @@ class Watchdog:
                 if self._me == 0 and self._num > 1:
                     self.notices += self._stragglers.look(now, {p: b.spent for p, b in self._beats().items()})
                 self._judge(now)
-            except Exception as error:  # noqa: BLE001  a mistake here must end neither the watchdog nor the run; printed once
+            except Exception as error:  # noqa: BLE001  a bug here must end neither the watchdog nor the run; printed once
                 if not self._mistakes:
                     traceback.print_exception(error)
                 self._mistakes += 1

@@ -17,7 +17,7 @@ MOST_WAITING = 10_000
 
 
 class Logs:
-    """Buffers lines until `open`, then writes them. A full disk silently ends them: the terminal has the lines."""
+    """Buffers lines until `open`, then writes them. Stops silently on a full disk: the terminal has the lines."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[int, str, str]] = deque(maxlen=MOST_WAITING)

@@ -3,7 +3,7 @@
 a member dies       -> update k: the members of generation k; newcomers are started for it
 all report ready k  -> the coordination service of generation k, and its address
 
-A death that is not like a machine failure (a user error, a stop, an abort by JAX) ends the job, and
+A death unlike a machine failure (a user error, a stop, an abort by JAX) ends the job, and
 `--max-restarts` restarts it. So does a generation in which a member is not ready within `MEMBERS_READY_S`, or the
 third generation in sequence in which no step is completed.
 """

@@ -44,7 +44,7 @@ _lasting_thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="s
 
 
 def start(command: list[str], env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[Any]:
-    """Starts a process that dies with this one; `options` are those of `subprocess.Popen`."""
+    """Starts a process that dies with this one; `options` are passed to `subprocess.Popen`."""
     if sys.platform == "linux":
         command = [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), *command]
     given = None if env is None else dict(env)

@@ -12,7 +12,7 @@ ABORTED = 128 + signal.SIGABRT
 
 @dataclass(frozen=True)
 class Exit:
-    """How one process ended. `status` is negative for a signal, as in `subprocess`; `order`: of detection."""
+    """How one process ended. `status` is negative for a signal, as in `subprocess`; `order`: detection order."""
 
     process: int
     status: int

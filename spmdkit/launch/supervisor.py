@@ -193,7 +193,7 @@ class Supervisor:
             self._limit_the_others(child.exit)
             if child.exit.code == ExitCode.PEER_LOST:
                 for other in (c for c in self._children if c.process in child.exit.blamed and c.exit is None):
-                    if self._running.now - other.heard > SILENT_PROCESS_S:  # reported missing, and without a beat
+                    if self._running.now - other.heard > SILENT_PROCESS_S:  # reported missing, sends no beats
                         self._end_held(other)
                         other.told_to_end = True
                         send(other.popen.pid, signal.SIGKILL)  # a stopped process receives no other signal

@@ -1,4 +1,4 @@
-"""How starters (Slurm, torchrun, Kubernetes, ...) give a process its rank: one file each, see base.py."""
+"""How starters (Slurm, torchrun, Kubernetes, ...) assign a rank to a process. One file per starter, see base.py."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from spmdkit.foundation import plugins
 
 
 def all_environments() -> Mapping[str, Environment]:
-    """Returns name -> environment, by name."""
+    """Returns name -> environment, sorted by name."""
     return plugins.load_all("environments")

@@ -1,12 +1,12 @@
-"""What an environment is: how one kind of starter gives a process its rank. One file each in this folder.
+"""The interface of an environment: how one kind of starter assigns a rank to a process. One file per environment.
 
 An environment is a module with
 
     NAMES: Names              its variables, for messages
-    read(env) -> Detection    `DetectedCluster`, `Partial`, or None where none of its variables is set
+    read(env) -> Detection    `DetectedCluster`, `Partial`, or None if none of its variables is set
 
-`read` is pure. Environments are nested (`mpirun` inside `salloc`, `spmdkit launch` in a batch script), so several may
-be detected; `detection.py` chooses by `level`.
+`read` is pure. Environments can be nested (`mpirun` inside `salloc`, `spmdkit launch` in a batch script), so several
+may be detected; `detection.py` selects one by `level`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ mpirun, a Slurm step). allocation: set for each host by the system that allocate
 JobSet, Kubeflow)."""
 
 FIRST_PORT, NUM_PORTS = 61440, 4096
-"""The range of ports that are derived from a number that all processes know: above the ephemeral ports of Linux
-(32768-60999)."""
+"""The range of ports derived from a number that all processes know: above Linux's ephemeral ports (32768-60999)."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +35,18 @@ class DetectedCluster:
 
     spec: ClusterSpec
     level: Level
-    agents: int | None = None  # processes of the starter itself, one per host; what has started so many is not used
-    description: str = ""  # where the variables do not hold the size and the rank as numbers
-    repair: str = ""  # what to check in this environment when processes do not meet, a sentence
+    agents: int | None = None  # processes of the starter, one per host; a detection of this many processes is not used
+    description: str = ""  # for variables that do not hold the size and the rank as numbers
+    repair: str = ""  # what to check in this environment when processes do not connect, a sentence
     role: Role = "train"
 
 
 @dataclass(frozen=True)
 class Partial:
-    """Variables of the environment are set, and do not give a rank: an error at the levels explicit and starter where
+    """Variables of the environment are set but do not give a rank. An error at the levels explicit and starter if
     nothing else is detected, otherwise one process and a line in the log."""
 
-    why: str  # what is set and what is missing, a sentence without its full stop
+    why: str  # the variables set and missing, a sentence without its full stop
     repair: str  # the smallest change that makes it a cluster, a sentence
     level: Level
     num_processes: int | None = None
@@ -62,11 +61,11 @@ class Environment(Protocol):
     NAMES: Names
 
     def read(self, env: Mapping[str, str]) -> Detection:
-        """Returns what this environment's variables in `env` describe."""
+        """Returns the cluster that this environment's variables in `env` describe, if any."""
 
 
 def whole_number(env: Mapping[str, str], name: str) -> int | None:
-    """Returns the value of a variable that holds a whole number, None otherwise."""
+    """Returns the value of a variable that holds an integer, None otherwise."""
     text = env.get(name, "")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
 

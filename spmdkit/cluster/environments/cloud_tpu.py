@@ -1,8 +1,8 @@
-"""Cloud TPU: GKE gives each host of a slice its number and the names of all hosts; MEGASCALE_* join several slices.
+"""Cloud TPU: GKE gives each host of a slice its index and the names of all hosts; MEGASCALE_* join several slices.
 
 TPU_WORKER_HOSTNAMES, or TPU_PROCESS_ADDRESSES with ports, lists the hosts of this slice. Processes are numbered slice
 by slice; the first host of slice 0 is MEGASCALE_COORDINATOR_ADDRESS (jax/_src/clusters/cloud_tpu_cluster.py).
-On a TPU VM without GKE nothing is set: `spmdkit launch --on tpu` queries its metadata server.
+On a TPU VM without GKE no variable is set: `spmdkit launch --on tpu` queries its metadata server.
 Sources: cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice; kubernetes-sigs/lws,
 pkg/utils/accelerators/tpu.go.
 """

@@ -1,5 +1,5 @@
-"""Kubernetes JobSet: pods of indexed Jobs know their number (JOB_COMPLETION_INDEX). JobSet sets no variable; a manifest
-turns its annotations into variables (`fieldRef`), as `spmdkit launch --on kubernetes` does:
+"""Kubernetes JobSet: pods of indexed Jobs get their index as JOB_COMPLETION_INDEX. JobSet sets no variable; a manifest
+exposes its annotations as variables (`fieldRef`), as `spmdkit launch --on kubernetes` does:
 
     JOBSET_COORDINATOR    metadata.annotations['jobset.sigs.k8s.io/coordinator']       job-workers-0-0.job
     JOBSET_JOB_INDEX      metadata.annotations['jobset.sigs.k8s.io/job-index']         0, for several replicas of a Job
@@ -36,7 +36,7 @@ REPAIR = (
 
 
 def read(env: Mapping[str, str]) -> Detection:
-    """Returns the cluster of a pod of a JobSet, or what an indexed Job lacks."""
+    """Returns the cluster of a pod of a JobSet, or the variables that an indexed Job does not set."""
     index = whole_number(env, NAMES.process_id)
     if index is None:
         return None

@@ -1,5 +1,5 @@
-"""Kubeflow Trainer, runtime `jax-distributed`: one pod per process, with JAX's own three variables. They may also be
-set by hand.
+"""Kubeflow Trainer, runtime `jax-distributed`: one pod per process, with JAX's three variables. They may also be set
+manually.
 
 JAX_COORDINATOR_ADDRESS is `NAME-node-0-0.NAME:29500`, the first pod. Names: kubeflow/trainer 8c0f505 (2026-08-21),
 pkg/runtime/framework/plugins/jax/jax.go; jax.distributed.initialize reads the same.

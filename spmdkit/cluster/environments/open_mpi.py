@@ -1,8 +1,8 @@
-"""Open MPI: `mpirun` sets the rank of each process and the address of its daemon. Process 0 runs on the same host,
-unless a host file puts it elsewhere. Processes of one host meet on its loopback interface.
+"""Open MPI: `mpirun` sets the rank of each process and the address of its daemon. Process 0 runs on the daemon's host,
+unless a host file specifies another. Processes on one host use its loopback interface.
 
-Open MPI 4 sets the daemon's addresses and the number of the job, a multiple of 4096 (OMPI_MCA_orte_hnp_uri). Open MPI 5
-sets the name of its host in PMIX_NAMESPACE (`prterun-HOST-PID@1`), which jax 0.10.2 does not detect.
+Open MPI 4 sets the daemon's addresses and the job number, a multiple of 4096 (OMPI_MCA_orte_hnp_uri). Open MPI 5 sets
+the daemon's host name in PMIX_NAMESPACE (`prterun-HOST-PID@1`), which jax 0.10.2 does not detect.
 Names: Open MPI 4.1.4 and 5.0.10, 2026-11-23; docs.open-mpi.org, "Environment variables set by mpirun".
 """
 
@@ -46,8 +46,8 @@ def read(env: Mapping[str, str]) -> Detection:
 
 
 def _daemons(env: Mapping[str, str]) -> int | None:
-    """Returns how many daemons mpirun has started: one on each host but its own. In a Slurm job mpirun uses srun, so
-    the step has as many tasks."""
+    """Returns the number of daemons that mpirun has started: one on each host except its own. In a Slurm job mpirun
+    uses srun, so the step has as many tasks."""
     hosts = whole_number(env, DAEMONS)
     if hosts is not None:
         return hosts - 1 if hosts > 1 else None
@@ -55,7 +55,7 @@ def _daemons(env: Mapping[str, str]) -> int | None:
 
 
 def _meeting(env: Mapping[str, str], size: int) -> str | None:
-    """Returns `host:port` of process 0, None where the daemon's host is not told."""
+    """Returns `host:port` of process 0, None if the daemon's host is unknown."""
     uri = env.get(NAMES.coordinator, "")
     daemon = re.match(r"(\d+)\.\d+;", uri)
     newer = re.fullmatch(r"[^-]+-(.+)-(\d+)@\d+", env.get(NAMESPACE, ""))

@@ -1,6 +1,6 @@
-"""Ray: its processes have a job and no rank, so each worker needs variables. In ray.train's JaxTrainer with GPUs or
-TPUs JAX is joined already (ray/train/v2/jax/config.py), and `join` uses that cluster. Its torch backend sets torchrun's
-variables. Names: Ray 2.60, 2026-11-23."""
+"""Ray: its processes have a job but no rank, so each worker needs variables. In ray.train's JaxTrainer with GPUs or
+TPUs JAX is already initialized (ray/train/v2/jax/config.py), and `join` uses that cluster. Its torch backend sets
+torchrun's variables. Names: Ray 2.60, 2026-11-23."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from spmdkit.cluster.environments.base import Detection, Partial
 from spmdkit.cluster.spec import OURS, Names
 
 NAMES = Names(OURS.num_processes, OURS.process_id, OURS.coordinator)
-"""Ray has none: these are set for each worker by a runtime_env."""
+"""Ray sets none: a runtime_env sets these for each worker."""
 
 JOB, WORKER = "RAY_JOB_ID", "RAY_RAYLET_PID"
 
 
 def read(env: Mapping[str, str]) -> Detection:
-    """Returns what a process of a Ray job needs to get a rank."""
+    """Returns the variables that a process of a Ray job needs for a rank."""
     if not env.get(JOB):
         return None
     what = "worker" if env.get(WORKER) else "driver"

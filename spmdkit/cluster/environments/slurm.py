@@ -1,10 +1,10 @@
 """Slurm: a task of a step (`srun`) has a rank; a job without a step allocates hosts and starts no process.
 
 A step sets SLURM_STEP_NODELIST, SLURM_STEP_NUM_TASKS, SLURM_STEP_ID and each task's SLURM_PROCID
-(slurm.schedmd.com/srun.html). SLURM_NTASKS and SLURM_PROCID are not enough: a batch script has them too. The shell of
-`salloc` is an "interactive step" with one task and the number 4294967290 (Slurm 22.05, 2026-11-22).
+(slurm.schedmd.com/srun.html). SLURM_NTASKS and SLURM_PROCID are not sufficient: a batch script has them too. The shell
+of `salloc` is an "interactive step" with one task and the number 4294967290 (Slurm 22.05, 2026-11-22).
 
-Process 0 is on the first host of the step. The port is derived from the numbers of job and step.
+Process 0 is on the first host of the step. The port is derived from the job number and the step number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAMES = Names("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST")
 JOB, STEP, TASKS = "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NTASKS"
 
 FIRST_INTERNAL_STEP = 0xFFFFFFF0
-"""Steps from this number on (batch, extern, interactive) are internal to Slurm, not an `srun` of the user."""
+"""Steps with this number or a higher one (batch, extern, interactive) are internal to Slurm, not a user's `srun`."""
 
 PORTS_BETWEEN_STEPS = 61
 """A prime, so that the first steps of jobs with consecutive numbers get different ports."""
@@ -32,7 +32,7 @@ REPAIR = (
 
 
 def read(env: Mapping[str, str]) -> Detection:
-    """Returns the cluster of a task of a step, or what a job without a step needs."""
+    """Returns the cluster of a task of a step, or the missing step of a job."""
     job, step = whole_number(env, JOB), whole_number(env, STEP)
     if job is None:
         return None

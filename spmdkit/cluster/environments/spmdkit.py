@@ -1,7 +1,7 @@
-"""spmdkit's own variables: `spmdkit launch` sets them, and so can any other starter.
+"""spmdkit's own variables: `spmdkit launch` sets them, and any other starter may.
 
-`SPMDKIT_NUM_PROCESSES` alone is a requirement: another environment has to have that many. The remaining variables
-override those of another environment; `detection.py` applies them.
+`SPMDKIT_NUM_PROCESSES` alone is a requirement: another environment must have this number of processes. The remaining
+variables override those of another environment; `detection.py` applies them.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def read(env: Mapping[str, str]) -> Detection:
 
 
 def integer(given: Mapping[str, str], name: str, *, default: int, least: int) -> int:
-    """Returns the whole number that a variable holds.
+    """Returns the integer that a variable holds.
 
     Raises:
-        ConfigError: it holds something else.
+            ConfigError: it holds another value.
     """
     text = given.get(name)
     if not text:

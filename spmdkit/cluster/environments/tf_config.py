@@ -3,8 +3,8 @@ evaluator evaluates each new checkpoint.
 
     {"cluster": {"chief": ["a:2222"], "worker": ["b:2222", "c:2222"]}, "task": {"type": "worker", "index": 1}}
 
-Process 0 is the chief, or worker 0 where there is none. An evaluator is not listed in the cluster. `ps` has no
-counterpart (`sync: parameter_server` starts its own servers).
+Process 0 is the chief, or worker 0 if there is no chief. An evaluator is not listed in the cluster. `ps` has no
+equivalent (`sync: parameter_server` starts its own servers).
 Source: tensorflow.org/guide/distributed_training, "Setting up the TF_CONFIG environment variable".
 """
 
@@ -21,7 +21,7 @@ VARIABLE = "TF_CONFIG"
 NAMES = Names(VARIABLE, VARIABLE, VARIABLE)
 
 TRAINS, FIRST = ("chief", "master", "worker"), ("chief", "master")
-"""Roles that train, in the order of processes; of the first two at most one task."""
+"""Roles that train, in process order; the first two have at most one task in total."""
 
 EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
 
@@ -66,7 +66,7 @@ def read(env: Mapping[str, str]) -> Detection:
 
 
 def _task(text: str) -> tuple[dict[str, list[str]], str, int] | str:
-    """Returns (hosts by role, role, index), or what is wrong."""
+    """Returns (hosts by role, role, index), or a message about the error."""
     try:
         given: Any = json.loads(text)
         cluster, task = given.get("cluster", {}), given.get("task", {})

@@ -1,8 +1,8 @@
 """torchrun, static and elastic, and other starters that set its variables (`accelerate launch`, DeepSpeed).
 
-MASTER_ADDR is the host of process 0. MASTER_PORT is not free under torchrun: its agent has a store there
-(TORCHELASTIC_USE_AGENT_STORE=True; PyTorch 2.13, 2026-11-22), so processes meet at a port that is derived from it.
-Without LOCAL_RANK no starter set up this process: PyTorchJob sets the rest for each pod, for a torchrun inside it.
+MASTER_ADDR is the host of process 0. torchrun's agent already uses MASTER_PORT for its store
+(TORCHELASTIC_USE_AGENT_STORE=True; PyTorch 2.13, 2026-11-22), so the rendezvous uses a port derived from it. Without
+LOCAL_RANK no starter set up this process: PyTorchJob sets the rest for each pod, for a torchrun inside it.
 Names: docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables".
 """
 

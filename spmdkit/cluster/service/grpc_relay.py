@@ -1,10 +1,10 @@
-"""`Relay`: a proxy between the clients of the coordination service and the service, for clients that are suspended.
+"""`Relay`: a proxy between the coordination service and its clients, for clients that are suspended.
 
 gRPC's server sends an HTTP/2 PING about every second to estimate the bandwidth, and closes a connection that does not
 reply for 60 s. JAX has no option for this. The client then aborts its process with SIGABRT (jaxlib 0.10.2, 2026-11-23:
-a job that was suspended for five minutes). The relay replies to PINGs in place of the client. Everything else is
-forwarded unchanged, frame by frame (RFC 9113, section 4.1: 3 bytes length, type, flags, 4 bytes stream). `service.py`
-uses it, so it imports only the standard library.
+a job that was suspended for five minutes). The relay replies to PINGs for the client. It forwards everything else
+unchanged, frame by frame (RFC 9113, section 4.1: 3 bytes length, type, flags, 4 bytes stream). `service.py` uses it, so
+it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ CONNECT_S = 5.0
 
 
 class Relay:
-    """Connects each client, for which `connect` is called, to the service at `service`.
+    """Connects each client to the service at `service`. `connect` is called for each client.
 
     Attributes:
-        num_connected: how many clients there are.
+            num_connected: number of clients.
     """
 
     def __init__(self, service: tuple[str, int]):
@@ -49,8 +49,8 @@ class Relay:
 async def _forward(
     source: asyncio.StreamReader, target: asyncio.StreamWriter, pinging: asyncio.StreamWriter | None
 ) -> None:
-    """Forwards frames; `pinging`: the connection to the service, where its PINGs come from. A source is not read while
-    the target cannot take more."""
+    """Forwards frames. `pinging`: the connection to the service, which sends the PINGs. A source is not read while the
+    target's buffer is full."""
     if pinging is None:
         target.write(await source.readexactly(PREFACE_BYTES))
     while True:

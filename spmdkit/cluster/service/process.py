@@ -1,5 +1,5 @@
-"""`ServiceProcess`: starts and ends the process that runs JAX's coordination service (service.py). `spmdkit launch`, or
-process 0, starts it; it runs until all processes have exited."""
+"""`ServiceProcess`: starts and ends the process that runs JAX's coordination service (service.py). `spmdkit launch` or
+process 0 starts it. It runs until all processes have exited."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ class ServiceProcess:
             env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "NONE"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a reader of process 0's output must not wait for the end of this process
+            stderr=subprocess.DEVNULL,  # a reader of process 0's output must not wait for this process to exit
             start_new_session=True,
         )
 
     def listen(self, address: str) -> None:
-        """Makes it listen at `address`; see `wait_until_up`."""
+        """Instructs the process to listen at `address`; see `wait_until_up`."""
         assert self._popen.stdin is not None
         with suppress(OSError):  # it is dead; `wait_until_up` raises
             self._popen.stdin.write(f"{address}\n".encode())
             self._popen.stdin.flush()
 
     def wait_until_up(self, address: str) -> None:
-        """Waits until it listens. Raises RendezvousError when it cannot."""
+        """Waits until it listens. Raises RendezvousError if it cannot."""
         output = self._popen.stdout
         assert output is not None
         readable, _, _ = select.select([output], [], [], SERVICE_START_S)
@@ -58,7 +58,7 @@ class ServiceProcess:
             )
 
     def shutdown(self) -> None:
-        """Ends it as soon as no process is connected. JAX calls this in place of the shutdown of its own service."""
+        """Ends it when no process is connected. JAX calls this instead of shutting down its own service."""
         assert self._popen.stdin is not None
         with suppress(OSError):
             self._popen.stdin.close()
@@ -77,7 +77,7 @@ class ServiceProcess:
 
 def reserve_port() -> tuple[socket.socket, int]:
     """Returns a socket that reserves a port of the loopback interface until it is closed, and the port. Linux assigns
-    it to no other process; one of the same user can listen there with SO_REUSEPORT, as gRPC does."""
+    the port to no other process; a process of the same user can listen there with SO_REUSEPORT, as gRPC does."""
     holder = socket.socket()
     if hasattr(socket, "SO_REUSEPORT"):
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

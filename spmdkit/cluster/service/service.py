@@ -1,15 +1,15 @@
 """JAX's coordination service in a separate process, so that any process of the job may die. `process.py` runs this file
-by its path.
+by path.
 
     python -I -S service.py SITE NUM_PROCESSES HEARTBEAT_S SHUTDOWN_S PROCESS
 
 It imports only jaxlib and the standard library. A line on standard input is the address to listen at; it prints `up`.
-It runs until its standard input closes or its parent has ended, and after that while processes are connected, at most
-one minute: JAX aborts a process (SIGABRT) that loses the service. PROCESS is the rank of the parent (-1: a launcher);
-the service reports its end in the store.
+It runs until its standard input closes or its parent has exited, then up to one minute while processes are connected:
+JAX aborts a process (SIGABRT) that loses the service. PROCESS is the rank of the parent (-1: a launcher). The service
+reports the parent's exit in the store.
 
-`recoverable` (jaxlib 0.10.2 to 0.12): otherwise a clock that is set back makes all processes look lost, and aborts the
-job. The watchdog detects lost processes (faults/watchdog.py).
+`recoverable` (jaxlib 0.10.2 to 0.12): without it, a clock that is set back makes all processes look lost, and aborts
+the job. The watchdog detects lost processes (faults/watchdog.py).
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ import sys
 import time
 from collections.abc import Callable
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # -I leaves it out
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # -I omits it
 from grpc_relay import Relay  # type: ignore[import-not-found]
 
 POLL_S = 0.05
 LINGER_S = 60.0
-"""The longest time that it runs for connected processes after its parent has ended."""
+"""The longest time that it runs for connected processes after its parent has exited."""
 ANNOUNCE_S = 5
 BACKLOG = 1024
 IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-"""Slurm's notice, `scancel` and signals to a process group reach every process of a job, this one too. The others need
-the service to save and exit with 42."""
+"""Slurm's notice, `scancel` and signals to a process group reach every process of a job, including this one. The others
+need the service to save and exit with 42."""
 KILLED = "it ended without an error report: killed, out of memory, or os._exit"
 
 
 def main(site: str, num_processes: int, heartbeat_s: int, shutdown_s: int, process: int) -> None:
-    """Runs the service until no process needs it."""
+    """Runs the service until it is no longer needed."""
     parent = os.getppid()
     for name in IGNORED:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -88,18 +88,18 @@ def _listen(address: str, is_reserved: bool) -> socket.socket:
 
 
 def _ended(parent: int) -> str:
-    """Returns why the parent no longer needs the service, or an empty string."""
+    """Returns why the parent no longer needs the service, or an empty text."""
     if os.getppid() != parent:
         return KILLED
     readable, _, _ = select.select([sys.stdin], [], [], 0)
     if not readable or sys.stdin.readline():
         return ""
-    time.sleep(POLL_S)  # a dying process closes it a moment before it ends
+    time.sleep(POLL_S)  # a dying process closes it a moment before it exits
     return "requested" if os.getppid() == parent else KILLED
 
 
 def _announce(jaxlib: object, address: str, process: int) -> None:
-    """Reports the end of `process` in every folder of its heartbeats (faults/watchdog.py)."""
+    """Reports the exit of `process` in every folder of its heartbeats (faults/watchdog.py)."""
     if process < 0:  # a launcher
         return
     client = jaxlib.get_distributed_runtime_client(  # type: ignore[attr-defined]

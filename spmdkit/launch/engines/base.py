@@ -42,7 +42,7 @@ class ClusterJob:
     num_processes: int  # in total
     name: str  # letters, digits and dashes
     max_restarts: int = 0  # restarts after a failure; exit code 42 always restarts
-    grace_s: int = 120  # seconds between the notice and the end
+    grace_s: int = 120  # seconds between the stop notice and termination
     options: Mapping[str, str] = field(default_factory=dict)  # options of the engine, with the defaults
     here: str = "."  # absolute path of the folder in which `launch` was called
 
