@@ -1,6 +1,6 @@
-"""A run from its start to its end.
+"""A run from start to end.
 
-run.py      directory, lock, what is restored     hooks/          functions around a step, a file each
-loop.py     the training as a list of steps       hook_runner.py  calls them; what all processes agree on
-trainer.py  the loop over batches                 actions.py      evaluate, save, replace, roll back, stop
+run.py      directory, lock, restore               hooks/          functions called around a step, one file each
+loop.py     the phases of training                 hook_runner.py  calls hooks; agrees on actions across processes
+trainer.py  the loop over batches                  actions.py      evaluate, save, replace, roll back, stop
 """

@@ -20,7 +20,7 @@ from spmdkit.step.state import TrainState
 def perform(
     run: Run, step: int, state: TrainState, batches: DeviceBatches, decision: Decision
 ) -> tuple[TrainState, DeviceBatches, Stop | None]:
-    """Does the actions decided at `step`; returns (state, batches, the `Stop` that ends training or None)."""
+    """Performs the actions decided at `step`; returns (state, batches, the `Stop` that ends training or None)."""
     turn = decision.turn
     if isinstance(turn, Stop) and not turn.saves:
         raise _failure(turn)
@@ -31,7 +31,7 @@ def perform(
         state = replaced(run, step, state, turn.state)
     if decision.evaluate:
         evaluate(run, step, state)
-    more = run.hook_runner.more()  # from after_eval: a best loss to save, an early stop
+    more = run.hook_runner.more()  # requested in after_eval: save a best loss, stop early
     if isinstance(more.turn, Rollback | ReplaceState) or (isinstance(more.turn, Stop) and not more.turn.saves):
         return perform(run, step, state, batches, more)
     turn = next((t for t in (turn, more.turn) if isinstance(t, Stop)), None)
@@ -43,7 +43,7 @@ def perform(
 
 
 def evaluate(run: Run, step: int, state: TrainState) -> None:
-    """Evaluates the state of `step`, unless it is evaluated or the task has no evaluation."""
+    """Evaluates the state of `step`, unless it is already evaluated or the task has no evaluation."""
     if not run.program.has_eval or (run.last_eval is not None and run.last_eval[0] == step):
         return
     jax.block_until_ready(state.step)
@@ -54,11 +54,11 @@ def evaluate(run: Run, step: int, state: TrainState) -> None:
 
 
 def save(run: Run, step: int, state: TrainState) -> None:
-    """Saves the state of `step`, unless it is saved. Returns once the arrays are copied; a thread writes them.
+    """Saves the state of `step`, unless it is already saved. Returns once the arrays are copied; a thread writes them.
 
     Raises:
         NonFiniteError: the state is not finite.
-        CheckpointWriteError: this or the save before failed, `checkpoint.max_failures` times in a row.
+        CheckpointWriteError: this or the previous save failed, `checkpoint.max_failures` times in a row.
     """
     if run.saves is None or run.saved_step == step:
         return
@@ -67,7 +67,7 @@ def save(run: Run, step: int, state: TrainState) -> None:
         bad = run.program.non_finite_leaf(state)
         if bad is not None:
             if run.config.on_nonfinite.gradient == "stop" or step == run.config.steps or run.finished is not None:
-                # Only the process whose devices have seen the gradient knows the batch; that is agreed on later.
+                # Only the process with the non-finite gradient knows the batch; `why_stopping` shares it.
                 why = run.hook_runner.why_stopping()
                 raise NonFiniteError(why or f"{_bad_state(run, step, bad)} {AFTER_BAD_STATE}")
             run.message(_bad_state(run, step, bad))
@@ -88,10 +88,10 @@ AFTER_BAD_STATE = "Lower the learning rate or set clip_norm, and start again fro
 
 
 def check_last(run: Run, state: TrainState) -> None:
-    """Rejects a last state that is not finite, for each policy of `on_nonfinite`, also if nothing is saved. Raises
-    NonFiniteError if the last update made the state not finite; no loss was computed from it."""
+    """Raises NonFiniteError if the last state is not finite, for each policy of `on_nonfinite`, also without saves. If
+    the last update made it non-finite, no loss has been computed from it."""
     if run.saved_step == run.step:
-        return  # `save` has looked
+        return  # `save` has checked it
     with phase.during("save"):
         bad = run.program.non_finite_leaf(state)
     if bad is not None:
@@ -99,8 +99,8 @@ def check_last(run: Run, state: TrainState) -> None:
 
 
 def replaced(run: Run, step: int, state: TrainState, new: Any) -> TrainState:
-    """Returns the state that a hook requested, in the layout of the program. Raises ConfigError if it has other leaves,
-    shapes or dtypes."""
+    """Returns the state that a hook requested, in the layout of the program. Raises ConfigError if its leaves, shapes
+    or dtypes differ."""
     if not isinstance(new, TrainState) or (difference := first_difference(state, new)):
         found = difference if isinstance(new, TrainState) else f"it is {type(new).__name__}"
         raise ConfigError(
@@ -115,7 +115,7 @@ def replaced(run: Run, step: int, state: TrainState, new: Any) -> TrainState:
 
 def go_back(run: Run, rollback_to: Rollback, batches: DeviceBatches) -> tuple[TrainState, DeviceBatches]:
     """Returns the state of an earlier step and the batches that follow it. Raises UserCodeError if the same rollback
-    was done before, without skipped batches: it would repeat indefinitely."""
+    was done before without skipped batches: it would repeat indefinitely."""
     batches.close()
     left, skipped_before = run.step, run.program.schedule.skipped
     with phase.during("restore"):

@@ -1,4 +1,4 @@
-"""The batch of a step that is not finite: its number, its rows, those with a NaN or an infinity, and a file."""
+"""The batch of a non-finite step: its number, its rows, the non-finite rows, and a file with the batch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MOST_ROWS = 8  # in a message
 
 
 def named(program: Program, step: int) -> str:
-    """Returns `batch 12 (16 rows of train_data: 3, 17, 20 ...; row 17 is not finite itself)`. Reads rows only of arrays
-    in memory."""
+    """Returns `batch 12 (16 rows of train_data: 3, 17, 20 ...; row 17 is not finite in the data)`. Checks rows only of
+    arrays in memory."""
     indices, mask = program.schedule.batch(step)
     rows = [int(i) for i in indices[mask]]
     text = f"batch {program.schedule.number(step)} ({len(rows)} rows of {program.schedule.what}: {_listed(rows)}"
@@ -31,14 +31,14 @@ def named(program: Program, step: int) -> str:
 
 
 def _listed(rows: Sequence[int]) -> str:
-    """Returns the first rows; all of them where they are one range."""
+    """Returns the first rows, or the range if the rows are consecutive."""
     if len(rows) > 2 and list(rows) == list(range(rows[0], rows[-1] + 1)):
         return f"{rows[0]} to {rows[-1]}"
     return ", ".join(map(str, rows[:MOST_ROWS])) + (" ..." if len(rows) > MOST_ROWS else "")
 
 
 def not_finite_rows(batch: HostBatch) -> list[int]:
-    """Returns the positions in a batch, without padding, of rows that contain a NaN or an infinity."""
+    """Returns the positions in a batch, without padding, of rows with a NaN or an infinity."""
     leaves = [x for x in jax.tree.leaves(batch.examples) if np.issubdtype(x.dtype, np.inexact)]
     bad = [~np.isfinite(x.reshape(len(x), -1)).all(axis=1) for x in leaves]
     if not bad:
@@ -48,8 +48,8 @@ def not_finite_rows(batch: HostBatch) -> list[int]:
 
 
 def save(program: Program, step: int, folder: Path) -> Path:
-    """Writes the whole batch of a step to `folder/<step>.npz`, with `rows`, its indices in the data, and `mask`;
-    returns the path. Raises OSError if it cannot be written."""
+    """Writes the complete batch of a step to `folder/<step>.npz`, with `rows` (indices in the data) and `mask`; returns
+    the path. Raises OSError if it cannot be written."""
     indices, mask = program.schedule.batch(step)
     arrays: dict[str, Any] = {
         f"examples/{path}" if path else "examples": x for path, x in named_leaves(program.feed.read(step).examples)

@@ -1,5 +1,5 @@
-"""`Driver`: what an outer driver adds to one training of a run. In-process elasticity (`spmdkit.elastic`) trains the
-same run again each time the members of its job change."""
+"""`Driver`: extensions of one training by an outer driver. In-process elasticity (`spmdkit.elastic`) trains the same
+run again each time the members of its job change."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from spmdkit.step.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class TrainJob:
-    """The arguments of `train`, and what it opened before JAX has devices. `keeps_memory`: whether freed memory stays
-    with the process (program/allocator.py)."""
+    """The arguments of `train`, and the resources that it opens before JAX has devices. `keeps_memory`: whether the
+    process retains freed memory (program/allocator.py)."""
 
     config: Config
     cluster: Cluster | None
@@ -34,16 +34,16 @@ class TrainJob:
 
 @dataclasses.dataclass(frozen=True)
 class Driver:
-    """The callbacks of an outer driver. The default is no driver: it does nothing.
+    """The callbacks of an outer driver. By default there is no driver and nothing happens.
 
     Attributes:
         session: the context of one training, entered after `join`.
-        after_step: called before the first step and after each step, on all processes. An exception that `ends`
-            recognizes ends this training.
-        restored: returns the state in the memory of the processes if it is newer than each checkpoint.
-        rolled_back: called when training goes back to an earlier step.
-        ends: returns the fields of the event `membership_changed` for an exception that ends this training and not the
-            run; None for all other exceptions.
+        after_step: called before the first step and after each step, on all processes. If it raises an exception that
+            `ends` recognizes, this training ends.
+        restored: returns the state in the memory of the processes if it is newer than every checkpoint.
+        rolled_back: called when training returns to an earlier step.
+        ends: returns the fields of the event `membership_changed` for an exception that ends this training but not the
+            run; otherwise None.
         notes: lines for the user.
     """
 

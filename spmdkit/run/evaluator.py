@@ -1,9 +1,9 @@
-"""The evaluator of TF_CONFIG: one process in addition to those that train, which evaluates each new checkpoint until
+"""The evaluator of TF_CONFIG: a process in addition to the training processes. It evaluates each new checkpoint until
 the run is finished.
 
-As TensorFlow's, it is not part of the cluster: training never waits for it, and it may be killed and restarted at any
-time. It has its own devices (those of the config), reads `run_dir/checkpoints` and writes `run_dir/evaluator.jsonl`,
-one line for each step, which is not evaluated again. Checkpoints that retention deletes first are passed over.
+As in TensorFlow, it is not part of the cluster: training never waits for it, and it can be killed and restarted at any
+time. It has separate devices (those of the config), reads `run_dir/checkpoints` and writes one line per step to
+`run_dir/evaluator.jsonl`; listed steps are not evaluated again. Checkpoints that retention deletes first are skipped.
 Source: tensorflow.org/guide/distributed_training, "TF_CONFIG" (task type "evaluator"); tf.estimator.train_and_evaluate.
 """
 
@@ -44,12 +44,12 @@ def evaluate_each(
     sleep: Callable[[float], None] = time.sleep,
     say: Callable[[str], None] = lambda line: print(visible(line), flush=True),
 ) -> list[int]:
-    """Returns the steps that were evaluated, when the last checkpoint of the finished run has been.
+    """Returns the evaluated steps, once the last checkpoint of the finished run is evaluated.
 
     Raises:
         ConfigError: the run saves no checkpoints.
         Preempted: a signal requested a stop; start it again to continue.
-        NonFiniteError: an evaluation that `on_nonfinite` does not let be.
+        NonFiniteError: an evaluation that `on_nonfinite` does not permit.
     """
     if config.checkpoint is None:
         raise ConfigError(
@@ -106,7 +106,7 @@ def _check_signal(signals: StopSignals, num: int) -> None:
 
 
 def _evaluated(program: Program, checkpoints: Checkpoints, step: int) -> dict[str, Any] | None:
-    """Returns the metrics of a checkpoint, None where it is gone."""
+    """Returns the metrics of a checkpoint; None if it was deleted."""
 
     def choose() -> int:
         if step not in checkpoints.steps():
@@ -125,8 +125,8 @@ def _evaluated(program: Program, checkpoints: Checkpoints, step: int) -> dict[st
 
 
 def _is_finished(checkpoints: Checkpoints, last: int) -> bool:
-    """Returns whether the newest checkpoint is the run's last: of its last step, or of the step at which a hook ended
-    it."""
+    """Returns whether the newest checkpoint is the last of the run: of the last step, or of the step at which a hook
+    ended it."""
     newest = checkpoints.latest()
     if newest is None or newest >= last:
         return newest is not None

@@ -1,5 +1,5 @@
-"""`HookRunner`: calls the hooks of a run in their order and returns the decision of a step: what the hooks request,
-agreed on by all processes at one step."""
+"""`HookRunner`: calls the hooks of a run in order and returns the decision of a step: the requested actions, on which
+all processes agree at one step."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from spmdkit.run.hooks.base import Action, Decision, Hook, ReplaceState, RunView
 
 
 class HookRunner:
-    """The hooks of a run. `decision` returns, at the end of a step, the actions that they requested.
+    """The hooks of a run. `decision` returns the actions that they requested by the end of a step.
 
     Args:
-        lag: steps that may be in flight.
+        lag: maximum number of steps in flight.
 
     Attributes:
-        generation: the number of rollbacks, which names the agreements on repeated steps.
+        generation: the number of rollbacks; part of the name of an agreement, because steps repeat.
     """
 
     def __init__(self, hooks: Sequence[Hook], cluster: Cluster, last_step: int, lag: int):
@@ -29,8 +29,8 @@ class HookRunner:
         self._hooks, self._cluster, self._last, self._lag = list(hooks), cluster, last_step, lag
         self._here = here
         self._ours = frozenset(plugins.names("default_hooks"))
-        self._now: list[Action] = []  # to be done after this step
-        self._pending: list[Action] = []  # to be agreed on
+        self._now: list[Action] = []  # performed after this step
+        self._pending: list[Action] = []  # require an agreement
         self.generation = 0
 
     def after_step(self, run: RunView, step: int, state: Any, metrics: Any) -> None:
@@ -40,7 +40,7 @@ class HookRunner:
                 self._request(hook, "after_step", run, step, state, metrics)
 
     def call(self, what: str, *args: Any) -> None:
-        """Calls `begin`, `before_step`, `after_eval`, `after_save` or `end` of every hook that has it."""
+        """Calls `begin`, `before_step`, `after_eval`, `after_save` or `end` of every hook that defines it."""
         for hook in self._here:
             if getattr(hook, what) is not None:
                 self._request(hook, what, *args)
@@ -75,12 +75,12 @@ class HookRunner:
             with phase.during(f"hook '{hook.name}'"):
                 return call(*args)
         except (Exception, SystemExit, GeneratorExit) as error:
-            if hook.name not in self._ours:  # otherwise it is an error of the step
+            if hook.name not in self._ours:  # an error of a built-in hook is an error of the step
                 user_code.call_user(partial(_raise, error), f"hook '{hook.name}': {what}")
             raise
 
     def _everywhere(self, hook: Hook, action: ReplaceState) -> ReplaceState:
-        """Returns the action once every process has requested it: a state is not sent to other processes."""
+        """Returns the action once every process has requested it: a state is never sent to other processes."""
         if hook.on == "main":
             raise ConfigError(
                 f"hook '{hook.name}': only process 0 requests sk.ReplaceState. Each process holds a part of the state, "
@@ -100,15 +100,15 @@ class HookRunner:
         return self.more()
 
     def more(self) -> Decision:
-        """Returns the decision for the actions requested since then, by `after_eval` and `after_save`."""
+        """Returns the decision for the actions requested since the last one, in `after_eval` and `after_save`."""
         if not self._now:
             return NOTHING
         requested, self._now = self._now, []
         return decide(requested)
 
     def why_stopping(self) -> str:
-        """Returns the reason of the first process that requests a stop, the same on all, or an empty text. All
-        processes call it at the same point."""
+        """Returns the reason of the first process that requests a stop, the same on all processes; "" if there is none.
+        All processes call it at the same point."""
         whys = [action.why for action in (*self._now, *self._pending) if isinstance(action, Stop)]
         return self._cluster.first_problem("reason to stop", lambda: next(iter(whys), ""))
 
@@ -118,7 +118,7 @@ class HookRunner:
         return [from_json(value) for values in gathered for value in values]
 
     def went_back(self) -> None:
-        """Drops the requested actions, after a rollback."""
+        """Drops the requested actions after a rollback."""
         self._now.clear()
         self._pending.clear()
         self.generation += 1
@@ -128,7 +128,7 @@ class HookRunner:
         return {hook.name: self._checked(hook, hook.state()) for hook in self._hooks if hook.state is not None}
 
     def restore(self, saved: Mapping[str, Any]) -> Iterable[str]:
-        """Restores the state of each hook. Returns the names in the checkpoint that no hook has."""
+        """Restores the state of each hook. Returns the names in the checkpoint without a hook."""
         for hook in self._hooks:
             if hook.restore is not None and hook.name in saved:
                 user_code.call_user(lambda h=hook: h.restore(saved[h.name]), f"hook '{hook.name}': restore")  # type: ignore[misc]

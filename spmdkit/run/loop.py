@@ -1,4 +1,4 @@
-"""`train`: one run from its start to its end. `evaluate`: the metrics of a checkpoint."""
+"""`train`: one run from start to end. `evaluate`: the metrics of a checkpoint."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Result:
         state: the state after the last step.
         program: the program that trained it.
         run: the records of the run, closed.
-        already_finished: an earlier start had finished the run.
+        already_finished: the run was finished by an earlier start.
     """
 
     state: TrainState
@@ -72,12 +72,12 @@ def train(
     task: Task | None = None,
     allow_change: Sequence[str] = (),
 ) -> Result:
-    """Trains a config to its last step, from the newest checkpoint in its run directory or from the start.
+    """Trains a config to its last step, from the newest checkpoint in its run directory or from the initial state.
 
     Args:
         config: a `Config`, or the path of its file.
         cluster: the joined processes; default: joins the processes of the environment.
-        task: replaces the task that the config names.
+        task: replaces the task of the config.
         allow_change: settings that may differ from the checkpoint although they change the result: `seed`, `train_data`
             ...; see run/recovery/resume_check.py.
 
@@ -99,7 +99,7 @@ def train(
 
 
 def train_once(job: TrainJob, join: Callable[[], tuple[Cluster, Config]], driver: Driver = NO_DRIVER) -> Result:
-    """Trains with the processes that `join` returns: join, check, open, restore or initialize, compile, loop,
+    """Trains with the processes from `join`. Phases: join, check, open, restore or initialize, compile, loop,
     finish."""
     signals = job.signals
     with signals.nothing_to_save(report_and_leave):
@@ -118,7 +118,7 @@ def train_once(job: TrainJob, join: Callable[[], tuple[Cluster, Config]], driver
             program = open_on_all_processes(config, cluster, job.task, limit_bytes, trainer)
             config = trainer.open(config, cluster, program, job.task)
             check_state(program, cluster, limit_bytes)
-            if os.environ.get(COMPILE_ONLY):  # ends the process before anything of the run is opened
+            if os.environ.get(COMPILE_ONLY):  # ends the process before it opens the run
                 _ = program.step_bytes
                 cluster.barrier("compiled")
                 leave(0)
@@ -146,8 +146,8 @@ def train_once(job: TrainJob, join: Callable[[], tuple[Cluster, Config]], driver
 
 
 def check_processes(cluster: Cluster, config: Config) -> tuple[str | None, int | None]:
-    """Returns (result of the health check if the config requests one, the memory limit of the devices). Checks that all
-    processes start from the same config, code and versions."""
+    """Checks that all processes start from the same config, code and versions. Returns (result of the health check if
+    the config enables it, memory limit of the devices)."""
     consistency.same_start(cluster, config)
     return devices_are_well(cluster, config), common_limit(cluster)
 
@@ -202,7 +202,7 @@ def _preempted(run: Run, stopped: Stop) -> Preempted:
 
 
 def join_cluster(job: TrainJob) -> tuple[Cluster, Config]:
-    """Returns the processes of a job, joined as its config requests, and its config."""
+    """Joins the processes of a job as its config requests; returns them and the config."""
     config = job.config
     if job.cluster is not None:
         return job.cluster, config
@@ -218,7 +218,7 @@ def join_cluster(job: TrainJob) -> tuple[Cluster, Config]:
 
 
 def watched(config: Config, cluster: Cluster) -> AbstractContextManager[Watchdog | None]:
-    """Returns the context in which the watchdog runs, if the config enables it."""
+    """Returns the context of the watchdog, if the config enables it."""
     board, folder = cluster.board("watch")
     return watching(config.watchdog, cluster.process_index, cluster.num_processes, board, folder)
 
@@ -230,7 +230,7 @@ def open_on_all_processes(
     limit_bytes: int | None = None,
     trainer: Trainer | None = None,
 ) -> Program:
-    """Returns the program of a config, the same on all processes. The attempts of `auto` are printed to standard error,
+    """Returns the program of a config, the same on all processes. Prints the attempts of `auto` to standard error,
     unless progress is off."""
     quiet = not cluster.is_main or config.log.progress == "off"
     say = lambda line: None if quiet else print(visible(line), file=sys.stderr, flush=True)
@@ -245,10 +245,10 @@ def evaluate(
 ) -> tuple[int, dict[str, Any]]:
     """Returns (step, metrics) of a checkpoint in the config's run directory: of `step`, the best, or the newest.
 
-    A run that trains in the directory at the same time does not delete the checkpoint.
+    A run that is training in the directory does not delete this checkpoint.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or of another model.
+        CheckpointError: it does not exist, is damaged, or is of a different model.
     """
     with watched(config, cluster), kept(config.compile_cache, config.folder):
         with phase.during("import"):

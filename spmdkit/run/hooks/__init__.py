@@ -1,4 +1,4 @@
-"""The built-in hooks, a file each, found by its name, with `make(config) -> Hook | None`: None if not enabled."""
+"""The built-in hooks, one file each, selected by name, with `make(config) -> Hook | None` (None: not enabled)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spmdkit.run.hooks.base import Hook
 
 
 def of_run(config: Any, own: Iterable[Hook]) -> list[Hook]:
-    """Returns the built-in hooks and the user's `own` in their order. Raises ConfigError if two have one name."""
+    """Returns the built-in hooks and the user's hooks in their order. Raises ConfigError if two have the same name."""
     ours = [make(config) for make in plugins.load_all("default_hooks").values()]
     found = [hook for hook in ours if hook is not None]
     for hook in own:

@@ -1,5 +1,5 @@
-"""`Hook`: functions that a run calls around its steps. The built-in hooks are one file each in this folder; a
-user-defined hook is `Task(hooks=[...])` or named in the config's `hooks`.
+"""`Hook`: functions that a run calls around its steps. Each built-in hook is a file in this folder. A user-defined hook
+is in `Task(hooks=[...])` or named in the config's `hooks`.
 
     @sk.hook
     def patience(evaluations=3):
@@ -13,8 +13,8 @@ user-defined hook is `Task(hooks=[...])` or named in the config's `hooks`.
 
         return sk.Hook("patience", after_eval=after_eval, state=lambda: dict(seen), restore=seen.update)
 
-A hook returns the action that it requests, and never acts itself. All processes act at the same step. Of several
-actions that change the course of training the strongest wins: `Stop`, then `Rollback`, then `ReplaceState`.
+A hook returns the action that it requests and does not perform it. All processes perform it at the same step. If
+several actions change the course of training, the strongest wins: `Stop`, then `Rollback`, then `ReplaceState`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Metrics: TypeAlias = Mapping[str, float | np.ndarray[tuple[int, ...], np.dtype[n
 
 
 class RunView(Protocol):
-    """What a hook may use of a run."""
+    """The part of a run that a hook may use."""
 
     @property
     def step(self) -> int:
@@ -51,7 +51,7 @@ class RunView(Protocol):
 
     @property
     def config(self) -> Config:
-        """The config, with the values that the program has chosen for `auto`."""
+        """The config, with the values that the program selected for `auto`."""
 
     @property
     def program(self) -> Program:
@@ -94,8 +94,8 @@ class Save:
     """Save the state.
 
     Attributes:
-        known: every process requests this at this step by itself: it is done now, without an agreement. Otherwise it is
-            done at a step that all processes agree on, possibly some steps later.
+        known: every process requests this at this step independently, so it is performed immediately. Otherwise the
+            processes first agree on a step, which may be some steps later.
     """
 
     known: bool = False
@@ -110,21 +110,21 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class ReplaceState:
-    """Continue with another state of the same shapes. All processes request it at the same step."""
+    """Continue with a different state of the same shapes. All processes request it at the same step."""
 
     state: TrainState
 
 
 @dataclass(frozen=True)
 class Rollback:
-    """Restore an earlier step and train from there again.
+    """Restore an earlier step and continue training from there.
 
     Attributes:
-        to_step: restores the newest checkpoint up to this step; None: the newest checkpoint, or the initial state; 0:
-            the initial state.
+        to_step: restores the newest checkpoint up to this step. None: the newest checkpoint, or the initial state if
+            there is none. 0: the initial state.
         skip_batches: number of batches after that step to skip permanently.
-        batches: numbers of further batches to skip permanently. The number of a step's batch is
-            `run.program.schedule.number(step)`.
+        batches: numbers of further batches to skip permanently. `run.program.schedule.number(step)` is the number of
+            the batch of a step.
         known: as in `Save`.
     """
 
@@ -142,8 +142,8 @@ class Stop:
     """End training after this step.
 
     Attributes:
-        code: exit code of `spmdkit train`. 0: the run is finished. 42: the run is to be restarted. Both save the state.
-            Any other code of `spmdkit.errors` is a failure, and nothing is saved.
+        code: exit code of `spmdkit train`. 0: the run is finished. 42: the run should be restarted. Both save the
+            state. Any other code of `spmdkit.errors` is a failure, and nothing is saved.
         why: the message.
         known: as in `Save`.
     """
@@ -165,14 +165,14 @@ Action = Stop | Save | Evaluate | ReplaceState | Rollback
 class Hook:
     """Functions that a run calls around its steps. `run` has the attributes and methods of `RunView`.
 
-    The next step reuses the memory of a state: read it during the call, and copy what you need later.
+    The next step reuses the memory of a state: read it during the call, and copy values for later use.
 
     Attributes:
         name: unique in a run; the key of the hook's state in a checkpoint.
-        order: hooks are called from low to high. Ours: finite 10, evaluation 20, saving 30, profile 35, logging 40,
-            signals 45, watchdog 1000.
-        every: `after_step` is called at the steps that this divides and at the last step; None: at each step.
-        on: "all" processes, which may start computations with collectives, or "main", process 0, which may not.
+        order: hooks are called in ascending order. Built-in: finite 10, evaluation 20, saving 30, profile 35, logging
+            40, signals 45, watchdog 1000.
+        every: `after_step` is called at steps divisible by this number and at the last step; None: at each step.
+        on: "all" processes, which may start computations with collectives, or "main" (process 0), which may not.
         in_step: `(old state, new state, metrics) -> (new state, metrics)`; a pure function, traced into the end of the
             step, in `order`.
         begin: `(run, step, state)`, before the first step of this process.
@@ -180,13 +180,13 @@ class Hook:
         after_step: `(run, step, state, metrics)`, as soon as the step is dispatched. The metrics are on the devices;
             reading them waits for the step.
         after_eval: `(run, step, values)`, metric name -> float or array; the same on every process.
-        after_save: `(run, step)`, once the arrays are copied. The checkpoint may still be being written.
+        after_save: `(run, step)`, once the arrays are copied. The checkpoint may still be in flight.
         end: `(run, step, state)`, after the last step, and after a `Stop` that saves.
         state: returns the state of the hook for the checkpoint, as JSON values.
-        restore: receives that state, before `begin` and after a rollback; of any type, hence `Never`.
+        restore: receives that state, before `begin` and after a rollback; any type, hence `Never`.
 
     Raises:
-        ConfigError: one of `state` and `restore` without the other, another `on`, an `every` below 1.
+        ConfigError: only one of `state` and `restore`, an unknown `on`, or an `every` below 1.
     """
 
     name: str
@@ -218,7 +218,7 @@ class Hook:
 
 @dataclass(frozen=True)
 class Decision:
-    """The actions after a step: `evaluate`, then `save`, then `turn`, which changes the course of training."""
+    """The actions after a step, in this order: `evaluate`, `save`, `turn` (a change of the course of training)."""
 
     evaluate: bool = False
     save: bool = False
@@ -226,10 +226,10 @@ class Decision:
 
 
 def decide(actions: Iterable[Action]) -> Decision:
-    """Returns the decision for all actions requested at one step: the strongest turn, and no action that it makes
-    useless.
+    """Returns the decision for all actions requested at one step: the strongest turn, without actions that it makes
+    redundant.
 
-    A `Stop` with a failure wins over one without; of several `Rollback`s the one to the earliest step wins.
+    A `Stop` with a failure wins over one without. Of several `Rollback`s the one to the earliest step wins.
     """
     requested = list(actions)
     stops = sorted((a for a in requested if isinstance(a, Stop)), key=lambda a: (a.saves, -a.code, a.why))
@@ -248,12 +248,12 @@ _TYPES: Mapping[str, type] = {"stop": Stop, "save": Save, "evaluate": Evaluate, 
 
 
 def to_json(action: Action) -> list[Any]:
-    """Returns an action as JSON values, to send it to other processes. A `ReplaceState` cannot be sent."""
+    """Converts an action to JSON values, to send it to other processes. A `ReplaceState` cannot be sent."""
     name = next(name for name, kind in _TYPES.items() if isinstance(action, kind))
     return [name, {key: value for key, value in vars(action).items() if key != "known"}]
 
 
 def from_json(value: list[Any]) -> Action:
-    """Returns the action of `to_json`."""
+    """Converts the result of `to_json` to an action."""
     action: Action = _TYPES[value[0]](**value[1])
     return action

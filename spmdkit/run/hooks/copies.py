@@ -1,8 +1,8 @@
-"""Compares the copies of the train state bit by bit every `replica_check.every_steps` steps: a device that computes or
-remembers wrongly does not report it.
+"""Compares the replicas of the train state bitwise every `replica_check.every_steps` steps: a device does not report
+its own wrong results or memory errors.
 
-If three or more devices hold the same part, the outlier is named. Of two, an audit repeats the computation to find the
-one with wrong arithmetic. Leaves without a copy are reported at the start.
+If three or more devices have a replica, the outlier is identified by majority. For two, an audit repeats the
+computation to find the device with wrong arithmetic. Leaves without replicas are reported at the start.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def make(config: Any) -> Hook | None:
     if options is None:
         return None
     made: list[Copies] = []
-    same = {"step": 0}  # the last at which all copies were the same
+    same = {"step": 0}  # the last step at which all replicas were equal
 
     def begin(run: RunView, step: int, state: Any) -> None:
         made[:] = [Copies(run.program)]
@@ -80,7 +80,7 @@ def _report_single_leaves(run: RunView, copies: Copies) -> None:
 def _audited(
     run: RunView, copies: Copies, step: int, state: Any, differences: Sequence[Difference]
 ) -> list[Difference]:
-    """Returns the differences, those of two copies with the device at fault where an audit finds it."""
+    """Returns the differences. Those of two replicas include the faulty device if an audit identifies it."""
     ((_, batch),) = run.program.batches(step, step)
     wrong = set(copies.audit(state, batch))
     second = f"{_names(copies, sorted(wrong))} computed other bits the second time" if wrong else ""

@@ -1,4 +1,4 @@
-"""Reports rows of the data that were retried or skipped: an event of each process, and a message."""
+"""Reports data rows that were retried or skipped, as an event of each process and a message."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 from spmdkit.foundation.constants import DRILL_FILE
 from spmdkit.run.hooks.base import Hook, RunView
 
-AFTER_WATCHDOG = 2000  # the phase of the fault then stays the current one
+AFTER_WATCHDOG = 2000  # so that the phase of the fault stays the current phase
 
 
 def make(config: Any) -> Hook | None:

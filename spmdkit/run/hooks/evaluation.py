@@ -1,4 +1,4 @@
-"""Evaluates every `eval.every_steps` steps, and after the last one."""
+"""Evaluates every `eval.every_steps` steps and after the last step."""
 
 from __future__ import annotations
 

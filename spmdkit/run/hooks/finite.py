@@ -1,8 +1,9 @@
-"""The policies of `on_nonfinite` for loss, gradient, metrics and evaluations that are not finite.
+"""The policies of `on_nonfinite` for non-finite losses, gradients, metrics and evaluations.
 
-The step stores a code on the devices (`spmdkit.step.finite_check`); a skipped step has changed nothing. The host reads
-the codes at log steps and before a save. It ends the run, or rolls back and skips the batch permanently, or reports the
-skipped step. A small program checks every leaf of the state from time to time: a moving average can overflow.
+The step stores a code on the devices (`spmdkit.step.finite_check`); a skipped step does not change the state. The host
+reads the codes at log steps and before a save. It then ends the run, rolls back and skips the batch permanently, or
+reports the skipped step. A small program checks every leaf of the state periodically, because a moving average can
+overflow.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ from spmdkit.run.hooks.base import Action, Hook, Rollback, RunView, Stop
 from spmdkit.step import finite_check
 
 LOOK_EVERY = 100
-"""Minimum steps between two checks of the state, which take half a millisecond of the host each."""
+"""Minimum number of steps between two checks of the state. A check takes half a millisecond on the host."""
 MOST_CODES = 512
-"""Maximum codes that wait on the devices between log steps. Then all but the newest `STEPS_IN_FLIGHT` are read."""
+"""Maximum number of codes stored on the devices; if exceeded, all but the newest `STEPS_IN_FLIGHT` are read."""
 STEPS_IN_FLIGHT = 32
 TOGETHER = 16
-"""The number of codes that the devices combine before the host reads them."""
+"""Number of codes that the devices combine before the host reads them."""
 
 
 def make(config: Any) -> Hook:
     """Returns the hook that applies the policies."""
     policy = FiniteResults(config)
     codes: list[tuple[int, Any]] = []  # of steps, on the devices
-    looked = [0]  # the step after which the state was checked last
+    looked = [0]  # the step of the last state check
     saves_every = config.checkpoint.every_steps if config.checkpoint is not None else None
 
     def after_step(run: RunView, step: int, state: Any, metrics: Any) -> Action | None:
         if codes and step <= codes[-1][0]:
-            codes.clear()  # the run went back
+            codes.clear()  # a rollback
         if run.program.code is not None:
             codes.append((step, run.program.code))
         is_logged = run.is_log_step(step)
@@ -50,7 +51,7 @@ def make(config: Any) -> Hook:
             read = _joined_codes(codes[:num])
             del codes[:num]
             if is_logged:
-                run.numbers(step, metrics)  # which waits for the step, while the devices join its code to the others
+                run.numbers(step, metrics)  # waits for the step, while the devices combine its code with the others
             for bad_step, bits in read():
                 values = not_finite(run.numbers(step, metrics)) if bad_step == step else {}
                 if (action := policy.to_step(run, bad_step, bits, values)) is not None:
@@ -77,11 +78,11 @@ def make(config: Any) -> Hook:
 
 
 def _joined_codes(codes: list[tuple[int, jax.Array]]) -> Callable[[], list[tuple[int, int]]]:
-    """Returns a function that waits for the devices, and returns (step, bits) of the steps in which something was not
-    finite, as this process sees it.
+    """Returns a function that waits for the devices and returns (step, bits) of the steps that are not finite on this
+    process.
 
-    Where each device has its own code, the devices first make one of several steps: 9 us a step on 8 CPU devices, each
-    read alone 83 (two cores, jax 0.10.2, 2026-11-25).
+    If each device has a separate code, the devices first combine the codes of several steps: 9 us per step on 8 CPU
+    devices, instead of 83 us for separate reads (two cores, jax 0.10.2, 2026-11-25).
     """
     some = [codes[start : start + TOGETHER] for start in range(0, len(codes), TOGETHER)]
     joined = [_join([code for _, code in each]) for each in some]
@@ -95,7 +96,7 @@ def _joined_codes(codes: list[tuple[int, jax.Array]]) -> Callable[[], list[tuple
 
 
 def _join(codes: list[jax.Array]) -> jax.Array | None:
-    """Returns one code for several; None where they are read as fast."""
+    """Combines several codes into one; returns None if separate reads are as fast."""
     if len(codes) <= 2 or codes[0].is_fully_replicated:
         return None
     joined: jax.Array = _joined(*codes, *codes[-1:] * (TOGETHER - len(codes)))  # the same program for any number
@@ -108,14 +109,14 @@ def _joined(*codes: jax.Array) -> jax.Array:
 
 
 def _read(code: jax.Array) -> int:
-    """Returns the bits of an array on this process's devices, part by part."""
+    """Returns the bitwise OR of an array's elements on this process, shard by shard."""
     num = 1 if code.is_fully_replicated else len(code.sharding.addressable_devices)
     parts = (np.asarray(code.addressable_data(i)) for i in range(num))
     return functools.reduce(operator.or_, (int(np.bitwise_or.reduce(part.ravel())) for part in parts))
 
 
 class FiniteResults:
-    """The actions of `on_nonfinite`, and how often each was taken."""
+    """The actions of `on_nonfinite`, and their counts."""
 
     def __init__(self, config: Any):
         self._options, self._policies = config.on_nonfinite, config.policies()
@@ -124,8 +125,7 @@ class FiniteResults:
         self._skipped, self._in_a_row, self._rollbacks = 0, 0, 0
 
     def to_step(self, run: RunView, step: int, bits: int, values: Mapping[str, float]) -> Action | None:
-        """Returns the action for a step with the code `bits`. `values`: its metrics that are not finite, if they are
-        known."""
+        """Returns the action for a step with the code `bits`. `values`: its non-finite metrics, if known."""
         names = [name for name, bit in finite_check.KINDS.items() if bits & bit]
         policies = {self._policies[name] for name in names}
         bad = ", ".join({"metrics": "a metric", "spike": "the loss"}.get(name, f"the {name}") for name in names)
@@ -159,15 +159,14 @@ class FiniteResults:
         return None
 
     def report(self, run: RunView, step: int, metrics: Any) -> None:
-        """Reports the metrics of a log step that are not finite, if the step does not check them."""
+        """Reports the non-finite metrics of a log step if the step does not check them."""
         bad = not_finite(run.numbers(step, metrics)) if self._reports else {}
         policy = lambda name: self._options.loss if name == "loss" else self._options.metrics
         if shown := {name: x for name, x in bad.items() if policy(name) == "continue"}:
             run.message(f"step {step}: {format_metrics(shown)}")
 
     def _known(self, run: RunView, bits: int, policy: str) -> bool:
-        """Returns whether every process has the same values: not true of a sharded gradient, nor of the loss of one
-        group."""
+        """Returns whether every process has the same values. A sharded gradient and the loss of one group differ."""
         if run.program.groups is not None:
             return False
         same = [name for name, bit in finite_check.KINDS.items() if bits & bit and name != "gradient"]
@@ -202,14 +201,14 @@ EVALUATION_RULE = (
 
 
 def check_evaluation(config: Any, step: int, values: Mapping[str, Any]) -> None:
-    """Rejects an evaluation outside a run that is not finite. Raises NonFiniteError unless `on_nonfinite.evaluation`
+    """Checks an evaluation outside a run. Raises NonFiniteError if it is not finite, unless `on_nonfinite.evaluation`
     is `continue`."""
     if config.on_nonfinite.evaluation != "continue" and (bad := not_finite(values)):
         raise NonFiniteError(f"the evaluation of step {step}: {format_metrics(bad)}. {EVALUATION_RULE}")
 
 
 def not_finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the metrics that contain a NaN or an infinity; of arrays the first such element."""
+    """Returns the metrics with a NaN or an infinity; for an array its first such element."""
     flat = {name: np.ravel(x) for name, x in values.items()}
     return {name: float(x[~np.isfinite(x)][0]) for name, x in flat.items() if not np.isfinite(x).all()}
 
@@ -221,7 +220,7 @@ def format_metrics(bad: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _look(mesh: Mesh) -> Any:
-    """Returns the compiled `state -> bool[]`, the same on every device: whether no leaf holds a NaN or an infinity."""
+    """Returns the compiled `state -> bool[]`: whether all leaves are finite, the same on every device."""
 
     def finite(state: Any) -> jax.Array:
         return functools.reduce(jnp.logical_and, map(finite_check.is_finite, jax.tree.leaves(state)), jnp.array(True))

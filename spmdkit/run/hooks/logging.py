@@ -1,5 +1,5 @@
-"""Writes the metrics of the first step, of every `log.every_steps` steps and of the last one; between them it advances
-the progress bar."""
+"""Writes the metrics of the first step, of every `log.every_steps` steps and of the last step. At other steps it only
+advances the progress bar."""
 
 from __future__ import annotations
 

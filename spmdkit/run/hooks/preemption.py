@@ -1,8 +1,8 @@
-"""Stops when the machine of any process is about to be preempted: `preemption` in a config. The sources are in
+"""Stops if the machine of any process is about to be preempted: `preemption` in a config. The sources are in
 faults/preemption_sources/.
 
-All processes agree on a step, save it, and exit with 42. If this process waits for data, the notice acts as a signal
-(run/watchdog_callbacks.py).
+All processes agree on a step, save it, and exit with 42. If this process is waiting for data, the notice is handled
+like a signal (run/watchdog_callbacks.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def make(config: Any) -> Hook | None:
-    """Returns the hook that stops on a notice; None if the config names no source."""
+    """Returns the hook that stops after a notice; None if the config names no source."""
     if not config.preemption:
         return None
     sources = [(plugins.split(choice)[0], plugins.make("preemption_sources", choice)) for choice in config.preemption]

@@ -1,4 +1,4 @@
-"""Takes a profiler trace of the steps that `profile` names."""
+"""Records a profiler trace of the steps in `profile`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def make(config: Any) -> Hook | None:
     options = config.profile
     if options is None:
         return None
-    until: list[int] = []  # the last step of a trace that is being taken
+    until: list[int] = []  # the last step of the active trace
 
     def after_step(run: RunView, step: int, state: Any, metrics: Any) -> None:
         if step == options.start - 1 or (options.start == 1 and step == 1):

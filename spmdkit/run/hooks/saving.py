@@ -1,5 +1,5 @@
-"""Saves every N steps, every N seconds by the clock of process 0, after the last step, and when an evaluation is better
-than all earlier ones."""
+"""Saves every N steps, every N seconds by the clock of process 0, after the last step, and when an evaluation is the
+best so far."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make(config: Any) -> Hook | None:
 
     if options.best is None:
         return Hook("saving", order=30, after_step=after_step)  # type: ignore[arg-type]  # it gets a Run
-    # Part of the checkpoint, so that a restart saves at the same steps.
+    # Part of the checkpoint, so that a restarted run saves at the same steps.
     seen: dict[str, Any] = {"best": None, "step": None}
 
     def after_eval(run: Run, step: int, values: Any) -> Action | None:
@@ -41,7 +41,7 @@ def make(config: Any) -> Hook | None:
             return None
         better = best is None or (value < best if options.best.mode == "min" else value > best)
         if not better and not (run.saves is not None and run.saves.is_lost(seen["step"])):
-            return None  # where the best is lost, the next best is saved
+            return None  # if the best is lost, the next best is saved
         seen.update(best=value, step=step)
         return Save(known=True)  # every process has the same values
 

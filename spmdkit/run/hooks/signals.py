@@ -1,5 +1,4 @@
-"""Stops when any process has received a signal that requests it, such as SIGINT or SIGTERM
-(`spmdkit.faults.signals`)."""
+"""Stops when any process has received a stop signal, such as SIGINT or SIGTERM (`spmdkit.faults.signals`)."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@ plus `on_spike.z_score` robust deviations:
 
     deviation = 1.4826 x the median distance from the median, and at least FLOOR of the median
 
-Spikes do not count for later limits. The limit is set at log steps, the same on every process, and is part of the
-checkpoint, so a restart changes no bit.
+Spikes do not affect later limits. The limit is set at log steps, the same on every process, and is part of the
+checkpoint, so a restarted run is bitwise identical.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def make(config: Any) -> Hook | None:
         return None
     window: collections.deque[float] = collections.deque(maxlen=options.window)
     limit: list[float | None] = [None]
-    waiting: list[tuple[int, Any]] = []  # steps and their losses, on the devices
+    waiting: list[tuple[int, Any]] = []  # (step, loss on the devices)
     stale = [True]  # after a rollback
 
     def read(run: RunView | None = None) -> None:
@@ -74,7 +74,7 @@ def make(config: Any) -> Hook | None:
 
 
 def limit_of(losses: Iterable[float], z: float) -> float:
-    """Returns the loss above which one is a spike after these."""
+    """Returns the loss above which the next one is a spike, given the previous `losses`."""
     x = np.asarray(list(losses), np.float64)
     median = float(np.median(x))
     deviation = 1.4826 * float(np.median(np.abs(x - median)))

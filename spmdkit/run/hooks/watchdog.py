@@ -1,4 +1,4 @@
-"""Reports the phase of training to the watchdog (faults/watchdog.py), and shows the notices of the watchdog."""
+"""Reports the phase of training to the watchdog (faults/watchdog.py), and shows the watchdog's messages."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from spmdkit.run.hooks.base import Hook
 if TYPE_CHECKING:
     from spmdkit.run.run import Run
 
-AFTER_ALL = 1000  # the time of other hooks counts as time of the step
+AFTER_ALL = 1000  # the time of other hooks counts as step time
 
 
 def make(config: Any) -> Hook | None:
-    """Returns the hook that reports the step and the reading of its data; None if the config disables the watchdog."""
+    """Returns the hook that reports steps and data reads; None if the config disables the watchdog."""
     if config.watchdog is None:
         return None
     recent: deque[float] = deque(maxlen=16)  # seconds per step, measured between waits for the device
-    # The last step that was waited for, and the time by the clock of the watchdog, which stops during a pause.
+    # The last step that was waited for, and its time by the clock of the watchdog, which stops during a pause.
     seen = [0, 0.0]
 
     def begin(run: Run, step: int, state: Any) -> None:

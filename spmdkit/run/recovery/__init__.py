@@ -1,4 +1,4 @@
-"""What a run does to continue: restore, check that it is the same run, skip batches and rows, retry saves.
+"""Recovery of a run: restore, check that it is the same run, skip batches and rows, retry saves.
 
-Enters: a run directory and its checkpoints. Leaves: a state, and the step to continue from.
+Input: a run directory with checkpoints. Output: a state, and the step to continue from.
 """

@@ -1,8 +1,8 @@
-"""Emergency save: a run of one process saves the state of its last complete step when the data or a hook raises, within
+"""Emergency save: if the data or a hook raises, a run of one process saves the state of its last complete step, within
 `checkpoint.emergency_timeout_s` seconds.
 
-An error inside a step (`jax.debug.callback`) loses the state, because the step takes the memory of its input. A run of
-several processes saves nothing: the others are inside the next step.
+After an error inside a step (`jax.debug.callback`) the state is lost, because the step reuses the memory of its input.
+A run of several processes does not save: the other processes are inside the next step.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from spmdkit.run.reporter import Reporter
 from spmdkit.step.state import TrainState
 
 NOT_SAVED = (CheckpointWriteError, HangError, NonFiniteError, Preempted, RendezvousError)
-"""Errors after which there is no state to save, or no way to save it."""
+"""Errors after which there is no state to save, or a save is impossible."""
 
 
 class Saveable(RunView, Protocol):
-    """A run with checkpoints, as far as an emergency save needs it."""
+    """The part of a run with checkpoints that an emergency save uses."""
 
     checkpoints: Checkpoints | None
     saves: Saves | None
@@ -36,8 +36,8 @@ class Saveable(RunView, Protocol):
 
 
 def save_before_exit(run: Saveable, state: TrainState, error: BaseException) -> None:
-    """Saves `state`, that of `run.step`, before `error` ends the run, and logs the result. Never raises, and never
-    takes longer than `checkpoint.emergency_timeout_s`."""
+    """Saves `state` of `run.step` before `error` ends the run, and logs the result. Never raises, and takes at most
+    `checkpoint.emergency_timeout_s`."""
     options, step, checkpoints = run.config.checkpoint, run.step, run.checkpoints
     if options is None or checkpoints is None or options.emergency_timeout_s is None or isinstance(error, NOT_SAVED):
         return
@@ -62,7 +62,7 @@ def save_before_exit(run: Saveable, state: TrainState, error: BaseException) -> 
 
 
 def _save(run: Saveable, checkpoints: Checkpoints, step: int, state: TrainState) -> str:
-    """Returns the result as the end of a sentence; empty if the state is that of a failed step."""
+    """Saves; returns the result as the end of a sentence, or "" if the state is that of a failed step."""
     try:
         jax.block_until_ready(state)
         bad = run.program.non_finite_leaf(state)
@@ -75,5 +75,5 @@ def _save(run: Saveable, checkpoints: Checkpoints, step: int, state: TrainState)
         if run.saves is not None:
             run.saves.write_events()
         return f"could not be saved: {ended.why}" if ended.why else "is saved"
-    except Exception as error:  # noqa: BLE001  another error ends the run, and that one is reported
+    except Exception as error:  # noqa: BLE001  a further error; the first one is reported
         return "" if of_callback(error) else f"could not be saved ({type(error).__name__}: {error})"

@@ -1,7 +1,7 @@
 """Restore: a run continues from the newest intact checkpoint, the same on every process.
 
-Process 0 verifies the record and the files of a checkpoint, then each process the bytes of the arrays that it reads.
-Damage found by one counts for all. Damaged checkpoints are renamed only once an intact one is found.
+Process 0 verifies the record and the files of a checkpoint, then each process the array bytes that it reads. Damage on
+one process rejects the checkpoint on all. Damaged checkpoints are renamed only after an intact one is restored.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def newest_good(
     cluster: Cluster, checkpoints: Checkpoints, program: Program, most: int | None = None
 ) -> Restored | None:
     """Returns the newest intact checkpoint up to step `most`; None if there is no checkpoint. Raises CheckpointError if
-    all checkpoints are damaged, or one is of another model."""
+    all checkpoints are damaged, or the newest intact one is of a different model."""
     directory, wrong = checkpoints.directory, dict[int, str]()
     choose = lambda: quarantine.newest_valid(directory, most, wrong)
     while True:
@@ -67,7 +67,7 @@ def newest_good(
 def quarantine_checkpoints(
     run: RunView, checkpoints: Checkpoints | None, wrong: Mapping[str, str], lines: Sequence[str], step: int
 ) -> None:
-    """Renames damaged checkpoints and folders that only look like one, on process 0, and reports them and `lines`."""
+    """Renames damaged checkpoints and incomplete step folders on process 0, and reports them and `lines`."""
     if checkpoints is not None and run.cluster.is_main:
         directory = checkpoints.directory
         for name, why in (quarantine.steps_without_record(directory) | dict(wrong)).items():
@@ -81,10 +81,10 @@ def quarantine_checkpoints(
 
 
 def require_checkpoint(cluster: Cluster, checkpoints: Checkpoints, run_dir: Path) -> None:
-    """Raises CheckpointError if a run has saved here and its checkpoints are missing: it would silently restart from
+    """Raises CheckpointError if a run has trained here and its checkpoints are missing: it would silently restart from
     step 0.
 
-    Moving metrics.jsonl away permits that.
+    Move metrics.jsonl away to permit a restart.
     """
 
     def found() -> str:
@@ -106,7 +106,7 @@ def require_checkpoint(cluster: Cluster, checkpoints: Checkpoints, run_dir: Path
 
 
 def keep_old_records(run_dir: Path) -> list[str]:
-    """Renames the metrics of a run that was never saved; returns a message for each file."""
+    """Renames the metrics of a run without checkpoints; returns a message per file."""
     lines = []
     for name in RECORDS:
         path = run_dir / name
@@ -120,12 +120,12 @@ def keep_old_records(run_dir: Path) -> list[str]:
 
 
 def last_step(path: Path) -> int:
-    """Returns the last step of a file of JSON lines; 0 if it has none."""
+    """Returns the last step in a file of JSON lines; 0 if there is none."""
     return max((line["step"] for line in read_lines(path) if isinstance(line.get("step"), int)), default=0)
 
 
 def latest_for_all(cluster: Cluster, checkpoints: Checkpoints) -> int | None:
-    """Returns the newest committed step as process 0 sees it: a shared file system may show others an older one."""
+    """Returns the newest committed step on process 0: a shared file system may show an older one to other processes."""
     step: int | None = cluster.from_main("newest checkpoint", lambda: max(checkpoints.steps(), default=None))
     return step
 
@@ -142,7 +142,7 @@ def chosen_for_all(cluster: Cluster, checkpoints: Checkpoints, step: int | None,
 
 
 def note_randomness(run: RunView, record: dict[str, Any], step: int) -> None:
-    """Reports a change of the random number generator, because of which the next steps use other keys."""
+    """Reports a change of the random number generator: the next steps then use different keys."""
     before, now = record.get("randomness", {"version": 1}), rng.identity()
     if before != now:
         described = lambda keys: ", ".join(f"{name} {value}" for name, value in keys.items())

@@ -1,8 +1,8 @@
-"""The differences between the run that a checkpoint was saved by and the run that resumes it: settings, source text,
-data, versions and environment variables, as one table.
+"""The differences between the run of a checkpoint and the run that resumes it: settings, source text, data, versions
+and environment variables, in one table.
 
-Differences are reported and written to events.jsonl. One that changes the examples of a step is rejected unless the
-user allows it by name (`train --allow-change KEY`).
+Differences are reported and written to events.jsonl. A difference that changes the examples of a step is rejected
+unless the user allows it by name (`train --allow-change KEY`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHOWN = 60  # characters of a value in the table
 
 
 class Change(NamedTuple):
-    """One difference between the saved run and the present one, as text for the user."""
+    """One difference between the saved and the current run, as text for the user."""
 
     key: str
     before: str
@@ -42,8 +42,8 @@ class Change(NamedTuple):
 
 
 def described(config: Config, task: Task) -> dict[str, Any]:
-    """Returns the description of a run in the record of a checkpoint, in addition to its config: digests of text and
-    data, versions, variables."""
+    """Returns the description of a run for the record of a checkpoint, in addition to its config: digests of source
+    text and data, versions, variables."""
     data = {
         name: _data(getattr(task, name), name, config.data.retries)
         for name in ("train_data", "eval_data")
@@ -59,8 +59,8 @@ def described(config: Config, task: Task) -> dict[str, Any]:
 
 
 def _data(given: Any, name: str, retries: int) -> dict[str, Any]:
-    """Returns a fingerprint of the data. Rows that are read one by one, which may fail, are hashed separately."""
-    if isinstance(given, PerProcess) and given.lengths:  # identical on all processes, which have different rows
+    """Returns a fingerprint of the data. Rows that are read separately, which may fail, are hashed separately."""
+    if isinstance(given, PerProcess) and given.lengths:  # identical on all processes although their rows differ
         example = structure(open_source(given, name))
         return {"examples": sum(given.lengths), "example": example, "rows": {"each process": str(given.lengths)}}
     found = fingerprint(open_source(given, name), retries)
@@ -73,7 +73,7 @@ def _data(given: Any, name: str, retries: int) -> dict[str, Any]:
 
 
 def _data_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
-    """Yields the data sets that differ in length, structure, or the contents of a row that was readable both times."""
+    """Yields the data sets with different lengths, structures, or contents of a row that was readable both times."""
     for name in sorted({*old, *new}):
         was, now = old.get(name), new.get(name)
         if was is None or now is None:
@@ -90,7 +90,7 @@ def _text_of(data: Mapping[str, Any] | None) -> str:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Returns the differences between two records of a run: `config` (text of a YAML) and `described`."""
+    """Returns the differences between two records of a run, by `config` (YAML text) and `described`."""
     old, new = (dict(_settings(record["config"])) for record in (before, now))
     shown = lambda value: value if isinstance(value, str) else json.dumps(value, default=str)
     found = [
@@ -130,7 +130,7 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def table(found: Sequence[Change]) -> str:
-    """Returns a line for each change."""
+    """Returns one line per change."""
     wide = max(len(change.key) for change in found)
     return "\n".join(f"  {c.key:{wide}}  {_cut(c.before)} -> {_cut(c.now)}" for c in found)
 
@@ -158,8 +158,8 @@ def check(
     directory: Path,
     allow_change: Sequence[str] = (),
 ) -> list[Change]:
-    """Returns the differences between the record of `step` and the present run. Raises ConfigError if it is another
-    run, and that is not allowed."""
+    """Returns the differences between the record of `step` and the current run. Raises ConfigError if it is a different
+    run and this is not allowed."""
     found = changes(before, now)
     another = {change.key for change in found if change.key in ANOTHER_RUN}
     why = refusal(found, allow_change, directory, step)
@@ -171,7 +171,7 @@ def check(
 
 
 def refusal(found: Sequence[Change], allow_change: Sequence[str], directory: Path, step: int) -> str | None:
-    """Returns the reason why a run cannot be resumed with the present settings, or None."""
+    """Returns the reason why a run cannot be resumed with the current settings, or None."""
     another = [change for change in found if change.key in ANOTHER_RUN and change.key not in allow_change]
     if not another:
         return None
@@ -186,7 +186,7 @@ def refusal(found: Sequence[Change], allow_change: Sequence[str], directory: Pat
 
 
 def other_examples(digest: str, schedule: Schedule, step: int) -> str | None:
-    """Returns the reason why the next batch of a resumed run would have different examples, or None.
+    """Returns the reason why the next batch of a resumed run would contain different examples, or None.
 
     Args:
         digest: of the batch after `step`, computed when `step` was saved.

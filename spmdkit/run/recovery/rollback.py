@@ -28,10 +28,10 @@ class Returnable(RunView, Protocol):
 def go_back(run: Returnable, to_step: int | None, skip_batches: int, batches: Sequence[int] = ()) -> TrainState:
     """Returns the state of the newest checkpoint up to `to_step`, or the initial state if there is none.
 
-    Checkpoints, trackers, the schedule and the state of the hooks return to that step too; newer ones are deleted.
+    Trackers, the schedule and the hooks are reset to that step; newer checkpoints are deleted.
 
     Raises:
-        UserCodeError: the checkpoints up to that step are deleted.
+        UserCodeError: the checkpoints up to that step were deleted.
     """
     left, before = run.step, run.program.schedule.skipped
     target, found = 0, None

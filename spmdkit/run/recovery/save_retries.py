@@ -1,8 +1,8 @@
-"""The saves of a run. A failed save is logged and retried at the next interval; `checkpoint.max_failures` in a row end
-the run with 74.
+"""The saves of a run. A failed save is logged and retried at the next interval; `checkpoint.max_failures` failures in a
+row end the run with 74.
 
-All processes decide together whether a save has failed, before the next one starts and at the end. Otherwise a process
-could start a save that the others do not start, and block them.
+All processes agree whether a save failed before the next one starts and at the end of the run. Otherwise a process
+could start a save alone and block.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from spmdkit.run.hooks.base import RunView
 
 
 class Saves:
-    """The saves of a run, from each start to the agreed result.
+    """The saves of a run, from start to agreed result.
 
     Attributes:
-        tried_at: the time of the last attempt, by `clock`; at first that of the start.
+        tried_at: the time of the last attempt, by `clock`; initially the time of the start.
     """
 
     def __init__(self, run: RunView, checkpoints: Checkpoints, clock: Callable[[], float]):
         self._run, self._checkpoints, self._clock = run, checkpoints, clock
         assert run.config.checkpoint is not None
         self._most = run.config.checkpoint.max_failures
-        self._failed_steps: set[int] = set()  # known to all processes alike
+        self._failed_steps: set[int] = set()  # the same on all processes
         self._failures = 0
         self._slow_step: int | None = None
         self.tried_at = clock()
 
     def start(self, step: int, state: Any, record: Mapping[str, Any], metrics: Mapping[str, Any] | None) -> bool:
-        """Starts a save, after the previous one has ended; returns whether it was started. Raises CheckpointWriteError
-        if this save or the previous one was the last permitted failure."""
+        """Starts a save after the previous one has ended; returns whether it was started. Raises CheckpointWriteError
+        if this or the previous save reached the maximum number of failures."""
         self.settle()
         self.tried_at = self._clock()
         try:
@@ -46,8 +46,8 @@ class Saves:
         return True
 
     def settle(self) -> None:
-        """Waits for the save in flight, on every process, and records its result. Raises CheckpointWriteError if it was
-        the last permitted failure."""
+        """Waits for the save in flight, on every process, and records its result. Raises CheckpointWriteError if it
+        reached the maximum number of failures."""
         step, waiting_since = self._checkpoints.owed, time.monotonic()
         ended = self._checkpoints.settle()
         if (held_s := time.monotonic() - waiting_since) > SAVE_BLOCKED_S:
@@ -67,15 +67,15 @@ class Saves:
             self._run.events.write("saved", step=step)
 
     def is_lost(self, step: int | None) -> bool:
-        """Returns on every process whether the save of `step` has failed; waits for it where it is in flight. Raises as
-        `settle`."""
+        """Returns, the same on every process, whether the save of `step` failed; waits for it if it is in flight.
+        Raises like `settle`."""
         if step is not None and step == self._checkpoints.owed:
             self.settle()
         return step in self._failed_steps
 
     def note(self) -> None:
-        """Reports, without waiting, the checkpoints that are committed and a slow one. Raises CheckpointWriteError as
-        `settle`. With several processes only `settle` raises, at the same step."""
+        """Reports committed checkpoints and a slow save, without waiting. Raises CheckpointWriteError like `settle`.
+        With several processes only `settle` raises, at the same step."""
         if self._run.cluster.num_processes == 1 and not self._checkpoints.is_saving():
             self.settle()
         self.write_events()
@@ -87,7 +87,7 @@ class Saves:
 
     def finish(self, again: Callable[[], None]) -> None:
         """Returns when the last save of the run is committed; calls `again` after a failure. Raises
-        CheckpointWriteError if it has failed `checkpoint.max_failures` times."""
+        CheckpointWriteError after `checkpoint.max_failures` failures."""
         self.settle()
         while self._checkpoints.owed is not None:
             time.sleep(SAVE_RETRY_S)

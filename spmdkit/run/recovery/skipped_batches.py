@@ -1,6 +1,6 @@
-"""`skipped_batches.json`: the batches that a run skips permanently. No checkpoint follows a rollback immediately.
+"""`skipped_batches.json`: the batches that a run skips permanently. Needed because a rollback saves no checkpoint.
 
-Skipped are those of the config's `data.skip_batches`, of the record of the restored checkpoint, and of this file.
+Skipped batches: `data.skip_batches` of the config, the record of the restored checkpoint, and this file.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 def write(directory: Path, cluster: Cluster, skipped: Ranges) -> None:
-    """Writes the skipped batches (first, last), on process 0. They are on disk when this returns."""
+    """Writes the skipped batches (first, last) on process 0. They are on disk when this returns."""
     if cluster.is_main:
         files.write_json(directory / NAME, {"skipped_batches": [list(pair) for pair in skipped]})
 
 
 def read(directory: Path) -> Ranges:
-    """Returns what `write` wrote; () if there is no such file. Raises ConfigError if the file cannot be read."""
+    """Returns the batches that `write` stored; () if there is no such file. Raises ConfigError if it cannot be read."""
     try:
         return tuple((int(a), int(b)) for a, b in json.loads((directory / NAME).read_text())["skipped_batches"])
     except FileNotFoundError:
@@ -44,19 +44,19 @@ def read(directory: Path) -> Ranges:
 
 
 def read_for_all(directory: Path, cluster: Cluster) -> Ranges:
-    """Returns on every process what process 0 reads, because hosts without a shared disk have separate directories.
-    Raises as `read`."""
+    """Returns the result of `read` on process 0, on every process: without a shared disk, directories differ between
+    hosts. Raises like `read`."""
     return tuple((a, b) for a, b in cluster.from_main("skipped batches", lambda: read(directory)))
 
 
 def take(program: Program, on_disk: Ranges, step: int, record: Mapping[str, Any]) -> None:
-    """Removes from a program's schedule the batches that were skipped when `step` was saved and those to skip after it.
+    """Removes from a program's schedule the batches skipped when `step` was saved and those to skip after it.
 
     Args:
         on_disk: the result of `read_for_all`.
 
     Raises:
-        ConfigError: the config names a batch that the run has trained on.
+        ConfigError: the config names a batch that the run has already trained on.
     """
     saved = saved_in(record)
     last = as_saved(program.schedule, record).number(step)
@@ -72,11 +72,11 @@ def take(program: Program, on_disk: Ranges, step: int, record: Mapping[str, Any]
 
 
 def add(program: Program, step: int, before: Ranges, count: int, numbers: Sequence[int]) -> list[int]:
-    """Removes from a program's schedule `count` batches after `step` and the batches of these numbers; returns the
-    numbers of both.
+    """Removes `count` batches after `step` and the batches with these numbers from a program's schedule; returns all
+    their numbers.
 
     Args:
-        before: the batches that were skipped before the rollback; they stay skipped.
+        before: the batches skipped before the rollback; they stay skipped.
     """
     program.skip_batches([*before, *program.schedule.skipped])
     more = [*(n for n, _ in program.schedule.numbers(step + 1, count)), *numbers]
@@ -85,17 +85,17 @@ def add(program: Program, step: int, before: Ranges, count: int, numbers: Sequen
 
 
 def as_saved(schedule: data.Schedule, record: Mapping[str, Any]) -> data.Schedule:
-    """Returns the schedule as it was when a checkpoint was saved."""
+    """Returns the schedule at the time when a checkpoint was saved."""
     return dataclasses.replace(schedule, skipped=saved_in(record))
 
 
 def saved_in(record: Mapping[str, Any]) -> Ranges:
-    """Returns the batches that the record of a checkpoint lists as skipped."""
+    """Returns the skipped batches in the record of a checkpoint."""
     return data.merge_ranges((int(first), int(last)) for first, last in record.get("skipped_batches", []))
 
 
 def left_out_rows(config: Config, cluster: Cluster, program: Program) -> list[list[int]]:
-    """Returns [batch, row] of the rows that any process has skipped, on process 0: a restart skips the same. All
+    """Returns [batch, row] of the rows skipped by any process, on process 0: a restarted run skips the same rows. All
     processes call it at each save."""
     mine = program.skipped_rows[0].positions()
     if not config.data.max_bad_examples or cluster.num_processes == 1:
