@@ -14,8 +14,8 @@ directories are shared. `train` and `eval` therefore pass JAX another store whil
 - the least recently used entries are removed when the folder exceeds `max_bytes`.
 
 The rest of the key is JAX's: the program with its source lines, compiler options, XLA_FLAGS, devices. Programs with
-host callbacks are not cached. `plan` and `verify` always compile: the compiler prints its warnings only then. Source:
-docs.jax.dev/en/latest/persistent_compilation_cache.html; jax/_src/lru_cache.py, compiler.py (0.10.2).
+host callbacks are not cached. `plan` and `verify` always compile: the compiler prints its warnings only then.
+Source: docs.jax.dev/en/latest/persistent_compilation_cache.html; jax/_src/lru_cache.py, compiler.py (0.10.2).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Captures the output of XLA on stderr during compilation: it reports the partitioner's warnings only as log lines.
 
-The most important one is "[SPMD] Involuntary full rematerialization": the partitioner found no path between two
+The most important one is "[SPMD] Involuntary full rematerialization": the partitioner cannot convert between two
 shardings and gathers an array on every device. C++ writes the lines to file descriptor 2, so they are read there. All
 output is forwarded to the stream immediately, even if the process crashes.
 """

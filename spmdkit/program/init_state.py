@@ -162,7 +162,7 @@ def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationEx
     clip = optax.clip_by_global_norm(config.clip_norm)
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        clipped, _ = clip.update(grads, clip.init(params), params)  # it has no state
+        clipped, _ = clip.update(grads, clip.init(params), params)  # clipping is stateless
         return inner.update(clipped, state, params, **extra)
 
     return recorded(optax.GradientTransformationExtraArgs(inner.init, update))

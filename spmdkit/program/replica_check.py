@@ -3,8 +3,8 @@
     hash[device, leaf] = checksum of the device's shard of the leaf            spmdkit.foundation.checksum, 64 bits
     copies             = devices with the same shard: equal positions along the axes that shard the leaf
 
-    three or more the majority is correct; the outlier is reported
-    two either may be correct; an audit decides: the same inputs twice on each device, compared bitwise
+    three or more   the majority is correct; the outlier is reported
+    two             either may be correct; an audit decides: the same inputs twice on each device, compared bitwise
     one             no copy to compare with (fsdp with zero: 3)
 
 Wire: one all_gather of 8 bytes per leaf and device. Repair of a leaf: one all_reduce of it over its copies.

@@ -1,10 +1,10 @@
 """The guard of a step: one code per device that shows whether loss, gradient and metrics are finite, and the handling
 of a non-finite step.
 
-    code 0, or the sum of LOSS, GRADIENT and METRICS (non-finite) and SPIKE (the loss exceeds the host's limit)
-    stop each device checks its shard of the gradient; the host combines the codes: no communication
-    skip the codes are combined in the step; a non-finite step changes nothing but the step number
-    rollback the codes are combined as well: every process knows the step to return to
+    code      0, or the sum of LOSS, GRADIENT and METRICS (non-finite) and SPIKE (the loss exceeds the host's limit)
+    stop      each device checks its shard of the gradient; the host combines the codes: no communication
+    skip      the codes are combined in the step; a non-finite step changes nothing but the step number
+    rollback  the codes are combined as in skip: every process has the step to return to
 
 The guard checks the gradient passed to `state.apply_gradients`, in the sharding of the update. If a step never calls
 it, or calls it inside a user's loop, branch or `jit`, the guard checks the new parameters instead.
@@ -108,7 +108,7 @@ def _gradient_code(context: Context, code: jax.Array, gradients: Sequence[Any]) 
         # Values that other axes shard are not sliced here: the partitioner would communicate.
         is_whole = all(a in REPLICA_AXES for a in every)
         bad = _any_nonfinite(leaves, platform if is_whole else None)
-        # For a gradient that is invariant, only axes of size one are left to reduce over, and nothing is sent.
+        # An invariant gradient is reduced only over axes of size one, so nothing is sent.
         axes = REPLICA_AXES if guard.joins else tuple(compat.varying_axes(bad))
         return code | GRADIENT * (lax.pmax(compat.as_varying(bad, axes), axes) if context.inside and axes else bad)
     whole = [PartitionSpec()] * len(leaves)
@@ -133,18 +133,18 @@ def _any_nonfinite(leaves: Sequence[jax.Array], platform: str | None) -> jax.Arr
 
 
 FIRST_PARTS, MOST_PARTS, WINDOW, FEW = 8, 31, 32, 1 << 11
-"""How arrays are reduced on CPU: parts combined in one loop (with more LLVM does not vectorize it); parts combined
-again (more than 15, so that XLA does not fuse both loops); the dim above which XLA reduces by windows, element by
-element; elements that are reduced directly, so that a program with many small leaves stays small."""
+"""Reduction of arrays on CPU: number of parts combined in the first loop (LLVM does not vectorize more); in later loops
+(more than 15, so that XLA does not fuse both); the dim above which XLA reduces by windows, element by element; the
+number of elements reduced directly, which keeps programs with many small leaves small."""
 
 
 def is_finite(x: jax.Array, platform: str | None = None) -> jax.Array:
-    """Returns bool[], whether an array has no NaN and no infinity. Reads it once.
+    """Returns bool[]: whether an array has no NaN and no infinity. Reads it once.
 
     Args:
-        platform: of the devices that hold the array, or a part of it, unsharded; None if it may be sharded. On `cpu`
-            parts are combined until little is left to reduce: 0.4 % of a step of 10 ms with a gradient of 6.4 MiB, the
-            first combination alone 1.7 % (two devices, jaxlib 0.10.2, 2026-11-25).
+        platform: platform of the devices, if each holds the array or a local part of it; None if it may be sharded. On
+            `cpu`, parts are combined until few elements remain: 0.4 % of a 10 ms step with a gradient of 6.4 MiB. Only
+            the first combination: 1.7 % (two devices, jaxlib 0.10.2, 2026-11-25).
     """
     if not jnp.issubdtype(x.dtype, jnp.inexact) or not x.size:
         return jnp.array(True)

@@ -1,4 +1,4 @@
-"""`TrainState`: everything that training changes, as one pytree that is sharded, saved and restored."""
+"""`TrainState`: all values that training updates, as one pytree that is sharded, saved and restored."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ReplicaCopy:
     def of(self, tree: Any) -> Any:
         """Returns `tree` with each local copy replaced by its original; other leaves are unchanged."""
         if tree is self.own:
-            return self.whole  # the leaves need not be arrays: JAX also builds states of other objects
+            return self.whole  # leaves may be other objects than arrays in states that JAX builds
         pairs = list(zip(jax.tree.leaves(self.own), jax.tree.leaves(self.whole), strict=True))
         new = jax.tree.map(lambda x: next((original for own, original in pairs if own is x), x), tree)
         return new if self.before is None else self.before.of(new)

@@ -134,7 +134,7 @@ def derived(fn: Callable[..., Any], *parts: Any) -> Derived:
 
 
 def sum(values: ArrayLike, where: ArrayLike | None = None) -> Sum:
-    """Returns the sum of `values` over this replica's examples; partial sums add. Padding and `where` as in
+    """Returns the sum of `values` over this replica's examples; parts are added. Padding and `where` as in
     `sk.mean`."""
     values = as_float(values)
     included = inclusion_mask("sk.sum", values, where)

@@ -23,8 +23,8 @@ class Metric(ABC):
     """The part of a metric for some of the rows. A registered dataclass of arrays.
 
     Attributes:
-        crosses: how parts are combined over replicas, leaf by leaf. `added`; `largest`; `merged`: by `merge` only; `by
-            part`: each component by its own rule. `merge` combines two parts.
+        crosses: how parts are combined over replicas, leaf by leaf. `added`; `largest`; `merged`: by `merge` only; or
+            `by part`: each component by its own rule. `merge` combines two parts.
     """
 
     crosses: ClassVar[Literal["added", "largest", "merged", "by part"]] = "added"
