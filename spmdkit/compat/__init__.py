@@ -1,4 +1,4 @@
-"""The names of JAX that move between versions, for `jax>=0.10.2,<0.13`. Nothing else in the package tests a version."""
+"""JAX names that change between versions, for `jax>=0.10.2,<0.13`. Only this package tests JAX's version."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def varying_axes(x: jax.typing.ArrayLike) -> frozenset[str]:
-    """Returns the manual mesh axes over which `x` may differ (empty outside `shard_map`)."""
+    """Returns the manual mesh axes over which `x` varies (empty outside `shard_map`)."""
     kind = getattr(jax.typeof(x), "manual_axis_type", None)
     return frozenset() if kind is None else frozenset(kind.varying)
 
@@ -30,7 +30,7 @@ def varying_axes_of(aval: Any) -> frozenset[str]:
 
 
 def varying_aval(shape: Sequence[int], dtype: Any, axes: frozenset[str]) -> Any:
-    """Returns the abstract value of an array that differs along `axes` (empty outside `shard_map`)."""
+    """Returns the abstract value of an array that varies over `axes` (empty outside `shard_map`)."""
     from jax._src import core
 
     if not axes:
@@ -41,7 +41,7 @@ def varying_aval(shape: Sequence[int], dtype: Any, axes: frozenset[str]) -> Any:
 
 @contextlib.contextmanager
 def untyped_axes() -> Iterator[None]:
-    """Context in which arrays carry no mesh axes along which they differ: `check_vma=False` for one kernel."""
+    """Context in which the types of arrays hold no mesh axes: `check_vma=False` for one kernel."""
     from jax._src import config
 
     with config._check_vma(False):
@@ -50,8 +50,8 @@ def untyped_axes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def outside_of_spmd_vmaps() -> Iterator[None]:
-    """Context in which an enclosing `vmap(spmd_axis_name=)` names no axes: its names reach into a `shard_map` that is
-    traced inside of it, and JAX then rejects its own cotangents (0.10.2)."""
+    """Context that hides the axes of an enclosing `vmap(spmd_axis_name=)`: they would apply to a `shard_map` traced
+    inside it, and JAX then rejects its own cotangents (0.10.2)."""
     from jax._src import core
 
     env = core.get_axis_env()
@@ -64,8 +64,8 @@ def outside_of_spmd_vmaps() -> Iterator[None]:
 
 @contextlib.contextmanager
 def where_values_are_known(args: Any) -> Iterator[None]:
-    """Context in which a `custom_jvp` rule traces operations that depend on `args` alone in the trace around the rule:
-    that of reverse mode takes loop-invariant values out of loops (jax 0.10.2), which makes another program."""
+    """Context in which a `custom_jvp` rule traces operations that depend only on `args` in the enclosing trace: the
+    trace of reverse mode moves loop-invariant values out of loops (jax 0.10.2), which changes the program."""
     from jax._src import core
     from jax._src.interpreters import partial_eval
 
@@ -79,7 +79,7 @@ def where_values_are_known(args: Any) -> Iterator[None]:
 
 
 def axes_are_typed() -> bool:
-    """Returns whether arrays carry the mesh axes along which they differ, as they do in a `shard_map` with
+    """Returns whether the types of arrays hold the mesh axes over which they vary, as in a `shard_map` with
     `check_vma`."""
     from jax._src import config
 
@@ -87,7 +87,7 @@ def axes_are_typed() -> bool:
 
 
 def without_axes(ctx: Any) -> Any:
-    """Returns the context of a lowering rule with operands and results that carry no mesh axes."""
+    """Returns the context of a lowering rule with operands and results typed without mesh axes."""
     from jax._src import core
 
     plain = lambda avals: [core.ShapedArray(a.shape, a.dtype) for a in avals]
@@ -110,13 +110,13 @@ def typed_like(x: T, like: Any) -> T:
 
 
 def all_gather_invarying(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Returns the parts of all devices along `axes` concatenated along dim 0, typed as the same on each of them."""
+    """Returns the shards of all devices along `axes` concatenated along dim 0, typed as the same on each device."""
     return lax.all_gather(x, tuple(axes), axis=0, tiled=True, to="invarying")
 
 
 def map_gathers_over_several_axes() -> None:
-    """Adds a `vmap` rule to `lax.all_gather` and `lax.psum_scatter` over a tuple of axes, which JAX (0.10.2) has not:
-    one axis after the other. A second call changes nothing."""
+    """Adds a `vmap` rule to `lax.all_gather` and `lax.psum_scatter` over a tuple of axes, which JAX (0.10.2) does not
+    have: one axis at a time. Idempotent."""
     from jax._src.lax import parallel
     from jax.interpreters import batching
 
@@ -127,7 +127,7 @@ def map_gathers_over_several_axes() -> None:
 
 
 def _names(axis_data: Any, axis_name: Any) -> tuple[tuple[Any, int], ...] | None:
-    """Returns (name, size) of several axes of a collective, one of which the `vmap` binds; else None."""
+    """Returns (name, size) of each axis of a multi-axis collective if the `vmap` binds one of them, else None."""
     if not isinstance(axis_name, tuple) or len(axis_name) < 2 or axis_data.name not in axis_name:
         return None
     return tuple((name, axis_data.size if name == axis_data.name else lax.axis_size(name)) for name in axis_name)
@@ -166,11 +166,10 @@ def _scattered(
 
 
 def send_no_reduce_scatter() -> None:
-    """Makes programs for CPU devices send a reduce-scatter as an all-to-all and a local sum; no effect from jax 0.12
-    on.
+    """Lowers a reduce-scatter on CPU devices to an all-to-all and a local sum; no effect since jax 0.12.
 
     Between processes one reduce-scatter of a few bytes makes every later all-reduce a hundred times slower, and ignores
-    the time-out (jax 0.10.2 to 0.11.2 over Gloo, https://github.com/jax-ml/jax/issues/40831). The bytes are the same.
+    the timeout (jax 0.10.2 to 0.11.2 over Gloo, https://github.com/jax-ml/jax/issues/40831). Both send the same bytes.
     """
     from jax._src.lax import parallel
     from jax.interpreters import mlir
@@ -193,19 +192,19 @@ def send_no_reduce_scatter() -> None:
 
 
 def current_trace() -> Any:
-    """Returns a token of the current trace: a loop, a branch, `vmap`, `grad` and `jit` each have their own."""
+    """Returns a token of the current trace; each loop, branch, `vmap`, `grad` and `jit` has a different one."""
     from jax._src import core
 
     return core.trace_ctx.trace
 
 
 def auto_mesh(devices: np.ndarray, axes: Sequence[str]) -> Mesh:
-    """Returns a mesh with axes of type Auto only (`jax.make_mesh` would make them Explicit)."""
+    """Returns a mesh with axes of type Auto (`jax.make_mesh` creates Explicit axes)."""
     return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def source_line(eqn: Any) -> str:
-    """Returns `file.py:12 (function)` of the user's line that made an equation of a jaxpr."""
+    """Returns `file.py:12 (function)` of the user's line that created an equation of a jaxpr."""
     from jax._src import source_info_util
 
     return source_info_util.summarize(eqn.source_info)
@@ -220,7 +219,7 @@ def bound_axes(sizes: Mapping[str, int]) -> contextlib.AbstractContextManager[No
 
 
 def jaxpr_of_result(closed: Any, index: int) -> str:
-    """Returns the text of the operations that one result of a jaxpr needs."""
+    """Returns the text of the operations that one result of a jaxpr depends on."""
     from jax.interpreters import partial_eval
 
     wanted = [i == index for i in range(len(closed.jaxpr.outvars))]
@@ -228,8 +227,8 @@ def jaxpr_of_result(closed: Any, index: int) -> str:
 
 
 def carried_inputs(scan: Any) -> tuple[int, int]:
-    """Returns (first, number) of the inputs of a `scan` equation that it carries: behind its constants, before what it
-    reads in slices."""
+    """Returns (first index, number) of the carry inputs of a `scan` equation: after its constants, before its sliced
+    inputs."""
     if "num_consts" in scan.params:
         return scan.params["num_consts"], scan.params["num_carry"]
     constants, carry, _ = scan.params["ft_in"].unpack()
@@ -238,7 +237,7 @@ def carried_inputs(scan: Any) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def whole_tracebacks() -> Iterator[None]:
-    """Context in which exceptions keep JAX's own frames: without them, an error of JAX seems raised by the caller."""
+    """Context in which tracebacks include JAX's frames: without them, the caller seems to raise JAX's errors."""
     before: str = jax.config.jax_traceback_filtering  # type: ignore[attr-defined]
     jax.config.update("jax_traceback_filtering", "off")
     try:
@@ -262,8 +261,8 @@ def num_joined_processes() -> int:
 
 
 def replace_coordination_client(client: Any) -> None:
-    """Replaces JAX's own coordination client with `client` for all Python code of this process. Call after JAX has its
-    devices, which need the original one."""
+    """Replaces JAX's coordination client with `client` for all Python code of this process. Call after JAX creates its
+    devices, which need the original client."""
     from jax._src import distributed
 
     distributed.global_state.client = client
@@ -282,8 +281,8 @@ class _Elsewhere:
 
 @contextlib.contextmanager
 def service_elsewhere(end: Callable[[], Any] | None = None) -> Iterator[None]:
-    """Context in which `jax.distributed.initialize` starts no coordination service on process 0 (the end of that
-    process would end all others by SIGABRT); `jax.distributed.shutdown` calls `end` there. JAX has no option for this
+    """Context in which `jax.distributed.initialize` starts no coordination service on process 0 (if that process exits,
+    all other processes abort with SIGABRT); `jax.distributed.shutdown` calls `end` there. JAX has no option for this
     (0.10.2 to 0.12)."""
     from jax._src.lib import _jax
 
@@ -297,22 +296,22 @@ def service_elsewhere(end: Callable[[], Any] | None = None) -> Iterator[None]:
 
 
 def holds_coordination_service() -> bool:
-    """Returns whether JAX's coordination service runs in this process, so that all others end with it."""
+    """Returns whether JAX's coordination service runs in this process, so that all other processes exit with it."""
     from jax._src import distributed
 
     return distributed.global_state.service is not None and not isinstance(distributed.global_state.service, _Elsewhere)
 
 
 def backends_initialized() -> bool:
-    """Returns whether JAX has already created its devices, after which no setting about them takes effect."""
+    """Returns whether JAX has already created its devices. Device settings have no effect after that."""
     from jax._src import xla_bridge
 
     return bool(xla_bridge.backends_are_initialized())
 
 
 def set_cpu_collective_timeout(seconds: int) -> None:
-    """Sets the timeout of XLA's CPU collectives over processes to `seconds`, unless the environment sets another. Call
-    before JAX has devices. psum_scatter ignores it before jaxlib 0.12."""
+    """Sets the timeout of XLA's CPU collectives between processes to `seconds`, unless the environment sets it. Call
+    before JAX creates devices. psum_scatter ignores it before jaxlib 0.12."""
     flag, flags = "--xla_cpu_collective_timeout_seconds", os.environ.get("XLA_FLAGS", "")
     if flag not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {flag}={seconds}".strip()
@@ -321,8 +320,8 @@ def set_cpu_collective_timeout(seconds: int) -> None:
 def cudnn_attention(q: Any, k: Any, v: Any, *, causal: bool, scale: float) -> Any:
     """Returns (out [B, T, N, H], logsumexp float32[B, N, T]) of cuDNN's flash attention.
 
-    `jax.nn.dot_product_attention` has no gradient of a logsumexp over more keys (jax 0.10.2), so the operation below it
-    is bound. It is not partitioned: use it on shards.
+    `jax.nn.dot_product_attention` has no gradient for a logsumexp over more keys (jax 0.10.2), so this binds its
+    primitive, which is not partitioned: call it on shards.
     """
     cudnn, none, options = _cudnn(q, causal, scale)
     return cudnn._dot_product_attention_fwd_p.bind(q, k, v, *none, is_training=True, **options)
@@ -337,7 +336,7 @@ def cudnn_attention_gradient(
 
 
 def _cudnn(q: jax.Array, causal: bool, scale: float) -> tuple[Any, list[jax.Array], dict[str, Any]]:
-    """Returns (the module, the operands that are absent: bias, lengths, offsets, page tables; the options)."""
+    """Returns (the module, empty operands for bias, lengths, offsets and page tables, the options)."""
     cudnn: Any = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
     options = {
         "scale": scale,

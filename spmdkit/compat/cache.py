@@ -1,5 +1,5 @@
-"""Private parts of JAX's persistent compile cache (jax 0.10.2 to 0.12): the object that holds it, and which process
-writes."""
+"""Private parts of JAX's persistent compile cache (jax 0.10.2 to 0.12): the cache object, and the processes that write
+to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def has_compilation_cache() -> bool:
 @contextlib.contextmanager
 def compilation_cache(store: Any, path: str, min_s: float) -> Iterator[None]:
     """Context in which JAX stores programs that took `min_s` or longer to compile in `store` (`get(key)`, `put(key,
-    bytes)`), on every process. `path` is a separate folder for XLA's autotuning cache."""
+    bytes)`), in every process. `path` is a separate folder for XLA's autotuning cache."""
     from jax._src import compilation_cache, compiler
 
     config: Any = jax.config
@@ -47,14 +47,14 @@ def compilation_cache(store: Any, path: str, min_s: float) -> Iterator[None]:
 
 
 def _written_by_all(own: Any) -> Any:
-    """Returns `_cache_write` of jax/_src/compiler.py without its first condition, that this is process 0. In jax 0.10
-    its last argument is the program's callbacks into Python, and such programs are not cached."""
+    """Returns `_cache_write` of jax/_src/compiler.py without its condition that this is process 0. In jax 0.10 the last
+    argument is the program's Python callbacks; programs with callbacks are not cached."""
     from jax._src import compilation_cache
 
     names = ("cache_key", "compile_time_secs", "module_name", "backend", "executable")
     signature = inspect.signature(own)
     if tuple(signature.parameters) not in (names, (*names, "host_callbacks")):
-        return own  # another JAX: only process 0 writes, as JAX does
+        return own  # unknown JAX version: only process 0 writes, as in JAX
 
     def write(*args: Any, **named: Any) -> None:
         key, seconds, module, backend, executable, *callbacks = signature.bind(*args, **named).args
@@ -63,7 +63,7 @@ def _written_by_all(own: Any) -> Any:
             return
         try:
             compilation_cache.put_executable_and_time(key, module, executable, backend, int(seconds))
-        except Exception as error:  # noqa: BLE001  what cannot be kept is compiled again
+        except Exception as error:  # noqa: BLE001  a program that is not stored is compiled again
             warnings.warn(f"{module} is not stored in the compile cache: {type(error).__name__}: {error}", stacklevel=2)
 
     return write

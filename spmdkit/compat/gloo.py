@@ -10,8 +10,8 @@ _own: Any = None
 
 
 def advertise(address: str | None) -> None:
-    """Makes Gloo, in this process, advertise `address` to the others; None: what the host's name resolves to. Call
-    before JAX has devices."""
+    """Sets the address that Gloo advertises to other processes; None: the address of the host name. Call before JAX
+    creates devices."""
     global _own
     from jax._src import xla_bridge
 

@@ -1,4 +1,4 @@
-"""Private parts of JAX that let a process leave one job and join another (jax 0.10.2 to 0.12)."""
+"""Private JAX functions to disconnect a process from one job and join another (jax 0.10.2 to 0.12)."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import jax
 
 
 def let_others_die() -> None:
-    """Disables JAX's abort of this process when another process dies (0.10.2 to 0.12). Call before
+    """Disables JAX's abort of this process when another process fails (0.10.2 to 0.12). Call before
     `jax.distributed.initialize`."""
     jax.config.update("jax_enable_recoverability", True)
 
 
 def reduce_one_by_one() -> None:
-    """Disables the combination of all-reduces, so that XLA's CPU collectives end at the first failure. Call before JAX
-    has devices.
+    """Disables XLA's all-reduce combiner, so that CPU collectives stop at the first failure. Call before JAX creates
+    devices.
 
-    When another process dies, the combined all-reduce of one array fails and those of the others start anyway (jaxlib
-    0.10.2): the next process then waits indefinitely, or is aborted by Gloo. Bytes and results are the same.
+    When another process fails, the combined all-reduce of one array fails but those of the other arrays still start
+    (jaxlib 0.10.2): the next process then waits indefinitely, or Gloo aborts it. Bytes and results are the same.
     """
     flag, joins, flags = "--xla_disable_hlo_passes=", "cpu-all-reduce-combiner", os.environ.get("XLA_FLAGS", "").split()
     if not any(joins in each for each in flags):
-        own = [each.removeprefix(flag) for each in flags if each.startswith(flag)][-1:]  # XLA uses the last one only
+        own = [each.removeprefix(flag) for each in flags if each.startswith(flag)][-1:]  # XLA uses only the last
         os.environ["XLA_FLAGS"] = " ".join([*flags, flag + ",".join([*own, joins])])
 
 
 def leave_backend() -> None:
-    """Leaves the job of this process, and releases its devices and all their compiled programs: it may join another
+    """Disconnects this process from its job, and releases its devices and compiled programs. It can then join another
     job."""
     from jax._src import distributed
     from jax.extend.backend import clear_backends

@@ -1,18 +1,17 @@
-"""Rematerialisation by name: which intermediate values the backward pass keeps, and which it computes again.
+"""Rematerialisation policies by name: the values that are saved for the backward pass; all others are recomputed.
 
-    none              keep everything                                     most memory, no recomputation
-    dots              keep the results of matrix products
-    dots_no_batch     keep products without batch dims (weights x activations, not attention scores)
-    full              keep only the inputs of each wrapped block           least memory, about one more forward pass
-    {save: [names]}   keep what `jax.ad_checkpoint.checkpoint_name` marks with one of these names
-    {offload: [...]}  the same, in the host's memory: written there as the forward pass makes it, read back for the
+    none              save everything                                     most memory, no recomputation
+    dots              save the results of matrix products
+    dots_no_batch     save products without batch dims (weights x activations, not attention scores)
+    full              save only the inputs of each wrapped block           least memory, about one more forward pass
+    {save: [names]}   save the values that `jax.ad_checkpoint.checkpoint_name` marks with one of these names
+    {offload: [...]}  the same in host memory: written when the forward pass computes the value, read back for the
                       backward pass
 
-Names inside of `sk.manual` count as those around it; `none` keeps there everything but what all_gather joins. On XLA's
-CPU backend the host's memory is the device's: the program is the same and moves nothing.
+Names inside `sk.manual` count too; there, `none` saves everything except gathered arrays. On XLA's CPU backend host
+memory is device memory: the program is the same and offloading moves nothing.
 
-Wire: nothing of its own; what is computed again sends its collectives again. Offloaded values cross to the host and
-back.
+Wire: only the collectives of recomputed values, sent again. Offloaded values are copied to the host and back.
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016); `jax.checkpoint_policies`.
 """
 
@@ -30,11 +29,11 @@ from spmdkit.step import trace_context
 
 NAMES = ("none", "full", "dots", "dots_no_batch")
 KEPT = "spmdkit: kept by sk.manual"
-"""The mark of what a part keeps without its own name."""
+"""The mark of unnamed residuals of a manual part."""
 
 
 class Remat(NamedTuple):
-    """`jax.checkpoint` policies: of a block, where a part shows what it keeps by its marks, and inside of the parts."""
+    """`jax.checkpoint` policies: for a block, in which marks identify the residuals of parts, and inside parts."""
 
     of_block: Any
     in_parts: Any
@@ -53,8 +52,8 @@ def policy(remat: str) -> Remat | None:
 
 
 def everything_but_gathered(prim: Any, *args: Any, **params: Any) -> bool:
-    """The policy of parts without remat: what all_gather joins would be N times what a device holds, and moving it
-    costs nothing."""
+    """The policy of parts without remat: a gathered array is N times its shard, so it is not saved; neither are layout
+    changes."""
     return prim.name not in _GATHERED
 
 
@@ -71,9 +70,9 @@ def _or_kept(chosen: Any) -> Any:
 
 
 def policy_of_names(save: Sequence[str], offload: Sequence[str]) -> Remat:
-    """Returns the policies that keep the values of these names, on the device or on the host.
+    """Returns the policies that save the values with these names, on the device or on the host.
 
-    While a step is traced it notes every name that it meets, for `check_names`.
+    Tracing a step records all names of its values, for `check_names`.
     """
     chosen = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=list(save),
@@ -92,7 +91,7 @@ def policy_of_names(save: Sequence[str], offload: Sequence[str]) -> Remat:
 
 
 def check_names(key: str, names: Sequence[str], marks: Collection[str], what: str) -> None:
-    """Rejects a name that no rematerialised part of `what` marks: it would keep nothing."""
+    """Raises ConfigError for a name that no rematerialised part of `what` marks: it would have no effect."""
     marked = sorted(marks)
     for name in names:
         if name not in marked:
@@ -105,10 +104,10 @@ def check_names(key: str, names: Sequence[str], marks: Collection[str], what: st
 
 
 def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `fn` wrapped in `jax.checkpoint` under the policy that the config's `remat` names.
+    """Returns `fn` wrapped in `jax.checkpoint` with the policy of the config's `remat`.
 
-    Wrap the block that a model repeats: `x = sk.remat(block)(x, layer_params)`. A task that wraps nothing gets the
-    policy around its whole loss. With `remat: none` this returns `fn` itself.
+    Wrap the repeated block of a model: `x = sk.remat(block)(x, layer_params)`. If a task wraps no block, the policy
+    applies to its full loss. With `remat: none` this calls `fn` directly.
     """
 
     @functools.wraps(fn)

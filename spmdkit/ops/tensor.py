@@ -1,27 +1,25 @@
-"""Matrix products with weights sharded over devices: a column product and a row product with a function between.
+"""Matrix products with sharded weights: a column-parallel product, a function, and a row-parallel product.
 
-    column   x[B_b, T_st, D] . W[D_f, F_t]  ->  h[B_b, T_s, F_t]     all_gather x over t and W over f; no sum is needed
+    column   x[B_b, T_st, D] . W[D_f, F_t]  ->  h[B_b, T_s, F_t]     all_gather x over t and W over f; no reduction
     row      h[B_b, T_s, F_t] . W[F_t, D_f]  ->  y[B_b, T_st, D]      all_gather W over f; reduce_scatter y over t
 
-`b` are the axes of the batch, `s` those of the sequence (context), `t` those of the hidden dim (tensor) and `f` those
-of the weights' storage (fsdp). Between the two the hidden dim stays cut, so any function that treats its channels (or
-heads) alone runs on shards. Between two pairs the sequence is sharded over tensor too (`norm_sequence`), so that norms
-and residuals are not computed t times (Korthikanti). With `sequence` there instead, y leaves by an all_reduce
-(Shoeybi): the same bytes, t times the activations.
+Axes: `b` batch, `s` sequence (context), `t` hidden dim (tensor), `f` weight storage (fsdp). Between the two products
+the hidden dim is sharded, so any function that processes its channels (or heads) separately runs on shards. Between two
+pairs the sequence is sharded over tensor too (`norm_sequence`), so that norms and residuals are not computed t times
+(Korthikanti). With `sequence` there, y is reduced by an all_reduce (Shoeybi): the same bytes, t times the activations.
 
-A dim of a weight that is sharded over an axis of the batch or of the sequence is stored so and gathered inside (ZeRO
-3): once forward, once more for the backward pass, and its gradient leaves by a reduce_scatter.
+A weight dim that is sharded over a batch or sequence axis is stored sharded and gathered inside the op (ZeRO 3): once
+in the forward pass and once in the backward pass. A reduce_scatter reduces its gradient.
 
-Wire, sent per device and call of a pair; N_t, N_f, N_c devices along t, f, and the other axes of the batch and of the
-sequence; X and Y the bytes of x and y with the sequence gathered over t, W those of all its weights gathered over f
-(still sharded over t):
+Wire, bytes sent per device and call of a pair; N_t, N_f, N_c devices along t, f, and the other batch and sequence axes;
+X and Y bytes of x and y with the sequence gathered over t, W bytes of all weights gathered over f, not t:
 
     forward    (N_t-1)/N_t (X + Y)     + (N_f-1)/N_f W
     backward   (N_t-1)/N_t (2 X + Y)   + 2 (N_f-1)/N_f W   + 2 (N_c-1)/N_c W/N_f
 
-With `sequence` instead: 2 (N_t-1)/N_t Y forward, 2 (N_t-1)/N_t X backward.
+With `sequence`: 2 (N_t-1)/N_t Y forward, 2 (N_t-1)/N_t X backward.
 
-When not: hidden dims so narrow that a shard's product is smaller than the transfer of x.
+When not: narrow hidden dims, for which the product of a shard takes less time than the transfer of x.
 Source: Shoeybi et al., "Megatron-LM" (2019), section 3; Korthikanti et al., "Reducing Activation Recomputation in Large
 Transformer Models" (2022), section 4.2; Rajbhandari et al., "ZeRO" (2020), section 5.3.
 
@@ -69,21 +67,20 @@ def column_row_parallel(
 
     Args:
         x_BTD: any number of leading dims.
-        columns: weights [D, *F], each with hidden dims of its own.
-        between: sees shards: whole sequences of the context shard, and its part of the hidden dims. It closes over no
-            traced array (`extra` brings them) and mixes nothing along the hidden dim that is sharded.
+        columns: weights [D, *F]; F may differ between them.
+        between: function of shards: the full sequence of the context shard, and a shard of the hidden dims. It must not
+            close over traced arrays (pass them as `extra`) and must not mix values along the sharded hidden dim.
         row: weight [*F, D]; F as `between` returns it.
-        hidden: logical name of the hidden dim that is sharded, the first of F.
-        dims: of x and of the result.
-        column_dims: of each weight; default `("embed", hidden)`.
-        row_dims: default `(hidden, None, ..., "embed")`.
+        hidden: logical name of the sharded hidden dim, the first of F.
+        dims: dims of x and of the result.
+        column_dims: dims of each weight; default `("embed", hidden)`.
+        row_dims: dims of `row`; default `(hidden, None, ..., "embed")`.
         extra: further arguments of `between`, with `extra_dims` for each, as in `sk.manual`.
 
-    Layout: x and result as in `dims`; weights as in their dims. Works in the global view and inside of `sk.manual`,
-        where all are shards.
+    Layout: x and result as `dims`; weights as their dims. Works in the global view, and inside `sk.manual` on shards.
 
     Raises:
-        ConfigError: a dim that its axes do not divide, or shapes that do not fit.
+        ConfigError: a dim is not divisible by its axes, or shapes do not match.
     """
     in_column = list(column_dims) if column_dims is not None else [("embed", hidden) for _ in columns]
     if len(in_column) != len(columns) or len(extra) != len(extra_dims):
@@ -116,17 +113,17 @@ def column_row_parallel(
 
 def product(x: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:
     """Returns the product over the last `contracted` dims of `x` and the first of `w`, as one 2-D x 2-D product: on
-    XLA's CPU backend 1.5 times as fast as 3-D x 2-D (2 cores, 2026-11-20), elsewhere the same."""
+    XLA's CPU backend 1.5 times as fast as 3-D x 2-D (2 cores, 2026-11-20), elsewhere equally fast."""
     x_dims, w_dims = x.shape[: x.ndim - contracted], w.shape[contracted:]
     y = x.reshape(math.prod(x_dims), -1) @ w.reshape(-1, math.prod(w_dims))
     return y.reshape(*x_dims, *w_dims)
 
 
 def gather_weight(w: jax.Array, w_dims: Dims, dims: Dims, width_dim: int, x: jax.Array) -> jax.Array:
-    """Returns a weight whole over the axes that only store it: all of its width dim, and those of the rows elsewhere.
+    """Returns a weight gathered over its storage axes: all axes of the width dim, and the row axes of other dims.
 
-    It is typed as differing where `x` does *before* it is gathered, so that its gradient is scattered first. A last dim
-    is gathered as the first, with a barrier: the TPU compiler (libtpu 0.0.42) has no reduce_scatter along the last on
+    It is typed as varying like `x` *before* the gather, so that its gradient is scattered first. A last dim is gathered
+    as the first dim, with a barrier: the TPU compiler (libtpu 0.0.42) has no reduce_scatter along the last dim on
     v5e."""
     w = compat.typed_like(w, x)
     for dim, name in enumerate(w_dims):
@@ -147,8 +144,8 @@ def gather_weight(w: jax.Array, w_dims: Dims, dims: Dims, width_dim: int, x: jax
 
 
 def scatter_gradient(grad: jax.Array, like: jax.Array, w_dims: Dims, dims: Dims, width_dim: int) -> jax.Array:
-    """Returns the gradient of a weight's shard `like` from that of the gathered weight: the transpose of
-    `gather_weight`, for gradients written by hand."""
+    """Returns the gradient of a weight's shard `like` from the gradient of the gathered weight: the transpose of
+    `gather_weight`, for custom gradients."""
     for dim, name in enumerate(w_dims):
         cut = axes(name) if name is not None else ()
         stored = cut if dim == width_dim else tuple(a for a in cut if a in _rows_axes(dims))
@@ -157,13 +154,13 @@ def scatter_gradient(grad: jax.Array, like: jax.Array, w_dims: Dims, dims: Dims,
 
 
 def summed_like(grad: jax.Array, primal: jax.Array) -> jax.Array:
-    """Returns a gradient summed over the axes along which it differs and its primal does not."""
+    """Returns a gradient summed over the axes along which it varies and its primal does not."""
     differs = tuple(a for a in compat.varying_axes(grad) if a not in compat.varying_axes(primal))
     return lax.psum(grad, differs) if differs else grad
 
 
 def gather_rows(x: jax.Array, dims: Dims, hidden_axes: Sequence[str]) -> jax.Array:
-    """Returns x with the sequence whole over the axes that the product needs for its hidden dim."""
+    """Returns x with the sequence gathered over the axes that shard the hidden dim of the product."""
     for dim, name in enumerate(dims):
         if shared := _shared(name, hidden_axes):
             x = all_gather(x, shared, dim)
@@ -171,7 +168,7 @@ def gather_rows(x: jax.Array, dims: Dims, hidden_axes: Sequence[str]) -> jax.Arr
 
 
 def reduce_rows(y: jax.Array, dims: Dims, hidden_axes: Sequence[str]) -> jax.Array:
-    """Returns the sum over the hidden dim's axes, of which each device keeps its part of the sequence."""
+    """Returns the sum over the axes of the hidden dim, scattered over the sequence where `norm_sequence` shards it."""
     left = list(hidden_axes)
     for dim, name in enumerate(dims):
         if shared := _shared(name, hidden_axes):
@@ -184,8 +181,7 @@ def reduce_rows(y: jax.Array, dims: Dims, hidden_axes: Sequence[str]) -> jax.Arr
 
 
 def _shared(name: str | None, hidden_axes: Sequence[str]) -> tuple[str, ...]:
-    """Returns the axes by which `norm_sequence` is cut more finely than `sequence`, if the hidden dim is sharded over
-    them."""
+    """Returns the axes of `norm_sequence` that are not axes of `sequence`, if the hidden dim is sharded over them."""
     if name != "norm_sequence":
         return ()
     cut = axes(name)
@@ -211,5 +207,5 @@ def _rows_axes(dims: Dims) -> tuple[str, ...]:
 
 
 def kept_axes(names: Sequence[str | None], dims: Dims) -> tuple[str, ...]:
-    """Returns the axes over which the hidden dims stay cut: those that do not cut the rows."""
+    """Returns the axes over which the hidden dims remain sharded: the axes that do not shard the rows."""
     return tuple(a for a in axes(*(n for n in names if n is not None)) if a not in _rows_axes(dims))

@@ -1,20 +1,20 @@
-"""`sk.moe`: a mixture of experts, in which each token goes through `top_k` of E experts.
+"""`sk.moe`: a mixture of experts, in which `top_k` of E experts process each token.
 
     y = sum over chosen e of weight_e expert_e(x)         x[B_x, T_s, D] -> y[B_x, T_s, D]
 
-Experts stand along the mesh axis `expert`, E / e on each device; every other layer treats that axis as data. Their
-weights may be sharded over `fsdp` (dim `embed`, gathered here) and `tensor` (dim `mlp`).
+Experts are sharded over the mesh axis `expert`, E / e per device; all other layers use that axis as a data axis.
+Weights may also be sharded over `fsdp` (dim `embed`, gathered here) and `tensor` (dim `mlp`).
 
     capacity=1.25   each expert takes at most C = ceil(1.25 top_k T / E) choices of an example; later ones are dropped
                     and add nothing. Static shapes, an all_to_all of the same size in each step.
-    capacity=None   nothing is dropped. Work follows the load, memory has to hold the worst case.
+    capacity=None   nothing is dropped. Work is proportional to the load, memory to the worst case.
 
-Equal to one device: whatever decides over tokens (capacity, losses, noise) does so for one example, in the order of
-`positions`, so that neither the mesh nor microbatches change who is dropped.
+Results equal those of one device: capacity, losses and noise are computed per example, in the order of `positions`, so
+that the dropped tokens do not depend on the mesh or the microbatches.
 
-Wire: per device and forward pass, w bytes an element of x, b examples of this device, T tokens of a whole example, N
-devices that cut the sequence (n of them do not cut experts' weights), e along `expert`, K = top_k, C_n = ceil(C / n), f
-= fsdp:
+Wire: per device and forward pass, w bytes per element of x, b examples of this device, T tokens of a full example, N
+devices that shard the sequence (n of them do not shard experts' weights), e along `expert`, K = top_k, C_n = ceil(C /
+n), f = fsdp:
 
     capacity    sequence   (N-1)/N (b T (D w + 8 K) + 4 P)            all_gather   x, experts, weights, P positions
                            (N-1)/N b T D w                             reduce_scatter   y
@@ -24,11 +24,11 @@ devices that cut the sequence (n of them do not cut experts' weights), e along `
       ragged    expert     rows sent (2 D w + 4) + (e-1) 4 E           rows sent: about (e-1)/e K b T_m
     both        sequence   2 (N-1)/N b 4 (2 E + 2)                     all_reduce   of the load
                 fsdp       (f-1) (bytes of this device's experts and router)      all_gather
-                tensor     2 (m-1)/m b T/N D w                         all_reduce, only where x is whole along it
+                tensor     2 (m-1)/m b T/N D w                         all_reduce, only if x is replicated along it
 
-Backward: what leads to the experts' inputs again (all but the way back of y), the transposes of all of the forward, and
-an all_reduce of the gradients of weights over axes along which they are the same. Weights multiply on the expert's
-side, so that their gradient needs no further pass.
+Backward: the collectives up to the experts' inputs again (all except those that return y), the transposes of all
+forward collectives, and an all_reduce of the weight gradients over axes along which weights are the same. Routing
+weights are multiplied on the expert's device, so that their gradient needs no further collective.
 Source: Shazeer et al. (2017), "Outrageously Large Neural Networks"; Lepikhin et al. (2020), "GShard"; Fedus et al.
 (2021), "Switch Transformers"; Gale et al. (2022), "MegaBlocks"; DeepSeek-AI (2024), "DeepSeek-V3 Technical Report".
 
@@ -60,7 +60,7 @@ from spmdkit.step import trace_context
 __all__ = ["Load", "mlp", "moe"]
 
 GATHERED = "embed"
-"""The name of dims that are made whole before they are used."""
+"""The name of the dims that are gathered before use."""
 
 
 @jax.named_scope(trace_context.MOE)
@@ -84,7 +84,7 @@ def moe(
     noise: float = 0.0,
     keys_B: jax.Array | None = None,
 ) -> tuple[jax.Array, Load]:
-    """Returns the mixture of the experts' results, [B, T, D], and how even the load was, per example.
+    """Returns the mixture of the experts' results, [B, T, D], and the load statistics per example.
 
     Works in the global view and inside of `sk.manual`, where all arrays are shards.
 
@@ -95,28 +95,26 @@ def moe(
         experts: weights, each with a first dim E: for `mlp` {up [E, D, F], down [E, F, D]} and, if gated, gate [E, D,
             F].
         top_k: experts of one token.
-        capacity: places of an expert over the mean number of choices; None: as many as are wanted, and nothing is
-            dropped.
-        expert: `(weights of one expert, tokens [N, D][, product]) -> [N, D]`, each token by itself; see `moe.experts`.
-        dims: names of the dims of `experts`, a tree prefix; known for `mlp`. `embed` dims arrive whole, others as
-            shards.
-        router_dims: names of the dims of the router. Write (None, None) where it is whole already, inside of
-            `sk.manual`.
-        sequence: the name of what cuts T: `norm_sequence` (context and tensor), `sequence` (context) or None.
-        positions: int32 [B, T] or [T], each token's place in its example, each once; default 0 .. T - 1 in the order of
-            T, or in that of `sk.context_order` if the model has called it, which costs no wire.
-        where_BT: bool, False for padding: these tokens go nowhere, take no place and are in no statistic.
-        score: what the weights are made of. With `sigmoid`, experts are scored one by one (DeepSeek-V3).
-        normalise: divide the weights of one token by their sum; default where `top_k` is above 1.
-        priority: who gets the places: tokens in order, or the largest weights first (V-MoE).
-        bias_E: added to the scores that choose, not to the weights (balancing without a loss). Its gradient is zero.
+        capacity: slots of an expert relative to the mean number of choices; None: unlimited, and nothing is dropped.
+        expert: `(weights of one expert, tokens [N, D][, product]) -> [N, D]`, each token separately; see `moe.experts`.
+        dims: names of the dims of `experts`, a tree prefix; has a default for `mlp`. `expert` gets `embed` dims
+            gathered, other dims as shards.
+        router_dims: names of the dims of the router. Use (None, None) if it is already gathered, inside `sk.manual`.
+        sequence: the logical name that shards T: `norm_sequence` (context and tensor), `sequence` (context) or None.
+        positions: int32 [B, T] or [T], the unique position of each token in its example; default 0 .. T - 1 in the
+            order of T, or in the order of `sk.context_order` if the model calls it. The default sends nothing.
+        where_BT: bool, False for padding: these tokens are not routed, use no slot and are in no statistic.
+        score: function from logits to scores. `sigmoid` scores each expert independently (DeepSeek-V3).
+        normalise: divide the weights of one token by their sum; default: if `top_k` is above 1.
+        priority: order in which slots are filled: by token position, or largest weight first (V-MoE).
+        bias_E: added to the scores for the choice, not to the weights (balancing without a loss). Its gradient is zero.
         noise: standard deviation of normal noise on the logits; needs `keys_B`.
-        keys_B: one random key per example, from `sk.example_keys(salt)`: so noise is the same on every mesh.
+        keys_B: one random key per example, from `sk.example_keys(salt)`, so that noise is the same on every mesh.
 
     Layout: x and y (batch, `sequence`, None); router `router_dims`; experts `dims`; load (batch,).
 
     Raises:
-        ConfigError: arguments that do not fit each other, or experts that the mesh axis does not divide.
+        ConfigError: arguments do not match each other, or the mesh axis does not divide the number of experts.
     """
     normalise = top_k > 1 if normalise is None else normalise
     _check(x_BTD, router_DE, top_k, capacity, score, normalise, priority, noise, keys_B)
@@ -136,7 +134,7 @@ def moe(
 
 
 class _Mixture(NamedTuple):
-    """How tokens are mixed; see `sk.moe` for each field."""
+    """The settings of one mixture; see `sk.moe` for each field."""
 
     top_k: int
     capacity: float | None
@@ -181,15 +179,15 @@ class _Mixture(NamedTuple):
         return y_BTD, load_of(routing, where_BT, slots, cut)
 
     def _noise(self, x_BTD: Any, order_T: Any, cut: Any, at: Any, keys: Any, num_experts: int) -> jax.Array:
-        """Returns noise on the logits of this device's tokens, drawn from their places in their examples."""
+        """Returns noise on the logits of this device's tokens, drawn by their positions in their examples."""
         num_here = x_BTD.shape[1]
         here = lax.dynamic_slice_in_dim(order_T, axis_index(cut) * num_here, num_here) if at is None else at
         return self.noise * token_noise(keys, self.key_impl, jnp.broadcast_to(here, x_BTD.shape[:2]), num_experts)
 
 
 def _whole(weight: jax.Array, dims: Dims, differs: Sequence[str]) -> jax.Array:
-    """Returns a weight with its `embed` dims gathered, typed as varying along `differs`, over which tokens differ.
-    Typed before it is gathered, so that its gradient is scattered first and added along `differs` as a shard."""
+    """Returns a weight with its `embed` dims gathered, typed as varying along `differs`, as the tokens. The type is set
+    before the gather, so that the gradient is scattered first and summed along `differs` as a shard."""
     weight = compat.as_varying(weight, differs)
     for i, name in enumerate(dims):
         if name == GATHERED:
@@ -198,8 +196,7 @@ def _whole(weight: jax.Array, dims: Dims, differs: Sequence[str]) -> jax.Array:
 
 
 def _order(num_tokens: int, cut: Sequence[str]) -> jax.Array:
-    """Returns int32[T]: the position of each place of a whole sequence, as `sk.context_order` has put it, if the model
-    called that."""
+    """Returns int32[T]: the positions of a full sequence, in the order of `sk.context_order` if the model calls it."""
     positions_T = np.arange(num_tokens, dtype=np.int32)
     num = axis_size("sequence")
     is_reordered = trace_context.current().usage.has_called("context_order") and set(axes("sequence")) <= set(cut)
@@ -210,8 +207,7 @@ def _order(num_tokens: int, cut: Sequence[str]) -> jax.Array:
 
 
 def _own_axes(dims: Any) -> tuple[str, ...]:
-    """Returns the mesh axes that cut one expert's weights while they are used: results are parts of a sum along
-    them."""
+    """Returns the mesh axes that shard one expert's weights in use: results are partial sums along these axes."""
     names = {n for d in jax.tree.leaves(dims, is_leaf=is_dims) for n in d if n not in (None, GATHERED, "expert")}
     return axes(*sorted(names))
 
@@ -271,7 +267,7 @@ def _check(
 
 
 def _check_experts(experts: Any, dims: Any, num_experts: int) -> None:
-    """Rejects weights that are not those of all experts of the router, and experts that the axis does not divide."""
+    """Raises ConfigError unless weights and router have the same number of experts, divisible by the mesh axis."""
     num_devices = axis_size("expert")
     in_manual = trace_context.current().in_manual
     if num_experts % num_devices:

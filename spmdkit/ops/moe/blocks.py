@@ -1,15 +1,15 @@
-"""A function of one expert over sorted rows, block by block: a loop of as many turns as there are rows, and its
+"""A function of one expert over sorted rows, block by block, in a loop with a dynamic number of iterations, and its
 gradients of any order.
 
     for each expert e, for each block of its rows:      out[block] = fn(shared, weights[e], rows[block])
 
-The number of turns is data, and JAX has no reverse mode through such a loop. But the gradient of a block is a function
-like `fn`, of more rows (the cotangents with the rows) and with sums as further results: the loop over it is the
-gradient of the loop over `fn`, and so on. There is no forward mode.
+The number of iterations depends on data, and JAX has no reverse mode for such a loop. The gradient of a block is a
+function like `fn`, with more rows (rows and cotangents) and with sums as further results. The loop over it is the
+gradient of the loop over `fn`, and so on for higher orders. There is no forward mode.
 
     fn(shared, own, rows) -> (rows, sum over an expert's blocks, sum over all blocks)
 
-Rows that a block reads beyond its expert's are zero in it, and what it writes there the next expert overwrites.
+A block reads zeros beyond the rows of its expert, and the next expert overwrites the results there.
 Shape suffixes: E experts, N rows of a block, R rows, D width.
 """
 
@@ -35,10 +35,10 @@ def by_blocks(
     rows_RD: jax.Array,
     sizes_E: jax.Array,
 ) -> jax.Array:
-    """Returns `fn(closed, weights of one expert, block of rows)` of all rows, [R, D].
+    """Returns `fn(closed, weights of one expert, block of rows)` for all rows, [R, D].
 
-    `closed`: what is the same for all experts, floats or not. `rows_RD`: `sizes[0]` rows of expert 0, and so on; after
-    the last one's at least one block of rows more, which come out as anything.
+    `closed`: arrays shared by all experts, of any dtype. `rows_RD`: `sizes[0]` rows of expert 0, and so on, then at
+    least one block of padding rows, with undefined results.
     """
     of_floats = floats(closed)
     others = [x for i, x in enumerate(closed) if i not in of_floats]
@@ -54,13 +54,12 @@ def by_blocks(
 
 
 class _Loop(NamedTuple):
-    """A function of blocks, over all of them.
+    """A loop of a function over all blocks.
 
     Attributes:
-        fn: `(fixed, shared, own, rows) -> (rows, own, shared)`: the last two are parts of sums. `fixed` has no
-            gradient.
-        like: `(shared, weights, rows) -> (rows, weights, shared)`, arrays like the results.
-        order: how many derivatives it is of the function at the start.
+        fn: `(fixed, shared, own, rows) -> (rows, own, shared)`: the last two are partial sums. `fixed` has no gradient.
+        like: `(shared, weights, rows) -> (rows, weights, shared)`, arrays with the types of the results.
+        order: the order of the derivative of the original function.
     """
 
     fn: Callable[..., Any]
@@ -86,8 +85,8 @@ class _Loop(NamedTuple):
         return run(fixed, shared, weights, rows, sizes_E)
 
     def _pulled(self) -> _Loop:
-        """Returns the loop over the gradient of `fn`: every argument with the cotangent of the result that is like
-        it."""
+        """Returns the loop over the gradient of `fn`: each argument is paired with the cotangent of the result of the
+        same type."""
 
         def fn(fixed: Any, shared: Any, own: Any, rows: Any) -> Any:
             of = lambda shared, own, rows: self.fn(fixed, shared, own, rows)
@@ -109,10 +108,10 @@ class _Loop(NamedTuple):
                 out, sums = carry
                 of_block = jax.tree.map(lambda x: _block_of(x, start, size, i, block), rows)
                 found, of_own, of_shared = self.fn(fixed, shared, own, of_block)
-                if self.order > 1:  # a first derivative is zero there
+                if self.order > 1:  # a first derivative is zero in these rows
                     found = jax.tree.map(lambda x: _kept(x, _is_own(size, i, block)), found)
                 sums = jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, (of_shared, of_own))
-                # Rows after the expert's own are written too, and again, rightly, by the experts that come after.
+                # Rows after those of the expert are written too; later experts overwrite them with correct values.
                 write = lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start + i * block, 0)
                 return jax.tree.map(write, out, found), sums
 
@@ -125,17 +124,17 @@ class _Loop(NamedTuple):
         starts_E = jnp.cumsum(sizes_E) - sizes_E
         start = (jax.tree.map(_zeros, like_rows), jax.tree.map(_sum_of, like_shared))
         (out, of_shared), of_weights = lax.scan(one_expert, start, (weights, starts_E, sizes_E))
-        # What lies after the last expert's rows is the last block's overhang: zero in a derivative.
+        # Rows after those of the last expert are the rest of the last block: zero in a derivative.
         return out, of_weights, jax.tree.map(lambda g, x: g.astype(x.dtype), of_shared, like_shared)
 
 
 def _sum_of(like: jax.Array) -> jax.Array:
-    """Returns zeros to which parts of a sum like `like` are added, in float32 at least."""
+    """Returns zeros as the start of a sum of arrays like `like`, in at least float32."""
     return _zeros(like, common_dtype(like.dtype, jnp.float32))
 
 
 def _block_of(rows_RD: jax.Array, start: jax.Array, size: jax.Array, i: jax.Array, block: int) -> jax.Array:
-    """Returns block `i` of one expert's rows, zero where they have ended."""
+    """Returns block `i` of one expert's rows, padded with zeros."""
     is_own_N = _is_own(size, i, block)
     return _kept(lax.dynamic_slice_in_dim(rows_RD, start + i * block, block, 0), is_own_N)
 
@@ -149,5 +148,5 @@ def _kept(x_ND: jax.Array, is_own_N: jax.Array) -> jax.Array:
 
 
 def _zeros(like: jax.Array, dtype: Any = None) -> jax.Array:
-    """Returns zeros typed as varying like `like`, as the carry of a loop has to be from its start."""
+    """Returns zeros typed as varying like `like`: the initial carry of a loop needs its final type."""
     return compat.typed_like(jnp.zeros(like.shape, dtype or like.dtype), like)

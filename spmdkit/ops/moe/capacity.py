@@ -1,20 +1,20 @@
-"""Experts with a capacity: each takes at most C choices of an example, what comes later in the order is dropped.
+"""Experts with a capacity: each takes at most C choices of an example and later choices are dropped.
 
-    C = ceil(capacity * top_k * T / E), at most T        a place (slot) is (example, expert, number below C)
+    C = ceil(capacity * top_k * T / E), at most T        slot: (example, expert, index below C)
 
-    x[B, T_c, D] -> slots[B, E, C_c, D] -> [E_e, e B, C_c, D] . W[E_e, D, F_t] . W[E_e, F_t, D] -> and back
+    x[B, T_c, D] -> slots[B, E, C_c, D] -> [E_e, e B, C_c, D] . W[E_e, D, F_t] . W[E_e, F_t, D] -> ... -> y[B, T_c, D]
 
-Order of the choices of one example for one expert: all first choices before all second ones (GShard), among those by
-position in the example, or by weight, the largest first (V-MoE). Tokens are gathered over the sequence, and a device
-fills C / n slots of each expert, n being the devices that cut the sequence without cutting the experts' weights: to
-gather costs less than to sum partly filled slots.
+Order of the choices of one example for one expert: all first choices before all second choices (GShard), then by
+position in the example, or by weight, largest first (V-MoE). Tokens are gathered over the sequence, and a device fills
+C / n slots of each expert, with n devices that shard the sequence but not the experts' weights. A gather costs less
+than a sum of partly filled slots.
 
 Wire: see `spmdkit.ops.moe`.
 Source: Lepikhin et al., "GShard" (2020), 2.2; Fedus et al., "Switch Transformers" (2021), 2.2; Riquelme et al.,
 "Scaling Vision with Sparse Mixture of Experts" (2021), 4, priority by weight.
 
-Shape suffixes: B examples of this device, T tokens of a whole example, D width, E experts, K choices of a token, C
-slots of an expert on this device, S = E C.
+Shape suffixes: B examples of this device, T tokens of a full example, D width, E experts, K choices of a token, C slots
+of an expert on this device, S = E C.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def through_slots(
     sequence: tuple[str, ...],
     slot_axes: tuple[str, ...],
 ) -> jax.Array:
-    """Returns [B, T, D], this device's part of the sum of the experts' results over the tokens of whole examples.
+    """Returns [B, T, D], this device's partial sum of the experts' results for the tokens of full examples.
 
-    `positions`: int32 [B, T] or [T], of the tokens of whole examples. `slots`: places of one expert for one example.
-    `slot_axes`: the axes of the sequence that cut them.
+    `positions`: int32 [B, T] or [T], for the tokens of full examples. `slots`: number of slots of one expert for one
+    example. `slot_axes`: the sequence axes that shard the slots.
     """
     choices, chosen_weights = all_gather(routing.experts_BTK, sequence, 1), all_gather(routing.weights_BTK, sequence, 1)
     num_experts = routing.probs_BTE.shape[-1]
@@ -68,7 +68,7 @@ def through_slots(
 
 
 class _Places(NamedTuple):
-    """Which choice is in which slot of this device; -1 for none."""
+    """The map between choices and slots of this device; -1 for none."""
 
     token_BS1: jax.Array
     choice_BS1: jax.Array
@@ -83,8 +83,8 @@ def _places(
     slots: int,
     slot_axes: Names,
 ) -> _Places:
-    """Returns the places: choices sorted by (expert, first or second choice, [weight], position), counted from each
-    expert's first."""
+    """Returns the slots of the choices, sorted by (expert, rank of the choice, [weight], position) and counted per
+    expert."""
     B, T, K = experts_BTK.shape
     flat = lambda a: a.reshape(B, T * K)
     choice_K = jnp.arange(K, dtype=jnp.int32)
@@ -117,7 +117,7 @@ def _places(
 
 
 def _to_experts(x_BSD: jax.Array, num_experts: int) -> jax.Array:
-    """Returns the rows of this device's experts, from all devices along `expert`: [B, E C, D] -> [E / e, e B C, D]."""
+    """Sends rows to the devices of their experts: [B, E C, D] -> [E / e, e B C, D]."""
     B, S, D = x_BSD.shape
     x_EBCD = x_BSD.reshape(B, num_experts, S // num_experts, D).swapaxes(0, 1)
     x_EBCD = all_to_all(x_EBCD, "expert", split_dim=0, join_dim=1)
@@ -125,7 +125,7 @@ def _to_experts(x_BSD: jax.Array, num_experts: int) -> jax.Array:
 
 
 def _from_experts(y_END: jax.Array, num_examples: int, num_experts: int) -> jax.Array:
-    """Returns the rows of this device's examples, from all devices along `expert`: [E / e, e B C, D] -> [B, E C, D]."""
+    """Sends rows back to the devices of their examples: [E / e, e B C, D] -> [B, E C, D]."""
     E, _, D = y_END.shape
     y_EBCD = y_END.reshape(E, num_examples * num_experts // E, -1, D)
     y_EBCD = all_to_all(y_EBCD, "expert", split_dim=1, join_dim=0)

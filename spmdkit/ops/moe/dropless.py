@@ -1,14 +1,14 @@
-"""Experts without a capacity: every choice finds its place, so experts get unequal numbers of rows.
+"""Experts without a capacity: no choice is dropped, so experts get unequal numbers of rows.
 
-    x[N, D] -> rows sorted by expert, [R, D] -> grouped products -> and back          R <= e N min(top_k, E_e), static
+    x[N, D] -> rows sorted by expert, [R, D] -> grouped products -> ... -> y[N, D]    R <= e N min(top_k, E_e), static
 
-Two ways to cross the experts' axis, chosen by the machine:
+Two forms of communication over the `expert` axis, selected by platform:
 
-    ragged_all_to_all   TPU, GPU, e > top_k: each row goes where it is wanted, and nowhere else; sizes cross first
-    all_gather          elsewhere, and where e <= top_k: every device sees all tokens along `expert`, computes its own
-                        experts' choices among them, and the sums come back by reduce_scatter
+    ragged_all_to_all   TPU, GPU, e > top_k: each row is sent only to the device of its expert; sizes are sent first
+    all_gather          elsewhere, or e <= top_k: every device gathers all tokens along `expert`, computes the
+                        choices of its experts, and reduce_scatter returns the sums
 
-Memory: R rows of width D stand for the worst case, in which all tokens want the same experts.
+Memory: R rows of width D, the worst case in which all tokens choose the same experts.
 Wire: see `spmdkit.ops.moe`.
 Source: Gale et al., "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts" (2022).
 
@@ -33,8 +33,8 @@ from spmdkit.step import trace_context
 
 
 def through_rows(x_BTD: jax.Array, routing: Routing, weights: Any, expert: Expert, *, over: Names) -> jax.Array:
-    """Returns [B, T, D], this device's part of the sum of the experts' results over the tokens along `over`, the mesh
-    axes that cut both the tokens and the experts' weights: tokens are gathered over them."""
+    """Returns [B, T, D], this device's partial sum of the experts' results for the tokens gathered over `over`, the
+    mesh axes that shard both the tokens and the experts' weights."""
     x_BTD, experts_BTK, weights_BTK = (
         all_gather(a, over, 1) for a in (x_BTD, routing.experts_BTK, routing.weights_BTK)
     )
@@ -74,9 +74,9 @@ def _by_ragged_all_to_all(
     by_expert = _sort(experts_NK, num_experts, N * K)
     count_E = by_expert.sizes_E
     count_sde = all_gather(count_E[None], "expert", 0).reshape(num_devices, num_devices, own)
-    count_sd = count_sde.sum(2, dtype=jnp.int32)  # rows from device s to device d
-    begin_sd = _exclusive_sum(count_sd, 1)  # where they begin on s
-    arrive_sd = _exclusive_sum(count_sd, 0)  # and on d
+    count_sd = count_sde.sum(2, dtype=jnp.int32)  # rows sent from device s to device d
+    begin_sd = _exclusive_sum(count_sd, 1)  # their offsets on s
+    arrive_sd = _exclusive_sum(count_sd, 0)  # their offsets on d
 
     def there(rows: jax.Array) -> jax.Array:
         room = num_devices * N * min(K, own)
@@ -87,7 +87,7 @@ def _by_ragged_all_to_all(
 
     x_RD = there(_pick(x_ND, by_expert.token_R, by_expert.row_NK))
     weight_R1 = there(_pick(weights_NK.reshape(-1, 1), by_expert.choice_R, by_expert.row_NK.reshape(-1, 1)))
-    # Rows have come in order of (device, expert): their experts follow from the counts.
+    # Received rows are in order of (device, expert): the counts determine their experts.
     ends = jnp.cumsum(count_sde[:, me].reshape(-1), dtype=jnp.int32)
     segment_R = jnp.searchsorted(ends, jnp.arange(len(x_RD), dtype=jnp.int32), side="right").astype(jnp.int32)
     own_R1 = jnp.where(segment_R < len(ends), segment_R % own, own)[:, None]
@@ -98,8 +98,8 @@ def _by_ragged_all_to_all(
 def _through_own(
     x_ND: jax.Array, own_NK: jax.Array, weights_NK: jax.Array, weights: Any, expert: Expert, own: int
 ) -> jax.Array:
-    """Returns [N, D]: for each token the weighted sum of this device's experts that it chose; `own_NK` is their number,
-    or `own`."""
+    """Returns [N, D]: for each token the weighted sum over its chosen experts on this device. `own_NK`: local expert
+    index; `own`: none."""
     N, K = own_NK.shape
     places = _sort(own_NK, own, N * min(K, own))
     x_RD = _pick(x_ND, places.token_R, places.row_NK)
@@ -112,7 +112,7 @@ def _through_own(
 
 
 class _Rows(NamedTuple):
-    """Choices sorted by expert: which is in which row; -1 for none."""
+    """Choices sorted by expert: the map between choices and rows; -1 for none."""
 
     sizes_E: jax.Array
     token_R: jax.Array
@@ -121,7 +121,7 @@ class _Rows(NamedTuple):
 
 
 def _sort(experts_NK: jax.Array, num_experts: int, num_rows: int) -> _Rows:
-    """Returns the choices of experts 0 .. num_experts - 1 sorted by expert, in `num_rows` rows; others are left out."""
+    """Returns the choices of experts 0 .. num_experts - 1 sorted by expert, in `num_rows` rows; others are omitted."""
     N, K = experts_NK.shape
     flat_C = experts_NK.reshape(-1)
     sizes_E = (flat_C[:, None] == jnp.arange(num_experts, dtype=jnp.int32)).sum(0, dtype=jnp.int32)
@@ -142,6 +142,6 @@ def _exclusive_sum(x: jax.Array, dim: int) -> jax.Array:
 
 
 def _ragged(rows: jax.Array, num_rows: int, *offsets_and_sizes: jax.Array) -> jax.Array:
-    """Returns the rows that the other devices along `expert` send, in `num_rows` rows."""
+    """Returns the rows received from all devices along `expert`, in an array of `num_rows` rows."""
     room, *indices = compat.typed_like((jnp.zeros((num_rows, rows.shape[1]), rows.dtype), *offsets_and_sizes), rows)
     return lax.ragged_all_to_all(rows, room, *indices, axis_name=axes("expert"))

@@ -1,9 +1,9 @@
-"""Experts: what one is, how it is cut, and how many of them run over tokens that have been sorted by expert.
+"""Experts: the interface of one expert, the sharding of its weights, and the run of several experts over sorted tokens.
 
-An expert is a function `(weights of one expert, tokens [N, D]) -> [N, D]` that treats each token by itself. Where a dim
-of its weights is sharded over devices (`mlp`), it returns its device's part of a sum. It may take a third argument
-`product`, with which it writes its matrix products: then all experts of a device run in one grouped product on TPUs
-(`jax.lax.ragged_dot`, elsewhere E times the work), and else in a loop over blocks of rows (blocks.py).
+An expert is a function `(weights of one expert, tokens [N, D]) -> [N, D]` that processes each token separately. If a
+dim of its weights is sharded (`mlp`), it returns a partial sum. With an optional third argument `product` for its
+matrix products, all experts of a device run as one grouped product on TPUs (`jax.lax.ragged_dot`; elsewhere that is E
+times the work). Otherwise experts run in a loop over blocks of rows (blocks.py).
 
 Source: Gale et al., "MegaBlocks" (2022); Shazeer, "GLU Variants Improve Transformer" (2020).
 
@@ -44,8 +44,7 @@ def mlp(
     product: Callable[[jax.Array, jax.Array], jax.Array] = jnp.matmul,
     activation: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
-    """Returns the MLP of one expert: `down(act(x gate) * (x up))` where there is a gate (SiLU), else `down(act(x up))`
-    (GELU)."""
+    """Returns the MLP of one expert: `down(act(x gate) * (x up))` with a gate (SiLU), else `down(act(x up))` (GELU)."""
     if "gate" in weights:
         h_NF = (activation or jax.nn.silu)(product(x_ND, weights["gate"])) * product(x_ND, weights["up"])
     else:
@@ -54,7 +53,7 @@ def mlp(
 
 
 def dims_of(experts: Any, dims: Any) -> Any:
-    """Returns the names of the dims of the weights, a tree like them; rejects a first dim that is not `expert`."""
+    """Returns the dim names of the weights, a tree like them. Raises ConfigError if a first dim is not `expert`."""
     if dims is None:
         if not isinstance(experts, Mapping) or set(experts) - set(MLP_DIMS) or {"up", "down"} - set(experts):
             found = sorted(experts) if isinstance(experts, Mapping) else type(experts).__name__
@@ -74,13 +73,13 @@ def dims_of(experts: Any, dims: Any) -> Any:
 
 
 def is_dims(x: Any) -> bool:
-    """Returns whether `x` names the dims of one array: a leaf of a tree of dims."""
+    """Returns whether `x` is the tuple of dim names of one array: a leaf of a tree of dims."""
     return isinstance(x, tuple) and all(n is None or isinstance(n, str) for n in x)
 
 
 def run_sorted(expert: Expert, weights: Any, rows_RD: jax.Array, sizes_E: jax.Array, platform: str) -> jax.Array:
-    """Returns [R, D]: the first `sizes[0]` rows through expert 0, and so on. Rows after the last expert's come out as
-    anything."""
+    """Returns [R, D]: expert 0 applied to the first `sizes[0]` rows, and so on. Rows after those of the last expert are
+    undefined."""
     if platform == "tpu" and "product" in inspect.signature(expert).parameters:
         product = lambda x, w: lax.ragged_dot(x, w, sizes_E)
         return expert(weights, rows_RD, product=product)
@@ -95,7 +94,7 @@ def _run_blocks(expert: Expert, weights: Any, rows_RD: jax.Array, sizes_E: jax.A
     block = min(MAX_BLOCK, max(8, 2 ** math.ceil(math.log2(max(1, num_rows / num_experts / 4)))))
     every = sorted(frozenset().union(*map(compat.varying_axes, (rows_RD, sizes_E, *jax.tree.leaves(weights)))))
     weights, rows_RD, sizes_E = compat.as_varying((weights, rows_RD, sizes_E), every)
-    # A block that begins in the last rows reaches over the end: one block of zeros there.
+    # The last block may extend past the end of the rows: pad with one block of zeros.
     padded_RD = jnp.concatenate([rows_RD, jnp.zeros_like(rows_RD, shape=(block, rows_RD.shape[1]))])
     padded_RD = compat.as_varying(padded_RD, every)
     opened, closed_over = _opened(expert, jax.tree.map(lambda w: w[0], weights), padded_RD[:block])
@@ -103,8 +102,8 @@ def _run_blocks(expert: Expert, weights: Any, rows_RD: jax.Array, sizes_E: jax.A
 
 
 def _opened(expert: Expert, own: Any, x_ND: jax.Array) -> tuple[Callable[..., jax.Array], list[jax.Array]]:
-    """Returns (`fn(closed_over, own, x_ND)`, the arrays that `expert` closes over): a gradient by hand has to see
-    them."""
+    """Returns (`fn(closed_over, own, x_ND)`, the arrays that `expert` closes over): a custom gradient needs them as
+    arguments."""
     closed = jax.make_jaxpr(expert)(own, x_ND)
     if not closed.consts:
         return lambda _, own, x_ND: expert(own, x_ND), []

@@ -1,20 +1,20 @@
-"""The router: which experts each token goes to and with which weight, and how even the load is. All in float32.
+"""The router: the experts of each token, their weights, and the load statistics. All in float32.
 
     logits = x . router + noise        scores = softmax(logits)  or  sigmoid(logits)
-    chosen = the top_k of scores + bias, equal ones by the lower expert
-    weight = score of the chosen one, divided by the sum of the chosen ones' where `normalise`
+    chosen = the top_k of scores + bias, ties by the lower expert
+    weight = score of the chosen expert, divided by the sum of the chosen scores if `normalise`
 
     fraction_e = choices of expert e / all choices            P_e = mean over tokens of the score's share
-    balance = E sum_e fraction_e P_e                          1 where even; its gradient flows through P alone
+    balance = E sum_e fraction_e P_e                          1 if balanced; only P has a gradient
     z = mean over tokens of logsumexp(logits)^2
 
-A token is routed by itself, so nothing here depends on the mesh but the last bit of the product. The load is computed
-per example: a product of two means over a batch would change with every mesh and number of microbatches.
+Each token is routed separately, so only the last bit of the product depends on the mesh. The load is computed per
+example: a product of two means over a batch would change with the mesh and the number of microbatches.
 
-Wire: one all_reduce of [B, 2 E + 2] float32 over the axes that cut the sequence, of the load.
+Wire: one all_reduce of [B, 2 E + 2] float32 for the load, over the axes that shard the sequence.
 Source: Shazeer et al., "Outrageously Large Neural Networks" (2017), top-k gating and noise; Fedus et al., "Switch
 Transformers" (2021), selective float32; DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), 2.1.2, sigmoid scores and
-the bias that chooses without weighing.
+the bias for the choice only.
 
 Shape suffixes: B examples, T tokens of an example, D width, E experts, K experts of one token.
 """
@@ -31,12 +31,12 @@ from spmdkit.ops.collectives import Names, all_reduce
 
 
 class Routing(NamedTuple):
-    """Where tokens go.
+    """The routing of tokens.
 
     Attributes:
-        experts_BTK: int32, the chosen experts, the best first; E for a token that is padding.
-        weights_BTK: float32, what each expert's result is multiplied by.
-        probs_BTE: float32, scores that add up to one, for the balance loss.
+        experts_BTK: int32, the chosen experts, highest score first; E for padding tokens.
+        weights_BTK: float32, the factor of each expert's result.
+        probs_BTE: float32, scores normalized to a sum of one, for the balance loss.
         logits_BTE: float32, before noise.
     """
 
@@ -57,12 +57,12 @@ def route(
     noise_BTE: jax.Array | None = None,
     where_BT: jax.Array | None = None,
 ) -> Routing:
-    """Returns where each token goes; tokens that `where` leaves out go nowhere."""
+    """Returns the routing of each token; tokens masked by `where` are not routed."""
     logits_BTE = lax.dot_general(
         x_BTD.astype(jnp.float32),
         router_DE.astype(jnp.float32),
         (((2,), (0,)), ((), ())),
-        precision=lax.Precision.HIGHEST,  # one bfloat16 pass, a TPU's default, would turn near ties over
+        precision=lax.Precision.HIGHEST,  # one bfloat16 pass, a TPU's default, would change near ties
     )
     noisy_BTE = logits_BTE if noise_BTE is None else logits_BTE + noise_BTE
     if score == "softmax":
@@ -85,7 +85,7 @@ def route(
 
 def token_noise(keys_B: jax.Array, impl: Any, positions_BT: jax.Array, num_experts: int) -> jax.Array:
     """Returns standard normal noise [B, T, E], drawn from (key of the example, position of the token): the same on
-    every mesh. `keys_B` are numbers, `impl` is the `jax.random.key_impl` of the keys."""
+    every mesh. `keys_B` is key data, `impl` the `jax.random.key_impl` of the keys."""
     draw = lambda key, position: jax.random.normal(jax.random.fold_in(key, position), (num_experts,), jnp.float32)
     return jax.vmap(jax.vmap(draw, (None, 0)))(jax.random.wrap_key_data(keys_B, impl=impl), positions_BT)
 
@@ -95,12 +95,12 @@ class Load(NamedTuple):
     `sk.mean(ce_BT + 0.01 * load.balance_B[:, None])` and metrics such as `sk.mean(load.dropped_B)`.
 
     Attributes:
-        balance_B: the load-balancing loss, without its coefficient (0.01 is usual); 1 where even, E where one expert
-            gets all.
+        balance_B: the load-balancing loss, without its coefficient (0.01 is usual); 1 if balanced, E if one expert gets
+            all tokens.
         z_B: the router z loss, without its coefficient (0.001 is usual).
-        fraction_BE: each expert's share of all choices, dropped ones too.
-        max_over_mean_B: the fullest expert's load over the mean load; 1 where even.
-        dropped_B: the share of choices that found no place; 0 without a capacity.
+        fraction_BE: each expert's share of all choices, including dropped ones.
+        max_over_mean_B: the largest expert load over the mean load; 1 if balanced.
+        dropped_B: the fraction of dropped choices; 0 without a capacity.
     """
 
     balance_B: jax.Array
@@ -111,7 +111,7 @@ class Load(NamedTuple):
 
 
 def load_of(routing: Routing, where_BT: jax.Array | None, slots: int | None, sequence: Names) -> Load:
-    """Returns the load of each example; `slots`: places of one expert for one example, `sequence`: what cuts the
+    """Returns the load of each example; `slots`: slots of one expert for one example, `sequence`: axes that shard the
     tokens."""
     num_experts = routing.probs_BTE.shape[-1]
     expert_E = jnp.arange(num_experts, dtype=jnp.int32)

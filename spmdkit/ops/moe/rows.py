@@ -1,11 +1,11 @@
-"""Rows picked and added by index, with a gradient that picks as well: no scatter in either direction.
+"""Gather and sum of rows by index, with a gradient that is also a gather: no scatter in either direction.
 
     forward   out[b, m] = sum_k x[b, index[b, m, k]]         backward   dx[b, n] = sum_j dout[b, back[b, n, j]]
 
-Tokens go to slots and slots back to tokens by two indices, each the inverse of the other, and both are known. A
-gather's own gradient would be a scatter-add, which TPUs do row after row. There is no forward mode.
+The index from tokens to slots and its inverse are both known. JAX's gradient of a gather would be a scatter-add, which
+TPUs execute row by row. There is no forward mode.
 
-Shape suffixes: B examples, N rows there, M rows wanted, K and J rows added at most, D width.
+Shape suffixes: B examples, N input rows, M output rows, K and J summands at most, D width.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from spmdkit import compat
 
 
 def sum_rows(x_BND: jax.Array, index_BMK: jax.Array, back_BNJ: jax.Array) -> jax.Array:
-    """Returns [B, M, D]: for each m the sum of rows `index[m]` of `x`, added in float32; an index of -1 adds nothing.
-    `back` holds for each row the `m` to which it was added, -1 for none."""
+    """Returns [B, M, D]: for each m the sum of rows `index[m]` of `x`, in float32; an index of -1 adds nothing. `back`
+    is the inverse: for each row the `m` to which it is added, -1 for none."""
     every = sorted(compat.varying_axes(x_BND) | compat.varying_axes(index_BMK) | compat.varying_axes(back_BNJ))
     x_BND, index_BMK, back_BNJ = (compat.as_varying(a, every) for a in (x_BND, index_BMK, back_BNJ))
     return _summed(x_BND, index_BMK, back_BNJ)

@@ -1,25 +1,25 @@
-"""`sk.pipeline`: a stack of equal layers cut into stages, each device computing its own stage on another microbatch.
+"""`sk.pipeline`: a stack of equal layers split into stages; each device computes one stage, on a different microbatch.
 
     loss, metrics = sk.pipeline(embed, layer, head)(params["embed"], params["blocks"], params["head"], batch)
 
-    W[L_pipeline, ...]   x[P_pipeline, b, ...]      in each tick every stage does its L / P layers, then x moves on by
+    W[L_pipeline, ...]   x[P_pipeline, b, ...]      in each tick every stage runs its L / P layers, then x moves by
                                                     one stage
 
-On a mesh without a pipeline axis the op is a scan over the layers. When to use it: where fsdp and tensor would cross
-links too slow for weights, since only activations cross here, once per microbatch. When not: with few microbatches.
+On a mesh without a pipeline axis the op is a scan over the layers. When: links are too slow to send weights (fsdp,
+tensor); a pipeline sends only activations, once per microbatch. When not: few microbatches.
 
-    schedule     forward and backward      inputs of a stage kept    bubble                     sent in addition
+    schedule     forward and backward      stage inputs in memory    bubble                     sent in addition
     gpipe        all, then all             M + P - 1                 (P - 1) / (M + P - 1)
-    1f1b         in turn                   2 P - 1                   (P - 1) / (M + P - 1)
-    interleaved  in turn, v chunks         2 v P - 1, of 1/v layers  (P - 1) / (v M + P - 1)  stage parameters, each way
+    1f1b         alternate                 2 P - 1                   (P - 1) / (M + P - 1)
+    interleaved  alternate, v chunks       2 v P - 1, of 1/v layers  (P - 1) / (v M + P - 1)  stage parameters, each way
 
-Everything is one SPMD program in the global view: a `vmap` over the dim of stages with the pipeline axis as its
+The pipeline is one SPMD program in the global view: a `vmap` over the stage dim with the pipeline axis as its
 `spmd_axis_name`, a roll of that dim (a collective-permute), and loops over ticks from the tables of schedule.py. So
-fsdp, tensor, context and expert work inside a stage. Each shard of a batch keeps its own rows: no example moves.
+fsdp, tensor, context and expert work inside a stage. Each batch shard retains its rows: no example is sent.
 
-Wire: gpipe.py and one_f_one_b.py. With fsdp at ZeRO 3 a stage's weights are gathered again for each microbatch, as with
-accumulation; ZeRO 1 and 2 gather nothing in the loop.
-Source: Huang et al. (2019); Narayanan et al. (2019, 2021); Xu et al., "GSPMD" (2021), section 3.3 (a pipeline as a
+Wire: gpipe.py and one_f_one_b.py. With ZeRO 3 over fsdp a stage's weights are gathered for each microbatch, as with
+gradient accumulation; ZeRO 1 and 2 gather nothing in the loop.
+Source: Huang et al. (2019); Narayanan et al. (2019, 2021); Xu et al., "GSPMD" (2021), section 3.3 (pipeline as a
 vectorised loop).
 """
 
@@ -44,7 +44,7 @@ from spmdkit.step import trace_context
 __all__ = ["pipeline"]
 
 MICROBATCHES_PER_STAGE = 4
-"""By default at most: a bubble of a fifth."""
+"""The default maximum: a bubble of 1/5."""
 
 
 def pipeline(
@@ -55,32 +55,32 @@ def pipeline(
     head_per_token: bool = False,
     stacked_dims: int = 1,
 ) -> Callable[..., Any]:
-    """Returns `pipelined(embed_params, layers, head_params, rows) -> loss`, or `(loss, metrics)` where the head returns
-    that.
+    """Returns `pipelined(embed_params, layers, head_params, rows) -> loss`, or `(loss, metrics)` if the head returns
+    both.
 
     Args:
         embed: `embed(embed_params, rows) -> x`, the first activation: an array or a pytree of floating point arrays
-            [rows, ...]. What is to add up over the layers, a balance loss per example, travels in it.
+            [rows, ...]. Values that accumulate over the layers, such as a balance loss per example, are part of it.
         layer: `layer(x, weights, rows) -> x` of the same shapes; `weights` is one entry of `layers`, a pytree of arrays
-            [L, ...]. It is wrapped in `sk.remat`, unless it uses that itself.
+            [L, ...]. It is wrapped in `sk.remat`, unless it calls `sk.remat`.
         head: `head(x, head_params, rows) -> sk.mean(...)` or `(sk.mean(...), {name: sk.mean(...)})`. Only the loss has
-            a gradient. It may be a sum of means, but for the schedules 1f1b and interleaved.
-        head_per_token: the head treats every token, the second dim of `x`, by itself (norm, logits, cross-entropy).
-            Where a microbatch has too few rows, its tokens are then sharded over the stages instead of the head running
-            on one stage while the others wait; arrays of `rows` with that second dim are cut with them.
-        stacked_dims: 2 where the layers are stacked as [v, L / v, ...], in the same order, with the second dim named
-            `layers`: for the interleaved schedule with v chunks, where parameters then do not move.
+            a gradient. It may be a sum of means, except with the schedules 1f1b and interleaved.
+        head_per_token: the head treats each token, the second dim of `x`, separately (norm, logits, cross-entropy). If
+            a microbatch has too few rows, its tokens are then sharded over the stages; otherwise the head runs on one
+            stage while the others are idle. Arrays of `rows` with that second dim are sharded with the tokens.
+        stacked_dims: 2 if the layers are stacked as [v, L / v, ...], in the same order, with the second dim named
+            `layers`. The interleaved schedule with v chunks then sends no parameters.
 
-    The functions close over no traced array: what they need comes in their parameters or in `rows`, a pytree of arrays
-    [examples, ...] without gradient. They may call `sk.example_keys` and `sk.example_mask`, which apply to the rows
-    that they are given.
+    The functions must not close over traced arrays: their inputs are the parameters and `rows`, a pytree of arrays
+    [examples, ...] without gradient. They may call `sk.example_keys` and `sk.example_mask`, which apply to the current
+    rows.
 
-    Layout: layers [L, ...] with dim `layers` first (`layout.axes`: the pipeline axis); embedding and head whole along
-        the pipeline axis.
+    Layout: layers [L, ...] with dim `layers` first (`layout.axes`: the pipeline axis); embedding and head replicated
+        along the pipeline axis.
 
     Raises:
         ConfigError: the number of layers is not divisible by the stages, a function closes over a traced array or
-            returns something else than it must, or `rows` depend on parameters.
+            returns a wrong result, or `rows` depend on parameters.
     """
 
     return functools.partial(_pipelined, Model(embed, layer, head), head_per_token, stacked_dims)
@@ -116,7 +116,7 @@ def _pipelined(
 def _one_stage(
     model: Model, context: trace_context.Context, embed_params: Any, stack: Any, head_params: Any, own: Rows
 ) -> Any:
-    """Returns (loss, metrics) of the model as it is written: one layer after the other. `stack` is [L, ...]."""
+    """Returns (loss, metrics) of the unpipelined model: a scan over the layers. `stack` is [L, ...]."""
     rows, embed = own.data, model.embed
     model, _ = checked(model, context, embed_params, jax.tree.map(lambda w: w[0], stack), head_params, own)
     x = embed(embed_params, rows)
@@ -133,7 +133,7 @@ def _set_up(
     head_params: Any,
     rows: Rows,
 ) -> Pipe:
-    """Returns the pipeline of one call; `weights` are those of one layer."""
+    """Returns the pipeline of one call; `weights` are the weights of one layer."""
     num_stages, settings = context.sharding.size(AXIS), context.options.pipeline
     shards = context.sharding.num_shards
     num = _num_microbatches(rows.num // shards, num_stages, settings.microbatches)
@@ -152,7 +152,7 @@ def _set_up(
 
 
 def _num_microbatches(num_rows: int, num_stages: int, requested: int | None) -> int:
-    """Returns the largest divisor of one shard's rows that is at most the requested number, or the default: an
-    evaluation may have fewer rows than a training batch."""
+    """Returns the largest divisor of one shard's rows that is at most the requested number or the default: an
+    evaluation batch may have fewer rows than a training batch."""
     most = min(requested or MICROBATCHES_PER_STAGE * num_stages, num_rows)
     return next(num for num in range(most, 0, -1) if num_rows % num == 0)

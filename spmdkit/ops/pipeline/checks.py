@@ -1,4 +1,4 @@
-"""What `sk.pipeline` rejects, before anything runs: in the words of its user, on one device as on every mesh."""
+"""Checks of the arguments of `sk.pipeline` before the first step, the same on one device and on every mesh."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spmdkit.step.metrics.mean import Mean, Means
 
 
 def check_place(context: trace_context.Context) -> None:
-    """Raises ConfigError inside of `sk.manual`."""
+    """Raises ConfigError inside `sk.manual`."""
     if context.in_manual:
         raise ConfigError(
             "sk.pipeline was called inside of sk.manual. Its stages may hold manual parts, not the other way. Call "
@@ -30,7 +30,7 @@ def check_place(context: trace_context.Context) -> None:
 
 
 def check_layers(layers: Any, stacked_dims: int, num_stages: int, num_chunks: int) -> None:
-    """Raises ConfigError unless all arrays stack the same number of layers, which stages and chunks divide."""
+    """Raises ConfigError unless all arrays stack the same number of layers, divisible by stages and chunks."""
     leaves = named_leaves(layers)
     lengths = {path: math.prod(jnp.shape(x)[:stacked_dims]) if jnp.ndim(x) >= stacked_dims else 0 for path, x in leaves}
     if not leaves or 0 in lengths.values() or len(set(lengths.values())) > 1:
@@ -54,8 +54,8 @@ def check_layers(layers: Any, stacked_dims: int, num_stages: int, num_chunks: in
 def checked(
     model: Model, context: trace_context.Context, embed_params: Any, weights: Any, head_params: Any, rows: Rows
 ) -> tuple[Model, Any]:
-    """Returns the model with rematerialised layers, and the shapes of the activation. Rejects functions that return
-    something else than they must, or close over a traced array. `weights` are those of one layer."""
+    """Returns the model with rematerialised layers, and the shapes of the activation. Raises ConfigError for functions
+    that return a wrong result or close over a traced array. `weights` are the weights of one layer."""
     own = dataclasses.replace(context, usage=context.usage.without("remat"))
 
     def traced(name: str, fn: Callable[..., Any], *args: Any) -> Any:
@@ -98,7 +98,7 @@ def checked(
 
 
 def loss_and_metrics(out: Any, one_sum: bool) -> tuple[Mean | Means, dict[str, Mean | Means] | None]:
-    """Returns (loss, metrics or None) of what a head returned; of these only the loss has a gradient.
+    """Returns (loss, metrics or None) from the result of a head; only the loss has a gradient.
 
     `one_sum`: the schedule computes the gradient of a sum before its count is known over all microbatches.
     """
@@ -119,7 +119,7 @@ def loss_and_metrics(out: Any, one_sum: bool) -> tuple[Mean | Means, dict[str, M
 
 
 def constant_count(count: jax.Array) -> jax.Array:
-    """Returns `count`, and rejects a gradient by the parameters that reaches it."""
+    """Returns `count`; raises ConfigError if it depends on differentiated parameters."""
     return _without_gradient(
         count,
         "the count of the loss depends on the parameters (sk.mean with learned weights). The schedules 1f1b and "
@@ -129,7 +129,7 @@ def constant_count(count: jax.Array) -> jax.Array:
 
 
 def without_gradient(rows: Any) -> Any:
-    """Returns `rows`, and rejects a gradient by the parameters that reaches them."""
+    """Returns `rows`; raises ConfigError if they depend on differentiated parameters."""
     message = (
         "rows hold {} that depends on the parameters, and rows have no gradient. Compute it in embed, which has "
         "parameters."

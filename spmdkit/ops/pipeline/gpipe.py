@@ -1,16 +1,16 @@
-"""The forward passes of a pipeline, one loop over ticks; JAX differentiates it: that is GPipe.
+"""The GPipe schedule: one loop over ticks runs all forward passes, and JAX differentiates the loop.
 
-    tick t:  x[P_pipeline, b, ...] = stage(x);  head of what leaves the last stage;  x moves on by one stage
+    tick t:  x[P_pipeline, b, ...] = stage(x);  head on the output of the last stage;  shift x by one stage
 
-Every tick's residuals are kept, so activation memory grows with the number of microbatches. Evaluations of every
-schedule use this loop too. What a stage does without a microbatch (P - 1 of v M + P - 1 ticks) is not selected, and its
-cotangents pass a `gate`, which selects zeros: no NaN of an idle stage gets into a gradient. The parameters of embedding
-and head are copied along the stages first, so their gradients are summed over the stages once.
+The residuals of every tick are saved, so activation memory grows with the number of microbatches. All schedules use
+this loop for evaluation. The results of an idle stage (P - 1 of v M + P - 1 ticks) are masked, and a `gate` sets its
+cotangents to zero, so no NaN of an idle stage reaches a gradient. The parameters of embedding and head are first copied
+along the stages, so that their gradients are summed over the stages once.
 
 Wire, per device and call of the loss, A bytes of one microbatch's activation on a device, P stages, H bytes of
 embedding and head:
     transfers         (v M + P - 1) A forward, the same backward      collective-permute
-    last stage, head  2 M (P - 1)/P A                                 all-to-all; none when the head is not cut
+    last stage, head  2 M (P - 1)/P A                                 all-to-all; none if the head is unsharded
     gradient of ends  2 (P - 1)/P H                                   all-reduce
 Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism" (2019).
 """
@@ -28,8 +28,8 @@ from spmdkit.ops.pipeline.schedule import Work
 
 
 def forward(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) -> Any:
-    """Returns what the head returns, summed over all microbatches (and parts of them). Shapes: layers [L, ...], rows
-    [M b, ...]; embedding and head as the user's functions want them."""
+    """Returns the results of the head, summed over all microbatches (and parts of them). Shapes: layers [L, ...], rows
+    [M b, ...]; embedding and head as the user's functions expect them."""
     schedule = pipe.schedule
     chunks, rows = pipe.chunks(layers), pipe.microbatches(rows)
     copies = lambda x: jnp.broadcast_to(x, (pipe.num_stages, *jnp.shape(x)))

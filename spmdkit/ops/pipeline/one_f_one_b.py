@@ -1,28 +1,27 @@
-"""1F1B and its interleaved form: one loop in which every stage does a forward and a backward pass of different
+"""1F1B and its interleaved form: in each tick of one loop every stage runs a forward and a backward pass, on different
 microbatches.
 
-    tick t:  x[P_pipeline, b, ...]  = stage(x), the input kept in a ring;  x moves on by one stage
-             loss and its gradient of what leaves the last stage
-             dx[P_pipeline, b, ...] = vjp of the stage at a kept input;    dx moves back by one stage
+    tick t:  x[P_pipeline, b, ...]  = stage(x), the input stored in a ring buffer;  shift x by one stage
+             loss and its gradient for the output of the last stage
+             dx[P_pipeline, b, ...] = vjp of the stage at a stored input;           shift dx back by one stage
 
-The backward pass of a microbatch begins as soon as its forward pass has left the last stage, so a stage keeps at most 2
-v P - 1 inputs of a chunk, whatever the number of microbatches. That is why the loss belongs to the pipeline: the
-gradient is computed in the forward rule of a `custom_vjp`, by `jax.vjp` inside of the tick, and the backward rule only
-scales it.
+The backward pass of a microbatch starts as soon as its forward pass leaves the last stage, so a stage stores at most 2
+v P - 1 inputs of a chunk, for any number of microbatches. This requires the loss inside the pipeline: the forward rule
+of a `custom_vjp` computes the gradient, by `jax.vjp` inside the tick, and the backward rule only scales it.
 
-Cost: a stage's forward pass is computed a second time, from its kept input (as with `remat: full` around a whole stage;
-a layer that is itself rematerialised pays once more). Gradients add up per stage in `precision.reduce`. An idle stage's
-results are selected away, never multiplied by zero.
+Cost: a stage's forward pass is recomputed from its stored input (as with `remat: full` around a stage; a rematerialised
+layer is recomputed once more). Gradients are summed per stage in `precision.reduce`. The results of an idle stage are
+masked with a select, never multiplied by zero.
 
 Wire, per device and call of the loss, A bytes of one microbatch's activation on a device, P stages, H bytes of
 embedding and head:
     transfers         2 (v M + P - 1) A       collective-permute
-    last stage, head  2 M (P - 1)/P A         all-to-all; none when the head is not cut
+    last stage, head  2 M (P - 1)/P A         all-to-all; none if the head is unsharded
     gradient of ends  2 (P - 1)/P H           all-reduce
-    order of layers   interleaved: parameters and gradients of a stage move (`Pipe.chunks`), unless they are stacked on
+    order of layers   interleaved: parameters and gradients of a stage are sent (`Pipe.chunks`), unless stacked on
                       two dims
 Weight gradients over fsdp (ZeRO 3) and context are summed in every tick.
-Memory: (2 v P + 3) A, the gradients of the stage's layers and of both ends, and one chunk's own residuals.
+Memory: (2 v P + 3) A, the gradients of the stage's layers, embedding and head, and the residuals of one chunk.
 Source: Narayanan et al., "PipeDream" (2019); Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
 Clusters Using Megatron-LM" (2021), section 2.2.
 """
@@ -45,7 +44,7 @@ from spmdkit.ops.pipeline.schedule import Work
 
 
 class _Grads(NamedTuple):
-    """Gradients of the floating point leaves, each a list of [P, ...]: every stage's own part."""
+    """Gradients of the floating point leaves, each a list of [P, ...], one entry per stage."""
 
     embedding: Any
     layers: Any
@@ -53,7 +52,7 @@ class _Grads(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """What a tick hands to the next: activations and cotangents that arrive, kept inputs, and sums."""
+    """The carry between ticks: received activations and cotangents, stored inputs, and sums."""
 
     inbox: Any
     cotangents: Any
@@ -63,7 +62,7 @@ class _Carry(NamedTuple):
 
 
 class _Ticks(NamedTuple):
-    """What is done in each tick; arrays with a dim of ticks, None where a phase has none."""
+    """The work of each tick; arrays with a tick dim, None for work that a phase does not have."""
 
     slot: Any
     forward: Any
@@ -73,8 +72,8 @@ class _Ticks(NamedTuple):
 
 
 def one_f_one_b(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) -> Any:
-    """Returns what `gpipe.forward` returns; where it is differentiated, the gradient is computed in the same loop. Only
-    the sum of the loss, the first thing that the head returns, has a gradient."""
+    """Returns the result of `gpipe.forward`; if differentiated, the same loop computes the gradient. Only the sum of
+    the loss, the first result of the head, has a gradient."""
     floats, others, whole = _floats((embedding, layers, head))
 
     @jax.custom_vjp
@@ -109,8 +108,8 @@ def _both(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) -> tup
 
 @dataclasses.dataclass(frozen=True)
 class _TickLoop:
-    """The body of the loop over ticks. Chunks are [P, v, K, ...], rows [M, b, ...]; every result has a dim of stages
-    first."""
+    """The body of the loop over ticks. Chunks are [P, v, K, ...], rows [M, b, ...]; every result has a leading stage
+    dim."""
 
     pipe: Pipe
     embedding: Any
@@ -119,7 +118,7 @@ class _TickLoop:
     rows: Rows
 
     def start(self) -> _Carry:
-        """Returns the carry before the first tick: zeros, each where it will live."""
+        """Returns the carry before the first tick: zeros with their final sharding."""
         pipe, dtype = self.pipe, self.pipe.context.options.reduce_dtype
         sums = jax.eval_shape(self.losses, pipe.zeros(pipe.x_shapes), jnp.bool_(True), jnp.int32(0))[0]
         of_stage = lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype)
@@ -150,7 +149,7 @@ class _TickLoop:
                 new_sums, new_grads, from_head = self.losses(out, ticks.leaves, ticks.leaving)
                 return _add(head_grads, new_grads), jax.tree.map(jnp.add, sums, new_sums), from_head
 
-            if pipe.schedule.num_chunks == 1:  # then a microbatch leaves in each of these ticks
+            if pipe.schedule.num_chunks == 1:  # a microbatch leaves the last stage in each of these ticks
                 head_grads, sums, from_head = with_head(grads.head, sums)
             else:
                 without = lambda head_grads, sums: (head_grads, sums, cotangents)
@@ -166,7 +165,7 @@ class _TickLoop:
         return _Carry(inbox, cotangents, ring, grads, sums), None
 
     def stages(self, inbox: Any, work: Work) -> Any:
-        """Returns what leaves each stage."""
+        """Returns the output of each stage."""
 
         def run_stage(stage: Any, micro: Any, chunk: Any, chunks: Any, x: Any) -> Any:
             fresh = (stage == 0) & (chunk == 0)
@@ -215,7 +214,7 @@ class _TickLoop:
         return self.rows.map(lambda a: pick(a, micro))
 
     def _add_to_chunk(self, total: list[jax.Array], gradient: list[jax.Array], chunk: jax.Array) -> list[jax.Array]:
-        """Adds each stage's gradient [P, K, ...] to its own chunk of [P, v, K, ...]."""
+        """Adds each stage's gradient [P, K, ...] to its chunk of [P, v, K, ...]."""
         if self.pipe.schedule.num_chunks == 1:
             return [t + p[:, None].astype(t.dtype) for t, p in zip(total, gradient, strict=True)]
 
@@ -254,7 +253,7 @@ def _add(total: list[jax.Array], gradient: list[jax.Array]) -> list[jax.Array]:
 
 
 def _floats(tree: Any) -> tuple[list[jax.Array], list[jax.Array], Callable[[Any, Any], Any]]:
-    """Returns (the floating point leaves, the others, the function that makes the tree of both)."""
+    """Returns (the floating point leaves, the other leaves, a function that rebuilds the tree from both)."""
     leaves, treedef = jax.tree.flatten(tree)
     is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
 

@@ -1,8 +1,7 @@
-"""The three functions of a pipelined model, and what one stage does with them in one tick.
+"""The three functions of a pipelined model, and the computation of one stage in one tick.
 
-Everything here is the global view: arrays have a leading dim of stages, sharded over the pipeline axis, and
-`over_stages` maps a function over it. Names: P stages, K layers of a chunk, v chunks, M microbatches, b rows of a
-microbatch.
+All code uses the global view: arrays have a leading stage dim, sharded over the pipeline axis, and `over_stages` maps a
+function over it. Names: P stages, K layers of a chunk, v chunks, M microbatches, b rows of a microbatch.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ AXIS = "pipeline"
 
 
 class Model(NamedTuple):
-    """The functions of the user: `embed(params, rows)`, `layer(x, weights, rows)`, `head(x, params, rows)`."""
+    """The user's functions: `embed(params, rows)`, `layer(x, weights, rows)`, `head(x, params, rows)`."""
 
     embed: Callable[..., Any]
     layer: Callable[..., Any]
@@ -37,7 +36,7 @@ class Model(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows of examples: the user's own pytree, and what `sk.mean` and `sk.example_keys` need to know of them."""
+    """Rows of examples: the user's pytree, and the inputs of `sk.mean` and `sk.example_keys`."""
 
     data: Any
     mask: jax.Array | None = None
@@ -45,7 +44,7 @@ class Rows:
     key: jax.Array | None = None
 
     def map(self, fn: Callable[[jax.Array], Any]) -> Rows:
-        """Returns the rows with `fn` applied to every array that has rows; the key has none."""
+        """Returns the rows with `fn` applied to every array except the key."""
         data, mask, positions = (jax.tree.map(fn, x) for x in (self.data, self.mask, self.positions))
         return Rows(data, mask, positions, self.key)
 
@@ -56,7 +55,7 @@ class Rows:
 
 @contextlib.contextmanager
 def working_on(context: trace_context.Context, rows: Rows) -> Iterator[None]:
-    """While the body traces one of the user's functions, the scope has these rows."""
+    """Context in which the user's functions are traced with `rows` as the current examples."""
     own: Any = contextlib.nullcontext()
     if rows.positions is not None:
         own = trace_context.with_examples(trace_context.Examples(rows.num, rows.mask, rows.positions, rows.key))
@@ -68,9 +67,8 @@ _traces = itertools.count()
 
 
 def alone(fn: Callable[..., Any], *args: Any) -> Any:
-    """Returns `fn(*args)`, traced as if for the first time: `jax.checkpoint` around it keeps the first trace, and with
-    it arrays of that time (jax 0.10.2), distinguished by the names of the axes in place. So each trace gets its own
-    name."""
+    """Returns `fn(*args)` from a new trace. `jax.checkpoint` caches its first trace, with arrays of that time, by the
+    names of the axes in scope (jax 0.10.2). So each trace gets a unique axis name."""
     return jax.vmap(fn, None, None, axis_size=1, axis_name=f"pipeline trace {next(_traces)}")(*args)
 
 
@@ -84,21 +82,21 @@ class Pipe:
     x_shapes: Any
     """Shapes of one microbatch's activation, [b, ...]."""
     head_dim: int | None
-    """The dim of the last stage's output that is sharded over the stages for the head: 0 rows, 1 tokens, None
-    neither."""
+    """The dim of the last stage's output that is sharded over the stages for the head: 0 rows, 1 tokens, None:
+    unsharded."""
     stacked_dims: int = 1
     """The number of dims on which layers are stacked."""
 
     # ---- the user's functions, seeing the rows that they work on
 
     def stage(self, fresh: jax.Array, embedding: Any, weights: Any, x: Any, rows: Rows) -> Any:
-        """Returns x[b, ...] after one chunk of layers; where `fresh`, it begins with the embedding of the rows."""
+        """Returns x[b, ...] after one chunk of layers; if `fresh`, the input is the embedding of the rows."""
         with working_on(self.context, rows):
             x = select(fresh, alone(self.model.embed, embedding, rows.data), x)
             return lax.scan(lambda x, w: (alone(self.model.layer, x, w, rows.data), None), x, weights)[0]
 
     def head(self, params: Any, x: Any, rows: Rows) -> Any:
-        """Returns what the user's head does of one part of a microbatch."""
+        """Returns the result of the user's head for one part of a microbatch."""
         with working_on(self.context, rows):
             return alone(self.model.head, x, params, rows.data)
 
@@ -114,12 +112,11 @@ class Pipe:
         return jnp.arange(self.num_stages, dtype=jnp.int32)
 
     def over_stages(self, fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
-        """Returns `fn` mapped over the stages: each device computes its own."""
+        """Returns `fn` mapped over the stages: each device computes its stage."""
         return jax.vmap(fn, in_axes, spmd_axis_name=AXIS)
 
     def place(self, tree: Any, *dims: str | None) -> Any:
-        """Returns arrays with their first dims cut as named (`AXIS`, `rows` or None), the others as the partitioner
-        likes."""
+        """Returns arrays with their first dims sharded as named (`AXIS`, `rows` or None), the rest unconstrained."""
         names: dict[str | None, Any] = {"rows": self.context.sharding.inner_axes or None, AXIS: AXIS, None: None}
         spec, mesh = tuple(names[d] for d in dims), self.context.sharding.mesh
         assert mesh is not None
@@ -128,11 +125,11 @@ class Pipe:
         return jax.tree.map(lambda x: lax.with_sharding_constraint(x, where(x)), tree)
 
     def shift(self, tree: Any, by: int) -> Any:
-        """Returns [P, b, ...] moved `by` stages along the ring. Wire: one collective-permute of what a device holds."""
+        """Returns [P, b, ...] moved `by` stages along the ring. Wire: one collective-permute of each shard."""
         return self.place(jax.tree.map(lambda x: _roll(x, by), tree), AXIS, "rows")
 
     def has_head(self, stage: jax.Array) -> jax.Array | bool:
-        """Returns whether the head's part at a stage counts: every part does, or only what is at the last stage."""
+        """Returns whether the head's result at a stage counts: all stages if the head is sharded, else the last."""
         return True if self.head_dim is not None else stage == self.num_stages - 1
 
     def zeros(self, shapes: Any, *lead: int) -> Any:
@@ -145,34 +142,33 @@ class Pipe:
     def chunks(self, layers: Any) -> Any:
         """Returns [L, ...] as [P, v, K, ...].
 
-        Wire: nothing for one chunk, and for layers that are stacked as [v, L / v, ...]. Else the layers of a stage, W
-        bytes, move: (2 v - 1) / v W where v divides P (an all_to_all among v stages, and a collective-permute of all).
+        Wire: none for one chunk, and for layers stacked as [v, L / v, ...]. Otherwise, with W bytes of layers per
+        stage, (2 v - 1) / v W if v divides P (an all_to_all among v stages, and a collective-permute of all).
         """
         P, v = self.num_stages, self.schedule.num_chunks
         shape = lambda w: (v, P, -1, *w.shape[self.stacked_dims :])
         return self.place(jax.tree.map(lambda w: jnp.swapaxes(w.reshape(shape(w)), 0, 1), layers), AXIS)
 
     def joined(self, chunks: list[jax.Array], layers: list[jax.Array]) -> list[jax.Array]:
-        """Returns [P, v, K, ...] in the shapes of the layers. Wire: as `chunks`."""
+        """Returns [P, v, K, ...] in the shapes of the layers. Wire: same as `chunks`."""
         joined = [jnp.swapaxes(c, 0, 1).reshape(w.shape) for c, w in zip(chunks, layers, strict=True)]
         return self.place(joined, *(None for _ in range(self.stacked_dims - 1)), AXIS)
 
     # ---- rows
 
     def microbatches(self, rows: Rows) -> Rows:
-        """Returns rows [F M b, ...] as [M, F b, ...]: each of the F shards of a batch keeps its own rows, nothing
-        moves."""
+        """Returns rows [F M b, ...] as [M, F b, ...]: each of the F batch shards retains its rows, nothing is sent."""
         num = self.schedule.num_microbatches
         return rows.map(lambda x: self.place(split(x, 0, self._num_shards(0), num), None, "rows"))
 
     def _num_shards(self, dim: int) -> int:
-        """Returns into how many parts the mesh may cut rows (0) or tokens (1) inside a stage."""
+        """Returns the number of parts into which the mesh may shard rows (0) or tokens (1) inside a stage."""
         return self.context.sharding.size(*(self.context.sharding.inner_axes if dim == 0 else ("context", "tensor")))
 
     # ---- between the last stage and the head
 
     def rows_of_head(self, rows: Rows) -> tuple[Rows, Any]:
-        """Returns the rows of a microbatch as the parts of the head see them, and the dims to map over the parts."""
+        """Returns (the rows of a microbatch for the parts of the head, the dims to map over the parts)."""
         if self.head_dim is None:
             return rows, None
         cut = lambda x: self.place(self._parts(x, 0), AXIS) if self._is_cut(x.shape) else x
@@ -180,10 +176,10 @@ class Pipe:
         return rows.map(cut), dataclasses.replace(axes, key=None)
 
     def spread(self, out: Any) -> Any:
-        """Returns what the last stage has in [P, b, ...], sharded over the stages: [P, b / P, ...] or [P, b, T / P,
+        """Returns the last stage's entry of [P, b, ...], sharded over the stages: [P, b / P, ...] or [P, b, T / P,
         ...].
 
-        Arrays without tokens are whole in every part. Wire: an all_to_all, (P - 1) / P of one microbatch's activation.
+        Arrays without tokens are replicated. Wire: an all_to_all, (P - 1) / P of one microbatch's activation.
         """
         if self.head_dim is None:
             return out
@@ -197,8 +193,8 @@ class Pipe:
         return jax.tree.map(spread_leaf, out)
 
     def gather(self, parts: Any) -> Any:
-        """The transpose of `spread`: [P, ...], sharded over the stages -> [P, b, ...], the last stage's, and zero at
-        the others."""
+        """The transpose of `spread`: [P, ...], sharded over the stages -> [P, b, ...], at the last stage, zero at other
+        stages."""
         if (dim := self.head_dim) is None:
             return parts
 
@@ -231,17 +227,17 @@ class Pipe:
 
 
 def select(condition: Any, a: Any, b: Any) -> Any:
-    """Returns `a` where the scalar condition holds, else `b`; what is not chosen cannot poison it, NaN included."""
+    """Returns `a` if the scalar condition holds, else `b`; NaN in the other operand does not propagate."""
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
 
 def masked(condition: Any, tree: Any) -> Any:
-    """Returns `tree`, or zeros where the condition does not hold, whatever `tree` is there."""
+    """Returns `tree`, or zeros if the condition does not hold, even if `tree` has NaN."""
     return jax.tree.map(lambda x: jnp.where(condition, x, jnp.zeros_like(x)), tree)
 
 
 def gate(condition: Any, tree: Any) -> Any:
-    """Returns `tree`; its gradient is zero where the condition does not hold, whatever the cotangent is there."""
+    """Returns `tree`; its gradient is zero if the condition does not hold, even if the cotangent is NaN."""
     return jax.tree.map(lambda x: _gate(condition, x) if jnp.issubdtype(x.dtype, jnp.inexact) else x, tree)
 
 
@@ -255,7 +251,7 @@ _gate.defvjp(lambda condition, x: (x, condition), lambda condition, ct: (None, m
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _roll(x: jax.Array, by: int) -> jax.Array:
-    """A roll of the first dim with a roll as its transpose: JAX's own is two pads, and two transfers (jax 0.10.2)."""
+    """A roll of the first dim, transposed to one roll: JAX's transpose is two pads and two transfers (jax 0.10.2)."""
     return jnp.roll(x, by, axis=0)
 
 
@@ -268,4 +264,4 @@ def pick(tree: Any, index: Any, dim: int = 0) -> Any:
 
 
 SEAMS = {"chunks": Pipe.chunks, "joined": Pipe.joined}
-"""What `verify` replaces (verify/mutations.py)."""
+"""Functions that `verify` replaces (verify/mutations.py)."""

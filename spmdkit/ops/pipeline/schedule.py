@@ -1,19 +1,19 @@
-"""Which stage does what in which tick: pure tables in numpy, for any number of stages, chunks and microbatches.
+"""Tables of the work of each stage in each tick, in numpy, for any number of stages, chunks and microbatches.
 
 P stages in a ring, M microbatches, v chunks of layers per stage; chunk c of stage s is virtual stage c P + s. In a tick
-every stage does the forward pass of one microbatch through one chunk, or the backward pass, or both. What leaves stage
-s in tick t is used by stage s + 1 (backward: s - 1) in tick t + 1.
+every stage runs the forward pass of one microbatch through one chunk, or the backward pass, or both. Stage s + 1
+(backward: s - 1) uses the output of stage s of tick t in tick t + 1.
 
     forward   of microbatch g P + i through chunk c at stage s:  tick g v P + c P + i + s
     backward  of the same:                                       tick g v P + (v - 1 - c) P + i + (P - 1 - s) + v P - 1
 
-The backward pass of a microbatch at the last virtual stage comes in the tick of its forward pass. So there are v P - 1
-ticks that are forward only, then both, then v P - 1 ticks that are backward only:
+At the last virtual stage the backward pass of a microbatch runs in the same tick as its forward pass. The schedule has
+v P - 1 ticks that are forward only, then ticks with both, then v P - 1 ticks that are backward only:
 
     ticks with a forward pass = ticks with a backward pass = v M + P - 1            (P divides M, or v = 1)
     bubble = idle / all stage executions = (P - 1) / (v M + P - 1)
 
-A stage's input is kept from its forward to its backward tick: 2 v P - 1 in flight, however many microbatches there are.
+A stage's input is stored from its forward to its backward tick: 2 v P - 1 in flight, for any number of microbatches.
 
 Source: Huang et al., "GPipe" (2019); Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
 Using Megatron-LM" (2021), section 2.2, with fewer microbatches in flight in the warm-up.
@@ -29,13 +29,13 @@ import numpy as np
 
 
 class Work(NamedTuple):
-    """What every stage does in every tick; arrays [ticks, stages].
+    """The work of every stage in every tick; arrays [ticks, stages].
 
     Attributes:
-        valid: False where a stage has nothing to do: what it computes then is thrown away.
-        microbatch: of valid work, else some microbatch.
-        chunk: of the stage's own layers.
-        slot: place in the ring of kept inputs (backward only).
+        valid: False if a stage is idle; its results are then discarded.
+        microbatch: index of the microbatch; arbitrary if not valid.
+        chunk: index of the chunk of the stage's layers.
+        slot: index in the ring buffer of stored inputs (backward only).
     """
 
     valid: np.ndarray
@@ -65,7 +65,7 @@ class StageSchedule:
 
     @functools.cached_property
     def backward(self) -> Work:
-        """The backward passes, from tick 0 to the last one; nothing is valid before `first_backward`."""
+        """The backward passes, from tick 0 to the last one; all invalid before `first_backward`."""
         stage = np.arange(self.num_stages)
         microbatch, chunk = self._item(self._ticks - self.first_backward - (self.num_stages - 1 - stage))
         chunk = self.num_chunks - 1 - chunk
@@ -74,12 +74,12 @@ class StageSchedule:
 
     @property
     def first_backward(self) -> int:
-        """The tick in which the first microbatch leaves the last virtual stage, and comes back."""
+        """The tick in which the first microbatch leaves the last virtual stage and starts its backward pass."""
         return self.num_chunks * self.num_stages - 1
 
     @property
     def num_slots(self) -> int:
-        """Inputs of a stage that are kept at a time."""
+        """The number of inputs of a stage that are stored at a time."""
         return 2 * self.num_chunks * self.num_stages - 1
 
     @property
@@ -94,7 +94,7 @@ class StageSchedule:
         return np.arange((num_groups + 3) * self.num_chunks * self.num_stages + self.num_stages)[:, None]
 
     def _item(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (microbatch, chunk) of the piece of work number `index` of a stage; negative before the first."""
+        """Returns (microbatch, chunk) of work item `index` of a stage; negative before the first item."""
         group, rest = np.divmod(index, self.num_chunks * self.num_stages)
         chunk, member = np.divmod(rest, self.num_stages)
         return group * self.num_stages + member, chunk
