@@ -1,4 +1,4 @@
-"""`Reporter`: what a run reports while it trains, to its trackers and on the terminal of process 0."""
+"""`Reporter`: the output of a run during training, to its trackers and to the terminal of process 0."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from spmdkit.run.hooks.base import RunView
 
 
 class Reporter:
-    """Trackers, progress display and throughput of a run, from `open` on; `environment` is that of environment.json."""
+    """Trackers, progress display and throughput of a run, from `open` on. `environment`: that of environment.json."""
 
     progress: metrics.Progress
     throughput: metrics.Throughput
 
     def __init__(self, config: Config, cluster: Cluster, clock: Callable[[], float]):
         self._config, self._is_main, self._clock = config, cluster.is_main, clock
-        # On every process: a mistake must not end one of several alone.
+        # On every process, so that an error does not end only one of them.
         self._chosen = trackers.chosen(config.log.trackers, config.folder)
         self.trackers = trackers.Trackers(self.message)
         self.environment = metrics.environment(
@@ -49,12 +49,12 @@ class Reporter:
 
     def message(self, text: str) -> None:
         """Shows a line on the terminal of process 0."""
-        with phase.during("printing"):  # a paused reader (a pager, Ctrl-S) is not a hang
+        with phase.during("printing"):  # a paused reader (pager, Ctrl-S) is not a hang
             self.progress.message(redact.in_text(text))
 
     def write(self, record: Mapping[str, Any], kind: str) -> None:
-        """Writes a record `{"step", ...}` of host values. Arrays among scalars are a separate record of the kind
-        `histogram`. On process 0."""
+        """Writes a record `{"step", ...}` of host values on process 0. Arrays among scalars form a separate record of
+        the kind `histogram`."""
         if kind != "scalars":
             self.trackers.write(record, kind)
             return
@@ -68,7 +68,7 @@ class Reporter:
             self.trackers.write(which | arrays, "histogram")
 
     def close(self) -> None:
-        """Closes trackers and progress, on process 0, so that all records are written."""
+        """Closes trackers and progress on process 0, so that all records are written."""
         if self._is_main:
             self.trackers.close()
             self.progress.close()

@@ -1,7 +1,7 @@
 """`Run`: the directory, the records and the progress of one run.
 
-Only process 0 writes files other than checkpoints. Decisions that depend on time or on a signal are agreed on by all
-processes, at the same step. Only methods of `Run` change its attributes.
+Only process 0 writes files other than checkpoints. All processes agree on decisions that depend on time or a signal, at
+the same step. Only methods of `Run` change its attributes.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from spmdkit.step import rng
 from spmdkit.step.state import TrainState
 
 ROLES = {
-    "initialises": "all",  # each its own shards, from the same seed; agreed on before the first step
-    "restores": "all",  # each reads its own shards
-    "saves": "all",  # each writes its own shards
+    "initialises": "all",  # each process its shards, from the same seed; compared before the first step
+    "restores": "all",  # each process its shards
+    "saves": "all",  # each process its shards
     "commits": 0,  # the record, the commit by rename, and retention
-    "decides": 0,  # what depends on a clock or a file: checkpoint.every_seconds, stopping
+    "decides": 0,  # decisions that depend on a clock or a file: checkpoint.every_seconds, stopping
     "summaries": 0,  # metrics.jsonl, counts.jsonl, trackers, the report
     "evaluates": "all",
 }
-"""Task -> `all`, or the process that does it, in the events `started` and `restored`. There is no chief."""
+"""Task -> `all`, or the process that performs it, in the events `started` and `restored`. There is no chief."""
 
 
 class Run:
-    """A context manager: entered with the directory locked, left with all records written."""
+    """A context manager: locks the directory on entry, and has written all records on exit."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Run:
         self.step, self.first_step = 0, 1
         self.finished: str | None = None
         self.signals, self.watchdog, self.driver = signals, watchdog, driver
-        self.batches: DeviceBatches | None = None  # those that are read now
+        self.batches: DeviceBatches | None = None  # the batches being read
         self.input_given_up = False
         self._stack = ExitStack()
         self.in_flight: collections.deque[DeviceMetrics] = collections.deque()
@@ -130,11 +130,11 @@ class Run:
         elif error is not None and (change := self.driver.ends(error)) is not None:
             self.events.write("membership_changed", step=self.step, **change)
             if self.checkpoints is not None:
-                self.checkpoints.abandon(SAVE_ABANDON_S)  # a process that writes a part of the save has died
+                self.checkpoints.abandon(SAVE_ABANDON_S)  # a process died that was writing a part of the save
         elif error is not None and not isinstance(error, Preempted) and not taken_over.is_set():
             code = describe(error)[0]
             self.events.write("fault", step=self.step, code=code, error=f"{type(error).__name__}: {error}"[:500])
-        # A failed process of several must not wait for a commit: its peers never join it.
+        # A failed process of several must not wait for a commit: its peers never reach it.
         waits = error is None or isinstance(error, Preempted) or self.cluster.num_processes == 1
         if self.batches is not None:
             self.batches.close()
@@ -158,7 +158,7 @@ class Run:
 
     @property
     def saved_step(self) -> int:
-        """The step of which the newest state is committed or being written; 0: none."""
+        """The step of the newest state that is committed or being written; 0: none."""
         return 0 if self.checkpoints is None else self.checkpoints.saved_step
 
     @property
@@ -167,18 +167,18 @@ class Run:
         return self.step >= self.config.steps or self.finished is not None
 
     def read_batches(self) -> DeviceBatches:
-        """Starts to read the batches after `step`, and returns them."""
+        """Starts reading the batches after `step`, and returns them."""
         self.batches = self.program.stream(self.step + 1)
         return self.batches
 
     def restore_or_init(self) -> TrainState:
-        """Returns the newest intact state, or the initial one, and opens the records at that step.
+        """Returns the newest intact state, or the initial state, and opens the records at that step.
 
         Raises:
-            ConfigError: the directory contains a run with other examples.
-            CheckpointError: all checkpoints are damaged or missing, or the newest is of another model.
+            ConfigError: the directory contains a run with different examples.
+            CheckpointError: all checkpoints are damaged or missing, or the newest is of a different model.
         """
-        if self.checkpoints is not None:  # described now: later another thread reads the data
+        if self.checkpoints is not None:  # computed now: later another thread reads the data
             self._described = resume_check.described(self.config, self.program.task)
             bucket.bring_skipped(self.config, self.cluster, self.directory)
         found = self.driver.restored(self.cluster, self.program, self.checkpoints)
@@ -221,7 +221,7 @@ class Run:
         return found.state
 
     def resume_from(self, found: restore.Restored) -> None:
-        """Moves the run to the step of a checkpoint, and restores the schedule and the hooks."""
+        """Sets the run to the step of a checkpoint, and restores the schedule and the hooks."""
         on_disk = skipped_batches.read_for_all(self.directory, self.cluster)
         skipped_batches.take(self.program, on_disk, found.step, found.record)
         self.program.skipped_rows[0].restore(found.record.get("left_out_rows", []))
@@ -232,7 +232,7 @@ class Run:
             self.checkpoints.saved_step = found.step if found.is_saved else 0
 
     def return_to(self, found: restore.Restored | None) -> None:
-        """Moves the run back to an earlier checkpoint, or to its beginning, and drops what undone steps left."""
+        """Resets the run to an earlier checkpoint or to step 0, and drops the results of undone steps."""
         self.hook_runner.went_back()
         self.driver.rolled_back()
         self.in_flight.clear()
@@ -246,11 +246,11 @@ class Run:
             self.checkpoints.saved_step = 0
 
     def is_log_step(self, step: int) -> bool:
-        """Returns whether the metrics of `step` are written: the first, each `log.every_steps`, the last."""
+        """Returns whether the metrics of `step` are written: the first, every `log.every_steps`, the last."""
         return step == 1 or step % self.config.log.every_steps == 0 or step == self.config.steps
 
     def numbers(self, step: int, values: DeviceMetrics) -> Metrics:
-        """Returns the metrics of `step` on the host: floats and arrays. Waits for the device, once for each step."""
+        """Returns the metrics of `step` on the host: floats and arrays. Waits for the device, once per step."""
         if self._numbers is None or self._numbers[0] != step:
             found = jax.device_get(self.program.metrics(values))
             self._numbers = (step, {name: x if x.ndim else float(x) for name, x in found.items()})
@@ -262,9 +262,9 @@ class Run:
         self.reporter.message(text)
 
     def write(self, record: Mapping[str, object], kind: str = "scalars") -> None:
-        """Writes a record `{"step", ...}` of host values to the trackers, on process 0; scalars are shown too.
+        """Writes a record `{"step", ...}` of host values to the trackers on process 0; scalars are also shown.
 
-        Arrays among scalars (`sk.bincount`) are a separate record of the kind `histogram`.
+        Arrays among scalars (`sk.bincount`) form a separate record of the kind `histogram`.
         """
         if self.cluster.is_main:
             self.fence.check(every_s=OWNERSHIP_RECHECK_S)
@@ -284,8 +284,8 @@ class Run:
             self.saves.note()
 
     def record(self, step: int) -> dict[str, Any]:
-        """Returns the record of a checkpoint: all but the arrays. Raises ConfigError if the directory belongs to
-        another run now."""
+        """Returns the record of a checkpoint: everything except arrays. Raises ConfigError if another run owns the
+        directory now."""
         self.fence.check()
         ended = {} if self.finished is None else {"finished": {"why": self.finished, "steps": self.config.steps}}
         return {
@@ -304,7 +304,7 @@ class Run:
         }
 
     def mark_finished(self, why: str) -> None:
-        """Notes that a hook ended the run before its last step. The next checkpoint records it."""
+        """Records that a hook ended the run before its last step, for the next checkpoint."""
         self.finished = why
 
     def record_evaluation(self, step: int, values: Metrics) -> None:
@@ -313,29 +313,29 @@ class Run:
         self.write({"step": step, "split": "eval", **values})
 
     def record_metrics(self, step: int, numbers: Metrics, speed: Mapping[str, float]) -> None:
-        """Stores the metrics of a log step and writes them, without the speed of the first step of a process."""
+        """Stores and writes the metrics of a log step, without the speed of the first step of a process."""
         self.write({"step": step, **numbers, **(speed if step > self.first_step else {})})
         self.last_logged = {"step": step, **numbers}
 
     def record_snapshot(self, step: int, extra_record: dict[str, Any]) -> None:
-        """Moves the run to `step`, taken from servers; the next checkpoint's record gets the extra entries."""
+        """Sets the run to `step` of a server's snapshot; the next checkpoint's record includes `extra_record`."""
         self.step, self._extra_record = step, extra_record
 
     def is_new_rollback(self, from_step: int, skipped: Any) -> bool:
-        """Returns whether the run went back from `from_step` with these skipped batches for the first time."""
+        """Returns whether this is the first rollback from `from_step` with these skipped batches."""
         rollback = (from_step, self.step, skipped)
         is_new = rollback not in self._rollbacks
         self._rollbacks.add(rollback)
         return is_new
 
     def give_up_input(self) -> None:
-        """Ends the loop although the data source does not return. From any thread."""
+        """Ends the loop while the data source is blocked. Callable from any thread."""
         self.input_given_up = True
         if self.batches is not None:
             self.batches.interrupt()
 
     def dispatched(self, step: int, values: DeviceMetrics, wait_s: float) -> None:
-        """Notes a dispatched step. Waits for the device only if too many steps are in flight."""
+        """Records a dispatched step. Waits for the device only if too many steps are in flight."""
         self.step = step
         self._mark.at(step)
         self.reporter.throughput.tick(step, wait_s)
@@ -347,11 +347,11 @@ class Run:
         """Waits until the last save is committed. Raises CheckpointWriteError after too many failures."""
         if self.saves is not None:
             self.saves.finish(save_again)
-            # A launcher ends process 0 if another process exits before it has committed.
+            # The launcher ends process 0 if another process exits before process 0 has committed.
             self.cluster.barrier("committed")
 
     def leave_cluster(self) -> None:
-        """Leaves the cluster with all processes, only after success: JAX aborts the others if one leaves alone."""
+        """Leaves the cluster with all processes, after success only: JAX aborts the others if one leaves early."""
         if self.watchdog is not None:
             self.watchdog.stop()
         self.cluster.shutdown()

@@ -1,4 +1,4 @@
-"""`Trainer`: how a run gets from its first state to its last: by one SPMD step of all processes, or a parameter
+"""`Trainer`: the path of a run from its first to its last state: one SPMD step of all processes, or a parameter
 server."""
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ STOP_AND_SAVE = Decision(save=True, turn=Stop(Preempted.exit_code))
 
 
 class Trainer(Protocol):
-    """The methods are called in this order, once each."""
+    """The methods are called once each, in this order."""
 
     def program_config(self, config: Config) -> Config:
-        """Returns the config of the program that evaluates and saves, and takes the steps of the SPMD trainer."""
+        """Returns the config of the program that evaluates and saves, and in the SPMD trainer also trains."""
 
     def open(self, config: Config, cluster: Cluster, program: Program, task: Task | None) -> Config:
-        """Returns the config with the values that the program has chosen for `auto`. Raises ConfigError if this trainer
+        """Returns the config with the values that the program selected for `auto`. Raises ConfigError if this trainer
         cannot train the task."""
 
     def compile(self, run: Run, cache: Programs, limit_bytes: int | None, keeps_memory: bool) -> None:
-        """Prepares the first step: after this, a signal saves the state."""
+        """Prepares the first step. After this, a signal saves the state."""
 
     def train(self, run: Run, state: TrainState) -> tuple[TrainState, Stop | None]:
-        """Returns the last state, and the action that stopped training before the last step, or None."""
+        """Returns the last state, and the action that stopped training early, or None."""
 
 
 def trainer_of(config: Config) -> Trainer:
@@ -60,7 +60,7 @@ def trainer_of(config: Config) -> Trainer:
 
 
 class SpmdTrainer:
-    """All processes take each step together, as one program."""
+    """All processes execute each step together, as one program."""
 
     def __init__(self) -> None:
         self._wait_for_plan: Callable[[], object] = lambda: None
@@ -75,7 +75,7 @@ class SpmdTrainer:
         program, cluster = run.program, run.cluster
         if cache.is_refused:
             run.message(f"note: compile cache {cache.description}")
-        run.read_batches()  # while the step compiles
+        run.read_batches()  # concurrently with the compilation
         with run.reporter.progress.compiling(), phase.during("compile"):
             check_start(program, cluster, run.directory, limit_bytes)
         run.events.write("compiled", step=run.step, **cache.programs())
@@ -97,7 +97,7 @@ def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[Trai
     program, hooks, stop = run.program, run.hook_runner, None
     run.reporter.throughput.start()
     hooks.call("begin", run, run.step, state)
-    # Only hooks of the user may keep a state whose memory the next step takes.
+    # Only user-defined hooks may hold a state that the next step donates.
     looks, program.may_be_donated = program.may_be_donated, program.may_be_donated and hooks.has_own
     try:
         run.driver.after_step(run, run.step, state)

@@ -23,7 +23,7 @@ def record_fault(run: RunView, code: int, text: str, stacks: str) -> None:
 
 
 def leave_stuck_callback(run: RunView, code: int, text: str) -> None:
-    """Ends the process: its devices wait indefinitely for the one with the failed callback."""
+    """Ends the process: its devices wait indefinitely for the device with the failed callback."""
     record_fault(run, code, text, "")
     leave_with(code, text)
 
@@ -37,9 +37,9 @@ def newest_on_disk(checkpoints: Checkpoints | None) -> str:
 def end_stalled_input(
     num_processes: int, give_up_input: Callable[[], None], newest: Callable[[], str], number: int
 ) -> None:
-    """Ends the run after a stop request although its data source does not return a batch. Runs in a separate thread.
+    """Ends the run after a stop request while its data source is blocked. Runs in a separate thread.
 
-    A run of one process saves its state. Of several processes, the others are inside the step that this one misses.
+    A run of one process saves its state. With several processes, the others are inside the step that this one misses.
     """
     requested_at = time.monotonic()
     while (place := phase.current_phase()).phase != "end":

@@ -1,4 +1,4 @@
-"""What happens before the first step: the run directory, roles, health checks, and the check that all processes agree.
+"""The phases before the first step: run directory, roles, health checks, and consistency checks across processes.
 
-Enters: a config and a cluster. Leaves: a directory that this run owns, or an error.
+Input: a config and a cluster. Output: a directory that this run owns, or an error.
 """

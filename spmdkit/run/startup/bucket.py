@@ -1,6 +1,6 @@
-"""A run with its checkpoints in a bucket: this attempt leases the folder, and a new disk fetches the metrics there.
+"""A run with checkpoints in a bucket: this attempt leases the folder, and a new disk downloads the metrics.
 
-Each host has a private run directory. That of process 0 holds the records; that of another process its events and logs.
+Each host has a private run directory. The directory of process 0 contains the records, the others only events and logs.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ STAGE = "staging"
 
 
 def checkpoints_of(config: Config) -> location.Location:
-    """Returns where the checkpoints of a config's run are."""
+    """Returns the location of the checkpoints of a config's run."""
     chosen = config.checkpoint.directory if config.checkpoint is not None else None
     return location.resolve(chosen) if chosen is not None else config.resolved_run_dir() / "checkpoints"
 
 
 def take_bucket(config: Config, cluster: Cluster, local: ownership.Fence, stack: ExitStack) -> Callable[[], bool]:
-    """Returns whether this run still owns the folders that it writes to; the bucket's folder is leased until `stack` is
-    closed.
+    """Leases the bucket's folder until `stack` is closed. Returns a function that returns whether this run still owns
+    the folders that it writes to.
 
     Raises:
-        ConfigError: on every process, if another run has the folder.
+        ConfigError: on every process, if another run owns the folder.
         Unreachable: on every process, if the bucket cannot be used.
     """
     directory = checkpoints_of(config)
@@ -58,10 +58,10 @@ def take_bucket(config: Config, cluster: Cluster, local: ownership.Fence, stack:
 
 
 def bring_records(config: Config, run_dir: Path) -> list[str]:
-    """Fetches the records that were copied with the checkpoints, if they have more steps than those on this disk;
-    returns lines for the user.
+    """Downloads the records that were copied with the checkpoints, if they have more steps than the local ones; returns
+    lines for the user.
 
-    Existing files are renamed. Runs on process 0, before anything is written.
+    Existing files are renamed. Called on process 0, before any record is written.
     """
     directory, lines = checkpoints_of(config), []
     if not isinstance(directory, Remote):
@@ -81,7 +81,7 @@ def bring_records(config: Config, run_dir: Path) -> list[str]:
 
 
 def bring_skipped(config: Config, cluster: Cluster, run_dir: Path) -> None:
-    """Fetches on process 0 the list of skipped batches, if its disk has none."""
+    """Downloads the list of skipped batches on process 0, if its disk has none."""
     directory, path = checkpoints_of(config), run_dir / skipped_batches.NAME
     if isinstance(directory, Remote) and cluster.is_main and not path.exists():
         with contextlib.suppress(FileNotFoundError):
@@ -89,7 +89,7 @@ def bring_skipped(config: Config, cluster: Cluster, run_dir: Path) -> None:
 
 
 def keep_skipped(config: Config, cluster: Cluster, run_dir: Path) -> None:
-    """Copies that file into the bucket on process 0 as soon as it is written, before the next save."""
+    """Uploads the list of skipped batches on process 0 as soon as it is written, before the next save."""
     directory = checkpoints_of(config)
     if isinstance(directory, Remote) and cluster.is_main:
         (directory / location.RUN_FOLDER / skipped_batches.NAME).write_bytes(
@@ -98,8 +98,8 @@ def keep_skipped(config: Config, cluster: Cluster, run_dir: Path) -> None:
 
 
 def options(run_dir: Path, cluster: Cluster) -> dict[str, Any]:
-    """Returns the arguments of `Checkpoints` for a bucket. Processes of one host share run_dir and have one stage each;
-    stages of an earlier start with more processes are deleted."""
+    """Returns the arguments of `Checkpoints` for a bucket. Processes on one host share run_dir but have separate
+    staging folders. Staging folders of an earlier start with more processes are deleted."""
     for stage in (run_dir / STAGE).glob("p*"):
         if stage.name[1:].isdecimal() and int(stage.name[1:]) >= cluster.num_processes:
             shutil.rmtree(stage, ignore_errors=True)

@@ -1,11 +1,11 @@
-"""What all processes compare before the first step: the inputs, the data, the program and the initial state.
+"""The comparisons between all processes before the first step: inputs, data, program and initial state.
 
     same_start    after the join          config, source text of the task and its imports, spmdkit, versions, variables
     same_data     before tracing          length, structure and a sample of rows of both data sets
     same_program  before compilation      mesh, form, the lowered step, init, evaluation, warm-up and groups
     same_state    before the first step   a checksum of each leaf after init or restore
 
-A difference exits with 78 on every process, with a message that names the processes and the difference.
+If processes differ, all exit with 78 and a message that names the processes and the difference.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def same_start(cluster: Cluster, config: Config) -> None:
 
 
 def start_facts(config: Config) -> dict[str, str]:
-    """Returns `{name: text}` of the inputs of a run that exist before any of its code runs."""
+    """Returns `{name: text}` of the inputs of a run that are known before user code runs."""
     versions = {f"version of {name}": str(version) for name, version in package_versions().items()}
     variables = numeric_variables(os.environ)
     package = {f"spmdkit/{name}": digest for name, digest in source_digest.package_digests().items()}
@@ -58,8 +58,8 @@ def start_facts(config: Config) -> dict[str, str]:
 
 
 def same_data(cluster: Cluster, make: Callable[[], Task], retries: int = 0) -> Task:
-    """Returns the task that `make` returns, with the same data on all processes, or per-process data with the lengths
-    of all. Arrays in memory are opened once. `retries`: how often a row that raises is read again."""
+    """Returns the task of `make`, with the same data on all processes, or with per-process data and the lengths of all.
+    Arrays in memory are opened once. `retries`: maximum number of further reads of a row that raises."""
     if cluster.num_processes == 1:
         return make()
     made = list[Task]()
@@ -93,19 +93,19 @@ def same_data(cluster: Cluster, make: Callable[[], Task], retries: int = 0) -> T
 
 
 def own(task: Task) -> list[str]:
-    """Returns which data sets of a task are per-process."""
+    """Returns the per-process data sets of a task."""
     return [name for name in DATA if isinstance(getattr(task, name), PerProcess)]
 
 
 def _opened(given: Any, source: Source) -> Any:
-    """Returns the data of a task, with per-example data opened again with the retries of the config."""
+    """Returns the data of a task. Data read by example is opened again later, with the retries of the config."""
     if isinstance(given, PerProcess):
         return dataclasses.replace(given, source=_opened(given.source, source))
     return source if source.in_memory else given
 
 
 def same_program(cluster: Cluster, make: Callable[[], Program]) -> Program:
-    """Returns the program that `make` gives, the same on all processes."""
+    """Returns the program of `make`, which must be the same on all processes."""
     if cluster.num_processes == 1:
         return make()
     made = list[Program]()
@@ -119,7 +119,7 @@ def same_program(cluster: Cluster, make: Callable[[], Program]) -> Program:
 
 
 def program_facts(program: Program) -> dict[str, str]:
-    """Returns `{name: text}` of everything that is compiled, now or later in the run."""
+    """Returns `{name: text}` of all programs that are compiled, now or later in the run."""
     later = dict[str, jax.stages.Lowered]()
     if program.has_eval:
         later["program of an evaluation"] = program.evaluator.lowered

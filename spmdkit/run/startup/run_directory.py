@@ -1,5 +1,5 @@
-"""The start of an attempt in its run directory: process 0 locks it, this attempt claims it, all processes see the same
-folder, and a mark shows that the attempt is running."""
+"""The start of an attempt in its run directory: process 0 locks it, the attempt claims it, all processes check that
+they see the same folder, and a marker file shows that the attempt is running."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def take_directory(cluster: Cluster, directory: Path, stack: ExitStack, shared: 
     """Returns the fence of the directory, which is locked until `stack` is closed.
 
     Args:
-        shared: all processes must see one folder. Otherwise one that does not see that of process 0 takes its own.
+        shared: all processes must see the same folder. Otherwise a process without that folder claims a local one.
 
     Raises:
         ConfigError: another run holds it, it cannot be written, or processes see different folders.
@@ -61,12 +61,12 @@ def take_directory(cluster: Cluster, directory: Path, stack: ExitStack, shared: 
 
 
 def _take_own(directory: Path, attempt: str, stack: ExitStack) -> None:
-    """Returns when the folder belongs to this attempt: that of process 0, or one of this host, locked and claimed."""
+    """Returns when the folder belongs to this attempt: that of process 0, or a local one, locked and claimed."""
     deadline = Deadline(RUN_DIRECTORY_VISIBLE_S)
     while not wait_for_claim(directory, attempt, 0):
         try:
             stack.enter_context(run_lock(directory))
-        except ConfigError:  # held by process 0, whose claim is not visible yet, or by another run
+        except ConfigError:  # held by process 0 with a claim that is not visible yet, or by another run
             if deadline.expired:
                 raise
             time.sleep(RUN_DIRECTORY_POLL_S)
@@ -81,8 +81,8 @@ SHARED = (
 
 
 def note_running(run: RunView, step: int) -> run_status.StepMark:
-    """Writes the event `running` and returns the mark of the steps, a file with the last one: a run that exits without
-    an exit event is not mistaken for a finished one. Reports a previous attempt that ended so."""
+    """Writes the event `running`. Returns the marker file with the last step: without an exit event, a run is then not
+    mistaken for a finished one. Reports a previous attempt that ended without one."""
     quiet_callbacks()
     paths = [run.directory / run_status.LAST_STEP] if run.cluster.is_main else []
     if run.cluster.is_main:

@@ -1,5 +1,5 @@
-"""The burn-in of all devices of all processes at the same time, with one verdict: for `spmdkit doctor`, and before a
-start with `health_check: true`."""
+"""The simultaneous burn-in of all devices of all processes, with one verdict: for `spmdkit doctor`, and before training
+with `health_check: true`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from spmdkit.run.startup.health_checks.outliers import Verdict, judge_burn
 
 
 def burn_all(cluster: Cluster, seconds: float) -> tuple[str, Verdict]:
-    """Returns (messages, the outlier devices and links), the same on all processes, after all devices have computed the
-    same products."""
+    """Computes the same products on all devices. Returns (messages, the outlier devices and links), the same on all
+    processes."""
     mine_links = links(cluster.devices, cluster.process_index)
     mine = {"devices": burn(cluster.devices, cluster.process_index, seconds), "links": mine_links}
     gathered = cluster.gather("burn-in", mine, seconds + 120)
@@ -33,8 +33,8 @@ def burn_all(cluster: Cluster, seconds: float) -> tuple[str, Verdict]:
 
 
 def devices_are_well(cluster: Cluster, config: Config) -> str | None:
-    """Returns the result of the health check, if the config requests it. Slow devices are reported and are no error.
-    Raises DeviceError on every process if a device computes different bits; names it with its process and host."""
+    """Returns the result of the health check if the config enables it. Slow devices are only reported. Raises
+    DeviceError on every process if a device has different bits; names its process and host."""
     if not config.health_check:
         return None
     result, verdict = burn_all(cluster, BURN_IN_S)

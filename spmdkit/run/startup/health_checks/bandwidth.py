@@ -1,6 +1,6 @@
-"""Bandwidth of each link between neighbours, and of collectives over each axis of a mesh.
+"""Bandwidth of each link between neighbors, and of collectives over each axis of a mesh.
 
-Links are measured in rounds of pairs that share no device, in one order for all processes. Source of the busbw
+Links are measured in rounds of pairs without shared devices, in the same order on all processes. Source of the busbw
 convention: nccl-tests, doc/PERFORMANCE.md (an all-reduce over n devices moves 2 (n-1) / n of its bytes over each link).
 """
 
@@ -19,13 +19,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit import compat
 
-BYTES, MOST_BYTES = {"cpu": 2**20}, 2**26  # that one device sends, by platform and by default
+BYTES, MOST_BYTES = {"cpu": 2**20}, 2**26  # sent by one device, by platform and by default
 REPEATS = 5
 
 
 def links(devices: Sequence[jax.Device], process_index: int) -> list[dict[str, Any]]:
-    """Returns `{"from", "to", "gb_per_s"}` of the links to the next device that begin in this process. Collective: all
-    processes call it."""
+    """Returns `{"from", "to", "gb_per_s"}` of the links from devices of this process to the next device. Collective:
+    all processes call it."""
     found = []
     for begin, end in _rounds(len(devices)):
         pair = [devices[begin], devices[end]]
@@ -38,7 +38,7 @@ def links(devices: Sequence[jax.Device], process_index: int) -> list[dict[str, A
 
 
 def _rounds(num: int) -> list[tuple[int, int]]:
-    """Returns the pairs of neighbours on a ring; those with an even first member come first."""
+    """Returns the pairs of neighbors on a ring, first those with an even first member."""
     if num < 2:
         return []
     pairs = [(i, i + 1) for i in range(num - 1)] + ([(num - 1, 0)] if num > 2 else [])
@@ -46,8 +46,8 @@ def _rounds(num: int) -> list[tuple[int, int]]:
 
 
 def bandwidths(mesh: jax.sharding.Mesh) -> dict[str, float]:
-    """Returns axis -> GB/s over each link in an all_reduce along it, of the axes that are larger than one. Collective:
-    all processes call it."""
+    """Returns axis -> GB/s per link in an all_reduce along it, for axes larger than one. Collective: all processes call
+    it."""
     found = {}
     for axis, size in mesh.shape.items():
         if size > 1:
@@ -62,7 +62,7 @@ def _swap(x: jax.Array) -> jax.Array:
 
 
 def _seconds_of(mesh: jax.sharding.Mesh, axis: str, fn: Any) -> float:
-    """Returns the median seconds of a function of each device's own float32[...]."""
+    """Returns the median seconds of a function of the local float32[...] of each device."""
     spec = PartitionSpec(tuple(mesh.axis_names))
     length = _bytes(mesh.devices.flat[0]) // 4
     make = jax.jit(lambda: jnp.ones(mesh.devices.size * length, jnp.float32), out_shardings=NamedSharding(mesh, spec))

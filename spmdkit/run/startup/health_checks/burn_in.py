@@ -1,8 +1,8 @@
-"""The same products on every device for a while: a device with different bits is wrong, a slower one is slow.
+"""The same products on every device for some seconds. A device with different bits is wrong, a slower one is slow.
 
-A chip that computes wrong numbers does so on some operands, now and then (Hochschild et al., "Cores that don't count",
-2021). So each device repeats chains of products with the same operands, and every result is checked: 32 bits for each
-chain go to the host.
+A faulty chip computes wrong results only for some operands and only sometimes (Hochschild et al., "Cores that don't
+count", 2021). So each device repeats chains of products with the same operands, and every result is checked: 32 bits
+per chain are sent to the host.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from spmdkit.foundation.deadline import Deadline
 from spmdkit.foundation.timeouts import BURN_IN_READY_S
 
 SIZES, SIZE = {"cpu": 256}, 4096  # rows of the square factors, by platform and by default
-PRODUCTS = 8  # in a chain
-MOST_DIGESTS = 4  # different results of one device that are reported
+PRODUCTS = 8  # per chain
+MOST_DIGESTS = 4  # reported distinct results per device
 
 
 def burn(devices: Sequence[jax.Device], process_index: int, seconds: float) -> list[dict[str, Any]]:
-    """Returns the results of each device of this process: index in `devices`, process, host, platform, kind, digests
-    (the distinct ones of its chains), chains, gflops (median)."""
+    """Returns a result per device of this process: index in `devices`, process, host, platform, kind, digests (distinct
+    digests of its chains), chains, gflops (median)."""
     mine = [(index, device) for index, device in enumerate(devices) if device.process_index == process_index]
     ready = threading.Barrier(len(mine), timeout=BURN_IN_READY_S)
 

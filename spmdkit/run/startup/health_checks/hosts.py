@@ -1,7 +1,7 @@
-"""The checks between hosts that explain a collective that would hang.
+"""Checks between hosts for network problems that would make a collective hang.
 
-Each process listens on the address that Gloo would advertise, and every other one connects to it, as collectives do.
-The reply is the time there, which gives the difference of two clocks (Cristian, 1989).
+Each process listens on the address that Gloo would advertise, and every other process connects to it, as collectives
+do. The reply contains the time of the host, which gives the difference of the two clocks (Cristian, 1989).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from spmdkit.errors import ConfigError, Unreachable
 from spmdkit.foundation.timeouts import HOST_CHECK_S, HOST_CONNECT_S
 from spmdkit.metrics.environment import package_versions
 
-REQUESTS = 3  # to each clock; the fastest response counts
+REQUESTS = 3  # to each clock; the fastest reply is used
 
 
 def meet(cluster: Cluster, address: str | None = None) -> list[dict[str, Any]]:
-    """Returns for each process host, address, unreached (process -> error) and clock_s (seconds that its clock is ahead
-    of process 0's)."""
+    """Returns per process: host, address, unreached (process -> error) and clock_s (seconds that its clock is ahead of
+    the clock of process 0)."""
     mine: dict[str, Any] = {"host": socket.gethostname(), "address": address or cluster.advertises}
     mine |= {"unreached": {}, "clock_s": 0.0 if cluster.is_main else None}
     if cluster.num_processes == 1:
@@ -88,7 +88,7 @@ def _read_clock(address: str, port: int) -> tuple[float, float]:
 
 
 def same_versions(cluster: Cluster) -> tuple[dict[str, str], list[str]]:
-    """Returns (the versions of this process, the processes with other versions)."""
+    """Returns (the versions of this process, the processes with different versions)."""
     mine = {"python": platform.python_version()} | {name: x for name, x in package_versions().items() if x}
     gathered = cluster.gather("doctor versions", mine, HOST_CHECK_S)
     wrong = [
@@ -102,8 +102,8 @@ def same_versions(cluster: Cluster) -> tuple[dict[str, str], list[str]]:
 
 
 def write_test(cluster: Cluster, run_dir: Path, checkpoints: Location) -> tuple[str, list[str]]:
-    """Returns (messages about the run's directory and checkpoints, the problems): every process writes, and all look
-    for the file."""
+    """Returns (messages about the run directory and the checkpoints, problems): every process writes a file, and all
+    processes look for it."""
     name = f".doctor-{cluster.process_index}-{secrets.token_hex(4)}"
     mine, path = {"file": name, "error": ""}, run_dir / name
     remote = checkpoints / name if isinstance(checkpoints, Remote) else None

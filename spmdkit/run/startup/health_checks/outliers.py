@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SLOW_DEVICE, SLOW_LINK = 0.7, 0.5
-"""Share of the median below which a device or a link is slow. Links between hosts and within a host are not compared.
-"""
+"""Share of the median below which a device or a link is slow. Links within and between hosts are judged separately."""
 MOST_CLOCK_S = 1.0  # between the clocks of two hosts
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`wrong`: must not take part in a run. `slow`: costs time, and changes no number."""
+    """`wrong`: must not take part in a run. `slow`: costs time, but does not change results."""
 
     wrong: list[str] = field(default_factory=list)
     slow: list[str] = field(default_factory=list)
@@ -26,8 +25,8 @@ class Verdict:
 
 
 def judge_burn(devices: Sequence[Mapping[str, Any]], links: Sequence[Mapping[str, Any]]) -> Verdict:
-    """Returns the outliers by bits (within one kind of device), by rate, and by their links. Arguments: the results of
-    burn_in.py and bandwidth.py on all processes."""
+    """Returns the outliers by bits (within one kind of device), by rate and by link bandwidth. Arguments: the results
+    of burn_in.py and bandwidth.py on all processes."""
     verdict = Verdict()
     kinds = collections.defaultdict(list)
     for one in devices:
@@ -43,7 +42,7 @@ def judge_burn(devices: Sequence[Mapping[str, Any]], links: Sequence[Mapping[str
 
 
 def _shares_cores(device: Mapping[str, Any], devices: Sequence[Mapping[str, Any]]) -> bool:
-    # Of several on the same CPU, speed differs by chance.
+    # With several devices on one CPU, speed differs by chance.
     num_here = sum(one["host"] == device["host"] for one in devices)
     return bool(device["platform"] == "cpu") and num_here > 1
 
@@ -86,8 +85,8 @@ def _by_links(devices: Sequence[Mapping[str, Any]], links: Sequence[Mapping[str,
 
 
 def judge_hosts(met: Sequence[Mapping[str, Any]]) -> Verdict:
-    """Returns which processes cannot reach each other, which advertise an unreachable address, and which clock is off;
-    `met` is the result of `meet` in hosts.py."""
+    """Returns the processes that cannot reach each other, that advertise an unreachable address, or with a wrong clock.
+    `met`: the result of `meet` in hosts.py."""
     verdict = Verdict()
     num_hosts = len({one["host"] for one in met})
     for me, one in enumerate(met):
