@@ -1,10 +1,10 @@
-"""For a user's own tests: assertions about the communication of a step.
+"""Assertions about the communication of a step, for user tests.
 
     def test_my_model_reduces_once():
         program = sk.build("my_task.yaml")
         sk.testing.assert_collectives(program, all_reduce=1, in_loop=0)
 
-Counts operations of the compiled program, as `spmdkit plan` lists them. Compiles the step if necessary; runs nothing.
+They count operations of the compiled program, as `spmdkit plan` does. They compile the step if needed; it is not run.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ def assert_collectives(
     axes: tuple[str, ...] | None = None,
     **ops: int,
 ) -> None:
-    """Asserts how many collectives the step of a program has.
+    """Asserts the number of collectives in the step of a program.
 
     Args:
-        in_loop: operations inside of loops.
-        total: all operations.
-        max_bytes: upper bound on the bytes that one device sends in a step; also fails if a trip count is unknown.
-        axes: count only operations that join devices along one of these mesh axes.
-        ops: operations by name (`all_reduce=1`, `all_gather=0`); an unnamed one may occur any number of times.
+        in_loop: number of operations inside loops.
+        total: number of all operations.
+        max_bytes: upper bound on the bytes that one device sends per step; also fails if a trip count is unknown.
+        axes: count only operations that connect devices along one of these mesh axes.
+        ops: number of operations by name (`all_reduce=1`, `all_gather=0`); operations not listed are not checked.
 
     Raises:
-        AssertionError: another number; the message lists every operation with its line.
-        ConfigError: a name that is not a collective, or an axis that the mesh does not have.
+        AssertionError: a number differs; the message lists every operation with its line.
+        ConfigError: a name is not a collective, or an axis is not a mesh axis.
     """
     for name in ops:
         if name not in OPS:

@@ -1,4 +1,4 @@
-"""Checks of the options of reducers and syncs."""
+"""Validation of the options of reducers and syncs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def is_number(value: object) -> bool:
 
 
 def check_option(is_valid: bool, name: str, value: object, rule: str) -> None:
-    """Rejects an option; `rule` is what it must be, and what to write."""
+    """Rejects an invalid option. `rule` states the valid values and what to write."""
     if not is_valid:
         raise ConfigError(f"{name} is {value!r}. {rule}")
 
 
 def check_patterns(name: str, patterns: Sequence[str]) -> None:
-    """Rejects what is not a regular expression."""
+    """Rejects a pattern that is not a regular expression."""
     for pattern in patterns:
         try:
             re.compile(pattern)

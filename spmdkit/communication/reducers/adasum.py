@@ -1,17 +1,17 @@
-"""Adaptive summation: gradients that point the same way are averaged, orthogonal gradients are added, leaf by leaf.
+"""Adaptive summation: parallel gradients are averaged, orthogonal gradients are added, leaf by leaf.
 
     adasum(a, b) = (1 - a.b / 2 |a|^2) a + (1 - a.b / 2 |b|^2) b     in a tree: (0,1) (2,3), then (01,23)
 
-The result replaces the mean. It is longer than the mean where replicas differ, so use the learning rate of one replica,
-not of N. The order of the tree is the order of replicas in the mesh, so their number is a power of two. Dot products
-are over whole leaves, including leaves that are sharded over model axes.
+The result replaces the mean. Its norm is larger than that of the mean if replicas differ, so use the learning rate of
+one replica, not of N. The tree follows the order of replicas in the mesh, and their number must be a power of two. Dot
+products are over complete leaves, including leaves sharded over model axes.
 
-Each replica owns a part of every leaf and receives this part from all replicas. One small all_reduce per level of the
-tree adds the dot products of the parts; then each owner combines its part.
+Each replica owns a part of every leaf and receives this part from all replicas. One small all_reduce per tree level
+adds the dot products of the parts. Each owner then combines its part.
 
-Use it for many replicas where a larger learning rate or batch no longer converges. Each replica contributes its own
-mean, so in a short batch an example weighs more on a replica with fewer examples. Not with ZeRO 2, since its scatter
-adds shards before the mean is known.
+Use it for many replicas if a larger learning rate or batch no longer converges. Each replica contributes its local
+mean, so in a short batch an example weighs more on a replica with fewer examples. It does not support ZeRO 2, which
+adds shards before the local mean is known.
 Wire: all_to_all, log2(N) all_reduces, all_gather over the replica axes. With `p` the sum over leaves of `V / N` rounded
 up, rounded up to a multiple of 1,024, a device sends `2 (N-1) * 4 p` bytes in a step, and `8 (N-1)/N * 3 (N-1)` for
 each leaf.
@@ -89,7 +89,7 @@ def _of_group(leaves: Sequence[jax.Array], over: ReduceGroup) -> Leaves:
     rows = [_rows(x.astype(jnp.float32), num) for x in leaves]
     buffer = jnp.concatenate(rows, 1)
     buffer = jnp.pad(buffer, [(0, 0), (0, -buffer.shape[1] % PAD)])
-    # [replicas, part]: the part that this replica owns, of all replicas
+    # [replicas, part]: the part that this replica owns, from every replica
     parts = lax.all_to_all(buffer, over.axes, 0, 0, tiled=True)
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     everywhere = (*over.axes, *sorted(compat.varying_axes(leaves[0]) - set(over.axes)))

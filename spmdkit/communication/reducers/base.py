@@ -1,5 +1,5 @@
-"""The `Reducer` interface: how the gradients of all replicas are reduced. One file per reducer in this folder,
-`make(**options) -> Reducer`, found by its name. An option out of its range is a `ConfigError`."""
+"""The `Reducer` interface: how the gradients of all replicas are reduced. Each module in this folder defines one
+reducer, `make(**options) -> Reducer`, and is loaded by name. An option out of range raises `ConfigError`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from spmdkit.foundation.trees import common_dtype
 Leaves = list[jax.Array]
 LeafState = Mapping[str, jax.Array]
 ReducerMetrics = Mapping[str, jax.Array]
-"""name -> float32[], the same on every device of the mesh: metrics that a reducer reports for one step."""
+"""name -> float32[], equal on every device of the mesh: metrics that a reducer reports for one step."""
 LeafShapes = Mapping[str, jax.ShapeDtypeStruct]
 
 METRIC_PREFIX = "reducer/"
 """The prefix of the names of reducer metrics."""
 
 PAD = 1024
-"""A buffer has a multiple of this many values per replica. The TPU compiler turns shorter gathers into all-reduces
-(libtpu
-0.0.42)."""
+"""The number of values per replica in a buffer is a multiple of this. The TPU compiler turns shorter gathers into
+all-reduces (libtpu 0.0.42)."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +34,12 @@ class ReduceGroup:
     """The replicas of one call of `apply`, which runs inside a `shard_map` that is manual over all mesh axes.
 
     Attributes:
-        axes: mesh axes to reduce over. Pass all of them to every collective, size-one axes too: the result must be
-            typed as invariant along each of them.
-        num: the product of their sizes, at least 2.
-        key: returns the random key of this step, the same on every replica; fold in `lax.axis_index(axes)` for a key
-            per replica.
-        paths: of the leaves, in their order; empty if they have none.
+        axes: mesh axes to reduce over. Pass all of them to every collective, including axes of size one, since the
+            result must be typed as invariant along each axis.
+        num: the product of the axis sizes, at least 2.
+        key: returns the random key of this step, equal on every replica; fold in `lax.axis_index(axes)` for a key per
+            replica.
+        paths: paths of the leaves, in order; empty if the leaves have no paths.
     """
 
     axes: tuple[str, ...]
@@ -50,15 +49,15 @@ class ReduceGroup:
 
 
 class ReducedLeaf(NamedTuple):
-    """A leaf of the gradient that is reduced over replicas, known before the first step.
+    """Static description of a gradient leaf that is reduced over replicas, known before the first step.
 
     Attributes:
-        path: of the parameter.
-        shape: of one device's shard.
-        axes: replica axis -> size, of the axes larger than one over which the leaf is reduced.
+        path: path of the parameter.
+        shape: shape of one device's shard.
+        axes: replica axis -> size, for the axes larger than one over which the leaf is reduced.
         cut: mesh axes that shard the leaf. Leaves with the same axes share a buffer.
-        before: replica axes over which ZeRO 2 has reduced the leaf before the reducer.
-        value_bytes: of an uncompressed value: 4, or 8 with `precision.reduce: float64`.
+        before: replica axes over which ZeRO 2 reduces the leaf before the reducer runs.
+        value_bytes: bytes of an uncompressed value: 4, or 8 with `precision.reduce: float64`.
     """
 
     path: str
@@ -75,7 +74,7 @@ class ReducedLeaf(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Values on one device."""
+        """Number of values on one device."""
         return math.prod(self.shape)
 
     @property
@@ -98,7 +97,7 @@ def stateless(leaf: jax.ShapeDtypeStruct) -> LeafShapes:
 
 
 def split_evenly(state: LeafState, num: int) -> dict[str, jax.Array]:
-    """Returns [num, ...] from [old, ...] with the same sum, so that no error feedback is lost."""
+    """Returns [num, ...] from [old, ...] with the same sum over replicas, which preserves the error feedback."""
     return {name: jnp.broadcast_to(x.sum(0) / num, (num, *x.shape[1:])).astype(x.dtype) for name, x in state.items()}
 
 
@@ -108,46 +107,47 @@ class Reducer:
 
     Attributes:
         exact: the result is the sum up to rounding in the dtype of the leaves. `verify` compares exact reducers bitwise
-            over replicas and with one device. For the others it proves everything but the reducer, which its contract
-            test bounds.
+            over replicas and with one device. For an inexact reducer `verify` uses its `exact_options` or `sum`, and
+            the reducer's contract test bounds its error.
         apply: `(leaves, states, over) -> (leaves, states)`.
             leaves: this device's shard of each leaf of one replica's gradient, dtype `precision.reduce`, [*shard of the
                 leaf]. These are some of the tree's leaves, in flattening order: a step may call `apply` several times,
                 over different axes (ZeRO 2). The results have the same shapes and dtypes, are summed over `over.axes`,
                 bitwise equal on every replica and typed as invariant: end with `psum` or `gather_parts`.
-            states: one mapping per leaf, as `init` describes it, [*shard of the leaf], typed varying along `over.axes`.
-                Float32 for leaves of any dtype.
-            What a replica sends may depend on one buffer only: never mix leaves that vary over different mesh axes
+            states: one mapping per leaf, with the arrays of `init`, [*shard of the leaf], typed varying along
+                `over.axes`. Float32 for leaves of any dtype.
+            Each message may depend on one buffer only: never mix leaves that vary over different mesh axes
             (`buffer_groups`).
             Called once per leaf and step, after the last microbatch, never in a loop.
         wire: `(values, replicas) -> bytes` that one device sends. This is the documented formula, and tests compare it
             with the compiled program.
         wire_of: `(leaves) -> bytes`, if the bytes depend on the shapes of the leaves or on the axes. `wire` is then an
             upper bound.
-        init: shapes of one replica's state of one leaf, all zeros at the start. Every array has the leaf's shape: the
-            train state stores it as [replicas of the leaf, *leaf], sharded as the gradient of the leaf, so that it can
-            be restored on any mesh.
-        reshard_state: the state of one leaf for another number of replicas, [old, *leaf] -> [num, *leaf]. Runs in a
-            compiled program, leaf by leaf.
+        init: shapes of one replica's state for one leaf, initially zeros. Every array has the leaf's shape. The train
+            state stores it as [replicas of the leaf, *leaf], sharded like the gradient of the leaf, so that it can be
+            restored on any mesh.
+        reshard_state: converts the state of one leaf to another number of replicas, [old, *leaf] -> [num, *leaf]. Runs
+            in a compiled program, leaf by leaf.
         input_scale: the scale of the leaves.
-            "sum": sums. The step divides once, afterwards, by the count of the whole batch (`sum`, `ordered`).
-            "weighted": this replica's part of the mean, divided by the count of the whole batch before the reduction.
-                For all reducers that are not linear or have a state: the count of the next batch may differ.
-            "mean": this replica's own mean. The result is final (Adasum).
+            "sum": sums. The step divides once, after the reduction, by the count of the global batch (`sum`,
+                `ordered`).
+            "weighted": this replica's part of the mean, divided by the count of the global batch before the reduction.
+                Required for reducers that are nonlinear or have a state, since the count of the next batch may differ.
+            "mean": this replica's local mean. The result is final (Adasum).
         per_shard_state: the state belongs to shards of a leaf, one per position along the replica axes other than
             `replica`. The state is sharded over these axes along `shard_dim` of the leaf. A leaf without such a dim has
             no state.
-        add: `(tree, axes) -> tree`, the exact sum of everything but gradients: loss, counts, metrics and model state.
-        warmup: steps at the start that use `sum` and do not change the state. This is a second program, chosen on the
-            host. In a config it is an option of every reducer: `{bfloat16: {warmup: 100}}`.
-        check: `(leaves)`: raises a `ConfigError` if these leaves cannot be reduced in this way, or not with fewer bytes
-            than `sum`. The message names the setting, the cause, and the smallest change that works.
+        add: `(tree, axes) -> tree`, the exact sum of all other values: loss, counts, metrics and model state.
+        warmup: number of initial steps that use `sum` and do not change the state. They run a second program, selected
+            on the host. In a config it is an option of every reducer: `{bfloat16: {warmup: 100}}`.
+        check: `(leaves)`: raises a `ConfigError` if the reducer cannot reduce these leaves, or would not send fewer
+            bytes than `sum`. The message names the setting, the cause, and the smallest change that works.
         exact_options: options at which the result equals `sum` (full rank, fraction 1), or None.
         apply_with_metrics: `apply` with a third result, `ReducerMetrics`: metrics of the step, `reducer/NAME`. If it is
-            set, the step calls it instead of `apply`. A reducer with metrics cannot be used between groups, as `outer`
-            of `hierarchical`: the metrics could not be logged there.
-        validate_first_step: `(leaves, name -> number)`: raises a `ConfigError` if the metrics of the first step that
-            uses the reducer show a mistake.
+            set, the step calls it instead of `apply`. A reducer with metrics cannot be the `outer` reducer of
+            `hierarchical`, where the metrics could not be logged.
+        validate_first_step: `(leaves, name -> number)`: raises a `ConfigError` if the metrics of the reducer's first
+            step show a wrong configuration.
     """
 
     exact: bool
@@ -182,8 +182,8 @@ class Reducer:
 
     @property
     def is_sum(self) -> bool:
-        """Whether gradients are reduced like everything else. A step that never calls `sk.value_and_grad` is then still
-        correct."""
+        """Whether gradients are reduced like all other values. A step that never calls `sk.value_and_grad` is then
+        still correct."""
         return self.exact and self.input_scale == "sum" and self.add is lax.psum and self.apply_with_metrics is None
 
 
@@ -198,7 +198,7 @@ def shard_dim(shape: Sequence[int], num: int) -> int | None:
 
 
 def value_bytes(dtype: Any) -> int:
-    """Returns the bytes of an uncompressed gradient value: float32 at least."""
+    """Returns the bytes of an uncompressed gradient value, at least those of float32."""
     result: int = max(4, jnp.dtype(dtype).itemsize)
     return result
 
@@ -217,7 +217,7 @@ def map_buffers(
     states: Sequence[LeafState],
     fn: Callable[[Leaves, list[LeafState]], tuple[Leaves, Sequence[LeafState]]],
 ) -> tuple[Leaves, list[LeafState]]:
-    """Returns the leaves and states after `fn`, which is applied to those of each buffer (`buffer_groups`)."""
+    """Returns the leaves and states after applying `fn` to those of each buffer (`buffer_groups`)."""
     out, new = list(leaves), list(states)
     for group in buffer_groups(leaves):
         results = fn([leaves[i] for i in group], [states[i] for i in group])
@@ -227,8 +227,7 @@ def map_buffers(
 
 
 def flatten(leaves: Sequence[jax.Array], multiple: int) -> jax.Array:
-    """Returns [length]: the leaves one after the other in their dtype (float32 at least), padded with zeros to a
-    multiple."""
+    """Returns [length]: the concatenated leaves in their common dtype (at least float32), zero-padded to a multiple."""
     dtype = common_dtype(*(x.dtype for x in leaves), jnp.float32)
     buffer = jnp.concatenate([x.astype(dtype).reshape(-1) for x in leaves])
     return jnp.pad(buffer, (0, -len(buffer) % multiple))
@@ -246,5 +245,5 @@ def unflatten(buffer: jax.Array, like: Sequence[jax.Array | jax.ShapeDtypeStruct
 
 
 def gather_parts(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns [replicas * part]: the parts of all replicas in their order, typed as invariant."""
+    """Returns [replicas * part]: the parts of all replicas in replica order, typed as invariant."""
     return compat.all_gather_invarying(part, axes)

@@ -3,10 +3,10 @@ feedback).
 
     c_r = g_r / C + e_r,   s_r = round(c_r)       all_to_all, sum on the owner, all_gather       bfloat16 bits as uint16
 
-The residual is one of *means*. A residual of sums has the wrong scale after a short batch (error of the sum of 100
+The residual is a residual of means. A residual of sums has the wrong scale after a short batch (error of the sum of 100
 gradients with batches of 32 and 4 rows: 7.6e-4 for sums, 3.3e-5 for means; 2026-11-22).
 
-Use it where a step waits for the all-reduce of the gradient. Exchange and memory: `coded_reducer`.
+Use it if the gradient all-reduce limits the step time. Exchange and memory: `coded_reducer`.
 Wire: with `p` the values that a replica owns, `V / N` rounded up to a multiple of 1,024, a device sends `2 (N-1) * 2 p`
 bytes in a step, 0.5 of `sum`.
 """
@@ -29,9 +29,9 @@ def make(error_feedback: bool = True, terms: int = 1) -> Reducer:
     """Returns the reducer.
 
     Args:
-        error_feedback: False drops the rounding error: no memory, and a bias that does not average out.
-        terms: number of bfloat16 numbers per value, each the rest of those before it. Three represent a float32
-            exactly, with more bytes than `sum`: for tests of exactness.
+        error_feedback: False drops the rounding error. This uses no memory, and adds a bias that does not average out.
+        terms: number of bfloat16 numbers per value, each the rounded remainder of the previous ones. Three represent a
+            float32 exactly, with more bytes than `sum`; this is for tests of exactness.
     """
     rule = "A value is sent as 1, 2 or 3 bfloat16 numbers. Write terms: 1."
     check_option(terms in (1, 2, 3), "bfloat16.terms", terms, rule)
@@ -40,9 +40,9 @@ def make(error_feedback: bool = True, terms: int = 1) -> Reducer:
 
 
 def _encode(x: jax.Array, num: int) -> list[jax.Array]:
-    """Returns the bits of `num` terms: `x` rounded, then each time the remainder rounded.
+    """Returns the bits of `num` terms: `x` rounded, then each remainder rounded.
 
-    Not with two calls of `astype`, which XLA may simplify away.
+    It does not use two calls of `astype`, which XLA may simplify away.
     """
     terms = []
     for _ in range(num):

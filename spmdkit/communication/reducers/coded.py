@@ -1,17 +1,17 @@
 """Compressed sums with error feedback on both roundings, for `bfloat16`, `int8`, `float8` and `sign`.
 
     c_r = g_r / C + e_r                this replica's part of the mean, and its residual                  float32
-    s_r = decode(encode(c_r))          all_to_all: the owner of a part receives it from all               integers
+    s_r = decode(encode(c_r))          all_to_all: each part is sent to its owner                         integers
     p   = sum_r s_r,  q = decode(encode(p))     the owner adds in float32; all_gather                     integers
     e_r = c_r - s_r  (+ p - q on the owner of a part)
 
-One residual holds both roundings: over any number of steps, the applied updates and the residuals add up to the true
-sum. The whole gradient is one vector. Devices send unsigned integers, never narrow floats, which a compiler may widen.
-The scales of blocks are in the same array as their values, padded to a multiple of 1,024: the TPU compiler turns a
-shorter all_gather into an all_reduce of twice its bytes (libtpu 0.0.42). A value that is not finite makes its whole
-block non-finite, on all replicas.
+One residual contains both rounding errors: over any number of steps, the applied updates and the residuals add up to
+the true sum. The gradient is flattened into one vector. Devices send unsigned integers, never narrow floats, which a
+compiler may widen. Block scales are in the same array as the values, padded to a multiple of 1,024: the TPU compiler
+turns a shorter all_gather into an all_reduce of twice its bytes (libtpu 0.0.42). A non-finite value makes its entire
+block non-finite on all replicas.
 
-Memory: 4 bytes a value on each replica, in the train state.
+Memory: 4 bytes per value on each replica, in the train state.
 Wire: all_to_all and all_gather over the replica axes. With `p` the values that a replica owns, `V / N` rounded up to a
 multiple of 1,024 (and of the block), and `bits` for each, a device sends `2 (N-1) * r(p bits / 8 + 4 p / block)` bytes
 in a step, `r` rounding up to a multiple of 1,024.
@@ -51,13 +51,13 @@ Encoded = Sequence[jax.Array]
 
 @dataclass(frozen=True)
 class Code:
-    """How a row of values is encoded.
+    """An encoding of a row of values.
 
     Attributes:
         encode: float32[..., length] -> arrays of unsigned integers [..., n], each n a multiple of `PAD`.
-        decode: `(the same arrays, length)` -> float32[..., length].
+        decode: `(encoded arrays, length)` -> float32[..., length].
         row_bytes: length -> bytes of an encoded row.
-        multiple: `length` is a multiple of it.
+        multiple: `length` must be a multiple of this.
     """
 
     encode: Callable[[jax.Array], Encoded]
@@ -70,8 +70,8 @@ def coded_reducer(code: Code, error_feedback: bool, exact_options: Mapping[str, 
     """Returns the reducer that sends values encoded by `code`.
 
     Args:
-        error_feedback: False drops the rounding error: no memory, and a bias that does not average out.
-        exact_options: options at which nothing is rounded.
+        error_feedback: False drops the rounding error. This uses no memory, and adds a bias that does not average out.
+        exact_options: options at which no value is rounded.
     """
 
     def apply(leaves: Leaves, states: list[LeafState], over: ReduceGroup) -> tuple[Leaves, list[LeafState]]:
@@ -99,7 +99,7 @@ def error_like(leaf: jax.ShapeDtypeStruct) -> LeafShapes:
 def coded_sum(
     leaves: Leaves, states: list[LeafState], over: ReduceGroup, code: Code
 ) -> tuple[Leaves, Sequence[LeafState]]:
-    """Returns (the sums, the new residuals; none without error feedback)."""
+    """Returns (sums, states with the new residuals; unchanged states without error feedback)."""
     multiple, has_error = over.num * code.multiple, "error" in states[0]
     own = flatten(leaves, multiple)
     if has_error:
@@ -119,20 +119,20 @@ def coded_sum(
 
 
 def _place_owned_part(part: jax.Array, over: ReduceGroup) -> jax.Array:
-    """Returns [replicas, part]: zeros except for the part that this replica owns."""
+    """Returns [replicas, part]: zeros, except for the part that this replica owns."""
     is_mine = (jnp.arange(over.num, dtype=jnp.int32) == lax.axis_index(over.axes))[:, None]
     return jnp.where(is_mine, part, 0)
 
 
-# ---- blocks with a scale each
+# ---- blocks with one scale each
 
 
 def block_code(name: str, block: int, encode: Any, decode: Any, bits: int = 8) -> Code:
     """Returns the code that sends each block of values as integers and one float32 scale.
 
     Args:
-        name: of the reducer, for messages.
-        block: values in a block.
+        name: name of the reducer, for messages.
+        block: number of values in a block.
         encode: float32[..., blocks, block] -> (uint8[..., blocks * block * bits / 8] in any shape, scales float32[...,
             blocks]).
         decode: (uint8[..., length * bits / 8], scales float32[..., blocks, 1]) -> float32[..., blocks, block].

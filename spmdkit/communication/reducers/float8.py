@@ -3,14 +3,13 @@ the next step's gradient.
 
     s_b = max |c_b| / 448,   q = float8_e4m3fn(c_b / s_b)       of each block of 256 values        8 bits, scale float32
 
-Three bits of mantissa and four of exponent: values much smaller than the largest of their block have a relative error
-of 1/16, where `int8` rounds them to zero; the largest are coarser. The encoding is computed with integers, since a
-compiler may widen a float8 or skip a rounding.
+A float8 has three mantissa and four exponent bits. Values much smaller than the largest in their block have a relative
+error of 1/16, while `int8` rounds them to zero; the largest values are coarser than in `int8`. The encoding is computed
+with integers, since a compiler may widen a float8 or skip a rounding.
 
-Use it like `int8`, where the values of a block differ much in size.
+Use it like `int8`, if the values of a block differ widely in size.
 Exchange, memory and wire: `coded_reducer`, with 8 bits: 0.254 of `sum` for large gradients.
-Source: Micikevicius et al., "FP8 formats for deep learning" (2022), section 3, table 1; those of `coded_reducer` for
-the rest.
+Source: Micikevicius et al., "FP8 formats for deep learning" (2022), section 3, table 1; sources of `coded_reducer`.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ def make(block: int = 256, error_feedback: bool = True) -> Reducer:
     """Returns the reducer.
 
     Args:
-        block: values that share a scale. 1 sends each value exactly: for tests of exactness.
-        error_feedback: False drops the rounding error: no memory, and a bias that does not average out.
+        block: number of values that share a scale. 1 sends each value exactly, for tests of exactness.
+        error_feedback: False drops the rounding error. This uses no memory, and adds a bias that does not average out.
     """
     return coded_reducer(block_code("float8", block, _encode, _decode), error_feedback, {"block": 1})
 
@@ -49,7 +48,7 @@ def _decode(payload: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 def float8_bits(x: jax.Array) -> jax.Array:
-    """Returns the encoding of the nearest e4m3fn, ties to even: uint8 of float32 from -448 to 448."""
+    """Returns uint8, the encodings of the nearest e4m3fn numbers, ties to even, of float32 values from -448 to 448."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     exponent = jnp.maximum((bits >> F32_MANTISSA & 0xFF).astype(jnp.int32) - F32_BIAS, 1 - BIAS)  # below: subnormal
     steps = jnp.round(jnp.abs(x) * _power_of_two(MANTISSA - exponent)).astype(
@@ -59,7 +58,7 @@ def float8_bits(x: jax.Array) -> jax.Array:
 
 
 def float8_values(bits: jax.Array) -> jax.Array:
-    """Returns float32 of encoded e4m3fn numbers that are not NaN."""
+    """Returns the float32 values of encoded e4m3fn numbers that are not NaN."""
     whole = bits.astype(jnp.int32)
     field, low = whole >> MANTISSA & 0xF, whole & 0x7
     steps = jnp.where(field > 0, low + (1 << MANTISSA), low)

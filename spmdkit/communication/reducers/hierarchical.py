@@ -1,21 +1,21 @@
-"""Two levels: an exact sum within each position along `replica`, on fast links, and a second reducer between positions,
-on slow links, for a fraction of the bytes.
+"""Two-level reduction: an exact sum within each position along `replica`, on fast links, and a second reducer between
+positions, on slow links, with a fraction of the bytes.
 
     g[D F] -> reduce_scatter over data -> g[D F/data] -> outer over replica, on the shard -> all_gather over data ->
     g[D F]
 
 Each device passes `1 / size(inner)` of the gradient to the outer reducer. The state belongs to the shard. The inner
 axes are all replica axes except `replica`: `data`, with ZeRO 1 and 2 also `fsdp`. A leaf without a dim divisible by
-their size (a bias of three) is reduced by one exact sum over all axes. What ZeRO 2 has sharded over `fsdp` where `data`
-is 1 is a shard already: only `outer` reduces it.
+their size (a bias of three) is reduced by one exact sum over all axes. If `data` is 1, leaves that ZeRO 2 shards over
+`fsdp` are already shards, and only `outer` reduces them.
 
-Use it on slices or hosts with fast links inside and slow links between: mesh {replica: slices, data: chips of a slice}.
-It is rejected where either is 1: the outer reducer alone does the same.
+Use it with fast links within slices or hosts and slow links between them: mesh {replica: slices, data: chips of a
+slice}. It is rejected if either size is 1, since the outer reducer alone is then equivalent.
 Memory: that of `outer`, divided by the size of inner.
-Wire: of V values, with n the size of inner: over inner `2 (n-1)/n * 4 V` bytes, over `replica` what `outer` sends for
-`V / n` values.
+Wire: for V values, with n the size of inner: over inner `2 (n-1)/n * 4 V` bytes, over `replica` the bytes of `outer`
+for `V / n` values.
 Source: Jia et al., "Highly scalable deep learning training system with mixed-precision" (2018), section 3.3,
-hierarchical all-reduce; Wang et al., "ZeRO++" (2023), section 3.3, quantised gradients between nodes alone.
+hierarchical all-reduce; Wang et al., "ZeRO++" (2023), section 3.3, gradients quantized only between nodes.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from spmdkit.foundation import plugins
 
 Choice = str | dict[str, Any]
 LANES = 128
-"""Values in a row of a TPU's tile."""
+"""Number of values in a row of a TPU tile."""
 
 
 def make(inner: str = "sum", outer: Choice = "int8") -> Reducer:
     """Returns the reducer.
 
     Args:
-        inner: how shards are added within a position: `sum`.
-        outer: the reducer between the positions along `replica`, with its options: `int8`, `{topk: {fraction: 0.05}}`.
+        inner: the reduction within a position, always `sum`.
+        outer: the reducer between positions along `replica`, with its options: `int8`, `{topk: {fraction: 0.05}}`.
     """
     rule = "The inner reduction is exact, a reduce_scatter. Write inner: sum."
     check_option(inner == "sum", "hierarchical.inner", inner, rule)
@@ -93,7 +93,7 @@ def make(inner: str = "sum", outer: Choice = "int8") -> Reducer:
 def _apply(
     between: Reducer, leaves: Leaves, states: list[LeafState], over: ReduceGroup
 ) -> tuple[Leaves, list[LeafState]]:
-    """Returns (the sums, the new states): a reduce_scatter inside, `between` on the shards, an all_gather inside."""
+    """Returns (sums, new states): inner reduce_scatter, `between` on the shards, inner all_gather."""
     axes = inner_axes(over.axes)
     num = math.prod(lax.axis_size(a) for a in axes)
     outside = dataclasses.replace(over, axes=("replica",), num=over.num // num)
@@ -173,7 +173,7 @@ def _as_shards(leaves: Sequence[ReducedLeaf]) -> list[ReducedLeaf]:
 def _scatter(leaves: Leaves, num: int, axes: tuple[str, ...]) -> Leaves:
     """Returns this device's shard, along the first dim, of the sum of each leaf over `axes`: one reduce_scatter.
 
-    In rows of 128 values: for a few long rows the TPU compiler makes an all_reduce (libtpu 0.0.42, v5e).
+    Rows have 128 values, since the TPU compiler uses an all_reduce for a few long rows (libtpu 0.0.42, v5e).
     """
     rows = jnp.concatenate([x.reshape(num, -1) for x in leaves], 1)
     rows = jnp.pad(rows, [(0, 0), (0, -rows.shape[1] % PAD)])
@@ -183,7 +183,7 @@ def _scatter(leaves: Leaves, num: int, axes: tuple[str, ...]) -> Leaves:
 
 
 def _gather(shards: Leaves, num: int, axes: tuple[str, ...]) -> Leaves:
-    """Returns the whole leaves from shards along the first dim: one all_gather."""
+    """Returns the complete leaves from shards along the first dim: one all_gather."""
     row = jnp.concatenate([x.reshape(-1) for x in shards])
     rows = gather_parts(jnp.pad(row, (0, -len(row) % PAD)), axes).reshape(num, -1)
     out, start = list[jax.Array](), 0

@@ -3,10 +3,10 @@ step's gradient.
 
     s_b = max |c_b| / 127,   q = round(c_b / s_b)       of each block of 256 values                int8, scale float32
 
-Use it where a step waits for the all-reduce of the gradient and half the bytes (`bfloat16`) are too many.
+Use it if the gradient all-reduce limits the step time and half the bytes (`bfloat16`) are too many.
 Exchange, memory and wire: `coded_reducer`, with 8 bits: 0.254 of `sum` for large gradients.
 Source: Dettmers, "8-bit approximations for parallelism in deep learning" (2016); Dettmers et al., "8-bit optimizers via
-block-wise quantization" (2022), section 2, blocks; those of `coded_reducer` for the feedback.
+block-wise quantization" (2022), section 2, blocks; sources of `coded_reducer` for error feedback.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def make(block: int = 256, error_feedback: bool = True) -> Reducer:
     """Returns the reducer.
 
     Args:
-        block: values that share a scale. 1 sends each value exactly: for tests of exactness.
-        error_feedback: False drops the rounding error: no memory, and a bias that does not average out.
+        block: number of values that share a scale. 1 sends each value exactly, for tests of exactness.
+        error_feedback: False drops the rounding error. This uses no memory, and adds a bias that does not average out.
     """
     return coded_reducer(block_code("int8", block, _encode, _decode), error_feedback, {"block": 1})
 

@@ -1,12 +1,12 @@
-"""The sum over the replica axes in the order of the replicas: bitwise the same for any order of devices and processes.
+"""The sum over the replica axes in replica order: bitwise equal for any order of devices and processes.
 
     part_r[N, b] -> all_to_all -> [N, b] of one part -> sum over N, first to last -> all_gather -> g
 
-An all-reduce adds in the order that suits the links: another order of devices, number of processes or library version
-changes the last bits. Here the order is that of the mesh, also for loss, counts, metrics and model state.
+The order of additions in an all-reduce, and so its last bits, depend on the links, the order of devices, the number of
+processes and the library version. This reducer adds in mesh order, also loss, counts, metrics and model state.
 
-Use it to compare runs bitwise over machines. Not for speed: it sends the bytes of `sum` in two collectives without
-hardware reduction, and copies the gradient into a buffer.
+Use it to compare runs bitwise across machines. It is slower than `sum`: it sends the same bytes in two collectives
+without hardware reduction, and copies the gradient into a buffer.
 Wire: `2 (N-1)/N * 4 bytes` per value (float64: 8), device and step, of the values padded to a multiple of `1,024 N`.
 Source: the two halves of a ring all-reduce, with the additions of each part on its owner; Demmel and Nguyen, "Parallel
 reproducible summation" (2015), on the order of additions.
@@ -71,5 +71,5 @@ def add(tree: Any, axes: tuple[str, ...]) -> Any:
 
 
 def _in_order(parts: jax.Array) -> jax.Array:
-    """Returns `((p_0 + p_1) + p_2) + ...` of [N, ...]. A loop, since XLA may regroup the terms of a reduction."""
+    """Returns `((p_0 + p_1) + p_2) + ...` of [N, ...]. It is a loop, since XLA may regroup the terms of a reduction."""
     return lax.scan(lambda total, part: (total + part, None), parts[0], parts[1:])[0]

@@ -1,25 +1,25 @@
-"""Each matrix of the gradient as a product of two thin factors, from one step of the power method, with error feedback.
+"""Low-rank compression of gradient matrices to two thin factors, by one power iteration, with error feedback.
 
     C_r[m n] = G_r / C + E_r        this replica's part of the mean, and its residual
     P[m r] = orth(sum_r C_r Q)      all_reduce of m r values; Q[n r] spans the product of the last step
     R[n r] = sum_r C_r^T P          all_reduce of n r values
     G = P R^T,   E_r = C_r - P (C_r^T P)^T
 
-A leaf is one matrix: its dims are split where m + n is least. The first dim of a leaf of stacked layers (`stacked`) is
-a batch of matrices. A leaf of one dim, or with fewer values than its factors, is reduced exactly, in the first
-all_reduce. What is sharded over model axes is compressed shard by shard.
+A leaf is one matrix: its dims are split so that m + n is minimal. The first dim of a leaf of stacked layers (`stacked`)
+is a batch of matrices. A leaf with one dim, or with fewer values than its factors, is reduced exactly in the first
+all_reduce. A leaf sharded over model axes is compressed per shard.
 
-Warm start: the subspace of Q comes from the product `P R^T` of the step before, which the state stores in the leaf's
-shape, so that a run can resume on any mesh. Without it Q is drawn again in each step, the same on all replicas.
+Warm start: the subspace of Q is that of the previous step's product `P R^T`. The state stores the product in the leaf's
+shape, so that a run can resume on any mesh. Without warm start each step draws a random Q, equal on all replicas.
 
-Use it where matrices are large and links slow: the bytes grow with m + n instead of m n, and an all_reduce does not
-grow with the number of replicas. Not for small models, and not while gradients have no low-rank structure (early steps:
-`warmup: N`). Under Adam use a higher rank than under momentum SGD (docs/benchmarks.md: 400 steps of a small GPT, rank
-16 for 1 %).
-Memory: 8 bytes a value on each replica (4 without warm start), in the train state. Arithmetic: 8 r products and sums a
-value (6 without).
+Use it if matrices are large and links slow: the bytes grow with m + n instead of m n, and those of an all_reduce do not
+grow with the number of replicas. Do not use it for small models, or while gradients have no low-rank structure (for
+early steps set `warmup: N`). Adam needs a higher rank than momentum SGD (docs/benchmarks.md: 400 steps of a small GPT,
+rank 16 for 1 %).
+Memory: 8 bytes per value on each replica (4 without warm start), in the train state. Arithmetic: 8 r products and sums
+per value (6 without).
 Wire: two all_reduces over the replica axes, `2 (N-1)/N * 4 * (sum over matrices of r (m + n) + the values of all other
-leaves)` bytes for a device and step.
+leaves)` bytes per device and step.
 Source: Vogels, Karimireddy, Jaggi, "PowerSGD" (2019), algorithms 1 and 2, section 4.2 (warm start). Its compression of
 ResNet-18, 243 / 136 / 72 at rank 1 / 2 / 4 (table 3, appendix F), is that of the formula above.
 """
@@ -52,23 +52,23 @@ from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import common_dtype
 
 STACKED = (r"(.*/)?(blocks|layers|experts)/(?!\d+/).*",)
-"""Leaves below one of these names, with no number after it: `blocks/query`, not `blocks/0/query`."""
+"""Leaves below one of these names that is not followed by a number: `blocks/query`, not `blocks/0/query`."""
 
 
 def make(rank: int = 4, warm_start: bool = True, stacked: Sequence[str] = STACKED, least: float = 1.0) -> Reducer:
     """Returns the reducer.
 
     Args:
-        rank: columns of the factors, at most those of the matrix.
-        warm_start: False draws Q again in each step, with half of the memory.
-        stacked: patterns for whole paths of leaves with a first dim that is a batch of matrices.
-        least: a leaf is compressed if it has at least this many times the values of its factors; others are reduced
-            exactly. 0 compresses every matrix: for tests of exactness.
+        rank: number of columns of the factors, limited by the size of the matrix.
+        warm_start: False draws Q in each step, which halves the memory.
+        stacked: patterns for complete paths of leaves with a first dim that is a batch of matrices.
+        least: minimum ratio of a leaf's values to those of its factors for compression. Leaves below it are reduced
+            exactly. 0 compresses every matrix, for tests of exactness.
     """
     _check_options(rank, stacked, least)
 
     def view(path: str, shape: Sequence[int]) -> tuple[int, int, int] | None:
-        """Returns (matrices, m, n) of a leaf that is compressed."""
+        """Returns (number of matrices, m, n) of a compressed leaf, or None."""
         return matrices(shape, rank, any(re.fullmatch(p, path) for p in stacked), least)
 
     def init(leaf: jax.ShapeDtypeStruct) -> LeafShapes:
@@ -128,7 +128,7 @@ def _check_options(rank: int, stacked: Sequence[str], least: float) -> None:
 
 
 def matrices(shape: Sequence[int], rank: int, is_stacked: bool, least: float) -> tuple[int, int, int] | None:
-    """Returns (matrices, rows, columns) of a leaf, or None if it is reduced exactly."""
+    """Returns (number of matrices, rows, columns) of a leaf, or None if it is reduced exactly."""
     lead = 1 if is_stacked and len(shape) > 2 else 0
     of_one = shape[lead:]
     if len(of_one) < 2 or not math.prod(shape):
@@ -139,7 +139,7 @@ def matrices(shape: Sequence[int], rank: int, is_stacked: bool, least: float) ->
 
 
 def _reshard_state(state: LeafState, num: int) -> dict[str, jax.Array]:
-    """Returns the state for another number of replicas: the residuals are split, the product is the same everywhere."""
+    """Returns the state for another number of replicas: residuals are split evenly, the product is replicated."""
     product = {name: jnp.broadcast_to(x[0], (num, *x.shape[1:])) for name, x in state.items() if name == "product"}
     return split_evenly({name: x for name, x in state.items() if name != "product"}, num) | product
 
@@ -188,11 +188,10 @@ def _sum(leaves: Sequence[jax.Array], over: ReduceGroup) -> Leaves:
 def _start(
     product: jax.Array | None, view: tuple[int, int, int], rank: int, index: int, over: ReduceGroup
 ) -> jax.Array:
-    """Returns Q, float32[matrices, n, rank], orthonormal and the same on all replicas: the subspace of the last step's
-    product, or a random one.
+    """Returns Q, float32[matrices, n, rank], orthonormal and equal on all replicas: the subspace of the previous step's
+    product, or a random subspace.
 
-    Orthonormal also if the product had fewer directions than `rank` (a batch of two rows): random directions replace
-    the missing ones.
+    If the rank of the product is below `rank` (a batch of two rows), random directions replace the missing columns.
     """
     num, m, n = view
     key = over.key() if product is None else jax.random.key(0, impl="threefry2x32")
@@ -206,12 +205,12 @@ def _start(
 
 
 def orthonormal(x: jax.Array, index: int) -> jax.Array:
-    """Returns [..., n, rank], orthonormal columns that span those of `x`. A column that depends on those before it
-    becomes a random one.
+    """Returns [..., n, rank], orthonormal columns that span the columns of `x`. A column that depends linearly on the
+    previous ones is replaced by a random column.
 
-    Gram-Schmidt, each column twice ("twice is enough": Giraud et al., 2005), in XLA alone: LAPACK's QR, called by eight
-    devices of one process concurrently, took 12 s of processor time for 40 matrices of 128 x 128 (jaxlib 0.10.2, two
-    cores, 2026-11-23).
+    It is Gram-Schmidt, applied twice per column ("twice is enough": Giraud et al., 2005), without LAPACK: its QR,
+    called by eight devices of one process concurrently, took 12 s of CPU time for 40 matrices of 128 x 128 (jaxlib
+    0.10.2, two cores, 2026-11-23).
     """
     spare = jax.random.normal(jax.random.fold_in(jax.random.key(1, impl="threefry2x32"), index), x.shape, jnp.float32)
 
@@ -236,6 +235,6 @@ def orthonormal(x: jax.Array, index: int) -> jax.Array:
 
 
 def _product(dims: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns a float32 product. With the default precision of a TPU the residual would not equal the compression
-    error."""
+    """Returns a product in full float32 precision. At a TPU's default precision the residual would not equal the
+    compression error."""
     return jnp.einsum(dims, a, b, precision=lax.Precision.HIGHEST)

@@ -1,19 +1,19 @@
-"""Sparse reduction of embedding gradients: the tokens of a step touch few rows of a table, and only these rows are
-sent, with their indices. Exact.
+"""Exact sparse reduction of embedding gradients: the tokens of a step touch few rows of a table, and only these rows
+are sent, with their indices.
 
     rounds = max_r ceil(touched_r / N)               touched_r: rows of g_r[V D] that are not all zero; one all_reduce
                                                      of a maximum
     in round i: all_gather over the replicas of (row numbers [N], rows [N D])  ->  g[V D] += rows, replica by replica
 
 In a round each replica sends at most N rows of a table. The replica with the most touched rows determines the number of
-rounds, at most `V / N`, and an all_reduce before the loop makes it known to all. The result is the sum of all rows for
-any N. Leaves that `leaves` does not name are reduced as by `sum`. The rounds of each table are a metric of the step,
-`reducer/rounds/PATH`: a number that stays above one shows that N is too small.
+rounds, at most `V / N`, which an all_reduce computes before the loop. The result is the sum of all rows for any N.
+Leaves that do not match `leaves` are reduced as by `sum`. The rounds of each table are a metric of the step,
+`reducer/rounds/PATH`: if it stays above one, N is too small.
 
-Use it for tables with many more rows than a batch has tokens. Not for a dense gradient: a table that is also the head
-of the model (tied weights), or one under a decay that is added to the gradient. A table that would send more than
+Use it for tables with many more rows than a batch has tokens. Do not use it for dense gradients: a table that is also
+the head of the model (tied weights), or one with weight decay added to the gradient. A table that would send more than
 `most` of the bytes of `sum` in the first batch is rejected.
-A table that is sharded over model axes, or scattered by ZeRO 2, is reduced by the rows of each device.
+If a table is sharded over model axes or scattered by ZeRO 2, each device reduces its rows.
 Wire: a device sends `(n-1) * 4 p` bytes for a table and round, with n replicas and `p = N (D + 1)` rounded up to a
 multiple of 1,024, `8 (n-1)/n` for the number of rounds, and `8 (n-1)/n` for each value of other leaves. So `n N (D + 1)
 / (2 V D)` of `sum` for a table in one round.
@@ -50,9 +50,9 @@ def make(leaves: str | Sequence[str], rows: int, most: float | None = 1.0) -> Re
     """Returns the reducer.
 
     Args:
-        leaves: patterns for the whole paths of the tables. Their first dim is rows.
-        rows: N, the rows of a table that a replica sends in a round.
-        most: the bytes that the rounds of a table may send in the first batch, as a fraction of those of `sum`.
+        leaves: patterns for the complete paths of the tables. The first dim of a table is its rows.
+        rows: N, the number of rows of a table that a replica sends in a round.
+        most: limit for a table's bytes in the first batch, as a fraction of those of `sum`; None: no limit.
     """
     _check_options(leaves, rows, most)
     patterns = [leaves] if isinstance(leaves, str) else list(leaves)
@@ -103,12 +103,12 @@ def make(leaves: str | Sequence[str], rows: int, most: float | None = 1.0) -> Re
 
 
 def _touched(leaf: jax.Array) -> jax.Array:
-    """Returns bool[V], the rows that are not all zero; a row with a NaN is touched."""
+    """Returns bool[V], True for the rows with a nonzero value. A NaN is nonzero."""
     return jnp.any(leaf.reshape(leaf.shape[0], -1) != 0, axis=1)
 
 
 def _rounds(leaves: Sequence[jax.Array], rows: int, over: ReduceGroup) -> list[jax.Array]:
-    """Returns int32[] for each leaf, the same on every device: all devices run the same number of rounds."""
+    """Returns int32[] for each leaf, the number of rounds, equal on every device."""
     if not leaves:
         return []
     cut = sorted({axis for x in leaves for axis in compat.varying_axes(x)} - set(over.axes))
@@ -118,11 +118,11 @@ def _rounds(leaves: Sequence[jax.Array], rows: int, over: ReduceGroup) -> list[j
 
 
 def _summed(leaf: jax.Array, rounds: jax.Array, rows: int, over: ReduceGroup) -> jax.Array:
-    """Returns the sum of a leaf over the replicas, `rows` touched rows of each in a round."""
+    """Returns the sum of a leaf over replicas. In a round each replica sends `rows` touched rows."""
     num, rows = leaf.shape[0], min(rows, leaf.shape[0])
     table = leaf.reshape(num, -1).astype(common_dtype(leaf.dtype, jnp.float32))
     places = jnp.sort(jnp.where(_touched(leaf), jnp.arange(num, dtype=jnp.uint32), num))
-    places = jnp.pad(places, (0, -num % rows), constant_values=num)  # the touched rows first; `num` is no row
+    places = jnp.pad(places, (0, -num % rows), constant_values=num)  # touched rows first; index `num` is padding
 
     def one_round(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         i, total = carry
@@ -136,7 +136,7 @@ def _summed(leaf: jax.Array, rounds: jax.Array, rows: int, over: ReduceGroup) ->
         return total.at[numbers].add(values, mode="drop"), None
 
     cut = tuple(compat.varying_axes(leaf) - set(over.axes))
-    first = 0 * rounds  # typed for this group only, as everything in the loop under a `vmap` over groups
+    first = 0 * rounds  # batched like the loop's other values under a `vmap` over groups
     nothing = compat.as_varying(jnp.zeros(table.shape, table.dtype) + first.astype(table.dtype), cut)
     _, total = lax.while_loop(lambda carry: carry[0] < rounds, one_round, (first, nothing))
     return total.reshape(leaf.shape).astype(leaf.dtype)
@@ -150,13 +150,13 @@ def _packed(numbers: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def _unpacked(sent: jax.Array, rows: int, table: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (uint32[rows], values [rows, D]) of what a replica has sent."""
+    """Returns (uint32[rows] row numbers, values [rows, D]) from a replica's message."""
     words = table.dtype.itemsize // 4
     bits = sent[rows : rows * (1 + table.shape[1] * words)].reshape(rows, table.shape[1], *[2] * (words == 2))
     return sent[:rows], lax.bitcast_convert_type(bits, table.dtype)
 
 
-# ---- before the first step, and after it
+# ---- checks before and after the first step
 
 
 def _of_round(leaf: ReducedLeaf, rows: int) -> float:

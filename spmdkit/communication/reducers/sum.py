@@ -1,6 +1,6 @@
 """The plain sum over the replica axes, `g = sum_r g_r`, as `lax.psum`.
 
-Forward: one all-reduce over the replica axes for the whole tree (XLA fuses the leaves into one). Backward: none.
+Forward: one all-reduce over the replica axes for the complete tree (XLA combines the leaves). Backward: none.
 Use it by default. Wire: a ring all-reduce sends `2 (N-1)/N * 4 bytes` per value, device and step.
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
 """

@@ -1,15 +1,15 @@
-"""The largest values of the gradient with their indices. The other values are added to the next step's gradient.
+"""Sends the largest values of the gradient with their indices. The other values are added to the next step's gradient.
 
     c_r = g_r / C + e_r,   indices = the k largest |c_r|,   g = sum_r c_r[indices of r],   e_r = c_r except at indices
 
-The whole gradient is one vector (one per set of mesh axes over which leaves are sharded), so that the largest values of
-all leaves compete. Values and indices are sent as one array of 32-bit integers, and added replica by replica, so that
-the result is bitwise the same on all replicas.
+The gradient is flattened into one vector (one per set of mesh axes over which leaves are sharded), and the largest
+values are selected across all leaves. Values and indices are sent as one array of 32-bit integers, and added in replica
+order, so that the result is bitwise equal on all replicas.
 
-Use it where few values dominate the gradient (large embeddings, late in training) over slow links. The received bytes
-grow with the number of replicas: it is rejected unless `N k` is below half of the gradient's values, which is half of
-the bytes of `sum`.
-Memory: 4 bytes a value on each replica, in the train state.
+Use it on slow links if few values dominate the gradient (large embeddings, late in training). The received bytes grow
+with the number of replicas. By default it is rejected unless `N k` is below half of the gradient's values, which is
+half of the bytes of `sum`.
+Memory: 4 bytes per value on each replica, in the train state.
 Wire: one all_gather over the replica axes. With `L` the values rounded up to a multiple of 1,024, and `k = fraction *
 L` rounded down to a multiple of 1,024, a device sends `8 (N-1) k` bytes in a step: `N k / V` of `sum`, 0.08 for 1 % and
 8 replicas. A vector with k zero, or that would exceed `most`, is reduced as by `sum`: `8 (N-1)/N V`.
@@ -49,8 +49,8 @@ def make(fraction: float = 0.01, most: float | None = 0.5) -> Reducer:
     """Returns the reducer.
 
     Args:
-        fraction: of the values that a replica sends in a step.
-        most: the bytes that it may send, as a fraction of those of `sum`; null: no limit.
+        fraction: fraction of the values that a replica sends in a step.
+        most: limit for the bytes sent, as a fraction of those of `sum`; None: no limit.
     """
     rule = "It is a fraction of the values, at most 1. Write fraction: 0.01."
     check_option(is_number(fraction) and 0 < fraction <= 1, "topk.fraction", fraction, rule)
@@ -90,7 +90,7 @@ def make(fraction: float = 0.01, most: float | None = 0.5) -> Reducer:
 
 
 def _num_sent(values: int, num: int, fraction: float, most: float | None) -> int:
-    """Returns k; zero: all values are reduced as by `sum`."""
+    """Returns k, or zero if all values are reduced as by `sum`."""
     k = _whole_parts(values, fraction)
     return k if most is None or num * k < most * values else 0
 
@@ -119,7 +119,7 @@ def _refusal(fraction: float, most: float, values: int, num: int) -> str:
 def _largest(
     leaves: Sequence[jax.Array], owed: Sequence[jax.Array], over: ReduceGroup, k: int
 ) -> tuple[Leaves, Leaves]:
-    """Returns (the sums of the k largest of each replica, the new residuals)."""
+    """Returns (sums of the k largest values of each replica, new residuals)."""
     own = flatten(leaves, PAD)
     own = (own + flatten(owed, PAD).astype(own.dtype)).astype(jnp.float32)
     _, places = lax.top_k(jnp.where(jnp.isnan(own), jnp.inf, jnp.abs(own)), k)
@@ -137,6 +137,6 @@ def _largest(
 
 
 def _all(leaves: Sequence[jax.Array], owed: Sequence[jax.Array], over: ReduceGroup) -> tuple[Leaves, Leaves]:
-    """Returns (the sums including all residuals, zero residuals)."""
+    """Returns (sums including all residuals, zero residuals)."""
     own = [(x + error).astype(x.dtype) for x, error in zip(leaves, owed, strict=True)]
     return lax.psum(own, over.axes), [jnp.zeros_like(error) for error in owed]

@@ -1,10 +1,10 @@
-"""The `Sync` interface: when groups of replicas synchronize. One file per sync in this folder,
-`make(**options) -> Sync`, found by its name. An option out of its range is a `ConfigError`.
+"""The `Sync` interface: when groups of replicas synchronize. Each module in this folder defines one sync,
+`make(**options) -> Sync`, and is loaded by name. An option out of range raises `ConfigError`.
 
-A group is one position along the sync's axes (`replica` where it is larger than one, otherwise `data`). A step within a
+A group is one position along the sync's axes (`replica` if it is larger than one, otherwise `data`). A step within a
 group is the step of the mesh without these axes. The train state stores `params`, `opt_state`, `model_state` and `ema`
-once per group, [groups, ...] sharded over these axes. It stores `step` and `rng` once, and `sync`, the result of
-`init`, once, sharded like the parameters.
+per group, as [groups, ...] sharded over these axes. It stores one `step` and one `rng`, and one `sync`, the result of
+`init`, sharded like the parameters.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 import optax
 
 Mean = Callable[[Any], Any]
-"""tree [groups, ...] -> tree [...], the mean over the groups: the only communication between them."""
+"""tree [groups, ...] -> tree [...], the mean over groups: the only communication between groups."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """A program in which groups synchronize, on all or on a part of the parameters.
+    """A program in which groups synchronize all parameters or a part of them.
 
     Attributes:
-        name: its name in a plan.
-        every: steps from one run of it to the next.
-        first: the step after which it runs first.
-        overlapped: its communication overlaps the compute of the next step, in one program. It leaves the parameters
-            unchanged.
+        name: name in the plan.
+        every: steps between two runs.
+        first: step after which the program runs first.
+        overlapped: its communication overlaps the compute of the next step, in one program. It does not change the
+            parameters.
     """
 
     name: str
@@ -39,28 +39,28 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Sync:
-    """When and how groups synchronize. Pure functions of global arrays; the partitioner shards them.
+    """When and how groups synchronize. The fields are pure functions of global arrays, which the partitioner shards.
 
     Attributes:
-        every: steps between two synchronizations. None: every step; there are no groups, and the other fields are
-            ignored.
-        init: `(params) -> state`, with params [...], one copy, before the first step in which groups train separately.
-            The state is None, or a tree in which copies of parameters have paths that end in the parameter's path.
-        agree: `(params, state, mean) -> (params, state)`, with params [groups, ...] in and one copy [...] out, which
-            every group receives. A separate program, run after each step that `every` divides. Bitwise the same for all
-            groups by construction.
-        view: `(params, state, mean) -> params`, from [groups, ...] to the one copy [...] that is evaluated and
+        every: steps between two synchronizations. None: every step, without groups; only `optimizer` and `description`
+            are used.
+        init: `(params) -> state`, with one copy of the parameters, [...], before groups first train separately. The
+            state is None, or a tree in which copies of parameters have paths that end in the parameter's path.
+        agree: `(params, state, mean) -> (params, state)`. The input params are [groups, ...]. The output is one copy,
+            [...], which every group receives, so groups are bitwise equal. It is a separate program that runs after
+            each step that `every` divides.
+        view: `(params, state, mean) -> params`, from [groups, ...] to the single copy [...] that is evaluated and
             exported, also between synchronizations.
-        schedule: the programs in which groups synchronize, each on a part of the parameters. `agree` then also takes
+        schedule: the programs in which groups synchronize, each for a part of the parameters. `agree` then also takes
             the index of the program, and may return leaves [groups, ...]. Empty: one program, after each step that
             `every` divides.
-        start: steps at the start with synchronous training, as if there were no groups.
-        optimizer: wraps the optimizer (clipping included); None: it is unchanged.
-        outer_optimizer: as `config.optimizer` names it. The program builds it, and `init` and `agree` then take the
-            keyword argument `outer`, an optax transformation.
-        reducer: for `mean` in `agree`, as `config.reducer` names it; None: the exact mean. `mean` then accepts only
-            trees like the parameters, float32, with None for leaves that are not sent.
-        description: what else the sync does, for `program.explain()`.
+        start: number of initial steps with synchronous training, without groups.
+        optimizer: wraps the optimizer, including clipping; None: no wrapper.
+        outer_optimizer: an optimizer in the form of `config.optimizer`. The program builds it, and `init` and `agree`
+            then take the keyword argument `outer`, an optax transformation.
+        reducer: the reducer of `mean` in `agree`, in the form of `config.reducer`; None: the exact mean. `mean` then
+            accepts only trees like the parameters, float32, with None for leaves that are not sent.
+        description: additional behavior, for `program.explain()`.
     """
 
     every: int | None

@@ -1,24 +1,24 @@
-"""Groups train separately; every `every` steps an outer optimizer uses the mean of their moves as a gradient.
+"""Groups train separately. Every `every` steps an outer optimizer uses the mean change of their parameters as gradient.
 
     w_g <- w_g - inner(g_g)              in every step, nothing sent between groups
     D = a - mean_h w_h                   after `every` steps: the outer gradient; a is the last synchronized copy
     a <- a - outer(D),  w_g <- a         Nesterov momentum by default
 
-Each group has its own inner optimizer state. The outer gradients may be compressed: `reducer: int8` rounds them. There
-is no error feedback, so use a reducer with several bits per value.
+Each group has a separate inner optimizer state. The outer gradients may be compressed: `reducer: int8` rounds them.
+There is no error feedback, so use a reducer with several bits per value.
 
-Streaming: `fragments: P` splits the tree of parameters, leaf by leaf, into P parts of about the same bytes, which
-synchronize at different steps: one step sends at most the largest fragment. With `overlap: t` the outer gradient is
-sent during the compute of the next step, in one program with it, and is applied t steps after it was computed. Groups
-then keep the fraction `alpha` of their own parameters: w_g <- alpha w_g + (1 - alpha) a.
+Streaming: `fragments: P` splits the parameter tree by leaf into P fragments of about equal bytes, which synchronize at
+different steps, so one step sends at most the largest fragment. With `overlap: t` the outer gradient is sent during the
+compute of the next step, in the same program, and is applied t steps after it was computed. Groups then retain the
+fraction `alpha` of their parameters: w_g <- alpha w_g + (1 - alpha) a.
 
-Class: up to `start` equal to synchronous training, for every optimizer. With `optimizer: {name: sgd, learning_rate:
-1.0}` equal to `local_sgd`. Otherwise another method, which converges. Tune the outer learning rate and momentum: 0.7
-and 0.9 are the paper's, for hundreds of steps between synchronizations; with 16 steps 1.0 and 0.5 were best
-(docs/benchmarks.md). Its authors start from a trained model: from a random start use `start`.
-Use it where links between groups are slow and training is long: between data centers. Not where they are fast.
-Memory: `a` in float32 and the outer optimizer's state, once, sharded as the parameters are; with `overlap` the outer
-gradient too.
+Class: equal to synchronous training up to `start`, for every optimizer. With `optimizer: {name: sgd, learning_rate:
+1.0}` equal to `local_sgd`. Otherwise a different method, which converges. Tune the outer learning rate and momentum:
+the paper uses 0.7 and 0.9 for hundreds of steps between synchronizations; with 16 steps 1.0 and 0.5 were best
+(docs/benchmarks.md). The authors start from a trained model; for a random initialization set `start`.
+Use it if links between groups are slow and training is long, as between data centers. Do not use it on fast links.
+Memory: one copy of `a` in float32 and of the outer optimizer's state, sharded like the parameters; with `overlap` also
+the outer gradient.
 Wire: at a synchronization `2 (G-1)/G * 4 bytes` per parameter and device (one all-reduce), or `wire` of the reducer;
 otherwise nothing between groups after `start`.
 Source: Douillard et al., "DiLoCo: Distributed low-communication training of language models" (2023, arXiv 2311.08105),
@@ -58,13 +58,13 @@ def make(
     """Returns the sync.
 
     Args:
-        optimizer: the outer one, as `config.optimizer`; None: Nesterov momentum, `NESTEROV`.
-        reducer: for the outer gradients, as `config.reducer`; None: the exact mean.
-        fragments: parts of the parameters that synchronize at different steps.
-        overlap: steps from computing an outer gradient to applying it; 0: immediately.
-        alpha: the fraction of its own parameters that a group keeps at a synchronization; None: 0.5 with an overlap,
+        optimizer: the outer optimizer, in the form of `config.optimizer`; None: Nesterov momentum, `NESTEROV`.
+        reducer: the reducer of the outer gradients, in the form of `config.reducer`; None: the exact mean.
+        fragments: number of parts of the parameters that synchronize at different steps.
+        overlap: steps between computing an outer gradient and applying it; 0: it is applied immediately.
+        alpha: fraction of its parameters that a group retains at a synchronization; None: 0.5 with an overlap,
             otherwise 0.
-        start: steps at the start with synchronous training, as in `post_local`.
+        start: number of initial steps with synchronous training, as in `post_local`.
     """
     _check(every, fragments, overlap, alpha)
     check_start("diloco", start)
@@ -143,8 +143,8 @@ def _agree(
 
 
 def _schedule(every: int, fragments: int, overlap: int, before: int) -> tuple[Agreement, ...]:
-    """Returns when each fragment sends, spread evenly over a round; with an overlap also when each is applied.
-    `before`: steps before the first round."""
+    """Returns the programs that send each fragment, spread evenly over a round, and with an overlap those that apply
+    it. `before` is the number of steps before the first round."""
     if fragments == 1 and not overlap:
         return ()
     first = [before + every + i * every // fragments for i in range(fragments)]
@@ -156,7 +156,7 @@ def _schedule(every: int, fragments: int, overlap: int, before: int) -> tuple[Ag
 
 
 def fragments_of(sizes: Sequence[int], num: int) -> list[int]:
-    """Returns the fragment of each leaf: the largest leaf first, each to the lightest fragment."""
+    """Returns the fragment of each leaf. Leaves are assigned by decreasing size, each to the smallest fragment."""
     if len(sizes) < num:
         raise ConfigError(
             f"diloco.fragments is {num}, and there are {len(sizes)} arrays of parameters. A fragment consists of "

@@ -1,13 +1,13 @@
-"""Groups of replicas train separately; after every `every` steps their parameters are averaged.
+"""Groups of replicas train separately, and average their parameters every `every` steps.
 
     w_g <- w_g - update(g_g)        in every step, nothing sent between groups
     w_g <- mean_h w_h               after `every` steps
 
 Class: equal to synchronous training at `every: 1` for sgd, momentum, Nesterov and decoupled weight decay without
-clipping, if each group has the same number of examples. For Adam it is another method, since each group has its own
-second moments. Otherwise converging.
-Use it where the links between groups are slow: between data centers, over Ethernet. Not where they are fast: at the
-same number of steps the loss is higher, the more so the larger `every` is.
+clipping, if each group has the same number of examples. For Adam it is a different method, since each group has
+separate second moments. Otherwise converging.
+Use it if the links between groups are slow, as between data centers or over Ethernet. Do not use it on fast links: at
+the same number of steps the loss is higher, and it increases with `every`.
 Wire: every `every` steps one all-reduce of the parameters over the groups, `2 (G-1)/G * 4 bytes` per parameter and
 device.
 Source: Stich, "Local SGD converges fast and communicates little" (2019), algorithm 1.

@@ -1,14 +1,14 @@
 """Synchronous training for the first `start` steps, then local SGD: groups train separately and average their
 parameters every `every` steps.
 
-    steps 1 to start     the step of the whole mesh: all replicas are synchronous, with one optimizer state
+    steps 1 to start     the step of the complete mesh: all replicas are synchronous, with one optimizer state
     later                w_g <- w_g - update(g_g) per group, and w_g <- mean_h w_h after each step that `every` divides
 
-Class: equal to synchronous training if `start` is not below the number of steps, for every optimizer; equal to
+Class: equal to synchronous training if `start` is at least the number of steps, for every optimizer; equal to
 `local_sgd` with `start: 0`. Otherwise converging.
-Use it where local SGD from the first step costs too much loss: gradients of groups differ most at the start. Set
-`start` to the first decay of the learning rate, as its authors do.
-Wire: that of `every_step` to `start`, later that of `local_sgd`.
+Use it if local SGD from the first step increases the loss too much, since the gradients of groups differ most in early
+steps. Set `start` to the first decay of the learning rate, as the authors do.
+Wire: that of `every_step` up to `start`, then that of `local_sgd`.
 Source: Lin et al., "Don't use large mini-batches, use local SGD" (2018, arXiv 1808.07217), section 3, post-local SGD.
 """
 
@@ -35,5 +35,5 @@ def check_start(sync: str, start: int) -> None:
 
 
 def describe_start(start: int) -> str:
-    """Returns what `program.explain()` states of the first phase."""
+    """Returns the description of the synchronous phase for `program.explain()`."""
     return f"to step {start} all replicas are synchronous in every step"

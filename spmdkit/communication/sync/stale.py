@@ -1,16 +1,16 @@
-"""Each gradient is applied `k` steps late: bounded staleness that is the same in every run.
+"""Each gradient is applied `k` steps late: bounded, deterministic staleness.
 
-    g_t = grad L(w_t)                              as in every other step, added over all replicas
-    w_{t+1} = w_t + update(g_{t-k}, w_t)           the first k steps move nothing
+    g_t = grad L(w_t)                              as in synchronous training, summed over all replicas
+    w_{t+1} = w_t + update(g_{t-k}, w_t)           the first k steps do not change the parameters
 
-It models a worker of an asynchronous parameter server with k updates of others between its pull and its push, without
-the randomness. The optimizer (clipping included) sees late gradients, one per update; its decay and momentum act on the
-current parameters. A skipped step changes nothing, including the delay line.
+It models a worker of an asynchronous parameter server that receives k updates from other workers between its pull and
+its push, without randomness. The optimizer, including clipping, receives one late gradient per update. Its weight decay
+and momentum act on the current parameters. A skipped step changes nothing, including the delay line.
 
-Class: equal to synchronous training at `k: 0`, the same program. Otherwise another method, which converges for learning
-rates that shrink with k.
-Use it to measure the cost of staleness for a task. It is not faster: every step waits for the sum of its gradient.
-Memory: k gradients in the dtype of the parameters, sharded as the optimizer's state is. Wire: that of `every_step`.
+Class: equal to synchronous training at `k: 0`, with the same program. Otherwise a different method, which converges for
+learning rates that decrease with k.
+Use it to measure the cost of staleness for a task. It is not faster: every step still reduces its gradient.
+Memory: k gradients in the dtype of the parameters, sharded like the optimizer's state. Wire: that of `every_step`.
 Source: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server" (2013), with its
 bound met exactly; Zinkevich et al., "Slow learners are fast" (2009), delayed SGD, algorithm 1.
 """
@@ -29,12 +29,12 @@ from spmdkit.errors import ConfigError
 
 
 class DelayLineState(NamedTuple):
-    """The state of an optimizer behind a delay line.
+    """The state of an optimizer with delayed gradients.
 
     Attributes:
-        optimizer: the state of the optimizer itself.
-        delay_line: k pending gradients, the newest first.
-        waiting: int32[], the number of gradients in it: 0 before the first step, k from the k-th on.
+        optimizer: the state of the wrapped optimizer.
+        delay_line: k pending gradients, newest first.
+        waiting: int32[], number of pending gradients: 0 before the first step, k from the k-th step on.
     """
 
     optimizer: Any
@@ -51,7 +51,7 @@ def make(k: int) -> Sync:
 
 
 def late(tx: optax.GradientTransformation, k: int) -> optax.GradientTransformationExtraArgs:
-    """Returns the optimizer behind a delay line of `k` gradients."""
+    """Returns the optimizer with its gradients delayed by `k` steps."""
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> DelayLineState:
