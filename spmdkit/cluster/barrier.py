@@ -25,7 +25,7 @@ class Client:
     """A client of the coordination service with a `wait_at_barrier` by keys; JAX's client handles other calls.
 
     Attributes:
-            is_over: set from any thread to cancel all waits: every call raises CANCELLED.
+        is_over: set from any thread to cancel all waits: every call raises CANCELLED.
     """
 
     def __init__(self, client: Any, num_processes: int):
@@ -64,7 +64,7 @@ class Client:
         """Waits for all of `process_ids` (None: all processes), like the service's own barrier. Names are reusable.
 
         Raises:
-                RuntimeError: DEADLINE_EXCEEDED after `timeout_in_ms`; ABORTED, with the reason, if a process gave up.
+            RuntimeError: DEADLINE_EXCEEDED after `timeout_in_ms`; ABORTED, with the reason, if a process gave up.
         """
         folder = self._next(barrier_id)
         num = self._num if process_ids is None else len(process_ids)

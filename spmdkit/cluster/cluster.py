@@ -88,7 +88,7 @@ class Cluster:
         """Returns the JSON values of all processes on every process, ordered by process index.
 
         Raises:
-                RendezvousError: a process did not arrive within `timeout_s`.
+            RendezvousError: a process did not arrive within `timeout_s`.
         """
         if self.num_processes == 1:
             return [value]
@@ -98,7 +98,7 @@ class Cluster:
         """Returns on every process the JSON value that `make` returns on process 0. Only process 0 calls `make`.
 
         Raises:
-                SpmdkitError: raised by `make`; the same on every process. RendezvousError: process 0 did not arrive.
+            SpmdkitError: raised by `make`; the same on every process. RendezvousError: process 0 did not arrive.
         """
         if self.num_processes == 1:
             return make()
@@ -120,7 +120,7 @@ class Cluster:
         """Returns the first problem that `check` reports on any process, the same on every process, or an empty text.
 
         Raises:
-                RendezvousError: `check` raised on another process, or a process did not arrive within `timeout_s`.
+            RendezvousError: `check` raised on another process, or a process did not arrive within `timeout_s`.
         """
         if self.num_processes == 1:
             return check()
@@ -138,7 +138,7 @@ class Cluster:
 
         Raises:
             ConfigError: on every process, naming those that differ from process 0 and the first differing lines.
-                RendezvousError: a process did not arrive, or its `facts` raised.
+            RendezvousError: a process did not arrive, or its `facts` raised.
         """
         if self.num_processes == 1:
             return
@@ -240,7 +240,7 @@ class Cluster:
         """Disconnects from the cluster together with all processes, after success. A failed process exits without it.
 
         Raises:
-                RendezvousError: another process does not arrive within `timeout_s`.
+            RendezvousError: another process does not arrive within `timeout_s`.
         """
         if self.num_processes == 1:
             return

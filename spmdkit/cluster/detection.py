@@ -49,7 +49,7 @@ def resolve(detections: Detections) -> ClusterSpec:
     """Returns the cluster that follows from the detections of all environments.
 
     Raises:
-            ConfigError: they disagree, or describe processes that cannot connect.
+        ConfigError: they disagree, or describe processes that cannot connect.
     """
     partials = {name: each for name, each in detections.items() if isinstance(each, Partial)}
     clusters = {name: each for name, each in detections.items() if isinstance(each, DetectedCluster)}

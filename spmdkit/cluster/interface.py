@@ -43,7 +43,7 @@ def choose(interface: str, coordinator: str) -> Advertised:
     """Returns the address that this process advertises; `interface`: `auto` or a name; `coordinator`: `host:port`.
 
     Raises:
-            ConfigError: the interface does not exist or has no address.
+        ConfigError: the interface does not exist or has no address.
     """
     if interface != "auto":
         address = _of_interface(interface)

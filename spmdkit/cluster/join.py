@@ -47,14 +47,14 @@ def join(
     are used, and it is not called again.
 
     Args:
-            devices: `auto` (all that JAX finds), `cpu:N` (N fake CPU devices in total over all processes;
-                `spec.devices_per_process` overrides it), or a list of local device indices, the same on every process.
+        devices: `auto` (all that JAX finds), `cpu:N` (N fake CPU devices in total over all processes;
+            `spec.devices_per_process` overrides it), or a list of local device indices, the same on every process.
         collective_timeout_s: the longest wait for a process; CPU collectives fail a little later.
         interface: the network interface of CPU collectives, see interface.py.
-            generation: set if this process may disconnect and join again.
+        generation: set if this process may disconnect and join again.
 
     Raises:
-            RendezvousError: processes did not start in time.
+        RendezvousError: processes did not start in time.
         ConfigError: the devices do not exist.
     """
     joined = jax.distributed.is_initialized()

@@ -65,10 +65,10 @@ class Watchdog:
     """Monitors this process and, if there are several, all processes; `watching` starts and stops it.
 
     Args:
-            board, folder: the store that the processes share; None: there is one process.
-            heartbeat_timeout_s: a process without a heartbeat for this time is lost.
-            interpreter_timeout_s: a process in which no Python runs for this time is ended; None: never.
-            leave: ends the process.
+        board, folder: the store that the processes share; None: there is one process.
+        heartbeat_timeout_s: a process without a heartbeat for this time is lost.
+        interpreter_timeout_s: a process in which no Python runs for this time is ended; None: never.
+        leave: ends the process.
     """
 
     def __init__(

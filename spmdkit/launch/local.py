@@ -112,10 +112,10 @@ def launch(
     Called from the main thread.
 
     Args:
-            grace_s: seconds for processes to save and exit after the launcher receives SIGINT or SIGTERM. A second
-                signal kills them.
-            max_restarts: number of restarts of all processes after a failure (restart_policy.py). After a stop signal
-                the launcher starts nothing.
+        grace_s: seconds for processes to save and exit after the launcher receives SIGINT or SIGTERM. A second signal
+            kills them.
+        max_restarts: number of restarts of all processes after a failure (restart_policy.py). After a stop signal the
+            launcher starts nothing.
         observer: observes the job and may inject faults (tools/drill/); the output then goes to the logs only.
         elasticity: how the number of processes changes.
 

@@ -1,11 +1,11 @@
 """`MembershipHistory`: a job that continues without lost processes.
 
-a member dies       -> update k: the members of generation k; newcomers are started for it
-all report ready k  -> the coordination service of generation k, and its address
+    a member dies       -> update k: the members of generation k; newcomers are started for it
+    all report ready k  -> the coordination service of generation k, and its address
 
-A death unlike a machine failure (a user error, a stop, an abort by JAX) ends the job, and
-`--max-restarts` restarts it. So does a generation in which a member is not ready within `MEMBERS_READY_S`, or the
-third generation in sequence in which no step is completed.
+A death unlike a machine failure (a user error, a stop, an abort by JAX) ends the job, and `--max-restarts` restarts it.
+So does a generation in which a member is not ready within `MEMBERS_READY_S`, or the third generation in sequence in
+which no step is completed.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class MembershipHistory:
     """The membership of one attempt.
 
     Args:
-            newcomer: starts one process: (its number, variables, descriptors, `key=value` overrides) -> the child.
-            service_process: the coordination service of the first generation.
+        newcomer: starts one process: (its number, variables, descriptors, `key=value` overrides) -> the child.
+        service_process: the coordination service of the first generation.
 
     Attributes:
-            running: the process of each rank in the generation that started last.
+        running: the process of each rank in the generation that started last.
     """
 
     def __init__(

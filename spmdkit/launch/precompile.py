@@ -23,8 +23,8 @@ class Precompile:
     """The compile-only jobs of one launcher.
 
     Args:
-            sizes: number of processes -> additional arguments of the command.
-            train: the arguments of `train CONFIG KEY=VALUE...`.
+        sizes: number of processes -> additional arguments of the command.
+        train: the arguments of `train CONFIG KEY=VALUE...`.
     """
 
     def __init__(

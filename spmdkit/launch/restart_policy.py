@@ -36,8 +36,8 @@ class Restarts:
         """Returns the seconds until the next attempt, None if there is none.
 
         Args:
-                newest: the newest committed step.
-                before: the newest step when the attempt began; an existing run does not count as progress.
+            newest: the newest committed step.
+            before: the newest step when the attempt began; an existing run does not count as progress.
         """
         if not self._may or code in FINAL:
             return None

@@ -19,7 +19,7 @@ class Standbys:
     """The standbys of one attempt.
 
     Attributes:
-            adopted: the number of each standby in use -> the number of the process that it replaces.
+        adopted: the number of each standby in use -> the number of the process that it replaces.
     """
 
     def __init__(self, num: int, start: Callable[[int], Child]):

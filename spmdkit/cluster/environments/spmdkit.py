@@ -57,7 +57,7 @@ def integer(given: Mapping[str, str], name: str, *, default: int, least: int) ->
     """Returns the integer that a variable holds.
 
     Raises:
-            ConfigError: it holds another value.
+        ConfigError: it holds another value.
     """
     text = given.get(name)
     if not text:

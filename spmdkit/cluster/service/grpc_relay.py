@@ -21,7 +21,7 @@ class Relay:
     """Connects each client to the service at `service`. `connect` is called for each client.
 
     Attributes:
-            num_connected: number of clients.
+        num_connected: number of clients.
     """
 
     def __init__(self, service: tuple[str, int]):

@@ -32,9 +32,9 @@ def rendered(job: ClusterJob, template: str, comment: str, needs: str, **more: A
     """Returns a manifest and the `kubectl apply` command for it.
 
     Args:
-            template: YAML, in which `$NAME` is replaced by JSON. Empty values are omitted.
-            comment: a line above the manifest.
-            more: additional values of the template.
+        template: YAML, in which `$NAME` is replaced by JSON. Empty values are omitted.
+        comment: a line above the manifest.
+        more: additional values of the template.
     """
     options, volume = job.options, job.options["volume"]
     labels = {"kueue.x-k8s.io/queue-name": options["queue"]} if options["queue"] else {}

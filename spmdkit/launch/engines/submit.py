@@ -32,7 +32,7 @@ def prepared(
     """Returns the files and commands that start a job on an engine; `settings`: `NAME=VALUE` of its options.
 
     Raises:
-            ConfigError: an engine, option or name is unknown or malformed.
+        ConfigError: an engine, option or name is unknown or malformed.
     """
     engines = all_engines()
     if engine not in engines:
@@ -120,7 +120,7 @@ def launch_on(
     """Prints the files and commands of a job. Unless `dry_run`, runs them from `launch_NAME`; returns the exit code.
 
     Raises:
-            ConfigError: as `prepared` and `submit`, or an argument of the command holds a secret.
+        ConfigError: as `prepared` and `submit`, or an argument of the command holds a secret.
     """
     redact.remember_command([*arguments, *settings], files=False)
     secrets = [word for word in (*arguments, *settings) if redact.in_text(word) != word]
