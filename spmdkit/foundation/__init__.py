@@ -1,4 +1,4 @@
-"""Files, trees, jaxprs, clocks, names and texts: what every other folder may import, without any knowledge of training.
+"""Files, trees, jaxprs, clocks, names and texts: utilities for every other package, independent of training.
 
-Enters: paths, pytrees, plain values. Leaves: the same, read, written, compared or formatted.
+Enters: paths, pytrees, plain values. Leaves: these values, read, written, compared or formatted.
 """

@@ -1,18 +1,18 @@
-"""Checksums of arrays: the same number on any mesh, sharding and number of processes, without a gather.
+"""Checksums of arrays, equal on any mesh, sharding and number of processes, and computed without a gather.
 
-    checksum(leaf) = sum over the words of the leaf of mix(position in the whole leaf, bits)        64 bits
+    checksum(leaf) = sum over the words of the leaf of mix(position in the full leaf, bits)        64 bits
 
 Each device reads its shard once and sends one number. The comparison of parameters before the first step and the
-replica check use it (the chunks of a checkpoint have other checksums):
+replica check use it. Chunks of a checkpoint have different checksums.
 
-- A word is up to 32 bits of one element: two for 64 bits and complex64, four for complex128, the low half first, real
-  before imaginary; booleans are 0 and 1. Typed keys are the uint32 of their data. Bits count, not values.
+- A word is up to 32 bits of one element: two words for 64 bits and complex64, four for complex128, the low half first,
+  real before imaginary. Booleans are 0 and 1. Typed keys are the uint32 of their data. Bits are compared, not values.
 - The position of a word is a pair of uint32, (`outer`, `inner`): the row-major index over the leading and over the
   trailing dims, times the words of an element, plus the word's number. The trailing dims hold fewer than 2^32 words.
 - JAX without x64 has no uint64: the number is `high * 2^32 + low`, each summed modulo 2^32. `low` is a bijection of the
-  word at its position, so one changed word always changes the sum; several cancel with a probability of 2^-64.
+  word at its position, so one changed word always changes the sum. Several changes cancel with probability 2^-64.
 
-It detects accidents, not attacks. Wire: 8 bytes per leaf, summed over all devices.
+The checksum detects accidental changes, not attacks. Wire: 8 bytes per leaf, summed over all devices.
 """
 
 from __future__ import annotations
@@ -38,41 +38,40 @@ _FIRST, _SECOND, _THIRD = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35), np.uint3
 def checksums(tree: Any) -> dict[str, int]:
     """Returns {path of the leaf: its checksum, 0 <= n < 2^64} of a tree of jax arrays. Waits for the device.
 
-    Every process of a run calls it at the same time: all processes sum a leaf that is sharded over them. Compiles once
-    for each kind of leaf (shape, dtype, sharding).
+    A collective call: every process of a run makes it at the same point. Compiles once for each kind of leaf (shape,
+    dtype, sharding).
     """
     return values(lanes_of(tree))
 
 
 def lanes_of(tree: Any) -> dict[str, jax.Array]:
-    """Returns {path: uint32[2]} without waiting: for a state that is donated next. See `values`."""
+    """Returns {path: uint32[2]} without waiting, for a state that is donated next. See `values`."""
     return {path: _whole_leaf(leaf) for path, leaf in named_leaves(tree)}
 
 
 def values(lanes: dict[str, jax.Array]) -> dict[str, int]:
-    """Returns {path: checksum} of the lanes, once the device has them."""
+    """Waits for the lanes and returns {path: checksum}."""
     return {path: as_int(pair) for path, pair in jax.device_get(lanes).items()}
 
 
 def as_int(lanes: Any) -> int:
-    """Returns the checksum of the host's uint32[2] (low, high)."""
+    """Returns the checksum of uint32[2] (low, high) on the host."""
     low, high = (int(lane) for lane in np.asarray(lanes))
     return high << 32 | low
 
 
 def leaf_lanes(leaf: jax.Array) -> jax.Array:
-    """Returns uint32[2], (low, high), of a global leaf; pure, for any jitted program. The partitioner handles the
+    """Returns uint32[2], (low, high), of a global leaf. Pure, for any jitted program; the partitioner handles
     shards."""
     return shard_lanes(leaf, (0,) * leaf.ndim, leaf.shape)
 
 
 def shard_lanes(shard: jax.Array, start: Sequence[Any], shape: Sequence[int]) -> jax.Array:
-    """Returns uint32[2] of one shard of a leaf: its part of the leaf's lanes. For `shard_map`; `psum` over the shards
-    gives the leaf's.
+    """Returns uint32[2] of one shard of a leaf, for `shard_map`. A `psum` over the shards gives the leaf's lanes.
 
     Args:
-        start: index of the shard's first element in the whole leaf, a number or traced integer for each dim.
-        shape: of the whole leaf.
+        start: index of the shard's first element in the full leaf, a number or traced integer for each dim.
+        shape: shape of the full leaf.
     """
     words = _words(shard)
     per_element = words.shape[-1]
@@ -101,8 +100,8 @@ def _words(x: jax.Array) -> jax.Array:
 def _positions(
     block: Sequence[int], start: Sequence[Any], shape: Sequence[int], per_element: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (outer, inner), uint32 that broadcast to `block`: the position in the whole leaf of each element's first
-    word."""
+    """Returns (outer, inner), uint32 that broadcast to `block`: the position of each element's first word in the full
+    leaf."""
     first = inner_dims_from(shape, per_element)
     outer = inner = jnp.zeros((1,) * len(shape), jnp.uint32)
     for dim in range(len(shape)):
@@ -135,7 +134,7 @@ def _mix(outer: jax.Array, inner: jax.Array, word: jax.Array) -> tuple[jax.Array
 
 
 def _whole_leaf(leaf: jax.Array) -> jax.Array:
-    """Returns uint32[2] of a leaf, the same on every device that holds a part of it."""
+    """Returns uint32[2] of a leaf, replicated over the devices that store a shard of it."""
     sharding = leaf.sharding
     if not isinstance(sharding, NamedSharding):
         return _program(None)(leaf)
@@ -146,5 +145,5 @@ def _whole_leaf(leaf: jax.Array) -> jax.Array:
 
 @functools.lru_cache(maxsize=8)
 def _program(mesh: Any) -> Callable[[jax.Array], jax.Array]:
-    """Returns the jitted `leaf_lanes` whose result all devices of a mesh hold: every process can read it."""
+    """Returns the jitted `leaf_lanes` with a replicated result, which every process can read."""
     return jax.jit(leaf_lanes, out_shardings=None if mesh is None else NamedSharding(mesh, PartitionSpec()))

@@ -1,5 +1,4 @@
-"""A clock that excludes pauses, for deadlines that a suspended job, a stopped process or a sleeping laptop must
-survive."""
+"""A clock that excludes pauses, for deadlines that must not expire while a job, process or laptop is suspended."""
 
 from __future__ import annotations
 
@@ -7,17 +6,17 @@ import time
 from collections.abc import Callable
 
 MOST_TICK_S = 1.0
-"""The maximum that a pause of this process, or of its machine, counts."""
+"""Maximum number of seconds that a pause of this process or its machine counts."""
 
 
 class RunningClock:
-    """Seconds that this process has run, without the time in which it or its machine was suspended."""
+    """Seconds that this process has run, without suspended time of the process or its machine."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock, self._last, self.now = clock, clock(), 0.0
 
     def tick(self) -> float:
-        """Returns the seconds until now. Call it several times a second."""
+        """Returns the seconds so far. Call it several times a second."""
         now = self._clock()
         self.now += min(max(now - self._last, 0.0), MOST_TICK_S)
         self._last = now

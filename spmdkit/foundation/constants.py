@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 AXES = ("replica", "data", "pipeline", "fsdp", "expert", "context", "tensor")
-"""All mesh axes, the slowest links first: neighbors along `tensor` are the closest devices."""
+"""All mesh axes, slowest links first: neighbors along `tensor` are the closest devices."""
 
 REPLICA_AXES = ("replica", "data")
 MODEL_AXES = tuple(axis for axis in AXES if axis not in REPLICA_AXES)
@@ -31,7 +31,7 @@ MAX_FAKE_DEVICES = 4096
 
 
 def fake_devices(text: str) -> int | None:
-    """Returns N of `cpu:N`, a number of fake devices of this CPU from 1 to MAX_FAKE_DEVICES; None for anything else."""
+    """Returns N of `cpu:N`, the number of fake CPU devices from 1 to MAX_FAKE_DEVICES; None for any other value."""
     kind, _, count = text.partition(":")
     if kind != "cpu" or not count.isascii() or not count.isdigit() or len(count) > 9:
         return None
@@ -42,7 +42,7 @@ _STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
 def is_step_name(name: str) -> bool:
-    """Returns whether a folder of this name is a step, or another number of spmdkit."""
+    """Returns whether a folder of this name is a step or another number of spmdkit."""
     return _STEP.fullmatch(name) is not None
 
 
@@ -52,43 +52,42 @@ PROCESS_ID = "SPMDKIT_PROCESS_ID"
 DEVICES_PER_PROCESS = "SPMDKIT_DEVICES_PER_PROCESS"
 RENDEZVOUS_TIMEOUT_S = "SPMDKIT_RENDEZVOUS_TIMEOUT_S"
 SERVICE = "SPMDKIT_SERVICE"
-"""The address of JAX's coordination service if a launcher runs it; the launcher also reserves the port of COORDINATOR.
+"""The address of JAX's coordination service if a launcher runs it. The launcher also reserves the port of COORDINATOR.
 """
 
 ERROR_FILE = "SPMDKIT_ERROR_FILE"
-"""The file into which a failing process writes its message, for the launcher that set the variable."""
+"""The file into which a failing process writes its message, for the launcher."""
 
 BEAT_FILE = "SPMDKIT_BEAT_FILE"
-"""The file into which a process writes several times a second while Python runs in it, for the launcher that set the
-variable."""
+"""The file into which a process writes several times a second while its interpreter runs, for the launcher."""
 
 DEATHS_FILE = "SPMDKIT_DEATHS_FILE"
-"""The file in which the launcher lists the dead processes, and how they ended."""
+"""The file in which the launcher lists the dead processes and their exit reasons."""
 
 STEP_FILE = "SPMDKIT_STEP_FILE"
-"""The file with the number of the last dispatched step of a process, for the launcher that set the variable."""
+"""The file with the number of the last dispatched step of a process, for the launcher."""
 
 MEMBERSHIP_FILE = "SPMDKIT_MEMBERSHIP_FILE"
 """The file in which the launcher lists the processes of the next generation (launch/membership_file.py)."""
 
 READY_FILE = "SPMDKIT_READY_FILE"
-"""The file in which a process publishes the generation that it is ready for."""
+"""The file in which a process publishes the generation for which it is ready."""
 
 MEMBER, GENERATION = "SPMDKIT_MEMBER", "SPMDKIT_GENERATION"
-"""The number that the launcher gave to a process, and the generation for which it was started."""
+"""The number that the launcher assigned to a process, and the generation for which it was started."""
 
 COMPILE_CACHE = "SPMDKIT_COMPILE_CACHE"
-"""off: no compile cache; otherwise its folder, if the config names none."""
+"""off: no compile cache; otherwise its folder, unless the config names one."""
 
 COMPILE_ONLY = "SPMDKIT_COMPILE_ONLY"
-"""Ends `train` when its step is compiled: set by a launcher that fills the compile cache for another number of
-processes (launch/precompile.py)."""
+"""Makes `train` exit after the compilation of its step, to fill the compile cache for another number of processes
+(launch/precompile.py)."""
 
 DRILL_FILE = "SPMDKIT_DRILL_FILE"
-"""The file through which a drill requests a fault of one process, and the process reports its injection."""
+"""The file in which a drill requests a fault of one process, and the process reports its injection."""
 
 NAMELESS = "/dev/fd/"
-"""Prefix of a file without a name on the disk that was inherited open."""
+"""Prefix of the path of an inherited file descriptor for a file without a name on disk."""
 
 OUR_VARIABLES = frozenset(
     [value for value in dict(vars()).values() if isinstance(value, str) and value.startswith("SPMDKIT_")]
@@ -97,7 +96,7 @@ OUR_VARIABLES = frozenset(
 """All environment variables of spmdkit."""
 
 MEASURED = ("examples_per_s", "step_time_s", "input_wait_s")
-"""Keys with times in each line of metrics.jsonl."""
+"""Keys of times in each line of metrics.jsonl."""
 
 RESERVED_METRICS = ("step", "split", *MEASURED)
-"""Keys of metrics.jsonl that a metric of a task must not use."""
+"""Reserved keys of metrics.jsonl, which a task's metrics must not use."""

@@ -1,4 +1,4 @@
-"""`Deadline`: the end of a bounded wait. Every loop of the package that waits uses one."""
+"""`Deadline`: the end of a bounded wait. Every waiting loop of the package uses one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Deadline:
     """The time `timeout_s` seconds from now.
 
     Args:
-        timeout_s: seconds; with 0 or less it has expired already.
+        timeout_s: seconds; with 0 or less it has already expired.
         clock: monotonic seconds.
-        sleep: what waits between two polls.
+        sleep: the function that waits between two polls.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Deadline:
 
     @property
     def remaining_s(self) -> float:
-        """The seconds that remain, at least 1 ms: a socket with a timeout of 0 does not block."""
+        """The remaining seconds, at least 1 ms, since a socket with a timeout of 0 does not block."""
         return max(0.001, self._end - self._clock())
 
     @property
@@ -38,7 +38,7 @@ class Deadline:
         return self._clock() >= self._end
 
     def polls(self, interval_s: float) -> Iterator[None]:
-        """Yields immediately and then every `interval_s` seconds, the last time when the deadline has expired."""
+        """Yields immediately, then every `interval_s` seconds, and a last time when the deadline has expired."""
         while True:
             is_last = self.expired
             yield
@@ -47,7 +47,7 @@ class Deadline:
             self._sleep(min(interval_s, self.remaining_s))
 
     def wait_for(self, condition: Callable[[], T], interval_s: float) -> T:
-        """Returns the first true value of `condition`, or its last value when the deadline expires."""
+        """Polls `condition` and returns its first true value, or its last value when the deadline expires."""
         for _ in self.polls(interval_s):
             if value := condition():
                 break

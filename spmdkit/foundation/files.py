@@ -1,4 +1,4 @@
-"""Atomic files: written to a temporary file, synced to the disk, renamed."""
+"""Atomic writes: a temporary file is written, synced to disk, and renamed."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from typing import Any
 from spmdkit.errors import CheckpointWriteError, ConfigError
 
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
-"""The folder of spmdkit, to separate its frames in a traceback from the user's."""
+"""The folder of spmdkit, to separate its frames in a traceback from the user's frames."""
 
 
 _PARTIAL = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.partial")
 
 FILE_MODE, FOLDER_MODE = 0o640, 0o750
-"""The maximum permissions of a file or folder of a run."""
+"""Maximum permissions of a file or folder of a run."""
 
 
 @contextlib.contextmanager
 def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields a temporary path for a file or a folder, which replaces `path` at the end. After an exception it is
-    deleted.
+    """Yields a temporary path for a file or folder, which replaces `path` at the end, or is deleted after an exception.
 
-    A file replaces an existing one. Readers see the old or the new file.
+    A file replaces an existing file. Readers see either the old or the new file.
     """
     path = Path(path)
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
@@ -45,8 +44,8 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def remove_unfinished(folder: Path, others: tuple[str, ...]) -> None:
-    """Removes the partial files of killed writers in a folder that only the caller writes; `others`: files that others
-    write there too."""
+    """Removes the partial files of killed writers from a folder that only the caller writes. `others`: files there with
+    other writers."""
     for path in folder.glob(".*.partial"):
         found = _PARTIAL.fullmatch(path.name)
         if found is not None and found["name"] not in others:
@@ -62,7 +61,7 @@ def _remove(path: Path) -> None:
 
 
 def tighten(path: Path) -> None:
-    """Removes all permissions of others, and write permission of the group, from a file or from a folder and its
+    """Removes all permissions of other users, and the group's write permission, from a file or from a folder and its
     contents. Links are not followed."""
     for parent, folders, names in os.walk(path):
         for name in (*folders, *names):
@@ -71,8 +70,8 @@ def tighten(path: Path) -> None:
 
 
 def below(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yields (path, path below `folder`) of every file in it, as strings: each new name in a `Path` stays in CPython's
-    table of interned strings (up to 3.11 until the table is rebuilt, from 3.12 on for good)."""
+    """Yields (path, path relative to `folder`) of every file in it, as strings. Each new name in a `Path` would stay in
+    CPython's table of interned strings (up to 3.11 until the table is rebuilt, from 3.12 on permanently)."""
     top = os.fspath(folder)
     for parent, _, names in os.walk(top):
         for name in names:
@@ -81,7 +80,7 @@ def below(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _chmod(path: str | Path) -> None:
-    with contextlib.suppress(OSError):  # another owner, or deleted
+    with contextlib.suppress(OSError):  # owned by another user, or deleted
         mode = os.lstat(path).st_mode
         most = FOLDER_MODE if stat.S_ISDIR(mode) else FILE_MODE
         if (stat.S_ISREG(mode) or stat.S_ISDIR(mode)) and stat.S_IMODE(mode) & ~most:
@@ -89,7 +88,7 @@ def _chmod(path: str | Path) -> None:
 
 
 def replace(path: str | os.PathLike[str], content: bytes, mode: int = FILE_MODE) -> None:
-    """Replaces `path` by `content`, which is synced to the disk on return. Raises OSError if that fails."""
+    """Replaces `path` by `content`, which is on disk on return. Raises OSError on failure."""
     with whole(path) as beside:
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         with os.fdopen(descriptor, "wb") as file:
@@ -100,7 +99,7 @@ def replace(path: str | os.PathLike[str], content: bytes, mode: int = FILE_MODE)
 
 
 def sync_folder(folder: Path) -> None:
-    """Syncs the names in `folder` to the disk: a rename survives a loss of power only after this."""
+    """Syncs the names in `folder` to disk. Only then does a rename survive a loss of power."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -109,7 +108,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def digest(content: bytes) -> str:
-    """Returns 64 bits of BLAKE2b as 16 hex digits: for files of kilobytes. Arrays use `checksum.py`, and the checksums
+    """Returns 64 bits of BLAKE2b as 16 hex digits, for files of kilobytes. Arrays use `checksum.py` and the checksums
     of checkpoint/orbax_backend.py."""
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
@@ -128,7 +127,7 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def json_object(content: bytes) -> dict[str, Any] | None:
-    """Returns the JSON object in `content`, None for anything else."""
+    """Returns the JSON object in `content`, or None for any other content."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
@@ -140,7 +139,7 @@ def strict_json(value: Any) -> Any:
     """Returns `value` with non-finite floats as the strings "NaN", "Infinity", "-Infinity", scalar arrays as numbers,
     paths as strings."""
     if type(value) is int or type(value) is str or (type(value) is float and math.isfinite(value)):
-        return value  # most of them are
+        return value  # the most common case
     if isinstance(value, Mapping):
         return {str(k): strict_json(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -164,5 +163,5 @@ def not_writable(path: Path, error: OSError) -> ConfigError:
 
 
 def not_written(path: Path, error: OSError) -> CheckpointWriteError:
-    """Returns the error for a run's file that can no longer be written: the disk is full or missing."""
+    """Returns the error for a run's file that can no longer be written because the disk is full or missing."""
     return CheckpointWriteError(str(not_writable(path, error)))

@@ -1,4 +1,4 @@
-"""Text for people: losses, rates, durations, sizes and counts in one format everywhere, and suggestions for misspelled
+"""Human-readable text: losses, rates, durations, sizes and counts in one format, and suggestions for misspelled
 names."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def format_value(value: float) -> str:
 
 
 def format_rate(per_s: float) -> str:
-    """Returns a rate without needless digits: `12345`, `98.7`, `0.034`."""
+    """Returns a rate without insignificant digits: `12345`, `98.7`, `0.034`."""
     if not math.isfinite(per_s):
         return str(float(per_s))
     if per_s >= 100:
@@ -48,20 +48,20 @@ def format_duration(seconds: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Returns a time in three digits with its unit: `850 us`, `23.1 ms`, `2.42 s`, `1234 s`."""
+    """Returns a time with three digits and its unit: `850 us`, `23.1 ms`, `2.42 s`, `1234 s`."""
     if seconds >= 999.5:
         return f"{seconds:.0f} s"
     return "0 s" if seconds == 0 else _three_digits(seconds, ((1.0, " s"), (1e-3, " ms"), (1e-6, " us")))
 
 
 def format_count(value: float) -> str:
-    """Returns a number in three digits: `8.03B`, `12.4k`, `950`."""
+    """Returns a number with three digits: `8.03B`, `12.4k`, `950`."""
     return _three_digits(value, ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1.0, "")))
 
 
 def _three_digits(value: float, units: Sequence[tuple[float, str]]) -> str:
-    """Returns a value in the largest of its units, sorted from large to small, in which it is at least one as
-    formatted."""
+    """Returns a value in the largest of its units (sorted in descending order) in which it is formatted as at least
+    one."""
     size, unit = next((u for u in units if value >= 0.9995 * u[0]), units[-1])
     return f"{value / size:.3g}{unit}"
 
@@ -76,25 +76,25 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Returns the lines of a table: columns in line, those of the numbers in `right` to the right."""
+    """Returns the lines of a table with aligned columns. Columns with an index in `right` are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cell = lambda n, text: text.rjust(widths[n]) if n in right else text.ljust(widths[n])
     return ["  ".join(cell(n, text) for n, text in enumerate(row)).rstrip() for row in rows]
 
 
 _INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that a terminal interprets instead of showing: control characters except newline and tab, direction marks,
-surrogates."""
+"""Characters that a terminal interprets instead of displaying: control characters except newline and tab, direction
+marks, surrogates."""
 
 
 def visible(text: str) -> str:
-    """Returns a text that a terminal shows unchanged: interpreted characters are escaped, as `\\x1b`. For names of
-    files, leaves and metrics."""
+    """Returns a text that a terminal displays unchanged: interpreted characters are escaped, for example `\\x1b`. For
+    names of files, leaves and metrics."""
     return _INVISIBLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def all_visible(value: Any) -> Any:
-    """Returns plain values with every text in them made `visible`, also keys."""
+    """Returns plain values with `visible` applied to every string in them, including keys."""
     if isinstance(value, str):
         return visible(value)
     if isinstance(value, Mapping):
@@ -106,8 +106,7 @@ MOST_LINES, MOST_COLUMNS = 24, 1000
 
 
 def bounded(text: str) -> str:
-    """Returns a message that fits on a screen: too many lines, and a line that is too long, are shortened in the
-    middle."""
+    """Returns a message that fits on a screen. Long messages and long lines are shortened in the middle."""
     lines = [_cut(line) for line in text.splitlines()]
     if len(lines) > MOST_LINES:
         left_out = len(lines) - MOST_LINES + 1

@@ -1,5 +1,5 @@
-"""Walks over jaxprs: the jaxprs of an equation, all equations of a program, each body separately, equations with their
-context.
+"""Walks over jaxprs: the jaxprs of an equation, all equations of a program, each body separately, and equations with
+their context.
 
 A jaxpr may be closed or open; results are open. Rules that depend on the meaning of a primitive (which inputs a scan
 carries, how often a body runs) belong to the callers.
@@ -15,11 +15,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 T = TypeVar("T")
 
 Into = Callable[[Any], bool]
-"""Whether a walk enters the jaxprs of an equation."""
+"""Predicate: whether a walk enters the jaxprs of an equation."""
 
 
 def everywhere(eqn: Any) -> bool:
-    """Returns True: a walk over everything."""
+    """Returns True, so that a walk enters every jaxpr."""
     return True
 
 
@@ -29,8 +29,8 @@ def opened(jaxpr: Any) -> Any:
 
 
 def inner(eqn: Any) -> Iterator[Any]:
-    """Yields the jaxprs in an equation's parameters: bodies, branches, called functions. Of a custom rule, the function
-    itself."""
+    """Yields the jaxprs in an equation's parameters: bodies, branches, called functions. For a custom rule, yields the
+    function itself."""
     for value in eqn.params.values():
         for one in value if isinstance(value, tuple | list) else (value,):
             if isinstance(one, ClosedJaxpr | Jaxpr):
@@ -38,7 +38,7 @@ def inner(eqn: Any) -> Iterator[Any]:
 
 
 def bodies(jaxpr: Any, into: Into = everywhere) -> Iterator[Any]:
-    """Yields a jaxpr and those inside of it, outer ones first."""
+    """Yields a jaxpr and the jaxprs nested in it, outer ones first."""
     body = opened(jaxpr)
     yield body
     for eqn in body.eqns:
@@ -48,7 +48,7 @@ def bodies(jaxpr: Any, into: Into = everywhere) -> Iterator[Any]:
 
 
 def equations(jaxpr: Any, into: Into = everywhere) -> Iterator[Any]:
-    """Yields the equations of a jaxpr in order, each before those inside of it."""
+    """Yields the equations of a jaxpr in order, each before the equations nested in it."""
     for eqn in opened(jaxpr).eqns:
         yield eqn
         if into(eqn):
@@ -57,13 +57,13 @@ def equations(jaxpr: Any, into: Into = everywhere) -> Iterator[Any]:
 
 
 def axis_names(eqn: Any) -> frozenset[str]:
-    """Returns the mesh axes that a collective operation, an index or a cast names; empty for any other equation."""
+    """Returns the mesh axes of a collective, an axis index or a cast; empty for any other equation."""
     named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     return frozenset((named,) if isinstance(named, str) else named if isinstance(named, tuple | list) else ())
 
 
 def needed(eqns: Sequence[Any], wanted: Iterable[Any]) -> list[Any]:
-    """Returns those equations that the wanted variables need, in their order."""
+    """Returns the equations on which the wanted variables depend, in order."""
     needs, found = set(map(id, wanted)), []
     for eqn in reversed(eqns):
         if any(id(var) in needs for var in eqn.outvars):
@@ -76,8 +76,8 @@ def equations_within(jaxpr: Any, around: T, enter: Callable[[Any, T], tuple[T, T
     """Yields (equation, its context), in the order of `equations`.
 
     Args:
-        around: the context outside.
-        enter: `(equation, context around it) -> (its context, context of the equations inside of it)`.
+        around: the outer context.
+        enter: `(equation, outer context) -> (its context, context of the equations nested in it)`.
     """
     for eqn in opened(jaxpr).eqns:
         here, inside = enter(eqn, around)

@@ -1,8 +1,8 @@
 """The phase of training in this process: phase, step, start time. The training thread sets it with `at`, `during` or
-`waiting`; the watchdog and the messages of a hang read it.
+`waiting`. The watchdog and the messages of a hang read it.
 
-There is one per process, as there is one stack, so that a watchdog in another thread can read it without a reference.
-Only the thread that called `begin` sets it: a reader, a saver, a second training in a notebook's thread change nothing.
+The phase is global to the process, so that a watchdog in another thread can read it without a reference. Only the
+thread that called `begin` can set it, not a reader, a saver or a second training in a notebook.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Phase(NamedTuple):
 
     Attributes:
         phase: `import`, `compile`, `restore`, `data`, `step`, `evaluation`, `save`, `hook NAME`, or `waiting` (for
-            other processes, which publish their own phases).
+            other processes, which publish their phases).
         detail: what the process waits for.
-        step: the step that is trained, 0 before the first.
+        step: the current step, 0 before the first.
         since: monotonic seconds.
-        number: of changes, to detect one.
+        number: the number of changes, to detect a change.
     """
 
     phase: str
@@ -36,12 +36,12 @@ class Phase(NamedTuple):
 
 WAITING = "waiting"
 EVALUATION, READING = "evaluation", "reading data"
-"""The phase, with its detail if this process alone is in it; otherwise all compute a batch together."""
+"""The phase, and its detail while this process reads alone. Otherwise all processes compute a batch together."""
 
 _phase = Phase("begin", "", 0, time.monotonic(), 0)
 _owner: int | None = None
 seconds_by_phase: dict[str, float] = defaultdict(float)
-"""Phase -> seconds in it so far, of completed phases."""
+"""Phase -> total seconds of its completed occurrences."""
 
 
 _ends_since = float("-inf")
@@ -57,19 +57,19 @@ def begin() -> None:
 
 
 def end() -> None:
-    """Ends the training thread: later changes have no effect."""
+    """Releases the training thread. Later changes have no effect."""
     global _owner
     _owner = None
 
 
 def mark_ending() -> None:
-    """Records that this process exits for a reason that it shares with others: their exit need not end it."""
+    """Records that this process exits for a reason shared with other processes, so their exit is not an error."""
     global _ends_since
     _ends_since = time.monotonic()
 
 
 def is_ending(within_s: float) -> bool:
-    """Returns whether this was recorded in the last `within_s` seconds."""
+    """Returns whether `mark_ending` was called in the last `within_s` seconds."""
     return time.monotonic() - _ends_since < within_s
 
 
@@ -79,7 +79,7 @@ def current_phase() -> Phase:
 
 
 def enter(phase: str, step: int | None = None, detail: str = "") -> None:
-    """Sets the phase of this thread. Costs 0.4 us."""
+    """Sets the phase of this thread. Takes 0.4 us."""
     global _phase
     if threading.get_ident() != _owner:
         return
@@ -90,7 +90,7 @@ def enter(phase: str, step: int | None = None, detail: str = "") -> None:
 
 @contextmanager
 def during(phase: str, detail: str = "") -> Iterator[None]:
-    """Context of a phase; afterwards the previous phase starts again."""
+    """Context manager of a phase. Restores the previous phase on exit."""
     before = _phase
     enter(phase, detail=detail)
     try:
@@ -100,5 +100,5 @@ def during(phase: str, detail: str = "") -> Iterator[None]:
 
 
 def waiting(what: str) -> AbstractContextManager[None]:
-    """Context in which this process waits for other processes, at `what`."""
+    """Context manager for a wait for other processes, at `what`."""
     return during(WAITING, what)

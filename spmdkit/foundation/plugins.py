@@ -1,7 +1,7 @@
-"""Plug-ins: found by group and name in this package and in other installed distributions, and made from a config.
+"""Plug-ins: discovered by group and name in this package and other distributions, and created from a config.
 
 A built-in plug-in is a module in the folder of its group. Its name in a config is the module's name. Another
-distribution declares an entry point, which names a module with the same contents or the object in it:
+distribution declares an entry point that names a module with the same contents, or the object in it:
 
     [project.entry-points."spmdkit.reducers"]
     my_reducer = "my_package.my_reducer"
@@ -29,17 +29,17 @@ from spmdkit.foundation.formatting import nearest
 PACKAGE = Path(__file__).parents[1]
 
 Choice = str | Mapping[str, Any]
-"""How a config names a plug-in: `sum`, or `{local_sgd: {every: 16}}` with options."""
+"""The form of a plug-in in a config: `sum`, or `{local_sgd: {every: 16}}` with options."""
 
 
 class Group(NamedTuple):
     """One kind of plug-in.
 
     Attributes:
-        folder: holds the built-in modules; None: only other distributions have plug-ins of this group.
+        folder: the folder of the built-in modules; None: only other distributions have plug-ins of this group.
         attribute: the plug-in is this attribute of its module; None: the module itself.
-        helpers: modules of the folder that are no plug-ins.
-        common_options: options of every plug-in of the group: numbers of steps, fields of the object that it makes.
+        helpers: modules of the folder that are not plug-ins.
+        common_options: options of every plug-in of the group: numbers of steps, fields of the created object.
     """
 
     folder: str | None
@@ -61,18 +61,18 @@ GROUPS = {
     "findings": Group("plan/findings", "find"),
     "migrations": Group("tools/migrate", None, helpers=("base", "command")),
 }
-"""Group -> its kind of plug-in. The entry points of a group are declared in `spmdkit.GROUP`.
+"""Group -> its kind of plug-in. The entry points of a group are declared as `spmdkit.GROUP`.
 
-`default_hooks` are made from every config, `make(config) -> Hook | None`. `hooks` are made if the config names them,
-`make(**options) -> Hook`.
+`default_hooks` are created for every config, `make(config) -> Hook | None`. `hooks` are created if the config names
+them, `make(**options) -> Hook`.
 """
 
 
 def find(group: str) -> dict[str, Callable[[], Any]]:
-    """Returns name -> a function that imports and returns the plug-in, for every plug-in of a group, by name.
+    """Returns name -> a function that imports and returns the plug-in, sorted by name, for all plug-ins of a group.
 
     Raises:
-        ConfigError: two plug-ins have one name.
+        ConfigError: two plug-ins have the same name.
     """
     folder, attribute, helpers, _ = GROUPS[group]
     loaders: dict[str, Callable[[], Any]] = {}
@@ -92,7 +92,7 @@ def find(group: str) -> dict[str, Callable[[], Any]]:
 
 
 def names(group: str) -> list[str]:
-    """Returns the names of the plug-ins of a group, without importing any."""
+    """Returns the names of the plug-ins of a group without importing them."""
     return list(find(group))
 
 
@@ -103,7 +103,7 @@ def load_all(group: str) -> dict[str, Any]:
 
 @functools.cache
 def _entry_points() -> dict[str, tuple[importlib.metadata.EntryPoint, ...]]:
-    """Returns group -> its entry points. Cached: it reads the metadata of every installed distribution."""
+    """Returns group -> its entry points. Cached, since it reads the metadata of every installed distribution."""
     installed = importlib.metadata.entry_points()
     return {group: tuple(installed.select(group=f"spmdkit.{group}")) for group in GROUPS}
 
@@ -132,7 +132,7 @@ def _distribution(entry: importlib.metadata.EntryPoint) -> str:
 
 
 def split(choice: Choice) -> tuple[str, dict[str, Any]]:
-    """Returns (name, options). The options of `{stale: 2}` are the number; `make` knows which option it is."""
+    """Returns (name, options). The options of `{stale: 2}` are the number; `make` resolves the option's name."""
     if isinstance(choice, str):
         return choice, {}
     name, options = next(iter(choice.items()))
@@ -140,7 +140,7 @@ def split(choice: Choice) -> tuple[str, dict[str, Any]]:
 
 
 def is_reference(choice: Choice) -> bool:
-    """Returns whether a choice refers to a user's function: `file.py:name` or `module:name`."""
+    """Returns whether a choice refers to a user-defined function: `file.py:name` or `module:name`."""
     return ":" in split(choice)[0]
 
 
@@ -155,7 +155,7 @@ def split_common_options(group: str, choice: Choice) -> tuple[str | dict[str, An
 
 
 def problem(group: str, choice: Choice) -> str | None:
-    """Returns what is wrong with a choice and its options, or None."""
+    """Returns the problem of a choice and its options, or None."""
     name, options = split(split_common_options(group, choice)[0])
     if is_reference(choice):
         return options_problem(name, options) or _common_options_problem(group, choice)
@@ -175,17 +175,17 @@ def problem(group: str, choice: Choice) -> str | None:
 
 
 def options_problem(name: str, options: Any) -> str | None:
-    """Returns what is wrong with the type of options, or None."""
+    """Returns the problem of the type of options, or None."""
     if isinstance(options, dict):
         return None
     return f"{name}: options are a mapping, found {reprlib.repr(options)}. Write {{{name}: {{OPTION: VALUE}}}}."
 
 
 def signature_problem(name: str, factory: Any, options: Mapping[str, Any], num_arguments: int = 0) -> str | None:
-    """Returns what is wrong with options that are passed to `factory` by keyword, or None.
+    """Returns the problem of options that are passed to `factory` by keyword, or None.
 
     Args:
-        num_arguments: positional arguments that `factory` also receives, before the options.
+        num_arguments: number of positional arguments that `factory` receives before the options.
     """
     parameters = list(inspect.signature(factory).parameters.values())[num_arguments:]
     known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -209,7 +209,7 @@ def _common_options_problem(group: str, choice: Choice) -> str | None:
 
 
 def _name_only_option(factory: Any, options: Any) -> Any:
-    """Returns `{option: 2}` for the number 2, if the plug-in has one option; other options unchanged."""
+    """Returns `{option: 2}` for the number 2 if the plug-in has one option; other options are unchanged."""
     if isinstance(options, bool) or not isinstance(options, int | float):
         return options
     parameters = list(inspect.signature(factory).parameters)
@@ -217,15 +217,15 @@ def _name_only_option(factory: Any, options: Any) -> Any:
 
 
 def options(group: str, choice: Choice) -> list[str]:
-    """Returns the names of the options that a plug-in takes; none for a user's function."""
+    """Returns the names of the options that a plug-in accepts; none for a user-defined function."""
     return [] if is_reference(choice) else list(inspect.signature(find(group)[split(choice)[0]]()).parameters)
 
 
 def make(group: str, choice: Choice) -> Any:
-    """Returns the object that the chosen plug-in makes of its options.
+    """Returns the object that the chosen plug-in creates from its options.
 
     Raises:
-        ConfigError: no such plug-in, or it does not take the options.
+        ConfigError: no such plug-in, or it does not accept the options.
     """
     if wrong := problem(group, choice):
         raise ConfigError(f"{group}: {wrong}")

@@ -1,8 +1,8 @@
-"""Detects secrets and replaces them by `***` in every file that a run writes, in its record and in its messages.
+"""Detects secrets and replaces them by `***` in all files, records and messages of a run.
 
 A value is secret by its name (`api_token`, `password`, `AWS_SECRET_ACCESS_KEY`), or by its form (a login in a URL,
-`Bearer ...`, the tokens of well-known services, a private key). Values that are secret by name are remembered, so that
-the same text is redacted in messages too.
+`Bearer ...`, the tokens of well-known services, a private key). Values that are secret by name are registered, so that
+the same text is also redacted in messages.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any
 
 HIDDEN = "***"
 SHORTEST = 6
-"""Minimum length of a value that is searched in other texts: shorter ones are common words."""
+"""Minimum length of a value that is searched for in other texts, since shorter ones are common words."""
 
 DEEPEST = 64
 LONGEST_CONFIG = 2**16
-"""Maximum number of characters of a config file that a launcher reads: it has little time."""
+"""Maximum number of characters of a config file that a launcher reads, to limit its start time."""
 
 _PARTS = re.compile(r"passw|passphrase|secret|credential|apikey", re.IGNORECASE)
 _WORDS = {"token", "tokens", "pwd", "auth", "authorization", "bearer", "cookie", "dsn"}
 _KEYS = {"api", "access", "private", "secret", "signing", "encryption", "ssh", "license", "account", "storage"}
-"""Words that make a `key` secret: without them it is a name in a mapping."""
+"""Words that make a `key` secret. Without them it is a name in a mapping."""
 _OF_TEXT = {"pad", "eos", "bos", "mask", "unk", "sep", "cls", "start", "end", "stop", "special", "begin", "separator"}
-"""Words that make a `token` a piece of text."""
+"""Words that mark a `token` as a piece of text."""
 
 _SPLIT = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
 _IN_TEXT = re.compile(
@@ -42,12 +42,13 @@ _IN_TEXT = re.compile(
 )
 
 _known: set[str] = set()
-"""Values that are secret by name. Texts are searched for them."""
+"""Registered values that are secret by name. Texts are searched for them."""
 
 
 @functools.lru_cache(maxsize=4096)
 def named(name: str) -> bool:
-    """Returns whether a value of this name is a secret. Cached: each written text checks all environment variables."""
+    """Returns whether a value of this name is a secret. Cached, since all environment variables are checked for each
+    text."""
     words = {word.lower() for word in _SPLIT.split(name) if word}
     if words & {"token", "tokens"} and words & _OF_TEXT:
         return False
@@ -57,7 +58,7 @@ def named(name: str) -> bool:
 def without(value: Any, name: str = "") -> Any:
     """Returns plain values with `***` in place of secrets; `name` is the key of `value`.
 
-    Numbers and booleans are unchanged, unless their key is a password.
+    Numbers and booleans are unchanged unless their key is a password.
     """
     if isinstance(value, Mapping):
         return {key: without(inner, f"{name}_{key}" if named(name) else str(key)) for key, inner in value.items()}
@@ -70,7 +71,7 @@ def without(value: Any, name: str = "") -> Any:
 
 
 def remember(value: Any, name: str = "", depth: int = 0) -> None:
-    """Registers the secrets among plain values: `in_text` redacts them from now on."""
+    """Registers the secrets among plain values. `in_text` redacts them from then on."""
     if depth > DEEPEST:
         return
     if isinstance(value, Mapping):
@@ -84,9 +85,8 @@ def remember(value: Any, name: str = "", depth: int = 0) -> None:
 
 
 def remember_command(words: Sequence[str], files: bool = True) -> None:
-    """Registers the secrets in a command's `key=value` and, with `files`, in its YAML files, as far as they can be
-    read."""
-    import yaml  # 20 ms
+    """Registers the secrets in a command's `key=value` arguments and, with `files`, in its readable YAML files."""
+    import yaml  # takes 20 ms
 
     for word in words:
         key, equals, text = word.partition("=")
@@ -94,12 +94,12 @@ def remember_command(words: Sequence[str], files: bool = True) -> None:
             if not equals and not (files and word.endswith((".yaml", ".yml"))):
                 continue
             text = text if equals else Path(word).read_text()[:LONGEST_CONFIG]
-            if not any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # it can grow without end
+            if not any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # its length is unbounded
                 remember(yaml.safe_load(text), key if equals else "")
 
 
 def in_text(text: str) -> str:
-    """Returns a text with `***` in place of secrets, by form or registered."""
+    """Returns a text with `***` in place of registered secrets and values with the form of a secret."""
     for value in sorted(_known | _of_environment(), key=len, reverse=True):
         text = text.replace(value, HIDDEN)
     return _IN_TEXT.sub(_hidden, text)
@@ -113,4 +113,4 @@ def _hidden(found: re.Match[str]) -> str:
 def _of_environment() -> set[str]:
     """Returns the values of environment variables with secret names. `PWD` is the current folder."""
     names = [name for name in list(os.environ) if named(name) and name not in ("PWD", "OLDPWD")]
-    return {value for name in names if len(value := os.environ.get(name, "")) >= 8}  # another thread may remove one
+    return {value for name in names if len(value := os.environ.get(name, "")) >= 8}  # a thread may remove one

@@ -1,9 +1,8 @@
-"""The last start of a run: its last step, and whether it recorded how it ended. Available also if its process was
-killed.
+"""The last start of a run: its last step, and whether it recorded an end. Also available if its process was killed.
 
-`events.jsonl` holds `running` from each start, and `stopped`, `preempted` or `fault` at its end. `last_step` holds the
-last dispatched step, in a memory page that the kernel retains for a dead process. A run that ended by `os._exit(0)` has
-the exit code of a finished one; these two files distinguish them.
+`events.jsonl` has `running` for each start, and `stopped`, `preempted` or `fault` for its end. `last_step` has the last
+dispatched step, in a mapped page that the kernel retains after the process dies. A run that ended by `os._exit(0)` has
+the exit code of a finished run. These two files distinguish the two cases.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ _WIDTH = 20
 
 
 class StepMark:
-    """The number of the last dispatched step, in one or more files; writing it costs less than a microsecond and waits
-    for no disk.
+    """The number of the last dispatched step, in one or more files. A write takes less than a microsecond and does not
+    wait for the disk.
 
-    A file that cannot be mapped is ignored: its content is for a message only.
+    A file that cannot be mapped is ignored, since only a message uses its content.
     """
 
     def __init__(self, paths: Iterable[Path]):
@@ -63,7 +62,7 @@ def _mapped(path: Path) -> mmap.mmap | None:
 
 
 def last_step(path: Path) -> int | None:
-    """Returns the step of a `StepMark` file, or None without one."""
+    """Returns the step in a `StepMark` file, or None without one."""
     try:
         return step_of(path.read_bytes())
     except OSError:
@@ -82,7 +81,7 @@ _DIRECTORY_AT = 64
 
 
 def write_directory(path: Path, directory: Path) -> None:
-    """Writes the directory of the run behind a `StepMark`, for the reader of its file (`launch`)."""
+    """Writes the run's directory after the step of a `StepMark` file, for its reader (`launch`)."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
@@ -92,7 +91,7 @@ def write_directory(path: Path, directory: Path) -> None:
 
 
 def directory_of(content: bytes) -> Path | None:
-    """Returns the directory of the run that has written `content`, or None if it is not written yet."""
+    """Returns the run's directory from the content of a `StepMark` file, or None if it is not written yet."""
     name, ended, _ = content[_DIRECTORY_AT:].partition(b"\n")
     return Path(os.fsdecode(name)) if ended and name else None
 
@@ -102,8 +101,8 @@ class Attempt:
     """A start of a run without a recorded end.
 
     Attributes:
-        step: the last dispatched step, as far as known.
-        alive: it is running, on this machine; None: unknown, since it ran on another.
+        step: the last dispatched step, if known.
+        alive: whether it is running on this machine; None: unknown, since it ran on another machine.
     """
 
     step: int
@@ -112,7 +111,7 @@ class Attempt:
     alive: bool | None
 
     def message(self) -> str:
-        """Returns a sentence for people."""
+        """Returns a description for users."""
         if self.alive:
             return f"the run is still running: process {self.pid}, at step {self.step}"
         where = "" if self.alive is False else f" (or is still running, as process {self.pid} on {self.host})"
@@ -129,7 +128,7 @@ def running(step: int) -> dict[str, Any]:
 
 
 def newest_saved(run_dir: Path) -> int | None:
-    """Returns the newest step that a run has recorded as committed, wherever its checkpoints are; None without one."""
+    """Returns the newest step that a run has recorded as committed, for any location of the checkpoints, or None."""
     saved = (event.get("step") for event in _events(run_dir / EVENTS) if event.get("event") == "saved")
     return max((step for step in saved if isinstance(step, int)), default=None)
 
@@ -140,8 +139,7 @@ def this_process() -> dict[str, Any]:
 
 
 def is_gone(found: dict[str, Any]) -> bool:
-    """Returns whether the process of `this_process` has certainly ended: it ran on this machine, since the last
-    boot."""
+    """Returns whether the process of `this_process` has exited; False if unknown (another machine or boot)."""
     here = found.get("host") == socket.gethostname() and found.get("boot") == _boot() is not None
     return here and isinstance(found.get("pid"), int) and _born(found["pid"]) != found.get("born")
 
@@ -155,7 +153,7 @@ def _boot() -> str | None:
 
 
 def unfinished(run_dir: Path) -> Attempt | None:
-    """Returns the last start of a run if it has no recorded end, otherwise None."""
+    """Returns the last start of a run if its end is not recorded, otherwise None."""
     started: dict[str, Any] | None = None
     for event in _events(run_dir / EVENTS):
         if event.get("process", 0) == 0 and event.get("event") == RUNNING:
@@ -182,7 +180,7 @@ def _events(path: Path) -> Iterable[dict[str, Any]]:
 
 
 def _born(pid: int) -> int | None:
-    """Returns when a process was started, in ticks since boot: the kernel reuses process numbers."""
+    """Returns the start time of a process in ticks since boot, since the kernel reuses process IDs."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
         return int(text.rpartition(")")[2].split()[19])

@@ -1,4 +1,4 @@
-"""Pytrees as a flat list of (path, leaf): the names that layouts, checkpoints and messages use."""
+"""Pytrees as flat lists of (path, leaf). Layouts, checkpoints and messages use these names."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """Returns `[(path, leaf), ...]` in flattening order; `None` is no leaf."""
+    """Returns `[(path, leaf), ...]` in flattening order; `None` is not a leaf."""
     return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
 def is_key(x: Any) -> bool:
-    """Returns whether an array, abstract or not, holds typed random keys, which numpy cannot represent."""
+    """Returns whether a (possibly abstract) array has typed random keys, which numpy cannot represent."""
     return hasattr(x, "dtype") and bool(jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
@@ -30,18 +30,18 @@ def canonical_dtype(dtype: Any) -> Any:
 
 
 def common_dtype(*dtypes: Any) -> Any:
-    """Returns the dtype to which JAX promotes all of them, also if the user has disabled implicit promotion."""
+    """Returns the dtype to which JAX promotes the dtypes, even if the user has disabled implicit promotion."""
     with jax.numpy_dtype_promotion("standard"):
         return functools.reduce(jax.numpy.promote_types, dtypes)
 
 
 def leaf_bytes(leaf: Any) -> int:
-    """Returns the bytes of an array or abstract array; of typed keys those of their data."""
+    """Returns the bytes of a (possibly abstract) array; for typed keys the bytes of their data."""
     return int(np.prod(leaf.shape, dtype=np.int64)) * canonical_dtype(leaf.dtype).itemsize
 
 
 def tree_bytes(tree: Any) -> int:
-    """Returns the bytes of all leaves together (global, not per device)."""
+    """Returns the total bytes of all leaves (global, not per device)."""
     return sum(leaf_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 
@@ -51,14 +51,14 @@ def abstract(tree: Any) -> Any:
 
 
 def describe(leaf: Any) -> str:
-    """Returns `float32[64,128]` for an array, or the Python type's name for anything else."""
+    """Returns `float32[64,128]` for an array, and the name of the Python type for any other object."""
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         return type(leaf).__name__
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
 def first_difference(before: Any, after: Any) -> str | None:
-    """Returns the first leaf with another path, shape or dtype in two trees as text, or None."""
+    """Returns as text the first leaf that differs in path, shape or dtype between two trees, or None."""
     old, new = ({path: describe(_canonical(leaf)) for path, leaf in named_leaves(tree)} for tree in (before, after))
     for path in [*old, *(p for p in new if p not in old)]:
         if old.get(path) != new.get(path):

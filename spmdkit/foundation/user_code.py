@@ -1,8 +1,8 @@
-"""The user's own code: imports what a config names, and calls it so that its errors are reported with the user's line.
+"""User code: imports the objects that a config names, and calls functions so that errors report the user's line.
 
-A config may only name registered objects: `task: os:system` must not run a command. So a function has to be registered
-(`@sk.task`, `@sk.hook`, `@sk.reducer`, `@sk.sync`, `@sk.tracker`) in the module that the config names, or be an object
-of that kind.
+A config may name only registered objects: `task: os:system` must not run a command. A function has to be registered
+(`@sk.task`, `@sk.hook`, `@sk.reducer`, `@sk.sync`, `@sk.tracker`) in the module that the config names; otherwise the
+name has to be an object of that kind.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from spmdkit.foundation.formatting import nearest
 T = TypeVar("T")
 
 KEYS = {"task": "task", "hook": "hooks", "reducer": "reducer", "sync": "sync", "tracker": "log.trackers"}
-"""Kind of registered function -> its key in a config."""
+"""Kind of registered function -> the key in a config."""
 
 _MARK = "__spmdkit_declared__"
 _LOADED_AS = "spmdkit_task_"
@@ -39,7 +39,7 @@ _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGED = re.compile(r"[/\\](?:site|dist)-packages[/\\](\w+)")
 _REFUSING = {name: name for name in ("numpy", "flax", "equinox", "optax", "einops")}
 _REFUSING |= {"jax": "JAX", "jaxlib": "JAX", "opt_einsum": "einsum"}
-"""Model libraries: their errors mean that shapes, dtypes or names do not match."""
+"""Model libraries. Their errors mean that shapes, dtypes or names do not match."""
 
 _LONGEST_CAUSE = 500
 
@@ -48,8 +48,8 @@ def call_user(fn: Callable[[], T], what: str) -> T:
     """Returns `fn()`, which runs or traces the user's function called `what`.
 
     Raises:
-        ConfigError: JAX, a model library or spmdkit rejects what the function does (shapes, dtypes, branches).
-        UserCodeError: the function itself raised; `__cause__` has its frames.
+        ConfigError: JAX, a model library or spmdkit rejects an operation of the function (shapes, dtypes, branches).
+        UserCodeError: the function raised; `__cause__` has its frames.
     """
     try:
         with compat.whole_tracebacks():
@@ -80,7 +80,7 @@ def _shown(frame: traceback.FrameSummary) -> str:
 
 
 def shortened(error: BaseException) -> str:
-    """Returns the first paragraph of an exception's text, without JAX's notes about its own files and types."""
+    """Returns the first paragraph of an exception's text, without JAX's notes about internal files and types."""
     first, *more = re.sub(r"\{V:[^}]*\}", "", str(error)).strip().split("\n\n")
     text = f"{first}\n{more[0]}" if more and first.endswith(":") else first
     notes = ("The error occurred while tracing", "See https:")
@@ -89,7 +89,7 @@ def shortened(error: BaseException) -> str:
 
 
 def _refused_by(error: BaseException) -> str | None:
-    """Returns the library of the frame that raised, or None for the user's own code."""
+    """Returns the library of the frame that raised, or None for user code."""
     last = traceback.extract_tb(error.__traceback__)[-1].filename
     if last.startswith(_PACKAGE):
         return "spmdkit"
@@ -121,7 +121,7 @@ def _is_library(filename: str) -> bool:
 
 
 def declared(kind: str) -> Callable[[T], T]:
-    """Returns the decorator that registers a function as a `kind`: a config can name it, in the module that registers
+    """Returns the decorator that registers a function as a `kind`. A config can name it in the module that registers
     it."""
 
     def declare(fn: T) -> T:
@@ -143,14 +143,13 @@ task, hook, reducer, sync, tracker = map(declared, KEYS)
 
 
 def find(text: str, kind: str, folder: Path, instance: type | None = None) -> Any:
-    """Returns the object that `text` names: a function registered as `kind`, or an object of type `instance`. Calls
-    nothing.
+    """Returns the object that `text` names, without calling it: a function registered as `kind`, or an `instance`.
 
     Args:
         text: `path/to/file.py:name`, relative to `folder`, or `package.module:name`.
 
     Raises:
-        ConfigError: no such file, module or name; the import raised; the object is not registered.
+        ConfigError: no such file, module or name; the import raised; or the object is not registered.
     """
     target, _, name = text.rpartition(":")
     key, module = KEYS.get(kind, kind), _import(target, kind, folder)
@@ -179,11 +178,11 @@ def find(text: str, kind: str, folder: Path, instance: type | None = None) -> An
 
 
 def named(requested: str | Mapping[str, Any], kind: str, folder: Path, returns: type[T]) -> T:
-    """Returns the object of a config entry, as `module:name` or `{module:name: options}`: a `returns`, or the result of
-    a function with the options.
+    """Returns the object of a config entry, `module:name` or `{module:name: options}`: an object of type `returns`, or
+    the result of a function called with the options.
 
     Raises:
-        ConfigError: it is not found, not registered, not a `returns`, or does not accept the options.
+        ConfigError: the object is missing, not registered, not a `returns`, or does not accept the options.
     """
     text, options = (requested, {}) if isinstance(requested, str) else next(iter(requested.items()))
     key = KEYS.get(kind, kind)
@@ -199,10 +198,10 @@ def named(requested: str | Mapping[str, Any], kind: str, folder: Path, returns: 
 
 
 def call_declared(fn: Any, text: str, kind: str, options: Mapping[str, Any], returns: type[T], options_key: str) -> T:
-    """Returns `fn(**options)`, a `returns`. `text` names `fn`; `options_key`: the config's key of the options.
+    """Returns `fn(**options)`, of type `returns`. `text` names `fn`; `options_key` is the config key of the options.
 
     Raises:
-        ConfigError: the options do not match, the function raised, or it returned something else.
+        ConfigError: the options do not match, the function raised, or its result has another type.
     """
     signature = inspect.signature(fn)
     known = list(signature.parameters)
@@ -232,12 +231,12 @@ def call_declared(fn: Any, text: str, kind: str, options: Mapping[str, Any], ret
 
 
 def _mark(found: Any) -> tuple[str | None, str | None]:
-    """Returns (kind, module) of a registered function. That of a class does not apply to its subclasses."""
+    """Returns (kind, module) of a registered function. The registration of a class does not apply to subclasses."""
     return getattr(found, "__dict__", {}).get(_MARK, (None, None))
 
 
 def _is_registered(found: Any, kind: str, module: ModuleType, instance: type | None) -> bool:
-    """Returns whether `module` registers `found` as `kind`, or it is an `instance`."""
+    """Returns whether `module` registers `found` as `kind`, or `found` is an `instance`."""
     return _mark(found) == (kind, module.__name__) or (instance is not None and isinstance(found, instance))
 
 
@@ -277,7 +276,7 @@ def _import(target: str, kind: str, folder: Path) -> ModuleType:
     name = _LOADED_AS + path.stem
     before = sys.modules.get(name)
     if kind != "task" and before is not None and before.__file__ == str(path):
-        return before  # the same module for a hook and the task: the file runs once
+        return before  # a hook and the task may share a module: the file runs once
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -294,7 +293,7 @@ def _import(target: str, kind: str, folder: Path) -> ModuleType:
 
 
 def _not_to_its_end(kind: str, what: str, error: BaseException) -> SpmdkitError:
-    """Returns the error of a module or a task that did not run to its end; a request to exit the process is code 70
+    """Returns the error of a module or a task that did not finish. A request to exit the process has code 70
     everywhere."""
     message = _raised(kind, what, error)
     return UserCodeError(message) if isinstance(error, SystemExit) else ConfigError(message)
