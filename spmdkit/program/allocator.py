@@ -40,9 +40,9 @@ def one_arena(devices: str | Sequence[int], environ: Mapping[str, str]) -> bool:
 
 def keep_memory() -> bool:
     """Trims the heap now and disables trimming; returns whether the allocator accepted it. Call `one_arena` first."""
-    taken = _set(_MMAP_MAX, 0) and _set(_TRIM_THRESHOLD, -1)
+    accepted = _set(_MMAP_MAX, 0) and _set(_TRIM_THRESHOLD, -1)
     ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
-    return taken
+    return accepted
 
 
 def glibc() -> str | None:

@@ -64,9 +64,9 @@ def choose_form(task_step: TaskStep, context: Context, num_replicas: int, probe_
     if has_state:  # traced without the state to find the calls of sk.value_and_grad
         context = context.with_options(reducer=plain_sum())
     errors = list[SpmdkitError]()
-    for each in (form, "mapped") if form == "manual" and task_step.task.view == "global" else (form,):
+    for candidate in (form, "mapped") if form == "manual" and task_step.task.view == "global" else (form,):
         try:
-            context, traced = _traced(task_step, context.with_sharding(form=each))
+            context, traced = _traced(task_step, context.with_sharding(form=candidate))
             break
         except SpmdkitError as error:
             errors.append(error)

@@ -78,16 +78,16 @@ class Executables:
     def put(self, key: str, value: bytes) -> None:
         """Stores a value. A failed write is ignored, since a cache must not fail a run."""
         path = self._file(key)
-        beside = path.with_name(f".{secrets.token_hex(8)}.partial")
+        temporary = path.with_name(f".{secrets.token_hex(8)}.partial")
         with self._lock, contextlib.suppress(OSError):
             try:
-                descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+                descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
                 with os.fdopen(descriptor, "wb") as file:
                     file.write(_digest(key, value))
                     file.write(value)
-                os.replace(beside, path)
+                os.replace(temporary, path)
             finally:
-                beside.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
             self._make_room()
 
     def _make_room(self) -> None:
@@ -95,9 +95,9 @@ class Executables:
         entries = []
         for path in self.folder.iterdir():
             with contextlib.suppress(OSError):  # other processes remove entries concurrently
-                found = path.stat()
-                if path.suffix in (SUFFIX, ".partial") and stat.S_ISREG(found.st_mode):
-                    entries.append((found.st_mtime, found.st_size, path))
+                status = path.stat()
+                if path.suffix in (SUFFIX, ".partial") and stat.S_ISREG(status.st_mode):
+                    entries.append((status.st_mtime, status.st_size, path))
         total = sum(size for _, size, _ in entries)
         for _, size, path in sorted(entries):
             if total <= self._max_bytes:
@@ -116,23 +116,23 @@ def _digest(key: str, value: bytes) -> bytes:
 def place(folder: str | Path | None, environ: Mapping[str, str]) -> tuple[Path | None, str]:
     """Returns (the folder for this kind of machine, its description), or (None, the reason). `folder`: the config's
     parent folder; None: the environment's, or a folder under the user's cache folder."""
-    given = environ.get(COMPILE_CACHE, "")
-    if given in ("0", "off"):
-        return None, f"off ({COMPILE_CACHE}={given})"
+    setting = environ.get(COMPILE_CACHE, "")
+    if setting in ("0", "off"):
+        return None, f"off ({COMPILE_CACHE}={setting})"
     if decided := [name for name in JAX_SETTINGS if environ.get(name)]:
         return None, f"JAX's own, as {decided[0]} says"
-    parent = Path(folder or given or _users(environ))
+    parent = Path(folder or setting or _users(environ))
     try:
         parent.mkdir(parents=True, exist_ok=True, mode=FOLDER_MODE)
         if why := _not_private(parent):
             return None, f"off: {parent} {why}. Make it private (chmod 700), or name another in compile_cache.directory"
-        own = parent / machine()
-        own.mkdir(exist_ok=True, mode=FOLDER_MODE)
-        if why := _not_private(own):
-            return None, f"off: {own} {why}. Remove it"
+        machine_folder = parent / machine()
+        machine_folder.mkdir(exist_ok=True, mode=FOLDER_MODE)
+        if why := _not_private(machine_folder):
+            return None, f"off: {machine_folder} {why}. Remove it"
     except (OSError, RuntimeError, ValueError) as error:
         return None, f"off: {parent} cannot be created ({error}). Name another folder in compile_cache.directory"
-    return own, str(own)
+    return machine_folder, str(machine_folder)
 
 
 def _users(environ: Mapping[str, str]) -> Path:
@@ -142,13 +142,13 @@ def _users(environ: Mapping[str, str]) -> Path:
 
 def _not_private(folder: Path) -> str:
     """Returns why the contents of a folder cannot be trusted, or an empty text."""
-    found = folder.lstat()
-    if stat.S_ISLNK(found.st_mode) or not stat.S_ISDIR(found.st_mode):
+    status = folder.lstat()
+    if stat.S_ISLNK(status.st_mode) or not stat.S_ISDIR(status.st_mode):
         return "is not a directory"
-    if hasattr(os, "getuid") and found.st_uid != os.getuid():
-        return f"belongs to user {found.st_uid}"
-    if found.st_mode & 0o077:
-        return f"is open to others (mode {stat.S_IMODE(found.st_mode):o})"
+    if hasattr(os, "getuid") and status.st_uid != os.getuid():
+        return f"belongs to user {status.st_uid}"
+    if status.st_mode & 0o077:
+        return f"is open to others (mode {stat.S_IMODE(status.st_mode):o})"
     return ""
 
 

@@ -71,24 +71,24 @@ def _outer_reducer(sync: Sync, config: Config, name: str) -> Reducer | None:
     requested = sync.reducer
     if requested is None:
         return None
-    made, (reducer, options) = reducer_of(config, requested), plugins.split(requested)
-    has_feedback = made.init is not stateless and "error_feedback" in plugins.options("reducers", requested)
+    built, (reducer, options) = reducer_of(config, requested), plugins.split(requested)
+    has_feedback = built.init is not stateless and "error_feedback" in plugins.options("reducers", requested)
     if has_feedback and "error_feedback" not in options:
-        made = reducer_of(config, {reducer: options | {"error_feedback": False}})
-    if made.init is not stateless or made.warmup:
-        what = "warms up" if made.warmup else "has a state"
+        built = reducer_of(config, {reducer: options | {"error_feedback": False}})
+    if built.init is not stateless or built.warmup:
+        what = "warms up" if built.warmup else "has a state"
         raise ConfigError(
             f"sync: {name}: its reducer {reducer} {what}, and outer gradients are reduced without "
             "a state. Use a reducer without a state, for example sync: "
             f"{{{name}: {{every: {sync.every}, reducer: int8}}}}."
         )
-    if made.apply_with_metrics is not None:
+    if built.apply_with_metrics is not None:
         raise ConfigError(
             f"sync: {name}: its reducer {reducer} reports metrics of each step, and metrics of an outer reducer cannot "
             "be logged. It is for gradients. Write it as the config's reducer, and sync: "
             f"{{{name}: {{every: {sync.every}, reducer: int8}}}}."
         )
-    return made
+    return built
 
 
 def sync_of(config: Config) -> Sync:
@@ -118,27 +118,27 @@ def check_agreement(groups: Groups, params: Any, name: str) -> Any:
     assert view is not None
     of_all = jax.tree.map(lambda x: jax.ShapeDtypeStruct((groups.num, *x.shape), x.dtype), params)
     traced = lambda function, fn, *args: user_code.call_user(lambda: jax.eval_shape(fn, *args), f"{what}: {function}")
-    kept = traced("init", sync.init, params)
-    shown = traced("view", lambda params, kept: view(params, kept, mean), of_all, kept)
+    state = traced("init", sync.init, params)
+    viewed = traced("view", lambda params, state: view(params, state, mean), of_all, state)
     rule = "agree returns (one copy of the parameters, the sync state) and view one copy, as mean(params) is"
     shapes = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), tree)  # dtypes are cast
-    rows = [("view: the parameters", shapes(params), shapes(shown))]
+    rows = [("view: the parameters", shapes(params), shapes(viewed))]
     for turn in range(len(sync.agreements)):
         call = agreement_fn(sync, turn)
-        agreed = traced("agree", lambda params, kept, call=call: call(params, kept, mean), of_all, kept)
+        agreed = traced("agree", lambda params, state, call=call: call(params, state, mean), of_all, state)
         if not (isinstance(agreed, tuple) and len(agreed) == 2):
             raise ConfigError(
                 f"{what}: agree returned {type(agreed).__name__}. {rule}. Write return new, state at its end."
             )
-        given = shapes(agreed[0])
+        agreed_params = shapes(agreed[0])
         if sync.schedule:  # a leaf may be unchanged, or averaged: [groups, ...]
             averaged = lambda x, p: jax.ShapeDtypeStruct(p.shape, x.dtype) if x.shape == (groups.num, *p.shape) else x
-            given = jax.tree.map(averaged, given, params)
-        rows += [("agree: the parameters", shapes(params), given), ("agree: the sync state", kept, agreed[1])]
+            agreed_params = jax.tree.map(averaged, agreed_params, params)
+        rows += [("agree: the parameters", shapes(params), agreed_params), ("agree: the sync state", state, agreed[1])]
     for function, expected, found in rows:
         if difference := first_difference(expected, found):
             raise ConfigError(f"{what}: {function}: {difference}. {rule}. Do not change the shapes.")
-    return kept
+    return state
 
 
 def check_reducer(groups: Groups, config: Config) -> None:

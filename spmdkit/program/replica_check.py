@@ -65,8 +65,8 @@ class Copies:
 
     def axes_of(self, leaf: int) -> tuple[str, ...]:
         """Returns the mesh axes larger than one along which a leaf is replicated."""
-        cut = set(spec_axes(self._table[leaf].spec))
-        return tuple(a for a, size in zip(self._axes, self._shape, strict=True) if size > 1 and a not in cut)
+        sharding_axes = set(spec_axes(self._table[leaf].spec))
+        return tuple(a for a, size in zip(self._axes, self._shape, strict=True) if size > 1 and a not in sharding_axes)
 
     def without(self) -> list[str]:
         """Returns the paths of leaves that have no second copy of any shard."""
@@ -85,8 +85,8 @@ class Copies:
     def _on_shards(self, fn: Callable[..., Any], out_specs: Any) -> Callable[[TrainState], Any]:
         """Returns the function of a state that runs `fn` on each device's shard of it."""
         specs = (self._specs,)
-        each = jax.shard_map(fn, mesh=self._mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
-        return lambda state: each(to_device(self._table, self._mesh, state))
+        mapped = jax.shard_map(fn, mesh=self._mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+        return lambda state: mapped(to_device(self._table, self._mesh, state))
 
     def hashes(self, state: TrainState) -> np.ndarray:
         """Returns uint32[devices, leaves, 2], the same on every process. Waits for the devices."""

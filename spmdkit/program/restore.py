@@ -147,9 +147,9 @@ def _with_reducer(
     read = nest({path.removeprefix(FIELD): leaf for path, leaf in found.items()})
     state, record = checkpoints.restore(step, abstract.replace(reducer=read), optional=OPTIONAL)
     old = dict(zip([path for path, _ in named_leaves(read)], jax.tree.leaves(state.reducer), strict=True))
-    made = _on_this_mesh(program, requested, {FIELD + path: x for path, x in old.items()})
-    kept = jax.tree.unflatten(jax.tree.structure(abstract.reducer), list(made.values()))
-    return state.replace(reducer=kept), record, _lines(step, saved, requested, found)
+    resharded = _on_this_mesh(program, requested, {FIELD + path: x for path, x in old.items()})
+    reducer_state = jax.tree.unflatten(jax.tree.structure(abstract.reducer), list(resharded.values()))
+    return state.replace(reducer=reducer_state), record, _lines(step, saved, requested, found)
 
 
 def _as_saved(leaf: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:

@@ -58,26 +58,26 @@ def conditional_update(step: Callable[..., tuple[Kept, Rest, jax.Array]], old: K
 
 def _chosen_early(outs: Sequence[Any], olds: Sequence[Any], later: Sequence[Any]) -> tuple[dict[Var, Any], set[Var]]:
     """Returns (variable -> its value in a skipped step, the results that need no selection at the end)."""
-    made = {v: eqn for eqn in later for v in eqn.outvars}
+    eqn_of = {v: eqn for eqn in later for v in eqn.outvars}
     choose, done = dict[Var, Any](), set[Var]()
     for v, old in zip(outs, olds, strict=True):
         if isinstance(v, Literal) or outs.count(v) > 1:
             continue
-        of = v
-        while of in made and made[of].primitive.name == "sharding_constraint":  # does not change the value
-            of = made[of].invars[0]
-        if isinstance(of, Var) and of in made and of not in choose and (of is v or of not in outs):
-            choose[of] = old
+        var = v
+        while var in eqn_of and eqn_of[var].primitive.name == "sharding_constraint":  # does not change the value
+            var = eqn_of[var].invars[0]
+        if isinstance(var, Var) and var in eqn_of and var not in choose and (var is v or var not in outs):
+            choose[var] = old
             done.add(v)
     return choose, done
 
 
 def _run(jaxpr: Any, eqns: Sequence[Any], later: Sequence[Any], env: dict[Var, Any]) -> None:
     """Evaluates equations and adds the results to `env` that later equations or the outputs of the jaxpr use."""
-    made = {v for eqn in eqns for v in eqn.outvars}
-    wanted = [*(v for eqn in later for v in eqn.invars), *jaxpr.outvars]
-    takes = list(dict.fromkeys(v for eqn in eqns for v in eqn.invars if isinstance(v, Var) and v not in made))
-    gives = list(dict.fromkeys(v for v in wanted if isinstance(v, Var) and v in made))
+    produced = {v for eqn in eqns for v in eqn.outvars}
+    needed_atoms = [*(v for eqn in later for v in eqn.invars), *jaxpr.outvars]
+    inputs = list(dict.fromkeys(v for eqn in eqns for v in eqn.invars if isinstance(v, Var) and v not in produced))
+    outputs = list(dict.fromkeys(v for v in needed_atoms if isinstance(v, Var) and v in produced))
     names = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-    part = jaxpr.replace(constvars=[], invars=takes, outvars=gives, eqns=list(eqns), debug_info=names)
-    env |= dict(zip(gives, jaxpr_as_fun(ClosedJaxpr(part, ()))(*(env[v] for v in takes)), strict=True))
+    part = jaxpr.replace(constvars=[], invars=inputs, outvars=outputs, eqns=list(eqns), debug_info=names)
+    env |= dict(zip(outputs, jaxpr_as_fun(ClosedJaxpr(part, ()))(*(env[v] for v in inputs)), strict=True))

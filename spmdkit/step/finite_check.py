@@ -53,8 +53,8 @@ def apply_guard(
     if code is not None and guard_skips(context):
         with jax.named_scope(trace_context.GUARD):
             skip = is_skipped(context, code)
-            kept = jax.tree.map(lambda a, b: jnp.where(skip, a, b), old, new)
-        new = kept.replace(step=new.step, rng=new.rng)  # shared by all groups; rng never changes
+            selected = jax.tree.map(lambda a, b: jnp.where(skip, a, b), old, new)
+        new = selected.replace(step=new.step, rng=new.rng)  # shared by all groups; rng never changes
     return new, code
 
 
@@ -103,19 +103,19 @@ def _gradient_code(context: Context, code: jax.Array, gradients: Sequence[Any]) 
     assert guard is not None
     leaves, mesh = jax.tree.leaves(list(gradients)), context.sharding.mesh
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    every = context.sharding.larger(() if mesh is None else mesh.axis_names)
-    if context.inside or not every:
+    all_axes = context.sharding.larger(() if mesh is None else mesh.axis_names)
+    if context.inside or not all_axes:
         # Values that other axes shard are not sliced here: the partitioner would communicate.
-        is_whole = all(a in REPLICA_AXES for a in every)
+        is_whole = all(a in REPLICA_AXES for a in all_axes)
         bad = _any_nonfinite(leaves, platform if is_whole else None)
         # An invariant gradient is reduced only over axes of size one, so nothing is sent.
         axes = REPLICA_AXES if guard.joins else tuple(compat.varying_axes(bad))
         return code | GRADIENT * (lax.pmax(compat.as_varying(bad, axes), axes) if context.inside and axes else bad)
     whole = [PartitionSpec()] * len(leaves)
-    is_cut = context.sharding.form != "manual" and placements is not None
-    specs = [s for g in gradients for s in jax.tree.leaves(placements.of(g).update)] if is_cut and placements else whole
-    cutting = {a for spec in specs for a in spec_axes(spec)}
-    axes = every if guard.joins else tuple(a for a in every if a in cutting)
+    split = context.sharding.form != "manual" and placements is not None
+    specs = [s for g in gradients for s in jax.tree.leaves(placements.of(g).update)] if split and placements else whole
+    sharding_axes = {a for spec in specs for a in spec_axes(spec)}
+    axes = all_axes if guard.joins else tuple(a for a in all_axes if a in sharding_axes)
 
     def of_device(leaves: Sequence[jax.Array], code: jax.Array) -> jax.Array:
         bad = compat.as_varying(_any_nonfinite(leaves, platform), axes)
@@ -160,6 +160,6 @@ def _parts(x: jax.Array, most: int) -> list[jax.Array]:
     """Returns at most `most` parts of equal size along the first long dim; the last one may overlap."""
     axis = next((axis for axis, size in enumerate(x.shape) if size > WINDOW), int(np.argmax(x.shape)))
     size = x.shape[axis]
-    each = -(-size // most)
-    starts = [min(start, size - each) for start in range(0, size, each)]
-    return [lax.slice_in_dim(x, start, start + each, axis=axis) for start in starts]
+    part_size = -(-size // most)
+    starts = [min(start, size - part_size) for start in range(0, size, part_size)]
+    return [lax.slice_in_dim(x, start, start + part_size, axis=axis) for start in starts]

@@ -109,8 +109,8 @@ def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Metric]]:
 
         def local(index: Any, params: Any, state: Any, rows: Any, mask: Any) -> Any:
             num = _num_rows(rows)
-            places = _positions(context, index, 0, num) + number * (num * replicas)
-            with trace_context.with_examples(trace_context.Examples(num, mask, places, key)):
+            positions = _positions(context, index, 0, num) + number * (num * replicas)
+            with trace_context.with_examples(trace_context.Examples(num, mask, positions, key)):
                 metrics = eval_fn(
                     _cast(params, context.options.compute_dtype),
                     *((state,) if stateful else ()),
@@ -163,7 +163,7 @@ def _local_gradient(loss_fn: Loss, stateful: bool, context: Context, key: Any) -
 
         if context.sharding.microbatches == 1:
             return microbatch_sums(state, rows, mask, 0)
-        cut_rows, cut_mask = jax.tree.map(lambda x: _cut_microbatches(context, x), (rows, mask))
+        micro_rows, micro_mask = jax.tree.map(lambda x: _cut_microbatches(context, x), (rows, mask))
 
         def add(carry: Any, xs: Any) -> Any:
             total, state = carry
@@ -171,16 +171,16 @@ def _local_gradient(loss_fn: Loss, stateful: bool, context: Context, key: Any) -
             sums, state = microbatch_sums(state, rows, mask, micro, whole)
             return as_local(context, (merge_trees(total, sums), state)), None
 
-        shapes = jax.eval_shape(microbatch_sums, state, *jax.tree.map(lambda x: x[0], (cut_rows, cut_mask)), 0)[0]
+        shapes = jax.eval_shape(microbatch_sums, state, *jax.tree.map(lambda x: x[0], (micro_rows, micro_mask)), 0)[0]
         micros = jnp.arange(context.sharding.microbatches, dtype=jnp.int32)
         whole = None
         if isinstance(shapes.loss, Means):
             of_one = shapes.facts.with_static_counts(shapes.loss, "loss")
             of_micro = lambda state, xs: one_microbatch(computed, state, xs[0], xs[1], index, xs[2])[:3]
             depends = shapes.facts.count_has_gradient
-            whole = over_microbatches(context, of_one, of_micro, state, (cut_rows, cut_mask, micros), depends)
+            whole = over_microbatches(context, of_one, of_micro, state, (micro_rows, micro_mask, micros), depends)
         zeros = _zeros(context, shapes)
-        return lax.scan(add, as_local(context, (zeros, state)), (cut_rows, cut_mask, micros))[0]
+        return lax.scan(add, as_local(context, (zeros, state)), (micro_rows, micro_mask, micros))[0]
 
     return local
 
@@ -285,9 +285,9 @@ def _positions(context: Context, replica: Any, micro: Any, num: int) -> jax.Arra
 def step_examples(context: Context, examples: Any, mask: Any, key: Any, replica: Any = None) -> trace_context.Examples:
     """Returns the rows of a full `train_step`: the global batch (of its group), or the rows of one replica."""
     num = _num_rows(examples)
-    own = context.sharding.num_shards * (context.sharding.num_replicas if replica is None else 1)
-    order = _row_order(context, num // (own * context.sharding.microbatches))
-    positions = order.of_shards(_first_shard(context, 0 if replica is None else replica), own)
+    num_shards = context.sharding.num_shards * (context.sharding.num_replicas if replica is None else 1)
+    order = _row_order(context, num // (num_shards * context.sharding.microbatches))
+    positions = order.of_shards(_first_shard(context, 0 if replica is None else replica), num_shards)
     return trace_context.Examples(num, mask, positions, key, whole=replica is None, of_step=True)
 
 

@@ -96,8 +96,8 @@ def _manual(
 
     def body(params: Any, state: Any, batch: Any, mask: Any, reducer_state: Any) -> Any:
         inner, state = dataclasses.replace(context, mask=mask), _first(state) if own_state else state
-        own = call and dataclasses.replace(call, reducer_state=_first(reducer_state))
-        sums, new_state, reducer_state = _inside_replica(inner, local, params, state, batch, kinds, own)
+        local_call = call and dataclasses.replace(call, reducer_state=_first(reducer_state))
+        sums, new_state, reducer_state = _inside_replica(inner, local, params, state, batch, kinds, local_call)
         return sums, _stacked(new_state) if own_state else new_state, _stacked(reducer_state)
 
     states = rows if own_state else PartitionSpec()
@@ -173,8 +173,8 @@ def _reduce_stacked(context: Context, sums: Sums, added: Any, call: Call | None)
 
     def body(tree: Any, reducer_state: Any) -> Any:
         sums, added = jax.tree.map(lambda x: x[0, 0], tree)
-        own = call and dataclasses.replace(call, reducer_state=_first(reducer_state))
-        sums, added, reducer_state = reduction.reduced(context, sums, added, axes, own, dims)
+        local_call = call and dataclasses.replace(call, reducer_state=_first(reducer_state))
+        sums, added, reducer_state = reduction.reduced(context, sums, added, axes, local_call, dims)
         return (sums, added), _stacked(reducer_state)
 
     run = jax.shard_map(
@@ -222,14 +222,14 @@ def shard_dim_of(context: Context, gradient: PartitionSpec, shape: tuple[int, ..
 
 def part_shape(context: Context, spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape of one device's shard of an array with this spec."""
-    dims = [dim_axes(of) for of in (*spec, *[None] * (len(shape) - len(spec)))]
+    dims = [dim_axes(entry) for entry in (*spec, *[None] * (len(shape) - len(spec)))]
     return tuple(n // context.sharding.size(*axes) for n, axes in zip(shape, dims, strict=True))
 
 
 def replica_axes_of(context: Context, gradient: PartitionSpec) -> tuple[str, ...]:
     """Returns the axes over which a leaf is reduced: replica axes larger than one that do not shard its gradient."""
-    cut = spec_axes(gradient)
-    return context.sharding.larger(a for a in context.sharding.replica_axes if a not in cut)
+    sharding_axes = spec_axes(gradient)
+    return context.sharding.larger(a for a in context.sharding.replica_axes if a not in sharding_axes)
 
 
 def _specs(context: Context, sums: Sums, added: Any, placement: Literal["compute", "gradient"]) -> Any:

@@ -66,14 +66,14 @@ class FirstStepValidator:
 def reduced_leaves(context: Context) -> list[ReducedLeaf]:
     """Returns the leaves of the gradient that are reduced over replicas, in flattening order."""
     assert context.sharding.placements is not None
-    sharding, found, each = context.sharding, [], value_bytes(context.options.reduce_dtype or "float32")
+    sharding, leaves, itemsize = context.sharding, [], value_bytes(context.options.reduce_dtype or "float32")
     specs: list[Any] = jax.tree.leaves(context.sharding.placements.gradient)
     for (path, shape), spec in zip(context.sharding.placements.shapes.items(), specs, strict=True):
         if sizes := {a: sharding.size(a) for a in replica_axes_of(context, spec)}:
-            cut = sharding.larger(spec_axes(spec))
-            before = tuple(a for a in cut if a in sharding.data_axes)
-            found.append(ReducedLeaf(path, part_shape(context, spec, shape), sizes, cut, before, each))
-    return found
+            axes = sharding.larger(spec_axes(spec))
+            before = tuple(a for a in axes if a in sharding.data_axes)
+            leaves.append(ReducedLeaf(path, part_shape(context, spec, shape), sizes, axes, before, itemsize))
+    return leaves
 
 
 def _with_replicas(sizes: Mapping[str, int]) -> str:

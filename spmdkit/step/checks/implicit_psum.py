@@ -36,9 +36,9 @@ _CASTS = frozenset(["pvary", "pcast"])
 def summed_by_types(typed: ClosedJaxpr, untyped: ClosedJaxpr, axes: Collection[str]) -> str | None:
     """Returns the source line of the first sum over any of `axes` that occurs only with types, or None."""
     known = collections.Counter(_sums(untyped.jaxpr, axes))
-    found = list(_sums(typed.jaxpr, axes))
-    known.subtract(found)
-    more = [line for line in dict.fromkeys(found) if known[line] < 0]
+    typed_sums = list(_sums(typed.jaxpr, axes))
+    known.subtract(typed_sums)
+    more = [line for line in dict.fromkeys(typed_sums) if known[line] < 0]
     leaving = _leaving(typed, more, axes, set(_sums(untyped.jaxpr, axes))) if more else set()
     return next((line for line in more if line in leaving), None)
 
@@ -84,10 +84,10 @@ def _leaving(closed: ClosedJaxpr, lines: Sequence[str], axes: Collection[str], o
     `own`."""
     walk = _Backward(frozenset(), 0, tuple(lines), frozenset(axes), frozenset(own))
     out = walk.run(closed.jaxpr, [Depends()] * len(closed.jaxpr.invars))
-    left = walk.left[0]
+    bits = walk.left[0]
     for depends in out:
-        left |= depends.all
-    return {line for i, line in enumerate(lines) if left >> i & 1}
+        bits |= depends.all
+    return {line for i, line in enumerate(lines) if bits >> i & 1}
 
 
 @dataclass(frozen=True)

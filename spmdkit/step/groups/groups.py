@@ -74,8 +74,8 @@ def mean(tree: Any) -> Any:
     """Returns [...] from [groups, ...]: the mean of floats, computed in float32 or wider; otherwise the first entry."""
 
     wide = lambda x: x.astype(common_dtype(x.dtype, jnp.float32))
-    one = lambda x: wide(x).mean(0).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x[0]
-    return jax.tree.map(one, tree)
+    first_or_mean = lambda x: wide(x).mean(0).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x[0]
+    return jax.tree.map(first_or_mean, tree)
 
 
 def mean_with_reducer(
@@ -89,19 +89,19 @@ def mean_with_reducer(
 
     def mean(tree: Any) -> Any:
         named = named_leaves(tree)
-        cut = [specs[path] for path, _ in named]
+        out_specs = [specs[path] for path, _ in named]
 
         def body(leaves: list[jax.Array], key: jax.Array) -> list[jax.Array]:
-            own = [x[0] / groups.num if reducer.input_scale == "weighted" else x[0] for x in leaves]
-            over = ReduceGroup(groups.axes, groups.num, lambda: rng.reducer_key(key))
-            total, _ = reducer.apply(own, [{} for _ in own], over)
+            local = [x[0] / groups.num if reducer.input_scale == "weighted" else x[0] for x in leaves]
+            group = ReduceGroup(groups.axes, groups.num, lambda: rng.reducer_key(key))
+            total, _ = reducer.apply(local, [{} for _ in local], group)
             return [x / groups.num for x in total] if reducer.input_scale == "sum" else total
 
-        each = [PartitionSpec(groups.axes, *spec) for spec in cut]
-        mapped = jax.shard_map(body, mesh=mesh, in_specs=(each, PartitionSpec()), out_specs=cut)
+        in_specs = [PartitionSpec(groups.axes, *spec) for spec in out_specs]
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=(in_specs, PartitionSpec()), out_specs=out_specs)
         with jax.named_scope(trace_context.REDUCE):
-            found = mapped([x for _, x in named], key)
-        return jax.tree.unflatten(jax.tree.structure(tree), found)
+            averages = mapped([x for _, x in named], key)
+        return jax.tree.unflatten(jax.tree.structure(tree), averages)
 
     return mean
 

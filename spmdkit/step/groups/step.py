@@ -41,17 +41,17 @@ def group_step(
 
     def step_of_group(state: TrainState, examples: Any, mask: Any, index: Any) -> Stepped:
         slots = ReducerSlots(())
-        own = dataclasses.replace(context, mask=mask, group=(index, groups.num), slots=slots)
-        rows = step_examples(own, examples, mask, state.key)
-        with trace_context.tracing(own), trace_context.with_examples(rows):
+        group_context = dataclasses.replace(context, mask=mask, group=(index, groups.num), slots=slots)
+        rows = step_examples(group_context, examples, mask, state.key)
+        with trace_context.tracing(group_context), trace_context.with_examples(rows):
             new_state, metrics = checked(state, train_step(state, examples))
-            new_state, metrics = with_program_fields(state, new_state, own), {**metrics, **slots.metrics}
+            new_state, metrics = with_program_fields(state, new_state, group_context), {**metrics, **slots.metrics}
             num = jnp.float32(rows.num) if mask is None else mask.sum(dtype=jnp.float32)
-            new_state, code = apply_guard(own, state, new_state, metrics, slots.update_gradients)
+            new_state, code = apply_guard(group_context, state, new_state, metrics, slots.update_gradients)
             return new_state, {name: _group_metric(metric, num) for name, metric in metrics.items()}, code
 
-    alone = all(size == 1 for size in context.sharding.sizes.values())
-    spread = _by_device if alone else _by_vmap
+    is_one_device = all(size == 1 for size in context.sharding.sizes.values())
+    spread = _by_device if is_one_device else _by_vmap
 
     def whole_step(state: TrainState, batch: Batch) -> Stepped:
         state = to_device(state)
@@ -74,17 +74,17 @@ def _fields(state: TrainState, own: Any, shared: Any) -> TrainState:
 
 
 def _by_device(one: Any, context: Context, groups: Groups, state: TrainState, batch: Batch) -> Any:
-    own, whole = PartitionSpec(groups.axes), PartitionSpec()
+    spec, replicated = PartitionSpec(groups.axes), PartitionSpec()
 
     def body(state: TrainState, examples: Any, mask: Any) -> Any:
-        mine = state.replace(**{f: jax.tree.map(lambda x: x[0], getattr(state, f)) for f in GROUPED})
-        new, metrics, code = one(mine, examples, mask, lax.axis_index(groups.axes))
+        local_state = state.replace(**{f: jax.tree.map(lambda x: x[0], getattr(state, f)) for f in GROUPED})
+        new, metrics, code = one(local_state, examples, mask, lax.axis_index(groups.axes))
         stack = lambda tree: jax.tree.map(lambda x: x[None], tree)
         return new.replace(**{f: stack(getattr(new, f)) for f in GROUPED}), stack(metrics), stack(code)
 
-    states = _fields(state, own, whole)
+    states = _fields(state, spec, replicated)
     mapped = jax.shard_map(
-        body, mesh=context.sharding.mesh, in_specs=(states, own, own), out_specs=(states, own, own), check_vma=False
+        body, mesh=context.sharding.mesh, in_specs=(states, spec, spec), out_specs=(states, spec, spec), check_vma=False
     )  # untyped: see lowering._manual
     return mapped(state, batch.examples, batch.mask)
 
@@ -120,20 +120,20 @@ def synchronous_step(
     """
     fields = {name: getattr(single, name) for name in GROUPED}
     mesh = jax.tree.leaves(single.params)[0].sharding.mesh
-    one = jax.tree.map(lambda x: x.sharding.spec, fields)
-    each = jax.tree.map(lambda x: PartitionSpec(groups.axes, *x.sharding.spec), fields)
-    over = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)  # equal copies, but typed as varying
-    local_copy = over(lambda tree: jax.tree.map(lambda x: x[0], tree), in_specs=(each,), out_specs=one)
-    group_copies = over(lambda tree: jax.tree.map(lambda x: x[None], tree), in_specs=(one,), out_specs=each)
+    specs = jax.tree.map(lambda x: x.sharding.spec, fields)
+    stacked = jax.tree.map(lambda x: PartitionSpec(groups.axes, *x.sharding.spec), fields)
+    mapped = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)  # equal copies, but typed as varying
+    local_copy = mapped(lambda tree: jax.tree.map(lambda x: x[0], tree), in_specs=(stacked,), out_specs=specs)
+    group_copies = mapped(lambda tree: jax.tree.map(lambda x: x[None], tree), in_specs=(specs,), out_specs=stacked)
 
     def train_step(state: TrainState, batch: Batch) -> Stepped:
         copy = local_copy({name: getattr(state, name) for name in GROUPED})
-        new, metrics, found = whole(state.replace(**copy, sync=None), batch)
+        new, metrics, step_code = whole(state.replace(**copy, sync=None), batch)
         sync_state = groups.sync.init(new.params)  # the sync's state after the last synchronous step
         new = new.replace(**group_copies({name: getattr(new, name) for name in GROUPED}), sync=sync_state)
-        if found is not None and code is not None:
-            cut = PartitionSpec(groups.axes, *[PartitionSpec.UNCONSTRAINED] * (code.ndim - 1))
-            found = lax.with_sharding_constraint(jnp.broadcast_to(found, code.shape), NamedSharding(mesh, cut))
-        return new, metrics, found
+        if step_code is not None and code is not None:
+            spec = PartitionSpec(groups.axes, *[PartitionSpec.UNCONSTRAINED] * (code.ndim - 1))
+            step_code = lax.with_sharding_constraint(jnp.broadcast_to(step_code, code.shape), NamedSharding(mesh, spec))
+        return new, metrics, step_code
 
     return train_step
