@@ -1,8 +1,8 @@
-"""Every error that a user of spmdkit can see, and its exit code on the command line.
+"""Every error that spmdkit reports to a user, and its exit code on the command line.
 
 A message has four parts: what was expected, what was found (with numbers), the rule, the smallest change that works.
-`SpmdkitError` and its subclasses are the user's to fix and never show a traceback on the command line; asserts and
-everything else are bugs of spmdkit.
+The user can fix a `SpmdkitError`, and the command line shows it without a traceback. Assertions and all other
+exceptions are bugs of spmdkit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 
 class ExitCode(enum.IntEnum):
-    """Exit codes of the command line; in addition 128+n, ended by signal n. Their meanings: `OUTCOMES`."""
+    """Exit codes of the command line, in addition to 128+n for signal n. `OUTCOMES` describes them."""
 
     DONE = 0
     CHECK_FAILED = 1
@@ -47,23 +47,23 @@ OUTCOMES: Mapping[str, tuple[ExitCode, str]] = {
     "checkpoint": (ExitCode.CHECKPOINT, "checkpoint cannot be used"),
     "interrupted": (ExitCode.INTERRUPTED, "Ctrl-C"),
 }
-"""Outcome -> exit code and description, in one table. Errors, messages, events, the guide and the fuzzer use it."""
+"""Outcome -> exit code and description. Errors, messages, events, the guide and the fuzzer use this table."""
 
 
 def outcome(code: int) -> str:
-    """Returns the description of an exit code; for an unknown one, how such codes arise."""
+    """Returns the description of an exit code; for an unknown code, how such codes arise."""
     words = dict.fromkeys(w for c, w in OUTCOMES.values() if c == code)
     return "; ".join(words) or (f"ended by signal {code - 128}" if 128 < code < 193 else "an unknown exit code")
 
 
 class SpmdkitError(Exception):
-    """Base of every error that is the user's to fix. `exit_code` is the command line's exit status."""
+    """Base of every error that the user can fix. `exit_code` is the command line's exit status."""
 
     exit_code: int = ExitCode.FAILED
 
 
 class ConfigError(SpmdkitError):
-    """The config, the task, the data or the mesh cannot work."""
+    """The config, the task, the data or the mesh is invalid."""
 
     exit_code = ExitCode.CONFIG
 
@@ -73,7 +73,7 @@ class UserCodeError(SpmdkitError):
 
 
 class CheckpointWriteError(SpmdkitError):
-    """A checkpoint, or the metrics, could not be written; what was committed before is intact."""
+    """A checkpoint or the metrics could not be written. Earlier commits are intact."""
 
     exit_code = ExitCode.NOT_WRITTEN
 
@@ -91,7 +91,7 @@ class HangError(SpmdkitError):
 
 
 class DeviceError(SpmdkitError):
-    """A device computes different numbers: no run should use it."""
+    """A device computes different numbers and should not be used."""
 
     exit_code = ExitCode.CHECK_FAILED
 
@@ -103,13 +103,13 @@ class NonFiniteError(SpmdkitError):
 
 
 class CheckpointError(SpmdkitError):
-    """A checkpoint cannot be used: damaged, or of another model."""
+    """A checkpoint cannot be used: it is damaged, or belongs to another model."""
 
     exit_code = ExitCode.CHECKPOINT
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint differs from what was written. `found` is the problem, without the repair."""
+    """A checkpoint differs from the written one. `found` is the problem, without the repair."""
 
     def __init__(self, message: str, found: str = ""):
         super().__init__(message)
@@ -117,7 +117,7 @@ class DamagedError(CheckpointError):
 
 
 class Unreachable(CheckpointError):
-    """The storage of the checkpoints is unreachable, or denies access. Its contents are unknown."""
+    """The storage of the checkpoints is unreachable or denies access. Its contents are unknown."""
 
 
 class Preempted(SpmdkitError):

@@ -1,4 +1,4 @@
-"""`spmdkit`: the command line. Each command parses, calls one function, and prints.
+"""`spmdkit`: the command line. Each command parses its arguments, calls one function, and prints the result.
 
 Enters: arguments. Leaves: text or JSON on standard output, and an exit code of `spmdkit.errors`. A user's mistake is a
 message on standard error, never a traceback.
@@ -50,7 +50,7 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Reads the options before a command."""
+    """Handles the options before a command."""
 
 
 @app.command(epilog="Example: spmdkit train configs/linear_regression.yaml steps=50")
@@ -313,8 +313,8 @@ def _load(path: Path, overrides: list[str] | None) -> Config:
 
 
 def _join(path: Path, overrides: list[str] | None) -> tuple[Config, Cluster]:
-    """Returns the checked config and the joined processes; the config is checked before any process waits for
-    another."""
+    """Returns the checked config and the joined processes. The config is checked before processes wait for each
+    other."""
     from spmdkit.cluster import detect_cluster, join
 
     config = _load(path, overrides)
@@ -323,6 +323,6 @@ def _join(path: Path, overrides: list[str] | None) -> tuple[Config, Cluster]:
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """Runs the command line; returns or exits with the exit code. Files that it writes are not world-readable."""
+    """Runs the command line, and returns or exits with the exit code. Files that it writes are not world-readable."""
     os.umask(os.umask(0o077) | 0o027)
     return run_process(lambda: app(arguments, prog_name="spmdkit"))

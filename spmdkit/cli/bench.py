@@ -16,7 +16,7 @@ app = typer.Typer(help="Measure your task.", no_args_is_help=True)
 
 @app.callback()
 def bench() -> None:
-    """Makes `communication` a subcommand although it is the only one."""
+    """Makes `communication` a subcommand although it is the only command."""
 
 
 @app.command(

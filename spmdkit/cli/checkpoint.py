@@ -1,4 +1,4 @@
-"""`spmdkit checkpoint ls|inspect|export|verify|rm`: a run's checkpoints, without its task or its devices."""
+"""`spmdkit checkpoint ls|inspect|export|verify|rm`: a run's checkpoints, without its task or devices."""
 
 from __future__ import annotations
 
@@ -117,13 +117,13 @@ def checkpoint_rm(
 
 
 def say(text: object) -> None:
-    """Prints a line for people. Names of files, leaves and metrics in it are escaped, since a terminal may interpret
+    """Prints a line for the user. Names of files, leaves and metrics are escaped, since a terminal may interpret
     them."""
     print(visible(str(text)))
 
 
 def _local_time(seconds: float | None) -> str:
-    """Returns a time and how long ago that was."""
+    """Returns a time and its age."""
     from spmdkit.foundation.formatting import format_duration
 
     if seconds is None or not 0 <= seconds < 1e11:
@@ -133,8 +133,8 @@ def _local_time(seconds: float | None) -> str:
 
 
 def _checkpoints(run: str) -> Any:
-    """Returns the location of the checkpoints of RUN: a local folder, or the object store that it or its config.yaml
-    names."""
+    """Returns the location of the checkpoints of RUN: a local folder, or the object store named by RUN or its
+    config.yaml."""
     from spmdkit.checkpoint import location
 
     if location.is_url(run):

@@ -1,4 +1,4 @@
-"""`spmdkit launch`: its options, and which of them can be combined."""
+"""`spmdkit launch`: its options and their valid combinations."""
 
 from __future__ import annotations
 

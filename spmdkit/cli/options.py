@@ -1,5 +1,4 @@
-"""Arguments that several commands have: CONFIG, KEY=VALUE, and `--json`, with which standard output has one JSON object
-and nothing else."""
+"""Arguments of several commands: CONFIG, KEY=VALUE, and `--json`, which limits standard output to one JSON object."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ import typer
 def _keep_for_ourselves(requested: bool) -> bool:
     """Redirects file descriptor 1 to standard error, except for Python's own standard output.
 
-    Gloo's C++ code prints there from several threads without a lock, so a reader could not separate its lines from
-    ours. If sys.stdout is not the process's own (another program calls us, a test), nothing is changed.
+    Gloo's C++ code prints there from several threads without a lock, so a reader could not separate its lines from the
+    result. If sys.stdout is not the process's standard output (a calling program, a test), nothing is changed.
     """
     out = sys.stdout
     if requested and isinstance(out, io.TextIOWrapper) and out is sys.__stdout__:

@@ -1,10 +1,10 @@
 """The config of a run.
 
-Enters: YAML or Python values. Leaves: one checked and frozen `Config`.
+Enters: YAML or Python values. Leaves: one validated, frozen `Config`.
 
-fields.py kinds of value · sections.py, settings.py and retention.py the settings · rules.py combinations · schema.py
-`Config` · optimizer.py optax by name · source.py YAML with lines · overrides.py key=value · problems.py and wording.py
-messages · load.py · show.py · task.py
+fields.py field types · sections.py, settings.py and retention.py settings · rules.py combinations of settings ·
+schema.py `Config` · optimizer.py optax by name · source.py YAML with line numbers · overrides.py key=value ·
+problems.py and wording.py messages · load.py · show.py · task.py
 """
 
 from spmdkit.config.load import load_config as load_config, parse_config as parse_config, replace_keys as replace_keys

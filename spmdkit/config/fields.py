@@ -1,8 +1,8 @@
-"""The kinds of value of a config field: type, range, and JSON schema.
+"""The types of config fields, with their ranges and JSON schemas.
 
-Types are strict: `"10"` is not a number, `true` is not 1, `64.0` is not an integer. pydantic words the rule of a plain
-type ("should be a valid integer", "should be greater than 0"); a custom validator raises `Wants` with its own text.
-wording.py adds the position, the value and the repair.
+Types are strict: `"10"` is not a number, `true` is not 1, `64.0` is not an integer. For plain types the rule is in
+pydantic's words ("should be a valid integer", "should be greater than 0"). A custom validator raises `Wants` with a
+custom text. wording.py adds the position, the value and the repair.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INT32_MAX = 2**31 - 1
 
 
 class Wants(ValueError):
-    """A value of a field is rejected: what it should be, a valid value (in YAML), and the names for a suggestion."""
+    """A rejected value of a field: the rule, a valid value (in YAML), and the names for a suggestion."""
 
     def __init__(self, phrase: str, example: str = "", options: Sequence[str] = ()):
         super().__init__(f"should be {phrase}")
@@ -43,7 +43,7 @@ def _one_line(schema: dict[str, Any]) -> None:
 
 
 class Section(BaseModel):
-    """Base of every mapping in a config: frozen, strict, no unknown keys, no NaN or infinity. The docstring of a field
+    """Base of every mapping in a config: frozen and strict, without unknown keys, NaN or infinity. A field's docstring
     is its description."""
 
     model_config = ConfigDict(
@@ -57,7 +57,7 @@ class Section(BaseModel):
 
 
 def wants(phrase: str, example: str = "", options: Sequence[str] = ()) -> WrapValidator:
-    """Returns the validator of a union: one `Wants` for all errors of pydantic. That of an inner validator stays."""
+    """Returns the validator of a union: it raises an inner validator's `Wants`, or one for all errors of pydantic."""
 
     def check(value: Any, handler: Any) -> Any:
         try:
@@ -72,7 +72,7 @@ def wants(phrase: str, example: str = "", options: Sequence[str] = ()) -> WrapVa
 
 
 def choice(value: Any, names: Sequence[str], also: str = "") -> str:
-    """Returns `value` if it is one of `names`; otherwise the message lists them and the alternatives, and suggests the
+    """Returns `value` if it is one of `names`. Otherwise the error lists the names and alternatives, and suggests the
     nearest."""
     if isinstance(value, str) and value in names:
         return value
@@ -188,7 +188,7 @@ LayoutRule = Annotated[
         '[["blocks/.*/kernel", ["embed", "mlp"]]]',
     ),
 ]
-"""A path pattern (regex, matched with fullmatch) and, for each dim, a logical or mesh axis, several, or None."""
+"""A path pattern (regex, matched with fullmatch) and, for each dim, a logical or mesh axis, several axes, or None."""
 
 Axis = Literal["replica", "data", "pipeline", "fsdp", "expert", "context", "tensor"]
 MeshAxes = Annotated[
@@ -233,12 +233,12 @@ Policy = Literal["stop", "skip", "rollback", "continue"]
 
 
 def widest(*names: str) -> Any:
-    """Returns the widest dtype that a config may name."""
+    """Returns the widest dtype that a config can name."""
     return max(names, key=("bfloat16", "float32", "float64").index)
 
 
 def dtype_to_mapping(value: Any) -> Any:
-    """Returns `{compute: value}` for the name of a dtype; other values are left to the model."""
+    """Returns `{compute: value}` for the name of a dtype. The model validates other values."""
     if isinstance(value, str):
         return {
             "compute": choice(
@@ -249,8 +249,8 @@ def dtype_to_mapping(value: Any) -> Any:
 
 
 def policy_to_mapping(value: Any) -> Any:
-    """Returns `{loss, gradient, metrics, evaluation}` for the name of one policy; an evaluation changes nothing, so it
-    can only stop a run."""
+    """Returns `{loss, gradient, metrics, evaluation}` for the name of one policy. An evaluation does not change the
+    state, so it can only stop a run."""
     if isinstance(value, dict | Section):
         return value
     policy = choice(value, get_args(Policy), "a mapping {loss, gradient, metrics, evaluation}")
@@ -259,7 +259,7 @@ def policy_to_mapping(value: Any) -> Any:
 
 
 def names_or(names: Sequence[str], model: type[Section]) -> WrapValidator:
-    """Returns the validator of a field that holds one of `names` or a mapping checked by `model`."""
+    """Returns the validator of a field that is one of `names` or a mapping checked by `model`."""
 
     def check(value: Any, _handler: Any) -> Any:
         if isinstance(value, dict | model):

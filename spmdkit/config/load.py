@@ -1,4 +1,4 @@
-"""A config from a file or from a mapping; both use the checks of schema.py and rules.py."""
+"""Loads a config from a file or a mapping, with the checks of schema.py and rules.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     """Returns the checked config of a YAML file, with `key=value` overrides applied.
 
     Raises:
-        ConfigError: an invalid config, all problems in one message, each with its file and line.
+        ConfigError: the config is invalid; one message lists all problems with file and line.
     """
     name = os.fspath(path)
     file = Path(os.path.abspath(name))
@@ -37,9 +37,9 @@ def parse_config(
 
     Args:
         mapping: the keys of a config file.
-        source: the file of these values; relative paths refer to its folder. None: the current folder.
+        source: the file of these values; relative paths start at its folder. None: the current folder.
         positions: the position of each key, for messages.
-        name: the name of the file in messages; default: `source`.
+        name: the file name in messages; default: `source`.
     """
     if not isinstance(mapping, Mapping):
         raise ConfigError(
@@ -52,7 +52,7 @@ def parse_config(
 
 
 def replace_keys(config: Config, changes: Mapping[str, Any]) -> Config:
-    """Returns the config with dotted keys set to new values, checked again: `{"mesh": {"data": 4}, "ema": None}`."""
+    """Returns the config with dotted keys set to new values, validated again: `{"mesh": {"data": 4}, "ema": None}`."""
     values = config.model_dump()
     for key, new in changes.items():
         *parents, last = key.split(".")

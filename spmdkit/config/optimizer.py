@@ -1,8 +1,8 @@
 """optax optimizers and learning-rate schedules by name: bound to optax's signatures, built, and tested on shapes.
 
-Only optax's public functions can be named: optimizers are those with a learning rate, schedules those that return one.
-optax validates the arguments: an optimizer traces one step of two small arrays, which runs nothing and touches no
-device. optax is imported when a config names one of its functions.
+A config can name only optax's public functions: optimizers have a learning rate, schedules return one. optax validates
+the arguments: one step of an optimizer on two small arrays is traced, without running it or using a device. optax is
+imported only when a config names one of its functions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Check = Iterator[Problem]
 
 @functools.cache
 def optimizers() -> dict[str, Callable[..., Any]]:
-    """Returns the optax functions for `optimizer.name`."""
+    """Returns the optax functions that `optimizer.name` can name."""
     return {
         name: function
         for name, function in _public_functions()
@@ -40,7 +40,7 @@ def optimizers() -> dict[str, Callable[..., Any]]:
 
 @functools.cache
 def schedules() -> dict[str, Callable[..., Any]]:
-    """Returns the optax functions for `learning_rate.name`."""
+    """Returns the optax functions that `learning_rate.name` can name."""
     import optax
 
     return {
@@ -62,7 +62,7 @@ def build_schedule(value: Any) -> Any:
     """Returns the learning rate of a config: None, a float, or the optax schedule of a mapping.
 
     Raises:
-        ConfigError: a name or argument that optax does not have.
+        ConfigError: optax has no such name or argument.
     """
     if not isinstance(value, Mapping):
         return value
@@ -75,7 +75,7 @@ def build_optimizer(optimizer: Mapping[str, Any], learning_rate: Any = None) -> 
 
     Args:
         optimizer: `{name: adamw, b2: 0.95, ...}`.
-        learning_rate: `config.learning_rate`, or the result of `build_schedule`; None: the mapping's own.
+        learning_rate: `config.learning_rate`, or the result of `build_schedule`; None: that of the mapping.
     """
     _raise(list(optimizer_problems(optimizer, learning_rate is not None)))
     return _build_optimizer(optimizer, learning_rate)
@@ -84,15 +84,15 @@ def build_optimizer(optimizer: Mapping[str, Any], learning_rate: Any = None) -> 
 def choose_optimizer(
     optimizer: Mapping[str, Any] | None, learning_rate: Any, task_optimizer: Any, where: Callable[[str], str]
 ) -> Any:
-    """Returns the optimizer of the config, or the task's: a transformation, or a function of the learning rate.
+    """Returns the config's optimizer, or the task's: a transformation, or a function of the learning rate.
 
     Args:
-        optimizer, learning_rate: the config's.
-        task_optimizer: the task's.
-        where: key -> the start of a message about it.
+        optimizer, learning_rate: the values in the config.
+        task_optimizer: the optimizer of the task.
+        where: returns the start of a message about a key.
 
     Raises:
-        ConfigError: there is none, or `learning_rate` has no effect or is missing.
+        ConfigError: there is no optimizer, or `learning_rate` has no effect or is missing.
     """
     if optimizer is not None:
         return build_optimizer(optimizer, learning_rate)
@@ -161,7 +161,7 @@ def _schedule(name: str) -> Any:
 
 
 def optimizer_problems(value: Mapping[str, Any], has_learning_rate: bool) -> Check:
-    """Yields the problems of `{name: <optimizer>, ...}`; `has_learning_rate`: the key learning_rate is set."""
+    """Yields the problems of `{name: <optimizer>, ...}`. `has_learning_rate`: whether the key learning_rate is set."""
     path: KeyPath = ("optimizer",)
     name = value.get("name")
     if isinstance(name, str) and name in NOT_FROM_CONFIG:
@@ -202,7 +202,7 @@ def _arguments(value: Mapping[str, Any]) -> dict[str, Any]:
 def _bind(
     function: Callable[..., Any], arguments: Mapping[Any, Any], path: KeyPath, without: tuple[str, ...] = ()
 ) -> Check:
-    """Yields arguments that the function does not have, and the first missing one."""
+    """Yields the problems of unknown arguments, and of the first missing argument."""
     signature = inspect.signature(function)
     parameters = {n: p for n, p in signature.parameters.items() if n not in without}
     unknown = [key for key in arguments if key not in parameters]
@@ -224,11 +224,11 @@ def _bind(
 
 
 _passed: set[str] = set()
-"""Optimizers and schedules that were tested before: a config is checked at every change, and a test is a trace."""
+"""Optimizers and schedules that have passed. A config is validated at every change, and each test is a trace."""
 
 
 def _try(build: Callable[[], Any], what: str, path: KeyPath, arguments: Mapping[str, Any]) -> Check:
-    """Yields optax's errors about values, in building or in the trace of a step."""
+    """Yields optax's errors about values, raised by the constructor or the trace of a step."""
     key = f"{what} {arguments!r}"
     if key in _passed:
         return

@@ -1,4 +1,4 @@
-"""`key=value` of the command line applied to the values of a config file: dotted keys, values in YAML."""
+"""Applies `key=value` arguments of the command line to the values of a config file: dotted keys, values in YAML."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from spmdkit.errors import ConfigError
 
 
 def apply(document: source.Document, overrides: Iterable[str]) -> source.Document:
-    """Returns the document with each `key=value` set; later ones win, and messages name the override.
+    """Returns the document with each `key=value` set. Later overrides win, and messages name the override.
 
-    A missing or null mapping on the path is created. The value is YAML: `mesh='{data: 4}'`, `eval.params=ema`.
+    Missing or null mappings on the path are created. The value is YAML: `mesh='{data: 4}'`, `eval.params=ema`.
 
     Raises:
         ConfigError: no `=`, an empty key, a value that is not YAML, or a key inside a value that is not a mapping.

@@ -1,4 +1,4 @@
-"""`sync: {parameter_server: {...}}`: its options, and incompatible settings."""
+"""The options of `sync: {parameter_server: {...}}`, and incompatible settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAME = "parameter_server"
 
 
 class PartitionRules(Section):
-    """Leaves by their paths: [[path pattern, server], ...]."""
+    """Assigns leaves to servers by path: [[path pattern, server], ...]."""
 
     rules: list[Annotated[tuple[fields.Pattern, Annotated[int, Field(ge=0)]], Field(strict=False)]] = Field(
         min_length=1
@@ -40,19 +40,19 @@ class ParameterServer(Section):
     """Servers and workers."""
 
     servers: fields.Few = 1
-    """Servers; each holds some leaves of the parameters."""
+    """Number of servers; each stores some leaves of the parameters."""
     workers: fields.Few = 2
-    """Workers; each has its own mesh and computes gradients of batch_size examples."""
+    """Number of workers; each has a mesh and computes gradients of batch_size examples."""
     partition: Partition = "greedy"
-    """Which server holds a leaf: greedy (by size), round_robin, or {rules: [[path pattern, server], ...]}, the rest
-    greedily."""
+    """Assignment of leaves to servers: greedy (by size), round_robin, or {rules: [[path pattern, server], ...]}, with
+    unmatched leaves assigned greedily."""
     aggregate: fields.Few = 1
-    """Number of workers with gradients that are averaged into one update; later ones are dropped (backup workers). 1:
-    each gradient is one update."""
+    """Number of gradients of different workers averaged into one update; later gradients are dropped (backup workers).
+    1: each gradient is one update."""
     max_staleness: Annotated[int, Field(ge=0, le=fields.INT32_MAX)] | None = None
-    """Staler gradients, in updates, are dropped; null: none."""
+    """Gradients with a higher staleness (in updates) are dropped; null: no limit."""
     scale_by_staleness: fields.Flag = False
-    """Divide an update by the staleness of its gradient, from two on."""
+    """Divide an update by the staleness of its gradient, if that is 2 or more."""
     overlap: fields.Flag | None = None
     """Push and pull while the next gradient is computed, which adds one update of staleness; null: where possible."""
     transport: Literal["ray", "threads"] = "ray"
@@ -77,7 +77,7 @@ def options(config: Any) -> ParameterServer:
 
 
 def refuse(config: Any) -> None:
-    """Raises ConfigError with a parameter server: for everything that needs one compiled step."""
+    """Raises ConfigError with a parameter server, for features that need one compiled step."""
     if is_chosen(config):
         raise ConfigError(
             "sync: parameter_server trains with programs of servers and workers, and this needs the one compiled "
@@ -86,7 +86,7 @@ def refuse(config: Any) -> None:
 
 
 def problems(config: Any) -> Iterator[Problem]:
-    """Yields invalid options, and incompatible settings."""
+    """Yields the problems of invalid options and incompatible settings."""
     _, given = plugins.split(config.sync)
     if wrong := plugins.options_problem(NAME, given):
         yield Problem(("sync",), wrong)
@@ -142,7 +142,7 @@ def _of_options(section: ParameterServer) -> Iterator[Problem]:
 
 
 def _of_config(config: Any) -> Iterator[Problem]:
-    """Settings that need one step of all devices, or hooks around it."""
+    """Yields settings that need one step over all devices, or hooks around it."""
     why = "with sync: parameter_server each worker has its own step"
     exact = not plugins.is_reference(config.reducer) and plugins.split(config.reducer)[0] in ("sum", "ordered")
     looks = f"looks at the steps of one program, and {why}. Remove it, or use sync: every_step."

@@ -1,7 +1,7 @@
-"""Problems of a config as sentences: the position, the request, the value, the rule, the smallest repair.
+"""Problems of a config as sentences: the position, the request, the value, the rule and the smallest repair.
 
-A problem knows only its key; `Origin` knows the position of each key, and `render` puts the file and line, or the
-override, before each problem.
+A problem has only its key. `Origin` has the position of each key, and `render` prefixes each problem with the file and
+line, or with the override.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Location(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """One problem, without its position."""
+    """One problem without its position."""
 
     path: KeyPath
     text: str
@@ -33,14 +33,14 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a config. `file` is absolute, `name` as the user wrote it; both unset for a config of Python."""
+    """The origin of a config. `file` is absolute, `name` as the user wrote it. Both are unset for Python values."""
 
     file: Path | None = None
     name: str = ""
     places: Mapping[KeyPath, Location] = field(default_factory=lambda: MappingProxyType({}))
 
     def place(self, path: KeyPath) -> Location:
-        """Returns the position of the key, or of the nearest mapping around it that has one."""
+        """Returns the position of the key, or of the nearest enclosing mapping with a position."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.places:
                 return self.places[path[:end]]
@@ -70,7 +70,7 @@ def key_path(key: str) -> KeyPath:
 
 
 def render(found: Sequence[Problem], origin: Origin) -> str:
-    """Returns one line for each problem, in the order of the file, at most `MAX_PROBLEMS`."""
+    """Returns one line per problem, in file order, at most `MAX_PROBLEMS`."""
     ordered = sorted(found, key=lambda p: origin.place(p.path).line)
     lines = [f"{start}: {p.text}" if (start := origin.where(p.path)) else p.text for p in ordered[:MAX_PROBLEMS]]
     if len(ordered) > MAX_PROBLEMS:
@@ -83,7 +83,7 @@ _TYPES |= {list | tuple: "a list", dict: "a mapping"}
 
 
 def show(value: Any) -> str:
-    """Returns a value for a message: short, with its type if that is not obvious."""
+    """Returns a value as short text for a message, with its type if that is not obvious."""
     name = "" if value is None else next((name for kind, name in _TYPES.items() if isinstance(value, kind)), None)
     return f"a Python {type(value).__name__}" if name is None else f"{_short(value)} ({name})".removesuffix(" ()")
 

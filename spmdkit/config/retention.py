@@ -1,6 +1,6 @@
-"""`Retention`: which checkpoints are kept. Its keys are part of the section `checkpoint`.
+"""`Retention`: which checkpoints are retained. Its keys are part of the section `checkpoint`.
 
-To add a rule: a field here, and its steps in `steps_to_keep`.
+To add a rule, add a field here and its steps in `steps_to_keep`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from spmdkit.config.fields import Section
 
 
 class Best(Section):
-    """Which checkpoint is the best."""
+    """How the best checkpoint is selected."""
 
     metric: fields.Name
     """Name of an evaluation metric, for example loss."""
@@ -22,7 +22,7 @@ class Best(Section):
 
 
 class Retention(Section):
-    """Which checkpoints are kept; all others are deleted after each save."""
+    """Which checkpoints are retained. All other checkpoints are deleted after each save."""
 
     keep: fields.Count = 3
     """Number of newest checkpoints to keep, in addition to the best."""
@@ -39,7 +39,7 @@ class Retention(Section):
     def steps_to_keep(self, steps: Sequence[int], scores: Mapping[int, float | None]) -> set[int]:
         """Returns the steps to keep.
 
-        A step without a score (a metric that is missing or not finite) is never the best; of equal scores the newest
+        A step without a score (the metric is missing or not finite) is never the best. Among equal scores the newest
         is.
 
         Args:

@@ -1,4 +1,4 @@
-"""Rules over several fields: combinations that cannot work, and settings that have no effect under another one."""
+"""Rules over several fields: invalid combinations, and settings that another setting makes ineffective."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_DEPTH = 32
 
 
 def check(config: Settings, folder: Path) -> list[Problem]:
-    """Returns every problem between the valid fields of a config; `folder` is the base of relative paths."""
+    """Returns the problems between individually valid fields of a config. `folder` is the base of relative paths."""
     rules = (_task, _batch, _mesh, _layout, _choices, _remat, _learning, _deterministic, _without_effect, _combinations)
     return [*run_dir.problems(config, folder), *(problem for rule in rules for problem in rule(config))]
 
@@ -40,7 +40,7 @@ def _task(config: Settings) -> Iterator[Problem]:
 
 
 def _hidden(value: Any, path: KeyPath) -> Iterator[Problem]:
-    """Yields the keys with `***` in place of a secret."""
+    """Yields the problems of keys with `***` in place of a secret."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _hidden(inner, (*path, key))
@@ -65,7 +65,7 @@ def _batch(config: Settings) -> Iterator[Problem]:
 
 
 def check_batch(config: Settings, sizes: Mapping[str, int]) -> None:
-    """Raises ConfigError unless `batch_size` divides over the mesh and the microbatches; `sizes` has no -1 left."""
+    """Raises ConfigError unless `batch_size` divides over the mesh and the microbatches. `sizes` has no -1."""
     if found := list(_batch_on_mesh(config, sizes)):
         raise ConfigError(render(found, config._origin))
 
@@ -125,7 +125,7 @@ def _choices(config: Settings) -> Iterator[Problem]:
     for key, (group, default) in PLUGIN_KEYS.items():
         value = getattr(config, key)
         if value == default:
-            continue  # the others import JAX
+            continue  # the other plug-ins import JAX
         if isinstance(value, dict):
             yield from plain_values(value, (key,))
         if key == "sync" and parameter_server.is_chosen(config):
@@ -212,7 +212,7 @@ def _deterministic(config: Settings) -> Iterator[Problem]:
 
 
 def _without_effect(config: Settings) -> Iterator[Problem]:
-    """Yields settings that differ from their default and have no effect under another one."""
+    """Yields settings that differ from the default but have no effect under another setting."""
     mesh, pipeline, layout, attention = config.mesh, config.pipeline, config.layout, config.attention
     axis = "the mesh has no {0} axis", "name the axis, for example mesh: {{{0}: {1}}}"
     no_axis = lambda *names: tuple(text.format(*names) for text in axis)

@@ -1,4 +1,4 @@
-"""Rules for `run_dir`: a run writes many files, and must not do so in unexpected places."""
+"""Rules for `run_dir`. A run writes many files and must not write them to unexpected locations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROJECT_FILES = (".git", "pyproject.toml", "setup.py")
 
 
 def problems(config: Settings, folder: Path) -> Iterator[Problem]:
-    """Yields what is wrong with `run_dir`; `folder` is where relative paths start."""
+    """Yields the problems of `run_dir`. `folder` is the base of relative paths."""
     requested = config.run_dir
     text = ""
     if requested is None:
@@ -41,7 +41,7 @@ def problems(config: Settings, folder: Path) -> Iterator[Problem]:
 
 
 def _project(folder: Path) -> str:
-    """Returns the nearest folder around `folder` that a project begins in, itself where none does."""
+    """Returns the nearest root folder of a project that contains `folder`, or `folder` if there is none."""
     for parent in (folder, *folder.parents):
         if parent != parent.parent and any((parent / name).exists() for name in PROJECT_FILES):
             return str(parent)

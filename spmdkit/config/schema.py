@@ -1,8 +1,8 @@
-"""`Config`: the compatible settings of a run (settings.py, rules.py), as a frozen pydantic model.
+"""`Config`: the validated settings of a run (settings.py, rules.py), as a frozen pydantic model.
 
 `Config(task="my_task.py:task", mesh={"data": 8})` builds one in Python from plain values; `load_config` and
-`parse_config` (load.py) build one from a file or a mapping and know the line of every key. All of them raise
-`ConfigError` with every problem found.
+`parse_config` (load.py) build one from a file or a mapping, with the line of every key. All of them raise `ConfigError`
+with every problem.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Config(Settings):
     @model_validator(mode="wrap")
     @classmethod
     def _raise_config_error(cls, data: Any, handler: ModelWrapValidatorHandler[Config], info: ValidationInfo) -> Config:
-        """Turns the errors of pydantic and of the rules into one ConfigError; `info.context` is the Origin."""
+        """Converts the errors of pydantic and of the rules into one ConfigError. `info.context` is the Origin."""
         origin = info.context if isinstance(info.context, problems.Origin) else problems.Origin()
         try:
             config = handler(data)
@@ -37,19 +37,19 @@ class Config(Settings):
         return config
 
     def __eq__(self, other: object) -> bool:
-        """Two configs are equal if their settings are, wherever they were read."""
+        """Two configs are equal if their settings are equal, regardless of their files."""
         return isinstance(other, Config) and self.model_dump() == other.model_dump()
 
     __hash__ = None  # type: ignore[assignment]
 
     @property
     def source(self) -> Path | None:
-        """The absolute path of the config's file, None when it was built in Python."""
+        """The absolute path of the config's file, or None for a config built in Python."""
         return self._origin.file
 
     @property
     def folder(self) -> Path:
-        """The base folder of relative paths: the file's, otherwise the current one."""
+        """The base folder of relative paths: that of the file, otherwise the current folder."""
         return self._origin.file.parent if self._origin.file else Path.cwd()
 
     def resolved_run_dir(self) -> Path:
@@ -58,8 +58,8 @@ class Config(Settings):
         return (self.folder / (self.run_dir or f"runs/{stem}")).resolve()
 
     def task_reference(self) -> tuple[str, str]:
-        """Returns (absolute path of the .py file, name) or (module, name) of the task. Nothing is opened or
-        imported."""
+        """Returns (absolute path of the .py file, name) or (module, name) of the task, without opening or importing
+        it."""
         return split_reference(self.task, self.folder, self.where("task"))
 
     def where(self, key: str) -> str:

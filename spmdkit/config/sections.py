@@ -12,7 +12,7 @@ from spmdkit.config.retention import Retention
 
 
 class Mesh(Section):
-    """Sizes of the mesh axes. An unnamed axis has size 1; an empty mesh is one device; one -1 fills."""
+    """Sizes of the mesh axes. An unnamed axis has size 1; an empty mesh is one device; one -1 takes the rest."""
 
     replica: fields.AxisSize | None = None
     """Replicas between hosts or slices, over the slowest links."""
@@ -21,7 +21,7 @@ class Mesh(Section):
     fsdp: fields.AxisSize | None = None
     """Shards both the examples and the parameters, which are gathered when needed (see layout.zero)."""
     expert: fields.AxisSize | None = None
-    """Shards the experts of a mixture, and the examples."""
+    """Shards the experts of a mixture of experts, and the examples."""
     context: fields.AxisSize | None = None
     """Shards the sequence dim."""
     tensor: fields.AxisSize | None = None
@@ -30,16 +30,16 @@ class Mesh(Section):
     """Splits the layers into stages."""
 
     def sizes(self) -> dict[str, int]:
-        """Returns the named axes; -1 is unchanged."""
+        """Returns the sizes of the named axes; -1 is unchanged."""
         return {axis: size for axis in type(self).model_fields if (size := getattr(self, axis)) is not None}
 
 
 class ClusterOptions(Section):
-    """How processes find each other."""
+    """How processes discover each other."""
 
     environment: fields.Environment = "auto"
-    """Which environment variables give the rank of this process: auto: all known environments, the most specific wins;
-    a name: only that environment; none: one process, whatever is set."""
+    """Which environment variables define the rank of this process: auto: all known environments, the most specific
+    wins; a name: only that environment; none: one process, regardless of variables."""
     interface: fields.FileName = Field(default="auto", examples=["eth0"])
     """Address that CPU collectives (Gloo) advertise to other hosts: the name of a network interface. auto: the address
     of the host's name, or, if that is loopback, the address by which it reaches the coordinator."""
@@ -49,7 +49,7 @@ class Layout(Section):
     """The sharding of each parameter: rules, then metadata of the model, then the fsdp heuristic."""
 
     rules: list[fields.LayoutRule] = Field(default_factory=list)
-    """Ordered [pattern, [axis of each dim]]: the pattern is a regular expression that matches the whole path of a
+    """Ordered [pattern, [axis of each dim]]: the pattern is a regular expression that matches the full path of a
     parameter (blocks/0/kernel), an axis is a logical axis, a mesh axis or null."""
     axes: dict[str, fields.MeshAxes] = Field(default_factory=dict)
     """Logical axis -> mesh axis, list of mesh axes or null; extends and overrides the defaults."""
@@ -71,10 +71,10 @@ class Precision(Section):
     params: fields.Dtype = "float32"
     """Dtype in which the parameters are stored and updated."""
     reduce: fields.Dtype = Field(default_factory=lambda given: fields.widest("float32", given.get("params", "float32")))
-    """Dtype of gradients while they are summed; default: the wider of float32 and params."""
+    """Dtype in which gradients are summed; default: the wider of float32 and params."""
     inputs: fields.Inputs | None = None
-    """Floating point arrays of a batch: compute casts all of them to that dtype, given casts none, a list casts those
-    with a path that matches one of its patterns. null: compute, and train lists those that it rounds."""
+    """Floating-point arrays of a batch: compute casts all of them to the compute dtype, given casts none, a list casts
+    those with a path that matches a pattern in it. null: as compute, and train lists the rounded arrays."""
 
 
 class Pipeline(Section):
@@ -84,8 +84,8 @@ class Pipeline(Section):
     """gpipe: all forward passes, then all backward; 1f1b: alternating, memory bounded by the stages; interleaved: 1f1b
     with several chunks of layers per stage, a smaller bubble and more transfers."""
     microbatches: fields.Count | None = None
-    """Number of parts of the rows of one shard of a microbatch; null: the largest divisor of the rows that is at most 4
-    per stage."""
+    """Number of parts into which the rows of one shard of a microbatch are split; null: the largest divisor of the rows
+    that is at most 4 per stage."""
     chunks: fields.Count | None = None
     """Chunks of layers per stage, at least 2; null: 2. Needs schedule: interleaved."""
 
@@ -95,12 +95,12 @@ class Attention(Section):
 
     context: Literal["ring", "all_to_all"] = "ring"
     """With mesh.context: ring passes keys and values around the ring; all_to_all shards the heads instead of the
-    sequence, so it has to divide their number."""
+    sequence, so the axis size must divide the number of heads."""
     implementation: Literal["auto", "xla", "cudnn", "splash"] = "auto"
-    """auto: the best one for the operands and the mesh's devices; xla: everywhere; cudnn: NVIDIA GPUs; splash: TPUs."""
+    """auto: the best for the operands and the mesh's devices; xla: all devices; cudnn: NVIDIA GPUs; splash: TPUs."""
     order: Literal["zigzag", "contiguous"] = "zigzag"
     """Order of a sequence on the ring: zigzag gives each device an early and a late part, with equal work under a
-    causal mask; contiguous: neighbors, the last device works longest."""
+    causal mask; contiguous gives it one part, and the last device has the most work."""
 
 
 class RematNames(Section):
@@ -120,7 +120,7 @@ class StateGroup(Section):
 
 
 class Data(Section):
-    """How batches are made."""
+    """How batches are formed."""
 
     shuffle: fields.Flag = True
     """Shuffle the training examples in each epoch, from the seed."""
@@ -132,12 +132,12 @@ class Data(Section):
     threads: fields.Few = 1
     """Reader threads of each process. With 1, one thread at a time reads the training and evaluation data."""
     retries: fields.Times = 0
-    """Number of retries of a row when data[i] raises, with a growing pause."""
+    """Number of retries of a row when data[i] raises, with increasing pauses."""
     max_bad_examples: fields.Times = 0
-    """Number of unreadable training examples that each process may skip. The next readable one replaces a skipped one,
-    unless the batch can hold padding."""
+    """Number of unreadable training examples that each process may skip. The next readable example replaces a skipped
+    one unless the batch may contain padding."""
     skip_batches: list[fields.Batches] = Field(default_factory=list)
-    """Batches to skip, by number or as [first, last]; counted from 1 as if none were skipped, over all epochs."""
+    """Batches to skip, by number or as [first, last]; numbered from 1 over all epochs, as if none were skipped."""
 
     def left_out(self) -> list[tuple[int, int]]:
         """Returns `skip_batches` as (first, last)."""
@@ -148,19 +148,19 @@ class Checkpoint(Retention):
     """When the state is saved. The last step and a stop are always saved."""
 
     every_steps: fields.Count | None = None
-    """Steps between saves; null: not by steps."""
+    """Steps between saves; null: no saves by step."""
     every_seconds: fields.Seconds | None = 600.0
-    """Seconds between saves, on process 0's clock; null: not by time."""
+    """Seconds between saves, on process 0's clock; null: no saves by time."""
     directory: fields.Bucket | None = None
     """Object store for the checkpoints, gs://bucket/folder or s3://bucket/folder (extra: storage), if hosts share no
     disk; null: checkpoints/ in run_dir."""
     max_failures: fields.Count = 3
-    """Consecutive failed saves that end the run with 74; before that, a failed save is retried at the next interval."""
+    """Consecutive failed saves after which the run ends with 74. A failed save is retried at the next interval."""
     timeout_s: fields.Seconds = 600.0
     """Seconds after which an unfinished save is an error."""
     emergency_timeout_s: fields.Seconds | None = 60.0
-    """Time limit for saving the last complete step when the data or a hook raises in a run of one process; null: no
-    such save."""
+    """Time limit in seconds for saving the last complete step when the data or a hook raises in a run of one process;
+    null: no such save."""
 
 
 class Eval(Section):
@@ -169,7 +169,7 @@ class Eval(Section):
     every_steps: fields.Count | None = None
     """Steps between evaluations; null: only at the end."""
     batch_size: fields.Count | None = None
-    """Global examples of an evaluation batch; null: batch_size."""
+    """Global examples per evaluation batch; null: batch_size."""
     params: Literal["params", "ema"] = "params"
     """The parameters to evaluate. ema needs the key ema."""
 
@@ -190,16 +190,16 @@ class OnNonfinite(Section):
     """The action for non-finite values. A plain `on_nonfinite: skip` applies to loss, gradient and metrics."""
 
     loss: fields.Policy = "stop"
-    """For the loss: stop: end with code 77; skip: the step changes nothing but its number; rollback: return to the
-    newest checkpoint and continue without that batch; continue: report and continue."""
+    """For the loss: stop: end with code 77; skip: the step changes only the step number; rollback: restore the newest
+    checkpoint and continue without that batch; continue: report and continue."""
     gradient: fields.Policy = "stop"
     """The same for the gradient that the optimizer receives."""
     metrics: fields.Policy = "stop"
     """The same for every other metric of a step."""
     evaluation: Literal["stop", "continue"] = "stop"
-    """For a metric of an evaluation, also the last one and that of `spmdkit eval`."""
+    """For a metric of an evaluation, including the last evaluation and `spmdkit eval`."""
     max_consecutive: fields.Count = 10
-    """Consecutive skipped steps, or rollbacks in one process, after which the run ends with code 77."""
+    """Number of consecutive skipped steps, or of rollbacks in one process, after which the run ends with code 77."""
     save_batch: fields.Flag = False
     """Write the batch of a non-finite step to nonfinite/<step>.npz in the run's directory."""
 
@@ -209,10 +209,10 @@ class Watchdog(Section):
     processes."""
 
     heartbeat_timeout_s: fields.Seconds = 30.0
-    """Seconds without a heartbeat of a process, after which the others end with 75 and name it; pauses of the whole job
-    do not count."""
+    """Seconds without a heartbeat of a process, after which the other processes end with 75 and name it. Pauses of the
+    entire job do not count."""
     step_timeout_s: fields.Seconds | None = None
-    """Seconds for a step, or for reading its data; null: 40 times a usual step, at least 60; 300 for the first data."""
+    """Seconds for a step or for reading its batch; null: 40 times a usual step, at least 60; 300 for the first."""
     import_timeout_s: fields.Seconds = 1800.0
     """Seconds for importing the task and building its program."""
     compile_timeout_s: fields.Seconds = 3600.0
@@ -220,44 +220,44 @@ class Watchdog(Section):
     restore_timeout_s: fields.Seconds = 1800.0
     """Seconds for restoring a checkpoint."""
     save_timeout_s: fields.Seconds = 1800.0
-    """Seconds that the run waits for a save; checkpoint.timeout_s usually ends first."""
+    """Seconds that the run waits for a save; checkpoint.timeout_s usually expires first."""
     evaluation_timeout_s: fields.Seconds = 3600.0
     """Seconds for a batch of an evaluation, or for a hook."""
     interpreter_timeout_s: fields.Seconds | None = 600.0
-    """Seconds in which C code may hold the interpreter: launch ends the process with 76, a single process ends with 1;
-    null: no limit."""
+    """Seconds for which C code may hold the interpreter lock; then launch ends the process with 76, and a process
+    without launch exits with 1; null: no limit."""
 
     @property
     def longest_timeout_s(self) -> float:
-        """The longest of these timeouts, which every background timeout has to exceed."""
+        """The longest of these timeouts. Every background timeout must exceed it."""
         return float(max(value for value in self.model_dump().values() if value is not None))
 
 
 class OnSpike(Section):
-    """The action for a loss spike: a loss more than z_score robust deviations (1.48 medians of the distance) above the
-    median of the previous ones."""
+    """The action for a loss spike: a loss more than z_score robust deviations (1.48 times the median absolute
+    deviation) above the median of previous losses."""
 
     action: fields.Policy = "skip"
     """stop, skip, rollback or continue, as in on_nonfinite; on_nonfinite.max_consecutive applies to spikes too."""
     z_score: fields.Positive = Field(default=6.0, examples=[6.0])
-    """Robust deviations above the median that make a spike."""
+    """Number of robust deviations above the median beyond which a loss is a spike."""
     window: Annotated[int, Field(ge=8, le=4096)] = 128
-    """Number of previous losses in the median; a quarter of them is required."""
+    """Number of previous losses in the median; at least a quarter of them is required."""
 
 
 class ReplicaCheck(Section):
     """Bitwise comparison of the copies of the train state on several devices."""
 
     every_steps: fields.Count = 1000
-    """Steps between two checks; each reads the state once and waits for it."""
+    """Steps between two checks. Each check reads the state once and waits for the result."""
     action: Literal["stop", "repair", "rollback", "continue"] = "stop"
-    """If copies differ: stop: end with code 77; repair: the outlier of three or more receives the bytes of the others,
-    of two the one that an audit finds faulty; rollback: return to a checkpoint at which all were equal; continue:
-    report and continue."""
+    """If copies differ: stop: end with code 77; repair: the outlier of three or more copies receives the bytes of the
+    majority, and of two copies the one that an audit identifies as faulty; rollback: restore a checkpoint at which all
+    were equal; continue: report and continue."""
 
 
 class CompileCache(Section):
-    """Cache of compiled programs on the machine's disk, so that a restart compiles nothing again. null: no cache."""
+    """Cache of compiled programs on the machine's disk, so that a restart does not compile again. null: no cache."""
 
     directory: fields.FileName | None = None
     """Folder that only its owner can access, since its contents are executed; null: SPMDKIT_COMPILE_CACHE, or
@@ -283,7 +283,7 @@ class Budget(Section):
     collective_bytes: fields.NumBytes | None = None
     """Maximum bytes that one device sends in a step."""
     peak_memory: fields.NumBytes | None = None
-    """Maximum bytes of one device in a step."""
+    """Maximum memory of one device in a step, in bytes."""
     collectives_in_loop: Annotated[int, Field(ge=0, le=fields.INT32_MAX)] | None = None
     """Maximum number of collectives inside loops."""
     findings: Literal["none"] | None = None
@@ -291,20 +291,20 @@ class Budget(Section):
 
 
 class ElasticOptions(Section):
-    """How a job goes on without a process that dies, under launch --elastic MIN:MAX."""
+    """How a job continues after a process dies, under launch --elastic MIN:MAX."""
 
     in_process: fields.Flag = False
-    """The other processes go on, with the state from their memory; false: all are started again, from the newest
-    checkpoint. CPU devices."""
+    """The remaining processes continue with the state in their memory; false: all processes are restarted from the
+    newest checkpoint. CPU devices only."""
     snapshot_every: fields.Count = 10
-    """Steps between two copies of the state in the memory of its processes, each shard on two of them: as many are
-    repeated at most."""
+    """Steps between two snapshots of the state in the processes' memory, each shard on two processes. At most this many
+    steps are repeated."""
     standby: fields.FewOrNone = 0
-    """Processes that wait on this machine, with everything imported, to take the place of one that dies: each has the
-    memory of a process before its first step."""
+    """Number of standby processes on this machine, with all imports done, that replace processes that die. Each uses
+    the memory of a process before its first step."""
     precompile: fields.Sizes = Field(default=[])
-    """Numbers of processes for which the step is compiled ahead, into the compile cache, by a job of so many processes
-    at the lowest priority."""
+    """Numbers of processes for which the step is compiled ahead of time into the compile cache, by a job with as many
+    processes at the lowest priority."""
 
 
 Remat = Annotated[

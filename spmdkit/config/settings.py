@@ -17,11 +17,11 @@ class Settings(Section):
     task: fields.TaskName
     """The user's Task: path/to/file.py:name (path from the config's folder) or package.module:name."""
     task_args: dict[str, Any] = Field(default_factory=dict, examples=["{width: 64}"])
-    """Keyword arguments, when the target is a function that returns a Task."""
+    """Keyword arguments, if the target is a function that returns a Task."""
     run_dir: fields.FileName | None = None
     """Directory of the run, relative to the config's folder; null: runs/<config name>."""
     seed: fields.Seed = 0
-    """Seed of the initial parameters, of the order of examples and of all keys."""
+    """Seed of the initial parameters, the order of examples and all random keys."""
     steps: fields.Count = 100
     """Steps to train; step 1 is the first."""
     batch_size: fields.Count = 32
@@ -32,9 +32,9 @@ class Settings(Section):
     devices: fields.Devices = "auto"
     """auto: all devices; cpu:N: N fake devices of this CPU, over all processes; or local indices."""
     cluster: sections.ClusterOptions = sections.ClusterOptions()
-    """How processes find each other."""
+    """How processes discover each other."""
     mesh: sections.Mesh = sections.Mesh()
-    """Axis sizes. One -1 fills; empty: one device."""
+    """Axis sizes. One -1 takes the rest of the devices; empty: one device."""
     layout: sections.Layout = sections.Layout()
     """Sharding of each parameter."""
     pipeline: sections.Pipeline = sections.Pipeline()
@@ -43,8 +43,8 @@ class Settings(Section):
     """Parts of the train state in host memory between steps: params, optimizer; empty: all on the devices."""
     reducer: fields.NamedChoice = "sum"
     """How gradients are reduced over replicas: sum, ordered, {bfloat16: {...}}, or user-defined: file.py:name of a
-    function under @sk.reducer, {file.py:name: {option: value}} with its keyword arguments. All but sum take warmup: N,
-    the number of first steps with sum."""
+    function under @sk.reducer, {file.py:name: {option: value}} with its keyword arguments. All except sum accept
+    warmup: N, the number of initial steps with sum."""
     sync: fields.NamedChoice = "every_step"
     """When replicas synchronize: every_step, {local_sgd: {every: N}}, {diloco: {every: N}}, {post_local: {start: S,
     every: N}}, {stale: K}, or user-defined: file.py:name of a function under @sk.sync, {file.py:name: {option: value}}
@@ -63,19 +63,19 @@ class Settings(Section):
     """How sk.attention runs."""
     compiler_options: fields.CompilerOptions = Field(default_factory=dict)
     """XLA options and their values, in addition to those of spmdkit (spmdkit/program/compiler.py); null removes one of
-    these."""
+    those."""
     optimizer: fields.Optimizer | None = None
     """Name of an optax optimizer and its keyword arguments; null: the task's optimizer."""
     learning_rate: fields.LearningRate | None = None
-    """A number, or the name of an optax schedule and its keyword arguments; null: the optimizer's own."""
+    """A number, or the name of an optax schedule and its keyword arguments; null: that of the optimizer."""
     clip_norm: fields.Positive | None = None
     """Maximum global norm of the gradient; null: no clipping."""
     ema: fields.Fraction | None = None
     """Decay of the exponential moving average of parameters; null: no average."""
     model_state: sections.ModelState = "global"
-    """How replicas share mutable model state: one for all, one for each, or one for each group."""
+    """How replicas share mutable model state: one for all replicas, one per replica, or one per group."""
     data: sections.Data = sections.Data()
-    """How batches are made."""
+    """How batches are formed."""
     budget: sections.Budget | None = None
     """Maximum cost of a step; null: no limit."""
     checkpoint: sections.Checkpoint | None = sections.Checkpoint()
@@ -94,12 +94,12 @@ class Settings(Section):
     watchdog: sections.Watchdog | None = sections.Watchdog()
     """Timeouts before a stalled job is terminated; null disables a timeout."""
     elastic: sections.ElasticOptions = sections.ElasticOptions()
-    """How a job continues without a process that dies."""
+    """How a job continues after a process dies."""
     preemption: list[fields.NamedChoice] = Field(default_factory=list)
     """Preemption sources in addition to SIGTERM and SIGUSR1: gce, aws, {file: {path: /run/preempt}}. On a notice to any
     process all processes save at the same step and exit with 42."""
     health_check: fields.Flag = False
-    """Before each start all devices compute the same products for three seconds; if the results differ, the run
+    """Before each start, all devices compute the same products for three seconds. If the results differ, the run
     ends."""
     replica_check: sections.ReplicaCheck | None = None
     """How often the copies of the state on several devices are compared bitwise, and the action if they differ; null:
@@ -108,12 +108,12 @@ class Settings(Section):
     """On GPUs: only deterministic operations, and no autotuning; operations without a deterministic form are rejected.
     CPUs and TPUs are always deterministic."""
     on_spike: sections.OnSpike | None = None
-    """The action for a finite loss far above the previous ones; null: none. The limit is updated at log steps."""
+    """The action for a finite loss far above the previous losses; null: none. The limit is updated at log steps."""
     on_nonfinite: Annotated[
         sections.OnNonfinite,
         BeforeValidator(fields.policy_to_mapping, json_schema_input_type=fields.Policy | sections.OnNonfinite),
     ] = sections.OnNonfinite()
-    """The action if loss, gradient, metrics or an evaluation are not finite: one policy, or one for each."""
+    """The action if loss, gradient, metrics or an evaluation are not finite: one policy, or one policy for each."""
 
     def policies(self) -> Mapping[str, str]:
         """Returns the action for a step with a non-finite loss, gradient or metric, or with a loss spike."""

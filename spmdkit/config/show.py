@@ -1,4 +1,4 @@
-"""A config as text: resolved YAML that loads back to an equal config, and the JSON schema that editors use."""
+"""Writes a config as resolved YAML that loads back to an equal config, and the JSON schema for editors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spmdkit.foundation import redact
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that source.py, or a reader of YAML 1.1 (`off`, dates), would read as another type."""
+    """Quotes text that source.py, or a YAML 1.1 parser (`off`, dates), would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -31,17 +31,16 @@ _Dumper.add_representer(tuple, _Dumper.represent_list)
 
 
 def to_yaml(config: Config, absolute_paths: bool = False, hide_secrets: bool = False) -> str:
-    """Returns every setting, also defaults, as YAML that loads back to an equal config.
+    """Returns every setting, including defaults, as YAML that loads back to an equal config.
 
-    With `absolute_paths`, `task` and `run_dir` are absolute, so that the text means the same in any folder. With
-    `hide_secrets`, for all files, secrets are `***`, and such a config is rejected until the values are filled in.
+    With `absolute_paths`, `task` and `run_dir` are absolute, so that the text is valid in any folder. With
+    `hide_secrets` (used for all files), secrets are `***`. Such a config is rejected until the values are filled in.
     """
     return _written(config, config.model_dump() | {"mesh": config.mesh.sizes()}, absolute_paths, hide_secrets)
 
 
 def to_short_yaml(config: Config, absolute_paths: bool = False, hide_secrets: bool = False) -> str:
-    """Returns the settings that differ from the defaults, as YAML that loads back to an equal config. Otherwise as
-    `to_yaml`."""
+    """Like `to_yaml`, but returns only the settings that differ from the defaults."""
     values = config.model_dump(exclude_defaults=True)
     meshes = {"mesh": config.mesh.sizes()} if config.mesh.sizes() else {}
     return _written(config, values | meshes, absolute_paths, hide_secrets)

@@ -1,7 +1,7 @@
-"""YAML text into plain values, with the position of every key. It cannot run code.
+"""Parses YAML text into plain values, with the position of every key. It cannot run code.
 
 The format is the core schema of YAML 1.2: only true and false are booleans (`off` and `yes` are text), `1e-3` is a
-number, `012` is twelve. Rejected, each with its line: anchors and aliases (a few lines can expand to gigabytes), tags
+number, `012` is twelve. Rejected, with the line: anchors and aliases (a few lines can expand to gigabytes), tags
 (`!!python/...`), duplicate keys, keys without a value, several documents, deep nesting, large files.
 """
 
@@ -33,7 +33,7 @@ PLAIN: dict[str, tuple[re.Pattern[str], Callable[[str], Any]]] = {
     ),
     "float": (re.compile(rf"(?:{_FLOAT})\Z"), lambda text: float(re.sub(r"\.(?=[iInN])", "", text))),
 }
-"""Type -> (its form without quotes, its value), in order; everything else is text. `show.py` writes by them."""
+"""Type -> (its unquoted form, its value), in order of precedence; everything else is text. Also used by `show.py`."""
 
 
 class Document(NamedTuple):
@@ -53,7 +53,7 @@ def read_file(path: Path, name: str) -> Document:
     """Returns the values of the YAML file; `name` is the path as the user wrote it, for messages.
 
     Raises:
-        ConfigError: no such file, not readable, larger than 1 MiB, not UTF-8, not one YAML mapping.
+        ConfigError: the file is missing, not readable, larger than 1 MiB, not UTF-8, or not one YAML mapping.
     """
     try:
         if not path.is_file():
@@ -95,7 +95,7 @@ def _no_file(path: Path) -> str:
 
 
 def parse(text: str, place: Callable[[int], Location], name: str) -> Document:
-    """Returns the values of YAML text; `place(line)` returns the Location of a line (from 1)."""
+    """Returns the values of YAML text. `place(line)` returns the Location of a line (from 1)."""
     walk = _Reader(text, place)
     try:
         return Document(walk.document(), walk.places)
@@ -129,7 +129,7 @@ class _Reader:
         self._text = text
 
     def document(self) -> Any:
-        """Returns the value of the one document, None without one."""
+        """Returns the value of the single document, or None without one."""
         self._events = yaml.parse(self._text, Loader=yaml.SafeLoader)
         next(self._events)  # the stream begins
         if isinstance(next(self._events), yaml.StreamEndEvent):
@@ -165,7 +165,7 @@ class _Reader:
             key = _scalar(event)
             inner = (*path, str(key))
             if key in values:
-                first = self.places[inner].line or 1  # an override has one line
+                first = self.places[inner].line or 1  # an override is a single line
                 raise _Refused(event, f"{dotted(inner)} is given twice, first on line {first}. Keep one of them.")
             values[key] = self._placed(event, next(self._events), inner)
         return values

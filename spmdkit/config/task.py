@@ -1,4 +1,4 @@
-"""The reference to a user's object: `path/to/file.py:name` or `package.module:name`."""
+"""References to user-defined objects: `path/to/file.py:name` or `package.module:name`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from spmdkit.errors import ConfigError
 
 
 def split_reference(task: str, folder: Path, where: str) -> tuple[str, str]:
-    """Returns (absolute path of the .py file, name) or (module, name). Nothing is opened or imported.
+    """Returns (absolute path of the .py file, name) or (module, name), without opening or importing it.
 
     Args:
         task: the reference; a path is relative to `folder`.
@@ -24,7 +24,7 @@ def split_reference(task: str, folder: Path, where: str) -> tuple[str, str]:
 
 
 def reference_problem(task: str, key: str = "task") -> str:
-    """Returns the problem of a reference behind `key`, or an empty string."""
+    """Returns the problem of the reference under `key`, or an empty string."""
     rule = "needs path/to/file.py:name or package.module:name, found"
     target, colon, name = task.rpartition(":")
     if len(task) > 1000:

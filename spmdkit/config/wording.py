@@ -1,8 +1,8 @@
-"""pydantic's errors as problems: the rule, the value, the smallest repair.
+"""Converts pydantic's errors to problems: the rule, the value, the smallest repair.
 
-The rule is pydantic's own sentence ("should be greater than or equal to 1") or that of a custom validator
-(`fields.Wants`). This module adds the key, the value as in YAML, and the repair: the nearest name, a bound, the
-default, or an example of the field.
+The rule is a sentence of pydantic ("should be greater than or equal to 1") or of a custom validator (`fields.Wants`).
+This module adds the key, the value as in YAML, and the repair: the nearest name, a bound, the default, or an example of
+the field.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spmdkit.foundation.formatting import nearest
 
 def translate(model: type[BaseModel], errors: Sequence[Any]) -> list[Problem]:
     """Returns the problems of pydantic's error dicts."""
-    follows = "default_factory_not_called"  # of another problem of the same section
+    follows = "default_factory_not_called"  # a consequence of another problem in the same section
     return [_translate(model, error) for error in errors if error["type"] != follows]
 
 
@@ -95,13 +95,13 @@ def _example(info: FieldInfo) -> str:
 
 
 def _inside(annotation: Any) -> Iterator[Any]:
-    """Yields the metadata of what an annotation allows beside None."""
+    """Yields the metadata of the types in an annotation other than None."""
     for arg in get_args(annotation):
         yield from getattr(arg, "__metadata__", ())
 
 
 def sections(model: type[BaseModel], path: KeyPath = ()) -> Iterator[tuple[KeyPath, type[BaseModel]]]:
-    """Yields (path, model) of a model and of every section in it."""
+    """Yields (path, model) for a model and every section in it."""
     yield path, model
     for name, info in model.model_fields.items():
         for inner in _models(info.annotation):
@@ -117,7 +117,7 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def section_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
-    """Returns the model that holds the keys at `path`."""
+    """Returns the model that has the keys at `path`."""
     for part in path:
         info = model.model_fields.get(str(part))
         inner = _models(info.annotation) if info else []
@@ -128,7 +128,7 @@ def section_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
 
 
 def _field(model: type[BaseModel], path: KeyPath) -> FieldInfo | None:
-    """Returns the field at `path`, or the one around it for an item of a list or of a free mapping."""
+    """Returns the field at `path`, or the enclosing field for an item of a list or a free mapping."""
     for end in range(len(path), 0, -1):
         section = section_at(model, path[: end - 1])
         if section and str(path[end - 1]) in section.model_fields:
