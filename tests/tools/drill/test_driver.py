@@ -165,7 +165,7 @@ def test_nan_needs_a_leaf_with_float_rows():
         _with_nan(None, Batch({"a": jnp.float32(1.0), "b": jnp.ones((0, 3)), "c": jnp.arange(3)}), random.Random(0))
 
 
-def test_bit_flip_changes_one_bit_of_the_largest_parameter():
+def test_bit_flip_changes_one_bit_of_a_parameter():
     state = TrainState({"w": jnp.ones((4, 4)), "b": jnp.ones(2)})
     flipped, _ = _with_bit_flip(state, None, random.Random(0))
     assert (flipped.params["b"] == 1).all() and np.abs(flipped.params["w"] - 1).max() < 1, "a bit of the fraction"
