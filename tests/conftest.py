@@ -59,9 +59,9 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Marks the slow forms. Folders with long files come first, so that two workers end at the same time."""
+    """Marks the slow forms. Folders with long files come first, so that all workers end at the same time."""
     mark_slow_forms(items)
-    first = ("system", "examples", "ops", "step", "verify", "natural", "communication")
+    first = ("faults", "horovod", "tools", "system", "launch", "communication", "step", "ops", "verify", "run")
     place = {name: i for i, name in enumerate(first)}
     items.sort(key=lambda item: place.get(item.nodeid.split("/")[1], len(first)))
 
