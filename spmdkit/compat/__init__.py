@@ -35,8 +35,8 @@ def varying_aval(shape: Sequence[int], dtype: Any, axes: frozenset[str]) -> Any:
 
     if not axes:
         return core.ShapedArray(shape, dtype)
-    whole = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
-    return core.ShapedArray(shape, dtype, sharding=whole, manual_axis_type=core.ManualAxisType(varying=axes))
+    replicated = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
+    return core.ShapedArray(shape, dtype, sharding=replicated, manual_axis_type=core.ManualAxisType(varying=axes))
 
 
 @contextlib.contextmanager
@@ -161,8 +161,8 @@ def _scattered(
     (x,), (d,) = operands, dims
     if tiled:
         return x, d
-    place = scatter_dimension + (d <= scatter_dimension)
-    return jnp.squeeze(x, place), d - (place < d)
+    position = scatter_dimension + (d <= scatter_dimension)
+    return jnp.squeeze(x, position), d - (position < d)
 
 
 def send_no_reduce_scatter() -> None:
@@ -261,8 +261,8 @@ def num_joined_processes() -> int:
 
 
 def replace_coordination_client(client: Any) -> None:
-    """Replaces JAX's coordination client with `client` for all Python code of this process. Call after JAX creates its
-    devices, which need the original client."""
+    """Replaces JAX's coordination client with `client` for all Python code of this process. Call it after JAX creates
+    its devices, which need the original client."""
     from jax._src import distributed
 
     distributed.global_state.client = client
@@ -287,12 +287,12 @@ def service_elsewhere(end: Callable[[], Any] | None = None) -> Iterator[None]:
     from jax._src.lib import _jax
 
     name = "get_distributed_runtime_service"
-    own = getattr(_jax, name)
+    original = getattr(_jax, name)
     setattr(_jax, name, lambda *args, **options: _Elsewhere(end))
     try:
         yield
     finally:
-        setattr(_jax, name, own)
+        setattr(_jax, name, original)
 
 
 def holds_coordination_service() -> bool:

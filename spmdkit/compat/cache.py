@@ -46,15 +46,15 @@ def compilation_cache(store: Any, path: str, min_s: float) -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def _written_by_all(own: Any) -> Any:
+def _written_by_all(original: Any) -> Any:
     """Returns `_cache_write` of jax/_src/compiler.py without its condition that this is process 0. In jax 0.10 the last
     argument is the program's Python callbacks; programs with callbacks are not cached."""
     from jax._src import compilation_cache
 
     names = ("cache_key", "compile_time_secs", "module_name", "backend", "executable")
-    signature = inspect.signature(own)
+    signature = inspect.signature(original)
     if tuple(signature.parameters) not in (names, (*names, "host_callbacks")):
-        return own  # unknown JAX version: only process 0 writes, as in JAX
+        return original  # unknown JAX version: only process 0 writes, as in JAX
 
     def write(*args: Any, **named: Any) -> None:
         key, seconds, module, backend, executable, *callbacks = signature.bind(*args, **named).args

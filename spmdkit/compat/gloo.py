@@ -6,15 +6,15 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-_own: Any = None
+_original: Any = None
 
 
 def advertise(address: str | None) -> None:
     """Sets the address that Gloo advertises to other processes; None: the address of the host name. Call before JAX
     creates devices."""
-    global _own
+    global _original
     from jax._src import xla_bridge
 
     jaxlib: Any = xla_bridge._jax
-    _own = _own or jaxlib.make_gloo_tcp_collectives
-    jaxlib.make_gloo_tcp_collectives = _own if address is None else functools.partial(_own, hostname=address)
+    _original = _original or jaxlib.make_gloo_tcp_collectives
+    jaxlib.make_gloo_tcp_collectives = _original if address is None else functools.partial(_original, hostname=address)

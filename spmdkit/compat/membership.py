@@ -21,10 +21,10 @@ def reduce_one_by_one() -> None:
     When another process fails, the combined all-reduce of one array fails but those of the other arrays still start
     (jaxlib 0.10.2): the next process then waits indefinitely, or Gloo aborts it. Bytes and results are the same.
     """
-    flag, joins, flags = "--xla_disable_hlo_passes=", "cpu-all-reduce-combiner", os.environ.get("XLA_FLAGS", "").split()
-    if not any(joins in each for each in flags):
-        own = [each.removeprefix(flag) for each in flags if each.startswith(flag)][-1:]  # XLA uses only the last
-        os.environ["XLA_FLAGS"] = " ".join([*flags, flag + ",".join([*own, joins])])
+    flag, pass_, flags = "--xla_disable_hlo_passes=", "cpu-all-reduce-combiner", os.environ.get("XLA_FLAGS", "").split()
+    if not any(pass_ in each for each in flags):
+        disabled = [each.removeprefix(flag) for each in flags if each.startswith(flag)][-1:]  # XLA uses only the last
+        os.environ["XLA_FLAGS"] = " ".join([*flags, flag + ",".join([*disabled, pass_])])
 
 
 def leave_backend() -> None:

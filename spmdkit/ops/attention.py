@@ -2,7 +2,7 @@
 
     out[B_x, T_c, N_t, H] = softmax(scale q[B_x, T_c, N_t, H] . k[B_x, S_c, K_t, H]^T) v[B_x, S_c, K_t, H]
 
-x: fsdp and expert, c: context, t: tensor. N query heads share K key heads; N / K adjacent query heads share one.
+x: fsdp and expert, c: context, t: tensor. N query heads, K key heads; N / K adjacent query heads share a key head.
 
     context = 1                      each device computes its heads and examples; no communication
     attention.context: ring          ring_attention.py
@@ -69,11 +69,11 @@ def attention(
     On a mesh with a context axis the tokens must be in mesh order: reorder them once with `sk.context_order`.
 
     Args:
-        causal: a query sees the keys of its position and of earlier positions.
+        causal: a query attends to the keys at its position and earlier positions.
         positions_BT: int32[B, T] or [T], token positions for the causal mask; default: `sk.context_positions`, which is
             cheaper, since masked blocks are known and skipped.
-        segment_ids_BT: int32[B, T], for packed sequences: tokens see only their segment. A negative id is padding, with
-            a result of zeros.
+        segment_ids_BT: int32[B, T], for packed sequences: tokens attend only to their segment. A negative id is
+            padding, with a result of zeros.
         scale: factor of the scores; default `1 / sqrt(H)`.
         implementation: overrides the config's `attention.implementation`.
 
@@ -108,8 +108,8 @@ def own_kv_heads(x_BSKH: jax.Array) -> jax.Array:
     key heads than the tensor axis, which are replicated."""
     num, tensor = x_BSKH.shape[2], axis_size("heads")
     repeated = jnp.repeat(x_BSKH, math.lcm(num, tensor) // num, axis=2)
-    own = repeated.shape[2] // tensor
-    return lax.dynamic_slice_in_dim(repeated, axis_index("heads") * own, own, axis=2)
+    heads_per_device = repeated.shape[2] // tensor
+    return lax.dynamic_slice_in_dim(repeated, axis_index("heads") * heads_per_device, heads_per_device, axis=2)
 
 
 # ---- two parts, forward and backward
@@ -203,8 +203,8 @@ def _keys_dims(keys: Keys) -> Any:
 
 
 def _alike(context: trace_context.Context, operands: Any) -> Any:
-    """Inside of `shard_map`: returns all operands typed as differing where one of them, or a device's part of the
-    sequence, does."""
+    """Inside `shard_map`: returns the operands, all typed as varying over the axes over which any of them or the
+    sequence varies."""
     found = set().union(*(compat.varying_axes(x) for x in jax.tree.leaves(operands)))
     if context.in_manual:
         found |= set(axes("sequence"))
@@ -214,12 +214,12 @@ def _alike(context: trace_context.Context, operands: Any) -> Any:
 def _repeated(context: trace_context.Context, x_BSKH: jax.Array) -> jax.Array:
     """Returns key heads repeated so that they can be sharded like the query heads."""
     tensor = 1 if context.in_manual else axis_size("heads")
-    cut = tensor * (axis_size("sequence") if context.options.attention.context == "all_to_all" else 1)
+    num_shards = tensor * (axis_size("sequence") if context.options.attention.context == "all_to_all" else 1)
     num = x_BSKH.shape[2]
-    return x_BSKH if num % cut == 0 else jnp.repeat(x_BSKH, math.lcm(num, cut) // num, axis=2)
+    return x_BSKH if num % num_shards == 0 else jnp.repeat(x_BSKH, math.lcm(num, num_shards) // num, axis=2)
 
 
-# ---- the choice
+# ---- selection of the implementation
 
 
 def _implementation(
@@ -233,7 +233,7 @@ def _implementation(
     if name not in known:
         raise ConfigError(f"sk.attention: {key} is {name!r}.{nearest(name, known)} Known are {', '.join(known)}.")
     device = _device(context)
-    ids = tuple(what for what, given in (("segment ids", segments), ("positions", positions)) if given)
+    ids = tuple(what for what, is_set in (("segment ids", segments), ("positions", positions)) if is_set)
     lengths = _block_lengths(context, q.shape[1], k.shape[1])
     why = {
         "cudnn": "its gradient adds in another order each time, and deterministic is true"
@@ -243,7 +243,7 @@ def _implementation(
         "xla": None,
     }
     if name == "auto":
-        return XLA if device is None else next(IMPLEMENTATIONS[n] for n, lacks in why.items() if lacks is None)
+        return XLA if device is None else next(IMPLEMENTATIONS[n] for n, reason in why.items() if reason is None)
     if why[name]:
         raise ConfigError(
             f"sk.attention: {key} is {name}, but {why[name]}. Use auto, which selects a possible one, or xla."
@@ -261,11 +261,11 @@ def _block_lengths(context: trace_context.Context, *lengths: int) -> tuple[int, 
     num = axis_size("sequence")
     if context.options.attention.context == "all_to_all":
         return tuple(length * (num if context.in_manual else 1) for length in lengths)
-    own = [length // (1 if context.in_manual or not is_sharded(context) else num) for length in lengths]
-    return tuple(own) if order() == "contiguous" else tuple(length // 2 for length in own)
+    local_lengths = [length // (1 if context.in_manual or not is_sharded(context) else num) for length in lengths]
+    return tuple(local_lengths) if order() == "contiguous" else tuple(length // 2 for length in local_lengths)
 
 
-# ---- what cannot be
+# ---- checks
 
 
 def _check_shapes(q: Any, k: Any, v: Any, causal: bool, positions: Any, segment_ids: Any) -> None:

@@ -85,21 +85,21 @@ def _abstract(*_: Any, linear: _Linear) -> Any:
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, linear: _Linear) -> Any:
     """The derivative by the tangents is the operation itself; by the fixed operands, it is the derivative of `push`."""
     num, out = linear.num_fixed, linear.bind(*primals)
-    moved = [i for i, t in enumerate(tangents[:num]) if not isinstance(t, ad.Zero)]
-    found: Any = ad.Zero(jax.typeof(out).to_tangent_aval())
+    perturbed = [i for i, t in enumerate(tangents[:num]) if not isinstance(t, ad.Zero)]
+    tangent: Any = ad.Zero(jax.typeof(out).to_tangent_aval())
     if any(not isinstance(t, ad.Zero) for t in tangents[num:]):
-        found = linear.bind(*primals[:num], *map(ad.instantiate_zeros, tangents[num:]))
-    if not moved:
-        return out, found
+        tangent = linear.bind(*primals[:num], *map(ad.instantiate_zeros, tangents[num:]))
+    if not perturbed:
+        return out, tangent
 
     def of_moved(*xs: jax.Array) -> jax.Array:
-        given = list(primals)
-        for i, x in zip(moved, xs, strict=True):
-            given[i] = x
-        return linear.apply(*given)
+        full_operands = list(primals)
+        for i, x in zip(perturbed, xs, strict=True):
+            full_operands[i] = x
+        return linear.apply(*full_operands)
 
-    more = jax.jvp(of_moved, [primals[i] for i in moved], [tangents[i] for i in moved])[1]
-    return out, more if isinstance(found, ad.Zero) else found + more
+    fixed_tangent = jax.jvp(of_moved, [primals[i] for i in perturbed], [tangents[i] for i in perturbed])[1]
+    return out, fixed_tangent if isinstance(tangent, ad.Zero) else tangent + fixed_tangent
 
 
 def _transpose(cotangent: Any, *operands: Any, linear: _Linear) -> list[Any]:

@@ -7,7 +7,7 @@ N: devices along the axes; `bytes`: size of the operand's shard. Bytes sent per 
     all_gather        (N-1)   bytes      backward: reduce_scatter, the same bytes
     reduce_scatter    (N-1)/N bytes      backward: all_gather
     all_to_all        (N-1)/N bytes      backward: all_to_all
-    ring_shift                bytes      backward: ring_shift the other way
+    ring_shift                bytes      backward: ring_shift in the opposite direction
 
 Source: Austin et al., "How to Scale Your Model" (2025), part 3.
 """
@@ -35,75 +35,75 @@ def axes(*names: str) -> tuple[str, ...]:
     context = trace_context.current()
     if context.sharding.mesh is None or context.sharding.form == "manual":
         return ()
-    taken = (*context.sharding.data_axes, *context.mapped_axes)
-    found: list[str] = []
+    outer_axes = (*context.sharding.data_axes, *context.mapped_axes)
+    mesh_axes: list[str] = []
     for name in names:
         if name not in context.options.logical_axes:
             raise ValueError(
                 f"unknown name '{name}'.{nearest(name, context.options.logical_axes)} Known: "
                 f"{', '.join(sorted(context.options.logical_axes))}."
             )
-        own = context.sharding.inner_axes if name == "batch" else context.options.logical_axes[name]
-        context.usage.axes.update(own)
-        found += [a for a in own if context.sharding.size(a) > 1 and a in MODEL_AXES and a not in taken]
-    return tuple(dict.fromkeys(found))
+        name_axes = context.sharding.inner_axes if name == "batch" else context.options.logical_axes[name]
+        context.usage.axes.update(name_axes)
+        mesh_axes += [a for a in name_axes if context.sharding.size(a) > 1 and a in MODEL_AXES and a not in outer_axes]
+    return tuple(dict.fromkeys(mesh_axes))
 
 
 def axis_size(names: Names) -> int:
     """Returns the number of devices along the axes of `names`. Works outside a manual part too, except for `batch`,
     which raises ConfigError there."""
-    found = _axes_in_part("axis_size", names) if "batch" in _as_tuple(names) else _axes(names)
-    return trace_context.current().sharding.size(*found)
+    mesh_axes = _axes_in_part("axis_size", names) if "batch" in _as_tuple(names) else _axes(names)
+    return trace_context.current().sharding.size(*mesh_axes)
 
 
 def axis_index(names: Names) -> jax.Array | int:
     """Returns this device's index along the axes of `names`, int32[]; 0 without axes. Only inside `sk.manual`."""
-    found = _axes_in_part("axis_index", names)
-    return lax.axis_index(found) if found else 0
+    mesh_axes = _axes_in_part("axis_index", names)
+    return lax.axis_index(mesh_axes) if mesh_axes else 0
 
 
 def all_reduce(x: jax.Array, names: Names) -> jax.Array:
     """Returns the sum of `x` over the devices along `names`. Raises ConfigError if `x` is already the same along one of
     them: the sum would be N times too large."""
-    found = _axes_in_part("all_reduce", names)
-    if not found:
+    mesh_axes = _axes_in_part("all_reduce", names)
+    if not mesh_axes:
         return x
-    if same := [a for a in found if compat.axes_are_typed() and a not in compat.varying_axes(x)]:
+    if same := [a for a in mesh_axes if compat.axes_are_typed() and a not in compat.varying_axes(x)]:
         raise ConfigError(
-            f"all_reduce over {list(found)}: the operand is already the same along {same}, and a sum would make it "
+            f"all_reduce over {list(mesh_axes)}: the operand is already the same along {same}, and a sum would make it "
             f"{trace_context.current().sharding.size(*same)} times too large. Remove the reduction, or name only the "
             "axes along which it differs."
         )
-    return lax.psum(x, found)
+    return lax.psum(x, mesh_axes)
 
 
 def all_gather(x: jax.Array, names: Names, dim: int) -> jax.Array:
     """Returns the shards along `names` concatenated on `dim`: [..., n, ...] -> [..., N n, ...]."""
-    found = _axes_in_part("all_gather", names)
-    return lax.all_gather(x, found, axis=dim, tiled=True) if found else x
+    mesh_axes = _axes_in_part("all_gather", names)
+    return lax.all_gather(x, mesh_axes, axis=dim, tiled=True) if mesh_axes else x
 
 
 def reduce_scatter(x: jax.Array, names: Names, dim: int) -> jax.Array:
     """Returns this device's shard, on `dim`, of the sum over `names`: [..., N n, ...] -> [..., n, ...]."""
-    found = _axes_in_part("reduce_scatter", names)
-    return lax.psum_scatter(x, found, scatter_dimension=dim, tiled=True) if found else x
+    mesh_axes = _axes_in_part("reduce_scatter", names)
+    return lax.psum_scatter(x, mesh_axes, scatter_dimension=dim, tiled=True) if mesh_axes else x
 
 
 def all_to_all(x: jax.Array, names: Names, split_dim: int, join_dim: int) -> jax.Array:
     """Returns `x` split on `split_dim` and joined on `join_dim`: the sharding moves from `join_dim` to `split_dim`."""
-    found = _axes_in_part("all_to_all", names)
-    return lax.all_to_all(x, found, split_axis=split_dim, concat_axis=join_dim, tiled=True) if found else x
+    mesh_axes = _axes_in_part("all_to_all", names)
+    return lax.all_to_all(x, mesh_axes, split_axis=split_dim, concat_axis=join_dim, tiled=True) if mesh_axes else x
 
 
 def ring_shift(x: jax.Array, name: str, by: int = 1) -> jax.Array:
     """Returns the `x` of the device `by` positions before this one in the ring along the single axis of `name`."""
-    found = _axes_in_part("ring_shift", name)
-    if not found:
+    mesh_axes = _axes_in_part("ring_shift", name)
+    if not mesh_axes:
         return x
-    if len(found) > 1:
-        raise ConfigError(f"ring_shift over '{name}': it has the axes {list(found)}. A ring runs along one axis.")
-    num = trace_context.current().sharding.size(*found)
-    return lax.ppermute(x, found[0], [(i, (i + by) % num) for i in range(num)])
+    if len(mesh_axes) > 1:
+        raise ConfigError(f"ring_shift over '{name}': it has the axes {list(mesh_axes)}. A ring runs along one axis.")
+    num = trace_context.current().sharding.size(*mesh_axes)
+    return lax.ppermute(x, mesh_axes[0], [(i, (i + by) % num) for i in range(num)])
 
 
 def _axes(names: Names) -> tuple[str, ...]:

@@ -107,9 +107,9 @@ def _parts(tree: Any, dim: int, what: str) -> tuple[int, int]:
     unit = chunks(num)
     if num == 1:
         return 1, 1
-    if len(found := axes("sequence")) > 1:
+    if len(mesh_axes := axes("sequence")) > 1:
         raise ConfigError(
-            f"{what}: layout.axes.sequence means the mesh axes {list(found)}. A sequence runs along one axis. Name "
+            f"{what}: layout.axes.sequence means the mesh axes {list(mesh_axes)}. A sequence runs along one axis. Name "
             "context alone."
         )
     for path, leaf in named_leaves(tree):

@@ -77,13 +77,13 @@ def manual(
         for spec, (path, leaf) in zip(in_specs, named_leaves(args), strict=True):
             _check_divisible(context, f"{name}: argument {path}", leaf.shape, spec)
         inner = dataclasses.replace(context, in_manual=True)
-        seen: list[Any] = []
+        out_structure: list[Any] = []
 
         def body(*shards: jax.Array) -> tuple[jax.Array, ...]:
             with trace_context.tracing(inner):
                 out = fn(*jax.tree.unflatten(treedef, shards))
             specs = _flat_specs(context, out_dims, out)
-            seen[:] = [jax.tree.structure(out), specs]
+            out_structure[:] = [jax.tree.structure(out), specs]
             return tuple(
                 _as_declared(context, f"{name}: result {path}", x, spec)
                 for (path, x), spec in zip(named_leaves(out), specs, strict=True)
@@ -91,7 +91,7 @@ def manual(
 
         shapes, is_watched = _trace_once(context, str(name), body, leaves, in_specs)
         watched = (str(name), body) if is_watched else None
-        treedef_out, out_specs = seen
+        treedef_out, out_specs = out_structure
         part = Part(body, inner, context.sharding.mesh, in_specs, tuple(out_specs), tuple(shapes), watched=watched)
         return jax.tree.unflatten(treedef_out, differentiable(part)(*leaves))
 
@@ -120,8 +120,8 @@ def _flat_specs(context: trace_context.Context, dims: Any, values: Any) -> tuple
     """Returns the spec of each leaf of `values`; `dims` is a tree prefix of `values`."""
 
     def specs(dims: Dims, value: Any) -> list[PartitionSpec]:
-        cut = [axes(*d.split("+")) if d is not None else () for d in dims]
-        spec = PartitionSpec(*(None if not a else a[0] if len(a) == 1 else a for a in cut))
+        dim_axes_of = [axes(*d.split("+")) if d is not None else () for d in dims]
+        spec = PartitionSpec(*(None if not a else a[0] if len(a) == 1 else a for a in dim_axes_of))
         for leaf in jax.tree.leaves(value):
             if len(dims) > jnp.ndim(leaf):
                 raise ConfigError(

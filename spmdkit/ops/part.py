@@ -133,18 +133,18 @@ def differentiable(part: Part) -> Callable[..., Any]:
     def of_tangents(args: Sequence[jax.Array], tangents: Sequence[Any]) -> Any:
         keeping, linear = _keeping(part, args)
         out = keeping.bind(*args)
-        kept = tuple(checkpoint_name(x, mark) for x, mark in zip(out[num_out:], linear.marks, strict=True))
+        residuals = tuple(checkpoint_name(x, mark) for x, mark in zip(out[num_out:], linear.marks, strict=True))
         of_args, of_results = floats(args), floats(part.local_shapes)
 
         def pull(fixed: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-            values, kept = fixed[: len(args)], fixed[len(args) :]
+            values, residuals = fixed[: len(args)], fixed[len(args) :]
             with trace_context.tracing(part.context):  # a custom gradient of the body uses its axes
-                return _linearized(part, values, linear).backward(values, [x[0] for x in kept], cotangents)
+                return _linearized(part, values, linear).backward(values, [x[0] for x in residuals], cotangents)
 
         tangent = tangent_of(part, of_args, more_specs=keeping.out_specs[num_out:], pull=pull)
-        found = dict(zip(of_results, tangent.bind(*args, *kept, *(tangents[i] for i in of_args)), strict=True))
+        results = dict(zip(of_results, tangent.bind(*args, *residuals, *(tangents[i] for i in of_args)), strict=True))
         none = lambda x: np.zeros(x.shape, jax.dtypes.float0)
-        return out[:num_out], tuple(found[i] if i in found else none(out[i]) for i in range(num_out))
+        return out[:num_out], tuple(results[i] if i in results else none(out[i]) for i in range(num_out))
 
     return call
 
@@ -160,10 +160,10 @@ def tangent_of(part: Part, of_args: Sequence[int], more_specs: Sequence[Partitio
 
     def body(*shards: jax.Array) -> tuple[jax.Array, ...]:
         def of_floats(*xs: jax.Array) -> list[jax.Array]:
-            given = list(shards[:num])
+            full_args = list(shards[:num])
             for i, x in zip(of_args, xs, strict=True):
-                given[i] = x
-            out = part.body(*given)
+                full_args[i] = x
+            out = part.body(*full_args)
             return [out[i] for i in of_results]
 
         with trace_context.tracing(part.context):
@@ -202,31 +202,31 @@ def tangent_of(part: Part, of_args: Sequence[int], more_specs: Sequence[Partitio
 def _linearized(part: Part, shards: Sequence[jax.Array], before: Linearized | None = None) -> Linearized:
     """Returns the linearized body at `shards`, with the same residuals as the trace `before`."""
     remat = part.context.options.remat
-    found = Linearized(part.body, shards, everything_but_gathered if remat is None else remat.in_parts)
-    if before is not None and found.made_by != before.made_by:
-        raise RuntimeError(f"two traces of one sk.manual part keep different values: {before.made_by}, {found.made_by}")
-    return found
+    trace = Linearized(part.body, shards, everything_but_gathered if remat is None else remat.in_parts)
+    if before is not None and trace.made_by != before.made_by:
+        raise RuntimeError(f"two traces of one sk.manual part keep different values: {before.made_by}, {trace.made_by}")
+    return trace
 
 
 def _keeping(part: Part, args: Sequence[jax.Array]) -> tuple[Part, Linearized]:
     """Returns (the part that returns its residuals after its results, the trace that defines them). Each residual has a
     leading dim that is sharded over the axes along which it varies."""
-    found: list[Linearized] = []
+    traces: list[Linearized] = []
 
     def probe(*shards: jax.Array) -> jax.Array:
         with trace_context.tracing(part.context):
-            found[:] = [_linearized(part, shards)]
+            traces[:] = [_linearized(part, shards)]
         return jnp.zeros(())
 
     def body(*shards: jax.Array) -> tuple[jax.Array, ...]:
         with trace_context.tracing(part.context):
-            out, kept = _linearized(part, shards, linear).forward(shards)
-            return (*out, *(x[None] for x in kept))
+            out, residuals = _linearized(part, shards, linear).forward(shards)
+            return (*out, *(x[None] for x in residuals))
 
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
     with compat.outside_of_spmd_vmaps():
         jax.eval_shape(jax.shard_map(probe, mesh=part.mesh, in_specs=part.in_specs, out_specs=PartitionSpec()), *shapes)
-    (linear,) = found
+    (linear,) = traces
     # The axes of replicas and pipeline stages belong to an enclosing vmap.
     outer = {*part.context.sharding.data_axes, *part.context.mapped_axes}
     differs = [tuple(a for a in MODEL_AXES if a in compat.varying_axes_of(x) and a not in outer) for x in linear.kept]
@@ -259,14 +259,14 @@ def _impl(*args: Any, part: Part) -> Any:
 @_manual_p.def_abstract_eval
 def _abstract(*avals: Any, part: Part) -> list[Any]:
     lead = tuple(level.size for level in part.levels)
-    found = []
+    avals_out = []
     for local, spec in zip(part.local_shapes, part.out_specs, strict=True):
         shape = list(local.shape)
         for i, names in enumerate(spec):
             for a in dim_axes(names):
                 shape[i] *= part.mesh.shape[a]
-        found.append(jax.core.ShapedArray((*lead, *shape), local.dtype))
-    return found
+        avals_out.append(jax.core.ShapedArray((*lead, *shape), local.dtype))
+    return avals_out
 
 
 def _batch(axis_data: Any, args: Sequence[Any], dims: Sequence[int | None], *, part: Part) -> Any:
@@ -287,10 +287,10 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, part: Part) -> Any:
     """The derivative of a mapped part or of a gradient: the derivative of its body."""
     out = part.bind(*primals)
     of_args = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
-    found = iter(tangent_of(part, of_args).bind(*primals, *(tangents[i] for i in of_args)))
+    result_tangents = iter(tangent_of(part, of_args).bind(*primals, *(tangents[i] for i in of_args)))
     of_results = floats(part.local_shapes)
     none = lambda x: ad.Zero(jax.typeof(x).to_tangent_aval())
-    return out, [next(found) if i in of_results else none(x) for i, x in enumerate(out)]
+    return out, [next(result_tangents) if i in of_results else none(x) for i, x in enumerate(out)]
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, part: Part) -> list[Any]:
@@ -300,21 +300,21 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, part: Part) -> list[An
     assert pull is not None and not any(map(ad.is_undefined_primal, fixed))
     cotangents = [ad.instantiate_zeros(c) for c in cotangents]
     lead = [sum(level.mapped[num + i] for level in part.levels) for i in range(len(linear))]
-    of = [x.aval if ad.is_undefined_primal(x) else x for x in linear]  # a constant has a known zero tangent
-    one = [jax.ShapeDtypeStruct(x.shape[n:], x.dtype) for x, n in zip(of, lead, strict=True)]
+    avals = [x.aval if ad.is_undefined_primal(x) else x for x in linear]  # a constant has a known zero tangent
+    shapes = [jax.ShapeDtypeStruct(x.shape[n:], x.dtype) for x, n in zip(avals, lead, strict=True)]
     gradient = Part(
         lambda *shards: pull(shards[:num], shards[num:]),
         part.context,
         part.mesh,
         (*part.in_specs[:num], *part.out_specs),
         part.in_specs[num:],
-        tuple(_local(part.mesh, x, spec) for x, spec in zip(one, part.in_specs[num:], strict=True)),
+        tuple(_local(part.mesh, x, spec) for x, spec in zip(shapes, part.in_specs[num:], strict=True)),
         tuple(level._replace(mapped=(*level.mapped[:num], *(True,) * len(cotangents))) for level in part.levels),
     )
     grads = gradient.bind(*fixed, *cotangents)
-    alone = [[n for n, level in enumerate(part.levels) if not level.mapped[num + i]] for i in range(len(linear))]
-    found = (g.sum(dims) if dims else g for g, dims in zip(grads, alone, strict=True))
-    return [None] * num + [g if ad.is_undefined_primal(x) else None for g, x in zip(found, linear, strict=True)]
+    unmapped = [[n for n, level in enumerate(part.levels) if not level.mapped[num + i]] for i in range(len(linear))]
+    summed = (g.sum(dims) if dims else g for g, dims in zip(grads, unmapped, strict=True))
+    return [None] * num + [g if ad.is_undefined_primal(x) else None for g, x in zip(summed, linear, strict=True)]
 
 
 ad.primitive_jvps[_manual_p] = _jvp

@@ -1,8 +1,8 @@
 """The residuals of a part's gradient: the residuals of `jax.vjp` as a list that one program passes to another.
 
 A part of `sk.manual` runs as one `shard_map` and its gradient as a second one. Both must agree on the list of
-residuals. A second trace of the body, under a `vmap` over replicas, has other types and another order. So the index of
-the producing operation, without operations that only change types, identifies a residual.
+residuals. A second trace of the body, under a `vmap` over replicas, has other types and another order. A residual is
+therefore identified by the index of its operation, not counting operations that only change types.
 
 Values that `remat` selects and that depend on the part's inputs are saved. Others (masks, positions) are recomputed.
 """
@@ -43,10 +43,10 @@ class Linearized:
 
         def traced(*args: Any) -> Any:
             def of_floats(*xs: Any) -> Any:
-                given = list(args)
+                full_args = list(args)
                 for i, x in zip(self._floats, xs, strict=True):
-                    given[i] = x
-                out = fn(*given)
+                    full_args[i] = x
+                out = fn(*full_args)
                 return tuple(out[i] for i in floats(out)), out
 
             _, vjp, out = jax.vjp(of_floats, *(args[i] for i in self._floats), has_aux=True)
@@ -60,19 +60,19 @@ class Linearized:
         self._results, self._leaves = jaxpr.outvars[:num_out], jaxpr.outvars[num_out:]
         self._origin = _origins(jaxpr)
         counted = [eqn for eqn in jaxpr.eqns if eqn.primitive.name not in _TYPES]
-        made = {var: (n, i, eqn) for n, eqn in enumerate(counted) for i, var in enumerate(eqn.outvars)}
+        producer = {var: (n, i, eqn) for n, eqn in enumerate(counted) for i, var in enumerate(eqn.outvars)}
         depends = _dependents(jaxpr)
         origins = {self._origin[var] for var in self._leaves if var in self._origin}
         wanted = [var for var in origins if var in depends and var not in jaxpr.invars]
-        self._wanted = sorted(wanted, key=lambda var: made[var][:2])
+        self._wanted = sorted(wanted, key=lambda var: producer[var][:2])
         self.kept = [var.aval for var in self._wanted]
-        self.made_by = [(n, i, eqn.primitive.name) for n, i, eqn in (made[var] for var in self._wanted)]
-        self.marks = [_saved_name(var, made) for var in self._wanted]
+        self.made_by = [(n, i, eqn.primitive.name) for n, i, eqn in (producer[var] for var in self._wanted)]
+        self.marks = [_saved_name(var, producer) for var in self._wanted]
 
     def forward(self, args: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         """Returns (results of the function, residuals)."""
-        found = self._compute(self._closed.jaxpr.eqns, [*self._results, *self._wanted], args)
-        return found[: len(self._results)], found[len(self._results) :]
+        values = self._compute(self._closed.jaxpr.eqns, [*self._results, *self._wanted], args)
+        return values[: len(self._results)], values[len(self._results) :]
 
     def backward(
         self, args: Sequence[jax.Array], kept: Sequence[jax.Array], cotangents: Sequence[jax.Array]
@@ -89,10 +89,10 @@ class Linearized:
 
         return jax.tree.unflatten(self._treedef, map(leaf, self._leaves))(tuple(cotangents))
 
-    def _compute(self, eqns: Sequence[Any], wanted: Sequence[Any], args: Sequence[jax.Array]) -> list[jax.Array]:
+    def _compute(self, eqns: Sequence[Any], outputs: Sequence[Any], args: Sequence[jax.Array]) -> list[jax.Array]:
         jaxpr = self._closed.jaxpr
         names = jaxpr.debug_info._replace(result_paths=None)
-        part = jaxpr.replace(eqns=list(eqns), outvars=list(wanted), debug_info=names)
+        part = jaxpr.replace(eqns=list(eqns), outvars=list(outputs), debug_info=names)
         return jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(part, self._closed.consts))(*args)
 
 
@@ -108,18 +108,18 @@ def _origins(jaxpr: Any) -> dict[Any, Any]:
 
 def _dependents(jaxpr: Any) -> set[Any]:
     """Returns the variables that depend on the arguments."""
-    found = set(jaxpr.invars)
+    dependents = set(jaxpr.invars)
     for eqn in jaxpr.eqns:
-        if any(isinstance(var, jax.extend.core.Var) and var in found for var in eqn.invars):
-            found.update(eqn.outvars)
-    return found
+        if any(isinstance(var, jax.extend.core.Var) and var in dependents for var in eqn.invars):
+            dependents.update(eqn.outvars)
+    return dependents
 
 
-def _saved_name(var: Any, made: dict[Any, Any]) -> str:
+def _saved_name(var: Any, producer: dict[Any, Any]) -> str:
     """Returns the `checkpoint_name` of a value, also if JAX adds a `reduce_precision` or a barrier after it."""
-    if not isinstance(var, jax.extend.core.Var) or var not in made:
+    if not isinstance(var, jax.extend.core.Var) or var not in producer:
         return KEPT
-    eqn = made[var][2]
+    eqn = producer[var][2]
     if eqn.primitive.name == "name":
         return str(eqn.params["name"])
-    return _saved_name(eqn.invars[0], made) if eqn.primitive.name in _PASSES else KEPT
+    return _saved_name(eqn.invars[0], producer) if eqn.primitive.name in _PASSES else KEPT

@@ -44,8 +44,8 @@ def forward(
     num, index = axis_size("sequence"), axis_index("sequence")
     is_full = _is_full(causal, own)
 
-    def add(state: Pair, passed: Keys, turn: Any) -> Pair:
-        source = (index - turn) % num
+    def add(state: Pair, passed: Keys, step: Any) -> Pair:
+        source = (index - step) % num
 
         def full_block() -> Pair:
             mask = passed.seen_by(own, causal and not is_full)
@@ -60,7 +60,7 @@ def forward(
         out, lse = implementation.forward(two.queries(q), two.keys(passed.k), two.keys(passed.v), mask, scale)
         return two.merge(state, (out, lse))
 
-    def turn(carry: tuple[Keys, Pair], number: jax.Array) -> tuple[tuple[Keys, Pair], None]:
+    def step(carry: tuple[Keys, Pair], number: jax.Array) -> tuple[tuple[Keys, Pair], None]:
         passed, state = carry
         return (_shift(passed), add(state, passed, number)), None
 
@@ -68,7 +68,7 @@ def forward(
     out, lse = implementation.forward(q, own.k, own.v, own.seen_by(own, causal), scale)
     state = (out.astype(jnp.float32), lse)
     if num > 2:
-        (passed, state), _ = lax.scan(turn, (passed, state), jnp.arange(1, num - 1))
+        (passed, state), _ = lax.scan(step, (passed, state), jnp.arange(1, num - 1))
     return add(state, passed, num - 1)
 
 
@@ -82,9 +82,9 @@ def backward(
     # Without a barrier XLA merges the first step of both passes, and retains its keys and values between the passes.
     own, dout = lax.optimization_barrier((own, dout))
 
-    def add(dq: jax.Array, passed: Keys, turn: Any) -> tuple[jax.Array, Pair]:
+    def add(dq: jax.Array, passed: Keys, step: Any) -> tuple[jax.Array, Pair]:
         """Returns (dq plus the contribution of `passed`, this device's part of the gradient of its k and v)."""
-        source = (index - turn) % num
+        source = (index - step) % num
 
         def full_block() -> tuple[jax.Array, Pair]:
             mask = passed.seen_by(own, causal and not is_full)
@@ -98,11 +98,11 @@ def backward(
         two = _Two(source < index)
         mask = Mask(False, *two.segments(own, passed))
         k, v = two.keys(passed.k), two.keys(passed.v)
-        found = implementation.backward(*(two.queries(q), k, v), *map(two.queries, (out, lse, dout)), mask, scale)
-        new, dk, dv = _float32(found)
+        block_grads = implementation.backward(*(two.queries(q), k, v), *map(two.queries, (out, lse, dout)), mask, scale)
+        new, dk, dv = _float32(block_grads)
         return dq + two.queries_back(new), (two.keys_back(dk), two.keys_back(dv))
 
-    def turn(carry: tuple[Keys, Pair, jax.Array], number: jax.Array) -> Any:
+    def step(carry: tuple[Keys, Pair, jax.Array], number: jax.Array) -> Any:
         passed, moving, dq = carry
         following, arrived = _shift(passed), _shift(moving)
         dq, new = add(dq, passed, number)
@@ -114,7 +114,7 @@ def backward(
     dq, moving = add(dq, passed, 1)
     passed = following
     if num > 3:
-        (passed, moving, dq), _ = lax.scan(turn, (passed, moving, dq), jnp.arange(2, num - 1))
+        (passed, moving, dq), _ = lax.scan(step, (passed, moving, dq), jnp.arange(2, num - 1))
     if num > 2:
         arrived = _shift(moving)
         dq, new = add(dq, passed, num - 1)
@@ -161,10 +161,10 @@ class _Two:
             return None, None
         return self.queries(own.segments), self.keys(passed.segments)
 
-    def merge(self, state: Pair, found: Pair) -> Pair:
+    def merge(self, state: Pair, block_results: Pair) -> Pair:
         """Returns the state of all queries with both blocks added."""
         early, late = (tuple(jnp.split(x, 2, 1)[i] for x in state) for i in (0, 1))
-        first, second = (tuple(jnp.split(x, 2)[i] for x in found) for i in (0, 1))
+        first, second = (tuple(jnp.split(x, 2)[i] for x in block_results) for i in (0, 1))
         late = merge(*late, *first)
         pick = lambda x, y: jnp.where(self.is_before, x, y)
         joined = merge(*map(pick, early, late), *second)

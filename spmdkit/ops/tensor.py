@@ -95,14 +95,14 @@ def column_row_parallel(
         x = gather_rows(x, dims, hidden_axes)
         products = [product(x, gather_weight(w, d, dims, 0, x)) for w, d in zip(columns, in_column, strict=True)]
         h, contracted = between(*products, *extra), row.ndim - 1
-        whole = gather_weight(row, in_row, dims, contracted, h)
-        if h.shape[len(dims) - 1 :] != whole.shape[:-1]:
+        row_w = gather_weight(row, in_row, dims, contracted, h)
+        if h.shape[len(dims) - 1 :] != row_w.shape[:-1]:
             raise ConfigError(
                 f"the function between the products returned a shard {h.shape}, and the row weight's shard is "
-                f"{whole.shape}. The dims of the result after the first {len(dims) - 1} are those of the weight before "
+                f"{row_w.shape}. The dims of the result after the first {len(dims) - 1} are those of the weight before "
                 "its last. Check both shapes and the names of their dims."
             )
-        return reduce_rows(product(h, whole, contracted), dims, hidden_axes)
+        return reduce_rows(product(h, row_w, contracted), dims, hidden_axes)
 
     in_dims = (dims, in_column, in_row, list(extra_dims))
     return manual(pair, in_dims, dims, "sk.column_row_parallel")(x_BTD, list(columns), row, list(extra))
@@ -169,15 +169,15 @@ def gather_rows(x: jax.Array, dims: Dims, hidden_axes: Sequence[str]) -> jax.Arr
 
 def reduce_rows(y: jax.Array, dims: Dims, hidden_axes: Sequence[str]) -> jax.Array:
     """Returns the sum over the axes of the hidden dim, scattered over the sequence where `norm_sequence` shards it."""
-    left = list(hidden_axes)
+    remaining = list(hidden_axes)
     for dim, name in enumerate(dims):
         if shared := _shared(name, hidden_axes):
             y = reduce_scatter(y, shared, dim)
-            left = [a for a in left if a not in shared]
-    return all_reduce(y, left) if left else y
+            remaining = [a for a in remaining if a not in shared]
+    return all_reduce(y, remaining) if remaining else y
 
 
-# ---- which axes
+# ---- axes
 
 
 def _shared(name: str | None, hidden_axes: Sequence[str]) -> tuple[str, ...]:

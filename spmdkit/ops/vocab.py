@@ -91,11 +91,11 @@ def embed(
         smaller = tokens.size // axis_size(vocab_axes) < table.shape[0]
         smaller &= tokens.size * max(table.shape[1], LANES) <= table.size
         if movable and (by == "tokens" or (by == "auto" and smaller)):
-            everywhere = all_gather(tokens, stores, 0)
-            x = tensor.reduce_rows(_look_up(everywhere, table, vocab_axes), dims, vocab_axes)
+            gathered_tokens = all_gather(tokens, stores, 0)
+            x = tensor.reduce_rows(_look_up(gathered_tokens, table, vocab_axes), dims, vocab_axes)
             return all_to_all(x, stores, split_dim=0, join_dim=x.ndim - 1)
-        whole = tensor.gather_weight(table, table_dims, dims, 1, tokens)
-        return tensor.reduce_rows(_look_up(tokens, whole, vocab_axes), dims, vocab_axes)
+        full_table = tensor.gather_weight(table, table_dims, dims, 1, tokens)
+        return tensor.reduce_rows(_look_up(tokens, full_table, vocab_axes), dims, vocab_axes)
 
     return manual(local, (token_dims, table_dims), dims, "sk.embed")(tokens_BT, table_VD)
 
@@ -183,9 +183,9 @@ def _check(num: int, vocab_size: int | None, chunk: int | None, vocab_axes: tupl
 def _look_up(tokens: jax.Array, table_VD: jax.Array, vocab_axes: tuple[str, ...]) -> jax.Array:
     """Returns rows of this device's table shard; zeros for ids in other shards."""
     ids = tokens.astype(jnp.int32) - axis_index(vocab_axes) * table_VD.shape[0]
-    own = (ids >= 0) & (ids < table_VD.shape[0])
-    rows = jnp.take(table_VD, jnp.where(own, ids, 0), axis=0, mode="clip")
-    return jnp.where(own[..., None], rows, jnp.zeros((), table_VD.dtype))
+    is_local = (ids >= 0) & (ids < table_VD.shape[0])
+    rows = jnp.take(table_VD, jnp.where(is_local, ids, 0), axis=0, mode="clip")
+    return jnp.where(is_local[..., None], rows, jnp.zeros((), table_VD.dtype))
 
 
 class _Core(NamedTuple):
@@ -273,8 +273,8 @@ class _Core(NamedTuple):
             d_NV = self._slope(rows, columns_DV, first + i * width)
             if parts * width > num:  # the logit of a zero column may be far above all others
                 d_NV = jnp.where(i * width + jnp.arange(width, dtype=jnp.int32) < num, d_NV, jnp.zeros((), d_NV.dtype))
-            own_DV = jnp.matmul(hidden_ND.T, d_NV, preferred_element_type=jnp.float32).astype(head_DV.dtype)
-            d_head_DV = lax.dynamic_update_slice_in_dim(d_head_DV, own_DV, i * width, 1)
+            d_columns_DV = jnp.matmul(hidden_ND.T, d_NV, preferred_element_type=jnp.float32).astype(head_DV.dtype)
+            d_head_DV = lax.dynamic_update_slice_in_dim(d_head_DV, d_columns_DV, i * width, 1)
             return (d_head_DV, d_hidden_ND + jnp.matmul(d_NV, columns_DV.T, preferred_element_type=jnp.float32)), None
 
         zeros = compat.as_varying(zeros, differs)

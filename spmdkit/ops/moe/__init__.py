@@ -7,7 +7,7 @@ Weights may also be sharded over `fsdp` (dim `embed`, gathered here) and `tensor
 
     capacity=1.25   each expert takes at most C = ceil(1.25 top_k T / E) choices of an example; later ones are dropped
                     and add nothing. Static shapes, an all_to_all of the same size in each step.
-    capacity=None   nothing is dropped. Work is proportional to the load, memory to the worst case.
+    capacity=None   nothing is dropped. Work is proportional to the load; memory is sized for the worst case.
 
 Results equal those of one device: capacity, losses and noise are computed per example, in the order of `positions`, so
 that the dropped tokens do not depend on the mesh or the microbatches.
@@ -18,7 +18,7 @@ n), f = fsdp:
 
     capacity    sequence   (N-1)/N (b T (D w + 8 K) + 4 P)            all_gather   x, experts, weights, P positions
                            (N-1)/N b T D w                             reduce_scatter   y
-                expert     (e-1)/e b E C_n (2 D w + 4)                 all_to_all   tokens there and back, weights there
+                expert     (e-1)/e b E C_n (2 D w + 4)                 all_to_all   tokens sent and returned, weights
     dropless    tensor m   (m-1) b T/N (2 D w + 8 K)                   all_gather, reduce_scatter if tensor shards both
       gathered  expert     (e-1) b T_m (2 D w + 8 K)                   all_gather, reduce_scatter; T_m = m T/N
       ragged    expert     rows sent (2 D w + 4) + (e-1) 4 E           rows sent: about (e-1)/e K b T_m
@@ -86,7 +86,7 @@ def moe(
 ) -> tuple[jax.Array, Load]:
     """Returns the mixture of the experts' results, [B, T, D], and the load statistics per example.
 
-    Works in the global view and inside of `sk.manual`, where all arrays are shards.
+    Works in the global view, and inside `sk.manual` on shards.
 
     Args:
         x_BTD: tokens, sharded over (batch, `sequence`).
@@ -126,11 +126,11 @@ def moe(
     tokens = ("batch", sequence)
     of_positions = None if positions is None else tokens[2 - positions.ndim :]
     in_dims = [(*tokens, None), router_dims, dims, of_positions, tokens, (None,), ("batch",)]
-    given = (x_BTD, router_DE, experts, positions, where_BT, bias_E, keys)
+    arguments = (x_BTD, router_DE, experts, positions, where_BT, bias_E, keys)
     per_example: Any = ("batch",)
     out_dims = ((*tokens, None), Load(*[per_example] * len(Load._fields)))
-    in_dims = [None if x is None else d for d, x in zip(in_dims, given, strict=True)]
-    return manual(mixture.on_shards, in_dims, out_dims, "moe")(*given)
+    in_dims = [None if x is None else d for d, x in zip(in_dims, arguments, strict=True)]
+    return manual(mixture.on_shards, in_dims, out_dims, "moe")(*arguments)
 
 
 class _Mixture(NamedTuple):
@@ -151,10 +151,10 @@ class _Mixture(NamedTuple):
     def on_shards(
         self, x_BTD: Any, router_DE: Any, experts: Any, at: Any, where_BT: Any, bias_E: Any, keys: Any
     ) -> Any:
-        """Returns this device's shards of y and of the load; `at`: positions; `keys` as numbers."""
-        cut, own = () if self.sequence is None else axes(self.sequence), _own_axes(self.dims)
-        num_tokens, num_experts = x_BTD.shape[1] * axis_size(cut), router_DE.shape[-1]
-        order_T, differs = _order(num_tokens, cut), sorted(compat.varying_axes(x_BTD))
+        """Returns this device's shards of y and of the load; `at`: positions; `keys`: key data."""
+        seq_axes, own = () if self.sequence is None else axes(self.sequence), _own_axes(self.dims)
+        num_tokens, num_experts = x_BTD.shape[1] * axis_size(seq_axes), router_DE.shape[-1]
+        order_T, differs = _order(num_tokens, seq_axes), sorted(compat.varying_axes(x_BTD))
         routing = route(
             x_BTD,
             _whole(router_DE, self.router_dims, differs),
@@ -162,26 +162,26 @@ class _Mixture(NamedTuple):
             score=self.score,
             normalise=self.normalise,
             bias_E=bias_E,
-            noise_BTE=None if keys is None else self._noise(x_BTD, order_T, cut, at, keys, num_experts),
+            noise_BTE=None if keys is None else self._noise(x_BTD, order_T, seq_axes, at, keys, num_experts),
             where_BT=where_BT,
         )
         weights = jax.tree.map(lambda d, w: _whole(w, d, differs), self.dims, experts, is_leaf=is_dims)
         if self.capacity is None:
-            slots, both = None, tuple(a for a in cut if a in own)
+            slots, both = None, tuple(a for a in seq_axes if a in own)
             y_BTD = reduce_scatter(through_rows(x_BTD, routing, weights, self.expert, over=both), both, 1)
         else:
             slots = num_slots(self.capacity, self.top_k, num_tokens, num_experts)
-            places = order_T if at is None else all_gather(at, cut, at.ndim - 1)
-            by_weight, slot_axes = self.priority == "weight", tuple(a for a in cut if a not in own)
-            y_BTD = through_slots(x_BTD, routing, places, weights, self.expert, slots, by_weight, cut, slot_axes)
-            y_BTD = reduce_scatter(y_BTD, cut, 1)
-        y_BTD = all_reduce(y_BTD, tuple(a for a in own if a not in cut))
-        return y_BTD, load_of(routing, where_BT, slots, cut)
+            order = order_T if at is None else all_gather(at, seq_axes, at.ndim - 1)
+            by_weight, slot_axes = self.priority == "weight", tuple(a for a in seq_axes if a not in own)
+            y_BTD = through_slots(x_BTD, routing, order, weights, self.expert, slots, by_weight, seq_axes, slot_axes)
+            y_BTD = reduce_scatter(y_BTD, seq_axes, 1)
+        y_BTD = all_reduce(y_BTD, tuple(a for a in own if a not in seq_axes))
+        return y_BTD, load_of(routing, where_BT, slots, seq_axes)
 
-    def _noise(self, x_BTD: Any, order_T: Any, cut: Any, at: Any, keys: Any, num_experts: int) -> jax.Array:
+    def _noise(self, x_BTD: Any, order_T: Any, seq_axes: Any, at: Any, keys: Any, num_experts: int) -> jax.Array:
         """Returns noise on the logits of this device's tokens, drawn by their positions in their examples."""
         num_here = x_BTD.shape[1]
-        here = lax.dynamic_slice_in_dim(order_T, axis_index(cut) * num_here, num_here) if at is None else at
+        here = lax.dynamic_slice_in_dim(order_T, axis_index(seq_axes) * num_here, num_here) if at is None else at
         return self.noise * token_noise(keys, self.key_impl, jnp.broadcast_to(here, x_BTD.shape[:2]), num_experts)
 
 
@@ -195,11 +195,11 @@ def _whole(weight: jax.Array, dims: Dims, differs: Sequence[str]) -> jax.Array:
     return weight
 
 
-def _order(num_tokens: int, cut: Sequence[str]) -> jax.Array:
+def _order(num_tokens: int, seq_axes: Sequence[str]) -> jax.Array:
     """Returns int32[T]: the positions of a full sequence, in the order of `sk.context_order` if the model calls it."""
     positions_T = np.arange(num_tokens, dtype=np.int32)
     num = axis_size("sequence")
-    is_reordered = trace_context.current().usage.has_called("context_order") and set(axes("sequence")) <= set(cut)
+    is_reordered = trace_context.current().usage.has_called("context_order") and set(axes("sequence")) <= set(seq_axes)
     if num > 1 and is_reordered and context.order() == "zigzag":
         parts = np.split(positions_T, 2 * num)
         positions_T = np.concatenate([part for i in range(num) for part in (parts[i], parts[-1 - i])])
@@ -212,7 +212,7 @@ def _own_axes(dims: Any) -> tuple[str, ...]:
     return axes(*sorted(names))
 
 
-# ---- what does not fit
+# ---- checks
 
 
 def _check(

@@ -41,15 +41,15 @@ def by_blocks(
     least one block of padding rows, with undefined results.
     """
     of_floats = floats(closed)
-    others = [x for i, x in enumerate(closed) if i not in of_floats]
+    non_floats = [x for i, x in enumerate(closed) if i not in of_floats]
 
     def run_block(fixed: Sequence[Any], shared: Sequence[jax.Array], own: Any, rows: tuple[jax.Array]) -> Any:
-        rest, given = iter(fixed), dict(zip(of_floats, shared, strict=True))
-        whole = [given[i] if i in given else next(rest) for i in range(len(closed))]
-        return (fn(whole, own, rows[0]),), (), ()
+        rest, float_values = iter(fixed), dict(zip(of_floats, shared, strict=True))
+        all_closed = [float_values[i] if i in float_values else next(rest) for i in range(len(closed))]
+        return (fn(all_closed, own, rows[0]),), (), ()
 
     loop = _Loop(run_block, lambda shared, weights, rows: (rows, (), ()), block, 0)
-    (out_RD,), _, _ = loop(others, [closed[i] for i in of_floats], weights, (rows_RD,), sizes_E)
+    (out_RD,), _, _ = loop(non_floats, [closed[i] for i in of_floats], weights, (rows_RD,), sizes_E)
     return out_RD
 
 

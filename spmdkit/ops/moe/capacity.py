@@ -88,8 +88,8 @@ def _places(
     B, T, K = experts_BTK.shape
     flat = lambda a: a.reshape(B, T * K)
     choice_K = jnp.arange(K, dtype=jnp.int32)
-    own_slots = -(-slots // axis_size(slot_axes))
-    first_slot = axis_index(slot_axes) * own_slots
+    local_slots = -(-slots // axis_size(slot_axes))
+    first_slot = axis_index(slot_axes) * local_slots
 
     keys = [flat(experts_BTK * K + choice_K)]
     if weights_BTK is not None:
@@ -101,7 +101,7 @@ def _places(
 
     count_BE = (flat(experts_BTK)[..., None] == jnp.arange(num_experts, dtype=jnp.int32)).sum(1, dtype=jnp.int32)
     start_BE = jnp.cumsum(count_BE, axis=1, dtype=jnp.int32) - count_BE
-    number_C = first_slot + jnp.arange(own_slots, dtype=jnp.int32)
+    number_C = first_slot + jnp.arange(local_slots, dtype=jnp.int32)
     is_full_BEC = number_C < jnp.minimum(count_BE, slots)[..., None]
     at_BS = jnp.minimum(start_BE[..., None] + number_C, T * K - 1).reshape(B, -1)
     choice_BS = jnp.where(is_full_BEC.reshape(B, -1), jnp.take_along_axis(sorted_BN, at_BS, axis=1), -1)
@@ -109,9 +109,9 @@ def _places(
     expert_BN = flat(experts_BTK)
     start_BN = jnp.take_along_axis(start_BE, jnp.minimum(expert_BN, num_experts - 1), axis=1)
     number_BN = rank_BN - start_BN
-    own_BN = number_BN - first_slot
-    is_here_BN = (expert_BN < num_experts) & (number_BN < slots) & (own_BN >= 0) & (own_BN < own_slots)
-    slot_BN = jnp.where(is_here_BN, expert_BN * own_slots + own_BN, -1)
+    local_BN = number_BN - first_slot
+    is_here_BN = (expert_BN < num_experts) & (number_BN < slots) & (local_BN >= 0) & (local_BN < local_slots)
+    slot_BN = jnp.where(is_here_BN, expert_BN * local_slots + local_BN, -1)
     token_BS = jnp.where(choice_BS >= 0, choice_BS // K, -1)
     return _Places(token_BS[..., None], choice_BS[..., None], slot_BN.reshape(B, T, K))
 

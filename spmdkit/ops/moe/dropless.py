@@ -58,10 +58,10 @@ def _by_all_gather(
     x_ND: jax.Array, experts_NK: jax.Array, weights_NK: jax.Array, weights: Any, expert: Expert, num_experts: int
 ) -> jax.Array:
     x_ND, experts_NK, weights_NK = (all_gather(a, "expert", 0) for a in (x_ND, experts_NK, weights_NK))
-    own = num_experts // axis_size("expert")
-    own_NK = experts_NK - axis_index("expert") * own
-    own_NK = jnp.where((own_NK >= 0) & (own_NK < own), own_NK, own)
-    y_ND = _through_own(x_ND, own_NK, weights_NK, weights, expert, own)
+    num_local = num_experts // axis_size("expert")
+    local_NK = experts_NK - axis_index("expert") * num_local
+    local_NK = jnp.where((local_NK >= 0) & (local_NK < num_local), local_NK, num_local)
+    y_ND = _through_own(x_ND, local_NK, weights_NK, weights, expert, num_local)
     return reduce_scatter(y_ND, "expert", 0)
 
 
@@ -69,39 +69,39 @@ def _by_ragged_all_to_all(
     x_ND: jax.Array, experts_NK: jax.Array, weights_NK: jax.Array, weights: Any, expert: Expert, num_experts: int
 ) -> jax.Array:
     N, K = experts_NK.shape
-    num_devices, me = axis_size("expert"), axis_index("expert")
-    own = num_experts // num_devices
+    num_devices, device = axis_size("expert"), axis_index("expert")
+    num_local = num_experts // num_devices
     by_expert = _sort(experts_NK, num_experts, N * K)
     count_E = by_expert.sizes_E
-    count_sde = all_gather(count_E[None], "expert", 0).reshape(num_devices, num_devices, own)
+    count_sde = all_gather(count_E[None], "expert", 0).reshape(num_devices, num_devices, num_local)
     count_sd = count_sde.sum(2, dtype=jnp.int32)  # rows sent from device s to device d
     begin_sd = _exclusive_sum(count_sd, 1)  # their offsets on s
     arrive_sd = _exclusive_sum(count_sd, 0)  # their offsets on d
 
-    def there(rows: jax.Array) -> jax.Array:
-        room = num_devices * N * min(K, own)
-        return _ragged(rows, room, begin_sd[me], count_sd[me], arrive_sd[me], count_sd[:, me])
+    def send_rows(rows: jax.Array) -> jax.Array:
+        max_rows = num_devices * N * min(K, num_local)
+        return _ragged(rows, max_rows, begin_sd[device], count_sd[device], arrive_sd[device], count_sd[:, device])
 
-    def back(rows: jax.Array) -> jax.Array:
-        return _ragged(rows, N * K, arrive_sd[:, me], count_sd[:, me], begin_sd[:, me], count_sd[me])
+    def return_rows(rows: jax.Array) -> jax.Array:
+        return _ragged(rows, N * K, arrive_sd[:, device], count_sd[:, device], begin_sd[:, device], count_sd[device])
 
-    x_RD = there(_pick(x_ND, by_expert.token_R, by_expert.row_NK))
-    weight_R1 = there(_pick(weights_NK.reshape(-1, 1), by_expert.choice_R, by_expert.row_NK.reshape(-1, 1)))
+    x_RD = send_rows(_pick(x_ND, by_expert.token_R, by_expert.row_NK))
+    weight_R1 = send_rows(_pick(weights_NK.reshape(-1, 1), by_expert.choice_R, by_expert.row_NK.reshape(-1, 1)))
     # Received rows are in order of (device, expert): the counts determine their experts.
-    ends = jnp.cumsum(count_sde[:, me].reshape(-1), dtype=jnp.int32)
+    ends = jnp.cumsum(count_sde[:, device].reshape(-1), dtype=jnp.int32)
     segment_R = jnp.searchsorted(ends, jnp.arange(len(x_RD), dtype=jnp.int32), side="right").astype(jnp.int32)
-    own_R1 = jnp.where(segment_R < len(ends), segment_R % own, own)[:, None]
-    y_RD = back(_through_own(x_RD, own_R1, weight_R1, weights, expert, own))
+    local_R1 = jnp.where(segment_R < len(ends), segment_R % num_local, num_local)[:, None]
+    y_RD = return_rows(_through_own(x_RD, local_R1, weight_R1, weights, expert, num_local))
     return sum_rows(y_RD[None], by_expert.row_NK[None], by_expert.token_R[None, :, None])[0]
 
 
 def _through_own(
-    x_ND: jax.Array, own_NK: jax.Array, weights_NK: jax.Array, weights: Any, expert: Expert, own: int
+    x_ND: jax.Array, local_NK: jax.Array, weights_NK: jax.Array, weights: Any, expert: Expert, num_local: int
 ) -> jax.Array:
-    """Returns [N, D]: for each token the weighted sum over its chosen experts on this device. `own_NK`: local expert
-    index; `own`: none."""
-    N, K = own_NK.shape
-    places = _sort(own_NK, own, N * min(K, own))
+    """Returns [N, D]: for each token the weighted sum over its chosen experts on this device. `local_NK`: local expert
+    index; `num_local`: none."""
+    N, K = local_NK.shape
+    places = _sort(local_NK, num_local, N * min(K, num_local))
     x_RD = _pick(x_ND, places.token_R, places.row_NK)
     weight_R1 = _pick(weights_NK.reshape(-1, 1), places.choice_R, places.row_NK.reshape(-1, 1))
     with jax.named_scope("moe_experts"):
@@ -143,5 +143,5 @@ def _exclusive_sum(x: jax.Array, dim: int) -> jax.Array:
 
 def _ragged(rows: jax.Array, num_rows: int, *offsets_and_sizes: jax.Array) -> jax.Array:
     """Returns the rows received from all devices along `expert`, in an array of `num_rows` rows."""
-    room, *indices = compat.typed_like((jnp.zeros((num_rows, rows.shape[1]), rows.dtype), *offsets_and_sizes), rows)
-    return lax.ragged_all_to_all(rows, room, *indices, axis_name=axes("expert"))
+    received, *indices = compat.typed_like((jnp.zeros((num_rows, rows.shape[1]), rows.dtype), *offsets_and_sizes), rows)
+    return lax.ragged_all_to_all(rows, received, *indices, axis_name=axes("expert"))

@@ -1,4 +1,4 @@
-"""Experts: the interface of one expert, the sharding of its weights, and the run of several experts over sorted tokens.
+"""Experts: the interface of one expert, the sharding of its weights, and their execution on sorted tokens.
 
 An expert is a function `(weights of one expert, tokens [N, D]) -> [N, D]` that processes each token separately. If a
 dim of its weights is sharded (`mlp`), it returns a partial sum. With an optional third argument `product` for its
@@ -63,13 +63,13 @@ def dims_of(experts: Any, dims: Any) -> Any:
                 "{'w': ('expert', 'embed', 'mlp')}."
             )
         dims = {name: MLP_DIMS[name] for name in experts}
-    whole = jax.tree.map(lambda d, sub: jax.tree.map(lambda _: d, sub), dims, experts, is_leaf=is_dims)
-    for d in jax.tree.leaves(whole, is_leaf=is_dims):
+    full_dims = jax.tree.map(lambda d, sub: jax.tree.map(lambda _: d, sub), dims, experts, is_leaf=is_dims)
+    for d in jax.tree.leaves(full_dims, is_leaf=is_dims):
         if not d or d[0] != "expert":
             raise ConfigError(
                 f"sk.moe: dims {d} of a weight of experts. The first dim is the experts'. Write ('expert', ...)."
             )
-    return whole
+    return full_dims
 
 
 def is_dims(x: Any) -> bool:
@@ -92,24 +92,24 @@ def run_sorted(expert: Expert, weights: Any, rows_RD: jax.Array, sizes_E: jax.Ar
 def _run_blocks(expert: Expert, weights: Any, rows_RD: jax.Array, sizes_E: jax.Array) -> jax.Array:
     num_rows, num_experts = rows_RD.shape[0], sizes_E.shape[0]
     block = min(MAX_BLOCK, max(8, 2 ** math.ceil(math.log2(max(1, num_rows / num_experts / 4)))))
-    every = sorted(frozenset().union(*map(compat.varying_axes, (rows_RD, sizes_E, *jax.tree.leaves(weights)))))
-    weights, rows_RD, sizes_E = compat.as_varying((weights, rows_RD, sizes_E), every)
+    varying = sorted(frozenset().union(*map(compat.varying_axes, (rows_RD, sizes_E, *jax.tree.leaves(weights)))))
+    weights, rows_RD, sizes_E = compat.as_varying((weights, rows_RD, sizes_E), varying)
     # The last block may extend past the end of the rows: pad with one block of zeros.
     padded_RD = jnp.concatenate([rows_RD, jnp.zeros_like(rows_RD, shape=(block, rows_RD.shape[1]))])
-    padded_RD = compat.as_varying(padded_RD, every)
+    padded_RD = compat.as_varying(padded_RD, varying)
     opened, closed_over = _opened(expert, jax.tree.map(lambda w: w[0], weights), padded_RD[:block])
     return by_blocks(opened, block, closed_over, weights, padded_RD, sizes_E)[:num_rows]
 
 
-def _opened(expert: Expert, own: Any, x_ND: jax.Array) -> tuple[Callable[..., jax.Array], list[jax.Array]]:
+def _opened(expert: Expert, expert_weights: Any, x_ND: jax.Array) -> tuple[Callable[..., jax.Array], list[jax.Array]]:
     """Returns (`fn(closed_over, own, x_ND)`, the arrays that `expert` closes over): a custom gradient needs them as
     arguments."""
-    closed = jax.make_jaxpr(expert)(own, x_ND)
+    closed = jax.make_jaxpr(expert)(expert_weights, x_ND)
     if not closed.consts:
-        return lambda _, own, x_ND: expert(own, x_ND), []
+        return lambda _, expert_weights, x_ND: expert(expert_weights, x_ND), []
 
-    def expert_with(closed_over: Sequence[jax.Array], own: Any, x_ND: jax.Array) -> jax.Array:
+    def expert_with(closed_over: Sequence[jax.Array], expert_weights: Any, x_ND: jax.Array) -> jax.Array:
         flat = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(closed.jaxpr, list(closed_over)))
-        return flat(*jax.tree.leaves((own, x_ND)))[0]
+        return flat(*jax.tree.leaves((expert_weights, x_ND)))[0]
 
     return expert_with, closed.consts

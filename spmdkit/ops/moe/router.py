@@ -99,7 +99,7 @@ class Load(NamedTuple):
             all tokens.
         z_B: the router z loss, without its coefficient (0.001 is usual).
         fraction_BE: each expert's share of all choices, including dropped ones.
-        max_over_mean_B: the largest expert load over the mean load; 1 if balanced.
+        max_over_mean_B: the largest expert load divided by the mean load; 1 if balanced.
         dropped_B: the fraction of dropped choices; 0 without a capacity.
     """
 

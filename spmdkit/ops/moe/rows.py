@@ -19,8 +19,8 @@ from spmdkit import compat
 def sum_rows(x_BND: jax.Array, index_BMK: jax.Array, back_BNJ: jax.Array) -> jax.Array:
     """Returns [B, M, D]: for each m the sum of rows `index[m]` of `x`, in float32; an index of -1 adds nothing. `back`
     is the inverse: for each row the `m` to which it is added, -1 for none."""
-    every = sorted(compat.varying_axes(x_BND) | compat.varying_axes(index_BMK) | compat.varying_axes(back_BNJ))
-    x_BND, index_BMK, back_BNJ = (compat.as_varying(a, every) for a in (x_BND, index_BMK, back_BNJ))
+    varying = sorted(compat.varying_axes(x_BND) | compat.varying_axes(index_BMK) | compat.varying_axes(back_BNJ))
+    x_BND, index_BMK, back_BNJ = (compat.as_varying(a, varying) for a in (x_BND, index_BMK, back_BNJ))
     return _summed(x_BND, index_BMK, back_BNJ)
 
 

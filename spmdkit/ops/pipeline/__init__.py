@@ -88,7 +88,7 @@ def pipeline(
 
 @jax.named_scope(trace_context.PIPELINE)
 def _pipelined(
-    given: Model, head_per_token: bool, stacked_dims: int, embed_params: Any, layers: Any, head_params: Any, rows: Any
+    user: Model, head_per_token: bool, stacked_dims: int, embed_params: Any, layers: Any, head_params: Any, rows: Any
 ) -> Any:
     context = trace_context.current()
     context.usage.record_call("pipeline")
@@ -98,27 +98,27 @@ def _pipelined(
     check_layers(layers, stacked_dims, num_stages, settings.chunks)
     rows = without_gradient(rows)
     one_sum = num_stages > 1 and settings.schedule != "gpipe"
-    model = given._replace(head=lambda *args: loss_and_metrics(given.head(*args), one_sum))
+    model = user._replace(head=lambda *args: loss_and_metrics(user.head(*args), one_sum))
     examples = trace_context.current_examples()
-    own = Rows(rows) if examples is None else Rows(rows, examples.mask, examples.positions, examples.key)
+    example_rows = Rows(rows) if examples is None else Rows(rows, examples.mask, examples.positions, examples.key)
     if num_stages == 1:
         stack = jax.tree.map(lambda w: w.reshape(-1, *w.shape[stacked_dims:]), layers)
-        loss, metrics = _one_stage(model, context, embed_params, stack, head_params, own)
+        loss, metrics = _one_stage(model, context, embed_params, stack, head_params, example_rows)
     else:
         one_layer = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[stacked_dims:], w.dtype), layers)
-        pipe = _set_up(model, context, head_per_token, embed_params, one_layer, head_params, own)
+        pipe = _set_up(model, context, head_per_token, embed_params, one_layer, head_params, example_rows)
         pipe = dataclasses.replace(pipe, stacked_dims=stacked_dims)
         schedule = forward if settings.schedule == "gpipe" else one_f_one_b
-        loss, metrics = schedule(pipe, embed_params, layers, head_params, own)
+        loss, metrics = schedule(pipe, embed_params, layers, head_params, example_rows)
     return (loss, metrics) if metrics is not None else loss
 
 
 def _one_stage(
-    model: Model, context: trace_context.Context, embed_params: Any, stack: Any, head_params: Any, own: Rows
+    model: Model, context: trace_context.Context, embed_params: Any, stack: Any, head_params: Any, example_rows: Rows
 ) -> Any:
     """Returns (loss, metrics) of the unpipelined model: a scan over the layers. `stack` is [L, ...]."""
-    rows, embed = own.data, model.embed
-    model, _ = checked(model, context, embed_params, jax.tree.map(lambda w: w[0], stack), head_params, own)
+    rows, embed = example_rows.data, model.embed
+    model, _ = checked(model, context, embed_params, jax.tree.map(lambda w: w[0], stack), head_params, example_rows)
     x = embed(embed_params, rows)
     x, _ = lax.scan(lambda x, weights: (model.layer(x, weights, rows), None), x, stack)
     return model.head(x, head_params, rows)

@@ -56,11 +56,11 @@ def checked(
 ) -> tuple[Model, Any]:
     """Returns the model with rematerialised layers, and the shapes of the activation. Raises ConfigError for functions
     that return a wrong result or close over a traced array. `weights` are the weights of one layer."""
-    own = dataclasses.replace(context, usage=context.usage.without("remat"))
+    trace = dataclasses.replace(context, usage=context.usage.without("remat"))
 
     def traced(name: str, fn: Callable[..., Any], *args: Any) -> Any:
         def on_rows(rows: Rows, *args: Any) -> Any:
-            with working_on(own, rows):
+            with working_on(trace, rows):
                 return alone(fn, *args, rows.data)
 
         closed, out = jax.make_jaxpr(on_rows, return_shape=True)(rows, *args)
@@ -90,10 +90,10 @@ def checked(
             f"sk.pipeline: layer changes the activation: {difference}. Layers follow each other, so shapes and dtypes "
             "stay the same. Cast or project inside the layer."
         )
-    if not own.usage.has_called("remat"):
+    if not trace.usage.has_called("remat"):
         model = model._replace(layer=remat(model.layer))
     traced("head", lambda x, params, rows: model.head(x, params, rows), x, head_params)
-    context.usage.merge_from(own.usage)
+    context.usage.merge_from(trace.usage)
     return model, x
 
 

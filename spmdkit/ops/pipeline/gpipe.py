@@ -11,7 +11,7 @@ Wire, per device and call of the loss, A bytes of one microbatch's activation on
 embedding and head:
     transfers         (v M + P - 1) A forward, the same backward      collective-permute
     last stage, head  2 M (P - 1)/P A                                 all-to-all; none if the head is unsharded
-    gradient of ends  2 (P - 1)/P H                                   all-reduce
+    embedding, head   2 (P - 1)/P H                                   all-reduce
 Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism" (2019).
 """
 
@@ -49,14 +49,14 @@ def forward(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) -> A
         return pipe.place(out, AXIS, "rows")
 
     def losses(out: Any, valid: Any, micro: Any) -> Any:
-        own, axes = pipe.rows_of_head(rows.map(lambda a: pick(a, micro)))
+        head_rows, axes = pipe.rows_of_head(rows.map(lambda a: pick(a, micro)))
 
         def head_loss(stage: Any, params: Any, x: Any, rows: Rows) -> Any:
             counts = valid & pipe.has_head(stage)
             params, x = gate(counts, (params, x))
             return masked(counts, pipe.head(params, x, rows))
 
-        return pipe.over_stages(head_loss, (0, 0, 0, axes))(pipe.stages, head, pipe.spread(out), own)
+        return pipe.over_stages(head_loss, (0, 0, 0, axes))(pipe.stages, head, pipe.spread(out), head_rows)
 
     def tick(carry: Any, work: tuple[Work, Any, Any]) -> Any:
         inbox, sums = carry

@@ -17,7 +17,7 @@ Wire, per device and call of the loss, A bytes of one microbatch's activation on
 embedding and head:
     transfers         2 (v M + P - 1) A       collective-permute
     last stage, head  2 M (P - 1)/P A         all-to-all; none if the head is unsharded
-    gradient of ends  2 (P - 1)/P H           all-reduce
+    embedding, head   2 (P - 1)/P H           all-reduce
     order of layers   interleaved: parameters and gradients of a stage are sent (`Pipe.chunks`), unless stacked on
                       two dims
 Weight gradients over fsdp (ZeRO 3) and context are summed in every tick.
@@ -74,15 +74,15 @@ class _Ticks(NamedTuple):
 def one_f_one_b(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) -> Any:
     """Returns the result of `gpipe.forward`; if differentiated, the same loop computes the gradient. Only the sum of
     the loss, the first result of the head, has a gradient."""
-    floats, others, whole = _floats((embedding, layers, head))
+    floats, others, rebuild = _floats((embedding, layers, head))
 
     @jax.custom_vjp
     def value_and_gradient(floats: Any, rows: Rows, others: Any) -> Any:
-        embedding, layers, head = whole(floats, others)
+        embedding, layers, head = rebuild(floats, others)
         return forward(pipe, embedding, layers, head, rows)
 
     def run_with_gradient(floats: Any, rows: Rows, others: Any) -> Any:
-        embedding, layers, head = whole(floats, others)
+        embedding, layers, head = rebuild(floats, others)
         sums, grads = _both(pipe, embedding, layers, head, rows)
         return sums, (grads, floats)
 
@@ -176,32 +176,32 @@ class _TickLoop:
 
     def losses(self, out: Any, valid: Any, micro: Any) -> tuple[Any, list[jax.Array], Any]:
         """Returns (sums of the head's parts, gradients of its parameters, cotangents of `out`)."""
-        pipe, (floats, others, whole) = self.pipe, _floats(self.head)
-        own, axes = pipe.rows_of_head(self._microbatch(micro))
+        pipe, (floats, others, rebuild) = self.pipe, _floats(self.head)
+        head_rows, axes = pipe.rows_of_head(self._microbatch(micro))
 
         def head_loss(stage: Any, x: Any, rows: Rows) -> Any:
             def loss(floats: Any, x: Any) -> Any:
-                mean, metrics = pipe.head(whole(floats, others), x, rows)
+                mean, metrics = pipe.head(rebuild(floats, others), x, rows)
                 return mean.sum, (dataclasses.replace(mean, count=constant_count(mean.count)), metrics)
 
             (_, sums), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(floats, x)
             return masked(valid & pipe.has_head(stage), (sums, *grads))
 
-        sums, grads, parts = pipe.over_stages(head_loss, (0, 0, axes))(pipe.stages, pipe.spread(out), own)
+        sums, grads, parts = pipe.over_stages(head_loss, (0, 0, axes))(pipe.stages, pipe.spread(out), head_rows)
         return sums, grads, pipe.gather(parts)
 
     def gradients(self, cotangents: Any, from_head: Any, ring: Any, work: Work) -> Any:
         """Returns (gradients of the embedding's parameters, of one chunk, cotangents of the stages' inputs)."""
-        pipe, (e_floats, e_others, e_whole) = self.pipe, _floats(self.embedding)
+        pipe, (e_floats, e_others, e_rebuild) = self.pipe, _floats(self.embedding)
 
         def stage_gradient(stage: Any, work: Work, chunks: Any, ring: Any, ct: Any, from_head: Any) -> Any:
             is_first = (stage == 0) & (work.chunk == 0)
             is_last = (stage == pipe.num_stages - 1) & (work.chunk == pipe.schedule.num_chunks - 1)
             chunk, rows = pick(chunks, work.chunk), self._microbatch(work.microbatch)
-            w_floats, w_others, w_whole = _floats(chunk)
+            w_floats, w_others, w_rebuild = _floats(chunk)
 
             def stage_of(e_floats: Any, w_floats: Any, x: Any) -> Any:
-                return pipe.stage(is_first, e_whole(e_floats, e_others), w_whole(w_floats, w_others), x, rows)
+                return pipe.stage(is_first, e_rebuild(e_floats, e_others), w_rebuild(w_floats, w_others), x, rows)
 
             _, vjp = jax.vjp(stage_of, e_floats, w_floats, pick(ring, work.slot))
             embed_grads, chunk_grads, ct = vjp(select(is_last, from_head, ct))
@@ -257,9 +257,9 @@ def _floats(tree: Any) -> tuple[list[jax.Array], list[jax.Array], Callable[[Any,
     leaves, treedef = jax.tree.flatten(tree)
     is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
 
-    def whole(floats: Any, others: Any) -> Any:
-        given = {True: iter(floats), False: iter(others)}
-        return jax.tree.unflatten(treedef, [next(given[f]) for f in is_float])
+    def rebuild(floats: Any, others: Any) -> Any:
+        by_kind = {True: iter(floats), False: iter(others)}
+        return jax.tree.unflatten(treedef, [next(by_kind[f]) for f in is_float])
 
     of_kind = lambda kind: [x for x, f in zip(leaves, is_float, strict=True) if f == kind]
-    return of_kind(True), of_kind(False), whole
+    return of_kind(True), of_kind(False), rebuild

@@ -56,10 +56,10 @@ class Rows:
 @contextlib.contextmanager
 def working_on(context: trace_context.Context, rows: Rows) -> Iterator[None]:
     """Context in which the user's functions are traced with `rows` as the current examples."""
-    own: Any = contextlib.nullcontext()
+    scope: Any = contextlib.nullcontext()
     if rows.positions is not None:
-        own = trace_context.with_examples(trace_context.Examples(rows.num, rows.mask, rows.positions, rows.key))
-    with trace_context.tracing(context), own:
+        scope = trace_context.with_examples(trace_context.Examples(rows.num, rows.mask, rows.positions, rows.key))
+    with trace_context.tracing(context), scope:
         yield
 
 
@@ -87,7 +87,7 @@ class Pipe:
     stacked_dims: int = 1
     """The number of dims on which layers are stacked."""
 
-    # ---- the user's functions, seeing the rows that they work on
+    # ---- the user's functions
 
     def stage(self, fresh: jax.Array, embedding: Any, weights: Any, x: Any, rows: Rows) -> Any:
         """Returns x[b, ...] after one chunk of layers; if `fresh`, the input is the embedding of the rows."""
@@ -100,7 +100,7 @@ class Pipe:
         with working_on(self.context, rows):
             return alone(self.model.head, x, params, rows.data)
 
-    # ---- the dim of stages
+    # ---- the stage dim
 
     @property
     def num_stages(self) -> int:
@@ -134,8 +134,8 @@ class Pipe:
 
     def zeros(self, shapes: Any, *lead: int) -> Any:
         """Returns zeros [*lead, P, ...] for shapes [...], sharded over the stages."""
-        made = jax.tree.map(lambda s: jnp.zeros((*lead, self.num_stages, *s.shape), s.dtype), shapes)
-        return self.place(made, *(None for _ in lead), AXIS)
+        zero_arrays = jax.tree.map(lambda s: jnp.zeros((*lead, self.num_stages, *s.shape), s.dtype), shapes)
+        return self.place(zero_arrays, *(None for _ in lead), AXIS)
 
     # ---- layers
 
@@ -171,9 +171,9 @@ class Pipe:
         """Returns (the rows of a microbatch for the parts of the head, the dims to map over the parts)."""
         if self.head_dim is None:
             return rows, None
-        cut = lambda x: self.place(self._parts(x, 0), AXIS) if self._is_cut(x.shape) else x
+        shard = lambda x: self.place(self._parts(x, 0), AXIS) if self._is_cut(x.shape) else x
         axes = rows.map(lambda x: 0 if self._is_cut(x.shape) else None)
-        return rows.map(cut), dataclasses.replace(axes, key=None)
+        return rows.map(shard), dataclasses.replace(axes, key=None)
 
     def spread(self, out: Any) -> Any:
         """Returns the last stage's entry of [P, b, ...], sharded over the stages: [P, b / P, ...] or [P, b, T / P,
@@ -223,7 +223,7 @@ class Pipe:
         return max(s.shape for s in jax.tree.leaves(self.x_shapes) if s.ndim > 1)[1]
 
 
-# ---- small parts
+# ---- helpers
 
 
 def select(condition: Any, a: Any, b: Any) -> Any:
