@@ -74,17 +74,17 @@ class Agreement:
     def _lead(self, step: int, request: bool, lag: int) -> None:
         horizon = step - 1 if self._horizon is None else self._horizon
         due = self._horizon is None or horizon <= step + lag
-        wanted = False
+        must_decide = False
         if not self._ahead:  # a later decision satisfies every request made before it
-            wanted = request or (due and self._has_requests())
-        if wanted:
+            must_decide = request or (due and self._has_requests())
+        if must_decide:
             decision = max(horizon, step) + 1
             self._store.put(f"{self._folder}/decisions/{self._num_decided}", str(decision))
             self._ahead.append(decision)
             self._num_decided += 1
         if due:
             horizon = step + lag + self._next_stride(step)
-        if due or wanted:
+        if due or must_decide:
             self._horizon = horizon
             self._store.put(f"{self._folder}/board", f"{horizon} {self._num_decided}", overwrite=True)
 
@@ -95,8 +95,8 @@ class Agreement:
         """Returns the number of steps until the next extension: about AGREEMENT_INTERVAL_S at the current step time."""
         now = self._clock()
         if self._extended is not None:
-            then, last = self._extended
-            step_s = max((now - then) / (step - last), 1e-9)
+            last_time, last_step = self._extended
+            step_s = max((now - last_time) / (step - last_step), 1e-9)
             self._stride = max(1, min(int(AGREEMENT_INTERVAL_S / step_s), 2 * self._stride, MOST_STEPS_AHEAD))
         self._extended = (now, step)
         return self._stride
@@ -124,10 +124,10 @@ class Agreement:
                 if step <= self._horizon:
                     return
             if deadline.expired:
-                found = "has started no step" if self._horizon is None else f"allows steps up to {self._horizon}"
+                state = "has started no step" if self._horizon is None else f"allows steps up to {self._horizon}"
                 raise RendezvousError(
                     f"process {self._process_index} waited {self._timeout_s:g} s at step {step} for process 0, which "
-                    f"{found}. All processes must run the same steps; process 0 is stuck or left its loop early. "
+                    f"{state}. All processes must run the same steps; process 0 is stuck or left its loop early. "
                     f"See the output of process 0, and start all processes again."
                 )
             self._sleep(pause)

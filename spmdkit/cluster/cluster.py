@@ -187,22 +187,22 @@ class Cluster:
 
     def _exchange(self, folder: str, name: str, value: Any, timeout_s: float) -> list[Any]:
         """Returns the values of all processes. The name is the last part of each key, for the messages of a wait."""
-        found: Any = [value]
+        result: Any = [value]
         if not self.is_main:
             self.put(f"{folder}/{self.process_index}/{name}", json.dumps(value))
-            found = json.loads(self.get(f"{folder}/all/{name}", timeout_s + COMPARISON_REPLY_S))
+            result = json.loads(self.get(f"{folder}/all/{name}", timeout_s + COMPARISON_REPLY_S))
         else:
             deadline = Deadline(timeout_s)
             try:
                 for process in range(1, self.num_processes):
-                    found.append(json.loads(self.get(f"{folder}/{process}/{name}", deadline.remaining_s)))
+                    result.append(json.loads(self.get(f"{folder}/{process}/{name}", deadline.remaining_s)))
             except RendezvousError:
-                found = f"process {process} did not report {name} within {timeout_s:g} s"
-            self.put(f"{folder}/all/{name}", json.dumps(found))
-        if isinstance(found, str):
+                result = f"process {process} did not report {name} within {timeout_s:g} s"
+            self.put(f"{folder}/all/{name}", json.dumps(result))
+        if isinstance(result, str):
             phase.mark_ending()
-            raise RendezvousError(f"{found}. All processes start together. See its output, and start all again.")
-        return list(found)
+            raise RendezvousError(f"{result}. All processes start together. See its output, and start all again.")
+        return list(result)
 
     def barrier(self, name: str, timeout_s: float = EXCHANGE_S) -> None:
         """Waits for every process. Raises RendezvousError with the missing processes after `timeout_s`."""

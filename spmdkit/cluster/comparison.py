@@ -59,13 +59,13 @@ def _quoted(line: str | None) -> str:
 def difference_message(what: str, lines: Sequence[Sequence[str]]) -> str:
     """Returns one sentence for the differences of all processes; processes with the same differences are grouped."""
     alike: dict[tuple[str, ...], list[int]] = {}
-    for process, found in enumerate(lines):
-        if found:
-            alike.setdefault(tuple(found), []).append(process)
+    for process, differing in enumerate(lines):
+        if differing:
+            alike.setdefault(tuple(differing), []).append(process)
     parts = []
-    for found, processes in alike.items():
+    for differing, processes in alike.items():
         differs = "differs" if len(processes) == 1 else "differ"
-        parts.append(f"{name_processes(processes)} {differs} from process 0: {_listed(what, found)}")
+        parts.append(f"{name_processes(processes)} {differs} from process 0: {_listed(what, differing)}")
     return f"{what} must be the same in all {len(lines)} processes, but {' and '.join(parts)}."
 
 

@@ -87,22 +87,22 @@ def _with_source(name: str, found: DetectedCluster, notes: tuple[str, ...] = ())
 
 def _check_complete(partials: Mapping[str, Partial]) -> None:
     """Raises if processes were requested or started but cannot join."""
-    broken = [each for each in partials.values() if each.level != "allocation"]
+    broken = [partial for partial in partials.values() if partial.level != "allocation"]
     if not broken:
         return
-    around = [f"{each.why}: {each.repair}" for each in partials.values() if each.level == "allocation"]
+    around = [f"{partial.why}: {partial.repair}" for partial in partials.values() if partial.level == "allocation"]
     raise ConfigError(" ".join([f"{broken[0].why}. {broken[0].repair}", *around]))
 
 
 def _innermost(clusters: Mapping[str, DetectedCluster]) -> str:
     """Returns the environment to use among those of one level: the one that has not started another's agents."""
-    started_agents = lambda name, found: any(
-        found.spec.num_processes == other.agents for n, other in clusters.items() if n != name
+    started_agents = lambda name, cluster: any(
+        cluster.spec.num_processes == other.agents for n, other in clusters.items() if n != name
     )
-    inner = {name: found for name, found in clusters.items() if not started_agents(name, found)} or dict(clusters)
-    ranks = {(found.spec.num_processes, found.spec.process_id) for found in inner.values()}
+    inner = {name: cluster for name, cluster in clusters.items() if not started_agents(name, cluster)} or dict(clusters)
+    ranks = {(cluster.spec.num_processes, cluster.spec.process_id) for cluster in inner.values()}
     if len(ranks) > 1:
-        described = " and ".join(_described(found) for found in inner.values())
+        described = " and ".join(_described(cluster) for cluster in inner.values())
         named = " or ".join(f"cluster: {{environment: {name}}}" for name in inner)
         raise ConfigError(
             f"two environments disagree about this process: {described}. One is left over from another job, or has "
@@ -129,9 +129,9 @@ def _of_one(name: str, detection: Detection, names: tuple[str, ...]) -> ClusterS
         by = f"{name} ({_described(detection)}), since cluster.environment names it"
         return dataclasses.replace(_with_source(name, detection), found_by=by)
     missing = f"none of its variables is set ({', '.join(names)})."
-    found = f"{detection.why}. {detection.repair}" if detection else missing
+    problem = f"{detection.why}. {detection.repair}" if detection else missing
     raise ConfigError(
-        f"cluster.environment is {name}, but {found} Start the job with {name}, or set cluster.environment: auto."
+        f"cluster.environment is {name}, but {problem} Start the job with {name}, or set cluster.environment: auto."
     )
 
 

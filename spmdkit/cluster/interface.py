@@ -74,8 +74,8 @@ def _of_interface(name: str) -> str:
     known = [other for _, other in socket.if_nameindex()]
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            found = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        return socket.inet_ntoa(found[20:24])
+            response = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        return socket.inet_ntoa(response[20:24])
     except OSError as error:
         raise ConfigError(
             f"cluster.interface: {name!r} has no IPv4 address on {socket.gethostname()} ({error.strerror or error}). "

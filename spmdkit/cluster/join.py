@@ -231,10 +231,10 @@ def _choose(
                 )
         return [d for of_process in local for d in of_process[:num_cpu]]
     if isinstance(devices, str):
-        each = spec.devices_per_process
-        if each is not None and any(len(of_process) != each for of_process in local):
+        expected = spec.devices_per_process
+        if expected is not None and any(len(of_process) != expected for of_process in local):
             raise ConfigError(
-                f"SPMDKIT_DEVICES_PER_PROCESS is {each}, found {[len(p) for p in local]} devices in the processes "
+                f"SPMDKIT_DEVICES_PER_PROCESS is {expected}, found {[len(p) for p in local]} devices in the processes "
                 f"({found[0].platform}). Each process must see exactly this number. Hide devices "
                 f"(CUDA_VISIBLE_DEVICES), or omit --devices-per-process."
             )

@@ -138,13 +138,13 @@ def _connect(spec: ClusterSpec, deadline: Deadline) -> None:
     assert spec.coordinator is not None
     host, port = split_address(spec.coordinator)
     hello = json.dumps({"spmdkit": 1, "process": spec.process_id, "num_processes": spec.num_processes}).encode() + b"\n"
-    found = "no attempt was made"
+    failure = "no attempt was made"
     reply: dict[str, Any] = {}
     while "error" not in reply:
         if deadline.expired:
             raise RendezvousError(
                 f"process {spec.process_id} could not reach process 0 at {spec.coordinator} within "
-                f"{spec.rendezvous_timeout_s:g} s ({found}); missing: process 0. It must run, and its port must "
+                f"{spec.rendezvous_timeout_s:g} s ({failure}); missing: process 0. It must run, and its port must "
                 f"be reachable from this host. Check why process 0 did not start, or correct SPMDKIT_COORDINATOR."
                 f"{_advice(spec)}"
             )
@@ -153,9 +153,9 @@ def _connect(spec: ClusterSpec, deadline: Deadline) -> None:
             with socket.create_connection((host, port), timeout_s) as connection:
                 connection.sendall(hello)
                 reply = _receive(connection, timeout_s=deadline.remaining_s + RENDEZVOUS_REPLY_MARGIN_S)
-                found = "it closed the connection without a reply"
+                failure = "it closed the connection without a reply"
         except OSError as error:
-            found = error.strerror or str(error)
+            failure = error.strerror or str(error)
         if "error" not in reply:
             time.sleep(min(RENDEZVOUS_RETRY_S, deadline.remaining_s))
     if reply["error"] is not None:

@@ -66,8 +66,8 @@ def callbacks_that_raise(report: Callable[[int, str], None], after_s: float = 3.
             if timers:
                 return
             frames = traceback.extract_tb(error.__traceback__)
-            own = [(frame.filename, frame.lineno, frame.name) for frame in frames if not is_runtime(frame.filename)]
-            words = _callback_words(own, f"{type(error).__name__}: {error}")
+            user_frames = [(f.filename, f.lineno, f.name) for f in frames if not is_runtime(f.filename)]
+            words = _callback_words(user_frames, f"{type(error).__name__}: {error}")
             timers.append(threading.Timer(after_s, report, (ExitCode.FAILED, words)))
             timers[0].daemon = True
             timers[0].start()
@@ -86,9 +86,9 @@ def of_callback(error: BaseException) -> tuple[int, str] | None:
     text = str(error)
     if type(error).__name__ not in ("JaxRuntimeError", "XlaRuntimeError") or not _CALLBACK.search(text[:2000]):
         return None
-    own = [(f["file"], f["line"], f["name"]) for f in _FRAME.finditer(text) if not is_runtime(f["file"])]
-    last = [line for line in text.strip().splitlines() if line and not line.startswith((" ", "\t"))][-1]
-    return ExitCode.FAILED, _callback_words(own, last)
+    user_frames = [(f["file"], f["line"], f["name"]) for f in _FRAME.finditer(text) if not is_runtime(f["file"])]
+    last_line = [line for line in text.strip().splitlines() if line and not line.startswith((" ", "\t"))][-1]
+    return ExitCode.FAILED, _callback_words(user_frames, last_line)
 
 
 def _callback_words(frames: Sequence[tuple[Any, ...]], last: str) -> str:

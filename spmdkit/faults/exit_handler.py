@@ -197,8 +197,8 @@ def lost_peer(error: BaseException) -> str | None:
 
 def _users_part(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not is_runtime(frame.filename)]
-    lines = traceback.format_list(own or frames[-3:])
+    user_frames = [frame for frame in frames if not is_runtime(frame.filename)]
+    lines = traceback.format_list(user_frames or frames[-3:])
     shown = traceback.TracebackException(type(error), error, None)
     notes = getattr(error, "__notes__", ())
     shown.__notes__ = [note for note in notes if "JAX has removed its internal frames" not in note]

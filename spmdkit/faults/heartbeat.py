@@ -146,14 +146,14 @@ def stand(beats: Mapping[int, Beat], blamed: Iterable[int]) -> str:
     blamed = list(blamed)
     parts = []
     for does in dict.fromkeys((beats[p].does, beats[p].step) for p in blamed if p in beats):
-        those = [p for p in blamed if p in beats and (beats[p].does, beats[p].step) == does]
-        have = "has" if len(those) == 1 else "have"
-        longest = max(beats[p].for_s for p in those)
-        parts.append(f"{_names(those)} {have} been {does[0]} for {longest:.0f} s at step {does[1]}")
+        processes = [p for p in blamed if p in beats and (beats[p].does, beats[p].step) == does]
+        have = "has" if len(processes) == 1 else "have"
+        longest = max(beats[p].for_s for p in processes)
+        parts.append(f"{_names(processes)} {have} been {does[0]} for {longest:.0f} s at step {does[1]}")
     others = {p: b for p, b in beats.items() if p not in blamed}
     for waits in dict.fromkeys(_waits(b) for b in others.values()):
-        those = [p for p, b in others.items() if _waits(b) == waits]
-        parts.append(f"{_names(those)} {waits[len(those) > 1]}")
+        processes = [p for p, b in others.items() if _waits(b) == waits]
+        parts.append(f"{_names(processes)} {waits[len(processes) > 1]}")
     return "; ".join(parts)
 
 
@@ -175,9 +175,9 @@ def hang_report(verdict: Mapping[str, Any], beats: Mapping[int, Beat], newest: s
     who = " and ".join(f"process {p}" for p in blamed)
     last = beats.get(blamed[0])
     if verdict["why"] == "left":
-        left = "is gone" if verdict["exit"] is None else f"has left with exit code {verdict['exit']}"
+        exited = "is gone" if verdict["exit"] is None else f"has left with exit code {verdict['exit']}"
         return (
-            f"{who} {left}: {verdict['message']}\nNo step is possible without it, so this process ends too; the "
+            f"{who} {exited}: {verdict['message']}\nNo step is possible without it, so this process ends too; the "
             "cause is in that one's own output."
         )
     seen = "" if last is None else f"was last seen {last.does} at step {last.step}."
@@ -189,18 +189,18 @@ def hang_report(verdict: Mapping[str, Any], beats: Mapping[int, Beat], newest: s
             "processes again.".replace("  ", " ")
         )
     if verdict["why"] == "silent":
-        one = len(blamed) == 1
-        hint = f"It {seen}" if one and seen else "" if one else "Check the network between the machines first."
+        single = len(blamed) == 1
+        hint = f"It {seen}" if single and seen else "" if single else "Check the network between the machines first."
         return (
-            f"{who} {'is' if one else 'are'} silent: no sign of life for longer than watchdog.heartbeat_timeout_s. "
+            f"{who} {'is' if single else 'are'} silent: no sign of life for longer than watchdog.heartbeat_timeout_s. "
             f"{hint} A silent process is stopped, its machine is gone or cut off, or its interpreter is held, and no "
             f"step is possible without it. {newest} See to it, and start all processes again.".replace("  ", " ")
         )
     key = LIMIT_OF.get(last.phase, "evaluation_timeout_s") if last else "step_timeout_s"
     limit = last.limit_s if last else None
-    most = "" if limit is None else f" It may take {limit:.0f} s (watchdog.{key})."
+    allowed = "" if limit is None else f" It may take {limit:.0f} s (watchdog.{key})."
     return (
-        f"no progress: {stand(beats, blamed)}.{most} {newest} Look at the stacks, and start the same command again; "
+        f"no progress: {stand(beats, blamed)}.{allowed} {newest} Look at the stacks, and start the same command again; "
         f"raise watchdog.{key} where that was no hang.".replace("  ", " ")
     )
 
@@ -252,8 +252,8 @@ class Stragglers:
             self._begun = now, spent
         if now - self._begun[0] < self._window_s:
             return []
-        found = straggler(self._begun[1], spent, now - self._begun[0])
-        again = found is not None and (found.process, found.phase) == self._suspect
-        self._suspect = None if found is None or again else (found.process, found.phase)  # repeats in two more windows
+        worst = straggler(self._begun[1], spent, now - self._begun[0])
+        again = worst is not None and (worst.process, worst.phase) == self._suspect
+        self._suspect = None if worst is None or again else (worst.process, worst.phase)  # repeats in two more windows
         self._begun = now, spent
-        return [straggler_text(found)] if found is not None and again else []
+        return [straggler_text(worst)] if worst is not None and again else []

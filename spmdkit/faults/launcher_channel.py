@@ -29,8 +29,8 @@ class Launcher:
         if self._deaths is None:
             return {}
         with suppress(OSError, ValueError):  # half written: complete at the next read
-            found = json.loads(os.pread(self._deaths, MOST_BYTES, 0))
-            return {int(process): report for process, report in found.items()}
+            deaths = json.loads(os.pread(self._deaths, MOST_BYTES, 0))
+            return {int(process): report for process, report in deaths.items()}
         return {}
 
     def say(self, beat: Beat, interpreter_timeout_s: float | None) -> None:

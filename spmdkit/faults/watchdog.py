@@ -143,8 +143,8 @@ class Watchdog:
         return self._interpreter_timeout_s is not None and self._launcher is None and exit_handler.owns_process()
 
     def take_notices(self) -> list[str]:
-        taken, self.notices = self.notices, []
-        return taken
+        notices, self.notices = self.notices, []
+        return notices
 
     # ---- monitoring thread ----
 
@@ -188,8 +188,8 @@ class Watchdog:
             return self._end(lost)
         beats = self._beats()
         quiet = [p for p, (when, _) in self._seen.items() if now - when > HANG_SUSPECT_S + 2 * self._beat_s]
-        if found := culprits(beats, quiet):
-            self._end({"code": int(ExitCode.HANG), "processes": list(found), "why": "hang"})
+        if blamed := culprits(beats, quiet):
+            self._end({"code": int(ExitCode.HANG), "processes": list(blamed), "why": "hang"})
 
     def _patience_s(self, code: int | None) -> float:
         """Returns how long the training thread may take to report its own error after a process exited with `code`."""
@@ -202,11 +202,11 @@ class Watchdog:
         code, since = int(ExitCode.PEER_LOST), self._talking_since
         limit_s = max(self._heartbeat_timeout_s, 4 * self._beat_s)
         if since is not None and now - since > HANG_SUSPECT_S:  # no heartbeat can be read, so no process can be judged
-            gone = now - since > limit_s
-            return {"code": code, "processes": [0], "why": "unreachable"} if gone else None
-        seen = {p: when for p, (when, _) in self._seen.items()}
-        found = silent(now, seen, (p for p in range(self._num) if p != self._me), limit_s)
-        return {"code": code, "processes": found, "why": "silent"} if found else None
+            is_lost = now - since > limit_s
+            return {"code": code, "processes": [0], "why": "unreachable"} if is_lost else None
+        last_beats = {p: when for p, (when, _) in self._seen.items()}
+        silent_processes = silent(now, last_beats, (p for p in range(self._num) if p != self._me), limit_s)
+        return {"code": code, "processes": silent_processes, "why": "silent"} if silent_processes else None
 
     def _beats(self) -> dict[int, Beat]:
         return {p: beat for p, (_, beat) in self._seen.items()} | {self._me: self._mine}
@@ -227,17 +227,17 @@ class Watchdog:
                 beat = f"{self._number} {to_text(self._mine)}"
                 self._board.put(f"{self._folder}/beat/{self._me}", beat, overwrite=True)
                 self._said = now
-            found = self._board.entries(self._folder)
+            entries = self._board.entries(self._folder)
         except Exception:  # noqa: BLE001  process 0 has ended and JAX aborts; or the network failed, which `_lost` detects
             return
         if self.clock.now - since > HANG_SUSPECT_S:  # no heartbeat was readable: all deadlines restart
             self._seen = {p: (self.clock.now, beat) for p, (_, beat) in self._seen.items()}
         self._talking_since = None
-        self._read(found)
+        self._read(entries)
 
-    def _read(self, found: Mapping[str, str]) -> None:
+    def _read(self, entries: Mapping[str, str]) -> None:
         now = self.clock.now
-        for key, text in found.items():
+        for key, text in entries.items():
             kind, _, process = key.partition("/")
             if kind == "beat" and int(process) != self._me:
                 stamp, _, beat = text.partition(" ")  # the beat's number: the process is alive while it changes
@@ -246,8 +246,8 @@ class Watchdog:
                     self._seen = {**self._seen, int(process): (now, from_text(beat))}
             elif kind == "left" and int(process) != self._me:
                 self._hear({int(process): json.loads(text)})
-        if "alarm" in found and self._alarm is None:
-            self._alarm = json.loads(found["alarm"])
+        if "alarm" in entries and self._alarm is None:
+            self._alarm = json.loads(entries["alarm"])
 
     def _hear(self, left: Mapping[int, dict[str, Any]]) -> None:
         """Records the processes that have exited; the first report of each counts."""

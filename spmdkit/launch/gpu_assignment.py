@@ -19,8 +19,8 @@ def gpus(env: Mapping[str, str], devices: Path = DEVICES) -> list[str]:
         return []
     if VISIBLE in env:
         return [name.strip() for name in env[VISIBLE].split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
-    found = [path for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
-    return [str(index) for index in range(len(found))]
+    device_files = [path for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    return [str(index) for index in range(len(device_files))]
 
 
 def pinned(seen: list[str], num_processes: int, process: int, each: int | None) -> dict[str, str]:

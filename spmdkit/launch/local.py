@@ -131,7 +131,7 @@ def launch(
 
 def _run(job: Job, signals: deque[int], restarts: Restarts) -> int:
     """Starts the job, and restarts it as the policy allows; returns the last exit code."""
-    command, most = job.command, restarts.left
+    command, limit = job.command, restarts.left
     while True:
         ended = _Attempt(job, signals).run()
         wait_s = None if ended.stop_signal is not None else restarts.after(ended.code, ended.newest, ended.before)
@@ -144,7 +144,7 @@ def _run(job: Job, signals: deque[int], restarts: Restarts) -> int:
         newest = f"the newest checkpoint is of step {ended.newest}"
         say(
             f"starting all processes again in {wait_s:g} s: "
-            f"{'there is no checkpoint yet' if ended.newest is None else newest}; {restarts.left} of {most} restarts "
+            f"{'there is no checkpoint yet' if ended.newest is None else newest}; {restarts.left} of {limit} restarts "
             "are left"
         )
         if Deadline(wait_s).wait_for(lambda: bool(signals), LAUNCH_POLL_S):
@@ -168,20 +168,20 @@ def _resized(job: Job, command: list[str], ended: Outcome) -> Job | None:
     if job.elasticity is None:
         return job
     before = ended.processes
-    found = job.elasticity.resize(before, ended.lost)
-    if found is None:
+    size = job.elasticity.resize(before, ended.lost)
+    if size is None:
         say(
             f"not started again: {ended.lost} of {before} processes are lost, and no smaller number that --elastic "
             "allows divides mesh and batch"
         )
         return None
-    processes, more = found
+    processes, extra = size
     if processes != before:
         say(
-            f"{ended.lost} of {before} processes are lost; the next start has {processes}, with {' '.join(more)}: the "
+            f"{ended.lost} of {before} processes are lost; the next start has {processes}, with {' '.join(extra)}: the "
             "same examples in each step"
         )
-    return dataclasses.replace(job, num_processes=processes, command=[*command, *more])
+    return dataclasses.replace(job, num_processes=processes, command=[*command, *extra])
 
 
 class _Attempt:

@@ -144,28 +144,28 @@ class MembershipHistory:
             self._send_home(process)
         members = members[:processes]
         free = [p for p in (dead, *range(processes + len(self._children))) if p not in members]
-        more = list(dict.fromkeys(free))[: processes - len(members)]
-        started = [*more]
-        if more and more[0] == dead:  # a newcomer with its number takes its rank
-            members.insert(min(self._order.members.index(dead), len(members)), more.pop(0))
-        members += more
+        added = list(dict.fromkeys(free))[: processes - len(members)]
+        started = [*added]
+        if added and added[0] == dead:  # a newcomer with its number takes its rank
+            members.insert(min(self._order.members.index(dead), len(members)), added.pop(0))
+        members += added
         self._standbys.lost(dead)
         self._busy.clear()
-        taken = [process for process in started if self._adopt(process)]
+        replaced = [process for process in started if self._adopt(process)]
         adopted = tuple(self._standbys.adopted.items())
         self._order = MembershipUpdate(
             self._order.number + 1, tuple(members), overrides=tuple(overrides), why=why, adopted=adopted
         )
         self._note.write(self._order.text())
         self._since = self._clock()
-        places = f"; a standby takes the place of process {' and '.join(map(str, taken))}" if taken else ""
+        places = f"; a standby takes the place of process {' and '.join(map(str, replaced))}" if replaced else ""
         say(
             f"{why}; {len(living)} go on in this start, as {len(members)} processes (generation "
             f"{self._order.number}){places}"
         )
         self._prepare(processes)
         for process in started:
-            if process not in taken:
+            if process not in replaced:
                 self._start(process, self._order)
 
     def _stands_still(self) -> bool:
@@ -269,13 +269,13 @@ class MembershipHistory:
             self._refused = 0 if size is None else self._refused
             return
         free = [p for p in range(size[0] + len(self._children)) if p not in self._order.members]
-        more = free[: size[0] - now]
-        members, why = (*self._order.members, *more), f"{size[0]} processes are wanted"
+        added = free[: size[0] - now]
+        members, why = (*self._order.members, *added), f"{size[0]} processes are wanted"
         number, overrides = self._order.number + 1, tuple(size[1])
         self._coming = MembershipUpdate(number, members, planned=True, overrides=overrides, why=why)
-        say(f"{why} instead of {now}: {len(more)} more are started, and join as soon as they can")
+        say(f"{why} instead of {now}: {len(added)} more are started, and join as soon as they can")
         self._prepare(size[0])
-        for process in more:
+        for process in added:
             self._start(process, self._coming)
 
     def _start(self, process: int, order: MembershipUpdate) -> None:
@@ -289,14 +289,14 @@ class MembershipHistory:
         return self._newcomer(number, {**variables, PROCESS_ID: "0"}, descriptors, [])
 
     def _adopt(self, process: int) -> bool:
-        found = self._standbys.adopt(process)
-        if found is not None:
-            number, child = found
+        standby = self._standbys.adopt(process)
+        if standby is not None:
+            number, child = standby
             if process in self._ready:
                 self._ready[process].close()
             self._ready[process] = self._ready.pop(number)
             self.take(child)
-        return found is not None
+        return standby is not None
 
     def _dismiss(self, order: MembershipUpdate) -> None:
         for process in order.members[len(self._order.members) :]:

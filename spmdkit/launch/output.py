@@ -24,8 +24,8 @@ so the texts interleave, and the process's next output may follow a partial one.
 
 def without_greeting(line: str) -> str | None:
     """Returns the line without Gloo's text at its beginning; None if nothing remains."""
-    found = GREETING.match(line)
-    return line if found is None else line[found.end() :] or None
+    match = GREETING.match(line)
+    return line if match is None else line[match.end() :] or None
 
 
 class Output:

@@ -44,14 +44,14 @@ class Precompile:
             if self._running.poll() is None:
                 return
             if code := self._running.returncode:
-                what = f"compiling ahead for {self._size} processes has failed with {code}"
-                say(f"{what}: such a generation compiles itself")
+                message = f"compiling ahead for {self._size} processes has failed with {code}"
+                say(f"{message}: such a generation compiles itself")
             self._running = None
         if self._left:
-            self._size, more = self._left.popitem()
+            self._size, arguments = self._left.popitem()
             streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
             env = {**self._env, COMPILE_ONLY: "1"}
-            self._running = start(self.command(self._size, more), env, **streams, start_new_session=True)
+            self._running = start(self.command(self._size, arguments), env, **streams, start_new_session=True)
 
     def command(self, size: int, more: Sequence[str]) -> list[str]:
         """Returns the command of the job of one size."""

@@ -47,10 +47,10 @@ def start(command: list[str], env: Mapping[str, str] | None = None, **options: A
     """Starts a process that dies with this one; `options` are passed to `subprocess.Popen`."""
     if sys.platform == "linux":
         command = [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), *command]
-    given = None if env is None else dict(env)
+    environment = None if env is None else dict(env)
     if threading.current_thread() is threading.main_thread():
-        return subprocess.Popen(command, env=given, **options)
-    return _lasting_thread.submit(lambda: subprocess.Popen(command, env=given, **options)).result()
+        return subprocess.Popen(command, env=environment, **options)
+    return _lasting_thread.submit(lambda: subprocess.Popen(command, env=environment, **options)).result()
 
 
 def say(line: str) -> None:

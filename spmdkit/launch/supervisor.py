@@ -82,8 +82,8 @@ def queued_signals() -> Iterator[deque[int]]:
     def receive(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    taken = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, receive) for number in taken}
+    handled = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, receive) for number in handled}
     try:
         yield received
     finally:

@@ -73,5 +73,5 @@ def _meeting(env: Mapping[str, str], size: int) -> str | None:
 
 def _first_address(uri: str) -> str:
     """Returns the first address of `7.0;tcp://10.0.0.1,10.1.0.1:34911;tcp6://[fd00::2]:45179`, IPv4 before IPv6."""
-    found = re.search(r"tcp://([^,:;]+)", uri) or re.search(r"tcp6://\[([^],]+)", uri)
-    return found[1] if found else ""
+    match = re.search(r"tcp://([^,:;]+)", uri) or re.search(r"tcp6://\[([^],]+)", uri)
+    return match[1] if match else ""

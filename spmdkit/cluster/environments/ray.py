@@ -19,9 +19,9 @@ def read(env: Mapping[str, str]) -> Detection:
     """Returns the variables that a process of a Ray job needs for a rank."""
     if not env.get(JOB):
         return None
-    what = "worker" if env.get(WORKER) else "driver"
+    role = "worker" if env.get(WORKER) else "driver"
     return Partial(
-        f"this is a {what} of the Ray job {env[JOB]}, and Ray does not number processes",
+        f"this is a {role} of the Ray job {env[JOB]}, and Ray does not number processes",
         "Start it with `spmdkit launch --on ray`, train inside ray.train's JaxTrainer, or set the rank of each worker: "
         "runtime_env={'env_vars': {'SPMDKIT_COORDINATOR': 'HOST:PORT', 'SPMDKIT_NUM_PROCESSES': 'N', "
         "'SPMDKIT_PROCESS_ID': 'I'}}.",

@@ -26,12 +26,12 @@ def read(env: Mapping[str, str]) -> Detection:
     Raises:
         ConfigError: a variable is malformed, or they contradict each other.
     """
-    given = {name: env[name] for name in NAMES if env.get(name)}
-    if NAMES.num_processes not in given and NAMES.process_id not in given:
+    variables = {name: env[name] for name in NAMES if env.get(name)}
+    if NAMES.num_processes not in variables and NAMES.process_id not in variables:
         return None
-    num_processes = integer(given, NAMES.num_processes, default=1, least=1)
-    process_id = integer(given, NAMES.process_id, default=0, least=0)
-    absent = [name for name in (NAMES.coordinator, NAMES.process_id) if name not in given]
+    num_processes = integer(variables, NAMES.num_processes, default=1, least=1)
+    process_id = integer(variables, NAMES.process_id, default=0, least=0)
+    absent = [name for name in (NAMES.coordinator, NAMES.process_id) if name not in variables]
     if num_processes > 1 and absent:
         return Partial(
             f"{NAMES.num_processes}={num_processes} requires several processes, but {' and '.join(absent)} "
@@ -47,7 +47,7 @@ def read(env: Mapping[str, str]) -> Detection:
             f"{NAMES.process_id}={process_id} with {NAMES.num_processes}={num_processes}: the numbers run from 0 to "
             f"{num_processes - 1}. Set {NAMES.num_processes} to the number of processes that are started."
         )
-    coordinator = given.get(NAMES.coordinator) if num_processes > 1 else None
+    coordinator = variables.get(NAMES.coordinator) if num_processes > 1 else None
     if coordinator is not None:
         split_address(coordinator)
     return DetectedCluster(ClusterSpec(coordinator, num_processes, process_id, names=NAMES), "explicit", repair=REPAIR)

@@ -41,6 +41,6 @@ def read(env: Mapping[str, str]) -> Detection:
         )
         why = f"LOCAL_RANK={local} is set, but the rest does not give a rank ({shown(env, *NAMES, PORT)})"
         return Partial(why, repair, "starter")
-    free = port_of(port + 1) if env.get(AGENT_HAS_PORT) == "True" else port
-    spec = ClusterSpec(address(host, free) if size > 1 else None, size, rank, names=NAMES)
+    free_port = port_of(port + 1) if env.get(AGENT_HAS_PORT) == "True" else port
+    spec = ClusterSpec(address(host, free_port) if size > 1 else None, size, rank, names=NAMES)
     return DetectedCluster(spec, "starter", agents=whole_number(env, AGENTS), repair=REPAIR)

@@ -19,8 +19,8 @@ def make(every_s: float = 5.0) -> PreemptionSource:
 
     def headers(base: str) -> dict[str, str]:
         if time.monotonic() > max(token.values(), default=0.0):
-            wanted = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}
-            text = query(f"{base}/latest/api/token", wanted, "PUT") or ""
+            ttl = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}
+            text = query(f"{base}/latest/api/token", ttl, "PUT") or ""
             token.clear()
             token[text] = time.monotonic() + TOKEN_S / 2
         return {"X-aws-ec2-metadata-token": next(iter(token))}

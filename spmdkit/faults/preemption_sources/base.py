@@ -24,8 +24,8 @@ class PreemptionSource:
 
 def address(default: str, *variables: str) -> str:
     """Returns `http://host` of a metadata server: the first of these variables that is set, or the default."""
-    given = next((os.environ[name] for name in variables if os.environ.get(name)), default)
-    return (given if "://" in given else f"http://{given}").rstrip("/")
+    host = next((os.environ[name] for name in variables if os.environ.get(name)), default)
+    return (host if "://" in host else f"http://{host}").rstrip("/")
 
 
 def query(url: str, headers: Mapping[str, str], method: str = "GET") -> str | None:

@@ -96,15 +96,15 @@ def complete(engine: str, options: Mapping[str, Option], given: Mapping[str, str
         if name not in options:
             known = f"It has {', '.join(options)}.{nearest(name, list(options))}"
             raise ConfigError(f"--set {name}: --on {engine} has no such option. {known}")
-    found = {name: given.get(name, option.default) for name, option in options.items()}
-    missing = [name for name, value in found.items() if value == REQUIRED]
+    values = {name: given.get(name, option.default) for name, option in options.items()}
+    missing = [name for name, value in values.items() if value == REQUIRED]
     if missing:
         listed = "; ".join(f"{name}: {options[name].help}" for name in missing)
         raise ConfigError(f"--on {engine} needs --set {missing[0]}=... ({listed}). Add it to the command.")
-    bad = [name for name, value in found.items() if any(ord(c) < 32 or ord(c) == 127 for c in value)]
+    bad = [name for name, value in values.items() if any(ord(c) < 32 or ord(c) == 127 for c in value)]
     if bad:
         raise ConfigError(f"--set {bad[0]} holds a control character. Give it in one line.")
-    return found
+    return values
 
 
 def restart_loop(job: ClusterJob, run: str, wait_s: int, stop: str = "") -> str:

@@ -66,6 +66,6 @@ def resources(job: ClusterJob, tpu_chips: int = 0) -> dict[str, Any]:
 def _without_empty(value: Any) -> Any:
     """Returns a mapping without its empty values, at any depth."""
     if isinstance(value, dict):
-        kept = {key: _without_empty(x) for key, x in value.items()}
-        return {key: x for key, x in kept.items() if x not in ({}, [], None, "")}
+        cleaned = {key: _without_empty(x) for key, x in value.items()}
+        return {key: x for key, x in cleaned.items() if x not in ({}, [], None, "")}
     return [_without_empty(x) for x in value] if isinstance(value, list) else value

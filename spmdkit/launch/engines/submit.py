@@ -51,13 +51,13 @@ def prepared(
             f"--max-restarts {max_restarts} --grace-s {grace_s:g}: restarts from 0, seconds from 1 to less than a day. "
             "Try --grace-s 120."
         )
-    given = {}
+    values = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals:
             raise ConfigError(f"--set {setting}: expected NAME=VALUE. Try --set {key or 'image'}=...")
-        given[key] = value
-    options, here = complete(engine, engines[engine].OPTIONS, given), str(Path.cwd())
+        values[key] = value
+    options, here = complete(engine, engines[engine].OPTIONS, values), str(Path.cwd())
     job = ClusterJob(tuple(arguments), num_processes, name, max_restarts, int(grace_s), options, here)
     return engines[engine].render(job)
 
