@@ -389,12 +389,12 @@ def refusal_reason(directory: Location, written: Location, step: int, num_bytes:
     folder = directory / str(step)
     try:
         # Files that threads of a failed save wrote while it was being deleted.
-        taken = location.exists(folder) and not (isinstance(folder, Remote) and remove_uncommitted(folder))
+        is_taken = location.exists(folder) and not (isinstance(folder, Remote) and remove_uncommitted(folder))
     except Unreachable as error:
         return f"saving step {step}: {error}"
-    if taken:
-        there = step in records.committed_steps(directory)
-        what = "is already saved" if there else f"has no {records.RECORD_FILE}, so it is not ours"
+    if is_taken:
+        is_committed = step in records.committed_steps(directory)
+        what = "is already saved" if is_committed else f"has no {records.RECORD_FILE}, so it is not ours"
         return (
             f"saving step {step} to {folder}: the folder exists and {what}. A committed step is never overwritten. "
             f"Delete or rename {folder}."

@@ -48,17 +48,17 @@ def export(
     if os.path.lexists(out):
         raise ConfigError(f"export to {out}: it exists. Nothing is overwritten. Choose another name or remove it.")
     with listing.hold_step(directory, lambda: listing.newest_step(directory) if step is None else step) as chosen:
-        found = record.read_record(directory, chosen)
-        record.check_files(directory, found)
-        with location.fetched(directory, found.step) as here:
-            arrays = _read_part(here, found, which)
-    if found.user.get("groups"):  # of replicas that train independently: their mean, which evaluation uses
+        saved = record.read_record(directory, chosen)
+        record.check_files(directory, saved)
+        with location.fetched(directory, saved.step) as local:
+            arrays = _read_part(local, saved, which)
+    if saved.user.get("groups"):  # of replicas that train independently: their mean, which evaluation uses
         arrays = {name: _mean(array) for name, array in arrays.items()}
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with files.whole(out) as partial:
             if format == "safetensors":
-                _write_safetensors(partial, arrays, {"step": str(found.step), "which": which})
+                _write_safetensors(partial, arrays, {"step": str(saved.step), "which": which})
             else:
                 from spmdkit.checkpoint import orbax_backend
 
@@ -70,7 +70,7 @@ def export(
             f"export to {out} failed ({record.first_line(error)}). Its folder must be writable and have room for "
             "the parameters. Choose another place."
         ) from error
-    return found.step
+    return saved.step
 
 
 def _mean(array: np.ndarray) -> np.ndarray:
@@ -145,7 +145,7 @@ def read_state(directory: Path, step: int | None = None) -> dict[str, np.ndarray
         CheckpointError: the step does not exist, or is damaged.
     """
     with listing.hold_step(directory, lambda: listing.newest_step(directory) if step is None else step) as chosen:
-        found = record.read_record(directory, chosen)
-        record.check_files(directory, found)
-        part = {path: leaf for path, leaf in found.leaves.items() if not leaf[1].startswith("key<")}
-        return read_leaves(directory, found, part)
+        saved = record.read_record(directory, chosen)
+        record.check_files(directory, saved)
+        part = {path: leaf for path, leaf in saved.leaves.items() if not leaf[1].startswith("key<")}
+        return read_leaves(directory, saved, part)

@@ -67,8 +67,8 @@ class Lease:
 
     def _claim(self) -> None:
         self._renew(0)
-        mine = {"attempt": self.attempt} | ownership.this_owner()
-        (self._folder / "lease.json").write_bytes(json.dumps(mine).encode())
+        lease = {"attempt": self.attempt} | ownership.this_owner()
+        (self._folder / "lease.json").write_bytes(json.dumps(lease).encode())
 
     def _wait_until_stale(self, before: dict[str, Any]) -> None:
         beat = self._counter(before)
@@ -119,10 +119,10 @@ class Lease:
     def _read(self) -> dict[str, Any]:
         """Returns the stored lease; an empty dict if there is none, or if it was not written by spmdkit."""
         try:
-            found = ownership.parsed((self._folder / "lease.json").read_bytes())
+            lease = ownership.parsed((self._folder / "lease.json").read_bytes())
         except FileNotFoundError:
             return {}
-        return found if isinstance(found.get("attempt"), str) else {}
+        return lease if isinstance(lease.get("attempt"), str) else {}
 
     def _in_use(self, by: dict[str, Any]) -> ConfigError:
         return ConfigError(

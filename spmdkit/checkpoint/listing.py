@@ -68,16 +68,16 @@ def best_step(directory: Location) -> int:
 def _scores(directory: Location) -> list[tuple[float, int]]:
     """Returns (score, step), ascending by score, of the steps with a value for the rule of the newest record that has
     one."""
-    found = []
+    valid = []
     for step in records.committed_steps(directory):
         with contextlib.suppress(CheckpointError):
-            found.append(records.read_record(directory, step))
-    rule = next((record.best for record in reversed(found) if record.best is not None), None)
+            valid.append(records.read_record(directory, step))
+    rule = next((record.best for record in reversed(valid) if record.best is not None), None)
     if rule is None:
         return []
     metric, mode = rule
     sign = 1.0 if mode == "max" else -1.0
-    return sorted((sign * value, record.step) for record in found if (value := record.metrics.get(metric)) is not None)
+    return sorted((sign * value, record.step) for record in valid if (value := record.metrics.get(metric)) is not None)
 
 
 def ls(directory: Location | str) -> list[dict[str, Any]]:
@@ -159,8 +159,8 @@ def _verified(directory: Location, step: int) -> dict[str, Any]:
             record = records.read_record(directory, step)
             row |= {"leaves": len(record.leaves), "bytes": record.bytes}
             records.check_files(directory, record)
-            with location.fetched(directory, step) as here:
-                _read_all(here, record)
+            with location.fetched(directory, step) as local:
+                _read_all(local, record)
         except DamagedError as error:
             return row | {"found": error.found}
         except Unreachable:

@@ -61,11 +61,11 @@ def sizes(folder: Location) -> dict[str, int]:
     """Returns `{path below the folder: bytes}` of the existing files."""
     if isinstance(folder, Remote):
         return folder.sizes()
-    found: dict[str, int] = {}
+    bytes_of: dict[str, int] = {}
     for path, name in files.below(folder):
         with contextlib.suppress(OSError):
-            found[name] = os.stat(path).st_size
-    return found
+            bytes_of[name] = os.stat(path).st_size
+    return bytes_of
 
 
 def remove(folder: Remote) -> None:

@@ -72,17 +72,17 @@ class Remote:
     def names(self) -> list[str]:
         """Returns the names in a folder; empty if the folder does not exist."""
         with _translate_errors(self, "listed"), contextlib.suppress(FileNotFoundError):
-            found = _client(self.scheme).ls(self.key, detail=False)
-            return sorted({PurePosixPath(name).name for name in found if name.rstrip("/") != self.key})
+            listed = _client(self.scheme).ls(self.key, detail=False)
+            return sorted({PurePosixPath(name).name for name in listed if name.rstrip("/") != self.key})
         return []
 
     def sizes(self) -> dict[str, int]:
         """Returns `{path below this folder: bytes}` of every object below it."""
         with _translate_errors(self, "listed"), contextlib.suppress(FileNotFoundError):
-            found = _client(self.scheme).find(self.key, detail=True)
+            listed = _client(self.scheme).find(self.key, detail=True)
             start = f"{self.key}/"
             return {
-                name.removeprefix(start): int(one["size"]) for name, one in sorted(found.items()) if name[-1] != "/"
+                name.removeprefix(start): int(info["size"]) for name, info in sorted(listed.items()) if name[-1] != "/"
             }
         return {}
 

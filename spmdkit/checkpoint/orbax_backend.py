@@ -138,9 +138,9 @@ def _with_checksums(build: Callable[..., dict[str, Any]], *args: Any, **kwargs: 
     for codec in metadata["codecs"]:
         if codec["name"] == "sharding_indexed":
             inner = codec["configuration"]["codecs"]
-            for one in inner:
-                if one["name"] == "zstd":
-                    one["configuration"] = {"level": 1, "checksum": True}
+            for inner_codec in inner:
+                if inner_codec["name"] == "zstd":
+                    inner_codec["configuration"] = {"level": 1, "checksum": True}
             if math.prod(codec["configuration"]["chunk_shape"]) < SMALL or inner[-1]["name"] != "zstd":
                 inner.append({"name": "crc32c"})
     return metadata

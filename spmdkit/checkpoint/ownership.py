@@ -89,8 +89,8 @@ def this_owner() -> dict[str, Any]:
 
 def described(owner: Mapping[str, Any]) -> str:
     """Returns `process 12 on host since ...`."""
-    known = {"pid", "host", "since"} <= owner.keys()
-    return f"process {owner['pid']} on {owner['host']} since {owner['since']}" if known else "another process"
+    is_complete = {"pid", "host", "since"} <= owner.keys()
+    return f"process {owner['pid']} on {owner['host']} since {owner['since']}" if is_complete else "another process"
 
 
 def last_owner(directory: Path) -> str:
@@ -110,7 +110,7 @@ def _content(directory: Path) -> bytes | None:
 def parsed(content: bytes | None) -> dict[str, Any]:
     """Returns the stored owner; an empty dict, which means no other run, if the file is missing or not JSON."""
     try:
-        found = json.loads(content or b"")
+        owner = json.loads(content or b"")
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return owner if isinstance(owner, dict) else {}

@@ -44,22 +44,22 @@ def steps_without_record(directory: Location) -> dict[str, str]:
 def quarantine(directory: Location, name: str) -> str:
     """Renames `name` to `name.damaged` (or `name.damaged.2`, ...), which is not a step name; returns the new name.
     Raises CheckpointWriteError if it cannot be renamed."""
-    taken, number = f"{name}{DAMAGED_MARK}", 1
-    while location.exists(directory / taken):
+    renamed, number = f"{name}{DAMAGED_MARK}", 1
+    while location.exists(directory / renamed):
         number += 1
-        taken = f"{name}{DAMAGED_MARK}.{number}"
+        renamed = f"{name}{DAMAGED_MARK}.{number}"
     if isinstance(directory, Remote):
-        location.move(directory / name, directory / taken)
-        return taken
+        location.move(directory / name, directory / renamed)
+        return renamed
     try:
-        os.rename(directory / name, directory / taken)
+        os.rename(directory / name, directory / renamed)
         files.sync_folder(directory)
     except OSError as error:
         raise CheckpointWriteError(
-            f"{directory / name} is damaged and could not be renamed to {taken} ({records.first_line(error)}). "
+            f"{directory / name} is damaged and could not be renamed to {renamed} ({records.first_line(error)}). "
             "It would block the save of this step. Rename it by hand and start again."
         ) from error
-    return taken
+    return renamed
 
 
 def no_valid_checkpoint(directory: Location, wrong: dict[str, str]) -> CheckpointError:

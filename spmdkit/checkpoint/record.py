@@ -172,11 +172,11 @@ def check_files(directory: Location, record: Record) -> None:
     from the record."""
     wrong = []
     folder = directory / str(record.step)
-    found = location.sizes(folder)
+    actual = location.sizes(folder)
     for name, size in record.files.items():
         try:
-            if found[name] != size:
-                wrong.append(f"{name} has {found[name]} bytes, {size} were written")
+            if actual[name] != size:
+                wrong.append(f"{name} has {actual[name]} bytes, {size} were written")
             elif name in record.digests and files.digest((folder / name).read_bytes()) != record.digests[name]:
                 wrong.append(f"{name} differs from what was written")
         except (KeyError, OSError):

@@ -29,11 +29,11 @@ def restore(
     optional: str | tuple[str, ...],
 ) -> tuple[Any, dict[str, Any]]:
     """Returns (state, the user record) of a step; see `Checkpoints.restore`."""
-    found = records.read_record(directory, step)
+    saved = records.read_record(directory, step)
     table = state_dict.leaf_table(abstract_state)
-    unread = [path for path in found.leaves if path.startswith(optional) and path not in table]
-    _check_fits(directory, found, table, unread)
-    records.check_files(directory, found)
+    unread = [path for path in saved.leaves if path.startswith(optional) and path not in table]
+    _check_fits(directory, saved, table, unread)
+    records.check_files(directory, saved)
     requested = [(path, _with_sharding(leaf)) for path, leaf in named_leaves(abstract_state)]
     from spmdkit.checkpoint import orbax_backend
 
@@ -47,7 +47,7 @@ def restore(
             raise
         raise records.damaged_error(directory, step, records.first_line(records.root_cause(error))) from error
     arrays = [state_dict.pick(loaded, path) if leaf.size else _empty(leaf) for path, leaf in requested]
-    return jax.tree.unflatten(jax.tree.structure(abstract_state), arrays), found.user
+    return jax.tree.unflatten(jax.tree.structure(abstract_state), arrays), saved.user
 
 
 def _check_fits(

@@ -38,14 +38,14 @@ def delete_old(directory: Location, just_written: int, retention: RetentionRules
     """
     steps, best = records.committed_steps(directory), retention.best_metric
     scores = {step: _score(directory, step, best[0]) for step in steps} if best is not None else {}
-    kept = {*retention.steps_to_keep(steps, scores), just_written}
-    for old in (step for step in steps if step not in kept):
+    retained = {*retention.steps_to_keep(steps, scores), just_written}
+    for old in (step for step in steps if step not in retained):
         try:
             delete_step(directory, old)
         except OSError as error:
             raise CheckpointWriteError(
                 f"step {just_written} is saved, but the old step {old} could not be deleted from {directory} "
-                f"({records.first_line(error)}). Retention keeps {', '.join(map(str, sorted(kept)))}. Delete it by "
+                f"({records.first_line(error)}). Retention keeps {', '.join(map(str, sorted(retained)))}. Delete it by "
                 "hand."
             ) from error
 
@@ -96,9 +96,9 @@ def remove(directory: Location, steps: Sequence[int]) -> None:
             f"checkpoint rm: {directory} has no step {unknown[0]}. A checkpoint is named by its step. The steps "
             f"are {', '.join(map(str, have)) or 'none'}. Name one of them."
         )
-    left, _ = quarantine.newest_valid(directory, None, set(steps))
+    remaining, _ = quarantine.newest_valid(directory, None, set(steps))
     good, _ = quarantine.newest_valid(directory, None, ())
-    if left is None and good is not None:
+    if remaining is None and good is not None:
         raise CheckpointError(
             f"checkpoint rm: step {good} is the last valid checkpoint in {directory}. It is never deleted: without it "
             "the run's work is lost. To delete it, delete the run directory by hand."

@@ -66,13 +66,13 @@ class Staging:
             ConfigError: another run owns the bucket's folder now.
             Unreachable: the bucket cannot be written.
         """
-        folder, there = self.written / str(step), self._directory / str(step)
-        if not uploaded and there.exists():
-            location.remove(there)
+        folder, remote = self.written / str(step), self._directory / str(step)
+        if not uploaded and remote.exists():
+            location.remove(remote)
         names = location.sizes(folder).keys() - {location.MARKER} - set(uploaded)
-        location.upload(folder, there, sorted(names, key=lambda name: (name == records.RECORD_FILE, name)))
+        location.upload(folder, remote, sorted(names, key=lambda name: (name == records.RECORD_FILE, name)))
         self._check(is_owner)
-        (there / location.MARKER).write_bytes(b"committed by spmdkit")
+        (remote / location.MARKER).write_bytes(b"committed by spmdkit")
         shutil.rmtree(folder)
 
     def commit_parts(
@@ -93,13 +93,13 @@ class Staging:
             ConfigError, Unreachable: as `commit`.
             RuntimeError: another process failed or did not arrive in time.
         """
-        folder, there = self.written / str(step), self._directory / str(step)
+        folder, remote = self.written / str(step), self._directory / str(step)
         me = jax.process_index()
         if me:
-            mine = {name: size for name, size in location.sizes(folder).items() if _is_part(name, me)}
+            part = {name: size for name, size in location.sizes(folder).items() if _is_part(name, me)}
             self._check(is_owner)
-            location.upload(folder, there, sorted(mine))
-            barrier.gather(_part_digest(folder, mine))
+            location.upload(folder, remote, sorted(part))
+            barrier.gather(_part_digest(folder, part))
             shutil.rmtree(folder)
         else:
             uploaded = self._fetch_indexes(step, barrier.gather(""))
@@ -113,17 +113,17 @@ class Staging:
     def _fetch_indexes(self, step: int, digests: Sequence[str]) -> dict[str, int]:
         """Downloads the indexes and the small files of the other parts from the bucket: those with a digest in the
         record. Returns `{path: bytes}` of these parts."""
-        folder, there = self.written / str(step), self._directory / str(step)
-        found, uploaded = there.sizes(), dict[str, int]()
+        folder, remote = self.written / str(step), self._directory / str(step)
+        remote_sizes, uploaded = remote.sizes(), dict[str, int]()
         for process, digest in enumerate(digests, 1):
-            part = {name: size for name, size in found.items() if _is_part(name, process)}
+            part = {name: size for name, size in remote_sizes.items() if _is_part(name, process)}
             for name, size in part.items():
                 is_index = name.endswith("/manifest.ocdbt") or records.INDEX_FOLDER in name.split("/")
                 if is_index or size <= records.SMALL_FILE_BYTES:
-                    (there / name).download(folder / name)
+                    (remote / name).download(folder / name)
             if _part_digest(folder, part) != digest:
                 raise CheckpointWriteError(
-                    f"the files of process {process} in {there} are not those that it has uploaded. Another run "
+                    f"the files of process {process} in {remote} are not those that it has uploaded. Another run "
                     "writes there. One run at a time may write to a folder of a bucket: end the other, or set "
                     "checkpoint.directory to another folder."
                 )

@@ -32,21 +32,21 @@ class CollectiveTransport:
     def cut(self) -> int:
         """Shuts down all collective connections to other processes; returns their number. Callable from any thread."""
         ports, num = self.others | set(self.own), 0
-        for each in _sockets():
-            with each, contextlib.suppress(OSError):
-                if not _listens(each) and (_port(each) in self.own or each.getpeername()[1] in ports):
-                    each.shutdown(socket.SHUT_RDWR)
+        for connection in _sockets():
+            with connection, contextlib.suppress(OSError):
+                if not _listens(connection) and (_port(connection) in self.own or connection.getpeername()[1] in ports):
+                    connection.shutdown(socket.SHUT_RDWR)
                     num += 1
         return num
 
 
 def _listening() -> set[int]:
-    found = set()
-    for each in _sockets():
-        with each:
-            if _listens(each):
-                found.add(_port(each))
-    return found
+    ports = set()
+    for connection in _sockets():
+        with connection:
+            if _listens(connection):
+                ports.add(_port(connection))
+    return ports
 
 
 def _listens(each: socket.socket) -> bool:
@@ -67,10 +67,10 @@ def _sockets() -> Iterator[socket.socket]:
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
-            each = socket.socket(fileno=os.dup(int(name)))
+            connection = socket.socket(fileno=os.dup(int(name)))
         except OSError:
             continue  # already closed
-        if each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM:
-            yield each
+        if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+            yield connection
         else:
-            each.close()
+            connection.close()

@@ -210,8 +210,8 @@ def _clear_caches() -> None:
     """Clears the caches of functions: some contain programs and devices of the previous generation."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in ("spmdkit", "orbax"):
-            for each in list(vars(module).values()):
-                clear = getattr(each, "cache_clear", None)
+            for value in list(vars(module).values()):
+                clear = getattr(value, "cache_clear", None)
                 if callable(clear):
                     with suppress(Exception):
                         clear()

@@ -64,7 +64,7 @@ class Snapshot:
 
 
 def place_of(index: Any, shape: tuple[int, ...]) -> Location:
-    return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
+    return tuple(dim.indices(size)[:2] for dim, size in zip(index, shape, strict=True))
 
 
 def size_of(place: Location) -> int:
@@ -73,8 +73,8 @@ def size_of(place: Location) -> int:
 
 def common(one: Location, other: Location) -> Location | None:
     """Returns the overlap of two locations; None if they do not overlap."""
-    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return both if all(begin < end for begin, end in both) else None
+    overlap = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return overlap if all(begin < end for begin, end in overlap) else None
 
 
 class HostMemory:
@@ -85,8 +85,8 @@ class HostMemory:
 
     def put(self, snapshot: Snapshot) -> None:
         """Stores a snapshot and drops the oldest; replaces one of the same step."""
-        newer = [each for each in self.kept if each.step != snapshot.step]
-        self.kept = [*newer, snapshot][-KEPT:]
+        older = [old for old in self.kept if old.step != snapshot.step]
+        self.kept = [*older, snapshot][-KEPT:]
 
 
 class Copier:
@@ -111,13 +111,13 @@ class Copier:
             self._alone = [path for path, leaf in leaves.items() if _is_alone(leaf)]
             self._send = self._sender([leaves[path] for path in self._alone])
         sent = self._send([leaves[path] for path in self._alone]) if self._alone else []
-        kept = {path: _own(leaf) for path, leaf in leaves.items()}
+        leaf_parts = {path: _own(leaf) for path, leaf in leaves.items()}
         for path, leaf in zip(self._alone, sent, strict=True):
             places = leaves[path].sharding.devices_indices_map(leaf.shape)
             for shard in leaf.addressable_shards:
                 place = place_of(places[self._from[shard.device]], leaf.shape)
-                kept[path].parts.setdefault(place, np.array(shard.data))
-        return Snapshot(step, json.dumps(record, allow_nan=False), kept)
+                leaf_parts[path].parts.setdefault(place, np.array(shard.data))
+        return Snapshot(step, json.dumps(record, allow_nan=False), leaf_parts)
 
     def _sender(self, leaves: list[jax.Array]) -> Callable[[list[jax.Array]], list[jax.Array]]:
         """Returns the program in which each device sends its shards to the corresponding device of another process."""
@@ -146,7 +146,7 @@ def _is_alone(leaf: jax.Array) -> bool:
     places: Mapping[Any, Any] = leaf.sharding.devices_indices_map(leaf.shape)
     for device, index in places.items():
         holders.setdefault(place_of(index, leaf.shape), set()).add(device.process_index)
-    return any(len(each) == 1 for each in holders.values())
+    return any(len(processes) == 1 for processes in holders.values())
 
 
 def _on_device(path: str, leaf: Any) -> jax.Array:
@@ -184,21 +184,21 @@ class FromMemory:
     def restore(self, step: int, abstract_state: Any, optional: Any = ()) -> tuple[Any, dict[str, Any]]:
         """Returns (state, record), each leaf with the requested sharding."""
         leaves = self._snapshot.leaves
-        made = [
+        restored = [
             jax.make_array_from_callback(leaves[path].shape, target.sharding, functools.partial(whole, leaves[path]))
             for path, target in named_leaves(abstract_state)
         ]
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), made), json.loads(self._snapshot.record)
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), restored), json.loads(self._snapshot.record)
 
 
 def whole(leaf: Parts, index: Any) -> np.ndarray:
     """Returns the elements at a tuple of slices, assembled from the parts that overlap with it."""
-    wanted = place_of(index, leaf.shape)
-    if wanted in leaf.parts:
-        return leaf.parts[wanted]
-    out = np.empty([end - begin for begin, end in wanted], leaf.dtype)
+    requested = place_of(index, leaf.shape)
+    if requested in leaf.parts:
+        return leaf.parts[requested]
+    out = np.empty([end - begin for begin, end in requested], leaf.dtype)
     within = lambda inner, outer: tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(inner, outer, strict=True))
     for place, part in leaf.parts.items():
-        if (both := common(place, wanted)) is not None:
-            out[within(both, wanted)] = part[within(both, place)]
+        if (overlap := common(place, requested)) is not None:
+            out[within(overlap, requested)] = part[within(overlap, place)]
     return out

@@ -57,11 +57,11 @@ def parse_info(value: Mapping[str, Any]) -> SnapshotInfo:
 
 def newest_whole(by_process: list[list[SnapshotInfo]]) -> int | None:
     """Returns the newest step with every element of every leaf on some process."""
-    everything = [each for of_one in by_process for each in of_one]
-    for step in sorted({each.step for each in everything}, reverse=True):
-        of_step = [each for each in everything if each.step == step]
+    infos = [info for of_one in by_process for info in of_one]
+    for step in sorted({info.step for info in infos}, reverse=True):
+        of_step = [info for info in infos if info.step == step]
         if all(
-            sum(map(size_of, {place for each in of_step for place in each.holdings[path]}))
+            sum(map(size_of, {place for info in of_step for place in info.holdings[path]}))
             == int(np.prod(shape, dtype=np.int64))
             for path, (shape, _) in of_step[0].leaves.items()
         ):
@@ -77,7 +77,7 @@ def found(cluster: Cluster, memory: HostMemory, least: int) -> tuple[int, list[S
     step = newest_whole(by_process)
     if step is None or step < least:
         return None
-    return step, [next((each for each in of_one if each.step == step), None) for of_one in by_process]
+    return step, [next((info for info in of_one if info.step == step), None) for of_one in by_process]
 
 
 def completed(
@@ -108,8 +108,8 @@ def _needed(num: int, leaves: Mapping[str, Any], abstract_state: Any) -> list[Ho
     for path, (shape, _) in leaves.items():
         target = targets.get(path)
         if target is None or tuple(target.shape) != shape:  # other number of replicas: a restore reads all
-            for each in needed:
-                each[path].append(tuple((0, size) for size in shape))
+            for of_process in needed:
+                of_process[path].append(tuple((0, size) for size in shape))
             continue
         for device, index in target.sharding.devices_indices_map(shape).items():
             place = place_of(index, shape)
@@ -123,15 +123,15 @@ def _lacking(
 ) -> Iterator[tuple[str, Location, int, frozenset[int]]]:
     """Yields (path, location, sender, receivers) of each missing shard, in the same order on all processes."""
     for path in leaves:
-        has = [set[Location]() if each is None else set(each.holdings[path]) for each in holders]
+        has = [set[Location]() if info is None else set(info.holdings[path]) for info in holders]
         for place in sorted(set().union(*has)):
-            wanting = {
+            receivers = {
                 p
                 for p, wants in enumerate(needed)
                 if place not in has[p] and any(common(place, wanted) is not None for wanted in wants[path])
             }
-            if wanting:
-                yield path, place, next(p for p, places in enumerate(has) if place in places), frozenset(wanting)
+            if receivers:
+                yield path, place, next(p for p, places in enumerate(has) if place in places), frozenset(receivers)
 
 
 def _received(
@@ -150,8 +150,8 @@ def _received(
         # With `is_source` on every process this is a sum: each position is nonzero on at most one process.
         total[at : at + piece] = multihost_utils.broadcast_one_to_all(total[at : at + piece], is_source=True)
     received = {}
-    for start, size, (path, place, _, wanting) in zip(starts, sizes, stream, strict=False):
-        if cluster.process_index in wanting:
+    for start, size, (path, place, _, receivers) in zip(starts, sizes, stream, strict=False):
+        if cluster.process_index in receivers:
             part = total[start : start + size].copy().view(mine.leaves[path].dtype)
             received[path, place] = part.reshape([end - begin for begin, end in place])
     return received

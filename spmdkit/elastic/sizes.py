@@ -93,7 +93,7 @@ class Elastic:
     def ahead(self) -> dict[int, list[str]]:
         """Returns the numbers of processes to compile for -> additional arguments of the command. Raises ConfigError
         for a number that is never used."""
-        found = {}
+        arguments = {}
         for processes in self._ahead:
             microbatches = self._fitting(processes)
             if microbatches is None or not self._least <= processes <= self._most:
@@ -102,8 +102,8 @@ class Elastic:
                     f"{self._least}:{self._most} would start again: mesh {self._mesh} and batch_size {self._batch} "
                     "have to be divided evenly. Remove it, or choose another number."
                 )
-            found[processes] = Size(processes, microbatches).launched()[1]
-        return found
+            arguments[processes] = Size(processes, microbatches).launched()[1]
+        return arguments
 
     def after(self, before: int, lost: int) -> Size | None:
         """Returns the size of the next start; None if no allowed number fits.
@@ -113,8 +113,8 @@ class Elastic:
             lost: the number of them that died by themselves, as if their machine was lost.
         """
         requested = self._allowed()
-        left = min(self._most, max(before - lost, self._least) if requested is None else requested)
-        for processes in range(left, self._least - 1, -1):
+        most = min(self._most, max(before - lost, self._least) if requested is None else requested)
+        for processes in range(most, self._least - 1, -1):
             if (microbatches := self._fitting(processes)) is not None:
                 return Size(processes, microbatches)
         return None
@@ -155,13 +155,13 @@ class Elastic:
 
 
 def _range(between: str, num: int) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d{1,6}):(\d{1,6})", between)
-    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+    match = re.fullmatch(r"(\d{1,6}):(\d{1,6})", between)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise ConfigError(
             f"--elastic {between[:40]}: two numbers of processes, the fewest and the most, from 1 on. Try --elastic "
             f"1:{max(num, 1)}."
         )
-    least, most = int(found[1]), int(found[2])
+    least, most = int(match[1]), int(match[2])
     if not least <= num <= most:
         raise ConfigError(
             f"launch -n {num} --elastic {between}: the first start has a number between the two. Try -n {most}."

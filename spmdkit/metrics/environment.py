@@ -87,11 +87,11 @@ def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str | None]:
 
 def numeric_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the non-empty variables of `NUMERIC`, with sorted flags and without flags that change no number."""
-    found = {name: environ[name].strip() for name in sorted(environ) if NUMERIC.fullmatch(name)}
-    for name in {"XLA_FLAGS", "LIBTPU_INIT_ARGS"} & found.keys():
-        flags = sorted(flag for flag in found[name].split() if not FLAGS_WITHOUT_NUMBERS.fullmatch(flag.split("=")[0]))
-        found[name] = " ".join(flags)
-    return {name: value for name, value in found.items() if value}
+    values = {name: environ[name].strip() for name in sorted(environ) if NUMERIC.fullmatch(name)}
+    for name in {"XLA_FLAGS", "LIBTPU_INIT_ARGS"} & values.keys():
+        flags = sorted(flag for flag in values[name].split() if not FLAGS_WITHOUT_NUMBERS.fullmatch(flag.split("=")[0]))
+        values[name] = " ".join(flags)
+    return {name: value for name, value in values.items() if value}
 
 
 def device_groups(devices: Iterable[Any]) -> list[dict[str, Any]]:
@@ -119,12 +119,12 @@ def _git(folder: str | os.PathLike[str], timeout_s: float, *arguments: str) -> s
     env |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     command = ["git", "-c", "core.fsmonitor=false", "-C", os.fspath(folder), *arguments]
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else None
+    return result.stdout.decode(errors="replace").strip() if result.returncode == 0 else None
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -117,13 +117,13 @@ def go_back(run: Run, rollback_to: Rollback, batches: DeviceBatches) -> tuple[Tr
     """Returns the state of an earlier step and the batches that follow it. Raises UserCodeError if the same rollback
     was done before without skipped batches: it would repeat indefinitely."""
     batches.close()
-    left, skipped_before = run.step, run.program.schedule.skipped
+    from_step, skipped_before = run.step, run.program.schedule.skipped
     with phase.during("restore"):
         state = rollback.go_back(run, rollback_to.to_step, rollback_to.skip_batches, rollback_to.batches)
-    if not run.is_new_rollback(left, skipped_before) and not rollback_to.skip_batches and not rollback_to.batches:
+    if not run.is_new_rollback(from_step, skipped_before) and not rollback_to.skip_batches and not rollback_to.batches:
         raise UserCodeError(
-            f"a hook rolls back from step {left} to step {run.step} for the second time without a change: the same "
-            "batches give the same result. Skip batches, as in sk.Rollback(skip_batches=10), or stop."
+            f"a hook rolls back from step {from_step} to step {run.step} for the second time without a change: the "
+            "same batches give the same result. Skip batches, as in sk.Rollback(skip_batches=10), or stop."
         )
     return state, run.read_batches()
 

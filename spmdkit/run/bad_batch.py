@@ -43,8 +43,8 @@ def not_finite_rows(batch: HostBatch) -> list[int]:
     bad = [~np.isfinite(x.reshape(len(x), -1)).all(axis=1) for x in leaves]
     if not bad:
         return []
-    found = np.logical_or.reduce(bad) & (True if batch.mask is None else batch.mask)
-    return [int(i) for i in np.flatnonzero(found)]
+    is_bad = np.logical_or.reduce(bad) & (True if batch.mask is None else batch.mask)
+    return [int(i) for i in np.flatnonzero(is_bad)]
 
 
 def save(program: Program, step: int, folder: Path) -> Path:

@@ -82,8 +82,8 @@ def _follow(
     with StopSignals() as signals:
         while True:
             checkpoints = Checkpoints(checkpoints_of(config), is_main=False, cluster=cluster)
-            before, waiting = len(steps), [step for step in checkpoints.steps() if step not in evaluated]
-            for step in waiting:
+            before, new_steps = len(steps), [step for step in checkpoints.steps() if step not in evaluated]
+            for step in new_steps:
                 _check_signal(signals, len(steps))
                 if (values := _evaluated(program, checkpoints, step)) is None:
                     continue  # deleted by retention
@@ -94,7 +94,7 @@ def _follow(
                 say(f"step {step} eval  " + "  ".join(values_text))
                 check_evaluation(config, step, values)
             _check_signal(signals, len(steps))
-            if not waiting and _is_finished(checkpoints, config.steps):
+            if not new_steps and _is_finished(checkpoints, config.steps):
                 return steps
             if len(steps) == before:
                 sleep(EVALUATOR_POLL_S)

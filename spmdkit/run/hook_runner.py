@@ -137,18 +137,18 @@ class HookRunner:
     @staticmethod
     def _checked(hook: Hook, value: object) -> object:
         try:
-            same = json.loads(json.dumps(value, allow_nan=False))
+            copy = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"hook '{hook.name}': state returned a value that JSON cannot represent ({error}). The record of the "
                 "checkpoint stores finite numbers, text, true, false, None, lists and dicts. Return such values."
             ) from None
-        if same != value:
+        if copy != value:
             raise ConfigError(
-                f"hook '{hook.name}': state returned {value!r}, which comes back as {same!r}. JSON has lists and dicts "
+                f"hook '{hook.name}': state returned {value!r}, which comes back as {copy!r}. JSON has lists and dicts "
                 "with keys of text alone. Return those."
             )
-        return same
+        return copy
 
 
 NOTHING = Decision()

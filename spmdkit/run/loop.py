@@ -234,10 +234,10 @@ def open_on_all_processes(
     unless progress is off."""
     quiet = not cluster.is_main or config.log.progress == "off"
     say = lambda line: None if quiet else print(visible(line), file=sys.stderr, flush=True)
-    made = lambda: task_of(config) if task is None else with_hooks(task, config)
-    found = consistency.same_data(cluster, made, config.data.retries)
+    make_task = lambda: task_of(config) if task is None else with_hooks(task, config)
+    same_task = consistency.same_data(cluster, make_task, config.data.retries)
     opened = (trainer or trainer_of(config)).program_config(config)
-    return consistency.same_program(cluster, lambda: open_program(opened, found, cluster.devices, limit_bytes, say))
+    return consistency.same_program(cluster, lambda: open_program(opened, same_task, cluster.devices, limit_bytes, say))
 
 
 def evaluate(
@@ -262,9 +262,9 @@ def evaluate(
                     f"{directory} holds no checkpoint. Evaluation needs one. Train first: spmdkit train "
                     f"{config.source}."
                 )
-            left = unfinished(config.resolved_run_dir())
-            if left is not None and not left.alive and cluster.is_main:
-                print(visible(f"note: {left.message()}"), file=sys.stderr, flush=True)
+            unfinished_run = unfinished(config.resolved_run_dir())
+            if unfinished_run is not None and not unfinished_run.alive and cluster.is_main:
+                print(visible(f"note: {unfinished_run.message()}"), file=sys.stderr, flush=True)
             with phase.during("restore"):
                 state, *_ = restored(checkpoints, chosen, program)
             checkpoints.close()

@@ -181,20 +181,20 @@ class Run:
         if self.checkpoints is not None:  # computed now: later another thread reads the data
             self._described = resume_check.described(self.config, self.program.task)
             bucket.bring_skipped(self.config, self.cluster, self.directory)
-        found = self.driver.restored(self.cluster, self.program, self.checkpoints)
-        if found is None and self.checkpoints is not None:
-            found = restore.newest_good(self.cluster, self.checkpoints, self.program)
+        restored = self.driver.restored(self.cluster, self.program, self.checkpoints)
+        if restored is None and self.checkpoints is not None:
+            restored = restore.newest_good(self.cluster, self.checkpoints, self.program)
         step, wrong, changed, lines = 0, dict[str, str](), list[resume_check.Change](), list[str]()
-        if found is not None:
-            step, wrong = found.step, found.wrong
-            self.resume_from(found)
+        if restored is not None:
+            step, wrong = restored.step, restored.wrong
+            self.resume_from(restored)
             now = {"config": to_yaml(self.config, hide_secrets=True), "described": self._described}
             changed = resume_check.check(
-                found.record, now, step, self.program.schedule, self.directory, self._allow_change
+                restored.record, now, step, self.program.schedule, self.directory, self._allow_change
             )
             self.first_step = step + 1
             fetched = bucket.bring_records(self.config, self.directory) if self.cluster.is_main else []
-            lines = [*fetched, *found.lines]
+            lines = [*fetched, *restored.lines]
         else:
             if self.checkpoints is not None:
                 restore.require_checkpoint(self.cluster, self.checkpoints, self.directory)
@@ -204,7 +204,7 @@ class Run:
         self.reporter.open(self, step, self._stack)
         restore.quarantine_checkpoints(self, self.checkpoints, wrong, lines, step)
         where = {"roles": ROLES, "mesh": describe_mesh(self.program.sizes), "form": self.program.form}
-        if found is None:
+        if restored is None:
             self.events.write("started", step=step, **where)
         else:
             self.events.write("restored", step=step, **where)
@@ -212,13 +212,13 @@ class Run:
             self.message(f"since step {step} was saved, these have changed:\n{resume_check.table(changed)}")
             self.events.write("settings_changed", step=step, changes=[change._asdict() for change in changed])
         self._mark = note_running(self, step)
-        if found is None:
+        if restored is None:
             return self.program.init()
-        restore.note_randomness(self, found.record, step)
-        ended = found.record.get("finished")
+        restore.note_randomness(self, restored.record, step)
+        ended = restored.record.get("finished")
         if ended is not None and ended["steps"] == self.config.steps:
             self.finished = ended["why"]
-        return found.state
+        return restored.state
 
     def resume_from(self, found: restore.Restored) -> None:
         """Sets the run to the step of a checkpoint, and restores the schedule and the hooks."""
@@ -252,8 +252,8 @@ class Run:
     def numbers(self, step: int, values: DeviceMetrics) -> Metrics:
         """Returns the metrics of `step` on the host: floats and arrays. Waits for the device, once per step."""
         if self._numbers is None or self._numbers[0] != step:
-            found = jax.device_get(self.program.metrics(values))
-            self._numbers = (step, {name: x if x.ndim else float(x) for name, x in found.items()})
+            values_on_host = jax.device_get(self.program.metrics(values))
+            self._numbers = (step, {name: x if x.ndim else float(x) for name, x in values_on_host.items()})
             self.in_flight.clear()
         return self._numbers[1]
 

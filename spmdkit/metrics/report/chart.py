@@ -191,13 +191,13 @@ def thin(points: Sequence[Point], count: int) -> list[Point]:
     if len(points) <= count:
         return list(points)
     size = math.ceil(2 * len(points) / count)
-    kept: list[Point] = []
+    thinned: list[Point] = []
     for i in range(0, len(points), size):
         group = points[i : i + size]
         bad = next((p for p in group if not math.isfinite(p[1])), None)
         chosen = {f(group, key=lambda point: point[1]) for f in (min, max)} if bad is None else {bad}
-        kept += sorted(chosen)
-    return kept
+        thinned += sorted(chosen)
+    return thinned
 
 
 def _window(points: Sequence[Point]) -> int:

@@ -64,17 +64,17 @@ def _sections(result: Mapping[str, Any]) -> list[str]:
 
 
 def _cells(row: Row) -> list[str]:
-    known = lambda value, form: "?" if value is None else form(value)
+    shown = lambda value, form: "?" if value is None else form(value)
     interval = row["time_interval"]
     return [
         str(row["name"]),
-        known(row["bytes_per_step"], format_bytes),
-        known(row["bytes_over_sum"], lambda x: f"{x:.4f}"),
-        known(row["step_s"], format_seconds),
-        known(row["time_over_sum"], lambda x: f"{x:.2f}"),
+        shown(row["bytes_per_step"], format_bytes),
+        shown(row["bytes_over_sum"], lambda x: f"{x:.4f}"),
+        shown(row["step_s"], format_seconds),
+        shown(row["time_over_sum"], lambda x: f"{x:.2f}"),
         f"{interval[0]:.2f} to {interval[1]:.2f}" if interval else "",
-        known(row["loss_mean"], format_value),
-        known(row["loss_more_mean"], lambda x: f"{x:+.2%}"),
+        shown(row["loss_mean"], format_value),
+        shown(row["loss_more_mean"], lambda x: f"{x:+.2%}"),
     ]
 
 

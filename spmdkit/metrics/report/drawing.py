@@ -59,9 +59,9 @@ def _positions(
     is_slice, seen = bool(places and places[0]["coords"]), Counter[Any]()
     coords = []
     for place in places:
-        given, n = tuple(place["coords"] or ()), seen[place["part"]]
+        coordinates, n = tuple(place["coords"] or ()), seen[place["part"]]
         seen[place["part"]] += 1
-        coords.append((*given, 0, 0)[:3] if is_slice else (n % 16, n // 16, 0))
+        coords.append((*coordinates, 0, 0)[:3] if is_slice else (n % 16, n // 16, 0))
     width, height = (max(c[i] for c in coords) + 1 for i in (0, 1))
     keys = sorted({(p["part"], c[2]) for p, c in zip(places, coords, strict=True)})
     shared = Counter[Any]()

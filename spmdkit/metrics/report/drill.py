@@ -53,14 +53,14 @@ def drill_page(result: Mapping[str, Any]) -> str:
 
 def _summary(result: Mapping[str, Any]) -> str:
     seconds = lambda key: format_seconds(result[key]["median"]) if result[key] else ""
-    same = result["same_parameters"] and result["same_metrics"]
+    is_equal = result["same_parameters"] and result["same_metrics"]
     return cards(
         [
             ("detection, median", seconds("detection_s")),
             ("recovery, median", seconds("recovery_s")),
             ("steps repeated", str(result["steps_lost"])),
             ("goodput", f"{result['goodput']:.1%}" if result["goodput"] is not None else ""),
-            ("state and metrics", "bitwise equal" if same else "different"),
+            ("state and metrics", "bitwise equal" if is_equal else "different"),
         ]
     )
 

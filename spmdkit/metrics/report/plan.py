@@ -112,12 +112,12 @@ def _findings(document: Mapping[str, Any]) -> str:
         f'<div class="finding error"><p><b>over budget</b> {escape(text)}</p></div>'
         for text in document["budget"]["exceeded"]
     ]
-    found = [
+    findings = [
         f'<div class="finding {escape(f["severity"])}"><p><b>{escape(f["code"])}</b> {code(f["source"])}</p>'
         f"<p>{escape(f['message'])}</p>{paragraph(f['fix'])}</div>"
         for f in document["findings"]
     ]
-    return section("Findings", "".join(over + found) or paragraph("None.", "none"))
+    return section("Findings", "".join(over + findings) or paragraph("None.", "none"))
 
 
 def _stack(parts: Mapping[str, float], whole: float, of: float, shown: Callable[[float], str], kind: str = "") -> str:

@@ -70,9 +70,9 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     name = folder.resolve().name
     records = [r for r in read_lines(folder / "metrics.jsonl") if _is_step(r.get("step"))]
     events = read_lines(folder / "events.jsonl")
-    left = unfinished(folder)
-    if left is not None and not left.alive:
-        events.append({"event": "exited", "process": 0, "step": left.step, "why": left.message()})
+    unfinished_run = unfinished(folder)
+    if unfinished_run is not None and not unfinished_run.alive:
+        events.append({"event": "exited", "process": 0, "step": unfinished_run.step, "why": unfinished_run.message()})
     files = [
         _json_object(folder / file) for file in ("environment.json", "plan.json", "communication/communication.json")
     ]
@@ -112,11 +112,11 @@ def report_body(
 
 def _heading(name: str, records: Sequence[Record], events: Sequence[Record]) -> str:
     end = next((e for e in reversed(events) if e.get("event") in TONES), {})  # "saved" does not end a run
-    last, done = str(end.get("event", "")), end.get("code") in (None, 0)
+    last, is_ok = str(end.get("event", "")), end.get("code") in (None, 0)
     if last == "exited":
         last = f"exited at step {end.get('step')}"
-    tone = "bad" if last.startswith("exited") or (TONES.get(last) == "good" and not done) else TONES.get(last, "open")
-    last = "finished" if last == "stopped" and done else last
+    tone = "bad" if last.startswith("exited") or (TONES.get(last) == "good" and not is_ok) else TONES.get(last, "open")
+    last = "finished" if last == "stopped" and is_ok else last
     times = [t for t in (parse_time(e.get("time")) for e in events) if t is not None]
     facts = [f"{max((r['step'] for r in records), default=0)} steps"]
     if times:
@@ -212,8 +212,8 @@ def plan_section(plan: Mapping[str, Any], step_times_s: Sequence[float]) -> str:
     if peak is None or limit is None:
         return ""
     sent, predicted = _at(plan, "collective_bytes"), _at(plan, "predicted_step_s")
-    given = plan.get("time")
-    time = given if isinstance(given, Mapping) else {}
+    times = plan.get("time")
+    time = times if isinstance(times, Mapping) else {}
     calibrated = time.get("calibrated")
     facts = [
         ("memory of a device", f"{format_bytes(peak)} of {format_bytes(limit)}"),
@@ -296,8 +296,8 @@ def _json_object(path: Path) -> Record | None:
 
 
 def _points(records: Sequence[Record], key: str) -> list[tuple[int, float]]:
-    found = ((r["step"], _number(r.get(key))) for r in records)
-    return sorted(((step, value) for step, value in found if value is not None), key=lambda point: point[0])
+    pairs = ((r["step"], _number(r.get(key))) for r in records)
+    return sorted(((step, value) for step, value in pairs if value is not None), key=lambda point: point[0])
 
 
 def _finite(records: Sequence[Record], key: str) -> list[float]:

@@ -56,10 +56,10 @@ def chosen(choices: Sequence[str | Mapping[str, Any]], folder: Path) -> list[Cho
 def _factory(name: str, folder: Path) -> Any:
     if plugins.is_reference(name):
         return user_code.find(name, "tracker", folder)
-    known = plugins.find("trackers")
-    if name not in known:
+    trackers = plugins.find("trackers")
+    if name not in trackers:
         raise ConfigError(
-            f"log.trackers: needs one of {', '.join(known)}, or file.py:name of a function under @sk.tracker, "
-            f"found {name!r}.{nearest(name, list(known))}"
+            f"log.trackers: needs one of {', '.join(trackers)}, or file.py:name of a function under @sk.tracker, "
+            f"found {name!r}.{nearest(name, list(trackers))}"
         )
-    return known[name]()
+    return trackers[name]()

@@ -117,7 +117,7 @@ class JsonlTracker:
 
     def _cut_back(self, keep_through_step: int | None) -> None:
         content = self.path.read_bytes()
-        kept = []
+        lines = []
         for line in content.split(b"\n"):
             if not line.strip():
                 continue
@@ -128,6 +128,6 @@ class JsonlTracker:
             elif keep_through_step is not None and step > keep_through_step:
                 self.dropped_steps += 1
             else:
-                kept.append(line + b"\n")
-        if b"".join(kept) != content:
-            replace(self.path, b"".join(kept))
+                lines.append(line + b"\n")
+        if b"".join(lines) != content:
+            replace(self.path, b"".join(lines))

@@ -13,11 +13,11 @@ from spmdkit.run.hooks.base import Hook
 def of_run(config: Any, own: Iterable[Hook]) -> list[Hook]:
     """Returns the built-in hooks and the user's hooks in their order. Raises ConfigError if two have the same name."""
     ours = [make(config) for make in plugins.load_all("default_hooks").values()]
-    found = [hook for hook in ours if hook is not None]
+    enabled = [hook for hook in ours if hook is not None]
     for hook in own:
-        if any(hook.name == other.name for other in found):
+        if any(hook.name == other.name for other in enabled):
             raise ConfigError(
                 f"hooks: two are called '{hook.name}'. A name is a hook's own: its state is saved under it. Rename one."
             )
-        found.append(hook)
-    return sorted(found, key=lambda hook: hook.order)
+        enabled.append(hook)
+    return sorted(enabled, key=lambda hook: hook.order)

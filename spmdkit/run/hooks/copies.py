@@ -41,11 +41,11 @@ def make(config: Any) -> Hook | None:
         if not is_known:
             differences = _audited(run, copies, step, state, differences)
             is_known = all(d.source is not None for d in differences)
-        odd = sorted({place for d in differences for place in d.odd})
+        bad = sorted({place for d in differences for place in d.odd})
         paths = list(dict.fromkeys(d.path for d in differences))
-        what = f"silent corruption at step {step}: {_names(copies, odd)} {_held(paths, differences[0].num, is_known)}."
+        what = f"silent corruption at step {step}: {_names(copies, bad)} {_held(paths, differences[0].num, is_known)}."
         if run.cluster.is_main:
-            devices = [copies.device(place).id for place in odd]
+            devices = [copies.device(place).id for place in bad]
             run.events.write("replicas_differ", step=step, leaves=[d.path for d in differences], devices=devices)
         if options.action == "repair" and is_known:
             run.message(f"{what} It has the bits of the others again.")
@@ -86,13 +86,13 @@ def _audited(
     second = f"{_names(copies, sorted(wrong))} computed other bits the second time" if wrong else ""
     again = second or "every device computed the same bits again"
     run.message(f"an audit of step {step}, the same inputs twice: {again}")
-    found = []
+    audited = []
     for d in differences:
         right = [place for place in d.odd if place not in wrong]
         if d.source is None and wrong & set(d.odd) and right:
             d = d._replace(odd=tuple(place for place in d.odd if place in wrong), source=right[0])
-        found.append(d)
-    return found
+        audited.append(d)
+    return audited
 
 
 def _names(copies: Copies, places: Sequence[int]) -> str:

@@ -27,19 +27,19 @@ def make(config: Any) -> Hook | None:
         return None
     sources = [(plugins.split(choice)[0], plugins.make("preemption_sources", choice)) for choice in config.preemption]
     noticed: list[str] = []
-    taken, ended = threading.Event(), threading.Event()
+    handled, ended = threading.Event(), threading.Event()
 
     def begin(run: Run, step: int, state: Any) -> None:
         for name, source in sources:
             thread = threading.Thread(
-                target=_watch, args=(run, name, source, noticed, taken, ended), name=f"spmdkit-{name}", daemon=True
+                target=_watch, args=(run, name, source, noticed, handled, ended), name=f"spmdkit-{name}", daemon=True
             )
             thread.start()
 
     def after_step(run: Run, step: int, state: Any, metrics: Any) -> Action | None:
         if not noticed:
             return None
-        taken.set()
+        handled.set()
         return Stop(Preempted.exit_code, noticed[0])
 
     end = lambda *_: ended.set()

@@ -33,7 +33,7 @@ def go_back(run: Returnable, to_step: int | None, skip_batches: int, batches: Se
     Raises:
         UserCodeError: the checkpoints up to that step were deleted.
     """
-    left, before = run.step, run.program.schedule.skipped
+    from_step, before = run.step, run.program.schedule.skipped
     target, found = 0, None
     if run.checkpoints is not None and run.saves is not None:
         run.saves.settle()
@@ -58,8 +58,8 @@ def go_back(run: Returnable, to_step: int | None, skip_batches: int, batches: Se
     bucket.keep_skipped(run.config, run.cluster, run.directory)
     if run.cluster.is_main:
         run.reporter.trackers.rewind(target)
-    run.events.write("rolled_back", step=target, from_step=left, skipped_batches=more)
+    run.events.write("rolled_back", step=target, from_step=from_step, skipped_batches=more)
     skipped = f", {len(more)} batch{'es' * (len(more) > 1)} skipped permanently" if more else ""
-    run.message(f"rolled back to step {target} from step {left}{skipped}")
+    run.message(f"rolled back to step {target} from step {from_step}{skipped}")
     run.reporter.throughput.start()
     return state

@@ -68,15 +68,15 @@ def bring_records(config: Config, run_dir: Path) -> list[str]:
         return []
     for name in RECORDS:
         path = run_dir / name
-        there = run_dir / f".{name}.fetched"
+        fetched = run_dir / f".{name}.fetched"
         with contextlib.suppress(FileNotFoundError):
-            (directory / location.RUN_FOLDER / name).download(there)
-            if last_step(there) > last_step(path):
+            (directory / location.RUN_FOLDER / name).download(fetched)
+            if last_step(fetched) > last_step(path):
                 if path.exists():
                     path.rename(path.with_suffix(f".before-{last_step(path)}.jsonl"))
-                there.rename(path)
+                fetched.rename(path)
                 lines.append(f"note: {name} up to step {last_step(path)} was fetched from {directory}")
-        there.unlink(missing_ok=True)
+        fetched.unlink(missing_ok=True)
     return lines
 
 

@@ -108,14 +108,14 @@ def same_program(cluster: Cluster, make: Callable[[], Program]) -> Program:
     """Returns the program of `make`, which must be the same on all processes."""
     if cluster.num_processes == 1:
         return make()
-    made = list[Program]()
+    programs = list[Program]()
 
     def facts() -> dict[str, str]:
-        made.append(make())
-        return program_facts(made[0])
+        programs.append(make())
+        return program_facts(programs[0])
 
     cluster.same_everywhere("the program", facts)
-    return made[0]
+    return programs[0]
 
 
 def program_facts(program: Program) -> dict[str, str]:

@@ -86,10 +86,10 @@ def note_running(run: RunView, step: int) -> run_status.StepMark:
     quiet_callbacks()
     paths = [run.directory / run_status.LAST_STEP] if run.cluster.is_main else []
     if run.cluster.is_main:
-        left = run_status.unfinished(run.directory)
-        if left is not None and not left.alive:
-            run.events.write("exited", step=left.step, restored=step)
-            run.message(f"note: {left.message()}")
+        previous = run_status.unfinished(run.directory)
+        if previous is not None and not previous.alive:
+            run.events.write("exited", step=previous.step, restored=step)
+            run.message(f"note: {previous.message()}")
         run.events.write(run_status.RUNNING, **run_status.running(step))
     if path := os.environ.get(STEP_FILE):
         paths.append(Path(path))

@@ -26,15 +26,15 @@ REPEATS = 5
 def links(devices: Sequence[jax.Device], process_index: int) -> list[dict[str, Any]]:
     """Returns `{"from", "to", "gb_per_s"}` of the links from devices of this process to the next device. Collective:
     all processes call it."""
-    found = []
+    measured = []
     for begin, end in _rounds(len(devices)):
         pair = [devices[begin], devices[end]]
         if process_index not in {device.process_index for device in pair}:
             continue
         seconds = _seconds_of(compat.auto_mesh(np.array(pair), ("pair",)), "pair", _swap)
         if pair[0].process_index == process_index:
-            found.append({"from": begin, "to": end, "gb_per_s": _bytes(pair[0]) / seconds / 1e9})
-    return found
+            measured.append({"from": begin, "to": end, "gb_per_s": _bytes(pair[0]) / seconds / 1e9})
+    return measured
 
 
 def _rounds(num: int) -> list[tuple[int, int]]:
@@ -48,12 +48,12 @@ def _rounds(num: int) -> list[tuple[int, int]]:
 def bandwidths(mesh: jax.sharding.Mesh) -> dict[str, float]:
     """Returns axis -> GB/s per link in an all_reduce along it, for axes larger than one. Collective: all processes call
     it."""
-    found = {}
+    rates = {}
     for axis, size in mesh.shape.items():
         if size > 1:
             seconds = _seconds_of(mesh, axis, lambda x, axis=axis: lax.psum(x, axis))
-            found[axis] = 2 * (size - 1) / size * _bytes(mesh.devices.flat[0]) / seconds / 1e9
-    return found
+            rates[axis] = 2 * (size - 1) / size * _bytes(mesh.devices.flat[0]) / seconds / 1e9
+    return rates
 
 
 def _swap(x: jax.Array) -> jax.Array:

@@ -61,9 +61,9 @@ def _by_bits(devices: Sequence[Mapping[str, Any]]) -> Verdict:
     if num == second:
         who = "; ".join(map(_name, steady))
         return Verdict([*wrong, f"devices of one kind compute different bits, and there is no majority: {who}"])
-    odd = [one for one in steady if one["digests"][0] != right]
+    outliers = [one for one in steady if one["digests"][0] != right]
     rule = f"computes other bits than the {num} others of its kind"
-    return Verdict([*wrong, *(f"{_name(one)} {rule}: {one['digests'][0]} and not {right}" for one in odd)])
+    return Verdict([*wrong, *(f"{_name(one)} {rule}: {one['digests'][0]} and not {right}" for one in outliers)])
 
 
 def _by_links(devices: Sequence[Mapping[str, Any]], links: Sequence[Mapping[str, Any]]) -> Verdict:
