@@ -237,7 +237,7 @@ class Cluster:
         return self._agreements[name].at(step, request, lag)
 
     def shutdown(self, timeout_s: float = 60.0) -> None:
-        """Disconnects from the cluster together with all processes, after success. A failed process exits without it.
+        """Disconnects all processes from the cluster together, after success. A failed process exits without it.
 
         Raises:
             RendezvousError: another process does not arrive within `timeout_s`.

@@ -1,11 +1,11 @@
 """The exit path of every exception: a message for users, an error file for the launcher, an exit code, and no hang.
 
-    SpmdkitError     its message, no traceback                                   its exit code
-    UserCodeError    its message, then the user's frames and exception               70
-    a lost peer      one line (only with several processes; the peer has the cause)  75
-    a signal before the first step  one line                                         42
-    KeyboardInterrupt  one line                                                     130
-    anything else    the full traceback: this is a bug in spmdkit                    70
+    SpmdkitError                    its message, no traceback                                       its exit code
+    UserCodeError                   its message, then the user's frames and exception               70
+    a lost peer                     one line (only with several processes; the peer has the cause)  75
+    a signal before the first step  one line                                                        42
+    KeyboardInterrupt               one line                                                        130
+    anything else                   the full traceback: this is a bug in spmdkit                    70
 
 A process that fails, or that is one of several, exits by `os._exit`. JAX's shutdown barrier in `atexit` would otherwise
 block it, and through its open sockets all its peers, for up to five minutes (jax 0.10.2).
@@ -151,7 +151,7 @@ def leave(code: int) -> NoReturn:
         with suppress(OSError, ValueError):  # closed or broken pipe
             stream.flush()
     if code == 0:
-        _tell_launcher({"running": False})  # an exit by this function is complete
+        _tell_launcher({"running": False})  # the command has completed its work
     os._exit(code)
 
 

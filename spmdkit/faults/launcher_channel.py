@@ -1,4 +1,4 @@
-"""Communication between a process and the launcher on its machine: heartbeats of Python, and dead processes."""
+"""Communication between a process and the launcher on its machine: heartbeats, and reports of dead processes."""
 
 from __future__ import annotations
 

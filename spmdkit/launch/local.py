@@ -116,7 +116,7 @@ def launch(
             kills them.
         max_restarts: number of restarts of all processes after a failure (restart_policy.py). After a stop signal the
             launcher starts nothing.
-        observer: observes the job and may inject faults (tools/drill/); the output then goes to the logs only.
+        observer: observes the job and may inject faults (tools/drill/); the output is then written to the logs only.
         elasticity: how the number of processes changes.
 
     Raises:

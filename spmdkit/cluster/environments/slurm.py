@@ -32,7 +32,7 @@ REPAIR = (
 
 
 def read(env: Mapping[str, str]) -> Detection:
-    """Returns the cluster of a task of a step, or the missing step of a job."""
+    """Returns the cluster of a task of a step; for a job without a step, the missing `srun`."""
     job, step = whole_number(env, JOB), whole_number(env, STEP)
     if job is None:
         return None
