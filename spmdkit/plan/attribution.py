@@ -60,7 +60,7 @@ class Leaf(NamedTuple):
 
 def leaves_of(program: Program) -> tuple[Leaf, ...]:
     """Returns the parameters of a program. For a leaf of stacked layers, `sizes` includes the size of one layer."""
-    found = []
+    leaves = []
     for p in program.layout:
         if not p.path.startswith("params"):
             continue
@@ -70,8 +70,8 @@ def leaves_of(program: Program) -> tuple[Leaf, ...]:
         fsdp = program.sizes["fsdp"]
         sizes = {full // parts, full // (parts * fsdp), full, full // fsdp}
         layers = {n // p.shape[0] for n in sizes if len(p.shape) > 1 and p.shape[0]}
-        found.append(Leaf(p.path, frozenset((sizes | layers) - {0})))
-    return tuple(found)
+        leaves.append(Leaf(p.path, frozenset((sizes | layers) - {0})))
+    return tuple(leaves)
 
 
 def strategy_of(module: Module, found: HloCollective, visit: Visit, leaves: Sequence[Leaf]) -> str:
@@ -113,14 +113,14 @@ def strategy_of(module: Module, found: HloCollective, visit: Visit, leaves: Sequ
 
 def first_path(name: str) -> str:
     """Returns the first path in the name of an operation. XLA names merged operations `jit(f)/a/(b/add:c/mul)`."""
-    found = _JOINED.search(name)
-    if found is None:
+    match = _JOINED.search(name)
+    if match is None:
         return name
-    before, depth, end = name[: found.end() - 1], 0, found.end()
+    before, depth, end = name[: match.end() - 1], 0, match.end()
     while end < len(name) and (depth or name[end] not in ":)"):
         depth += {"(": 1, ")": -1}.get(name[end], 0)
         end += 1
-    return first_path(before + name[found.end() : end])
+    return first_path(before + name[match.end() : end])
 
 
 def _like_parameters(found: HloCollective, leaves: Sequence[Leaf]) -> bool:

@@ -132,7 +132,7 @@ def read_bill(
         leaves: the parameters, to attribute collectives (`attribution.leaves_of(program)`).
         scans: op_name -> length of the scans in the jaxpr, for loops without a trip count in the HLO text.
     """
-    found = []
+    collectives = []
     for visit, c in hlo_collectives(module, sizes, loops.walk(module, scans)):
         if factor := _factor(c.op, c.group_size):
             at_least = round(c.size * factor * visit.known_runs)
@@ -146,8 +146,8 @@ def read_bill(
                 branch=bool(visit.branches),
                 loop_names=tuple(loop.name for loop in visit.loops),
             )
-            found.append((visit.branches, collective))
-    return Bill(tuple(_dearest_branches(found)), dict(sizes))
+            collectives.append((visit.branches, collective))
+    return Bill(tuple(_dearest_branches(collectives)), dict(sizes))
 
 
 def _factor(op: str, n: int) -> Fraction:
@@ -159,21 +159,21 @@ def _factor(op: str, n: int) -> Fraction:
     )
 
 
-def _dearest_branches(found: Sequence[tuple[Any, Collective]]) -> Iterable[Collective]:
+def _dearest_branches(rows: Sequence[tuple[Any, Collective]]) -> Iterable[Collective]:
     """Marks the collectives in all but the most expensive branch of each conditional as not counted, inner conditionals
     first."""
     outside: set[int] = set()
-    for depth in reversed(range(max((len(branches) for branches, _ in found), default=0))):
-        inside = {i: branches for i, (branches, _) in enumerate(found) if len(branches) > depth and i not in outside}
+    for depth in reversed(range(max((len(branches) for branches, _ in rows), default=0))):
+        inside = {i: branches for i, (branches, _) in enumerate(rows) if len(branches) > depth and i not in outside}
         costs: dict[Any, Counter[int]] = defaultdict(Counter)
         for i, branches in inside.items():
             conditional, number = branches[depth]
-            costs[*branches[:depth], conditional][number] += found[i][1].bytes_at_least
+            costs[*branches[:depth], conditional][number] += rows[i][1].bytes_at_least
         for i, branches in inside.items():
             of_branches = costs[*branches[:depth], branches[depth][0]]
             if branches[depth][1] != max(of_branches, key=lambda number: of_branches[number]):
                 outside.add(i)
-    return [dataclasses.replace(c, counted=i not in outside) for i, (_, c) in enumerate(found)]
+    return [dataclasses.replace(c, counted=i not in outside) for i, (_, c) in enumerate(rows)]
 
 
 def _total(collectives: Iterable[Collective]) -> int | None:

@@ -76,8 +76,8 @@ def run_plan(path: Path, overrides: list[str], options: PlanOptions) -> None:
 
 def _check(path: Path, overrides: list[str], options: PlanOptions) -> None:
     """Rejects options that have no effect together."""
-    for given, name in ((options.write is not None, "--write"), (options.search_over != "mesh", "--search-over")):
-        if given and not options.search:
+    for is_set, name in ((options.write is not None, "--write"), (options.search_over != "mesh", "--search-over")):
+        if is_set and not options.search:
             raise ConfigError(f"{name} has no effect without --search: it is about what a search finds. Add --search.")
     if options.diff is not None and (options.search or options.calibrate or options.html is not None):
         raise ConfigError("--diff compares two plans and takes no --search, --calibrate or --html. Leave them out.")
@@ -137,18 +137,18 @@ def _run_search(config: Config, machine: Target, options: PlanOptions) -> Docume
 
     machine, call_s = with_measured(machine)
     search_over = [name.strip() for name in options.search_over.split(",") if name.strip()]
-    found = search(config, machine, search_over, options.compile, _log, call_s)
-    rows = [candidate.as_json() for candidate in found.candidates]
-    if found.best is None:
+    ranking = search(config, machine, search_over, options.compile, _log, call_s)
+    rows = [candidate.as_json() for candidate in ranking.candidates]
+    if ranking.best is None:
         if options.as_json:
             print(json.dumps({"target": machine.name, "fits": False, "candidates": rows}))
         else:
             show_candidates(rows)
-        raise found.nothing_fits()
-    assert found.best.document is not None
-    document = found.best.document | {"candidates": rows, "num_compiled": found.num_compiled}
+        raise ranking.nothing_fits()
+    assert ranking.best.document is not None
+    document = ranking.best.document | {"candidates": rows, "num_compiled": ranking.num_compiled}
     if options.write is not None:
-        _write_config(replace_keys(config, found.best.changes), config, document, options.write)
+        _write_config(replace_keys(config, ranking.best.changes), config, document, options.write)
     return document
 
 

@@ -27,17 +27,17 @@ def read_plan(path: Path) -> dict[str, Any]:
         ConfigError: the file is not a plan.
     """
     try:
-        found = json.loads(path.read_text())
+        plan = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path} cannot be read as a plan ({type(error).__name__}). A plan is JSON, as spmdkit plan CONFIG --json "
             "prints it and as train writes it into its run directory (plan.json)."
         ) from error
-    if not isinstance(found, dict) or not {"target", "memory", "collectives", "layout"} <= found.keys():
+    if not isinstance(plan, dict) or not {"target", "memory", "collectives", "layout"} <= plan.keys():
         raise ConfigError(
             f"{path} is JSON and no plan: it lacks target, memory, collectives or layout. Give a plan.json."
         )
-    return found
+    return plan
 
 
 @contextlib.contextmanager
@@ -96,18 +96,18 @@ def _groups(plan: Document) -> dict[str, dict[str, Any]]:
 
 def show_comparison(a: Document, b: Document, names: tuple[str, str]) -> None:
     """Prints the differences from `a` to `b`."""
-    out, found, names = console(), all_visible(compare(a, b)), all_visible(names)
+    out, changed, names = console(), all_visible(compare(a, b)), all_visible(names)
     out.print(f"[bold]{escape(names[0])}[/] -> [bold]{escape(names[1])}[/]")
-    for name, (before, after) in found["what"].items():
+    for name, (before, after) in changed["what"].items():
         values = (format_count(value) if isinstance(value, float) else str(value) for value in (before, after))
         out.print(f"  {name}: {escape(' -> '.join(values))}")
-    _numbers(out, "Memory of a device", found["peak_bytes"], found["memory"], format_bytes)
-    _numbers(out, "Wire, bytes of a device and step", found["collective_bytes"], found["collectives"], format_bytes)
-    _numbers(out, "Time of a step", found["step_s"], found["time"], format_seconds)
-    for title, codes in zip(("gone", "new"), found["findings"], strict=True):
+    _numbers(out, "Memory of a device", changed["peak_bytes"], changed["memory"], format_bytes)
+    _numbers(out, "Wire, bytes of a device and step", changed["collective_bytes"], changed["collectives"], format_bytes)
+    _numbers(out, "Time of a step", changed["step_s"], changed["time"], format_seconds)
+    for title, codes in zip(("gone", "new"), changed["findings"], strict=True):
         for code in codes:
             out.print(f"finding {title}: {escape(code)}")
-    if leaves := found["layout"]:
+    if leaves := changed["layout"]:
         out.print(f"\n[bold]Layout[/]  {len(leaves)} leaves live elsewhere")
         for path, (before, after) in list(leaves.items())[:8]:
             out.print(f"  {escape(path)}: {escape(str(before))} -> {escape(str(after))}")

@@ -50,8 +50,8 @@ class CompiledStep:
     @functools.cached_property
     def findings(self) -> tuple[Finding, ...]:
         """The findings of all detectors, most severe first, without duplicates."""
-        found = dict.fromkeys(finding for find in plugins.load_all("findings").values() for finding in find(self))
-        return tuple(sorted(found, key=lambda f: SEVERITIES.index(f.severity)))
+        results = dict.fromkeys(finding for find in plugins.load_all("findings").values() for finding in find(self))
+        return tuple(sorted(results, key=lambda f: SEVERITIES.index(f.severity)))
 
     @property
     def jaxpr(self) -> Any:

@@ -32,8 +32,8 @@ class Costs:
             return self._fused(i.calls[0])
         operands = self._module.operands(i)
         if i.opcode in ("dot", "convolution") and len(operands) == 2:
-            found = _dot(i, operands) if i.opcode == "dot" else _convolution(i, operands)
-            return {(operands[0].shapes[0].dtype, _passes(i)): found}
+            num_flops = _dot(i, operands) if i.opcode == "dot" else _convolution(i, operands)
+            return {(operands[0].shapes[0].dtype, _passes(i)): num_flops}
         if i.opcode == "custom-call" and (cost := _KERNEL_COST.search(i.attributes)):
             dtypes = [o.shapes[0].dtype for o in operands if o.shapes and o.shapes[0].dtype in _FLOATS]
             return {(dtypes[0] if dtypes else "f32", 1): float(cost[1])}
@@ -122,8 +122,8 @@ def _dot(i: Instruction, operands: Sequence[Instruction]) -> float:
 
 def _passes(i: Instruction) -> int:
     """Returns the number of bfloat16 passes of a product on a TPU: six at the highest precision, three at high."""
-    found = re.search(r"operand_precision=\{(\w+),(\w+)\}", i.attributes)
-    return {"highest": 6, "high": 3}.get(found[1], 1) if found else 1
+    match = re.search(r"operand_precision=\{(\w+),(\w+)\}", i.attributes)
+    return {"highest": 6, "high": 3}.get(match[1], 1) if match else 1
 
 
 def _convolution(i: Instruction, operands: Sequence[Instruction]) -> float:
@@ -134,6 +134,6 @@ def _convolution(i: Instruction, operands: Sequence[Instruction]) -> float:
     arrays = zip(labels.groups(), (*operands, i), strict=True)
     lhs, rhs, out = (dict(zip(label, x.shapes[0].dims, strict=True)) for label, x in arrays)
     text = re.search(r"window=\{([^}]*)\}", i.attributes)
-    given = dict(re.findall(r"(\w+)=([\w\-]+)", text[1] if text else ""))
-    number = lambda key, n: int(given[key].split("x")[n].split("_")[0]) if key in given else _WINDOW[key]
+    attributes = dict(re.findall(r"(\w+)=([\w\-]+)", text[1] if text else ""))
+    number = lambda key, n: int(attributes[key].split("x")[n].split("_")[0]) if key in attributes else _WINDOW[key]
     return convolution_flops(lhs, rhs, out, [[number(key, n) for key in _WINDOW] for n in range(len(out) - 2)])

@@ -71,7 +71,7 @@ def plan_program(program: Program, target: Target, call_s: float = 0.0) -> Docum
     memory = memory_without_program(program) if analysis is None else analysis.memory
     findings = [] if analysis is None else [*analysis.findings]
     limit, chip = target.memory_limit_bytes, target.chip
-    # The compiler checks a v4 step against one core, which has half of the chip's memory.
+    # The compiler can reject a v4 step that exceeds the memory of one core, half of the chip's.
     fits = memory.peak_bytes <= limit and (analysis is not None or needed.temp_bytes > 0)
     if not fits:
         message = f"a step needs {format_bytes(memory.peak_bytes)} of a device, {chip.name} has {format_bytes(limit)}"
@@ -109,9 +109,9 @@ def _sent(program: Program, target: Target, analysis: CompiledStep | None) -> Do
     rows = [(row, phase) for phase, of_phase in of_phases for row in of_phase.rows]
 
     def on_link(row: Collective) -> Document:
-        found = link_path_of(target, devices, row)
-        seconds = found.seconds(row.bytes_at_least, row.op, row.group_size, (row.trip_count or 1) * row.count)
-        return {"link": found.link, "crosses": found.crosses, "seconds": seconds, "async": row.is_async}
+        path = link_path_of(target, devices, row)
+        seconds = path.seconds(row.bytes_at_least, row.op, row.group_size, (row.trip_count or 1) * row.count)
+        return {"link": path.link, "crosses": path.crosses, "seconds": seconds, "async": row.is_async}
 
     wire = {
         "by_axes": {" x ".join(axes) or "all": num for axes, num in bill.by("axes").items()},
@@ -190,7 +190,7 @@ def _computed(
     device's share of the step."""
     devices = list(program.mesh.devices.flat)
     num = len(devices)
-    found = {
+    fields = {
         "num_params": sum(x.size for x in jax.tree.leaves(program.abstract_state.params)),
         "flops": arithmetic.flops / num,
         "model_flops": model.flops / num,
@@ -198,7 +198,7 @@ def _computed(
         "elementwise_flops": arithmetic.elementwise / num,
     }
     if analysis is None:
-        return found | {"predicted_step_s": None, "time": None}
+        return fields | {"predicted_step_s": None, "time": None}
     host_bytes = analysis.memory.host_bytes
     time = predict_time(
         target, analysis.module, analysis.bill, devices, scans=analysis.scans, host_bytes=host_bytes, call_s=call_s
@@ -207,8 +207,8 @@ def _computed(
     tokens = tokens_of_batch(program)
     dtype = max(model.by_dtype, key=lambda d: model.by_dtype[d], default="float32")
     peak = max(target.chip.peak(dtype), target.chip.peak("float32"))  # a CPU multiplies bfloat16 as float32
-    return found | {
-        "flops": time.hlo_flops or found["flops"],
+    return fields | {
+        "flops": time.hlo_flops or fields["flops"],
         "predicted_step_s": step_s,
         "time": {
             "parts": time.parts(),
@@ -230,8 +230,8 @@ def tokens_of_batch(program: Program) -> int | None:
     """Returns the tokens of a global batch: the size of the largest integer leaf [batch, positions]; None for a task
     without one."""
     leaves = jax.tree.leaves(program.abstract_batch.examples)
-    found = [x.shape[0] * x.shape[1] for x in leaves if len(x.shape) == 2 and x.dtype.kind in "iu" and x.shape[1] > 1]
-    return max(found, default=None)
+    sizes = [x.shape[0] * x.shape[1] for x in leaves if len(x.shape) == 2 and x.dtype.kind in "iu" and x.shape[1] > 1]
+    return max(sizes, default=None)
 
 
 def layout_rows(program: Program) -> list[Document]:
@@ -253,14 +253,14 @@ def layout_rows(program: Program) -> list[Document]:
 
 def places(program: Program, target: Target, most: int = 1024) -> list[dict[str, Any]]:
     """Returns the position of each of the first devices of the mesh, for drawing: chip coordinates, host or slice."""
-    found = []
+    rows = []
     for number, device in enumerate(list(program.mesh.devices.flat)[:most]):
         part = getattr(device, "slice_index", 0) or 0
         if target.chip.kind == "gpu":
             part = number // target.chip.devices_per_host
         coords: Sequence[int] = tuple(getattr(device, "coords", ()) or ()) if target.compiler == "tpu" else ()
-        found.append({"id": int(device.id), "coords": list(coords), "part": int(part)})
-    return found
+        rows.append({"id": int(device.id), "coords": list(coords), "part": int(part)})
+    return rows
 
 
 def problem_of(document: Mapping[str, Any]) -> str:

@@ -36,8 +36,8 @@ this 0.9 ms (jitted product of 256 x 256, two busy CPU cores, 2026-11-22)."""
 def common_limit(cluster: Cluster) -> int | None:
     """Returns the bytes of one device that a program may use on every process: the smallest limit that any process
     knows, or None."""
-    own = memory_limit(cluster.devices)
-    limits = cluster.gather("memory limit", own)
+    local_limit = memory_limit(cluster.devices)
+    limits = cluster.gather("memory limit", local_limit)
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -108,11 +108,11 @@ def _smaller_steps(config: Config, batch_shards: int) -> list[dict[str, Any]]:
     now = config.microbatches if isinstance(config.microbatches, int) else 1
     more = [m for m in microbatch_counts(config, batch_shards) if m > now]
     leaner: Sequence[str] = REMATS[REMATS.index(config.remat) + 1 :] if config.remat in REMATS else ()
-    found: list[dict[str, Any]] = [{"microbatches": m} for m in more[:2]]
-    found += [{"remat": remat} for remat in leaner[-1:]]
-    found += [{"microbatches": m, "remat": leaner[-1]} for m in more[:4] if leaner]
-    found += [{"microbatches": m} for m in more[2:]]
-    return found
+    changes: list[dict[str, Any]] = [{"microbatches": m} for m in more[:2]]
+    changes += [{"remat": remat} for remat in leaner[-1:]]
+    changes += [{"microbatches": m, "remat": leaner[-1]} for m in more[:4] if leaner]
+    changes += [{"microbatches": m} for m in more[2:]]
+    return changes
 
 
 def _over_budget(program: Program, cluster: Cluster, directory: Path) -> str:

@@ -42,8 +42,8 @@ def scan_lengths(jaxpr: Any, name: str) -> dict[str, int]:
 
 def lines_of(jaxpr: Any, name: str, op_name: str) -> list[str]:
     """Returns the user's lines of the equations that XLA shows as `op_name`."""
-    found = [line(eqn) for eqn, path in paths(jaxpr, name) if f"{path}/{eqn.primitive.name}" == op_name]
-    return [at for at in dict.fromkeys(found) if at is not None]
+    lines = [line(eqn) for eqn, path in paths(jaxpr, name) if f"{path}/{eqn.primitive.name}" == op_name]
+    return [at for at in dict.fromkeys(lines) if at is not None]
 
 
 def line(eqn: Any) -> str | None:
@@ -64,9 +64,9 @@ def first_use(jaxpr: Any, var: Any) -> str | None:
             position = next(n for n, x in enumerate(eqn.invars) if x is var)
             offset = len(eqn.invars) - len(body.invars)
             if 0 <= position - offset < len(body.invars):
-                found = first_use(body, body.invars[position - offset])
-                if found is not None:
-                    return found
+                use = first_use(body, body.invars[position - offset])
+                if use is not None:
+                    return use
         return line(eqn)
     return None
 

@@ -36,7 +36,7 @@ def lower_bound_bytes(program: Program) -> dict[str, int]:
     of_replicas, by_reducer = {a: sizes[a] for a in REPLICA_AXES if sizes[a] > 1}, list[ReducedLeaf]()
     compute = jnp.dtype(config.precision.compute).itemsize
     reduce = jnp.dtype(config.precision.reduce).itemsize
-    found = {"replica x data": 0.0, "fsdp": 0.0}
+    totals = {"replica x data": 0.0, "fsdp": 0.0}
     for leaf in program.layout:
         if not leaf.path.startswith("params"):
             continue
@@ -53,11 +53,11 @@ def lower_bound_bytes(program: Program) -> dict[str, int]:
                 ReducedLeaf(leaf.path, shape, of_replicas, (), value_bytes=value_bytes(config.precision.reduce))
             )
         else:
-            found["replica x data"] += 2 * (replicas - 1) / replicas * values * reduce
+            totals["replica x data"] += 2 * (replicas - 1) / replicas * values * reduce
         share = (f - 1) / f
         if config.layout.zero == 3:
-            found["fsdp"] += share * (2 * p + min(p, g)) if is_cut else share * 2 * g
+            totals["fsdp"] += share * (2 * p + min(p, g)) if is_cut else share * 2 * g
         else:
-            found["fsdp"] += share * ((2 if config.layout.zero == 1 else 1) * g + s)
-    found["replica x data"] += program.reducer.bytes_sent(by_reducer)
-    return {name: round(num) for name, num in found.items() if num}
+            totals["fsdp"] += share * ((2 if config.layout.zero == 1 else 1) * g + s)
+    totals["replica x data"] += program.reducer.bytes_sent(by_reducer)
+    return {name: round(num) for name, num in totals.items() if num}

@@ -44,17 +44,17 @@ class Memory(StepBytes):
 
 def read_memory(program: Program, module: Module) -> Memory:
     """Returns the memory of a program's compiled step."""
-    step, given = program.step_bytes, program.held
+    step, held = program.step_bytes, program.held
     gradients = min(_gradient_bytes(program), step.temp_bytes)
     parts = {
-        **given.device,
-        "padding of the state": step.argument_bytes - given.device_bytes,
+        **held.device,
+        "padding of the state": step.argument_bytes - held.device_bytes,
         "gradients": gradients,
         "activations and work space": step.temp_bytes - gradients,
         "outputs": step.new_bytes,
         "code": step.code_bytes,
     }
-    host = {**given.host, "temporaries": step.host_temp_bytes}
+    host = {**held.host, "temporaries": step.host_temp_bytes}
     return Memory(
         **vars(step),
         parts={name: n for name, n in parts.items() if n},

@@ -102,11 +102,11 @@ class _Region:
 
     def exposed(self) -> dict[str, float]:
         """Returns link -> seconds that nothing overlaps: blocking collectives, async ones beyond the instructions."""
-        left, found = sum(self.seconds.values()), dict(self.waits)
+        remaining, seconds_of = sum(self.seconds.values()), dict(self.waits)
         for name, seconds in sorted(self.started.items(), key=lambda item: -item[1]):
-            found[name] = found.get(name, 0.0) + max(0.0, seconds - left)
-            left = max(0.0, left - seconds)
-        return found
+            seconds_of[name] = seconds_of.get(name, 0.0) + max(0.0, seconds - remaining)
+            remaining = max(0.0, remaining - seconds)
+        return seconds_of
 
 
 def predict_time(

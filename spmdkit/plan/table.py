@@ -21,9 +21,9 @@ _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 def console() -> Console:
     """Returns the console for plans: as wide as the terminal, at most `WIDTH`."""
-    found = Console(file=sys.stdout, highlight=False, soft_wrap=False)
-    found.width = min(WIDTH, found.width) if found.is_terminal else WIDTH
-    return found
+    result = Console(file=sys.stdout, highlight=False, soft_wrap=False)
+    result.width = min(WIDTH, result.width) if result.is_terminal else WIDTH
+    return result
 
 
 def show(document: Mapping[str, Any], to: Console | None = None) -> None:

@@ -42,16 +42,16 @@ def examine(config: Config | None, burn_text: str | None, as_json: bool) -> int:
         collective_timeout_s=DOCTOR_COLLECTIVE_S,
         interface=config.cluster.interface if config else "auto",
     )
-    found = diagnose(cluster, config, burn_s)
+    report = diagnose(cluster, config, burn_s)
     if cluster.is_main and as_json:
-        print(json.dumps(found))
+        print(json.dumps(report))
     elif cluster.is_main:
         text = lambda value: ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
-        lines = columns([(name, text(value)) for name, value in found.items() if name not in ("problems", "slow")])
-        lines += [f"PROBLEM: {line}" for line in found["problems"]] + [f"slow: {line}" for line in found["slow"]]
+        lines = columns([(name, text(value)) for name, value in report.items() if name not in ("problems", "slow")])
+        lines += [f"PROBLEM: {line}" for line in report["problems"]] + [f"slow: {line}" for line in report["slow"]]
         print(visible("\n".join(lines)))
     cluster.shutdown()
-    return ExitCode.CHECK_FAILED if found["problems"] else ExitCode.DONE
+    return ExitCode.CHECK_FAILED if report["problems"] else ExitCode.DONE
 
 
 def seconds_of(text: str) -> float:
@@ -83,34 +83,34 @@ def diagnose(cluster: Cluster, config: Config | None = None, burn_s: float | Non
     """
     devices = cluster.devices
     versions, differ = health_checks.same_versions(cluster)
-    met = health_checks.meet(cluster)
-    verdict = health_checks.judge_hosts(met) + Verdict(wrong=differ)
-    found: dict[str, Any] = {
+    hosts = health_checks.meet(cluster)
+    verdict = health_checks.judge_hosts(hosts) + Verdict(wrong=differ)
+    report: dict[str, Any] = {
         "python": versions.pop("python"),
         "versions": versions,
         "devices": _devices(cluster),
         "memories": ", ".join(sorted(memory.kind for memory in jax.local_devices()[0].addressable_memories())),
         "allocator": allocator.describe(os.environ),
         "compile cache": _compile_cache(config),
-        "hosts": _hosts(met),
+        "hosts": _hosts(hosts),
     }
     if config is not None:
         from spmdkit.run.startup.bucket import checkpoints_of
 
-        found["run directory"], wrong = health_checks.write_test(
+        report["run directory"], wrong = health_checks.write_test(
             cluster, config.resolved_run_dir(), checkpoints_of(config)
         )
         verdict += Verdict(wrong=wrong)
-    if any(one["unreached"] for one in met):
-        return found | {"problems": verdict.wrong, "slow": verdict.slow}  # a collective would hang
-    found["reduction"], wrong = _reduction(devices)
+    if any(host["unreached"] for host in hosts):
+        return report | {"problems": verdict.wrong, "slow": verdict.slow}  # a collective would hang
+    report["reduction"], wrong = _reduction(devices)
     sizes = resolve((config.mesh.sizes() if config else {}) or {"data": -1}, len(devices))
-    found["bandwidth"] = table(health_checks.bandwidths(make_mesh(sizes, devices))) or "one device"
+    report["bandwidth"] = table(health_checks.bandwidths(make_mesh(sizes, devices))) or "one device"
     verdict += Verdict(wrong=wrong)
     if burn_s is not None:
-        found["burn"], burnt = health_checks.burn_all(cluster, burn_s)
+        report["burn"], burnt = health_checks.burn_all(cluster, burn_s)
         verdict += burnt
-    return found | {"problems": verdict.wrong, "slow": verdict.slow}
+    return report | {"problems": verdict.wrong, "slow": verdict.slow}
 
 
 def _compile_cache(config: Config | None) -> str:
@@ -128,18 +128,18 @@ def _compile_cache(config: Config | None) -> str:
 
 def _devices(cluster: Cluster) -> str:
     groups = device_groups(cluster.devices)
-    text = ", ".join(f"{one['count']} x {one['kind']} ({one['platform']})" for one in groups)
+    text = ", ".join(f"{group['count']} x {group['kind']} ({group['platform']})" for group in groups)
     return f"{text} in {cluster.num_processes} processes" if cluster.num_processes > 1 else text
 
 
-def _hosts(met: list[dict[str, Any]]) -> str:
+def _hosts(hosts: list[dict[str, Any]]) -> str:
     """Returns one entry for each process: host, address advertised to Gloo, clock."""
-    if len(met) == 1:
-        return f"{met[0]['host']}; to other hosts Gloo would advertise {met[0]['address']}"
+    if len(hosts) == 1:
+        return f"{hosts[0]['host']}; to other hosts Gloo would advertise {hosts[0]['address']}"
     return "; ".join(
-        f"process {process} on {one['host']}, Gloo advertises {one['address']}, clock "
-        f"{'unknown' if one['clock_s'] is None else format(one['clock_s'], '+.3f')} s"
-        for process, one in enumerate(met)
+        f"process {process} on {host['host']}, Gloo advertises {host['address']}, clock "
+        f"{'unknown' if host['clock_s'] is None else format(host['clock_s'], '+.3f')} s"
+        for process, host in enumerate(hosts)
     )
 
 

@@ -45,13 +45,13 @@ def find(step: CompiledStep) -> Iterator[Finding]:
 def _times(step: CompiledStep, c: Collective, shape: Shape) -> int:
     """Returns how often a step reduces the same parameter, identified by its number of elements; 0 for other arrays."""
     runs, parts = c.trip_count or 2, step.program.sizes["fsdp"]
-    found = [0]
+    counts = [0]
     for leaf in step.program.layout if shape.size > 1 else ():
         full = math.prod(leaf.shape)
         if not leaf.path.startswith("params"):
             continue
         if shape.size in (full, full // parts):
-            found.append(runs)
+            counts.append(runs)
         elif len(leaf.shape) > 1 and shape.size in (full // leaf.shape[0], full // leaf.shape[0] // parts):
-            found.append(runs // leaf.shape[0])
-    return max(found)
+            counts.append(runs // leaf.shape[0])
+    return max(counts)

@@ -25,7 +25,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
     """Yields the arrays with the most padding, one for each line."""
     module = step.module
     least = max(MIN_BYTES, step.memory.peak_bytes // 50)
-    found: dict[str | None, tuple[int, Finding]] = {}
+    findings: dict[str | None, tuple[int, Finding]] = {}
     for i in module.unfused():
         if i.opcode in _NO_BUFFER or (i.opcode == "parameter" and i.computation != module.entry.name):
             continue
@@ -46,7 +46,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
                     "small dims into one."
                 ),
             )
-            if source not in found or found[source][0] < waste:
-                found[source] = waste, finding
-    worst = sorted(found.values(), key=lambda item: -item[0])[:MOST]
+            if source not in findings or findings[source][0] < waste:
+                findings[source] = waste, finding
+    worst = sorted(findings.values(), key=lambda item: -item[0])[:MOST]
     yield from (finding for _, finding in worst)

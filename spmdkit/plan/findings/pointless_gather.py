@@ -69,17 +69,17 @@ def _cut_from_whole(module: Module, gather: Instruction, group_size: int) -> boo
         return False  # mainly one layer's weights, sliced from a stack at the layer's index
     makers = _before(place, operands[1:])
     if place is not computation:
-        given = [computation.operand(part, int(maker.text)) for maker in makers if maker.opcode == "parameter"]
-        makers += _before(computation, [operand for operand in given if operand is not None])
+        inputs = [computation.operand(part, int(maker.text)) for maker in makers if maker.opcode == "parameter"]
+        makers += _before(computation, [operand for operand in inputs if operand is not None])
     inside = (j for maker in makers for name in maker.calls for j in module.computations[name].instructions)
     return any(maker.opcode == "partition-id" for maker in (*makers, *inside))
 
 
 def _before(computation: Computation, ends: list[Instruction]) -> list[Instruction]:
     """Returns `ends` and the instructions of a computation that they are computed from."""
-    found, waiting = {i.name: i for i in ends}, list(ends)
+    visited, waiting = {i.name: i for i in ends}, list(ends)
     while waiting:
-        new = {i.name: i for i in computation.operands(waiting.pop()) if i.name not in found}
-        found |= new
+        new = {i.name: i for i in computation.operands(waiting.pop()) if i.name not in visited}
+        visited |= new
         waiting += new.values()
-    return list(found.values())
+    return list(visited.values())

@@ -72,11 +72,11 @@ def _source(step: CompiledStep, line: str, op_name: str) -> str | None:
 
     Several equations can have one name; the log's stack frame then decides, if the compiled program's table has it.
     """
-    if found := re.search(r'source_file="([^"]*)" source_line=(\d+)', line):
-        return line_of((Frame(found[1], int(found[2]), ""),))
+    if match := re.search(r'source_file="([^"]*)" source_line=(\d+)', line):
+        return line_of((Frame(match[1], int(match[2]), ""),))
     candidates = lines_of(step.jaxpr, step.program.traced.fun_name, op_name)
-    found = re.search(r"stack_frame_id=(\d+)", line)
-    framed = line_of(step.module.stacks.get(int(found[1]), ())) if found else None
+    match = re.search(r"stack_frame_id=(\d+)", line)
+    framed = line_of(step.module.stacks.get(int(match[1]), ())) if match else None
     return framed if framed in candidates else next(iter(candidates), framed)
 
 

@@ -5,7 +5,7 @@ In a global `train_step` the partitioner distributes work that depends on the ba
 
     FLOPs of the line's products on one device  *  devices  >=  replicas ** REPEATED  *  FLOPs of the line in the step
 
-The left side is once the FLOPs of the line for distributed work, and `replicas` times for repeated work. XLA merges
+The left side equals the FLOPs of the line for distributed work, `replicas` times that for repeated work. XLA merges
 products that the traced step has twice, which reduces both by a factor up to two. The right side counts work repeated
 over other axes (tensor, context) in full, so a line is reported only if it is repeated along all of them.
 """
@@ -43,7 +43,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
     times, others = replicas if replicas > 1 else shards, num // shards
     requested = products_by_line(step.jaxpr, line)
     computed = _computed_by_line(step)
-    whole = sum(computed.values())
+    products = sum(computed.values())
     repeated = {
         at: flops
         for at, flops in computed.items()
@@ -52,17 +52,17 @@ def find(step: CompiledStep) -> Iterator[Finding]:
         and flops * num >= times**REPEATED * others * requested[at]
     }
     total = sum(repeated.values())
-    if not repeated or total < SHARE * whole:
+    if not repeated or total < SHARE * products:
         return
     at = max(repeated, key=lambda at: repeated[at])
     axes = " x ".join(f"{a} {program.sizes[a]}" for a in BATCH_AXES if program.sizes[a] > 1)
     more = f", and so are those of {len(repeated) - 1} more lines" if len(repeated) > 1 else ""
-    found = min(repeated[at] * num / requested[at], times * others)
+    factor = min(repeated[at] * num / requested[at], times * others)
     yield Finding(
         "repeated-work",
         (
-            f"the products of this line ({repeated[at]:.3g} FLOP a step on a device{more}) are computed {found:.3g} "
-            f"times over on {axes}: {total / whole:.0%} of what a device computes is what others compute too, since "
+            f"the products of this line ({repeated[at]:.3g} FLOP a step on a device{more}) are computed {factor:.3g} "
+            f"times over on {axes}: {total / products:.0%} of what a device computes is what others compute too, since "
             "it is not made from the batch"
         ),
         at,
@@ -76,11 +76,11 @@ def find(step: CompiledStep) -> Iterator[Finding]:
 def _computed_by_line(step: CompiledStep) -> dict[str, float]:
     """Returns the FLOPs of products that one device computes, by the user's line. Products of an optimizer are excluded
     (ZeRO shards them)."""
-    costs, found = Costs(step.module), defaultdict[str, float](float)
+    costs, totals = Costs(step.module), defaultdict[str, float](float)
     for visit in loops.walk(step.module, step.scans):
         i = visit.instruction
         if i.opcode not in ("dot", "convolution") or trace_context.OPTIMIZER in i.op_name:
             continue
         if at := source_of(step.module, i):
-            found[at] += visit.known_runs * sum(costs.flops(i).values())
-    return dict(found)
+            totals[at] += visit.known_runs * sum(costs.flops(i).values())
+    return dict(totals)

@@ -86,18 +86,18 @@ def hlo_collectives(
         caller = visit.site.caller if visit.site is not None else None
         key = (id(i), id(caller))
         if key not in read:
-            found = (
+            fields = (
                 _read(module, i, OPCODES[base], caller) if sliced is None else _read_between_slices(module, i, *sliced)
             )
-            read[key] = HloCollective(names=(i.name,), spans=axes_of(found["groups"], sizes), **found)
+            read[key] = HloCollective(names=(i.name,), spans=axes_of(fields["groups"], sizes), **fields)
         yield visit, read[key]
 
 
 def _read(module: Module, i: Instruction, op: str, caller: Instruction | None) -> dict[str, Any]:
-    put_in = module.operands(i)
+    inputs = module.operands(i)
     if op == "ragged_all_to_all":
-        put_in = put_in[:1]  # the remaining operands are the output buffer, offsets and sizes
-    shapes = tuple(shape for operand in put_in for shape in operand.shapes)
+        inputs = inputs[:1]  # the remaining operands are the output buffer, offsets and sizes
+    shapes = tuple(shape for operand in inputs for shape in operand.shapes)
     size = sum(shape.bytes for shape in shapes)
     if op == "collective_permute":
         groups = source_target_pairs(i)
@@ -125,7 +125,7 @@ def _read(module: Module, i: Instruction, op: str, caller: Instruction | None) -
         "is_async": is_spread(i) or i.opcode.endswith("-start") or of_caller in ("async-start", "call-start"),
         "source": source_of(module, named),
         "op_name": op_name_of(module, named),
-        "emulated_op": _stands_for(module, i, put_in, group_size) if op == "all_reduce" else None,
+        "emulated_op": _stands_for(module, i, inputs, group_size) if op == "all_reduce" else None,
     }
 
 
@@ -148,10 +148,10 @@ def _read_between_slices(module: Module, i: Instruction, op: str, groups: Groups
 
 def _sliced(module: Module, i: Instruction, caller: Instruction, group_size: int) -> bool:
     """Returns whether a fusion retains one part in `group_size` of the result of its all-reduce."""
-    whole, kept = i.bytes, sum(shape.bytes for shape in caller.shapes)
+    full_bytes, part_bytes = i.bytes, sum(shape.bytes for shape in caller.shapes)
     users = module.around(i).users[i.name]
     slices = {"dynamic-slice", "bitcast", "reshape", "copy", "tuple", "get-tuple-element"}
-    return bool(users) and kept * group_size == whole and all(user.opcode in slices for user in users)
+    return bool(users) and part_bytes * group_size == full_bytes and all(user.opcode in slices for user in users)
 
 
 def _stands_for(module: Module, i: Instruction, put_in: list[Instruction], group_size: int) -> str | None:

@@ -30,13 +30,13 @@ def replica_groups(instruction: Instruction, num_devices: int) -> Groups:
         ValueError: an unknown notation.
     """
     text = instruction.attributes
-    if found := _LISTED.search(text):
-        return tuple(tuple(_numbers(group)) for group in re.findall(r"\{([\d,\s]*)\}", found[1]))
-    if found := _IOTA.search(text):
-        order = _order(num_devices, found[2], found[3])
-        return _as_groups(order.reshape(_numbers(found[1])))
-    if found := _MESH.search(text):
-        return _of_mesh(num_devices, *found.groups())
+    if match := _LISTED.search(text):
+        return tuple(tuple(_numbers(group)) for group in re.findall(r"\{([\d,\s]*)\}", match[1]))
+    if match := _IOTA.search(text):
+        order = _order(num_devices, match[2], match[3])
+        return _as_groups(order.reshape(_numbers(match[1])))
+    if match := _MESH.search(text):
+        return _of_mesh(num_devices, *match.groups())
     if "replica_groups={}" in text or "replica_groups" not in text:
         return (tuple(range(num_devices)),)
     raise ValueError(f"replica_groups in a form that is not known: {text[:200]}")
@@ -44,8 +44,8 @@ def replica_groups(instruction: Instruction, num_devices: int) -> Groups:
 
 def source_target_pairs(instruction: Instruction) -> Groups:
     """Returns the (source, target) pairs of a collective-permute."""
-    found = _PAIRS.search(instruction.attributes)
-    return tuple(tuple(_numbers(pair)) for pair in re.findall(r"\{([\d,\s]*)\}", found[1] or "")) if found else ()
+    match = _PAIRS.search(instruction.attributes)
+    return tuple(tuple(_numbers(pair)) for pair in re.findall(r"\{([\d,\s]*)\}", match[1] or "")) if match else ()
 
 
 def axes_of(groups: Groups, sizes: Mapping[str, int]) -> dict[str, int]:

@@ -99,8 +99,8 @@ def _reused(i: Instruction, dying: Iterable[Instruction]) -> int:
     """Returns the bytes of a dead operand that the result overwrites, element by element."""
     if i.opcode in _NOT_IN_PLACE or (i.opcode == "fusion" and i.attribute("kind") not in ("kLoop", None)):
         return 0
-    own = own_bytes(i)
-    return own if any(j.name in i.operands and own_bytes(j) == own for j in dying) else 0
+    num_bytes = own_bytes(i)
+    return num_bytes if any(j.name in i.operands and own_bytes(j) == num_bytes for j in dying) else 0
 
 
 def _makes(module: Module, i: Instruction) -> bool:

@@ -129,10 +129,10 @@ class _Place(NamedTuple):
 
 def _from_condition(module: Module, loop: Instruction, site: Site | None) -> int | None:
     condition, body = (module.computations[loop.called[role][0]] for role in ("condition", "body"))
-    found = _comparison(module, condition.root, _Place(condition, loop))
-    if found is None:
+    comparison = _comparison(module, condition.root, _Place(condition, loop))
+    if comparison is None:
         return None
-    left, right, direction = found
+    left, right, direction = comparison
     if right.element is not None and left.element is None:
         left, right = right, left
         direction = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction, direction)

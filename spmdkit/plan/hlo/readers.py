@@ -41,14 +41,14 @@ def all_readers(module: Module, i: Instruction, wanted: Callable[[Instruction], 
         if user.opcode == "fusion":
             numbers = [n for n, name in enumerate(user.operands) if name == i.name]
             parameters = (p for p in module.fused(user).instructions if p.opcode == "parameter")
-            handed_on = [p for p in parameters if int(p.text) in numbers]
-        elif (found := wanted(user)) is None:
-            handed_on = [user]
-        elif found:
+            forwarded = [p for p in parameters if int(p.text) in numbers]
+        elif (accepted := wanted(user)) is None:
+            forwarded = [user]
+        elif accepted:
             continue
         else:
             return False
-        if not all(all_readers(module, other, wanted, steps - 1) for other in handed_on):
+        if not all(all_readers(module, other, wanted, steps - 1) for other in forwarded):
             return False
     return True
 

@@ -64,6 +64,6 @@ def _nearest(module: Module, start: Instruction, good: Callable[[Instruction], b
             seen |= {j.name for j in layer}
             for j in layer:
                 fused = (k for name in j.calls for k in reversed(module.computations[name].instructions))
-                if (found := next((k for k in (j, *fused) if good(k)), None)) is not None:
-                    return found
+                if (nearest := next((k for k in (j, *fused) if good(k)), None)) is not None:
+                    return nearest
     return None

@@ -67,8 +67,8 @@ class Shape:
     @property
     def space(self) -> int:
         """Memory space: 0 is the device's main memory, on TPU 1 is on the chip, 5 is the host's."""
-        found = re.search(r"S\((\d+)\)", self.layout)
-        return int(found[1]) if found else 0
+        match = re.search(r"S\((\d+)\)", self.layout)
+        return int(match[1]) if match else 0
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
@@ -113,8 +113,8 @@ class Instruction:
     @functools.cached_property
     def op_name(self) -> str:
         """JAX's op name, a path: `jit(run)/while/body/dot_general`; empty if XLA created the instruction."""
-        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return found[1] if found else ""
+        match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return match[1] if match else ""
 
     @functools.cached_property
     def backend_config(self) -> dict[str, Any]:
@@ -122,13 +122,13 @@ class Instruction:
         start = self.attributes.find("backend_config={")
         if start < 0:
             return {}
-        found, _ = json.JSONDecoder().raw_decode(self.attributes, start + len("backend_config="))
-        return found
+        config, _ = json.JSONDecoder().raw_decode(self.attributes, start + len("backend_config="))
+        return config
 
     def attribute(self, name: str) -> str | None:
         """Returns the text of a simple attribute: `channel_id=1` -> "1", `dimensions={0}` -> "0"."""
-        found = re.search(rf"(?:^|[ ,]){name}=(?:\{{([^{{}}]*)\}}|%?([\w.\-]+))", self.attributes)
-        return None if found is None else found[1] if found[1] is not None else found[2]
+        match = re.search(rf"(?:^|[ ,]){name}=(?:\{{([^{{}}]*)\}}|%?([\w.\-]+))", self.attributes)
+        return None if match is None else match[1] if match[1] is not None else match[2]
 
     @functools.cached_property
     def called(self) -> dict[str, tuple[str, ...]]:
@@ -136,12 +136,12 @@ class Instruction:
         `called_computations`."""
         plain = _QUOTED.sub('""', self.attributes)
         roles: dict[str, tuple[str, ...]] = {}
-        for role, many, one in re.findall(
+        for role, many, single in re.findall(
             r"(?:^|[ ,])(body|condition|calls|to_apply|select|scatter|branch_computations|true_computation|false_computation|"  # noqa: E501
             r"called_computations)=(?:\{([^{}]*)\}|%?([\w.\-]+))",
             plain,
         ):
-            roles[role] = tuple(_NAME.findall(many)) or ((one,) if one else ())
+            roles[role] = tuple(_NAME.findall(many)) or ((single,) if single else ())
         if "true_computation" in roles:
             roles["branch_computations"] = roles.pop("true_computation") + roles.pop("false_computation")
         return roles
@@ -168,12 +168,12 @@ class Computation:
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
         """Name -> the instructions that read it, in the order of the schedule."""
-        found: dict[str, list[Instruction]] = {i.name: [] for i in self.instructions}
+        readers: dict[str, list[Instruction]] = {i.name: [] for i in self.instructions}
         for i in self.instructions:
             for operand in dict.fromkeys(i.operands):
-                if operand in found:
-                    found[operand].append(i)
-        return found
+                if operand in readers:
+                    readers[operand].append(i)
+        return readers
 
     @functools.cached_property
     def root(self) -> Instruction:
@@ -226,7 +226,7 @@ class Module:
     @property
     def num_partitions(self) -> int:
         """The devices of the program (partitions times replicas)."""
-        count = lambda name: int(found[1]) if (found := re.search(rf"{name}=(\d+)", self.header)) else 1
+        count = lambda name: int(match[1]) if (match := re.search(rf"{name}=(\d+)", self.header)) else 1
         return count("num_partitions") * count("replica_count")
 
     def instructions(self) -> Iterator[Instruction]:
@@ -253,10 +253,10 @@ class Module:
 
     def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
         """Returns the stack that created an instruction, innermost first; empty if XLA created it."""
-        if found := re.search(r"stack_frame_id=(\d+)", instruction.attributes):
-            return self.stacks.get(int(found[1]), ())
-        found = re.search(r'source_file="([^"]*)"(?: source_line=(\d+))?', instruction.attributes)
-        return (Frame(found[1], int(found[2] or 0), ""),) if found else ()
+        if match := re.search(r"stack_frame_id=(\d+)", instruction.attributes):
+            return self.stacks.get(int(match[1]), ())
+        match = re.search(r'source_file="([^"]*)"(?: source_line=(\d+))?', instruction.attributes)
+        return (Frame(match[1], int(match[2] or 0), ""),) if match else ()
 
 
 def parse(text: str) -> Module:
@@ -335,12 +335,12 @@ def _stacks(tables: dict[str, list[str]]) -> dict[int, tuple[Frame, ...]]:
     rows = lambda name: {int(line.split(" ", 1)[0]): numbers(line) for line in tables[name]}
     locations, frames = rows("FileLocations"), rows("StackFrames")
     offset = 1 if any(row.get("parent_frame_id") == number for number, row in frames.items()) else 0
-    found: dict[int, tuple[Frame, ...]] = {}
+    stacks: dict[int, tuple[Frame, ...]] = {}
     for number in frames:
         at, stack = number, dict[int, Frame]()
         while at in frames and at not in stack:
             place = locations[frames[at]["file_location_id"]]
             stack[at] = Frame(files[place["file_name_id"]], place["line"], functions[place["function_name_id"]])
             at = frames[at].get("parent_frame_id", 0) - offset
-        found[number] = tuple(stack.values())
-    return found
+        stacks[number] = tuple(stack.values())
+    return stacks

@@ -63,10 +63,10 @@ def calibrate(machine: Target) -> Rates:
             f"--calibrate measures the devices of this process, and the target is {machine.name}. Rates of other "
             "machines are those of the chip table. Use --target here or --target cpu:8."
         )
-    found = _measure(devices)
+    rates = _measure(devices)
     file = rates_file()
     known = _read(file)
-    known[f"{devices[0].device_kind} {len(devices)}"] = found
+    known[f"{devices[0].device_kind} {len(devices)}"] = rates
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, known)
@@ -74,7 +74,7 @@ def calibrate(machine: Target) -> Rates:
         raise ConfigError(
             f"the rates cannot be written to {file} ({error.strerror}). Name another file: SPMDKIT_RATES=rates.json."
         ) from error
-    return found
+    return rates
 
 
 def with_measured(target: Target) -> tuple[Target, float]:
@@ -111,7 +111,7 @@ def with_measured(target: Target) -> tuple[Target, float]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text())
+        stored = json.loads(file.read_text())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
@@ -119,7 +119,7 @@ def _read(file: Path) -> dict[str, Any]:
             f"{file} cannot be read ({type(error).__name__}). It holds the rates of this machine. Remove it and "
             "measure again: spmdkit plan CONFIG --calibrate."
         ) from error
-    return found if isinstance(found, dict) else {}
+    return stored if isinstance(stored, dict) else {}
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------

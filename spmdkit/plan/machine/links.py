@@ -70,8 +70,8 @@ def link_path(target: Target, devices: Sequence[Any], group: Sequence[int]) -> L
 def link_path_of(target: Target, devices: Sequence[Any], collective: Collective) -> LinkPath:
     """Returns the connection of a collective: that of its first group, for a permutation that of its slowest pair."""
     groups = collective.groups or ((0,),)
-    ways = [link_path(target, devices, g) for g in (groups if collective.op == "collective_permute" else groups[:1])]
-    return min(ways, key=lambda found: found.bytes_per_s)
+    paths = [link_path(target, devices, g) for g in (groups if collective.op == "collective_permute" else groups[:1])]
+    return min(paths, key=lambda path: path.bytes_per_s)
 
 
 def _hosts(target: Target, group: Sequence[int]) -> LinkPath:

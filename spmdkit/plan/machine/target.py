@@ -247,8 +247,8 @@ def _fake_devices(count: int, name: str) -> tuple[Any, ...]:
     if not compat.backends_initialized():
         os.environ.setdefault("NPROC", str(num_threads(min(count, 16))))
         jax.config.update("jax_platforms", "cpu")
-        already: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
-        jax.config.update("jax_num_cpu_devices", max(count, already))
+        existing: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+        jax.config.update("jax_num_cpu_devices", max(count, existing))
     found = jax.devices("cpu")
     if len(found) < count:
         raise ConfigError(
@@ -276,10 +276,10 @@ def _tpu_devices(target: Target) -> tuple[Any, ...]:
         options["chips_per_host_bounds"] = [*target.topology, 1]
     name = f"{'tpu7x' if target.chip.name == '7x' else target.chip.name}:{'x'.join(map(str, target.topology))}"
     try:
-        found = topologies.get_topology_desc(name, platform="tpu", **options).devices
+        devices = topologies.get_topology_desc(name, platform="tpu", **options).devices
         if target.chip.devices_per_chip == 1:  # a v4 chip is one device only on a real v4
-            found = [d for d in found if not getattr(d, "core_on_chip", 0)]
-        problem = "" if len(found) == target.num_devices else f"it has {len(found)} devices"
+            devices = [d for d in devices if not getattr(d, "core_on_chip", 0)]
+        problem = "" if len(devices) == target.num_devices else f"it has {len(devices)} devices"
     except Exception as error:  # noqa: BLE001 - any error of libtpu
         problem = str(error).splitlines()[0]
     if problem:
@@ -288,4 +288,4 @@ def _tpu_devices(target: Target) -> tuple[Any, ...]:
             f"{target.num_devices} devices ({problem}). It has to match jax {jax.__version__}. Install the pair that "
             "is tested: pip install 'spmdkit[tpu]'."
         )
-    return tuple(found)
+    return tuple(devices)

@@ -93,7 +93,7 @@ def candidates(config: Config, task: Task, target: Target, search_over: Sequence
             f"--search-over names {unknown[0]!r}. A search can vary {', '.join(VARIED)}. Try --search-over "
             "mesh,microbatches."
         )
-    found: list[Candidate] = []
+    results: list[Candidate] = []
     zeros: Sequence[int | None] = (1, 2, 3) if "zero" in search_over else (None,)
     for sizes, zero in itertools.product(_meshes(config, target, "mesh" in search_over), zeros):
         if zero not in (None, 3) and sizes["fsdp"] == 1:
@@ -101,8 +101,8 @@ def candidates(config: Config, task: Task, target: Target, search_over: Sequence
         changes: dict[str, Any] = {"mesh": {axis: n for axis, n in sizes.items() if n > 1} or {"data": 1}}
         if zero is not None and sizes["fsdp"] > 1:
             changes["layout.zero"] = zero
-        found += _of_mesh(config, task, target, sizes, changes, search_over)
-    return sorted(found, key=lambda c: math.inf if c.estimate_s is None else c.estimate_s)
+        results += _of_mesh(config, task, target, sizes, changes, search_over)
+    return sorted(results, key=lambda c: math.inf if c.estimate_s is None else c.estimate_s)
 
 
 def _meshes(config: Config, target: Target, every: bool) -> Iterator[dict[str, int]]:
@@ -154,32 +154,32 @@ def _of_mesh(
     if "remat" in search_over or config.remat == "auto":
         remats = ["none", "dots", "full"]
     work = _work(program, target)
-    found = []
+    results = []
     for m, remat in itertools.product(counts, remats):
         if config.batch_size // shards % m:
             reason = f"batch_size {config.batch_size} does not divide over {shards} parts and {m} microbatches"
-            found.append(Candidate(changes | {"microbatches": m}, sizes, "refused", reason))
+            results.append(Candidate(changes | {"microbatches": m}, sizes, "refused", reason))
             continue
         all_changes = changes | ({"microbatches": m} if m != config.microbatches else {})
         all_changes |= {"remat": remat} if remat != config.remat else {}
         cost = _REMAT_COST.get(remat if isinstance(remat, str) else "dots", 1.0)
         estimate = work["arithmetic"] * cost + work["memory"] + work["fixed wire"] + work["gathers"] * m
-        found.append(Candidate(all_changes, sizes, estimate_s=estimate))
-    return found
+        results.append(Candidate(all_changes, sizes, estimate_s=estimate))
+    return results
 
 
 def _work(program: Program, target: Target) -> Mapping[str, float]:
     """Returns part of the model -> seconds."""
     chip, arithmetic = target.chip, count_flops(program.traced.jaxpr)
     by_dtype = arithmetic.by_dtype or {"float32": arithmetic.elementwise}
-    least = lower_bound_bytes(program)
+    bytes_sent = lower_bound_bytes(program)
     state = program.held.state_bytes + program.held.host_bytes
-    over_replicas = _over(target, program, REPLICA_AXES, least.get("replica x data", 0))
+    over_replicas = _over(target, program, REPLICA_AXES, bytes_sent.get("replica x data", 0))
     return {
         "arithmetic": chip.products_s(by_dtype) / program.mesh.devices.size,
         "memory": 3 * state / (chip.memory_bytes_per_s * chip.reached.memory),
         "fixed wire": over_replicas + _over(target, program, ("tensor",), _tensor_bytes(program)),
-        "gathers": _over(target, program, ("fsdp",), least.get("fsdp", 0)),
+        "gathers": _over(target, program, ("fsdp",), bytes_sent.get("fsdp", 0)),
     }
 
 
@@ -203,10 +203,10 @@ def _tensor_bytes(program: Program) -> float:
     width = 2 if program.config.precision.compute == "bfloat16" else 4
     total = 0.0
     for leaf in program.layout:
-        cut = [i for i, dim in enumerate(leaf.spec) if "tensor" in dim_axes(dim)]
-        if not leaf.path.startswith("params") or not cut or len(leaf.shape) < 2:
+        sharded = [i for i, dim in enumerate(leaf.spec) if "tensor" in dim_axes(dim)]
+        if not leaf.path.startswith("params") or not sharded or len(leaf.shape) < 2:
             continue
         layers = leaf.shape[0] if len(leaf.shape) > 2 and leaf.spec[0] is None else 1
-        whole = [n for i, n in enumerate(leaf.shape) if i not in cut and not (i == 0 and layers > 1)]
-        total += layers * rows * max(whole, default=1) * width
+        unsharded = [n for i, n in enumerate(leaf.shape) if i not in sharded and not (i == 0 and layers > 1)]
+        total += layers * rows * max(unsharded, default=1) * width
     return total * 2 * (t - 1) / t

@@ -74,9 +74,9 @@ def search(
         ConfigError: a search cannot vary the named setting, or no mesh is legal.
     """
     task = task_of(config)
-    found = candidates(config, task, target, search_over)
-    legal = [c for c in found if c.estimate_s is not None]
-    report(f"{len(found)} candidates, {len(legal)} legal; compiling the best {min(most_compiled, len(legal))}")
+    all_candidates = candidates(config, task, target, search_over)
+    legal = [c for c in all_candidates if c.estimate_s is not None]
+    report(f"{len(all_candidates)} candidates, {len(legal)} legal; compiling the best {min(most_compiled, len(legal))}")
     in_process = target.is_here and target.chip.kind != "cpu"
     plan = _in_process(config, task, target, call_s) if in_process else _Planner(config, target)
     workers = 1 if in_process else max(1, min(MOST_WORKERS, os.cpu_count() or 1))
@@ -93,20 +93,20 @@ def search(
         candidate.reason = (
             f"the model puts it behind the {most_compiled} that were compiled ({candidate.estimate_s:.3g} s)"
         )
-    return Ranking(_rank(found), len(chosen))
+    return Ranking(_rank(all_candidates), len(chosen))
 
 
-def _rank(found: list[Candidate]) -> tuple[Candidate, ...]:
+def _rank(all_candidates: list[Candidate]) -> tuple[Candidate, ...]:
     """Returns the candidates best first: by predicted time if they fit, then by status and estimate."""
-    fitting = sorted((c for c in found if c.status == "fits"), key=_predicted)
+    fitting = sorted((c for c in all_candidates if c.status == "fits"), key=_predicted)
     if fitting:
         fitting[0].status = "best"
         fastest = _predicted(fitting[0])
         fitting[0].reason = "the shortest predicted step of those that fit"
         for candidate in fitting[1:]:
             candidate.reason = f"fits; {_predicted(candidate) / fastest:.2f} times the best step"
-    others = {"does not fit": 1, "not compiled": 2, "refused": 3}
-    rest = sorted((c for c in found if c not in fitting), key=lambda c: (others[c.status], c.estimate_s or 1e9))
+    order = {"does not fit": 1, "not compiled": 2, "refused": 3}
+    rest = sorted((c for c in all_candidates if c not in fitting), key=lambda c: (order[c.status], c.estimate_s or 1e9))
     return (*fitting, *rest)
 
 

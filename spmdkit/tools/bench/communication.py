@@ -93,18 +93,18 @@ def compare(
         say(f"{row.name}: {f'refused: {x.refused}' if x.refused else 'compiled'}")
     if keeps_memory and cluster.devices[0].platform == "cpu":
         allocator.keep_memory()
-    found = list[dict[int, tuple[Trained, Trained]]]()
+    runs = list[dict[int, tuple[Trained, Trained]]]()
     all_seeds = range(config.seed, config.seed + seeds)
     for seed in all_seeds:
         of_seed = opened
         if seed != config.seed:
             of_seed = [x if x.program is None else opener.open(x.row, seed, reads=False) for x in opened]
-        found.append(_trained(of_seed, cluster, steps))
+        runs.append(_trained(of_seed, cluster, steps))
         say(f"seed {seed}: trained {steps} steps each")
     main = opened[0]
     assert main.program is not None and main.traffic is not None
     result = [
-        figures.row_figures(x, [s[i] for s in found if i in s], main.traffic["bytes_per_step"])
+        figures.row_figures(x, [s[i] for s in runs if i in s], main.traffic["bytes_per_step"])
         for i, x in enumerate(opened)
     ]
     figures.against(result)

@@ -24,28 +24,28 @@ def row_figures(opened: Opened, seeds: Sequence[tuple[Trained, Trained]], sum_by
             trained alone).
         sum_bytes: bytes that a device sends per step under `sum`.
     """
-    found: Figures = {
+    figures: Figures = {
         "name": opened.row.name,
         "reducer": opened.row.reducer,
         "sync": opened.row.sync,
         "refused": opened.refused or None,
     }
     if opened.program is None or opened.traffic is None:
-        return found
+        return figures
     per_step, notes = opened.traffic["bytes_per_step"], list[str]()
-    found |= opened.traffic
-    found["bytes_over_sum"] = None if per_step is None or not sum_bytes else per_step / sum_bytes
+    figures |= opened.traffic
+    figures["bytes_over_sum"] = None if per_step is None or not sum_bytes else per_step / sum_bytes
     if per_step is None:
         notes.append("bytes are not known: a loop's length stands nowhere in the compiled program")
-    found |= _time(opened, seeds, notes) | _loss(seeds, notes)
-    return found | {"notes": notes}
+    figures |= _time(opened, seeds, notes) | _loss(seeds, notes)
+    return figures | {"notes": notes}
 
 
 def _time(opened: Opened, seeds: Sequence[tuple[Trained, Trained]], notes: list[str]) -> Figures:
     program = opened.program
     assert program is not None
     counted = [block.step_s for trained, _ in seeds for block in trained.blocks if block.counts]
-    found = [ratio for trained, partner in seeds if partner is not trained for ratio in ratios(trained, partner)]
+    time_ratios = [ratio for trained, partner in seeds if partner is not trained for ratio in ratios(trained, partner)]
     is_sum = opened.row.name == "sum"
     if not counted:
         least = first_lasting(program) + 3 * block_steps(program, seeds[0][0].steps)
@@ -53,13 +53,13 @@ def _time(opened: Opened, seeds: Sequence[tuple[Trained, Trained]], notes: list[
             f"no time: a block is {seeds[0][0].block_steps} steps here, and the first does not count. Try --steps "
             f"{least}"
         )
-    elif not found and not is_sum:
+    elif not time_ratios and not is_sum:
         notes.append("no ratio of time: the memory does not hold this program and sum together")
     return {
         "step_s": statistics.median(counted) if counted else None,
-        "time_over_sum": 1.0 if is_sum and counted else statistics.median(found) if found else None,
-        "time_interval": list(interval(found)) if found else None,
-        "time_pairs": len(found),
+        "time_over_sum": 1.0 if is_sum and counted else statistics.median(time_ratios) if time_ratios else None,
+        "time_interval": list(interval(time_ratios)) if time_ratios else None,
+        "time_pairs": len(time_ratios),
     }
 
 

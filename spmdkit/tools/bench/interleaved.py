@@ -70,19 +70,19 @@ class Trained:
         first = len(self.losses) + 1
         last = min(first + self.block_steps - 1, self.steps)
         jax.block_until_ready(self._state)
-        metrics, begun = [], time.perf_counter()
+        metrics, start = [], time.perf_counter()
         for _ in range(first, last + 1):
             _, batch = next(self._batches)
-            self._state, found = self.program.step(self._state, batch)
-            metrics.append(found)
+            self._state, output = self.program.step(self._state, batch)
+            metrics.append(output)
             if len(metrics) > self._in_flight:
                 jax.block_until_ready(metrics[-1 - self._in_flight])
         jax.block_until_ready(self._state)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         is_whole = last - first + 1 == self.block_steps
         counts = bool(self.blocks) and is_whole and first > first_lasting(self.program)
         self.blocks.append(Block(last - first + 1, seconds, counts))
-        self.losses += [_loss(self.program.metrics(found)) for found in metrics]
+        self.losses += [_loss(self.program.metrics(output)) for output in metrics]
         if self.is_done:
             self._end()
 

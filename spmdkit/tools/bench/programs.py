@@ -105,12 +105,12 @@ def side_by_side(opened: Sequence[Opened], devices: Sequence[jax.Device]) -> Ite
     limit = memory_limit(devices)
     first, *rest = (x for x in opened if x.program is not None)
     group = [first]
-    for one in rest:
-        if _fit([*group, one], limit):
-            group.append(one)
+    for row in rest:
+        if _fit([*group, row], limit):
+            group.append(row)
             continue
         yield group
-        group = [first, one] if _fit([first, one], limit) else [one]
+        group = [first, row] if _fit([first, row], limit) else [row]
     yield group
 
 

@@ -58,13 +58,13 @@ def read(text: str, option: str) -> list[Choice]:
     Args:
         option: `reducers` or `syncs`.
     """
-    found = list[Choice]()
+    choices = list[Choice]()
     for part in _parts(text, option):
-        found.append(choice := _choice(part, option))
+        choices.append(choice := _choice(part, option))
         is_server = option == "syncs" and plugins.split(choice)[0] == parameter_server.NAME
         if not (is_server or plugins.is_reference(choice)) and (wrong := plugins.problem(option, choice)):
             raise ConfigError(f"--{option} {part}: {wrong}")
-    return found
+    return choices
 
 
 def _choice(part: str, option: str) -> Choice:

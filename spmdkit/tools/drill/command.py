@@ -132,8 +132,8 @@ def _checked(request: DrillRequest, config: Config) -> list[Fault]:
 def _new_folder(config: Config) -> Path:
     parent = config.resolved_run_dir()
     parent = parent.with_name(f"{parent.name}_drill")
-    taken = [int(path.name) for path in parent.glob("*") if is_step_name(path.name)]
-    folder = parent / str(max(taken, default=0) + 1)
+    numbers = [int(path.name) for path in parent.glob("*") if is_step_name(path.name)]
+    folder = parent / str(max(numbers, default=0) + 1)
     try:
         folder.mkdir(parents=True)
     except OSError as error:

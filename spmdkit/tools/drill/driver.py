@@ -194,7 +194,7 @@ class Driver:
         fault = injection.fault
         injection.process = self._rng.randrange(self._num_processes) if fault.process is None else fault.process
         injection.attempt, self._requested = len(self.attempts), None
-        begun = self.attempts[-1].begin
+        start = self.attempts[-1].begin
         self._due_at = float("inf")
         if fault.step is not None:
             injection.moment = Moment("step", 0.0, fault.step)
@@ -210,7 +210,7 @@ class Driver:
             if injection.moment.at == "start" and not new_attempt:
                 injection.moment = Moment("step", injection.moment.delay_s, from_step + 1)
         if injection.moment.at == "start":
-            self._due_at = begun + injection.moment.delay_s
+            self._due_at = start + injection.moment.delay_s
         elif fault.kind not in INJECTED_BY_DRILL or injection.moment.at == "save":
             self._send_request(injection, children, injection.moment)
 
@@ -218,7 +218,7 @@ class Driver:
         order = {"number": injection.number, "kind": injection.fault.kind, "seed": self._rng.randrange(1 << 30)}
         order |= {"at": moment.at, "moment": moment.number, "delay_s": moment.delay_s}
         child = _current_children(children)[injection.process]
-        number = next(number for number, each in enumerate(children) if each is child)
+        number = next(number for number, candidate in enumerate(children) if candidate is child)
         self._requested = child, self._notes[number]
         self._notes[number].write(json.dumps(order).ljust(REQUEST_BYTES))
 

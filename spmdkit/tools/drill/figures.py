@@ -92,6 +92,6 @@ def summary(injections: Sequence[InjectionResult], attempts: Sequence[Start], cl
 
 def shares(bars: Sequence[Bars]) -> dict[str, float]:
     """Returns kind of bar -> its share of the time of all processes."""
-    seconds = {kind: sum(b.end - b.begin for each in bars for b in each.bars if b.kind == kind) for kind in BARS}
+    seconds = {kind: sum(b.end - b.begin for process in bars for b in process.bars if b.kind == kind) for kind in BARS}
     total = sum(seconds.values()) or 1.0
     return {kind: round(s / total, 4) for kind, s in seconds.items() if s > 0}

@@ -104,8 +104,8 @@ def apply(rule: Rule, migration: Migration, key: str, value: Any) -> None:
 
 def section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Returns the settings of a section; empty if it is not a section."""
-    found = settings.get(name)
-    return found if isinstance(found, Mapping) else {}
+    value = settings.get(name)
+    return value if isinstance(value, Mapping) else {}
 
 
 def to(path: str, of: Callable[[Any], Any] = lambda value: value, note: str = "") -> Rule:

@@ -34,9 +34,9 @@ def migrate(path: str | Path, project: str | None = None, devices: int = 1) -> s
     settings = read(Path(path))
     readers = plugins.load_all("migrations")
     name = chosen(settings, {name: reader.NAMES for name, reader in readers.items()}, project, path)
-    found = readers[name].migrate(settings, devices, Path(path).parent)
-    tidy(found)
-    return text(found, f"{Path(path).name}, a config of {name}", problem_of(found))
+    migration = readers[name].migrate(settings, devices, Path(path).parent)
+    tidy(migration)
+    return text(migration, f"{Path(path).name}, a config of {name}", problem_of(migration))
 
 
 def problem_of(migration: Migration) -> str:

@@ -59,17 +59,17 @@ def _batch(migration: Migration, settings: Mapping[str, Any]) -> None:
         total = micro * (passes or 1) * migration.devices
     if passes is None and total is not None and micro is not None and total % (micro * migration.devices) == 0:
         passes = total // (micro * migration.devices)
-    found = {"batch_size": total, "microbatches": passes}
-    for name, value in found.items():
+    counts = {"batch_size": total, "microbatches": passes}
+    for name, value in counts.items():
         if value is not None and (name == "batch_size" or (total or 0) % value == 0):
             migration.put(name, value)
     sets = (("batch_size",), ("batch_size", "microbatches"), ("microbatches",))
     for (key, value), names in zip(sizes.items(), sets, strict=True):
         if key in settings:
-            given = ", ".join(f"{name}: {found[name]}" for name in names if found[name] is not None)
-            if is_count(value) and given:
+            known = ", ".join(f"{name}: {counts[name]}" for name in names if counts[name] is not None)
+            if is_count(value) and known:
                 note = f" (for --devices {migration.devices})" if len(names) == 2 else ""
-                migration.report(MAPPED, key, value, given + note)
+                migration.report(MAPPED, key, value, known + note)
             elif value in (None, "auto"):
                 migration.report(AUTOMATIC, key, value, "the trainer's own value: set batch_size and microbatches")
             else:
@@ -115,20 +115,20 @@ def _optimizer(migration: Migration, key: str, value: Any) -> None:
     warmup = params.get("freeze_step", 100)
     note = f"its compression is a reducer here, over replicas: reducer: {{sign: {{warmup: {warmup}}}}}"
     note = note if plain != kind.lower() else ""
-    for option, given in params.items():
-        if given == "auto":
+    for option, argument in params.items():
+        if argument == "auto":
             migration.report(
-                AUTOMATIC, f"{key}.params.{option}", given, "the trainer's own value: set it under optimizer"
+                AUTOMATIC, f"{key}.params.{option}", argument, "the trainer's own value: set it under optimizer"
             )
         elif option == "lr":
-            migration.mapped(f"{key}.params.lr", given, "learning_rate", given)
+            migration.mapped(f"{key}.params.lr", argument, "learning_rate", argument)
         elif option in _OPTIONS[name]:
-            new = {"b1": given[0], "b2": given[1]} if option == "betas" else {option: given}
+            new = {"b1": argument[0], "b2": argument[1]} if option == "betas" else {option: argument}
             chosen |= new
             why = ", ".join(f"optimizer.{k}: {v}" for k, v in new.items())
-            migration.report(MAPPED, f"{key}.params.{option}", given, why)
+            migration.report(MAPPED, f"{key}.params.{option}", argument, why)
         else:
-            migration.report(MEANINGLESS, f"{key}.params.{option}", given, f"optax.{name} has no such argument")
+            migration.report(MEANINGLESS, f"{key}.params.{option}", argument, f"optax.{name} has no such argument")
     migration.mapped(f"{key}.type", kind, "optimizer", chosen, note)
 
 

@@ -185,14 +185,14 @@ def _mesh(migration: Migration) -> None:
 def _optimizer(migration: Migration, settings: Mapping[str, Any]) -> None:
     kind = settings.get("opt_type")
     names = {"adamw": "adamw", "adam_pax": "adamw", "sgd": "sgd"}
-    given = {option: settings[key] for key, option in ADAM.items() if key in settings}
-    if kind is None and not given:
+    options = {option: settings[key] for key, option in ADAM.items() if key in settings}
+    if kind is None and not options:
         return
     name = names.get(str(kind or "adamw"))
     if name is None:
         return migration.report(MEANINGLESS, "opt_type", kind, NO_OPTIMIZER)
     is_adam = name == "adamw"
-    migration.put("optimizer", {"name": name, **(given if is_adam else {})})
+    migration.put("optimizer", {"name": name, **(options if is_adam else {})})
     if kind is not None:
         migration.report(MAPPED, "opt_type", kind, f"optimizer.name: {name}")
     for key, option in ADAM.items():
@@ -216,8 +216,8 @@ def _rate(migration: Migration, settings: Mapping[str, Any]) -> None:
     """Linear warm-up and cosine decay, which MaxText always uses."""
     if "learning_rate" not in settings:
         return
-    rate, given = float(settings["learning_rate"]), settings.get("learning_rate_schedule_steps", -1)
-    steps = given if isinstance(given, int) and given > 0 else migration.config.get("steps", 150_001)
+    rate, num_steps = float(settings["learning_rate"]), settings.get("learning_rate_schedule_steps", -1)
+    steps = num_steps if isinstance(num_steps, int) and num_steps > 0 else migration.config.get("steps", 150_001)
     final = settings.get("cosine_learning_rate_final_fraction", settings.get("learning_rate_final_fraction", 0.1))
     warmup = int(steps * float(settings.get("warmup_steps_fraction", 0.1)))
     schedule = {"name": "warmup_cosine_decay_schedule", "init_value": 0.0, "peak_value": rate, "warmup_steps": warmup}
