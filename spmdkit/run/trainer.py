@@ -1,4 +1,4 @@
-"""`Trainer`: the path of a run from its first to its last state: one SPMD step of all processes, or a parameter
+"""`Trainer`: trains a run from its first to its last state, by one SPMD step of all processes or by a parameter
 server."""
 
 from __future__ import annotations
