@@ -32,8 +32,8 @@ def checkpoints_of(config: Config) -> location.Location:
 
 
 def take_bucket(config: Config, cluster: Cluster, local: ownership.Fence, stack: ExitStack) -> Callable[[], bool]:
-    """Leases the bucket's folder until `stack` is closed. Returns the check that this run still owns the folders that it
-    writes to.
+    """Leases the bucket's folder until `stack` is closed. Returns the check that this run still owns the folders that
+    it writes to.
 
     Raises:
         ConfigError: on every process, if another run owns the folder.
