@@ -207,8 +207,8 @@ def follow(
 ):
     """Returns the placements of a tree with copies of the parameters (optimizer state, moving averages).
 
-    A leaf with the shape of a parameter, and with a path that ends with its path, has the parameter's placement under
-    ZeRO 3. Any other leaf (counters, factored moments) is placed by `fsdp: auto` from its shape.
+    A leaf with a parameter's shape, and with a path that ends with the parameter's path, has its placement under ZeRO
+    3. Any other leaf (counters, factored moments) is placed by `fsdp: auto` from its shape.
     """
     by_path = {p.path: p for p in params}
     result = []
@@ -228,11 +228,11 @@ def follow(
 def model_annotations(params: Any) -> dict[str, Sequence[Dim]]:
     """Returns path -> dim names for the leaves with metadata of the model (`nn.with_partitioning`,
     `nnx.with_partitioning`)."""
-    found: dict[str, Sequence[Dim]] = {}
+    dim_names: dict[str, Sequence[Dim]] = {}
     for path, box in jax.tree.leaves_with_path(params, is_leaf=lambda x: _names_of(x) is not None):
         if (names := _names_of(box)) is not None:
-            found |= {path_name((*path, *inner)): tuple(names) for inner, _ in jax.tree.leaves_with_path(box)}
-    return found
+            dim_names |= {path_name((*path, *inner)): tuple(names) for inner, _ in jax.tree.leaves_with_path(box)}
+    return dim_names
 
 
 def _names_of(x: Any) -> Sequence[Dim] | None:

@@ -1,4 +1,4 @@
-"""`silent-replication`: a large array is replicated over a mesh axis without being requested.
+"""`silent-replication`: a large array is replicated over a mesh axis although no rule requests it.
 
 Either a parameter that no rule shards, on a mesh with model axes that could shard it, or an activation that depends on
 the batch and is as large on one device as in the full program, because a constraint is missing or names no axis. The

@@ -140,8 +140,8 @@ def _parse_gpu(text: str, chip: Chip, shape: str) -> Target:
 
 def _parse_tpu(text: str, chip: Chip, shape: str) -> Target:
     name = chip.name
-    one, star, count = shape.partition("*")
-    dims, counts = _sizes(one), _sizes(count) if star else (1,)
+    slice_shape, star, count = shape.partition("*")
+    dims, counts = _sizes(slice_shape), _sizes(count) if star else (1,)
     if len(counts) != 1 or counts[0] > 64 or not _offered(chip, dims):
         raise ConfigError(
             f"target {text!r}: {name} has no slice of shape {shape!r}. A slice of {name} is {_shapes(chip)}; *N joins "

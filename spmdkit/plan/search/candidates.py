@@ -130,7 +130,7 @@ def _of_mesh(
     changes: dict[str, Any],
     search_over: Sequence[str],
 ) -> list[Candidate]:
-    """Returns the candidates of one mesh and ZeRO stage, from one build: microbatches and remat move no leaf."""
+    """Returns the candidates of one mesh and ZeRO stage, built once: microbatches and remat change no placement."""
     shards = count(sizes, BATCH_AXES)
     if config.batch_size % shards:
         reason = f"batch_size {config.batch_size} does not divide over {shards} parts of the batch"

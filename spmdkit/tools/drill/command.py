@@ -92,7 +92,7 @@ def _run_both(request: DrillRequest, config: Config, faults: Sequence[Fault], ne
 
 
 def _checked(request: DrillRequest, config: Config) -> list[Fault]:
-    """Returns the faults. Raises ConfigError if a drill with them has no valid result."""
+    """Returns the faults. Raises ConfigError if a drill with them tests nothing."""
     if not request.faults:
         raise ConfigError(
             "drill: no fault is requested. A drill injects faults. Try --fault kill:1@20, or --fault kill:random "

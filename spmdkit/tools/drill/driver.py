@@ -172,7 +172,7 @@ class Driver:
         self._resumed_at = newest
 
     def close(self) -> None:
-        """Ends the time lines."""
+        """Ends the timelines."""
         self._close_notes()
         for bars in self.bars:
             if bars.bars and bars.bars[-1].kind == "restart":

@@ -34,7 +34,7 @@ class Interval:
 
 
 class Bars:
-    """The time line of one process, from samples of its activity."""
+    """The timeline of one process, from samples of its activity."""
 
     def __init__(self) -> None:
         self.bars: list[Interval] = []
