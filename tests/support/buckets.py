@@ -1,4 +1,4 @@
-"""Buckets for tests: one in memory that can be cut off at any operation, and local servers of both protocols."""
+"""Buckets for tests: an in-memory bucket that can fail at any operation, and local servers of both protocols."""
 
 import contextlib
 import os
@@ -15,12 +15,12 @@ BUCKET = "bucket-one"
 
 
 class CutOff(BaseException):
-    """As a kill: nothing of ours catches it."""
+    """Simulates a kill: spmdkit code does not catch it."""
 
 
 class InMemory:
-    """What checkpoint/object_store.py asks of a client. `left`: changes that are still made; the one after is a
-    kill."""
+    """The client interface that checkpoint/object_store.py uses. `left`: number of remaining changes; the next one
+    raises `CutOff`."""
 
     def __init__(self):
         self.objects: dict[str, bytes] = {}
@@ -74,8 +74,7 @@ def free_port() -> int:
 
 
 class InFolder(MutableMapping):
-    """The objects of an `InMemory` that several processes share: each a file of one folder, there whole or not at
-    all."""
+    """The objects of an `InMemory` that several processes share: each is a file in one folder, written atomically."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -116,7 +115,7 @@ def shared_client(folder: Path) -> InMemory:
 
 @contextlib.contextmanager
 def server(scheme: str):
-    """Yields the variables with which the clients of a scheme find a local server that holds BUCKET, empty."""
+    """Yields the environment variables by which clients of a scheme reach a local server with an empty BUCKET."""
     port, home = free_port(), Path(sys.executable).parent
     url = f"http://127.0.0.1:{port}"
     if scheme == "gs":
@@ -132,7 +131,7 @@ def server(scheme: str):
             "STORAGE_EMULATOR_HOST": url,
             "TENSORSTORE_GCS_HTTP_URL": url,
             "GCSFS_DEFAULT_PROJECT": "x",
-            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # asks another service what kind a bucket is
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # queries another service for the type of a bucket
         }
     else:
         command = [home / "moto_server", "-H", "127.0.0.1", "-p", str(port)]

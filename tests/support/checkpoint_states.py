@@ -1,4 +1,4 @@
-"""States, meshes and comparisons that the checkpoint tests share; also used by their subprocesses."""
+"""States, meshes and comparisons for the checkpoint tests and their subprocesses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 )
 @dataclasses.dataclass
 class State:
-    """A stand-in for TrainState."""
+    """A substitute for TrainState."""
 
     step: Any
     params: Any
@@ -67,7 +67,7 @@ def train_state(seed: int = 0, step: int = 3, width: int = 16) -> State:
 
 
 def place(tree: Any, mesh: Mesh, memory_kind: str | None = None) -> Any:
-    """Puts each leaf on `mesh`, its first dim over all axes where that divides, else replicated."""
+    """Puts each leaf on `mesh`, with its first dim sharded over all axes if they divide it, otherwise replicated."""
     return jax.tree.map(lambda x: jax.device_put(x, sharding_for(x, mesh, memory_kind)), tree)
 
 
@@ -84,7 +84,7 @@ def sharding_for(x: Any, mesh: Mesh, memory_kind: str | None = None) -> NamedSha
 
 
 def assert_same(got: Any, want: Any) -> None:
-    """Asserts equal tree structure, dtypes, shapes and bits."""
+    """Asserts that tree structures, dtypes and shapes are equal, and values bitwise equal."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(want), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape, (path, a.dtype, b.dtype, a.shape, b.shape)

@@ -1,4 +1,4 @@
-"""Processes of a cluster played by threads, with one store."""
+"""Simulates the processes of a cluster with threads and a shared store."""
 
 from spmdkit.cluster.cluster import Cluster
 from spmdkit.cluster.store import MemoryStore
@@ -6,7 +6,7 @@ from tests.support.threads import in_threads
 
 
 def on_all(num, act, absent=()):
-    """Returns what `act(cluster)` returns, or the error of ours that it raises, on each of so many processes."""
+    """Returns the result of `act(cluster)`, or the spmdkit error that it raises, for each process."""
     store = MemoryStore(num)
     same = {"num_processes": num, "devices": [], "store": store, "namespace": "test"}
     clusters = {p: Cluster(process_index=p, **same) for p in range(num) if p not in absent}

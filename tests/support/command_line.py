@@ -1,5 +1,4 @@
-"""The command line in this process: what a user types, what comes out, with which exit code, and what it leaves
-alone."""
+"""Runs the command line in this process: arguments, output, exit code, and files that must not change."""
 
 import shutil
 import textwrap
@@ -57,25 +56,24 @@ NEVER = (
     "During handling",
 )
 LONGEST = 1200
-"""Characters of a message."""
+"""Maximum number of characters of a message."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Left(BaseException):
-    """Instead of `os._exit`."""
+    """Raised in place of `os._exit`."""
 
 
 class Folder:
-    """`task.py`, `run.yaml` and what a command makes of them."""
+    """A folder with `task.py` and `run.yaml`, and the commands that run in it."""
 
     def __init__(self, path, monkeypatch, capfd):
         self.path, self._monkeypatch, self._capfd = path, monkeypatch, capfd
         monkeypatch.chdir(path)
 
     def write(self, code="", task=None, config=None):
-        """Writes the task with `code` after the functions that work, and a config; None as a value leaves a line
-        out."""
+        """Writes the task with `code` after the valid functions, and a config. The value None omits a line."""
         arguments = {name: value for name, value in {**ARGUMENTS, **(task or {})}.items() if value is not None}
         call = ", ".join(f"{name}={value}" for name, value in arguments.items())
         (self.path / "task.py").write_text(f"{TASK}\n{textwrap.dedent(code)}\ntask = sk.Task({call})\n")
@@ -83,12 +81,12 @@ class Folder:
         (self.path / "run.yaml").write_text("".join(f"{name}: {value}\n" for name, value in lines.items()))
 
     def copy_run(self, source, name="run"):
-        """Puts a run directory beside the config."""
+        """Copies a run directory next to the config."""
         shutil.copytree(source, self.path / name)
         (self.path / name / "report.html").unlink(missing_ok=True)
 
     def leaves(self, *arguments):
-        """Returns the exit code of a command: the whole way of `spmdkit`, except that the process goes on."""
+        """Runs a command as `spmdkit` does, without the end of the process, and returns its exit code."""
         left = []
 
         def leave(code):
@@ -103,14 +101,14 @@ class Folder:
         return code
 
     def kept(self):
-        """Returns path -> bytes of what a run has left: its metrics and its checkpoints."""
+        """Returns path -> bytes of the metrics and checkpoints of a run."""
         files = [self.path / "run" / "metrics.jsonl", *(self.path / "run" / "checkpoints").rglob("*")]
         return {file.relative_to(self.path): file.read_bytes() for file in files if file.is_file()}
 
     def fails(self, code, expected, command=("train", "run.yaml"), may_train=False):
-        """Asserts that a command ends with `code`, says what is expected, nothing of the inside, and changes nothing.
+        """Asserts that a command ends with `code` and the expected message, without internals, and changes no files.
 
-        `may_train`: the mistake shows while it trains, so new lines and checkpoints may follow the old ones.
+        `may_train`: the mistake is detected during training, so new lines and checkpoints may be added.
         """
         before = self.kept()
         self._capfd.readouterr()
@@ -137,9 +135,9 @@ class Folder:
 
 
 class Case(NamedTuple):
-    """One mistake: what differs from the files that work, and what has to be said about it.
+    """One mistake: the difference from valid files, and the expected message.
 
-    `says`: the parts of the message. `code`: Python after the working functions. `task`: arguments of `Task`. `config`:
+    `says`: the parts of the message. `code`: Python after the valid functions. `task`: arguments of `Task`. `config`:
         lines.
     """
 
@@ -152,7 +150,7 @@ class Case(NamedTuple):
     may_train: bool = False
 
     def run(self, folder):
-        """Asserts that `spmdkit train` says it in this folder; returns the message."""
+        """Asserts that `spmdkit train` prints the message in this folder, and returns it."""
         folder.write(self.code, self.task, self.config)
         command = ("train", "run.yaml", *self.overrides)
         return folder.fails(self.exit, self.says, command=command, may_train=self.may_train)

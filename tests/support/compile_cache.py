@@ -1,8 +1,7 @@
-"""One compile cache per test session: half of the programs of the suite have been compiled by an earlier test.
+"""One compile cache per test session: half of the suite's programs are compiled by an earlier test.
 
-The folder is temporary. The process that reports makes it and removes it, the workers of pytest-xdist share it. JAX
-writes an entry in place (0.10.2), where another worker could read half of it; here an entry is renamed when it is
-whole.
+The folder is temporary. The reporting process creates and removes it, and the workers of pytest-xdist share it. JAX
+writes an entry in place (0.10.2), so another worker could read a partial one. Here an entry is renamed once complete.
 """
 
 import os
@@ -14,7 +13,7 @@ import jax
 from jax._src import compilation_cache, lru_cache
 
 FOLDER = "SPMDKIT_TEST_COMPILE_CACHE"
-"""The variable that gives the folder to the workers."""
+"""The environment variable that passes the folder to the workers."""
 
 _SETTINGS = {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_persistent_cache_min_entry_size_bytes": -1}
 
@@ -27,7 +26,7 @@ class _WholeEntries(lru_cache.LRUCache):
 
 
 class CompileCache:
-    """A pytest plugin: makes the folder, has JAX use it, removes it."""
+    """A pytest plugin that creates the folder, configures JAX to use it, and removes it."""
 
     def __init__(self) -> None:
         self._made = None if FOLDER in os.environ else tempfile.TemporaryDirectory(prefix="spmdkit-tests-")
@@ -44,6 +43,6 @@ class CompileCache:
 
 
 def use(is_used: bool) -> None:
-    """Turns the cache on or off from here on."""
+    """Turns the cache on or off."""
     compilation_cache.reset_cache()
     jax.config.update("jax_compilation_cache_dir", str(Path(os.environ[FOLDER])) if is_used else None)

@@ -1,4 +1,4 @@
-"""The collectives of a compiled program, for tests: read by `spmdkit.plan`, under the names that XLA gives them."""
+"""The collectives of a compiled program, read by `spmdkit.plan`, with XLA's names."""
 
 from typing import NamedTuple
 
@@ -25,5 +25,5 @@ def collectives(hlo, sizes):
 
 
 def over(found, *axes, kind="all-reduce"):
-    """Returns the collectives of one kind that join devices along any of `axes`."""
+    """Returns the collectives of one kind over any of `axes`."""
     return [c for c in found if c.kind == kind and c.axes & set(axes)]

@@ -1,8 +1,7 @@
-"""The three models of the equality tests, as a user's tasks: a GPT, a CNN with batch norm, linear regression.
+"""The three models of the equality tests, as user-defined tasks: a GPT, a CNN with batch norm, linear regression.
 
-The GPT and the CNN are the examples themselves, made small. Each keeps its own optimizer's kind (AdamW, SGD with
-momentum), behind a transformation that keeps the gradient it is given: so one compiled program shows loss, gradient and
-parameters.
+The GPT and the CNN are the examples with small sizes. Each uses its example's optimizer (AdamW, SGD with momentum),
+after a transformation that stores the gradient, so that one compiled program gives loss, gradient and parameters.
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ BATCH = 32
 
 
 def keep_gradient(optimizer):
-    """Returns `optimizer` with one more state, first in its chain: the gradient of the last step."""
+    """Returns `optimizer` with an additional state, first in its chain: the gradient of the last step."""
     keep = optax.GradientTransformation(
         init=lambda params: jax.tree.map(jnp.zeros_like, params),
         update=lambda grads, state, params=None: (grads, grads),
@@ -36,7 +35,7 @@ def kept_gradient(state):
 
 
 def made_once(task, **changes):
-    """Returns the task with the arrays of `init` as constants: compiling a random init costs more than the step."""
+    """Returns the task with the arrays of `init` as constants: compiling a random init takes longer than the step."""
     with jax.default_device(jax.devices()[0]):
         variables = jax.device_get(task.init(jax.random.key(0)))
     return dataclasses.replace(task, init=lambda key: jax.tree.map(jnp.asarray, variables), **changes)
@@ -52,7 +51,7 @@ def gpt():
 
 @functools.cache
 def cnn(short_batches=False):
-    """Returns the CNN of examples/digits_cnn.py: synchronised batch norm and dropout per example."""
+    """Returns the CNN of examples/digits_cnn.py: synchronized batch norm and dropout per example."""
     task = load_task("digits_cnn.py", "task", EXAMPLES, {"width": 8, "short_batches": short_batches})
     first = lambda num, tree: {name: x[:num] for name, x in tree.items()}
     return made_once(

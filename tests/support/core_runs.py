@@ -1,4 +1,4 @@
-"""Running a task for a few steps and comparing two runs: the tolerance is here, in one place."""
+"""Runs a task for a few steps and compares two runs, with one tolerance."""
 
 import functools
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ ZERO_2_BESIDE_DATA = MESHES["data 2 x fsdp 4 zero 2"]
 
 
 class Run(NamedTuple):
-    """What a run leaves: numbers on the host, and the text of its compiled program."""
+    """The result of a run: numbers on the host, and the text of its compiled program."""
 
     losses: list[float]
     metrics: dict[str, float]
@@ -42,7 +42,7 @@ class Run(NamedTuple):
 
 
 def program_of(task, **settings):
-    """Returns the program of a task on eight devices, or on one where the mesh is empty; small leaves are cut too."""
+    """Returns the program of a task on eight devices, or on one for an empty mesh. Small leaves are also sharded."""
     settings = {"batch_size": BATCH, "steps": 5, "mesh": {}} | settings
     if "fsdp" in settings["mesh"] and settings.get("layout", {}).get("fsdp") != "off":
         settings["layout"] = {"min_shard_bytes": 1} | settings.get("layout", {})
@@ -70,28 +70,28 @@ def train(program, evaluate=True, steps=5):
 
 
 def settings_of(model):
-    """Returns the batch size of a model. With a single row on each shard of a microbatch, XLA's partitioner cannot cut
-    the convolution's kernel gradient over data and fsdp ("feature_group_count must be a positive number", jax 0.10.2),
-    so the CNN has two.
+    """Returns the batch size of a model. With a single row on each shard of a microbatch, XLA's partitioner cannot
+    shard the convolution's kernel gradient over data and fsdp ("feature_group_count must be a positive number", jax
+    0.10.2), so the CNN has two rows.
     """
     return {"batch_size": 2 * BATCH if model == "cnn" else BATCH}
 
 
 @functools.cache
 def one_device(model, microbatches=1):
-    """Returns the reference run of a model, made once."""
+    """Returns the reference run of a model. Cached."""
     return train(program_of(MODELS[model](), microbatches=microbatches, **settings_of(model)))
 
 
 @functools.cache
 def on_mesh(model, mesh, microbatches):
-    """Returns the run of a model on one of MESHES, made once. Evaluated once for each mesh."""
+    """Returns the run of a model on one of MESHES, evaluated once. Cached."""
     program = program_of(MODELS[model](), microbatches=microbatches, **settings_of(model), **MESHES[mesh])
     return train(program, evaluate=microbatches == 4)
 
 
 def leaf_errors(found, expected):
-    """Returns path -> relative 2-norm; a leaf of nearly zero norm is measured against a thousandth of the tree's."""
+    """Returns path -> relative 2-norm error. The denominator is at least a thousandth of the tree's norm."""
     found, expected = ({p: np.asarray(x, np.float64) for p, x in named_leaves(t)} for t in (found, expected))
     assert found.keys() == expected.keys()
     whole = np.sqrt(sum(np.sum(x**2) for x in expected.values()))
@@ -102,7 +102,7 @@ def leaf_errors(found, expected):
 
 
 def assert_close(found, expected, tolerance=TOLERANCE):
-    """Asserts that every leaf of two trees is equal within the tolerance."""
+    """Asserts that the leaves of two trees are equal within the tolerance."""
     wrong = {path: error for path, error in leaf_errors(found, expected).items() if not error <= tolerance}
     assert not wrong, f"relative errors above {tolerance}: {wrong}"
 

@@ -1,8 +1,8 @@
-"""A task whose parameters count: after training by plain SGD at rate 1, `params[leaf][i]` is how often the batch of
-example i was applied.
+"""A task with parameters that count batches: after training with plain SGD at rate 1, `params[leaf][i]` is how often
+the batch of example i was applied.
 
-Its examples wait as long as the file `pace` beside the run's config says, in seconds, so that a test decides how fast
-training goes.
+Each example is delayed by the seconds in the file `pace` next to the run's config, so that a test controls the speed of
+training.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NUM_EXAMPLES = 8192
 
 
 class Examples:
-    """Numbers from 0, each read as slowly as the file says."""
+    """Numbers from 0. Each read is delayed by the time in the file."""
 
     def __init__(self, pace: Path):
         self._pace = pace
@@ -39,7 +39,7 @@ def task(pace: str) -> sk.Task:
     """Returns the task.
 
     Args:
-        pace: the file.
+        pace: path of the file.
     """
 
     def loss_fn(params: Any, batch: Any, key: Any) -> Any:

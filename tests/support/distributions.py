@@ -10,7 +10,7 @@ from spmdkit.foundation import plugins
 
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: Path, group: str, name: str, text: str) -> None:
-    """Installs a distribution for one test: a module `text` in `folder`, which is the plug-in `name` of a group."""
+    """Installs a distribution for one test: a module with `text` in `folder`, as the plug-in `name` of a group."""
     (folder / f"{name}_plugin.py").write_text(text)
     metadata = folder / f"{name}_plugin-1.0.dist-info"
     metadata.mkdir()

@@ -1,4 +1,4 @@
-"""Flags with which programs compile in a fifth of the time, for this process and for those that tests start."""
+"""Flags that reduce compile time to a fifth, for this process and the processes that tests start."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ QUICK_XLA = (
     if importlib.metadata.version("jax").startswith("0.10.")
     else ""
 )
-"""XLA's older emitter and one LLVM module a program. Which flags XLA knows moves with its version, and it ends a
-process at one that it does not know."""
+"""XLA's older emitter and one LLVM module per program. XLA's flags depend on its version, and an unknown flag aborts
+the process."""
 
 QUICKLY = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "SPMDKIT_COMPILE_CACHE": "off"} | (
     {"XLA_FLAGS": QUICK_XLA} if QUICK_XLA else {}
 )
-"""What a started process compiles quickly with: a whole run of the smallest model takes 4 processor seconds instead of
-7."""
+"""Environment for fast compilation in a started process: a run of the smallest model takes 4 processor seconds instead
+of 7."""
 
 
 def environment_of_a_user() -> dict[str, str]:
-    """Returns this process's variables without those that the suite, or who started it, has set for JAX, XLA and
-    spmdkit, and `QUICKLY`."""
+    """Returns this process's environment without variables for JAX, XLA and spmdkit, plus `QUICKLY`."""
     return {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "SPMDKIT_"))} | QUICKLY

@@ -1,7 +1,7 @@
-"""Real processes in a tenth of the time: one process imports everything once, and forks for each one that is asked for.
+"""Real processes in a tenth of the time: one process imports all modules once, and forks for each requested process.
 
-What is forked has no device and no thread yet; it has its own environment, folder, arguments and output, as any process
-has. What a process reads while Python starts (another PYTHONPATH, other packages) needs `fresh`.
+At the fork there is no device and no thread. A forked process has a separate environment, folder, arguments and output.
+Settings that Python reads at startup (another PYTHONPATH, other packages) need `fresh`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tests.support.environment import environment_of_a_user
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 SERVERS: set[int] = set()
-"""Ids of the processes that fork, while they live."""
+"""Ids of the live fork servers."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process: its arguments after `spmdkit`, folder, and variables beside those of the test.
+    """One process: its arguments after `spmdkit`, folder, and environment variables in addition to those of the test.
 
-    `forks`: it is a launcher, and what it starts is forked from it.
+    `forks`: it is a launcher, and its children are forked from it.
     """
 
     arguments: list[str]
@@ -44,8 +44,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended. `signal` n is code -n, of one that outlived its deadline -9; `seconds` since it was
-    started."""
+    """How a process ended. Signal n is code -n, and -9 after its deadline. `seconds`: since its start."""
 
     code: int
     output: str
@@ -53,7 +52,7 @@ class Ended:
 
 
 class Child:
-    """A started process, with the methods of `subprocess.Popen`. What it prints goes to a file, which is read at its
+    """A started process with the methods of `subprocess.Popen`. Its output is written to a file, which is read at its
     end."""
 
     def __init__(self, forks: Forks, pid: int, output: Path):
@@ -82,7 +81,7 @@ class Child:
         return self.text(), None
 
     def text(self) -> str:
-        """Returns what it has printed."""
+        """Returns its output so far."""
         return self._output.read_text(errors="replace")
 
     def send_signal(self, number: int) -> None:
@@ -90,8 +89,8 @@ class Child:
             os.kill(self.pid, number)
 
     def end(self) -> None:
-        """Kills what is left of it, and of what it has started."""
-        for kill in (os.killpg, os.kill):  # it is no group yet in its first moment
+        """Kills the process and its remaining children."""
+        for kill in (os.killpg, os.kill):  # it may not have a process group yet
             if self.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     kill(self.pid, signal.SIGKILL)
@@ -99,7 +98,7 @@ class Child:
 
 
 class Forks:
-    """The process that forks; a context manager."""
+    """The fork server, as a context manager."""
 
     def __enter__(self) -> Forks:
         self._env = environment_of_a_user() | {"PYTHONPATH": str(REPOSITORY)}
@@ -126,7 +125,7 @@ class Forks:
         self._outputs.cleanup()
 
     def ask(self, asked: dict[str, Any]) -> Any:
-        """Returns what the process that forks answers."""
+        """Returns the response of the fork server."""
         assert self._server.stdin is not None and self._server.stdout is not None
         self._server.stdin.write(json.dumps(asked) + "\n")
         self._server.stdin.flush()
@@ -146,10 +145,10 @@ class Forks:
         return self._started[-1]
 
     def run(self, processes: list[Process], timeout_s: float = 60) -> list[Ended]:
-        """Returns how processes ended that were started together. None lives longer than `timeout_s`."""
+        """Starts processes together and returns how each ended. Each is killed after `timeout_s`."""
         children = [self.start(process) for process in processes]
         deadline = time.monotonic() + timeout_s
-        while sum(child.poll() is None for child in children):  # each is asked: when it ended is noted
+        while sum(child.poll() is None for child in children):  # polls each, to record when it ended
             if time.monotonic() > deadline:
                 for child in children:
                     child.end()
@@ -157,7 +156,7 @@ class Forks:
         return [Ended(child.wait(), child.text(), child.seconds) for child in children]
 
     def together(self, processes: list[Process], timeout_s: float = 60) -> list[Ended]:
-        """Returns how processes ended that train together: process i is number i."""
+        """Runs the processes of one training job and returns how each ended; process i is number i."""
         with socket.create_server(("127.0.0.1", 0)) as server:
             coordinator = f"127.0.0.1:{server.getsockname()[1]}"
         place = {"SPMDKIT_COORDINATOR": coordinator, "SPMDKIT_NUM_PROCESSES": str(len(processes))}
@@ -168,11 +167,11 @@ class Forks:
         return self.run(numbered, timeout_s)
 
 
-# ---- the process that forks
+# ---- the fork server
 
 
 def _start(asked: dict[str, Any]) -> int:
-    """Returns the id of a process that runs `spmdkit` with the asked arguments."""
+    """Returns the id of a process that runs `spmdkit` with the requested arguments."""
     pid = os.fork()
     if pid:
         return pid
@@ -207,14 +206,14 @@ def _start(asked: dict[str, Any]) -> int:
 
 
 def _die_with_the_parent() -> None:
-    """A test that is killed leaves nothing: the process that forks ends with its input, and all others with it
+    """Cleans up after a killed test: the fork server exits when its input closes, and all forked processes exit with it
     (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)
 
 
 class Forked:
-    """A child of a launcher, with what the launcher uses of `subprocess.Popen`."""
+    """A child of a launcher, with the methods of `subprocess.Popen` that the launcher uses."""
 
     def __init__(self, pid: int, stdout: int, stderr: int):
         self.pid, self.stdout, self.stderr = pid, os.fdopen(stdout, "rb"), os.fdopen(stderr, "rb")
@@ -225,8 +224,8 @@ class Forked:
 
 
 def _forked(command: list[str], env: dict[str, str], pass_fds: list[int]) -> Forked:
-    """Starts a launcher's child: the command of ours without a Python of its own. The launcher has no other thread in
-    this moment."""
+    """Forks a launcher's child to run a spmdkit command without a new interpreter. The launcher has no other thread at
+    this point."""
     (out, out_end), (err, err_end) = os.pipe(), os.pipe()
     pid = os.fork()
     if pid:
@@ -257,7 +256,7 @@ def _forked(command: list[str], env: dict[str, str], pass_fds: list[int]) -> For
 
 
 def _ended(pid: int) -> int | None:
-    """Returns the code of a process that has ended, or None."""
+    """Returns the exit code of a process that has ended, or None."""
     done, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if done else None
 

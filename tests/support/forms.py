@@ -1,7 +1,7 @@
-"""Which forms of a test run by default, and which are slow.
+"""Selects the forms of a test that run by default. The remaining forms are slow.
 
-`@pytest.mark.forms(n)` on a parametrized test: n of its forms run by default, chosen so that they cover the most values
-and pairs of values of its parameters. The others are slow.
+`@pytest.mark.forms(n)` on a parametrized test: n of its forms run by default, chosen to cover the most values and pairs
+of values of its parameters. The remaining forms are slow.
 """
 
 import collections
@@ -13,7 +13,7 @@ import pytest
 
 
 def slow_except(fast: Collection[Any], forms: Iterable[Any]) -> list[Any]:
-    """Returns the forms of a test, those marked slow that are not in `fast`."""
+    """Returns the forms of a test; forms that are not in `fast` are marked slow."""
     return [
         form
         if form in fast
@@ -25,7 +25,7 @@ def slow_except(fast: Collection[Any], forms: Iterable[Any]) -> list[Any]:
 
 
 def mark_slow_forms(items: Iterable[pytest.Item]) -> None:
-    """Marks slow the forms that the mark `forms` of their test leaves out."""
+    """Marks as slow the forms that the mark `forms` of their test excludes."""
     forms: dict[Any, list[pytest.Item]] = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("forms") is not None and item.get_closest_marker("slow") is None:
@@ -37,8 +37,8 @@ def mark_slow_forms(items: Iterable[pytest.Item]) -> None:
 
 
 def covering(forms: Sequence[dict[str, int]], number: int) -> list[int]:
-    """Returns which forms (parameter -> index of its value) cover the most values, then pairs of values, then lie the
-    farthest apart."""
+    """Returns the forms (parameter -> index of its value) that cover the most values, then the most pairs of values,
+    then have the largest distance."""
     values = [set(form.items()) for form in forms]
     pairs = [set(itertools.combinations(form.items(), 2)) for form in forms]
     chosen: list[int] = []

@@ -1,11 +1,10 @@
-"""Configs, files and damages made from a seed, and what must hold of each: the right code, at most 25 lines, no
-traceback, at most 3 seconds.
+"""Random configs, files and damage from a seed, and the requirements on each command: an expected exit code, at most 25
+lines, no traceback, at most 3 seconds.
 
     python -m tests.support.fuzz --seed 0 --count 3000        `make fuzz`
     python -m tests.support.fuzz --seed 0 --case 1234         one of them again, with what it said
 
-A case is a function of (seed, number) alone. All run in this process, through the whole command line but its
-`os._exit`.
+A case depends only on (seed, number). All cases run in this process, through the full command line except `os._exit`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from spmdkit.faults import exit_handler
 
 MOST_LINES, MOST_S = 25, 3.0
 USAGE = 2
-"""How click ends a command line that it cannot parse."""
+"""Exit code of click for a command line that it cannot parse."""
 
 TASK = """
 import jax.numpy as jnp, numpy as np, optax, spmdkit as sk
@@ -56,11 +55,11 @@ CONFIG = {
 
 
 class Left(BaseException):
-    """Instead of `os._exit`."""
+    """Raised in place of `os._exit`."""
 
 
 class Case(NamedTuple):
-    """A command in a folder that was made ready for it, and the codes that are right."""
+    """A command in a prepared folder, and the expected exit codes."""
 
     kind: str
     command: list[str]
@@ -78,7 +77,7 @@ class Ran(NamedTuple):
 
 
 def run(command: list[str]) -> Ran:
-    """Returns how a command ends."""
+    """Runs a command and returns how it ended."""
     out, err, left = io.StringIO(), io.StringIO(), []
 
     def leave(code: int) -> None:
@@ -100,7 +99,7 @@ def run(command: list[str]) -> Ran:
 
 
 def wrong(case: Case, ran: Ran) -> list[str]:
-    """Returns what is not as it must be."""
+    """Returns the violated requirements."""
     text = ran.output + ran.error
     found = []
     if ran.code not in case.codes:
@@ -118,7 +117,7 @@ def wrong(case: Case, ran: Ran) -> list[str]:
     return found
 
 
-# ---- what is made ----------------------------------------------------------------------------------------------------
+# ---- generators ------------------------------------------------------------------------------------------------------
 
 ODD = [
     None, True, False, 0, -1, 1, 2**31, 10**40, 1.5, -0.0, 1e308, float("nan"), float("inf"), "", " ", "x", "1", "true", "null", "auto", "~", "/", "..",
@@ -187,7 +186,7 @@ def _typo(draw: random.Random, word: str) -> str:
 
 
 def odd_text(draw: random.Random, folder: Path) -> Case:
-    """A config file that is damaged as bytes, or is no config at all."""
+    """A config file with damaged bytes, or that is not a config."""
     text = yaml.safe_dump(CONFIG).encode()
     whole = [
         b"", b"\x00", b"\xff\xfe\x00t", b"[" * 100_000, b"{a: " * 5_000, b"- x", b"5", b"a: &a [*a]", b"x: !!python/object/apply:os.system [id]", b"<<: *x", b"? [a]\n: 1",
@@ -202,7 +201,7 @@ def odd_text(draw: random.Random, folder: Path) -> Case:
 
 
 def _damaged(draw: random.Random, content: bytes) -> bytes:
-    """Returns bytes cut short, changed at some places, doubled, or with something put between."""
+    """Returns bytes truncated, changed at some positions, doubled, or with inserted bytes."""
     way, at = draw.randrange(6), draw.randrange(len(content) + 1)
     if way == 0:
         return content[:at]
@@ -246,7 +245,7 @@ def odd_override(draw: random.Random, folder: Path) -> Case:
 
 
 def odd_command(draw: random.Random, folder: Path) -> Case:
-    """Commands of words that do not belong together."""
+    """Commands with invalid combinations of words."""
     _write(folder, CONFIG)
     words = ["train", "eval", "plan", "layout", "verify", "launch", "report", "checkpoint", "config", "ls", "inspect", "export", "check", "--json", "--help", "-n", "--step", "--target", "gpu:h100:8", "no.yaml", "run", "5", "", "--", "-x", "\x1b[2J", "a" * 300, "--format", "--all", "tpu:v5p", "/dev/null", "."]  # fmt: skip
     chosen = [draw.choice(words) for _ in range(draw.randrange(1, 5))]
@@ -322,7 +321,7 @@ def _spoil(draw: random.Random, path: Path) -> str:
 
 
 def _other_types(draw: random.Random, content: bytes) -> bytes:
-    """Returns JSON in which some values are of another type; what is none is damaged."""
+    """Returns JSON with some values of another type. Bytes that are not JSON are damaged."""
     try:
         is_lines = content.count(b"\n") > 1 and content[:2] != b"{\n"
         lines = [json.loads(line) for line in (content.splitlines() if is_lines else [content])]
@@ -351,7 +350,7 @@ KINDS: list[tuple[Callable[..., Case], int]] = [
 
 
 class Fuzz:
-    """A folder with a trained run, of which each case gets a copy."""
+    """A folder with a trained run, which is copied for each case."""
 
     def __init__(self, root: Path, seed: int):
         self.root, self.seed = root, seed
@@ -365,7 +364,7 @@ class Fuzz:
         assert ran.code == 0, ran.error
 
     def case(self, number: int, slow: bool = False) -> tuple[Case, Ran, list[str]]:
-        """Returns a case, how it ended, and what is wrong about that."""
+        """Returns a case, how it ended, and the violated requirements."""
         draw = random.Random(f"{self.seed}/{number}")
         folder = self.root / f"case-{number}"
         shutil.copytree(self.root / "model", folder)

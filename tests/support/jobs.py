@@ -1,7 +1,7 @@
-"""Real jobs with one fault: what a person starts, what happens to it at a step, and how long it takes to end.
+"""Real jobs with one injected fault: the command, the fault at a step, and the time until the job ends.
 
-The task's data source and hook read FAULTS, `{process: [kind, step]}`; where a fault fires it leaves a file with the
-time, so that an injection that did not fire fails its test.
+The task's data source and hook read FAULTS, `{process: [kind, step]}`. A fault that fires writes a file with the time,
+so that a missing injection fails its test.
 """
 
 import contextlib
@@ -130,7 +130,7 @@ log: {every_steps: 5, progress: plain}
 
 @dataclass
 class Ended:
-    """How a command ended. `after_s`: since the fault fired, or since it was started."""
+    """How a command ended. `after_s`: seconds since the fault fired, or since the start."""
 
     code: int
     output: str
@@ -138,7 +138,7 @@ class Ended:
 
 
 class Job:
-    """A folder with a task and a config, and a command running in it."""
+    """A folder with a task and a config, and a command that runs in it."""
 
     def __init__(self, folder: Path, forks: Forks):
         self.folder, self._forks = folder, forks
@@ -150,7 +150,7 @@ class Job:
     def start(
         self, *arguments: str, faults: dict | None = None, output: IO | None = None, fresh: bool = False, **env: str
     ) -> subprocess.Popen | Child:
-        """Starts `spmdkit ARGUMENTS`, forked unless `fresh` or a launcher; what it prints goes to `output`."""
+        """Starts `spmdkit ARGUMENTS`, forked unless `fresh` or a launcher, with its output in `output`."""
         told = {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu", "TMPDIR": str(self.folder), **env}
         told["FAULTS"] = json.dumps({str(p): fault for p, fault in (faults or {}).items()})
         if not fresh and output is None and arguments[0] != "launch":  # forked launchers show no output of processes
@@ -170,12 +170,12 @@ class Job:
         return popen
 
     def train(self, *overrides: str, n: int = 1, **options) -> subprocess.Popen | Child:
-        """Starts a training of `n` processes."""
+        """Starts a training job of `n` processes."""
         launch = ["launch", "-n", str(n), "--"] if n > 1 else []
         return self.start(*launch, "train", "run.yaml", f"devices=cpu:{max(n, 2)}", *overrides, **options)
 
     def by_hand(self, *overrides: str, n: int = 2, faults: dict | None = None) -> list[subprocess.Popen | Child]:
-        """Starts `n` processes as a person does, without our launcher."""
+        """Starts `n` processes manually, without the launcher."""
         with socket.create_server(("127.0.0.1", 0)) as server:
             coordinator = f"127.0.0.1:{server.getsockname()[1]}"
         place = lambda p: {
@@ -188,7 +188,7 @@ class Job:
         ]
 
     def end_of(self, popen: subprocess.Popen | Child, timeout_s: float = 90) -> Ended:
-        """Waits for the end; the test fails where that does not come."""
+        """Waits for the end. The test fails on a timeout."""
         begin = time.monotonic()
         output, _ = popen.communicate(timeout=timeout_s)
         ended = time.monotonic()
@@ -200,29 +200,29 @@ class Job:
         return Ended(code, output, after_s)
 
     def fired(self) -> list[float]:
-        """Returns when faults have fired."""
+        """Returns the times at which faults fired."""
         return [float(line) for path in self.folder.glob("fired-*") for line in path.read_text().split()]
 
     def steps(self) -> list[int]:
-        """Returns the steps that are logged."""
-        try:  # a run that never saved has its metrics renamed by the next, at any moment
+        """Returns the logged steps."""
+        try:  # the next run may rename the metrics of a run without a checkpoint at any time
             lines = (self.folder / "run" / "metrics.jsonl").read_text().splitlines()
         except FileNotFoundError:
             lines = []
         return [json.loads(line)["step"] for line in lines if line.endswith("}")]
 
     def saved(self) -> list[int]:
-        """Returns the steps that are saved."""
+        """Returns the saved steps."""
         folder = self.folder / "run" / "checkpoints"
         return sorted(int(p.name) for p in folder.glob("*") if p.name.isdigit()) if folder.is_dir() else []
 
     def events(self) -> list[dict]:
-        """Returns what the run has noted."""
+        """Returns the run's events."""
         path = self.folder / "run" / "events.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
     def wait_for(self, condition, timeout_s: float = 90) -> None:
-        """Returns once `condition()` holds."""
+        """Returns once `condition()` is true."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             for popen in self.started:
@@ -232,13 +232,13 @@ class Job:
             time.sleep(0.02)
 
     def processes(self) -> dict[int, int]:
-        """Returns process number -> pid of those that run in this folder's job."""
+        """Returns process number -> pid of the running processes of this folder's job."""
         alive = {pid for pid, _ in self._alive()}
         found = {int(path.stem[4:]): int(path.read_text() or 0) for path in self.folder.glob("pid-*.txt")}
         return {process: pid for process, pid in found.items() if pid in alive}
 
     def service_processes(self) -> list[int]:
-        """Returns the pids of those that hold a coordination service for this folder's job."""
+        """Returns the pids of the processes that run a coordination service for this folder's job."""
         return [
             pid
             for pid, command in self._alive()
@@ -246,10 +246,10 @@ class Job:
         ]
 
     def left(self, within_s: float = 10.0) -> list[str]:
-        """Returns what a job that has ended left behind: processes, open ports, locks, temporary files and folders. The
-        service ends a moment after the job.
+        """Returns remains of a job that has ended: processes, open ports, locks, temporary files and folders. The
+        service ends shortly after the job.
 
-        What a kill leaves in `checkpoints` is not looked at: the next start removes it.
+        Partial files in `checkpoints` are ignored, since the next start removes them.
         """
         deadline = time.monotonic() + within_s
         while (found := self._left()) and time.monotonic() < deadline:
@@ -274,8 +274,8 @@ class Job:
         ]
 
     def _alive(self, anywhere: bool = False) -> Iterator[tuple[int, list[str]]]:
-        """Yields (pid, command line) of the processes whose working directory is this folder; `anywhere`:
-        or who have its variables."""
+        """Yields (pid, command line) of the processes whose working directory is this folder; `anywhere`: or with its
+        variables."""
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 ours = anywhere and f"TMPDIR={self.folder}" in (path / "environ").read_text(errors="replace").split(
@@ -287,7 +287,7 @@ class Job:
                     yield int(path.name), (path / "cmdline").read_text().split("\0")
 
     def close(self) -> None:
-        """Kills what is left."""
+        """Kills remaining processes."""
         for popen in self.started:
             for pid in {*self.processes().values(), *self.service_processes(), popen.pid}:
                 with contextlib.suppress(ProcessLookupError):
@@ -298,7 +298,7 @@ class Job:
 
 
 def _ports(run: Path) -> set[int]:
-    """Returns the ports of this machine at which the processes of a run met."""
+    """Returns the rendezvous ports of a run on this machine."""
     try:
         variables = json.loads((run / "environment.json").read_text())["variables"]
     except FileNotFoundError:

@@ -1,5 +1,4 @@
-"""What a job has left on the disk beside what it was to make: in its working folder, in the folder for temporary files,
-and half written below both."""
+"""Unexpected files of a job: in its working folder, in the folder for temporary files, and partial files in both."""
 
 from __future__ import annotations
 
@@ -10,8 +9,7 @@ HALF_WRITTEN = (".partial", ".orbax-checkpoint-tmp", ".tmp")
 
 
 def left_behind(folder: Path, temporary: Path, known: Collection[str]) -> list[str]:
-    """Returns the paths that nobody asked for; `known`: names in `folder` that belong there. `temporary` was empty
-    before."""
+    """Returns unexpected paths. `known`: expected names in `folder`. `temporary` was empty before the job."""
     beside = [path for path in folder.iterdir() if path.name not in known and path != temporary]
     half = [path for path in folder.rglob("*") if path.name.endswith(HALF_WRITTEN)]
     return sorted({str(path) for path in (*beside, *half, *temporary.rglob("*"))})

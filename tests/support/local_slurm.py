@@ -1,4 +1,4 @@
-"""Slurm on hosts of tests/support/two_hosts.py: a controller, two nodes, munge; without systemd and without cgroups."""
+"""Slurm on hosts of tests/support/two_hosts.py: a controller, two nodes and munge, without systemd and cgroups."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ NodeName=host1 NodeAddr=10.77.0.3 CPUs=4 RealMemory=4000 State=UNKNOWN
 
 
 def missing() -> str:
-    """Returns what of Slurm this machine lacks, or an empty text."""
+    """Returns the parts of Slurm missing on this machine, or an empty text."""
     absent = [name for name in ("slurmctld", "slurmd", "sbatch", "munged") if shutil.which(name) is None]
     return f"no {', '.join(absent)} (packages slurm-wlm, munge)" if absent else ""
 
@@ -62,7 +62,7 @@ class Slurm:
             del self.environ[name]
 
     def command(self, *words: str, cwd: Path | None = None, timeout: float = 60) -> str:
-        """Returns the output of a command of Slurm, on the login host. Raises when it fails."""
+        """Returns the output of a Slurm command on the login host. Raises if it fails."""
         process = self.machines.start("login", words, env=self.environ, cwd=cwd)
         output = process.communicate(timeout=timeout)[0]
         assert process.returncode == 0, (words, output)
@@ -85,7 +85,7 @@ class Slurm:
 
 @contextlib.contextmanager
 def slurm(folder: Path) -> Iterator[Slurm]:
-    """Yields a running cluster, both nodes idle."""
+    """Yields a running cluster with two idle nodes."""
     (folder / "slurm.conf").write_text(CONF.format(here=folder))
     (folder / "key").write_bytes(os.urandom(64))
     (folder / "key").chmod(0o400)

@@ -1,11 +1,10 @@
-"""Mistakes in five natural tasks (tests/verify/located), and what `verify` says about where they are.
+"""Mistakes in five natural tasks (tests/verify/located), and the lines that `verify` reports for them.
 
     python -m tests.support.located --write        every mistake in every task -> docs/locate.md
     python -m tests.support.located gpt plain_key  one of them
 
-A mistake of a user's is one line, put into the text of the task or in place of one of its lines, so that it is known
-which line is wrong. One of the toolkit's is a mutant of `verify`; its line is one of the function that makes the
-mistake.
+A user's mistake is one line, inserted into the text of the task or in place of one of its lines, so the wrong line is
+known. A toolkit mistake is a mutant of `verify`; its line is in the function that makes the mistake.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ class Mistake:
 
     Attributes:
         line: the line, without its indent.
-        at: it stands in the place of the line that begins so: of a remark, `# hidden` or `# loss`, or of what it
-            changes.
+        at: the start of the line that it replaces: a comment, `# hidden` or `# loss`, or the line that it changes.
         short: batches may be short.
     """
 
@@ -86,7 +84,7 @@ USERS = {
     "hardest_of_a_shard": Mistake("loss = jnp.where(loss >= jnp.sort(loss)[len(loss) // 2], loss, 0)", "# loss"),
     "padding_counted": Mistake("loss = loss * (len(loss) / sk.example_mask().sum())", "# loss", short=True),
 }
-"""What users write, by name."""
+"""Users' mistakes, by name."""
 
 CONTEXT, FSDP = {"data": 2, "context": 2}, {"data": 2, "fsdp": 2}
 OF_LONG = {
@@ -105,7 +103,7 @@ OF_LONG = {
         "# sequence",
     ),
 }
-"""What users write in a part of `sk.manual` that is cut over `context`, in the task `long`; by name."""
+"""Users' mistakes in a part of `sk.manual` sharded over `context`, in the task `long`, by name."""
 
 ON_FSDP = {
     "recurrent": ("key_forgotten", "statistic_of_a_shard"),
@@ -114,11 +112,11 @@ ON_FSDP = {
     "moe": ("times_replicas", "sum_for_a_mean"),
     "contrastive": ("mean_over_the_shard", "neighbour_in_the_shard"),
 }
-"""Kinds that are looked for on a mesh with cut parameters, too, where the replicas are mapped and not a `shard_map`."""
+"""Kinds that are also checked on a mesh with sharded parameters, which maps replicas without a `shard_map`."""
 
 OTHERS = {f"long {name}": ("long", name, CONTEXT) for name in OF_LONG}
 OTHERS |= {f"{task} {name}": (task, name, FSDP) for task, names in ON_FSDP.items() for name in names}
-"""Task and kind on other meshes than of replicas alone -> what `told` takes."""
+"""Task and kind on meshes with more than replicas -> the arguments of `told`."""
 
 TOOLKITS = {
     "reduction_dropped": [mutations._first_only],
@@ -136,20 +134,19 @@ TOOLKITS = {
     "mean_over_shard": [mutations.shard_mean],
     "example_keys_forgotten": [mutations.fold_by_local_row],
 }
-"""Mutants of `verify` that act on every task, with the functions that make the mistake, or are called by it with what
-is wrong."""
+"""Mutants of `verify` that act on every task, with the functions that make the mistake or receive its result."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Told:
-    """What `verify` says of a mistake: `right`, `silent`, `wrong` line, or `missed`; with its words."""
+    """The report of `verify` on a mistake: `right`, `silent`, `wrong` line, or `missed`, with its text."""
 
     verdict: str
     words: str
 
 
 def told(task: str, name: str, mesh: dict[str, int] | None = None) -> Told:
-    """Returns where a mistake in a task is said to be, on its own mesh or another one."""
+    """Returns the reported location of a mistake in a task, on its mesh or another mesh."""
     if name in TOOLKITS:
         return _told_of_mutant(_judge_of(task), name)
     mistake, mesh = (OF_LONG[name], mesh or CONTEXT) if task == "long" else (USERS[name], mesh or USERS[name].mesh)
@@ -184,7 +181,7 @@ def text_of(task: str) -> str:
 
 
 def changed(text: str, mistake: Mistake) -> tuple[str, set[int]]:
-    """Returns the text with the mistake in it, and the numbers of the lines that are wrong."""
+    """Returns the text with the mistake, and the numbers of the wrong lines."""
     lines = text.splitlines()
     at = next(i for i, line in enumerate(lines) if line.strip().startswith(mistake.at))
     rest = lines[at].partition("])")[2] if mistake.at in lines[at] and not lines[at].strip().startswith("#") else ""
@@ -196,7 +193,7 @@ def changed(text: str, mistake: Mistake) -> tuple[str, set[int]]:
 
 @functools.cache
 def _judge_of(task: str) -> CaseRunner:
-    """Returns the case_runner of a task as it is; it keeps the references of those before."""
+    """Returns the case_runner of an unchanged task. It reuses earlier references."""
     return runner_of(task, text_of(task))
 
 
@@ -262,7 +259,7 @@ Where parameters are cut too, and in a part of `sk.manual` that is cut over `con
 
 
 def main(arguments: list[str]) -> None:
-    """Prints what is said of mistakes, and writes the page of all."""
+    """Prints the reports on mistakes, and writes the page of all mistakes."""
     jax.config.update("jax_num_cpu_devices", 4)
     jax.config.update("jax_disable_most_optimizations", True)
     tasks = [a for a in arguments if a in TASKS] or TASKS

@@ -1,8 +1,8 @@
-"""A message by its parts: what was asked, what was found, the rule, the smallest repair. Wording between the parts is
-free.
+"""Checks a message by its parts: the request, the found value, the rule, the smallest repair. Wording between the parts
+is free.
 
-A part is what a user acts on: the key with its line, names, numbers, the word that says what is wrong, the line to
-write. A handful of messages are held to the letter in tests/config/test_bad_configs.py.
+A part is text that a user acts on: the key with its line, names, numbers, the word that describes the problem, the line
+to write. tests/config/test_bad_configs.py compares a few messages literally.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Part = str | tuple[str, ...]
 
 
 class Says(NamedTuple):
-    """What has to stand in a message; of a tuple, each."""
+    """Text that a message must contain; for a tuple, each item."""
 
     asked: Part = ()
     found: Part = ()
@@ -27,14 +27,14 @@ class Says(NamedTuple):
     repair: Part = ()
 
     def missing(self, text: str) -> list[str]:
-        """Returns what a message does not say, as `repair: Try data: 4`; line breaks count as spaces."""
+        """Returns the missing parts of a message, as `repair: Try data: 4`. Line breaks count as spaces."""
         folded = " ".join(text.split())
         parts = {name: (part,) if isinstance(part, str) else part for name, part in self._asdict().items()}
         return [f"{name}: {text}" for name, texts in parts.items() for text in texts if text not in folded]
 
 
 def says(text: object, asked: Part = (), found: Part = (), rule: Part = (), repair: Part = ()) -> None:
-    """Asserts that a message, or an exception's, has each of these parts."""
+    """Asserts that a message, or the message of an exception, has each of these parts."""
     missing = Says(asked, found, rule, repair).missing(str(text))
     assert not missing, f"not said: {missing}\n{text}"
 
@@ -43,7 +43,7 @@ def says(text: object, asked: Part = (), found: Part = (), rule: Part = (), repa
 def refused(
     asked: Part = (), found: Part = (), rule: Part = (), repair: Part = (), error: type[Exception] = ConfigError
 ) -> Iterator[None]:
-    """Asserts that what stands in the block is refused with these parts of a message."""
+    """Asserts that the block raises an error with these parts in its message."""
     with pytest.raises(error) as caught:
         yield
     says(caught.value, asked, found, rule, repair)

@@ -1,4 +1,4 @@
-"""A tiny mixture of experts as a user's task, and the same mixture in NumPy, token after token, without JAX."""
+"""A small mixture of experts as a user-defined task, and as a NumPy reference, token by token."""
 
 import math
 
@@ -24,9 +24,9 @@ def task(num_experts=E, noise=0.0, remat=False, order=None, padded=False, **opti
     metrics.
 
     Args:
-        order: a permutation of T: tokens stand in this order in the array, and say so by `positions`. Or
-            "context_order": the order is that of the mesh, and nothing says so.
-        padded: tokens at positions after each example's own length are padding.
+        order: a permutation of T: the order of tokens in the array, declared by `positions`. Or "context_order": the
+            mesh's order, undeclared.
+        padded: tokens at positions beyond each example's length are padding.
     """
     options = {"top_k": 2, "capacity": 1.0} | options
 
@@ -94,7 +94,7 @@ def data(num=64):
 def moe_by_hand(
     x, router, experts, *, top_k=2, capacity=1.0, score="softmax", normalise=True, priority="position", where=None
 ):
-    """Returns (y, dropped, balance, z, fraction) in float64, one token and one choice after the other."""
+    """Returns (y, dropped, balance, z, fraction) in float64, one token and one choice at a time."""
     x, router = np.asarray(x, np.float64), np.asarray(router, np.float64)
     experts = {name: np.asarray(w, np.float64) for name, w in experts.items()}
     num, length, num_experts = x.shape[0], x.shape[1], router.shape[1]
@@ -128,8 +128,8 @@ def moe_by_hand(
 
 
 def dense(x_BTD, router_DE, experts, top_k, slots):
-    """Returns (y, balance): every expert for every token, and a mask. Plain enough for JAX's own gradient; GShard's
-    cumulative sum."""
+    """Returns (y, balance): every expert for every token, with a mask and GShard's cumulative sum. Differentiable by
+    JAX."""
     probs_BTE = jax.nn.softmax(x_BTD @ router_DE)
     weights_BTK, chosen_BTK = jax.lax.top_k(probs_BTE, top_k)
     chosen_BKTE = jax.nn.one_hot(chosen_BTK, router_DE.shape[1]).swapaxes(1, 2)
@@ -153,7 +153,7 @@ def mlp_by_hand(x, w):
 
 
 def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
-    """`lax.ragged_all_to_all` for a backend that has none: everything is gathered, and what is not mine is left out."""
+    """`lax.ragged_all_to_all` for a backend without it: gathers all rows and drops those of other devices."""
     me = jax.lax.axis_index(axis_name)
     gather = lambda x: jax.lax.all_gather(x, axis_name)
     rows_sRD, begin_sd, size_sd, arrive_sd = map(gather, (operand, input_offsets, send_sizes, output_offsets))
@@ -167,7 +167,7 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
 
 
 def pipelined_task(**options):
-    """Returns the task with its layers as stages of `sk.pipeline`; the losses of the layers travel with the tokens."""
+    """Returns the task with its layers as stages of `sk.pipeline`; the layers' losses are sent with the tokens."""
     base = task(**options)
 
     def embed(_, rows):

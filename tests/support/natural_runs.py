@@ -1,4 +1,4 @@
-"""Running a stranger's program twice: by spmdkit on a mesh, and by a loop of plain JAX that is written here by hand."""
+"""Runs an external program twice: with spmdkit on a mesh, and with a manual loop in plain JAX."""
 
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ REPLICAS = [name for name in MESHES if name.startswith(("data", "replica"))] + [
 
 
 class Run(NamedTuple):
-    """Losses and metrics of every step, the gradient of the first one, what is there after the last one."""
+    """Losses and metrics of every step, the gradient of the first step, and the state after the last step."""
 
     losses: list[float]
     metrics: list[dict[str, float]]
@@ -40,7 +40,7 @@ class Run(NamedTuple):
 
 
 def keep_gradient(optimizer):
-    """Returns `optimizer` with one more state, first in its chain: the gradient of the last step."""
+    """Returns `optimizer` with an additional state, first in its chain: the gradient of the last step."""
     keep = optax.GradientTransformation(
         init=lambda params: jax.tree.map(jax.numpy.zeros_like, params),
         update=lambda grads, state, params=None: (grads, grads),
@@ -49,8 +49,8 @@ def keep_gradient(optimizer):
 
 
 def program_of(task, mesh="one device", **settings):
-    """Returns the program of a task on one of MESHES, or on axes of these sizes; small leaves are cut too, rows come in
-    their order."""
+    """Returns the program of a task on one of MESHES, or on axes of these sizes. Small leaves are also sharded, and
+    rows are not shuffled."""
     on_mesh = MESHES[mesh] if isinstance(mesh, str) else {"mesh": mesh}
     settings = {"batch_size": BATCH, "steps": STEPS, "data": {"shuffle": False}} | on_mesh | settings
     if "fsdp" in settings["mesh"]:
@@ -60,7 +60,7 @@ def program_of(task, mesh="one device", **settings):
 
 
 def train(task, mesh="one device", **settings):
-    """Returns (program, `Run`) of a task whose optimizer keeps its gradient."""
+    """Returns (program, `Run`) of a task with an optimizer that stores its gradient."""
     program = program_of(task, mesh, **settings)
     state, losses, metrics, gradient = program.init(), [], [], None
     for step, batch in program.batches():
@@ -72,11 +72,11 @@ def train(task, mesh="one device", **settings):
 
 
 def by_hand(loss_fn, params, data, optimizer, steps=STEPS):
-    """Returns the `Run` of plain JAX: `loss_fn(params, batch) -> (loss, metrics)` over batches in their order."""
+    """Returns the `Run` of plain JAX: `loss_fn(params, batch) -> (loss, metrics)` over the batches in order."""
     gradient_of = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
     opt_state, losses, metrics, first = optimizer.init(params), [], [], None
     for step in range(steps):
-        batch = jax.tree.map(lambda x: x[step * BATCH : (step + 1) * BATCH], data)  # noqa: B023 - used at once
+        batch = jax.tree.map(lambda x: x[step * BATCH : (step + 1) * BATCH], data)  # noqa: B023 - used immediately
         (loss, more), grads = gradient_of(params, batch)
         first = grads if step == 0 else first
         updates, opt_state = optimizer.update(grads, opt_state, params)
@@ -87,7 +87,7 @@ def by_hand(loss_fn, params, data, optimizer, steps=STEPS):
 
 
 def leaf_errors(found, expected):
-    """Returns path -> relative 2-norm; a leaf of nearly zero norm is measured against a thousandth of the tree's."""
+    """Returns path -> relative 2-norm error. The denominator is at least a thousandth of the tree's norm."""
     found, expected = ({p: np.asarray(x, np.float64) for p, x in named_leaves(t)} for t in (found, expected))
     assert found.keys() == expected.keys()
     whole = np.sqrt(sum(np.sum(x**2) for x in expected.values()))
@@ -107,7 +107,7 @@ def assert_same_run(found, expected, tolerance=TOLERANCE):
 
 
 def assert_replicas_hold_the_same_bits(tree):
-    """Asserts that every copy of an array has the same bits on every device."""
+    """Asserts that all copies of an array on the devices are bitwise equal."""
     for path, leaf in named_leaves(tree):
         copies = {}
         for shard in leaf.addressable_shards:
@@ -116,8 +116,8 @@ def assert_replicas_hold_the_same_bits(tree):
 
 
 def num_psums(program):
-    """Returns how many arrays the traced step adds over replicas; one operation each, which XLA makes one reduction
-    of."""
+    """Returns the number of arrays that the traced step sums over replicas: one operation per array, which XLA combines
+    into one reduction."""
 
     def count(jaxpr):
         own = sum(len(eqn.invars) for eqn in jaxpr.eqns if eqn.primitive.name.startswith("psum"))

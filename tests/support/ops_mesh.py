@@ -1,4 +1,4 @@
-"""An op alone on a mesh of at most eight devices, without a program around it: its numbers, and its compiled text."""
+"""Runs a single op on a mesh of at most eight devices, without a program: its values and its compiled text."""
 
 import math
 
@@ -12,13 +12,13 @@ from spmdkit.plan.hlo.text import parse
 from spmdkit.step import trace_context
 
 GATHERED_TWICE = jax.__version_info__ >= (0, 11)
-"""Whether a gather of the forward pass and the same one of the backward pass stay two where one program has both. What
-a part gathers is not kept, so they are two in the formulas; jax 0.10 makes one of them where nothing lies between, as
-in these small programs."""
+"""Whether equal gathers of the forward and the backward pass remain two in one program. Gathered values are not
+residuals, so the formulas count both. jax 0.10 merges them if no operation is in between, as in these small
+programs."""
 
 
 def step(attention=None, devices=None, **asked):
-    """Returns the record of a step on a mesh, as the program puts it in place."""
+    """Returns the record of a step on a mesh, as installed by the program."""
     num = math.prod(asked.values())
     sizes = mesh.resolve(asked, num)
     return trace_context.Context(
@@ -32,7 +32,7 @@ def step(attention=None, devices=None, **asked):
 
 
 def value_and_grad(fn, *args, **asked):
-    """Returns (value, gradients) of `sum(weights * fn(*args))`, on a mesh if one is asked for."""
+    """Returns (value, gradients) of `sum(weights * fn(*args))`, optionally on a mesh."""
 
     def weighted(*args):
         out = fn(*args)
@@ -51,8 +51,8 @@ def wire(fn, out, *args, backward=False, devices=None, options=None, **asked):
 
     Args:
         out: dims of the result; with `backward` those of its cotangent.
-        args: (shape, dims) of each argument; of an integer one (shape, dims, "int32").
-        devices: instead of the eight of this process, with `options` for their compiler.
+        args: (shape, dims) of each argument, or (shape, dims, "int32") of an integer one.
+        devices: replace the eight devices of this process; `options` are for their compiler.
     """
     record = step(devices=devices, **asked)
 
@@ -84,7 +84,7 @@ def sent_by(compiled, record):
 
 
 def sharding_of(record, dims):
-    """Returns the sharding that the logical names of the dims give."""
+    """Returns the sharding for the logical names of the dims."""
     cut = [record.sharding.inner_axes if d == "batch" else record.options.logical_axes[d] if d else () for d in dims]
     return _on(record, mesh.canonical(cut, record.sharding.sizes))
 

@@ -1,4 +1,4 @@
-"""A user's own reducer or sync in a file beside the config that names it."""
+"""A user-defined reducer or sync in a file next to the config that names it."""
 
 import sys
 

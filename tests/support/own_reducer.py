@@ -1,4 +1,4 @@
-"""Reducers of a user's own, named as `tests.support.own_reducer:right`: one that is right, and others that are not."""
+"""User-defined reducers, named as `tests.support.own_reducer:right`: a correct one, and incorrect ones."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ def wire(values, num):
 
 
 def made(add, **changes):
-    """Returns a reducer that adds each leaf by `add(leaf, axes)`."""
+    """Returns a reducer that sums each leaf with `add(leaf, axes)`."""
 
     def apply(leaves, states, over):
         return [add(x, over.axes) for x in leaves], states
@@ -40,17 +40,17 @@ def half():
 
 @sk.reducer
 def unequal():
-    """What each replica has is a thousandth of its number larger."""
+    """The result on replica i is scaled by 1 + i / 1000."""
     return made(lambda x, axes: lax.psum(x, axes) * (1 + lax.axis_index(axes).astype(x.dtype) / 1000))
 
 
 @sk.reducer
 def twice():
-    """Takes the difference of two sums."""
+    """Computes the difference of two sums."""
     return made(lambda x, axes: lax.psum(2 * x, axes) - lax.psum(lax.optimization_barrier(x), axes))
 
 
 @sk.reducer
 def in_parts():
-    """Sends its rows one after the other."""
+    """Sends its rows one at a time."""
     return made(lambda x, axes: jax.lax.map(lambda row: lax.psum(row, axes), x) if jnp.ndim(x) else lax.psum(x, axes))

@@ -1,4 +1,4 @@
-"""Servers and workers in this process that can be killed, and a model with parameters that count applied batches."""
+"""In-process servers and workers that can be killed, and a model with parameters that count applied batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from spmdkit.program.program import Program
 from spmdkit.step import state as states
 
 MOST = 4096
-"""Batches that the counting model can tell apart."""
+"""Number of batches that the counting model distinguishes."""
 
 
 def abstract(tree: Any) -> Any:
@@ -34,7 +34,7 @@ def abstract(tree: Any) -> Any:
 
 
 class Counting:
-    """Gradients with a one at the number of the batch: with plain SGD at rate 1, `-params[batch]` is how often that
+    """Gradients with a one at the index of the batch: with plain SGD at rate 1, `-params[batch]` is how often that
     batch was applied."""
 
     def __init__(self, seconds: float = 0.0):
@@ -62,11 +62,11 @@ def counting_state(step: int = 0, params: Any = COUNTS) -> states.TrainState:
 
 
 class Killed(Unavailable):
-    """Raised in the thread of a killed worker at its next call of a server."""
+    """Raised in the thread of a killed worker at its next call to a server."""
 
 
 class MortalServer:
-    """A server that can be killed. The call after the next finds it again, without a state."""
+    """A server that can be killed. The next call fails; the one after it reaches a new server without a state."""
 
     def __init__(self, make: Callable[[], Server], loses: Callable[[str], bool]):
         self._make, self._loses, self._server = make, loses, make()
@@ -86,7 +86,7 @@ class MortalServer:
 
 
 class Mortals(Threads):
-    """Threads in which servers and workers can be killed, and the response to a call that `loses(method)` is lost."""
+    """Transport by threads. Servers and workers can be killed, and responses to calls with `loses(method)` are lost."""
 
     def __init__(self, *args: Any, loses: Callable[[str], bool] = lambda method: False):
         super().__init__(*args)
@@ -97,7 +97,7 @@ class Mortals(Threads):
         return self.servers[-1]
 
     def worker(self, number: int, incarnation: int, endpoints: Any) -> Any:
-        """Returns a worker with a `kill()`, which it notices at any call of a server, before or after it."""
+        """Returns a worker with a `kill()` that takes effect before or after any call to a server."""
         killed = threading.Event()
 
         class Watched:
@@ -117,11 +117,11 @@ class Mortals(Threads):
 
 
 class Job:
-    """Servers, workers and their coordinator over the transport of threads.
+    """Servers, workers and their coordinator over the threads transport.
 
     Args:
-        seconds: worker -> how long a gradient of it takes, for the counting model.
-        saves: updates between two checkpoints, which are kept in memory.
+        seconds: worker -> duration of a gradient, for the counting model.
+        saves: updates between two checkpoints, which are stored in memory.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Job:
         self.last: Any = None
 
     def run(self, limit_s: float = 60, at: Callable[[Job, int], None] = lambda job, applied: None) -> Any:
-        """Returns the state at the end; `at` is called with the updates that all servers have applied."""
+        """Returns the final state. `at` is called with the number of updates that all servers have applied."""
         begin, saved_at = time.monotonic(), 0
         try:
             self.coordinator.install()
@@ -186,7 +186,7 @@ class Job:
 
 
 def of_task(config: sk.Config, task: sk.Task, rules: Rules, **options: Any) -> tuple[Job, Program]:
-    """Returns the job of a task, and its program without servers."""
+    """Returns the job of a task, and the task's program without servers."""
     program = Program(replace_keys(synchronous(config), {"mesh": {}}), task, jax.devices()[:1])
     devices = jax.devices()[: config.mesh.data or 1]
     computes = lambda number: GradientStep(config, task, devices)
@@ -195,7 +195,7 @@ def of_task(config: sk.Config, task: sk.Task, rules: Rules, **options: Any) -> t
 
 
 def relative(found: Any, expected: Any) -> float:
-    """Returns the largest difference of two trees, leaf by leaf, by the larger of a leaf's norm and a thousandth."""
+    """Returns the largest difference of two trees over leaves, relative to the larger of the leaf's norm and 0.001."""
     error = lambda x, y: float(np.linalg.norm(np.asarray(x) - np.asarray(y)) / max(np.linalg.norm(np.asarray(y)), 1e-3))
     found, expected = to_arrays(found), to_arrays(expected)
     assert found.keys() == expected.keys()

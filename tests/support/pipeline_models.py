@@ -1,4 +1,4 @@
-"""A small model for the pipeline's tests: token embedding, residual MLPs with dropout and a balance loss, a softmax
+"""A small model for the pipeline tests: token embedding, residual MLPs with dropout and a balance loss, a softmax
 head."""
 
 import functools
@@ -28,7 +28,7 @@ def plain_mlp(x_BTD, up_DF, down_FD):
 
 
 def norm(x_BTD, scale_D):
-    """No epsilon: an activation of zeros becomes not a number, so that an idle stage that sees one is found out."""
+    """Without an epsilon: zero activations become NaN, so that a test detects an idle stage that computes on them."""
     return x_BTD * jax.lax.rsqrt((x_BTD**2).mean(-1, keepdims=True)) * scale_D
 
 
@@ -47,7 +47,7 @@ def make_layer(mlp, dropout):
             keys_B = jax.vmap(jax.random.fold_in, (0, None))(sk.example_keys(), index)
             keep_BTD = jax.vmap(lambda key: jax.random.bernoulli(key, 0.9, h_BTD.shape[1:]))(keys_B)
             h_BTD = jnp.where(keep_BTD, h_BTD / 0.9, 0)
-        # One where activations come from the layer before; zero or infinite in a stage that is idle.
+        # One for activations of the previous layer; zero or infinite in an idle stage.
         h_BTD /= (1 + carry["depth"] - index.astype(carry["depth"].dtype))[:, None, None].astype(h_BTD.dtype)
         balance_B = carry["balance"] + (h_BTD.astype(jnp.float32) ** 2).mean((1, 2))
         return {"x": sk.shard(x_BTD + h_BTD, *ROWS), "balance": balance_B, "depth": carry["depth"] + 1}
@@ -67,7 +67,7 @@ def head(carry, params, rows):
 
 @functools.cache
 def model(layers=8, manual=False, mlp=plain_mlp, dropout=True, head_per_token=False, num_examples=80, num_tokens=T):
-    """Returns the task: uneven numbers of tokens, some examples without any."""
+    """Returns the task: uneven numbers of tokens, and some examples without tokens."""
     if manual:
         mlp = sk.manual(column_row, [ROWS, ("embed", "mlp"), ("mlp", "embed")], ROWS)
 
@@ -118,8 +118,7 @@ def model(layers=8, manual=False, mlp=plain_mlp, dropout=True, head_per_token=Fa
 
 @functools.cache
 def model_of_ops(layers=4):
-    """Returns a task whose functions are the other ops: lookup, column and row pair, mixture of experts,
-    cross-entropy."""
+    """Returns a task with the other ops: lookup, column and row pair, mixture of experts, cross-entropy."""
     num_experts = 4
 
     def init(key):

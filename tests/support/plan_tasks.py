@@ -1,4 +1,4 @@
-"""A small stack of products with known arithmetic, as a user's file."""
+"""A small stack of matrix products with a known number of operations, as a user's file."""
 
 import jax
 import jax.numpy as jnp

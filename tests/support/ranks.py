@@ -1,4 +1,4 @@
-"""One command as several processes that find each other as under `spmdkit launch`, without the launcher."""
+"""Runs one command as several processes that join as under `spmdkit launch`, without the launcher."""
 
 import dataclasses
 import socket
@@ -14,14 +14,14 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a process ended, with all that it wrote."""
+    """How a process ended, with its output."""
 
     code: int
     output: str
 
 
 def run_ranks(command, size, timeout_s=120.0, env=None, cwd=REPOSITORY):
-    """Returns how each of `size` processes ended, in the order of their ranks; all are killed after `timeout_s`."""
+    """Runs `size` processes and returns how each ended, in rank order. All are killed after `timeout_s`."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         coordinator = f"127.0.0.1:{server.getsockname()[1]}"
     running, files = [], []
@@ -45,7 +45,7 @@ def run_ranks(command, size, timeout_s=120.0, env=None, cwd=REPOSITORY):
         for process in running:
             process.wait(timeout=max(0.1, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        pass  # the codes say it
+        pass  # reported by the codes
     finally:
         for process in running:
             process.kill()

@@ -1,4 +1,4 @@
-"""Runs of `sync: parameter_server` on Ray, observed from outside: their events, and the processes that they start."""
+"""Runs of `sync: parameter_server` on Ray, observed externally: their events, and the processes that they start."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ raise SystemExit(main())
 
 
 class Driver:
-    """`spmdkit train CONFIG` in a process of its own, in a directory.
+    """`spmdkit train CONFIG` in a separate process, in a directory.
 
     Attributes:
-        pid: of the coordinator.
+        pid: process ID of the coordinator.
     """
 
     def __init__(self, folder: Path, *overrides: str, config: Path = LINE, cluster: Cluster | None = None):
@@ -60,11 +60,11 @@ class Driver:
         return _lines(self.run / "metrics.jsonl")
 
     def wait_for(self, what: Callable[[], Any], limit_s: float = 120) -> Any:
-        """Returns what is true at last, while the driver runs."""
+        """Waits for and returns a true value of `what()`, while the driver runs."""
         return wait_for(what, limit_s, lambda: self._process.poll() is None, self.said)
 
     def ends(self, limit_s: float = 120) -> int:
-        """Returns the exit status."""
+        """Waits for the end and returns the exit status."""
         return self._process.wait(limit_s)
 
     def send(self, number: int) -> None:
@@ -75,7 +75,7 @@ class Driver:
         self._process.wait()
 
     def started(self) -> dict[int, str]:
-        """Returns pid -> command of what the run has started: all that carries its mark."""
+        """Returns pid -> command of the processes that the run has started, which have its mark."""
         return {pid: command_of(pid) for mark, pid in _marks() if mark not in self._others}
 
 
@@ -91,7 +91,7 @@ def wait_for(
     lives: Callable[[], bool] = lambda: True,
     said: Callable[[], str] = lambda: "",
 ) -> Any:
-    """Returns what is true at last."""
+    """Waits for and returns a true value of `what()`."""
     end = time.monotonic() + limit_s
     while not (found := what()):
         assert lives(), said()
@@ -101,8 +101,8 @@ def wait_for(
 
 
 def _marks(name: str = MARK) -> list[tuple[str, int]]:
-    """Returns (NAME=value, pid) of every process on this machine with this in its environment: by default those that
-    runs on Ray have started."""
+    """Returns (NAME=value, pid) of every process on this machine with this variable in its environment, by default of
+    processes that runs on Ray have started."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -130,12 +130,11 @@ def kill(pid: int) -> None:
 
 
 class Cluster:
-    """`ray start --head` of one node with two CPUs, on the loopback interface, behind a token; as somebody else would
-    have started it.
+    """An external cluster: `ray start --head` of one node with two CPUs, on the loopback interface, with a token.
 
     Attributes:
-        address: of the cluster.
-        environment: with which a driver may enter.
+        address: address of the cluster.
+        environment: variables with which a driver can connect.
     """
 
     def __init__(self, folder: Path):

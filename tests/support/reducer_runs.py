@@ -1,5 +1,5 @@
-"""A task for tests of reducers: parameters that stand still, an optimizer that adds up what it is given, batches of 64
-and of 3 rows."""
+"""A task for tests of reducers: constant parameters, an optimizer that sums the gradients, batches of 64 and of 3
+rows."""
 
 import functools
 
@@ -14,7 +14,7 @@ from spmdkit.communication.reducers.base import ReduceGroup
 from tests.support.core_runs import program_of
 
 NUM_VALUES = 128 * 128
-"""Of the large leaf: a multiple of what any buffer here is filled up to, so that formulas of bytes are met exactly."""
+"""Size of the large leaf: a multiple of the padding of any buffer here, so that byte formulas are exact."""
 
 MESHES = {
     "data 4": {"mesh": {"data": 4}},
@@ -27,7 +27,7 @@ MESHES = {
 
 
 def adding():
-    """Returns an optimizer that moves nothing; its state is the sum of all gradients."""
+    """Returns an optimizer without updates. Its state is the sum of all gradients."""
     return optax.GradientTransformation(
         init=lambda params: jax.tree.map(jnp.zeros_like, params),
         update=lambda g, total, params=None: (jax.tree.map(jnp.zeros_like, g), jax.tree.map(jnp.add, total, g)),
@@ -79,7 +79,7 @@ def train(program, steps=20, state=None, start=1):
 
 
 def wide():
-    """Returns a task whose parameters are one leaf of 128 x 128."""
+    """Returns a task with one parameter of 128 x 128."""
     return task(
         num=64,
         loss_fn=lambda params, batch, key: sk.mean(((batch["x"] @ params["up"]) ** 2).sum(-1)),
@@ -98,7 +98,7 @@ def bits(tree):
 
 
 def assert_same_replicas(tree):
-    """Asserts that the shards of one index of each leaf have the same bits."""
+    """Asserts that shards with the same index of each leaf are bitwise equal."""
     for leaf in jax.tree.leaves(tree):
         by_index = {}
         for shard in leaf.addressable_shards:
@@ -107,8 +107,8 @@ def assert_same_replicas(tree):
 
 
 def owed(state):
-    """Returns the sum over replicas of what each owes: a tree like the parameters, of numpy arrays. Of the first call
-    of a step."""
+    """Returns the sum of the error-feedback buffers over replicas, for the first call of a step: a tree like the
+    parameters, of numpy arrays."""
     if not state.reducer:
         return jax.tree.map(lambda x: 0.0, state.params)
     is_state = lambda x: isinstance(x, dict) and set(x) <= {"error", "product"}
@@ -129,13 +129,13 @@ def true_sum(mesh):
 
 
 def applied_and_owed(mesh, reducer):
-    """Returns what 8 steps have applied together with what is owed after them."""
+    """Returns the sum applied by 8 steps, plus the error-feedback buffers after them."""
     applied, state = added_up(program(mesh, reducer))
     return jax.tree.map(lambda x, y: np.asarray(x, np.float64) + y, applied, owed(state))
 
 
 def alone(made, path="w", num=4, axes=("data",)):
-    """Returns `(leaves [num, *leaf], states) -> (sums, new states)` over `num` devices, without a step around it."""
+    """Returns `(leaves [num, *leaf], states) -> (sums, new states)` over `num` devices, outside a step."""
 
     def local(leaves, states):
         over = ReduceGroup(axes, num, lambda: jax.random.key(7), (path,) * len(leaves))

@@ -1,5 +1,5 @@
-"""The reduction of a byte GPT's gradient alone, of width 128 and four layers, compiled: what a reducer sends, without
-the step around it."""
+"""The compiled reduction of the gradient of a byte-level GPT with width 128 and four layers, without a step: the bytes
+that a reducer sends."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ CONFIG = Path(__file__).parents[2] / "configs" / "mirrored.yaml"
 WIDTH = ["task_args.width=128", "task_args.layers=4", "task_args.train_bytes=65536", "task_args.eval_bytes=4096"]
 
 CHOICES: dict[str, Any] = {"sparse_rows": {"sparse_rows": {"leaves": "embed", "rows": 16}}}
-"""Reducer -> its choice, where it needs options."""
+"""Reducer -> its choice, if it needs options."""
 
 
 def reducer_of(name: str) -> Reducer:
-    """Returns the reducer of a name."""
+    """Returns the reducer with a name."""
     made: Reducer = plugins.make("reducers", CHOICES.get(name, name))
     return made
 
@@ -42,7 +42,7 @@ def gradient() -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def compiled_bill(name: str, devices: Sequence[Any], sizes: Mapping[str, int]) -> Bill:
-    """Returns the collectives of a reducer on a mesh of `replica` and `data`, as its platform's compiler makes them."""
+    """Returns the compiled collectives of a reducer on a mesh of `replica` and `data`."""
     reducer, leaves = reducer_of(name), list(gradient().values())
     num = sizes["replica"] * sizes["data"]
     mesh = make_mesh(dict.fromkeys(AXES, 1) | dict(sizes), devices)
@@ -71,7 +71,7 @@ def _state(reducer: Reducer, leaf: jax.ShapeDtypeStruct, sizes: Mapping[str, int
 
 
 def _state_spec(reducer: Reducer, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
-    """Returns where the state of a leaf lives: as in `spmdkit.step.lowering.kept_spec`."""
+    """Returns the partition spec of the state of a leaf, as in `spmdkit.step.lowering.kept_spec`."""
     if not reducer.per_shard_state:
         return PartitionSpec(REPLICA_AXES)
     dims: list[Any] = [None] * len(shape)
@@ -82,6 +82,6 @@ def _state_spec(reducer: Reducer, shape: Sequence[int], sizes: Mapping[str, int]
 
 
 def sent_by_formula(name: str, sizes: Mapping[str, int]) -> float:
-    """Returns the bytes of the reducer's own formula."""
+    """Returns the bytes by the reducer's formula."""
     axes = {axis: size for axis, size in sizes.items() if size > 1}
     return reducer_of(name).bytes_sent([ReducedLeaf(path, x.shape, axes, ()) for path, x in gradient().items()])

@@ -1,7 +1,7 @@
 """A pytest plugin: a table of the processor seconds and compilations of each folder of tests.
 
-Processor seconds include those of the processes that tests start. The clock depends on what else the machine does. The
-seconds of each test are written to `build/seconds.tsv`.
+Processor seconds include the processes that tests start. Wall time depends on the load of the machine. The seconds of
+each test are written to `build/seconds.tsv`.
 """
 
 import collections
@@ -19,7 +19,7 @@ SECONDS_FILE = "build/seconds.tsv"
 
 
 class Spent(NamedTuple):
-    """Totals over some tests. `cached`: programs that came from the compile cache of the session."""
+    """Totals over some tests. `cached`: programs loaded from the session's compile cache."""
 
     tests: int = 0
     cpu_s: float = 0.0
@@ -32,7 +32,7 @@ class Spent(NamedTuple):
 
 
 def table(by_folder: dict[str, Spent]) -> list[str]:
-    """Returns the lines of a table: folders by seconds, then their sum."""
+    """Returns the lines of a table: folders sorted by seconds, then the total."""
     rows = sorted(by_folder.items(), key=lambda item: -item[1].cpu_s)
     total = Spent()
     for _, spent in rows:
@@ -45,7 +45,7 @@ def table(by_folder: dict[str, Spent]) -> list[str]:
 
 
 def cpu_s() -> float:
-    """Returns the processor seconds of this process, its ended children, and the fork servers with theirs."""
+    """Returns the processor seconds of this process, its ended children, and the fork servers with their children."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     ticks = 0
     for pid in SERVERS:
@@ -55,7 +55,7 @@ def cpu_s() -> float:
 
 
 class Seconds:
-    """Measures in the processes that run tests; adds up in the one that reports."""
+    """Measures in the processes that run tests, and sums in the reporting process."""
 
     def __init__(self, config: pytest.Config):
         self._file = config.rootpath / SECONDS_FILE

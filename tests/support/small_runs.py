@@ -1,4 +1,4 @@
-"""A whole run in this process, of a line that is learned: some tenths of a second."""
+"""A complete run of linear regression in this process, in some tenths of a second."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def line_task() -> sk.Task:
 
 
 def config_of(folder: Path, **changes: Any) -> sk.Config:
-    """Returns the config of 20 steps on two devices in `folder`/run, saved each 5."""
+    """Returns the config of 20 steps on two devices in `folder`/run, saved every 5 steps."""
     values = {
         "task": "inline.py:task",
         "run_dir": str(folder / "run"),
@@ -46,7 +46,7 @@ def train(folder: Path, task: sk.Task | None = None, **changes: Any) -> Any:
 
 
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:
-    """Returns the lines of a file of the run."""
+    """Returns the records in a file of the run."""
     return [json.loads(line) for line in (folder / "run" / name).read_text().splitlines()]
 
 
@@ -56,5 +56,5 @@ def events(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def steps(folder: Path) -> list[int]:
-    """Returns the steps that metrics.jsonl has, those of evaluations left out."""
+    """Returns the steps in metrics.jsonl without evaluations."""
     return [line["step"] for line in lines(folder, "metrics.jsonl") if line.get("split") != "eval"]

@@ -1,4 +1,4 @@
-"""On which addresses processes listen, read from the kernel (Linux), and which one this machine has."""
+"""The addresses on which processes listen, read from the kernel (Linux), and the address of this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LISTEN = "0A"
 
 
 def with_its_children(pid: int) -> list[int]:
-    """Returns a process and all that it has started, and that those have."""
+    """Returns a process and all its descendants."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [pid, *(found for child in children for found in with_its_children(int(child)))]
 
@@ -26,7 +26,7 @@ def listening(pids: Iterable[int]) -> list[tuple[Address, int]]:
     opened = set()
     for pid in pids:
         for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
-            with contextlib.suppress(OSError):  # it has just been closed
+            with contextlib.suppress(OSError):  # closed in the meantime
                 opened.add(os.readlink(descriptor))
     found = []
     for table in ("tcp", "tcp6"):
@@ -34,7 +34,7 @@ def listening(pids: Iterable[int]) -> list[tuple[Address, int]]:
             _, local, _, state, *_, inode = line.split()[:10]
             if state == LISTEN and f"socket:[{inode}]" in opened:
                 address, port = local.split(":")
-                words = bytes.fromhex(address)  # each four bytes as this machine has its numbers: the last one first
+                words = bytes.fromhex(address)  # each four bytes in this machine's byte order: the last byte first
                 turned = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
                 ip = ipaddress.ip_address(turned)
                 found.append((getattr(ip, "ipv4_mapped", None) or ip, int(port, 16)))
@@ -42,7 +42,7 @@ def listening(pids: Iterable[int]) -> list[tuple[Address, int]]:
 
 
 def own_address() -> str | None:
-    """Returns the address by which this machine reaches others, None where it is alone."""
+    """Returns the address by which this machine reaches other machines, or None without a network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
         try:
             way.connect(("192.0.2.99", 9))

@@ -1,8 +1,6 @@
-"""optax under JAX's own rules of promotion: it counts steps in int32 and multiplies them with floats, and is nobody's
-here to change.
+"""Runs optax under JAX's standard dtype promotion, since it counts steps in int32 and multiplies them with floats.
 
-What it makes (optimizers, schedules) is wrapped, so that all other code in a test, ours and the test's, runs under the
-strict rule.
+Only its optimizers and schedules are wrapped, so that all other code in a test runs under strict promotion.
 """
 
 import functools
@@ -13,7 +11,7 @@ import optax
 
 
 def let_optax_promote():
-    """Replaces every function of optax's own that makes an optimizer or a schedule by one whose result promotes."""
+    """Replaces every optax function that creates an optimizer or a schedule by one with a result that promotes."""
     for module in (optax, optax.schedules, optax.contrib, optax.transforms):
         for name, function in vars(module).copy().items():
             if inspect.isfunction(function) and function.__module__.startswith("optax."):
@@ -21,7 +19,7 @@ def let_optax_promote():
 
 
 def _promoting(fn):
-    """Returns `fn`, under the standard rule, whose results are so too where they are functions or transformations."""
+    """Returns `fn` under standard promotion. Results that are functions or transformations are wrapped too."""
 
     @functools.wraps(fn)
     def call(*args, **kwargs):

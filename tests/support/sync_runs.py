@@ -1,4 +1,4 @@
-"""Runs of groups of replicas on a small task, and the same by hand: a loop over groups in plain JAX on one device."""
+"""Runs of groups of replicas on a small task, and a manual reference: a loop over groups in plain JAX on one device."""
 
 import jax
 import jax.numpy as jnp

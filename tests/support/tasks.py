@@ -1,7 +1,7 @@
-"""Natural programs of people who have their own models, each next to the plain JAX script of one device that it equals.
+"""Natural programs of users with existing models, each with an equivalent plain JAX script for one device.
 
-A file of tests/tasks has several, each a function with the mark `@natural` that returns a `NaturalTask`. Its docstring
-is the description on docs/tasks.md, which `python -m tests.support.tasks` writes.
+A file of tests/tasks has several, each a function with the decorator `@natural` that returns a `NaturalTask`. Its
+docstring is the description in docs/tasks.md, which `python -m tests.support.tasks` writes.
 """
 
 import functools
@@ -34,7 +34,7 @@ BATCH, STEPS, TOLERANCE = 16, 4, 1e-5
 
 
 class Trained(NamedTuple):
-    """A run: losses of the steps, what there is afterwards, and the program."""
+    """A run: losses of the steps, the final state, and the program."""
 
     losses: list[Any]
     params: Any
@@ -47,12 +47,12 @@ class NaturalTask(NamedTuple):
 
     Attributes:
         plain: returns (losses, parameters, optimizer state, ...) of the plain script.
-        settings: of the config.
-        loop: `loop(program)` trains the task, where it has a loop of its own.
-        check: further assertions about the run; its other arguments are what `plain` returns beyond the first three.
-        steps: of the config.
-        params_of: of the run's parameters those that the script has.
-        repeating: a `train_step` that computes on every replica what the task shares out, and the lines that do.
+        settings: settings of the config.
+        loop: `loop(program)` trains the task, if it has a custom loop.
+        check: further assertions about the run; its other arguments are the results of `plain` after the first three.
+        steps: number of steps in the config.
+        params_of: selects the run's parameters that the script has.
+        repeating: a `train_step` that repeats on every replica work that the task shards, and the lines with that work.
     """
 
     task: sk.Task
@@ -79,33 +79,33 @@ def natural(make: Callable[..., NaturalTask], *variants: str) -> Callable[..., N
 
 
 def task_names() -> list[str]:
-    """Returns the name of every task, with the variant after a space where it has several."""
+    """Returns the name of every task, with the variant after a space if it has several."""
     for path in sorted(FOLDER.glob("[!t]*.py")):
         importlib.import_module(f"tests.tasks.{path.stem}")
     return sorted(_MADE_BY, key=lambda name: name.partition(" ")[0])
 
 
 def natural_task(name: str) -> NaturalTask:
-    """Returns a task by its name."""
+    """Returns the task with a name."""
     assert name in task_names()
     return _MADE_BY[name]()
 
 
-# ---- what scripts share ----------------------------------------------------------------------------------------------
+# ---- helpers for scripts ---------------------------------------------------------------------------------------------
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    """Returns normal numbers, float32."""
+    """Returns normally distributed float32 numbers."""
     return np.random.default_rng([seed, *shape]).normal(size=shape).astype(np.float32)
 
 
 def ids(below: int, *shape: int) -> np.ndarray:
-    """Returns whole numbers from 0, int32."""
+    """Returns random int32 integers from 0 to `below` - 1."""
     return np.random.default_rng([below, *shape]).integers(0, below, shape).astype(np.int32)
 
 
 def weights(key: jax.Array, **shapes: tuple[int, ...]) -> dict[str, jax.Array]:
-    """Returns normal numbers for each name, over the root of the first dim."""
+    """Returns normally distributed numbers for each name, divided by the square root of the first dim."""
     keys = jax.random.split(key, len(shapes))
     return {n: jax.random.normal(k, s) / s[0] ** 0.5 for k, (n, s) in zip(keys, shapes.items(), strict=True)}
 
@@ -116,13 +116,13 @@ def mlp_init(width: int, hidden: int, num_results: int) -> Callable[[jax.Array],
 
 
 def mlp(params: Any, x: jax.Array) -> jax.Array:
-    """Returns the two products of `up` and `down` with a tanh between."""
+    """Returns the two products of `up` and `down` with a tanh in between."""
     return jax.numpy.tanh(x @ params["up"]) @ params["down"]
 
 
 def batches(data: Any, steps: int = STEPS, size: int = BATCH) -> list[Any]:
-    """Returns the batches of a plain script: rows in their order."""
-    return [jax.tree.map(lambda x: x[i * size : (i + 1) * size], data) for i in range(steps)]  # noqa: B023 - used at once
+    """Returns the batches of a plain script, with rows in order."""
+    return [jax.tree.map(lambda x: x[i * size : (i + 1) * size], data) for i in range(steps)]  # noqa: B023 - called here
 
 
 def run_plain(step: Callable[..., Any], state: Iterable[Any], inputs: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:
@@ -152,9 +152,9 @@ def train_plain(
     """Returns (losses, parameters, optimizer state, carried) of the plain JAX training loop on one device.
 
     Args:
-        loss_of: `loss_of(params, batch)`; with the keys of the step where `keys_of` is set, and after the parameters
-            what is `carried`, where there is something. Then it returns (loss, more).
-        carried: what the loop has besides, made from the parameters of the start.
+        loss_of: `loss_of(params, batch)`. With `keys_of` it also receives the keys of the step. With `carried` it
+            receives that after the parameters, and returns (loss, more).
+        carried: additional state of the loop, made from the initial parameters.
         move: `move(carried, params, new parameters, more)` after each update.
     """
     optimizer = optax.with_extra_args_support(optimizer)
@@ -200,17 +200,17 @@ def mean_task(
 
 
 def columns(rules: Any) -> Any:
-    """Returns the rules that cut the columns of the leaves that a pattern names; other rules as they are."""
+    """Returns the rules that shard the columns of the leaves that match a pattern; other rules are unchanged."""
     return [(rules, [None, "mlp"])] if isinstance(rules, str) else rules
 
 
 def step_key(step: int) -> jax.Array:
-    """Returns the key that the guide promises for a step (counted from 0) of seed 0, made without spmdkit."""
+    """Returns the key that the guide specifies for a step (counted from 0) of seed 0, computed without spmdkit."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 0x73746570), step)
 
 
 def example_keys(step: int, num: int = BATCH, salt: int = 0) -> jax.Array:
-    """Returns the keys of the examples of a step, made without spmdkit."""
+    """Returns the keys of the examples of a step, computed without spmdkit."""
     base = jax.random.fold_in(jax.random.fold_in(step_key(step), 0x65786D70), salt)
     return jax.vmap(lambda place: jax.random.fold_in(base, place))(jax.numpy.arange(num))
 
@@ -219,7 +219,7 @@ def example_keys(step: int, num: int = BATCH, salt: int = 0) -> jax.Array:
 
 
 def program_of(task: sk.Task, mesh: str, **settings: Any) -> Program:
-    """Returns the program of a task on one of MESHES; small leaves are cut too, rows come in their order."""
+    """Returns the program of a task on one of MESHES. Small leaves are also sharded, and rows are not shuffled."""
     axes = MESHES[mesh]
     settings = {"batch_size": BATCH, "steps": STEPS, "data": {"shuffle": False}} | settings
     if "fsdp" in axes:
@@ -248,10 +248,10 @@ def check_evaluation(trained: Trained, expected: Mapping[str, Any]) -> None:
 
 
 def assert_same(found: Trained, expected: tuple[Any, Any, Any], tolerance: float = TOLERANCE) -> None:
-    """Asserts that a run has the losses, parameters and optimizer's state of a plain script, leaf by leaf in the
-    relative 2-norm.
+    """Asserts that a run has the losses, parameters and optimizer state of a plain script, per leaf in the relative
+    2-norm.
 
-    The state shows the gradients where the parameters do not: Adam's update is the same for any multiple of them,
+    The optimizer state detects wrong gradients that the parameters do not: Adam's update is invariant to their scale,
     its moments are not.
     """
     losses, params, opt_state = expected
@@ -263,8 +263,8 @@ def assert_same(found: Trained, expected: tuple[Any, Any, Any], tolerance: float
 
 
 def state_errors(found: Any, expected: Any, params: Any) -> dict[str, float]:
-    """Returns path -> relative 2-norm of an optimizer's state: its trees that are like the parameters, and its other
-    leaves, each alone."""
+    """Returns path -> relative 2-norm error of an optimizer's state, for each tree like the parameters and each other
+    leaf."""
     like = jax.tree.structure(params)
     found, expected = (
         jax.tree.leaves_with_path(jax.tree.map(_numbers, tree), is_leaf=lambda x: jax.tree.structure(x) == like)
@@ -279,12 +279,12 @@ def state_errors(found: Any, expected: Any, params: Any) -> dict[str, float]:
 
 
 def _numbers(x: Any) -> Any:
-    """Returns an array as numbers: those of a key, where it is one."""
+    """Returns an array as numbers; for a key, its data."""
     return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 def repeated_work(task: sk.Task, mesh: str) -> list[Finding]:
-    """Returns what a plan finds in a task on one of MESHES that every replica computes."""
+    """Returns the plan's findings of repeated work in a task on one of MESHES."""
     return [found for found in read_program(program_of(task, mesh)).findings if found.code == "repeated-work"]
 
 
@@ -321,7 +321,7 @@ without mutants ([tests/verify/test_verify_tasks.py](../tests/verify/test_verify
 
 
 if __name__ == "__main__":
-    # As a module of its own name: the tasks register in that one.
+    # Imported under its module name, since the tasks register there.
     importlib.import_module("tests.support.tasks").PAGE.write_text(
         importlib.import_module("tests.support.tasks").page()
     )

@@ -1,4 +1,4 @@
-"""What several processes would do, in threads of this one."""
+"""Simulates several processes with threads of this process."""
 
 import threading
 
@@ -6,8 +6,8 @@ from spmdkit.errors import SpmdkitError
 
 
 def in_threads(act, items, patience_s=20):
-    """Returns key -> what `act(item)` returned, or the error of ours that it raised, for each of `items` in a thread of
-    its own."""
+    """Runs `act(item)` for each of `items` in a separate thread, and returns key -> its result, or the spmdkit error
+    that it raised."""
     results = {}
 
     def body(key, item):

@@ -1,4 +1,4 @@
-"""Code that compiles with the real TPU compiler, in a process of its own: libtpu is loaded once."""
+"""Runs code with the real TPU compiler in a separate process, since libtpu can be loaded only once."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def printed_json(code):
-    """Returns the JSON of each line that `code` prints; it can import those of tests/support."""
+    """Returns the JSON of each line that `code` prints. The code can import modules of tests/support."""
     root = Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": str(root)}
     command = [sys.executable, "-c", code]

@@ -1,8 +1,7 @@
-"""Hosts on one machine: network namespaces on a bridge, each with a name and a hosts file of its own. For tests that
-run as root.
+"""Hosts on one machine: network namespaces on a bridge, each with a name and a hosts file. For tests that run as root.
 
-`ip netns exec` would mount /sys anew and hide the cgroups, which slurmd needs: `nsenter` and `unshare` instead
-(util-linux).
+`ip netns exec` would remount /sys and hide the cgroups that slurmd needs, so `nsenter` and `unshare` (util-linux) are
+used.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ INSIDE = 'mount --bind "$0" /etc/hosts && hostname "$1" && shift && exec "$@"'
 
 
 def missing() -> str:
-    """Returns why this machine can play no hosts, or an empty text."""
+    """Returns why this machine cannot simulate hosts, or an empty text."""
     if os.geteuid() != 0:
         return "namespaces need root"
     absent = [name for name in ("ip", "nsenter", "unshare") if shutil.which(name) is None]
@@ -36,13 +35,13 @@ def missing() -> str:
 
 
 def enter_network(descriptor: int) -> None:
-    """Puts this thread into a network namespace (`os.setns`, which Python has since 3.12)."""
+    """Moves this thread into a network namespace (`os.setns`, available in Python since 3.12)."""
     if ctypes.CDLL(None, use_errno=True).setns(descriptor, CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "setns")
 
 
 class Hosts:
-    """Hosts by name, 10.77.0.1 and so on. What is started on them ends with the context."""
+    """Hosts by name, 10.77.0.1 and so on. Processes started on them end with the context."""
 
     def __init__(self, names: Sequence[str], also: Mapping[str, str], folder: Path):
         self.names = list(names)
@@ -58,13 +57,13 @@ class Hosts:
         return f"{self._tag}h{self.names.index(name)}"
 
     def on(self, name: str, command: Sequence[str], hostname: str = "") -> list[str]:
-        """Returns the words that run a command on a host."""
+        """Returns the arguments that run a command on a host."""
         enter = ["nsenter", f"--net=/run/netns/{self.space(name)}", "unshare", "-u", "-m", "--propagation", "private"]
         return [*enter, "sh", "-c", INSIDE, str(self._hosts), hostname or name, *command]
 
     @contextlib.contextmanager
     def inside(self, name: str) -> Iterator[None]:
-        """Sockets that this thread makes meanwhile are a host's, and stay so."""
+        """Sockets that this thread creates in this context belong to a host permanently."""
         with open("/proc/thread-self/ns/net") as home, open(f"/run/netns/{self.space(name)}") as there:
             enter_network(there.fileno())
             try:
@@ -73,7 +72,7 @@ class Hosts:
                 enter_network(home.fileno())
 
     def start(self, name: str, command: Sequence[str], hostname: str = "", **options) -> subprocess.Popen[str]:
-        """Starts a command on a host; output comes as text in one stream."""
+        """Starts a command on a host, with its output as text in one stream."""
         given = {
             "stdout": subprocess.PIPE,
             "stderr": subprocess.STDOUT,
@@ -97,12 +96,12 @@ class Hosts:
             run(f"ip -n {space} link add eth0 type veth peer name {port} netns {switch}")
             run(f"ip -n {space} addr add {self.address[name]}/24 dev eth0")
             run(f"ip -n {space} link set eth0 up")
-            run(f"ip -n {space} route add default dev eth0")  # leads nowhere; who asks for a way out finds the address
+            run(f"ip -n {space} route add default dev eth0")  # leads nowhere; a route lookup returns the address
             run(f"ip -n {switch} link set {port} master br0")
             run(f"ip -n {switch} link set {port} up")
 
     def cut(self, name: str) -> None:
-        """Pulls a host's cable: no packet leaves it or comes, and no connection is closed."""
+        """Disconnects a host: no packet is sent or received, and no connection is closed."""
         port = f"p{self.names.index(name)}"
         subprocess.run(["ip", "-n", f"{self._tag}sw", "link", "set", port, "down"], check=True)
 
@@ -122,7 +121,7 @@ class Hosts:
 
 @contextlib.contextmanager
 def hosts(names: Sequence[str] = ("host0", "host1"), also: Mapping[str, str] | None = None) -> Iterator[Hosts]:
-    """Yields hosts; `also`: other names for them, as a cluster's DNS has."""
+    """Yields hosts. `also`: additional names, as in a cluster's DNS."""
     with tempfile.TemporaryDirectory() as folder:
         made = Hosts(names, also or {}, Path(folder))
         try:

@@ -1,4 +1,4 @@
-"""Judges of the natural programs of tests/tasks, and what they say of `verify`'s mutants.
+"""Case runners of the natural programs of tests/tasks, and their results on `verify`'s mutants.
 
 python -m tests.support.verified_tasks --write    every mutant on every task -> docs/mutants.md
 python -m tests.support.verified_tasks mlm_nsp    on one
@@ -41,7 +41,7 @@ def runner_of(name: str) -> CaseRunner:
 
 
 def mutants_of(name: str) -> dict[str, str]:
-    """Returns mutant -> what caught it on a task, MISSED, or why it has no place there."""
+    """Returns mutant -> the check that detected it on a task, MISSED, or why it does not apply."""
     case_runner = runner_of(name)
     found = {mutant.name: case_runner.mutant(mutant.name, DEVICES) for mutant in MUTANTS}
     said = lambda o: o["not_applicable"] if "not_applicable" in o else CAUGHT + o["by"] if o["caught"] else MISSED
@@ -74,7 +74,7 @@ def _write(found: dict[str, dict[str, str]]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Prints what is said of mutants, and writes the page of all tasks."""
+    """Prints the results of mutants, and writes the page of all tasks."""
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.config.update("jax_disable_most_optimizations", True)
     let_optax_promote()

@@ -1,5 +1,5 @@
-"""Models as people bring them, with parameters that have no gradient but rounding noise: key biases, biases before a
-batch norm."""
+"""Typical models of users, with parameters that have only rounding noise as gradient: key biases, biases before a batch
+norm."""
 
 import functools
 
@@ -25,7 +25,7 @@ def _tokens():
 
 
 def gpt2(optimizer):
-    """Returns the task of a transformer with a bias on queries, keys and values: that of the keys cancels in the
+    """Returns the task of a transformer with biases on queries, keys and values. The key bias cancels in the
     softmax."""
 
     def init(key):
@@ -69,7 +69,7 @@ class CNN(nn.Module):
 
 
 def cnn(optimizer, dtype=None):
-    """Returns the task of the CNN, with an evaluation by the running statistics."""
+    """Returns the task of the CNN, with an evaluation that uses the running statistics."""
     model = CNN(dtype)
     random = np.random.default_rng(1)
     data = {
@@ -142,5 +142,5 @@ def new_case_runner(task, dtype="float32", **settings):
 
 @functools.cache
 def case_runner(model, optimizer="adam", rate=1e-3):
-    """Returns the case_runner of one of these models, the same for all who ask."""
+    """Returns the case_runner of one of these models. Cached."""
     return new_case_runner(MODELS[model](getattr(optax, optimizer)(rate)))

@@ -1,4 +1,4 @@
-"""A small task that is right on every mesh, and one for each mistake that a user makes."""
+"""A small task that is correct on every mesh, and one task for each kind of user mistake."""
 
 import functools
 
@@ -35,7 +35,7 @@ def examples_loss(params, batch, hidden=lambda h: h):
 
 
 def right(params, batch, key):
-    """A loss as it should be: dropout per example, statistics over the replicas, negatives of all, weights, a
+    """A correct loss: dropout per example, statistics over the replicas, negatives from all replicas, weights, a
     metric."""
 
     def hidden(h):
@@ -67,8 +67,7 @@ NATURAL_AGREE = {"rows": "sum", "largest": "max"}
 
 
 def natural(params, state, batch, key):
-    """A loss as strangers write them: a derivative at a constant, learned weights, a key and statistics in the
-    state."""
+    """A typical user loss: a derivative at a constant, learned weights, a key and statistics in the state."""
     noise_key, next_key = jax.random.split(state["key"])
     mean = lax.pmean(jnp.tanh(batch["x"] @ params["w"]).mean(0), REPLICAS)
     noise = 0.1 * jax.random.normal(noise_key, (8,))
@@ -85,19 +84,19 @@ def natural(params, state, batch, key):
 
 
 def counts_devices(params, batch, key):
-    lax.psum(1, REPLICAS)  # for a word in a log
+    lax.psum(1, REPLICAS)  # for a log message
     return sk.mean(examples_loss(params, batch))
 
 
 def two_means(params, batch, key):
-    """A sum of two means with different counts, one of which is learned: detection, MLM with NSP."""
+    """A sum of two means with different counts, one of them learned: detection, MLM with NSP."""
     loss = examples_loss(params, batch)
     confidence = jax.nn.sigmoid(batch["x"] @ params["w"][:, 0])
     return sk.mean(loss, weights=confidence) + 0.5 * sk.mean(loss, where=batch["weight"] > 1.5)
 
 
 def real_rows_counted(params, batch, key):
-    """A mean, and a metric of the real rows whose mask the task asks for itself."""
+    """A mean, and a metric over the real rows, for which the task requests the mask."""
     loss = examples_loss(params, batch)
     return sk.mean(loss), {"real": sk.derived(jnp.sqrt, sk.example_mask().astype(jnp.float32).sum())}
 
@@ -205,7 +204,7 @@ def language_task():
 
 @functools.cache
 def language_judge():
-    """Returns the case_runner of a model with an embedding and a head that are cut over the vocabulary."""
+    """Returns the case_runner of a model with an embedding and a head sharded over the vocabulary."""
     return CaseRunner(TaskRunner(sk.Config(task="t.py:t"), language_task(), BATCH, steps=2))
 
 
@@ -220,7 +219,7 @@ def new_natural_runner():
     return CaseRunner(TaskRunner(sk.Config(task="t.py:t"), task, BATCH, steps=2))
 
 
-# ---- judging
+# ---- case runners
 
 
 @functools.cache
