@@ -112,9 +112,9 @@ class Evaluator:
         with self._feed.stream(1, self._feed.schedule.num_batches) as batches:
             while True:
                 with phase.during(phase.EVALUATION, phase.READING):
-                    if (taken := next(batches, None)) is None:
+                    if (item := next(batches, None)) is None:
                         break
-                _, batch, _ = taken
+                _, batch, _ = item
                 if batch.mask is not None and self._probe:
                     self._check_padding(functools.partial(self._compiled, zeros, state), batch)
                     self._probe = False
@@ -132,9 +132,9 @@ class Evaluator:
                 "the value of metric": _values({name: m for name, m in sums.items() if name not in means}),
             }
 
-        if found := padding_check.changes(by_kind, batch, self._feed.grid, self._whole):
+        if effects := padding_check.changes(by_kind, batch, self._feed.grid, self._whole):
             schedule = self._feed.schedule
-            raise padding_check.refused_evaluation(found, self._what, schedule.num_examples, schedule.batch_size)
+            raise padding_check.refused_evaluation(effects, self._what, schedule.num_examples, schedule.batch_size)
 
 
 def _values(metrics: dict[str, Metric]) -> dict[str, Any]:
@@ -162,8 +162,8 @@ def _function(
         raise ConfigError("evaluation needs Task.eval_fn or Task.loss_fn; this task has only train_step. Give eval_fn.")
     model_state: tuple[Any, ...] = ()
     if stateful:
-        one = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if groups is not None else x
-        model_state = (jax.tree.map(one, state.model_state),)
+        single_copy = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if groups is not None else x
+        model_state = (jax.tree.map(single_copy, state.model_state),)
     # Without placements: a trace of the loss alone would reject parameters in host memory.
     needs_key = _refuses_none_key(loss_fn, abstract((state.params, *model_state, batch.examples)))
     note = (

@@ -135,15 +135,15 @@ def _reducer(task_step: TaskStep, context: Context) -> str:
     itemsize = jnp.dtype(task_step.config.precision.reduce).itemsize
     plain = lambda leaves: sum(2 * (x.num - 1) / x.num * itemsize * x.size for x in leaves)
     replicas = lambda axes: f"{' x '.join(axes)} ({context.sharding.size(*axes)} replicas)"
-    over = ", ".join(f"{values} values over {replicas(axes)}" for axes, values in added.items())
+    reductions = ", ".join(f"{values} values over {replicas(axes)}" for axes, values in added.items())
     sent = (plain if reducer.is_sum else reducer.bytes_sent)(reducer_state.reduced_leaves(context))
     options = {option: value for option, value in options.items() if option != "warmup"}
-    given = f" {options}" if options else ""
+    option_text = f" {options}" if options else ""
     first = f"sum to step {reducer.warmup}, then " if reducer.warmup else ""
-    keeps = "" if reducer.init is stateless else "; stores its error in the train state"
+    storage = "" if reducer.init is stateless else "; stores its error in the train state"
     return (
-        f"{first}{name}{given}: {over}, {sent:.0f} B sent per device for each gradient; input scale "
-        f"{reducer.input_scale}{keeps}{by_partitioner}"
+        f"{first}{name}{option_text}: {reductions}, {sent:.0f} B sent per device for each gradient; input scale "
+        f"{reducer.input_scale}{storage}{by_partitioner}"
     )
 
 
@@ -158,8 +158,8 @@ def _update(task_step: TaskStep) -> str:
     name = "the task's optimizer" if config.optimizer is None else config.optimizer["name"]
     clip = "" if config.clip_norm is None else f"gradient clipped to a global norm of {config.clip_norm:g}, then "
     ema = "" if config.ema is None else f", then a moving average of the parameters ({config.ema:g})"
-    own = " in train_step" if task_step.task.train_step is not None else ""
-    return f"{clip}{name}{own}{ema}"
+    suffix = " in train_step" if task_step.task.train_step is not None else ""
+    return f"{clip}{name}{suffix}{ema}"
 
 
 def _guard(task_step: TaskStep) -> str:
@@ -174,16 +174,16 @@ def _guard(task_step: TaskStep) -> str:
 
 def _hooks(task_step: TaskStep) -> str:
     hooks = sorted(task_step.task.hooks, key=lambda hook: hook.order)
-    inside, beside = ([hook.name for hook in hooks if (hook.in_step is not None) is wanted] for wanted in (True, False))
+    inside, outside = ([hook.name for hook in hooks if (hook.in_step is not None) is inner] for inner in (True, False))
     text = f"in the step, in this order: {', '.join(inside)}" if inside else "none in the step"
-    return text + (f"; outside of the step: {', '.join(beside)}" if beside else "")
+    return text + (f"; outside of the step: {', '.join(outside)}" if outside else "")
 
 
 def _sync(task_step: TaskStep) -> str:
     name, groups = plugins.split(task_step.config.sync)[0], task_step.groups
     if groups is None:
-        says = sync_of(task_step.config).description
-        return f"{name}: replicas are synchronous in every step{', ' if says else ''}{says}"
+        description = sync_of(task_step.config).description
+        return f"{name}: replicas are synchronous in every step{', ' if description else ''}{description}"
     return (
         f"{name}: {groups.num} groups along {' x '.join(groups.axes)} train alone, and are averaged after every "
         f"{_many(groups.sync.every or 1, 'step')} in a separate "

@@ -39,8 +39,8 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
     ledger = data.SkippedRows(options.max_bad_examples)
     source = data.open_source(task.train_data, "train_data", access(ledger))
     check_batch(config, sizes)
-    own = functools.partial(_shares, on=on, sizes=sizes)
-    shares = own(task.train_data, config.batch_size, config.microbatches, "train_data")
+    process_shares = functools.partial(_shares, on=on, sizes=sizes)
+    shares = process_shares(task.train_data, config.batch_size, config.microbatches, "train_data")
     schedule = data.Schedule(
         num_examples=sum(share.examples for share in shares) or len(source),
         batch_size=config.batch_size,
@@ -64,7 +64,7 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
     source = data.open_source(task.eval_data, "eval_data", access(ledger))
     num = sum(getattr(task.eval_data, "lengths", ())) or len(source)
     size = eval_batch_size(config.eval.batch_size or config.batch_size, num, mesh.count(sizes, mesh.BATCH_AXES))
-    schedule = data.eval_schedule(num, size, shares=own(task.eval_data, size, 1, "eval_data"))
+    schedule = data.eval_schedule(num, size, shares=process_shares(task.eval_data, size, 1, "eval_data"))
     padded = not schedule.always_full
     return Feeds(train, feed(source, schedule, microbatches=1, padded=padded, skipped_rows=ledger))
 

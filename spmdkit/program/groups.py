@@ -158,7 +158,7 @@ def place(
     groups: Groups, placed: StateLayout, params: Any, mesh: Mesh, sizes: Mapping[str, int], name: str
 ) -> StateLayout:
     """Returns the layout of the state of all groups from the layout of one copy. `name`: the sync, in messages."""
-    sync_keeps = check_agreement(groups, params, name)
+    sync_state = check_agreement(groups, params, name)
     abstract = jax.eval_shape(functools.partial(stack_state, groups), placed.abstract)
     axes: Any = groups.axes[0] if len(groups.axes) == 1 else groups.axes
     table = []
@@ -167,11 +167,11 @@ def place(
             shape, spec = (groups.num, *leaf.shape), PartitionSpec(axes, *leaf.spec)
             leaf = dataclasses.replace(leaf, shape=shape, spec=spec)
         table.append(leaf)
-    own = [
+    param_leaves = [
         dataclasses.replace(leaf, path=leaf.path.partition("/")[2])
         for leaf in placed.table
         if leaf.path.split("/")[0] == "params"
     ]
-    kept = follow(sync_keeps, own, LayoutOptions(), sizes, "device")
-    table += [dataclasses.replace(leaf, path=f"sync/{leaf.path}" if leaf.path else "sync") for leaf in kept]
+    sync_leaves = follow(sync_state, param_leaves, LayoutOptions(), sizes, "device")
+    table += [dataclasses.replace(leaf, path=f"sync/{leaf.path}" if leaf.path else "sync") for leaf in sync_leaves]
     return laid_out(table, abstract, mesh, placed.placements)

@@ -102,12 +102,12 @@ def _cast_notes(dtypes: dict[str, Any], stored: Variables, config: Config) -> li
         "state": "this model state is stored in 32 bits, half of what init made, since JAX uses 32 bits unless "
         "JAX_ENABLE_X64=1 is set",
     }
-    found: dict[str, dict[str, list[str]]] = {which: {} for which in texts}
+    changed: dict[str, dict[str, list[str]]] = {which: {} for which in texts}
     for path, leaf in named_leaves(stored):
         which, _, name = path.partition("/")
         if leaf.dtype != dtypes[path]:
-            found[which].setdefault(str(dtypes[path]), []).append(name)
-    return [f"{text}: {_some(found[which])}." for which, text in texts.items() if found[which]]
+            changed[which].setdefault(str(dtypes[path]), []).append(name)
+    return [f"{text}: {_some(changed[which])}." for which, text in texts.items() if changed[which]]
 
 
 def _some(by_dtype: dict[str, list[str]]) -> str:

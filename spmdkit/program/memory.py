@@ -137,9 +137,9 @@ def step_bytes(make: Callable[[], jax.stages.Compiled], given: Held, platform: s
 def _needed(text: str) -> int:
     """Returns the bytes that the compiler's message requires: the largest number before the limit."""
     units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "": 1}
-    found = [float(n) * units[unit] for n, unit in re.findall(r"([\d.]+)([KMGT]?)\)? (?:exceeds|of)", text)]
-    found += [float(n) * units[unit] for n, unit in re.findall(r"\(([\d.]+)([KMGT]?)\)", text)[:1]]
-    return int(max(found, default=0))
+    sizes = [float(n) * units[unit] for n, unit in re.findall(r"([\d.]+)([KMGT]?)\)? (?:exceeds|of)", text)]
+    sizes += [float(n) * units[unit] for n, unit in re.findall(r"\(([\d.]+)([KMGT]?)\)", text)[:1]]
+    return int(max(sizes, default=0))
 
 
 def memory_limit(devices: Sequence[Any]) -> int | None:
@@ -148,9 +148,9 @@ def memory_limit(devices: Sequence[Any]) -> int | None:
     if first.platform == "cpu":
         local = sum(d.process_index == jax.process_index() for d in devices)
         return int(memory_of_this_machine() // max(1, local))
-    mine = next((d for d in devices if hasattr(d, "memory_stats") and d.process_index == jax.process_index()), None)
+    device = next((d for d in devices if hasattr(d, "memory_stats") and d.process_index == jax.process_index()), None)
     try:
-        stats = mine.memory_stats() if mine is not None else None
+        stats = device.memory_stats() if device is not None else None
     except jax.errors.JaxRuntimeError:  # an abstract device
         stats = None
     if stats and "bytes_limit" in stats:

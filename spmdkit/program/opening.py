@@ -49,8 +49,8 @@ def task_of(config: Config) -> Task:
 
 def with_hooks(task: Task, config: Config) -> Task:
     """Returns the task with the config's hooks appended to its hooks."""
-    own = load_hooks(config.hooks, config.folder)
-    return dataclasses.replace(task, hooks=(*task.hooks, *own)) if own else task
+    hooks = load_hooks(config.hooks, config.folder)
+    return dataclasses.replace(task, hooks=(*task.hooks, *hooks)) if hooks else task
 
 
 def open_program(

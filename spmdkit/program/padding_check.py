@@ -71,10 +71,10 @@ def changes(run: Callable[[Batch], Any], batch: Batch, grid: Grid, whole: jax.sh
         return jax.device_get(compare(first, filled(factor)))  # type: ignore[no-any-return]
 
     first = filled(0.0)
-    found = with_first(LARGE)
-    if any(c.broken for c in found.values()):  # large numbers can be outside of a function's domain (a logarithm)
-        found = with_first(1.0)
-    changed = {path: c for path, c in found.items() if c.broken or c.difference > TOLERANCE * c.size}
+    compared = with_first(LARGE)
+    if any(c.broken for c in compared.values()):  # large numbers can be outside of a function's domain (a logarithm)
+        compared = with_first(1.0)
+    changed = {path: c for path, c in compared.items() if c.broken or c.difference > TOLERANCE * c.size}
     if changed:
         noise = with_first(0.0)  # some devices change the order of summation between runs
         changed = {path: c for path, c in changed.items() if c.broken or c.difference > 10 * noise[path].difference}
@@ -103,9 +103,9 @@ def _last_rows(grid: Grid) -> tuple[np.ndarray, int, int]:
     The last half of the rows of each microbatch on each shard; with one row, every second shard, else microbatch.
     """
     dim = 2 if grid[2] > 1 else 0 if grid[0] > 1 else 1
-    place = np.indices(grid)[dim].reshape(-1)
+    index = np.indices(grid)[dim].reshape(-1)
     shift = math.ceil(grid[dim] / 2) if dim == 2 else 1
-    return (place >= shift if dim == 2 else place % 2 == 1), shift, dim
+    return (index >= shift if dim == 2 else index % 2 == 1), shift, dim
 
 
 class _Compared(NamedTuple):
@@ -177,8 +177,8 @@ def lowered_forward(traced: jax.stages.Traced, state: Any, batch: Batch, placed:
         parts = {"model state": (state.model_state, abstract_state.model_state)}
         if not metrics:
             parts["parameter"] = (state.params, abstract_state.params)
-        own = {name: x for name, x in metrics.items() if not name.startswith(METRIC_PREFIX)}
-        return {"metric": own} | {name: _floating(*pair) for name, pair in parts.items()}
+        user_metrics = {name: x for name, x in metrics.items() if not name.startswith(METRIC_PREFIX)}
+        return {"metric": user_metrics} | {name: _floating(*pair) for name, pair in parts.items()}
 
     def step_from_moved(state: Any, batch: Batch) -> dict[str, Any]:
         state = state.replace(params=jax.tree.map(_moved, state.params, placed.params))

@@ -61,16 +61,16 @@ check's result of a step of groups, and the context of that step."""
 def phases_of(task_step: TaskStep, compile: Compile, warmup: tuple[int, Lower], whole: Whole) -> tuple[Phase, ...]:
     """Returns the programs of a run other than its step, those that replace a step first. `warmup`: the last step of
     the reducer's warm-up, or 0; its program."""
-    phase, found, groups = functools.partial(Phase, compile=compile), list[Phase](), task_step.groups
+    phase, phases, groups = functools.partial(Phase, compile=compile), list[Phase](), task_step.groups
     if groups is not None and (start := groups.sync.start):
-        found.append(phase("start", lambda: lowered_start(task_step, whole), in_place=True, until=start))
+        phases.append(phase("start", lambda: lowered_start(task_step, whole), in_place=True, until=start))
     if warmup[0]:
-        found.append(phase("warmup", warmup[1], in_place=True, until=warmup[0]))
+        phases.append(phase("warmup", warmup[1], in_place=True, until=warmup[0]))
     for number, turn in enumerate(() if groups is None else groups.sync.agreements):
         lower = functools.partial(lowered_beside if turn.overlapped else lowered_agreement, task_step, whole, number)
         first = turn.first + turn.overlapped
-        found.append(phase(turn.name, lower, every=turn.every, in_place=turn.overlapped, first=first))
-    return tuple(found)
+        phases.append(phase(turn.name, lower, every=turn.every, in_place=turn.overlapped, first=first))
+    return tuple(phases)
 
 
 def lowered_agreement(task_step: TaskStep, whole: Whole, turn: int) -> jax.stages.Lowered:
@@ -102,9 +102,9 @@ def _agree(task_step: TaskStep, whole: Whole, turn: int) -> Callable[[TrainState
 
     def agreement(current: TrainState) -> TrainState:
         current = task_step.to_device(current)
-        by = groups.reducer
-        over = mean if by is None else mean_with_reducer(by, groups, specs, task_step.mesh, current.key)
-        return agreed_state(groups, current, turn, over)
+        reducer = groups.reducer
+        average = mean if reducer is None else mean_with_reducer(reducer, groups, specs, task_step.mesh, current.key)
+        return agreed_state(groups, current, turn, average)
 
     return agreement
 

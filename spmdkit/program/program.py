@@ -131,10 +131,10 @@ class Program:
         return state.create(variables.params, model_state, self.optimizer, self.config.seed, self.config.ema)
 
     def _create_state(self, key: jax.Array) -> TrainState:
-        made = self._create_one(key)
-        made = made if self.groups is None else groups.stack_state(self.groups, made)
+        state = self._create_one(key)
+        state = state if self.groups is None else groups.stack_state(self.groups, state)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.abstract_state.reducer)
-        return made.replace(reducer=zeros)
+        return state.replace(reducer=zeros)
 
     def _open_data(self) -> None:
         self.feed, self._eval_feed = open_feeds(self.config, self.task, self.mesh, self.sizes)
@@ -306,8 +306,8 @@ class Program:
         Waits for the device."""
         whole, shapes = NamedSharding(self.mesh, PartitionSpec()), (self.abstract_state, self.abstract_batch)
         forward = self._compile(padding_check.lowered_forward(self.traced, *shapes, self.state_sharding, whole))
-        if found := padding_check.changes(functools.partial(forward, state), batch, self.feed.grid, whole):
-            raise padding_check.refused_step(found, self._task_step.what)
+        if effects := padding_check.changes(functools.partial(forward, state), batch, self.feed.grid, whole):
+            raise padding_check.refused_step(effects, self._task_step.what)
 
     # ---- arrays
 

@@ -97,9 +97,9 @@ class Copies:
         found = []
         for leaf, path in enumerate(self._paths):
             for group in self._groups(leaf):
-                values = [tuple(hashes[place, leaf]) for place in group]
-                (most, count), *others = collections.Counter(values).most_common()
-                if not others:
+                values = [tuple(hashes[position, leaf]) for position in group]
+                (most, count), *minority = collections.Counter(values).most_common()
+                if not minority:
                     continue
                 known = 2 * count > len(group)
                 odd = tuple(int(p) for p, value in zip(group, values, strict=True) if not known or value != most)
@@ -111,8 +111,8 @@ class Copies:
         """Returns [shards, copies], the mesh positions of the devices that hold each shard of a leaf."""
         axes = [self._axes.index(a) for a in self.axes_of(leaf)]
         rest = [i for i in range(len(self._shape)) if i not in axes]
-        places = np.arange(math.prod(self._shape)).reshape(self._shape)
-        return places.transpose(*rest, *axes).reshape(-1, math.prod(self._shape[i] for i in axes))
+        positions = np.arange(math.prod(self._shape)).reshape(self._shape)
+        return positions.transpose(*rest, *axes).reshape(-1, math.prod(self._shape[i] for i in axes))
 
     def device(self, place: int) -> jax.Device:
         """Returns the device at a mesh position."""
@@ -132,10 +132,10 @@ class Copies:
                 source[group] = known[0] if known else group[0]
 
         def repair(state: TrainState) -> TrainState:
-            here = lax.axis_index(self._axes)
+            position = lax.axis_index(self._axes)
             flat, structure = jax.tree.flatten(state)
             for leaf, source in sources.items():
-                flat[leaf] = _of_source(flat[leaf], jnp.asarray(source)[here] == here, self.axes_of(leaf))
+                flat[leaf] = _of_source(flat[leaf], jnp.asarray(source)[position] == position, self.axes_of(leaf))
             repaired: TrainState = jax.tree.unflatten(structure, flat)
             return repaired
 
@@ -153,7 +153,7 @@ class Copies:
         copy = jax.jit(lambda s: jax.tree.map(jnp.copy, s), out_shardings=self._program.state_sharding)
         step = self._audit_step
         first, second = (self.hashes(step(copy(state), batch)[0]) for _ in range(2))
-        return [int(place) for place in np.flatnonzero((first != second).any(axis=(1, 2)))]
+        return [int(position) for position in np.flatnonzero((first != second).any(axis=(1, 2)))]
 
     @functools.cached_property
     def _audit_step(self) -> Any:

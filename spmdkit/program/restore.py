@@ -41,41 +41,41 @@ def restored(checkpoints: Restorable, step: int, program: Program) -> tuple[Trai
     """Returns (state, record of the checkpoint, lines for the user) of a saved step on the program's mesh."""
     table = {path: shape for path, (shape, _) in checkpoints.read_tree(step).items()}
     num, requested = _saved_groups(program, table), None if program.groups is None else program.groups.num
-    late, wanted = _saved_late(table), _late(program)
-    kept, begins = _sync_kept(program, table)
+    old_delay, delay = _saved_late(table), _late(program)
+    has_sync_state, begins = _sync_kept(program, table)
     abstract = program.abstract_state if num == requested else _of_groups(program, num)
-    abstract = abstract.replace(sync=program.abstract_state.sync if kept else None)
-    if late != wanted:
-        abstract = abstract.replace(opt_state=_without_line(abstract.opt_state, late > 0))
+    abstract = abstract.replace(sync=program.abstract_state.sync if has_sync_state else None)
+    if old_delay != delay:
+        abstract = abstract.replace(opt_state=_without_line(abstract.opt_state, old_delay > 0))
     state, record, lines = _with_reducer(checkpoints, step, program, abstract, table)
-    dropped = any(path.startswith("sync/") for path in table) and not kept
+    dropped = any(path.startswith("sync/") for path in table) and not has_sync_state
     if num != requested:
         lines.append(
             f"note: step {step} was saved by {num or 'no'} groups of replicas that train alone, this run has "
             f"{requested or 'none'}: "
             + ("all continue from their mean" if num else "each begins with the same parameters")
         )
-    if late != wanted:
-        dropping, none = (f"{late} pending gradients of step {step} are dropped", "there are no pending gradients")
-        begin = f"note: gradients are delayed by {wanted} steps in this run"
-        lines.append(f"{begin}: {dropping if late else none}, and the first {wanted} steps change nothing")
+    if old_delay != delay:
+        dropping, none = (f"{old_delay} pending gradients of step {step} are dropped", "there are no pending gradients")
+        begin = f"note: gradients are delayed by {delay} steps in this run"
+        lines.append(f"{begin}: {dropping if old_delay else none}, and the first {delay} steps change nothing")
     if (begins and num) or dropped:
         changes = [f"the sync state of step {step} is dropped"] * dropped + ["this one's is initialized"] * begins
         lines.append(f"note: {', and '.join(changes)}")
-    if num == requested and late == wanted and not begins:
+    if num == requested and old_delay == delay and not begins:
         return state, record, lines
 
     def run(state: TrainState) -> TrainState:
         saved = state.sync
-        if late != wanted and late:
+        if old_delay != delay and old_delay:
             state = state.replace(opt_state=state.opt_state.optimizer)
         if num != requested:
             state = groups.regroup_state(state, num is not None, program.groups, program.state_reduction)
         elif begins and program.groups is not None:
             state = state.replace(sync=program.groups.sync.init(groups.mean(state.params)))
-        if kept:
+        if has_sync_state:
             state = state.replace(sync=saved)
-        if late != wanted and wanted:
+        if old_delay != delay and delay:
             zeros = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), program.abstract_state.opt_state)
             state = state.replace(opt_state=zeros._replace(optimizer=state.opt_state))
         return state
@@ -86,8 +86,8 @@ def restored(checkpoints: Restorable, step: int, program: Program) -> tuple[Trai
 def _sync_kept(program: Program, saved: Mapping[str, tuple[int, ...]]) -> tuple[bool, bool]:
     """Returns (whether a checkpoint has the state of the program's sync, whether that state is initialized again)."""
     requested = {path: leaf.shape for path, leaf in named_leaves(program.abstract_state) if path.startswith("sync/")}
-    held = all(saved.get(path) == shape for path, shape in requested.items())
-    return bool(requested) and held, bool(requested) and not held
+    is_complete = all(saved.get(path) == shape for path, shape in requested.items())
+    return bool(requested) and is_complete, bool(requested) and not is_complete
 
 
 def _saved_late(saved: Mapping[str, tuple[int, ...]]) -> int:
@@ -96,14 +96,14 @@ def _saved_late(saved: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def _late(program: Program) -> int:
-    held = program.abstract_state.opt_state
-    return len(held.delay_line) if isinstance(held, DelayLineState) else 0
+    opt_state = program.abstract_state.opt_state
+    return len(opt_state.delay_line) if isinstance(opt_state, DelayLineState) else 0
 
 
 def _without_line(opt_state: Any, delayed: bool) -> Any:
     """Returns the abstract optimizer state as saved, with or without a delay line. A delay line is not read."""
-    alone = opt_state.optimizer if isinstance(opt_state, DelayLineState) else opt_state
-    return DelayLineState(alone, (), None) if delayed else alone  # type: ignore[arg-type]
+    inner = opt_state.optimizer if isinstance(opt_state, DelayLineState) else opt_state
+    return DelayLineState(inner, (), None) if delayed else inner  # type: ignore[arg-type]
 
 
 def _saved_groups(program: Program, saved: Mapping[str, tuple[int, ...]]) -> int | None:
@@ -139,17 +139,17 @@ def _with_reducer(
     """Returns the result of `restored` for a change of only the reducer's state."""
     saved = {path: shape for path, shape in table.items() if path.startswith(FIELD)}
     requested = {path: leaf for path, leaf in named_leaves(abstract) if path.startswith(FIELD)}
-    found = {
+    readable = {
         path: _as_saved(leaf, saved[path])
         for path, leaf in requested.items()
         if path in saved and saved[path][1:] == leaf.shape[1:]
     }
-    read = nest({path.removeprefix(FIELD): leaf for path, leaf in found.items()})
+    read = nest({path.removeprefix(FIELD): leaf for path, leaf in readable.items()})
     state, record = checkpoints.restore(step, abstract.replace(reducer=read), optional=OPTIONAL)
     old = dict(zip([path for path, _ in named_leaves(read)], jax.tree.leaves(state.reducer), strict=True))
     resharded = _on_this_mesh(program, requested, {FIELD + path: x for path, x in old.items()})
     reducer_state = jax.tree.unflatten(jax.tree.structure(abstract.reducer), list(resharded.values()))
-    return state.replace(reducer=reducer_state), record, _lines(step, saved, requested, found)
+    return state.replace(reducer=reducer_state), record, _lines(step, saved, requested, readable)
 
 
 def _as_saved(leaf: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -170,17 +170,17 @@ def _on_this_mesh(
         leaf, _, name = path.rpartition("/")
         by_leaf.setdefault(leaf, {})[name] = x
     arrays: dict[str, jax.Array] = {}
-    for leaf, wanted in by_leaf.items():
-        num = next(iter(wanted.values())).shape[0]
-        have = {name: old[f"{leaf}/{name}"] for name in wanted if f"{leaf}/{name}" in old}
+    for leaf, targets in by_leaf.items():
+        num = next(iter(targets.values())).shape[0]
+        saved = {name: old[f"{leaf}/{name}"] for name in targets if f"{leaf}/{name}" in old}
 
-        def carry(have: Any, wanted: Any = wanted, num: int = num) -> Any:
-            zeros = {name: jax.numpy.zeros(x.shape, x.dtype) for name, x in wanted.items()}
-            same = not have or all(have[name].shape == wanted[name].shape for name in have)
-            return zeros | dict(have if same else program.reducer.reshard_state(have, num))
+        def carry(saved: Any, targets: Any = targets, num: int = num) -> Any:
+            zeros = {name: jax.numpy.zeros(x.shape, x.dtype) for name, x in targets.items()}
+            same = not saved or all(saved[name].shape == targets[name].shape for name in saved)
+            return zeros | dict(saved if same else program.reducer.reshard_state(saved, num))
 
-        placed = {name: x.sharding for name, x in wanted.items()}
-        arrays |= {f"{leaf}/{name}": x for name, x in jax.jit(carry, out_shardings=placed)(have).items()}
+        placed = {name: x.sharding for name, x in targets.items()}
+        arrays |= {f"{leaf}/{name}": x for name, x in jax.jit(carry, out_shardings=placed)(saved).items()}
     return {path: arrays[path] for path in requested}
 
 

@@ -41,19 +41,19 @@ def texts(config: Config) -> dict[str, str]:
     named = [_target(entry) for entry in _named_by(config)]
     files_named = [target for target in named if target.endswith(".py")]
     folders = list(dict.fromkeys((config.folder / target).resolve().parent for target in files_named))
-    own = frozenset(target.split(".")[0] for target in named if not target.endswith(".py"))
-    finder = _Finder(folders, own)
+    packages = frozenset(target.split(".")[0] for target in named if not target.endswith(".py"))
+    finder = _Finder(folders, packages)
     todo = [_File(target, (config.folder / target).resolve(), "") for target in files_named]
     todo += [file for target in named if not target.endswith(".py") for file in finder.files_of(target)]
-    found: dict[Path, tuple[str, str]] = {}
+    contents: dict[Path, tuple[str, str]] = {}
     while todo:
         file = todo.pop(0)
-        if file.path in found or not file.path.is_file():
+        if file.path in contents or not file.path.is_file():
             continue
         text = file.path.read_bytes().decode(errors="replace")
-        found[file.path] = file.name, text
+        contents[file.path] = file.name, text
         todo += [file for name in imported(text, file.package) for file in finder.files_of(name)]
-    return dict(sorted(found.values()))
+    return dict(sorted(contents.values()))
 
 
 def digests(config: Config) -> dict[str, str]:
@@ -150,8 +150,8 @@ class _Finder:
                 if not spec.origin.endswith(".py") or (top not in self._own and _is_library(spec.origin)):
                     return
                 package = dotted if folders is not None else dotted.rpartition(".")[0]
-                shown = dotted.replace(".", "/") + ("" if folders is None else "/__init__")
-                yield _File(f"{shown}.py", Path(spec.origin).resolve(), package)
+                display = dotted.replace(".", "/") + ("" if folders is None else "/__init__")
+                yield _File(f"{display}.py", Path(spec.origin).resolve(), package)
             spec = None if folders is None or not part else PathFinder.find_spec(part, list(folders))
 
     def _spec_of(self, top: str) -> ModuleSpec | None:

@@ -78,8 +78,8 @@ def reducer_of(config: Config, choice: str | Mapping[str, Any] | None = None) ->
     if plugins.is_reference(choice):
         choice, common = plugins.split_common_options("reducers", choice)
         return dataclasses.replace(user_code.named(choice, "reducer", config.folder, Reducer), **common)
-    made: Reducer = plugins.make("reducers", choice)
-    return made
+    reducer: Reducer = plugins.make("reducers", choice)
+    return reducer
 
 
 def form_of(view: Literal["global", "replica"], sizes: Mapping[str, int], num_replicas: int) -> trace_context.Form:

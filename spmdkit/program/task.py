@@ -140,12 +140,12 @@ def load_task(target: str, name: str, folder: Path, args: Mapping[str, Any]) -> 
             raised an exception; the function does not accept its arguments.
     """
     text = f"{target}:{name}"
-    found = user_code.find(text, "task", folder, Task)
-    if not isinstance(found, Task):
-        return user_code.call_declared(found, text, "task", args, Task, "task_args")
+    target_object = user_code.find(text, "task", folder, Task)
+    if not isinstance(target_object, Task):
+        return user_code.call_declared(target_object, text, "task", args, Task, "task_args")
     if args:
         raise ConfigError(
             f"task_args {sorted(args)} have no effect: {text} is a Task, not a function that returns one. "
             f"Write `def {name}({', '.join(sorted(args))}): return Task(...)` under @sk.task, or remove task_args."
         )
-    return found
+    return target_object

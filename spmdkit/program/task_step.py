@@ -85,13 +85,13 @@ class TaskStep:
         of_metrics = PartitionSpec() if self.groups is None else PartitionSpec(self.groups.axes)
         out_shardings = (self.state.sharding, NamedSharding(self.mesh, of_metrics), None)
         jitted = jax.jit(self.function(context), out_shardings=out_shardings, donate_argnums=0)
-        given = (self.state.abstract, self.batch)
-        traced = jitted.trace(*given)
+        arguments = (self.state.abstract, self.batch)
+        traced = jitted.trace(*arguments)
         if self.task.view == "replica":
-            many = [a for a in mesh.REPLICA_AXES if self.sizes[a] > 1]
-            check_reductions(traced.jaxpr, many)
-            untyped = jax.make_jaxpr(self.function(context.for_new_trace(), typed=False))(*given)
-            refuse_summed("train_step", traced.jaxpr, untyped, many)
+            replica_axes = [a for a in mesh.REPLICA_AXES if self.sizes[a] > 1]
+            check_reductions(traced.jaxpr, replica_axes)
+            untyped = jax.make_jaxpr(self.function(context.for_new_trace(), typed=False))(*arguments)
+            refuse_summed("train_step", traced.jaxpr, untyped, replica_axes)
         if self.groups is not None:
             groups.check_alone(self.groups, traced.jaxpr, self.what)
         return traced

@@ -57,9 +57,9 @@ def _axes_along(
     """Returns the mesh axes that may shard `dim` of a pool's operand, a result of the constraint `spec` (or None)."""
     if spec is not None:
         return _cut_dims(spec, sizes).get(dim, [])
-    here = {axis for length, cut in cuts if length == rank for axis in cut.get(dim, [])}
+    along_dim = {axis for length, cut in cuts if length == rank for axis in cut.get(dim, [])}
     anywhere = {axis for _, cut in cuts for axes in cut.values() for axis in axes}
-    return sorted(here | (anywhere & {"context"}))
+    return sorted(along_dim | (anywhere & {"context"}))
 
 
 def _cut_dims(spec: PartitionSpec, sizes: Mapping[str, int]) -> Cuts:
@@ -78,11 +78,11 @@ def _constraints(jaxpr: Any) -> Iterator[tuple[PartitionSpec, int]]:
 def _pools(jaxpr: Any) -> Iterator[tuple[Any, PartitionSpec | None]]:
     """Yields the gradients of pools, each with the spec of the constraint that produced its operand."""
     for inner in _partitioned(jaxpr):
-        made = {id(var): eqn for eqn in inner.eqns for var in eqn.outvars}
+        producers = {id(var): eqn for eqn in inner.eqns for var in eqn.outvars}
         for eqn in inner.eqns:
             if eqn.primitive.name == "select_and_scatter_add":
-                maker = made.get(id(eqn.invars[1]))
-                yield eqn, None if maker is None else _spec_of(maker)
+                producer = producers.get(id(eqn.invars[1]))
+                yield eqn, None if producer is None else _spec_of(producer)
 
 
 def _partitioned(jaxpr: Any) -> Iterator[Any]:

@@ -71,8 +71,8 @@ def over_microbatches(
     def add(carry: Any, xs: Any) -> Any:
         total, state = carry
         loss, _, new_state = compute(state, xs)
-        wanted = lambda part: part if depends else dataclasses.replace(part, sum=jnp.zeros_like(part.sum))
-        loss = Means(tuple(wanted(part) for part in loss.parts))
+        reduced_part = lambda part: part if depends else dataclasses.replace(part, sum=jnp.zeros_like(part.sum))
+        loss = Means(tuple(reduced_part(part) for part in loss.parts))
         return as_local(context, (total.merge(loss), new_state)), None
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), of_one)

@@ -93,12 +93,12 @@ def _by_reducer(
     outer = tuple(a for a in axes if a != "fsdp")
     paths = [path for path, _ in named_leaves(gradients[0])] * (len(leaves) // num)
     metrics = dict[str, jax.Array]()
-    for is_cut, over in ((False, axes), (True, outer)):
-        chosen = [i for i, dim in enumerate(scattered) if (dim >= 0) == is_cut]
-        if chosen and over:
+    for is_scattered, reduce_axes in ((False, axes), (True, outer)):
+        chosen = [i for i, dim in enumerate(scattered) if (dim >= 0) == is_scattered]
+        if chosen and reduce_axes:
             names = tuple(paths[i] for i in chosen)
-            given = [leaves[i] for i in chosen], [states[i] for i in chosen]
-            totals, new_states, more = _apply(context, reducer, *given, over, call, names)
+            operands = [leaves[i] for i in chosen], [states[i] for i in chosen]
+            totals, new_states, more = _apply(context, reducer, *operands, reduce_axes, call, names)
             metrics |= more
             for i, leaf, state in zip(chosen, totals, new_states, strict=True):
                 leaves[i], states[i] = leaf, state
@@ -124,10 +124,10 @@ def _apply(
             raise ValueError("a reducer that draws random numbers needs the step's key: sk.value_and_grad got None")
         return rng.reducer_key(call.key)
 
-    over = ReduceGroup(axes, num, key, paths)
+    group = ReduceGroup(axes, num, key, paths)
     if reducer.apply_with_metrics is not None:
-        return reducer.apply_with_metrics(leaves, states, over)
-    return *reducer.apply(leaves, states, over), {}
+        return reducer.apply_with_metrics(leaves, states, group)
+    return *reducer.apply(leaves, states, group), {}
 
 
 def _states_of(gradients: Any, reducer_state: Any) -> list[LeafState]:

@@ -57,8 +57,8 @@ def step_key(root: jax.Array, step: Any) -> jax.Array:
 
 def updated_root(root: jax.Array) -> jax.Array:
     """Returns the root of the keys after an update within the same step. No step has the same keys."""
-    own = jax.random.key_data(_fold(_of_data(root), UPDATE))
-    return jnp.concatenate([own, root.reshape(-1)[2:]]).reshape(root.shape)
+    words = jax.random.key_data(_fold(_of_data(root), UPDATE))
+    return jnp.concatenate([words, root.reshape(-1)[2:]]).reshape(root.shape)
 
 
 def evaluation_key(seed: int) -> jax.Array:

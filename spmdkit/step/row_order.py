@@ -48,8 +48,8 @@ class RowOrder:
 
     def of_shards(self, first: Any, num: int) -> jax.Array:
         """Returns int32[num * microbatches * rows], the positions of the rows of `num` shards starting at `first`."""
-        places = jnp.arange(num * self.microbatches * self.rows, dtype=jnp.int32)
-        shard, micro, row = jnp.unravel_index(places, (num, self.microbatches, self.rows))
+        indices = jnp.arange(num * self.microbatches * self.rows, dtype=jnp.int32)
+        shard, micro, row = jnp.unravel_index(indices, (num, self.microbatches, self.rows))
         return jnp.asarray(self.position(first + shard, micro, row), jnp.int32)
 
     def of_microbatch(self, first: Any, num: int, micro: Any) -> jax.Array:

@@ -51,7 +51,7 @@ class ReplicaCopy:
         if tree is self.own:
             return self.whole  # leaves may be other objects than arrays in states that JAX builds
         pairs = list(zip(jax.tree.leaves(self.own), jax.tree.leaves(self.whole), strict=True))
-        new = jax.tree.map(lambda x: next((original for own, original in pairs if own is x), x), tree)
+        new = jax.tree.map(lambda x: next((original for copy, original in pairs if copy is x), x), tree)
         return new if self.before is None else self.before.of(new)
 
 

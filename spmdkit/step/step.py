@@ -159,12 +159,12 @@ def replica_step(
     rows = PartitionSpec(context.sharding.larger(REPLICA_AXES) or REPLICA_AXES)
 
     def body(state: TrainState, examples: Any, mask: Any, limit: Any) -> Stepped:
-        own, examples, mask = compat.as_varying((state.params, examples, mask), REPLICA_AXES)
+        local_params, examples, mask = compat.as_varying((state.params, examples, mask), REPLICA_AXES)
         slots = ReducerSlots(None if discover else jax.tree.map(lambda x: x[0], state.reducer))
         inner = dataclasses.replace(context.with_sharding(form="manual"), inside=True, mask=mask, slots=slots)
         own_rows = step_examples(inner, examples, mask, state.key, lax.axis_index(REPLICA_AXES))
         with trace_context.tracing(inner), trace_context.with_examples(own_rows):
-            handed = state.replace(params=own, replica_copy=ReplicaCopy(own, state.params))
+            handed = state.replace(params=local_params, replica_copy=ReplicaCopy(local_params, state.params))
             new_state, metrics = _checked(state, train_step(handed, examples))
             metrics = {**metrics, **slots.metrics}
         new_state = without_copies(with_program_fields(state, new_state, inner)).replace(reducer=())
@@ -244,8 +244,8 @@ def checked(state: TrainState, out: Any) -> tuple[TrainState, dict[str, Any]]:
             f"train_step changed the state: {difference}. Shapes and dtypes of the state stay the same over all steps."
         )
     alike: dict[str, Any] = {}
-    for name, given in metrics.items():
-        metric = as_metric(given, f"train_step: metric '{name}'")
+    for name, value in metrics.items():
+        metric = as_metric(value, f"train_step: metric '{name}'")
         is_number = isinstance(metric, int | float) or hasattr(metric, "dtype")
         alike[name] = jnp.asarray(metric) if is_number else metric
         if not (is_number or is_metric(metric)) or (jnp.ndim(alike[name]) if is_number else is_array(metric)):

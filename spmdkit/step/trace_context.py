@@ -70,9 +70,9 @@ class Placements:
         def matching_specs(path: str, shape: tuple[int, ...]) -> tuple[PartitionSpec, ...]:
             names = path.split("/")
             ends = (f"/{'/'.join(names[i:])}" for i in range(len(names)))
-            found = ({specs for (own, size), specs in table if f"/{own}".endswith(e) and size == shape} for e in ends)
-            alike = next(filter(None, found), set())
-            return alike.pop() if len(alike) == 1 else (PartitionSpec(),) * 3
+            hits = ({specs for (key, size), specs in table if f"/{key}".endswith(e) and size == shape} for e in ends)
+            specs_of_match = next(filter(None, hits), set())
+            return specs_of_match.pop() if len(specs_of_match) == 1 else (PartitionSpec(),) * 3
 
         specs = zip(*(matching_specs(path, shape) for path, shape in shapes.items()), strict=True)
         compute, gradient, update = (jax.tree.unflatten(structure, of_leaf) for of_leaf in specs)

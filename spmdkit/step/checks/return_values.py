@@ -59,8 +59,8 @@ def checked_metrics(metrics: Any, who: str) -> dict[str, Metric]:
     if not isinstance(metrics, dict):
         raise ConfigError(f"{who} returned {shape_of(metrics)}. It must return a dict {{name: sk.mean(...)}}.")
     check_metric_names(metrics, who)
-    found = {name: as_metric(metric, f"{who}: metric '{name}'") for name, metric in metrics.items()}
-    for name, metric in found.items():
+    checked = {name: as_metric(metric, f"{who}: metric '{name}'") for name, metric in metrics.items()}
+    for name, metric in checked.items():
         if not is_metric(metric) or is_array(metric):
             raise ConfigError(
                 f"{who} returned metric '{name}' as {shape_of(metric)}. {RULE}, or a sk.scalar, so that it adds over "
@@ -70,7 +70,7 @@ def checked_metrics(metrics: Any, who: str) -> dict[str, Metric]:
         raise ConfigError(
             "eval_fn returned an empty dict. An evaluation has at least one metric. Return {'loss': sk.mean(...)}."
         )
-    return found
+    return checked
 
 
 def check_metric_names(metrics: dict[Any, Any], who: str) -> None:

@@ -128,8 +128,8 @@ def derived(fn: Callable[..., Any], *parts: Any) -> Derived:
             "sk.derived got a function and no parts. A metric is derived from parts that add up. Write "
             "sk.derived(jnp.exp, sk.mean(losses))."
         )
-    own = (as_metric(part, "a part of sk.derived") for part in parts)
-    arrays = (part if is_metric(part) else jax.tree.map(jnp.asarray, part) for part in own)
+    converted = (as_metric(part, "a part of sk.derived") for part in parts)
+    arrays = (part if is_metric(part) else jax.tree.map(jnp.asarray, part) for part in converted)
     return Derived(tuple(arrays), _DerivedFunction(fn))
 
 
@@ -187,7 +187,7 @@ def bincount(
     included = jnp.ones(parts[0].shape, bool) if padded is None else padded
     for x, length in zip(parts, dims, strict=True):
         included = included & (x >= 0) & (x < length)
-    one = jnp.ones((), jnp.int32) if weights is None else as_float(weights)
-    counted = jnp.where(included, broadcast("sk.bincount: weights", one, parts[0]), jnp.zeros((), one.dtype))
-    places = tuple(jnp.clip(x, 0, length - 1) for x, length in zip(parts, dims, strict=True))
-    return Bincount(jnp.zeros(dims, one.dtype).at[places].add(counted))
+    amounts = jnp.ones((), jnp.int32) if weights is None else as_float(weights)
+    counted = jnp.where(included, broadcast("sk.bincount: weights", amounts, parts[0]), jnp.zeros((), amounts.dtype))
+    positions = tuple(jnp.clip(x, 0, length - 1) for x, length in zip(parts, dims, strict=True))
+    return Bincount(jnp.zeros(dims, amounts.dtype).at[positions].add(counted))

@@ -49,8 +49,8 @@ def _is_leaf(x: Any) -> bool:
 
 def merge_trees(own: Tree, other: Tree) -> Tree:
     """Returns the combination of two trees of the same structure: metrics are merged, other leaves added."""
-    one = lambda x, y: x.merge(y) if is_metric(x) else jnp.add(x, y)
-    return jax.tree.map(one, own, other, is_leaf=_is_leaf)  # type: ignore[no-any-return]
+    merged = lambda x, y: x.merge(y) if is_metric(x) else jnp.add(x, y)
+    return jax.tree.map(merged, own, other, is_leaf=_is_leaf)  # type: ignore[no-any-return]
 
 
 def empty_parts(shapes: Tree, full: Callable[..., Any] = jnp.full) -> Tree:

@@ -89,8 +89,8 @@ class Mean(_Arithmetic):
 
     def merge(self, other: Mean) -> Mean:
         """Returns the mean over the elements of both parts."""
-        own, others = (mean.count if mean.num is None else mean.num for mean in (self, other))
-        num = None if self.num is None and other.num is None else own + others
+        num_self, num_other = (mean.count if mean.num is None else mean.num for mean in (self, other))
+        num = None if self.num is None and other.num is None else num_self + num_other
         return Mean(self.sum + other.sum, self.count + other.count, num)
 
     @overload
@@ -125,7 +125,7 @@ class Means(_Arithmetic):
 
     def merge(self, other: Means) -> Means:
         """Returns the sum of the means over the elements of both parts."""
-        return Means(tuple(own.merge(part) for own, part in zip(self.parts, other.parts, strict=True)))
+        return Means(tuple(first.merge(part) for first, part in zip(self.parts, other.parts, strict=True)))
 
     def __add__(self, other: Mean | Means | ArrayLike) -> Means:
         if isinstance(other, Mean | Means):

@@ -95,10 +95,10 @@ def state_reductions(
     traced = make(own[0])
     inputs = [1 << i for i in range(num)] + [0] * len(jax.tree.leaves(shared))
     inputs += [rows] * (len(traced.jaxpr.invars) - len(inputs))
-    found = dependence(traced, inputs, rows, [name for name, size in axes if size > 1])
+    dependences = dependence(traced, inputs, rows, [name for name, size in axes if size > 1])
     kinds: dict[str, Kind] = {}
     counting = []
-    for i, ((path, leaf), depends) in enumerate(zip(leaves, found, strict=True)):
+    for i, ((path, leaf), depends) in enumerate(zip(leaves, dependences, strict=True)):
         inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
         by_rows = bool(depends.all & rows)
         if path in declared:
@@ -172,8 +172,8 @@ def values_to_reduce(
             largest[path] = x
         else:
             bits = _bits(x)
-            here = first.reshape(first.shape + (1,) * (bits.ndim - first.ndim))
-            added[path] = jnp.where(here, bits, jnp.zeros_like(bits))
+            is_first = first.reshape(first.shape + (1,) * (bits.ndim - first.ndim))
+            added[path] = jnp.where(is_first, bits, jnp.zeros_like(bits))
     return added, largest
 
 

@@ -53,8 +53,8 @@ class Walk:
         known: dict[Any, Depends] = dict(zip(jaxpr.invars, given, strict=True))
         read = lambda var: known.get(var, Depends()) if isinstance(var, jax.extend.core.Var) else Depends()
         for eqn in jaxpr.eqns:
-            found = self.results(eqn, [read(var) for var in eqn.invars])
-            known.update(zip(eqn.outvars, found, strict=True))
+            outputs = self.results(eqn, [read(var) for var in eqn.invars])
+            known.update(zip(eqn.outvars, outputs, strict=True))
         return [read(var) for var in jaxpr.outvars]
 
     def results(self, eqn: Any, given: list[Depends]) -> list[Depends]:
@@ -127,7 +127,7 @@ def dependence(
 
 
 def _of_operation(name: str, given: Sequence[Depends]) -> Depends:
-    every = _union(depends.all for depends in given)
+    all_bits = _union(depends.all for depends in given)
     if name in _LINEAR:
         return _either(*given)
     if name in _PRODUCTS:
@@ -135,7 +135,7 @@ def _of_operation(name: str, given: Sequence[Depends]) -> Depends:
         linear = _union(
             depends.linear & ~_union(x.all for j, x in enumerate(given) if j != i) for i, depends in enumerate(given)
         )
-        return Depends(linear & ~_union(depends.other for depends in given), every & ~linear)
+        return Depends(linear & ~_union(depends.other for depends in given), all_bits & ~linear)
     if name == "select_n":
         which, *cases = given
         return _either(*cases, Depends(0, which.all))
@@ -145,7 +145,7 @@ def _of_operation(name: str, given: Sequence[Depends]) -> Depends:
     if name in _OPERAND_FIRST:
         num = _OPERAND_FIRST[name]
         return _either(*given[:num], Depends(0, _union(depends.all for depends in given[num:])))
-    return Depends(0, every)
+    return Depends(0, all_bits)
 
 
 def _either(*given: Depends) -> Depends:
