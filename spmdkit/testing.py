@@ -57,8 +57,8 @@ def assert_collectives(
         )
     bill = bill_of(program)
     chosen = [c for c in bill.collectives if axes is None or set(axes) & set(c.axes)]
-    found = Counter(c.op for c in chosen)
-    wrong = [f"{name} {found[name]} times, expected {number}" for name, number in ops.items() if found[name] != number]
+    count = Counter(c.op for c in chosen)
+    wrong = [f"{name} {count[name]} times, expected {number}" for name, number in ops.items() if count[name] != number]
     inside = sum(c.in_loop for c in chosen)
     if in_loop is not None and inside != in_loop:
         wrong.append(f"{inside} inside of loops, expected {in_loop}")

@@ -24,8 +24,8 @@ def all_meshes(num_devices: int, max_axis: int) -> list[dict[str, int]]:
     """Returns every mesh of `num_devices` with axes of at most `max_axis`, as axis sizes above one; fewest axes
     first."""
     divisors = [n for n in range(1, min(num_devices, max_axis) + 1) if num_devices % n == 0]
-    found = (sizes for sizes in itertools.product(divisors, repeat=len(AXES)) if math.prod(sizes) == num_devices)
-    return sorted(({a: n for a, n in zip(AXES, sizes, strict=True) if n > 1} for sizes in found), key=len)
+    meshes = (sizes for sizes in itertools.product(divisors, repeat=len(AXES)) if math.prod(sizes) == num_devices)
+    return sorted(({a: n for a, n in zip(AXES, sizes, strict=True) if n > 1} for sizes in meshes), key=len)
 
 
 def choose_devices(config: Config, requested: int | None) -> int:

@@ -218,8 +218,8 @@ def _diagnose_gradient(
     if factor is not None:
         return Diagnosis(factor[0], f"{where}; {factor[1]}", factor[2])
     if examples_interact():
-        known = _known("batch statistics", f"{where}; two microbatches on one device differ from one batch too")
-        return known._replace(repair=known.repair + KEEP_ONE_MICROBATCH * (microbatches > 1))
+        diagnosis = _known("batch statistics", f"{where}; two microbatches on one device differ from one batch too")
+        return diagnosis._replace(repair=diagnosis.repair + KEEP_ONE_MICROBATCH * (microbatches > 1))
     if finding.num_wrong == 1 < finding.num_leaves:
         return _known("one leaf", where)
     axes = [a for a in mesh if a in MODEL_AXES]

@@ -83,11 +83,11 @@ def _format_case(case: Mapping[str, Any]) -> Iterator[str]:
     mesh = describe_case({axis: size for axis, size in case["mesh"].items() if size > 1}, 1)
     yield f"{mesh}: {'equal' if case['passed'] else 'DIFFERS'} ({errors})"
     if not case["passed"]:
-        seen = case["diagnosis"]
-        yield f"  {seen['kind']}: {seen['found']}"
+        diagnosis = case["diagnosis"]
+        yield f"  {diagnosis['kind']}: {diagnosis['found']}"
         if case["located"] is not None:
             yield f"  first {case['located']['text']}"
-        yield f"  repair: {seen['repair']}"
+        yield f"  repair: {diagnosis['repair']}"
 
 
 def verify_step(
@@ -163,15 +163,15 @@ def _axes(meshes: Sequence[Mapping[str, int]]) -> tuple[str, ...]:
 
 def _open(make: Make, devices: Sequence[jax.Device], sizes: Mapping[str, int]) -> Step:
     shape = tuple(sizes.values())
-    given = np.array(devices[: math.prod(shape)], dtype=object).reshape(shape)
-    made = call_user(lambda: make(given), "make")
-    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple | list)):
+    device_array = np.array(devices[: math.prod(shape)], dtype=object).reshape(shape)
+    pair = call_user(lambda: make(device_array), "make")
+    if not (isinstance(pair, tuple) and len(pair) == 2 and callable(pair[0]) and isinstance(pair[1], tuple | list)):
         raise ConfigError(
-            f"make(devices) returned {type(made).__name__}. It must return the step and its arguments: return step, "
+            f"make(devices) returned {type(pair).__name__}. It must return the step and its arguments: return step, "
             "(state, batch)."
         )
-    step, arguments = made[0], tuple(made[1])
-    check_devices(step, arguments, given)
+    step, arguments = pair[0], tuple(pair[1])
+    check_devices(step, arguments, device_array)
     return Step(step, jax.tree.map(_to_host, arguments), [_sharding_of(x) for x in jax.tree.leaves(arguments)])
 
 
@@ -186,11 +186,11 @@ def _to_host(x: Any) -> Any:
 
 def _placed(step: Step, random: np.random.Generator | None = None) -> list[Any]:
     """Returns the arguments on their devices. Each run needs a new copy, since a step may donate its arguments."""
-    given = step.arguments
+    values = step.arguments
     if random is not None:
         move = one_ulp(random, "float64" if jax.config.jax_enable_x64 else "float32")  # type: ignore[attr-defined]
-        given = jax.tree.map(lambda x: x if is_key(x) else move(x), given)
-    flat, structure = jax.tree.flatten(given)
+        values = jax.tree.map(lambda x: x if is_key(x) else move(x), values)
+    flat, structure = jax.tree.flatten(values)
     copies = [jnp.copy(x) if is_key(x) else x for x in flat]
     placed = [x if s is None else jax.device_put(x, s) for x, s in zip(copies, step.shardings, strict=True)]
     return list(jax.tree.unflatten(structure, placed))
@@ -201,11 +201,11 @@ def _located(one: Step, many: Step, axes: Mapping[str, int]) -> dict[str, Any]:
     no single line is responsible."""
     ulps = [np.random.default_rng(i) for i in range(2)]
     try:
-        right, *moved = _tapped(one, [None, *ulps])
+        expected, *moved = _tapped(one, [None, *ulps])
         (found,) = _tapped(many, [None])
     except Exception:  # noqa: BLE001 - the step is compiled already or has side effects; the case fails without a location
         return {"located": None}
-    at = locate(right, moved, found, {axis: size for axis, size in axes.items() if size > 1})
+    at = locate(expected, moved, found, {axis: size for axis, size in axes.items() if size > 1})
     return {"located": None if at is None else {**at._asdict(), "text": at.text}}
 
 
@@ -241,13 +241,13 @@ def _on_host(x: Any) -> np.ndarray:
 
 
 def _new_values(arguments: Sequence[Any], results: Sequence[Any]) -> dict[int, int]:
-    found: dict[int, int] = {}
+    new: dict[int, int] = {}
     for i, result in enumerate(results):
         for j, argument in enumerate(arguments):
-            if j not in found.values() and _is_like(argument, result) and _is_close(argument, result):
-                found[i] = j
+            if j not in new.values() and _is_like(argument, result) and _is_close(argument, result):
+                new[i] = j
                 break
-    return found
+    return new
 
 
 def _is_like(a: Any, b: Any) -> bool:
@@ -304,13 +304,13 @@ def _case(mesh: dict[str, int], found: Leaves, expected: Leaves, tolerance: Mapp
     relative = {path: d / max(float(np.linalg.norm(wide(expected[path]))), 1e-30) for path, d in distances.items()}
     outcome: dict[str, Any] = {"mesh": mesh}
     for quantity in QUANTITIES:
-        own = [relative[p] for p in expected if _quantity(p) == quantity and (p in wrong or relative[p] < LARGEST)]
-        outcome[f"{quantity}_error"] = max(own, default=None)
+        errors = [relative[p] for p in expected if _quantity(p) == quantity and (p in wrong or relative[p] < LARGEST)]
+        outcome[f"{quantity}_error"] = max(errors, default=None)
     outcome |= {"worst_leaf": max(relative, key=relative.__getitem__), "passed": not wrong}
     if wrong:
         failed = [q for q in QUANTITIES if any(_quantity(path) == q for path in wrong)]
-        seen = _diagnosis(mesh, wrong, found, expected, relative)._asdict()
-        outcome |= {"failed": failed, "worst_leaf": wrong[0], "diagnosis": seen}
+        diagnosis = _diagnosis(mesh, wrong, found, expected, relative)._asdict()
+        outcome |= {"failed": failed, "worst_leaf": wrong[0], "diagnosis": diagnosis}
     return outcome
 
 
@@ -390,10 +390,10 @@ def check_holds_no_device(
         with jax.set_mesh(mesh):
             return jax.make_jaxpr(step)(*shapes)
 
-    held = next(_meshes_in(jaxpr or call_user(trace, "the step"), frozenset([device])), None)
-    if held is not None:
+    foreign = next(_meshes_in(jaxpr or call_user(trace, "the step"), frozenset([device])), None)
+    if foreign is not None:
         raise ConfigError(
-            f"the step passed to sk.verify_step contains a mesh of {held[0]} devices, {held[1]}. A step that is "
+            f"the step passed to sk.verify_step contains a mesh of {foreign[0]} devices, {foreign[1]}. A step that is "
             "passed directly runs on every mesh in `meshes`, so it may name axes only. Pass a function make(devices) "
             "-> (step, arguments) that creates the mesh, or use PartitionSpec only."
         )
@@ -416,10 +416,10 @@ def check_devices(step: Callable[..., Any], arguments: Sequence[Any], devices: n
                 f"others. {rule}"
             )
     jaxpr = _traced(step, arguments)
-    found = None if jaxpr is None else next(_meshes_in(jaxpr, given), None)
-    if found is not None:
+    foreign = None if jaxpr is None else next(_meshes_in(jaxpr, given), None)
+    if foreign is not None:
         raise ConfigError(
-            f"make received {len(given)} devices, and its step contains a mesh of {found[0]}, {found[1]}. {rule}"
+            f"make received {len(given)} devices, and its step contains a mesh of {foreign[0]}, {foreign[1]}. {rule}"
         )
 
 

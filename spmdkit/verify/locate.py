@@ -129,12 +129,12 @@ class Locator:
 
 
 def _step_arguments(program: Program, batch: int, move: Callable[[Any], Any]) -> list[Any]:
-    given = [b for _, b in program.batches(stop=batch + 1)][batch]
-    examples = jax.tree.map(lambda x: jax.device_put(move(x), x.sharding), given.examples)
-    given = dataclasses.replace(given, examples=examples, limit=program.limit)
+    batch_data = [b for _, b in program.batches(stop=batch + 1)][batch]
+    examples = jax.tree.map(lambda x: jax.device_put(move(x), x.sharding), batch_data.examples)
+    batch_data = dataclasses.replace(batch_data, examples=examples, limit=program.limit)
     state = jax.device_get(program.init())
     placed = jax.device_put(state.replace(params=move(state.params)), program.state_sharding)
-    return jax.tree.leaves((placed, given))
+    return jax.tree.leaves((placed, batch_data))
 
 
 ROOTS = {"gradient": "opt_state/gradient", "update": "opt_state/update", "state": "model_state", "loss": "loss"}
@@ -172,13 +172,13 @@ def _candidates_of(search: Search, node: Node, between: list[Node]) -> list[Node
         return wrong_key_positions
     if unknown := [n for n in between if not values[n.place].is_key]:
         places = {n.place for n in unknown}
-        made = [
+        sources = [
             n for n in unknown if not (values[n.place].primitive in MOVES and set(values[n.place].parents) & places)
         ]
-        return [n for n in made if values[n.place].own] or made
-    elsewhere = [n for n in search.wrong_indices(node) if values[n.place].line != values[node.place].line]
-    if elsewhere:
-        return elsewhere
+        return [n for n in sources if values[n.place].own] or sources
+    wrong_indices = [n for n in search.wrong_indices(node) if values[n.place].line != values[node.place].line]
+    if wrong_indices:
+        return wrong_indices
     # A partial value is combined with a complete one: the line of the missing reduction is that of the partial value.
     parents = search.parents(node)
     parts = [n for n in parents if (r := search.relation(n)) is not None and r.kind in PARTS]
@@ -187,10 +187,10 @@ def _candidates_of(search: Search, node: Node, between: list[Node]) -> list[Node
 
 def _is_one_statement(lines: Sequence[str]) -> bool:
     """Returns whether lines `file.py:12 (function)` belong to one statement."""
-    places = [line.partition(" ")[0].rpartition(":") for line in lines]
-    if any(not file for file, _, _ in places) or len({file for file, _, _ in places}) != 1:
+    locations = [line.partition(" ")[0].rpartition(":") for line in lines]
+    if any(not file for file, _, _ in locations) or len({file for file, _, _ in locations}) != 1:
         return False
-    file, numbers = places[0][0], {int(number) for _, _, number in places}
+    file, numbers = locations[0][0], {int(number) for _, _, number in locations}
     return len(numbers) == 1 or any(numbers <= set(lines) for lines in _statement_lines(file))
 
 

@@ -77,8 +77,8 @@ class Mutant:
         if self.needs and self.needs not in known.uses:
             return f"the task does not use sk.{self.needs}"
         clip_norm = known.gradient_norm / 2 if self.clipped else None
-        found = [Setting(m, self.microbatches, self.short, clip_norm) for m in self.meshes(known.num_devices)]
-        return found or "two replica axes need at least four devices"
+        settings = [Setting(m, self.microbatches, self.short, clip_norm) for m in self.meshes(known.num_devices)]
+        return settings or "two replica axes need at least four devices"
 
 
 def _two_replica_axes(num: int) -> list[dict[str, int]]:

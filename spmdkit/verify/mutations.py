@@ -52,8 +52,8 @@ def resolve_seam(owner: Any, name: str) -> tuple[Any, str]:
     table = getattr(owner, "SEAMS", None)
     if table is None:
         return owner, name
-    *classes, own_name = table[name].__qualname__.split(".")
-    return functools.reduce(getattr, classes, owner), own_name
+    *classes, attribute = table[name].__qualname__.split(".")
+    return functools.reduce(getattr, classes, owner), attribute
 
 
 def seams(*replacements: tuple[Any, str, Callable[..., Any]]) -> Callable[[Setting], MutationContext]:
@@ -111,11 +111,11 @@ def reducing(
 
 
 def dropped(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], _: Setting) -> Any:
-    alike, added, kept = reduce(sums, added, axes)
-    if alike.gradient is None:
-        return *jax.tree.map(lambda x: _first_only(x, axes), (sums, added)), kept
-    own = lambda x, y: _first_only(x, axes) if jnp.shape(x) == jnp.shape(y) else y  # ZeRO 2 has scattered it
-    return *jax.tree.map(own, (sums, added), (alike, added)), kept
+    reduced_sums, added, reducer_state = reduce(sums, added, axes)
+    if reduced_sums.gradient is None:
+        return *jax.tree.map(lambda x: _first_only(x, axes), (sums, added)), reducer_state
+    unscattered = lambda x, y: _first_only(x, axes) if jnp.shape(x) == jnp.shape(y) else y  # ZeRO 2 has scattered it
+    return *jax.tree.map(unscattered, (sums, added), (reduced_sums, added)), reducer_state
 
 
 def _first_only(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -125,14 +125,14 @@ def _first_only(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def doubled(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], _: Setting) -> Any:
-    sums, added, kept = reduce(sums, added, axes)
-    return _on_gradient(lambda x: x * lax.axis_size(axes), sums), added, kept
+    sums, added, reducer_state = reduce(sums, added, axes)
+    return _on_gradient(lambda x: x * lax.axis_size(axes), sums), added, reducer_state
 
 
 def reduce_over_wrong_axis(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], _: Setting) -> Any:
     """Adds over the last replica axis only. Along the other replica axes, the first device's partial sum is read."""
-    *partial, kept = reduce(sums, added, axes[-1:])
-    return *jax.tree.map(lambda x: _first_only(x, axes[:-1]), tuple(partial)), kept
+    *partial, reducer_state = reduce(sums, added, axes[-1:])
+    return *jax.tree.map(lambda x: _first_only(x, axes[:-1]), tuple(partial)), reducer_state
 
 
 @contextlib.contextmanager
@@ -173,24 +173,24 @@ def _on_gradient(change: Callable[[jax.Array], jax.Array], sums: Sums) -> Sums:
 def apart(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], _: Setting) -> Any:
     """Makes the gradient of every replica but the first a few ulps larger, which is below any tolerance."""
     factor = 1 + 3e-7 * (lax.axis_index(axes) > 0)
-    sums, added, kept = reduce(sums, added, axes)
-    return _on_gradient(lambda x: x * factor.astype(x.dtype), sums), added, kept
+    sums, added, reducer_state = reduce(sums, added, axes)
+    return _on_gradient(lambda x: x * factor.astype(x.dtype), sums), added, reducer_state
 
 
 def _typed(acted: list[Any], shard_map: Callable[..., Any], body: Callable[..., Any], **specs: Any) -> Any:
     if specs.pop("check_vma", True):
         return shard_map(body, **specs)
 
-    def own(params: Any, state: Any, rows: Any, mask: Any, kept: Any) -> Any:
+    def varying_body(params: Any, state: Any, rows: Any, mask: Any, reducer_states: Any) -> Any:
         params, rows, mask = compat.as_varying((params, rows, mask), REPLICA_AXES)
-        return body(params, state, rows, mask, kept)
+        return body(params, state, rows, mask, reducer_states)
 
     def checked(*args: Any) -> Any:
-        found = jax.make_jaxpr(shard_map(own, **specs))(*args)
+        typed = jax.make_jaxpr(shard_map(varying_body, **specs))(*args)
         right = jax.make_jaxpr(shard_map(body, check_vma=False, **specs))(*args)
-        if (line := summed_by_types(found, right, REPLICA_AXES)) is not None:
+        if (line := summed_by_types(typed, right, REPLICA_AXES)) is not None:
             acted.append(line)
-        return shard_map(own, **specs)(*args)
+        return shard_map(varying_body, **specs)(*args)
 
     return checked
 
@@ -255,8 +255,8 @@ def fold_positions(positions: Any, context: Any, replica: Any, micro: Any, num: 
     return positions(context, replica, micro, num) + jnp.asarray(replica, jnp.int32) * 2**16
 
 
-def drop_mask(place: Any, own: feed.Feed, local: Any) -> Any:
-    return place(own, local._replace(mask=None))
+def drop_mask(place: Any, owner: feed.Feed, local: Any) -> Any:
+    return place(owner, local._replace(mask=None))
 
 
 def mark_padding_real(gathered_mask: Any, axes: tuple[str, ...], num: int | None) -> jax.Array:
@@ -280,8 +280,8 @@ def clip_by_shard_norm(_: Any, max_norm: float) -> optax.GradientTransformation:
         specs = context.sharding.placements.update
 
         def body(shards: Any) -> Any:
-            cut = [x for x, spec in zip(jax.tree.leaves(shards), jax.tree.leaves(specs), strict=True) if len(spec)]
-            scale = jnp.minimum(1.0, max_norm / optax.tree.norm(cut))
+            sharded = [x for x, spec in zip(jax.tree.leaves(shards), jax.tree.leaves(specs), strict=True) if len(spec)]
+            scale = jnp.minimum(1.0, max_norm / optax.tree.norm(sharded))
             return jax.tree.map(lambda x, spec: x * scale if len(spec) else x, shards, specs)
 
         return jax.shard_map(body, mesh=context.sharding.mesh, in_specs=(specs,), out_specs=specs)(grads), state
@@ -377,9 +377,9 @@ def shard_mean(acted: list[Any], loss_fn: Callable[..., Any], *args: Any) -> Any
     if not isinstance(loss, Mean | Means):
         return out
     acted.append(loss)
-    one = lambda mean: Mean(mean.sum / jnp.maximum(mean.count, 1), mean.sum.dtype.type(1))
-    own = Means(tuple(map(one, loss.parts))) if isinstance(loss, Means) else one(loss)
-    return (own, *rest) if rest else own
+    with_count_one = lambda mean: Mean(mean.sum / jnp.maximum(mean.count, 1), mean.sum.dtype.type(1))
+    local = Means(tuple(map(with_count_one, loss.parts))) if isinstance(loss, Means) else with_count_one(loss)
+    return (local, *rest) if rest else local
 
 
 def fold_by_local_row(acted: list[Any], loss_fn: Callable[..., Any], *args: Any) -> Any:
@@ -388,8 +388,8 @@ def fold_by_local_row(acted: list[Any], loss_fn: Callable[..., Any], *args: Any)
     if examples is None or key is None:
         return loss_fn(*args)
     acted.append(key)
-    places = jnp.arange(examples.num, dtype=jnp.int32)
-    with trace_context.with_examples(dataclasses.replace(examples, positions=places, key=key)):
+    positions = jnp.arange(examples.num, dtype=jnp.int32)
+    with trace_context.with_examples(dataclasses.replace(examples, positions=positions, key=key)):
         return loss_fn(*args)
 
 

@@ -64,11 +64,11 @@ class Noise:
     @property
     def leaves(self) -> dict[str, tuple[int, int]]:
         """Path -> (number of elements below noise, number of elements) of the parameters with noise steps."""
-        found: dict[str, tuple[int, int]] = {}
+        counts: dict[str, tuple[int, int]] = {}
         for by_path in self.elements.values():
             for path, mask in by_path.items():
-                found[path] = max(found.get(path, (0, mask.size)), (int(mask.sum()), mask.size))
-        return found
+                counts[path] = max(counts.get(path, (0, mask.size)), (int(mask.sum()), mask.size))
+        return counts
 
 
 def parts(quantity: str, found: Results, expected: Results) -> list[Part]:
@@ -168,8 +168,8 @@ def _loose(noise: Noise, reference: Results, probes: Sequence[Results]) -> dict[
             for part in parts(quantity, probe, reference):
                 for path, error in noise.errors(part).items():
                     if MULTIPLE * error > LARGEST and _follows(part[0]):
-                        own = loose.setdefault(part[0], {})
-                        own[path] = max(own.get(path, LARGEST), BOUND * error)
+                        of_tree = loose.setdefault(part[0], {})
+                        of_tree[path] = max(of_tree.get(path, LARGEST), BOUND * error)
     return loose
 
 

@@ -54,8 +54,8 @@ def recording_optimizer(optimizer: optax.GradientTransformation) -> optax.Gradie
         return RecordingState(zeros, inner.init(params), jax.tree.map(jnp.zeros_like, params))
 
     def update(grads: Any, state: RecordingState, params: Any = None, **extra: Any) -> tuple[Any, RecordingState]:
-        updates, own = inner.update(grads, state.inner, params, **extra)
-        return updates, RecordingState(grads, own, updates)
+        updates, inner_state = inner.update(grads, state.inner, params, **extra)
+        return updates, RecordingState(grads, inner_state, updates)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -81,12 +81,12 @@ def with_constant_init(task: Task, seed: int, dtype: str = "float32") -> Task:
     another dtype than `init` creates. With a 64-bit state the dtype is the same in every step.
     """
     with jax.default_device(jax.devices()[0]):
-        made = call_user(lambda: jax.device_get(jax.jit(task.init)(jax.random.key(seed))), "init")
+        constants = call_user(lambda: jax.device_get(jax.jit(task.init)(jax.random.key(seed))), "init")
     if dtype == "float64":
         task = _with_wide_state(task)
-        if isinstance(made, Variables):
-            made = made._replace(state=jax.tree.map(_widened, made.state))
-    return dataclasses.replace(task, init=lambda key: jax.tree.map(jnp.asarray, made))
+        if isinstance(constants, Variables):
+            constants = constants._replace(state=jax.tree.map(_widened, constants.state))
+    return dataclasses.replace(task, init=lambda key: jax.tree.map(jnp.asarray, constants))
 
 
 def _widened(x: Any) -> Any:

@@ -140,18 +140,18 @@ def _case_jobs(meshes: list[dict[str, int]], microbatches: list[int]) -> list[di
 
 
 def _finished(resume: Path, digest: str) -> dict[str, dict[str, Any]]:
-    found = {}
+    outcomes = {}
     try:
         for line in resume.read_text(encoding="utf-8").splitlines():
             entry = json.loads(line)
             if entry["digest"] == digest:
-                found[entry["job"]] = dict(entry["outcome"])
+                outcomes[entry["job"]] = dict(entry["outcome"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"--resume {resume} cannot be read ({type(error).__name__}). It holds the cases that an earlier verify "
             "has finished, a line each. Remove it, or name another."
         ) from error
-    return found
+    return outcomes
 
 
 class _CaseResults:

@@ -133,12 +133,12 @@ class CaseRunner:
         reference = self.reference(setting)
         program, self._base = self._base or self.task_runner.program(setting, evaluated=False), None
         (_, batch), *_ = program.batches(stop=1)
-        right, taken = plain_value_and_grad(program, loss_fn, program.init(), batch), reference.results.batches[0]
-        errors = leaf_errors(taken.gradient, right.gradient)
+        expected, actual = plain_value_and_grad(program, loss_fn, program.init(), batch), reference.results.batches[0]
+        errors = leaf_errors(actual.gradient, expected.gradient)
         worst = max(errors, key=lambda path: np.nan_to_num(errors[path], nan=np.inf))
-        found = {"loss_error": compare.number_error(taken.loss, right.loss), "gradient_error": errors[worst]}
-        passed = all(found[f"{q}_error"] <= reference.tolerance[q] for q in ("loss", "gradient"))
-        return found | {"worst_leaf": worst, "passed": bool(passed)}
+        outcome = {"loss_error": compare.number_error(actual.loss, expected.loss), "gradient_error": errors[worst]}
+        passed = all(outcome[f"{q}_error"] <= reference.tolerance[q] for q in ("loss", "gradient"))
+        return outcome | {"worst_leaf": worst, "passed": bool(passed)}
 
     # ---- cases
 
@@ -172,8 +172,8 @@ class CaseRunner:
             finding = find_difference(
                 found, reference.results, errors, reference.tolerance, reference.noise, setting.short
             )
-            seen = diagnose(finding, mesh, microbatches, lambda: self.key_matters, lambda: self.examples_interact)
-            outcome |= {"failed": failed, "worst_leaf": finding.leaf, "diagnosis": seen._asdict()}
+            diagnosis = diagnose(finding, mesh, microbatches, lambda: self.key_matters, lambda: self.examples_interact)
+            outcome |= {"failed": failed, "worst_leaf": finding.leaf, "diagnosis": diagnosis._asdict()}
             outcome |= self._located(setting, program, finding) if self.locate else {}
         del program
         jax.clear_caches()
@@ -181,12 +181,12 @@ class CaseRunner:
 
     def _located(self, setting: Setting, program: Program, finding: Difference) -> dict[str, Any]:
         try:
-            found = self._locator(setting, program, finding.quantity, finding.batch)
+            location = self._locator(setting, program, finding.quantity, finding.batch)
         except Exception as error:  # noqa: BLE001 - the case has failed anyway; its location is optional
             return {"located": None, "not_located": f"{type(error).__name__}: {_first_line(error)}"}
-        if found is None:
+        if location is None:
             return {"located": None, "not_located": "no single line is the first to differ"}
-        return {"located": {**found._asdict(), "text": found.text}}
+        return {"located": {**location._asdict(), "text": location.text}}
 
     def _name(self, setting: Setting) -> dict[str, Any]:
         config = self.task_runner.config
@@ -276,15 +276,15 @@ class CaseRunner:
                 return {"not_applicable": mutant.no_effect}
             return {"caught": False, "by": "nothing"}
         finding = find_difference(found, reference.results, errors, reference.tolerance, reference.noise, short)
-        seen = diagnose(finding, setting.mesh, setting.microbatches, lambda: False, lambda: False)
+        diagnosis = diagnose(finding, setting.mesh, setting.microbatches, lambda: False, lambda: False)
         by = "gradient" if "gradient" in failed else failed[0]
         located = self._located(setting, program, finding) if self.locate == "all" else {}
-        return {"caught": True, "by": f"{by} {errors.worst[by]:.1e}", "diagnosis": seen._asdict(), **located}
+        return {"caught": True, "by": f"{by} {errors.worst[by]:.1e}", "diagnosis": diagnosis._asdict(), **located}
 
     def _changes_nothing(self, setting: Setting, found: Results, reference: Reference) -> bool:
-        right = self.task_runner.run(self.task_runner.program(setting, evaluated=False))
+        unchanged = self.task_runner.run(self.task_runner.program(setting, evaluated=False))
         floor = compare.FLOOR_ULPS * float(np.finfo(reference.dtype).eps)
-        return not compare.compare(found, right, reference.noise).failed(dict.fromkeys(compare.QUANTITIES, floor))
+        return not compare.compare(found, unchanged, reference.noise).failed(dict.fromkeys(compare.QUANTITIES, floor))
 
     def _rejected(self, setting: Setting, acted: list[Any], why: str) -> dict[str, Any]:
         """Returns the outcome of a rejected mutant: caught if the program without the bug is accepted."""

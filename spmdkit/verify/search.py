@@ -78,11 +78,11 @@ class Search:
         # If the package sums means here as if they were partial sums, an earlier value is too large. If the user's code
         # sums means, the sum is the bug, unless the values are means by coincidence and an earlier value is too large.
         # Gradients are not means by coincidence: each shard divides by its number of rows.
-        own = all(values[n.place].own for n in added)
+        is_user = all(values[n.place].own for n in added)
         of_gradients = any(values[n.place].backward for means in added.values() for n in means)
         right, self._right = self._right, tuple(kind for kind in self._right if kind != "mean")
         before = self._walked()
-        if own and (of_gradients or any(map(is_mean, before))):
+        if is_user and (of_gradients or any(map(is_mean, before))):
             self._right = right
             return first
         return before
@@ -109,25 +109,25 @@ class Search:
         before = {place: self.many.program.ancestors(values[place].parents) for place in {n.place for n in first}}
 
         def is_later(node: Node) -> bool:
-            others = [n for n in first if n != node and n.place in before[node.place]]
-            own = (node.turns, node.place)
-            return any(node.place not in before[n.place] or (n.turns, n.place) < own for n in others)
+            earlier = [n for n in first if n != node and n.place in before[node.place]]
+            position = (node.turns, node.place)
+            return any(node.place not in before[n.place] or (n.turns, n.place) < position for n in earlier)
 
         return {node: between for node, between in first.items() if not is_later(node)}
 
     def _wrong_results(self) -> list[ValuePath]:
-        found = []
+        places = []
         for i, x in self.many.results.items():
             y = self.one.results[i]
             ulps = [side.results[i] for side in self.moved]
             if x.shape != y.shape or distance(x, y) > noise_of(y, ulps, FAR):
-                found += [place for place in self.many.program.results[i] if place in self.many.program.values]
-        return found
+                places += [place for place in self.many.program.results[i] if place in self.many.program.values]
+        return places
 
     def parents(self, node: Node) -> list[Node]:
         """Returns the values a node is computed from, without the program's arguments."""
         value = self.many.program.values[node.place]
-        found = []
+        nodes = []
         for parent in value.parents:
             if parent[0] == -1:
                 continue
@@ -136,22 +136,22 @@ class Search:
                 turns = (*turns[:-1], turns[-1] - 1)
                 if turns[-1] < 0:
                     continue
-            found += self._nodes(parent, value.loops, turns)
-        return found
+            nodes += self._nodes(parent, value.loops, turns)
+        return nodes
 
     def _nodes(self, place: ValuePath, loops: Sequence[Any], turns: tuple[int, ...]) -> list[Node]:
         """Returns a value at the iterations of the shared loops. In a finished loop, it is the first iteration that
         differs, or the last one."""
-        own = self.many.program.values[place].loops
+        own_loops = self.many.program.values[place].loops
         shared = 0
-        while shared < min(len(own), len(loops)) and own[shared] == loops[shared]:
+        while shared < min(len(own_loops), len(loops)) and own_loops[shared] == loops[shared]:
             shared += 1
-        kept, rest = turns[:shared], own[shared:]
+        shared_turns, rest = turns[:shared], own_loops[shared:]
         if not rest:
-            return [Node(place, kept)]
-        every = [Node(place, (*kept, *more)) for more in np.ndindex(*(loop.length for loop in rest))]
-        wrong = (n for n in every if (r := self.relation(n)) is not None and r.kind not in ("same", *PARTS))
-        return [next(wrong, every[-1])] if every else []
+            return [Node(place, shared_turns)]
+        nodes = [Node(place, (*shared_turns, *more)) for more in np.ndindex(*(loop.length for loop in rest))]
+        wrong = (n for n in nodes if (r := self.relation(n)) is not None and r.kind not in ("same", *PARTS))
+        return [next(wrong, nodes[-1])] if nodes else []
 
     def _behind(self, node: Node) -> tuple[list[Node], list[Node]]:
         """Returns (unmatched values between a node and its nearest matched ancestors, nearest ancestors that

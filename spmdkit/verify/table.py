@@ -23,14 +23,14 @@ def print_report(report: Mapping[str, Any], file: IO[str] | None = None) -> None
     _cases(console, report)
     for case in report["cases"]:
         if not case["passed"]:
-            seen = case["diagnosis"]
-            console.print(f"[bold red]{describe_case(case['mesh'], case['microbatches'])}[/]: {seen['kind']}")
-            console.print(f"  {escape(seen['found'])}")
+            diagnosis = case["diagnosis"]
+            console.print(f"[bold red]{describe_case(case['mesh'], case['microbatches'])}[/]: {diagnosis['kind']}")
+            console.print(f"  {escape(diagnosis['found'])}")
             if located := case.get("located"):
                 console.print(f"  [bold]first[/] {escape(located['text'])}")
             elif reason := case.get("not_located"):
                 console.print(f"  [dim]not located: {escape(reason)}[/]")
-            console.print(f"  [bold]repair[/] {escape(seen['repair'])}")
+            console.print(f"  [bold]repair[/] {escape(diagnosis['repair'])}")
     _plain(console, report.get("plain_jax", {}))
     if report["pattern"]:
         console.print(f"The cases that differ have in common: [bold]{report['pattern']}[/].")
@@ -136,8 +136,8 @@ def _verdict(report: Mapping[str, Any]) -> str:
     good, caught = sum(c["passed"] for c in cases), sum(m["caught"] for m in mutants)
     mutants_caught = f", {caught} of {len(mutants)} mutants caught" if mutants else ", no mutant tried"
     style = "bold green" if report["passed"] else "bold red"
-    word = "passed" if report["passed"] else "failed"
+    outcome = "passed" if report["passed"] else "failed"
     return (
-        f"[{style}]{word}[/]: {good} of {len(cases)} cases equal to one device{mutants_caught}, "
+        f"[{style}]{outcome}[/]: {good} of {len(cases)} cases equal to one device{mutants_caught}, "
         f"{report['seconds']:.0f} s."
     )

@@ -139,17 +139,17 @@ class TaskRunner:
         """
         num_devices = count({**dict.fromkeys(setting.mesh, 1), **setting.mesh}, tuple(setting.mesh))
         config, devices = self._config(setting, num_devices), jax.devices()[:num_devices]
-        made = lambda watched: Program(config, self._instrumented(setting, evaluated, watched), devices, probe)
+        build = lambda watched: Program(config, self._instrumented(setting, evaluated, watched), devices, probe)
         if self._watched is None:
             if setting.clip_norm is not None:  # clipping wraps the optimizer's state too
                 self.program(dataclasses.replace(setting, clip_norm=None), evaluated=evaluated)
                 return self.program(setting, probe, evaluated)
             try:
-                program, self._watched = made(True), True
+                program, self._watched = build(True), True
             except SpmdkitError:
-                program, self._watched = made(False), False
+                program, self._watched = build(False), False
             return program
-        return made(self._watched)
+        return build(self._watched)
 
     def _config(self, setting: Setting, num_devices: int) -> Config:
         changes: dict[str, Any] = {
@@ -203,9 +203,9 @@ class TaskRunner:
     def _num_train(self, setting: Setting) -> int:
         if setting.short or self.short:
             short = self.batch_size // 4 + 1
-            own = len(data.open_source(self._sources["train_data"], "train_data"))
+            num_rows = len(data.open_source(self._sources["train_data"], "train_data"))
             # A source of exactly one batch, as a stream returns, loses some rows: short-batch mutants need a short one.
-            return max(1, own - short) if own == self.batch_size else self.batch_size + short
+            return max(1, num_rows - short) if num_rows == self.batch_size else self.batch_size + short
         return NUM_BATCHES * self.batch_size
 
     def _num_eval(self) -> int:
@@ -213,21 +213,21 @@ class TaskRunner:
         evaluation has no short batch."""
         if self._sources["eval_data"] is None:
             return 0
-        own = len(data.open_source(self._sources["eval_data"], "eval_data"))
-        if own % min(own, self.config.eval.batch_size or self.config.batch_size) == 0:
-            return min(own // self.batch_size, NUM_BATCHES) * self.batch_size or own
+        num_rows = len(data.open_source(self._sources["eval_data"], "eval_data"))
+        if num_rows % min(num_rows, self.config.eval.batch_size or self.config.batch_size) == 0:
+            return min(num_rows // self.batch_size, NUM_BATCHES) * self.batch_size or num_rows
         return self.batch_size + self.batch_size // 4 + 1
 
     def _rows(self, name: str, num: int) -> Any:
-        given = self._sources[name]
-        if given is None:
+        user_data = self._sources[name]
+        if user_data is None:
             return None
         if (name, num) not in self._cut:
-            source = data.open_source(given, name)
+            source = data.open_source(user_data, name)
             rows = source.gather(np.arange(min(num, len(source)), dtype=np.int64))
             if self.dtype == "float64":
-                twice = {np.dtype(np.float32): np.float64, np.dtype(np.complex64): np.complex128}
-                rows = jax.tree.map(lambda x: x.astype(twice.get(x.dtype, x.dtype)), rows)
+                widened = {np.dtype(np.float32): np.float64, np.dtype(np.complex64): np.complex128}
+                rows = jax.tree.map(lambda x: x.astype(widened.get(x.dtype, x.dtype)), rows)
             self._cut[name, num] = ArraySource(rows, name)
         return self._cut[name, num]
 
@@ -253,8 +253,8 @@ class TaskRunner:
 
         def begin() -> TrainState:
             # Keys stay on the devices after device_get. Without a copy, the first step would donate them.
-            own = jax.tree.map(lambda x: jnp.copy(x) if is_key(x) else x, start)
-            return jax.device_put(own, program.state_sharding)
+            copies = jax.tree.map(lambda x: jnp.copy(x) if is_key(x) else x, start)
+            return jax.device_put(copies, program.state_sharding)
 
         batches = [batch for _, batch in program.batches(stop=max(self.steps, NUM_BATCHES))]
         if moved is not None:
@@ -264,11 +264,11 @@ class TaskRunner:
                 )
                 for b in batches
             ]
-        taken = []
+        single_steps = []
         for batch in batches[:NUM_BATCHES]:
             state, metrics = program.step(begin(), batch)
-            of_groups = _of_all_groups(state.model_state, program)
-            taken.append(_step_result(state, jax.device_get(metrics), of_groups, start.params))
+            model_state = _of_all_groups(state.model_state, program)
+            single_steps.append(_step_result(state, jax.device_get(metrics), model_state, start.params))
         state, losses, last = begin(), list[float](), dict[str, Any]()
         for batch in batches[: self.steps]:
             state, last = program.step(state, batch)
@@ -277,7 +277,7 @@ class TaskRunner:
         if evaluate and program.has_eval:
             evaluation = _numbers(program.eval(state))
         return Results(
-            taken,
+            single_steps,
             losses,
             _numbers(jax.device_get(last)),
             flat(state.params),
@@ -350,17 +350,17 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _step_result(state: TrainState, metrics: Mapping[str, Any], model_state: Any, before: Any) -> StepResult:
-    kept = state.opt_state
-    if not isinstance(kept, RecordingState):
-        moved = jax.tree.map(lambda x, y: x - y, jax.device_get(state.params), before)
-        kept = RecordingState(moved, kept, moved)
+    opt_state = state.opt_state
+    if not isinstance(opt_state, RecordingState):
+        change = jax.tree.map(lambda x, y: x - y, jax.device_get(state.params), before)
+        opt_state = RecordingState(change, opt_state, change)
     return StepResult(
         loss=float(metrics.get("loss", np.nan)),
         count=float(metrics[COUNT]) if COUNT in metrics else None,
         metrics=_numbers(metrics),
-        gradient=flat(kept.gradient),
-        update=flat(kept.update),
-        optimizer=flat(kept.inner),
+        gradient=flat(opt_state.gradient),
+        update=flat(opt_state.update),
+        optimizer=flat(opt_state.inner),
         state=flat(model_state),
     )
 

@@ -184,11 +184,11 @@ class TappedProgram:
             loop = Loop(here, eqn.params["length"], eqn.params["reverse"])
             at = at._replace(loops=(*at.loops, loop))
             outs = self._read(body, sources, here, at)
-            given, carried = list(sources), [list[ValuePath]() for _ in sources]
+            inputs, carried = list(sources), [list[ValuePath]() for _ in sources]
             for i in range(num):  # an iteration also reads the results of the previous one
-                given[first + i] = [*given[first + i], *outs[i]]
+                inputs[first + i] = [*inputs[first + i], *outs[i]]
                 carried[first + i] = outs[i]
-            return self._read(body, given, here, at._replace(carried=carried))
+            return self._read(body, inputs, here, at._replace(carried=carried))
         return None
 
     # ---- values
@@ -229,31 +229,31 @@ class TappedProgram:
         read = lambda v: v.val if isinstance(v, Literal) else known[v]
         for number, eqn in enumerate(jaxpr.eqns):
             here = (*path, number)
-            given = [read(v) for v in eqn.invars]
+            inputs = [read(v) for v in eqn.invars]
             if (body := self._in_line(eqn)) is not None:
-                outs = self._evaluate(body.jaxpr, body.consts, given, here, taps, at_top)
+                outs = self._evaluate(body.jaxpr, body.consts, inputs, here, taps, at_top)
             elif eqn.primitive.name == "shard_map" and at_top:
-                outs = self._shard_map(eqn, given, here, taps)
+                outs = self._shard_map(eqn, inputs, here, taps)
             elif eqn.primitive.name == "scan":
-                outs = self._scan(eqn, given, here, taps, at_top)
+                outs = self._scan(eqn, inputs, here, taps, at_top)
             else:
                 with eqn.ctx.manager:
-                    found = eqn.primitive.bind(*given, **eqn.primitive.get_bind_params(eqn.params))
-                outs = list(found) if eqn.primitive.multiple_results else [found]
+                    result = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+                outs = list(result) if eqn.primitive.multiple_results else [result]
                 taps.update({(*here, i): x for i, x in enumerate(outs) if _is_numbers(x)})
             known.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
     def _shard_map(self, eqn: Any, given: Sequence[Any], here: ValuePath, taps: dict[ValuePath, Any]) -> list[Any]:
-        params, own = eqn.params, dict[ValuePath, Any]()
+        params, inner_taps = eqn.params, dict[ValuePath, Any]()
         axes = tuple(_sizes(eqn))
 
         def body(*shards: Any) -> Any:
-            own.clear()
-            outs = self._evaluate(params["jaxpr"], (), shards, here, own, False)
-            return outs, [compat.as_varying(jnp.asarray(x)[None], axes) for x in own.values()]
+            inner_taps.clear()
+            outs = self._evaluate(params["jaxpr"], (), shards, here, inner_taps, False)
+            return outs, [compat.as_varying(jnp.asarray(x)[None], axes) for x in inner_taps.values()]
 
-        found, tapped = jax.shard_map(
+        results, tapped = jax.shard_map(
             body,
             mesh=params["mesh"],
             in_specs=tuple(params["in_specs"]),
@@ -261,23 +261,23 @@ class TappedProgram:
             axis_names=set(params["newly_manual_axes"]),
             check_vma=params["check_vma"],
         )(*given)
-        taps.update(zip(own, tapped, strict=True))
-        return list(found)
+        taps.update(zip(inner_taps, tapped, strict=True))
+        return list(results)
 
     def _scan(
         self, eqn: Any, given: Sequence[Any], here: ValuePath, taps: dict[ValuePath, Any], at_top: bool
     ) -> list[Any]:
         first, num = compat.carried_inputs(eqn)
-        body, own = eqn.params["jaxpr"], dict[ValuePath, Any]()
+        body, inner_taps = eqn.params["jaxpr"], dict[ValuePath, Any]()
         consts, carry, xs = given[:first], list(given[first : first + num]), list(given[first + num :])
 
         def iteration(carry: Any, x: Any) -> Any:
-            own.clear()
-            outs = self._evaluate(body.jaxpr, body.consts, [*consts, *carry, *x], here, own, at_top)
-            return outs[:num], (outs[num:], list(own.values()))
+            inner_taps.clear()
+            outs = self._evaluate(body.jaxpr, body.consts, [*consts, *carry, *x], here, inner_taps, at_top)
+            return outs[:num], (outs[num:], list(inner_taps.values()))
 
         end, (ys, tapped) = lax.scan(iteration, carry, xs, length=eqn.params["length"], reverse=eqn.params["reverse"])
-        for place, x in zip(own, tapped, strict=True):
+        for place, x in zip(inner_taps, tapped, strict=True):
             taps[place] = jnp.moveaxis(x, 1, 0) if at_top and self.values[place].stacked else x
         return [*end, *ys]
 
@@ -293,10 +293,10 @@ def _is_numbers(x: Any) -> bool:
 
 def _line(eqn: Any, around: Line) -> Line:
     """Returns the line of an equation, or of the enclosing call if JAX reuses the cached trace of another call."""
-    found = line_of(eqn)
-    if found is None or (around.is_jit and around.frames[0] not in found.frames):
+    line = line_of(eqn)
+    if line is None or (around.is_jit and around.frames[0] not in line.frames):
         return around
-    return around if around.own and not found.own else found
+    return around if around.own and not line.own else line
 
 
 def line_of(eqn: Any) -> Line | None:
@@ -310,12 +310,12 @@ def line_of(eqn: Any) -> Line | None:
             inside.append(frame)
     ours = [f for f in inside if f.file_name.startswith(_PACKAGE)]
     users = [f for f in inside if not f.file_name.startswith(_PACKAGE)]
-    for own, frames in ((True, users), (False, ours)):
+    for is_user, frames in ((True, users), (False, ours)):
         for f in frames[:1]:
             name = f.function_name.rpartition(".")[2]
-            every = tuple((f.file_name, f.line_num) for f in inside)
+            all_frames = tuple((f.file_name, f.line_num) for f in inside)
             is_jit = eqn.primitive.name in ("jit", "pjit")
-            return Line(f"{_short(f.file_name)}:{f.line_num} ({name})", own, every, is_jit)
+            return Line(f"{_short(f.file_name)}:{f.line_num} ({name})", is_user, all_frames, is_jit)
     return None
 
 

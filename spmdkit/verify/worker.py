@@ -84,8 +84,8 @@ def available_bytes() -> int | None:
         lines = MEMINFO.read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else None
+    fields = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(fields[0]) * 1024 if fields else None
 
 
 def _run_job(case_runner: CaseRunner, job: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:

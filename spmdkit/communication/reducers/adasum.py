@@ -46,7 +46,7 @@ def make() -> Reducer:
     """Returns the reducer."""
 
     def apply(leaves: Leaves, states: list[LeafState], over: ReduceGroup) -> tuple[Leaves, list[LeafState]]:
-        return map_buffers(leaves, states, lambda own, kept: (_of_group(own, over), kept))
+        return map_buffers(leaves, states, lambda group, group_states: (_of_group(group, over), group_states))
 
     def wire_of(added: Sequence[ReducedLeaf]) -> float:
         sent = 0.0
@@ -92,16 +92,16 @@ def _of_group(leaves: Sequence[jax.Array], over: ReduceGroup) -> Leaves:
     # [replicas, part]: the part that this replica owns, from every replica
     parts = lax.all_to_all(buffer, over.axes, 0, 0, tiled=True)
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    everywhere = (*over.axes, *sorted(compat.varying_axes(leaves[0]) - set(over.axes)))
+    all_axes = (*over.axes, *sorted(compat.varying_axes(leaves[0]) - set(over.axes)))
     while parts.shape[0] > 1:
         a, b = parts[0::2], parts[1::2]
         dots = jnp.stack([_dots(x, y, starts, lengths) for x, y in ((a, b), (a, a), (b, b))])
-        both, of_a, of_b = lax.psum(dots, everywhere)  # [pairs, leaves] each
-        of_a, of_b = (_spread(1 - half_projection(both, own), lengths, a.shape[1]) for own in (of_a, of_b))
+        both, of_a, of_b = lax.psum(dots, all_axes)  # [pairs, leaves] each
+        of_a, of_b = (_spread(1 - half_projection(both, squares), lengths, a.shape[1]) for squares in (of_a, of_b))
         parts = of_a * a + of_b * b
-    whole = gather_parts(parts[0], over.axes).reshape(num, -1)
+    gathered = gather_parts(parts[0], over.axes).reshape(num, -1)
     return [
-        whole[:, start : start + length].reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype)
+        gathered[:, start : start + length].reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype)
         for x, start, length in zip(leaves, starts, lengths, strict=True)
     ]
 

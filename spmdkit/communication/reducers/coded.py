@@ -75,7 +75,7 @@ def coded_reducer(code: Code, error_feedback: bool, exact_options: Mapping[str, 
     """
 
     def apply(leaves: Leaves, states: list[LeafState], over: ReduceGroup) -> tuple[Leaves, list[LeafState]]:
-        return map_buffers(leaves, states, lambda own, kept: coded_sum(own, kept, over, code))
+        return map_buffers(leaves, states, lambda group, group_states: coded_sum(group, group_states, over, code))
 
     def wire(values: int, num: int) -> float:
         length = -(-values // (num * code.multiple)) * code.multiple
@@ -101,20 +101,20 @@ def coded_sum(
 ) -> tuple[Leaves, Sequence[LeafState]]:
     """Returns (sums, states with the new residuals; unchanged states without error feedback)."""
     multiple, has_error = over.num * code.multiple, "error" in states[0]
-    own = flatten(leaves, multiple)
+    compensated = flatten(leaves, multiple)
     if has_error:
-        own = own + flatten([state["error"] for state in states], multiple).astype(own.dtype)
-    own = own.reshape(over.num, -1)
-    length = own.shape[1]
-    to_owner = code.encode(own.astype(jnp.float32))
+        compensated = compensated + flatten([state["error"] for state in states], multiple).astype(compensated.dtype)
+    compensated = compensated.reshape(over.num, -1)
+    length = compensated.shape[1]
+    to_owner = code.encode(compensated.astype(jnp.float32))
     part = code.decode([lax.all_to_all(x, over.axes, 0, 0, tiled=True) for x in to_owner], length).sum(0)
     to_all = code.encode(part)
     total = code.decode([gather_parts(x, over.axes).reshape(over.num, -1) for x in to_all], length).reshape(-1)
     if not has_error:
         return unflatten(total, leaves), states
-    left = own - code.decode(to_owner, length).astype(own.dtype)
-    owner = _place_owned_part(part - code.decode(to_all, length), over).astype(own.dtype)
-    errors = unflatten((left + owner).reshape(-1), leaves, jnp.float32)
+    local_error = compensated - code.decode(to_owner, length).astype(compensated.dtype)
+    owner_error = _place_owned_part(part - code.decode(to_all, length), over).astype(compensated.dtype)
+    errors = unflatten((local_error + owner_error).reshape(-1), leaves, jnp.float32)
     return unflatten(total, leaves), [{"error": error} for error in errors]
 
 

@@ -100,19 +100,19 @@ def _apply(
     if num == 1:
         return between.apply(leaves, states, outside)
     dims = [shard_dim(x.shape, num) for x in leaves]
-    whole = [i for i, dim in enumerate(dims) if dim is None]
+    undivided = [i for i, dim in enumerate(dims) if dim is None]
     out, new = list(leaves), list(states)
-    for i, total in zip(whole, lax.psum([leaves[i] for i in whole], over.axes), strict=True):
+    for i, total in zip(undivided, lax.psum([leaves[i] for i in undivided], over.axes), strict=True):
         out[i] = total
-    chosen = [i for i, dim in enumerate(dims) if dim is not None]
-    for group in buffer_groups([leaves[i] for i in chosen]):
-        own = [(i, dims[i] or 0) for i in (chosen[j] for j in group)]
-        shards = _scatter([jnp.moveaxis(leaves[i], dim, 0) for i, dim in own], num, axes)
-        shards = [jnp.moveaxis(x, 0, dim) for x, (_, dim) in zip(shards, own, strict=True)]
-        paths = tuple(over.paths[i] for i, _ in own) if over.paths else ()
-        shards, kept = between.apply(shards, [states[i] for i, _ in own], dataclasses.replace(outside, paths=paths))
-        totals = _gather([jnp.moveaxis(x, dim, 0) for x, (_, dim) in zip(shards, own, strict=True)], num, axes)
-        for (i, dim), total, state in zip(own, totals, kept, strict=True):
+    divided = [i for i, dim in enumerate(dims) if dim is not None]
+    for group in buffer_groups([leaves[i] for i in divided]):
+        pairs = [(i, dims[i] or 0) for i in (divided[j] for j in group)]
+        shards = _scatter([jnp.moveaxis(leaves[i], dim, 0) for i, dim in pairs], num, axes)
+        shards = [jnp.moveaxis(x, 0, dim) for x, (_, dim) in zip(shards, pairs, strict=True)]
+        paths = tuple(over.paths[i] for i, _ in pairs) if over.paths else ()
+        shards, kept = between.apply(shards, [states[i] for i, _ in pairs], dataclasses.replace(outside, paths=paths))
+        totals = _gather([jnp.moveaxis(x, dim, 0) for x, (_, dim) in zip(shards, pairs, strict=True)], num, axes)
+        for (i, dim), total, state in zip(pairs, totals, kept, strict=True):
             out[i], new[i] = jnp.moveaxis(total, 0, dim), state
     return out, new
 
@@ -134,13 +134,13 @@ def _outer(choice: Choice) -> tuple[str, Reducer]:
         )
     if wrong := plugins.problem("reducers", choice):
         raise ConfigError(f"hierarchical.outer: {wrong}")
-    made: Reducer = plugins.make("reducers", choice)
-    if made.apply_with_metrics is not None:
+    reducer: Reducer = plugins.make("reducers", choice)
+    if reducer.apply_with_metrics is not None:
         raise ConfigError(
             f"hierarchical.outer is {name}: its bytes depend on the gradient and are a metric, and metrics of an "
             f"outer reducer cannot be logged. Write outer: int8, or reducer: {name} alone."
         )
-    return name, made
+    return name, reducer
 
 
 def _check_axes(sizes: Mapping[str, int], name: str) -> None:
@@ -177,9 +177,9 @@ def _scatter(leaves: Leaves, num: int, axes: tuple[str, ...]) -> Leaves:
     """
     rows = jnp.concatenate([x.reshape(num, -1) for x in leaves], 1)
     rows = jnp.pad(rows, [(0, 0), (0, -rows.shape[1] % PAD)])
-    own = lax.psum_scatter(rows.reshape(-1, LANES), axes, scatter_dimension=0, tiled=True)
+    shard = lax.psum_scatter(rows.reshape(-1, LANES), axes, scatter_dimension=0, tiled=True)
     shards = [jax.ShapeDtypeStruct((x.shape[0] // num, *x.shape[1:]), x.dtype) for x in leaves]
-    return unflatten(own.reshape(-1), shards)
+    return unflatten(shard.reshape(-1), shards)
 
 
 def _gather(shards: Leaves, num: int, axes: tuple[str, ...]) -> Leaves:

@@ -40,10 +40,10 @@ def make() -> Reducer:
     """Returns the reducer."""
 
     def apply(leaves: Leaves, states: list[LeafState], over: ReduceGroup) -> tuple[Leaves, list[LeafState]]:
-        def total(own: Leaves, kept: list[LeafState]) -> tuple[Leaves, list[LeafState]]:
-            parts = flatten(own, over.num * PAD).reshape(over.num, -1)
-            of_all = lax.all_to_all(parts, over.axes, 0, 0, tiled=True)
-            return unflatten(gather_parts(_in_order(of_all), over.axes), own), kept
+        def total(group: Leaves, group_states: list[LeafState]) -> tuple[Leaves, list[LeafState]]:
+            parts = flatten(group, over.num * PAD).reshape(over.num, -1)
+            of_replicas = lax.all_to_all(parts, over.axes, 0, 0, tiled=True)
+            return unflatten(gather_parts(_in_order(of_replicas), over.axes), group), group_states
 
         return map_buffers(leaves, states, total)
 
@@ -63,9 +63,9 @@ def add(tree: Any, axes: tuple[str, ...]) -> Any:
     """Returns the sum of a small tree, added on every replica in replica order: one all_gather per dtype."""
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
 
-    def total(own: Leaves, kept: list[LeafState]) -> tuple[Leaves, list[LeafState]]:
-        buffer = jnp.concatenate([x.reshape(-1) for x in own])
-        return unflatten(_in_order(gather_parts(buffer[None], axes)), own), kept
+    def total(group: Leaves, group_states: list[LeafState]) -> tuple[Leaves, list[LeafState]]:
+        buffer = jnp.concatenate([x.reshape(-1) for x in group])
+        return unflatten(_in_order(gather_parts(buffer[None], axes)), group), group_states
 
     return jax.tree.unflatten(structure, map_buffers(leaves, [{}] * len(leaves), total)[0])
 

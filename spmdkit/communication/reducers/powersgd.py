@@ -88,9 +88,9 @@ def make(rank: int = 4, warm_start: bool = True, stacked: Sequence[str] = STACKE
     def wire_of(added: Sequence[ReducedLeaf]) -> float:
         sent = 0.0
         for leaf in added:
-            found = view(leaf.path, leaf.shape)
-            factors = found[0] * min(rank, *found[1:]) * (found[1] + found[2]) if found else 0
-            sent += 8 * (leaf.num - 1) / leaf.num * factors if found else leaf.allreduce_bytes
+            factored = view(leaf.path, leaf.shape)
+            factors = factored[0] * min(rank, *factored[1:]) * (factored[1] + factored[2]) if factored else 0
+            sent += 8 * (leaf.num - 1) / leaf.num * factors if factored else leaf.allreduce_bytes
         return sent
 
     def check(added: Sequence[ReducedLeaf]) -> None:
@@ -153,25 +153,25 @@ def _of_group(
     rank: int,
 ) -> list[tuple[int, jax.Array, LeafState]]:
     """Returns (index, sum, state) of the leaves of one buffer."""
-    owing = {i: _add_error(leaves[i], states[i]) for i in group}
-    own = {i: owing[i].astype(jnp.float32).reshape(v) for i, v in views.items()}
+    compensated = {i: _add_error(leaves[i], states[i]) for i in group}
+    inputs = {i: compensated[i].astype(jnp.float32).reshape(v) for i, v in views.items()}
     exact = [i for i in group if i not in views]
     starts = [_start(states[i].get("product"), v, min(rank, *v[1:]), i, over) for i, v in views.items()]
-    left = [_product("bmn,bnr->bmr", x, q) for x, q in zip(own.values(), starts, strict=True)]
-    summed = _sum([*left, *(owing[i] for i in exact)], over)
+    left = [_product("bmn,bnr->bmr", x, q) for x, q in zip(inputs.values(), starts, strict=True)]
+    summed = _sum([*left, *(compensated[i] for i in exact)], over)
     bases = [orthonormal(p, i) for i, p in enumerate(summed[: len(left)])]
-    right = [_product("bmn,bmr->bnr", x, p) for x, p in zip(own.values(), bases, strict=True)]
-    found: list[tuple[int, jax.Array, LeafState]] = []
-    for i, x, p, mine, r in zip(own, own.values(), bases, right, _sum(right, over), strict=True):
+    right = [_product("bmn,bmr->bnr", x, p) for x, p in zip(inputs.values(), bases, strict=True)]
+    results: list[tuple[int, jax.Array, LeafState]] = []
+    for i, x, p, local, r in zip(inputs, inputs.values(), bases, right, _sum(right, over), strict=True):
         shape, total = leaves[i].shape, _product("bmr,bnr->bmn", p, r)
-        state = {"error": (x - _product("bmr,bnr->bmn", p, mine)).reshape(shape)}
+        state = {"error": (x - _product("bmr,bnr->bmn", p, local)).reshape(shape)}
         if "product" in states[i]:
             state["product"] = total.reshape(shape)
-        found.append((i, total.reshape(shape).astype(leaves[i].dtype), state))
+        results.append((i, total.reshape(shape).astype(leaves[i].dtype), state))
     for i, total in zip(exact, summed[len(left) :], strict=True):
-        paid = {name: jnp.zeros_like(x) if name == "error" else x for name, x in states[i].items()}
-        found.append((i, total.astype(leaves[i].dtype), paid))
-    return found
+        new_state = {name: jnp.zeros_like(x) if name == "error" else x for name, x in states[i].items()}
+        results.append((i, total.astype(leaves[i].dtype), new_state))
+    return results
 
 
 def _add_error(leaf: jax.Array, state: LeafState) -> jax.Array:
@@ -214,23 +214,23 @@ def orthonormal(x: jax.Array, index: int) -> jax.Array:
     """
     spare = jax.random.normal(jax.random.fold_in(jax.random.key(1, impl="threefry2x32"), index), x.shape, jnp.float32)
 
-    def rest(done: jax.Array, column: jax.Array) -> jax.Array:
+    def project_out(done: jax.Array, column: jax.Array) -> jax.Array:
         for _ in range(2):
             column = column - _product("bnr,br->bn", done, _product("bnr,bn->br", done, column))
         return column
 
     def orthonormalize_column(i: jax.Array, done: jax.Array) -> jax.Array:
         column = lax.dynamic_index_in_dim(x, i, 2, keepdims=False)
-        found, size = rest(done, column), jnp.linalg.norm(column, axis=1, keepdims=True)
-        other = rest(done, lax.dynamic_index_in_dim(spare, i, 2, keepdims=False))
-        is_lost = jnp.linalg.norm(found, axis=1, keepdims=True) <= 1e-5 * size
-        column = jnp.where(is_lost, other, found)
+        residual, size = project_out(done, column), jnp.linalg.norm(column, axis=1, keepdims=True)
+        replacement = project_out(done, lax.dynamic_index_in_dim(spare, i, 2, keepdims=False))
+        is_dependent = jnp.linalg.norm(residual, axis=1, keepdims=True) <= 1e-5 * size
+        column = jnp.where(is_dependent, replacement, residual)
         column = column / jnp.linalg.norm(column, axis=1, keepdims=True)
         result: jax.Array = lax.dynamic_update_index_in_dim(done, column, i, 2)
         return result
 
-    nothing = compat.as_varying(jnp.zeros(x.shape, x.dtype), tuple(compat.varying_axes(x)))
-    result: jax.Array = lax.fori_loop(0, x.shape[2], orthonormalize_column, nothing)
+    zeros = compat.as_varying(jnp.zeros(x.shape, x.dtype), tuple(compat.varying_axes(x)))
+    result: jax.Array = lax.fori_loop(0, x.shape[2], orthonormalize_column, zeros)
     return result
 
 

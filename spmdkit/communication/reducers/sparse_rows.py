@@ -60,18 +60,18 @@ def make(leaves: str | Sequence[str], rows: int, most: float | None = 1.0) -> Re
     def is_table(path: str) -> bool:
         return any(re.fullmatch(pattern, path) for pattern in patterns)
 
-    def tables(given: Leaves, over: ReduceGroup) -> list[int]:
-        return [i for i, path in enumerate(over.paths) if is_table(path) and given[i].ndim > 1 and given[i].size]
+    def tables(gradient: Leaves, over: ReduceGroup) -> list[int]:
+        return [i for i, path in enumerate(over.paths) if is_table(path) and gradient[i].ndim > 1 and gradient[i].size]
 
     def apply_with_metrics(
-        given: Leaves, states: list[LeafState], over: ReduceGroup
+        gradient: Leaves, states: list[LeafState], over: ReduceGroup
     ) -> tuple[Leaves, list[LeafState], ReducerMetrics]:
-        out, chosen, metrics = list(given), tables(given, over), dict[str, jax.Array]()
-        others = [i for i in range(len(given)) if i not in chosen]
-        for i, total in zip(others, lax.psum([given[i] for i in others], over.axes), strict=True):
+        out, table_indices, metrics = list(gradient), tables(gradient, over), dict[str, jax.Array]()
+        dense_indices = [i for i in range(len(gradient)) if i not in table_indices]
+        for i, total in zip(dense_indices, lax.psum([gradient[i] for i in dense_indices], over.axes), strict=True):
             out[i] = total
-        for i, rounds in zip(chosen, _rounds([given[i] for i in chosen], rows, over), strict=True):
-            out[i], name = _summed(given[i], rounds, rows, over), f"rounds/{over.paths[i]}"
+        for i, rounds in zip(table_indices, _rounds([gradient[i] for i in table_indices], rows, over), strict=True):
+            out[i], name = _summed(gradient[i], rounds, rows, over), f"rounds/{over.paths[i]}"
             metrics[name] = jnp.maximum(metrics.get(name, 0), rounds.astype(jnp.float32))
         return out, states, metrics
 
@@ -84,13 +84,13 @@ def make(leaves: str | Sequence[str], rows: int, most: float | None = 1.0) -> Re
         for table in (x for x in added if is_table(x.path)):
             _check_table(table, rows, most)
 
-    def validate_first_step(added: Sequence[ReducedLeaf], found: Mapping[str, float]) -> None:
+    def validate_first_step(added: Sequence[ReducedLeaf], step_metrics: Mapping[str, float]) -> None:
         for table in added:
-            _check_first(table, rows, most, found.get(f"rounds/{table.path}", 0))
+            _check_first(table, rows, most, step_metrics.get(f"rounds/{table.path}", 0))
 
     return Reducer(
         exact=True,
-        apply=lambda given, states, over: apply_with_metrics(given, states, over)[:2],
+        apply=lambda gradient, states, over: apply_with_metrics(gradient, states, over)[:2],
         wire=lambda values, num: 8 * (num - 1) / num * values,
         wire_of=wire_of,
         check=check,
@@ -111,34 +111,34 @@ def _rounds(leaves: Sequence[jax.Array], rows: int, over: ReduceGroup) -> list[j
     """Returns int32[] for each leaf, the number of rounds, equal on every device."""
     if not leaves:
         return []
-    cut = sorted({axis for x in leaves for axis in compat.varying_axes(x)} - set(over.axes))
+    shard_axes = sorted({axis for x in leaves for axis in compat.varying_axes(x)} - set(over.axes))
     num = [-(-_touched(x).sum(dtype=jnp.int32) // min(rows, x.shape[0])) for x in leaves]
-    everywhere = (*over.axes, *cut)
-    return list(jnp.maximum(lax.pmax(jnp.stack(compat.as_varying(num, everywhere)), everywhere), 1))
+    all_axes = (*over.axes, *shard_axes)
+    return list(jnp.maximum(lax.pmax(jnp.stack(compat.as_varying(num, all_axes)), all_axes), 1))
 
 
 def _summed(leaf: jax.Array, rounds: jax.Array, rows: int, over: ReduceGroup) -> jax.Array:
     """Returns the sum of a leaf over replicas. In a round each replica sends `rows` touched rows."""
     num, rows = leaf.shape[0], min(rows, leaf.shape[0])
     table = leaf.reshape(num, -1).astype(common_dtype(leaf.dtype, jnp.float32))
-    places = jnp.sort(jnp.where(_touched(leaf), jnp.arange(num, dtype=jnp.uint32), num))
-    places = jnp.pad(places, (0, -num % rows), constant_values=num)  # touched rows first; index `num` is padding
+    indices = jnp.sort(jnp.where(_touched(leaf), jnp.arange(num, dtype=jnp.uint32), num))
+    indices = jnp.pad(indices, (0, -num % rows), constant_values=num)  # touched rows first; index `num` is padding
 
     def one_round(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         i, total = carry
-        own = lax.dynamic_slice_in_dim(places, i * rows, rows)
-        sent = _packed(own, table.at[own].get(mode="fill", fill_value=0))
-        of_all = gather_parts(sent, over.axes).reshape(over.num, -1)
-        return i + 1, lax.scan(add, total, of_all)[0]
+        round_indices = lax.dynamic_slice_in_dim(indices, i * rows, rows)
+        sent = _packed(round_indices, table.at[round_indices].get(mode="fill", fill_value=0))
+        messages = gather_parts(sent, over.axes).reshape(over.num, -1)
+        return i + 1, lax.scan(add, total, messages)[0]
 
     def add(total: jax.Array, sent: jax.Array) -> tuple[jax.Array, None]:
         numbers, values = _unpacked(sent, rows, table)
         return total.at[numbers].add(values, mode="drop"), None
 
-    cut = tuple(compat.varying_axes(leaf) - set(over.axes))
+    shard_axes = tuple(compat.varying_axes(leaf) - set(over.axes))
     first = 0 * rounds  # batched like the loop's other values under a `vmap` over groups
-    nothing = compat.as_varying(jnp.zeros(table.shape, table.dtype) + first.astype(table.dtype), cut)
-    _, total = lax.while_loop(lambda carry: carry[0] < rounds, one_round, (first, nothing))
+    zeros = compat.as_varying(jnp.zeros(table.shape, table.dtype) + first.astype(table.dtype), shard_axes)
+    _, total = lax.while_loop(lambda carry: carry[0] < rounds, one_round, (first, zeros))
     return total.reshape(leaf.shape).astype(leaf.dtype)
 
 
@@ -177,15 +177,15 @@ def _check_options(leaves: str | Sequence[str], rows: int, most: float | None) -
 
 
 def _check_named(pattern: str, added: Sequence[ReducedLeaf]) -> None:
-    found = [x for x in added if re.fullmatch(pattern, x.path)]
-    if not found:
+    matched = [x for x in added if re.fullmatch(pattern, x.path)]
+    if not matched:
         largest = sorted((x for x in added if len(x.shape) > 1), key=lambda x: -x.shape[0])[:3]
         known = f" The leaves with the most rows are {', '.join(repr(x.path) for x in largest)}." if largest else ""
         raise ConfigError(
             f"sparse_rows.leaves: {pattern!r} matches no leaf that is reduced over replicas.{known} Write such a "
             "path, or reducer: sum."
         )
-    if short := next((x for x in found if len(x.shape) < 2 or not x.size), None):
+    if short := next((x for x in matched if len(x.shape) < 2 or not x.size), None):
         raise ConfigError(
             f"sparse_rows.leaves: {pattern!r} matches {short.path!r}, {list(short.shape)} on a device, which has no "
             "rows. Name tables only, [rows, width]."

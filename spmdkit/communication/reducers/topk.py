@@ -60,11 +60,11 @@ def make(fraction: float = 0.01, most: float | None = 0.5) -> Reducer:
     def reduced(leaves: Leaves, states: list[LeafState], over: ReduceGroup) -> tuple[Leaves, list[LeafState]]:
         errors = [state["error"] for state in states]
         k = _num_sent(sum(x.size for x in leaves), over.num, fraction, most)
-        total, left = _largest(leaves, errors, over, k) if k else _all(leaves, errors, over)
-        return total, [{"error": error} for error in left]
+        total, residuals = _largest(leaves, errors, over, k) if k else _all(leaves, errors, over)
+        return total, [{"error": error} for error in residuals]
 
     def apply(leaves: Leaves, states: list[LeafState], over: ReduceGroup) -> tuple[Leaves, list[LeafState]]:
-        return map_buffers(leaves, states, lambda own, owed: reduced(own, owed, over))
+        return map_buffers(leaves, states, lambda group, group_states: reduced(group, group_states, over))
 
     def wire(values: int, num: int) -> float:
         k = _num_sent(values, num, fraction, most)
@@ -101,42 +101,42 @@ def _whole_parts(values: int, fraction: float) -> int:
 
 def _refusal(fraction: float, most: float, values: int, num: int) -> str:
     if k := _whole_parts(values, fraction):
-        found = (
+        reason = (
             f"{k:,} values from each replica are {num * k / values:.2f} of the bytes of sum; the limit is {most:g} "
             "(most)"
         )
     else:
-        found = f"that is fewer than {PAD:,} values, the smallest number that is sent"
+        reason = f"that is fewer than {PAD:,} values, the smallest number that is sent"
     largest = math.floor(most * values / num / PAD) * PAD / (values + -values % PAD)
     candidates = (math.ceil(largest * 1000) / 1000, math.floor(largest * 1000) / 1000)
     fitting = next((x for x in candidates if _num_sent(values, num, x, most)), None)
     return (
         f"reducer: topk with fraction: {fraction:g} on {num} replicas, with a gradient of {values:,} values on a "
-        f"device: {found}. Try {'' if fitting is None else f'fraction: {fitting:g}, or '}reducer: int8."
+        f"device: {reason}. Try {'' if fitting is None else f'fraction: {fitting:g}, or '}reducer: int8."
     )
 
 
 def _largest(
-    leaves: Sequence[jax.Array], owed: Sequence[jax.Array], over: ReduceGroup, k: int
+    leaves: Sequence[jax.Array], errors: Sequence[jax.Array], over: ReduceGroup, k: int
 ) -> tuple[Leaves, Leaves]:
     """Returns (sums of the k largest values of each replica, new residuals)."""
-    own = flatten(leaves, PAD)
-    own = (own + flatten(owed, PAD).astype(own.dtype)).astype(jnp.float32)
-    _, places = lax.top_k(jnp.where(jnp.isnan(own), jnp.inf, jnp.abs(own)), k)
-    values = lax.bitcast_convert_type(own[places], jnp.uint32)
-    sent = gather_parts(jnp.concatenate([values, places.astype(jnp.uint32)]), over.axes).reshape(over.num, 2, k)
+    compensated = flatten(leaves, PAD)
+    compensated = (compensated + flatten(errors, PAD).astype(compensated.dtype)).astype(jnp.float32)
+    _, indices = lax.top_k(jnp.where(jnp.isnan(compensated), jnp.inf, jnp.abs(compensated)), k)
+    values = lax.bitcast_convert_type(compensated[indices], jnp.uint32)
+    sent = gather_parts(jnp.concatenate([values, indices.astype(jnp.uint32)]), over.axes).reshape(over.num, 2, k)
 
     def add(total: jax.Array, of_replica: jax.Array) -> tuple[jax.Array, None]:
         values = lax.bitcast_convert_type(of_replica[0], jnp.float32)
         return total.at[of_replica[1].astype(jnp.int32)].add(values, unique_indices=True), None
 
-    nothing = compat.as_varying(jnp.zeros(own.shape, own.dtype), tuple(compat.varying_axes(sent)))
-    total, _ = lax.scan(add, nothing, sent)
-    left = own.at[places].set(0, unique_indices=True)
-    return unflatten(total, leaves), unflatten(left, leaves, jnp.float32)
+    zeros = compat.as_varying(jnp.zeros(compensated.shape, compensated.dtype), tuple(compat.varying_axes(sent)))
+    total, _ = lax.scan(add, zeros, sent)
+    residuals = compensated.at[indices].set(0, unique_indices=True)
+    return unflatten(total, leaves), unflatten(residuals, leaves, jnp.float32)
 
 
-def _all(leaves: Sequence[jax.Array], owed: Sequence[jax.Array], over: ReduceGroup) -> tuple[Leaves, Leaves]:
+def _all(leaves: Sequence[jax.Array], errors: Sequence[jax.Array], over: ReduceGroup) -> tuple[Leaves, Leaves]:
     """Returns (sums including all residuals, zero residuals)."""
-    own = [(x + error).astype(x.dtype) for x, error in zip(leaves, owed, strict=True)]
-    return lax.psum(own, over.axes), [jnp.zeros_like(error) for error in owed]
+    compensated = [(x + error).astype(x.dtype) for x, error in zip(leaves, errors, strict=True)]
+    return lax.psum(compensated, over.axes), [jnp.zeros_like(error) for error in errors]

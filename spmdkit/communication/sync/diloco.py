@@ -70,18 +70,18 @@ def make(
     check_start("diloco", start)
     if reducer is not None and not plugins.is_reference(reducer) and (wrong := plugins.problem("reducers", reducer)):
         raise ConfigError(f"diloco.reducer: {wrong}")
-    own = (0.5 if overlap else 0.0) if alpha is None else float(alpha)
-    parts = [f"{fragments} fragments at different steps"] if fragments > 1 else []
+    retained = (0.5 if overlap else 0.0) if alpha is None else float(alpha)
+    details = [f"{fragments} fragments at different steps"] if fragments > 1 else []
     return Sync(
         every,
         functools.partial(_init, fragments, overlap),
-        functools.partial(_agree, fragments, overlap, own),
+        functools.partial(_agree, fragments, overlap, retained),
         view=lambda params, sync_state, mean: mean(params),
         outer_optimizer=NESTEROV if optimizer is None else optimizer,
         reducer=reducer,
         schedule=_schedule(every, fragments, overlap, start // every * every),
         start=start,
-        description=", ".join([describe_start(start), *parts] if start else parts),
+        description=", ".join([describe_start(start), *details] if start else details),
     )
 
 
@@ -105,14 +105,14 @@ def _check(every: int, fragments: int, overlap: int, alpha: float | None) -> Non
 def _init(fragments: int, overlap: int, params: Any, outer: optax.GradientTransformation) -> Any:
     agreed = jax.tree.map(lambda x: jnp.asarray(x, common_dtype(x.dtype, jnp.float32)), params)
     states = tuple(outer.init(fragment(agreed, fragments, i)) for i in range(fragments))
-    taken = {"taken": jax.tree.map(jnp.zeros_like, agreed)} if overlap else {}
-    return {"agreed": agreed, "outer": states} | taken
+    pending = {"taken": jax.tree.map(jnp.zeros_like, agreed)} if overlap else {}
+    return {"agreed": agreed, "outer": states} | pending
 
 
 def _agree(
     fragments: int,
     overlap: int,
-    own: float,
+    alpha: float,
     params: Any,
     sync_state: Any,
     mean: Mean,
@@ -121,16 +121,16 @@ def _agree(
     outer: optax.GradientTransformation,
 ) -> tuple[Any, Any]:
     number = turn % fragments
-    agreed, mine = (fragment(tree, fragments, number) for tree in (sync_state["agreed"], params))
+    agreed, local = (fragment(tree, fragments, number) for tree in (sync_state["agreed"], params))
     if turn < fragments:
-        gradient = mean(jax.tree.map(lambda a, p: a - p.astype(a.dtype), agreed, mine))
+        gradient = mean(jax.tree.map(lambda a, p: a - p.astype(a.dtype), agreed, local))
         if overlap:
             return params, sync_state | {"taken": with_fragment(sync_state["taken"], gradient)}
     else:
         gradient = fragment(sync_state["taken"], fragments, number)
     updates, state = outer.update(gradient, sync_state["outer"][number], agreed)
     new = optax.apply_updates(agreed, updates)
-    mixed = jax.tree.map(lambda p, a: own * p.astype(a.dtype) + (1 - own) * a, mine, new) if own else new
+    mixed = jax.tree.map(lambda p, a: alpha * p.astype(a.dtype) + (1 - alpha) * a, local, new) if alpha else new
     states = tuple(state if i == number else other for i, other in enumerate(sync_state["outer"]))
     return with_fragment(params, mixed), {
         **sync_state,

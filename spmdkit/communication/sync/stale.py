@@ -64,12 +64,12 @@ def late(tx: optax.GradientTransformation, k: int) -> optax.GradientTransformati
             extra["grad"] = due
         if "value_fn" in extra:
             extra["value_fn"] = _refuse_value_optimizer
-        updates, moved = tx.update(due, state.optimizer, params, **extra)
-        begun = state.waiting == k
-        moved = jax.tree.map(lambda new, old: jnp.where(begun, new, old), moved, state.optimizer)
-        updates = jax.tree.map(lambda u: jnp.where(begun, u, jnp.zeros_like(u)), updates)
+        updates, new_state = tx.update(due, state.optimizer, params, **extra)
+        is_full = state.waiting == k
+        new_state = jax.tree.map(lambda new, old: jnp.where(is_full, new, old), new_state, state.optimizer)
+        updates = jax.tree.map(lambda u: jnp.where(is_full, u, jnp.zeros_like(u)), updates)
         line = (grads, *state.delay_line[:-1])
-        return updates, DelayLineState(moved, line, jnp.minimum(state.waiting + 1, k))
+        return updates, DelayLineState(new_state, line, jnp.minimum(state.waiting + 1, k))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
