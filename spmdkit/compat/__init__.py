@@ -140,8 +140,8 @@ def _gathered(
     if names is None or params.get("axis_index_groups") is not None:
         return rule(axis_data, operands, dims, all_gather_dimension=all_gather_dimension, tiled=tiled, **params)
     for name, size in reversed(names):
-        one = params | {"axis_name": (name,), "axis_size": size}
-        out, d = rule(axis_data, operands, dims, all_gather_dimension=all_gather_dimension, tiled=False, **one)
+        axis_params = params | {"axis_name": (name,), "axis_size": size}
+        out, d = rule(axis_data, operands, dims, all_gather_dimension=all_gather_dimension, tiled=False, **axis_params)
         operands, dims = (out,), (d,)
     (x,), first = operands, all_gather_dimension
     last = first + len(names) + tiled
@@ -155,8 +155,8 @@ def _scattered(
     if names is None or params.get("axis_index_groups") is not None:
         return rule(axis_data, operands, dims, scatter_dimension=scatter_dimension, tiled=tiled, **params)
     for name, size in names:
-        one = params | {"axis_name": (name,), "axis_size": size}
-        out, d = rule(axis_data, operands, dims, scatter_dimension=scatter_dimension, tiled=True, **one)
+        axis_params = params | {"axis_name": (name,), "axis_size": size}
+        out, d = rule(axis_data, operands, dims, scatter_dimension=scatter_dimension, tiled=True, **axis_params)
         operands, dims = (out,), (d,)
     (x,), (d,) = operands, dims
     if tiled:

@@ -205,10 +205,10 @@ def _keys_dims(keys: Keys) -> Any:
 def _alike(context: trace_context.Context, operands: Any) -> Any:
     """Inside `shard_map`: returns the operands, all typed as varying over the axes over which any of them or the
     sequence varies."""
-    found = set().union(*(compat.varying_axes(x) for x in jax.tree.leaves(operands)))
+    varying = set().union(*(compat.varying_axes(x) for x in jax.tree.leaves(operands)))
     if context.in_manual:
-        found |= set(axes("sequence"))
-    return compat.as_varying(operands, sorted(found))
+        varying |= set(axes("sequence"))
+    return compat.as_varying(operands, sorted(varying))
 
 
 def _repeated(context: trace_context.Context, x_BSKH: jax.Array) -> jax.Array:

@@ -149,8 +149,8 @@ class _Cut:
     def __init__(self, q_BTNH: jax.Array, k_BSKH: jax.Array, mask: Mask):
         self.T, self.S, self.mask = q_BTNH.shape[1], k_BSKH.shape[1], mask
         self.num_kv_heads = k_BSKH.shape[2]
-        whole = max(self.T, self.S) <= WHOLE
-        self.t, self.s = (self.T, self.S) if whole else (min(BLOCK, self.T), min(BLOCK, self.S))
+        is_one_block = max(self.T, self.S) <= WHOLE
+        self.t, self.s = (self.T, self.S) if is_one_block else (min(BLOCK, self.T), min(BLOCK, self.S))
         self.num_q, self.num_k = -(-self.T // self.t), -(-self.S // self.s)
 
     def queries(self, x_BTNH: jax.Array) -> jax.Array:
@@ -192,16 +192,16 @@ class _Cut:
         """Returns float32[B, K, G, t, s], -inf where the mask hides the key."""
         s_BKGts = _product("bkgth,bksh->bkgts", q_BKGtH, k_BKsH) * scale
         q_index, k_index = i * self.t + jnp.arange(self.t), j * self.s + jnp.arange(self.s)
-        mask, seen = self.mask, []
+        mask, visible = self.mask, []
         if mask.causal and mask.q_positions is None:
-            seen.append((q_index[:, None] >= k_index)[None])
+            visible.append((q_index[:, None] >= k_index)[None])
         elif mask.causal:
-            seen.append(self._rows(mask.q_positions, i)[:, :, None] >= self._columns(mask.k_positions, j)[:, None])
+            visible.append(self._rows(mask.q_positions, i)[:, :, None] >= self._columns(mask.k_positions, j)[:, None])
         if mask.q_segments is not None:
-            seen.append(self._rows(mask.q_segments, i)[:, :, None] == self._columns(mask.k_segments, j)[:, None])
+            visible.append(self._rows(mask.q_segments, i)[:, :, None] == self._columns(mask.k_segments, j)[:, None])
         if self.num_k * self.s > self.S:
-            seen.append((k_index < self.S)[None, None])
-        for is_seen in seen:
+            visible.append((k_index < self.S)[None, None])
+        for is_seen in visible:
             s_BKGts = jnp.where(is_seen[:, None, None], s_BKGts, -jnp.inf)
         return s_BKGts
 

@@ -105,8 +105,8 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, linear: _Linear) ->
 def _transpose(cotangent: Any, *operands: Any, linear: _Linear) -> list[Any]:
     num = linear.num_fixed
     grads = linear.pull(operands[:num], ad.instantiate_zeros(cotangent))
-    wanted = zip(grads, operands[num:], strict=True)
-    return [None] * num + [g if ad.is_undefined_primal(x) else None for g, x in wanted]
+    pairs = zip(grads, operands[num:], strict=True)
+    return [None] * num + [g if ad.is_undefined_primal(x) else None for g, x in pairs]
 
 
 def _batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], *, linear: _Linear) -> Any:

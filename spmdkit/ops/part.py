@@ -143,8 +143,8 @@ def differentiable(part: Part) -> Callable[..., Any]:
 
         tangent = tangent_of(part, of_args, more_specs=keeping.out_specs[num_out:], pull=pull)
         results = dict(zip(of_results, tangent.bind(*args, *residuals, *(tangents[i] for i in of_args)), strict=True))
-        none = lambda x: np.zeros(x.shape, jax.dtypes.float0)
-        return out[:num_out], tuple(results[i] if i in results else none(out[i]) for i in range(num_out))
+        zero = lambda x: np.zeros(x.shape, jax.dtypes.float0)
+        return out[:num_out], tuple(results[i] if i in results else zero(out[i]) for i in range(num_out))
 
     return call
 
@@ -289,8 +289,8 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, part: Part) -> Any:
     of_args = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
     result_tangents = iter(tangent_of(part, of_args).bind(*primals, *(tangents[i] for i in of_args)))
     of_results = floats(part.local_shapes)
-    none = lambda x: ad.Zero(jax.typeof(x).to_tangent_aval())
-    return out, [next(result_tangents) if i in of_results else none(x) for i, x in enumerate(out)]
+    zero = lambda x: ad.Zero(jax.typeof(x).to_tangent_aval())
+    return out, [next(result_tangents) if i in of_results else zero(x) for i, x in enumerate(out)]
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, part: Part) -> list[Any]:

@@ -152,7 +152,7 @@ class _Mixture(NamedTuple):
         self, x_BTD: Any, router_DE: Any, experts: Any, at: Any, where_BT: Any, bias_E: Any, keys: Any
     ) -> Any:
         """Returns this device's shards of y and of the load; `at`: positions; `keys`: key data."""
-        seq_axes, own = () if self.sequence is None else axes(self.sequence), _own_axes(self.dims)
+        seq_axes, weight_axes = () if self.sequence is None else axes(self.sequence), _own_axes(self.dims)
         num_tokens, num_experts = x_BTD.shape[1] * axis_size(seq_axes), router_DE.shape[-1]
         order_T, differs = _order(num_tokens, seq_axes), sorted(compat.varying_axes(x_BTD))
         routing = route(
@@ -167,15 +167,15 @@ class _Mixture(NamedTuple):
         )
         weights = jax.tree.map(lambda d, w: _whole(w, d, differs), self.dims, experts, is_leaf=is_dims)
         if self.capacity is None:
-            slots, both = None, tuple(a for a in seq_axes if a in own)
+            slots, both = None, tuple(a for a in seq_axes if a in weight_axes)
             y_BTD = reduce_scatter(through_rows(x_BTD, routing, weights, self.expert, over=both), both, 1)
         else:
             slots = num_slots(self.capacity, self.top_k, num_tokens, num_experts)
             order = order_T if at is None else all_gather(at, seq_axes, at.ndim - 1)
-            by_weight, slot_axes = self.priority == "weight", tuple(a for a in seq_axes if a not in own)
+            by_weight, slot_axes = self.priority == "weight", tuple(a for a in seq_axes if a not in weight_axes)
             y_BTD = through_slots(x_BTD, routing, order, weights, self.expert, slots, by_weight, seq_axes, slot_axes)
             y_BTD = reduce_scatter(y_BTD, seq_axes, 1)
-        y_BTD = all_reduce(y_BTD, tuple(a for a in own if a not in seq_axes))
+        y_BTD = all_reduce(y_BTD, tuple(a for a in weight_axes if a not in seq_axes))
         return y_BTD, load_of(routing, where_BT, slots, seq_axes)
 
     def _noise(self, x_BTD: Any, order_T: Any, seq_axes: Any, at: Any, keys: Any, num_experts: int) -> jax.Array:

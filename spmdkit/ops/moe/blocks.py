@@ -101,19 +101,19 @@ class _Loop(NamedTuple):
         block = self.block
         like_rows, _, like_shared = self.like(shared, weights, rows)
 
-        def one_expert(carry: Any, given: Any) -> tuple[Any, Any]:
-            own, start, size = given
+        def one_expert(carry: Any, inputs: Any) -> tuple[Any, Any]:
+            own, start, size = inputs
 
             def one_block(i: jax.Array, carry: Any) -> Any:
                 out, sums = carry
                 of_block = jax.tree.map(lambda x: _block_of(x, start, size, i, block), rows)
-                found, of_own, of_shared = self.fn(fixed, shared, own, of_block)
+                out_rows, of_own, of_shared = self.fn(fixed, shared, own, of_block)
                 if self.order > 1:  # a first derivative is zero in these rows
-                    found = jax.tree.map(lambda x: _kept(x, _is_own(size, i, block)), found)
+                    out_rows = jax.tree.map(lambda x: _kept(x, _is_own(size, i, block)), out_rows)
                 sums = jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, (of_shared, of_own))
                 # Rows after those of the expert are written too; later experts overwrite them with correct values.
                 write = lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start + i * block, 0)
-                return jax.tree.map(write, out, found), sums
+                return jax.tree.map(write, out, out_rows), sums
 
             out, of_shared = carry
             of_own = self.like(shared, own, rows)[1]

@@ -105,5 +105,5 @@ class StageSchedule:
 
     def _work(self, valid: np.ndarray, microbatch: np.ndarray, chunk: np.ndarray, slot: np.ndarray) -> Work:
         num_ticks = int(np.flatnonzero(valid.any(1))[-1]) + 1
-        kept = np.clip(microbatch, 0, self.num_microbatches - 1)
-        return Work(valid, *(x.astype(np.int32) for x in (kept, chunk, slot))).between(0, num_ticks)
+        clipped = np.clip(microbatch, 0, self.num_microbatches - 1)
+        return Work(valid, *(x.astype(np.int32) for x in (clipped, chunk, slot))).between(0, num_ticks)
