@@ -4,10 +4,14 @@ names."""
 from __future__ import annotations
 
 import difflib
+import io
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def format_value(value: float) -> str:
@@ -75,11 +79,27 @@ def format_bytes(num_bytes: float) -> str:
     raise AssertionError("unreachable")
 
 
+def new_table(*columns: str, right: Collection[int] = ()) -> Table:
+    """Returns an empty table, as every command prints it. Columns with an index in `right` are right-aligned."""
+    from rich.table import Table  # 40 ms
+
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=any(columns), header_style="dim")
+    for number, name in enumerate(columns):
+        align: Literal["left", "right"] = "right" if number in right else "left"
+        table.add_column(name, justify=align, no_wrap=name in ("collective", "bytes", "ops"))
+    return table
+
+
 def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Returns the lines of a table with aligned columns. Columns with an index in `right` are right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    cell = lambda n, text: text.rjust(widths[n]) if n in right else text.ljust(widths[n])
-    return ["  ".join(cell(n, text) for n, text in enumerate(row)).rstrip() for row in rows]
+    """Returns the lines of a table without a head, of any width and without colors."""
+    from rich.console import Console
+
+    table = new_table(*[""] * len(rows[0]), right=right)
+    for row in rows:
+        table.add_row(*row)
+    text = io.StringIO()
+    Console(file=text, width=2**20, markup=False, highlight=False, emoji=False).print(table)
+    return [line.rstrip() for line in text.getvalue().splitlines()]
 
 
 _INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

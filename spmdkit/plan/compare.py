@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from spmdkit.errors import ConfigError
-from spmdkit.foundation.formatting import all_visible, format_bytes, format_count, format_seconds
+from spmdkit.foundation.formatting import all_visible, format_bytes, format_count, format_seconds, new_table
 from spmdkit.mesh.mesh import describe_mesh
-from spmdkit.plan.table import console, new_table
+from spmdkit.plan.table import console
 
 Document = Mapping[str, Any]
 

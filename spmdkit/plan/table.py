@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from spmdkit.foundation.formatting import all_visible, format_bytes, format_count, format_seconds
+from spmdkit.foundation.formatting import all_visible, format_bytes, format_count, format_seconds, new_table
 from spmdkit.mesh.mesh import describe_mesh
 
 WIDTH = 100
@@ -150,7 +150,7 @@ def show_candidates(rows: Sequence[Mapping[str, Any]], to: Console | None = None
     colours = {"best": "bold green", "fits": "green", "does not fit": "red", "refused": "dim", "not compiled": "dim"}
     out.print()
     out.print(f"[bold]Candidates[/]  {len(rows)}")
-    table = new_table("", "step", "memory", "", "why")
+    table = new_table("", "step", "memory", "", "why", right=(1, 2))
     for row in rows[:most]:
         step = format_seconds(row["predicted_step_s"]) if row["predicted_step_s"] else ""
         memory = format_bytes(row["peak_bytes"]) if row["peak_bytes"] else ""
@@ -161,19 +161,9 @@ def show_candidates(rows: Sequence[Mapping[str, Any]], to: Console | None = None
         out.print(f"[dim]and {len(rows) - most} more; --json has all[/]")
 
 
-def new_table(*columns: str, right: Sequence[int] = (1, 2)) -> Table:
-    """Returns an empty table; the columns with the numbers in `right` are right-aligned."""
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=any(columns), header_style="dim")
-    for number, name in enumerate(columns):
-        table.add_column(
-            name, justify="right" if number in right else "left", no_wrap=name in ("collective", "bytes", "ops")
-        )
-    return table
-
-
 def _shares(parts: Mapping[str, float], whole: float, form: Callable[[float], str]) -> Table:
     """Returns a table of parts, the largest first: name, amount, share, bar."""
-    table = new_table("", "", "", "")
+    table = new_table("", "", "", "", right=(1, 2))
     for name, part in sorted(parts.items(), key=lambda item: -item[1]):
         share = part / max(whole, 1e-9)
         bar = f"[blue]{'█' * max(1, round(share * 30))}[/]" if share > 0 else ""
