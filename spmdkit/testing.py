@@ -4,7 +4,7 @@
         program = sk.build("my_task.yaml")
         sk.testing.assert_collectives(program, all_reduce=1, in_loop=0)
 
-They count operations of the compiled program, as `spmdkit plan` does. They compile the step if needed; it is not run.
+They count operations of the compiled program, as `spmdkit plan` does. The step is compiled if needed, and is not run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Mutants: the program with one injected bug. A comparison that misses a mutant is not reliable.
 
-A mutant applies only if the task and the mesh use the code it changes. Otherwise it is reported as not applicable,
-with the reason. mutations.py contains the bugs and injects them.
+A mutant applies only if the task and the mesh use the code it changes. Otherwise it is reported as not applicable, with
+the reason. mutations.py contains the bugs and injects them.
 """
 
 from __future__ import annotations
