@@ -142,7 +142,7 @@ def check_agreement(groups: Groups, params: Any, name: str) -> Any:
 
 
 def check_reducer(groups: Groups, config: Config) -> None:
-    """Raises ConfigError for a reducer with a state while groups train alone: such states cannot be averaged."""
+    """Raises ConfigError for a reducer with a state in separately training groups: it cannot be averaged."""
     name, _ = plugins.split(config.reducer)
     axis = groups.axes[0]
     forgets = "error_feedback" in plugins.options("reducers", config.reducer)

@@ -1,5 +1,5 @@
-"""The programs of a run other than its step: the reducer's warm-up, the synchronous steps before groups train alone,
-and the averages over groups."""
+"""The programs of a run other than its step: the reducer's warm-up, the synchronous steps before groups train
+separately, and the averages over groups."""
 
 from __future__ import annotations
 

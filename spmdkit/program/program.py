@@ -238,7 +238,7 @@ class Program:
         """Returns the state after one step, and its metrics as device scalars. The input state is donated.
 
         `batch` is an item of `batches` or a result of `put`. Does not wait for the device, except the first time: for
-        short batches, groups that train alone, a reducer's warm-up or validation.
+        short batches, groups that train separately, a reducer's warm-up or validation.
 
         Raises:
             ConfigError: padding rows of a short batch would count, or the reducer rejects the first step.
@@ -350,7 +350,7 @@ class Program:
 
     @property
     def has_eval(self) -> bool:
-        """Whether the task has data and a function to evaluate."""
+        """Whether the task has evaluation data."""
         return self._eval_feed is not None
 
     @functools.cached_property

@@ -29,9 +29,9 @@ class TaskStep:
     """The user's step and its inputs.
 
     Attributes:
-        sizes: axis sizes of the full mesh; those of the context are of one group if groups train alone.
+        sizes: axis sizes of the full mesh; those of the context are of one group if groups train separately.
         stateful: whether `init` returns model state.
-        groups: groups that train alone, or None.
+        groups: groups that train separately, or None.
         state: the layout of the train state.
         batch: the abstract batch, with its shardings.
         always_full: whether every batch has all its rows.
