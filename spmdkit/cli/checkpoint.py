@@ -34,9 +34,9 @@ def checkpoint_ls(run: RunDir, json_: AsJson = False) -> None:
     folder = _checkpoints(run)
     rows = checkpoint.ls(folder)
     ignored = checkpoint.ignored_entries(folder)
-    left = unfinished(Path(run) if isinstance(folder, checkpoint.Remote) else folder.parent)
+    attempt = unfinished(Path(run) if isinstance(folder, checkpoint.Remote) else folder.parent)
     if json_:
-        step = None if left is None or left.alive else left.step
+        step = None if attempt is None or attempt.alive else attempt.step
         print(json.dumps({"checkpoints": rows, "ignored": ignored, "left_at_step": step}))
         return
     for row in rows:
@@ -49,8 +49,8 @@ def checkpoint_ls(run: RunDir, json_: AsJson = False) -> None:
     for name in ignored:
         aside = checkpoint.DAMAGED_MARK in name
         say(f"damaged, quarantined: {name}" if aside else f"not a checkpoint, ignored: {name}")
-    if left is not None:
-        say(f"note: {left.message()}")
+    if attempt is not None:
+        say(f"note: {attempt.message()}")
 
 
 @app.command("inspect", epilog="Example: spmdkit checkpoint inspect runs/first --step 100")
@@ -58,12 +58,12 @@ def checkpoint_inspect(run: RunDir, step: Step = None, json_: AsJson = False) ->
     """Show the leaves of a checkpoint."""
     from spmdkit import checkpoint
 
-    found = checkpoint.inspect(_checkpoints(run), step)
+    contents = checkpoint.inspect(_checkpoints(run), step)
     if json_:
-        print(json.dumps(found))
+        print(json.dumps(contents))
         return
-    say(f"step {found['step']}")
-    for path, leaf in found["leaves"].items():
+    say(f"step {contents['step']}")
+    for path, leaf in contents["leaves"].items():
         say(f"  {path}  {leaf['dtype']}[{','.join(map(str, leaf['shape']))}]")
 
 
@@ -153,7 +153,7 @@ def _bucket_of(run: Path) -> str | None:
     import yaml
 
     try:
-        found = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["checkpoint"]["directory"]
+        directory = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["checkpoint"]["directory"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, RecursionError):
         return None
-    return str(found) if found else None
+    return str(directory) if directory else None

@@ -20,9 +20,9 @@ def _keep_for_ourselves(requested: bool) -> bool:
     out = sys.stdout
     if requested and isinstance(out, io.TextIOWrapper) and out is sys.__stdout__:
         out.flush()
-        ours = os.dup(1)
+        descriptor = os.dup(1)
         os.dup2(2, 1)
-        sys.stdout = open(ours, "w", encoding=out.encoding, errors=out.errors)  # noqa: SIM115
+        sys.stdout = open(descriptor, "w", encoding=out.encoding, errors=out.errors)  # noqa: SIM115
     return requested
 
 

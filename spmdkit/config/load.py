@@ -63,7 +63,7 @@ def replace_keys(config: Config, changes: Mapping[str, Any]) -> Config:
             inner = inner[part]
         inner[last] = new
     origin = config._origin
-    kept = {
+    positions = {
         p: place for p, place in origin.places.items() if not any(p[: len(key_path(k))] == key_path(k) for k in changes)
     }
-    return parse_config(values, source=origin.file, positions=kept, name=origin.name)
+    return parse_config(values, source=origin.file, positions=positions, name=origin.name)

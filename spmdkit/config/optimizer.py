@@ -131,10 +131,10 @@ def choose_optimizer(
 
 def _build_optimizer(optimizer: Mapping[str, Any], learning_rate: Any) -> Any:
     arguments = _arguments(optimizer)
-    own = arguments.pop("learning_rate", None)
-    rate = build_schedule(own if learning_rate is None else learning_rate)
-    given = {} if rate is None else {"learning_rate": rate}
-    return optimizers()[optimizer["name"]](**given, **arguments)
+    own_rate = arguments.pop("learning_rate", None)
+    rate = build_schedule(own_rate if learning_rate is None else learning_rate)
+    keywords = {} if rate is None else {"learning_rate": rate}
+    return optimizers()[optimizer["name"]](**keywords, **arguments)
 
 
 def _raise(found: list[Problem]) -> None:
@@ -216,8 +216,8 @@ def _bind(
         if key in parameters and "mask" in key and not isinstance(value, bool | None):  # optax accepts any text as true
             yield Problem((*path, key), f"is a function or a tree, found {show(value)}. Leave it out. {_IN_TASK}")
     try:
-        given = {key: value for key, value in arguments.items() if key not in unknown}
-        signature.replace(parameters=list(parameters.values())).bind(**given)
+        accepted = {key: value for key, value in arguments.items() if key not in unknown}
+        signature.replace(parameters=list(parameters.values())).bind(**accepted)
     except TypeError as error:
         lacks = re.findall(r"'(\w+)'", str(error))
         yield Problem(path, f"optax.{function.__name__}: {error}, found none. Add {''.join(lacks[:1])}: ...")

@@ -87,15 +87,15 @@ def refuse(config: Any) -> None:
 
 def problems(config: Any) -> Iterator[Problem]:
     """Yields the problems of invalid options and incompatible settings."""
-    _, given = plugins.split(config.sync)
-    if wrong := plugins.options_problem(NAME, given):
+    _, mapping = plugins.split(config.sync)
+    if wrong := plugins.options_problem(NAME, mapping):
         yield Problem(("sync",), wrong)
         return
     try:
-        section = ParameterServer.model_validate(given)
+        section = ParameterServer.model_validate(mapping)
     except ValidationError as error:
-        for found in wording.translate(ParameterServer, error.errors(include_url=False)):
-            yield Problem(("sync", NAME, *found.path), found.text)
+        for problem in wording.translate(ParameterServer, error.errors(include_url=False)):
+            yield Problem(("sync", NAME, *problem.path), problem.text)
         return
     yield from _of_options(section)
     yield from _of_config(config)

@@ -46,11 +46,11 @@ class Retention(Section):
             scores: step -> value of the metric of `best`.
         """
         ordered = sorted(steps)
-        kept = set(ordered[-self.keep :])
+        retained = set(ordered[-self.keep :])
         if self.keep_every is not None:
-            kept.update(step for step in ordered if step % self.keep_every == 0)
+            retained.update(step for step in ordered if step % self.keep_every == 0)
         scored = [(score, step) for step in ordered if (score := scores.get(step)) is not None]
         if self.best is not None and scored:
             sign = 1.0 if self.best.mode == "max" else -1.0
-            kept.add(max(scored, key=lambda pair: (sign * pair[0], pair[1]))[1])
-        return kept
+            retained.add(max(scored, key=lambda pair: (sign * pair[0], pair[1]))[1])
+        return retained

@@ -66,8 +66,8 @@ def _batch(config: Settings) -> Iterator[Problem]:
 
 def check_batch(config: Settings, sizes: Mapping[str, int]) -> None:
     """Raises ConfigError unless `batch_size` divides over the mesh and the microbatches. `sizes` has no -1."""
-    if found := list(_batch_on_mesh(config, sizes)):
-        raise ConfigError(render(found, config._origin))
+    if problems := list(_batch_on_mesh(config, sizes)):
+        raise ConfigError(render(problems, config._origin))
 
 
 def _batch_on_mesh(config: Settings, sizes: Mapping[str, int]) -> Iterator[Problem]:
@@ -186,8 +186,8 @@ def _learning(config: Settings) -> Iterator[Problem]:
         if unplain := list(plain_values(value, (key,))):
             yield from unplain
             return
-    own = config.optimizer is not None and "learning_rate" in config.optimizer
-    if own and config.learning_rate is not None:
+    has_rate = config.optimizer is not None and "learning_rate" in config.optimizer
+    if has_rate and config.learning_rate is not None:
         yield Problem(
             ("optimizer", "learning_rate"),
             "is given, and the key learning_rate too. Only one can have an effect. Remove one of them.",

@@ -29,11 +29,11 @@ class Config(Settings):
         try:
             config = handler(data)
         except ValidationError as error:
-            found = wording.translate(cls, error.errors(include_url=False))
-            raise ConfigError(problems.render(found, origin)) from None
+            invalid = wording.translate(cls, error.errors(include_url=False))
+            raise ConfigError(problems.render(invalid, origin)) from None
         config._origin = origin
-        if found := rules.check(config, config.folder):
-            raise ConfigError(problems.render(found, origin))
+        if invalid := rules.check(config, config.folder):
+            raise ConfigError(problems.render(invalid, origin))
         return config
 
     def __eq__(self, other: object) -> bool:

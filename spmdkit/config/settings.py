@@ -118,7 +118,7 @@ class Settings(Section):
     def policies(self) -> Mapping[str, str]:
         """Returns the action for a step with a non-finite loss, gradient or metric, or with a loss spike."""
         requested = self.on_nonfinite
-        own: dict[str, str] = {"loss": requested.loss, "gradient": requested.gradient, "metrics": requested.metrics}
-        return own | {"spike": "continue" if self.on_spike is None else self.on_spike.action}
+        actions: dict[str, str] = {"loss": requested.loss, "gradient": requested.gradient, "metrics": requested.metrics}
+        return actions | {"spike": "continue" if self.on_spike is None else self.on_spike.action}
 
     _origin: problems.Origin = PrivateAttr(default_factory=problems.Origin)

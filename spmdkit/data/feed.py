@@ -119,8 +119,8 @@ class Feed:
 
 def _rows(indices: Iterable[Any], size: int) -> np.ndarray:
     """Returns the rows of a global batch that some devices store, ascending."""
-    held = [np.arange(size)[index] for index in indices if index is not None]
-    return np.unique(np.concatenate(held)) if held else np.arange(0)
+    parts = [np.arange(size)[index] for index in indices if index is not None]
+    return np.unique(np.concatenate(parts)) if parts else np.arange(0)
 
 
 def rows_of_processes(mesh: Mesh, sizes: Mapping[str, int], size: int, microbatches: int) -> list[np.ndarray]:
@@ -128,11 +128,11 @@ def rows_of_processes(mesh: Mesh, sizes: Mapping[str, int], size: int, microbatc
     reads them."""
     shards = count(sizes, BATCH_AXES)
     positions = RowOrder(shards, microbatches, size // (shards * microbatches)).positions()
-    held: dict[int, list[Any]] = {}
+    indices: dict[int, list[Any]] = {}
     places: Mapping[Any, Any] = NamedSharding(mesh, canonical([BATCH_AXES], sizes)).devices_indices_map((size,))
     for device, index in places.items():
-        held.setdefault(device.process_index, []).append(index)
-    return [positions[_rows(held[process], size)] for process in sorted(held)]
+        indices.setdefault(device.process_index, []).append(index)
+    return [positions[_rows(indices[process], size)] for process in sorted(indices)]
 
 
 def eval_batch_size(batch_size: int, num_examples: int, shards: int) -> int:

@@ -69,13 +69,13 @@ def fingerprint(source: Source, retries: int = 0, clock: Callable[[], float] = t
 
 def _read_in_time(source: Source, sampled: list[int], readings: int, clock: Callable[[], float]) -> dict[str, str]:
     """Returns "row 17" -> digest of the rows that could be read. Any prefix of their order is spread over all rows."""
-    deadline, found = Deadline(FINGERPRINT_S, clock), dict[int, str]()
+    deadline, digests = Deadline(FINGERPRINT_S, clock), dict[int, str]()
     for place, row in enumerate(_spread(sampled)):
         if place >= LEAST_READ and deadline.expired:
             break
         if (digest := _row(source, row, readings)) is not None:
-            found[row] = digest
-    return {f"row {row}": found[row] for row in sorted(found)}
+            digests[row] = digest
+    return {f"row {row}": digests[row] for row in sorted(digests)}
 
 
 def _spread(rows: list[int]) -> list[int]:

@@ -46,8 +46,8 @@ def shares(given: PerProcess, rows: Sequence[np.ndarray], what: str) -> tuple[Pr
     Raises:
         ConfigError: processes hold the same rows, or have not exchanged their numbers of examples.
     """
-    held = np.concatenate(rows)
-    if len(held) != len(np.unique(held)):
+    positions = np.concatenate(rows)
+    if len(positions) != len(np.unique(positions)):
         raise ConfigError(
             f"{what} is sk.per_process, and several of the {len(rows)} processes hold the same rows of a batch: the "
             "mesh shards something else than the batch between them. Per-process data need rows that only one "
@@ -59,4 +59,4 @@ def shares(given: PerProcess, rows: Sequence[np.ndarray], what: str) -> tuple[Pr
             f"{what} is sk.per_process, and the {len(rows)} processes have not exchanged their numbers of examples. "
             "sk.train does that. Use it, or use the same data on all processes."
         )
-    return tuple(ProcessRows(length, tuple(map(int, own))) for length, own in zip(given.lengths, rows, strict=True))
+    return tuple(ProcessRows(length, tuple(map(int, part))) for length, part in zip(given.lengths, rows, strict=True))

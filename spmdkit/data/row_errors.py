@@ -65,7 +65,7 @@ class SkippedRows:
         if not self._news:
             return []
         events, self._news = self._news, []
-        return [{"data": self.what, **each} for each in events]
+        return [{"data": self.what, **event} for event in events]
 
     def positions(self) -> list[list[int]]:
         """Returns [number of the batch, row] of all skipped rows, for a checkpoint."""
@@ -98,7 +98,7 @@ class ReadPolicy:
         for attempt in range(self.retries + 1):
             try:
                 with _read_lock if self.threads == 1 else contextlib.nullcontext():
-                    found = call()
+                    example = call()
             except SpmdkitError:
                 raise
             except Exception as error:
@@ -109,7 +109,7 @@ class ReadPolicy:
                 continue
             if attempt and self.skipped_rows is not None:
                 self.skipped_rows.record_retry(row, attempt, last)
-            return found
+            return example
         raise AssertionError("unreachable")
 
 

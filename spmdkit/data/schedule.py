@@ -99,8 +99,8 @@ class Schedule:
 
     @property
     def _own_steps(self) -> int:
-        full, rest = divmod(self.num_examples, self.batch_size)
-        return full + (rest > 0 and not self.drop_remainder)
+        full, remainder = divmod(self.num_examples, self.batch_size)
+        return full + (remainder > 0 and not self.drop_remainder)
 
     @property
     def num_batches(self) -> int:
@@ -169,13 +169,13 @@ class Schedule:
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Returns ranges (first, last) in order, with adjacent ranges merged."""
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
-        if found and first <= found[-1][1] + 1:
-            found[-1] = found[-1][0], max(last, found[-1][1])
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = merged[-1][0], max(last, merged[-1][1])
         else:
-            found.append((first, last))
-    return tuple(found)
+            merged.append((first, last))
+    return tuple(merged)
 
 
 def eval_schedule(

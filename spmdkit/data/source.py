@@ -102,8 +102,8 @@ def open_source(data: Any, what: str = "train_data", access: ReadPolicy | None =
 
 def _type_name(data: Any) -> str:
     module = type(data).__module__
-    own = module == "builtins" or module.startswith("spmdkit_task_")
-    return type(data).__qualname__ if own else f"{module}.{type(data).__qualname__}"
+    is_local = module == "builtins" or module.startswith("spmdkit_task_")
+    return type(data).__qualname__ if is_local else f"{module}.{type(data).__qualname__}"
 
 
 def _is_grain_dataset(data: Any) -> bool:

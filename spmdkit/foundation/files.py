@@ -47,8 +47,8 @@ def remove_unfinished(folder: Path, others: tuple[str, ...]) -> None:
     """Removes the partial files of killed writers from a folder that only the caller writes. `others`: files there with
     other writers."""
     for path in folder.glob(".*.partial"):
-        found = _PARTIAL.fullmatch(path.name)
-        if found is not None and found["name"] not in others:
+        match = _PARTIAL.fullmatch(path.name)
+        if match is not None and match["name"] not in others:
             _remove(path)
 
 

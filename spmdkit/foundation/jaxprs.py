@@ -32,9 +32,9 @@ def inner(eqn: Any) -> Iterator[Any]:
     """Yields the jaxprs in an equation's parameters: bodies, branches, called functions. For a custom rule, yields the
     function itself."""
     for value in eqn.params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(one, ClosedJaxpr | Jaxpr):
-                yield opened(one)
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, ClosedJaxpr | Jaxpr):
+                yield opened(item)
 
 
 def bodies(jaxpr: Any, into: Into = everywhere) -> Iterator[Any]:
@@ -64,12 +64,12 @@ def axis_names(eqn: Any) -> frozenset[str]:
 
 def needed(eqns: Sequence[Any], wanted: Iterable[Any]) -> list[Any]:
     """Returns the equations on which the wanted variables depend, in order."""
-    needs, found = set(map(id, wanted)), []
+    needs, selected = set(map(id, wanted)), []
     for eqn in reversed(eqns):
         if any(id(var) in needs for var in eqn.outvars):
-            found.append(eqn)
+            selected.append(eqn)
             needs.update(map(id, eqn.invars))
-    return found[::-1]
+    return selected[::-1]
 
 
 def equations_within(jaxpr: Any, around: T, enter: Callable[[Any, T], tuple[T, T]]) -> Iterator[tuple[Any, T]]:
@@ -80,7 +80,7 @@ def equations_within(jaxpr: Any, around: T, enter: Callable[[Any, T], tuple[T, T
         enter: `(equation, outer context) -> (its context, context of the equations nested in it)`.
     """
     for eqn in opened(jaxpr).eqns:
-        here, inside = enter(eqn, around)
-        yield eqn, here
+        context, inside = enter(eqn, around)
+        yield eqn, context
         for below in inner(eqn):
             yield from equations_within(below, inside, enter)

@@ -232,5 +232,5 @@ def make(group: str, choice: Choice) -> Any:
     choice, common = split_common_options(group, choice)
     name, options = split(choice)
     factory = find(group)[name]()
-    made = factory(**_name_only_option(factory, options))
-    return dataclasses.replace(made, **common) if common else made
+    plugin = factory(**_name_only_option(factory, options))
+    return dataclasses.replace(plugin, **common) if common else plugin

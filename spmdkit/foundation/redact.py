@@ -106,8 +106,8 @@ def in_text(text: str) -> str:
 
 
 def _hidden(found: re.Match[str]) -> str:
-    kept = found.lastgroup and found.lastgroup != "url" and found[found.lastgroup]
-    return f"{kept or ''}{HIDDEN}"
+    prefix = found.lastgroup and found.lastgroup != "url" and found[found.lastgroup]
+    return f"{prefix or ''}{HIDDEN}"
 
 
 def _of_environment() -> set[str]:

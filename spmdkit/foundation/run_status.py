@@ -37,14 +37,14 @@ class StepMark:
 
     def at(self, step: int) -> None:
         """Records that `step` was dispatched."""
-        for each in self._maps:
-            each[:_WIDTH] = b"%20d" % step
+        for page in self._maps:
+            page[:_WIDTH] = b"%20d" % step
 
     def close(self) -> None:
         """Closes the files. May be called twice."""
         maps, self._maps = self._maps, []
-        for each in maps:
-            each.close()
+        for page in maps:
+            page.close()
 
 
 def _mapped(path: Path) -> mmap.mmap | None:
@@ -140,8 +140,8 @@ def this_process() -> dict[str, Any]:
 
 def is_gone(found: dict[str, Any]) -> bool:
     """Returns whether the process of `this_process` has exited; False if unknown (another machine or boot)."""
-    here = found.get("host") == socket.gethostname() and found.get("boot") == _boot() is not None
-    return here and isinstance(found.get("pid"), int) and _born(found["pid"]) != found.get("born")
+    same_boot = found.get("host") == socket.gethostname() and found.get("boot") == _boot() is not None
+    return same_boot and isinstance(found.get("pid"), int) and _born(found["pid"]) != found.get("born")
 
 
 def _boot() -> str | None:
@@ -167,9 +167,9 @@ def unfinished(run_dir: Path) -> Attempt | None:
     pid, host = started.get("pid"), str(started.get("host", "?"))
     if not isinstance(pid, int):
         return None
-    here = host == socket.gethostname()
+    same_host = host == socket.gethostname()
     born = _born(pid)
-    return Attempt(step, pid, host, (born is not None and born == started.get("born")) if here else None)
+    return Attempt(step, pid, host, (born is not None and born == started.get("born")) if same_host else None)
 
 
 def _events(path: Path) -> Iterable[dict[str, Any]]:

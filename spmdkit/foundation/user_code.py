@@ -64,13 +64,13 @@ def call_user(fn: Callable[[], T], what: str) -> T:
     except (Exception, SystemExit, GeneratorExit) as error:
         frame = user_frame(error)
         where = f" at {frame.filename}:{frame.lineno}" if frame else ""
-        who = _refused_by(error) if frame else None
-        if frame is None or who is None:
+        library = _refused_by(error) if frame else None
+        if frame is None or library is None:
             raise UserCodeError(f"{what} raised {type(error).__name__}{where}: {shortened(error)}") from error
-        if who == "spmdkit":
+        if library == "spmdkit":
             raise ConfigError(f"{what}: {shortened(error)}{_shown(frame)}") from error
         raise ConfigError(
-            f"{what} cannot be traced: {who} raised {type(error).__name__}: "
+            f"{what} cannot be traced: {library} raised {type(error).__name__}: "
             f"{shortened(error)}{_shown(frame)}\n{_repair(error, what)}"
         ) from error
 
@@ -93,8 +93,8 @@ def _refused_by(error: BaseException) -> str | None:
     last = traceback.extract_tb(error.__traceback__)[-1].filename
     if last.startswith(_PACKAGE):
         return "spmdkit"
-    found = _PACKAGED.search(last)
-    return _REFUSING.get(found[1]) if found else None
+    match = _PACKAGED.search(last)
+    return _REFUSING.get(match[1]) if match else None
 
 
 def _repair(error: BaseException, what: str) -> str:
@@ -158,15 +158,15 @@ def find(text: str, kind: str, folder: Path, instance: type | None = None) -> An
         others = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         defines = f" It defines: {', '.join((known or others)[:12])}." if known or others else ""
         raise ConfigError(f"{key}: {target} has no '{name}'.{nearest(name, known or others)}{defines}")
-    found = getattr(module, name)
-    if _is_registered(found, kind, module, instance):
-        return found
-    (found_kind, owner), decorator = _mark(found), f"@sk.{kind}"
+    value = getattr(module, name)
+    if _is_registered(value, kind, module, instance):
+        return value
+    (found_kind, owner), decorator = _mark(value), f"@sk.{kind}"
     rule = (f"a spmdkit.{instance.__name__} or " if instance is not None else "") + f"a function under {decorator}"
-    what = f"is {_described(found)}" + (f" registered in {owner} with @sk.{found_kind or kind}" if owner else "")
+    what = f"is {_described(value)}" + (f" registered in {owner} with @sk.{found_kind or kind}" if owner else "")
     if found_kind == kind:
         repair = f"Name it where it is registered: {owner}:{name}"
-    elif target.endswith(".py") and getattr(found, "__module__", None) == module.__name__ and callable(found):
+    elif target.endswith(".py") and getattr(value, "__module__", None) == module.__name__ and callable(value):
         repair = f"Write {decorator} above its definition"
     else:
         repair = (
@@ -186,15 +186,15 @@ def named(requested: str | Mapping[str, Any], kind: str, folder: Path, returns: 
     """
     text, options = (requested, {}) if isinstance(requested, str) else next(iter(requested.items()))
     key = KEYS.get(kind, kind)
-    found = find(text, kind, folder, returns)
-    if not isinstance(found, returns):
-        return call_declared(found, text, kind, options or {}, returns, f"{key}: {text}")
+    value = find(text, kind, folder, returns)
+    if not isinstance(value, returns):
+        return call_declared(value, text, kind, options or {}, returns, f"{key}: {text}")
     if options:
         raise ConfigError(
             f"{key}: {text} is a {kind}, and the options {sorted(options)} have no effect. Options are for a function "
             f"under @sk.{kind}. Write one with these arguments, or omit the options."
         )
-    return found
+    return value
 
 
 def call_declared(fn: Any, text: str, kind: str, options: Mapping[str, Any], returns: type[T], options_key: str) -> T:
@@ -217,17 +217,17 @@ def call_declared(fn: Any, text: str, kind: str, options: Mapping[str, Any], ret
             f"arguments.{hint}"
         ) from None
     try:
-        made = fn(**options)
+        result = fn(**options)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
         raise _not_to_its_end(kind, f"{text}(...)", error) from error
-    if not isinstance(made, returns):
+    if not isinstance(result, returns):
         raise ConfigError(
-            f"{KEYS.get(kind, kind)}: {text}(...) returned {type(made).__name__}. It must return a "
+            f"{KEYS.get(kind, kind)}: {text}(...) returned {type(result).__name__}. It must return a "
             f"spmdkit.{returns.__name__}. Write return sk.{returns.__name__}(...) at its end."
         )
-    return made
+    return result
 
 
 def _mark(found: Any) -> tuple[str | None, str | None]:

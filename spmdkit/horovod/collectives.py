@@ -69,8 +69,8 @@ class Wire:
         def body(parts: list[jax.Array]) -> list[jax.Array]:
             whole = [of_all(x) for x in parts]
             return [
-                jnp.concatenate([x[i, :size] for i, size in enumerate(each)])
-                for x, each in zip(whole, sizes, strict=True)
+                jnp.concatenate([x[i, :size] for i, size in enumerate(counts)])
+                for x, counts in zip(whole, sizes, strict=True)
             ]
 
         return self._call(("allgather", str(sizes)), body, padded)
@@ -90,8 +90,8 @@ class Wire:
         most, receive = max(1, int(splits.max())), splits[:, self._index]
         blocks = _blocks(arrays[0], splits[self._index], most)
         (moved,) = self._call(("alltoall",), lambda parts: [_exchanged(parts[0])], [blocks], is_sharded=True)
-        kept = np.concatenate([i * most + np.arange(n) for i, n in enumerate(receive)]).astype(np.int32)
-        return jnp.take(moved, kept, axis=0), jnp.asarray(receive, jnp.int32)
+        valid = np.concatenate([i * most + np.arange(n) for i, n in enumerate(receive)]).astype(np.int32)
+        return jnp.take(moved, valid, axis=0), jnp.asarray(receive, jnp.int32)
 
     def _reducescatter(self, arrays: list[jax.Array], want: dict[str, Any], by_rank: Wants) -> list[jax.Array]:
         how, prescale, postscale = want["reduce"], want["prescale"], want["postscale"]
@@ -131,12 +131,12 @@ class Wire:
                 self._programs.clear()
             self._programs[key] = jax.jit(mapped)
         sharding = NamedSharding(self._mesh, PartitionSpec(AXIS))
-        wholes = []
+        inputs = []
         for x in arrays:
-            mine = jax.device_put(x if x.ndim else x.reshape(1), self._device)
-            shape = (self._num * mine.shape[0], *mine.shape[1:])
-            wholes.append(jax.make_array_from_single_device_arrays(shape, sharding, [mine]))
-        return [y.addressable_shards[0].data for y in self._programs[key](*wholes)]
+            block = jax.device_put(x if x.ndim else x.reshape(1), self._device)
+            shape = (self._num * block.shape[0], *block.shape[1:])
+            inputs.append(jax.make_array_from_single_device_arrays(shape, sharding, [block]))
+        return [y.addressable_shards[0].data for y in self._programs[key](*inputs)]
 
 
 @functools.cache
@@ -148,8 +148,8 @@ def _programs(ranks: tuple[int, ...]) -> dict[Any, Callable[..., Any]]:
 def _blocks(x: jax.Array, sizes: np.ndarray, most: int) -> jax.Array:
     """Returns a block of `most` rows for each rank. A block starts with that rank's rows; the rest is ignored."""
     x = x if x.shape[0] else jnp.zeros((1, *x.shape[1:]), x.dtype)
-    begins = np.cumsum(sizes) - sizes
-    return jnp.take(x, np.minimum(begins[:, None] + np.arange(most), x.shape[0] - 1).ravel(), axis=0)
+    starts = np.cumsum(sizes) - sizes
+    return jnp.take(x, np.minimum(starts[:, None] + np.arange(most), x.shape[0] - 1).ravel(), axis=0)
 
 
 def _exchanged(blocks: jax.Array) -> jax.Array:

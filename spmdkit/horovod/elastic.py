@@ -76,10 +76,10 @@ class State:
 
     def check_host_updates(self) -> None:
         """Raises HostsUpdatedInterrupt on every rank if the first rank recorded changed hosts."""
-        before, news = self._last_news, [(at, removed) for at, removed in self._news if at > self._last_news]
+        before, updates = self._last_news, [(at, removed) for at, removed in self._news if at > self._last_news]
         self._news.clear()
-        mine = [max((at for at, _ in news), default=before), all(removed for _, removed in news)]
-        self._last_news, removed_only = broadcast_object(mine)
+        update = [max((at for at, _ in updates), default=before), all(removed for _, removed in updates)]
+        self._last_news, removed_only = broadcast_object(update)
         if self._last_news > before:
             raise HostsUpdatedInterrupt(skip_sync=removed_only)
 
@@ -89,8 +89,8 @@ class State:
 
     def restore(self) -> None:
         """Sets the attributes to the stored ones."""
-        for name, kept in self._saved.items():
-            self._set(name, _copy(kept))
+        for name, saved in self._saved.items():
+            self._set(name, _copy(saved))
 
     def sync(self) -> None:
         """Sets the attributes of every rank to those of rank 0, and stores them."""

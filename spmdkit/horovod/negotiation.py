@@ -195,10 +195,10 @@ def disagreement(name: str, by_rank: Mapping[int, dict[str, Any] | None]) -> str
     first = next(iter(present.values()))
     offered = first["op"] == "allreduce" and first["reduce"] in OFFERED_TO_THE_JOINED
     if len(present) < len(by_rank) and not offered:
-        gone = [rank for rank, want in by_rank.items() if want is None]
+        absent = [rank for rank, want in by_rank.items() if want is None]
         what = first["op"] if first.get("reduce") is None else f"{first['op']} with {first['reduce']}"
         return (
-            f"{what} is not supported while ranks have joined, found {gone}: they contribute zeros only. Only "
+            f"{what} is not supported while ranks have joined, found {absent}: they contribute zeros only. Only "
             f"allreduce with {', '.join(OFFERED_TO_THE_JOINED)} is. Make the call before the first rank joins."
         )
     return None
@@ -207,8 +207,8 @@ def disagreement(name: str, by_rank: Mapping[int, dict[str, Any] | None]) -> str
 def _own_leaves(rank: int, present: Mapping[int, Mapping[str, Any]]) -> str:
     """Returns as text the names of leaves that this rank has and some other rank does not."""
     of_ranks = [set(want.get("leaves") or ()) for want in present.values()]
-    own = [name for name in present[rank].get("leaves") or () if any(name not in names for names in of_ranks)]
-    return f" with {', '.join(own[:3])}{' ...' if len(own) > 3 else ''}" if own else ""
+    extra = [name for name in present[rank].get("leaves") or () if any(name not in names for names in of_ranks)]
+    return f" with {', '.join(extra[:3])}{' ...' if len(extra) > 3 else ''}" if extra else ""
 
 
 def describe(wants: Sequence[Mapping[str, Any]]) -> str:

@@ -49,8 +49,8 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
     leaves, form = jax.tree.flatten(params)
     handle = ops.broadcast_all_async(leaves, root_rank, process_set=process_set, leaves=ops.names_of(params))
     values = synchronize(handle)
-    kept = [type(x)(y.item()) if isinstance(x, bool | int | float) else y for x, y in zip(leaves, values, strict=True)]
-    return jax.tree.unflatten(form, kept)
+    out = [type(x)(y.item()) if isinstance(x, bool | int | float) else y for x, y in zip(leaves, values, strict=True)]
+    return jax.tree.unflatten(form, out)
 
 
 def broadcast_optimizer_state(

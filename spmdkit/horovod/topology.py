@@ -87,19 +87,19 @@ def world() -> World:
 
 def register(process_set: ProcessSet) -> ProcessSet:
     """Opens a process set. Raises ValueError for unknown ranks, and for a duplicate set."""
-    here, ranks = world(), process_set.ranks
-    size_of_world = here.cluster.num_processes
+    state, ranks = world(), process_set.ranks
+    size_of_world = state.cluster.num_processes
     if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0 or max(ranks) >= size_of_world:
         raise ValueError(
             f"process set {ranks}: a set has different ranks from 0 to {size_of_world - 1}, and at least one. Found "
             f"{size_of_world} process(es)."
         )
-    for other in here.sets.values():
+    for other in state.sets.values():
         if other.ranks == ranks:
             raise ValueError(f"Attempted to add a duplicate process set: {process_set}; it is {other}.")
-    number = next(here.ids)
-    process_set.open(number, list(ranks), here.board)
-    here.sets[number] = process_set
+    number = next(state.ids)
+    process_set.open(number, list(ranks), state.board)
+    state.sets[number] = process_set
     return process_set
 
 

@@ -61,14 +61,14 @@ def of_row(row: Sequence[Any]) -> Agreement:
 
 def merged(parts: Iterable[Agreement]) -> list[Agreement]:
     """Returns the agreements, with equal ones merged."""
-    found: list[Agreement] = []
+    agreements: list[Agreement] = []
     for part in parts:
-        same = [x for x in found if (x.applied, x.settled.table()) == (part.applied, part.settled.table())]
+        same = [x for x in agreements if (x.applied, x.settled.table()) == (part.applied, part.settled.table())]
         if same:
             same[0].paths |= part.paths
         elif part.paths:
-            found.append(part)
-    return found
+            agreements.append(part)
+    return agreements
 
 
 def dealt(tables: Sequence[Mapping[str, Any]], owned: Mapping[str, int], servers: int) -> list[dict[str, Any]]:
@@ -85,11 +85,11 @@ def dealt(tables: Sequence[Mapping[str, Any]], owned: Mapping[str, int], servers
     begun = range(min(kind.low for kind in kinds), tables[0]["next_batch"])
     lacking = [batch for batch in begun if 0 < sum(batch in kind for kind in kinds) < len(kinds)]
     again = {*tables[0]["again"], *lacking}
-    found = []
+    result = []
     for server in range(servers):
         of = lambda paths, server=server: [path for path in paths if owned[path] == server]
-        parts = merged(of_row((of(paths), *rest)) for paths, *rest in rows)
+        parts = merged(of_row((of(paths), *history)) for paths, *history in rows)
         table = tables[server] if server < len(tables) else tables[0]
-        own = {"parts": [part.row() for part in parts], "again": sorted(again) if server == 0 else []}
-        found.append({**table, **own, "applied": min(part.applied for part in parts)})
-    return found
+        changed = {"parts": [part.row() for part in parts], "again": sorted(again) if server == 0 else []}
+        result.append({**table, **changed, "applied": min(part.applied for part in parts)})
+    return result

@@ -100,10 +100,10 @@ class Coordinator:
 
     def snapshot(self) -> tuple[TrainState, list[dict[str, Any]]] | None:
         """Returns (the full state on the host, the table of each server); None if a server has just died."""
-        found = [self._ask(endpoint, "snapshot") for endpoint in self.endpoints]
-        if any(answer is None or answer[0] != self._generation for answer in found):
+        snapshots = [self._ask(endpoint, "snapshot") for endpoint in self.endpoints]
+        if any(part is None or part[0] != self._generation for part in snapshots):
             return None
-        arrays, tables = [parts for _, parts, _ in found], [table for _, _, table in found]
+        arrays, tables = [parts for _, parts, _ in snapshots], [table for _, _, table in snapshots]
         like = self._like
         whole = lambda name: joined(getattr(like, name), [parts[name] for parts in arrays])
         state = like.replace(
@@ -132,8 +132,8 @@ class Coordinator:
         for _ in Deadline(longest_s).polls(SERVER_POLL_S):
             if self._give_up():
                 return
-            here = self._ask(self.endpoints[0], "status", sys.maxsize)["here"]
-            if len(here) == len(self._running) or any(running.ended() for running in self._running.values()):
+            ready = self._ask(self.endpoints[0], "status", sys.maxsize)["here"]
+            if len(ready) == len(self._running) or any(running.ended() for running in self._running.values()):
                 return
 
     def _start(self, number: int) -> Event:
@@ -173,14 +173,14 @@ class Coordinator:
 
     def _servers_are_there(self, stats: WorkerStats) -> bool:
         """Polls all servers, and installs the state again if one has lost it. Returns whether all have a state."""
-        found = []
+        statuses = []
         for number, endpoint in enumerate(self.endpoints):
             try:
-                found.append(endpoint.ask("status", self._cursor if number == 0 else sys.maxsize)())
+                statuses.append(endpoint.ask("status", self._cursor if number == 0 else sys.maxsize)())
             except Unavailable as error:
                 self._lost(number, str(error), stats)
                 return False
-        for number, status in enumerate(found):
+        for number, status in enumerate(statuses):
             if (where := status.get("where", "")) and self._places.get(number) != where:
                 self._places[number] = where
                 stats.events.append(note("server_running", server=number, where=where))
@@ -194,9 +194,9 @@ class Coordinator:
             self._progress_at_start = dict.fromkeys(self._progress_at_start, -1)  # later updates are lost
             self._away.clear()
             return False
-        first = found[0]
+        first = statuses[0]
         self._cursor, self._progress = first["cursor"], first["progress"]
-        stats.applied = min(status["applied"] for status in found)
+        stats.applied = min(status["applied"] for status in statuses)
         for name in ("records", "histogram", "dropped", "progress"):
             setattr(stats, name, first[name])
         return True
@@ -228,11 +228,11 @@ def parts_of(state: TrainState, optimizer: Any, owned: Mapping[str, int], server
     """Returns a server's part of the full state, on the host."""
     whole = jax.device_get(to_arrays(state.opt_state))
     abstract = jax.eval_shape(lambda: state.params)
-    kept = to_arrays(jax.eval_shape(optimizer.init, shard(abstract, owned, server)))
-    own = lambda tree: {p: np.asarray(x) for p, x in to_arrays(tree).items() if owned[p] == server}
+    opt_leaves = to_arrays(jax.eval_shape(optimizer.init, shard(abstract, owned, server)))
+    of_server = lambda tree: {p: np.asarray(x) for p, x in to_arrays(tree).items() if owned[p] == server}
     return {
-        "params": own(state.params),
-        "opt_state": {path: np.asarray(whole[path]) for path in kept},
-        "ema": None if state.ema is None else own(state.ema),
+        "params": of_server(state.params),
+        "opt_state": {path: np.asarray(whole[path]) for path in opt_leaves},
+        "ema": None if state.ema is None else of_server(state.ema),
         "model_state": None if server or state.model_state is None else jax.device_get(to_arrays(state.model_state)),
     }

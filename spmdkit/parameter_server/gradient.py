@@ -151,8 +151,8 @@ def _gradient_step(task: Task) -> Any:
         finite = lambda tree: jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
         rows = jax.tree.leaves(batch)[0].shape[0]
         weight = loss.count if isinstance(loss, Mean) else jnp.float32(rows)
-        own = {"loss": finite(loss.value), "gradient": finite(grads), "weight": jnp.asarray(weight, jnp.float32)}
-        own = {f"{OWN}{name}": jnp.asarray(value, jnp.float32) for name, value in own.items()}
-        return state.apply_gradients(grads, *new_state), {"loss": loss, **metrics, **own}
+        internal = {"loss": finite(loss.value), "gradient": finite(grads), "weight": jnp.asarray(weight, jnp.float32)}
+        internal = {f"{OWN}{name}": jnp.asarray(value, jnp.float32) for name, value in internal.items()}
+        return state.apply_gradients(grads, *new_state), {"loss": loss, **metrics, **internal}
 
     return train_step

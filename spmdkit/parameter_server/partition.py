@@ -35,25 +35,25 @@ def owners(params: Any, servers: int, partition: str | Sequence[tuple[str, int]]
         )
     if partition == "round_robin":
         return {path: i % servers for i, (path, _) in enumerate(leaves)}
-    found = _by_rules([path for path, _ in leaves], () if isinstance(partition, str) else partition)
+    assigned = _by_rules([path for path, _ in leaves], () if isinstance(partition, str) else partition)
     load = [0] * servers
     for path, leaf in leaves:
-        if path in found:
-            load[found[path]] += leaf_bytes(leaf)
+        if path in assigned:
+            load[assigned[path]] += leaf_bytes(leaf)
     for path, leaf in sorted(leaves, key=lambda pair: -leaf_bytes(pair[1])):
-        if path not in found:
-            found[path] = min(range(servers), key=lambda server: load[server])
-            load[found[path]] += leaf_bytes(leaf)
-    if idle := sorted(set(range(servers)) - set(found.values())):
+        if path not in assigned:
+            assigned[path] = min(range(servers), key=lambda server: load[server])
+            load[assigned[path]] += leaf_bytes(leaf)
+    if idle := sorted(set(range(servers)) - set(assigned.values())):
         raise ConfigError(
             f"sync: parameter_server.partition gives server {idle[0]} of {servers} no leaf. Every server holds a "
             "leaf. Change the rules, or lower servers."
         )
-    return {path: found[path] for path, _ in leaves}
+    return {path: assigned[path] for path, _ in leaves}
 
 
 def _by_rules(paths: Sequence[str], rules: Sequence[tuple[str, int]]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    assigned: dict[str, int] = {}
     for pattern, server in rules:
         claimed = [path for path in paths if re.fullmatch(pattern, path)]
         if not claimed:
@@ -62,16 +62,16 @@ def _by_rules(paths: Sequence[str], rules: Sequence[tuple[str, int]]) -> dict[st
                 f"({', '.join(paths[:6])}). A pattern has to match a whole path. Fix it, or remove it."
             )
         for path in claimed:
-            found.setdefault(path, server)
-    return found
+            assigned.setdefault(path, server)
+    return assigned
 
 
 def shard(tree: Any, owned: Mapping[str, int], server: int) -> Any:
     """Returns a tree like the parameters, with None for the leaves of other servers. JAX does not count None as a
     leaf."""
     leaves, structure = jax.tree.flatten(tree)
-    kept = [x if owned[path] == server else None for (path, _), x in zip(named_leaves(tree), leaves, strict=True)]
-    return jax.tree.unflatten(structure, kept)
+    shards = [x if owned[path] == server else None for (path, _), x in zip(named_leaves(tree), leaves, strict=True)]
+    return jax.tree.unflatten(structure, shards)
 
 
 def to_arrays(tree: Any) -> Arrays:

@@ -91,15 +91,15 @@ class LocalRay:
         arguments = [MARK, self._mark, self._folder, str(self._token), str(os.getpid())]
         command = [sys.executable, "-I", "-S", "-c", GUARD, *arguments]
         self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-        own = {
+        variables = {
             MARK: self._mark,
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self._token),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         }
-        self._before = {name: os.environ.get(name) for name in own}
-        os.environ.update(own)
+        self._before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
         try:
             self._init()
         except Exception as error:

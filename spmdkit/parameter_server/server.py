@@ -272,8 +272,8 @@ class Server:
         assert self._state is not None
         of_parts = [[push for push in pushes if self._takes(part, push.batch)] for part in self._parts]
         gradient: Arrays = {}
-        for part, own in zip(self._parts, of_parts, strict=True):
-            gradient |= mean_of(own or pushes, part.paths)
+        for part, missing in zip(self._parts, of_parts, strict=True):
+            gradient |= mean_of(missing or pushes, part.paths)
         total = sum(push.weight for push in pushes) or 1.0
         loss = sum(push.loss * push.weight / total for push in pushes)
         scale = 1 / max(1, staleness) if self._rules.scale_by_staleness else 1.0
@@ -283,9 +283,9 @@ class Server:
         else:
             self._state = self._kept_where_none(self._apply_to_some(self._state, *args), of_parts)
         jax.block_until_ready(self._state)  # the input (a view of the transport's memory) is unused from here on
-        for part, own in zip(self._parts, of_parts, strict=True):
-            part.applied += bool(own)
-            for push in own:
+        for part, missing in zip(self._parts, of_parts, strict=True):
+            part.applied += bool(missing)
+            for push in missing:
                 part.settled.add(push.batch)
         self._parts = merged(self._parts) if len(self._parts) > 1 else self._parts
         states = [push.report["state"] for push in pushes if push.report and "state" in push.report]

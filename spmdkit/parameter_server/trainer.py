@@ -214,10 +214,10 @@ class _Watch:
     def _stopped(self, stop: Stop | None) -> tuple[TrainState, Stop | None]:
         """Evaluates and saves the final state, and returns it."""
         run = self.run
-        while (found := self.coordinator.snapshot()) is None:
+        while (snapshot := self.coordinator.snapshot()) is None:
             self._tell(self.coordinator.watch().events)
             time.sleep(SERVER_POLL_S)
-        state = self._placed(*found)
+        state = self._placed(*snapshot)
         self._log(self.coordinator.watch())
         if stop is None:
             self._evaluate(state)
@@ -246,13 +246,13 @@ class _Watch:
             self._log(stats)
         is_save = False
         if (saves := config.checkpoint) is not None and run.saves is not None:
-            late = saves.every_seconds is not None and run.clock() - run.saves.tried_at >= saves.every_seconds
-            late = late and stats.applied > run.saved_step
-            is_save = late or crossed(saves.every_steps, run.saved_step)
+            is_overdue = saves.every_seconds is not None and run.clock() - run.saves.tried_at >= saves.every_seconds
+            is_overdue = is_overdue and stats.applied > run.saved_step
+            is_save = is_overdue or crossed(saves.every_steps, run.saved_step)
         is_eval = run.program.has_eval and crossed(config.eval.every_steps, self._evaluated)
-        if not (is_save or is_eval) or (found := self.coordinator.snapshot()) is None:
+        if not (is_save or is_eval) or (snapshot := self.coordinator.snapshot()) is None:
             return
-        state = self._placed(*found)
+        state = self._placed(*snapshot)
         if is_eval:
             self._evaluated = run.step
             self._evaluate(state)
@@ -285,10 +285,10 @@ def means(records: list[dict[str, Any]]) -> dict[str, float]:
     total = sum(record["weight"] for record in records) or 1.0
     mean = lambda value: sum(value(record) * record["weight"] for record in records) / total
     names = records[-1].get("metrics", {})
-    found = {"loss": mean(lambda record: record["loss"])}
-    found |= {name: mean(lambda record, name=name: record["metrics"][name]) for name in names}
+    metrics = {"loss": mean(lambda record: record["loss"])}
+    metrics |= {name: mean(lambda record, name=name: record["metrics"][name]) for name in names}
     staleness = [record["staleness"] for record in records]
-    return found | {"staleness": sum(staleness) / len(staleness), "staleness_max": float(max(staleness))}
+    return metrics | {"staleness": sum(staleness) / len(staleness), "staleness_max": float(max(staleness))}
 
 
 def rates(records: list[dict[str, Any]], updates: int, elapsed_s: float, batch_size: int) -> dict[str, float]:
@@ -309,5 +309,5 @@ def saved_tables(run: Run) -> list[dict[str, Any]] | None:
     it."""
     if run.checkpoints is None or not run.step or run.step not in run.checkpoints.steps():
         return None
-    found: Mapping[str, Any] = run.checkpoints.read_record(run.step).get(RECORD) or {}
-    return found.get("servers")
+    record: Mapping[str, Any] = run.checkpoints.read_record(run.step).get(RECORD) or {}
+    return record.get("servers")

@@ -60,18 +60,18 @@ class Transport(Protocol):
 def call(endpoint: Endpoint, method: str, *args: Any) -> Callable[[Callable[[], bool]], Any]:
     """Starts a call of a server. Returns a function of `give_up` that waits for the response, and repeats the call each
     time it is lost. It raises Unavailable if the server does not respond and `give_up()` returns True."""
-    answer = endpoint.ask(method, *args)
+    response = endpoint.ask(method, *args)
 
     def wait(give_up: Callable[[], bool]) -> Any:
-        nonlocal answer
+        nonlocal response
         while True:
             try:
-                return answer()
+                return response()
             except Unavailable:
                 if give_up():
                     raise
                 time.sleep(TRANSPORT_RETRY_S)
-                answer = endpoint.ask(method, *args)
+                response = endpoint.ask(method, *args)
 
     return wait
 

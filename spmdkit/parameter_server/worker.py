@@ -134,18 +134,18 @@ class Worker:
 
     def _of_all(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Calls all servers concurrently and returns their responses."""
-        started = [call(endpoint, method, *own) for endpoint, own in zip(self.endpoints, args, strict=True)]
-        return [answer(self.stopped) for answer in started]
+        started = [call(endpoint, method, *arguments) for endpoint, arguments in zip(self.endpoints, args, strict=True)]
+        return [response(self.stopped) for response in started]
 
     def _compute(self, ready: Ready) -> Gradient:
-        found = self.computes(ready.params, ready.model_state, ready.batch_number, ready.batch)
-        for what in found.not_finite:
+        gradient = self.computes(ready.params, ready.model_state, ready.batch_number, ready.batch)
+        for what in gradient.not_finite:
             if self.policies.get(what, "stop") == "stop":
                 raise NotFinite(
                     f"{what} of batch {ready.batch_number} is not finite on worker {self.number}. It was not applied. "
                     "Lower the learning rate, set clip_norm, or on_nonfinite: skip."
                 )
-        return found
+        return gradient
 
     def _push(self, ready: Ready, found: Gradient) -> list[tuple[int, int]]:
         """Returns each server's (generation, version) that the next pull must exceed, if the gradient is held there."""
@@ -161,10 +161,10 @@ class Worker:
             pushes.append(
                 Push(self.number, self.incarnation, ready.number, *where, gradient, found.loss, found.weight, report)
             )
-        answers: list[Answer] = self._of_all("push", [(push,) for push in pushes])
-        if any(answer.outcome == "fenced" for answer in answers):
+        responses: list[Answer] = self._of_all("push", [(push,) for push in pushes])
+        if any(response.outcome == "fenced" for response in responses):
             raise Fenced(f"worker {self.number} in its incarnation {self.incarnation} is considered dead")
         return [
-            (ready.generation, version) if answer.outcome == "held" else (-1, -1)
-            for answer, version in zip(answers, ready.versions, strict=True)
+            (ready.generation, version) if response.outcome == "held" else (-1, -1)
+            for response, version in zip(responses, ready.versions, strict=True)
         ]
