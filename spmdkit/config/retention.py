@@ -39,8 +39,7 @@ class Retention(Section):
     def steps_to_keep(self, steps: Sequence[int], scores: Mapping[int, float | None]) -> set[int]:
         """Returns the steps to keep.
 
-        A step without a score (the metric is missing or not finite) is never the best. Among equal scores the newest
-        is.
+        A step without a score (the metric is missing or not finite) is never the best. Ties go to the newest step.
 
         Args:
             scores: step -> value of the metric of `best`.

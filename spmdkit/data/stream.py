@@ -62,7 +62,7 @@ def host_batches(
 
 
 class DeviceBatches:
-    """Iterator of (step, device batch, wait_s); see `device_batches`. Also a context manager that closes."""
+    """Iterator of (step, device batch, wait_s); see `device_batches`. Also a context manager."""
 
     def __init__(self, batches: Iterable[tuple[int, Any]], put: Callable[[Any], Any], depth: int):
         self._ready: queue.SimpleQueue = queue.SimpleQueue()

@@ -145,7 +145,7 @@ def is_reference(choice: Choice) -> bool:
 
 
 def split_common_options(group: str, choice: Choice) -> tuple[str | dict[str, Any], dict[str, Any]]:
-    """Returns (the choice without the common options of the group, those options)."""
+    """Returns (the choice without the common options of the group, the common options)."""
     name, options = split(choice)
     if not isinstance(options, dict):
         return {name: options}, {}

@@ -111,6 +111,6 @@ def _hidden(found: re.Match[str]) -> str:
 
 
 def _of_environment() -> set[str]:
-    """Returns the values of environment variables with secret names. `PWD` is the current folder."""
+    """Returns the values of environment variables with secret names. `PWD` is the current folder, not a secret."""
     names = [name for name in list(os.environ) if named(name) and name not in ("PWD", "OLDPWD")]
     return {value for name in names if len(value := os.environ.get(name, "")) >= 8}  # a thread may remove one

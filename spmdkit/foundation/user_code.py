@@ -45,7 +45,7 @@ _LONGEST_CAUSE = 500
 
 
 def call_user(fn: Callable[[], T], what: str) -> T:
-    """Returns `fn()`, which runs or traces the user's function called `what`.
+    """Returns `fn()`, which runs or traces a user's function; `what` names it.
 
     Raises:
         ConfigError: JAX, a model library or spmdkit rejects an operation of the function (shapes, dtypes, branches).

@@ -29,7 +29,7 @@ MOST_FAILURES = 3
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Raised by `commit` and `check_host_updates` on every rank after `on_hosts_updated` was called on one.
+    """Raised by `commit` and `check_host_updates` on every rank after a call of `on_hosts_updated` on one rank.
     `skip_sync`: no host was added."""
 
     def __init__(self, skip_sync: bool = False):
@@ -65,7 +65,7 @@ class State:
             callback()
 
     def on_hosts_updated(self, timestamp: float, removed_only: bool = False) -> None:
-        """Records on this rank that hosts were added or only removed; the next commit raises on all ranks."""
+        """Records on this rank that hosts were added, or only removed. The next commit raises on all ranks."""
         self._news.append((timestamp, removed_only))
 
     def commit(self) -> None:

@@ -88,7 +88,7 @@ def broadcast_all_async(
     error: Exception | None = None,
     leaves: Sequence[str] | None = None,
 ) -> Handle:
-    """Returns a handle of several arrays of one rank on all of them. `error`, `leaves`: as above."""
+    """Returns a handle of several arrays of one rank on all of them. `error` and `leaves` as above."""
     queue = process_set.queue()
     arrays = [local_array(x, "broadcast") for x in tensors]
     if root_rank not in queue.ranks:
@@ -157,7 +157,7 @@ def reducescatter_async(tensor: Any, *args: Any, **options: Any) -> Handle:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Returns when every rank of the set has called it."""
+    """Waits until every rank of the set has called it."""
     queue = process_set.queue()
     queue.wait(queue.ask({"op": "barrier"}))
 

@@ -70,7 +70,7 @@ class Queue:
         return handle
 
     def wait(self, handle: Handle) -> Any:
-        """Returns the result of an operation, taking part in rounds until it has run. Raises HorovodInternalError if it
+        """Takes part in rounds until an operation has run, and returns its result. Raises HorovodInternalError if it
         cannot run."""
         while not handle.is_done:
             self.step()

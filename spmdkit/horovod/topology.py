@@ -114,7 +114,7 @@ def size() -> int:
 
 
 def rank() -> int:
-    """Returns the number of this process, from 0."""
+    """Returns the index of this process, from 0."""
     return world().cluster.process_index
 
 

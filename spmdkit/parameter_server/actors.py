@@ -1,4 +1,4 @@
-"""Servers and workers as Ray actors: one process each, on this machine or on a Ray cluster. Extra `ray`.
+"""Servers and workers as Ray actors: one process each, on this machine or on a Ray cluster. Needs the extra `ray`.
 
 `address: local` starts a private Ray for this run (ray_local.py). Ray restarts servers (`max_restarts=-1`), without
 their state. Ray never repeats a call (`max_task_retries=0`). The caller repeats it, and the servers' tables make that
@@ -67,7 +67,7 @@ class ServerActor:
 
 
 class WorkerActor:
-    """A `Worker` in a separate process, with its own devices."""
+    """A `Worker` in a separate process, with separate devices."""
 
     def where(self) -> str:
         return here()

@@ -113,7 +113,7 @@ class GradientStep:
         return placed, jax.device_put(to_tree(state.model_state, model_state), self._of_state)
 
     def __call__(self, params: Any, model_state: Any, number: int, batch: Any) -> Gradient:
-        """Returns the gradient of batch `number`. Waits for the devices; the parameters are donated."""
+        """Returns the gradient of batch `number`. Waits for the devices, and donates the parameters."""
         before = self._state.replace(
             params=params, model_state=model_state, step=jnp.full_like(self._state.step, number - 1)
         )

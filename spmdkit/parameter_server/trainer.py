@@ -1,9 +1,9 @@
 """Training with a parameter server. This process is the coordinator: it initializes or restores, monitors, logs,
 evaluates and saves. Workers compute.
 
-An applied update corresponds to a step of other runs. Records, evaluations and checkpoints are made at the first poll
-after they are due, so their steps need not be multiples of the interval. A checkpoint has the format of a synchronous
-run, with the servers' tables in its record. Both kinds of run can resume from it.
+An applied update corresponds to a step of a synchronous run. Records, evaluations and checkpoints are made at the first
+poll after they are due, so their steps need not be multiples of the interval. A checkpoint has the format of a
+synchronous run, with the servers' tables in its record. Both kinds of run can resume from it.
 """
 
 from __future__ import annotations

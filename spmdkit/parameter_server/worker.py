@@ -37,7 +37,7 @@ class NotFinite(Exception):
 
 
 class Fenced(Exception):
-    """A newer incarnation of this worker runs: the server rejects pushes of this one."""
+    """A newer incarnation of this worker runs, so the server rejects pushes of this one."""
 
 
 class Ready(NamedTuple):
