@@ -37,7 +37,7 @@ def newest_valid(directory: Location, most: int | None, without: Collection[int]
 def steps_without_record(directory: Location) -> dict[str, str]:
     """Returns name -> problem for entries named like a step that are not a step. They would block the save of that
     step."""
-    why = f"it has no {records.RECORD_FILE}, so it is not whole"
+    why = f"it has no {records.RECORD_FILE}, so it is incomplete"
     return {name: why for name in records.ignored_entries(directory) if is_step_name(name)}
 
 

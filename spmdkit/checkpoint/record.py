@@ -191,7 +191,7 @@ def damaged_error(directory: Location, step: int, found: str) -> DamagedError:
     back = f"to go back to step {earlier[-1]}" if earlier else "to start again from step 0; there is no earlier step"
     return DamagedError(
         f"the checkpoint {directory / str(step)} is damaged: {found}. "
-        f"It is used whole or not at all. Delete or rename {directory / str(step)} {back}.",
+        f"It is used completely or not at all. Delete or rename {directory / str(step)} {back}.",
         found,
     )
 

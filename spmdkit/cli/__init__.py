@@ -1,6 +1,6 @@
 """`spmdkit`: the command line. Each command parses its arguments, calls one function, and prints the result.
 
-Enters: arguments. Leaves: text or JSON on standard output, and an exit code of `spmdkit.errors`. A user's mistake is a
+Input: arguments. Output: text or JSON on standard output, and an exit code of `spmdkit.errors`. A user's mistake is a
 message on standard error, never a traceback.
 """
 

@@ -216,7 +216,7 @@ class Cluster:
         except TimeoutError:
             arrived = {int(p) for p in self._store.entries(f"{key}/arrived")}
             missing = [p for p in range(self.num_processes) if p not in arrived]
-            who = f"{name_processes(missing)} did not come" if missing else "the last one was too late"
+            who = f"{name_processes(missing)} did not reach it" if missing else "the last one was too late"
             raise RendezvousError(
                 f"barrier {name!r}: process {self.process_index} waited {timeout_s:g} s for {self.num_processes} "
                 f"processes, {who}. All processes must reach the barrier within the timeout. See the output of the "

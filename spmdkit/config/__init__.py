@@ -1,6 +1,6 @@
 """The config of a run.
 
-Enters: YAML or Python values. Leaves: one validated, frozen `Config`.
+Input: YAML or Python values. Output: one validated, frozen `Config`.
 
 fields.py field types · sections.py, settings.py and retention.py settings · rules.py combinations of settings ·
 schema.py `Config` · optimizer.py optax by name · source.py YAML with line numbers · overrides.py key=value ·

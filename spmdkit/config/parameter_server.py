@@ -145,7 +145,7 @@ def _of_config(config: Any) -> Iterator[Problem]:
     """Yields settings that need one step over all devices, or hooks around it."""
     why = "with sync: parameter_server each worker has its own step"
     exact = not plugins.is_reference(config.reducer) and plugins.split(config.reducer)[0] in ("sum", "ordered")
-    looks = f"looks at the steps of one program, and {why}. Remove it, or use sync: every_step."
+    looks = f"acts on the steps of one program, and {why}. Remove it, or use sync: every_step."
     for key, wrong, text in (
         ("reducer", not exact, f"keeps or rounds something from step to step, and {why}. Use reducer: sum."),
         *((key, getattr(config, key), looks) for key in ("on_spike", "replica_check", "profile", "budget", "hooks")),

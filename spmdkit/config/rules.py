@@ -56,7 +56,7 @@ def _batch(config: Settings) -> Iterator[Problem]:
         near = [str(d) for d in (max(d for d in divisors if d < parts), min([d for d in divisors if d > parts] or [0]))]
         yield Problem(
             ("microbatches",),
-            f"cuts batch_size {config.batch_size} into {parts} parts, found a rest of {rest}. microbatches divides "
+            f"splits batch_size {config.batch_size} into {parts} parts, found a rest of {rest}. microbatches divides "
             f"batch_size. Try microbatches: {' or '.join(d for d in near if d != '0')}, or batch_size: "
             f"{_multiples(config.batch_size, parts)}.",
         )
@@ -83,7 +83,7 @@ def _batch_on_mesh(config: Settings, sizes: Mapping[str, int]) -> Iterator[Probl
         cut = f"{cut} = {shards}" if cut else "1"
         yield Problem(
             ("batch_size",),
-            f"is {config.batch_size}; the mesh cuts a batch into {cut}{also}, found a rest of "
+            f"is {config.batch_size}; the mesh splits a batch into {cut}{also}, found a rest of "
             f"{config.batch_size % unit}. batch_size is a multiple of {unit}. Try batch_size: "
             f"{_multiples(config.batch_size, unit)}.",
         )
@@ -259,7 +259,7 @@ def _combinations(config: Settings) -> Iterator[Problem]:
         text = "is 1: interleaved with one chunk per stage is 1f1b. Try chunks: 2, or schedule: 1f1b."
         yield Problem(("pipeline", "chunks"), text)
     if config.on_spike is not None and plugins.split(config.sync)[0] not in ("every_step", "stale"):
-        text = "looks at the loss of all replicas in every step, and with this sync groups of them train alone"
+        text = "needs the loss of all replicas in every step, and with this sync groups of replicas train alone"
         yield Problem(("on_spike",), f"{text}, so it has no effect. Remove it, or use sync: every_step.")
     if config.eval.params == "ema" and config.ema is None:
         text = "is ema, and there is no average of parameters. Try ema: 0.999, or params: params."

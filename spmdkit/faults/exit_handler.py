@@ -163,8 +163,8 @@ def describe(error: BaseException) -> tuple[int, str]:
         return ExitCode.INTERRUPTED, "interrupted"
     if _one_of_many() and (lost := lost_peer(error)):
         return RendezvousError.exit_code, (
-            f"lost contact with another process: {lost}\nIt ended or became unreachable, so this one cannot go on; the "
-            f"cause is in that process's own output."
+            f"lost contact with another process: {lost}\nIt ended or became unreachable, so this process cannot "
+            "continue; the cause is in the output of that process."
         )
     if isinstance(error, UserCodeError) and error.__cause__ is not None:
         return error.exit_code, f"{error}\n{_users_part(error.__cause__)}".strip()

@@ -175,10 +175,10 @@ def hang_report(verdict: Mapping[str, Any], beats: Mapping[int, Beat], newest: s
     who = " and ".join(f"process {p}" for p in blamed)
     last = beats.get(blamed[0])
     if verdict["why"] == "left":
-        exited = "is gone" if verdict["exit"] is None else f"has left with exit code {verdict['exit']}"
+        exited = "is gone" if verdict["exit"] is None else f"exited with code {verdict['exit']}"
         return (
             f"{who} {exited}: {verdict['message']}\nNo step is possible without it, so this process ends too; the "
-            "cause is in that one's own output."
+            "cause is in its output."
         )
     seen = "" if last is None else f"was last seen {last.does} at step {last.step}."
     if verdict["why"] == "unreachable":
@@ -193,7 +193,7 @@ def hang_report(verdict: Mapping[str, Any], beats: Mapping[int, Beat], newest: s
         hint = f"It {seen}" if single and seen else "" if single else "Check the network between the machines first."
         return (
             f"{who} {'is' if single else 'are'} silent: no sign of life for longer than watchdog.heartbeat_timeout_s. "
-            f"{hint} A silent process is stopped, its machine is gone or cut off, or its interpreter is held, and no "
+            f"{hint} A silent process is stopped, its machine is lost or unreachable, or its interpreter is blocked. No "
             f"step is possible without it. {newest} See to it, and start all processes again.".replace("  ", " ")
         )
     key = LIMIT_OF.get(last.phase, "evaluation_timeout_s") if last else "step_timeout_s"

@@ -4,7 +4,7 @@
     params = hvd.broadcast_parameters(params, root_rank=0)
     optimizer = hvd.DistributedOptimizer(optax.sgd(0.01 * hvd.size()))
 
-Enters: arrays of this process. Leaves: reduced or gathered arrays. Calls block until the other ranks make them, so they
+Input: arrays of this process. Output: reduced or gathered arrays. Calls block until the other ranks make them, so they
 must be outside `jax.jit`. Ranks agree on each operation before data is sent. If the requests differ, every rank raises
 `HorovodInternalError` with the request of each rank. For new programs use `spmdkit train`, which reduces inside the
 compiled step. Differences from Horovod: docs/coming_from.md.

@@ -122,7 +122,7 @@ class MembershipHistory:
             self._dismissed.discard(child.process)
             return True
         if self._coming is not None and child.process in self._coming.members[len(self._order.members) :]:
-            say(f"process {child.process}, which was to join, has ended; {len(self._order.members)} go on as before")
+            say(f"process {child.process}, which was to join, has ended; {len(self._order.members)} continue as before")
             self._refused = len(self._coming.members)  # requested again when the number changes
             self._dismiss(self._coming)
             return True
@@ -160,7 +160,7 @@ class MembershipHistory:
         self._since = self._clock()
         places = f"; a standby takes the place of process {' and '.join(map(str, replaced))}" if replaced else ""
         say(
-            f"{why}; {len(living)} go on in this start, as {len(members)} processes (generation "
+            f"{why}; {len(living)} continue without a restart, as {len(members)} processes (generation "
             f"{self._order.number}){places}"
         )
         self._prepare(processes)
@@ -193,7 +193,7 @@ class MembershipHistory:
         if self._since is not None:
             if gone or now - self._since > MEMBERS_READY_S:
                 self.gave_up = f"process {gone[0]} has ended" if gone else f"not all came within {MEMBERS_READY_S:g} s"
-                say(f"generation {self._order.number} is given up: {self.gave_up}")
+                say(f"generation {self._order.number} is abandoned: {self.gave_up}")
                 self._since = None
                 return False
             if all(self._is_ready(p, self._order.number) for p in self._order.members):
@@ -222,8 +222,8 @@ class MembershipHistory:
             if not waits or child in self._killed or self._is_ready(process, self._order.number):
                 continue
             if is_late or (phase != "data" and self._is_idle(child, now)):
-                why = f"within {LEAVE_STEP_S:g} s" if is_late else "and does nothing any more"
-                say(f"process {process} does not come out of its step {why}, and is killed")
+                why = f"within {LEAVE_STEP_S:g} s" if is_late else "and is idle"
+                say(f"process {process} does not finish its step {why}, and is killed")
                 self._killed.append(child)
                 send(child.popen.pid, signal.SIGKILL)
 

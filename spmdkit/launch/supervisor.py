@@ -252,7 +252,7 @@ def _left_at_work(child: Child) -> str:
         return ""  # not a spmdkit command, or not started yet
     step = step_of(child.step.read())
     return (
-        f"process {child.process} left with exit code 0 "
+        f"process {child.process} exited with code 0 "
         f"{'before its first step' if step is None else f'at step {step}'}, and its work was not done. "
         "A command of spmdkit returns when it is. Look for os._exit in the task and in what it imports, and raise an "
         "error there."

@@ -12,7 +12,7 @@ completed_batches.py the batches that a server has completed · gradient.py the 
 worker's loop · coordinator.py initializes, monitors, takes snapshots · transport.py interface · threads.py in one
 process · actors.py on Ray.
 
-Enters: a config and a task. Leaves: the trained state. Wire: a worker pulls and pushes each parameter once per
+Input: a config and a task. Output: the trained state. Wire: a worker pulls and pushes each parameter once per
 gradient, 2 * 4 bytes per parameter.
 Source: Dean et al., "Large Scale Distributed Deep Networks" (2012), Downpour SGD; Li et al., "Scaling Distributed
 Machine Learning with the Parameter Server" (2014).

@@ -35,7 +35,7 @@ def read_plan(path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(plan, dict) or not {"target", "memory", "collectives", "layout"} <= plan.keys():
         raise ConfigError(
-            f"{path} is JSON and no plan: it lacks target, memory, collectives or layout. Give a plan.json."
+            f"{path} is JSON but not a plan: target, memory, collectives or layout is missing. Give a plan.json."
         )
     return plan
 
@@ -51,8 +51,8 @@ def as_written(*paths: Path) -> Iterator[None]:
             raise
         named = " or ".join(map(str, paths))
         raise ConfigError(
-            f"{named} has the keys of a plan, and not what stands under them ({type(error).__name__}: "
-            f"{str(error)[:120]}). A plan is shown as spmdkit has written it. Make it again: spmdkit plan CONFIG "
+            f"{named} has the keys of a plan, and values that are not those of a plan ({type(error).__name__}: "
+            f"{str(error)[:120]}). A plan is shown as spmdkit wrote it. Write it again: spmdkit plan CONFIG "
             "--json."
         ) from error
 

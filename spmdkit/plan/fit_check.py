@@ -161,7 +161,7 @@ def start_plan_thread(
             text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             with contextlib.suppress(Exception):
                 note("plan_failed", error=text)
-                say(f"note: the plan of this run could not be written ({text}); the run goes on without it")
+                say(f"note: the plan of this run could not be written ({text}); the run continues without it")
         finally:
             sys.setswitchinterval(before)
 

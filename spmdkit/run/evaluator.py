@@ -102,7 +102,7 @@ def _follow(
 
 def _check_signal(signals: StopSignals, num: int) -> None:
     if signals.requested is not None:
-        raise Preempted(f"the evaluator was stopped after {num} checkpoints. Start it again to go on.")
+        raise Preempted(f"the evaluator was stopped after {num} checkpoints. Start it again to continue.")
 
 
 def _evaluated(program: Program, checkpoints: Checkpoints, step: int) -> dict[str, Any] | None:

@@ -232,8 +232,8 @@ def _report(outcomes: list[dict[str, Any]], known: dict[str, Any], spec: dict[st
         notes.append(_noise(noisy))
     if not known["watched"]:
         notes.append(
-            "the step reads its optimizer's state itself, so that nothing stands between: what is compared as "
-            "gradient and as update is how far the parameters move"
+            "the step reads its optimizer's state itself, so the gradient cannot be observed: the values compared as "
+            "gradient and as update are the movement of the parameters"
         )
     if (sync := spec["config"]["sync"]) != "every_step":
         notes.append(

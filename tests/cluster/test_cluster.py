@@ -28,7 +28,7 @@ def test_waiting_for_a_missing_value_ends():
 def test_barrier_names_the_missing_processes():
     errors = on_all(4, lambda cluster: cluster.barrier("restore", timeout_s=0.2), absent=(1, 3))
     assert all(
-        "barrier 'restore'" in str(errors[p]) and "processes 1 and 3 did not come" in str(errors[p]) for p in (0, 2)
+        "barrier 'restore'" in str(errors[p]) and "processes 1 and 3 did not reach it" in str(errors[p]) for p in (0, 2)
     )
     assert errors[0].exit_code == 75
 

@@ -66,5 +66,5 @@ def test_coordination_service_behaves_as_the_store_expects():
             popen.kill()
             popen.wait()
     assert [popen.returncode for popen in running] == [0, 0], outputs
-    assert "waited 0.5 s for 2 processes, process 1 did not come" in outputs[0][0]
+    assert "waited 0.5 s for 2 processes, process 1 did not reach it" in outputs[0][0]
     assert "the last one was too late" in outputs[1][0]

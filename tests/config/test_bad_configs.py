@@ -70,7 +70,7 @@ BAD = {
     "ema evaluated but not kept": ("eval: {params: ema}", ":2: eval.params:", "is ema, and there is no average", "Try ema: 0.999, or params: params."),
     "best without evaluations": ("checkpoint:\n  best: {metric: loss, mode: min}", ":3: checkpoint.best:", "evaluations while training", "found eval.every_steps: null", "Try eval: {every_steps: 100}."),
     "profile after the end": ("steps: 10\nprofile: {start: 9, steps: 3}", ":3: profile:", "covers steps 9 to 11", "found steps: 10", "The trace lies within the run.", "Try profile: {start: 8, steps: 3}."),
-    "microbatches do not divide": ("batch_size: 64\nmicrobatches: 3", ":3: microbatches:", "cuts batch_size 64 into 3 parts", "found a rest of 1. microbatches divides batch_size", "Try microbatches: 2 or 4, or batch_size: 63 or 66."),
+    "microbatches do not divide": ("batch_size: 64\nmicrobatches: 3", ":3: microbatches:", "splits batch_size 64 into 3 parts", "found a rest of 1. microbatches divides batch_size", "Try microbatches: 2 or 4, or batch_size: 63 or 66."),
     "batch does not divide over the mesh": ("mesh: {data: 4, fsdp: 2}\nbatch_size: 42\nmicrobatches: 2", ":3: batch_size:", "is 42; the mesh cuts a", "found a rest of 10. batch_size is a multiple of 16", "Try batch_size: 32 or 48."),
     "task_args is a list": ("task_args: [1]", ":2: task_args:", "a mapping", "found [1] (a list)", "Try task_args: {width: 64}."),
     "task_args with a number as key": ("task_args: {1: 2}", ":2: task_args.1:", "a key that is text", "found 1 (a whole number)", "Put it in quotes."),

@@ -138,7 +138,7 @@ def test_replaced_keys_are_checked_again(tmp_path):
     assert changed.where("batch_size").endswith("a.yaml:3: batch_size")
     assert changed.where("mesh").endswith("a.yaml: mesh")
     with pytest.raises(
-        ConfigError, match=r"a\.yaml:3: batch_size: is 32; the mesh cuts a batch into data\(3\) = 3, found"
+        ConfigError, match=r"a\.yaml:3: batch_size: is 32; the mesh splits a batch into data\(3\) = 3, found"
     ):
         replace_keys(config, {"mesh.data": 3})
 

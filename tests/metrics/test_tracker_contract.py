@@ -158,7 +158,7 @@ def test_a_tracker_that_raises_costs_one_warning():
         pipe.write({"step": step})
     pipe.close()
     assert len(said) == 1
-    says(said[0], "tracker dead", found="OSError: no route to host", rule="training goes on")
+    says(said[0], "tracker dead", found="OSError: no route to host", rule="training continues")
     assert [step for _, step in alive.seen] == [0, 1, 2, 3, 4]
 
 
@@ -169,7 +169,7 @@ def test_a_tracker_that_hangs_delays_no_step():
     for step in range(100):
         pipe.write({"step": step})  # returns at once, though nothing is taken
     pipe.close()
-    says(said[0], "trackers: slow", found="slower than the steps", rule=("dropped", "training goes on"))
+    says(said[0], "trackers: slow", found="slower than the steps", rule=("dropped", "training continues"))
     assert "slow did not take its last records within 0.05 s" in said[1]
     assert "records were dropped" in said[2] and len(said) == 3
     slow.gate.set()
@@ -212,7 +212,7 @@ def test_a_missing_service_costs_a_warning():
 
     pipe.add("service", refused)
     assert len(said) == 1
-    says(said[0], "tracker service", found="ConnectionError: refused", rule="training goes on")
+    says(said[0], "tracker service", found="ConnectionError: refused", rule="training continues")
     with pytest.raises(ConfigError, match="no such project"):
         pipe.add("service", wrong)
     with pytest.raises(ConfigError, match=r"tracker mine: open returned int\. .* Return sk\.Tracker"):

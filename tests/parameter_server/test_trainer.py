@@ -151,7 +151,7 @@ def test_permitted_nonfinite_values_are_reported(tmp_path, capfd):
         ({"overlap": True, "max_staleness": 0}, "overlap: is true, which makes gradients stale"),
         ({"aggregate": 2, "max_staleness": 3}, "max_staleness: has no effect with aggregate"),
         ({"reducer": "bfloat16"}, "reducer: keeps or rounds something"),
-        ({"on_spike": {"action": "skip"}}, "on_spike: looks at the steps of one program"),
+        ({"on_spike": {"action": "skip"}}, "on_spike: acts on the steps of one program"),
         ({"on_nonfinite": "rollback"}, "on_nonfinite: is rollback"),
     ],
     ids=lambda value: None if isinstance(value, dict) else value[:20],

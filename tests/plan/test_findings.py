@@ -186,7 +186,7 @@ def test_a_gather_of_a_part_of_a_copy(at, found):
 
 @pytest.mark.tpu
 def test_padding_by_the_tpu_compiler():
-    done = in_process("tpu:v5e:2x4", "padding_waste", "padded to whole tiles")
+    done = in_process("tpu:v5e:2x4", "padding_waste", "padded to full tiles")
     assert set(done.stdout.split()) == set(lines_to_blame("padding-waste"))
 
 

@@ -46,7 +46,9 @@ def train(forks, tmp_path):
 def test_4096_devices_for_a_small_batch_are_refused(train, tmp_path):
     ended = train("devices=cpu:4096", "mesh={data: -1}")
     assert ended.code == 78, ended
-    assert "batch_size: is 8; the mesh cuts a batch into data(4096)" in ended.output and "Traceback" not in ended.output
+    assert (
+        "batch_size: is 8; the mesh splits a batch into data(4096)" in ended.output and "Traceback" not in ended.output
+    )
     assert not (tmp_path / "run").exists()
 
 

@@ -1,4 +1,4 @@
-"""A step of one's own that reads its optimizer's state: nothing stands between, and a mistake is still seen."""
+"""A user-defined step that reads the state of its optimizer: a mistake in it is detected."""
 
 import jax
 import optax

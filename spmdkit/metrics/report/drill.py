@@ -121,7 +121,7 @@ def time_line(bars: Sequence[Sequence[Sequence[Any]]], faults: Sequence[Mapping[
 def _faults(faults: Sequence[Mapping[str, Any]]) -> str:
     seconds = lambda x: "" if x is None else format_seconds(x)
     columns = dict.fromkeys(("fault", "process", "while"), KEEP)
-    columns |= dict.fromkeys(("at", "step", "noticed after", "goes on after", "steps lost"), NUMBER)
+    columns |= dict.fromkeys(("at", "step", "noticed after", "continues after", "steps lost"), NUMBER)
     rows = [
         (
             *(f["fault"], f"p{f['process']}", f["phase"], f"{f['at_s']:.1f} s", f["step"], seconds(f["detection_s"])),

@@ -124,8 +124,8 @@ class Trackers:
                 return
             if not self._dropped:
                 self._warn(
-                    f"trackers: {', '.join(self._others)} is slower than the steps. Records are dropped, training goes "
-                    f"on."
+                    f"trackers: {', '.join(self._others)} is slower than the steps. Records are dropped, training "
+                    "continues."
                 )
             self._dropped += 1
 
@@ -145,6 +145,6 @@ class Trackers:
 
     def _given_up(self, name: str, error: BaseException) -> None:
         self._warn(
-            f"tracker {name}: {type(error).__name__}: {str(error)[:200]}. Nothing more is written there, training goes "
-            f"on."
+            f"tracker {name}: {type(error).__name__}: {str(error)[:200]}. Nothing more is written there, training "
+            "continues."
         )

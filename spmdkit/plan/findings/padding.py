@@ -38,7 +38,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
                 "padding-waste",
                 (
                     f"{shape} holds {format_bytes(shape.bytes)} and takes {format_bytes(shape.padded_bytes)} of each "
-                    "device: its minor dims are padded to whole tiles"
+                    "device: its minor dims are padded to full tiles"
                 ),
                 source,
                 (

@@ -33,7 +33,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
             yield Finding(
                 "gather-of-unsharded",
                 (
-                    f"{argument.replace(chr(92), '')} is cut over {' x '.join(c.axes)} and gathered whole on every "
+                    f"{argument.replace(chr(92), '')} is sharded over {' x '.join(c.axes)} and gathered on every "
                     f"device before it is used ({format_bytes(c.size)}, {format_bytes(c.bytes_at_least)} sent a step)"
                 ),
                 c.source,
@@ -46,11 +46,11 @@ def find(step: CompiledStep) -> Iterator[Finding]:
             yield Finding(
                 "gather-of-unsharded",
                 (
-                    f"{c.shapes[0]} is cut from an array that every device holds, and gathered again over "
+                    f"{c.shapes[0]} is a shard of an array that every device holds, and is gathered again over "
                     f"{' x '.join(c.axes)} ({format_bytes(c.bytes_at_least)} sent a step)"
                 ),
                 c.source,
-                "Leave out the constraint that cuts it (sk.shard), or use the parts where they are.",
+                "Remove the constraint that shards it (sk.shard), or use the shards as they are.",
             )
 
 

@@ -20,7 +20,7 @@ from spmdkit.plan.jaxpr_lines import lines_of
 
 MIN_BYTES = 2**16
 _FIX = (
-    "Say in between how the array is cut: sk.shard(x, ...) with one dim whole, or cut the producer and the "
+    "Shard the array in between with sk.shard(x, ...), with one dim unsharded, or shard the producer and the "
     "consumer along the same dim."
 )
 
@@ -44,7 +44,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
         yield Finding(
             "full-rematerialization",
             (
-                f"{what} is made whole on every device to be cut in another way (the partitioner's involuntary "
+                f"{what} is replicated on every device to be sharded in another way (the partitioner's involuntary "
                 f"rematerialization{ways})"
             ),
             source,

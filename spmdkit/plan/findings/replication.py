@@ -41,13 +41,13 @@ def _parameters(step: CompiledStep) -> Iterator[Finding]:
         yield Finding(
             "silent-replication",
             (
-                f"{leaf.path} ({format_bytes(leaf.num_bytes)}) is whole on every device of {' x '.join(axes)}: "
+                f"{leaf.path} ({format_bytes(leaf.num_bytes)}) is replicated on every device of {' x '.join(axes)}: "
                 f"{leaf.reason}"
             ),
             first_use(step.jaxpr.jaxpr, var),
             (
-                f"Add a rule that cuts it: layout.rules: [['{leaf.path.removeprefix('params/')}', [...]]], or one of "
-                "nulls to ask for the copy."
+                f"Add a rule that shards it: layout.rules: [['{leaf.path.removeprefix('params/')}', [...]]], or one of "
+                "nulls to request the copy."
             ),
         )
 
@@ -84,8 +84,8 @@ def _activations(step: CompiledStep) -> Iterator[Finding]:
                 "silent-replication",
                 (
                     f"{shape} ({format_bytes(shape.bytes)}) depends on the batch and is as large on each of the "
-                    f"{program.mesh.size} devices as in the whole program"
+                    f"{program.mesh.size} devices as in the global program"
                 ),
                 source,
-                'Say how it is cut: sk.shard(x, "batch", ...) on it or on what it is made from.',
+                'Shard it: sk.shard(x, "batch", ...) on it or on its inputs.',
             )

@@ -154,7 +154,7 @@ def _parse_tpu(text: str, chip: Chip, shape: str) -> Target:
         notes.append(f"A 7x chip is two devices to JAX: {chips} chips are {2 * chips} devices.")
     if name == "v4":
         notes.append(
-            "The ahead-of-time compiler knows a v4 chip as two cores, and the machine as one device: the step was "
+            "The ahead-of-time compiler sees two cores in a v4 chip, where the machine has one device: the step was "
             "compiled for one core of each chip. Mesh and wire are the machine's; a step that needs more than a "
             "core's 15.25 GiB has no program to read."
         )

@@ -58,7 +58,7 @@ def make(config: Any) -> Hook | None:
             NonFiniteError.exit_code,
             f"{what}{unknown} Copies of the state have to be the same on all devices; one of these computes or "
             f"remembers wrongly. All were the same at step {same['step']}. {run.newest()} Take that device out of the "
-            f"job, and go on from a checkpoint of step {same['step']} or before.",
+            f"job, and continue from a checkpoint of step {same['step']} or before.",
             known=True,
         )
 
@@ -72,7 +72,7 @@ def _report_single_leaves(run: RunView, copies: Copies) -> None:
         part, total = format_bytes(sum(sizes[path] for path in alone)), format_bytes(sum(sizes.values()))
         run.message(
             f"note: replica_check sees nothing of {len(alone)} of {len(sizes)} leaves of the state, {part} of {total}: "
-            "there every device holds the only copy of its part, which fsdp and model axes cut. A mesh with replica: 2 "
+            "every device holds the only copy of its shard over fsdp and model axes. A mesh with replica: 2 "
             "has two."
         )
 

@@ -36,7 +36,7 @@ def row_figures(opened: Opened, seeds: Sequence[tuple[Trained, Trained]], sum_by
     figures |= opened.traffic
     figures["bytes_over_sum"] = None if per_step is None or not sum_bytes else per_step / sum_bytes
     if per_step is None:
-        notes.append("bytes are not known: a loop's length stands nowhere in the compiled program")
+        notes.append("bytes are unknown: the compiled program does not contain the length of a loop")
     figures |= _time(opened, seeds, notes) | _loss(seeds, notes)
     return figures | {"notes": notes}
 
