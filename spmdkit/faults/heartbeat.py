@@ -193,8 +193,8 @@ def hang_report(verdict: Mapping[str, Any], beats: Mapping[int, Beat], newest: s
         hint = f"It {seen}" if single and seen else "" if single else "Check the network between the machines first."
         return (
             f"{who} {'is' if single else 'are'} silent: no sign of life for longer than watchdog.heartbeat_timeout_s. "
-            f"{hint} A silent process is stopped, its machine is lost or unreachable, or its interpreter is blocked. No "
-            f"step is possible without it. {newest} See to it, and start all processes again.".replace("  ", " ")
+            f"{hint} A silent process is stopped, its machine is lost or unreachable, or its interpreter is blocked. "
+            f"No step is possible without it. {newest} See to it, and start all processes again.".replace("  ", " ")
         )
     key = LIMIT_OF.get(last.phase, "evaluation_timeout_s") if last else "step_timeout_s"
     limit = last.limit_s if last else None

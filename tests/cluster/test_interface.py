@@ -62,7 +62,7 @@ def test_interface_is_named_and_checked():
 def test_jax_passes_the_address_to_gloo(monkeypatch):
     from jax._src import xla_bridge
 
-    monkeypatch.setattr(compat_gloo, "_own", None)
+    monkeypatch.setattr(compat_gloo, "_original", None)
     monkeypatch.setattr(
         xla_bridge, "_jax", type("jaxlib", (), {"make_gloo_tcp_collectives": staticmethod(lambda **k: k)})
     )

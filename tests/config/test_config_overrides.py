@@ -83,4 +83,4 @@ def test_a_bad_override_is_named(override, path):
 
 def test_a_broken_rule_names_the_override(path):
     assert message(path, "mesh={data: 8}", "layout.zero=2").startswith("override layout.zero=2: layout.zero: is 2, and")
-    assert message(path, "batch_size=30").startswith("override batch_size=30: batch_size: is 30; the mesh cuts")
+    assert message(path, "batch_size=30").startswith("override batch_size=30: batch_size: is 30; the mesh splits")
