@@ -175,7 +175,7 @@ def hang_report(verdict: Mapping[str, Any], beats: Mapping[int, Beat], newest: s
     who = " and ".join(f"process {p}" for p in blamed)
     last = beats.get(blamed[0])
     if verdict["why"] == "left":
-        exited = "is gone" if verdict["exit"] is None else f"exited with code {verdict['exit']}"
+        exited = "is gone" if verdict["exit"] is None else f"ended with exit code {verdict['exit']}"
         return (
             f"{who} {exited}: {verdict['message']}\nNo step is possible without it, so this process ends too; the "
             "cause is in its output."

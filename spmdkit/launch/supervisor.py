@@ -244,7 +244,7 @@ def end(children: Sequence[Child]) -> None:
 
 
 def _left_at_work(child: Child) -> str:
-    """Returns a message for a process that exited with code 0 while its record is unfinished, or an empty text."""
+    """Returns a message for a process that ended with exit code 0 while its record is unfinished, or an empty text."""
     try:
         if not json.loads(child.errors.read()).get("running"):
             return ""
@@ -252,7 +252,7 @@ def _left_at_work(child: Child) -> str:
         return ""  # not a spmdkit command, or not started yet
     step = step_of(child.step.read())
     return (
-        f"process {child.process} exited with code 0 "
+        f"process {child.process} ended with exit code 0 "
         f"{'before its first step' if step is None else f'at step {step}'}, and its work was not done. "
         "A command of spmdkit returns when it is. Look for os._exit in the task and in what it imports, and raise an "
         "error there."

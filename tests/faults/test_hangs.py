@@ -115,7 +115,7 @@ def test_error_or_kill_ends_all_processes(job, kind, who, n, code):
     assert f"process {who} failed first" in ended.output
     cause = "ended by SIGKILL" if kind == "kill" else "hook 'mine': before_step raised ValueError"
     for other in set(range(n)) - {who}:
-        assert f"[{other}] process {who} exited with code {code}: {cause}" in ended.output
+        assert f"[{other}] process {who} ended with exit code {code}: {cause}" in ended.output
     assert "Check failure stack trace" not in ended.output
     assert job.processes() == {}
 

@@ -82,7 +82,7 @@ def test_launch_names_the_process_that_exited(folder, leaving):
     last = output.strip().splitlines()
     assert code == 70, output
     assert last[-2].startswith("process 1 failed first with exit code 70, your function or data raised")
-    assert re.match(r"process 1 exited with code 0 at step (9|10), and its work was not done.*os\._exit", last[-1]), (
+    assert re.match(r"process 1 ended with exit code 0 at step (9|10), and its work was not done.*os\._exit", last[-1]), (
         output
     )
 
