@@ -82,9 +82,9 @@ def test_launch_names_the_process_that_exited(folder, leaving):
     last = output.strip().splitlines()
     assert code == 70, output
     assert last[-2].startswith("process 1 failed first with exit code 70, your function or data raised")
-    assert re.match(r"process 1 ended with exit code 0 at step (9|10), and its work was not done.*os\._exit", last[-1]), (
-        output
-    )
+    assert re.match(
+        r"process 1 ended with exit code 0 at step (9|10), and its work was not done.*os\._exit", last[-1]
+    ), output
 
 
 @pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["alone", "launched"])
