@@ -97,7 +97,7 @@ def without_axes(ctx: Any) -> Any:
 def as_varying(tree: T, axes: Sequence[str]) -> T:
     """Returns `tree` with each leaf typed as varying over `axes`; leaves that already vary are unchanged."""
 
-    def cast(x):
+    def cast(x: jax.Array) -> jax.Array:
         missing = tuple(a for a in axes if a not in varying_axes(x))
         return lax.pcast(x, missing, to="varying") if missing else x
 

@@ -65,8 +65,8 @@ class DeviceBatches:
     """Iterator of (step, device batch, wait_s); see `device_batches`. Also a context manager."""
 
     def __init__(self, batches: Iterable[tuple[int, Any]], put: Callable[[Any], Any], depth: int):
-        self._ready: queue.SimpleQueue = queue.SimpleQueue()
-        self._slots: queue.SimpleQueue = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._slots: queue.SimpleQueue[Any] = queue.SimpleQueue()
         for _ in range(depth):
             self._slots.put(True)
         # The thread references the queues and not this object, so that an abandoned iterator can be collected.
@@ -125,7 +125,10 @@ def device_batches(iterator: Iterable[tuple[int, Any]], put: Callable[[Any], Any
 
 
 def _produce(
-    batches: Iterable[tuple[int, Any]], put: Callable[[Any], Any], ready: queue.SimpleQueue, slots: queue.SimpleQueue
+    batches: Iterable[tuple[int, Any]],
+    put: Callable[[Any], Any],
+    ready: queue.SimpleQueue[Any],
+    slots: queue.SimpleQueue[Any],
 ) -> None:
     error: BaseException | None = None
     try:
@@ -144,7 +147,7 @@ def _produce(
     ready.put((None, error))
 
 
-def _stop(thread: threading.Thread, slots: queue.SimpleQueue) -> None:
+def _stop(thread: threading.Thread, slots: queue.SimpleQueue[Any]) -> None:
     with contextlib.suppress(queue.Empty):
         while True:
             slots.get_nowait()

@@ -204,7 +204,7 @@ def without_fsdp(spec: PartitionSpec, sizes: Mapping[str, int]) -> PartitionSpec
 
 def follow(
     tree: Any, params: Sequence[LeafPlacement], options: LayoutOptions, sizes: Mapping[str, int], memory_kind: str
-):
+) -> list[LeafPlacement]:
     """Returns the placements of a tree with copies of the parameters (optimizer state, moving averages).
 
     A leaf with a parameter's shape, and with a path that ends with the parameter's path, has its placement under ZeRO

@@ -176,7 +176,7 @@ class _Cut:
 
     def over_pairs(
         self, one_pair: Callable[..., tuple[jax.Array, ...]], start: tuple[jax.Array, ...], operands: object
-    ):
+    ) -> Any:
         """Returns the carry of `one_pair(carry, i, j)` after all pairs of a query block and a key block that are not
         fully masked."""
         axes = sorted(set().union(*(compat.varying_axes(x) for x in jax.tree.leaves(operands) if hasattr(x, "dtype"))))
@@ -188,7 +188,7 @@ class _Cut:
             return one_pair(start, 0, 0)
         return lax.scan(lambda carry, ij: (one_pair(carry, ij[0], ij[1]), None), start, np.array(pairs, np.int32))[0]
 
-    def scores(self, q_BKGtH: jax.Array, k_BKsH: jax.Array, i, j, scale: float) -> jax.Array:
+    def scores(self, q_BKGtH: jax.Array, k_BKsH: jax.Array, i: Any, j: Any, scale: float) -> jax.Array:
         """Returns float32[B, K, G, t, s], -inf where the mask hides the key."""
         s_BKGts = _product("bkgth,bksh->bkgts", q_BKGtH, k_BKsH) * scale
         q_index, k_index = i * self.t + jnp.arange(self.t), j * self.s + jnp.arange(self.s)
@@ -205,10 +205,10 @@ class _Cut:
             s_BKGts = jnp.where(is_seen[:, None, None], s_BKGts, -jnp.inf)
         return s_BKGts
 
-    def _rows(self, x_BT: jax.Array, i) -> jax.Array:
+    def _rows(self, x_BT: jax.Array, i: Any) -> jax.Array:
         return lax.dynamic_slice_in_dim(_fill(x_BT, self.num_q * self.t), i * self.t, self.t, axis=1)
 
-    def _columns(self, x_BS: jax.Array, j) -> jax.Array:
+    def _columns(self, x_BS: jax.Array, j: Any) -> jax.Array:
         return lax.dynamic_slice_in_dim(_fill(x_BS, self.num_k * self.s), j * self.s, self.s, axis=1)
 
 
@@ -225,9 +225,9 @@ def _fill(x: jax.Array, length: int) -> jax.Array:
     return jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)) if missing else x
 
 
-def _at(x: jax.Array, i) -> jax.Array:
+def _at(x: jax.Array, i: Any) -> jax.Array:
     return x[0] if isinstance(i, int) else lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
 
 
-def _put(x: jax.Array, value: jax.Array, i) -> jax.Array:
+def _put(x: jax.Array, value: jax.Array, i: Any) -> jax.Array:
     return value[None] if isinstance(i, int) else lax.dynamic_update_index_in_dim(x, value, i, 0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spmdkit.foundation.formatting import format_bytes
+from spmdkit.plan.collectives_bill import Collective
 from spmdkit.plan.compiled_step import CompiledStep
 from spmdkit.plan.findings import Finding
 
@@ -19,7 +20,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
     first = next(iter(step.program.mesh.devices.flat))
     if first.platform == "cpu" or step.program.zero == 1:  # ZeRO 1 needs the full sum
         return
-    together: dict[tuple[str, tuple[str, ...]], list] = {}
+    together: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
     for c in step.bill.rows:
         if c.emulated_op is not None and c.op == "all_reduce":
             together.setdefault((c.emulated_op, c.axes), []).append(c)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from spmdkit.foundation.formatting import format_bytes
 from spmdkit.mesh.mesh import MODEL_AXES
+from spmdkit.plan.collectives_bill import Collective
 from spmdkit.plan.compiled_step import CompiledStep
 from spmdkit.plan.findings import Finding
 from spmdkit.plan.machine.links import link_path_of
@@ -21,7 +22,7 @@ def find(step: CompiledStep) -> Iterator[Finding]:
     if target is None or target.num_slices < 2:
         return
     devices, parts, sizes = list(step.program.mesh.devices.flat), target.num_slices, step.program.sizes
-    crossing: dict[str, list] = {}
+    crossing: dict[str, list[Collective]] = {}
     for c in step.bill.rows:
         if step.matters(c) and link_path_of(target, devices, c).crosses:
             for axis in (axis for axis in c.axes if axis in MODEL_AXES):
