@@ -81,7 +81,7 @@ def refuse(config: Any) -> None:
     if is_chosen(config):
         raise ConfigError(
             "sync: parameter_server trains with programs of servers and workers, and this needs the one compiled "
-            "step of all devices. Look at a worker's step: the same command with sync=every_step."
+            "step of all devices. To analyze the step of a worker, run the same command with sync=every_step."
         )
 
 

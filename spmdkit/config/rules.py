@@ -34,7 +34,7 @@ def _task(config: Settings) -> Iterator[Problem]:
         yield Problem(("task",), problem)
     for key in config.task_args:
         if not key.isidentifier() or keyword.iskeyword(key):
-            yield Problem(("task_args", key), "is no name of a keyword argument of Python. Rename it.")
+            yield Problem(("task_args", key), "is not a valid name of a keyword argument in Python. Rename it.")
     yield from plain_values(config.task_args, ("task_args",))
     yield from _hidden(config.task_args, ("task_args",))
 
@@ -99,7 +99,7 @@ def _mesh(config: Settings) -> Iterator[Problem]:
     for axis in filled[1:]:
         yield Problem(
             ("mesh", axis),
-            f"is -1, and so is mesh.{filled[0]}. Only one axis can take what the others leave. Give one a number.",
+            f"is -1, and so is mesh.{filled[0]}. At most one axis can be -1. Give one of them a number.",
         )
 
 
@@ -167,7 +167,9 @@ def _remat(config: Settings) -> Iterator[Problem]:
         return
     save, offload = config.remat.save, config.remat.offload
     if not save and not offload:
-        yield Problem(("remat",), "names nothing to keep, and is then full. Write remat: full, or save: [attention].")
+        yield Problem(
+            ("remat",), "names nothing to save, which is the same as full. Write remat: full, or save: [attention]."
+        )
     for name in save:
         if name in offload:
             yield Problem(

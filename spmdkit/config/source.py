@@ -60,7 +60,7 @@ def read_file(path: Path, name: str) -> Document:
             raise ConfigError(f"{name}: {_no_file(path)}")
         if (size := path.stat().st_size) > MAX_BYTES:
             raise ConfigError(
-                f"{name}: has {size} bytes, found more than {MAX_BYTES} (1 MiB), the most a config may have."
+                f"{name}: has {size} bytes. A config has at most {MAX_BYTES} (1 MiB). Store data in separate files."
             )
         data = path.read_bytes()
         text = data.decode("utf-8")

@@ -31,11 +31,23 @@ from spmdkit.horovod.process_sets import ProcessSet, global_process_set
 from spmdkit.horovod.queue import synchronize
 
 
-def allreduce(tensor: Any, *args: Any, **options: Any) -> jax.Array:
-    """Returns the reduction of one array over the ranks, by default the mean; integers are truncated. Arguments as in
-    `grouped_allreduce`. Raises HorovodInternalError on every rank if shapes, dtypes, scales or operations differ
-    between ranks."""
-    return grouped_allreduce([tensor], *args, **options)[0]
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> jax.Array:
+    """Returns the reduction of one array over the ranks, by default the mean; integers are truncated.
+
+    Raises:
+        HorovodInternalError: on every rank, if shapes, dtypes, scales or operations differ between ranks.
+    """
+    scales = prescale_factor, postscale_factor
+    return grouped_allreduce([tensor], average, name, compression, op, *scales, process_set)[0]
 
 
 def grouped_allreduce(
@@ -122,10 +134,18 @@ def alltoall(
     return out if splits is None else (out, received)
 
 
-def reducescatter(tensor: Any, *args: Any, **options: Any) -> jax.Array:
-    """Returns this rank's rows of the reduction. If rows do not divide evenly, the first ranks have one more. Arguments
-    as in `grouped_reducescatter`."""
-    return grouped_reducescatter([tensor], *args, **options)[0]
+def reducescatter(
+    tensor: Any,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> jax.Array:
+    """Returns this rank's rows of the reduction. If rows do not divide evenly, the first ranks have one more."""
+    scales = prescale_factor, postscale_factor
+    return grouped_reducescatter([tensor], name, compression, op, process_set, *scales)[0]
 
 
 def grouped_reducescatter(

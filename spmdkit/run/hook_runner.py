@@ -145,8 +145,8 @@ class HookRunner:
             ) from None
         if copy != value:
             raise ConfigError(
-                f"hook '{hook.name}': state returned {value!r}, which comes back as {copy!r}. JSON has lists and dicts "
-                "with keys of text alone. Return those."
+                f"hook '{hook.name}': state returned {value!r}, which JSON restores as {copy!r}. JSON has lists, and "
+                "dicts with text keys only. Return those."
             )
         return copy
 

@@ -57,7 +57,7 @@ BROKEN = {
     "very deep": ("[" * 500_000, "run.yaml:1: nested more than 32 deep."),
     "many values": ("task_args: {a: [" + "1," * 200_000 + "]}", "run.yaml:1: more than 10000 values."),
     "long number": ("seed: " + "9" * 5000, "run.yaml:1: a number with 5000 digits."),
-    "too large": ("#" * 2**20 + "\n", "run.yaml: has 1048577 bytes, found more than 1048576 (1 MiB)"),
+    "too large": ("#" * 2**20 + "\n", "run.yaml: has 1048577 bytes. A config has at most 1048576 (1 MiB)"),
     "bomb": ("a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\n", "run.yaml:1: &a is refused"),
 }
 

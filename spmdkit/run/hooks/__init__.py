@@ -17,7 +17,7 @@ def of_run(config: Any, own: Iterable[Hook]) -> list[Hook]:
     for hook in own:
         if any(hook.name == other.name for other in enabled):
             raise ConfigError(
-                f"hooks: two are called '{hook.name}'. A name is a hook's own: its state is saved under it. Rename one."
+                f"hooks: two are called '{hook.name}'. The state of a hook is saved under its name. Rename one."
             )
         enabled.append(hook)
     return sorted(enabled, key=lambda hook: hook.order)

@@ -75,7 +75,7 @@ def as_metric(x: Any, what: str) -> Any:
     both = jax.eval_shape(lambda a, b: a.merge(b), part, part)
     if difference := first_difference(part, both):
         raise ConfigError(
-            f"{what}: merge of {name} returns something else than it is called on: {difference}. Parts of all rows "
+            f"{what}: merge of {name} returns a metric of another form than its input: {difference}. Parts of all rows "
             f"are merged one after the other, so shapes and dtypes stay the same. Return a {name} with the same "
             "arrays."
         )
