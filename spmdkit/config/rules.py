@@ -99,7 +99,7 @@ def _mesh(config: Settings) -> Iterator[Problem]:
     for axis in filled[1:]:
         yield Problem(
             ("mesh", axis),
-            f"is -1, and so is mesh.{filled[0]}. At most one axis can be -1. Give one of them a number.",
+            f"is -1, and so is mesh.{filled[0]}. At most one axis can be -1. Give one a number.",
         )
 
 
