@@ -79,18 +79,15 @@ def test_bucket_steps_are_listed_verified_exported_and_restored(client, tmp_path
 def test_interrupted_save_or_deletion_loses_no_committed_step(client, tmp_path):
     checkpoints = opened(tmp_path, retention=Retention(keep=2))
     save(checkpoints, 1, 2)
-    before, already = dict(client.objects), client.changes
-    save(checkpoints, 3)
-    num_changes = client.changes - already
     checkpoints.close()
-    assert num_changes > 15
-    for done in range(num_changes):
+    before = dict(client.objects)
+    for done in range(100):  # the number of changes varies: orbax groups small writes by their time
         client.objects, client.left = dict(before), None
         checkpoints = opened(tmp_path, retention=Retention(keep=2))
         client.left = done
         checkpoints.save(3, state_of(3), {"step": 3})
-        with pytest.raises(CutOff):
-            checkpoints._pending.result()
+        error = checkpoints._pending.exception()
+        assert error is None or isinstance(error, CutOff)
         client.left = None
         again = opened(tmp_path, retention=Retention(keep=2))
         steps = again.steps()
@@ -102,6 +99,9 @@ def test_interrupted_save_or_deletion_loses_no_committed_step(client, tmp_path):
         if done % 4 == 0:
             check_restores(again, steps[-1])
         again.close()
+        if error is None:
+            break
+    assert 15 < done < 99 and steps == [2, 3]
 
 
 def test_damaged_bucket_steps_are_quarantined_and_skipped(client, tmp_path):
