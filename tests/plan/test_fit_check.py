@@ -39,7 +39,7 @@ def test_only_the_end_waits_for_the_plan(tmp_path, monkeypatch):
     monkeypatch.setattr(document, "plan_program", planning)
     train(config(run_dir=str(tmp_path)))
     assert json.loads((tmp_path / "plan.json").read_text())["num_devices"] == 8
-    assert "sent by a device in a step" in (tmp_path / "report.html").read_text()
+    assert "bytes sent per device and step" in (tmp_path / "report.html").read_text()
     assert "<svg" in (tmp_path / "plan.html").read_text()
     assert [e["event"] for e in events(tmp_path)] == ["started", "running", "compiled", "compiled", "stopped"]
 

@@ -30,7 +30,7 @@ def plan():
 
 def test_the_page_holds_every_part_and_loads_nothing(plan):
     text = plan_page(plan)
-    sections = ("Memory of a device", "Time of a step", "On the wire", "Mesh", "Layout of", "Findings")
+    sections = ("Memory per device", "Predicted step time", "Communication", "Mesh", "Layout of", "Findings")
     assert all(part in text for part in (*sections, "params/layers", "fits"))
     for row in plan["collectives"]:
         assert row["cause"] in text
@@ -78,6 +78,6 @@ def test_a_browser_shows_the_page(plan, tmp_path):
 
 def test_a_report_compares_plan_and_measurement(plan):
     text = plan_section(plan, [0.002, 0.004, 0.003])
-    assert all(part in text for part in ("memory of a device", "step, predicted", "3 ms", "bound by"))
+    assert all(part in text for part in ("memory per device", "predicted step time", "3 ms", "bound by"))
     assert plan_section({"memory": 3}, []) == ""
     assert "unknown" in plan_section({"memory": {"peak_bytes": 1, "limit_bytes": 2}, "time": [], "findings": 7}, [])

@@ -65,9 +65,9 @@ def plan_body(name: str, document: Mapping[str, Any]) -> str:
         _heading(name, document),
         _cards(document),
         _findings(document),
-        section("Memory of a device", _memory(document)),
-        section("Time of a step", _time(document)),
-        section("On the wire", _wire(document)),
+        section("Memory per device", _memory(document)),
+        section("Predicted step time", _time(document)),
+        section("Communication", _wire(document)),
         section("Mesh", _meshes(document)),
         section(f"Layout of {len(document['layout'])} leaves", _layout(document)),
         *([section("Candidates", _candidates(document["candidates"]))] if document.get("candidates") else []),
@@ -91,7 +91,7 @@ def _cards(document: Mapping[str, Any]) -> str:
     time, memory = document["time"], document["memory"]
     share = f"{memory['peak_bytes'] / memory['limit_bytes']:.0%}"
     sent = document["collective_bytes"]
-    rows = [("a step, predicted", format_seconds(document["predicted_step_s"]) if time else "not known")]
+    rows = [("predicted step time", format_seconds(document["predicted_step_s"]) if time else "not known")]
     if time:
         tokens = time["tokens_per_s"]
         rows += [
@@ -100,7 +100,7 @@ def _cards(document: Mapping[str, Any]) -> str:
         ]
         rows += [("bound by", time["bound"])]
     rows += [(f"of {format_bytes(memory['limit_bytes'])} ({share})", format_bytes(memory["peak_bytes"]))]
-    rows += [("sent by a device", "unknown" if sent is None else format_bytes(sent))]
+    rows += [("bytes sent per device", "unknown" if sent is None else format_bytes(sent))]
     if (average := document["wire"].get("on_average")) is not None:
         most = format_bytes(document["wire"]["at_most"])
         rows += [(f"sent in a step on average, at most {most}", format_bytes(average))]
@@ -148,7 +148,7 @@ def _time(document: Mapping[str, Any]) -> str:
     if time is None:
         return paragraph("The compiler made no program: it does not fit.", "none")
     rates = f"measured on {time['calibrated']}" if time["calibrated"] else "of the chip table"
-    text = f"Rates {rates}. Links show the time that nothing hides."
+    text = f"Rates {rates}. For links, the time that is not overlapped."
     return _stack(time["parts"], step_s, step_s, format_seconds) + paragraph(text, "note after")
 
 
@@ -177,7 +177,7 @@ def _wire(document: Mapping[str, Any]) -> str:
     needed = paragraph(f"Data parallelism by its formulas: {needs}.") if needs else ""
     columns = {"collective": KEEP, "over": WIDE, "link": WIDE, "bytes": NUMBER, "ops": NUMBER, "runs": NUMBER}
     bill = table(columns | {"why": WIDE, "source": WIDE}, map(_bill_row, rows))
-    return f'<div class="bill">{lines}</div>{needed}<h3>Bill, of one device and step</h3>{bill}'
+    return f'<div class="bill">{lines}</div>{needed}<h3>Collectives, per device and step</h3>{bill}'
 
 
 def _bill_row(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -219,7 +219,7 @@ def _candidates(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _layout(document: Mapping[str, Any]) -> str:
-    columns = {"leaf": WIDE, "array": KEEP, "sharded": KEEP, "memory": WIDE, "of a device": NUMBER, "why": WIDE}
+    columns = {"leaf": WIDE, "array": KEEP, "sharded": KEEP, "memory": WIDE, "per device": NUMBER, "why": WIDE}
     leaves: Sequence[Mapping[str, Any]] = document["layout"]
     rows = [
         (

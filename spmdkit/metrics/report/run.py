@@ -120,8 +120,8 @@ def _heading(name: str, records: Sequence[Record], events: Sequence[Record]) -> 
     times = [t for t in (parse_time(e.get("time")) for e in events) if t is not None]
     facts = [f"{max((r['step'] for r in records), default=0)} steps"]
     if times:
-        facts.append(f"begun {_clock_text(min(times))} UTC")
-        facts.append(f"{format_duration(max(times) - min(times))} from the first event to the last")
+        facts.append(f"started {_clock_text(min(times))} UTC")
+        facts.append(f"{format_duration(max(times) - min(times))} between the first and the last event")
     if end.get("event") == "exited" and end.get("why"):
         facts.append(str(end["why"]))
     return heading(name, [(tone, last)] if last else [], facts)
@@ -190,8 +190,8 @@ def _throughput(train: Sequence[Record]) -> str:
     ]
     facts = [
         ("examples/s", _quartiles(rates, format_rate)),
-        ("time of a step", _quartiles(times, format_seconds)),
-        ("input wait", f"{min(1.0, statistics.fmean(waits)):.1%} of the time of a step" if waits else ""),
+        ("step time", _quartiles(times, format_seconds)),
+        ("input wait", f"{min(1.0, statistics.fmean(waits)):.1%} of the step time" if waits else ""),
     ]
     series = Series("examples/s", _points(train, "examples_per_s"))
     chart = line_chart([series], "examples/s", 920, 220) if rates else ""
@@ -216,9 +216,9 @@ def plan_section(plan: Mapping[str, Any], step_times_s: Sequence[float]) -> str:
     time = times if isinstance(times, Mapping) else {}
     calibrated = time.get("calibrated")
     facts = [
-        ("memory of a device", f"{format_bytes(peak)} of {format_bytes(limit)}"),
-        ("sent by a device in a step", "unknown" if sent is None else format_bytes(sent)),
-        ("step, predicted", "not known" if predicted is None else format_seconds(predicted)),
+        ("memory per device", f"{format_bytes(peak)} of {format_bytes(limit)}"),
+        ("bytes sent per device and step", "unknown" if sent is None else format_bytes(sent)),
+        ("predicted step time", "not known" if predicted is None else format_seconds(predicted)),
         ("step, measured (median)", format_seconds(statistics.median(step_times_s)) if step_times_s else ""),
         ("bound by", time.get("bound")),
         ("rates", f"measured on {calibrated}" if calibrated else "of the chip table"),

@@ -77,9 +77,9 @@ def test_a_report_tells_all_of_a_run(run_dir):
     text, page = report(run_dir)
     words = " ".join(page.text)
     shown = ["first", "1000 steps", "final training loss", "1.6667", "best evaluation loss, step 500", "2.0000", "eval"]
-    shown += ["accuracy", "grad_norm", "0.2500", "median", "5.0% of the time of a step", "steps: 1000", "3.11.7"]
+    shown += ["accuracy", "grad_norm", "0.2500", "median", "5.0% of the step time", "steps: 1000", "3.11.7"]
     shown += ["jax 0.10.2", "8 x cpu", "2025-01-31 12:00:00", "+1m20s", "stopped", "step: 500"]
-    for word in (*shown, "1m40s from the first event to the last"):
+    for word in (*shown, "1m40s between the first and the last event"):
         assert word in words, word
     assert text.count("<svg") == 4 and text.count('class="best"') == 1
     assert "prefers-color-scheme: dark" in text
