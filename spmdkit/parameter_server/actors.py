@@ -62,8 +62,8 @@ class ServerActor:
     def call(self, method: str, *args: Any) -> Any:
         if self._server is None:
             raise RuntimeError(self._error)
-        answer = getattr(self._server, method)(*args)
-        return {**answer, "where": here()} if method == "status" else answer
+        response = getattr(self._server, method)(*args)
+        return {**response, "where": here()} if method == "status" else response
 
 
 class WorkerActor:
@@ -116,7 +116,7 @@ class RayEndpoint:
         except ray.exceptions.RayActorError as error:
             reference, why = None, first_line(error)
 
-        def answer() -> Any:
+        def response() -> Any:
             if reference is None:
                 raise Unavailable(why)
             try:
@@ -126,7 +126,7 @@ class RayEndpoint:
             except ray.exceptions.RayTaskError as error:
                 raise UserCodeError(f"a parameter server raised: {error.cause or first_line(error)}") from error
 
-        return answer
+        return response
 
 
 def first_line(error: BaseException) -> str:

@@ -53,7 +53,7 @@ class Push:
     report: Mapping[str, Any] | None = None
 
 
-class Answer(NamedTuple):
+class Response(NamedTuple):
     """The outcome of a push, and the number of updates that the server has applied. Outcomes: `applied`, `held` (fewer
     than k gradients so far), `late` or `stale` (dropped), `skipped`, `fenced` (earlier incarnation), `generation` (lost
     parameters), `again` (batch already completed), `done` (all updates are applied)."""

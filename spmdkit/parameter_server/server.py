@@ -31,7 +31,7 @@ import numpy as np
 import optax
 
 from spmdkit.parameter_server.completed_batches import Agreement, Settled, merged, of_row
-from spmdkit.parameter_server.messages import Answer, Pulled, Push, Rules
+from spmdkit.parameter_server.messages import Pulled, Push, Response, Rules
 from spmdkit.parameter_server.partition import Arrays, holder_of, to_arrays, to_tree
 
 RECORDS = 4096
@@ -60,7 +60,7 @@ class Server:
         self._forget()
 
     def _forget(self) -> None:
-        self._last_push: dict[int, tuple[int, int, Answer]] = {}
+        self._last_push: dict[int, tuple[int, int, Response]] = {}
         self._histogram: Counter[int] = Counter()
         self._dropped: Counter[str] = Counter()
         self._progress: Counter[int] = Counter()
@@ -102,7 +102,7 @@ class Server:
             self._parts = [of_row(row) for row in table.get("parts", ())]
             self._parts = self._parts or [Agreement(self._paths, Settled(min([self._next_batch, *again])), applied)]
             for worker, incarnation, number, outcome in table.get("last_push", ()):
-                self._last_push[worker] = (incarnation, number, Answer(outcome, self.applied))
+                self._last_push[worker] = (incarnation, number, Response(outcome, self.applied))
             for worker, incarnation in members.items():
                 self._fence(worker, incarnation)
             self._members = len(members)
@@ -129,7 +129,7 @@ class Server:
     def _fence(self, worker: int, incarnation: int) -> None:
         last_push = self._last_push.get(worker)
         if last_push is None or last_push[0] < incarnation:
-            self._last_push[worker] = (incarnation, -1, Answer("none", self.applied))
+            self._last_push[worker] = (incarnation, -1, Response("none", self.applied))
 
     def status(self, cursor: int) -> dict[str, Any]:
         """Returns the status of the server, with its records from index `cursor` on."""
@@ -160,9 +160,9 @@ class Server:
                     arrays[name] = {path: np.array(x) for path, x in to_arrays(tree).items()}
             waiting = [push.batch for push in self._held] + [b for out in self._out.values() for b in out.values()]
             held, last_push = {(push.worker, push.number) for push in self._held}, []
-            for worker, (incarnation, number, answer) in self._last_push.items():
+            for worker, (incarnation, number, response) in self._last_push.items():
                 is_held = (worker, number) in held
-                last_push.append((worker, incarnation, number - is_held, "none" if is_held else answer.outcome))
+                last_push.append((worker, incarnation, number - is_held, "none" if is_held else response.outcome))
             table = {
                 "applied": self.applied,
                 "last_push": last_push,
@@ -208,28 +208,28 @@ class Server:
             params = {path: np.asarray(x) for path, x in to_arrays(self._state["params"]).items()}
             return Pulled(self.generation, self.applied, done, params, self._model_state)
 
-    def push(self, push: Push) -> Answer:
+    def push(self, push: Push) -> Response:
         """Processes a push. A repeated push is acknowledged and not applied again."""
         with self._lock:
             if self._state is None or push.generation != self.generation:
-                return Answer("generation", self.applied)
-            incarnation, number, before = self._last_push.get(push.worker, (0, -1, Answer("none", 0)))
+                return Response("generation", self.applied)
+            incarnation, number, before = self._last_push.get(push.worker, (0, -1, Response("none", 0)))
             if push.incarnation < incarnation:
-                return Answer("fenced", self.applied)
+                return Response("fenced", self.applied)
             if push.incarnation == incarnation and push.number <= number:
-                return before if push.number == number else Answer("fenced", self.applied)
-            answer = Answer("again", self.applied) if self._has(push.batch) else self._taken(push)
-            self._last_push[push.worker] = (push.incarnation, push.number, answer)
+                return before if push.number == number else Response("fenced", self.applied)
+            response = Response("again", self.applied) if self._has(push.batch) else self._taken(push)
+            self._last_push[push.worker] = (push.incarnation, push.number, response)
             self._out.get(push.worker, {}).pop(push.number, None)
-            if answer.outcome == "held":
+            if response.outcome == "held":
                 self._held.append(push)
                 self._apply_held()
-            elif answer.outcome == "done":
+            elif response.outcome == "done":
                 self._again.append(push.batch)  # for a resumed run
             else:
                 self._last[push.worker] = push.batch
-                if answer.outcome != "applied":
-                    self._dropped[answer.outcome] += 1
+                if response.outcome != "applied":
+                    self._dropped[response.outcome] += 1
             return self._last_push[push.worker][2]
 
     def _has(self, batch: int) -> bool:
@@ -241,20 +241,20 @@ class Server:
     def _takes(self, part: Agreement, batch: int) -> bool:
         return part.applied < self._rules.steps and batch not in part.settled
 
-    def _taken(self, push: Push) -> Answer:
+    def _taken(self, push: Push) -> Response:
         staleness = self.applied - push.version
         if self.applied >= self._rules.steps:
-            return Answer("done", self.applied, staleness)
+            return Response("done", self.applied, staleness)
         most, together = self._rules.max_staleness, self._rules.aggregate > 1
         if push.gradient is not None and together and staleness == 0:
-            return Answer("held", self.applied, staleness)
+            return Response("held", self.applied, staleness)
         if push.gradient is not None and not together and (most is None or staleness <= most):
             self._update([push], staleness)
-            return Answer("applied", self.applied, staleness)
+            return Response("applied", self.applied, staleness)
         for part in self._parts:
             part.settled.add(push.batch)
         outcome = "skipped" if push.gradient is None else "late" if together else "stale"
-        return Answer(outcome, self.applied, staleness)
+        return Response(outcome, self.applied, staleness)
 
     def _apply_held(self) -> None:
         """Applies the mean of the held gradients once `aggregate` workers, or all live workers, have sent one."""
@@ -265,7 +265,7 @@ class Server:
         self._update(held, 0)
         for push in held:
             self._last[push.worker] = push.batch
-            self._last_push[push.worker] = (push.incarnation, push.number, Answer("applied", self.applied, 0))
+            self._last_push[push.worker] = (push.incarnation, push.number, Response("applied", self.applied, 0))
 
     def _update(self, pushes: list[Push], staleness: int) -> None:
         """Applies the mean of gradients to each leaf, without those that the leaf has already applied."""

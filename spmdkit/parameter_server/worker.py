@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from spmdkit.foundation.timeouts import WORKER_LONGEST_PAUSE_S
 from spmdkit.parameter_server.gradient import Gradient
-from spmdkit.parameter_server.messages import Answer, Pulled, Push
+from spmdkit.parameter_server.messages import Pulled, Push, Response
 from spmdkit.parameter_server.partition import Arrays
 from spmdkit.parameter_server.transport import Endpoint, ask, call
 
@@ -161,7 +161,7 @@ class Worker:
             pushes.append(
                 Push(self.number, self.incarnation, ready.number, *where, gradient, found.loss, found.weight, report)
             )
-        responses: list[Answer] = self._of_all("push", [(push,) for push in pushes])
+        responses: list[Response] = self._of_all("push", [(push,) for push in pushes])
         if any(response.outcome == "fenced" for response in responses):
             raise Fenced(f"worker {self.number} in its incarnation {self.incarnation} is considered dead")
         return [

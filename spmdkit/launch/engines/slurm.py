@@ -14,7 +14,7 @@ from spmdkit.errors import ConfigError
 from spmdkit.launch.engines.base import AGAIN, FINAL, ClusterJob, Option, Rendered
 
 OPTIONS = {
-    "partition": Option("", "partition to ask for; empty: the cluster's default"),
+    "partition": Option("", "partition to request; empty: the cluster's default"),
     "account": Option("", "account that pays; empty: yours"),
     "time": Option("24:00:00", "time limit of one start"),
     "tasks_per_node": Option("1", "processes on each node"),
