@@ -107,7 +107,7 @@ def test_an_impossible_path_is_a_config_error():
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="a file that root cannot read")
 def test_an_unreadable_file_is_a_config_error():
-    with pytest.raises(ConfigError, match="clear_refs'?: cannot be read: Invalid argument"):
+    with pytest.raises(ConfigError, match="cannot be read: Invalid argument"):
         load_config("/proc/self/clear_refs")
 
 
