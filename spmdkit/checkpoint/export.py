@@ -77,7 +77,8 @@ def _mean(array: np.ndarray) -> np.ndarray:
     """Reduces [groups, ...] to [...]: the mean for floats, the first element for other dtypes."""
     is_float = jax.numpy.issubdtype(array.dtype, jax.numpy.inexact)
     wide = np.promote_types(array.dtype, np.float32) if array.dtype.kind == "f" else np.float32
-    return array.astype(wide).mean(0).astype(array.dtype) if is_float else array[0]
+    mean: np.ndarray = array.astype(wide).mean(0).astype(array.dtype) if is_float else array[0]
+    return mean
 
 
 def _read_part(directory: Path, found: record.Record, which: str) -> dict[str, np.ndarray]:

@@ -15,7 +15,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from spmdkit.checkpoint import location
@@ -88,7 +88,7 @@ def list_files(folder: Location) -> dict[str, int]:
 def digest_files(folder: Location, sizes: Mapping[str, int]) -> dict[str, str]:
     """Returns `{path below folder: digest}` of the files that each restore reads again: all except large array
     files."""
-    in_data = lambda name: DATA_FOLDER in name.split("/")[:-1]
+    in_data: Callable[[str], bool] = lambda name: DATA_FOLDER in name.split("/")[:-1]
     small = [name for name, size in sizes.items() if size <= SMALL_FILE_BYTES or not in_data(name)]
     return {name: files.digest((folder / name).read_bytes()) for name in small}
 

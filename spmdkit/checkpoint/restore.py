@@ -77,8 +77,9 @@ def _with_sharding(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 def _empty(leaf: jax.ShapeDtypeStruct) -> jax.Array:
     """Returns the array without elements that `leaf` describes."""
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.device_put(jax.random.split(jax.random.key(0), leaf.shape), leaf.sharding)
+    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        keys: jax.Array = jax.device_put(jax.random.split(jax.random.key(0), leaf.shape), leaf.sharding)
+        return keys
     return jax.make_array_from_callback(
         leaf.shape, leaf.sharding, lambda index: np.zeros(leaf.shape, leaf.dtype)[index]
     )

@@ -8,7 +8,7 @@ empty dicts are restored from that treedef.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -109,7 +109,7 @@ def pick(tree: Mapping[str, Any], path: str) -> Any:
 
 def differences(saved: LeafTable, requested: LeafTable) -> list[str]:
     """Returns one line per leaf that differs between a checkpoint and the requested state; [] if there is none."""
-    text = lambda leaf: f"{leaf[1]}[{','.join(map(str, leaf[0]))}]"
+    text: Callable[[Any], str] = lambda leaf: f"{leaf[1]}[{','.join(map(str, leaf[0]))}]"
     return [
         *(f"{path}: not in the checkpoint, requested {text(x)}" for path, x in requested.items() if path not in saved),
         *(

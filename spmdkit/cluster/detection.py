@@ -8,7 +8,7 @@ variables for devices, timeout and address always apply.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from spmdkit.cluster.environments import all_environments
 from spmdkit.cluster.environments.base import LEVELS, DetectedCluster, Detection, Level, Partial
@@ -96,7 +96,7 @@ def _check_complete(partials: Mapping[str, Partial]) -> None:
 
 def _innermost(clusters: Mapping[str, DetectedCluster]) -> str:
     """Returns the environment to use among those of one level: the one that has not started another's agents."""
-    started_agents = lambda name, cluster: any(
+    started_agents: Callable[[str, DetectedCluster], bool] = lambda name, cluster: any(
         cluster.spec.num_processes == other.agents for n, other in clusters.items() if n != name
     )
     inner = {name: cluster for name, cluster in clusters.items() if not started_agents(name, cluster)} or dict(clusters)

@@ -90,7 +90,7 @@ def without_axes(ctx: Any) -> Any:
     """Returns the context of a lowering rule with operands and results typed without mesh axes."""
     from jax._src import core
 
-    plain = lambda avals: [core.ShapedArray(a.shape, a.dtype) for a in avals]
+    plain: Callable[[Any], list[Any]] = lambda avals: [core.ShapedArray(a.shape, a.dtype) for a in avals]
     return ctx.replace(avals_in=plain(ctx.avals_in), avals_out=plain(ctx.avals_out))
 
 
@@ -101,7 +101,8 @@ def as_varying(tree: T, axes: Sequence[str]) -> T:
         missing = tuple(a for a in axes if a not in varying_axes(x))
         return lax.pcast(x, missing, to="varying") if missing else x
 
-    return jax.tree.map(cast, tree)
+    varying: T = jax.tree.map(cast, tree)
+    return varying
 
 
 def typed_like(x: T, like: Any) -> T:
@@ -111,7 +112,8 @@ def typed_like(x: T, like: Any) -> T:
 
 def all_gather_invarying(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """Returns the shards of all devices along `axes` concatenated along dim 0, typed as the same on each device."""
-    return lax.all_gather(x, tuple(axes), axis=0, tiled=True, to="invarying")
+    gathered: jax.Array = lax.all_gather(x, tuple(axes), axis=0, tiled=True, to="invarying")
+    return gathered
 
 
 def map_gathers_over_several_axes() -> None:
@@ -284,7 +286,7 @@ def service_elsewhere(end: Callable[[], Any] | None = None) -> Iterator[None]:
     """Context in which `jax.distributed.initialize` starts no coordination service on process 0 (if that process exits,
     all other processes abort with SIGABRT); `jax.distributed.shutdown` calls `end` there. JAX has no option for this
     (0.10.2 to 0.12)."""
-    from jax._src.lib import _jax
+    from jaxlib import _jax
 
     name = "get_distributed_runtime_service"
     original = getattr(_jax, name)

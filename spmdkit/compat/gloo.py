@@ -13,8 +13,7 @@ def advertise(address: str | None) -> None:
     """Sets the address that Gloo advertises to other processes; None: the address of the host name. Call before JAX
     creates devices."""
     global _original
-    from jax._src import xla_bridge
+    from jaxlib import _jax
 
-    jaxlib: Any = xla_bridge._jax
-    _original = _original or jaxlib.make_gloo_tcp_collectives
-    jaxlib.make_gloo_tcp_collectives = _original if address is None else functools.partial(_original, hostname=address)
+    _original = _original or _jax.make_gloo_tcp_collectives
+    _jax.make_gloo_tcp_collectives = _original if address is None else functools.partial(_original, hostname=address)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keyword
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +217,7 @@ def _without_effect(config: Settings) -> Iterator[Problem]:
     """Yields settings that differ from the default but have no effect under another setting."""
     mesh, pipeline, layout, attention = config.mesh, config.pipeline, config.layout, config.attention
     axis = "the mesh has no {0} axis", "name the axis, for example mesh: {{{0}: {1}}}"
-    no_axis = lambda *names: tuple(text.format(*names) for text in axis)
+    no_axis: Callable[..., tuple[str, ...]] = lambda *names: tuple(text.format(*names) for text in axis)
     exact = config.precision.compute == config.precision.params == "float32"
     for is_idle, section, keys, (why, repair) in (
         (mesh.pipeline is None, "pipeline", ("schedule", "microbatches", "chunks"), no_axis("pipeline", 2)),

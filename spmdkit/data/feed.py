@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -91,7 +91,7 @@ class Feed:
                 )
         if mask is None and self._padded:
             mask = np.ones(self.schedule.batch_size, bool)
-        pick = lambda x: np.asarray(x)[self._positions]
+        pick: Callable[[Any], np.ndarray] = lambda x: np.asarray(x)[self._positions]
         return self._place(data.HostBatch(jax.tree.map(pick, examples), None if mask is None else pick(mask)))
 
     def _place(self, local: Any) -> Batch:
@@ -108,7 +108,8 @@ class Feed:
                 (size, *x.shape[1:]), self._sharding, lambda index: x[self._local(index)]
             )
 
-        return jax.tree.map(place, Batch(local.examples, mask))
+        batch: Batch = jax.tree.map(place, Batch(local.examples, mask))
+        return batch
 
     def _local(self, index: Any) -> Any:
         """Returns the slice of this process's rows that a device stores."""

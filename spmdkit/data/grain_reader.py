@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import grain
@@ -11,13 +12,13 @@ from spmdkit.data.schedule import Schedule
 from spmdkit.data.source import Source, read_step
 
 
-class StepDataset(grain.MapDataset):
+class StepDataset(grain.MapDataset):  # type: ignore[misc]
     """Item i is `(examples, mask | None)` of step `start + i`: the rows of the global batch at `positions`."""
 
     def __init__(self, source: Source, schedule: Schedule, positions: np.ndarray | None, start: int, stop: int):
         super().__init__()
         self._length = stop - start
-        self._read = lambda index: read_step(source, schedule, positions, start + index)
+        self._read: Callable[[int], Any] = lambda index: read_step(source, schedule, positions, start + index)
 
     def __len__(self) -> int:
         return self._length

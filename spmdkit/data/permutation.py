@@ -22,7 +22,8 @@ def permute(positions: np.ndarray, num_examples: int, seed: int, epoch: int) -> 
     keys = _round_keys(seed, epoch)
     if num_examples <= SORTED_UP_TO:
         hashes = _mixed(np.arange(num_examples, dtype=np.uint64) * GOLDEN_GAMMA + keys[0])
-        return np.argsort(hashes, kind="stable")[positions].astype(np.int64)
+        indices: np.ndarray = np.argsort(hashes, kind="stable")[positions].astype(np.int64)
+        return indices
     bits = (num_examples - 1).bit_length()
     indices = _feistel(positions.astype(np.uint64), bits, keys)
     outside = np.flatnonzero(indices >= num_examples)
@@ -55,4 +56,5 @@ def _mixed(z: np.ndarray) -> np.ndarray:
     """The finalizer of splitmix64 (Steele, Lea, Flood 2014): every input bit affects every output bit."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    mixed: np.ndarray = z ^ (z >> np.uint64(31))
+    return mixed

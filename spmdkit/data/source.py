@@ -70,7 +70,8 @@ def open_source(data: Any, what: str = "train_data", access: ReadPolicy | None =
     """
     if isinstance(data, PerProcess):
         data = data.source
-    for open_plugin in plugins.load_all("data_sources").values():
+    openers: dict[str, Callable[..., Source | None]] = plugins.load_all("data_sources")
+    for open_plugin in openers.values():
         if (source := open_plugin(data, what, access)) is not None:
             return source
     if isinstance(data, ExampleSource) and access is not None:

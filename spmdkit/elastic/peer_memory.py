@@ -197,7 +197,9 @@ def whole(leaf: Parts, index: Any) -> np.ndarray:
     if requested in leaf.parts:
         return leaf.parts[requested]
     out = np.empty([end - begin for begin, end in requested], leaf.dtype)
-    within = lambda inner, outer: tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(inner, outer, strict=True))
+    within: Callable[[Any, Any], tuple[slice, ...]] = lambda inner, outer: tuple(
+        slice(a - c, b - c) for (a, b), (c, _) in zip(inner, outer, strict=True)
+    )
     for place, part in leaf.parts.items():
         if (overlap := common(place, requested)) is not None:
             out[within(overlap, requested)] = part[within(overlap, place)]

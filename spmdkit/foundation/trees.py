@@ -21,7 +21,7 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
 
 def is_key(x: Any) -> bool:
     """Returns whether a (possibly abstract) array has typed random keys, which numpy cannot represent."""
-    return hasattr(x, "dtype") and bool(jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))
+    return hasattr(x, "dtype") and bool(jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
 def canonical_dtype(dtype: Any) -> Any:
@@ -37,7 +37,7 @@ def common_dtype(*dtypes: Any) -> Any:
 
 def leaf_bytes(leaf: Any) -> int:
     """Returns the bytes of a (possibly abstract) array; for typed keys the bytes of their data."""
-    return int(np.prod(leaf.shape, dtype=np.int64)) * canonical_dtype(leaf.dtype).itemsize
+    return int(np.prod(leaf.shape, dtype=np.int64)) * int(canonical_dtype(leaf.dtype).itemsize)
 
 
 def tree_bytes(tree: Any) -> int:

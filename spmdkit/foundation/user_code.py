@@ -232,7 +232,8 @@ def call_declared(fn: Any, text: str, kind: str, options: Mapping[str, Any], ret
 
 def _mark(found: Any) -> tuple[str | None, str | None]:
     """Returns (kind, module) of a registered function. The registration of a class does not apply to subclasses."""
-    return getattr(found, "__dict__", {}).get(_MARK, (None, None))
+    mark: tuple[str | None, str | None] = getattr(found, "__dict__", {}).get(_MARK, (None, None))
+    return mark
 
 
 def _is_registered(found: Any, kind: str, module: ModuleType, instance: type | None) -> bool:

@@ -63,7 +63,9 @@ class Wire:
     def _allgather(self, arrays: list[jax.Array], want: dict[str, Any], by_rank: Wants) -> list[jax.Array]:
         sizes = [[s["own_shapes"][i][0] for s in by_rank.values() if s is not None] for i in range(len(arrays))]
         missing = [max(each) - x.shape[0] for x, each in zip(arrays, sizes, strict=True)]
-        pad = lambda x, n: jnp.pad(x, [(0, n), *[(0, 0)] * (x.ndim - 1)]) if n else x
+        pad: Callable[[jax.Array, int], jax.Array] = lambda x, n: (
+            jnp.pad(x, [(0, n), *[(0, 0)] * (x.ndim - 1)]) if n else x
+        )
         padded = [pad(x, n) for x, n in zip(arrays, missing, strict=True)]
 
         def body(parts: list[jax.Array]) -> list[jax.Array]:
@@ -116,7 +118,9 @@ class Wire:
 
     _add_process_set = _remove_process_set = _barrier
 
-    def _call(self, key: Any, body: Callable[..., Any], arrays: Sequence[jax.Array], is_sharded: bool = False) -> Any:
+    def _call(
+        self, key: Any, body: Callable[..., Any], arrays: Sequence[jax.Array], is_sharded: bool = False
+    ) -> list[jax.Array]:
         """Returns the results of `body` for this rank's arrays. `is_sharded`: the results differ between ranks."""
         scalars = [x.ndim == 0 for x in arrays]
         key = (key, *scalars)
@@ -188,7 +192,8 @@ def adasum(every: jax.Array) -> jax.Array:
     rows = [x / largest for x in rows]
     while len(rows) > 1:
         rows = [_pair(a, b) for a, b in zip(rows[::2], rows[1::2], strict=True)]
-    return (rows[0] * largest).astype(every.dtype)
+    combined: jax.Array = rows[0] * largest
+    return combined.astype(every.dtype)
 
 
 def _pair(a: jax.Array, b: jax.Array) -> jax.Array:

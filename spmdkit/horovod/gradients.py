@@ -64,7 +64,8 @@ def grouped_allreduce(
     how, scales = ops.chosen(op, average), (prescale_factor, postscale_factor)
 
     def forward(*arrays: Any) -> list[jax.Array]:
-        return synchronize(ops.grouped_allreduce_async(arrays, None, name, how, *scales, process_set))
+        out: list[jax.Array] = synchronize(ops.grouped_allreduce_async(arrays, None, name, how, *scales, process_set))
+        return out
 
     def backward(gradients: Sequence[jax.Array]) -> list[jax.Array]:
         if how not in (Sum, Average):
@@ -72,7 +73,10 @@ def grouped_allreduce(
                 f"the gradient of hvd.allreduce with {how.value}: Horovod reduces the gradients with {how.value} too, "
                 "which is not a derivative. Use jax.lax.stop_gradient around it, or Sum or Average."
             )
-        return synchronize(ops.grouped_allreduce_async(gradients, None, None, how, *scales, process_set))
+        out: list[jax.Array] = synchronize(
+            ops.grouped_allreduce_async(gradients, None, None, how, *scales, process_set)
+        )
+        return out
 
     return compressed(compression, lambda arrays: _differentiable(forward, backward, arrays), tensors)
 
@@ -89,7 +93,8 @@ def grouped_allgather(
     rows = [np.shape(x)[0] if np.ndim(x) else 0 for x in tensors]
 
     def forward(*arrays: Any) -> list[jax.Array]:
-        return synchronize(ops.grouped_allgather_async(arrays, name, process_set))
+        out: list[jax.Array] = synchronize(ops.grouped_allgather_async(arrays, name, process_set))
+        return out
 
     def backward(gradients: Sequence[jax.Array]) -> list[jax.Array]:
         means = synchronize(ops.grouped_allreduce_async(gradients, op=Average, process_set=process_set))
@@ -161,12 +166,14 @@ def grouped_reducescatter(
 
     def forward(*arrays: Any) -> list[jax.Array]:
         scales = (prescale_factor, postscale_factor)
-        return synchronize(ops.grouped_reducescatter_async(arrays, name, op, process_set, *scales))
+        out: list[jax.Array] = synchronize(ops.grouped_reducescatter_async(arrays, name, op, process_set, *scales))
+        return out
 
     def backward(gradients: Sequence[jax.Array]) -> list[jax.Array]:
         factor = prescale_factor * postscale_factor * ((process_set.size() or 1) if op == Sum else 1)
         scaled = [g * jnp.asarray(factor, g.dtype) for g in gradients]
-        return synchronize(ops.grouped_allgather_async(scaled, process_set=process_set))
+        out: list[jax.Array] = synchronize(ops.grouped_allgather_async(scaled, process_set=process_set))
+        return out
 
     return compressed(compression, lambda arrays: _differentiable(forward, backward, arrays), tensors)
 

@@ -85,7 +85,7 @@ def _plain(obj: Any, place: str) -> Any:
         return {"dict": [[_plain(k, f"a key of {place}"), _plain(x, f"{place}[{k!r}]")] for k, x in obj.items()]}
     if type(obj) is bytes:
         return {"bytes": base64.b64encode(obj).decode()}
-    if isinstance(obj, jax.Array | np.ndarray | np.generic) and not jax.dtypes.issubdtype(
+    if isinstance(obj, jax.Array | np.ndarray | np.generic) and not jax.numpy.issubdtype(
         obj.dtype, jax.dtypes.extended
     ):
         array = np.asarray(obj)

@@ -254,7 +254,10 @@ def unfit(x: jax.Array, what: str, how: ReduceOp) -> Exception | None:
 
 def splits_of(x: jax.Array, splits: Any, num: int) -> tuple[list[int], Exception | None]:
     """Returns (rows for each rank, the error)."""
-    wrong = lambda why: ([0] * num, ValueError(f"alltoall of {list(x.shape)} over {num} ranks: {why}"))
+    wrong: Callable[[str], tuple[list[int], Exception]] = lambda why: (
+        [0] * num,
+        ValueError(f"alltoall of {list(x.shape)} over {num} ranks: {why}"),
+    )
     if x.ndim == 0:
         return wrong("a scalar has no rows to send. Reshape it to (1,).")
     if splits is None:

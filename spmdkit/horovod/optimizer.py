@@ -37,7 +37,7 @@ class DistributedState(NamedTuple):
     sums: Any
 
 
-class Distributed(optax.GradientTransformationExtraArgs):
+class Distributed(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
     """The result of `DistributedOptimizer`. Unsupported methods of Horovod raise with the reason."""
 
     __slots__ = ()
@@ -79,7 +79,9 @@ def DistributedOptimizer(
     names = None if named_parameters is None else _names(named_parameters)
     transformation = optax.with_extra_args_support(optimizer)
     inner_update = jax.jit(transformation.update)
-    reduce = lambda tree: _reduced(tree, compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
+    reduce: Callable[[Any], Any] = lambda tree: _reduced(
+        tree, compression, op, gradient_predivide_factor, sparse_as_dense, process_set
+    )
 
     def init(params: Any) -> DistributedState:
         num_leaves = len(jax.tree.leaves(params))

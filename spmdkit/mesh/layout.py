@@ -238,7 +238,8 @@ def model_annotations(params: Any) -> dict[str, Sequence[Dim]]:
 def _names_of(x: Any) -> Sequence[Dim] | None:
     """Returns the dim names of a linen `Partitioned` box or an nnx `Variable`, without importing flax."""
     if hasattr(x, "get_partition_spec") and isinstance(getattr(x, "names", None), tuple):
-        return x.names
+        dim_names: tuple[Dim, ...] = x.names
+        return dim_names
     if hasattr(x, "get_metadata"):
         metadata = x.get_metadata()
         for key in ("sharding_names", "out_sharding", "sharding"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,9 @@ def record_line(record: Mapping[str, Any], arrays: bool = False) -> str:
         )
     middle = sorted(set(record) - set(FIRST_KEYS) - set(LAST_KEYS))
     keys = [k for k in (*FIRST_KEYS, *middle, *LAST_KEYS) if k in record]
-    plain = lambda key, x: x if type(x) is float or (arrays and isinstance(x, list)) else plain_number(key, x)
+    plain: Callable[[str, Any], Any] = lambda key, x: (
+        x if type(x) is float or (arrays and isinstance(x, list)) else plain_number(key, x)
+    )
     values = {key: str(record[key]) if key == "split" else plain(key, record[key]) for key in keys}
     return _encode(strict_json(values)) + "\n"
 

@@ -97,7 +97,7 @@ def attention(
     positions = positions_BT[None] if positions_BT is not None and positions_BT.ndim == 1 else positions_BT
     k_BSKH, v_BSKH = (_repeated(context, x) for x in (k_BSKH, v_BSKH))
     ids, *operands = _alike(context, (Keys(None, None, segment_ids_BT, positions), q_BTNH, k_BSKH, v_BSKH))
-    out_BTNH = _differentiable(call, ids)(ids, *operands)
+    out_BTNH: jax.Array = _differentiable(call, ids)(ids, *operands)
     if segment_ids_BT is not None:
         out_BTNH = jnp.where(segment_ids_BT[:, :, None, None] < 0, 0, out_BTNH)
     return out_BTNH

@@ -8,6 +8,7 @@ Source: jax 0.10.2, `jax.experimental.pallas.ops.tpu.splash_attention`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,7 +40,7 @@ def splash(interpret: bool = False) -> Implementation:
         def backward_of(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, segments: Any) -> Any:
             attend = _kernel(q, k, mask.causal, interpret)
             k, v, out, dout = (_heads_first(x) for x in (k, v, out, dout))
-            gradient = jax.vmap(lambda *xs: compat.splash_attention_gradient(attend, *xs))
+            gradient: Callable[..., Any] = jax.vmap(lambda *xs: compat.splash_attention_gradient(attend, *xs))
             return gradient(_scaled(q, scale), k, v, out, lse.swapaxes(1, 2), dout, segments)
 
         flops = 7 * product_flops(q, k, mask)  # two kernels, each recomputes the scores and their gradient

@@ -62,7 +62,8 @@ class _Linear(NamedTuple):
     axes: frozenset[str]
 
     def bind(self, *operands: Any) -> jax.Array:
-        return _linear_p.bind(*operands, linear=self)
+        out: jax.Array = _linear_p.bind(*operands, linear=self)
+        return out
 
     def apply(self, *operands: Any) -> jax.Array:
         out = self.push(operands[: self.num_fixed], operands[self.num_fixed :])
@@ -72,12 +73,10 @@ class _Linear(NamedTuple):
 _linear_p = jax.extend.core.Primitive("spmdkit_linear")
 
 
-@_linear_p.def_impl
 def _impl(*operands: Any, linear: _Linear) -> jax.Array:
     return linear.apply(*operands)
 
 
-@_linear_p.def_abstract_eval
 def _abstract(*_: Any, linear: _Linear) -> Any:
     return compat.varying_aval(linear.shape, linear.dtype, linear.axes)
 
@@ -129,6 +128,8 @@ def _batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], 
     return linear._replace(push=push, pull=pull, shape=shape).bind(*moved), 0
 
 
+_linear_p.def_impl(_impl)
+_linear_p.def_abstract_eval(_abstract)
 ad.primitive_jvps[_linear_p] = _jvp
 ad.primitive_transposes[_linear_p] = _transpose
 batching.fancy_primitive_batchers[_linear_p] = _batch

@@ -74,7 +74,8 @@ def all_reduce(x: jax.Array, names: Names) -> jax.Array:
             f"{trace_context.current().sharding.size(*same)} times too large. Remove the reduction, or name only the "
             "axes along which it differs."
         )
-    return lax.psum(x, mesh_axes)
+    total: jax.Array = lax.psum(x, mesh_axes)
+    return total
 
 
 def all_gather(x: jax.Array, names: Names, dim: int) -> jax.Array:
@@ -103,7 +104,8 @@ def ring_shift(x: jax.Array, name: str, by: int = 1) -> jax.Array:
     if len(mesh_axes) > 1:
         raise ConfigError(f"ring_shift over '{name}': it has the axes {list(mesh_axes)}. A ring runs along one axis.")
     num = trace_context.current().sharding.size(*mesh_axes)
-    return lax.ppermute(x, mesh_axes[0], [(i, (i + by) % num) for i in range(num)])
+    shifted: jax.Array = lax.ppermute(x, mesh_axes[0], [(i, (i + by) % num) for i in range(num)])
+    return shifted
 
 
 def _axes(names: Names) -> tuple[str, ...]:

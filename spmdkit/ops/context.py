@@ -20,6 +20,7 @@ Source: Llama Team, "The Llama 3 Herd of Models" (2024), section 3.3.2 (chunks i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -59,7 +60,7 @@ def context_order(tree: Any, dim: int = 1) -> Any:
 
         def local_part(x: jax.Array) -> jax.Array:
             chunk = x.shape[dim] // unit
-            take = lambda i: lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=dim)
+            take: Callable[[Any], jax.Array] = lambda i: lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=dim)
             return jnp.concatenate([take(index), take(unit - 1 - index)], dim) if unit > num else take(index)
 
         return jax.tree.map(local_part, tree)
@@ -70,7 +71,8 @@ def context_order(tree: Any, dim: int = 1) -> Any:
 def context_positions(length: int) -> jax.Array:
     """Returns int32[length], the sequence positions in mesh order, sharded over the context axis. Inside `sk.manual`:
     int32[length / C], the positions on this device."""
-    return context_order(jnp.arange(length, dtype=jnp.int32), dim=0)
+    positions: jax.Array = context_order(jnp.arange(length, dtype=jnp.int32), dim=0)
+    return positions
 
 
 def context_restore(tree: Any, dim: int = 1) -> Any:

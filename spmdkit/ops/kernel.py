@@ -76,12 +76,10 @@ _kernel_p = jax.extend.core.Primitive("spmdkit_kernel")
 _kernel_p.multiple_results = True
 
 
-@_kernel_p.def_impl
 def _impl(*args: Any, jaxpr: Any, flops: float) -> Any:
     return jax.jit(jax.extend.core.jaxpr_as_fun(jaxpr))(*args)
 
 
-@_kernel_p.def_abstract_eval
 def _abstract(*avals: Any, jaxpr: Any, flops: float) -> list[Any]:
     axes = frozenset().union(*(compat.varying_axes_of(a) for a in avals))
     return [compat.varying_aval(a.shape, a.dtype, axes) for a in jaxpr.out_avals]
@@ -111,6 +109,8 @@ def _jvp(*_: Any, **params: Any) -> Any:
     )
 
 
+_kernel_p.def_impl(_impl)
+_kernel_p.def_abstract_eval(_abstract)
 ad.primitive_jvps[_kernel_p] = _jvp
 batching.primitive_batchers[_kernel_p] = _batch
 mlir.register_lowering(_kernel_p, _lower)

@@ -156,7 +156,8 @@ def _as_declared(context: trace_context.Context, what: str, x: Any, spec: Partit
             f"sk.manual: {what} is {describe(x)} and differs along {extra}, which its dims do not name. Devices along "
             "them would disagree. Reduce it (all_reduce, reduce_scatter), or name the dim that they shard."
         )
-    return compat.as_varying(x, spec_axes(spec))
+    varying: jax.Array = compat.as_varying(x, spec_axes(spec))
+    return varying
 
 
 def _trace_once(

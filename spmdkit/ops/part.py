@@ -71,7 +71,7 @@ class Part:
 
     def _specs(self) -> tuple[PartitionSpec, ...]:
         """Returns the specs of the operands, with the dims of the vmaps first."""
-        of = lambda i: (_one(level.axes) for level in self.levels if level.mapped[i])
+        of: Callable[[int], Any] = lambda i: (_one(level.axes) for level in self.levels if level.mapped[i])
         return tuple(PartitionSpec(*of(i), *spec) for i, spec in enumerate(self.in_specs))
 
     def _in_levels(self, fn: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., tuple[jax.Array, ...]]:
@@ -143,7 +143,7 @@ def differentiable(part: Part) -> Callable[..., Any]:
 
         tangent = tangent_of(part, of_args, more_specs=keeping.out_specs[num_out:], pull=pull)
         results = dict(zip(of_results, tangent.bind(*args, *residuals, *(tangents[i] for i in of_args)), strict=True))
-        zero = lambda x: np.zeros(x.shape, jax.dtypes.float0)
+        zero: Callable[[Any], Any] = lambda x: np.zeros(x.shape, jax.dtypes.float0)
         return out[:num_out], tuple(results[i] if i in results else zero(out[i]) for i in range(num_out))
 
     return call
@@ -179,7 +179,7 @@ def tangent_of(part: Part, of_args: Sequence[int], more_specs: Sequence[Partitio
             return out
 
         like = (compat.typed_like(jnp.zeros(fixed[i].shape, fixed[i].dtype), fixed[i]) for i in of_args)
-        transpose = jax.linear_transpose(linear, *like)
+        transpose: Callable[[Any], tuple[jax.Array, ...]] = jax.linear_transpose(linear, *like)
         return transpose([compat.as_varying(c, sorted(a)) for c, a in zip(cotangents, axes, strict=True)])
 
     def mapped(level: _Level) -> _Level:
@@ -251,12 +251,10 @@ _manual_p = jax.extend.core.Primitive("spmdkit_manual")
 _manual_p.multiple_results = True
 
 
-@_manual_p.def_impl
 def _impl(*args: Any, part: Part) -> Any:
     return jax.jit(part.run)(*args)
 
 
-@_manual_p.def_abstract_eval
 def _abstract(*avals: Any, part: Part) -> list[Any]:
     lead = tuple(level.size for level in part.levels)
     avals_out = []
@@ -289,7 +287,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, part: Part) -> Any:
     of_args = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
     result_tangents = iter(tangent_of(part, of_args).bind(*primals, *(tangents[i] for i in of_args)))
     of_results = floats(part.local_shapes)
-    zero = lambda x: ad.Zero(jax.typeof(x).to_tangent_aval())
+    zero: Callable[[Any], Any] = lambda x: ad.Zero(jax.typeof(x).to_tangent_aval())
     return out, [next(result_tangents) if i in of_results else zero(x) for i, x in enumerate(out)]
 
 
@@ -317,6 +315,8 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, part: Part) -> list[An
     return [None] * num + [g if ad.is_undefined_primal(x) else None for g, x in zip(summed, linear, strict=True)]
 
 
+_manual_p.def_impl(_impl)
+_manual_p.def_abstract_eval(_abstract)
 ad.primitive_jvps[_manual_p] = _jvp
 ad.primitive_transposes[_manual_p] = _transpose
 batching.fancy_primitive_batchers[_manual_p] = _batch

@@ -9,7 +9,7 @@ Values that `remat` selects and that depend on the part's inputs are saved. Othe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -80,20 +80,24 @@ class Linearized:
         """Returns the gradients of the arguments that have one."""
         values = dict(zip(self._wanted, kept, strict=True)) | dict(zip(self._closed.jaxpr.invars, args, strict=True))
         again = [var for var in self._leaves if self._origin.get(var) not in values]
-        computed = iter(self._compute(needed(self._closed.jaxpr.eqns, again), again, args))
+        computed: Iterator[jax.Array] = iter(self._compute(needed(self._closed.jaxpr.eqns, again), again, args))
 
         def leaf(var: Any) -> jax.Array:
             if (origin := self._origin.get(var)) not in values:
                 return next(computed)
-            return compat.as_varying(values[origin], sorted(compat.varying_axes_of(var.aval)))
+            value: jax.Array = compat.as_varying(values[origin], sorted(compat.varying_axes_of(var.aval)))
+            return value
 
-        return jax.tree.unflatten(self._treedef, map(leaf, self._leaves))(tuple(cotangents))
+        vjp: Callable[[Any], tuple[jax.Array, ...]] = jax.tree.unflatten(self._treedef, map(leaf, self._leaves))
+        return vjp(tuple(cotangents))
 
     def _compute(self, eqns: Sequence[Any], outputs: Sequence[Any], args: Sequence[jax.Array]) -> list[jax.Array]:
         jaxpr = self._closed.jaxpr
         names = jaxpr.debug_info._replace(result_paths=None)
         part = jaxpr.replace(eqns=list(eqns), outvars=list(outputs), debug_info=names)
-        return jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(part, self._closed.consts))(*args)
+        closed = jax.extend.core.ClosedJaxpr(part, self._closed.consts)
+        results: list[jax.Array] = jax.extend.core.jaxpr_as_fun(closed)(*args)
+        return results
 
 
 def _origins(jaxpr: Any) -> dict[Any, Any]:

@@ -21,6 +21,7 @@ Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023); Llama 3
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -54,7 +55,8 @@ def forward(
         if not causal or not is_full:
             return full_block()
         if order() == "contiguous":
-            return lax.cond(source < index, full_block, lambda: state)
+            new: Pair = lax.cond(source < index, full_block, lambda: state)
+            return new
         two = _Two(source < index)
         mask = Mask(False, *two.segments(own, passed))
         out, lse = implementation.forward(two.queries(q), two.keys(passed.k), two.keys(passed.v), mask, scale)
@@ -94,7 +96,9 @@ def backward(
         if not causal or not is_full:
             return full_block()
         if order() == "contiguous":
-            return lax.cond(source < index, full_block, lambda: (dq, (_zeros(passed.k), _zeros(passed.v))))
+            skipped = lambda: (dq, (_zeros(passed.k), _zeros(passed.v)))
+            grads: tuple[jax.Array, Pair] = lax.cond(source < index, full_block, skipped)
+            return grads
         two = _Two(source < index)
         mask = Mask(False, *two.segments(own, passed))
         k, v = two.keys(passed.k), two.keys(passed.v)
@@ -166,7 +170,7 @@ class _Two:
         early, late = (tuple(jnp.split(x, 2, 1)[i] for x in state) for i in (0, 1))
         first, second = (tuple(jnp.split(x, 2)[i] for x in block_results) for i in (0, 1))
         late = merge(*late, *first)
-        pick = lambda x, y: jnp.where(self.is_before, x, y)
+        pick: Callable[[jax.Array, jax.Array], jax.Array] = lambda x, y: jnp.where(self.is_before, x, y)
         joined = merge(*map(pick, early, late), *second)
         out, lse = (jnp.concatenate([pick(j, e), pick(l, j)], 1) for j, e, l in zip(joined, early, late, strict=True))
         return out, lse

@@ -105,7 +105,8 @@ def column_row_parallel(
         return reduce_rows(product(h, row_w, contracted), dims, hidden_axes)
 
     in_dims = (dims, in_column, in_row, list(extra_dims))
-    return manual(pair, in_dims, dims, "sk.column_row_parallel")(x_BTD, list(columns), row, list(extra))
+    y_BTD: jax.Array = manual(pair, in_dims, dims, "sk.column_row_parallel")(x_BTD, list(columns), row, list(extra))
+    return y_BTD
 
 
 # ---- on shards

@@ -97,7 +97,8 @@ def embed(
         full_table = tensor.gather_weight(table, table_dims, dims, 1, tokens)
         return tensor.reduce_rows(_look_up(tokens, full_table, vocab_axes), dims, vocab_axes)
 
-    return manual(local, (token_dims, table_dims), dims, "sk.embed")(tokens_BT, table_VD)
+    x_BTD: jax.Array = manual(local, (token_dims, table_dims), dims, "sk.embed")(tokens_BT, table_VD)
+    return x_BTD
 
 
 @jax.named_scope(trace_context.VOCAB)
@@ -281,7 +282,7 @@ class _Core(NamedTuple):
         d_head_DV, d_hidden_ND = lax.scan(chunk_sums, zeros, jnp.arange(parts, dtype=jnp.int32))[0]
         return d_head_DV[:, :num], d_hidden_ND
 
-    def _slope(self, rows: Any, head_DV: jax.Array, first: Any) -> jax.Array:
+    def _slope(self, rows: tuple[jax.Array, ...], head_DV: jax.Array, first: Any) -> jax.Array:
         """Returns the derivative of the loss with respect to each logit, [C, V]."""
         hidden_CD, targets_C, logsumexp_C, cotangent_C = rows
         logits_CV, is_target_CV = self._logits(hidden_CD, targets_C, head_DV, first)
@@ -314,7 +315,9 @@ class _Core(NamedTuple):
         if parts <= 1:
             return one(rows)
         size = math.ceil(num / parts)
-        pad = lambda x: jnp.pad(x, [(0, parts * size - num)] + [(0, 0)] * (x.ndim - 1))
+        pad: Callable[[jax.Array], jax.Array] = lambda x: jnp.pad(
+            x, [(0, parts * size - num)] + [(0, 0)] * (x.ndim - 1)
+        )
         out = lax.map(one, jax.tree.map(lambda x: pad(x).reshape(parts, size, *x.shape[1:]), rows))
         return jax.tree.map(lambda x: x.reshape(parts * size, *x.shape[2:])[:num], out)
 

@@ -8,7 +8,7 @@ server completed (`Agreement`), until all leaves of the new server have the same
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +87,7 @@ def dealt(tables: Sequence[Mapping[str, Any]], owned: Mapping[str, int], servers
     again = {*tables[0]["again"], *lacking}
     result = []
     for server in range(servers):
-        of = lambda paths, server=server: [path for path in paths if owned[path] == server]
+        of: Callable[..., list[str]] = lambda paths, server=server: [path for path in paths if owned[path] == server]
         parts = merged(of_row((of(paths), *history)) for paths, *history in rows)
         table = tables[server] if server < len(tables) else tables[0]
         changed = {"parts": [part.row() for part in parts], "again": sorted(again) if server == 0 else []}

@@ -105,7 +105,7 @@ class Coordinator:
             return None
         arrays, tables = [parts for _, parts, _ in snapshots], [table for _, _, table in snapshots]
         like = self._like
-        whole = lambda name: joined(getattr(like, name), [parts[name] for parts in arrays])
+        whole: Callable[[str], Any] = lambda name: joined(getattr(like, name), [parts[name] for parts in arrays])
         state = like.replace(
             step=np.int32(min(table["applied"] for table in tables)),
             params=whole("params"),
@@ -229,7 +229,9 @@ def parts_of(state: TrainState, optimizer: Any, owned: Mapping[str, int], server
     whole = jax.device_get(to_arrays(state.opt_state))
     abstract = jax.eval_shape(lambda: state.params)
     opt_leaves = to_arrays(jax.eval_shape(optimizer.init, shard(abstract, owned, server)))
-    of_server = lambda tree: {p: np.asarray(x) for p, x in to_arrays(tree).items() if owned[p] == server}
+    of_server: Callable[[Any], dict[str, np.ndarray]] = lambda tree: {
+        p: np.asarray(x) for p, x in to_arrays(tree).items() if owned[p] == server
+    }
     return {
         "params": of_server(state.params),
         "opt_state": {path: np.asarray(whole[path]) for path in opt_leaves},

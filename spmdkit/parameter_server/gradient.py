@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -134,7 +134,7 @@ class GradientStep:
 
 def _keep_gradient() -> optax.GradientTransformation:
     """Returns an optimizer that stores the last gradient as its state, with updates of zero."""
-    zeros = lambda tree: jax.tree.map(jnp.zeros_like, tree)
+    zeros: Callable[[Any], Any] = lambda tree: jax.tree.map(jnp.zeros_like, tree)
     return optax.GradientTransformation(
         lambda params: {"gradient": zeros(params)},
         lambda grads, state, params=None: (zeros(grads), {"gradient": grads}),
@@ -148,7 +148,9 @@ def _gradient_step(task: Task) -> Any:
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         model_state = () if state.model_state is None else (state.model_state,)
         (loss, metrics, *new_state), grads = means_and_grad(loss_fn)(state.params, *model_state, batch, state.key)
-        finite = lambda tree: jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
+        finite: Callable[[Any], jax.Array] = lambda tree: jnp.stack(
+            [jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]
+        ).all()
         rows = jax.tree.leaves(batch)[0].shape[0]
         weight = loss.count if isinstance(loss, Mean) else jnp.float32(rows)
         internal = {"loss": finite(loss.value), "gradient": finite(grads), "weight": jnp.asarray(weight, jnp.float32)}

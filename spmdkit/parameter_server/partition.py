@@ -97,8 +97,8 @@ def check_separable(optimizer: Any, params: Any, owned: Mapping[str, int]) -> No
     """Traces the optimizer to check that each server can update its leaves alone. Raises ConfigError if the optimizer
     cannot be initialized for a part of the tree, needs more than a gradient and the loss, or uses leaves of other
     servers."""
-    abstract = lambda tree: jax.eval_shape(lambda: jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), tree))
-    params = abstract(params)
+    shapes = params
+    params = jax.eval_shape(lambda: jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), shapes))
     try:
         state = jax.eval_shape(optimizer.init, params)
         loss = jax.ShapeDtypeStruct((), "float32")

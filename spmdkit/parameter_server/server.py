@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -89,7 +89,7 @@ class Server:
             if generation <= self.generation:
                 return
             self._forget()
-            own = lambda tree, given: jax.tree.map(jnp.array, to_tree(tree, given))
+            own: Callable[[Any, Any], Any] = lambda tree, given: jax.tree.map(jnp.array, to_tree(tree, given))
             params = own(self._abstract, arrays["params"])
             given = arrays.get("opt_state")
             opt_state = self._optimizer.init(params) if given is None else own(self._opt_abstract, given)
@@ -299,8 +299,9 @@ class Server:
         follows the first part."""
         takes = {path: i for i, part in enumerate(self._parts) for path in part.paths}
         old, arrays = to_arrays(self._state), to_arrays(new)
-        pick = lambda path: arrays[path] if of_parts[holder_of(path, takes) or 0] else old[path]
-        return to_tree(new, {path: pick(path) for path in arrays})
+        pick: Callable[[str], Any] = lambda path: (arrays if of_parts[holder_of(path, takes) or 0] else old)[path]
+        state: dict[str, Any] = to_tree(new, {path: pick(path) for path in arrays})
+        return state
 
     def _updated(self, state: dict[str, Any], gradient: Any, loss: Any, scale: Any) -> dict[str, Any]:
         params, ema, decay = state["params"], state["ema"], self._rules.ema

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -237,11 +237,14 @@ class _Watch:
     def _placed(self, state: TrainState, tables: list[dict[str, Any]]) -> TrainState:
         """Returns a snapshot on the devices of this process, and stores its tables for the checkpoint's record."""
         self.run.record_snapshot(int(state.step), {RECORD: {"servers": tables}})
-        return jax.device_put(state, self.run.program.state_sharding)
+        state = jax.device_put(state, self.run.program.state_sharding)
+        return state
 
     def _due(self, stats: WorkerStats) -> None:
         run, config = self.run, self.run.config
-        crossed = lambda every, last: every is not None and stats.applied // every > last // every
+        crossed: Callable[[int | None, int], bool] = lambda every, last: (
+            every is not None and stats.applied // every > last // every
+        )
         if crossed(config.log.every_steps, self._logged[1]) or (self._logged[1] == 0 and self._window):
             self._log(stats)
         is_save = False
@@ -283,7 +286,9 @@ class _Watch:
 def means(records: list[dict[str, Any]]) -> dict[str, float]:
     """Returns the mean of each metric over pushes, weighted by the count of the loss, and the mean staleness."""
     total = sum(record["weight"] for record in records) or 1.0
-    mean = lambda value: sum(value(record) * record["weight"] for record in records) / total
+    mean: Callable[[Callable[..., float]], float] = lambda value: (
+        sum(value(record) * record["weight"] for record in records) / total
+    )
     names = records[-1].get("metrics", {})
     metrics = {"loss": mean(lambda record: record["loss"])}
     metrics |= {name: mean(lambda record, name=name: record["metrics"][name]) for name in names}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -170,7 +171,7 @@ def _write_config(best: Config, config: Config, document: Document, path: Path) 
 
 
 def _run_diff(path: Path, other: Path, overrides: list[str], options: PlanOptions) -> None:
-    read = lambda file, own: (
+    read: Callable[[Path, list[str]], Document] = lambda file, own: (
         read_plan(file) if file.suffix == ".json" else make_plan(load_config(file, own), options.target)
     )
     plans = read(path, overrides), read(other, [])

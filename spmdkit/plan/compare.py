@@ -84,7 +84,7 @@ def _groups(plan: Document) -> dict[str, dict[str, Any]]:
             phase = "" if row.get("phase", "step") == "step" else f", {row['phase']}"
             name = f"{row['op']} {row['dtype']} over {' x '.join(row['axes'])}, {row['cause']}, {place}{phase}"
             wire[name] += row["bytes_at_least"]
-    leaf = lambda row: f"{row['dtype']}{row['shape']} cut {row['spec']} in {row['memory_kind']}"
+    leaf: Callable[[Any], str] = lambda row: f"{row['dtype']}{row['shape']} cut {row['spec']} in {row['memory_kind']}"
     return {
         "what": {name: plan[name] for name in facts} | {"mesh": describe_mesh(plan["mesh"])},
         "time": plan["time"]["parts"] if plan["time"] else {},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from spmdkit.plan.flops import convolution_flops
 from spmdkit.plan.hlo.text import Computation, Instruction, Module
@@ -135,5 +135,7 @@ def _convolution(i: Instruction, operands: Sequence[Instruction]) -> float:
     lhs, rhs, out = (dict(zip(label, x.shapes[0].dims, strict=True)) for label, x in arrays)
     text = re.search(r"window=\{([^}]*)\}", i.attributes)
     attributes = dict(re.findall(r"(\w+)=([\w\-]+)", text[1] if text else ""))
-    number = lambda key, n: int(attributes[key].split("x")[n].split("_")[0]) if key in attributes else _WINDOW[key]
+    number: Callable[[str, int], int] = lambda key, n: (
+        int(attributes[key].split("x")[n].split("_")[0]) if key in attributes else _WINDOW[key]
+    )
     return convolution_flops(lhs, rhs, out, [[number(key, n) for key in _WINDOW] for n in range(len(out) - 2)])

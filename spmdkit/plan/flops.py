@@ -114,7 +114,7 @@ def _size(aval: Any) -> int:
 def _dot(eqn: Any) -> float:
     (lhs_contracted, _), _ = eqn.params["dimension_numbers"]
     lhs = eqn.invars[0].aval.shape
-    return 2.0 * _size(eqn.outvars[0].aval) * math.prod(lhs[i] for i in lhs_contracted)
+    return float(2.0 * _size(eqn.outvars[0].aval) * math.prod(lhs[i] for i in lhs_contracted))
 
 
 def _convolution(eqn: Any) -> float:

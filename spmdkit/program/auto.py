@@ -33,7 +33,9 @@ def choices(config: Config, batch_shards: int) -> list[list[dict[str, Any]]]:
     """Returns the candidates as config changes: one list per remat policy, by decreasing memory."""
     remats = REMATS if config.remat == "auto" else (None,)
     counts = microbatch_counts(config, batch_shards) if config.microbatches == "auto" else [None]
-    of = lambda **values: {key: value for key, value in values.items() if value is not None}
+    of: Callable[..., dict[str, Any]] = lambda **values: {
+        key: value for key, value in values.items() if value is not None
+    }
     return [[of(microbatches=m, remat=remat) for m in counts] for remat in remats]
 
 

@@ -155,7 +155,7 @@ def _not_private(folder: Path) -> str:
 def machine() -> str:
     """Returns a short hash of everything on this machine, apart from the program, that affects compiled code."""
     facts = [
-        f"jax {jax.__version__} jaxlib {jaxlib.__version__}",
+        f"jax {jax.__version__} jaxlib {jaxlib.version.__version__}",
         _size_of_jaxlib(),
         f"{sys.platform} {platform.machine()} {sys.maxsize}",
         _cpu(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax.numpy as jnp
 
@@ -134,7 +134,9 @@ def _reducer(task_step: TaskStep, context: Context) -> str:
         return f"{name}: not used, since train_step never calls sk.value_and_grad{by_partitioner}"
     itemsize = jnp.dtype(task_step.config.precision.reduce).itemsize
     plain = lambda leaves: sum(2 * (x.num - 1) / x.num * itemsize * x.size for x in leaves)
-    replicas = lambda axes: f"{' x '.join(axes)} ({context.sharding.size(*axes)} replicas)"
+    replicas: Callable[[tuple[str, ...]], str] = lambda axes: (
+        f"{' x '.join(axes)} ({context.sharding.size(*axes)} replicas)"
+    )
     reductions = ", ".join(f"{values} values over {replicas(axes)}" for axes, values in added.items())
     sent = (plain if reducer.is_sum else reducer.bytes_sent)(reducer_state.reduced_leaves(context))
     options = {option: value for option, value in options.items() if option != "warmup"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -117,11 +117,14 @@ def check_agreement(groups: Groups, params: Any, name: str) -> Any:
     view = sync.view
     assert view is not None
     of_all = jax.tree.map(lambda x: jax.ShapeDtypeStruct((groups.num, *x.shape), x.dtype), params)
-    traced = lambda function, fn, *args: user_code.call_user(lambda: jax.eval_shape(fn, *args), f"{what}: {function}")
+    traced: Callable[..., Any] = lambda function, fn, *args: user_code.call_user(
+        lambda: jax.eval_shape(fn, *args), f"{what}: {function}"
+    )
     state = traced("init", sync.init, params)
     viewed = traced("view", lambda params, state: view(params, state, mean), of_all, state)
     rule = "agree returns (one copy of the parameters, the sync state) and view one copy, as mean(params) is"
-    shapes = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), tree)  # dtypes are cast
+    of_shape = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32)  # dtypes are cast
+    shapes: Callable[[Any], Any] = lambda tree: jax.tree.map(of_shape, tree)
     rows = [("view: the parameters", shapes(params), shapes(viewed))]
     for turn in range(len(sync.agreements)):
         call = agreement_fn(sync, turn)

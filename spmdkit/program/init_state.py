@@ -111,7 +111,7 @@ def _cast_notes(dtypes: dict[str, Any], stored: Variables, config: Config) -> li
 
 
 def _some(by_dtype: dict[str, list[str]]) -> str:
-    more = lambda paths: f" and {len(paths) - 4} more" if len(paths) > 4 else ""
+    more: Callable[[list[str]], str] = lambda paths: f" and {len(paths) - 4} more" if len(paths) > 4 else ""
     return "; ".join(f"{', '.join(paths[:4])}{more(paths)} ({dtype})" for dtype, paths in by_dtype.items())
 
 

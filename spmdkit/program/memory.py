@@ -71,7 +71,7 @@ def held(leaves: Sequence[layout.LeafPlacement], mesh: Mesh, batch: Any = None) 
 
 def shard_bytes(shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding) -> int:
     """Returns the bytes of one device's shard of an array."""
-    dtype = dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
+    dtype = dtype if jax.numpy.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
     return int(math.prod(sharding.shard_shape(tuple(shape))) * dtype.itemsize)
 
 

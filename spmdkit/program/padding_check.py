@@ -144,7 +144,7 @@ def check_first_dims(context: Context, trace: Callable[[Context, Batch], Any], b
     if not (context.usage.has_called("example_mask") and context.usage.has_called("mean")):
         return
     other = context.for_new_trace()
-    longer = lambda shape: (2 * shape[0], *shape[1:]) if shape else ()
+    longer: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda shape: (2 * shape[0], *shape[1:]) if shape else ()
     twice = lambda x: jax.ShapeDtypeStruct(longer(x.shape), x.dtype, sharding=x.sharding)
     try:
         trace(other, jax.tree.map(twice, batch))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -382,7 +382,9 @@ class Program:
 
     @functools.cached_property
     def _finite(self) -> Any:
-        floats = lambda tree: [(path, x) for path, x in named_leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        floats: Callable[[Any], list[tuple[str, Any]]] = lambda tree: [
+            (path, x) for path, x in named_leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)
+        ]
         check = lambda tree: {path: jnp.isfinite(x).all() for path, x in floats(tree)}
         return jax.jit(check, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
 

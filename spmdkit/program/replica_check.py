@@ -116,7 +116,7 @@ class Copies:
 
     def device(self, place: int) -> jax.Device:
         """Returns the device at a mesh position."""
-        return self._mesh.devices.reshape(-1)[place]  # type: ignore[no-any-return]
+        return self._mesh.devices.reshape(-1)[place]
 
     # ---- repair
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -68,7 +68,9 @@ def place_state(
     options = _options(config, task_rules)
     full = layout.lay_out(params, options, sizes)
     layout.check_axes_used(full, sizes)
-    own_spec = lambda p: p.spec if zero == 3 else layout.without_fsdp(p.spec, sizes)
+    own_spec: Callable[[layout.LeafPlacement], PartitionSpec] = lambda p: (
+        p.spec if zero == 3 else layout.without_fsdp(p.spec, sizes)
+    )
     stored = [dataclasses.replace(p, spec=own_spec(p), memory_kind=_memory_kind(config, "params")) for p in full]
     follow = functools.partial(layout.follow, params=full, options=options, sizes=sizes)
     update_kind = _memory_kind(config, "optimizer")

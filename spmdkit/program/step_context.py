@@ -4,7 +4,7 @@ mesh, and the reducer."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -66,7 +66,9 @@ def step_context(
 def guard_of(config: Config) -> trace_context.GuardSettings | None:
     """Returns the finite checks of the step, or None if the config disables them all."""
     policies = config.policies()
-    bits = lambda *which: sum(finite_check.KINDS[name] for name, policy in policies.items() if policy in which)
+    bits: Callable[..., int] = lambda *which: sum(
+        finite_check.KINDS[name] for name, policy in policies.items() if policy in which
+    )
     looks = bits("stop", "skip", "rollback")
     return trace_context.GuardSettings(looks, bits("skip"), bits("skip", "rollback") > 0) if looks else None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class LossFacts:
     @classmethod
     def of(cls, metrics: Mapping[str, Metric]) -> LossFacts:
         """Returns the facts about these metrics. A count that depends only on shapes is a numpy number."""
-        static = lambda x: x if isinstance(x, np.floating) else None
+        static: Callable[[Any], Any] = lambda x: x if isinstance(x, np.floating) else None
         pairs = [tuple((static(mean.count), static(mean.num)) for mean in _means(m)) for m in metrics.values()]
         return cls(tuple(metrics), tuple(pairs))
 

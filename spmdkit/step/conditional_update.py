@@ -38,7 +38,7 @@ def conditional_update(step: Callable[..., tuple[Kept, Rest, jax.Array]], old: K
     env: dict[Var, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     env |= dict(zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
     outs, flag = jaxpr.outvars[: len(olds)], jaxpr.outvars[-1]
-    read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
+    read: Callable[[Any], Any] = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
     first = list(jaxpr.eqns) if jaxpr.effects else needed(jaxpr.eqns, [flag])  # effectful equations keep their order
     ids = set(map(id, first))
     later = [eqn for eqn in jaxpr.eqns if id(eqn) not in ids]

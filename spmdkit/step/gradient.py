@@ -87,7 +87,9 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
         sums, new_state, reducer_state = map_replicas(context, local, params, model_state, batch, kinds, call)
         context.slots.put(reducer_state)
         facts = sums.facts
-        total = lambda metric, name: facts.with_static_counts(metric, name, context.num_losses)
+        total: Callable[[Any, str], Any] = lambda metric, name: facts.with_static_counts(
+            metric, name, context.num_losses
+        )
         loss = total(sums.loss, "loss")
         context.slots.add_metrics({name: m.value for name, m in sums.metrics.items() if name not in facts.names})
         metrics = {name: total(m, name) for name, m in sums.metrics.items() if name in facts.names}
@@ -187,7 +189,9 @@ def _local_gradient(loss_fn: Loss, stateful: bool, context: Context, key: Any) -
 
 def _zeros(context: Context, shapes: Sums) -> Sums:
     zeros = empty_parts(shapes)
-    constrained = lambda tree: None if tree is None else trace_context.shard_like_params(context, tree, "compute")
+    constrained: Callable[[Any], Any] = lambda tree: (
+        None if tree is None else trace_context.shard_like_params(context, tree, "compute")
+    )
     gradients: dict[str, Any] = {name: constrained(getattr(zeros, name)) for name in ("gradient", "count_gradient")}
     return dataclasses.replace(zeros, **gradients)
 
@@ -229,7 +233,9 @@ def _state_reductions(
     replicas = context.sharding.num_replicas
     if replicas == 1 or context.sharding.state_groups == replicas:  # no other replica
         return {path: "identical" for path, _ in named_leaves(state)}
-    shape_of = lambda tree, lead: jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape[1:]), x.dtype), tree)
+    shape_of: Callable[[Any, tuple[int, ...]], Any] = lambda tree, lead: jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((*lead, *x.shape[1:]), x.dtype), tree
+    )
     whole = abstract((params, key))
     of_one = abstract(state) if context.sharding.state_groups is None else shape_of(state, ())
     num = _num_rows(batch) // (context.sharding.microbatches * (1 if context.inside else replicas))

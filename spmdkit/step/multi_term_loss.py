@@ -71,7 +71,9 @@ def over_microbatches(
     def add(carry: Any, xs: Any) -> Any:
         total, state = carry
         loss, _, new_state = compute(state, xs)
-        reduced_part = lambda part: part if depends else dataclasses.replace(part, sum=jnp.zeros_like(part.sum))
+        reduced_part: Callable[[Mean], Mean] = lambda part: (
+            part if depends else dataclasses.replace(part, sum=jnp.zeros_like(part.sum))
+        )
         loss = Means(tuple(reduced_part(part) for part in loss.parts))
         return as_local(context, (total.merge(loss), new_state)), None
 
@@ -104,7 +106,9 @@ def _cotangents(whole: Means, primals: Any, depends: bool) -> Any:
     """Returns the cotangents of the sums and counts of one microbatch: their weights in the total sum of means."""
     (totals, counted), scales = primals, [1 / part.divisor for part in whole.parts]
     # In a per-replica step, totals are typed invariant and the sums of a replica varying.
-    like = lambda value, x: compat.as_varying(value.astype(jnp.result_type(x)), tuple(compat.varying_axes(x)))
+    like: Callable[[Any, Any], Any] = lambda value, x: compat.as_varying(
+        value.astype(jnp.result_type(x)), tuple(compat.varying_axes(x))
+    )
     of_sums = tuple(like(s, x) for s, x in zip(scales, totals, strict=True))
     if not depends:
         return of_sums, jax.tree.map(jnp.zeros_like, counted)

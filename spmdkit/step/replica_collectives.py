@@ -132,7 +132,7 @@ def _taken(tree: Any) -> Any:
     tree = jax.tree.map(lambda x: as_metric(x, "a metric in sk.pmean"), tree, is_leaf=is_leaf)
     if not trace_context.current().inside:
         return tree
-    is_custom = lambda x: isinstance(x, CustomMetric)
+    is_custom: Callable[[Any], bool] = lambda x: isinstance(x, CustomMetric)
     varying = lambda x: dataclasses.replace(x, some=compat.as_varying(x.some, REPLICA_AXES)) if is_custom(x) else x
     return jax.tree.map(varying, tree, is_leaf=is_custom)
 

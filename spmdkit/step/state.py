@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -132,7 +132,7 @@ class TrainState:
         context = trace_context.current()
         params = without_copies(self).params
         _check_gradient(context, grads, params)
-        as_stored = lambda tree: jax.tree.map(lambda g, p: g.astype(p.dtype), tree, params)
+        as_stored: Callable[[Any], Any] = lambda tree: jax.tree.map(lambda g, p: g.astype(p.dtype), tree, params)
         grads = trace_context.shard_like_params(context, as_stored(grads), "update")
         context.slots.record_update(grads)
         if "grad" in extra:
@@ -202,7 +202,7 @@ def _updated(optimizer: Any, grads: Any, opt_state: Any, params: Any, extra: dic
 
 def check_not_donated(state: Any, what: str) -> None:
     """Raises ConfigError for a donated state. In jaxlib 0.10.2 such a state crashes the process with SIGSEGV."""
-    is_deleted = lambda x: hasattr(x, "is_deleted") and x.is_deleted()
+    is_deleted: Callable[[Any], bool] = lambda x: hasattr(x, "is_deleted") and x.is_deleted()
     if any(map(is_deleted, jax.tree.leaves(state))):
         path = next(path for path, x in named_leaves(state) if is_deleted(x))
         raise ConfigError(

@@ -61,7 +61,7 @@ def default_step(loss_fn: Callable[..., Any], stateful: bool) -> StepFn:
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         model_state = (state.model_state,) if stateful else ()
-        compute = lambda params: means_and_grad(loss_fn)(params, *model_state, batch, state.key)
+        compute: Callable[[Any], Any] = lambda params: means_and_grad(loss_fn)(params, *model_state, batch, state.key)
         (loss, metrics, *new_state), grads = compute(state.params)
         new = state.apply_gradients(grads, *new_state, value=loss.value, grad=grads, value_fn=_loss_of(compute))
         return new, {"loss": loss, **metrics}

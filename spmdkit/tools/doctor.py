@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,7 +47,9 @@ def examine(config: Config | None, burn_text: str | None, as_json: bool) -> int:
     if cluster.is_main and as_json:
         print(json.dumps(report))
     elif cluster.is_main:
-        text = lambda value: ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
+        text: Callable[[Any], Any] = lambda value: (
+            ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
+        )
         lines = columns([(name, text(value)) for name, value in report.items() if name not in ("problems", "slow")])
         lines += [f"PROBLEM: {line}" for line in report["problems"]] + [f"slow: {line}" for line in report["slow"]]
         print(visible("\n".join(lines)))

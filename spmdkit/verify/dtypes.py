@@ -29,8 +29,8 @@ def is_half(x: Any) -> bool:
 
 def wide(x: Any) -> np.ndarray:
     """Returns an array in complex128 or float64."""
-    x = np.asarray(x)
-    return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
+    array: np.ndarray = np.asarray(x)
+    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
 def eps(x: Any) -> float:

@@ -121,7 +121,8 @@ def dropped(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], _: Se
 def _first_only(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Returns the first device's value along `axes`, on all devices: the value read from an array that was never
     reduced."""
-    return lax.psum(jnp.where(lax.axis_index(axes) == 0, x, jnp.zeros_like(x)), axes)
+    first: jax.Array = lax.psum(jnp.where(lax.axis_index(axes) == 0, x, jnp.zeros_like(x)), axes)
+    return first
 
 
 def doubled(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], _: Setting) -> Any:
@@ -307,7 +308,7 @@ def use_first_vocab_shard(axis_index: Any, names: Any) -> Any:
     return 0 * axis_index(names)
 
 
-def shift_ring_twice(ring_shift: Any, x: jax.Array, name: str) -> jax.Array:
+def shift_ring_twice(ring_shift: Callable[..., jax.Array], x: jax.Array, name: str) -> jax.Array:
     return ring_shift(x, name, 2)
 
 
@@ -377,7 +378,9 @@ def shard_mean(acted: list[Any], loss_fn: Callable[..., Any], *args: Any) -> Any
     if not isinstance(loss, Mean | Means):
         return out
     acted.append(loss)
-    with_count_one = lambda mean: Mean(mean.sum / jnp.maximum(mean.count, 1), mean.sum.dtype.type(1))
+    with_count_one: Callable[[Mean], Mean] = lambda mean: Mean(
+        mean.sum / jnp.maximum(mean.count, 1), mean.sum.dtype.type(1)
+    )
     local = Means(tuple(map(with_count_one, loss.parts))) if isinstance(loss, Means) else with_count_one(loss)
     return (local, *rest) if rest else local
 

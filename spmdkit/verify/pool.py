@@ -106,7 +106,8 @@ class _Worker:
             timed_out = not timer.is_alive()
             timer.cancel()
         if line:
-            return json.loads(line)
+            result: dict[str, Any] = json.loads(line)
+            return result
         if self.closed:
             return interrupted
         return {"error": {"code": 70, "message": self._describe_exit(timed_out)}}

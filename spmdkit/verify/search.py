@@ -265,7 +265,8 @@ class Search:
 
     def _of_one(self, side: TapValues, node: Node, other: ValuePath) -> np.ndarray:
         value, here = side.program.values[other], side.taps[other]
-        return (here[0] if value.stacked else here)[_index(value, node.turns)]
+        array: np.ndarray = (here[0] if value.stacked else here)[_index(value, node.turns)]
+        return array
 
     def how(self, node: Node) -> tuple[str, str]:
         """Returns a description: (how a value differs, over which axes)."""

@@ -139,7 +139,9 @@ class TaskRunner:
         """
         num_devices = count({**dict.fromkeys(setting.mesh, 1), **setting.mesh}, tuple(setting.mesh))
         config, devices = self._config(setting, num_devices), jax.devices()[:num_devices]
-        build = lambda watched: Program(config, self._instrumented(setting, evaluated, watched), devices, probe)
+        build: Callable[[bool], Program] = lambda watched: Program(
+            config, self._instrumented(setting, evaluated, watched), devices, probe
+        )
         if self._watched is None:
             if setting.clip_norm is not None:  # clipping wraps the optimizer's state too
                 self.program(dataclasses.replace(setting, clip_norm=None), evaluated=evaluated)
@@ -254,7 +256,8 @@ class TaskRunner:
         def begin() -> TrainState:
             # Keys stay on the devices after device_get. Without a copy, the first step would donate them.
             copies = jax.tree.map(lambda x: jnp.copy(x) if is_key(x) else x, start)
-            return jax.device_put(copies, program.state_sharding)
+            placed: TrainState = jax.device_put(copies, program.state_sharding)
+            return placed
 
         batches = [batch for _, batch in program.batches(stop=max(self.steps, NUM_BATCHES))]
         if moved is not None:
@@ -296,7 +299,8 @@ class TaskRunner:
         form = tuple((path, x.shape, str(x.dtype)) for path, x in named_leaves(program.abstract_state))
         if form not in self._starts:
             self._starts[form] = jax.tree.leaves(jax.device_get(program.init()))
-        return jax.tree.unflatten(structure, self._starts[form])
+        state: TrainState = jax.tree.unflatten(structure, self._starts[form])
+        return state
 
     def _through_checkpoint(self, state: TrainState) -> tuple[float, str]:
         """Returns (error, path) of the leaf that differs most after saving the state and restoring it on one device."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,7 +136,7 @@ class TappedProgram:
         """Returns the sources of a jaxpr's results, a list of places for each."""
         known: dict[Any, list[ValuePath]] = dict(zip(jaxpr.invars, given, strict=True))
         carried = dict(zip(jaxpr.invars, at.carried, strict=True)) if at.carried else {}
-        read = lambda v: [] if isinstance(v, Literal) else known.get(v, [])
+        read: Callable[[Any], list[ValuePath]] = lambda v: [] if isinstance(v, Literal) else known.get(v, [])
         for number, eqn in enumerate(jaxpr.eqns):
             here = (*path, number)
             sources = [read(v) for v in eqn.invars]
@@ -226,7 +226,7 @@ class TappedProgram:
         known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(
             zip(jaxpr.invars, arguments, strict=True)
         )
-        read = lambda v: v.val if isinstance(v, Literal) else known[v]
+        read: Callable[[Any], Any] = lambda v: v.val if isinstance(v, Literal) else known[v]
         for number, eqn in enumerate(jaxpr.eqns):
             here = (*path, number)
             inputs = [read(v) for v in eqn.invars]

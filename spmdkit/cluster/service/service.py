@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # -I omits it
-from grpc_relay import Relay  # type: ignore[import-not-found]
+from grpc_relay import Relay
 
 POLL_S = 0.05
 LINGER_S = 60.0
@@ -54,7 +54,7 @@ def main(site: str, num_processes: int, heartbeat_s: int, shutdown_s: int, proce
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind(("127.0.0.1", 0))
         inner = holder.getsockname()
-        service = jaxlib.get_distributed_runtime_service(  # type: ignore[attr-defined]
+        service = jaxlib.get_distributed_runtime_service(
             f"127.0.0.1:{inner[1]}",
             num_processes,
             heartbeat_timeout=heartbeat_s,

@@ -11,6 +11,7 @@ cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from spmdkit.errors import ConfigError
@@ -108,7 +109,9 @@ def _place(hosts: int) -> list[dict[str, Any]]:
         "JOBSET_JOB_INDEX": "job-index",
         "JOBSET_JOBS": "replicatedjob-replicas",
     }
-    field = lambda name: {"fieldRef": {"fieldPath": f"metadata.annotations['jobset.sigs.k8s.io/{name}']"}}
+    field: Callable[[str], dict[str, Any]] = lambda name: {
+        "fieldRef": {"fieldPath": f"metadata.annotations['jobset.sigs.k8s.io/{name}']"}
+    }
     variables: list[dict[str, Any]] = [{"name": name, "valueFrom": field(key)} for name, key in names.items()]
     return [*variables, {"name": "JOBSET_PODS", "value": str(hosts)}]
 

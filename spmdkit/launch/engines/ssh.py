@@ -8,6 +8,7 @@ process saves and exits with 42. The user provides keys and known hosts: there i
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 
 from spmdkit.errors import ConfigError
 from spmdkit.launch.engines.base import AGAIN, REQUIRED, ClusterJob, Option, Rendered, restart_loop
@@ -36,7 +37,7 @@ def render(job: ClusterJob) -> Rendered:
     port = job.whole("port", 1)
     first = hosts[0].rpartition("@")[2]
     setup = f"{job.options['setup']} && " if job.options["setup"] else ""
-    line = lambda process: (
+    line: Callable[[int], str] = lambda process: (
         f"cd {shlex.quote(job.folder)} && {setup}exec env SPMDKIT_COORDINATOR={first}:{port} "
         f"SPMDKIT_NUM_PROCESSES={len(hosts)} SPMDKIT_PROCESS_ID={process} {shlex.join(job.command())}"
     )

@@ -4,7 +4,7 @@ only `communication.json`."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def _sections(result: Mapping[str, Any]) -> list[str]:
 
 
 def _cells(row: Row) -> list[str]:
-    shown = lambda value, form: "?" if value is None else form(value)
+    shown: Callable[[Any, Callable[[Any], str]], str] = lambda value, form: "?" if value is None else form(value)
     interval = row["time_interval"]
     return [
         str(row["name"]),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -68,7 +68,10 @@ def _positions(
     cores = max(1, round(len(places) / len({(p["part"], *c) for p, c in zip(places, coords, strict=True)})))
     wide = max(20, round(math.sqrt(2.2 * len(places))))
     across = max(1, min(len(keys), wide // (width * cores + 1)))
-    corner = lambda n: ((n % across) * (width * cores + 0.7), (n // across) * (height + 1.0))
+    corner: Callable[[int], tuple[float, float]] = lambda n: (
+        (n % across) * (width * cores + 0.7),
+        (n // across) * (height + 1.0),
+    )
     at = []
     for place, c in zip(places, coords, strict=True):
         x, y = corner(keys.index((place["part"], c[2])))

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -52,7 +52,7 @@ def drill_page(result: Mapping[str, Any]) -> str:
 
 
 def _summary(result: Mapping[str, Any]) -> str:
-    seconds = lambda key: format_seconds(result[key]["median"]) if result[key] else ""
+    seconds: Callable[[str], str] = lambda key: format_seconds(result[key]["median"]) if result[key] else ""
     is_equal = result["same_parameters"] and result["same_metrics"]
     return cards(
         [
@@ -119,7 +119,7 @@ def time_line(bars: Sequence[Sequence[Sequence[Any]]], faults: Sequence[Mapping[
 
 
 def _faults(faults: Sequence[Mapping[str, Any]]) -> str:
-    seconds = lambda x: "" if x is None else format_seconds(x)
+    seconds: Callable[[float | None], str] = lambda x: "" if x is None else format_seconds(x)
     columns = dict.fromkeys(("fault", "process", "while"), KEEP)
     columns |= dict.fromkeys(("at", "step", "noticed after", "continues after", "steps lost"), NUMBER)
     rows = [

@@ -207,7 +207,7 @@ def _meshes(document: Mapping[str, Any]) -> str:
 
 def _candidates(rows: Sequence[Mapping[str, Any]]) -> str:
     columns = {"config": WIDE, "step": NUMBER, "memory": NUMBER, "status": KEEP, "why": WIDE}
-    known = lambda value, shown: shown(value) if value else ""
+    known: Callable[[Any, Callable[[Any], str]], str] = lambda value, shown: shown(value) if value else ""
     cells = [
         (
             *(row["name"], known(row["predicted_step_s"], format_seconds), known(row["peak_bytes"], format_bytes)),

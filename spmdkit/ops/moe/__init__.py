@@ -130,7 +130,8 @@ def moe(
     per_example: Any = ("batch",)
     out_dims = ((*tokens, None), Load(*[per_example] * len(Load._fields)))
     in_dims = [None if x is None else d for d, x in zip(in_dims, arguments, strict=True)]
-    return manual(mixture.on_shards, in_dims, out_dims, "moe")(*arguments)
+    result: tuple[jax.Array, Load] = manual(mixture.on_shards, in_dims, out_dims, "moe")(*arguments)
+    return result
 
 
 class _Mixture(NamedTuple):

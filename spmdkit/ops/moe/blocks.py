@@ -49,6 +49,7 @@ def by_blocks(
         return (fn(all_closed, own, rows[0]),), (), ()
 
     loop = _Loop(run_block, lambda shared, weights, rows: (rows, (), ()), block, 0)
+    out_RD: jax.Array
     (out_RD,), _, _ = loop(non_floats, [closed[i] for i in of_floats], weights, (rows_RD,), sizes_E)
     return out_RD
 

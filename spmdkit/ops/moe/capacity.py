@@ -20,6 +20,7 @@ of an expert on this device, S = E C.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -58,7 +59,7 @@ def through_slots(
     places = _places(choices, chosen_weights if by_weight else None, positions, num_experts, slots, slot_axes)
 
     x_BSD = sum_rows(all_gather(x_BTD, sequence, 1), places.token_BS1, places.slot_BTK)
-    one_each = lambda a_BTK: a_BTK.reshape(a_BTK.shape[0], -1, 1)
+    one_each: Callable[[jax.Array], jax.Array] = lambda a_BTK: a_BTK.reshape(a_BTK.shape[0], -1, 1)
     weight_BS1 = sum_rows(one_each(chosen_weights), places.choice_BS1, one_each(places.slot_BTK))
 
     with jax.named_scope("moe_experts"):
@@ -86,7 +87,7 @@ def _places(
     """Returns the slots of the choices, sorted by (expert, rank of the choice, [weight], position) and counted per
     expert."""
     B, T, K = experts_BTK.shape
-    flat = lambda a: a.reshape(B, T * K)
+    flat: Callable[[jax.Array], jax.Array] = lambda a: a.reshape(B, T * K)
     choice_K = jnp.arange(K, dtype=jnp.int32)
     local_slots = -(-slots // axis_size(slot_axes))
     first_slot = axis_index(slot_axes) * local_slots

@@ -144,4 +144,5 @@ def _exclusive_sum(x: jax.Array, dim: int) -> jax.Array:
 def _ragged(rows: jax.Array, num_rows: int, *offsets_and_sizes: jax.Array) -> jax.Array:
     """Returns the rows received from all devices along `expert`, in an array of `num_rows` rows."""
     received, *indices = compat.typed_like((jnp.zeros((num_rows, rows.shape[1]), rows.dtype), *offsets_and_sizes), rows)
-    return lax.ragged_all_to_all(rows, received, *indices, axis_name=axes("expert"))
+    exchanged: jax.Array = lax.ragged_all_to_all(rows, received, *indices, axis_name=axes("expert"))
+    return exchanged

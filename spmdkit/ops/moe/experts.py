@@ -110,6 +110,7 @@ def _opened(expert: Expert, expert_weights: Any, x_ND: jax.Array) -> tuple[Calla
 
     def expert_with(closed_over: Sequence[jax.Array], expert_weights: Any, x_ND: jax.Array) -> jax.Array:
         flat = jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(closed.jaxpr, list(closed_over)))
-        return flat(*jax.tree.leaves((expert_weights, x_ND)))[0]
+        y_ND: jax.Array = flat(*jax.tree.leaves((expert_weights, x_ND)))[0]
+        return y_ND
 
     return expert_with, closed.consts

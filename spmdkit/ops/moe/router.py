@@ -21,6 +21,7 @@ Shape suffixes: B examples, T tokens of an example, D width, E experts, K expert
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -86,7 +87,9 @@ def route(
 def token_noise(keys_B: jax.Array, impl: Any, positions_BT: jax.Array, num_experts: int) -> jax.Array:
     """Returns standard normal noise [B, T, E], drawn from (key of the example, position of the token): the same on
     every mesh. `keys_B` is key data, `impl` the `jax.random.key_impl` of the keys."""
-    draw = lambda key, position: jax.random.normal(jax.random.fold_in(key, position), (num_experts,), jnp.float32)
+    draw: Callable[[Any, Any], jax.Array] = lambda key, position: jax.random.normal(
+        jax.random.fold_in(key, position), (num_experts,), jnp.float32
+    )
     return jax.vmap(jax.vmap(draw, (None, 0)))(jax.random.wrap_key_data(keys_B, impl=impl), positions_BT)
 
 

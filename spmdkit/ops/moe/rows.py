@@ -10,6 +10,8 @@ Shape suffixes: B examples, N input rows, M output rows, K and J summands at mos
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -36,7 +38,9 @@ _summed.defvjp(
 
 
 def _take(x_BND: jax.Array, index_BMK: jax.Array) -> jax.Array:
-    pick = jax.vmap(lambda x_ND, index_M: x_ND.at[index_M].get(mode="promise_in_bounds"))
+    pick: Callable[[jax.Array, jax.Array], jax.Array] = jax.vmap(
+        lambda x_ND, index_M: x_ND.at[index_M].get(mode="promise_in_bounds")
+    )
 
     def rows(index_BM: jax.Array) -> jax.Array:
         picked = pick(x_BND, jnp.maximum(index_BM, 0))

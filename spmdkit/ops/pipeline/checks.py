@@ -143,6 +143,6 @@ def _without_gradient(x: jax.Array, message: str) -> jax.Array:
             raise ConfigError(f"sk.pipeline: {message}")
         return primals[0], tangents[0]
 
-    same = jax.custom_jvp(lambda x: x)
+    same: jax.custom_jvp[jax.Array] = jax.custom_jvp(lambda x: x)
     same.defjvp(refuse, symbolic_zeros=True)
     return same(x)

@@ -100,7 +100,7 @@ def _both(pipe: Pipe, embedding: Any, layers: Any, head: Any, rows: Rows) -> tup
     """Returns (sums over microbatches, gradient of the loss's sum for each floating point leaf)."""
     loop = _TickLoop(pipe, embedding, pipe.chunks(layers), head, pipe.microbatches(rows))
     end = _run(loop)
-    added = lambda parts: [x.sum(0) for x in parts]
+    added: Callable[[list[jax.Array]], list[jax.Array]] = lambda parts: [x.sum(0) for x in parts]
     of_layers = pipe.joined(end.grads.layers, _floats(layers)[0])
     grads = [*added(end.grads.embedding), *of_layers, *added(end.grads.head)]
     return jax.tree.map(lambda x: x.sum(0), end.sums), grads
@@ -122,7 +122,9 @@ class _TickLoop:
         pipe, dtype = self.pipe, self.pipe.context.options.reduce_dtype
         sums = jax.eval_shape(self.losses, pipe.zeros(pipe.x_shapes), jnp.bool_(True), jnp.int32(0))[0]
         of_stage = lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype)
-        like = lambda tree: pipe.zeros([jax.ShapeDtypeStruct(x.shape, dtype or x.dtype) for x in _floats(tree)[0]])
+        like: Callable[[Any], Any] = lambda tree: pipe.zeros(
+            [jax.ShapeDtypeStruct(x.shape, dtype or x.dtype) for x in _floats(tree)[0]]
+        )
         arriving = pipe.place(pipe.zeros(pipe.x_shapes), AXIS, "rows")
         return _Carry(
             arriving,
@@ -220,10 +222,12 @@ class _TickLoop:
 
         def add_at_chunk(chunk: jax.Array, total: jax.Array, gradient: jax.Array) -> jax.Array:
             new = lax.dynamic_index_in_dim(total, chunk, 0, keepdims=False) + gradient.astype(total.dtype)
-            return lax.dynamic_update_index_in_dim(total, new, chunk, 0)
+            total = lax.dynamic_update_index_in_dim(total, new, chunk, 0)
+            return total
 
         added = self.pipe.over_stages(add_at_chunk, 0)
-        return self.pipe.place([added(chunk, t, p) for t, p in zip(total, gradient, strict=True)], AXIS)
+        total = self.pipe.place([added(chunk, t, p) for t, p in zip(total, gradient, strict=True)], AXIS)
+        return total
 
 
 def _run(loop: _TickLoop) -> _Carry:
@@ -261,5 +265,7 @@ def _floats(tree: Any) -> tuple[list[jax.Array], list[jax.Array], Callable[[Any,
         by_kind = {True: iter(floats), False: iter(others)}
         return jax.tree.unflatten(treedef, [next(by_kind[f]) for f in is_float])
 
-    of_kind = lambda kind: [x for x, f in zip(leaves, is_float, strict=True) if f == kind]
+    of_kind: Callable[[bool], list[jax.Array]] = lambda kind: [
+        x for x, f in zip(leaves, is_float, strict=True) if f == kind
+    ]
     return of_kind(True), of_kind(False), rebuild

@@ -120,8 +120,8 @@ class Pipe:
         names: dict[str | None, Any] = {"rows": self.context.sharding.inner_axes or None, AXIS: AXIS, None: None}
         spec, mesh = tuple(names[d] for d in dims), self.context.sharding.mesh
         assert mesh is not None
-        free = lambda x: (PartitionSpec.UNCONSTRAINED,) * (x.ndim - len(spec))
-        where = lambda x: NamedSharding(mesh, PartitionSpec(*spec, *free(x)))
+        free: Callable[[jax.Array], tuple[Any, ...]] = lambda x: (PartitionSpec.UNCONSTRAINED,) * (x.ndim - len(spec))
+        where: Callable[[jax.Array], NamedSharding] = lambda x: NamedSharding(mesh, PartitionSpec(*spec, *free(x)))
         return jax.tree.map(lambda x: lax.with_sharding_constraint(x, where(x)), tree)
 
     def shift(self, tree: Any, by: int) -> Any:
@@ -146,13 +146,14 @@ class Pipe:
         stage, (2 v - 1) / v W if v divides P (an all_to_all among v stages, and a collective-permute of all).
         """
         P, v = self.num_stages, self.schedule.num_chunks
-        shape = lambda w: (v, P, -1, *w.shape[self.stacked_dims :])
+        shape: Callable[[jax.Array], tuple[int, ...]] = lambda w: (v, P, -1, *w.shape[self.stacked_dims :])
         return self.place(jax.tree.map(lambda w: jnp.swapaxes(w.reshape(shape(w)), 0, 1), layers), AXIS)
 
     def joined(self, chunks: list[jax.Array], layers: list[jax.Array]) -> list[jax.Array]:
         """Returns [P, v, K, ...] in the shapes of the layers. Wire: same as `chunks`."""
-        joined = [jnp.swapaxes(c, 0, 1).reshape(w.shape) for c, w in zip(chunks, layers, strict=True)]
-        return self.place(joined, *(None for _ in range(self.stacked_dims - 1)), AXIS)
+        joined: list[jax.Array] = [jnp.swapaxes(c, 0, 1).reshape(w.shape) for c, w in zip(chunks, layers, strict=True)]
+        joined = self.place(joined, *(None for _ in range(self.stacked_dims - 1)), AXIS)
+        return joined
 
     # ---- rows
 
@@ -188,7 +189,8 @@ class Pipe:
             if not self._is_cut(x.shape[1:]):
                 return jnp.broadcast_to(x[-1], x.shape)
             x = self.place(self._parts(x, 1), None, AXIS, "rows")
-            return self.place(x, AXIS, None, "rows")[:, -1]
+            x = self.place(x, AXIS, None, "rows")[:, -1]
+            return x
 
         return jax.tree.map(spread_leaf, out)
 
@@ -220,7 +222,7 @@ class Pipe:
     @property
     def num_tokens(self) -> int:
         """T, the second dim of the activation."""
-        return max(s.shape for s in jax.tree.leaves(self.x_shapes) if s.ndim > 1)[1]
+        return int(max(s.shape for s in jax.tree.leaves(self.x_shapes) if s.ndim > 1)[1])
 
 
 # ---- helpers

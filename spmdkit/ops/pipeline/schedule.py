@@ -101,7 +101,8 @@ class StageSchedule:
 
     def _forward_tick(self, microbatch: np.ndarray, chunk: np.ndarray, stage: np.ndarray) -> np.ndarray:
         group, member = np.divmod(microbatch, self.num_stages)
-        return (group * self.num_chunks + chunk) * self.num_stages + member + stage
+        tick: np.ndarray = (group * self.num_chunks + chunk) * self.num_stages + member + stage
+        return tick
 
     def _work(self, valid: np.ndarray, microbatch: np.ndarray, chunk: np.ndarray, slot: np.ndarray) -> Work:
         num_ticks = int(np.flatnonzero(valid.any(1))[-1]) + 1

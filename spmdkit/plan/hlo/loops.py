@@ -8,7 +8,7 @@ data and is never guessed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -185,7 +185,9 @@ def _value(
     """Returns a scalar integer, or element `index` of a tuple, as an element of the loop's carry plus a constant."""
     if i is None or not depth:
         return None
-    operand = lambda n, index: _value(module, place.computation.operand(i, n), index, place, depth - 1)
+    operand: Callable[[int, int | None], _Affine | None] = lambda n, index: _value(
+        module, place.computation.operand(i, n), index, place, depth - 1
+    )
     if i.opcode in _SAME:
         return operand(0, index)
     if i.opcode == "parameter":

@@ -15,7 +15,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,7 +122,7 @@ class Instruction:
         start = self.attributes.find("backend_config={")
         if start < 0:
             return {}
-        config, _ = json.JSONDecoder().raw_decode(self.attributes, start + len("backend_config="))
+        config: dict[str, Any] = json.JSONDecoder().raw_decode(self.attributes, start + len("backend_config="))[0]
         return config
 
     def attribute(self, name: str) -> str | None:
@@ -226,7 +226,9 @@ class Module:
     @property
     def num_partitions(self) -> int:
         """The devices of the program (partitions times replicas)."""
-        count = lambda name: int(match[1]) if (match := re.search(rf"{name}=(\d+)", self.header)) else 1
+        count: Callable[[str], int] = lambda name: (
+            int(match[1]) if (match := re.search(rf"{name}=(\d+)", self.header)) else 1
+        )
         return count("num_partitions") * count("replica_count")
 
     def instructions(self) -> Iterator[Instruction]:
@@ -329,10 +331,14 @@ def _stacks(tables: dict[str, list[str]]) -> dict[int, tuple[Frame, ...]]:
     """Returns frame id -> stack from the four tables. XLA prints parent ids plus one: 1 means no parent."""
     if "StackFrames" not in tables:
         return {}
-    strings = lambda name: {int(n): text[1:-1] for n, text in (line.split(" ", 1) for line in tables[name])}
+    strings: Callable[[str], dict[int, str]] = lambda name: {
+        int(n): text[1:-1] for n, text in (line.split(" ", 1) for line in tables[name])
+    }
     files, functions = strings("FileNames"), strings("FunctionNames")
-    numbers = lambda line: {key: int(n) for key, n in re.findall(r"(\w+)=(\d+)", line)}
-    rows = lambda name: {int(line.split(" ", 1)[0]): numbers(line) for line in tables[name]}
+    numbers: Callable[[str], dict[str, int]] = lambda line: {key: int(n) for key, n in re.findall(r"(\w+)=(\d+)", line)}
+    rows: Callable[[str], dict[int, dict[str, int]]] = lambda name: {
+        int(line.split(" ", 1)[0]): numbers(line) for line in tables[name]
+    }
     locations, frames = rows("FileLocations"), rows("StackFrames")
     offset = 1 if any(row.get("parent_frame_id") == number for number, row in frames.items()) else 0
     stacks: dict[int, tuple[Frame, ...]] = {}

@@ -167,7 +167,8 @@ class _Planner:
         finally:
             self._running.discard(process)
         try:
-            return json.loads(out)
+            plan: dict[str, Any] = json.loads(out)
+            return plan
         except ValueError:
             lines = [line for line in errors.splitlines() if line.strip()]
             return lines[-1] if lines else f"the compiler ended with code {process.returncode}"

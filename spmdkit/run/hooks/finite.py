@@ -161,7 +161,7 @@ class FiniteResults:
     def report(self, run: RunView, step: int, metrics: Any) -> None:
         """Reports the non-finite metrics of a log step if the step does not check them."""
         bad = not_finite(run.numbers(step, metrics)) if self._reports else {}
-        policy = lambda name: self._options.loss if name == "loss" else self._options.metrics
+        policy: Callable[[str], str] = lambda name: self._options.loss if name == "loss" else self._options.metrics
         if shown := {name: x for name, x in bad.items() if policy(name) == "continue"}:
             run.message(f"step {step}: {format_metrics(shown)}")
 

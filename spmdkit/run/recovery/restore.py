@@ -7,7 +7,7 @@ one process rejects the checkpoint on all. Damaged checkpoints are renamed only 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -145,7 +145,7 @@ def note_randomness(run: RunView, record: dict[str, Any], step: int) -> None:
     """Reports a change of the random number generator: the next steps then use different keys."""
     before, now = record.get("randomness", {"version": 1}), rng.identity()
     if before != now:
-        described = lambda keys: ", ".join(f"{name} {value}" for name, value in keys.items())
+        described: Callable[[Any], str] = lambda keys: ", ".join(f"{name} {value}" for name, value in keys.items())
         run.events.write("randomness_changed", step=step, before=before, now=now)
         run.message(
             f"note: step {step} was saved under other random keys ({described(before)}; now {described(now)}): "

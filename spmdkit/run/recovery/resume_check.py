@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,7 +92,7 @@ def _text_of(data: Mapping[str, Any] | None) -> str:
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """Returns the differences between two records of a run, by `config` (YAML text) and `described`."""
     old, new = (dict(_settings(record["config"])) for record in (before, now))
-    shown = lambda value: value if isinstance(value, str) else json.dumps(value, default=str)
+    shown: Callable[[Any], str] = lambda value: value if isinstance(value, str) else json.dumps(value, default=str)
     found = [
         Change(key, shown(old.get(key)), shown(new.get(key)))
         for key in [*old, *(key for key in new if key not in old)]
@@ -106,7 +106,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
         ("variables", "{}", str),
     ):
         old, new = was[kind], now["described"][kind]
-        there = lambda value, text=text: "not there" if value is None else text(value)
+        there: Callable[..., str] = lambda value, text=text: "not there" if value is None else text(value)
         found += [
             Change(name.format(key), there(old.get(key)), there(new.get(key)))
             for key in sorted({*old, *new})

@@ -6,7 +6,7 @@ JAX a second reduction makes gradients N times too large without an error.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax.extend
@@ -40,7 +40,7 @@ def check_reductions(jaxpr: jax.extend.core.ClosedJaxpr, axes: Collection[str] =
 
 def _bodies(jaxpr: Any) -> Iterator[Any]:
     """Yields the bodies of the shard_maps in a jaxpr, and every jaxpr nested in them."""
-    is_map = lambda eqn: eqn.primitive.name == "shard_map"
+    is_map: Callable[[Any], bool] = lambda eqn: eqn.primitive.name == "shard_map"
     for eqn in jaxprs.equations(jaxpr, into=lambda eqn: not is_map(eqn)):
         if is_map(eqn):
             for body in jaxprs.inner(eqn):

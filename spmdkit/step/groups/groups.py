@@ -62,7 +62,9 @@ def check_alone(groups: Groups, jaxpr: Any, what: str) -> None:
 
 def stack_state(groups: Groups, state: TrainState) -> TrainState:
     """Returns the train state of all groups from the state of one group: one copy per group."""
-    copies = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (groups.num, *x.shape)), tree)
+    copies: Callable[[Any], Any] = lambda tree: jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (groups.num, *x.shape)), tree
+    )
     own = {name: copies(getattr(state, name)) for name in GROUPED}
     return state.replace(**own, sync=groups.sync.init(state.params))
 
@@ -73,7 +75,7 @@ def stack_state(groups: Groups, state: TrainState) -> TrainState:
 def mean(tree: Any) -> Any:
     """Returns [...] from [groups, ...]: the mean of floats, computed in float32 or wider; otherwise the first entry."""
 
-    wide = lambda x: x.astype(common_dtype(x.dtype, jnp.float32))
+    wide: Callable[[jax.Array], jax.Array] = lambda x: x.astype(common_dtype(x.dtype, jnp.float32))
     first_or_mean = lambda x: wide(x).mean(0).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x[0]
     return jax.tree.map(first_or_mean, tree)
 

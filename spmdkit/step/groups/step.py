@@ -64,8 +64,9 @@ def group_step(
 
 def _group_metric(metric: Any, num: jax.Array) -> Any:
     """Returns a group's metric as arrays that merge. A plain number is weighted by the number of examples."""
-    weighted = lambda: Mean(jnp.asarray(metric, jnp.float32) * num, num)
-    return jax.tree.map(jnp.asarray, metric) if is_metric(metric) else weighted()
+    if is_metric(metric):
+        return jax.tree.map(jnp.asarray, metric)
+    return Mean(jnp.asarray(metric, jnp.float32) * num, num)
 
 
 def _fields(state: TrainState, own: Any, shared: Any) -> TrainState:
@@ -79,7 +80,7 @@ def _by_device(one: Any, context: Context, groups: Groups, state: TrainState, ba
     def body(state: TrainState, examples: Any, mask: Any) -> Any:
         local_state = state.replace(**{f: jax.tree.map(lambda x: x[0], getattr(state, f)) for f in GROUPED})
         new, metrics, code = one(local_state, examples, mask, lax.axis_index(groups.axes))
-        stack = lambda tree: jax.tree.map(lambda x: x[None], tree)
+        stack: Callable[[Any], Any] = lambda tree: jax.tree.map(lambda x: x[None], tree)
         return new.replace(**{f: stack(getattr(new, f)) for f in GROUPED}), stack(metrics), stack(code)
 
     states = _fields(state, spec, replicated)

@@ -57,7 +57,7 @@ def empty_parts(shapes: Tree, full: Callable[..., Any] = jnp.full) -> Tree:
     """Returns a tree of empty parts, the neutral element of merging. `shapes` has shapes and dtypes."""
 
     zeros = lambda x: full(x.shape, 0, x.dtype)
-    least = lambda dtype: -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
+    least: Callable[[Any], Any] = lambda dtype: -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
     lowest = lambda x: full(x.shape, least(x.dtype), x.dtype)
     fill = lambda x: jax.tree.map(lowest if is_metric(x) and x.crosses == "largest" else zeros, x)
     return jax.tree.map(fill, shapes, is_leaf=_is_leaf)  # type: ignore[no-any-return]
@@ -74,7 +74,7 @@ def reduce_parts(
         gather: maps an array of a metric that supports only `merge` to [parts, ...].
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_leaf)
-    kind_of = lambda x: x.crosses if is_metric(x) else "added"
+    kind_of: Callable[[Any], str] = lambda x: x.crosses if is_metric(x) else "added"
     for kind, cross in (("added", add), ("largest", largest)):
         if chosen := [i for i, x in enumerate(leaves) if kind_of(x) == kind]:
             for i, x in zip(chosen, cross([leaves[i] for i in chosen]), strict=True):

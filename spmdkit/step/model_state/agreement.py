@@ -91,7 +91,7 @@ def state_reductions(
     num = len(leaves)
     rows = 1 << num
     bound_axes = None if bound else list(axes) or None
-    make = lambda *given: jax.make_jaxpr(one_replica, axis_env=bound_axes)(state, shared, *given)
+    make: Callable[..., Any] = lambda *given: jax.make_jaxpr(one_replica, axis_env=bound_axes)(state, shared, *given)
     traced = make(own[0])
     inputs = [1 << i for i in range(num)] + [0] * len(jax.tree.leaves(shared))
     inputs += [rows] * (len(traced.jaxpr.invars) - len(inputs))

@@ -8,7 +8,7 @@ the same on all of them. The index of a replica sets them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -51,7 +51,9 @@ class Walk:
     def run(self, jaxpr: Any, given: Sequence[Depends]) -> list[Depends]:
         """Returns the dependences of a jaxpr's results, from those of its inputs."""
         known: dict[Any, Depends] = dict(zip(jaxpr.invars, given, strict=True))
-        read = lambda var: known.get(var, Depends()) if isinstance(var, jax.extend.core.Var) else Depends()
+        read: Callable[[Any], Depends] = lambda var: (
+            known.get(var, Depends()) if isinstance(var, jax.extend.core.Var) else Depends()
+        )
         for eqn in jaxpr.eqns:
             outputs = self.results(eqn, [read(var) for var in eqn.invars])
             known.update(zip(eqn.outvars, outputs, strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,7 +152,7 @@ def table(result: dict[str, Any]) -> list[str]:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    known = lambda value, form: "?" if value is None else form(value)
+    known: Callable[[Any, Callable[[Any], str]], str] = lambda value, form: "?" if value is None else form(value)
     spread = f" ({row['time_interval'][0]:.2f} to {row['time_interval'][1]:.2f})" if row["time_interval"] else ""
     return [
         known(row["bytes_per_step"], format_bytes),

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +232,7 @@ def _bars(bars: Bars, begin: float) -> list[list[Any]]:
 
 def summary_lines(result: dict[str, Any]) -> list[str]:
     """Returns the lines for the terminal."""
-    seconds = lambda x: "-" if x is None else format_seconds(x)
+    seconds: Callable[[float | None], str] = lambda x: "-" if x is None else format_seconds(x)
     lines = ["fault             process  at        phase       detected after  recovered after  steps lost"]
     for fault in result["faults"][:40]:
         lost = "-" if fault["steps_lost"] is None else fault["steps_lost"]

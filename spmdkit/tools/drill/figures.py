@@ -10,7 +10,7 @@ goodput     seconds from the first step to the end without faults / the same wit
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from spmdkit.tools.drill.timeline import BARS, Bars, InjectionResult, Start
@@ -49,7 +49,7 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
 def injection_row(injection: InjectionResult, begin: float) -> dict[str, Any]:
     """Returns an injected fault as JSON values; times are seconds since the first start."""
     fired = injection.fired if injection.fired is not None else begin
-    since = lambda when: None if when is None else round(when - fired, 3)
+    since: Callable[[float | None], float | None] = lambda when: None if when is None else round(when - fired, 3)
     return {
         "fault": str(injection.fault),
         "kind": injection.fault.kind,

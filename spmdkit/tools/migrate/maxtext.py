@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -271,9 +271,13 @@ def _profiler(migration: Migration, key: str, value: Any) -> None:
     return migration.report(AUTOMATIC, key, value, "no trace")
 
 
-_POSITIVE = lambda path, why: when(lambda v: isinstance(v, int | float) and v > 0, to(path), automatic(why))
-_DTYPES = lambda path: to(path, lambda v: v if v in ("float32", "bfloat16") else "float32")
-_off = lambda path, value, default: when(is_on, automatic(default), to(path, lambda _: value))
+_POSITIVE: Callable[[str, str], Rule] = lambda path, why: when(
+    lambda v: isinstance(v, int | float) and v > 0, to(path), automatic(why)
+)
+_DTYPES: Callable[[str], Rule] = lambda path: to(path, lambda v: v if v in ("float32", "bfloat16") else "float32")
+_off: Callable[[str, Any, str], Rule] = lambda path, value, default: when(
+    is_on, automatic(default), to(path, lambda _: value)
+)
 _LATER: Rule = lambda migration, key, value: None
 
 TABLE: dict[str, Rule] = {
