@@ -23,6 +23,7 @@ import pytest
 from spmdkit.faults.signals import SIGNALS
 from tests.support import compile_cache
 from tests.support.buckets import PACKAGES as SERVERS
+from tests.support.forks import Forks
 from tests.support.forms import mark_slow_forms
 from tests.support.seconds import Seconds
 from tests.support.strangers import let_optax_promote
@@ -98,6 +99,13 @@ def strict_promotion(request):
     jax.config.update("jax_numpy_dtype_promotion", "standard" if promotes else "strict")
     yield
     jax.config.update("jax_numpy_dtype_promotion", "standard")
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """Starts real processes in a tenth of the time."""
+    with Forks() as started:
+        yield started
 
 
 @pytest.fixture(autouse=True)

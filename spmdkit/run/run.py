@@ -178,8 +178,9 @@ class Run:
             ConfigError: the directory contains a run with different examples.
             CheckpointError: all checkpoints are damaged or missing, or the newest is of a different model.
         """
-        if self.checkpoints is not None:  # computed now: later another thread reads the data
-            self._described = resume_check.described(self.config, self.program.task)
+        if self.checkpoints is not None or self.config.elastic.in_process:  # snapshots have a record too
+            self._described = resume_check.described(self.config, self.program.task)  # later a thread reads the data
+        if self.checkpoints is not None:
             bucket.bring_skipped(self.config, self.cluster, self.directory)
         restored = self.driver.restored(self.cluster, self.program, self.checkpoints)
         if restored is None and self.checkpoints is not None:

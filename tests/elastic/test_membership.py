@@ -13,9 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import spmdkit as sk
 from tests.support.environment import environment_of_a_user
+from tests.support.forks import Process
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes]
+pytestmark = [pytest.mark.processes, pytest.mark.promotes("a task as users write them: a mask of bools times numbers")]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -123,6 +125,26 @@ def events(folder, name):
     return [e for e in map(json.loads, (folder / "events.jsonl").read_text().splitlines()) if e["event"] == name]
 
 
+def test_two_of_three_processes_continue_in_place(forks, tmp_path):
+    """They join the next membership without a restart, from the snapshot of step 2: there is no checkpoint."""
+    (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "run.yaml").write_text(CONFIG.format(num=3, axis="data", layout=""))
+    launch = "launch -n 3 --max-restarts 1 --elastic 2:3 -- train run.yaml task_args.victims=[[1,4]]"
+    settings = ["steps=6", "batch_size=12", "checkpoint=null", "elastic.snapshot_every=2"]
+    (ended,) = forks.run([Process([*launch.split(), *settings], tmp_path, forks=True)], 100)
+    assert ended.code == 0, ended.output
+    assert "as 2 processes (generation 2)" in ended.output and "starting all processes again" not in ended.output
+    assert {e["step"] for e in events(tmp_path / "run", "restored")} == {2}
+    program = sk.build(tmp_path / "run.yaml", overrides=settings)
+    state, losses = program.init(), []
+    for _, batch in program.batches():
+        state, metrics = program.step(state, batch)
+        losses.append(float(metrics["loss"]))
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["data", "fsdp"])
 def test_replaced_processes_give_the_same_bits(job, tmp_path, axis):
     """Process 2, then 0, which writes the records; cut over fsdp, each shard is on one process alone, and in the memory
@@ -136,6 +158,7 @@ def test_replaced_processes_give_the_same_bits(job, tmp_path, axis):
     assert not events(tmp_path / "run", "fault")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["data", "fsdp"])
 def test_fewer_go_on_with_the_same_examples(job, tmp_path, axis):
     out = ended(job("task_args.victims=[[2,17],[1,24]]", axis=axis, elastic="2:4"))
@@ -145,6 +168,7 @@ def test_fewer_go_on_with_the_same_examples(job, tmp_path, axis):
     same(found, numbers(tmp_path / "clean"), exact=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [4, 5])
 def test_death_inside_a_collective_keeps_the_bits(job, tmp_path, num):
     """Processes that are not neighbours of the dead one in Gloo's ring would wait indefinitely; one that sends to it
@@ -159,6 +183,7 @@ def test_death_inside_a_collective_keeps_the_bits(job, tmp_path, num):
     same(found, numbers(tmp_path / "clean"), exact=True)
 
 
+@pytest.mark.slow
 def test_joining_processes_lose_no_step(job, tmp_path):
     popen = job("task_args.wait=0.15", num=2, elastic="2:4")
 
@@ -177,6 +202,7 @@ def test_joining_processes_lose_no_step(job, tmp_path):
     same(found, numbers(tmp_path / "clean"), exact=False)
 
 
+@pytest.mark.slow
 def test_death_during_a_change_begins_another(job, tmp_path):
     """Process 3 dies as soon as it is told that 1 has died."""
     popen = job("task_args.victims=[[1,17]]", elastic="2:4")
@@ -195,6 +221,7 @@ def kill_one_when(path, launcher):
                 os.kill(pid, 9)
 
 
+@pytest.mark.slow
 def test_standbys_replace_dead_processes_bitwise(job, tmp_path):
     settings = ("task_args={victims: [[2, 17], [0, 28]], wait: 0.15}", "elastic.standby=2")
     out = ended(job(*settings))
@@ -206,6 +233,7 @@ def test_standbys_replace_dead_processes_bitwise(job, tmp_path):
     assert sorted(folder.name for folder in told) == ["p000", "p001", "p002", "p003"]
 
 
+@pytest.mark.slow
 def test_fewer_processes_find_their_step_compiled(job, tmp_path):
     """One is killed when the job that only compiles has ended."""
     settings = ("task_args.wait=0.1", "elastic.precompile=[3]", "compile_cache.min_s=0", "steps=100000")

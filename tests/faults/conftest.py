@@ -2,14 +2,7 @@
 
 import pytest
 
-from tests.support.forks import Forks
 from tests.support.jobs import Job
-
-
-@pytest.fixture(scope="session")
-def forks():
-    with Forks() as started:
-        yield started
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from spmdkit.checkpoint import read_state
 from spmdkit.elastic.sizes import ALLOWED, Elastic, Size
 from spmdkit.errors import ConfigError, ExitCode
 from spmdkit.launch.root_cause import Exit, lost
-from tests.support.forks import Forks, Process
+from tests.support.forks import Process
 from tests.tools.drill import conftest as drill
 
 CONFIG = "task: task.py:task\nrun_dir: run\nsteps: 40\nbatch_size: {batch}\nmicrobatches: {micro}\ndevices: {devices}\nmesh: {mesh}\n"  # noqa: E501
@@ -96,16 +96,14 @@ TASK = drill.TASK.replace(PAUSE, KILL).replace("pause_s=0.01", "kill=False")
 
 
 @pytest.mark.processes
-def test_remaining_processes_train_to_the_same_numbers(tmp_path):
+def test_remaining_processes_train_to_the_same_numbers(forks, tmp_path):
     (tmp_path / "task.py").write_text(TASK)
     text = CONFIG.format(batch=24, micro=1, devices="cpu:2", mesh="{data: -1}").replace("steps: 40", "steps: 24")
     (tmp_path / "run.yaml").write_text(text + "checkpoint: {every_steps: 5}\n")
     launch = ["launch", "-n", "2", "--max-restarts", "3", "--elastic", "1:2", "--"]
     command = [*launch, "train", "run.yaml", "task_args.kill=true"]
-    with Forks() as forks:
-        one, clean = forks.run(
-            [Process(command, tmp_path, forks=True), Process(["train", "run.yaml", "run_dir=clean"], tmp_path)], 200
-        )
+    job = Process(command, tmp_path, forks=True)
+    one, clean = forks.run([job, Process(["train", "run.yaml", "run_dir=clean"], tmp_path)], 200)
     assert (one.code, clean.code) == (0, 0), one.output + clean.output
     assert "1 of 2 processes are lost; the next start has 1, with microbatches=2" in one.output
     read = lambda run: [json.loads(x) for x in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]

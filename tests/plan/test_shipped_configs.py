@@ -8,10 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from spmdkit.config import load_config
+from spmdkit.plan.command import make_plan
+
 CONFIGS = Path(__file__).parents[2] / "configs"
 LARGE = {"llama_8b_v5p": "tpu:v5p:4x4x4", "llama_70b_v5p": "tpu:v5p:8x8x16", "gpt_1b": "tpu:v5p:2x2x4"}
 LITTLE_TEXT = ["task_args.train_bytes=65536", "task_args.eval_bytes=4096"]
 PATHS = [pytest.param(path, marks=[pytest.mark.tpu] * (path.stem in LARGE)) for path in sorted(CONFIGS.glob("*.yaml"))]
+
+
+def test_gpt_on_three_axes_has_no_findings():
+    """In this process, one config of the GPT."""
+    plan = make_plan(load_config(CONFIGS / "data_fsdp_tensor.yaml", LITTLE_TEXT), "cpu:8")
+    assert {axis for axis, size in plan["mesh"].items() if size > 1} == {"data", "fsdp", "tensor"}
+    assert plan["fits"] and plan["findings"] == []
 
 
 @pytest.mark.slow

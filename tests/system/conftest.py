@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -194,13 +193,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Folde
     code, output = clean.train()
     assert code == 0, output
     return clean
-
-
-@pytest.fixture(scope="session")
-def forks() -> Iterator[Forks]:
-    """Starts real processes in a tenth of the time."""
-    with Forks() as started:
-        yield started
 
 
 @pytest.fixture

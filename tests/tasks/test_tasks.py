@@ -23,10 +23,16 @@ from tests.tasks import classifier, optimizers
 
 pytestmark = pytest.mark.promotes("natural code of people who have their own models")
 
-FAST = ("cnn_linen", "cnn_nnx", "mixup", "nnx_metrics", "optimizers MultiSteps", "streaming")
+FAST = ("cnn_linen", "cnn_nnx", "gpt", "mixup", "nnx_metrics", "optimizers MultiSteps", "streaming")
 """Tasks that found a defect when they were written, and one of each library."""
 
-FAST_FORMS = [(name, "data 2 x fsdp 2") for name in FAST]
+FAMILIES = ("adafactor", "clip", "lamb", "lion", "muon", "schedule_free")
+"""Optimizers of different families; `clip` has SGD with momentum."""
+
+FAST_FORMS = [
+    *((name, "data 2 x fsdp 2") for name in (*FAST, *(f"optimizers {name}" for name in FAMILIES))),
+    *((name, "data 2 x tensor 2") for name in ("cnn_linen", "gpt")),
+]
 """The fast suite runs them on the mesh with the mapped form and sharded parameters."""
 
 

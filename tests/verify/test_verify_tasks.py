@@ -12,6 +12,13 @@ pytestmark = pytest.mark.promotes("natural code of people who have their own mod
 CASES = [("data 4", 1), ("data 2 x fsdp 2", 1), ("data 2 x tensor 2", 1), ("data 4", 2)]
 
 
+def test_equinox_task_is_verified_with_a_mutant():
+    """The small form of the next two."""
+    case_runner = runner_of("equinox_mlp")
+    assert case_runner.compare_with_plain_jax()["passed"] and case_runner.case({"data": 2}, 1, whole=True)["passed"]
+    assert case_runner.mutant("reduction_doubled", 2)["caught"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_there_is_no_false_alarm(name):

@@ -93,10 +93,3 @@ class Drills:
 @pytest.fixture
 def drills(tmp_path, forks):
     return Drills(tmp_path, forks)
-
-
-@pytest.fixture(scope="session")
-def forks():
-    """Starts real processes in a tenth of the time."""
-    with Forks() as started:
-        yield started
