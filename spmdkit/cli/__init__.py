@@ -116,6 +116,15 @@ def layout(config: ConfigPath, overrides: Overrides = None) -> None:
     say("\n".join([*table(program.layout), "", program.explain()]))
 
 
+@app.command(epilog="Example: spmdkit explain configs/fsdp.yaml")
+def explain(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Show what was applied to the step and why, and how rows enter the loss, metrics and model state. Compiles
+    nothing."""
+    from spmdkit.run.loop import open_on_all_processes
+
+    say(open_on_all_processes(*_join(config, overrides)).explain())
+
+
 @app.command(epilog="Example: spmdkit plan configs/fsdp.yaml --target cpu:8")
 def plan(
     config: Annotated[

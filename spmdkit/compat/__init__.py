@@ -200,6 +200,15 @@ def current_trace() -> Any:
     return core.trace_ctx.trace
 
 
+_NOT_USER = (
+    *(os.sep + folder + os.sep for folder in ("site-packages", "dist-packages", os.path.join("lib", "python"))),
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    os.path.dirname(os.__file__) + os.sep,
+    "<frozen",
+)
+"""Parts of the paths of files that are not the user's: libraries, this package, Python."""
+
+
 def auto_mesh(devices: np.ndarray, axes: Sequence[str]) -> Mesh:
     """Returns a mesh with axes of type Auto (`jax.make_mesh` creates Explicit axes)."""
     return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
@@ -210,6 +219,19 @@ def source_line(eqn: Any) -> str:
     from jax._src import source_info_util
 
     return source_info_util.summarize(eqn.source_info)
+
+
+def user_lines(eqn: Any) -> list[str]:
+    """Returns `file.py:12` of the lines that created an equation of a jaxpr, innermost first, without those of
+    libraries and of this package."""
+    traceback = eqn.source_info.traceback
+    frames = () if traceback is None else traceback.frames
+    return [f"{f.file_name}:{f.line_num}" for f in frames if not any(part in f.file_name for part in _NOT_USER)]
+
+
+def user_line(eqn: Any) -> str | None:
+    """Returns `file.py:12` of the innermost line of the user that created an equation, or None."""
+    return next(iter(user_lines(eqn)), None)
 
 
 def bound_axes(sizes: Mapping[str, int]) -> contextlib.AbstractContextManager[None]:

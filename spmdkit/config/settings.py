@@ -109,6 +109,13 @@ class Settings(Section):
     CPUs and TPUs are always deterministic."""
     on_spike: sections.OnSpike | None = None
     """The action for a finite loss far above the previous losses; null: none. The limit is updated at log steps."""
+    row_mixing: Annotated[
+        Literal["warn", "error"],
+        Field(
+            description="A loss that mixes the rows of a replica, so that its value depends on the mesh and on the "
+            "number of microbatches: warn reports the line at the start, error refuses it."
+        ),
+    ] = "warn"
     on_nonfinite: Annotated[
         sections.OnNonfinite,
         BeforeValidator(fields.policy_to_mapping, json_schema_input_type=fields.Policy | sections.OnNonfinite),

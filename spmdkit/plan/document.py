@@ -5,6 +5,7 @@ comparison read only this object. All bytes and FLOPs are per device and step. K
 
     target, compiler, notes           the machine, the compiler of the program, limits of the plan's accuracy
     num_devices, mesh, form           axis -> size (all axes), how the step is compiled
+    rows                              how rows enter the loss, each metric and each leaf of the model state
     fits, memory                      argument_bytes, temp_bytes, peak_bytes, limit_bytes, parts, host_parts, live
     collectives                       one row for each kind, most bytes first; phase, every, until: if a run calls
                                       several programs
@@ -172,6 +173,7 @@ def _head(program: Program, target: Target) -> Document:
         "hosts_or_slices": target.num_slices,
         "mesh": dict(program.sizes),
         "form": program.form,
+        "rows": [vars(row) for row in program.row_table],
         "batch_size": program.config.batch_size,
         "microbatches": program.config.microbatches,
         "places": places(program, target),

@@ -14,6 +14,7 @@ from spmdkit.foundation.formatting import columns, format_bytes
 from spmdkit.mesh.layout import table
 from spmdkit.mesh.mesh import describe_mesh
 from spmdkit.program.groups import sync_of
+from spmdkit.program.row_table import Row, table_lines
 from spmdkit.program.task_step import TaskStep
 from spmdkit.step import reducer_state
 from spmdkit.step.trace_context import Context
@@ -24,8 +25,14 @@ LARGEST = 3
 Line = tuple[str, str]
 
 
-def explain(task_step: TaskStep, context: Context, refused: str, notes: Sequence[str]) -> str:
-    """Returns the lines for a step. `refused`: why it is not `manual`; `notes`: the notes of the program."""
+def explain(task_step: TaskStep, context: Context, refused: str, rows: Sequence[Row], notes: Sequence[str]) -> str:
+    """Returns the lines for a step.
+
+    Args:
+        refused: why the step is not `manual`.
+        rows: how rows enter.
+        notes: notes of the program.
+    """
     lines = [
         ("mesh", f"{describe_mesh(task_step.sizes)}: {math.prod(task_step.sizes.values())} devices"),
         *_layout(task_step),
@@ -43,7 +50,8 @@ def explain(task_step: TaskStep, context: Context, refused: str, notes: Sequence
         ("sync", _sync(task_step)),
         *(("note", note) for note in notes),
     ]
-    return "\n".join(columns(lines))
+    table = table_lines(rows)
+    return "\n".join([*columns(lines), *([""] if table else []), *table])
 
 
 def _layout(task_step: TaskStep) -> Iterator[Line]:

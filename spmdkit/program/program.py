@@ -34,11 +34,13 @@ from spmdkit.program.explain import explain
 from spmdkit.program.feeds import limited, open_feeds
 from spmdkit.program.init_state import abstract_init, check_precision, input_notes
 from spmdkit.program.phases import Phase
+from spmdkit.program.row_table import Row, row_table, row_warnings
 from spmdkit.program.state_layout import place_state, state_groups, to_device
 from spmdkit.program.step_context import step_context
 from spmdkit.program.task import Task
 from spmdkit.program.task_step import TaskStep
 from spmdkit.step import reducer_state, state, trace_context
+from spmdkit.step.dataflow.analysis import Usage
 from spmdkit.step.groups import groups
 from spmdkit.step.metrics.base import is_metric
 from spmdkit.step.model_state import agreement
@@ -92,6 +94,8 @@ class Program:
             )
         self._open_data()
         self._choose_form()
+        mixing = self.task.row_mixing or config.row_mixing
+        self.notes += row_warnings(self.row_usages, self._task_step.what, mixing, self.microbatches)
         trained = [self.abstract_batch] if self._step_context.usage.has_called("value_and_grad") else []
         evaluated = [self._eval_feed.abstract()] if self._eval_feed is not None else []
         self.notes += input_notes(config, [batch.examples for batch in (*trained, *evaluated)])
@@ -230,9 +234,19 @@ class Program:
             context = context.with_sharding(form="plain", mesh=mesh.make_mesh(ones, self._devices), sizes=ones)
         return jax.jit(self._task_step.function(context)).trace(abstract(self.abstract_state), self.abstract_batch)
 
+    @property
+    def row_usages(self) -> list[Usage]:
+        """How rows enter each loss, metric and leaf of the model state."""
+        return [usage for usages in self._step_context.analyses.values() for usage in usages]
+
+    @property
+    def row_table(self) -> list[Row]:
+        """The table of `row_usages`: what happens to each of them over replicas, microbatches and padding."""
+        return row_table(self.row_usages, self.state_reduction, self.microbatches, not self.schedule.always_full)
+
     def explain(self) -> str:
         """Returns everything that was applied to the step, in order, with reasons: one line each. Compiles nothing."""
-        return explain(self._task_step, self._step_context, self._refused, self.notes)
+        return explain(self._task_step, self._step_context, self._refused, self.row_table, self.notes)
 
     def step(self, state: TrainState, batch: Batch | Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Returns the state after one step, and its metrics as device scalars. The input state is donated.

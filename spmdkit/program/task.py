@@ -47,6 +47,8 @@ class Task:
         state_reduction: reduction of the model state over replicas: pattern of a leaf's full path -> `mean`, `sum` (of
             the increments of all replicas), `max`, or `identical` (checked). By default derived as `identical` or
             `mean`; other leaves need an entry. See `spmdkit.step.model_state.agreement`.
+        row_mixing: `allow` accepts a loss that mixes the rows of a replica (batch norm per replica) without a warning;
+            None: the config's `row_mixing`.
         hooks: `sk.Hook`s, in addition to logging, evaluation and saving; see `spmdkit/run/hooks/base.py`.
         unit: the name of one example in messages.
     """
@@ -61,6 +63,7 @@ class Task:
     view: Literal["global", "replica"] = "global"
     rules: Sequence[tuple[str, Sequence[Any]]] = ()
     state_reduction: Mapping[str, str] = field(default_factory=dict)
+    row_mixing: Literal["allow"] | None = None
     hooks: Sequence[Any] = ()
     unit: str = "examples"
 
@@ -72,6 +75,8 @@ class Task:
                 raise ConfigError(f"{what}. It must be a function. Pass the function itself.")
         if self.loss_fn is None and self.train_step is None:
             raise ConfigError("Task has neither loss_fn nor train_step. One of them is the training. Pass loss_fn.")
+        if self.row_mixing not in (None, "allow"):
+            raise ConfigError(f"Task.row_mixing is {self.row_mixing!r}. Valid: 'allow', None.")
         if self.view not in ("global", "replica"):
             raise ConfigError(f"Task.view is {self.view!r}. Valid: 'global', 'replica'.")
         if self.view == "replica" and self.train_step is None:

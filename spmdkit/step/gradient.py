@@ -22,9 +22,11 @@ from jax import lax
 
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import abstract, describe, first_difference, named_leaves, path_name
+from spmdkit.mesh.mesh import REPLICA_AXES
 from spmdkit.step import rng, trace_context
 from spmdkit.step.accumulator import LossFacts, Sums
 from spmdkit.step.checks.return_values import checked_loss, checked_metrics
+from spmdkit.step.dataflow.analysis import ANALYZED_REPLICAS, Inputs, Usage, analyze
 from spmdkit.step.lowering import as_local, constrain, map_replicas
 from spmdkit.step.metrics.aggregates import Bincount, Derived
 from spmdkit.step.metrics.base import Metric, empty_parts, merge_trees
@@ -81,7 +83,8 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
             )
         model_state, batch, key = args if len(args) == 3 else (None, *args)
         _check_differentiable(params)
-        kinds = _state_reductions(loss_fn, context, params, model_state, batch, key) if len(args) == 3 else {}
+        usages = _analysis(loss_fn, len(args) == 3, context, params, model_state, batch, key)
+        kinds = _state_reductions(context, model_state, usages) if len(args) == 3 else {}
         local = _local_gradient(loss_fn, len(args) == 3, context, key)
         call = Call(context.slots.take(_gradient_shapes(context, params)), key)
         sums, new_state, reducer_state = map_replicas(context, local, params, model_state, batch, kinds, call)
@@ -227,31 +230,60 @@ def _in_reduce_dtype(context: Context, grads: Any, params: Any) -> Any:
     return trace_context.shard_like_params(context, grads, "compute")
 
 
-def _state_reductions(
-    loss_fn: Loss, context: Context, params: Any, state: Any, batch: Any, key: Any
-) -> agreement.Kinds:
-    replicas = context.sharding.num_replicas
-    if replicas == 1 or context.sharding.state_groups == replicas:  # no other replica
-        return {path: "identical" for path, _ in named_leaves(state)}
+def _analysis(
+    loss_fn: Loss, stateful: bool, context: Context, params: Any, state: Any, batch: Any, key: Any
+) -> Sequence[Usage]:
+    """Returns how rows enter the loss, its metrics and the model state; empty if the loss cannot be analyzed."""
+    sharding = context.sharding
     shape_of: Callable[[Any, tuple[int, ...]], Any] = lambda tree, lead: jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((*lead, *x.shape[1:]), x.dtype), tree
     )
     whole = abstract((params, key))
-    of_one = abstract(state) if context.sharding.state_groups is None else shape_of(state, ())
-    num = _num_rows(batch) // (context.sharding.microbatches * (1 if context.inside else replicas))
+    of_one = abstract(state) if sharding.state_groups is None else shape_of(state, ())
+    num = _num_rows(batch) // (sharding.microbatches * (1 if context.inside else sharding.num_replicas))
+    code = getattr(loss_fn, "__code__", type(loss_fn))
+    found = (context.usage.num_losses, code, str((whole, of_one, shape_of((batch, context.mask), ()))), num)
+    context.usage.num_losses += 1
+    if found not in context.analyses:
+        inner = context.for_new_trace()
+        bound = {} if context.inside else ANALYZED_REPLICAS
+        if not context.inside:  # without the mesh
+            inner = inner.with_options(remat=None, remat_whole=False).with_sharding(
+                form="mapped",
+                mesh=None,
+                sizes=bound,
+                data_axes=("data",),
+                inner_axes=(),
+                microbatches=1,
+                placements=None,
+            )
 
-    def replica_inputs(num: int) -> Any:
-        return (*shape_of((batch, context.mask), (num,)), whole[1], jax.ShapeDtypeStruct((num,), jnp.int32))
+        def replica_inputs(num: int) -> Any:
+            rows = shape_of((batch, context.mask), (num,))
+            return (*rows, jax.ShapeDtypeStruct((num,), jnp.int32)), whole[1]
 
-    def new_state(state: Any, shared: Any, inputs: Any) -> Any:
-        (params, key), (rows, mask, loss_key, positions) = shared, inputs
-        with trace_context.with_examples(trace_context.Examples(_num_rows(rows), mask, positions, key)):
-            out = loss_fn(_cast(params, context.options.compute_dtype), state, _cast_inputs(context, rows), loss_key)
-        return _checked_state(state, checked_loss(out, True)[2])
+        def one_replica(state: Any, shared: Any, of_rows: Any, loss_key: Any) -> Any:
+            (params, key), (rows, mask, positions) = shared, of_rows
+            examples = trace_context.Examples(_num_rows(rows), mask, positions, key)
+            with trace_context.tracing(inner), trace_context.with_examples(examples):
+                model_state = (state,) if stateful else ()
+                cast = _cast(params, context.options.compute_dtype)
+                out = loss_fn(cast, *model_state, _cast_inputs(context, rows), loss_key)
+            loss, metrics, new_state = checked_loss(out, stateful)
+            return loss, metrics, _checked_state(state, new_state) if stateful else None
 
-    axes = (("replica", context.sharding.size("replica")), ("data", context.sharding.size(*context.sharding.data_axes)))
-    own, declared = [replica_inputs(num), replica_inputs(2 * num)], context.options.state_reduction
-    return agreement.state_reductions(declared, new_state, of_one, whole, own, axes, context.inside)
+        larger = sharding.larger(("replica",)) + (("data",) if sharding.larger(sharding.data_axes) else ())
+        inputs = Inputs(of_one if stateful else None, whole, replica_inputs, num)
+        context.analyses[found] = analyze(one_replica, inputs, bound, REPLICA_AXES, larger or ("data",)) or ()
+    usages: Sequence[Usage] = context.analyses[found]
+    return usages
+
+
+def _state_reductions(context: Context, state: Any, usages: Sequence[Usage]) -> agreement.Kinds:
+    replicas = context.sharding.num_replicas
+    if replicas == 1 or context.sharding.state_groups == replicas:  # no other replica
+        return {path: "identical" for path, _ in named_leaves(state)}
+    return agreement.state_reductions(context.options.state_reduction, named_leaves(state), usages)
 
 
 def _checked_state(state: Any, new_state: Any) -> Any:

@@ -139,12 +139,14 @@ class UsageTracker:
         axes: mesh axes that were named for activations.
         marks: names of values inside recomputed functions (`checkpoint_name`).
         num_masked: number of metrics that excluded padding rows from values with the rows as first dim.
+        num_losses: number of calls of `sk.value_and_grad`.
     """
 
     functions: set[Function] = field(default_factory=set)
     axes: set[str] = field(default_factory=set)
     marks: set[str] = field(default_factory=set)
     num_masked: int = 0
+    num_losses: int = 0
 
     def record_call(self, function: Function) -> None:
         """Records a call."""
@@ -156,7 +158,9 @@ class UsageTracker:
 
     def without(self, function: Function) -> UsageTracker:
         """Returns a copy without calls of `function`."""
-        return UsageTracker(self.functions - {function}, set(self.axes), set(self.marks), self.num_masked)
+        return UsageTracker(
+            self.functions - {function}, set(self.axes), set(self.marks), self.num_masked, self.num_losses
+        )
 
     def merge_from(self, other: UsageTracker) -> None:
         """Adds all records of a copy."""
@@ -164,6 +168,7 @@ class UsageTracker:
         self.axes |= other.axes
         self.marks |= other.marks
         self.num_masked = max(self.num_masked, other.num_masked)
+        self.num_losses = max(self.num_losses, other.num_losses)
 
 
 @dataclass(frozen=True)
@@ -263,6 +268,7 @@ class Context:
         in_manual: True inside `sk.manual`, where arrays are shards.
         mapped_axes: model axes that an enclosing `vmap` of an op maps (the stages of a pipeline).
         usage: spmdkit functions that user code has called in this trace.
+        analyses: (number, code and shapes of a loss) -> how rows enter it (dataflow/analysis.py); shared by all traces.
         token: unique per context.
     """
 
@@ -275,6 +281,7 @@ class Context:
     in_manual: bool = False
     mapped_axes: tuple[str, ...] = ()
     usage: UsageTracker = field(default_factory=UsageTracker)
+    analyses: dict[Any, Any] = field(default_factory=dict, compare=False)
     token: int = field(default_factory=lambda: next(_tokens), init=False, compare=False)
 
     def with_options(self, **changes: Any) -> Context:

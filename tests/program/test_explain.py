@@ -16,7 +16,7 @@ NUM_SMALL = 128 * 8 + 8
 def said(program):
     """Returns name -> text of its line; those of single leaves are together."""
     found: dict[str, str] = {}
-    for line in program.explain().splitlines():
+    for line in program.explain().partition("\n\n")[0].splitlines():
         name, text = line[:13].strip(), line[14:]
         found[name] = f"{found[name]}\n{text}" if name in found else text
     return found

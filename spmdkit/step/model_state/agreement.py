@@ -14,17 +14,16 @@ Wire: the leaf, in the same reduction as the gradient; `max` in a separate reduc
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.formatting import nearest
 from spmdkit.foundation.trees import common_dtype, describe, is_key, named_leaves
-from spmdkit.step.model_state.dependence import dependence
+from spmdkit.step.dataflow.analysis import Usage
 
 Kind = Literal["mean", "sum", "max", "identical"]
 KINDS: tuple[Kind, ...] = ("mean", "sum", "max", "identical")
@@ -67,60 +66,54 @@ def _check_kind(path: str, dtype: Any, kind: str) -> None:
         raise ConfigError(f"{what} is {dtype}. It is defined for numbers only. Write identical.")
 
 
-def state_reductions(
-    declared: Kinds,
-    one_replica: Callable[..., Any],
-    state: Any,
-    shared: Any,
-    own: Sequence[Any],
-    axes: Sequence[tuple[str, int]],
-    bound: bool,
-) -> dict[str, Kind]:
+def state_reductions(declared: Kinds, leaves: Sequence[tuple[str, Any]], usages: Sequence[Usage]) -> dict[str, Kind]:
     """Returns the reduction of each leaf of a model state: declared, or derived from the loss.
 
     Args:
-        one_replica: `(state, shared, own) -> new state` of one replica.
-        state, shared: abstract; the model state, and other values that are the same on every replica.
-        own: abstract; the values of one replica (rows, mask, key), then the same with another number of rows.
-        axes: names and sizes of the replica axes; `bound`: whether they are bound at the call.
+        leaves: (path, leaf) of the model state.
+        usages: how rows enter; includes an item of each leaf.
 
     Raises:
-        ConfigError: an undeclared leaf depends on a replica's rows and has no mean, or a leaf is wrongly `identical`.
+        ConfigError: an undeclared leaf depends on a replica's rows and has no derived reduction, or a leaf is wrongly
+            `identical`.
     """
-    leaves = named_leaves(state)
-    num = len(leaves)
-    rows = 1 << num
-    bound_axes = None if bound else list(axes) or None
-    make: Callable[..., Any] = lambda *given: jax.make_jaxpr(one_replica, axis_env=bound_axes)(state, shared, *given)
-    traced = make(own[0])
-    inputs = [1 << i for i in range(num)] + [0] * len(jax.tree.leaves(shared))
-    inputs += [rows] * (len(traced.jaxpr.invars) - len(inputs))
-    dependences = dependence(traced, inputs, rows, [name for name, size in axes if size > 1])
-    kinds: dict[str, Kind] = {}
-    counting = []
-    for i, ((path, leaf), depends) in enumerate(zip(leaves, dependences, strict=True)):
-        inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
-        by_rows = bool(depends.all & rows)
-        if path in declared:
-            if declared[path] == "identical" and by_rows:
-                raise ConfigError(_not_identical(path, leaf))
-            kinds[path] = declared[path]
-        elif not by_rows:
-            kinds[path] = "identical"
-            counting += [i] * (not inexact)
-        elif inexact and not depends.other & (1 << i):
-            kinds[path] = "mean"
-        else:
-            raise ConfigError(_undecided(path, leaf, "by the rows or the key of a replica"))
-    if counting:
-        try:
-            other = make(own[1])
-        except Exception:  # noqa: BLE001 - a loss that is written for one number of rows: nothing to compare
-            return kinds
-        for i in counting:
-            if compat.jaxpr_of_result(traced, i) != compat.jaxpr_of_result(other, i):
-                raise ConfigError(_undecided(*leaves[i], "by the number of rows of a replica"))
-    return kinds
+    found = {usage.name: usage for usage in usages if usage.what == "model state"}
+    return {path: _reduction(declared, path, leaf, found.get(path)) for path, leaf in leaves}
+
+
+def _reduction(declared: Kinds, path: str, leaf: Any, usage: Usage | None) -> Kind:
+    if usage is None:  # the trace of the step reports why the loss cannot be traced
+        return declared.get(path, "identical")
+    if path in declared:
+        if declared[path] == "identical" and usage.per_replica:
+            raise ConfigError(_not_identical(path, leaf))
+        return declared[path]
+    if (kind := reduction_of(usage)) is not None:
+        return kind
+    if not usage.per_replica:
+        raise ConfigError(_undecided(path, leaf, "by the number of rows of a replica"))
+    raise ConfigError(_undecided(path, leaf, f"by the rows or the key of a replica{_HOW.get(usage.flow.how, '')}"))
+
+
+def reduction_of(usage: Usage) -> Kind | None:
+    """Returns the reduction that follows from how rows and the old value enter a leaf, or None."""
+    flow = usage.flow
+    if not usage.per_replica and not usage.counted:
+        return "identical"
+    if usage.old == "retained" and flow.degree == 1 and flow.how in ("none", "total") and not flow.mixed:
+        return "sum"
+    averaged = flow.how in ("none", "unknown") or (flow.how in ("total", "moment") and flow.degree == 0)
+    return "mean" if usage.per_replica and usage.inexact and usage.old != "other" and averaged else None
+
+
+_HOW = {
+    "row": ", with values of single rows",
+    "total": ", as a sum",
+    "moment": ", as a product of sums",
+    "max": ", as a maximum",
+    "min": ", as a minimum",
+    "other": ", by their order or as another function of several rows",
+}
 
 
 def _undecided(path: str, leaf: Any, how: str) -> str:
@@ -132,9 +125,10 @@ def _undecided(path: str, leaf: Any, how: str) -> str:
         )
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
         return (
-            f"{what}, not linearly in its old value, so the mean over replicas may be wrong. Declare its reduction: "
-            f"Task(state_reduction={{'{path}': 'max'}}), 'mean', 'sum' (the increments of all replicas), or "
-            "'identical' after a reduction in the loss."
+            f"{what}. The mean over replicas may be wrong: it is derived only for a leaf that is linear in its old "
+            "value and in a mean over rows. Use the rows of all replicas (sk.all_gather(x), sk.psum(x)), or declare "
+            f"its reduction: Task(state_reduction={{'{path}': 'mean'}}), 'max', 'sum' (the increments of all "
+            "replicas), or 'identical' after a reduction in the loss."
         )
     return (
         f"{what}. Integers are never averaged. Declare its reduction: Task(state_reduction={{'{path}': 'sum'}}) (the "

@@ -19,10 +19,12 @@ from spmdkit.foundation import jaxprs
 
 
 class Depends(NamedTuple):
-    """Bits of the inputs that a value depends on: `linear` for affine dependence, `other` for any other kind."""
+    """Bits of the inputs that a value depends on: `linear` for affine dependence, `other` for any other kind.
+    `retained`: the linear ones that are added unchanged."""
 
     linear: int = 0
     other: int = 0
+    retained: int = 0
 
     @property
     def all(self) -> int:
@@ -125,11 +127,15 @@ def dependence(
         per_replica: the bits of inputs that differ between replicas.
         axes: the replica axes larger than one.
     """
-    return Walk(frozenset(axes), per_replica).run(jaxpr.jaxpr, [Depends(bits, 0) for bits in inputs])
+    return Walk(frozenset(axes), per_replica).run(jaxpr.jaxpr, [Depends(bits, 0, bits) for bits in inputs])
 
 
 def _of_operation(name: str, given: Sequence[Depends]) -> Depends:
     all_bits = _union(depends.all for depends in given)
+    if name in ("add", "add_any", "sub", *_COPIES, *_CASTS):
+        added = given[:1] if name == "sub" else given
+        alone = [d.retained & ~_union(x.all for x in given if x is not d) for d in added]
+        return _either(*given)._replace(retained=_union(alone))
     if name in _LINEAR:
         return _either(*given)
     if name in _PRODUCTS:
@@ -143,7 +149,9 @@ def _of_operation(name: str, given: Sequence[Depends]) -> Depends:
         return _either(*cases, Depends(0, which.all))
     if name.startswith("scatter"):
         operand, indices, *updates = given
-        return _either(operand, *updates, Depends(0, indices.all))
+        adds = name in ("scatter-add", "scatter_add")
+        joined = _either(operand, *updates, Depends(0, indices.all))
+        return joined._replace(retained=operand.retained & ~updates[0].all if adds else 0)
     if name in _OPERAND_FIRST:
         num = _OPERAND_FIRST[name]
         return _either(*given[:num], Depends(0, _union(depends.all for depends in given[num:])))

@@ -1,0 +1,135 @@
+"""The table of how rows enter a task: for the loss, each metric and each leaf of the model state, what happens over
+replicas, microbatches and padding, and why. Printed by `spmdkit explain`, part of `plan` and of the plan of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from spmdkit.errors import ConfigError
+from spmdkit.foundation.formatting import columns
+from spmdkit.step.dataflow.analysis import Usage
+from spmdkit.step.model_state.agreement import Kinds, reduction_of
+
+RowMixing = Literal["warn", "error", "allow"]
+
+_ACROSS = {
+    "not at all": "the same on every replica",
+    "row by row": "reduced by the metric",
+    "as a sum": "added",
+    "as a mean": "sums and counts added",
+    "by their number": "added",
+    "mixed across rows": "differs from one device",
+    "unknown": "unknown",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. All fields are text: `name` of the leaf or metric, `rows`: how rows enter, `old`: how the
+    old value of a leaf enters, `replicas`, `microbatches`, `padding`: what happens over them, `why`."""
+
+    name: str
+    rows: str
+    old: str
+    replicas: str
+    microbatches: str
+    padding: str
+    why: str
+
+
+COLUMNS = ("leaf or metric", "rows enter", "old value", "over replicas", "over microbatches", "padding rows", "why")
+
+
+def row_table(usages: Sequence[Usage], declared: Kinds, microbatches: int, padded: bool) -> list[Row]:
+    """Returns the table.
+
+    Args:
+        declared: path of a model state leaf -> its declared reduction.
+        microbatches: number of microbatches of a step.
+        padded: whether a batch can have padding rows.
+    """
+    return [_row(usage, declared, microbatches, padded) for usage in usages]
+
+
+def _row(usage: Usage, declared: Kinds, microbatches: int, padded: bool) -> Row:
+    is_state = usage.what == "model state"
+    why = f"mixed at {usage.mixed}" if usage.mixed else ""
+    if usage.unknown is not None:
+        why = f"no rule for {usage.unknown[0]}{f' at {usage.unknown[1]}' if usage.unknown[1] else ''}"
+    elif usage.whole and not usage.mixed:
+        why = f"rows of all replicas are read at {usage.whole}"
+    over = "one microbatch" if microbatches == 1 else "passed on in sequence" if is_state else _ACROSS[usage.rows]
+    padding = "none" if not padded else "checked by a second run" if is_state else "excluded"
+    if not is_state:
+        name = usage.what if usage.what == "loss" else f"metric {usage.name}"
+        return Row(name, usage.rows, "", _ACROSS[usage.rows], over, padding, why)
+    reduction = declared.get(usage.name) or reduction_of(usage)
+    over_replicas = reduction or "not defined: needs Task(state_reduction=...)"
+    why = "declared in Task.state_reduction" if usage.name in declared else why or _why(reduction)
+    return Row(f"state {usage.name}", usage.rows, usage.old, over_replicas, over, padding, why)
+
+
+def _why(reduction: str | None) -> str:
+    return {
+        "identical": "it depends on values that all replicas share",
+        "mean": "it is linear in its old value and in a mean over rows",
+        "sum": "a sum over rows is added to its old value",
+    }.get(reduction or "", "")
+
+
+def table_lines(rows: Sequence[Row]) -> list[str]:
+    """Returns the table as text; nothing without a loss."""
+    if not rows:
+        return []
+    return columns([COLUMNS, *(tuple(vars(row).values()) for row in rows)])
+
+
+def row_warnings(usages: Sequence[Usage], what: str, mixing: RowMixing, microbatches: int) -> list[str]:
+    """Returns a warning for each line that mixes rows, and for each operation without a rule.
+
+    Args:
+        what: name of the loss function.
+        mixing: `error` raises for mixed rows; `allow` does not report them.
+
+    Raises:
+        ConfigError: rows are mixed and `mixing` is `error`.
+    """
+    by_cause: dict[tuple[str, str | None], list[str]] = {}
+    for usage in usages:
+        name = usage.what if usage.what == "loss" else f"{usage.what} '{usage.name}'"
+        if usage.rows == "mixed across rows" and usage.what != "model state":
+            by_cause.setdefault(("mixed", usage.mixed), []).append(name)
+        elif usage.whole and microbatches > 1:
+            by_cause.setdefault(("whole", usage.whole), []).append(name)
+        if usage.unknown is not None and usage.rows == "unknown":
+            by_cause.setdefault((usage.unknown[0], usage.unknown[1]), []).append(name)
+    texts = []
+    for (cause, line), names in by_cause.items():
+        at = f"{line}: " if line else ""
+        if cause not in ("mixed", "whole"):
+            texts.append(
+                f"{at}{what} computes {', '.join(names)} with {cause}, for which the analysis has no rule. How rows "
+                "enter is unknown. `spmdkit verify` compares the meshes."
+            )
+        elif mixing != "allow":
+            texts.append(f"{at}{what} mixes rows in {', '.join(names)}. {_mixed_text(cause, microbatches)}")
+    mixed = [text for text, (cause, _) in zip(texts, by_cause, strict=False) if cause in ("mixed", "whole")]
+    if mixed and mixing == "error":
+        raise ConfigError(f"row_mixing is error. {mixed[0]}")
+    return texts
+
+
+def _mixed_text(cause: str, microbatches: int) -> str:
+    if cause == "whole":
+        return (
+            f"The rows of all replicas are read, but only those of one of {microbatches} microbatches. So the result "
+            "differs from microbatches: 1. If this is intended, set Task(row_mixing='allow')."
+        )
+    return (
+        "A replica and a microbatch hold a part of the batch, so with more than one of them the result differs from "
+        "one device. Read the rows of all replicas with sk.all_gather(x), add statistics with sk.psum(x), or name the "
+        "replica axes (axis_name=('replica', 'data')). If it is intended, set Task(row_mixing='allow')."
+    )

@@ -1,0 +1,460 @@
+"""Rules of operations that move, combine or index elements: `(eqn, flows, shape of rows) -> Flow`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from spmdkit.step.dataflow.arithmetic import ZERO, layout, linear, nonlinear, plus, product
+from spmdkit.step.dataflow.flow import NONE, Flow, marks, mixing
+
+Rule = Callable[[Any, Sequence[Flow]], Flow]
+
+
+def shape_of(eqn: Any, index: int = 0) -> tuple[int, ...]:
+    return tuple(eqn.invars[index].aval.shape)
+
+
+def result_shape(eqn: Any) -> tuple[int, ...]:
+    return tuple(eqn.outvars[0].aval.shape)
+
+
+def _meets(flow: Flow, shape: tuple[int, ...], dims: Iterable[int]) -> bool:
+    """Returns whether the rows of a value extend over one of the dims, or may do so."""
+    if not flow.is_row or flow.rows == 1:
+        return False
+    span = flow.span(shape)
+    return span is None or any(span[0] <= dim <= span[1] for dim in dims)
+
+
+def _covers(flow: Flow, shape: tuple[int, ...], dims: Iterable[int]) -> bool:
+    """Returns whether the rows of a value extend over these dims only."""
+    span, dims = flow.span(shape), set(dims)
+    return len(dims) == len(shape) if span is None else all(dim in dims for dim in range(span[0], span[1] + 1))
+
+
+def _other(eqn: Any, flows: Sequence[Flow], mixes: bool = True) -> Flow:
+    found = mixing(eqn, flows) if mixes else marks(flows)
+    return Flow("other", 0, **{**found, "source": found["source"] or eqn})
+
+
+def _mixed_row(eqn: Any, flows: Sequence[Flow]) -> Flow:
+    """Returns a value on the rows of the first `row` value that depends on other rows too."""
+    row = next(f for f in flows if f.is_row)
+    return replace(row, tag="", **mixing(eqn, flows))
+
+
+# ---- reductions
+
+
+def reduce_sum(eqn: Any, flows: Sequence[Flow]) -> Flow:
+    (flow,), shape, axes = flows, shape_of(eqn), eqn.params["axes"]
+    if not flow.is_row:
+        return replace(flow, how="other" if flow.how in ("max", "min") else flow.how)
+    if not _meets(flow, shape, axes):
+        return _without(flow, shape, axes)
+    return Flow("total", plus(flow.degree, 1), **{**marks(flows), "added": None, "source": flow.source or eqn})
+
+
+def _without(flow: Flow, shape: tuple[int, ...], axes: Iterable[int]) -> Flow:
+    """Returns a `row` value after a reduction over axes along which one row extends."""
+    left = [d for d in range(len(shape)) if d not in set(axes)]
+    return flow.moved(shape, tuple(shape[d] for d in left), {d: i for i, d in enumerate(left)})
+
+
+def reduce_extreme(eqn: Any, flows: Sequence[Flow]) -> Flow:
+    """reduce_max, reduce_min."""
+    (flow,), shape, axes = flows, shape_of(eqn), eqn.params["axes"]
+    how = eqn.primitive.name.removeprefix("reduce_")
+    if not flow.is_row:
+        return flow if flow.how in ("none", how, "unknown") else _other(eqn, flows)
+    changed = nonlinear(eqn, flows)
+    if not _meets(flow, shape, axes):
+        return _without(changed, shape, axes)
+    return Flow(how, 0, **{**marks([changed]), "added": None, "source": flow.source or eqn})
+
+
+def reduce_other(eqn: Any, flows: Sequence[Flow]) -> Flow:
+    """Any other reduction over `axes`."""
+    shape, axes = shape_of(eqn), eqn.params["axes"]
+    if not any(f.enters for f in flows):
+        return NONE
+    if any(f.is_row for f in flows) and not any(_meets(f, shape, axes) for f in flows):
+        return _without(nonlinear(eqn, flows), shape, axes)
+    return _other(eqn, flows, mixes=any(f.is_statistic for f in flows))
+
+
+def along(eqn: Any, flows: Sequence[Flow]) -> Flow:
+    """Operations along one dim that keep the shape: sort, cumsum, top_k ..."""
+    params, shape = eqn.params, shape_of(eqn)
+    dims = params.get("axis", params.get("dimension", params.get("dimensions", len(shape) - 1)))
+    dims = dims if isinstance(dims, tuple | list) else (dims,)
+    if not any(f.enters for f in flows):
+        return NONE
+    if not any(f.is_row for f in flows):
+        return linear(eqn, flows) if eqn.primitive.name in ("rev", "cumsum") else _other(eqn, flows)
+    if any(_meets(f, shape, dims) for f in flows):
+        return _mixed_row(eqn, flows)
+    row = linear(eqn, flows) if eqn.primitive.name in ("rev", "cumsum") else nonlinear(eqn, flows)
+    return row.moved(shape, result_shape(eqn), {d: d for d in range(len(shape))})
+
+
+# ---- shapes
+
+
+def keep(eqn: Any, flows: Sequence[Flow]) -> Flow:
+    """Reshapes: the flat order of the elements stays."""
+    return flows[0]
+
+
+def transpose(eqn: Any, flows: Sequence[Flow]) -> Flow:
+    dims = {d: i for i, d in enumerate(eqn.params["permutation"])}
+    return flows[0].moved(shape_of(eqn), result_shape(eqn), dims)
+
+
+def broadcast(eqn: Any, flows: Sequence[Flow], num: int | None) -> Flow:
+    """broadcast_in_dim. `num`: the number of rows if no other dim has its length."""
+    flow, out = flows[0], result_shape(eqn)
+    if flow.is_row:
+        dims = dict(enumerate(eqn.params["broadcast_dimensions"]))
+        return flow.moved(shape_of(eqn), out, dims)
+    if flow.tag == "zero" or num is None:
+        return flow
+    before = shape_of(eqn)
+    mapped = {d: before[i] for i, d in enumerate(eqn.params["broadcast_dimensions"])}
+    new = [d for d, size in enumerate(out) if size == num and mapped.get(d, 1) == 1]
+    if len(new) != 1:
+        return flow
+    row = Flow("row", flow.degree or 0, num, math.prod(out[new[0] + 1 :]), **marks(flows))
+    if flow.how == "total" and flow.degree is not None:
+        return replace(row, added=row.added or eqn)
+    return replace(row, **mixing(eqn, flows)) if flow.is_statistic else row
+
+
+def iota(eqn: Any, num: int | None) -> Flow:
+    shape, dim = eqn.params["shape"], eqn.params["dimension"]
+    if num is None or shape[dim] != num:
+        return NONE
+    return Flow("row", 0, num, math.prod(shape[dim + 1 :]), mixed=eqn, tag="index")
+
+
+def slice_(eqn: Any, flows: Sequence[Flow]) -> Flow:
+    flow, shape, out = flows[0], shape_of(eqn), result_shape(eqn)
+    if not flow.is_row:
+        return flow
+    return part(eqn, flow, shape, out, eqn.params["start_indices"], eqn.params["strides"])
+
+
+def part(eqn: Any, flow: Flow, shape: Any, out: Any, starts: Any, strides: Any = None) -> Flow:
+    """Returns a part of a `row` value."""
+    smaller = [d for d, (a, b) in enumerate(zip(shape, out, strict=True)) if a != b]
+    if flow.tag == "index":
+        flow = replace(flow, tag="")
+    if not _meets(flow, shape, smaller):
+        return flow.moved(shape, out, {d: d for d in range(len(shape))})
+    span = flow.span(shape)
+    if span is None or span[0] != span[1] or flow.stride % math.prod(shape[span[0] + 1 :]):
+        return _mixed_row(eqn, [flow])
+    dim = span[0]
+    block = flow.rows * (flow.stride // math.prod(shape[dim + 1 :]))  # all rows once
+    whole_blocks = out[dim] % block == 0 and (starts is None or starts[dim] % block == 0)
+    if not whole_blocks or (strides is not None and strides[dim] != 1):
+        return _mixed_row(eqn, [flow])
+    return replace(flow, stride=flow.stride // math.prod(shape[dim + 1 :]) * math.prod(out[dim + 1 :]))
+
+
+def concatenate(eqn: Any, flows: Sequence[Flow]) -> Flow:
+    dim, out = eqn.params["dimension"], result_shape(eqn)
+    if not any(f.is_row for f in flows):
+        return linear(eqn, flows)
+    parts = []
+    for flow, shape in ((f, shape_of(eqn, i)) for i, f in enumerate(flows)):
+        if not math.prod(shape):
+            continue
+        if _meets(flow, shape, [dim]):
+            span = flow.span(shape)
+            if span is None or span[0] != span[1] or not all(f.is_row for f in flows):
+                return _other(eqn, flows, mixes=False)
+        parts.append(flow.moved(shape, out, {d: d for d in range(len(shape))}))
+    if any(f.tag == "index" for f in flows):  # indices (row, column): `x[jnp.arange(n), labels]`
+        index = next(f for f in parts if f.tag == "index")
+        others = [f for f in parts if f is not index]
+        if not any(f.is_statistic or f.added for f in others):
+            return replace(index, mixed=None, tag="index")
+    joined = nonlinear(eqn, [replace(f, degree=0) for f in parts])
+    return replace(joined, added=marks(parts)["added"] if not joined.mixed else None)
+
+
+def stack(eqn: Any, flows: Sequence[Flow]) -> Flow:
+    axis, shape = eqn.params["axis"], shape_of(eqn)
+    dims = {d: d + (d >= axis) for d in range(len(shape))}
+    return linear(eqn, [replace(f.moved(shape, result_shape(eqn), dims), tag="") for f in flows])
+
+
+def pad(eqn: Any, flows: Sequence[Flow]) -> Flow:
+    flow, shape, out = linear(eqn, flows), shape_of(eqn), result_shape(eqn)
+    if not flow.is_row:
+        return flow
+    padded = [d for d, config in enumerate(eqn.params["padding_config"]) if any(config)]
+    if _meets(flow, shape, padded):
+        return replace(flow, stride=0)
+    return flow.moved(shape, out, {d: d for d in range(len(shape))})
+
+
+def window(eqn: Any, flows: Sequence[Flow]) -> Flow:
+    """reduce_window and its variants."""
+    shape, out = shape_of(eqn), result_shape(eqn)
+    flow = flows[0]
+    if not flow.is_row:
+        return flow if flow.how == "none" else _other(eqn, flows)
+    wide = [d for d, size in enumerate(eqn.params["window_dimensions"]) if size > 1]
+    if _meets(flow, shape, wide):
+        return _mixed_row(eqn, flows)
+    changed = flow if eqn.primitive.name == "reduce_window_sum" else nonlinear(eqn, [flow])
+    return changed.moved(shape, out, {d: d for d in range(len(shape))})
+
+
+# ---- products
+
+
+def dot_general(eqn: Any, flows: Sequence[Flow]) -> Flow:
+    (left, right), out = flows, result_shape(eqn)
+    (contracted, batch) = eqn.params["dimension_numbers"]
+    degree = plus(left.degree, right.degree)
+    if any(f.tag == "zero" for f in flows):
+        return ZERO
+    if not any(f.is_row for f in flows):
+        return product(eqn, flows)
+    free: Callable[[int, Any], list[int]] = lambda side, shape: [
+        d for d in range(len(shape)) if d not in contracted[side] and d not in batch[side]
+    ]
+    shapes = shape_of(eqn, 0), shape_of(eqn, 1)
+    num_batch, first_right = len(batch[0]), len(free(0, shapes[0]))
+    moved, summed = [], []
+    for side, flow in enumerate(flows):
+        dims = {d: i for i, d in enumerate(batch[side])}
+        start = num_batch + (first_right if side else 0)
+        dims |= {d: start + i for i, d in enumerate(free(side, shapes[side]))}
+        if _meets(flow, shapes[side], contracted[side]):
+            summed.append(side)
+        elif flow.is_row:
+            moved.append(flow.moved(shapes[side], out, dims))
+    statistic = any(f.is_statistic for f in flows)
+    added = any(f.added for f in flows) and all(f.is_row for f in flows)
+    if len(summed) == 2 and not added:
+        found = marks(flows)
+        return Flow("total", plus(degree, 1), **{**found, "added": None, "source": found["source"] or eqn})
+    if summed:
+        other = flows[1 - summed[0]]
+        if len(summed) == 1 and other.how == "none":  # a weight for each position
+            return Flow("total", plus(degree, 1), **mixing(eqn, flows))
+        return _mixed_row(eqn, flows) if moved else _other(eqn, flows)
+    same = len({(f.rows, f.stride) for f in moved}) == 1
+    if (len(moved) == 2 and not same) or statistic or added or degree is None:
+        return replace(moved[0], **mixing(eqn, flows))
+    return replace(moved[0], degree=degree, tag="", **marks(flows))
+
+
+def conv(eqn: Any, flows: Sequence[Flow]) -> Flow:
+    left, right = flows
+    if not (left.is_row or right.is_row):
+        return product(eqn, flows)
+    numbers, shape, out = eqn.params["dimension_numbers"], shape_of(eqn), result_shape(eqn)
+    if right.enters or _meets(left, shape, [d for d in range(len(shape)) if d != numbers.lhs_spec[0]]):
+        return _mixed_row(eqn, flows)
+    return replace(left.moved(shape, out, {numbers.lhs_spec[0]: numbers.out_spec[0]}), tag="")
+
+
+# ---- indexing
+
+
+def gather(eqn: Any, flows: Sequence[Flow]) -> Flow:
+    (operand, indices), numbers = flows, eqn.params["dimension_numbers"]
+    shape, of_indices, out = shape_of(eqn, 0), shape_of(eqn, 1), result_shape(eqn)
+    if not operand.enters and not indices.enters:
+        return replace(NONE, **marks(flows))
+    sizes, offset = eqn.params["slice_sizes"], numbers.offset_dims
+    window = [d for d in range(len(shape)) if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
+    batch_out = [d for d in range(len(out)) if d not in offset]
+    index_dims = {d: batch_out[i] for i, d in enumerate(range(len(of_indices) - 1))}
+    of_operand = dict(zip(window, offset, strict=True))
+    for d, e in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
+        of_operand[d] = index_dims[e]
+    if operand.is_statistic or indices.is_statistic:
+        if not operand.is_row and not indices.is_row:
+            return operand if not indices.enters else _other(eqn, flows)
+        row = indices if indices.is_row else operand
+        return replace(row.moved(of_indices if row is indices else shape, out, index_dims), **mixing(eqn, flows))
+    placed = indices.moved(of_indices, out, index_dims)
+    if not operand.is_row:
+        return replace(placed, tag="", mixed=None if indices.tag == "index" else placed.mixed)
+    if indices.tag == "index" and operand.span(shape) == (0, 0):  # x[jnp.arange(n), ...]
+        return replace(placed, tag="", mixed=operand.mixed, degree=operand.degree)
+    cut = [d for d in range(len(shape)) if d not in numbers.operand_batching_dims and sizes[d] != shape[d]]
+    if _meets(operand, shape, cut):
+        return replace(_mixed_row(eqn, flows), stride=0)
+    moved = operand.moved(shape, out, of_operand)
+    if not indices.enters:
+        return replace(moved, tag="")
+    if not layout([placed, moved])[2]:
+        return replace(moved, tag="", **mixing(eqn, flows))
+    return replace(moved, tag="", **(mixing(eqn, flows) if indices.added else marks(flows)))
+
+
+def scatter(eqn: Any, flows: Sequence[Flow]) -> Flow:
+    (operand, indices, updates), numbers = flows, eqn.params["dimension_numbers"]
+    shape, of_indices, of_updates = (shape_of(eqn, i) for i in range(3))
+    adds = eqn.primitive.name in ("scatter-add", "scatter_add", "scatter-sub", "scatter_sub")
+    if not any(f.enters for f in flows):
+        return replace(NONE, **marks(flows))
+    if any(f.is_statistic for f in flows):
+        if indices.enters or any(f.is_row for f in flows):
+            return _mixed_row(eqn, flows) if any(f.is_row for f in flows) else _other(eqn, flows)
+        return linear(eqn, (operand, updates))
+    window = list(numbers.update_window_dims)
+    batch = [d for d in range(len(of_updates)) if d not in window]
+    index_dims = {d: batch[i] for i, d in enumerate(range(len(of_indices) - 1))}
+    placed = indices.moved(of_indices, of_updates, index_dims)
+    fixed = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    target = [d for d in range(len(shape)) if d not in fixed]
+    to_operand = dict(zip(window, target, strict=True))
+    for d, e in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
+        to_operand[index_dims[e]] = d
+    scattered = [d for d in batch if d not in to_operand]
+    if indices.tag == "index" and operand.span(shape) == (0, 0):  # x.at[jnp.arange(n), i].set(...)
+        return replace(operand, tag="", mixed=operand.mixed or updates.mixed)
+    if _meets(updates, of_updates, scattered) or _meets(placed, of_updates, scattered):
+        if operand.is_row:
+            return _mixed_row(eqn, flows)
+        found = {**marks(flows), "source": marks(flows)["source"] or eqn}
+        if adds and indices.tag != "index" and operand.tag in ("zero", "old", ""):
+            return Flow("total", plus(updates.degree, 1), **{**found, "added": None})
+        return Flow("other", 0, **found)
+    moved = [f.moved(of_updates, shape, to_operand) for f in (placed, updates) if f.is_row]
+    return linear(eqn, [operand, *moved]) if adds else replace(nonlinear(eqn, [operand, *moved]), tag="")
+
+
+def dynamic_slice(eqn: Any, flows: Sequence[Flow]) -> Flow:
+    (operand, *starts), shape, out = flows, shape_of(eqn), result_shape(eqn)
+    if any(f.tag == "offset" for f in starts) and operand.how == "none" and operand.whole is not None:
+        dim = next(i for i, f in enumerate(starts) if f.tag == "offset")
+        return Flow("row", 0, out[dim], math.prod(out[dim + 1 :]))
+    if not any(f.enters for f in flows):
+        return replace(NONE, **marks(flows))
+    if any(f.enters for f in starts):
+        row = [f for f in flows if f.is_row]
+        return _mixed_row(eqn, flows) if any(f.rows > 1 for f in row) or not row else nonlinear(eqn, [*row])
+    return part(eqn, operand, shape, out, (1,) * len(shape)) if operand.is_row else operand
+
+
+def dynamic_update_slice(eqn: Any, flows: Sequence[Flow]) -> Flow:
+    (operand, update, *starts), shape, of_update = flows, shape_of(eqn), shape_of(eqn, 1)
+    if not any(f.enters for f in flows):
+        return replace(NONE, **marks(flows))
+    if any(f.enters for f in starts):
+        return _other(eqn, flows, mixes=False)
+    if not update.is_row and not operand.is_row:
+        return linear(eqn, (operand, update))
+    smaller = [d for d, (a, b) in enumerate(zip(shape, of_update, strict=True)) if a != b]
+    if _meets(update, of_update, smaller):
+        return _other(eqn, flows, mixes=False)
+    moved = update.moved(of_update, shape, {d: d for d in range(len(shape))})
+    return replace(nonlinear(eqn, [operand, moved]), tag="")
+
+
+# ---- batched functions
+
+
+def leading(trailing: int) -> Rule:
+    """Returns the rule of a function of the last `trailing` dims, for each position of the other dims."""
+
+    def rule(eqn: Any, flows: Sequence[Flow]) -> Flow:
+        if not any(f.enters for f in flows):
+            return replace(NONE, **marks(flows))
+        if not any(f.is_row for f in flows):
+            return _other(eqn, flows)
+        moved, out = [], result_shape(eqn)
+        for i, flow in enumerate(flows):
+            shape = shape_of(eqn, i)
+            if _meets(flow, shape, range(max(len(shape) - trailing, 0), len(shape))):
+                return _mixed_row(eqn, flows)
+            moved.append(flow.moved(shape, out, {d: d for d in range(max(len(shape) - trailing, 0))}))
+        return nonlinear(eqn, moved)
+
+    return rule
+
+
+def triangular_solve(eqn: Any, flows: Sequence[Flow]) -> Flow:
+    matrix, right = flows
+    shape = shape_of(eqn, 1)
+    solved = len(shape) - (2 if eqn.params["left_side"] else 1)
+    if not matrix.enters and right.is_row and not _meets(right, shape, [solved]):
+        return right
+    return leading(2)(eqn, flows)
+
+
+def random(eqn: Any, flows: Sequence[Flow]) -> Flow:
+    """Random bits and keys: one for each key. Bits of the index of a row are no more than random."""
+    rows = [(i, f) for i, f in enumerate(flows) if f.is_row]
+    if not rows:
+        return NONE
+    i, flow = rows[0]
+    before, after = math.prod(shape_of(eqn, i)), math.prod(result_shape(eqn))
+    stride = flow.stride * after // before if before and after % before == 0 else 0
+    return Flow("row", 0, flow.rows, stride)
+
+
+def _of_last_dims(eqn: Any, flows: Sequence[Flow]) -> Flow:
+    return leading(len(eqn.params["fft_lengths"]))(eqn, flows)
+
+
+def _names(text: str) -> list[str]:
+    return text.split()
+
+
+RULES: dict[str, Rule] = {
+    "reduce_sum": reduce_sum,
+    **dict.fromkeys(("reduce_max", "reduce_min"), reduce_extreme),
+    **dict.fromkeys(("reduce_and", "reduce_or", "reduce_xor", "reduce_prod", "argmax", "argmin"), reduce_other),
+    **dict.fromkeys(
+        ("sort", "top_k", "approx_top_k", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev"), along
+    ),
+    **dict.fromkeys(("reshape", "squeeze", "expand_dims"), keep),
+    "transpose": transpose,
+    "slice": slice_,
+    "concatenate": concatenate,
+    "stack": stack,
+    "pad": pad,
+    **dict.fromkeys(("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"), window),
+    "dot_general": dot_general,
+    "conv_general_dilated": conv,
+    "gather": gather,
+    **dict.fromkeys(
+        _names(
+            "scatter scatter-add scatter_add scatter-sub scatter_sub scatter_mul scatter-mul scatter_min scatter-min "
+            "scatter_max scatter-max"
+        ),
+        scatter,
+    ),
+    "dynamic_slice": dynamic_slice,
+    "dynamic_update_slice": dynamic_update_slice,
+    **dict.fromkeys(
+        _names(
+            "cholesky cholesky_update lu lu_pivots_to_permutation geqrf householder_product eigh eig svd qr schur "
+            "hessenberg tridiagonal tridiagonal_solve"
+        ),
+        leading(2),
+    ),
+    "triangular_solve": triangular_solve,
+    "fft": _of_last_dims,
+    **dict.fromkeys(
+        _names(
+            "random_bits random_fold_in random_split random_wrap random_unwrap random_seed random_gamma threefry2x32 "
+            "rng_bit_generator rng_uniform"
+        ),
+        random,
+    ),
+}
+"""Primitives with one rule for all results."""

@@ -1,0 +1,288 @@
+"""The walk over a jaxpr, with its loops, branches, calls and collectives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.extend.core
+import numpy as np
+
+from spmdkit import compat
+from spmdkit.foundation import jaxprs
+from spmdkit.foundation.trees import is_key
+from spmdkit.step.dataflow import structure
+from spmdkit.step.dataflow.arithmetic import ZERO, elementwise, linear
+from spmdkit.step.dataflow.flow import NONE, Flow, first, marks
+
+_GATHERS = frozenset(["all_gather", "all_gather_invariant", "all_gather_reduced"])
+_SUMS = frozenset(["psum", "psum_invariant", "psum2"])
+_LARGEST = 64
+"""A literal that is up to this multiple of the reciprocal of the number of rows is derived from it."""
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Attributes:
+    num: number of rows of the replica; replicas: number of replicas; 1 if it is not known.
+    unique: whether no other dim or number of the program is a multiple of `num`.
+    axes: the replica axes.
+    needed: the axes that a collective must name to cover all replicas.
+    """
+
+    num: int
+    replicas: int
+    unique: bool
+    axes: frozenset[str]
+    needed: frozenset[str]
+
+    def run(self, jaxpr: Any, given: Sequence[Flow], consts: Sequence[Any] = ()) -> list[Flow]:
+        """Returns the flow of each result of an open jaxpr."""
+        known: dict[Any, Flow] = dict(zip(jaxpr.invars, given, strict=True))
+        known.update(zip(jaxpr.constvars, map(self._constant, consts), strict=False))
+        for eqn in jaxpr.eqns:
+            flows = [self._read(known, var) for var in eqn.invars]
+            known.update(zip(eqn.outvars, self._results(eqn, flows), strict=True))
+        return [self._read(known, var) for var in jaxpr.outvars]
+
+    def _read(self, known: dict[Any, Flow], var: Any) -> Flow:
+        if isinstance(var, jax.extend.core.Literal):
+            return self._constant(var.val)
+        return known.get(var, NONE)
+
+    def _constant(self, value: Any) -> Flow:
+        """Returns the flow of a constant: zeros, and numbers that are derived from the number of rows."""
+        if not hasattr(value, "dtype") and not isinstance(value, int | float):
+            return NONE
+        if isinstance(value, jax.core.Tracer) or np.size(value) != 1 or is_key(value):
+            return NONE
+        number = np.asarray(value).reshape(())
+        number = number.real if np.iscomplexobj(number) and not number.imag else number
+        if number.dtype.kind not in "iuf" or not np.isfinite(number):
+            return NONE
+        if number == 0:
+            return ZERO
+        if not self.unique:
+            return NONE
+        if float(number) % self.num == 0:  # a multiple of the rows of all replicas is the same on every mesh
+            return Flow(degree=int(self.replicas == 1 or float(number) % (self.num * self.replicas) != 0))
+        scaled = float(number) * self.num
+        reciprocal = abs(scaled - round(scaled)) < 1e-5 * abs(scaled) and 0 < abs(round(scaled)) <= _LARGEST
+        return Flow(degree=-1) if reciprocal and round(scaled) % self.num else NONE
+
+    def _results(self, eqn: Any, flows: list[Flow]) -> list[Flow]:
+        name, num = eqn.primitive.name, len(eqn.outvars)
+        if not num:
+            return []
+        if name in ("scan", "while", "cond"):
+            return {"scan": self._scan, "while": self._while, "cond": self._cond}[name](eqn, flows)
+        inner = list(jaxprs.inner(eqn))
+        if inner and len(inner[0].invars) == len(flows) and len(inner[0].outvars) == num and "jaxprs" not in eqn.params:
+            return [_at_call(eqn, f) for f in self.run(inner[0], flows, _consts(eqn))]
+        if name == "optimization_barrier":
+            return flows
+        if name == "axis_index":
+            return [replace(NONE, tag="replica" if jaxprs.axis_names(eqn) & self.axes else "")]
+        if jaxprs.axis_names(eqn) & self.axes:
+            return self._collective(eqn, flows)
+        if name == "iota":
+            return [structure.iota(eqn, self.num if self.unique else None)]
+        if name == "broadcast_in_dim":
+            return [structure.broadcast(eqn, flows[:1], self.num if self.unique else None)]
+        if name in ("split", "unstack"):
+            return self._split(eqn, flows[0])
+        if (flow := elementwise(eqn, _aligned(eqn, flows))) is not None:
+            return [flow] * num
+        if rule := structure.RULES.get(name):
+            return [rule(eqn, flows)] * num
+        if not any(f.enters for f in flows):
+            return [replace(NONE, **marks(flows))] * num
+        found = marks(flows)
+        row = next((f for f in flows if f.is_row), None)
+        out = replace(row, stride=0, tag="") if row else Flow("unknown")
+        return [replace(out, **{**found, "unknown": found["unknown"] or eqn})] * num
+
+    def _split(self, eqn: Any, flow: Flow) -> list[Flow]:
+        """split, unstack."""
+        shape = structure.shape_of(eqn)
+        if eqn.primitive.name == "unstack":
+            axis = eqn.params["axis"]
+            ones = (*shape[:axis], 1, *shape[axis + 1 :])
+            part = structure.part(eqn, flow, shape, ones, None) if flow.is_row else flow
+            return [part] * len(eqn.outvars)
+        outs, start = [], 0
+        for var in eqn.outvars:
+            starts = [start if d == eqn.params["axis"] else 0 for d in range(len(shape))]
+            outs.append(structure.part(eqn, flow, shape, tuple(var.aval.shape), starts) if flow.is_row else flow)
+            start += var.aval.shape[eqn.params["axis"]]
+        return outs
+
+    # ---- collectives over replicas
+
+    def _collective(self, eqn: Any, flows: list[Flow]) -> list[Flow]:
+        """Results of a collective over replica axes. A gather, or a sum of totals, has the value of one device."""
+        name, outs = eqn.primitive.name, []
+        covers = self.needed <= jaxprs.axis_names(eqn)
+        for flow in flows:
+            if name in ("pvary", "pcast", "pbroadcast") or not flow.enters:
+                outs.append(flow)
+                continue
+            exact = covers and (
+                (name in _GATHERS and flow.how in ("row", "total", "max", "min"))
+                or (name in _SUMS and flow.how == "total")
+                or (name == f"p{flow.how}")
+            )
+            source = flow.source or eqn
+            mixed = flow.mixed if exact else flow.mixed or source
+            outs.append(
+                Flow(mixed=mixed, added=None, whole=flow.whole or source, unknown=flow.unknown, source=source)
+                if covers
+                else replace(flow, mixed=flow.mixed or source)
+            )
+        return outs if len(outs) == len(eqn.outvars) else [first(outs)] * len(eqn.outvars)
+
+    # ---- loops and branches
+
+    def _scan(self, eqn: Any, flows: list[Flow]) -> list[Flow]:
+        start, num_carry = compat.carried_inputs(eqn)
+        body, length = eqn.params["jaxpr"], eqn.params["length"]
+        xs = start + num_carry
+        shapes = [tuple(v.aval.shape) for v in eqn.invars]
+        sliced = [self._slice(f, shape) for f, shape in zip(flows[xs:], shapes[xs:], strict=True)]
+        carry = flows[start:xs]
+        while True:
+            out = self.run(body.jaxpr, [*flows[:start], *carry, *sliced], body.consts)
+            new = [self._carried(eqn, *pair) for pair in zip(carry, out[:num_carry], strict=True)]
+            if all(a.same_as(b) for a, b in zip(carry, new, strict=True)):
+                break
+            carry = new
+        whole = any(f.is_row and f.rows != g.rows for f, g in zip(flows[xs:], sliced, strict=True))
+        stacked = [
+            self._stack(f, var.aval.shape, length, whole)
+            for f, var in zip(out[num_carry:], eqn.outvars[num_carry:], strict=True)
+        ]
+        return [*carry, *stacked]
+
+    def _slice(self, flow: Flow, shape: tuple[int, ...]) -> Flow:
+        """Returns one slice along the first dim."""
+        span = flow.span(shape) if flow.is_row else None
+        if not flow.is_row or flow.rows == 1:
+            return flow
+        if span is None or span[0] > 0:
+            return flow
+        chunk = math.prod(shape[1:])
+        tag = replace(flow, tag="")
+        if span == (0, 0) and flow.stride == chunk:
+            return replace(tag, rows=1, stride=0, mixed=None if flow.tag == "index" else flow.mixed)
+        if flow.stride and chunk % flow.stride == 0 and chunk // flow.stride < flow.rows:
+            return replace(tag, rows=chunk // flow.stride)
+        return replace(tag, stride=0)
+
+    def _stack(self, flow: Flow, shape: tuple[int, ...], length: int, rows_sliced: bool) -> Flow:
+        """Returns the values of all iterations, stacked along a new first dim."""
+        if not flow.is_row or not rows_sliced:
+            return flow
+        if flow.rows == 1:
+            return replace(flow, rows=length, stride=math.prod(shape[1:]))
+        return replace(flow, rows=self.num) if flow.rows < self.num and flow.stride else flow
+
+    def _carried(self, eqn: Any, old: Flow, new: Flow) -> Flow:
+        """Returns the flow of a carry that was `old` before and `new` after an iteration."""
+        if new.is_row and new.rows == 1 and old.rows != 1:
+            new = replace(new, how="total", degree=1 if new.degree == 0 else None, rows=0, source=new.source or eqn)
+        if old.same_as(new) or (old.enters and old.how == new.how and old.mixed and old.added):
+            return old
+        joined = linear(eqn, [old, new])
+        if joined.is_row and old.is_row and (joined.rows, joined.stride) != (old.rows, old.stride):
+            joined = replace(joined, rows=old.rows, stride=0)
+        if old.enters and joined.how != old.how and old.how in ("other", "unknown"):
+            joined = replace(joined, how=old.how)
+        settled = {
+            name: getattr(old, name) or getattr(joined, name) for name in ("mixed", "whole", "unknown", "source")
+        }
+        added = old.added or joined.added if joined.is_row and not settled["mixed"] else None
+        degree = joined.degree if old.tag == "zero" or old.degree == joined.degree else None
+        settled["added"] = added
+        return replace(joined, **settled, degree=degree)
+
+    def _while(self, eqn: Any, flows: list[Flow]) -> list[Flow]:
+        of_test, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        consts, carry = flows[of_test : of_test + of_body], flows[of_test + of_body :]
+        body, test = eqn.params["body_jaxpr"], eqn.params["cond_jaxpr"]
+        while True:
+            out = self.run(body.jaxpr, [*consts, *carry], body.consts)
+            new = [self._carried(eqn, *pair) for pair in zip(carry, out, strict=True)]
+            if all(a.same_as(b) for a, b in zip(carry, new, strict=True)):
+                break
+            carry = new
+        (stops,) = self.run(test.jaxpr, [*flows[:of_test], *carry], test.consts)
+        by_row = test.jaxpr.outvars[0].aval.shape != ()  # `vmap` of a loop
+        if not stops.enters or by_row or (stops.is_row and stops.rows == 1):
+            return carry
+        source = stops.source or eqn
+        return [_depending(f, source) for f in carry]
+
+    def _cond(self, eqn: Any, flows: list[Flow]) -> list[Flow]:
+        which, *operands = flows
+        branches = [self.run(branch.jaxpr, operands, branch.consts) for branch in eqn.params["branches"]]
+        joined = [linear(eqn, results) for results in zip(*branches, strict=True)]
+        if not which.enters or (which.is_row and which.rows == 1):
+            return joined
+        source = which.source or eqn
+        return [_depending(f, source) for f in joined]
+
+
+def _depending(flow: Flow, source: Any) -> Flow:
+    """Returns the flow of a value that also depends on a decision of `source`, a function of several rows."""
+    how = flow.how if flow.enters else "other"
+    return replace(flow, how=how, tag="", mixed=flow.mixed or source, source=flow.source or source)
+
+
+def _aligned(eqn: Any, flows: list[Flow]) -> list[Flow]:
+    """Returns the flows of the operands of an elementwise operation after dims of length one are broadcast."""
+    out = tuple(eqn.outvars[0].aval.shape)
+    shapes = [tuple(var.aval.shape) for var in eqn.invars]
+    same = dict(zip(range(len(out)), range(len(out)), strict=True))
+    return [
+        f.moved(shape, out, same) if f.is_row and shape != out and len(shape) == len(out) else f
+        for f, shape in zip(flows, shapes, strict=True)
+    ]
+
+
+def _at_call(call: Any, flow: Flow) -> Flow:
+    """Returns a flow in which equations of a trace that JAX cached for another line are replaced by the call."""
+    line = compat.user_line(call)
+    changes = {}
+    for name in ("mixed", "added", "whole", "source"):
+        eqn = getattr(flow, name)
+        if eqn is not None and line is not None and line not in compat.user_lines(eqn):
+            changes[name] = call
+    return replace(flow, **changes) if changes else flow
+
+
+def _consts(eqn: Any) -> Sequence[Any]:
+    """Returns the constants of the function that an equation calls."""
+    for value in eqn.params.values():
+        if isinstance(value, jax.extend.core.ClosedJaxpr):
+            return list(value.consts)
+    return ()
+
+
+def flows_of(
+    closed: jax.extend.core.ClosedJaxpr,
+    given: Sequence[Flow],
+    num: int,
+    replicas: int,
+    unique: bool,
+    axes: Collection[str],
+    needed: Collection[str],
+) -> list[Flow]:
+    """Returns the flow of each result of a jaxpr.
+
+    Args:
+        given: the flow of each input.
+        num, replicas, unique, axes, needed: see `Walk`.
+    """
+    return Walk(num, replicas, unique, frozenset(axes), frozenset(needed)).run(closed.jaxpr, given, closed.consts)

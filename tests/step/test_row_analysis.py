@@ -1,0 +1,170 @@
+"""How rows enter a loss, its metrics and the model state, read from the jaxpr before the first step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import spmdkit as sk
+from spmdkit.errors import ConfigError
+from tests.step.row_programs import CLASSES, DATA, EQUAL, MIXED, ROWS, WIDTH, errors, init, logits, token_mask
+
+PARTS = 4
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """The programs are written as their authors would."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def build(loss, mesh=None, state=None, **changes):
+    settings = {key: changes.pop(key) for key in ("microbatches",) if key in changes}
+    if changes.get("row_mixing") == "error":
+        settings["row_mixing"] = changes.pop("row_mixing")
+    mesh = {"data": PARTS} if mesh is None else mesh
+    config = sk.Config(task="t.py:t", batch_size=ROWS, steps=1, mesh=mesh, data={"shuffle": False}, **settings)
+    variables = init if state is None else lambda key: sk.Variables(init(key), state)
+    task = sk.Task(variables, loss, optax.sgd(0.1), train_data=DATA, **changes)
+    return sk.build(config, task=task, devices=jax.devices()[: int(np.prod([1, *mesh.values()]))])
+
+
+def warnings(program):
+    return [note for note in program.notes if "mixes rows" in note or "no rule" in note]
+
+
+def value_of(loss, parts):
+    """Returns the loss over `parts` replicas of one batch, pooled as the step pools it."""
+    batch = jax.tree.map(lambda x: x[:ROWS].reshape(parts, -1, *x.shape[1:]), DATA)
+    key = jax.random.key(1)
+
+    def of_part(rows, first):
+        with sk.examples(ROWS // parts, key=key):
+            out = loss(init(jax.random.key(0)), rows, key)
+        return [(part.sum, part.count) for part in getattr(out, "parts", (out,))]
+
+    sums = jax.vmap(jax.vmap(of_part, axis_name="data"), axis_name="replica")(
+        jax.tree.map(lambda x: x[None], batch), jnp.arange(parts)[None]
+    )
+    return sum(float(np.sum(s)) / float(np.sum(np.broadcast_to(c, (1, parts)))) for s, c in sums)
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal_losses_are_not_reported(name):
+    case = EQUAL[name]
+    program = build(case.loss)
+    [usage] = program.row_usages
+    assert (usage.what, usage.rows) == ("loss", case.rows) and warnings(program) == []
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_mixed_rows_are_reported_with_their_line(name):
+    program = build(MIXED[name].loss)
+    assert [usage.rows for usage in program.row_usages] == ["mixed across rows"]
+    [note] = warnings(program)
+    assert "row_programs.py:" in note and "sk.all_gather" in note and "row_mixing='allow'" in note
+
+
+@pytest.mark.parametrize("name", [n for n in MIXED if n not in ("mean of replicas", "shuffled", "by position")])
+def test_mixed_losses_differ_between_meshes(name):
+    """Each of them is another number on four replicas, so that no reported loss is equal."""
+    loss = MIXED[name].loss
+    assert abs(value_of(loss, PARTS) - value_of(loss, 1)) > 1e-4 * abs(value_of(loss, 1))
+
+
+def test_row_mixing_is_an_error_or_allowed():
+    loss = MIXED["batch norm"].loss
+    with pytest.raises(ConfigError, match=r"row_mixing is error\. .*row_programs\.py:\d+: loss_fn mixes rows in loss"):
+        build(loss, row_mixing="error")
+    assert warnings(build(loss, row_mixing="allow")) == []
+    assert len(warnings(build(loss, mesh={}))) == 1  # one device reports it too
+    assert build(EQUAL["mse"].loss, row_mixing="error").row_usages[0].rows == "as a mean"
+
+
+def test_rows_of_all_replicas_are_reported_with_microbatches_only():
+    loss = EQUAL["batch norm of all replicas"].loss
+    assert warnings(build(loss)) == []
+    [note] = warnings(build(loss, microbatches=2))
+    assert "one of 2 microbatches" in note
+
+
+STATE = {
+    "mean": (jnp.zeros(WIDTH), lambda s, p, b: 0.9 * s + 0.1 * b["x"].mean(0), "mean"),
+    "seen": (jnp.float32(0), lambda s, p, b: s + b["x"].shape[0], "sum"),
+    "seen_int": (jnp.int32(0), lambda s, p, b: s + len(b["x"]), "sum"),
+    "positive": (jnp.float32(0), lambda s, p, b: s + (b["x"] > 0).sum(), "sum"),
+    "histogram": (jnp.zeros(CLASSES), lambda s, p, b: s.at[b["label"]].add(1), "sum"),
+    "tokens": (jnp.int32(0), lambda s, p, b: s + token_mask(b).sum(), "sum"),
+    "steps": (jnp.int32(0), lambda s, p, b: s + 1, "identical"),
+    "teacher": (jnp.zeros((WIDTH, CLASSES)), lambda s, p, b: 0.9 * s + 0.1 * p["w"], "identical"),
+    "all": (jnp.zeros(WIDTH), lambda s, p, b: 0.9 * s + 0.1 * sk.pmean(b["x"].std(0) ** 0), "identical"),
+    "queue of all": (
+        jnp.zeros((32, CLASSES)),
+        lambda s, p, b: jnp.concatenate([sk.all_gather(logits(p, b)), s])[:32],
+        "identical",
+    ),
+}
+"""name -> (start, update, derived reduction)."""
+
+
+def test_reductions_of_the_model_state_are_derived():
+    start = {name: x for name, (x, _, _) in STATE.items()}
+    loss = lambda p, s, b, k: (sk.mean(errors(p, b)), {}, {n: STATE[n][1](s[n], p, b).astype(s[n].dtype) for n in s})
+    program, one = build(loss, state=start), build(loss, mesh={}, state=start)
+    table = {row.name: row for row in program.row_table}
+    assert {n: table[f"state {n}"].replicas for n in STATE} == {n: kind for n, (_, _, kind) in STATE.items()}
+    found, expected = (p.step(p.init(), next(iter(p.batches()))[1])[0].model_state for p in (program, one))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+
+
+REFUSED = {
+    "queue": (jnp.zeros((32, CLASSES)), lambda s, p, b: jnp.concatenate([logits(p, b), s])[:32]),
+    "ring": (jnp.zeros((32, CLASSES)), lambda s, p, b: jax.lax.dynamic_update_slice(s, logits(p, b), (4, 0))),
+    "rolled": (jnp.zeros((32, CLASSES)), lambda s, p, b: jnp.roll(s, 4, 0).at[: len(b["x"])].set(logits(p, b))),
+    "table": (jnp.zeros((64, CLASSES)), lambda s, p, b: s.at[b["id"]].set(logits(p, b))),
+    "averaged table": (jnp.zeros((64, 1)), lambda s, p, b: s.at[b["id"]].set(0.9 * s[b["id"]] + 0.1)),
+    "last": (jnp.zeros(WIDTH), lambda s, p, b: b["x"][-1]),
+    "deviation": (jnp.zeros(WIDTH), lambda s, p, b: 0.9 * s + 0.1 * b["x"].std(0)),
+    "largest": (jnp.zeros(WIDTH), lambda s, p, b: 0.9 * s + 0.1 * b["x"].max(0)),
+    "average of sums": (jnp.zeros(WIDTH), lambda s, p, b: 0.9 * s + 0.1 * b["x"].sum(0)),
+    "class means": (
+        jnp.zeros((CLASSES, WIDTH)),
+        lambda s, p, b: (lambda o: 0.9 * s + 0.1 * (o.T @ b["x"]) / o.sum(0)[:, None])(
+            jax.nn.one_hot(b["label"], CLASSES)
+        ),
+    ),
+    "averaged count": (jnp.float32(0), lambda s, p, b: 0.9 * s + b["x"].shape[0]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_state_must_be_declared(name):
+    start, update = REFUSED[name]
+    loss = lambda p, s, b, k: (sk.mean(errors(p, b)), {}, {name: update(s[name], p, b)})
+    with pytest.raises(
+        ConfigError, match=rf"model state '{name}'.*sk\.all_gather.*sk\.psum.*state_reduction="
+    ) as error:
+        build(loss, state={name: start})
+    assert all(kind in str(error.value) for kind in ("'mean'", "'max'", "'sum'", "'identical'"))
+    build(loss, state={name: start}, mesh={})
+    declared = build(loss, state={name: start}, state_reduction={name: "mean"})
+    assert declared.row_table[-1].why == "declared in Task.state_reduction"
+
+
+def test_unknown_primitive_is_a_warning():
+    def callback(p, b, k):
+        shape = jax.ShapeDtypeStruct(b["x"].shape, jnp.float32)
+        x = jax.pure_callback(lambda x: x, shape, b["x"], vmap_method="expand_dims")
+        return sk.mean((x @ jax.lax.stop_gradient(p["w"]) - b["y"]) ** 2) + 0 * sk.mean(errors(p, b))
+
+    [note] = warnings(build(callback, row_mixing="error"))
+    assert "pure_callback" in note and "spmdkit verify" in note
+
+
+def test_analysis_compiles_nothing_and_is_part_of_the_table(capsys):
+    program = build(MIXED["rmse"].loss)
+    assert "compiled" not in program.__dict__
+    text = program.explain()
+    assert "leaf or metric" in text and "mixed across rows" in text
