@@ -223,10 +223,11 @@ def source_line(eqn: Any) -> str:
 
 def user_lines(eqn: Any) -> list[str]:
     """Returns `file.py:12` of the lines that created an equation of a jaxpr, innermost first, without those of
-    libraries and of this package."""
-    traceback = eqn.source_info.traceback
+    libraries and of this package. Paths are relative to the working directory if they are below it."""
+    traceback, here = eqn.source_info.traceback, os.getcwd() + os.sep
     frames = () if traceback is None else traceback.frames
-    return [f"{f.file_name}:{f.line_num}" for f in frames if not any(part in f.file_name for part in _NOT_USER)]
+    lines = [f"{f.file_name}:{f.line_num}" for f in frames if not any(part in f.file_name for part in _NOT_USER)]
+    return [line.removeprefix(here) for line in lines]
 
 
 def user_line(eqn: Any) -> str | None:

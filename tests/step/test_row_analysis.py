@@ -7,8 +7,12 @@ import optax
 import pytest
 
 import spmdkit as sk
+from spmdkit import compat
 from spmdkit.errors import ConfigError
+from spmdkit.step import trace_context
+from tests.step.random_programs import loss_of
 from tests.step.row_programs import CLASSES, DATA, EQUAL, MIXED, ROWS, WIDTH, errors, init, logits, token_mask
+from tests.support.forms import slow_except
 
 PARTS = 4
 
@@ -40,14 +44,19 @@ def value_of(loss, parts):
     batch = jax.tree.map(lambda x: x[:ROWS].reshape(parts, -1, *x.shape[1:]), DATA)
     key = jax.random.key(1)
 
-    def of_part(rows, first):
-        with sk.examples(ROWS // parts, key=key):
+    num = ROWS // parts
+    context = trace_context.Context(trace_context.ShardingSpec("mapped", sizes={"data": parts}))
+    compat.map_gathers_over_several_axes()
+
+    def of_part(rows, part):
+        positions = part * num + jnp.arange(num, dtype=jnp.int32)
+        examples = trace_context.Examples(num, None, positions, key)
+        with trace_context.tracing(context), trace_context.with_examples(examples):
             out = loss(init(jax.random.key(0)), rows, key)
         return [(part.sum, part.count) for part in getattr(out, "parts", (out,))]
 
-    sums = jax.vmap(jax.vmap(of_part, axis_name="data"), axis_name="replica")(
-        jax.tree.map(lambda x: x[None], batch), jnp.arange(parts)[None]
-    )
+    both = jax.vmap(jax.vmap(of_part, axis_name="data"), axis_name="replica")
+    sums = jax.jit(both)(jax.tree.map(lambda x: x[None], batch), jnp.arange(parts)[None])
     return sum(float(np.sum(s)) / float(np.sum(np.broadcast_to(c, (1, parts)))) for s, c in sums)
 
 
@@ -168,3 +177,17 @@ def test_analysis_compiles_nothing_and_is_part_of_the_table(capsys):
     assert "compiled" not in program.__dict__
     text = program.explain()
     assert "leaf or metric" in text and "mixed across rows" in text
+
+
+@pytest.mark.parametrize("first", slow_except([0, 30], range(0, 100, 10)))
+def test_everything_that_differs_between_meshes_is_reported(first):
+    """Random programs. Those that mix rows are other numbers on four replicas, with few exceptions (a layer after which
+    nothing is left of the mixing); all others are equal."""
+    for seed in range(first, first + 10):
+        names, mixes, loss = loss_of(seed)
+        one, four = value_of(loss, 1), value_of(loss, PARTS)
+        differs = not np.isclose(one, four, rtol=1e-4, atol=1e-6)
+        reported = bool(warnings(build(loss)))
+        assert reported or not differs, (seed, names, one, four)
+        assert mixes or not (differs or reported), (seed, names, one, four)
+        assert reported == mixes, (seed, names, one, four)
