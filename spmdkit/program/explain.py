@@ -42,6 +42,7 @@ def explain(task_step: TaskStep, context: Context, refused: str, rows: Sequence[
         ("microbatches", _microbatches(context, task_step.config.batch_size)),
         ("remat", _remat(task_step, context)),
         *_parts(task_step, context),
+        *_count(context),
         ("reducer", _reducer(task_step, context)),
         *_model_state(task_step, context),
         ("update", _update(task_step)),
@@ -127,6 +128,13 @@ def _parts(task_step: TaskStep, context: Context) -> Iterator[Line]:
     if context.usage.has_called("attention"):
         around = f", {context.options.attention.context} over context" if task_step.sizes["context"] > 1 else ""
         yield "attention", f"{context.options.attention.implementation}{around}"
+
+
+def _count(context: Context) -> Iterator[Line]:
+    if context.usage.has_called("count_first"):
+        wire = ": one more all-reduce of a few numbers" if context.sharding.num_replicas > 1 else ""
+        reason = "1 / count is the cotangent of a loss with a custom_vjp, float16 or float8, or several means"
+        yield "count", f"depends on data, and is added before the backward pass, since {reason}{wire}"
 
 
 def _reducer(task_step: TaskStep, context: Context) -> str:

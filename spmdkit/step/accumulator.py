@@ -23,11 +23,13 @@ class LossFacts:
         names: names of the loss and the metrics that the user's loss function returns.
         counts: for each name the (count, num) of each of its means; None for a value that is an array.
         count_has_gradient: whether a count of the loss depends on the parameters.
+        divided: whether the gradient is of the loss's value: it was pulled back with 1 / count of the full batch.
     """
 
     names: tuple[str, ...]
     counts: tuple[tuple[tuple[Any, Any], ...], ...]
     count_has_gradient: bool = False
+    divided: bool = False
 
     @classmethod
     def of(cls, metrics: Mapping[str, Metric]) -> LossFacts:
@@ -60,7 +62,8 @@ class Sums:
     Attributes:
         loss: the loss as (sum, count); None in an evaluation.
         metrics: name -> mean, sum, maximum, ...
-        gradient: of `loss.sum`, or of the value of a sum of means; a tree like the parameters. None in an evaluation.
+        gradient: of `loss.sum`, or of the loss's value (`facts.divided`); a tree like the parameters. None in an
+            evaluation.
         count_gradient: of `loss.count` if the count depends on the parameters, otherwise None.
         facts: static facts about the loss; None in an evaluation.
     """
@@ -74,7 +77,8 @@ class Sums:
     def mean_gradient(self, loss: Mean | Means) -> Any:
         """Returns the gradient of `S / C`, with S and C from `loss`: `G_s / C - S / C^2 G_c`. It divides once, because
         the optimizer's fused loops would repeat a division for every element."""
-        if isinstance(loss, Means):
+        assert self.facts is not None
+        if self.facts.divided or isinstance(loss, Means):
             return self.gradient
         scale = 1 / loss.divisor
         grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), self.gradient)

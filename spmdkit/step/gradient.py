@@ -2,8 +2,9 @@
 
     g = sum_r sum_m d(sum_i w_i loss_i)/dp  /  sum_r sum_m sum_i w_i         (replicas r, microbatches m, examples i)
 
-Every replica differentiates the *sum* over its examples and accumulates its microbatches. One reducer then adds the
-replicas, once per step, outside of the loop over microbatches. The division is last. Lowerings: lowering.py.
+Every replica differentiates its part of the mean, with 1 / count of the full batch as the cotangent of its sum, and
+accumulates its microbatches. One reducer then adds the replicas, once per step, outside of the loop over microbatches.
+If the count is not known in advance, the division is last (multi_term_loss.py). Lowerings: lowering.py.
 
 Wire: reducer(parameters) on the replica axes, once per step.
 """
@@ -33,7 +34,7 @@ from spmdkit.step.metrics.base import Metric, empty_parts, merge_trees
 from spmdkit.step.metrics.mean import Means
 from spmdkit.step.metrics.user_metric import CustomMetric
 from spmdkit.step.model_state import agreement
-from spmdkit.step.multi_term_loss import microbatch_gradients, over_microbatches
+from spmdkit.step.multi_term_loss import divides_first, microbatch_gradients, over_microbatches, terms
 from spmdkit.step.reduction import Call
 from spmdkit.step.row_order import RowOrder, split
 from spmdkit.step.trace_context import Context
@@ -153,17 +154,21 @@ def _local_gradient(loss_fn: Loss, stateful: bool, context: Context, key: Any) -
 
         def sum_and_count(*args: Any) -> Any:
             loss, *rest = one_microbatch(*args)
-            parts = [(part.sum, part.count) for part in (loss.parts if isinstance(loss, Means) else (loss,))]
+            parts = [(part.sum, part.count) for part in terms(loss).parts]
             return tuple(zip(*parts, strict=True)), (loss, *rest)
 
         body = jax.checkpoint(sum_and_count, policy=options.remat.of_block) if options.remat_whole else sum_and_count
 
-        def microbatch_sums(state: Any, rows: Any, mask: Any, micro: Any, whole: Means | None = None) -> Any:
-            loss_of = lambda params: body(params, state, rows, mask, index, micro)
+        def microbatch_sums(
+            state: Any, rows: Any, mask: Any, micro: Any, whole: Means | None = None, divided: bool | None = None
+        ) -> Any:
+            loss_of: Callable[[Any], Any] = lambda params: body(params, state, rows, mask, index, micro)
             primals, pull, (loss, metrics, new_state, facts), depends = _vjp(loss_of, computed)
-            parts = microbatch_gradients(context, loss, whole, primals, pull, depends)
+            if divided is None:
+                divided = divides_first(context, loss, lambda: jax.make_jaxpr(lambda p: loss_of(p)[0])(computed))
+            parts = microbatch_gradients(context, loss, divided, whole, primals, pull, depends)
             grads, of_count = (None if tree is None else _in_reduce_dtype(context, tree, params) for tree in parts)
-            facts = dataclasses.replace(facts, count_has_gradient=depends)
+            facts = dataclasses.replace(facts, count_has_gradient=depends, divided=divided)
             return Sums(loss, metrics, grads, of_count, facts), new_state
 
         if context.sharding.microbatches == 1:
@@ -173,14 +178,14 @@ def _local_gradient(loss_fn: Loss, stateful: bool, context: Context, key: Any) -
         def add(carry: Any, xs: Any) -> Any:
             total, state = carry
             rows, mask, micro = xs
-            sums, state = microbatch_sums(state, rows, mask, micro, whole)
+            sums, state = microbatch_sums(state, rows, mask, micro, whole, shapes.facts.divided)
             return as_local(context, (merge_trees(total, sums), state)), None
 
         shapes = jax.eval_shape(microbatch_sums, state, *jax.tree.map(lambda x: x[0], (micro_rows, micro_mask)), 0)[0]
         micros = jnp.arange(context.sharding.microbatches, dtype=jnp.int32)
         whole = None
-        if isinstance(shapes.loss, Means):
-            of_one = shapes.facts.with_static_counts(shapes.loss, "loss")
+        if shapes.facts.divided:
+            of_one = terms(shapes.facts.with_static_counts(shapes.loss, "loss"))
             of_micro = lambda state, xs: one_microbatch(computed, state, xs[0], xs[1], index, xs[2])[:3]
             depends = shapes.facts.count_has_gradient
             whole = over_microbatches(context, of_one, of_micro, state, (micro_rows, micro_mask, micros), depends)

@@ -1,19 +1,24 @@
-"""A loss that is a sum of several means with different counts: the weights of their sums in the gradient.
+"""The cotangents of a loss that is a mean, or a sum of means with different counts.
 
     g = sum_k d/dp (S_k / C_k) = sum_r sum_m sum_k [ dS_krm/dp / C_k  -  S_k / C_k^2 dC_krm/dp ]     (means k, replicas
     r, microbatches m)
 
-One pull-back suffices if every C_k is known in advance, over all replicas and microbatches. This holds for counts that
-depend only on shapes. Other counts are added over replicas. With microbatches a separate pass before the gradient
-computes them; all but the counts (and S_k, if counts depend on the parameters) is dead code there.
+One pull-back with 1 / C_k suffices if every C_k is known in advance, over all replicas and microbatches. This holds for
+counts that depend only on shapes. Other counts are added over replicas first. With microbatches a separate pass before
+the gradient computes them; all but the counts (and S_k, if counts depend on the parameters) is dead code there.
 
-Wire: one all-reduce of a few numbers if a count does not depend only on shapes.
+A single mean with a count that is not known in advance is pulled back with 1, and divided after the reduction. This is
+the same gradient only if every backward rule is linear in its cotangent and no cotangent leaves the range of its dtype.
+So a loss with a `custom_vjp` (clipped, normalized or quantized cotangents), float16 or float8 adds its count first.
+
+Wire: one all-reduce of a few numbers if a count is added first.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,11 +27,50 @@ import numpy as np
 from jax import lax
 
 from spmdkit import compat
+from spmdkit.foundation import jaxprs
 from spmdkit.mesh.mesh import REPLICA_AXES
 from spmdkit.step import trace_context
 from spmdkit.step.lowering import as_local
 from spmdkit.step.metrics.mean import Mean, Means
+from spmdkit.step.reducer_io import PACKAGE
 from spmdkit.step.trace_context import Context
+
+_JAX = Path(jax.__file__).parent
+_LINEAR = (PACKAGE, str(_JAX / "experimental/pallas/ops"), str(_JAX / "_src/cudnn/fused_attention"))
+"""Files and folders with backward rules that are linear in their cotangent."""
+
+
+def terms(loss: Mean | Means) -> Means:
+    """Returns the loss as a sum of means."""
+    return loss if isinstance(loss, Means) else Means((loss,))
+
+
+def divides_first(context: Context, loss: Mean | Means, trace: Callable[[], Any]) -> bool:
+    """Returns whether the loss is pulled back with 1 / count of the full batch, not divided after the reduction.
+
+    `trace` returns the jaxpr of one microbatch's loss.
+    """
+    if isinstance(loss, Means) or isinstance(loss.count, np.floating):
+        return True
+    reduced = context.options.reduce_dtype
+    return (reduced is not None and _is_narrow(reduced)) or _needs_scale(trace())
+
+
+def _needs_scale(jaxpr: Any) -> bool:
+    """Returns whether the gradient depends on the scale of its cotangent: a `custom_vjp` of the user, or a dtype with a
+    smaller range than float32."""
+    for eqn in jaxprs.equations(jaxpr):
+        if eqn.primitive.name == "custom_vjp_call":
+            source = eqn.params["call_jaxpr"].jaxpr.debug_info.func_filename or ""
+            if not source.startswith(_LINEAR):
+                return True
+        if any(_is_narrow(var.aval.dtype) for var in (*eqn.invars, *eqn.outvars) if hasattr(var.aval, "dtype")):
+            return True
+    return False
+
+
+def _is_narrow(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp < jnp.finfo(jnp.float32).maxexp
 
 
 def over_replicas(context: Context, loss: Means, with_sums: bool) -> Means:
@@ -37,6 +81,8 @@ def over_replicas(context: Context, loss: Means, with_sums: bool) -> Means:
     if context.options.reducer.input_scale == "mean":
         return loss
     axes = REPLICA_AXES if context.inside or context.sharding.form != "plain" else ()
+    if not all(isinstance(part.count, np.floating) for part in loss.parts):
+        context.usage.record_call("count_first")
     num = context.sharding.size(*REPLICA_AXES) if context.inside else context.sharding.num_replicas
 
     def added(x: Any) -> Any:
@@ -74,7 +120,7 @@ def over_microbatches(
         reduced_part: Callable[[Mean], Mean] = lambda part: (
             part if depends else dataclasses.replace(part, sum=jnp.zeros_like(part.sum))
         )
-        loss = Means(tuple(reduced_part(part) for part in loss.parts))
+        loss = Means(tuple(reduced_part(part) for part in terms(loss).parts))
         return as_local(context, (total.merge(loss), new_state)), None
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), of_one)
@@ -83,10 +129,16 @@ def over_microbatches(
 
 
 def microbatch_gradients(
-    context: Context, loss: Mean | Means, whole: Means | None, primals: Any, pull: Callable[[Any], Any], depends: bool
+    context: Context,
+    loss: Mean | Means,
+    first: bool,
+    whole: Means | None,
+    primals: Any,
+    pull: Callable[[Any], Any],
+    depends: bool,
 ) -> tuple[Any, Any]:
-    """Returns (gradient of the sum, gradient of the count or None) of one microbatch. For a sum of means: (gradient of
-    its value, None).
+    """Returns (gradient of the sum, gradient of the count or None) of one microbatch; with `first` (`divides_first`),
+    (gradient of the value, None).
 
     Args:
         whole: the sum of means over the full batch; None if this microbatch is the only one.
@@ -94,8 +146,8 @@ def microbatch_gradients(
         pull: maps cotangents shaped like `primals` to the gradient, in a tuple.
         depends: whether a count depends on the parameters.
     """
-    if isinstance(loss, Means):
-        whole = over_replicas(context, loss, depends) if whole is None else whole
+    if first:
+        whole = over_replicas(context, terms(loss), depends) if whole is None else whole
         return pull(_cotangents(whole, primals, depends))[0], None
     ones, zeros = (jax.tree.map(fill, primals) for fill in (jnp.ones_like, jnp.zeros_like))
     of_sum = pull((ones[0], zeros[1]))[0]

@@ -114,6 +114,7 @@ class GuardSettings:
 
 Function = Literal[
     "value_and_grad",
+    "count_first",
     "mean",
     "example_mask",
     "example_keys",
@@ -125,8 +126,8 @@ Function = Literal[
     "context_order",
     "pipeline",
 ]
-"""Recorded functions of spmdkit. `mean` covers every metric, `ema` a new average of the parameters, `optimizer` the
-optimizer's update."""
+"""Recorded functions of spmdkit. `count_first`: the count of a loss is added before the backward pass. `mean` covers
+every metric, `ema` a new average of the parameters, `optimizer` the optimizer's update."""
 
 
 @dataclass

@@ -145,8 +145,9 @@ def mean_of_means(setting: Setting) -> Iterator[list[Any]]:
 
 
 def _by_own_count(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], _: Setting) -> Any:
-    if not isinstance(sums.loss, Mean):
+    if not _is_undivided(sums):
         return reduce(sums, added, axes)
+    assert isinstance(sums.loss, Mean)
     factor = lax.psum(sums.loss.count, axes) / lax.axis_size(axes) / jnp.maximum(sums.loss.count, 1)
     return reduce(_on_gradient(lambda x: x * factor, sums), added, axes)
 
@@ -156,13 +157,19 @@ def _own_counts(_: Any, context: trace_context.Context, loss: Means, with_sums: 
     return Means(tuple(Mean(part.sum * num, part.count * num, part.num) for part in loss.parts))
 
 
+def _is_undivided(sums: Sums) -> bool:
+    """Returns whether the gradient is still to be divided by the global count."""
+    return sums.facts is not None and not sums.facts.divided
+
+
 def clip_by_replica_norm(reduce: Reduce, sums: Sums, added: Any, axes: tuple[str, ...], setting: Setting) -> Any:
     """Clips each replica's local mean gradient before the reduction."""
     if sums.loss is None:
         return reduce(sums, added, axes)
     assert setting.clip_norm is not None
-    # The gradient of a sum of means is already divided by the global counts: it is the replica's share.
-    count = jnp.maximum(sums.loss.count, 1) if isinstance(sums.loss, Mean) else 1 / lax.axis_size(axes)
+    # A gradient that is already divided by the global counts is the replica's share.
+    undivided = isinstance(sums.loss, Mean) and _is_undivided(sums)
+    count = jnp.maximum(sums.loss.count, 1) if undivided else 1 / lax.axis_size(axes)  # type: ignore[union-attr]
     scale = jnp.minimum(1.0, setting.clip_norm * count / optax.tree.norm(sums.gradient))
     return reduce(_on_gradient(lambda x: x * scale, sums), added, axes)
 
