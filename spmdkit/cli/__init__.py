@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ from spmdkit.cli.checkpoint import say
 from spmdkit.cli.options import AsJson, ConfigPath, Overrides
 from spmdkit.errors import ConfigError
 from spmdkit.faults import run_process
+from spmdkit.foundation.formatting import visible
 
 if TYPE_CHECKING:
     from spmdkit.cluster import Cluster
@@ -265,12 +267,20 @@ def migrate(
         typer.Option(help="accelerate, deepspeed or maxtext; default: detected from the settings.", show_default=False),
     ] = None,
     devices: Annotated[int, typer.Option(help="Number of devices of the job, for sizes per device.")] = 1,
+    accept_lost: Annotated[bool, typer.Option("--accept-lost", help="Exit code 0 although settings are lost.")] = False,
 ) -> None:
-    """Print the config of another project as a spmdkit config, with a line for each setting: mapped, automatic or
-    meaningless here, unknown."""
+    """Print the config of another project as a spmdkit config, with a line for each setting: lost (changes training),
+    mapped or automatic. Exit code 1 if one is lost, or if the config is not accepted yet."""
     from spmdkit.tools.migrate import migrate as run
 
-    print(run(file, project, devices), end="")
+    migrated = run(file, project, devices)
+    print(migrated.text, end="")
+    if migrated.lost and not accept_lost:
+        found = f"{len(migrated.lost)} setting(s) change training"
+        repair = "The top of the config lists them with the repairs. Set them by hand, or accept it with --accept-lost."
+        names = ", ".join(migrated.lost)
+        print(visible(f"migrate {file}: {found} and have no counterpart: {names}. {repair}"), file=sys.stderr)
+    raise SystemExit(int(bool(migrated.problem) or (bool(migrated.lost) and not accept_lost)))
 
 
 @app.command(epilog="Example: spmdkit doctor --burn-in 5s")

@@ -1,19 +1,23 @@
 """optax optimizers and learning-rate schedules by name: bound to optax's signatures, built, and tested on shapes.
 
-A config can name only optax's public functions: optimizers have a learning rate, schedules return one. optax validates
-the arguments: one step of an optimizer on two small arrays is traced, without running it or using a device. optax is
-imported only when a config names one of its functions.
+A config can name only optax's public functions and those of schedules.py: optimizers have a learning rate, schedules
+return one. optax validates the arguments: one step of an optimizer on two small arrays is traced, without running it
+or using a device. optax is imported only when a config names one of its functions. Two arguments are added: `offset` of
+a schedule (it starts at that step), and `add_decayed_weights` of an optimizer (an L2 penalty: that multiple of the
+parameters is added to the gradient).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from spmdkit.config.problems import KeyPath, Origin, Problem, render, show
+from spmdkit.config.schedules import log_warmup_schedule, power_schedule
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.formatting import nearest
 
@@ -40,14 +44,15 @@ def optimizers() -> dict[str, Callable[..., Any]]:
 
 @functools.cache
 def schedules() -> dict[str, Callable[..., Any]]:
-    """Returns the optax functions that `learning_rate.name` can name."""
+    """Returns the functions that `learning_rate.name` can name."""
     import optax
 
-    return {
+    of_optax = {
         name: function
         for name, function in _public_functions()
-        if inspect.signature(function).return_annotation == optax.Schedule and name != "join_schedules"
+        if inspect.signature(function).return_annotation == optax.Schedule
     }
+    return of_optax | {"log_warmup_schedule": log_warmup_schedule, "power_schedule": power_schedule}
 
 
 def _public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -67,7 +72,7 @@ def build_schedule(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     _raise(list(schedule_problems(value, ("learning_rate",))))
-    return _schedule(value["name"])(**_arguments(value))
+    return _build_schedule(value)
 
 
 def build_optimizer(optimizer: Mapping[str, Any], learning_rate: Any = None) -> Any:
@@ -129,12 +134,28 @@ def choose_optimizer(
     return built
 
 
+def _build_schedule(value: Any) -> Any:
+    import optax
+
+    if not isinstance(value, Mapping):
+        return optax.constant_schedule(value)
+    arguments = _arguments(value)
+    offset = arguments.pop("offset", 0)
+    if "schedules" in arguments:
+        arguments["schedules"] = [_build_schedule(part) for part in arguments["schedules"]]
+    schedule = _schedule(value["name"])(**arguments)
+    return (lambda step: schedule(step + offset)) if offset else schedule
+
+
 def _build_optimizer(optimizer: Mapping[str, Any], learning_rate: Any) -> Any:
+    import optax
+
     arguments = _arguments(optimizer)
-    own_rate = arguments.pop("learning_rate", None)
+    own_rate, penalty = arguments.pop("learning_rate", None), arguments.pop("add_decayed_weights", None)
     rate = build_schedule(own_rate if learning_rate is None else learning_rate)
     keywords = {} if rate is None else {"learning_rate": rate}
-    return optimizers()[optimizer["name"]](**keywords, **arguments)
+    built = optimizers()[optimizer["name"]](**keywords, **arguments)
+    return built if penalty is None else optax.chain(optax.add_decayed_weights(penalty), built)
 
 
 def _raise(found: list[Problem]) -> None:
@@ -151,9 +172,37 @@ def schedule_problems(value: Mapping[str, Any], path: KeyPath) -> Check:
         return
     function = _schedule(name)
     arguments = _arguments(value)
-    yield from list(_bind(function, arguments, path)) or _try(
-        lambda: function(**arguments), function.__name__, path, arguments
+    offset = arguments.pop("offset", 0)
+    if isinstance(offset, bool) or not isinstance(offset, int):
+        yield Problem((*path, "offset"), f"needs a whole number of steps, found {show(offset)}. Try 100.")
+        return
+    found = list(_bind(function, arguments, path))
+    if not found and "schedules" in arguments:
+        found = list(_join_problems(arguments["schedules"], arguments["boundaries"], path))
+    yield from found or _try(lambda: _build_schedule(value), _label(function), path, _arguments(value))
+
+
+def _join_problems(schedules: Any, boundaries: Any, path: KeyPath) -> Check:
+    """Yields the problems of `schedules` and `boundaries` of join_schedules; optax ignores those that have no pair."""
+    if not isinstance(schedules, list) or not schedules:
+        example = "[{name: linear, ...}, 1e-4]"
+        yield Problem((*path, "schedules"), f"needs a list of schedules, found {show(schedules)}. Try {example}.")
+        return
+    for i, part in enumerate(schedules):
+        if isinstance(part, Mapping):
+            yield from schedule_problems(part, (*path, "schedules", i))
+        elif isinstance(part, bool) or not isinstance(part, int | float):
+            yield Problem((*path, "schedules", i), f"needs a schedule or a number, found {show(part)}. Try 1e-4.")
+    steps = boundaries if isinstance(boundaries, list) else [None]
+    is_rising = all(isinstance(b, int) and not isinstance(b, bool) and b > 0 for b in steps) and all(
+        a < b for a, b in itertools.pairwise(steps)
     )
+    if not is_rising or len(steps) != len(schedules) - 1:
+        yield Problem(
+            (*path, "boundaries"),
+            f"needs rising steps at which the next of {len(schedules)} schedules begins, {len(schedules) - 1}, found "
+            f"{show(boundaries)}. Try {[100 * (i + 1) for i in range(len(schedules) - 1)]}.",
+        )
 
 
 def _schedule(name: str) -> Any:
@@ -172,17 +221,20 @@ def optimizer_problems(value: Mapping[str, Any], has_learning_rate: bool) -> Che
         return
     function = optimizers()[name]
     arguments = _arguments(value)
-    rate = arguments.pop("learning_rate", None)
+    rate, penalty = arguments.pop("learning_rate", None), arguments.pop("add_decayed_weights", None)
     found = list(_bind(function, arguments, path, without=("learning_rate",)))
     parameter = inspect.signature(function).parameters["learning_rate"]
     if isinstance(rate, dict) and "Callable" in str(parameter.annotation):
         found += schedule_problems(rate, (*path, "learning_rate"))
     elif rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1e30):
         found.append(Problem((*path, "learning_rate"), f"needs a number of at least 0, found {show(rate)}. Try 1e-3."))
-    elif rate is None and not has_learning_rate and parameter.default is inspect.Parameter.empty:
+    if penalty is not None and (isinstance(penalty, bool) or not isinstance(penalty, int | float) or penalty < 0):
+        needs = f"needs a number of at least 0, found {show(penalty)}. Try 1e-4."
+        found.append(Problem((*path, "add_decayed_weights"), needs))
+    if rate is None and not has_learning_rate and parameter.default is inspect.Parameter.empty:
         found.append(Problem(path, f"optax.{name} needs a learning rate, found none. Try learning_rate: 1e-3."))
     stand_in = 1e-3 if rate is None and has_learning_rate else None
-    yield from found or _try(lambda: _build_optimizer(value, stand_in), name, path, _arguments(value))
+    yield from found or _try(lambda: _build_optimizer(value, stand_in), _label(function), path, _arguments(value))
 
 
 _IN_TASK = "Any other can be made in the task: Task(optimizer=...)."
@@ -209,7 +261,7 @@ def _bind(
     for key in unknown:
         yield Problem(
             (*path, str(key)),
-            f"unknown argument of optax.{function.__name__}.{nearest(str(key), parameters)} "
+            f"unknown argument of {_label(function)}.{nearest(str(key), parameters)} "
             f"Its arguments are {', '.join(parameters)}.",
         )
     for key, value in arguments.items():
@@ -220,7 +272,12 @@ def _bind(
         signature.replace(parameters=list(parameters.values())).bind(**accepted)
     except TypeError as error:
         lacks = re.findall(r"'(\w+)'", str(error))
-        yield Problem(path, f"optax.{function.__name__}: {error}, found none. Add {''.join(lacks[:1])}: ...")
+        yield Problem(path, f"{_label(function)}: {error}, found none. Add {''.join(lacks[:1])}: ...")
+
+
+def _label(function: Callable[..., Any]) -> str:
+    """Returns the name of a function in a message, with `optax.` if it is from there."""
+    return f"{'optax.' * function.__module__.startswith('optax')}{function.__name__}"
 
 
 _passed: set[str] = set()
@@ -237,9 +294,7 @@ def _try(build: Callable[[], Any], what: str, path: KeyPath, arguments: Mapping[
         _trace_step(built) if hasattr(built, "update") else _trace_schedule(built)
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
-        yield Problem(
-            path, f"optax.{what} refuses its arguments, found {show(dict(arguments))}: {reason}. Change them."
-        )
+        yield Problem(path, f"{what} refuses its arguments, found {show(dict(arguments))}: {reason}. Change them.")
         return
     _passed.add(key)
 

@@ -65,9 +65,11 @@ class Settings(Section):
     """XLA options and their values, in addition to those of spmdkit (spmdkit/program/compiler.py); null removes one of
     those."""
     optimizer: fields.Optimizer | None = None
-    """Name of an optax optimizer and its keyword arguments; null: the task's optimizer."""
+    """Name of an optax optimizer and its keyword arguments; add_decayed_weights: factor of an L2 penalty that is added
+    to the gradient; null: the task's optimizer."""
     learning_rate: fields.LearningRate | None = None
-    """A number, or the name of an optax schedule and its keyword arguments; null: that of the optimizer."""
+    """A number, or the name of an optax schedule and its keyword arguments (join_schedules: {schedules, boundaries};
+    also log_warmup_schedule and power_schedule; offset: its first step); null: that of the optimizer."""
     clip_norm: fields.Positive | None = None
     """Maximum global norm of the gradient; null: no clipping."""
     ema: fields.Fraction | None = None

@@ -59,7 +59,7 @@ GROUPS = {
     "data_sources": Group(None, "open_source"),
     "engines": Group("launch/engines", None, helpers=("base", "pods", "submit")),
     "findings": Group("plan/findings", "find"),
-    "migrations": Group("tools/migrate", None, helpers=("base", "command")),
+    "migrations": Group("tools/migrate", None, helpers=("base", "command", "deepspeed_optimizer")),
 }
 """Group -> its kind of plug-in. The entry points of a group are declared as `spmdkit.GROUP`.
 

@@ -33,8 +33,8 @@ def updates(transformation, steps=3):
 def test_usual_names_exist_and_unusable_do_not():
     assert {"adam", "adamw", "sgd", "lion", "adafactor", "lamb", "rmsprop"} <= set(optimizers())
     assert not {"noisy_sgd", "scale_by_learning_rate", "chain", "inject_hyperparams"} & set(optimizers())
-    assert {"constant_schedule", "linear_schedule", "exponential_decay"} <= set(schedules())
-    assert not {"join_schedules", "scale_by_schedule", "inject_hyperparams"} & set(schedules())
+    assert {"constant_schedule", "linear_schedule", "exponential_decay", "join_schedules"} <= set(schedules())
+    assert not {"scale_by_schedule", "inject_hyperparams"} & set(schedules())
 
 
 @pytest.mark.parametrize("name", slow_except(["adamw", "adafactor", "lion"], sorted(optimizers())))
@@ -63,6 +63,53 @@ def test_schedules_are_built_with_and_without_the_suffix():
     assert (
         float(build_schedule({"name": "piecewise_constant", "init_value": 1, "boundaries_and_scales": {5: 0.1}})(6)) < 1
     )
+
+
+def test_schedules_are_joined():
+    rise = {"name": "linear", "init_value": 0.0, "end_value": 0.5, "transition_steps": 4}
+    inverse = {"name": "power", "init_value": 1.0, "transition_steps": 2, "growth": 3.0, "offset": 2}
+    joined = {"name": "join_schedules", "schedules": [rise, 0.25, inverse], "boundaries": [3, 5]}
+    built = build_schedule(Config(task="a.py:t", learning_rate=joined).learning_rate)
+    expected = [0, 0.125, 0.25, 0.25, 0.25, 1 / 4, 1 / 5.5]
+    np.testing.assert_allclose([built(step) for step in range(7)], expected, rtol=1e-6)
+    np.testing.assert_allclose([build_schedule({**joined, "offset": 4})(step) for step in range(3)], expected[4:])
+    stairs = {"name": "power_schedule", "init_value": 1.0, "transition_steps": 2, "power": 1.0, "staircase": True}
+    assert [float(build_schedule(stairs)(step)) for step in range(5)] == [1, 1, 2, 2, 3]
+    log = build_schedule({"name": "log_warmup", "init_value": 1.0, "peak_value": 3.0, "warmup_steps": 16})
+    np.testing.assert_allclose([log(step) for step in (0, 1, 4, 16, 99)], [1, 1, 2, 3, 3], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"boundaries": []}, "boundaries: needs rising steps at which the next of 2 schedules begins, 1, found []"),
+        ({"boundaries": 3}, "boundaries: needs rising steps"),
+        ({"boundaries": [0]}, "boundaries: needs rising steps"),
+        ({"schedules": [1.0, 1.0, 1.0], "boundaries": [4, 3]}, "boundaries: needs rising steps"),
+        ({"schedules": []}, "schedules: needs a list of schedules, found []"),
+        ({"schedules": [1.0, "linear"]}, "schedules[1]: needs a schedule or a number, found 'linear'"),
+        ({"schedules": [1.0, {"name": "linaer"}]}, "schedules[1].name: needs an optax schedule, found 'linaer'"),
+        (
+            {"schedules": [1.0, {"name": "log_warmup"}]},
+            "schedules[1]: log_warmup_schedule: missing a required argument",
+        ),
+        ({"schedules": [1.0, {"name": "power", "init_value": 1.0, "transition_steps": 0}]}, "is positive, found 0"),
+        ({"offset": "2"}, "offset: needs a whole number of steps, found '2'"),
+    ],
+)
+def test_a_wrong_joined_schedule_is_refused(changes, expected):
+    joined = {"name": "join_schedules", "schedules": [0.1, 0.2], "boundaries": [3]} | changes
+    with pytest.raises(ConfigError) as refused:
+        Config(task="a.py:t", learning_rate=joined)
+    assert expected in str(refused.value)
+
+
+def test_decayed_weights_are_an_l2_penalty():
+    built = build_optimizer({"name": "sgd", "momentum": 0.9, "add_decayed_weights": 0.1}, 0.1)
+    expected = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9))
+    np.testing.assert_array_equal(updates(built), updates(expected))
+    with pytest.raises(ConfigError, match=r"^optimizer.add_decayed_weights: needs a number of at least 0, found -1"):
+        build_optimizer({"name": "sgd", "add_decayed_weights": -1}, 0.1)
 
 
 def test_a_schedule_may_stand_in_the_optimizer():

@@ -11,9 +11,8 @@ from typing import Any
 from spmdkit.tools.migrate import deepspeed
 from spmdkit.tools.migrate.base import (
     AUTOMATIC,
+    LOST,
     MAPPED,
-    MEANINGLESS,
-    UNKNOWN,
     Migration,
     Rule,
     Table,
@@ -22,7 +21,6 @@ from spmdkit.tools.migrate.base import (
     each,
     flag,
     is_on,
-    meaningless,
     section,
     to,
     walk,
@@ -37,7 +35,7 @@ _MEET = automatic(
     "processes find each other by the variables of what starts them: `spmdkit launch`, Slurm, torchrun, TF_CONFIG ..."
 )
 _OVERLAP = automatic("XLA gathers and overlaps what the step needs")
-_CLOUD = meaningless("machines are created by the tools of the cloud; `spmdkit` runs on existing ones")
+_CLOUD = automatic("machines are created by the tools of the cloud; `spmdkit` runs on existing ones")
 
 
 _STRATEGIES = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
@@ -128,12 +126,12 @@ def _deepspeed_table(folder: Path) -> Table:
         path = folder / str(value)
         if not path.is_file():
             why = "the file is not in this folder: run `spmdkit migrate` on it"
-            return migration.report(MEANINGLESS, key, value, why)
+            return migration.report(LOST, key, value, why)
         try:
             inner = deepspeed.migrate(json.loads(path.read_text()), migration.devices, folder)
         except (ValueError, AttributeError) as error:
             why = f"that file is no config of DeepSpeed: {' '.join(str(error).split())}"
-            return migration.report(UNKNOWN, key, value, why)
+            return migration.report(LOST, key, value, why)
         migration.config |= inner.config
         migration.report(MAPPED, key, value, "read, line by line below")
         migration.lines += inner.lines
@@ -163,13 +161,13 @@ FSDP: Table = {
 DEEPSPEED: dict[str, Any] = {
     "zero_stage": deepspeed.stage,
     "gradient_accumulation_steps": to("microbatches"),
-    "gradient_clipping": to("clip_norm", float),
+    "gradient_clipping": deepspeed.clipping,
     "offload_optimizer_device": deepspeed.offload("optimizer"),
     "offload_param_device": deepspeed.offload("params"),
     "zero3_init_flag": automatic("parameters are created on their devices, shard by shard"),
     "zero3_save_16bit_model": automatic("`spmdkit checkpoint export` writes whole arrays"),
-    "deepspeed_moe_layer_cls_names": meaningless("experts are sk.moe in the model, sharded by mesh.expert"),
-    **each("offload_optimizer_nvme_path offload_param_nvme_path", meaningless("nothing is offloaded to disks")),
+    "deepspeed_moe_layer_cls_names": automatic("experts are sk.moe in the model, sharded by mesh.expert"),
+    **each("offload_optimizer_nvme_path offload_param_nvme_path", automatic("nothing is offloaded to disks")),
     **each(
         "deepspeed_multinode_launcher deepspeed_hostfile deepspeed_inclusion_filter deepspeed_exclusion_filter", _MEET
     ),
@@ -179,7 +177,7 @@ MEGATRON: Table = {
     "megatron_lm_tp_degree": _axis("tensor"),
     "megatron_lm_pp_degree": _axis("pipeline"),
     "megatron_lm_num_micro_batches": to("pipeline.microbatches"),
-    "megatron_lm_gradient_clipping": to("clip_norm", float),
+    "megatron_lm_gradient_clipping": deepspeed.clipping,
     "megatron_lm_recompute_activations": flag("remat", "full", "remat: none"),
     "megatron_lm_sequence_parallelism": automatic(
         "activations between tensor-parallel parts are cut along the sequence"
@@ -220,17 +218,17 @@ TABLE: dict[str, Any] = {
     **each("machine_rank main_process_ip main_process_port rdzv_backend same_network mpirun_config", _MEET),
     "gpu_ids": _gpus,
     "use_cpu": _cpu,
-    "main_training_function": meaningless("a config names the task: task: file.py:name"),
+    "main_training_function": automatic("a config names the task: task: file.py:name"),
     "downcast_bf16": automatic("float32 stays float32"),
     "debug": automatic("processes compare config, data, program and parameters before the first step"),
-    "enable_cpu_affinity": meaningless("XLA manages threads; run the command under numactl"),
+    "enable_cpu_affinity": automatic("XLA manages threads; run the command under numactl"),
     "dynamo_config": automatic("the whole step is compiled"),
     "gradient_accumulation_steps": to("microbatches"),
     "fsdp_config": FSDP,
     "deepspeed_config": DEEPSPEED,
     "megatron_lm_config": MEGATRON,
     "parallelism_config": PARALLEL,
-    "fp8_config": meaningless("float8 products are part of the model; `precision` sets everything else"),
+    "fp8_config": automatic("float8 products are part of the model; `precision` sets everything else"),
     **each("tpu_use_cluster tpu_use_sudo tpu_name tpu_zone tpu_vm tpu_env commands command_file", _CLOUD),
     **each("ipex_config use_mps_device use_xpu", automatic("devices: auto uses what JAX detects")),
 }

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-MAPPED, AUTOMATIC, MEANINGLESS, UNKNOWN = "mapped", "automatic here", "meaningless here", "unknown"
-KINDS = (MAPPED, AUTOMATIC, MEANINGLESS, UNKNOWN)
+LOST, MAPPED, AUTOMATIC = "lost: changes training", "mapped", "automatic"
+KINDS = (LOST, MAPPED, AUTOMATIC)
+"""The lists of a migration, in their order: settings without which training differs, or may; settings with a key;
+settings that need none."""
 
 
 class Translation(NamedTuple):
@@ -62,13 +64,12 @@ def tidy(migration: Migration) -> None:
             config.pop(section)
     if "optimizer" in config and "learning_rate" not in config:
         config["learning_rate"] = DEFAULT_RATE
-        migration.report(
-            UNKNOWN, "learning rate", None, f"it is not in this file: set learning_rate (now {DEFAULT_RATE:g})"
-        )
+        why = f"it is not in this file: set learning_rate ({DEFAULT_RATE:g} is written)"
+        migration.report(LOST, "learning rate", None, why)
 
 
 DEFAULT_RATE = 1e-3
-NO_OPTIMIZER = "no optax optimizer has this name: give it in the task, Task(optimizer=...)"
+NO_OPTIMIZER = "a config cannot name this optimizer: make it in the task, Task(optimizer=...)"
 
 Rule = Callable[[Migration, str, Any], None]
 Table = Mapping[str, "Rule | Mapping[str, Any]"]
@@ -85,13 +86,19 @@ def walk(migration: Migration, settings: Mapping[str, Any], table: Table, prefix
     for name, value in settings.items():
         key, rule = f"{prefix}{name}", table.get(str(name))
         if rule is None:
-            migration.report(UNKNOWN, key, value, "unknown setting, ignored: check its meaning")
+            unknown(migration, key, value)
         elif callable(rule):
             apply(rule, migration, key, value)
         elif isinstance(value, Mapping):
             walk(migration, value, rule, f"{key}.")
         elif value not in (None, {}):
-            migration.report(UNKNOWN, key, value, "expected a section, ignored")
+            migration.report(LOST, key, value, "expected a section, ignored")
+
+
+def unknown(migration: Migration, key: str, value: Any) -> None:
+    """The rule of a setting that no table has."""
+    kind, why = (LOST, "unknown setting, ignored: it may change training") if is_set(value) else (AUTOMATIC, "off")
+    migration.report(kind, key, value, why)
 
 
 def apply(rule: Rule, migration: Migration, key: str, value: Any) -> None:
@@ -99,7 +106,7 @@ def apply(rule: Rule, migration: Migration, key: str, value: Any) -> None:
     try:
         rule(migration, key, value)
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
-        migration.report(UNKNOWN, key, value, "the value has an unexpected form, ignored")
+        migration.report(LOST, key, value, "the value has an unexpected form, ignored")
 
 
 def section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -120,14 +127,22 @@ def to(path: str, of: Callable[[Any], Any] = lambda value: value, note: str = ""
     return rule
 
 
+def external(migration: Migration, key: str, path: str, written: Mapping[str, Any]) -> None:
+    """Reports an "auto", which stands for a value outside of the file. `written`: the values in the config until the
+    user sets `path`."""
+    values = ", ".join(f"{name}: {shown(value)}" for name, value in written.items())
+    why = f"the trainer's own value, which is not in this file: set {path} ({values} is written)"
+    migration.report(LOST, key, "auto", why)
+
+
 def automatic(why: str) -> Rule:
     """Returns the rule of a setting that needs no key in spmdkit."""
     return lambda migration, key, value: migration.report(AUTOMATIC, key, value, why)
 
 
-def meaningless(why: str) -> Rule:
-    """Returns the rule of a setting that has no counterpart in spmdkit."""
-    return lambda migration, key, value: migration.report(MEANINGLESS, key, value, why)
+def lost(why: str) -> Rule:
+    """Returns the rule of a setting that changes training and has no counterpart in spmdkit."""
+    return lambda migration, key, value: migration.report(LOST, key, value, why)
 
 
 def also_set(path: str, value: Any, then: Rule) -> Rule:
@@ -145,9 +160,19 @@ def when(wanted: Callable[[Any], bool], then: Rule, otherwise: Rule) -> Rule:
     return lambda migration, key, value: (then if wanted(value) else otherwise)(migration, key, value)
 
 
-def unless_off(why: str) -> Rule:
-    """Returns the rule of a switch that has no counterpart in spmdkit when it is on."""
-    return when(is_on, meaningless(why), automatic("off"))
+def lost_if_set(why: str) -> Rule:
+    """Returns the rule of a setting without a counterpart in spmdkit that changes training unless it is off, empty or
+    0, as it is in all its sections."""
+    return when(is_set, lost(why), automatic("off"))
+
+
+def is_set(value: Any) -> bool:
+    """Returns whether a setting is neither off, empty, 0, -1 nor "auto"; of a section, whether one of its switches is
+    on."""
+    if isinstance(value, Mapping):
+        switches = [v for k, v in value.items() if "enabled" in str(k) or isinstance(v, Mapping)]
+        return any(is_set(v) for v in switches)
+    return value not in (None, False, 0, -1, "", "none", "None", "false", "False", [], "auto")
 
 
 def flag(path: str, value: Any, why_not: str, note: str = "") -> Rule:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -14,14 +14,23 @@ from spmdkit.config import parse_config
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import plugins
 from spmdkit.foundation.formatting import visible
-from spmdkit.tools.migrate.base import KINDS, UNKNOWN, Migration, Translation, shown, tidy
+from spmdkit.tools.migrate.base import KINDS, LOST, Migration, Translation, shown, tidy
 
 MAX_BYTES = 10**6
 TASK = "task.py:task"
 
 
-def migrate(path: str | Path, project: str | None = None, devices: int = 1) -> str:
-    """Returns the config as YAML, followed by the translation of each setting as comments.
+class Migrated(NamedTuple):
+    """The config as YAML with the translation of each setting as comments, and the settings that are lost: those that
+    change training and have no counterpart. `problem`: why `spmdkit config check` rejects the config, or empty."""
+
+    text: str
+    lost: list[str]
+    problem: str
+
+
+def migrate(path: str | Path, project: str | None = None, devices: int = 1) -> Migrated:
+    """Returns the config of another project as one for spmdkit.
 
     Args:
         project: accelerate, deepspeed, maxtext or an installed plug-in; None: the project that knows most of the
@@ -36,7 +45,9 @@ def migrate(path: str | Path, project: str | None = None, devices: int = 1) -> s
     name = chosen(settings, {name: reader.NAMES for name, reader in readers.items()}, project, path)
     migration = readers[name].migrate(settings, devices, Path(path).parent)
     tidy(migration)
-    return text(migration, f"{Path(path).name}, a config of {name}", problem_of(migration))
+    problem = problem_of(migration)
+    lost = list(dict.fromkeys(line.key for line in migration.lines if line.kind == LOST))
+    return Migrated(text(migration, f"{Path(path).name}, a config of {name}", problem), lost, problem)
 
 
 def problem_of(migration: Migration) -> str:
@@ -94,23 +105,24 @@ def chosen(
 
 
 def text(migration: Migration, source: str, problem: str = "") -> str:
-    """Returns the config as YAML with a comment for each setting, unknown ones first. If the config is rejected, the
+    """Returns the config as YAML with a comment for each setting, lost ones first. If the config is rejected, the
     reason is at the top."""
     head = [
         f"# From {source}; check it with `spmdkit config check`. The translation of each setting is listed at the end."
     ]
     head += [f"# NOT ACCEPTED YET: {visible(problem)}"] if problem else []
-    config = {"task": TASK, **migration.config}
-    for name, value in config.items():
+    config = []
+    for name, value in {"task": TASK, **migration.config}.items():
         note = "  # your function with @sk.task that returns sk.Task(...)" if name == "task" else ""
         flow = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False).strip()
-        head.append(f"{name}: {flow.removesuffix('...').strip()}{note}")
-    lines = []
-    for kind in (UNKNOWN, *(k for k in KINDS if k != UNKNOWN)):
-        of_kind = [line for line in migration.lines if line.kind == kind]
-        if of_kind:
-            lines += ["#", f"# {kind}:", *(comment_line(line) for line in of_kind)]
-    return "\n".join([*head, *lines]) + "\n"
+        config.append(f"{name}: {flow.removesuffix('...').strip()}{note}")
+    lost, *rest = (_comments(kind, migration.lines) for kind in KINDS)
+    return "\n".join([*head, *lost, *lost[:1], *config, *(line for lines in rest for line in lines)]) + "\n"
+
+
+def _comments(kind: str, lines: list[Translation]) -> list[str]:
+    of_kind = [comment_line(line) for line in lines if line.kind == kind]
+    return ["#", f"# {kind}:", *of_kind] if of_kind else []
 
 
 def comment_line(line: Translation) -> str:

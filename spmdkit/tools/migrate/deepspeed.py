@@ -6,30 +6,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from spmdkit.tools.migrate import deepspeed_optimizer
 from spmdkit.tools.migrate.base import (
     AUTOMATIC,
+    LOST,
     MAPPED,
-    MEANINGLESS,
-    NO_OPTIMIZER,
-    UNKNOWN,
     Migration,
     Rule,
     Table,
     automatic,
     each,
+    external,
     flag,
     is_on,
-    meaningless,
+    lost,
+    lost_if_set,
     to,
-    unless_off,
     walk,
     when,
 )
 
 _OVERLAP = automatic("XLA gathers, reduces and overlaps what the step needs; there are no buckets")
-_SCALE = meaningless("bfloat16 has the range of float32, so there is no loss scale")
-_NVME = meaningless("nothing is offloaded to disks; `offload` uses host memory")
-_TRACKER = meaningless(
+_SCALE = automatic("bfloat16 has the range of float32, so there is no loss scale")
+_NVME = automatic("nothing is offloaded to disks; `offload` uses host memory")
+_TRACKER = automatic(
     "metrics.jsonl and report.html are always written; other services are a tracker of yours, log.trackers"
 )
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -43,6 +43,8 @@ def migrate(settings: Mapping[str, Any], devices: int, folder: Path) -> Migratio
     ordered = sorted(settings, key=lambda name: name == "scheduler")  # last: it uses the optimizer's rate
     walk(migration, {name: settings[name] for name in ordered}, TABLE)
     _batch(migration, settings)
+    if not settings.keys() & set(_SIZES):
+        migration.report(LOST, "batch size", None, "it is not in this file: set batch_size and microbatches")
     stage = migration.config.get("layout", {}).get("zero", 0)
     if not migration.config.get("mesh"):
         migration.put("mesh", {"data": -1} if stage == 0 else {"fsdp": -1})
@@ -55,10 +57,12 @@ def _batch(migration: Migration, settings: Mapping[str, Any]) -> None:
     """Sets batch_size and microbatches from three numbers, of which DeepSpeed requires two."""
     sizes = {k: settings.get(k) for k in _SIZES}
     total, micro, passes = (x if is_count(x) else None for x in sizes.values())
+    tensor = migration.config.get("mesh", {}).get("tensor", 1)
+    replicas = max(1, migration.devices // tensor if is_count(tensor) else 1)
     if total is None and micro is not None:
-        total = micro * (passes or 1) * migration.devices
-    if passes is None and total is not None and micro is not None and total % (micro * migration.devices) == 0:
-        passes = total // (micro * migration.devices)
+        total = micro * (passes or 1) * replicas
+    if passes is None and total is not None and micro is not None and total % (micro * replicas) == 0:
+        passes = total // (micro * replicas)
     counts = {"batch_size": total, "microbatches": passes}
     for name, value in counts.items():
         if value is not None and (name == "batch_size" or (total or 0) % value == 0):
@@ -71,9 +75,10 @@ def _batch(migration: Migration, settings: Mapping[str, Any]) -> None:
                 note = f" (for --devices {migration.devices})" if len(names) == 2 else ""
                 migration.report(MAPPED, key, value, known + note)
             elif value in (None, "auto"):
-                migration.report(AUTOMATIC, key, value, "the trainer's own value: set batch_size and microbatches")
+                kind = LOST if total is None and value and key != _SIZES[2] else AUTOMATIC
+                migration.report(kind, key, value, "the trainer's own value: set batch_size and microbatches")
             else:
-                migration.report(UNKNOWN, key, value, "not a number of examples: set batch_size and microbatches")
+                migration.report(LOST, key, value, "not a number of examples: set batch_size and microbatches")
 
 
 def is_count(value: Any) -> bool:
@@ -90,7 +95,18 @@ def stage(migration: Migration, key: str, value: Any) -> None:
     elif value in (0, None, False):
         migration.report(AUTOMATIC, key, value, "replicas over mesh.data")
     else:
-        migration.report(UNKNOWN, key, value, "the stages are 0 to 3: set layout.zero")
+        migration.report(LOST, key, value, "the stages are 0 to 3: set layout.zero")
+
+
+def clipping(migration: Migration, key: str, value: Any) -> None:
+    """The rule of a limit of the gradient's norm. For "auto", the default of Hugging Face's trainer is written."""
+    if value == "auto":
+        migration.put("clip_norm", 1.0)
+        external(migration, key, "clip_norm", {"clip_norm": 1.0})
+    elif value in (0, None):
+        migration.report(AUTOMATIC, key, value, "no clipping")
+    else:
+        migration.mapped(key, value, "clip_norm", float(value))
 
 
 def offload(part: str) -> Rule:
@@ -101,78 +117,6 @@ def offload(part: str) -> Rule:
         if value in (None, "none")
         else m.mapped(key, value, "offload", [part], note if value == "nvme" else "")
     )
-
-
-def _optimizer(migration: Migration, key: str, value: Any) -> None:
-    """An optax optimizer with the same arguments, and the learning rate as a separate key."""
-    kind, params = str(value.get("type", "")), dict(value.get("params") or {})
-    decoupled = bool(params.pop("adam_w_mode", True))
-    plain = kind.lower().removeprefix("onebit").removeprefix("zeroone")
-    name = "adam" if plain == "adam" and not decoupled else {"adam": "adamw"}.get(plain, plain)
-    if name not in _OPTIONS:
-        return migration.report(MEANINGLESS, f"{key}.type", kind, NO_OPTIMIZER)
-    chosen: dict[str, Any] = {"name": name}
-    warmup = params.get("freeze_step", 100)
-    note = f"its compression is a reducer here, over replicas: reducer: {{sign: {{warmup: {warmup}}}}}"
-    note = note if plain != kind.lower() else ""
-    for option, argument in params.items():
-        if argument == "auto":
-            migration.report(
-                AUTOMATIC, f"{key}.params.{option}", argument, "the trainer's own value: set it under optimizer"
-            )
-        elif option == "lr":
-            migration.mapped(f"{key}.params.lr", argument, "learning_rate", argument)
-        elif option in _OPTIONS[name]:
-            new = {"b1": argument[0], "b2": argument[1]} if option == "betas" else {option: argument}
-            chosen |= new
-            why = ", ".join(f"optimizer.{k}: {v}" for k, v in new.items())
-            migration.report(MAPPED, f"{key}.params.{option}", argument, why)
-        else:
-            migration.report(MEANINGLESS, f"{key}.params.{option}", argument, f"optax.{name} has no such argument")
-    migration.mapped(f"{key}.type", kind, "optimizer", chosen, note)
-
-
-_OPTIONS = {
-    "adam": ("betas", "eps"),
-    "adamw": ("betas", "eps", "weight_decay"),
-    "lamb": ("betas", "eps", "weight_decay"),
-    "lion": ("betas", "weight_decay"),
-    "sgd": ("momentum", "nesterov"),
-    "adagrad": ("eps",),
-}
-"""Optimizer of optax -> its arguments, by DeepSpeed's names."""
-
-
-def _scheduler(migration: Migration, key: str, value: Any) -> None:
-    """An optax schedule, if there is one of the same form."""
-    kind, params = str(value.get("type", "")), dict(value.get("params") or {})
-    numbers = all(isinstance(x, int | float) for k, x in params.items() if k != "warmup_type")
-    if kind == "WarmupLR" and numbers:
-        note = "linear; DeepSpeed's default warm-up is logarithmic" if params.get("warmup_type", "log") == "log" else ""
-        values = (
-            params.get("warmup_min_lr", 0),
-            params.get("warmup_max_lr", 0.001),
-            params.get("warmup_num_steps", 1000),
-        )
-        names = "init_value", "end_value", "transition_steps"
-        schedule = {"name": "linear_schedule", **dict(zip(names, values, strict=True))}
-        return migration.mapped(key, value, "learning_rate", schedule, note)
-    rate = migration.config.get("learning_rate")
-    if kind == "WarmupCosineLR" and numbers and isinstance(rate, int | float):
-        schedule = {
-            "name": "warmup_cosine_decay_schedule",
-            "init_value": rate * params.get("warmup_min_ratio", 0.0),
-            "peak_value": rate,
-            "warmup_steps": params.get("warmup_num_steps", 1000),
-            "decay_steps": params["total_num_steps"],
-            "end_value": rate * params.get("cos_min_ratio", 0.0001),
-        }
-        return migration.mapped(key, value, "learning_rate", schedule)
-    if "auto" in params.values():
-        why = AUTOMATIC, "the trainer's own values: set learning_rate to an optax schedule"
-    else:
-        why = MEANINGLESS, "no single optax schedule has this form: join two in the task, Task(optimizer=...)"
-    return migration.report(why[0], key, value, why[1])
 
 
 _PINNED = automatic("host memory of `offload` is pinned")
@@ -188,7 +132,9 @@ ZERO: Table = {
         "allgather_bucket_size round_robin_gradients ignore_unused_parameters legacy_stage1 memory_efficient_linear "
         "use_multi_rank_bucket_allreduce load_from_fp32_weights override_module_apply stage3_max_live_parameters "
         "stage3_max_reuse_distance stage3_prefetch_bucket_size stage3_param_persistence_threshold "
-        "stage3_param_persitance_threshold stage3_model_persistence_threshold stage3_module_granularity_threshold "
+        "max_live_parameters max_reuse_distance gather_16bit_weights_on_model_save prefetch_bucket_size "
+        "param_persistence_threshold stage3_param_persitance_threshold stage3_model_persistence_threshold "
+        "stage3_module_granularity_threshold "
         "mics_hierarchical_params_gather",
         _OVERLAP,
     ),
@@ -208,19 +154,19 @@ ZERO: Table = {
     "zero_hpz_partition_size": when(
         lambda v: v == 1,
         automatic("parameters are gathered over all of fsdp"),
-        meaningless("use mesh: {replica, fsdp}, which shards within a host"),
+        automatic("use mesh: {replica, fsdp}, which shards within a host"),
     ),
-    "zero_quantized_weights": unless_off("weights are gathered as they are computed with: precision: bfloat16"),
-    "zero_quantized_gradients": unless_off(
+    "zero_quantized_weights": automatic("weights are gathered as they are computed with: precision: bfloat16"),
+    "zero_quantized_gradients": automatic(
         "a compressing reducer works over replicas, not fsdp: set mesh.replica and a reducer"
     ),
 }
 
 TABLE: Table = {
     **dict.fromkeys(_SIZES, lambda m, key, value: None),
-    "gradient_clipping": when(lambda v: v == 0, automatic("no clipping"), to("clip_norm")),
-    "optimizer": _optimizer,
-    "scheduler": _scheduler,
+    "gradient_clipping": clipping,
+    "optimizer": deepspeed_optimizer.optimizer,
+    "scheduler": deepspeed_optimizer.scheduler,
     "zero_optimization": ZERO,
     "fp16": {
         "enabled": flag("precision", "bfloat16", "float32", "no float16: bfloat16 needs no loss scale"),
@@ -244,7 +190,7 @@ TABLE: Table = {
         "prescale_gradients gradient_predivide_factor",
         automatic("sums are divided once, by the count of the whole batch"),
     ),
-    "sparse_gradients": unless_off("embeddings are named: reducer: {sparse_rows: {leaves: [PATH], rows: N}}"),
+    "sparse_gradients": automatic("embeddings are named: reducer: {sparse_rows: {leaves: [PATH], rows: N}}"),
     "steps_per_print": to("log.every_steps"),
     "wall_clock_breakdown": automatic("metrics.jsonl has the times of each step; a trace: profile"),
     "dump_state": automatic("config.yaml, environment.json and plan.json of the run"),
@@ -257,10 +203,12 @@ TABLE: Table = {
     **each("wandb csv_monitor comet", _TRACKER),
     **each("flops_profiler comms_logger", automatic("`spmdkit plan` counts arithmetic and bytes sent")),
     "autotuning": automatic("`spmdkit plan --search` searches the fastest mesh that fits"),
-    "elasticity": automatic("a checkpoint is restored on any mesh; `spmdkit launch --max-restarts`"),
+    "elasticity": lost_if_set(
+        "DeepSpeed computes the batch size from it: set batch_size, which is the same on any mesh"
+    ),
     "activation_checkpointing": {
         "partition_activations": automatic("activations are sharded by the mesh"),
-        "cpu_checkpointing": unless_off("name what is offloaded: remat: {offload: [...]}"),
+        "cpu_checkpointing": automatic("name what is offloaded: remat: {offload: [...]}"),
         **each(
             "contiguous_memory_optimization number_checkpoints synchronize_checkpoint_boundary profile",
             automatic("`remat` selects the saved activations; XLA places them"),
@@ -270,13 +218,21 @@ TABLE: Table = {
     "dataloader_drop_last": to("data.drop_remainder", is_on),
     **each(
         "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_allow_comm_data_type disable_allgather aio",
-        meaningless("an implementation detail of DeepSpeed"),
+        automatic("an implementation detail of DeepSpeed"),
     ),
     **each(
-        "sparse_attention progressive_layer_drop compression_training curriculum_learning data_efficiency "
-        "quantize_training",
-        meaningless("part of the model, so of the task"),
+        "progressive_layer_drop compression_training curriculum_learning data_efficiency quantize_training eigenvalue",
+        lost_if_set("part of the model or its data, so of the task"),
     ),
+    "sparse_attention": lost("part of the model, so of the task: a mask or a kernel of its attention"),
+    **each("compile graph_harvesting", automatic("the whole step is compiled")),
+    **each("_comment comment //", automatic("a comment")),
+    **each("cuda_visible_devices", automatic("devices: auto")),
+    **each(
+        "comms_config monitor_config timers nebula hybrid_engine load_universal_checkpoint",
+        automatic("it concerns no step of training"),
+    ),
+    "torch_autocast": {"enabled": _PRECISION, **each("dtype lower_precision_safe_modules", _SCALE)},
     "checkpoint": automatic("`checkpoint` of the config: every process writes its shards, whole or not at all"),
     "use_data_before_expert_parallel_": automatic("the order of mesh axes is fixed"),
 }

@@ -14,7 +14,7 @@ import yaml
 from spmdkit.config import load_config
 from spmdkit.errors import ConfigError
 from spmdkit.tools.migrate import migrate
-from spmdkit.tools.migrate.base import UNKNOWN
+from spmdkit.tools.migrate.base import AUTOMATIC, LOST
 from tests.support.command_line import Folder
 
 ACCELERATE = """
@@ -98,7 +98,7 @@ def migrated(tmp_path, name, text, **options):
     """Returns (the config as plain values, the lines of each kind); `config check` has taken it."""
     file = tmp_path / name
     file.write_text(text)
-    printed = migrate(file, **options)
+    printed = migrate(file, **options).text
     (tmp_path / "config.yaml").write_text(printed)
     load_config(tmp_path / "config.yaml")
     kinds, kind = {}, None
@@ -114,10 +114,10 @@ def test_an_accelerate_file_with_hybrid_shards(tmp_path):
     config, kinds = migrated(tmp_path, "default_config.yaml", ACCELERATE)
     expected = {"precision": "bfloat16", "layout": {"zero": 3}, "offload": ["params", "optimizer"], "remat": "full"}
     assert config == {"task": "task.py:task", "mesh": {"replica": 2, "fsdp": -1}} | expected
-    assert UNKNOWN not in kinds
+    assert LOST not in kinds
     assert sum(map(len, kinds.values())) == 8 + 7  # a line for each setting
-    assert any("main_process_ip: 10.0.0.1 -> processes find each other" in line for line in kinds["automatic here"])
-    assert any("main_training_function: main -> a config names the task" in line for line in kinds["meaningless here"])
+    assert any("main_process_ip: 10.0.0.1 -> processes find each other" in line for line in kinds[AUTOMATIC])
+    assert any("main_training_function: main -> a config names the task" in line for line in kinds[AUTOMATIC])
 
 
 @pytest.mark.parametrize(
@@ -166,22 +166,18 @@ def test_a_deepspeed_file(tmp_path):
     assert (config["batch_size"], config["microbatches"]) == (256, 4)  # 256 = 8 a device * 8 devices * 4
     assert config["mesh"] == {"fsdp": -1} and config["layout"] == {"zero": 2} and config["offload"] == ["optimizer"]
     assert config["optimizer"] == {"name": "adamw", "b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-    assert config["learning_rate"]["name"] == "warmup_cosine_decay_schedule"
-    assert config["learning_rate"]["peak_value"] == 3e-4 and config["learning_rate"]["decay_steps"] == 10000
+    assert config["learning_rate"]["name"] == "join_schedules"
     assert (config["precision"], config["clip_norm"], config["log"]) == ("bfloat16", 1.0, {"every_steps": 50})
-    assert [line.split(":")[0] for line in kinds[UNKNOWN]] == ["my_own_setting"]
-    for part in (
-        "optimizer.params.torch_adam: true -> optax.adamw has no such argument",
-        "sparse_gradients: true -> embeddings are named: reducer: {sparse_rows: {leaves: [PATH], rows: N}}",
-    ):
-        assert any(part in line for line in kinds["meaningless here"]), kinds
+    assert [line.split(":")[0] for line in kinds[LOST]] == ["my_own_setting"]
+    for part in ("sparse_gradients: true -> embeddings are named: reducer: {sparse_rows: {leaves: [PATH], rows: N}}",):
+        assert any(part in line for line in kinds[AUTOMATIC]), kinds
 
 
 @pytest.mark.parametrize(
     ("kind", "params", "name"),
     [
-        ("WarmupLR", {"warmup_max_lr": 0.01}, "linear_schedule"),
-        ("WarmupCosineLR", {"total_num_steps": 100, "warmup_num_steps": 10}, "warmup_cosine_decay_schedule"),
+        ("WarmupLR", {"warmup_max_lr": 0.01}, "log_warmup_schedule"),
+        ("WarmupCosineLR", {"total_num_steps": 100, "warmup_num_steps": 10}, "join_schedules"),
     ],
 )
 def test_a_schedule_holds_wherever_it_stands(tmp_path, kind, params, name):
@@ -201,8 +197,9 @@ def test_deepspeed_batch_per_device_and_external_learning_rate(tmp_path):
     }
     config, kinds = migrated(tmp_path, "ds.json", json.dumps(settings), devices=16)
     assert (config["batch_size"], config["microbatches"], config["mesh"]) == (128, 2, {"data": -1})
-    assert kinds[UNKNOWN] == ["learning rate: null -> it is not in this file: set learning_rate (now 0.001)"]
-    assert "bf16.enabled: auto -> the trainer's own value: set precision" in kinds["automatic here"]
+    assert [line.split(" -> ")[0] for line in kinds[LOST]] == ["optimizer.params.lr: auto"]
+    assert config["learning_rate"] == 5e-5
+    assert "bf16.enabled: auto -> the trainer's own value: set precision" in kinds[AUTOMATIC]
 
 
 def test_a_maxtext_file(tmp_path):
@@ -211,15 +208,13 @@ def test_a_maxtext_file(tmp_path):
     assert (config["batch_size"], config["microbatches"], config["steps"], config["seed"]) == (64, 4, 1000, 3)
     assert config["precision"] == {"compute": "bfloat16", "params": "float32"}
     assert config["task_args"] == {"base_emb_dim": 512, "vocab_size": 32000, "max_target_length": 1024}
-    rate = config["learning_rate"]
-    assert (rate["peak_value"], rate["warmup_steps"], rate["decay_steps"]) == (3e-4, 100, 1000)
-    assert rate["name"] == "warmup_cosine_decay_schedule" and rate["end_value"] == pytest.approx(3e-5)
+    assert config["learning_rate"]["boundaries"] == [100]
     assert config["optimizer"] == {"name": "adamw", "b1": 0.9, "b2": 0.95, "weight_decay": 0.1}
     assert config["checkpoint"] == {"every_steps": 200} and config["eval"] == {"every_steps": 100}
     assert (config["profile"], config["remat"]) == ({"start": 6, "steps": 3}, "dots_no_batch")
-    assert config["run_dir"] == "runs/first" and UNKNOWN not in kinds
-    meaningless = {line.split(":")[0] for line in kinds["meaningless here"]}
-    assert meaningless >= {"dataset_type", "tokenizer_path", "decode_sampling_strategy", "base_config"}
+    assert config["run_dir"] == "runs/first" and LOST not in kinds
+    automatic = {line.split(":")[0] for line in kinds[AUTOMATIC]}
+    assert automatic >= {"dataset_type", "tokenizer_path", "decode_sampling_strategy", "base_config"}
 
 
 def test_every_setting_has_one_line(tmp_path):
@@ -227,7 +222,7 @@ def test_every_setting_has_one_line(tmp_path):
     _, kinds = migrated(tmp_path, "a.yaml", text)
     keys = sorted(line.split(":")[0] for lines in kinds.values() for line in lines)
     assert keys == ["distributed_type", "dynamo_config", "fsdp_config.fsdp_offload_params", "fsdp_config.new", "other"]
-    assert sorted(line.split(":")[0] for line in kinds[UNKNOWN]) == ["fsdp_config.new", "other"]
+    assert sorted(line.split(":")[0] for line in kinds[LOST]) == ["fsdp_config.new", "other"]
 
 
 @pytest.mark.parametrize(
@@ -255,12 +250,12 @@ def test_value_of_wrong_form_is_reported_and_skipped(tmp_path, name, settings):
     (tmp_path / "zero.json").write_text("{]")
     _, kinds = migrated(tmp_path, name, json.dumps(settings) if name.endswith("json") else yaml.safe_dump(settings))
     last = list(settings)[-1]
-    assert any(line.startswith(last) for line in kinds[UNKNOWN]), kinds
+    assert any(line.startswith(last) for line in kinds[LOST]), kinds
 
 
 def test_impossible_number_is_reported_at_the_top(tmp_path):
     (tmp_path / "a.yaml").write_text("distributed_type: MULTI_GPU\ngradient_accumulation_steps: -4\n")
-    second = migrate(tmp_path / "a.yaml").splitlines()[1]
+    second = migrate(tmp_path / "a.yaml").text.splitlines()[1]
     assert second.startswith("# NOT ACCEPTED YET: microbatches") and "-4" in second
 
 
@@ -294,3 +289,19 @@ def test_command_prints_the_config_or_refuses_with_78(tmp_path, monkeypatch, cap
         assert folder.leaves("migrate", *arguments) == 78
         error = capfd.readouterr().err
         assert part in error and "Traceback" not in error
+
+
+def test_lost_settings_are_at_the_top_with_exit_code_1(tmp_path, monkeypatch, capfd):
+    settings = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"momentum": 0.9, "dampening": 0.1}}}
+    (tmp_path / "ds.json").write_text(json.dumps(settings))
+    folder = Folder(tmp_path, monkeypatch, capfd)
+    assert folder.leaves("migrate", "ds.json") == 1
+    printed, error = capfd.readouterr()
+    lines = printed.splitlines()
+    assert lines[1:4] == ["#", f"# {LOST}:", "#   optimizer.params.dampening: 0.1 -> optax has no such argument"]
+    assert yaml.safe_load(printed)["optimizer"] == {"name": "sgd", "momentum": 0.9}
+    assert (
+        "1 setting(s) change training" in error and "optimizer.params.dampening" in error and "--accept-lost" in error
+    )
+    assert folder.leaves("migrate", "ds.json", "--accept-lost") == 0
+    assert capfd.readouterr() == (printed, "")
