@@ -34,7 +34,7 @@ COMPARED = {"op": "operation", "reduce": "reduction"} | {name: name for name in 
 COMPARED |= {"leaves": "names of leaves", "rest": "dims after the first"}
 """Field that must be equal on all ranks -> its description, in the order in which differences are reported."""
 
-OFFERED_TO_THE_JOINED = ("Sum", "Average", "Adasum")
+SUPPORTED_AFTER_JOIN = ("Sum", "Average", "Adasum")
 
 
 class HorovodInternalError(RuntimeError):
@@ -43,14 +43,14 @@ class HorovodInternalError(RuntimeError):
     exit_code = ExitCode.PEER_LOST
 
 
-class Patience(NamedTuple):
+class StallTimeouts(NamedTuple):
     """Time limits for waiting for other ranks, in seconds."""
 
     warn_s: float = 60.0
-    at_most_s: float = 600.0
+    shutdown_s: float = 600.0
 
     @classmethod
-    def of(cls, env: Mapping[str, str]) -> Patience:
+    def of(cls, env: Mapping[str, str]) -> StallTimeouts:
         """Returns the limits from Horovod's environment variables. No limit (0, the default) is ten minutes here."""
         names = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
         return cls(*(float(env.get(name) or 0) or default for name, default in zip(names, cls(), strict=True)))
@@ -63,16 +63,16 @@ class Blackboard:
     store: Store
     folder: str
     rank: int
-    patience: Patience
+    timeouts: StallTimeouts
 
-    def say_failed(self, why: str) -> None:
+    def report_failure(self, why: str) -> None:
         """Reports to all ranks that this one is about to exit, and why."""
         try:
             self.store.put(f"{self.folder}/failed/{self.rank}", why, overwrite=True)
         except RendezvousError:
             return  # the service has exited
 
-    def failed(self, ranks: Sequence[int]) -> dict[int, str]:
+    def failures(self, ranks: Sequence[int]) -> dict[int, str]:
         """Returns rank -> reason for the ranks that have reported their exit."""
         reported = self.store.entries(f"{self.folder}/failed").items()
         return {int(rank): why for rank, why in reported if int(rank) in ranks}
@@ -85,144 +85,144 @@ class Rounds:
         self._board, self._ranks = board, list(ranks)
         self._folder, self._round = f"{board.folder}/{number}", 0
 
-    def exchange(self, wants: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    def exchange(self, requests: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
         """Returns rank -> its requests, the same table on every rank of the set. Raises HorovodInternalError on each
         rank if a rank is late or has failed, or if the service has exited."""
         if len(self._ranks) == 1:
-            return {self._board.rank: wants}
+            return {self._board.rank: requests}
         folder, self._round = f"{self._folder}/{self._round}", self._round + 1
         try:
             if self._board.rank == self._ranks[0]:
-                answer = self._collect(folder, wants)
+                reply = self._collect(folder, requests)
             else:
-                self._board.store.put(f"{folder}/{self._board.rank}", json.dumps(wants))
-                answer = self._wait(f"{folder}/all", self._ranks[:1], wants, self._board.patience.at_most_s + 30)
+                self._board.store.put(f"{folder}/{self._board.rank}", json.dumps(requests))
+                reply = self._wait(f"{folder}/all", self._ranks[:1], requests, self._board.timeouts.shutdown_s + 30)
         except RendezvousError as error:
             raise HorovodInternalError(str(error)) from error
-        response = json.loads(answer)
+        response = json.loads(reply)
         if "error" in response:
             raise HorovodInternalError(response["error"])
-        return {int(rank): requested for rank, requested in response["wants"].items()}
+        return {int(rank): rows for rank, rows in response["requests"].items()}
 
-    def _collect(self, folder: str, wants: list[dict[str, Any]]) -> str:
+    def _collect(self, folder: str, requests: list[dict[str, Any]]) -> str:
         """On the first rank: waits for the requests of all ranks, publishes them, and removes the previous round, which
         all ranks have read."""
-        requested, deadline = {self._ranks[0]: wants}, Deadline(self._board.patience.at_most_s)
+        rows, deadline = {self._ranks[0]: requests}, Deadline(self._board.timeouts.shutdown_s)
         try:
             for rank in self._ranks[1:]:
-                requested[rank] = json.loads(self._wait(f"{folder}/{rank}", [rank], wants, deadline.remaining_s))
+                rows[rank] = json.loads(self._wait(f"{folder}/{rank}", [rank], requests, deadline.remaining_s))
         except HorovodInternalError as error:
-            answer = json.dumps({"error": str(error)})
+            reply = json.dumps({"error": str(error)})
         else:
-            answer = json.dumps({"wants": requested})
+            reply = json.dumps({"requests": rows})
             if self._round > 1:
                 self._board.store.remove(f"{self._folder}/{self._round - 2}")
-        self._board.store.put(f"{folder}/all", answer)
-        return answer
+        self._board.store.put(f"{folder}/all", reply)
+        return reply
 
-    def _wait(self, key: str, missing: list[int], wants: list[dict[str, Any]], at_most_s: float) -> str:
-        """Returns the value of `key`. Raises HorovodInternalError if a rank reports a failure, or after `at_most_s`."""
+    def _wait(self, key: str, missing: list[int], requests: list[dict[str, Any]], timeout_s: float) -> str:
+        """Returns the value of `key`. Raises HorovodInternalError if a rank reports a failure, or after `timeout_s`."""
         begin, warned, waited = time.monotonic(), False, 0.0
-        who = f"rank {self._board.rank} waits in {describe(wants)}"
+        who = f"rank {self._board.rank} waits in {describe(requests)}"
         while True:
             try:
-                return self._board.store.get(key, max(0.001, min(NEGOTIATION_POLL_S, at_most_s - waited)))
+                return self._board.store.get(key, max(0.001, min(NEGOTIATION_POLL_S, timeout_s - waited)))
             except TimeoutError:
                 waited = time.monotonic() - begin
-            for rank, why in sorted(self._board.failed(self._ranks).items()):
+            for rank, why in sorted(self._board.failures(self._ranks).items()):
                 raise HorovodInternalError(
                     f"rank {rank} ended ({why}) while {who}. See its output, and restart all ranks."
                 )
-            if waited >= at_most_s:
+            if waited >= timeout_s:
                 raise HorovodInternalError(
                     f"{who}; {name_processes(missing).replace('process', 'rank')} did not call it within "
-                    f"{at_most_s:.0f} s. Every rank of a process set makes the same calls. Look at the missing rank, "
+                    f"{timeout_s:.0f} s. Every rank of a process set makes the same calls. Look at the missing rank, "
                     "or raise HOROVOD_STALL_SHUTDOWN_TIME_SECONDS."
                 )
-            if waited >= self._board.patience.warn_s and not warned:
+            if waited >= self._board.timeouts.warn_s and not warned:
                 warned = True
                 print(f"{who} since {waited:.0f} s: rank(s) {missing} have not called it", file=sys.stderr, flush=True)
 
 
-class Agreed(NamedTuple):
+class Decision(NamedTuple):
     """The outcome of a round: the operations to run in order, each with the request of each rank (None if it has
     joined); name -> reason of a failed operation; the ranks that have joined; the reason of a deadlock, or None."""
 
     run: list[tuple[str, dict[int, dict[str, Any] | None]]]
     errors: dict[str, str]
     joined: list[int]
-    stuck: str | None
+    deadlock: str | None
 
 
-def decide(wants: Mapping[int, Sequence[Mapping[str, Any]]]) -> Agreed:
+def decide(requests: Mapping[int, Sequence[Mapping[str, Any]]]) -> Decision:
     """Returns the outcome for the requests of each rank. Pure, so that all ranks make the same decision."""
-    table = {rank: {want["name"]: dict(want) for want in requested} for rank, requested in wants.items()}
-    joined = [rank for rank, requested in table.items() if JOIN in requested]
-    names = dict.fromkeys(want["name"] for requested in wants.values() for want in requested if want["name"] != JOIN)
+    table = {rank: {request["name"]: dict(request) for request in rows} for rank, rows in requests.items()}
+    joined = [rank for rank, rows in table.items() if JOIN in rows]
+    names = dict.fromkeys(request["name"] for rows in requests.values() for request in rows if request["name"] != JOIN)
     run: list[tuple[str, dict[int, dict[str, Any] | None]]] = []
     errors: dict[str, str] = {}
     for name in names:
         by_rank = {rank: table[rank].get(name) for rank in table}
-        if any(want is None and rank not in joined for rank, want in by_rank.items()):
+        if any(request is None and rank not in joined for rank, request in by_rank.items()):
             continue  # a rank has not requested it yet
         why = disagreement(name, by_rank)
         if why is None:
             run.append((name, by_rank))
         else:
             errors[name] = why
-    stuck = None
+    deadlock = None
     if not run and not errors and len(joined) < len(table):
-        requested = "; ".join(f"rank {rank}: {describe(list(requested.values()))}" for rank, requested in table.items())
-        stuck = (
-            f"the ranks wait for different operations, and would indefinitely: {requested}. Every rank of a process "
+        rows = "; ".join(f"rank {rank}: {describe(list(rows.values()))}" for rank, rows in table.items())
+        deadlock = (
+            f"the ranks wait for different operations, and would indefinitely: {rows}. Every rank of a process "
             "set makes the same calls, with the same names. Make the missing call on all ranks."
         )
-    return Agreed(run, errors, joined, stuck)
+    return Decision(run, errors, joined, deadlock)
 
 
 def disagreement(name: str, by_rank: Mapping[int, dict[str, Any] | None]) -> str | None:
     """Returns why an operation cannot run, with the request of each rank, or None if it can."""
-    present = {rank: want for rank, want in by_rank.items() if want is not None}
-    faults = {rank: want["fault"] for rank, want in present.items() if "fault" in want}
+    present = {rank: request for rank, request in by_rank.items() if request is not None}
+    faults = {rank: request["fault"] for rank, request in present.items() if "fault" in request}
     if faults:
         return f"{name}: " + "; ".join(f"rank {rank}: {fault}" for rank, fault in faults.items())
     for key in COMPARED:
-        if len({json.dumps(want.get(key)) for want in present.values()}) > 1:
-            requests = (
-                f"rank {rank}: {describe([want])}{_own_leaves(rank, present)}" for rank, want in present.items()
+        if len({json.dumps(request.get(key)) for request in present.values()}) > 1:
+            descriptions = (
+                f"rank {rank}: {describe([request])}{_own_leaves(rank, present)}" for rank, request in present.items()
             )
-            return f"mismatched {COMPARED[key]}: {'; '.join(requests)}. All ranks must pass the same."
+            return f"mismatched {COMPARED[key]}: {'; '.join(descriptions)}. All ranks must pass the same."
     first = next(iter(present.values()))
-    offered = first["op"] == "allreduce" and first["reduce"] in OFFERED_TO_THE_JOINED
+    offered = first["op"] == "allreduce" and first["reduce"] in SUPPORTED_AFTER_JOIN
     if len(present) < len(by_rank) and not offered:
-        absent = [rank for rank, want in by_rank.items() if want is None]
+        absent = [rank for rank, request in by_rank.items() if request is None]
         what = first["op"] if first.get("reduce") is None else f"{first['op']} with {first['reduce']}"
         return (
             f"{what} is not supported while ranks have joined, found {absent}: they contribute zeros only. Only "
-            f"allreduce with {', '.join(OFFERED_TO_THE_JOINED)} is. Make the call before the first rank joins."
+            f"allreduce with {', '.join(SUPPORTED_AFTER_JOIN)} is. Make the call before the first rank joins."
         )
     return None
 
 
 def _own_leaves(rank: int, present: Mapping[int, Mapping[str, Any]]) -> str:
     """Returns as text the names of leaves that this rank has and some other rank does not."""
-    of_ranks = [set(want.get("leaves") or ()) for want in present.values()]
+    of_ranks = [set(request.get("leaves") or ()) for request in present.values()]
     extra = [name for name in present[rank].get("leaves") or () if any(name not in names for names in of_ranks)]
     return f" with {', '.join(extra[:3])}{' ...' if len(extra) > 3 else ''}" if extra else ""
 
 
-def describe(wants: Sequence[Mapping[str, Any]]) -> str:
+def describe(requests: Sequence[Mapping[str, Any]]) -> str:
     """Returns `allreduce Sum float32[3,2] 'loss'` for a request."""
-    return " and ".join(JOIN if want["name"] == JOIN else _described(want) for want in wants) or "nothing"
+    return " and ".join(JOIN if request["name"] == JOIN else _described(request) for request in requests) or "nothing"
 
 
-def _described(want: Mapping[str, Any]) -> str:
-    parts = [want["op"], *([want["reduce"]] if want.get("reduce") else [])]
-    shapes = want.get("shapes") or want.get("own_shapes") or ()
+def _described(request: Mapping[str, Any]) -> str:
+    parts = [request["op"], *([request["reduce"]] if request.get("reduce") else [])]
+    shapes = request.get("shapes") or request.get("own_shapes") or ()
     parts += [
-        f"{dtype}[{','.join(map(str, shape))}]" for dtype, shape in zip(want.get("dtypes") or (), shapes, strict=True)
+        f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims in zip(request.get("dtypes") or (), shapes, strict=True)
     ][:3]
     parts += ["..."] if len(shapes) > 3 else []
-    parts += [f"{key} {want[key]}" for key in ("root", "ranks") if want.get(key) is not None]
-    parts += [f"{key} {want[key]:g}" for key in ("prescale", "postscale") if want.get(key) not in (None, 1.0)]
-    return " ".join([*parts, repr(want["name"])])
+    parts += [f"{key} {request[key]}" for key in ("root", "ranks") if request.get(key) is not None]
+    parts += [f"{key} {request[key]:g}" for key in ("prescale", "postscale") if request.get(key) not in (None, 1.0)]
+    return " ".join([*parts, repr(request["name"])])

@@ -63,7 +63,7 @@ def grouped_allreduce_async(
     error: Exception | None = next((why for x in arrays if (why := unfit(x, "allreduce", how)) is not None), None)
     scales = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
     want = {"op": "allreduce", "reduce": how.value, **scales, **shapes_of(arrays), "leaves": leaves}
-    return queue.ask(want, arrays, name, error)
+    return queue.enqueue(want, arrays, name, error)
 
 
 def grouped_allgather_async(
@@ -77,7 +77,7 @@ def grouped_allgather_async(
     if any(x.ndim == 0 for x in arrays):
         error = ValueError("tried to allgather a scalar: it has no first dim. Reshape it to (1,).")
     want = {"op": "allgather", "dtypes": [str(x.dtype) for x in arrays], "own_shapes": [list(x.shape) for x in arrays]}
-    return process_set.queue().ask(want | {"rest": [list(x.shape[1:]) for x in arrays]}, arrays, name, error)
+    return process_set.queue().enqueue(want | {"rest": [list(x.shape[1:]) for x in arrays]}, arrays, name, error)
 
 
 def broadcast_all_async(
@@ -96,7 +96,7 @@ def broadcast_all_async(
             f"broadcast from root_rank {root_rank}, which is not one of the ranks {queue.ranks}. Name one of them."
         )
     want = {"op": "broadcast", "root": int(root_rank), **shapes_of(arrays), "leaves": leaves}
-    return queue.ask(want, arrays, name, error)
+    return queue.enqueue(want, arrays, name, error)
 
 
 def alltoall_async(
@@ -107,7 +107,7 @@ def alltoall_async(
     x = local_array(tensor, "alltoall")
     numbers, error = splits_of(x, splits, len(queue.ranks))
     want = {"op": "alltoall", "dtypes": [str(x.dtype)], "own_shapes": [list(x.shape)], "rest": [list(x.shape[1:])]}
-    return queue.ask(want | {"splits": numbers}, [x], name, error)
+    return queue.enqueue(want | {"splits": numbers}, [x], name, error)
 
 
 def grouped_reducescatter_async(
@@ -132,7 +132,7 @@ def grouped_reducescatter_async(
         error = next((why for x in arrays if (why := unfit(x, "reducescatter", op)) is not None), None)
     scales = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
     want = {"op": "reducescatter", "reduce": getattr(op, "value", str(op)), **scales, **shapes_of(arrays)}
-    return process_set.queue().ask(want, arrays, name, error)
+    return process_set.queue().enqueue(want, arrays, name, error)
 
 
 def allreduce_async(tensor: Any, *args: Any, **options: Any) -> Handle:
@@ -159,7 +159,7 @@ def reducescatter_async(tensor: Any, *args: Any, **options: Any) -> Handle:
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until every rank of the set has called it."""
     queue = process_set.queue()
-    queue.wait(queue.ask({"op": "barrier"}))
+    queue.wait(queue.enqueue({"op": "barrier"}))
 
 
 def join(device: int = -1) -> int:
@@ -173,7 +173,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Returns an open process set, created by all ranks. Raises ValueError if it is already open."""
     wanted = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     queue = global_process_set.queue()
-    queue.wait(queue.ask({"op": "add_process_set", "ranks": wanted.ranks}))
+    queue.wait(queue.enqueue({"op": "add_process_set", "ranks": wanted.ranks}))
     return topology.register(wanted)
 
 
@@ -182,7 +182,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if not process_set.process_set_id:
         return False
     queue = global_process_set.queue()
-    queue.wait(queue.ask({"op": "remove_process_set", "ranks": process_set.ranks}))
+    queue.wait(queue.enqueue({"op": "remove_process_set", "ranks": process_set.ranks}))
     topology.world().sets.pop(process_set.process_set_id)
     process_set.close()
     return True

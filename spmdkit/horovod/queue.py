@@ -13,10 +13,10 @@ from spmdkit.horovod.negotiation import JOIN, Blackboard, HorovodInternalError, 
 
 
 class Handle:
-    """One asynchronous operation and its future result. `want`: the request, as sent to the other ranks."""
+    """One asynchronous operation and its future result. `request`: the request, as sent to the other ranks."""
 
-    def __init__(self, queue: Queue, want: dict[str, Any], arrays: Any, error: Exception | None = None):
-        self.queue, self.want, self.arrays = queue, want, arrays
+    def __init__(self, queue: Queue, request: dict[str, Any], arrays: Any, error: Exception | None = None):
+        self.queue, self.request, self.arrays = queue, request, arrays
         self._own_error = error
         self.error: Exception | None = None
         self.result: Any = None
@@ -42,13 +42,13 @@ class Queue:
     def __init__(self, board: Blackboard, number: int, ranks: Sequence[int]):
         self.ranks, self.rank = list(ranks), board.rank
         self._rounds, self._wire = Rounds(board, number, ranks), Wire(ranks, board.rank)
-        self._asked: dict[str, Handle] = {}
+        self._pending: dict[str, Handle] = {}
         self._num_rounds = self._num_unnamed = 0
         self._joined: dict[int, int] = {}
 
-    def ask(
+    def enqueue(
         self,
-        want: dict[str, Any],
+        request: dict[str, Any],
         arrays: Sequence[jax.Array] = (),
         name: str | None = None,
         error: Exception | None = None,
@@ -58,15 +58,15 @@ class Queue:
         if name is None:
             name = f"noname.{self._num_unnamed}"
             self._num_unnamed += 1
-        if name in self._asked:
+        if name in self._pending:
             raise ValueError(
-                f"Requested to {want['op']} an array with the same name as another that is being processed: {name!r}. "
-                "A name can be used again after its result was returned. Call hvd.synchronize first, or use another "
-                "name."
+                f"Requested to {request['op']} an array with the same name as another that is being processed: "
+                f"{name!r}. A name can be used again after its result was returned. Call hvd.synchronize first, or use "
+                "another name."
             )
         fault = {} if error is None else {"fault": str(error)}
-        handle = Handle(self, {"name": name, **want, **fault}, list(arrays), error)
-        self._asked[name] = handle
+        handle = Handle(self, {"name": name, **request, **fault}, list(arrays), error)
+        self._pending[name] = handle
         return handle
 
     def wait(self, handle: Handle) -> Any:
@@ -81,49 +81,49 @@ class Queue:
     def join(self) -> int:
         """Contributes zeros until all ranks have joined. Returns the rank that joined last (the highest, if several
         joined in one round)."""
-        return int(self.wait(self.ask({"op": JOIN}, name=JOIN)))
+        return int(self.wait(self.enqueue({"op": JOIN}, name=JOIN)))
 
     def fail(self, why: str) -> None:
         """Drops all requests."""
-        for handle in self._asked.values():
+        for handle in self._pending.values():
             handle.fail(why)
-        self._asked.clear()
+        self._pending.clear()
 
     def step(self) -> None:
         """Exchanges requests once, and runs or fails operations by the decision."""
-        wants = [handle.want | {"unnamed": self._num_unnamed} for handle in self._asked.values()]
+        requests = [handle.request | {"unnamed": self._num_unnamed} for handle in self._pending.values()]
         try:
-            table = self._rounds.exchange(wants)
+            table = self._rounds.exchange(requests)
         except HorovodInternalError as error:
             return self.fail(str(error))
         self._num_rounds += 1
         decision = decide(table)
         for name, why in decision.errors.items():
-            if name in self._asked:
-                self._asked.pop(name).fail(why)
+            if name in self._pending:
+                self._pending.pop(name).fail(why)
         for name, by_rank in decision.run:
-            self._run(self._asked.pop(name, None), by_rank)
+            self._run(self._pending.pop(name, None), by_rank)
         for rank in decision.joined:
             self._joined.setdefault(rank, self._num_rounds)
-        if decision.stuck is not None or len(decision.joined) == len(self.ranks):
+        if decision.deadlock is not None or len(decision.joined) == len(self.ranks):
             # Realigns the numbers of unnamed calls, since ranks may have made different numbers of them.
-            self._num_unnamed = max(want["unnamed"] for requested in table.values() for want in requested)
+            self._num_unnamed = max(request["unnamed"] for requested in table.values() for request in requested)
         if len(decision.joined) == len(self.ranks):
-            self._asked.pop(JOIN).finish(max(self._joined, key=lambda rank: (self._joined[rank], rank)))
+            self._pending.pop(JOIN).finish(max(self._joined, key=lambda rank: (self._joined[rank], rank)))
             self._joined = {}
-        elif decision.stuck is not None:
-            joined = self._asked.pop(JOIN, None)
-            self.fail(decision.stuck)
+        elif decision.deadlock is not None:
+            joined = self._pending.pop(JOIN, None)
+            self.fail(decision.deadlock)
             if joined is not None:
-                self._asked[JOIN] = joined  # the rank still contributes zeros to ranks that catch the error
+                self._pending[JOIN] = joined  # the rank still contributes zeros to ranks that catch the error
 
     def _run(self, handle: Handle | None, by_rank: dict[int, dict[str, Any] | None]) -> None:
         """Runs an operation. A rank that has joined takes part without a handle."""
-        handle = handle or Handle(self, next(want for want in by_rank.values() if want is not None), None)
+        handle = handle or Handle(self, next(request for request in by_rank.values() if request is not None), None)
         try:
             handle.finish(self._wire.run(handle.arrays, by_rank))
         except (RuntimeError, ValueError) as error:  # an error of XLA: a peer exited during the operation
-            handle.fail(f"{handle.want['op']} {handle.want['name']!r} failed on rank {self.rank}: {error}")
+            handle.fail(f"{handle.request['op']} {handle.request['name']!r} failed on rank {self.rank}: {error}")
 
 
 def synchronize(handle: Handle) -> Any:
@@ -132,7 +132,7 @@ def synchronize(handle: Handle) -> Any:
     try:
         return jax.block_until_ready(result)
     except RuntimeError as error:
-        raise HorovodInternalError(f"{handle.want['op']} {handle.want['name']!r} failed: {error}") from error
+        raise HorovodInternalError(f"{handle.request['op']} {handle.request['name']!r} failed: {error}") from error
 
 
 def poll(handle: Handle) -> bool:

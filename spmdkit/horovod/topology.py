@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spmdkit.cluster import Cluster, detect_cluster, join
-from spmdkit.horovod.negotiation import Blackboard, Patience
+from spmdkit.horovod.negotiation import Blackboard, StallTimeouts
 from spmdkit.horovod.process_sets import ProcessSet, global_process_set
 
 _init_count = itertools.count()
@@ -48,8 +48,8 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     global _world
     if _world is not None:
         return
-    patience = Patience.of(os.environ)
-    cluster = join(detect_cluster(os.environ), "auto", collective_timeout_s=patience.at_most_s)
+    timeouts = StallTimeouts.of(os.environ)
+    cluster = join(detect_cluster(os.environ), "auto", collective_timeout_s=timeouts.shutdown_s)
     if comm is not None and sorted(comm) != list(range(cluster.num_processes)):
         raise ValueError(
             f"hvd.init(comm={list(comm)}) in {cluster.num_processes} processes: JAX's devices are those of all "
@@ -57,8 +57,8 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
             "process sets for some of them."
         )
     store, folder = cluster.board("horovod")
-    board = Blackboard(store, f"{folder}/{next(_init_count)}", cluster.process_index, patience)
-    hosts = cluster.gather("hosts", os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname(), patience.at_most_s)
+    board = Blackboard(store, f"{folder}/{next(_init_count)}", cluster.process_index, timeouts)
+    hosts = cluster.gather("hosts", os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname(), timeouts.shutdown_s)
     _world = World(cluster, board, hosts)
     global_process_set.open(0, list(range(cluster.num_processes)), board)
     _world.sets[0] = global_process_set
@@ -168,7 +168,7 @@ def _exit_together() -> None:
         before(kind, error, trace)
         failed.append(error)
         if _world is not None:
-            _world.board.say_failed(f"{kind.__name__}: {error}")
+            _world.board.report_failure(f"{kind.__name__}: {error}")
 
     def leave() -> None:
         try:

@@ -18,17 +18,17 @@ from spmdkit.config import Config, parse_config
 from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.foundation.timeouts import ACTOR_REPLY_S, RAY_CONNECT_S
 from spmdkit.parameter_server.ray_local import LocalRay
-from spmdkit.parameter_server.transport import Ending, Endpoint, Running, Unavailable
+from spmdkit.parameter_server.transport import Endpoint, Unavailable, WorkerExit, WorkerHandle
 
 
-def _knock(address: str) -> None:
+def _check_reachable(address: str) -> None:
     """Raises OSError if no server listens at HOST:PORT. Ray checks other forms of an address."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdecimal() and int(port) < 1 << 16:
         socket.create_connection((host.strip("[]"), int(port)), RAY_CONNECT_S).close()
 
 
-def imported() -> Any:
+def import_ray() -> Any:
     """Returns the module `ray`. Raises ConfigError if it is not installed."""
     try:
         import ray
@@ -76,7 +76,7 @@ class WorkerActor:
         self, values: dict[str, Any], source: str | None, number: int, incarnation: int, servers: list[Any]
     ) -> tuple[str, str, str]:
         from spmdkit.parameter_server.threads import failed
-        from spmdkit.parameter_server.worker import Fenced
+        from spmdkit.parameter_server.worker import FencedError
 
         os.environ["SPMDKIT_WORKER"] = str(number)
         try:
@@ -86,11 +86,11 @@ class WorkerActor:
             devices = join(detect_cluster({}), config.devices).devices  # before the task is created: it may compute
             endpoints = [RayEndpoint(server) for server in servers]
             _roles(values, source).worker(devices, number, incarnation, endpoints).run()
-        except (Unavailable, Fenced) as error:
+        except (Unavailable, FencedError) as error:
             return "lost", "", str(error)
         except Exception as error:  # noqa: BLE001  the coordinator reports it
             ending = failed(error)
-            return ending.how, ending.kind, ending.text
+            return ending.status, ending.kind, ending.text
         return "done", "", ""
 
 
@@ -108,8 +108,8 @@ class RayEndpoint:
     def __init__(self, handle: Any):
         self.handle = handle
 
-    def ask(self, method: str, *args: Any) -> Callable[[], Any]:
-        ray = imported()
+    def call_async(self, method: str, *args: Any) -> Callable[[], Any]:
+        ray = import_ray()
         lost = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, ray.exceptions.ObjectLostError)
         try:
             reference, why = self.handle.call.remote(method, *args), ""
@@ -143,22 +143,22 @@ class RayWorker:
 
     @property
     def where(self) -> str:
-        ray = imported()
+        ray = import_ray()
         ready, _ = ray.wait([self._where], timeout=0)
         try:
             return str(ray.get(self._where)) if ready else ""
         except ray.exceptions.RayError:
             return ""
 
-    def ended(self) -> Ending | None:
-        ray = imported()
+    def ended(self) -> WorkerExit | None:
+        ray = import_ray()
         ready, _ = ray.wait([self._reference], timeout=0)
         if not ready:
             return None
         try:
-            return Ending(*ray.get(self._reference))
+            return WorkerExit(*ray.get(self._reference))
         except ray.exceptions.RayError as error:
-            return Ending("lost", "", first_line(error))
+            return WorkerExit("lost", "", first_line(error))
 
 
 class Actors:
@@ -169,9 +169,9 @@ class Actors:
         self._values, self._source = config.model_dump(), None if config.source is None else str(config.source)
         self._local = LocalRay(directory, num, num_bytes) if address == "local" else None
         if self._local is None:
-            ray = imported()
+            ray = import_ray()
             try:
-                _knock(address)
+                _check_reachable(address)
                 ray.init(address=address, log_to_driver=False, logging_level="ERROR")
             except Exception as error:
                 raise ConfigError(
@@ -183,13 +183,13 @@ class Actors:
         self._handles: list[Any] = []
 
     def server(self, number: int) -> Endpoint:
-        ray = imported()
+        ray = import_ray()
         actor = ray.remote(max_restarts=-1, max_task_retries=0, num_cpus=0)(ServerActor)
         self._handles.append(actor.remote(self._values, self._source, number))
         return RayEndpoint(self._handles[-1])
 
-    def worker(self, number: int, incarnation: int, endpoints: Sequence[Endpoint]) -> Running:
-        ray = imported()
+    def worker(self, number: int, incarnation: int, endpoints: Sequence[Endpoint]) -> WorkerHandle:
+        ray = import_ray()
         num_cpus = 1 if self._local is None else 0  # a private Ray always admits a worker that joins
         handle = ray.remote(max_restarts=0, max_task_retries=0, num_cpus=num_cpus)(WorkerActor).remote()
         servers = [endpoint.handle for endpoint in endpoints if isinstance(endpoint, RayEndpoint)]
@@ -197,7 +197,7 @@ class Actors:
         return RayWorker(handle, self._values, self._source, number, incarnation, servers)
 
     def close(self) -> None:
-        ray = imported()
+        ray = import_ray()
         if ray.is_initialized():
             for handle in self._handles:
                 try:

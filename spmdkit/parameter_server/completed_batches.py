@@ -3,7 +3,7 @@ one of them, because the worker died during the push or a snapshot was taken in 
 
 Such a batch is assigned again. A server that has already completed it does not apply it again, so each leaf receives
 each batch once. If a run resumes with a different number of servers, each leaf carries the batches that its previous
-server completed (`Agreement`), until all leaves of the new server have the same set.
+server completed (`LeafGroup`), until all leaves of the new server have the same set.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 
-class Settled:
+class BatchSet:
     """A set of batch numbers: all below `low` and a few above. Batches complete roughly in numerical order."""
 
     def __init__(self, low: int, above: Iterable[int] = ()):
@@ -35,7 +35,7 @@ class Settled:
 
 
 @dataclass
-class Agreement:
+class LeafGroup:
     """Leaves of one server with the same completed batches.
 
     Attributes:
@@ -45,25 +45,25 @@ class Agreement:
     """
 
     paths: frozenset[str]
-    settled: Settled
+    completed: BatchSet
     applied: int
 
     def row(self) -> tuple[list[str], tuple[int, list[int]], int]:
-        """Returns the record that `of_row` reads."""
-        return sorted(self.paths), self.settled.table(), self.applied
+        """Returns the record that `group_from_row` reads."""
+        return sorted(self.paths), self.completed.table(), self.applied
 
 
-def of_row(row: Sequence[Any]) -> Agreement:
+def group_from_row(row: Sequence[Any]) -> LeafGroup:
     """Returns the agreement from a row of a table."""
-    paths, settled, applied = row
-    return Agreement(frozenset(paths), Settled(*settled), applied)
+    paths, completed, applied = row
+    return LeafGroup(frozenset(paths), BatchSet(*completed), applied)
 
 
-def merged(parts: Iterable[Agreement]) -> list[Agreement]:
+def merge(parts: Iterable[LeafGroup]) -> list[LeafGroup]:
     """Returns the agreements, with equal ones merged."""
-    agreements: list[Agreement] = []
+    agreements: list[LeafGroup] = []
     for part in parts:
-        same = [x for x in agreements if (x.applied, x.settled.table()) == (part.applied, part.settled.table())]
+        same = [x for x in agreements if (x.applied, x.completed.table()) == (part.applied, part.completed.table())]
         if same:
             same[0].paths |= part.paths
         elif part.paths:
@@ -71,7 +71,7 @@ def merged(parts: Iterable[Agreement]) -> list[Agreement]:
     return agreements
 
 
-def dealt(tables: Sequence[Mapping[str, Any]], owned: Mapping[str, int], servers: int) -> list[dict[str, Any]]:
+def redistribute(tables: Sequence[Mapping[str, Any]], owned: Mapping[str, int], servers: int) -> list[dict[str, Any]]:
     """Returns the table of each server from the tables of a snapshot, which may assign leaves to servers differently.
 
     The first server assigns again each batch that only some leaves have completed. Batches from `next_batch` on are
@@ -81,14 +81,14 @@ def dealt(tables: Sequence[Mapping[str, Any]], owned: Mapping[str, int], servers
         owned: path of a leaf -> its server.
     """
     rows = [row for table in tables for row in table["parts"]]
-    kinds = [part.settled for part in merged(of_row(row) for row in rows)]
+    kinds = [part.completed for part in merge(group_from_row(row) for row in rows)]
     begun = range(min(kind.low for kind in kinds), tables[0]["next_batch"])
     lacking = [batch for batch in begun if 0 < sum(batch in kind for kind in kinds) < len(kinds)]
     again = {*tables[0]["again"], *lacking}
     result = []
     for server in range(servers):
         of: Callable[..., list[str]] = lambda paths, server=server: [path for path in paths if owned[path] == server]
-        parts = merged(of_row((of(paths), *history)) for paths, *history in rows)
+        parts = merge(group_from_row((of(paths), *history)) for paths, *history in rows)
         table = tables[server] if server < len(tables) else tables[0]
         changed = {"parts": [part.row() for part in parts], "again": sorted(again) if server == 0 else []}
         result.append({**table, **changed, "applied": min(part.applied for part in parts)})

@@ -21,12 +21,12 @@ import numpy as np
 from spmdkit import errors
 from spmdkit.foundation.deadline import Deadline
 from spmdkit.foundation.timeouts import SERVER_POLL_S
-from spmdkit.parameter_server.completed_batches import dealt
+from spmdkit.parameter_server.completed_batches import redistribute
 from spmdkit.parameter_server.partition import Arrays, joined, shard, to_arrays
-from spmdkit.parameter_server.transport import Ending, Endpoint, Running, Transport, Unavailable, ask
+from spmdkit.parameter_server.transport import Endpoint, Transport, Unavailable, WorkerExit, WorkerHandle, call
 from spmdkit.step.state import TrainState
 
-IN_A_ROW = 3
+MAX_FAILURES = 3
 """After this many consecutive failures of one worker without a gradient the run ends, since the cause is permanent."""
 
 
@@ -48,7 +48,7 @@ class WorkerStats:
     dropped: dict[str, int] = field(default_factory=dict)  # outcome -> pushes
     progress: dict[int, int] = field(default_factory=dict)  # worker -> applied pushes
     events: list[Event] = field(default_factory=list)
-    went_back_to: int | None = None  # number of updates of the restored checkpoint
+    restored_updates: int | None = None  # number of updates of the restored checkpoint
 
 
 class Coordinator:
@@ -76,7 +76,7 @@ class Coordinator:
         self._transport, self._optimizer, self._owned, self._load = transport, optimizer, owned, load
         self.endpoints: list[Endpoint] = [transport.server(number) for number in range(servers)]
         self._incarnations = dict.fromkeys(range(workers), life)
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, WorkerHandle] = {}
         self._without_push = dict.fromkeys(range(workers), 0)
         self._progress_at_start = dict.fromkeys(range(workers), 0)
         self._generation, self._cursor = 0, 0
@@ -92,15 +92,15 @@ class Coordinator:
         state, tables = self._load()
         self._like, self._generation, self._cursor = state, self._generation + 1, 0
         num = len(self.endpoints)
-        tables = [{"applied": int(state.step)}] * num if tables is None else dealt(tables, self._owned, num)
+        tables = [{"applied": int(state.step)}] * num if tables is None else redistribute(tables, self._owned, num)
         for number, endpoint in enumerate(self.endpoints):
             arrays = parts_of(state, self._optimizer, self._owned, number)
-            self._ask(endpoint, "install", self._generation, arrays, tables[number], self._incarnations)
+            self._call(endpoint, "install", self._generation, arrays, tables[number], self._incarnations)
         return int(state.step)
 
     def snapshot(self) -> tuple[TrainState, list[dict[str, Any]]] | None:
         """Returns (the full state on the host, the table of each server); None if a server has just died."""
-        snapshots = [self._ask(endpoint, "snapshot") for endpoint in self.endpoints]
+        snapshots = [self._call(endpoint, "snapshot") for endpoint in self.endpoints]
         if any(part is None or part[0] != self._generation for part in snapshots):
             return None
         arrays, tables = [parts for _, parts, _ in snapshots], [table for _, _, table in snapshots]
@@ -115,8 +115,8 @@ class Coordinator:
         )
         return state, tables
 
-    def _ask(self, endpoint: Endpoint, method: str, *args: Any) -> Any:
-        return ask(endpoint, method, *args, give_up=self._give_up)
+    def _call(self, endpoint: Endpoint, method: str, *args: Any) -> Any:
+        return call(endpoint, method, *args, give_up=self._give_up)
 
     @property
     def num_workers(self) -> int:
@@ -132,7 +132,7 @@ class Coordinator:
         for _ in Deadline(longest_s).polls(SERVER_POLL_S):
             if self._give_up():
                 return
-            ready = self._ask(self.endpoints[0], "status", sys.maxsize)["here"]
+            ready = self._call(self.endpoints[0], "status", sys.maxsize)["here"]
             if len(ready) == len(self._running) or any(running.ended() for running in self._running.values()):
                 return
 
@@ -153,30 +153,30 @@ class Coordinator:
         """Announces a worker's new incarnation to all servers. A batch that reached only the first server is assigned
         again."""
         life = number, self._incarnations[number], len(self._incarnations)
-        last, *others = [self._ask(endpoint, "admit", *life) for endpoint in self.endpoints]
+        last, *others = [self._call(endpoint, "admit", *life) for endpoint in self.endpoints]
         if last is not None and any(other != last for other in others):
-            self._ask(self.endpoints[0], "give_again", last)
+            self._call(self.endpoints[0], "reassign", last)
 
     def watch(self) -> WorkerStats:
         """Returns the new events, and replaces failed processes. Raises the permanent error of a worker."""
         stats = WorkerStats()
-        if not self._servers_are_there(stats):
+        if not self._poll_servers(stats):
             return stats
         for number, running in list(self._running.items()):
             if number not in self._located and (where := running.where):
                 self._located.add(number)
                 life = self._incarnations[number]
                 stats.events.append(note("worker_running", worker=number, incarnation=life, where=where))
-            if (ended := running.ended()) is not None and ended.how != "done":
+            if (ended := running.ended()) is not None and ended.status != "done":
                 self._replace(number, ended, stats)
         return stats
 
-    def _servers_are_there(self, stats: WorkerStats) -> bool:
+    def _poll_servers(self, stats: WorkerStats) -> bool:
         """Polls all servers, and installs the state again if one has lost it. Returns whether all have a state."""
         statuses = []
         for number, endpoint in enumerate(self.endpoints):
             try:
-                statuses.append(endpoint.ask("status", self._cursor if number == 0 else sys.maxsize)())
+                statuses.append(endpoint.call_async("status", self._cursor if number == 0 else sys.maxsize)())
             except Unavailable as error:
                 self._lost(number, str(error), stats)
                 return False
@@ -190,7 +190,7 @@ class Coordinator:
             back = self.install()
             fields = {"step": back, "generation": self._generation}
             stats.events.append(note("servers_restored", servers=sorted(self._away), **fields))
-            stats.went_back_to = back
+            stats.restored_updates = back
             self._progress_at_start = dict.fromkeys(self._progress_at_start, -1)  # later updates are lost
             self._away.clear()
             return False
@@ -206,16 +206,16 @@ class Coordinator:
             self._away.add(number)
             stats.events.append(note("server_lost", server=number, why=why[:300]))
 
-    def _replace(self, number: int, ended: Ending, stats: WorkerStats) -> None:
-        if ended.how == "failed":
+    def _replace(self, number: int, ended: WorkerExit, stats: WorkerStats) -> None:
+        if ended.status == "failed":
             raise getattr(errors, ended.kind, errors.UserCodeError)(ended.text)
         idle = self._progress.get(number, 0) <= self._progress_at_start[number]
         self._without_push[number] = self._without_push[number] + 1 if idle else 0
         life = self._incarnations[number]
         stats.events.append(note("worker_lost", worker=number, incarnation=life, why=ended.text[:300]))
-        if self._without_push[number] >= IN_A_ROW:
+        if self._without_push[number] >= MAX_FAILURES:
             raise errors.RendezvousError(
-                f"worker {number} has died {IN_A_ROW} times in a row before one of its gradients was "
+                f"worker {number} has died {MAX_FAILURES} times in a row before one of its gradients was "
                 f"applied{': ' * bool(ended.text)}{ended.text[:500]}. The cause is permanent. Look at its output, and "
                 "start the same command again to continue."
             )

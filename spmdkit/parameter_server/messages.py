@@ -54,16 +54,16 @@ class Push:
 
 
 class Response(NamedTuple):
-    """The outcome of a push, and the number of updates that the server has applied. Outcomes: `applied`, `held` (fewer
-    than k gradients so far), `late` or `stale` (dropped), `skipped`, `fenced` (earlier incarnation), `generation` (lost
-    parameters), `again` (batch already completed), `done` (all updates are applied)."""
+    """The outcome of a push, and the number of updates that the server has applied. Outcomes: `applied`, `pending`
+    (fewer than k gradients so far), `late` or `stale` (dropped), `skipped`, `fenced` (earlier incarnation),
+    `generation` (lost parameters), `again` (batch already completed), `done` (all updates are applied)."""
 
     outcome: str
     version: int
     staleness: int = 0
 
 
-class Pulled(NamedTuple):
+class PulledParams(NamedTuple):
     """The parameters of one server after `version` updates."""
 
     generation: int

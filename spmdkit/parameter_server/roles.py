@@ -62,5 +62,5 @@ class Roles:
         """Returns a worker on some devices. Its step is compiled at the first gradient."""
         paths = [[path for path, owner in self.owned.items() if owner == i] for i in range(self.options.servers)]
         policies: dict[str, Any] = dict(self.config.policies())
-        computes = GradientStep(self.config, self.task, devices, self.turn)
-        return Worker(number, incarnation, endpoints, paths, computes, policies, self.options.overlaps, stopped)
+        gradient_fn = GradientStep(self.config, self.task, devices, self.turn)
+        return Worker(number, incarnation, endpoints, paths, gradient_fn, policies, self.options.overlaps, stopped)

@@ -30,8 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from spmdkit.parameter_server.completed_batches import Agreement, Settled, merged, of_row
-from spmdkit.parameter_server.messages import Pulled, Push, Response, Rules
+from spmdkit.parameter_server.completed_batches import BatchSet, LeafGroup, group_from_row, merge
+from spmdkit.parameter_server.messages import PulledParams, Push, Response, Rules
 from spmdkit.parameter_server.partition import Arrays, holder_of, to_arrays, to_tree
 
 RECORDS = 4096
@@ -56,7 +56,7 @@ class Server:
         self._state: dict[str, Any] | None = None
         self.generation = -1
         self._members = 1
-        self._here: dict[int, int] = {}  # worker -> incarnation that is ready
+        self._ready: dict[int, int] = {}  # worker -> incarnation that is ready
         self._forget()
 
     def _forget(self) -> None:
@@ -64,19 +64,19 @@ class Server:
         self._histogram: Counter[int] = Counter()
         self._dropped: Counter[str] = Counter()
         self._progress: Counter[int] = Counter()
-        self._held: list[Push] = []
+        self._pending: list[Push] = []
         self._records: deque[dict[str, Any]] = deque(maxlen=RECORDS)
         self._num_records = 0
         self._model_state: Arrays | None = None
-        self._next_batch, self._again = 1, list[int]()
-        self._parts = [Agreement(self._paths, Settled(1), 0)]
-        self._last: dict[int, int] = {}  # worker -> its last completed batch
-        self._out: dict[int, dict[int, int]] = {}  # worker -> number of the push -> batch
+        self._next_batch, self._unassigned = 1, list[int]()
+        self._groups = [LeafGroup(self._paths, BatchSet(1), 0)]
+        self._last_completed: dict[int, int] = {}  # worker -> its last completed batch
+        self._assigned: dict[int, dict[int, int]] = {}  # worker -> number of the push -> batch
 
     @property
     def applied(self) -> int:
         """The smallest number of updates over the leaves."""
-        return min(part.applied for part in self._parts)
+        return min(part.applied for part in self._groups)
 
     # ---- calls of the coordinator ------------------------------------------------------------------------------------
 
@@ -97,10 +97,10 @@ class Server:
             self._state = {"params": params, "opt_state": opt_state, "ema": ema}
             self._model_state = arrays.get("model_state")
             applied, again = int(table["applied"]), list(table.get("again", ()))
-            self.generation, self._again = generation, again
+            self.generation, self._unassigned = generation, again
             self._next_batch = int(table.get("next_batch", applied + 1))
-            self._parts = [of_row(row) for row in table.get("parts", ())]
-            self._parts = self._parts or [Agreement(self._paths, Settled(min([self._next_batch, *again])), applied)]
+            self._groups = [group_from_row(row) for row in table.get("parts", ())]
+            self._groups = self._groups or [LeafGroup(self._paths, BatchSet(min([self._next_batch, *again])), applied)]
             for worker, incarnation, number, outcome in table.get("last_push", ()):
                 self._last_push[worker] = (incarnation, number, Response(outcome, self.applied))
             for worker, incarnation in members.items():
@@ -116,15 +116,15 @@ class Server:
         with self._lock:
             self._fence(worker, incarnation)
             self._members = members
-            self._again += self._out.pop(worker, {}).values()
-            self._apply_held()
-            return self._last.get(worker)
+            self._unassigned += self._assigned.pop(worker, {}).values()
+            self._apply_pending()
+            return self._last_completed.get(worker)
 
-    def give_again(self, batch: int) -> None:
+    def reassign(self, batch: int) -> None:
         """Records on the first server that another server has not received a batch."""
         with self._lock:
-            if batch not in self._again and not any(batch in out.values() for out in self._out.values()):
-                self._again.append(batch)
+            if batch not in self._unassigned and not any(batch in of.values() for of in self._assigned.values()):
+                self._unassigned.append(batch)
 
     def _fence(self, worker: int, incarnation: int) -> None:
         last_push = self._last_push.get(worker)
@@ -138,7 +138,7 @@ class Server:
             records = list(self._records)[len(self._records) - new :]
             return {
                 "installed": self._state is not None,
-                "here": sorted(self._here),
+                "here": sorted(self._ready),
                 "generation": self.generation,
                 "applied": self.applied,
                 "records": records,
@@ -158,17 +158,17 @@ class Server:
             for name, tree in self._state.items():
                 if tree is not None:
                     arrays[name] = {path: np.array(x) for path, x in to_arrays(tree).items()}
-            waiting = [push.batch for push in self._held] + [b for out in self._out.values() for b in out.values()]
-            held, last_push = {(push.worker, push.number) for push in self._held}, []
+            waiting = [p.batch for p in self._pending] + [b for of in self._assigned.values() for b in of.values()]
+            pending, last_push = {(push.worker, push.number) for push in self._pending}, []
             for worker, (incarnation, number, response) in self._last_push.items():
-                is_held = (worker, number) in held
-                last_push.append((worker, incarnation, number - is_held, "none" if is_held else response.outcome))
+                is_pending = (worker, number) in pending
+                last_push.append((worker, incarnation, number - is_pending, "none" if is_pending else response.outcome))
             table = {
                 "applied": self.applied,
                 "last_push": last_push,
                 "next_batch": self._next_batch,
-                "again": sorted({*self._again, *waiting}),
-                "parts": [part.row() for part in self._parts],
+                "again": sorted({*self._unassigned, *waiting}),
+                "parts": [part.row() for part in self._groups],
                 "histogram": sorted(self._histogram.items()),
                 "dropped": sorted(self._dropped.items()),
                 "progress": sorted(self._progress.items()),
@@ -177,26 +177,26 @@ class Server:
 
     # ---- calls of workers --------------------------------------------------------------------------------------------
 
-    def hello(self, worker: int, incarnation: int) -> None:
+    def register(self, worker: int, incarnation: int) -> None:
         """Records on the first server that a worker is ready to compute."""
         with self._lock:
-            self._here[worker] = incarnation
+            self._ready[worker] = incarnation
 
-    def take(self, worker: int, incarnation: int, number: int) -> int | None:
+    def take_batch(self, worker: int, incarnation: int, number: int) -> int | None:
         """Returns the batch for a worker's push `number`, on the first server. A repeated call returns the same batch.
         None: no state, or the worker has another incarnation."""
         with self._lock:
             if self._state is None or incarnation < self._last_push.get(worker, (0,))[0]:
                 return None
-            out = self._out.setdefault(worker, {})
-            if number not in out:
-                if self._again:
-                    out[number] = self._again.pop(0)
+            assigned = self._assigned.setdefault(worker, {})
+            if number not in assigned:
+                if self._unassigned:
+                    assigned[number] = self._unassigned.pop(0)
                 else:
-                    out[number], self._next_batch = self._next_batch, self._next_batch + 1
-            return out[number]
+                    assigned[number], self._next_batch = self._next_batch, self._next_batch + 1
+            return assigned[number]
 
-    def pull(self, newer_than: tuple[int, int] = (-1, -1)) -> Pulled | None:
+    def pull(self, newer_than: tuple[int, int] = (-1, -1)) -> PulledParams | None:
         """Returns the parameters; None if there are none yet, or none newer than (generation, version) while updates
         remain."""
         with self._lock:
@@ -206,7 +206,7 @@ class Server:
             if (self.generation, self.applied) <= tuple(newer_than) and not done:
                 return None
             params = {path: np.asarray(x) for path, x in to_arrays(self._state["params"]).items()}
-            return Pulled(self.generation, self.applied, done, params, self._model_state)
+            return PulledParams(self.generation, self.applied, done, params, self._model_state)
 
     def push(self, push: Push) -> Response:
         """Processes a push. A repeated push is acknowledged and not applied again."""
@@ -218,88 +218,88 @@ class Server:
                 return Response("fenced", self.applied)
             if push.incarnation == incarnation and push.number <= number:
                 return before if push.number == number else Response("fenced", self.applied)
-            response = Response("again", self.applied) if self._has(push.batch) else self._taken(push)
+            response = Response("again", self.applied) if self._is_closed(push.batch) else self._process_push(push)
             self._last_push[push.worker] = (push.incarnation, push.number, response)
-            self._out.get(push.worker, {}).pop(push.number, None)
-            if response.outcome == "held":
-                self._held.append(push)
-                self._apply_held()
+            self._assigned.get(push.worker, {}).pop(push.number, None)
+            if response.outcome == "pending":
+                self._pending.append(push)
+                self._apply_pending()
             elif response.outcome == "done":
-                self._again.append(push.batch)  # for a resumed run
+                self._unassigned.append(push.batch)  # for a resumed run
             else:
-                self._last[push.worker] = push.batch
+                self._last_completed[push.worker] = push.batch
                 if response.outcome != "applied":
                     self._dropped[response.outcome] += 1
             return self._last_push[push.worker][2]
 
-    def _has(self, batch: int) -> bool:
+    def _is_closed(self, batch: int) -> bool:
         """Returns whether a batch is closed for all leaves, even if only some have applied it."""
-        if any(held.batch == batch for held in self._held) or all(batch in part.settled for part in self._parts):
+        if any(p.batch == batch for p in self._pending) or all(batch in part.completed for part in self._groups):
             return True
-        return self.applied < self._rules.steps and not any(self._takes(part, batch) for part in self._parts)
+        return self.applied < self._rules.steps and not any(self._lacks(part, batch) for part in self._groups)
 
-    def _takes(self, part: Agreement, batch: int) -> bool:
-        return part.applied < self._rules.steps and batch not in part.settled
+    def _lacks(self, part: LeafGroup, batch: int) -> bool:
+        return part.applied < self._rules.steps and batch not in part.completed
 
-    def _taken(self, push: Push) -> Response:
+    def _process_push(self, push: Push) -> Response:
         staleness = self.applied - push.version
         if self.applied >= self._rules.steps:
             return Response("done", self.applied, staleness)
         most, together = self._rules.max_staleness, self._rules.aggregate > 1
         if push.gradient is not None and together and staleness == 0:
-            return Response("held", self.applied, staleness)
+            return Response("pending", self.applied, staleness)
         if push.gradient is not None and not together and (most is None or staleness <= most):
             self._update([push], staleness)
             return Response("applied", self.applied, staleness)
-        for part in self._parts:
-            part.settled.add(push.batch)
+        for part in self._groups:
+            part.completed.add(push.batch)
         outcome = "skipped" if push.gradient is None else "late" if together else "stale"
         return Response(outcome, self.applied, staleness)
 
-    def _apply_held(self) -> None:
+    def _apply_pending(self) -> None:
         """Applies the mean of the held gradients once `aggregate` workers, or all live workers, have sent one."""
-        held, enough = self._held, min(self._rules.aggregate, max(1, self._members))
-        if len(held) < enough:
+        pending, enough = self._pending, min(self._rules.aggregate, max(1, self._members))
+        if len(pending) < enough:
             return
-        self._held = []
-        self._update(held, 0)
-        for push in held:
-            self._last[push.worker] = push.batch
+        self._pending = []
+        self._update(pending, 0)
+        for push in pending:
+            self._last_completed[push.worker] = push.batch
             self._last_push[push.worker] = (push.incarnation, push.number, Response("applied", self.applied, 0))
 
     def _update(self, pushes: list[Push], staleness: int) -> None:
         """Applies the mean of gradients to each leaf, without those that the leaf has already applied."""
         assert self._state is not None
-        of_parts = [[push for push in pushes if self._takes(part, push.batch)] for part in self._parts]
+        of_groups = [[push for push in pushes if self._lacks(part, push.batch)] for part in self._groups]
         gradient: Arrays = {}
-        for part, missing in zip(self._parts, of_parts, strict=True):
+        for part, missing in zip(self._groups, of_groups, strict=True):
             gradient |= mean_of(missing or pushes, part.paths)
         total = sum(push.weight for push in pushes) or 1.0
         loss = sum(push.loss * push.weight / total for push in pushes)
         scale = 1 / max(1, staleness) if self._rules.scale_by_staleness else 1.0
         args = to_tree(self._abstract, gradient), np.float32(loss), np.float32(scale)
-        if all(of_parts):
+        if all(of_groups):
             self._state = self._apply(self._state, *args)
         else:
-            self._state = self._kept_where_none(self._apply_to_some(self._state, *args), of_parts)
+            self._state = self._with_old_leaves(self._apply_to_some(self._state, *args), of_groups)
         jax.block_until_ready(self._state)  # the input (a view of the transport's memory) is unused from here on
-        for part, missing in zip(self._parts, of_parts, strict=True):
+        for part, missing in zip(self._groups, of_groups, strict=True):
             part.applied += bool(missing)
             for push in missing:
-                part.settled.add(push.batch)
-        self._parts = merged(self._parts) if len(self._parts) > 1 else self._parts
+                part.completed.add(push.batch)
+        self._groups = merge(self._groups) if len(self._groups) > 1 else self._groups
         states = [push.report["state"] for push in pushes if push.report and "state" in push.report]
         if states:
-            self._model_state = _moved(self._model_state, states, fresh=staleness == 0)
+            self._model_state = _merged_model_state(self._model_state, states, fresh=staleness == 0)
         for push in pushes:
             self._note(push, staleness)
 
-    def _kept_where_none(self, new: dict[str, Any], of_parts: list[list[Push]]) -> dict[str, Any]:
+    def _with_old_leaves(self, new: dict[str, Any], of_groups: list[list[Push]]) -> dict[str, Any]:
         """Returns the state with the old leaves of closed parts. State that belongs to no leaf (a count of updates)
         follows the first part."""
-        takes = {path: i for i, part in enumerate(self._parts) for path in part.paths}
+        group_of = {path: i for i, part in enumerate(self._groups) for path in part.paths}
         old, arrays = to_arrays(self._state), to_arrays(new)
-        pick: Callable[[str], Any] = lambda path: (arrays if of_parts[holder_of(path, takes) or 0] else old)[path]
+        pick: Callable[[str], Any] = lambda path: (arrays if of_groups[holder_of(path, group_of) or 0] else old)[path]
         state: dict[str, Any] = to_tree(new, {path: pick(path) for path in arrays})
         return state
 
@@ -322,7 +322,7 @@ class Server:
         self._num_records += 1
 
 
-def _moved(current: Arrays | None, states: Sequence[tuple[Arrays, Arrays]], fresh: bool) -> Arrays:
+def _merged_model_state(current: Arrays | None, states: Sequence[tuple[Arrays, Arrays]], fresh: bool) -> Arrays:
     """Returns the model state after workers' steps, given (old, new) of each.
 
     For one worker that started from the current state, it is that worker's result. Otherwise numbers change by the mean

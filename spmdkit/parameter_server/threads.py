@@ -8,8 +8,8 @@ from typing import Any
 
 from spmdkit.errors import SpmdkitError
 from spmdkit.parameter_server.server import Server
-from spmdkit.parameter_server.transport import Ending, Endpoint, Running, Unavailable
-from spmdkit.parameter_server.worker import Fenced, NotFinite, Worker
+from spmdkit.parameter_server.transport import Endpoint, Unavailable, WorkerExit, WorkerHandle
+from spmdkit.parameter_server.worker import FencedError, NonFiniteGradient, Worker
 
 
 class Local:
@@ -18,7 +18,7 @@ class Local:
     def __init__(self, server: Server):
         self._server = server
 
-    def ask(self, method: str, *args: Any) -> Callable[[], Any]:
+    def call_async(self, method: str, *args: Any) -> Callable[[], Any]:
         value = getattr(self._server, method)(*args)
         return lambda: value
 
@@ -29,20 +29,20 @@ class Thread:
     where = "a thread"
 
     def __init__(self, make: Callable[[Callable[[], bool]], Worker]):
-        self._make, self._stopped, self._ended = make, threading.Event(), list[Ending]()
+        self._make, self._stopped, self._ended = make, threading.Event(), list[WorkerExit]()
         self._thread = threading.Thread(target=self._run, daemon=True, name="worker")
         self._thread.start()
 
     def _run(self) -> None:
         try:
             self._make(self._stopped.is_set).run()
-            self._ended.append(Ending("done"))
-        except (Fenced, Unavailable):
-            self._ended.append(Ending("lost"))
+            self._ended.append(WorkerExit("done"))
+        except (FencedError, Unavailable):
+            self._ended.append(WorkerExit("lost"))
         except Exception as error:  # noqa: BLE001  the coordinator reports it
             self._ended.append(failed(error))
 
-    def ended(self) -> Ending | None:
+    def ended(self) -> WorkerExit | None:
         return self._ended[0] if self._ended else None
 
     def stop(self) -> None:
@@ -50,13 +50,13 @@ class Thread:
         self._thread.join(30)
 
 
-def failed(error: Exception) -> Ending:
-    """Returns the `Ending` of a worker with a permanent error."""
-    if isinstance(error, NotFinite):
-        return Ending("failed", "NonFiniteError", str(error))
+def failed(error: Exception) -> WorkerExit:
+    """Returns the `WorkerExit` of a worker with a permanent error."""
+    if isinstance(error, NonFiniteGradient):
+        return WorkerExit("failed", "NonFiniteError", str(error))
     if isinstance(error, SpmdkitError):
-        return Ending("failed", type(error).__name__, str(error))
-    return Ending("failed", "UserCodeError", f"a worker raised {type(error).__name__}: {error}")
+        return WorkerExit("failed", type(error).__name__, str(error))
+    return WorkerExit("failed", "UserCodeError", f"a worker raised {type(error).__name__}: {error}")
 
 
 class Threads:
@@ -77,7 +77,7 @@ class Threads:
     def server(self, number: int) -> Endpoint:
         return Local(self.make_server(number))
 
-    def worker(self, number: int, incarnation: int, endpoints: Sequence[Endpoint]) -> Running:
+    def worker(self, number: int, incarnation: int, endpoints: Sequence[Endpoint]) -> WorkerHandle:
         self.workers.append(Thread(lambda stopped: self._make_worker(number, incarnation, endpoints, stopped)))
         return self.workers[-1]
 

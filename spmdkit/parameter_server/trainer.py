@@ -72,7 +72,7 @@ class ParameterServerTrainer:
         if run.signals is not None:
             run.signals.again()  # Ray has just replaced the handler of SIGTERM
         try:
-            return _Watch(run, state, transport, roles).until_the_end()
+            return _Monitor(run, state, transport, roles).run_until_done()
         except Unavailable as error:
             raise RendezvousError(
                 f"a stop was requested while a server was down ({error}), so its state is lost. {run.newest()} Start "
@@ -88,10 +88,10 @@ trainer = ParameterServerTrainer
 
 def _check(config: Config, cluster: Cluster, task: Task | None) -> None:
     if options(config).transport == "ray":
-        from spmdkit.parameter_server.actors import imported
+        from spmdkit.parameter_server.actors import import_ray
 
         if importlib.util.find_spec("ray") is None:
-            imported()  # raises, with the command that installs it
+            import_ray()  # raises, with the command that installs it
         if task is not None:
             raise ConfigError(
                 "sync: parameter_server on Ray, and train received a task: servers and workers are other processes, "
@@ -114,7 +114,7 @@ def _transport(run: Run, roles: Roles) -> Transport:
     return Actors(run.config, run.directory, options.address, options.servers + options.workers, num_bytes)
 
 
-class _Watch:
+class _Monitor:
     """The coordinator's loop over one run."""
 
     def __init__(self, run: Run, state: TrainState, transport: Transport, roles: Roles):
@@ -123,7 +123,7 @@ class _Watch:
         life = max((life for table in self._tables or () for _, life, *_ in table["last_push"]), default=-1) + 1
         numbers = roles.options.servers, roles.options.workers
         self.coordinator = Coordinator(
-            transport, roles.optimizer, roles.owned, *numbers, self._load, self._gives_up, life
+            transport, roles.optimizer, roles.owned, *numbers, self._load, self._is_stopping, life
         )
         self._began = False
         self._logged = (time.monotonic(), run.step)
@@ -132,7 +132,7 @@ class _Watch:
         # Applied updates, pushes skipped before the last of them, and pushes skipped in total.
         self._skipped: tuple[int, int, int] | None = None
 
-    def _gives_up(self) -> bool:
+    def _is_stopping(self) -> bool:
         return self.run.signals is not None and self.run.signals.requested is not None
 
     def _load(self) -> tuple[TrainState, list[dict[str, Any]] | None]:
@@ -146,7 +146,7 @@ class _Watch:
         self._began = True
         return self._state, self._tables
 
-    def until_the_end(self) -> tuple[TrainState, Stop | None]:
+    def run_until_done(self) -> tuple[TrainState, Stop | None]:
         run, coordinator = self.run, self.coordinator
         of_worker = {axis: size for axis, size in run.program.sizes.items() if size > 1}
         counts = {"servers": self._servers, "workers": coordinator.num_workers, "worker_mesh": of_worker}
@@ -156,16 +156,16 @@ class _Watch:
             coordinator.wait_for_workers(SERVER_WORKERS_S)
             coordinator.install()
         while True:
-            if self._gives_up():
+            if self._is_stopping():
                 return self._stopped(Stop(Preempted.exit_code))
             stats = coordinator.watch()
             self._tell(stats.events)
             self._note(stats)
             self._check_skipped(stats)
             self._join()
-            if stats.went_back_to is None and stats.applied >= run.config.steps:
+            if stats.restored_updates is None and stats.applied >= run.config.steps:
                 return self._stopped(None)
-            if stats.went_back_to is None:
+            if stats.restored_updates is None:
                 self._due(stats)
             time.sleep(SERVER_POLL_S)
 
@@ -188,7 +188,7 @@ class _Watch:
         """Records applied updates."""
         run = self.run
         self._window += stats.records
-        if stats.went_back_to is None and stats.applied > run.step:
+        if stats.restored_updates is None and stats.applied > run.step:
             run.dispatched(stats.applied, {}, 0.0)
             phase.enter("step", stats.applied)
             run.reporter.progress.advance(stats.applied)
@@ -196,7 +196,7 @@ class _Watch:
     def _check_skipped(self, stats: WorkerStats) -> None:
         """Reports skipped pushes. Raises NonFiniteError after `on_nonfinite.max_consecutive` since the last update."""
         run, most, skipped = self.run, self.run.config.on_nonfinite.max_consecutive, stats.dropped.get("skipped", 0)
-        if stats.went_back_to is not None or stats.applied < run.step:
+        if stats.restored_updates is not None or stats.applied < run.step:
             self._skipped = None  # servers are unreachable, or have restarted with reset counts
             return
         applied, at_update, before = self._skipped or (stats.applied, skipped, skipped)

@@ -20,23 +20,23 @@ class Unavailable(Exception):
 class Endpoint(Protocol):
     """The caller's side of a server. A server that dies is restarted automatically, without a state."""
 
-    def ask(self, method: str, *args: Any) -> Callable[[], Any]:
+    def call_async(self, method: str, *args: Any) -> Callable[[], Any]:
         """Starts a call of a method of `Server`. The returned function waits for the response and raises
         `Unavailable`."""
 
 
-class Ending(NamedTuple):
+class WorkerExit(NamedTuple):
     """How a worker ended: `done`; `failed`, with the kind and text of a permanent error; `lost`, without a report."""
 
-    how: str
+    status: str
     kind: str = ""
     text: str = ""
 
 
-class Running(Protocol):
+class WorkerHandle(Protocol):
     """One incarnation of a worker."""
 
-    def ended(self) -> Ending | None:
+    def ended(self) -> WorkerExit | None:
         """Returns how the worker ended, or None while it runs. Never blocks."""
 
     @property
@@ -50,17 +50,17 @@ class Transport(Protocol):
     def server(self, number: int) -> Endpoint:
         """Returns a new server without a state."""
 
-    def worker(self, number: int, incarnation: int, endpoints: Sequence[Endpoint]) -> Running:
+    def worker(self, number: int, incarnation: int, endpoints: Sequence[Endpoint]) -> WorkerHandle:
         """Starts and returns a worker."""
 
     def close(self) -> None:
         """Stops all started processes. May be called twice."""
 
 
-def call(endpoint: Endpoint, method: str, *args: Any) -> Callable[[Callable[[], bool]], Any]:
+def start_call(endpoint: Endpoint, method: str, *args: Any) -> Callable[[Callable[[], bool]], Any]:
     """Starts a call of a server. Returns a function of `give_up` that waits for the response, and repeats the call each
     time it is lost. It raises Unavailable if the server does not respond and `give_up()` returns True."""
-    response = endpoint.ask(method, *args)
+    response = endpoint.call_async(method, *args)
 
     def wait(give_up: Callable[[], bool]) -> Any:
         nonlocal response
@@ -71,11 +71,11 @@ def call(endpoint: Endpoint, method: str, *args: Any) -> Callable[[Callable[[], 
                 if give_up():
                     raise
                 time.sleep(TRANSPORT_RETRY_S)
-                response = endpoint.ask(method, *args)
+                response = endpoint.call_async(method, *args)
 
     return wait
 
 
-def ask(endpoint: Endpoint, method: str, *args: Any, give_up: Callable[[], bool] = lambda: False) -> Any:
-    """Returns the response of a server; see `call`."""
-    return call(endpoint, method, *args)(give_up)
+def call(endpoint: Endpoint, method: str, *args: Any, give_up: Callable[[], bool] = lambda: False) -> Any:
+    """Returns the response of a server; see `start_call`."""
+    return start_call(endpoint, method, *args)(give_up)

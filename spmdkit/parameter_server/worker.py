@@ -17,12 +17,12 @@ from typing import Any, NamedTuple, Protocol
 
 from spmdkit.foundation.timeouts import WORKER_LONGEST_PAUSE_S
 from spmdkit.parameter_server.gradient import Gradient
-from spmdkit.parameter_server.messages import Pulled, Push, Response
+from spmdkit.parameter_server.messages import PulledParams, Push, Response
 from spmdkit.parameter_server.partition import Arrays
-from spmdkit.parameter_server.transport import Endpoint, ask, call
+from spmdkit.parameter_server.transport import Endpoint, call, start_call
 
 
-class Computes(Protocol):
+class GradientFunction(Protocol):
     """Computes gradients: `GradientStep`, or a substitute in tests."""
 
     def batch(self, number: int) -> Any: ...
@@ -32,15 +32,15 @@ class Computes(Protocol):
     def __call__(self, params: Any, model_state: Any, number: int, batch: Any) -> Gradient: ...
 
 
-class NotFinite(Exception):
+class NonFiniteGradient(Exception):
     """The loss, gradient or a metric is not finite, and the policy is to stop."""
 
 
-class Fenced(Exception):
+class FencedError(Exception):
     """A newer incarnation of this worker runs, so the server rejects pushes of this one."""
 
 
-class Ready(NamedTuple):
+class ReadyBatch(NamedTuple):
     """All inputs of a computation, on the devices."""
 
     number: int
@@ -68,7 +68,7 @@ class Worker:
     incarnation: int
     endpoints: Sequence[Endpoint]
     owned: Sequence[Sequence[str]]
-    computes: Computes
+    gradient_fn: GradientFunction
     policies: dict[str, str]
     overlap: bool = True
     stopped: Callable[[], bool] = lambda: False
@@ -76,7 +76,7 @@ class Worker:
     def run(self) -> int:
         """Runs until every server has applied all updates, or a stop. Returns the number of gradients sent. Raises
         NotFinite, Fenced, or Unavailable if it is stopped while a server is unreachable."""
-        self._ask("hello", self.number, self.incarnation)
+        self._call("register", self.number, self.incarnation)
         with ThreadPoolExecutor(1, thread_name_prefix=f"worker-{self.number}") as background:
             return self._overlapping(background) if self.overlap else self._waiting()
 
@@ -89,12 +89,12 @@ class Worker:
         return sent
 
     def _overlapping(self, background: ThreadPoolExecutor) -> int:
-        def push_and_fetch(ready: Ready, push: Gradient, number: int) -> Ready | None:
+        def push_and_fetch(ready: ReadyBatch, push: Gradient, number: int) -> ReadyBatch | None:
             self._push(ready, push)
             return self._fetch(number)
 
         sent, ready = 0, self._fetch(0)
-        following: Future[Ready | None] = background.submit(self._fetch, 1)
+        following: Future[ReadyBatch | None] = background.submit(self._fetch, 1)
         while ready is not None:
             computed = self._compute(ready)
             upcoming = following.result()  # pulled before this gradient was pushed
@@ -103,29 +103,29 @@ class Worker:
         following.result()
         return sent
 
-    def _fetch(self, number: int, newer_than: Sequence[tuple[int, int]] = ()) -> Ready | None:
+    def _fetch(self, number: int, newer_than: Sequence[tuple[int, int]] = ()) -> ReadyBatch | None:
         """Returns the inputs of push `number`; None if no more gradients are needed."""
-        wait_s, computes = 0.001, self.computes
+        wait_s, gradient_fn = 0.001, self.gradient_fn
         while not self.stopped():
             pulled = self._pull(newer_than or [(-1, -1)] * len(self.endpoints))
             if pulled is not None and all(part.done for part in pulled):
                 return None
-            batch = None if pulled is None else self._ask("take", self.number, self.incarnation, number)
+            batch = None if pulled is None else self._call("take_batch", self.number, self.incarnation, number)
             if pulled is None or batch is None:
                 time.sleep(wait_s)
                 wait_s = min(2 * wait_s, WORKER_LONGEST_PAUSE_S)
                 continue
             params = {path: x for part in pulled for path, x in part.params.items()}
             state, versions = pulled[0].model_state, tuple(part.version for part in pulled)
-            placed = computes.place(params, state)
-            return Ready(number, batch, pulled[0].generation, versions, computes.batch(batch), *placed, state)
+            placed = gradient_fn.place(params, state)
+            return ReadyBatch(number, batch, pulled[0].generation, versions, gradient_fn.batch(batch), *placed, state)
         return None
 
-    def _ask(self, method: str, *args: Any) -> Any:
+    def _call(self, method: str, *args: Any) -> Any:
         """Returns the response of the first server."""
-        return ask(self.endpoints[0], method, *args, give_up=self.stopped)
+        return call(self.endpoints[0], method, *args, give_up=self.stopped)
 
-    def _pull(self, newer_than: Sequence[tuple[int, int]]) -> list[Pulled] | None:
+    def _pull(self, newer_than: Sequence[tuple[int, int]]) -> list[PulledParams] | None:
         """Returns the parts of all servers; None if a server has no newer part, or generations differ."""
         parts = self._of_all("pull", [(known,) for known in newer_than])
         if any(part is None for part in parts) or len({part.generation for part in parts}) > 1:
@@ -134,20 +134,20 @@ class Worker:
 
     def _of_all(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Calls all servers concurrently and returns their responses."""
-        started = [call(endpoint, method, *arguments) for endpoint, arguments in zip(self.endpoints, args, strict=True)]
+        started = [start_call(endpoint, method, *values) for endpoint, values in zip(self.endpoints, args, strict=True)]
         return [response(self.stopped) for response in started]
 
-    def _compute(self, ready: Ready) -> Gradient:
-        gradient = self.computes(ready.params, ready.model_state, ready.batch_number, ready.batch)
+    def _compute(self, ready: ReadyBatch) -> Gradient:
+        gradient = self.gradient_fn(ready.params, ready.model_state, ready.batch_number, ready.batch)
         for what in gradient.not_finite:
             if self.policies.get(what, "stop") == "stop":
-                raise NotFinite(
+                raise NonFiniteGradient(
                     f"{what} of batch {ready.batch_number} is not finite on worker {self.number}. It was not applied. "
                     "Lower the learning rate, set clip_norm, or on_nonfinite: skip."
                 )
         return gradient
 
-    def _push(self, ready: Ready, found: Gradient) -> list[tuple[int, int]]:
+    def _push(self, ready: ReadyBatch, found: Gradient) -> list[tuple[int, int]]:
         """Returns each server's (generation, version) that the next pull must exceed, if the gradient is held there."""
         skips, pushes = any(self.policies.get(what) == "skip" for what in found.not_finite), []
         for server, paths in enumerate(self.owned):
@@ -163,8 +163,8 @@ class Worker:
             )
         responses: list[Response] = self._of_all("push", [(push,) for push in pushes])
         if any(response.outcome == "fenced" for response in responses):
-            raise Fenced(f"worker {self.number} in its incarnation {self.incarnation} is considered dead")
+            raise FencedError(f"worker {self.number} in its incarnation {self.incarnation} is considered dead")
         return [
-            (ready.generation, version) if response.outcome == "held" else (-1, -1)
+            (ready.generation, version) if response.outcome == "pending" else (-1, -1)
             for response, version in zip(responses, ready.versions, strict=True)
         ]

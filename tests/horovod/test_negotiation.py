@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from spmdkit.cluster.store import MemoryStore
-from spmdkit.horovod.negotiation import Blackboard, HorovodInternalError, Patience, Rounds, decide
+from spmdkit.horovod.negotiation import Blackboard, HorovodInternalError, Rounds, StallTimeouts, decide
 from spmdkit.horovod.topology import place
 
 
@@ -19,13 +19,13 @@ JOINED = {"name": "join", "op": "join"}
 
 def test_common_requests_run_in_order_of_lowest_rank():
     decision = decide({0: [want("b"), want("a")], 1: [want("a"), want("b"), want("c")]})
-    assert [name for name, _ in decision.run] == ["b", "a"] and not decision.errors and decision.stuck is None
+    assert [name for name, _ in decision.run] == ["b", "a"] and not decision.errors and decision.deadlock is None
 
 
 def test_ranks_with_different_names_wait_indefinitely():
-    assert decide({0: [want("a"), want("x")], 1: [want("a")]}).stuck is None  # something runs
-    stuck = decide({0: [want("a")], 2: [want("b", op="barrier", reduce=None, dtypes=[], shapes=[])]}).stuck
-    assert "rank 0: allreduce Sum float32[3] 'a'; rank 2: barrier 'b'" in stuck
+    assert decide({0: [want("a"), want("x")], 1: [want("a")]}).deadlock is None  # something runs
+    deadlock = decide({0: [want("a")], 2: [want("b", op="barrier", reduce=None, dtypes=[], shapes=[])]}).deadlock
+    assert "rank 0: allreduce Sum float32[3] 'a'; rank 2: barrier 'b'" in deadlock
 
 
 @pytest.mark.parametrize(
@@ -62,18 +62,18 @@ def test_joined_rank_takes_part_in_sums_only():
         error = decide({0: [want("a", op=op, reduce=reduce)], 1: [JOINED]}).errors["a"]
         assert "not supported while ranks have joined" in error and "[1]" in error
     decision = decide({0: [JOINED], 1: [JOINED]})
-    assert decision.joined == [0, 1] and decision.stuck is None and not decision.run
+    assert decision.joined == [0, 1] and decision.deadlock is None and not decision.run
 
 
-SHORT = Patience(at_most_s=20.0)
+SHORT = StallTimeouts(shutdown_s=20.0)
 
 
-def on_ranks(size, body, patience=SHORT, present=None):
+def on_ranks(size, body, timeouts=SHORT, present=None):
     """Returns what `body(rounds, rank)` returns or raises on each rank that is present, one thread each."""
     store, found = MemoryStore(), {}
 
     def run(rank):
-        board = Blackboard(store, "hvd", rank, patience)
+        board = Blackboard(store, "hvd", rank, timeouts)
         try:
             found[rank] = body(Rounds(board, 0, range(size)), board)
         except HorovodInternalError as error:
@@ -108,7 +108,7 @@ def test_missing_rank_is_named_on_every_rank():
         finally:
             begun.set()
 
-    found, _ = on_ranks(3, body, Patience(60.0, 0.3))
+    found, _ = on_ranks(3, body, StallTimeouts(60.0, 0.3))
     for rank in range(3):
         assert "rank 2 did not call it within 0 s" in found[rank] and "rank 0 waits in allreduce" in found[rank]
 
@@ -116,7 +116,7 @@ def test_missing_rank_is_named_on_every_rank():
 def test_failing_rank_ends_the_wait_of_others():
     def body(rounds, board):
         if board.rank == 1:
-            return board.say_failed("ValueError: no data")
+            return board.report_failure("ValueError: no data")
         return rounds.exchange([want("a")])
 
     found, _ = on_ranks(3, body)
@@ -124,16 +124,16 @@ def test_failing_rank_ends_the_wait_of_others():
 
 
 def test_a_long_wait_is_reported_once(capfd):
-    on_ranks(2, lambda rounds, board: rounds.exchange([want("a")]), Patience(0.4, 1.5), present=[0])
+    on_ranks(2, lambda rounds, board: rounds.exchange([want("a")]), StallTimeouts(0.4, 1.5), present=[0])
     err = capfd.readouterr().err
     assert err.count("rank(s) [1] have not called it") == 1
 
 
 def test_horovod_variables_set_the_stall_limits():
-    assert Patience.of({}) == (60.0, 600.0)
+    assert StallTimeouts.of({}) == (60.0, 600.0)
     asked = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "5", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "30"}
-    assert Patience.of(asked) == (5.0, 30.0)
-    assert Patience.of({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0"}).at_most_s == 600.0
+    assert StallTimeouts.of(asked) == (5.0, 30.0)
+    assert StallTimeouts.of({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0"}).shutdown_s == 600.0
 
 
 def test_places_within_and_across_hosts():

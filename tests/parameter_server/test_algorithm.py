@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import spmdkit as sk
-from spmdkit.parameter_server.coordinator import IN_A_ROW
+from spmdkit.parameter_server.coordinator import MAX_FAILURES
 from spmdkit.parameter_server.messages import Rules
 from tests.support.parameter_servers import MOST, Counting, Job, Killed, of_task, relative
 
@@ -129,7 +129,7 @@ def at_their_last(coordinator):
     """Returns the workers whose death now would be one too many in a row without a gradient, and end the job: by
     chance, among 20 in 400 updates."""
     idle = [n for n, start in coordinator._progress_at_start.items() if coordinator._progress.get(n, 0) <= start]
-    return [coordinator._running.get(n) for n in idle if coordinator._without_push[n] == IN_A_ROW - 1]
+    return [coordinator._running.get(n) for n in idle if coordinator._without_push[n] == MAX_FAILURES - 1]
 
 
 @pytest.mark.parametrize("workers, steps", [(3, 400), pytest.param(5, 3000, marks=pytest.mark.slow)])
@@ -153,9 +153,9 @@ def test_kills_and_lost_replies_apply_nothing_twice(workers, steps):
                 dead[-1].kill()
             plan.pop(0)
 
-    loses = lambda method: method in ("push", "take", "pull") and dice.random() < 0.1
+    is_lost = lambda method: method in ("push", "take_batch", "pull") and dice.random() < 0.1
     job = Job(
-        Rules(steps), workers=workers, servers=2, seconds=lambda worker: 0.004, loses=loses, overlap=True, saves=20
+        Rules(steps), workers=workers, servers=2, seconds=lambda worker: 0.004, is_lost=is_lost, overlap=True, saves=20
     )
     state = job.run(at=at)
     for leaf in state.params.values():

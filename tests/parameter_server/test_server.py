@@ -8,14 +8,14 @@ import optax
 import pytest
 
 from spmdkit.errors import ConfigError
-from spmdkit.parameter_server.completed_batches import dealt
+from spmdkit.parameter_server.completed_batches import redistribute
 from spmdkit.parameter_server.coordinator import Coordinator, parts_of
 from spmdkit.parameter_server.messages import Push, Rules
 from spmdkit.parameter_server.partition import check_separable, owners, shard, to_arrays
 from spmdkit.parameter_server.server import Server
-from spmdkit.parameter_server.transport import Ending, ask
+from spmdkit.parameter_server.transport import WorkerExit, call
 from spmdkit.step import state as states
-from tests.support.parameter_servers import Mortals, abstract
+from tests.support.parameter_servers import FailingThreads, abstract
 
 W = {"w": jnp.zeros(2)}
 
@@ -62,7 +62,7 @@ def test_staleness_is_the_updates_since_the_pull():
 
 def test_mean_weighs_by_counts_and_drops_late_pushes():
     server = server_of(Rules(10, aggregate=2))
-    assert server.push(push(0, 0, weight=3.0)).outcome == "held"
+    assert server.push(push(0, 0, weight=3.0)).outcome == "pending"
     assert server.pull((1, 0)) is None and value(server) == [0, 0]
     assert server.push(push(0, 0, worker=1, gradient=(0.0, 4.0), weight=1.0)) == ("applied", 1, 0)
     assert value(server) == [-0.75, -1]
@@ -72,7 +72,7 @@ def test_mean_weighs_by_counts_and_drops_late_pushes():
 
 def test_dead_workers_are_not_awaited():
     server = server_of(Rules(10, aggregate=2), members={0: 0, 1: 0})
-    assert server.push(push(0, 0)).outcome == "held"
+    assert server.push(push(0, 0)).outcome == "pending"
     assert server.take(1, 0, 0) == 1
     server.admit(1, incarnation=1, members=1)
     assert server.applied == 1
@@ -97,7 +97,7 @@ def test_snapshot_excludes_a_held_gradient():
     assert back.push(push(0, 0)).outcome == "generation"  # of what was lost
     assert back.push(push(0, 1, generation=2)).outcome == "applied"  # already: the answer, and nothing else
     assert back.applied == 1
-    assert back.push(push(0, 1, worker=2, generation=2)).outcome == "held"  # it was not applied
+    assert back.push(push(0, 1, worker=2, generation=2)).outcome == "pending"  # it was not applied
     assert back.take(2, 0, 1) == 3
 
 
@@ -117,10 +117,10 @@ class Still:
     where, dead = "", False
 
     def ended(self):
-        return Ending("lost") if self.dead else None
+        return WorkerExit("lost") if self.dead else None
 
 
-class ByHand(Mortals):
+class ByHand(FailingThreads):
     """Servers whose workers are the test."""
 
     def worker(self, number, incarnation, endpoints):
@@ -153,9 +153,9 @@ def test_push_to_one_server_is_applied_once_everywhere(reached, loss):
     def pushed(server, worker, batch, generation):
         gradient = {"vw"[server]: np.float32([1, 0])}
         sent = Push(worker, 0, 0, generation, 0, batch, gradient)
-        return ask(coordinator.endpoints[server], "push", sent).outcome
+        return call(coordinator.endpoints[server], "push", sent).outcome
 
-    assert ask(coordinator.endpoints[0], "take", 0, 0, 0) == 1
+    assert call(coordinator.endpoints[0], "take_batch", 0, 0, 0) == 1
     assert pushed(reached, 0, 1, generation=1) == "applied"
     if loss == "servers go back":
         saved.append(coordinator.snapshot())
@@ -164,9 +164,9 @@ def test_push_to_one_server_is_applied_once_everywhere(reached, loss):
         transport.workers[0].dead = True
         assert [event for event, _ in coordinator.watch().events] == ["worker_lost", "worker_started"]
     generation = len(saved)
-    assert ask(coordinator.endpoints[0], "take", 1, 0, 0) == 1  # whoever asks next has it
+    assert call(coordinator.endpoints[0], "take_batch", 1, 0, 0) == 1  # whoever asks next has it
     assert [pushed(server, 1, 1, generation) == "again" for server in (0, 1)] == [reached == 0, reached == 1]
-    assert ask(coordinator.endpoints[0], "take", 1, 0, 1) == 2
+    assert call(coordinator.endpoints[0], "take_batch", 1, 0, 1) == 2
     state, _ = coordinator.snapshot()
     assert state.params["v"].tolist() == state.params["w"].tolist() == [-1, 0]
 
@@ -179,23 +179,23 @@ def test_push_to_some_leaves_survives_a_new_partition():
     for after in ({"v": 0, "w": 0, "x": 0}, {"v": 1, "w": 0, "x": 1}, {"v": 1, "w": 0, "x": 2}):
         coordinator, _, _ = by_hand(before, workers=1, zeros=8, optimizer=optax.sgd(1.0, momentum=0.5))
         for number in range(5):
-            assert ask(coordinator.endpoints[0], "take", 0, 0, number) == number + 1
+            assert call(coordinator.endpoints[0], "take_batch", 0, 0, number) == number + 1
         for server, batches in enumerate([(1, 2, 4), (1, 3, 5)]):
             for batch in batches:
                 gradient = {path: one_of(batch) for path, owner in before.items() if owner == server}
                 sent = Push(0, 0, batch - 1, 1, 0, batch, gradient)
-                assert ask(coordinator.endpoints[server], "push", sent).outcome == "applied"
+                assert call(coordinator.endpoints[server], "push", sent).outcome == "applied"
         state, tables = coordinator.snapshot()
         saved = [(state, json.loads(json.dumps(tables)))]
         coordinator, _, _ = by_hand(after, 1, zeros=8, optimizer=optax.sgd(1.0, momentum=0.5), saved=saved)
-        assert {endpoint.ask("status", 0)()["applied"] for endpoint in coordinator.endpoints} == {3}
-        given = [ask(coordinator.endpoints[0], "take", 0, 1, number) for number in range(5)]
+        assert {endpoint.call_async("status", 0)()["applied"] for endpoint in coordinator.endpoints} == {3}
+        given = [call(coordinator.endpoints[0], "take_batch", 0, 1, number) for number in range(5)]
         assert given == [2, 3, 4, 5, 6]
         for number, batch in enumerate(given):
             for server, endpoint in enumerate(coordinator.endpoints):
                 own = {path: one_of(batch) for path, owner in after.items() if owner == server}
-                ask(endpoint, "push", Push(0, 1, number, 1, 3, batch, own))
-        assert {endpoint.ask("status", 0)()["applied"] for endpoint in coordinator.endpoints} == {6}
+                call(endpoint, "push", Push(0, 1, number, 1, 3, batch, own))
+        assert {endpoint.call_async("status", 0)()["applied"] for endpoint in coordinator.endpoints} == {6}
         end, tables = coordinator.snapshot()
         assert [len(table["parts"]) for table in tables] == [1] * len(tables)  # all have taken the same again
         found[str(after)] = {path: np.asarray(leaf).tolist() for path, leaf in end.params.items()}
@@ -220,18 +220,18 @@ def test_leaf_with_enough_updates_waits_for_others():
     assert {path: float(x) for path, x in server.pull().params.items()} == {"a": 0, "b": -2} and server.applied == 3
     table = server.snapshot()[2]
     assert table["parts"] == [(["a"], (3, [4]), 3), (["b"], (3, [5]), 3)]
-    assert dealt([table], {"a": 0, "b": 0}, 1)[0]["again"] == [3, 4, 5, 6]
+    assert redistribute([table], {"a": 0, "b": 0}, 1)[0]["again"] == [3, 4, 5, 6]
 
 
 def test_progress_lost_with_a_server_is_no_failure():
     coordinator, transport, _ = by_hand({"w": 0}, workers=1)
     for life in range(4):
         sent = Push(0, life, 0, life + 1, 0, 1, {"w": np.float32([1, 0])})
-        assert ask(coordinator.endpoints[0], "push", sent).outcome == "applied"
+        assert call(coordinator.endpoints[0], "push", sent).outcome == "applied"
         assert coordinator.watch().applied == 1
         transport.servers[0].kill()
         coordinator.watch()
-        assert coordinator.watch().went_back_to == 0
+        assert coordinator.watch().restored_updates == 0
         transport.workers[-1].dead = True
         assert [event for event, _ in coordinator.watch().events] == ["worker_lost", "worker_started"]
 

@@ -15,7 +15,7 @@ import spmdkit as sk
 from spmdkit.parameter_server import trainer as parameter_server
 from spmdkit.plan.command import make_plan
 from spmdkit.verify.report import VerifyOptions, verify_config
-from tests.support.parameter_servers import Mortals
+from tests.support.parameter_servers import FailingThreads
 from tests.support.small_runs import X, config_of, events, line_task, lines, train
 
 ROOT = Path(__file__).parents[2]
@@ -70,9 +70,9 @@ def test_run_reports_roles_and_staleness(tmp_path):
 
 def test_dead_server_is_restored_from_the_checkpoint(tmp_path, monkeypatch):
     made, killed = [], []
-    mortals = lambda *args: made.append(Mortals(*args)) or made[-1]
+    mortals = lambda *args: made.append(FailingThreads(*args)) or made[-1]
     monkeypatch.setattr(parameter_server, "Threads", mortals)
-    due = parameter_server._Watch._due
+    due = parameter_server._Monitor._due
 
     def due_and_kill(self, stats):
         due(self, stats)
@@ -81,7 +81,7 @@ def test_dead_server_is_restored_from_the_checkpoint(tmp_path, monkeypatch):
             killed.append(self.run.saved_step)
             made[0].servers[0].kill()
 
-    monkeypatch.setattr(parameter_server._Watch, "_due", due_and_kill)
+    monkeypatch.setattr(parameter_server._Monitor, "_due", due_and_kill)
     train(tmp_path, sync=TWO, steps=400, checkpoint={"every_steps": 20})
     assert killed and events(tmp_path, "server_lost")[0]["server"] == 0
     assert [event["step"] for event in events(tmp_path, "servers_restored")] == killed

@@ -65,35 +65,35 @@ class Killed(Unavailable):
     """Raised in the thread of a killed worker at its next call to a server."""
 
 
-class MortalServer:
+class FailingServer:
     """A server that can be killed. The next call fails; the one after it reaches a new server without a state."""
 
-    def __init__(self, make: Callable[[], Server], loses: Callable[[str], bool]):
-        self._make, self._loses, self._server = make, loses, make()
+    def __init__(self, make: Callable[[], Server], is_lost: Callable[[str], bool]):
+        self._make, self._is_lost, self._server = make, is_lost, make()
 
     def kill(self) -> None:
         self._server = None
 
-    def ask(self, method: str, *args: Any) -> Callable[[], Any]:
+    def call_async(self, method: str, *args: Any) -> Callable[[], Any]:
         if (server := self._server) is None:
             self._server = self._make()
             return self._unavailable
         value = getattr(server, method)(*args)
-        return self._unavailable if self._loses(method) or server is not self._server else lambda: value
+        return self._unavailable if self._is_lost(method) or server is not self._server else lambda: value
 
     def _unavailable(self) -> Any:
         raise Unavailable("the server has died, or its response is lost")
 
 
-class Mortals(Threads):
+class FailingThreads(Threads):
     """Transport by threads. Servers and workers can be killed, and responses to calls with `loses(method)` are lost."""
 
-    def __init__(self, *args: Any, loses: Callable[[str], bool] = lambda method: False):
+    def __init__(self, *args: Any, is_lost: Callable[[str], bool] = lambda method: False):
         super().__init__(*args)
-        self.servers, self._loses = list[MortalServer](), loses
+        self.servers, self._is_lost = list[FailingServer](), is_lost
 
     def server(self, number: int) -> Endpoint:
-        self.servers.append(MortalServer(lambda: self.make_server(number), self._loses))
+        self.servers.append(FailingServer(lambda: self.make_server(number), self._is_lost))
         return self.servers[-1]
 
     def worker(self, number: int, incarnation: int, endpoints: Any) -> Any:
@@ -104,8 +104,8 @@ class Mortals(Threads):
             def __init__(self, endpoint: Endpoint):
                 self._endpoint = endpoint
 
-            def ask(self, method: str, *args: Any) -> Callable[[], Any]:
-                for call in (lambda: None, lambda: self._endpoint.ask(method, *args)):
+            def call_async(self, method: str, *args: Any) -> Callable[[], Any]:
+                for call in (lambda: None, lambda: self._endpoint.call_async(method, *args)):
                     answer = call()
                     if killed.is_set():
                         raise Killed
@@ -132,10 +132,10 @@ class Job:
         workers: int = 1,
         state: Any = None,
         optimizer: Any = None,
-        computes: Callable[[int], Any] | None = None,
+        gradient_fn: Callable[[int], Any] | None = None,
         seconds: Callable[[int], float] = lambda worker: 0.0,
         overlap: bool = False,
-        loses: Callable[[str], bool] = lambda method: False,
+        is_lost: Callable[[str], bool] = lambda method: False,
         partition: Any = "greedy",
         saves: int = 10,
     ):
@@ -147,12 +147,12 @@ class Job:
         make_server = lambda number: Server(self.optimizer, shard(params, self.owned, number), rules, donate=False)
         paths = [[p for p, owner in self.owned.items() if owner == number] for number in range(servers)]
         policies = {"loss": "stop", "gradient": "stop", "metrics": "stop"}
-        computes = computes or (lambda number: Counting(seconds(number)))
+        gradient_fn = gradient_fn or (lambda number: Counting(seconds(number)))
 
         def make_worker(number: int, incarnation: int, endpoints: Any, stopped: Any) -> Worker:
-            return Worker(number, incarnation, endpoints, paths, computes(number), policies, overlap, stopped)
+            return Worker(number, incarnation, endpoints, paths, gradient_fn(number), policies, overlap, stopped)
 
-        self.transport = Mortals(make_server, make_worker, loses=loses)
+        self.transport = FailingThreads(make_server, make_worker, is_lost=is_lost)
         self.coordinator = Coordinator(self.transport, self.optimizer, self.owned, servers, workers, lambda: self.saved)
         self.records: list[dict[str, Any]] = []
         self.events: list[Any] = []
@@ -168,9 +168,9 @@ class Job:
                 assert time.monotonic() - begin < limit_s, (self.last, self.events[-5:])
                 self.last = stats = self.coordinator.watch()
                 self.events += stats.events
-                if stats.went_back_to is not None:
-                    self.records = [record for record in self.records if record["step"] <= stats.went_back_to]
-                    saved_at = stats.went_back_to
+                if stats.restored_updates is not None:
+                    self.records = [record for record in self.records if record["step"] <= stats.restored_updates]
+                    saved_at = stats.restored_updates
                 self.records += stats.records
                 if stats.applied >= self.steps and (end := self.coordinator.snapshot()) is not None:
                     return end[0]
@@ -189,9 +189,9 @@ def of_task(config: sk.Config, task: sk.Task, rules: Rules, **options: Any) -> t
     """Returns the job of a task, and the task's program without servers."""
     program = Program(replace_keys(synchronous(config), {"mesh": {}}), task, jax.devices()[:1])
     devices = jax.devices()[: config.mesh.data or 1]
-    computes = lambda number: GradientStep(config, task, devices)
+    gradient_fn = lambda number: GradientStep(config, task, devices)
     optimizer = server_optimizer(config, task)
-    return Job(rules, state=program.init(), optimizer=optimizer, computes=computes, **options), program
+    return Job(rules, state=program.init(), optimizer=optimizer, gradient_fn=gradient_fn, **options), program
 
 
 def relative(found: Any, expected: Any) -> float:
