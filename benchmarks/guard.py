@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from watchdog import BLOCKS, MOST_S, Loop, in_turns
+from watchdog import BLOCKS, MAX_S, Loop, in_turns
 
 MESHES = {1: {}, 2: {"data": 2}, 8: {"fsdp": 8}}
 POLICIES = ("continue", "stop", "skip")
@@ -72,7 +72,7 @@ def main() -> int:
                 f"{devices} devices, {policy:5} {process * 1e6:+7.1f} us a step of the process, {thread * 1e6:+7.1f} "
                 f"us of the training thread ({base[1] * 1e6:.0f} without)"
             )
-    return int(worst > MOST_S)
+    return int(worst > MAX_S)
 
 
 if __name__ == "__main__":

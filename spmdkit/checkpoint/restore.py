@@ -18,7 +18,7 @@ from spmdkit.foundation.trees import named_leaves
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
-SHOWN_DIFFERENCES = 5
+MAX_DIFFERENCES = 5
 
 
 def restore(
@@ -57,8 +57,8 @@ def _check_fits(
     lines = state_dict.differences(saved, requested)
     if not lines:
         return
-    shown = "".join(f"\n  {line}" for line in lines[:SHOWN_DIFFERENCES])
-    more = f"\n  and {len(lines) - SHOWN_DIFFERENCES} more" if len(lines) > SHOWN_DIFFERENCES else ""
+    shown = "".join(f"\n  {line}" for line in lines[:MAX_DIFFERENCES])
+    more = f"\n  and {len(lines) - MAX_DIFFERENCES} more" if len(lines) > MAX_DIFFERENCES else ""
     raise CheckpointError(
         f"restoring {directory / str(found.step)} into this task's state: {len(lines)} "
         f"{'leaf differs' if len(lines) == 1 else 'leaves differ'} (saved {len(found.leaves)}, requested "

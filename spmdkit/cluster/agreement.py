@@ -27,7 +27,7 @@ from spmdkit.foundation import phase
 from spmdkit.foundation.deadline import Deadline
 from spmdkit.foundation.timeouts import AGREEMENT_INTERVAL_S, EXCHANGE_S
 
-MOST_STEPS_AHEAD = 1024
+MAX_STEPS_AHEAD = 1024
 
 
 class Agreement:
@@ -97,7 +97,7 @@ class Agreement:
         if self._extended is not None:
             last_time, last_step = self._extended
             step_s = max((now - last_time) / (step - last_step), 1e-9)
-            self._stride = max(1, min(int(AGREEMENT_INTERVAL_S / step_s), 2 * self._stride, MOST_STEPS_AHEAD))
+            self._stride = max(1, min(int(AGREEMENT_INTERVAL_S / step_s), 2 * self._stride, MAX_STEPS_AHEAD))
         self._extended = (now, step)
         return self._stride
 

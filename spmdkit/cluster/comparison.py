@@ -13,9 +13,9 @@ Facts = Mapping[str, str]
 GIVE_THE_SAME = (
     "Different programs would deadlock or mix their sums. Give every process the same files, versions and variables."
 )
-MOST_TEXT = 200_000
+MAX_TEXT = 200_000
 """Facts of up to this many characters are published; of longer ones only the digest."""
-SHOWN = 6
+MAX_SHOWN = 6
 
 
 def digest(facts: Facts) -> str:
@@ -26,7 +26,7 @@ def digest(facts: Facts) -> str:
 def shortened(facts: Facts) -> dict[str, str]:
     """Returns the facts, with a digest instead of each text that is too long to publish."""
     return {
-        name: text if len(text) <= MOST_TEXT else f"digest {digest({name: text})[:16]}" for name, text in facts.items()
+        name: text if len(text) <= MAX_TEXT else f"digest {digest({name: text})[:16]}" for name, text in facts.items()
     }
 
 
@@ -70,7 +70,7 @@ def difference_message(what: str, lines: Sequence[Sequence[str]]) -> str:
 
 
 def _listed(what: str, lines: Sequence[str]) -> str:
-    shown = [*lines[:SHOWN], *([f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else [])]
+    shown = [*lines[:MAX_SHOWN], *([f"and {len(lines) - MAX_SHOWN} more"] if len(lines) > MAX_SHOWN else [])]
     return shown[0].removeprefix(f"{what}: ") if len(shown) == 1 else "".join(f"\n  {line}" for line in shown)
 
 

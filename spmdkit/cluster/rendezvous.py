@@ -21,7 +21,7 @@ from spmdkit.errors import ConfigError, RendezvousError
 from spmdkit.foundation.deadline import Deadline
 from spmdkit.foundation.timeouts import RENDEZVOUS_CONNECT_S, RENDEZVOUS_REPLY_MARGIN_S, RENDEZVOUS_RETRY_S
 
-MOST_LINE_BYTES = 4096
+MAX_LINE_BYTES = 4096
 
 
 def rendezvous(spec: ClusterSpec) -> str:
@@ -182,9 +182,9 @@ def _receive(connection: socket.socket, timeout_s: float) -> dict[str, Any]:
     """Returns one line of JSON from the peer; an empty dict for anything else."""
     deadline, data = Deadline(timeout_s), b""
     try:
-        while not data.endswith(b"\n") and len(data) < MOST_LINE_BYTES:
+        while not data.endswith(b"\n") and len(data) < MAX_LINE_BYTES:
             connection.settimeout(deadline.remaining_s)
-            part = connection.recv(MOST_LINE_BYTES)
+            part = connection.recv(MAX_LINE_BYTES)
             if not part:
                 break
             data += part

@@ -26,7 +26,7 @@ from spmdkit.foundation.trees import describe, named_leaves, tree_bytes
 ROWS_IN_MEMORY = 256
 BYTES_IN_MEMORY = 2**26
 ROWS_READ = 64
-LEAST_READ = 6
+MIN_READ = 6
 """Number of rows that are read regardless of time."""
 READINGS = 3
 """Minimum number of attempts to read a row that raises."""
@@ -71,7 +71,7 @@ def _read_in_time(source: Source, sampled: list[int], readings: int, clock: Call
     """Returns "row 17" -> digest of the rows that could be read. Any prefix of their order is spread over all rows."""
     deadline, digests = Deadline(FINGERPRINT_S, clock), dict[int, str]()
     for place, row in enumerate(_spread(sampled)):
-        if place >= LEAST_READ and deadline.expired:
+        if place >= MIN_READ and deadline.expired:
             break
         if (digest := _row(source, row, readings)) is not None:
             digests[row] = digest

@@ -11,7 +11,7 @@ import threading
 import traceback
 from types import FrameType
 
-MOST_FRAMES = 10
+MAX_FRAMES = 10
 MONITOR_THREADS = ("spmdkit-watch", "spmdkit-beat", "spmdkit-last", "spmdkit-signals", "spmdkit-stop")
 """Threads that never hang."""
 
@@ -26,7 +26,7 @@ def stacks(main: int | None) -> str:
         name = names.get(ident, "a thread")
         if name in MONITOR_THREADS:
             continue
-        text = "".join(traceback.format_stack(frames[ident])[-MOST_FRAMES:]).rstrip().splitlines()
+        text = "".join(traceback.format_stack(frames[ident])[-MAX_FRAMES:]).rstrip().splitlines()
         if not text or (ident != main and _idle(text)):
             continue
         parts.append("\n".join([f"{'training thread' if ident == main else name}:", *text]))

@@ -101,7 +101,7 @@ class Watchdog:
         self._alarm: dict[str, Any] | None = None
         self._left: Mapping[int, tuple[float, dict[str, Any]]] = {}
         self._talking_since: float | None = None
-        self._number, self._said = 0, -self._beat_s  # number and send time of the last heartbeat
+        self._number, self._sent_at = 0, -self._beat_s  # number and send time of the last heartbeat
         self._stamps: dict[int, str] = {}
         self._stragglers = Stragglers()
         self._last_beat, self._mistakes = -HEARTBEAT_INTERVAL_S, 0
@@ -222,11 +222,11 @@ class Watchdog:
         now = self.clock.now
         since = self._talking_since = now if self._talking_since is None else self._talking_since
         try:
-            if now - self._said >= self._beat_s:
+            if now - self._sent_at >= self._beat_s:
                 self._number += 1
                 beat = f"{self._number} {to_text(self._mine)}"
                 self._board.put(f"{self._folder}/beat/{self._me}", beat, overwrite=True)
-                self._said = now
+                self._sent_at = now
             entries = self._board.entries(self._folder)
         except Exception:  # noqa: BLE001  process 0 has ended and JAX aborts; or the network failed, which `_lost` detects
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-MOST_TICK_S = 1.0
+MAX_TICK_S = 1.0
 """Maximum number of seconds that a pause of this process or its machine counts."""
 
 
@@ -18,6 +18,6 @@ class RunningClock:
     def tick(self) -> float:
         """Returns the seconds so far. Call it several times a second."""
         now = self._clock()
-        self.now += min(max(now - self._last, 0.0), MOST_TICK_S)
+        self.now += min(max(now - self._last, 0.0), MAX_TICK_S)
         self._last = now
         return self.now

@@ -122,20 +122,20 @@ def all_visible(value: Any) -> Any:
     return [all_visible(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-MOST_LINES, MOST_COLUMNS = 24, 1000
+MAX_LINES, MAX_COLUMNS = 24, 1000
 
 
 def bounded(text: str) -> str:
     """Returns a message that fits on a screen. Long messages and long lines are shortened in the middle."""
     lines = [_cut(line) for line in text.splitlines()]
-    if len(lines) > MOST_LINES:
-        left_out = len(lines) - MOST_LINES + 1
-        lines = [*lines[: MOST_LINES - 9], f"... {left_out} lines ...", *lines[-8:]]
+    if len(lines) > MAX_LINES:
+        left_out = len(lines) - MAX_LINES + 1
+        lines = [*lines[: MAX_LINES - 9], f"... {left_out} lines ...", *lines[-8:]]
     return "\n".join(lines)
 
 
 def _cut(line: str) -> str:
-    return line if len(line) <= MOST_COLUMNS else f"{line[:560]} ... {len(line) - 960} characters ... {line[-400:]}"
+    return line if len(line) <= MAX_COLUMNS else f"{line[:560]} ... {len(line) - 960} characters ... {line[-400:]}"
 
 
 def nearest(word: str, options: Iterable[str]) -> str:

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 HIDDEN = "***"
-SHORTEST = 6
+MIN_LENGTH = 6
 """Minimum length of a value that is searched for in other texts, since shorter ones are common words."""
 
-DEEPEST = 64
-LONGEST_CONFIG = 2**16
+MAX_DEPTH = 64
+MAX_CONFIG_BYTES = 2**16
 """Maximum number of characters of a config file that a launcher reads, to limit its start time."""
 
 _PARTS = re.compile(r"passw|passphrase|secret|credential|apikey", re.IGNORECASE)
@@ -72,7 +72,7 @@ def without(value: Any, name: str = "") -> Any:
 
 def remember(value: Any, name: str = "", depth: int = 0) -> None:
     """Registers the secrets among plain values. `in_text` redacts them from then on."""
-    if depth > DEEPEST:
+    if depth > MAX_DEPTH:
         return
     if isinstance(value, Mapping):
         for key, inner in value.items():
@@ -80,7 +80,7 @@ def remember(value: Any, name: str = "", depth: int = 0) -> None:
     elif isinstance(value, list | tuple):
         for inner in value:
             remember(inner, name, depth + 1)
-    elif isinstance(value, str) and len(value) >= SHORTEST and named(name) and value != HIDDEN:
+    elif isinstance(value, str) and len(value) >= MIN_LENGTH and named(name) and value != HIDDEN:
         _known.add(value)
 
 
@@ -93,7 +93,7 @@ def remember_command(words: Sequence[str], files: bool = True) -> None:
         with contextlib.suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
             if not equals and not (files and word.endswith((".yaml", ".yml"))):
                 continue
-            text = text if equals else Path(word).read_text()[:LONGEST_CONFIG]
+            text = text if equals else Path(word).read_text()[:MAX_CONFIG_BYTES]
             if not any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # its length is unbounded
                 remember(yaml.safe_load(text), key if equals else "")
 

@@ -22,7 +22,7 @@ from spmdkit import compat
 from spmdkit.communication.reducers.adasum import half_projection
 
 AXIS = "rank"
-MOST_PROGRAMS = 256  # an allgather with other sizes needs another program
+MAX_PROGRAMS = 256  # an allgather with other sizes needs another program
 Wants = dict[int, dict[str, Any] | None]
 
 
@@ -131,7 +131,7 @@ class Wire:
 
             out = PartitionSpec(AXIS) if is_sharded else PartitionSpec()
             mapped = jax.shard_map(program, mesh=self._mesh, in_specs=PartitionSpec(AXIS), out_specs=out)
-            if len(self._programs) >= MOST_PROGRAMS:
+            if len(self._programs) >= MAX_PROGRAMS:
                 self._programs.clear()
             self._programs[key] = jax.jit(mapped)
         sharding = NamedSharding(self._mesh, PartitionSpec(AXIS))

@@ -24,7 +24,7 @@ from spmdkit.horovod.negotiation import HorovodInternalError
 from spmdkit.horovod.objects import broadcast_object, broadcast_parameters
 from spmdkit.horovod.unsupported import absent_from
 
-MOST_FAILURES = 3
+MAX_FAILURES = 3
 """Maximum number of restarts of `run` without a commit in between, since an error may repeat indefinitely."""
 
 
@@ -168,7 +168,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                 return func(state, *args, **kwargs)
             except HorovodInternalError:
                 failures, commits = failures + 1 if state.num_commits == commits else 1, state.num_commits
-                if failures == MOST_FAILURES:
+                if failures == MAX_FAILURES:
                     raise
                 state.restore()
                 skip_sync = False

@@ -44,7 +44,7 @@ from spmdkit.launch.output import Output
 from spmdkit.launch.process import say, start
 from spmdkit.launch.restart_policy import Restarts
 from spmdkit.launch.root_cause import Exit, cause, coded, ended_by, lost
-from spmdkit.launch.supervisor import Child, Note, Supervisor, end, queued_signals
+from spmdkit.launch.supervisor import Child, ReportFile, Supervisor, end, queued_signals
 
 
 class JobObserver(Protocol):
@@ -59,15 +59,15 @@ class JobObserver(Protocol):
         """Returns the context in which a process is started."""
         ...
 
-    def given(self, process: int) -> tuple[Mapping[str, str], Sequence[int]]:
+    def process_env(self, process: int) -> tuple[Mapping[str, str], Sequence[int]]:
         """Returns additional environment variables and open descriptors of a process, for each attempt."""
         ...
 
-    def look(self, children: Sequence[Child]) -> None:
+    def on_poll(self, children: Sequence[Child]) -> None:
         """Inspects the processes of an attempt, twenty times a second."""
         ...
 
-    def ended(self, children: Sequence[Child], stop_signal: int | None) -> None:
+    def on_exit(self, children: Sequence[Child], stop_signal: int | None) -> None:
         """Called when all processes of an attempt have exited, with the first signal that the launcher received."""
         ...
 
@@ -190,7 +190,7 @@ class _Attempt:
     def __init__(self, job: Job, signals: deque[int]):
         self._job, self._signals = job, signals
         self._children: list[Child] = []
-        self._logs, self._deaths, self._lock = Logs(), Note(), threading.Lock()
+        self._logs, self._deaths, self._lock = Logs(), ReportFile(), threading.Lock()
         self._outcome = Outcome(processes=job.num_processes)
         self._membership: MembershipHistory | None = None
         num, gpus = job.num_processes, gpu_assignment.gpus(job.env)
@@ -211,7 +211,7 @@ class _Attempt:
                 service.listen(self._addresses[1])
             supervisor = self._start_all(service)
             outcome.stop_signal = supervisor.run()
-            self._look()
+            self._poll()
             if service is not None and self._membership is None and (status := service.ended()) is not None:
                 say(f"the process of the coordination service has ended with {status}, which ends all that use it")
         finally:
@@ -227,13 +227,13 @@ class _Attempt:
                 holder.close()
         outcome.newest = _newest(self._logs.folder)
         if job.observer is not None:
-            job.observer.ended(self._children, outcome.stop_signal)
+            job.observer.on_exit(self._children, outcome.stop_signal)
         self._judge()
         return outcome
 
     def _start_all(self, service: ServiceProcess | None) -> Supervisor:
         job = self._job
-        supervisor = Supervisor(self._children, self._signals, job.grace_s, self._deaths, self._look)
+        supervisor = Supervisor(self._children, self._signals, job.grace_s, self._deaths, self._poll)
         elasticity, membership = job.elasticity, None
         if service is not None and elasticity is not None and elasticity.wanted is not None:
             standby = 0 if self._pinned[0] else elasticity.standby  # the GPUs of a standby are not known in advance
@@ -246,13 +246,13 @@ class _Attempt:
                 standby,
                 elasticity.precompile,
             )
-            supervisor.goes_on, supervisor.members = membership.goes_on, lambda: membership.running
-            supervisor.each_turn = partial(self._turn, membership, supervisor)
+            supervisor.continues, supervisor.members = membership.continues, lambda: membership.running
+            supervisor.on_poll = partial(self._poll_membership, membership, supervisor)
         for process in range(job.num_processes):
             if membership is None:
                 self._start(process)
             else:
-                membership.take(self._start(process, *membership.given(process)))
+                membership.add(self._start(process, *membership.process_env(process)))
         self._show_output()
         return supervisor
 
@@ -266,13 +266,13 @@ class _Attempt:
         """Starts and returns one process; a number below 0: a standby."""
         job = self._job
         coordinator, service = self._addresses
-        errors, beats, step = notes = Note(), Note(), Note()
+        errors, beats, step = notes = ReportFile(), ReportFile(), ReportFile()
         env = child_environment(job.env, coordinator, job.num_processes, process, job.devices_per_process, errors.path)
         env |= {BEAT_FILE: beats.path, STEP_FILE: step.path, DEATHS_FILE: self._deaths.path, SERVICE: service}
         env |= {**(self._pinned[process] if 0 <= process < len(self._pinned) else {}), **variables}
         passed = [*descriptors, *(note.descriptor for note in (*notes, self._deaths))]
         if job.observer is not None:
-            variables, opened = job.observer.given(process)
+            variables, opened = job.observer.process_env(process)
             env, passed = {**env, **variables}, [*passed, *opened]
         replaced = tuple(f"{setting.partition('=')[0]}=" for setting in overrides)
         command = [word for word in job.command if not replaced or not word.startswith(replaced)]
@@ -285,28 +285,28 @@ class _Attempt:
     def _show_output(self) -> None:
         """Reads the output of the processes, after all have started: a reader thread delays the next start."""
         for child in self._children:
-            if child.output is None and not child.in_waiting:
+            if child.output is None and not child.is_standby:
                 shown = self._job.observer is None
                 child.output = Output(child.process, child.popen, self._lock, self._logs, shown=shown)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Moves logs to the run directory, once a process has reported it."""
         if self._job.observer is not None:
-            self._job.observer.look(self._children)
+            self._job.observer.on_poll(self._children)
         if self._logs.folder is None and (run_dir := directory_of(self._children[0].step.read())) is not None:
             self._logs.open(run_dir, len(self._children))
             self._outcome.before = _newest(self._logs.folder)
 
-    def _turn(self, membership: MembershipHistory, supervisor: Supervisor) -> None:
-        self._look()
-        if not membership.turn():
+    def _poll_membership(self, membership: MembershipHistory, supervisor: Supervisor) -> None:
+        self._poll()
+        if not membership.poll():
             supervisor.end_all()
         self._show_output()
 
     def _judge(self) -> None:
         """Prints, at the end of the output, how and why the attempt ended."""
         outcome = self._outcome
-        exits = [c.exit for c in self._children if c.exit is not None and not c.mourned and not c.in_waiting]
+        exits = [c.exit for c in self._children if c.exit is not None and not c.is_removed and not c.is_standby]
         first, outcome.lost = cause(exits), len(lost(exits))
         if first is None:
             return
@@ -367,7 +367,7 @@ def _explain(first: Exit, child: Child) -> None:
     elif first.blamed and list(first.blamed) != [first.process]:
         at_fault = " and ".join(map(str, first.blamed))
         line = f"process {at_fault} is at fault, reports process {first.process} ({code})"
-    elif first.judged is not None:
+    elif first.assigned_code is not None:
         line = f"process {first.process} was ended by the launcher ({code})"
     elif first.status < 0:
         line = f"process {first.process} failed first: {ended_by(first)} ({code})"

@@ -12,7 +12,7 @@ from typing import TextIO
 from spmdkit.foundation import redact
 from spmdkit.foundation.constants import is_step_name
 
-MOST_WAITING = 10_000
+MAX_QUEUED = 10_000
 """Lines that are buffered until the run reports its directory; older lines are dropped."""
 
 
@@ -20,7 +20,7 @@ class Logs:
     """Buffers lines until `open`, then writes them. Stops silently on a full disk: the terminal has the lines."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[int, str, str]] = deque(maxlen=MOST_WAITING)
+        self._waiting: deque[tuple[int, str, str]] = deque(maxlen=MAX_QUEUED)
         self._files: dict[tuple[int, str], TextIO] = {}
         self._lock = threading.Lock()
         self.folder: Path | None = None

@@ -26,15 +26,15 @@ from spmdkit.launch.precompile import Precompile
 from spmdkit.launch.process import busy_ns, say, send, start
 from spmdkit.launch.root_cause import ended_by, lost
 from spmdkit.launch.standby import Standbys
-from spmdkit.launch.supervisor import Child, Note
+from spmdkit.launch.supervisor import Child, ReportFile
 
 BUSY_SHARE = 0.01
 """A process that waits in a step and uses at most this fraction of a core for `IDLE_IN_STEP_S` is stuck. It is killed
 immediately."""
-STUCK = ("step", "data", "waiting")
+PHASES_WITHOUT_PROGRESS = ("step", "data", "waiting")
 """Phases in which a process waits for the others. Compilation, restore and save complete without them."""
-MOST_IDLE = 3
-LEAST = 2
+MAX_IDLE = 3
+MIN_PROCESSES = 2
 
 Resize = Callable[[int, int], "tuple[int, list[str]] | None"]
 """(processes before, lost) -> (processes of the next generation, `key=value` overrides of their config), None if no
@@ -75,151 +75,152 @@ class MembershipHistory:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._resize, self._wanted, self._newcomer, self._clock = resize, wanted, newcomer, clock
-        self._note, self._order = Note(), MembershipUpdate(1, tuple(range(num)), service="given by the environment")
-        self._note.write(self._order.text())
-        self._ready: dict[int, Note] = {}
+        self._update = MembershipUpdate(1, tuple(range(num)), service="given by the environment")
+        self._file = ReportFile()
+        self._file.write(self._update.text())
+        self._ready: dict[int, ReportFile] = {}
         self._children: dict[int, Child] = {}
         self._service_processes, self._holders = [service_process], list[socket.socket]()
         self._since: float | None = None  # start of the wait for all members
-        self._coming: MembershipUpdate | None = None  # newcomers are started for it while the members train
-        self._dismissed: set[int] = set()
+        self._planned: MembershipUpdate | None = None  # newcomers are started for it while the members train
+        self._stopped: set[int] = set()
         self._killed: list[Child] = []
         self._busy: dict[int, tuple[float, int]] = {}  # process -> (start of a possible idle period, `busy_ns` then)
         self._refused = 0
-        self._looked, self._best, self._idle = clock(), -1, 0
+        self._last_poll, self._best, self._idle = clock(), -1, 0
         self.running = tuple(range(num))
         self._precompile = precompile or Precompile({}, [], None)
-        self._standbys, self._left_at = Standbys(standby, self._start_standby), -1
-        self.gave_up = ""
+        self._standbys, self._step_at_change = Standbys(standby, self._start_standby), -1
+        self.failure = ""
 
     # ---- environment of a process ----
 
-    def given(self, process: int, born: int = 1) -> tuple[Mapping[str, str], list[int]]:
+    def process_env(self, process: int, born: int = 1) -> tuple[Mapping[str, str], list[int]]:
         """Returns the environment variables and open descriptors of one process."""
         if process in self._ready:
             self._ready[process].close()
-        ready = self._ready[process] = Note()
-        variables = {MEMBERSHIP_FILE: self._note.path, READY_FILE: ready.path}
-        return variables | {MEMBER: str(process), GENERATION: str(born)}, [self._note.descriptor, ready.descriptor]
+        ready = self._ready[process] = ReportFile()
+        variables = {MEMBERSHIP_FILE: self._file.path, READY_FILE: ready.path}
+        return variables | {MEMBER: str(process), GENERATION: str(born)}, [self._file.descriptor, ready.descriptor]
 
-    def take(self, child: Child) -> Child:
+    def add(self, child: Child) -> Child:
         self._children[child.process] = child
         return child
 
     @property
     def members(self) -> tuple[int, ...]:
         """The members of the newest generation, in rank order."""
-        return self._order.members
+        return self._update.members
 
     # ---- deaths ----
 
-    def goes_on(self, child: Child) -> bool:
+    def continues(self, child: Child) -> bool:
         """Returns whether the others continue without a process that has exited; notifies them."""
         assert child.exit is not None
         if self._standbys.has_ended(child):
             return True
-        if child.process in self._dismissed:
-            self._dismissed.discard(child.process)
+        if child.process in self._stopped:
+            self._stopped.discard(child.process)
             return True
-        if self._coming is not None and child.process in self._coming.members[len(self._order.members) :]:
-            say(f"process {child.process}, which was to join, has ended; {len(self._order.members)} continue as before")
-            self._refused = len(self._coming.members)  # requested again when the number changes
-            self._dismiss(self._coming)
+        if self._planned is not None and child.process in self._planned.members[len(self._update.members) :]:
+            say(f"process {child.process}, which was to join, has ended; {len(self.members)} continue as before")
+            self._refused = len(self._planned.members)  # requested again when the number changes
+            self._cancel(self._planned)
             return True
-        if self.gave_up or not lost([child.exit]) or child.process not in self._order.members:
+        if self.failure or not lost([child.exit]) or child.process not in self._update.members:
             return False
-        living = [p for p in self._order.members if self._children[p].exit is None]
-        size = self._resize(len(self._order.members), 1)
-        if len(living) < LEAST - 1 or size is None or size[0] < LEAST or self._stands_still():
+        living = [p for p in self._update.members if self._children[p].exit is None]
+        size = self._resize(len(self._update.members), 1)
+        if len(living) < MIN_PROCESSES - 1 or size is None or size[0] < MIN_PROCESSES or self._is_stalled():
             return False
-        if self._coming is not None:
-            self._dismiss(self._coming)
-        self._begin(living, child.process, size, f"process {child.process}: {ended_by(child.exit)}")
+        if self._planned is not None:
+            self._cancel(self._planned)
+        self._change_members(living, child.process, size, f"process {child.process}: {ended_by(child.exit)}")
         return True
 
-    def _begin(self, living: list[int], dead: int, size: tuple[int, list[str]], why: str) -> None:
+    def _change_members(self, living: list[int], dead: int, size: tuple[int, list[str]], why: str) -> None:
         processes, overrides = size
-        members = [p for p in self._order.members if p in living]
+        members = [p for p in self._update.members if p in living]
         for process in members[processes:]:
-            self._send_home(process)
+            self._stop_process(process)
         members = members[:processes]
         free = [p for p in (dead, *range(processes + len(self._children))) if p not in members]
         added = list(dict.fromkeys(free))[: processes - len(members)]
         started = [*added]
         if added and added[0] == dead:  # a newcomer with its number takes its rank
-            members.insert(min(self._order.members.index(dead), len(members)), added.pop(0))
+            members.insert(min(self._update.members.index(dead), len(members)), added.pop(0))
         members += added
         self._standbys.lost(dead)
         self._busy.clear()
         replaced = [process for process in started if self._adopt(process)]
         adopted = tuple(self._standbys.adopted.items())
-        self._order = MembershipUpdate(
-            self._order.number + 1, tuple(members), overrides=tuple(overrides), why=why, adopted=adopted
+        self._update = MembershipUpdate(
+            self._update.number + 1, tuple(members), overrides=tuple(overrides), why=why, adopted=adopted
         )
-        self._note.write(self._order.text())
+        self._file.write(self._update.text())
         self._since = self._clock()
         places = f"; a standby takes the place of process {' and '.join(map(str, replaced))}" if replaced else ""
         say(
             f"{why}; {len(living)} continue without a restart, as {len(members)} processes (generation "
-            f"{self._order.number}){places}"
+            f"{self._update.number}){places}"
         )
         self._prepare(processes)
         for process in started:
             if process not in replaced:
-                self._start(process, self._order)
+                self._start(process, self._update)
 
-    def _stands_still(self) -> bool:
+    def _is_stalled(self) -> bool:
         """Returns whether the membership changes repeatedly without a completed step."""
         newest = max((step for step in self._steps(self._children) if step is not None), default=-1)
-        self._left_at = max(self._left_at, newest)
+        self._step_at_change = max(self._step_at_change, newest)
         self._idle = 0 if newest > self._best else self._idle + 1
         self._best = max(self._best, newest)
-        return self._idle >= MOST_IDLE
+        return self._idle >= MAX_IDLE
 
     def _steps(self, processes: Iterable[int]) -> list[int | None]:
         return [step_of(self._children[process].step.read()) for process in processes]
 
     # ---- every poll of the launcher ----
 
-    def turn(self) -> bool:
+    def poll(self) -> bool:
         """Performs the changes that are due; returns False if all processes must be restarted."""
         now = self._clock()
-        gone = [p for p in self._order.members if self._children[p].exit is not None]
+        gone = [p for p in self._update.members if self._children[p].exit is not None]
         if gone:
             self._standbys.end()
             self._precompile.end()
-            if self._coming is not None:
-                self._dismiss(self._coming)
+            if self._planned is not None:
+                self._cancel(self._planned)
         if self._since is not None:
             if gone or now - self._since > MEMBERS_READY_S:
-                self.gave_up = f"process {gone[0]} has ended" if gone else f"not all came within {MEMBERS_READY_S:g} s"
-                say(f"generation {self._order.number} is abandoned: {self.gave_up}")
+                self.failure = f"process {gone[0]} has ended" if gone else f"not all came within {MEMBERS_READY_S:g} s"
+                say(f"generation {self._update.number} is abandoned: {self.failure}")
                 self._since = None
                 return False
-            if all(self._is_ready(p, self._order.number) for p in self._order.members):
-                self._go()
+            if all(self._is_ready(p, self._update.number) for p in self._update.members):
+                self._start_generation()
             else:
-                self._end_stuck(now, is_late=now - self._since > LEAVE_STEP_S)
-        elif self._coming is not None:
-            new = self._coming.members[len(self._order.members) :]
-            if all(self._is_ready(p, self._coming.number) for p in new):
-                self._order, self._coming, self._since = self._coming, None, now
-                self._note.write(self._order.text())
-        elif now - self._looked > RESIZE_POLL_S:
-            self._looked = now
-            if all(step is not None and step > self._left_at for step in self._steps(self._order.members)):
+                self._kill_stuck(now, is_late=now - self._since > LEAVE_STEP_S)
+        elif self._planned is not None:
+            new = self._planned.members[len(self._update.members) :]
+            if all(self._is_ready(p, self._planned.number) for p in new):
+                self._update, self._planned, self._since = self._planned, None, now
+                self._file.write(self._update.text())
+        elif now - self._last_poll > RESIZE_POLL_S:
+            self._last_poll = now
+            if all(step is not None and step > self._step_at_change for step in self._steps(self._update.members)):
                 self._standbys.fill()  # not earlier: it takes a core that all members wait for
-                self._precompile.turn()
+                self._precompile.poll()
             self._grow()
         return True
 
-    def _end_stuck(self, now: float, is_late: bool) -> None:
+    def _kill_stuck(self, now: float, is_late: bool) -> None:
         """Kills members that do not finish the step of the previous generation."""
-        for process in self._order.members:
+        for process in self._update.members:
             child = self._children[process]
             phase = str((child.last_beat or {}).get("phase", ""))
-            waits = phase in STUCK or phase.startswith("hook")
-            if not waits or child in self._killed or self._is_ready(process, self._order.number):
+            waits = phase in PHASES_WITHOUT_PROGRESS or phase.startswith("hook")
+            if not waits or child in self._killed or self._is_ready(process, self._update.number):
                 continue
             if is_late or (phase != "data" and self._is_idle(child, now)):
                 why = f"within {LEAVE_STEP_S:g} s" if is_late else "and is idle"
@@ -248,44 +249,44 @@ class MembershipHistory:
                 service_process.kill()
         self._service_processes.append(ServiceProcess(num, -1, start))
 
-    def _go(self) -> None:
+    def _start_generation(self) -> None:
         holder, port = reserve_port()
         self._holders.append(holder)
         if len(self._holders) > 2:
             self._holders.pop(0).close()
-        service, self.running = f"127.0.0.1:{port}", self._order.members
+        service, self.running = f"127.0.0.1:{port}", self._update.members
         self._service_processes[-1].listen(service)
-        self._order = dataclasses.replace(self._order, service=service)
-        self._note.write(self._order.text())
+        self._update = dataclasses.replace(self._update, service=service)
+        self._file.write(self._update.text())
         self._since = None
         for service_process in self._service_processes[:-1]:
             service_process.shutdown()  # it runs while a process is connected
 
     def _grow(self) -> None:
         """Starts newcomers if more processes are requested; the others train until the newcomers can join."""
-        now = len(self._order.members)
+        now = len(self._update.members)
         size = self._wanted(now)
         if size is None or size[0] <= now or size[0] == self._refused:
             self._refused = 0 if size is None else self._refused
             return
-        free = [p for p in range(size[0] + len(self._children)) if p not in self._order.members]
+        free = [p for p in range(size[0] + len(self._children)) if p not in self._update.members]
         added = free[: size[0] - now]
-        members, why = (*self._order.members, *added), f"{size[0]} processes are wanted"
-        number, overrides = self._order.number + 1, tuple(size[1])
-        self._coming = MembershipUpdate(number, members, planned=True, overrides=overrides, why=why)
+        members, why = (*self._update.members, *added), f"{size[0]} processes are wanted"
+        number, overrides = self._update.number + 1, tuple(size[1])
+        self._planned = MembershipUpdate(number, members, planned=True, overrides=overrides, why=why)
         say(f"{why} instead of {now}: {len(added)} more are started, and join as soon as they can")
         self._prepare(size[0])
         for process in added:
-            self._start(process, self._coming)
+            self._start(process, self._planned)
 
-    def _start(self, process: int, order: MembershipUpdate) -> None:
-        variables, descriptors = self.given(process, order.number)
-        place = {NUM_PROCESSES: str(len(order.members)), PROCESS_ID: str(order.members.index(process))}
+    def _start(self, process: int, update: MembershipUpdate) -> None:
+        variables, descriptors = self.process_env(process, update.number)
+        place = {NUM_PROCESSES: str(len(update.members)), PROCESS_ID: str(update.members.index(process))}
         variables = {**variables, **place}  # for environment detection; the update that it waits for takes precedence
-        self.take(self._newcomer(process, variables, descriptors, list(order.overrides)))
+        self.add(self._newcomer(process, variables, descriptors, list(update.overrides)))
 
     def _start_standby(self, number: int) -> Child:
-        variables, descriptors = self.given(number, self._order.number + 1)
+        variables, descriptors = self.process_env(number, self._update.number + 1)
         return self._newcomer(number, {**variables, PROCESS_ID: "0"}, descriptors, [])
 
     def _adopt(self, process: int) -> bool:
@@ -295,26 +296,26 @@ class MembershipHistory:
             if process in self._ready:
                 self._ready[process].close()
             self._ready[process] = self._ready.pop(number)
-            self.take(child)
+            self.add(child)
         return standby is not None
 
-    def _dismiss(self, order: MembershipUpdate) -> None:
-        for process in order.members[len(self._order.members) :]:
+    def _cancel(self, update: MembershipUpdate) -> None:
+        for process in update.members[len(self._update.members) :]:
             if self._children[process].exit is None:
-                self._send_home(process)
-        self._coming = None
+                self._stop_process(process)
+        self._planned = None
 
-    def _send_home(self, process: int) -> None:
+    def _stop_process(self, process: int) -> None:
         child = self._children[process]
-        child.told_to_end = True
-        self._dismissed.add(child.process)
+        child.ended_by_us = True
+        self._stopped.add(child.process)
         send(child.popen.pid, signal.SIGKILL)
 
     def close(self) -> None:
         self._precompile.end()
         for service_process in self._service_processes[1:]:
             service_process.kill()
-        for note in (self._note, *self._ready.values()):
+        for note in (self._file, *self._ready.values()):
             note.close()
         for holder in self._holders:
             holder.close()

@@ -18,7 +18,7 @@ from typing import Any
 
 from spmdkit.foundation.constants import GENERATION, MEMBER, MEMBERSHIP_FILE, READY_FILE
 
-ORDER_BYTES = 1 << 14
+UPDATE_BYTES = 1 << 14
 """Size of an update in the file; each update overwrites the previous one."""
 
 
@@ -39,7 +39,7 @@ class MembershipUpdate:
         return dict(self.adopted).get(number, number)
 
     def text(self) -> str:
-        return json.dumps(asdict(self)).ljust(ORDER_BYTES)
+        return json.dumps(asdict(self)).ljust(UPDATE_BYTES)
 
 
 def parse_update(text: str | bytes) -> MembershipUpdate | None:
@@ -56,13 +56,13 @@ def parse_update(text: str | bytes) -> MembershipUpdate | None:
 class MembershipFiles:
     """The files of a process; `member`: its number, below 0 for a standby; `born`: its first generation."""
 
-    def __init__(self, order: int, ready: int, member: int, born: int):
-        self._order, self._ready = order, ready
+    def __init__(self, update: int, ready: int, member: int, born: int):
+        self._update, self._ready = update, ready
         self.member, self.born = member, born
 
     def read(self) -> MembershipUpdate | None:
         with suppress(OSError):
-            return parse_update(os.pread(self._order, ORDER_BYTES, 0))
+            return parse_update(os.pread(self._update, UPDATE_BYTES, 0))
         return None
 
     def say_ready(self, number: int) -> None:
@@ -82,8 +82,8 @@ def parse_ready(content: bytes) -> int:
 def open_membership_files(env: Mapping[str, str]) -> MembershipFiles | None:
     """Returns the files that a launcher has named, None if it sends no updates."""
     try:
-        order = os.open(env[MEMBERSHIP_FILE], os.O_RDONLY | os.O_CLOEXEC)
+        update = os.open(env[MEMBERSHIP_FILE], os.O_RDONLY | os.O_CLOEXEC)
         ready = os.open(env[READY_FILE], os.O_WRONLY | os.O_CLOEXEC)
-        return MembershipFiles(order, ready, int(env[MEMBER]), int(env[GENERATION]))
+        return MembershipFiles(update, ready, int(env[MEMBER]), int(env[GENERATION]))
     except (KeyError, OSError, ValueError):
         return None

@@ -15,7 +15,7 @@ from typing import Any
 from spmdkit.foundation.constants import COMPILE_ONLY
 from spmdkit.launch.process import say, start
 
-LOWEST = 19
+NICENESS = 19
 """The lowest priority of `nice`."""
 
 
@@ -38,7 +38,7 @@ class Precompile:
         self._running: subprocess.Popen[Any] | None = None
         self._size = 0
 
-    def turn(self) -> None:
+    def poll(self) -> None:
         """Starts the next job when the previous one has ended. Called regularly while the job trains."""
         if self._running is not None:
             if self._running.poll() is None:
@@ -55,7 +55,7 @@ class Precompile:
 
     def command(self, size: int, more: Sequence[str]) -> list[str]:
         """Returns the command of the job of one size."""
-        launch = ["nice", "-n", str(LOWEST), sys.executable, "-m", "spmdkit", "launch", "-n", str(size)]
+        launch = ["nice", "-n", str(NICENESS), sys.executable, "-m", "spmdkit", "launch", "-n", str(size)]
         if self._devices is not None:
             launch += ["--devices-per-process", str(self._devices)]
         return [*launch, "--", *self._train, *more]

@@ -16,7 +16,7 @@ FINAL = (
 )
 """Exit codes after which a restart would fail in the same way."""
 
-MOST_IDLE = 3
+MAX_IDLE = 3
 
 
 class Restarts:
@@ -46,8 +46,8 @@ class Restarts:
             self._newest, self._idle, self._waits = newest, 0, 0
         elif code != ExitCode.PREEMPTED:
             self._idle += 1
-        if self._idle >= MOST_IDLE:
-            self.why = f"{MOST_IDLE} attempts in a row have committed no step"
+        if self._idle >= MAX_IDLE:
+            self.why = f"{MAX_IDLE} attempts in a row have committed no step"
             return None
         if code != ExitCode.PREEMPTED:
             if self.left == 0:

@@ -21,19 +21,19 @@ class Exit:
     message: str | None = None  # from its error file
     time: float = 0.0  # from its error file, comparable on one machine only
     blamed: tuple[int, ...] = ()  # from its error file: the processes at fault, if not this one
-    judged: int | None = None  # the exit code assigned by the launcher, if the process could not report one
+    assigned_code: int | None = None  # the exit code assigned by the launcher, if the process could not report one
 
     @property
     def code(self) -> int:
         """The exit code as a shell reports it: 128+n for signal n."""
-        if self.judged is not None:
-            return self.judged
+        if self.assigned_code is not None:
+            return self.assigned_code
         return 128 - self.status if self.status < 0 else self.status
 
 
 def ended_by(exit: Exit) -> str:
     """Returns `ended by SIGKILL`, or the description of an exit code."""
-    if exit.status >= 0 or exit.judged is not None:
+    if exit.status >= 0 or exit.assigned_code is not None:
         return outcome(exit.code)
     number = -exit.status
     return f"ended by {signal.Signals(number).name if number in set(signal.Signals) else f'signal {number}'}"
@@ -59,15 +59,17 @@ def lost(exits: list[Exit]) -> frozenset[int]:
     """Returns the processes lost as in a machine failure: killed by an external signal, blocked, or reported missing by
     others. Excludes processes that reported why they exited."""
     killed = {
-        e.process for e in exits if e.judged is not None or (e.status < 0 and not e.ended_by_us and e.code != ABORTED)
+        e.process
+        for e in exits
+        if e.assigned_code is not None or (e.status < 0 and not e.ended_by_us and e.code != ABORTED)
     }
     missed = {process for e in exits if e.code == ExitCode.PEER_LOST for process in e.blamed}
-    reported = {e.process for e in exits if e.status > 0 and e.judged is None}
+    reported = {e.process for e in exits if e.status > 0 and e.assigned_code is None}
     return frozenset(killed | (missed - reported))
 
 
 def _weakness(e: Exit) -> tuple[int, bool, float, int]:
-    if e.judged is not None:
+    if e.assigned_code is not None:
         rank = 0
     elif e.ended_by_us:
         rank = 6

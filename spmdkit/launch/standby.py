@@ -1,7 +1,7 @@
 """`Standbys`: spare processes that have imported everything a run needs, and wait to replace a process that dies.
 
 Each starts as a newcomer with a number below 0, and waits for a membership update (membership_file.py). After
-`MOST_FAILED` have exited while waiting, no more are started.
+`MAX_FAILURES` have exited while waiting, no more are started.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from spmdkit.launch.process import send
 from spmdkit.launch.supervisor import Child
 
-MOST_FAILED = 3
+MAX_FAILURES = 3
 
 
 class Standbys:
@@ -29,7 +29,7 @@ class Standbys:
         self.adopted: dict[int, int] = {}
 
     def fill(self) -> None:
-        while len(self._waiting) < self._num and self._failed < MOST_FAILED:
+        while len(self._waiting) < self._num and self._failed < MAX_FAILURES:
             self._started += 1
             self._waiting.append(self._start(-self._started))
 
@@ -48,7 +48,7 @@ class Standbys:
 
     def has_ended(self, child: Child) -> bool:
         """Returns whether an exited child was a waiting standby."""
-        if not child.in_waiting:
+        if not child.is_standby:
             return False
         if child in self._waiting:
             self._waiting.remove(child)
@@ -59,5 +59,5 @@ class Standbys:
         """Ends all waiting standbys when the job is done. No more are started."""
         waiting, self._waiting, self._num = self._waiting, [], 0
         for child in waiting:
-            child.told_to_end = True
+            child.ended_by_us = True
             send(child.popen.pid, signal.SIGKILL)

@@ -25,7 +25,7 @@ from spmdkit.launch.process import exit_status, is_stopped, send
 from spmdkit.launch.root_cause import Exit, ended_by
 
 
-class Note:
+class ReportFile:
     """An unnamed file in which a process reports to the launcher. The process inherits its open descriptor."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Note:
         self.path = f"{NAMELESS}{self.descriptor}"  # the path in the process
 
     def read(self) -> bytes:
-        return os.pread(self.descriptor, MOST_NOTE_BYTES, 0)
+        return os.pread(self.descriptor, MAX_NOTE_BYTES, 0)
 
     def write(self, text: str) -> None:
         """Overwrites the content from the beginning; `text` must not be shorter than the content."""
@@ -44,7 +44,7 @@ class Note:
         self._file.close()
 
 
-MOST_NOTE_BYTES = 1 << 20
+MAX_NOTE_BYTES = 1 << 20
 
 
 @dataclass
@@ -53,20 +53,20 @@ class Child:
 
     process: int
     popen: subprocess.Popen[bytes]
-    errors: Note  # why it ended
-    beats: Note  # its heartbeats: Python runs in it
-    step: Note  # the last step that it dispatched
+    errors: ReportFile  # why it ended
+    beats: ReportFile  # its heartbeats: Python runs in it
+    step: ReportFile  # the last step that it dispatched
     output: Output | None = None
     exit: Exit | None = None
-    told_to_end: bool = False
+    ended_by_us: bool = False
     beat: bytes = b""  # its last heartbeat
     last_beat: Mapping[str, Any] | None = None  # parsed: the phase, and the limit of the time without Python
-    heard: float = 0.0  # when that arrived, by the launcher's running clock
-    held: str | None = None  # the launcher's message about it, if its interpreter is blocked
-    mourned: bool = False  # it is dead, and the others continue without it (membership.py)
+    last_beat_time: float = 0.0  # when that arrived, by the launcher's running clock
+    hang: str | None = None  # the launcher's message about it, if its interpreter is blocked
+    is_removed: bool = False  # it is dead, and the others continue without it (membership.py)
 
     @property
-    def in_waiting(self) -> bool:
+    def is_standby(self) -> bool:
         return self.process < 0
 
 
@@ -99,15 +99,15 @@ class Supervisor:
         children: Sequence[Child],  # one shared list; newcomers may be added to it
         signals: deque[int],
         grace_s: float,
-        deaths: Note | None = None,
-        each_turn: Callable[[], None] = lambda: None,
+        deaths: ReportFile | None = None,
+        on_poll: Callable[[], None] = lambda: None,
     ):
         self._children, self._signals, self._grace_s = children, signals, grace_s
-        self._deaths, self.each_turn = deaths, each_turn
-        self.goes_on: Callable[[Child], bool] = lambda child: False  # whether the others continue without a dead one
+        self._deaths, self.on_poll = deaths, on_poll
+        self.continues: Callable[[Child], bool] = lambda child: False  # whether the others continue without a dead one
         self.members: Callable[[], Sequence[int]] = lambda: range(len(children))  # the process of each rank
         self._dead: dict[int, dict[str, Any]] = {}
-        self._asked: int | None = None
+        self._stop_signal: int | None = None
         self._term_at = self._kill_at = float("inf")
         self._num_exits = 0
         self._running = RunningClock(time.monotonic)
@@ -115,10 +115,10 @@ class Supervisor:
     def run(self) -> int | None:
         """Returns when every child is dead, with the first signal that the launcher received, or None."""
         while any(child.exit is None for child in self._children):
-            self.each_turn()
-            self._take_signals()
-            self._take_beats()
-            self._take_exits()
+            self.on_poll()
+            self._forward_signals()
+            self._check_heartbeats()
+            self._check_exits()
             now = time.monotonic()
             if now >= self._kill_at:
                 self._send_all(signal.SIGKILL)
@@ -126,40 +126,40 @@ class Supervisor:
                 self._term_at = float("inf")
                 self._send_all(signal.SIGTERM)
             time.sleep(LAUNCH_POLL_S)
-        return self._asked
+        return self._stop_signal
 
-    def _take_signals(self) -> None:
+    def _forward_signals(self) -> None:
         while self._signals:
             number = self._signals.popleft()
-            if self._asked is not None:
+            if self._stop_signal is not None:
                 self._kill_at = time.monotonic()
                 continue
-            self._asked = number
+            self._stop_signal = number
             self._kill_at = min(self._kill_at, time.monotonic() + self._grace_s)
             for child in self._children:
                 if child.exit is None:
                     send(child.popen.pid, number)
 
-    def _take_beats(self) -> None:
+    def _check_heartbeats(self) -> None:
         """Ends a process in which no Python has run for longer than allowed, unless it is stopped."""
         now = self._running.tick()
         for child in self._children:
             beat = child.beats.read()
             if beat != child.beat:
-                child.heard, child.beat = now, beat
+                child.last_beat_time, child.beat = now, beat
                 with suppress(ValueError):  # half written: the next one follows shortly
                     child.last_beat = json.loads(beat)
             elif child.last_beat is not None:
                 limit_s = child.last_beat["interpreter_timeout_s"]
-                if limit_s is not None and now - child.heard > limit_s:
-                    self._end_held(child)
+                if limit_s is not None and now - child.last_beat_time > limit_s:
+                    self._kill_hung(child)
 
-    def _end_held(self, child: Child) -> None:
+    def _kill_hung(self, child: Child) -> None:
         """Requests the stacks of a process with a blocked interpreter, which its C handler writes, and kills it."""
-        if child.exit is not None or child.held is not None or child.last_beat is None or is_stopped(child.popen.pid):
+        if child.exit is not None or child.hang is not None or child.last_beat is None or is_stopped(child.popen.pid):
             return
-        silent_s = self._running.now - child.heard
-        child.held = (
+        silent_s = self._running.now - child.last_beat_time
+        child.hang = (
             f"process {child.process} runs no Python since {silent_s:.0f} s: code in C holds the interpreter. It was "
             f"{child.last_beat['does']} at step {child.last_beat['step']}; its stacks are above. Code that takes long "
             "in C has to release the interpreter; a longer limit is watchdog.interpreter_timeout_s."
@@ -168,7 +168,7 @@ class Supervisor:
         time.sleep(STACKS_WRITE_S)
         send(child.popen.pid, signal.SIGKILL)
 
-    def _take_exits(self) -> None:
+    def _check_exits(self) -> None:
         for child in list(self._children):
             if child.exit is not None:
                 continue
@@ -176,29 +176,29 @@ class Supervisor:
             if status is None:
                 continue
             report = _report(child.errors, self.members())
-            if child.held is not None:
-                judged = int(ExitCode.HANG)
-                child.exit = Exit(child.process, status, self._num_exits, message=child.held, judged=judged)
+            if child.hang is not None:
+                code = int(ExitCode.HANG)
+                child.exit = Exit(child.process, status, self._num_exits, message=child.hang, assigned_code=code)
             else:
-                if status == 0 and (left := _left_at_work(child)):
-                    status, report = int(ExitCode.FAILED), {"message": left, "time": time.time()}
-                child.exit = Exit(child.process, status, self._num_exits, child.told_to_end, **report)
+                if status == 0 and (message := _unfinished_message(child)):
+                    status, report = int(ExitCode.FAILED), {"message": message, "time": time.time()}
+                child.exit = Exit(child.process, status, self._num_exits, child.ended_by_us, **report)
             self._num_exits += 1
-            child.mourned = self._asked is None and self._kill_at == float("inf") and self.goes_on(child)
-            if child.mourned:
+            child.is_removed = self._stop_signal is None and self._kill_at == float("inf") and self.continues(child)
+            if child.is_removed:
                 send(child.popen.pid, signal.SIGKILL)  # the remaining processes of its group
                 child.popen.wait()
                 continue
-            self._tell_of(child.exit)
-            self._limit_the_others(child.exit)
+            self._report_death(child.exit)
+            self._limit_others(child.exit)
             if child.exit.code == ExitCode.PEER_LOST:
                 for other in (c for c in self._children if c.process in child.exit.blamed and c.exit is None):
-                    if self._running.now - other.heard > SILENT_PROCESS_S:  # reported missing, sends no beats
-                        self._end_held(other)
-                        other.told_to_end = True
+                    if self._running.now - other.last_beat_time > SILENT_PROCESS_S:  # reported missing, sends no beats
+                        self._kill_hung(other)
+                        other.ended_by_us = True
                         send(other.popen.pid, signal.SIGKILL)  # a stopped process receives no other signal
 
-    def _tell_of(self, exit: Exit) -> None:
+    def _report_death(self, exit: Exit) -> None:
         """Notifies the others immediately that a process died, and how. They cannot continue, and exit with this
         reason."""
         if self._deaths is None or exit.code in (0, ExitCode.PREEMPTED):
@@ -209,10 +209,10 @@ class Supervisor:
         self._dead[rank] = {"exit": exit.code, "message": message}
         self._deaths.write(json.dumps(self._dead))
 
-    def _limit_the_others(self, exit: Exit) -> None:
+    def _limit_others(self, exit: Exit) -> None:
         """Limits the remaining time of the others: to save after an agreed stop, to exit after a failure."""
         now = time.monotonic()
-        signalled = self._asked is not None and exit.code in [128 + number for number in STOPPING]
+        signalled = self._stop_signal is not None and exit.code in [128 + number for number in STOPPING]
         if exit.code == ExitCode.PREEMPTED or signalled:
             self._kill_at = min(self._kill_at, now + self._grace_s)
         elif exit.code != 0:
@@ -225,14 +225,14 @@ class Supervisor:
     def _send_all(self, number: signal.Signals) -> None:
         for child in self._children:
             if child.exit is None:
-                child.told_to_end = True
+                child.ended_by_us = True
                 send(child.popen.pid, number)
 
 
 def end(children: Sequence[Child]) -> None:
     """Kills the remaining processes of every group, reaps them, and copies the remaining output."""
     for child in children:
-        if not child.mourned:  # its number may belong to another process by now
+        if not child.is_removed:  # its number may belong to another process by now
             send(child.popen.pid, signal.SIGKILL)
     for child in children:
         child.popen.wait()
@@ -243,7 +243,7 @@ def end(children: Sequence[Child]) -> None:
             note.close()
 
 
-def _left_at_work(child: Child) -> str:
+def _unfinished_message(child: Child) -> str:
     """Returns a message for a process that ended with exit code 0 while its record is unfinished, or an empty text."""
     try:
         if not json.loads(child.errors.read()).get("running"):
@@ -259,7 +259,7 @@ def _left_at_work(child: Child) -> str:
     )
 
 
-def _report(errors: Note, members: Sequence[int]) -> dict[str, Any]:
+def _report(errors: ReportFile, members: Sequence[int]) -> dict[str, Any]:
     """Returns the report that the process wrote before it exited: its message, the time, and the processes at fault."""
     try:
         record = json.loads(errors.read())

@@ -32,7 +32,7 @@ from spmdkit.foundation import files
 MARK = "SPMDKIT_PARAMETER_SERVER"
 TOKEN = secrets.token_hex(32)
 """One token for all runs of a process. Ray reads it once, at import, so its variables are set before."""
-LEAST_STORE, MOST_STORE = 128 * 2**20, 16 * 2**30
+MIN_STORE, MAX_STORE = 128 * 2**20, 16 * 2**30
 """Size of the object store in bytes."""
 
 GUARD = """
@@ -78,7 +78,7 @@ class LocalRay:
 
     def __init__(self, directory: Path, num: int, num_bytes: int, log_to_driver: bool = False):
         self._log_to_driver = log_to_driver
-        self._num, self._store = num, min(MOST_STORE, max(LEAST_STORE, 4 * num * num_bytes))
+        self._num, self._store = num, min(MAX_STORE, max(MIN_STORE, 4 * num * num_bytes))
         self._token, self._mark = directory / "ray.token", secrets.token_hex(16)
         self._before: dict[str, str | None] = {}
         self._guard: subprocess.Popen[bytes] | None = None

@@ -15,7 +15,7 @@ from spmdkit.foundation.formatting import all_visible, format_bytes, format_coun
 from spmdkit.mesh.mesh import describe_mesh
 
 WIDTH = 100
-MOST_ROWS = 12
+MAX_ROWS = 12
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
@@ -85,7 +85,7 @@ def _show_wire(document: Mapping[str, Any], out: Console) -> None:
             f"      with what runs after some steps {format_bytes(average)} a step on average, at most {most} in one"
         )
     table = new_table("collective", "over", "link", "bytes", "ops", "loop", "why", "where", right=(3, 4))
-    for row in rows[:MOST_ROWS]:
+    for row in rows[:MAX_ROWS]:
         loop = "" if not row["in_loop"] else "in loop" if row["trip_count"] is None else f"x {row['trip_count']}"
         if row.get("every", 1) > 1:
             loop = f"every {row['every']} steps"
@@ -95,9 +95,9 @@ def _show_wire(document: Mapping[str, Any], out: Console) -> None:
         where = row["cause"], _source(row["source"])
         table.add_row(f"{row['op']} {row['dtype']}", axes, row["link"], sent, str(row["count"]), loop, *where)
     out.print(table)
-    if len(rows) > MOST_ROWS:
-        rest = sum(row["bytes_at_least"] for row in rows[MOST_ROWS:])
-        out.print(f"[dim]and {len(rows) - MOST_ROWS} more, {format_bytes(rest)}; --json and --html have all[/]")
+    if len(rows) > MAX_ROWS:
+        rest = sum(row["bytes_at_least"] for row in rows[MAX_ROWS:])
+        out.print(f"[dim]and {len(rows) - MAX_ROWS} more, {format_bytes(rest)}; --json and --html have all[/]")
     totals = ", ".join(f"{axes} {_bytes_of(num, 0)}" for axes, num in document["wire"]["by_axes"].items())
     out.print(f"[dim]by axis: {totals}[/]")
     if least := document["wire"].get("least"):

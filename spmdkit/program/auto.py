@@ -17,7 +17,7 @@ from spmdkit.program.memory import StepBytes
 
 REMATS = ("none", "dots", "full")
 """Remat policies, by decreasing memory."""
-MOST_MICROBATCHES = 64
+MAX_MICROBATCHES = 64
 
 
 def is_auto(config: Config) -> bool:
@@ -106,5 +106,5 @@ def _needs(needed: StepBytes) -> str:
 def microbatch_counts(config: Config, batch_shards: int) -> list[int]:
     """Returns the microbatch counts, powers of two, that divide the rows of each of the `batch_shards` evenly."""
     rows = config.batch_size // batch_shards
-    powers = (2**i for i in range(MOST_MICROBATCHES.bit_length()))
-    return [m for m in powers if m <= MOST_MICROBATCHES and rows % m == 0] or [1]
+    powers = (2**i for i in range(MAX_MICROBATCHES.bit_length()))
+    return [m for m in powers if m <= MAX_MICROBATCHES and rows % m == 0] or [1]

@@ -14,8 +14,8 @@ import threading
 from collections.abc import Iterator
 
 MARK = b"ematerialization"
-MOST_LINES = 64
-MOST_BYTES = 4096
+MAX_LINES = 64
+MAX_BYTES = 4096
 """Maximum line length, which bounds memory if the compiler's output has no line breaks."""
 
 
@@ -54,7 +54,7 @@ def _forward(reader: int, real: int, lines: list[str]) -> None:
             with contextlib.suppress(OSError):
                 os.write(real, chunk)
             *whole, rest = (rest + chunk).split(b"\n")
-            rest = rest[-MOST_BYTES:]
+            rest = rest[-MAX_BYTES:]
             for line in whole:
-                if MARK in line and len(lines) < MOST_LINES:
-                    lines.append(line[:MOST_BYTES].decode(errors="replace"))
+                if MARK in line and len(lines) < MAX_LINES:
+                    lines.append(line[:MAX_BYTES].decode(errors="replace"))

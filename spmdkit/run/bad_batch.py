@@ -15,7 +15,7 @@ from spmdkit.foundation import files
 from spmdkit.foundation.trees import named_leaves
 from spmdkit.program.program import Program
 
-MOST_ROWS = 8  # in a message
+MAX_ROWS = 8  # in a message
 
 
 def named(program: Program, step: int) -> str:
@@ -34,7 +34,7 @@ def _listed(rows: Sequence[int]) -> str:
     """Returns the first rows, or the range if the rows are consecutive."""
     if len(rows) > 2 and list(rows) == list(range(rows[0], rows[-1] + 1)):
         return f"{rows[0]} to {rows[-1]}"
-    return ", ".join(map(str, rows[:MOST_ROWS])) + (" ..." if len(rows) > MOST_ROWS else "")
+    return ", ".join(map(str, rows[:MAX_ROWS])) + (" ..." if len(rows) > MAX_ROWS else "")
 
 
 def not_finite_rows(batch: HostBatch) -> list[int]:

@@ -132,7 +132,7 @@ def _any_nonfinite(leaves: Sequence[jax.Array], platform: str | None) -> jax.Arr
     return jnp.logical_not(functools.reduce(jnp.logical_and, finite, jnp.array(True))).astype(jnp.int32)
 
 
-FIRST_PARTS, MOST_PARTS, WINDOW, FEW = 8, 31, 32, 1 << 11
+FIRST_PARTS, MAX_PARTS, WINDOW, FEW = 8, 31, 32, 1 << 11
 """Reduction of arrays on CPU: number of parts combined in the first loop (LLVM does not vectorize more); in later loops
 (more than 15, so that XLA does not fuse both); the dim above which XLA reduces by windows, element by element; the
 number of elements reduced directly, which keeps programs with many small leaves small."""
@@ -152,7 +152,7 @@ def is_finite(x: jax.Array, platform: str | None = None) -> jax.Array:
         return jnp.isfinite(x).all()
     joined = functools.reduce(jnp.logical_and, map(jnp.isfinite, _parts(x, FIRST_PARTS)))
     while joined.size > FEW and max(joined.shape) > WINDOW:
-        joined = functools.reduce(jnp.logical_and, _parts(joined, MOST_PARTS))
+        joined = functools.reduce(jnp.logical_and, _parts(joined, MAX_PARTS))
     return joined.all()
 
 

@@ -65,7 +65,7 @@ def seconds_of(text: str) -> float:
     """
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)(s|m|h|)", text.strip())
     seconds = float(match[1]) * UNITS_S[match[2]] if match else 0.0
-    if not 0 < seconds <= MOST_S:
+    if not 0 < seconds <= MAX_S:
         raise ConfigError(
             f"doctor --burn-in {text}: it is a time above 0 and up to a day: a number and s, m or h. Try --burn-in 30s."
         )
@@ -73,7 +73,7 @@ def seconds_of(text: str) -> float:
 
 
 UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600}
-MOST_S = 86400.0
+MAX_S = 86400.0
 
 
 def diagnose(cluster: Cluster, config: Config | None = None, burn_s: float | None = None) -> dict[str, Any]:

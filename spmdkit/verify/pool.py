@@ -20,7 +20,7 @@ from spmdkit.cluster.join import num_threads
 from spmdkit.foundation.timeouts import VERIFY_JOB_S
 from spmdkit.launch.process import start
 
-SHOWN_LINES = 3
+MAX_LINES = 3
 
 Job = dict[str, Any]
 Response = dict[str, Any]
@@ -127,7 +127,7 @@ class _Worker:
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
         lines = [line for line in self._log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
         checks = [line for line in lines if "Check failed" in line] or lines
-        return f"the process ended {how}: {' / '.join(checks[-SHOWN_LINES:])[:500]}"
+        return f"the process ended {how}: {' / '.join(checks[-MAX_LINES:])[:500]}"
 
     def end(self, kill: bool = True) -> int:
         """Kills the process, or waits for one that is exiting; returns its exit code."""

@@ -23,7 +23,7 @@ from spmdkit.verify.table import print_report
 GROUPS = "groups train alone"
 SYNCS = {"stale": "gradients are applied late"}
 """Sync -> why it differs from synchronous training."""
-SHOWN_NOISY = 4
+MAX_NOISY = 4
 
 Report = dict[str, Any]
 Log = Callable[[str], None]
@@ -273,9 +273,9 @@ def _report(outcomes: list[dict[str, Any]], known: dict[str, Any], spec: dict[st
 def _noise(noisy: dict[str, tuple[int, int]]) -> str:
     """Returns the note on parameters with a gradient below noise, to which the optimizer applies noise steps."""
     named = [f"'{path}'" if num == of else f"'{path}' ({num} of {of} numbers)" for path, (num, of) in noisy.items()]
-    more = f" and {len(named) - SHOWN_NOISY} more" if len(named) > SHOWN_NOISY else ""
+    more = f" and {len(named) - MAX_NOISY} more" if len(named) > MAX_NOISY else ""
     return (
-        f"below noise: the gradient of {', '.join(named[:SHOWN_NOISY])}{more} is what rounding leaves (a bias that "
+        f"below noise: the gradient of {', '.join(named[:MAX_NOISY])}{more} is what rounding leaves (a bias that "
         "cancels, most often), and the optimizer makes steps of it, with other signs on every mesh. The gradient is "
         "compared; the steps are held to their size alone"
     )

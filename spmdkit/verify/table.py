@@ -14,7 +14,7 @@ from spmdkit.foundation.formatting import all_visible
 from spmdkit.verify.cases import describe_case
 
 WIDTH = 100
-SHOWN_SKIPPED = 8
+MAX_SKIPPED = 8
 
 
 def print_report(report: Mapping[str, Any], file: IO[str] | None = None) -> None:
@@ -90,8 +90,8 @@ def _skipped(console: Console, report: Mapping[str, Any]) -> None:
         return
     console.print(f"{len(report['skipped'])} of the cases could not be compared:")
     for reason, names in by_reason.items():
-        more = f" and {len(names) - SHOWN_SKIPPED} more" if len(names) > SHOWN_SKIPPED else ""
-        console.print(f"  {', '.join(names[:SHOWN_SKIPPED])}{more}: [dim]{escape(reason)}[/]")
+        more = f" and {len(names) - MAX_SKIPPED} more" if len(names) > MAX_SKIPPED else ""
+        console.print(f"  {', '.join(names[:MAX_SKIPPED])}{more}: [dim]{escape(reason)}[/]")
 
 
 def _mutants(console: Console, report: Mapping[str, Any]) -> None:

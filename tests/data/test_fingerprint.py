@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spmdkit.data import open_source
-from spmdkit.data.fingerprint import FINGERPRINT_S, LEAST_READ, ROWS_READ, VARIES, fingerprint
+from spmdkit.data.fingerprint import FINGERPRINT_S, MIN_READ, ROWS_READ, VARIES, fingerprint
 
 
 class Rows:
@@ -46,8 +46,8 @@ def test_slow_source_is_sampled_for_bounded_time(read_s):
     all."""
     fast, data = rows(Rows()), Rows(read_s=read_s)
     found = rows(data)
-    assert found.items() <= fast.items() and LEAST_READ <= len(found) < ROWS_READ
-    assert data.now <= FINGERPRINT_S + (LEAST_READ + 4) * read_s
+    assert found.items() <= fast.items() and MIN_READ <= len(found) < ROWS_READ
+    assert data.now <= FINGERPRINT_S + (MIN_READ + 4) * read_s
     places = sorted(int(row.removeprefix("row ")) for row in found)
     assert (places[0], places[-1]) == (0, 9999)
     assert max(b - a for a, b in itertools.pairwise(places)) < 4500

@@ -11,7 +11,7 @@ from spmdkit.launch import standby, supervisor
 from spmdkit.launch.membership import MembershipHistory
 from spmdkit.launch.membership_file import MembershipFiles, MembershipUpdate, parse_ready, parse_update
 from spmdkit.launch.root_cause import Exit
-from spmdkit.launch.supervisor import Note
+from spmdkit.launch.supervisor import ReportFile
 
 
 class ServiceProcess:
@@ -37,7 +37,7 @@ NOBODY = 1 << 28
 
 
 class Child(types.SimpleNamespace):
-    in_waiting = supervisor.Child.in_waiting
+    is_standby = supervisor.Child.is_standby
 
 
 class Job:
@@ -52,22 +52,22 @@ class Job:
         )
         self.orders = {}
         for process in range(num):
-            self.child(process, *self.membership.given(process))
+            self.child(process, *self.membership.process_env(process))
 
     def child(self, process, variables, descriptors):
-        note = Note()
+        note = ReportFile()
         child = Child(
             process=process,
             popen=types.SimpleNamespace(pid=NOBODY + process),
             exit=None,
             step=note,
-            told_to_end=False,
+            ended_by_us=False,
             last_beat={"phase": "step"},
         )
         order, ready = (os.dup(descriptor) for descriptor in descriptors)
         self.opened += [lambda: os.close(order), lambda: os.close(ready), note.close]
         self.orders[process] = MembershipFiles(order, ready, process, int(variables["SPMDKIT_GENERATION"]))
-        return self.membership.take(child)
+        return self.membership.add(child)
 
     def newcomer(self, process, variables, descriptors, overrides):
         self.started.append((process, overrides))
@@ -75,8 +75,8 @@ class Job:
 
     def dies(self, process, status=-signal.SIGKILL):
         child = self.membership._children[process]
-        child.exit = Exit(process, status, 0, ended_by_us=child.told_to_end)
-        return self.membership.goes_on(child)
+        child.exit = Exit(process, status, 0, ended_by_us=child.ended_by_us)
+        return self.membership.continues(child)
 
     def trains(self, step):
         for child in self.membership._children.values():
@@ -86,7 +86,7 @@ class Job:
         for process in processes:
             order = self.orders[process].read()
             self.orders[process].say_ready(max(order.number, self.orders[process].born))
-        return self.membership.turn()
+        return self.membership.poll()
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +136,7 @@ def test_more_processes_join_when_ready():
     job = Job(2, lambda before, lost: (before - lost, []), lambda now: asked[0] if asked and now < 4 else None)
     asked.append((4, ["microbatches=1"]))
     job.now = 2.0
-    assert job.membership.turn() and [process for process, _ in job.started] == [2, 3]
+    assert job.membership.poll() and [process for process, _ in job.started] == [2, 3]
     assert job.orders[0].read().number == 1, "the others train"
     assert job.comes(2, 3)
     order = job.orders[0].read()
@@ -169,10 +169,10 @@ def test_late_members_restart_all():
 def test_failing_newcomer_is_not_restarted():
     job = Job(2, lambda before, lost: (before - lost, []), lambda now: (4, []))
     job.now = 2.0
-    assert job.membership.turn() and len(job.started) == 2
+    assert job.membership.poll() and len(job.started) == 2
     assert job.dies(3, 78) and job.dies(2)
     for job.now in (4.0, 6.0, 8.0):
-        assert job.membership.turn() and len(job.started) == 2
+        assert job.membership.poll() and len(job.started) == 2
     assert job.orders[0].read().number == 1
 
 
@@ -226,7 +226,7 @@ def test_ending_standby_is_no_loss():
         waiting = list(job.membership._standbys._waiting)
         for child in waiting:
             child.exit = Exit(child.process, 1, 0)
-            assert job.membership.goes_on(child)
+            assert job.membership.continues(child)
     assert job.started == [(-1, []), (-2, []), (-3, [])] and job.orders[0].read().number == 1
 
 
@@ -242,7 +242,7 @@ def test_standbys_end_with_the_job():
 
 def looks(job):
     job.now += 2.0
-    assert job.membership.turn()
+    assert job.membership.poll()
 
 
 def test_idle_member_in_a_step_is_killed(

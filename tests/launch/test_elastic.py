@@ -78,7 +78,7 @@ def test_lost_processes_are_killed_or_missed_ones():
     assert lost(silent) == {2}
     assert lost([Exit(0, 70, 0), Exit(1, 75, 1, blamed=(0,))]) == frozenset(), "its machine is there"
     assert lost([Exit(0, int(ExitCode.PREEMPTED), 0), Exit(1, -signal.SIGABRT, 1)]) == frozenset()
-    assert lost([Exit(0, -signal.SIGKILL, 0, judged=76)]) == {0}
+    assert lost([Exit(0, -signal.SIGKILL, 0, assigned_code=76)]) == {0}
 
 
 PAUSE = '    pause = sk.Hook("pause", before_step=lambda run, step, state: time.sleep(pause_s))\n'

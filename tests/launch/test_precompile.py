@@ -42,13 +42,13 @@ def test_sizes_compile_in_turn_until_the_job_ends(monkeypatch, train):
 
     monkeypatch.setattr(Precompile, "command", command)
     ahead = Precompile({3: [], 2: []}, train, None)
-    ahead.turn()
-    ahead.turn()
+    ahead.poll()
+    ahead.poll()
     assert asked == [2]
     deadline = time.monotonic() + 20
     while len(asked) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
-        ahead.turn()
+        ahead.poll()
     assert asked == [2, 3]
     running = ahead._running
     ahead.end()

@@ -8,7 +8,7 @@ import pytest
 
 from spmdkit.launch.process import start
 from spmdkit.launch.root_cause import Exit, cause
-from spmdkit.launch.supervisor import Child, Note, Supervisor, end
+from spmdkit.launch.supervisor import Child, ReportFile, Supervisor, end
 
 USER = {"status": 70, "message": "the user's function raised", "time": 5.0}
 PEER_LOST = {"status": 75, "message": "lost contact with another process", "time": 4.0}
@@ -51,10 +51,10 @@ def test_process_that_failed_first_is_found(exits, first, code):
 
 def test_blamed_rank_is_mapped_to_its_process():
     """Process 1 is gone; process 0 misses rank 1, which is process 2, and leaves with 75."""
-    deaths = Note()
+    deaths = ReportFile()
     code = {0: "import sys; sys.exit(75)", 2: "import time; time.sleep(60)", 3: "import time; time.sleep(60)"}
     children = [
-        Child(p, start([sys.executable, "-I", "-S", "-c", code[p]], start_new_session=True), Note(), Note(), Note())
+        Child(p, start([sys.executable, "-ISc", code[p]], start_new_session=True), *(ReportFile() for _ in range(3)))
         for p in code
     ]
     children[0].errors.write(json.dumps({"message": "rank 1 is silent", "time": 1.0, "blamed": [1]}))

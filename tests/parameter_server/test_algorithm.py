@@ -16,7 +16,7 @@ import pytest
 import spmdkit as sk
 from spmdkit.parameter_server.coordinator import MAX_FAILURES
 from spmdkit.parameter_server.messages import Rules
-from tests.support.parameter_servers import MOST, Counting, Job, Killed, of_task, relative
+from tests.support.parameter_servers import MAX_RECORDS, Counting, Job, Killed, of_task, relative
 
 ROWS = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32)
 
@@ -172,7 +172,7 @@ def test_kills_and_lost_replies_apply_nothing_twice(workers, steps):
     applied = [record["batch"] for record in job.records]
     assert len(applied) == len(set(applied)) <= steps
     # Every batch that was given out was applied, or is in the hands of a worker: none is left out.
-    assert np.flatnonzero(counts)[-1] <= steps + 2 * workers + 2 < MOST
+    assert np.flatnonzero(counts)[-1] <= steps + 2 * workers + 2 < MAX_RECORDS
 
 
 def test_worker_that_always_dies_ends_the_run():
@@ -180,6 +180,6 @@ def test_worker_that_always_dies_ends_the_run():
         def __call__(self, *args):
             raise Killed
 
-    job = Job(Rules(10), computes=lambda number: Dies())
+    job = Job(Rules(10), gradient_fn=lambda number: Dies())
     with pytest.raises(sk.SpmdkitError, match="worker 0 has died 3 times in a row before one of its gradients"):
         job.run()

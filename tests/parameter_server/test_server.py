@@ -73,21 +73,21 @@ def test_mean_weighs_by_counts_and_drops_late_pushes():
 def test_dead_workers_are_not_awaited():
     server = server_of(Rules(10, aggregate=2), members={0: 0, 1: 0})
     assert server.push(push(0, 0)).outcome == "pending"
-    assert server.take(1, 0, 0) == 1
+    assert server.take_batch(1, 0, 0) == 1
     server.admit(1, incarnation=1, members=1)
     assert server.applied == 1
     assert server.push(push(0, 1, worker=1)).outcome == "fenced"
-    assert server.take(1, 0, 1) is None
-    assert server.take(1, 1, 0) == 1  # the batch that the dead had
-    assert server.take(0, 0, 1) == server.take(0, 0, 1) == 2
+    assert server.take_batch(1, 0, 1) is None
+    assert server.take_batch(1, 1, 0) == 1  # the batch that the dead had
+    assert server.take_batch(0, 0, 1) == server.take_batch(0, 0, 1) == 2
 
 
 def test_snapshot_excludes_a_held_gradient():
     server = server_of(Rules(10, aggregate=2), optax.adam(0.1))
     for worker in (0, 1):
-        server.take(worker, 0, 0)
+        server.take_batch(worker, 0, 0)
         server.push(push(0, 0, worker=worker))
-    server.take(2, 0, 0)
+    server.take_batch(2, 0, 0)
     server.push(push(0, 1, worker=2, batch=3))
     generation, arrays, table = server.snapshot()
     assert generation == 1 and table["applied"] == 1 and table["again"] == [3] and table["next_batch"] == 4
@@ -98,7 +98,7 @@ def test_snapshot_excludes_a_held_gradient():
     assert back.push(push(0, 1, generation=2)).outcome == "applied"  # already: the answer, and nothing else
     assert back.applied == 1
     assert back.push(push(0, 1, worker=2, generation=2)).outcome == "pending"  # it was not applied
-    assert back.take(2, 0, 1) == 3
+    assert back.take_batch(2, 0, 1) == 3
 
 
 def test_after_the_last_update_nothing_is_applied():
@@ -214,7 +214,7 @@ def test_leaf_with_enough_updates_waits_for_others():
     parts = [(["a"], (3, [4]), 3), (["b"], (2, []), 1)]
     arrays = {"params": {"a": np.float32(0), "b": np.float32(0)}}
     server.install(1, arrays, {"applied": 1, "parts": parts, "next_batch": 5, "again": [2, 3, 4]}, {0: 0})
-    assert [server.take(0, 0, number) for number in range(2, 7)] == [2, 3, 4, 5, 6]
+    assert [server.take_batch(0, 0, number) for number in range(2, 7)] == [2, 3, 4, 5, 6]
     sent = lambda number: Push(0, 0, number, 1, 1, number, {"a": np.float32(1), "b": np.float32(1)})
     assert [server.push(sent(batch)).outcome for batch in (2, 5, 6)] == ["applied", "applied", "done"]
     assert {path: float(x) for path, x in server.pull().params.items()} == {"a": 0, "b": -2} and server.applied == 3

@@ -55,7 +55,7 @@ NEVER = (
     "pydantic",
     "During handling",
 )
-LONGEST = 1200
+MAX_CHARS = 1200
 """Maximum number of characters of a message."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -121,7 +121,7 @@ class Folder:
         for part in NEVER:
             assert part not in output + error, f"said: {part}\n{shown}"
         message = error.strip()
-        assert message and len(message) < LONGEST, f"{len(message)} characters\n{shown}"
+        assert message and len(message) < MAX_CHARS, f"{len(message)} characters\n{shown}"
         lines = message.splitlines()
         assert len(set(lines)) == len(lines), f"a line is said twice\n{shown}"
         after = self.kept()

@@ -31,7 +31,7 @@ from spmdkit.config import json_schema
 from spmdkit.errors import OUTCOMES, ExitCode
 from spmdkit.faults import exit_handler
 
-MOST_LINES, MOST_S = 25, 3.0
+MAX_LINES, MAX_S = 25, 3.0
 USAGE = 2
 """Exit code of click for a command line that it cannot parse."""
 
@@ -108,11 +108,11 @@ def wrong(case: Case, ran: Ran) -> list[str]:
         found.append("nothing was said")
     if "Traceback" in text or exit_handler.BUG in text:
         found.append("a traceback")
-    if len(ran.error.splitlines()) > MOST_LINES:
+    if len(ran.error.splitlines()) > MAX_LINES:
         found.append(f"{len(ran.error.splitlines())} lines")
     if any(ord(c) < 32 and c not in "\n\t" for c in text):
         found.append("a control character")
-    if ran.seconds > MOST_S:
+    if ran.seconds > MAX_S:
         found.append(f"{ran.seconds:.1f} s")
     return found
 

@@ -25,7 +25,7 @@ from spmdkit.parameter_server.worker import Worker
 from spmdkit.program.program import Program
 from spmdkit.step import state as states
 
-MOST = 4096
+MAX_RECORDS = 4096
 """Number of batches that the counting model distinguishes."""
 
 
@@ -48,12 +48,12 @@ class Counting:
 
     def __call__(self, params: Any, model_state: Any, number: int, batch: Any) -> Gradient:
         time.sleep(self.seconds)
-        one = np.zeros(MOST, np.float32)
+        one = np.zeros(MAX_RECORDS, np.float32)
         one[number] = 1
         return Gradient({"a": one, "b": one.copy()}, 0.5, 1.0, {}, (), None)
 
 
-COUNTS = {"a": jnp.zeros(MOST), "b": jnp.zeros(MOST)}
+COUNTS = {"a": jnp.zeros(MAX_RECORDS), "b": jnp.zeros(MAX_RECORDS)}
 
 
 def counting_state(step: int = 0, params: Any = COUNTS) -> states.TrainState:

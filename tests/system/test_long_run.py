@@ -13,7 +13,7 @@ from tests.support.left_behind import left_behind
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-STEPS, EVERY, MOST_KIB = 20_000, 40, 1024
+STEPS, EVERY, MAX_KIB = 20_000, 40, 1024
 
 
 def readings(child, metrics: Path, every: int, processes) -> list[tuple[str, int, int, int]]:
@@ -52,7 +52,7 @@ def test_memory_grows_at_most_one_mebibyte(real_folder):
     )
     seen = readings(child, real_folder.path / "run" / "metrics.jsonl", 100, lambda: {child.pid: "run"})
     _, num, grown, files = growth(seen, "run", STEPS // 10, STEPS + 1)
-    assert num > 50 and grown < MOST_KIB and files <= 2
+    assert num > 50 and grown < MAX_KIB and files <= 2
 
 
 def more_at_least(files: np.ndarray) -> int:
@@ -95,6 +95,6 @@ def test_eight_processes_keep_their_size_and_leave_nothing(real_folder, tmp_path
     seen = readings(child, real_folder.path / "run" / "metrics.jsonl", 20, lambda: below(child.pid))
     rows = [growth(seen, name, steps // 10, steps) for name in sorted({row[0] for row in seen})]
     assert {row[0] for row in rows} == {f"process {i}" for i in range(8)} | {"service_process", "launcher"}
-    assert all(grown < MOST_KIB and files <= 2 for _, _, grown, files in rows), rows
+    assert all(grown < MAX_KIB and files <= 2 for _, _, grown, files in rows), rows
     assert sum(event["event"] == "saved" for event in real_folder.events()) >= steps // every
     assert left_behind(real_folder.path, temporary, ["task.py", "run.yaml", "run", "__pycache__"]) == []

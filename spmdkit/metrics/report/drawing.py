@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-MOST_DEVICES = 1024
+MAX_DEVICES = 1024
 _CELL = 30
 
 
@@ -24,7 +24,7 @@ def draw_groups(mesh: Mapping[str, int], places: Sequence[Mapping[str, Any]], ax
         mesh: axis -> size, in mesh order.
         places: per device in that order: `coords` in a slice (or none), `part`: host or slice.
     """
-    groups = group_numbers(mesh, axes)[: min(len(places), MOST_DEVICES)]
+    groups = group_numbers(mesh, axes)[: min(len(places), MAX_DEVICES)]
     at, labels, columns, rows = _positions(places[: len(groups)])
     cells = []
     for number, ((x, y), group) in enumerate(zip(at, groups, strict=True)):

@@ -18,7 +18,7 @@ from spmdkit.metrics.report.drawing import draw_groups
 from spmdkit.metrics.report.page import KEEP, NUMBER, WIDE, cards, code, heading, page, paragraph, section, table
 
 COLORS = ("#2563eb", "#c2570c", "#15803d", "#9333ea", "#0891b2", "#be185d", "#a16207", "#64748b")
-MOST_LEAVES = 2000
+MAX_LEAVES = 2000
 _STYLE = """<style>
 .stack { display: flex; height: 34px; border-radius: 8px; overflow: hidden; background: var(--grid); margin: 4px 0 10px; }
 .stack i { display: block; height: 100%; min-width: 1px; }
@@ -226,9 +226,9 @@ def _layout(document: Mapping[str, Any]) -> str:
             *(code(leaf["path"]), f"{leaf['dtype']}{leaf['shape']}", _spec(leaf["spec"]), leaf["memory_kind"]),
             *(format_bytes(leaf["device_bytes"]), leaf["reason"]),
         )
-        for leaf in leaves[:MOST_LEAVES]
+        for leaf in leaves[:MAX_LEAVES]
     ]
-    more = paragraph(f"and {len(leaves) - MOST_LEAVES} more") if len(leaves) > MOST_LEAVES else ""
+    more = paragraph(f"and {len(leaves) - MAX_LEAVES} more") if len(leaves) > MAX_LEAVES else ""
     return table(columns, rows) + more
 
 

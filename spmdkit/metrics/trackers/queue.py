@@ -13,7 +13,7 @@ from spmdkit.errors import ConfigError, SpmdkitError
 from spmdkit.foundation.timeouts import TRACKER_CLOSE_S
 from spmdkit.metrics.trackers.base import Record, Tracker, nothing
 
-MOST_WAITING = 1024
+MAX_QUEUED = 1024
 
 Open = Callable[[], Tracker]
 
@@ -25,9 +25,7 @@ class Trackers:
     dropped if the queue is full, and a tracker that raises is disabled. `warn` reports both once.
     """
 
-    def __init__(
-        self, warn: Callable[[str], Any], most_waiting: int = MOST_WAITING, patience_s: float = TRACKER_CLOSE_S
-    ):
+    def __init__(self, warn: Callable[[str], Any], most_waiting: int = MAX_QUEUED, patience_s: float = TRACKER_CLOSE_S):
         self._warn, self._patience_s = warn, patience_s
         self._own: list[Tracker] = []
         self._others: dict[str, Tracker] = {}

@@ -17,7 +17,7 @@ from spmdkit.plan.hlo.source import source_of
 
 MIN_BYTES = 2**24
 MIN_FACTOR = 2.0
-MOST = 3
+MAX_FINDINGS = 3
 _NO_BUFFER = ("get-tuple-element", "tuple", "bitcast", "while", "constant")
 
 
@@ -48,5 +48,5 @@ def find(step: CompiledStep) -> Iterator[Finding]:
             )
             if source not in findings or findings[source][0] < waste:
                 findings[source] = waste, finding
-    worst = sorted(findings.values(), key=lambda item: -item[0])[:MOST]
+    worst = sorted(findings.values(), key=lambda item: -item[0])[:MAX_FINDINGS]
     yield from (finding for _, finding in worst)

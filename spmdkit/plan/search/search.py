@@ -32,7 +32,7 @@ from spmdkit.plan.search.candidates import Candidate, candidates
 from spmdkit.program.opening import task_of
 from spmdkit.program.program import Program
 
-MOST_WORKERS = 4
+MAX_WORKERS = 4
 Log = Callable[[str], None]
 
 
@@ -79,7 +79,7 @@ def search(
     report(f"{len(all_candidates)} candidates, {len(legal)} legal; compiling the best {min(most_compiled, len(legal))}")
     in_process = target.is_here and target.chip.kind != "cpu"
     plan = _in_process(config, task, target, call_s) if in_process else _Planner(config, target)
-    workers = 1 if in_process else max(1, min(MOST_WORKERS, os.cpu_count() or 1))
+    workers = 1 if in_process else max(1, min(MAX_WORKERS, os.cpu_count() or 1))
     chosen = legal[:most_compiled]
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         try:

@@ -16,7 +16,7 @@ from spmdkit.foundation.formatting import format_bytes
 from spmdkit.program.replica_check import Copies, Difference
 from spmdkit.run.hooks.base import Action, Hook, ReplaceState, Rollback, RunView, Stop
 
-MOST_LEAVES = 4  # in a message
+MAX_LEAVES = 4  # in a message
 
 
 def make(config: Any) -> Hook | None:
@@ -104,7 +104,7 @@ def _names(copies: Copies, places: Sequence[int]) -> str:
 
 
 def _held(paths: Sequence[str], num: int, is_known: bool) -> str:
-    more = f" and {len(paths) - MOST_LEAVES} more" if len(paths) > MOST_LEAVES else ""
-    shown = ", ".join(f"'{path}'" for path in paths[:MOST_LEAVES]) + more
+    more = f" and {len(paths) - MAX_LEAVES} more" if len(paths) > MAX_LEAVES else ""
+    shown = ", ".join(f"'{path}'" for path in paths[:MAX_LEAVES]) + more
     others = "other copy" if num == 2 else f"other {num - 1} copies"
     return f"holds other bits of {shown} than the {others}" if is_known else f"hold different copies of {shown}"

@@ -25,7 +25,7 @@ from spmdkit.step import finite_check
 
 LOOK_EVERY = 100
 """Minimum number of steps between two checks of the state. A check takes half a millisecond on the host."""
-MOST_CODES = 512
+MAX_CODES = 512
 """Maximum number of codes stored on the devices; if exceeded, all but the newest `STEPS_IN_FLIGHT` are read."""
 STEPS_IN_FLIGHT = 32
 TOGETHER = 16
@@ -46,7 +46,7 @@ def make(config: Any) -> Hook:
             codes.append((step, run.program.code))
         is_logged = run.is_log_step(step)
         saves = saves_every is not None and step % saves_every == 0
-        if is_logged or saves or len(codes) >= MOST_CODES:
+        if is_logged or saves or len(codes) >= MAX_CODES:
             num = len(codes) - (0 if is_logged or saves else STEPS_IN_FLIGHT)
             read = _joined_codes(codes[:num])
             del codes[:num]

@@ -30,7 +30,7 @@ from spmdkit.run.recovery import skipped_batches
 ANOTHER_RUN = ("task", "seed", "batch_size", "data.shuffle", "data.drop_remainder", "train_data")
 """Settings that determine the examples of a step and must not change during a run."""
 NOT_COMPARED = ("run_dir",)
-SHOWN = 60  # characters of a value in the table
+MAX_CHARS = 60  # characters of a value in the table
 
 
 class Change(NamedTuple):
@@ -137,7 +137,7 @@ def table(found: Sequence[Change]) -> str:
 
 def _cut(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= SHOWN else f"{line[: SHOWN // 2]} ... {line[-SHOWN // 2 + 5 :]}"
+    return line if len(line) <= MAX_CHARS else f"{line[: MAX_CHARS // 2]} ... {line[-MAX_CHARS // 2 + 5 :]}"
 
 
 def check_allowed(allow_change: Sequence[str]) -> None:

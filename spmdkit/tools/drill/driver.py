@@ -32,7 +32,7 @@ from spmdkit.faults.injection.fault import (
 from spmdkit.foundation.constants import DRILL_FILE
 from spmdkit.foundation.run_status import step_of
 from spmdkit.launch.process import send
-from spmdkit.launch.supervisor import Child, Note
+from spmdkit.launch.supervisor import Child, ReportFile
 from spmdkit.tools.drill import corrupt, timing
 from spmdkit.tools.drill.network import LAUNCHER, Network, host_address
 from spmdkit.tools.drill.timeline import Bars, Events, InjectionResult, Start, bar_of
@@ -78,11 +78,11 @@ class Driver:
         self.num_saves = 0
         self.lost_commits: list[tuple[int, int]] = []  # (committed step, the older step from which the run resumed)
         self._events = Events(run_dir)
-        self._notes: list[Note] = []  # one for each child of an attempt, in order
+        self._notes: list[ReportFile] = []  # one for each child of an attempt, in order
         self._between_attempts = True
         self._noted_deaths: list[Child] = []  # lost children whose loss is recorded
         self._pending: InjectionResult | None = None
-        self._requested: tuple[Child, Note] | None = None  # the child that was requested to inject the pending fault
+        self._requested: tuple[Child, ReportFile] | None = None  # the child that injects the pending fault
         self._due_at = float("inf")
         self._turn = 0
         self._reached = self._idle = 0
@@ -98,18 +98,18 @@ class Driver:
     def host(self, process: int) -> AbstractContextManager[None]:
         return nullcontext() if self._network is None else self._network.host(process)
 
-    def given(self, process: int) -> tuple[Mapping[str, str], Sequence[int]]:
+    def process_env(self, process: int) -> tuple[Mapping[str, str], Sequence[int]]:
         if self._between_attempts:
             self._between_attempts, self._is_new_attempt = False, True
             self._close_notes()
             self.attempts.append(Start(self._clock(), newest_before=corrupt.newest(self._run_dir)))
         if process >= 0:  # not a standby
             self.bars[process].at("start", self._clock())
-        note = Note()
+        note = ReportFile()
         self._notes.append(note)
         return {DRILL_FILE: note.path}, [note.descriptor]
 
-    def look(self, children: Sequence[Child]) -> None:
+    def on_poll(self, children: Sequence[Child]) -> None:
         """Records what each process does now, and injects faults that are due."""
         now, attempt = self._clock(), self.attempts[-1]
         all_children, children = children, _current_children(children)
@@ -139,7 +139,7 @@ class Driver:
         if self._pending is None:
             self._request_next(all_children, new_attempt=False)
 
-    def ended(self, children: Sequence[Child], stop_signal: int | None) -> None:
+    def on_exit(self, children: Sequence[Child], stop_signal: int | None) -> None:
         """Records the end of an attempt, and damages a checkpoint if that is requested."""
         now, attempt = self._clock(), self.attempts[-1]
         self.stop_signal, self._between_attempts = stop_signal, True
@@ -282,7 +282,7 @@ class Driver:
 
     def _note_deaths(self, children: Sequence[Child], now: float) -> None:
         for child in children:
-            if not child.mourned or child.exit is None or any(child is other for other in self._noted_deaths):
+            if not child.is_removed or child.exit is None or any(child is other for other in self._noted_deaths):
                 continue
             self._noted_deaths.append(child)
             for injection in self._unrecovered():
@@ -345,7 +345,7 @@ class Driver:
 
 def _current_children(children: Sequence[Child]) -> list[Child]:
     """Returns the current child of each process; replaced children and standbys are omitted."""
-    last = {child.process: child for child in children if not child.in_waiting and not child.mourned}
+    last = {child.process: child for child in children if not child.is_standby and not child.is_removed}
     return [last[process] for process in sorted(last)]
 
 

@@ -29,7 +29,7 @@ TUNSETIFF, IFF_TAP, IFF_NO_PI, IFF_UP = 0x400454CA, 2, 0x1000, 1
 SIOCGIFFLAGS, SIOCSIFFLAGS, SIOCSIFADDR, SIOCSIFNETMASK = 0x8913, 0x8914, 0x8916, 0x891C
 TUN = "/dev/net/tun"
 LAUNCHER = "10.77.0.254"
-MOST_HOSTS = 200
+MAX_HOSTS = 200
 ALL_LOST, LOSS, DELAY_S, RATE_BYTES_PER_S = 1.0, 0.02, 0.05, 1e6
 
 Rules = list[tuple[int, int, float, float, float]]
@@ -110,7 +110,7 @@ def network_for(faults: Sequence[Fault], num_processes: int) -> Iterator[Network
         yield None
         return
     why = missing_support() or (
-        "" if 2 <= num_processes <= MOST_HOSTS else f"-n {num_processes} has no network between processes"
+        "" if 2 <= num_processes <= MAX_HOSTS else f"-n {num_processes} has no network between processes"
     )
     if why:
         raise ConfigError(

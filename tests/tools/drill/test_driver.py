@@ -32,7 +32,7 @@ def child():
     popen = subprocess.Popen(["sleep", "600"])
     step = SimpleNamespace(read=lambda: json.dumps({"step": 3}).encode())
     fields = {"last_beat": {"phase": "step"}, "popen": popen, "step": step}
-    yield SimpleNamespace(process=0, exit=None, mourned=False, in_waiting=False, **fields)
+    yield SimpleNamespace(process=0, exit=None, is_removed=False, is_standby=False, **fields)
     popen.kill()
     popen.wait()
 
@@ -45,16 +45,16 @@ def test_disk_is_full_once_the_save_has_begun(child, tmp_path, monkeypatch):
     monkeypatch.setattr(timing, "draw", lambda *_: Moment("save", 0.0, 2))
     monkeypatch.setattr(driver, "step_of", lambda raw: 3)
     drill = Driver(tmp_path, 1, [Fault("disk-full")], pace=Pace(1.0, 0.1, 5), steps=60)
-    variables, _ = drill.given(0)
+    variables, _ = drill.process_env(0)
     injector = FaultInjector(variables[DRILL_FILE])
     for step in (1, 2):
-        drill.look([child])
+        drill.on_poll([child])
         injector.before_step(step)
         injector.after_save() if step == 1 else None
-    drill.look([child])
+    drill.on_poll([child])
     assert drill.injections == [] and room(child) != DISK_FULL_BYTES, "the second save has not begun"
     injector.after_save()
-    drill.look([child])
+    drill.on_poll([child])
     (injection,) = drill.injections
     assert (injection.fault.kind, injection.process, injection.failed) == ("disk-full", 0, "")
     assert room(child) == DISK_FULL_BYTES
@@ -65,40 +65,40 @@ def test_death_in_process_is_recovered_within_one_start(tmp_path):
     steps = {}
 
     def started(drill, process):
-        note = drill.given(process)[0][DRILL_FILE]
+        note = drill.process_env(process)[0][DRILL_FILE]
         step = SimpleNamespace(read=lambda: b"%d" % steps[note] if note in steps else b"")
-        child = {"process": process, "exit": None, "last_beat": None, "mourned": False, "in_waiting": process < 0}
+        child = {"process": process, "exit": None, "last_beat": None, "is_removed": False, "is_standby": process < 0}
         return SimpleNamespace(**child, step=step, note=note)
 
     clock = iter(range(100, 200))
     drill = Driver(tmp_path, 2, [Fault("kill", 1, 5), Fault("term", 1, 9)], clock=lambda: next(clock))
     children = [started(drill, 0), started(drill, 1), started(drill, -1)]
-    drill.look(children)
+    drill.on_poll(children)
     injector = FaultInjector(children[1].note)
     injector._send_signal = lambda number, which: injector._write_result(number)
     injector.before_step(5)
     steps |= {children[0].note: 5, children[1].note: 5}
-    drill.look(children)
-    children[1].exit, children[1].mourned = SimpleNamespace(code=137), True
-    children[2].process, children[2].in_waiting = 1, False  # the standby takes its place
-    drill.look(children)
+    drill.on_poll(children)
+    children[1].exit, children[1].is_removed = SimpleNamespace(code=137), True
+    children[2].process, children[2].is_standby = 1, False  # the standby takes its place
+    drill.on_poll(children)
     (injection,) = drill.injections
     assert injection.in_process and injection.detected_by == "the exit of process 1" and injection.recovered is None
     steps |= {children[0].note: 6, children[2].note: 6}
-    drill.look(children)
+    drill.on_poll(children)
     assert injection.recovered is not None and len(drill.attempts) == 1
     second = FaultInjector(children[2].note)
     second._send_signal = lambda number, which: second._write_result(number)
     second.before_step(9)
-    drill.look(children)
+    drill.on_poll(children)
     assert [(injection.fault.kind, injection.reached) for injection in drill.injections] == [("kill", 5), ("term", 9)]
     drill.close()
 
 
 def test_injected_fault_is_not_repeated_after_membership_change(child, tmp_path):
     drill = Driver(tmp_path, 1, [Fault("slow", 0, 2)])
-    variables, _ = drill.given(0)
-    drill.look([child])
+    variables, _ = drill.process_env(0)
+    drill.on_poll([child])
     first = FaultInjector(variables[DRILL_FILE])
     first.before_step(2)
     again = FaultInjector(variables[DRILL_FILE])

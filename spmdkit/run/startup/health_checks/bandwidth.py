@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit import compat
 
-BYTES, MOST_BYTES = {"cpu": 2**20}, 2**26  # sent by one device, by platform and by default
+BYTES, MAX_BYTES = {"cpu": 2**20}, 2**26  # sent by one device, by platform and by default
 REPEATS = 5
 
 
@@ -78,7 +78,7 @@ def _seconds_of(mesh: jax.sharding.Mesh, axis: str, fn: Any) -> float:
 
 
 def _bytes(device: jax.Device) -> int:
-    return BYTES.get(device.platform, MOST_BYTES)
+    return BYTES.get(device.platform, MAX_BYTES)
 
 
 def table(rates: Mapping[str, float]) -> str:

@@ -25,7 +25,7 @@ from spmdkit.foundation.timeouts import BURN_IN_READY_S
 
 SIZES, SIZE = {"cpu": 256}, 4096  # rows of the square factors, by platform and by default
 PRODUCTS = 8  # per chain
-MOST_DIGESTS = 4  # reported distinct results per device
+MAX_DIGESTS = 4  # reported distinct results per device
 
 
 def burn(devices: Sequence[jax.Device], process_index: int, seconds: float) -> list[dict[str, Any]]:
@@ -54,7 +54,7 @@ def _burn_one(device: jax.Device, seconds: float, ready: threading.Barrier) -> d
         digest = f"{int(_chain(a, b)):08x}"
         rates.append(PRODUCTS * 2 * size**3 / (time.perf_counter() - begun) / 1e9)
         digests[digest] = None
-    return {"digests": list(digests)[:MOST_DIGESTS], "chains": len(rates) + 1, "gflops": statistics.median(rates)}
+    return {"digests": list(digests)[:MAX_DIGESTS], "chains": len(rates) + 1, "gflops": statistics.median(rates)}
 
 
 def operands(size: int, device: jax.Device) -> tuple[np.ndarray, np.ndarray]:

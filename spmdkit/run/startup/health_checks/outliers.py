@@ -10,7 +10,7 @@ from typing import Any
 
 SLOW_DEVICE, SLOW_LINK = 0.7, 0.5
 """Share of the median below which a device or a link is slow. Links within and between hosts are judged separately."""
-MOST_CLOCK_S = 1.0  # between the clocks of two hosts
+MAX_CLOCK_S = 1.0  # between the clocks of two hosts
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def judge_hosts(met: Sequence[Mapping[str, Any]]) -> Verdict:
                 f"{who} does not reach process {peer} on {met[int(peer)]['host']} at {met[int(peer)]['address']}: "
                 f"{error}"
             )
-        if abs(one["clock_s"] or 0.0) > MOST_CLOCK_S:
+        if abs(one["clock_s"] or 0.0) > MAX_CLOCK_S:
             verdict.wrong.append(f"the clock of {who} is {one['clock_s']:+.1f} s off that of process 0")
     return verdict
 
