@@ -153,7 +153,7 @@ class Watchdog:
             now = self.clock.tick()
             self._mine = self._beat()
             if self._launcher is not None:
-                self._launcher.say(self._mine, self._interpreter_timeout_s)
+                self._launcher.write_beat(self._mine, self._interpreter_timeout_s)
                 self._hear({p: report for p, report in self._launcher.dead().items() if p != self._me})
             if now - self._last_beat >= HEARTBEAT_INTERVAL_S:
                 self._last_beat = now
