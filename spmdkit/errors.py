@@ -116,7 +116,7 @@ class DamagedError(CheckpointError):
         self.found = found
 
 
-class Unreachable(CheckpointError):
+class UnreachableError(CheckpointError):
     """The storage of the checkpoints is unreachable or denies access. Its contents are unknown."""
 
 

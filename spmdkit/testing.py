@@ -61,7 +61,7 @@ def assert_collectives(
     wrong = [f"{name} {count[name]} times, expected {number}" for name, number in ops.items() if count[name] != number]
     inside = sum(c.in_loop for c in chosen)
     if in_loop is not None and inside != in_loop:
-        wrong.append(f"{inside} inside of loops, expected {in_loop}")
+        wrong.append(f"{inside} inside loops, expected {in_loop}")
     if total is not None and len(chosen) != total:
         wrong.append(f"{len(chosen)} in all, expected {total}")
     if max_bytes is not None:

@@ -25,8 +25,8 @@ from tests.support import compile_cache
 from tests.support.buckets import PACKAGES as SERVERS
 from tests.support.forks import Forks
 from tests.support.forms import mark_slow_forms
+from tests.support.optax_promotion import let_optax_promote
 from tests.support.seconds import Seconds
-from tests.support.strangers import let_optax_promote
 
 jax.config.update("jax_num_cpu_devices", 8)
 let_optax_promote()

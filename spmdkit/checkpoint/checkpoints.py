@@ -28,7 +28,7 @@ from spmdkit.checkpoint.object_store import Remote
 from spmdkit.checkpoint.retention import RetentionRules, delete_old, delete_step, remove_uncommitted, remove_unfinished
 from spmdkit.checkpoint.save_barrier import Exchange, SaveBarrier, SaveResult
 from spmdkit.checkpoint.staging import staging_of
-from spmdkit.errors import CheckpointWriteError, ConfigError, Unreachable
+from spmdkit.errors import CheckpointWriteError, ConfigError, UnreachableError
 from spmdkit.foundation import files, phase
 from spmdkit.foundation.formatting import format_bytes
 from spmdkit.foundation.timeouts import SAVE_POLL_S
@@ -240,7 +240,7 @@ class Checkpoints:
         if self._staging is not None:
             self._staging.discard(step)
         if isinstance(self.directory, Remote):
-            with contextlib.suppress(Unreachable):  # the next start deletes it
+            with contextlib.suppress(UnreachableError):  # the next start deletes it
                 if self._is_main and self._is_ours() and step not in self.steps():
                     location.remove(self.directory / str(step))
             return
@@ -390,7 +390,7 @@ def refusal_reason(directory: Location, written: Location, step: int, num_bytes:
     try:
         # Files that threads of a failed save wrote while it was being deleted.
         is_taken = location.exists(folder) and not (isinstance(folder, Remote) and remove_uncommitted(folder))
-    except Unreachable as error:
+    except UnreachableError as error:
         return f"saving step {step}: {error}"
     if is_taken:
         is_committed = step in records.committed_steps(directory)
@@ -421,7 +421,7 @@ def refusal_reason(directory: Location, written: Location, step: int, num_bytes:
 def save_failed(directory: Location, step: int, error: BaseException) -> CheckpointWriteError:
     """Returns the error for a save that was started and then failed."""
     have = "those before"
-    with contextlib.suppress(Unreachable):
+    with contextlib.suppress(UnreachableError):
         have = ", ".join(map(str, records.committed_steps(directory))) or "none yet"
     return CheckpointWriteError(
         f"saving step {step} to {directory / str(step)} failed ({records.first_line(error)}). "

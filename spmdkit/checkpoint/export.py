@@ -52,7 +52,7 @@ def export(
         record.check_files(directory, saved)
         with location.fetched(directory, saved.step) as local:
             arrays = _read_part(local, saved, which)
-    if saved.user.get("groups"):  # of replicas that train independently: their mean, which evaluation uses
+    if saved.user.get("groups"):  # of replicas that train separately: their mean, which evaluation uses
         arrays = {name: _mean(array) for name, array in arrays.items()}
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

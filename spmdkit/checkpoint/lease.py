@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from spmdkit.checkpoint import location, ownership
 from spmdkit.checkpoint.object_store import Remote
-from spmdkit.errors import ConfigError, Unreachable
+from spmdkit.errors import ConfigError, UnreachableError
 from spmdkit.foundation import run_status
 from spmdkit.foundation.deadline import Deadline
 from spmdkit.foundation.timeouts import LEASE_POLL_S, LEASE_RENEW_S, LEASE_SETTLE_S, LEASE_STALE_S
@@ -91,7 +91,7 @@ class Lease:
         self._ended.set()
         if self._thread is not None:
             self._thread.join(LEASE_RENEW_S)
-        with contextlib.suppress(Unreachable):
+        with contextlib.suppress(UnreachableError):
             self._folder.remove([f"alive-{self.attempt}"])
 
     def __enter__(self) -> Self:
@@ -104,7 +104,7 @@ class Lease:
         number = 0
         while not self._ended.wait(LEASE_RENEW_S):
             number += 1
-            with contextlib.suppress(Unreachable):  # the next save reports it
+            with contextlib.suppress(UnreachableError):  # the next save reports it
                 self._renew(number)
 
     def _renew(self, number: int) -> None:

@@ -14,7 +14,7 @@ from spmdkit.checkpoint import location
 from spmdkit.checkpoint import record as records
 from spmdkit.checkpoint.location import Location
 from spmdkit.checkpoint.object_store import Remote
-from spmdkit.errors import CheckpointError, DamagedError, Unreachable
+from spmdkit.errors import CheckpointError, DamagedError, UnreachableError
 from spmdkit.foundation.formatting import format_bytes
 
 HOLD_TRIES = 100
@@ -163,7 +163,7 @@ def _verified(directory: Location, step: int) -> dict[str, Any]:
                 _read_all(local, record)
         except DamagedError as error:
             return row | {"found": error.found}
-        except Unreachable:
+        except UnreachableError:
             raise
         except CheckpointError as error:
             return row | {"found": str(error)}

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from spmdkit.errors import ConfigError, Unreachable
+from spmdkit.errors import ConfigError, UnreachableError
 from spmdkit.foundation import redact
 
 SCHEMES = {"gs": "gcsfs", "s3": "s3fs"}
@@ -30,8 +30,8 @@ WRITTEN = "written"
 
 @dataclasses.dataclass(frozen=True)
 class Remote:
-    """A folder or an object: `url` without a trailing slash. Raises `Unreachable` if access fails or is denied, and
-    FileNotFoundError if the object does not exist."""
+    """A folder or an object: `url` without a trailing slash. Raises `UnreachableError` if access fails or is denied,
+    and FileNotFoundError if the object does not exist."""
 
     url: str
 
@@ -137,7 +137,7 @@ def _client(scheme: str) -> Any:
 
 @contextlib.contextmanager
 def _translate_errors(where: Remote, done: str) -> Iterator[None]:
-    """Converts exceptions of a client or its transport to `Unreachable`, without secrets of the environment."""
+    """Converts exceptions of a client or its transport to `UnreachableError`, without secrets of the environment."""
     try:
         yield
     except (ConfigError, MemoryError):
@@ -147,7 +147,7 @@ def _translate_errors(where: Remote, done: str) -> Iterator[None]:
         if of_local_file or (isinstance(error, FileNotFoundError) and done != WRITTEN):
             raise
         text = " ".join(redact.in_text(str(error)).split())[:300]
-        raise Unreachable(
+        raise UnreachableError(
             f"{where} could not be {done}: {type(error).__name__}: {text}. checkpoint.directory is a bucket that all "
             f"processes reach with credentials of their client ({SCHEMES[where.scheme]}). Check the name, the network "
             "and the credentials (`gcloud auth application-default login`, or AWS_PROFILE, AWS_ENDPOINT_URL), and "

@@ -17,7 +17,7 @@ from spmdkit.checkpoint import record as records
 from spmdkit.checkpoint.location import Location
 from spmdkit.checkpoint.object_store import Remote
 from spmdkit.checkpoint.record import TEMPORARY_MARK
-from spmdkit.errors import CheckpointError, CheckpointWriteError, Unreachable
+from spmdkit.errors import CheckpointError, CheckpointWriteError, UnreachableError
 from spmdkit.foundation.constants import is_step_name
 
 
@@ -53,7 +53,7 @@ def delete_old(directory: Location, just_written: int, retention: RetentionRules
 def _score(directory: Location, step: int, metric: str) -> float | None:
     try:
         return records.read_record(directory, step).metrics.get(metric)
-    except Unreachable:
+    except UnreachableError:
         raise  # it may be the best
     except CheckpointError:
         return None  # a damaged checkpoint is never the best

@@ -261,7 +261,7 @@ def _combinations(config: Settings) -> Iterator[Problem]:
         text = "is 1: interleaved with one chunk per stage is 1f1b. Try chunks: 2, or schedule: 1f1b."
         yield Problem(("pipeline", "chunks"), text)
     if config.on_spike is not None and plugins.split(config.sync)[0] not in ("every_step", "stale"):
-        text = "needs the loss of all replicas in every step, and with this sync groups of replicas train alone"
+        text = "needs the loss of all replicas in every step, and with this sync groups of replicas train separately"
         yield Problem(("on_spike",), f"{text}, so it has no effect. Remove it, or use sync: every_step.")
     if config.eval.params == "ema" and config.ema is None:
         text = "is ema, and there is no average of parameters. Try ema: 0.999, or params: params."

@@ -43,7 +43,7 @@ def train(job: TrainJob, train_once: Callable[..., Result]) -> Result:
         session=partial(_session, membership),
         after_step=membership.after_step,
         restored=membership.restored,
-        rolled_back=membership.memory.kept.clear,
+        rolled_back=membership.memory.snapshots.clear,
         ends=partial(_ends, membership),
     )
     while True:

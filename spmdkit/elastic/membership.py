@@ -147,13 +147,13 @@ class Membership:
         ends = run.cluster.agree(
             f"generation/{run.hook_runner.generation}", step, order is not None and order.planned, LAG
         )
-        if ends or step % self._every == 0 or not self.memory.kept:
+        if ends or step % self._every == 0 or not self.memory.snapshots:
             if self._copier is None:
                 self._copier = Copier(run.program.mesh)
             begun = time.perf_counter()
             with run.reporter.throughput.paused():
                 snapshot = self._copier.take(step, state, run.record(step))
-            if not self.memory.kept:
+            if not self.memory.snapshots:
                 took_s = round(time.perf_counter() - begun, 4)
                 run.events.write("snapshot_taken", step=step, bytes=snapshot.num_bytes, seconds=took_s)
             self.memory.put(snapshot)
@@ -170,12 +170,12 @@ class Membership:
         on_disk = None if checkpoints is None else latest_for_all(cluster, checkpoints)
         newest = found(cluster, self.memory, on_disk or 0)
         if newest is None:
-            self.memory.kept.clear()
+            self.memory.snapshots.clear()
             return None
         step, holders = newest
         snapshot = completed(cluster, self.memory, step, holders, program.abstract_state)
         state, record, lines = restored(FromMemory(snapshot), step, program)
-        self.memory.kept.clear()  # the next snapshot is for the new mesh
+        self.memory.snapshots.clear()  # the next snapshot is for the new mesh
         return Restored(step, state, record, lines, {}, is_saved=step == on_disk)
 
     def takes(self, error: BaseException | None) -> bool:

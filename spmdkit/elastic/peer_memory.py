@@ -27,7 +27,7 @@ from jax import lax
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import is_key, named_leaves
 
-KEPT = 2
+NUM_SNAPSHOTS = 2
 AWAY = 2
 """Distance to the process with the second copy, for four and more: the next one may be killed too (LEAVE_STEP_S)."""
 
@@ -81,12 +81,12 @@ class HostMemory:
     """The snapshots of one process; they remain valid after the backend is closed."""
 
     def __init__(self) -> None:
-        self.kept: list[Snapshot] = []
+        self.snapshots: list[Snapshot] = []
 
     def put(self, snapshot: Snapshot) -> None:
         """Stores a snapshot and drops the oldest; replaces one of the same step."""
-        older = [old for old in self.kept if old.step != snapshot.step]
-        self.kept = [*older, snapshot][-KEPT:]
+        older = [old for old in self.snapshots if old.step != snapshot.step]
+        self.snapshots = [*older, snapshot][-NUM_SNAPSHOTS:]
 
 
 class Copier:

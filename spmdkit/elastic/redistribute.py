@@ -72,7 +72,7 @@ def newest_whole(by_process: list[list[SnapshotInfo]]) -> int | None:
 def found(cluster: Cluster, memory: HostMemory, least: int) -> tuple[int, list[SnapshotInfo | None]] | None:
     """Returns (step, the shards of each process) of the newest state that is complete across processes; None if there
     is none or it is older than `least`."""
-    gathered = cluster.gather("memory", [describe(snapshot) for snapshot in memory.kept])
+    gathered = cluster.gather("memory", [describe(snapshot) for snapshot in memory.snapshots])
     by_process = [[parse_info(value) for value in values] for values in gathered]
     step = newest_whole(by_process)
     if step is None or step < least:
@@ -86,7 +86,7 @@ def completed(
     """Returns the snapshot of `step` with all shards that this process needs on the new mesh, received from other
     processes if missing. Called on all processes."""
     first, leaves = next((i, each.leaves) for i, each in enumerate(holders) if each is not None)
-    mine = next((each for each in memory.kept if each.step == step), None)
+    mine = next((each for each in memory.snapshots if each.step == step), None)
     if cluster.process_index == first:
         assert mine is not None
         cluster.put("memory's record", mine.record)

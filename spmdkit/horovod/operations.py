@@ -207,7 +207,7 @@ def refuse_traced(tree: Any, what: str) -> None:
                 f"hvd.{what} was called while JAX traces a function (jit, vmap, scan, shard_map): found {x.aval}. "
                 "Ranks synchronize when the program runs, once for each call, and not in a trace. Compute gradients "
                 "in the jitted function and call hvd outside of it, or train with `spmdkit train`, where the whole "
-                "step is one program and reduces inside of it."
+                "step is one program and reduces inside it."
             )
 
 

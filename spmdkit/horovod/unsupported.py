@@ -64,7 +64,7 @@ handle_average_backwards_compatibility
     average= is supported
     op=hvd.Average or op=hvd.Sum
 DistributedOptimizer.synchronize DistributedOptimizer.skip_synchronize
-    gradients are reduced in update, and transformations inside of hvd.DistributedOptimizer receive the reduced ones
+    gradients are reduced in update, and transformations inside hvd.DistributedOptimizer receive the reduced ones
     hvd.DistributedOptimizer(optax.chain(optax.clip_by_global_norm(1.0), optimizer))
 DistributedOptimizer.step DistributedOptimizer.zero_grad DistributedOptimizer.compute_gradients
 DistributedOptimizer.get_gradients DistributedOptimizer.apply_gradients

@@ -26,7 +26,7 @@ from spmdkit.ops.collectives import all_gather, all_to_all
 from spmdkit.step import trace_context
 
 
-class Kept(NamedTuple):
+class Residuals(NamedTuple):
     """The residuals of the backward pass; here full sequences and this device's heads."""
 
     q: Any
@@ -39,31 +39,36 @@ class Kept(NamedTuple):
 @jax.named_scope(trace_context.ALL_TO_ALL)
 def forward(
     implementation: Implementation, causal: bool, scale: float, q: jax.Array, own: Keys
-) -> tuple[jax.Array, Kept]:
+) -> tuple[jax.Array, Residuals]:
     """Returns (out [B, T/C, N, H], the residuals of the backward pass)."""
     q, k, v = (_to_heads(x) for x in (q, own.k, own.v))
     out, lse = implementation.forward(q, k, v, _mask(causal, own), scale)
     out = out.astype(q.dtype)
-    return _to_sequence(out), Kept(q, k, v, out, lse)
+    return _to_sequence(out), Residuals(q, k, v, out, lse)
 
 
 @jax.named_scope(trace_context.ALL_TO_ALL)
 def tangent(
-    implementation: Implementation, causal: bool, scale: float, kept: Kept, own: Keys, tangents: tuple[jax.Array, ...]
+    implementation: Implementation,
+    causal: bool,
+    scale: float,
+    saved: Residuals,
+    own: Keys,
+    tangents: tuple[jax.Array, ...],
 ) -> jax.Array:
     """Returns the tangent of `out` for tangents of q, k and v, this device's shards of the sequence; `own` as in
     `backward`."""
     attend = lambda q, k, v: implementation.forward(q, k, v, _mask(causal, own), scale)[0].astype(q.dtype)
-    return _to_sequence(jax.jvp(attend, kept[:3], tuple(_to_heads(t) for t in tangents))[1])
+    return _to_sequence(jax.jvp(attend, saved[:3], tuple(_to_heads(t) for t in tangents))[1])
 
 
 @jax.named_scope(trace_context.ALL_TO_ALL)
 def backward(
-    implementation: Implementation, causal: bool, scale: float, kept: Kept, own: Keys, dout: jax.Array
+    implementation: Implementation, causal: bool, scale: float, saved: Residuals, own: Keys, dout: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (dq, dk, dv) of this device's sequence shard; only segments and positions of `own` are used."""
-    grads = implementation.backward(*kept, _to_heads(dout), _mask(causal, own), scale)
-    dq, dk, dv = (_to_sequence(g.astype(x.dtype)) for g, x in zip(grads, kept[:3], strict=True))
+    grads = implementation.backward(*saved, _to_heads(dout), _mask(causal, own), scale)
+    dq, dk, dv = (_to_sequence(g.astype(x.dtype)) for g, x in zip(grads, saved[:3], strict=True))
     return dq, dk, dv
 
 

@@ -36,7 +36,7 @@ from spmdkit import compat
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.formatting import nearest
 from spmdkit.ops import all_to_all_attention, attention_cudnn, attention_splash, ring_attention
-from spmdkit.ops.all_to_all_attention import Kept
+from spmdkit.ops.all_to_all_attention import Residuals
 from spmdkit.ops.attention_blocks import XLA, Implementation, Keys
 from spmdkit.ops.both_modes import both_modes
 from spmdkit.ops.collectives import axes, axis_index, axis_size
@@ -48,9 +48,9 @@ IMPLEMENTATIONS = {"xla": XLA, "cudnn": attention_cudnn.CUDNN, "splash": attenti
 
 HEADS = ("batch", "sequence", "heads", None)
 ROWS = ("batch", "sequence")
-HEADS_CUT = ("batch", None, "heads+sequence", None)
-KEPT = Kept(HEADS, HEADS, HEADS, HEADS, (*ROWS, "heads"))
-KEPT_BY_HEADS = Kept(HEADS_CUT, HEADS_CUT, HEADS_CUT, HEADS_CUT, HEADS_CUT[:3])
+HEADS_SHARDED = ("batch", None, "heads+sequence", None)
+RESIDUAL_DIMS = Residuals(HEADS, HEADS, HEADS, HEADS, (*ROWS, "heads"))
+RESIDUAL_DIMS_BY_HEADS = Residuals(HEADS_SHARDED, HEADS_SHARDED, HEADS_SHARDED, HEADS_SHARDED, HEADS_SHARDED[:3])
 
 
 def attention(
@@ -131,27 +131,27 @@ class _Call(NamedTuple):
 
 def _differentiable(call: _Call, ids: Keys) -> Any:
     """Returns `(ids, q, k, v) -> out`, differentiable; all passes use the trace context of the call."""
-    kept_dims, keys_dims = KEPT_BY_HEADS if call.by_heads else KEPT, _keys_dims(ids)
-    out_dims = (HEADS, kept_dims if call.by_heads else KEPT.lse)
-    kept_and_ids: Any = jax.tree.structure((Kept(*range(5)), ids))
+    kept_dims, keys_dims = RESIDUAL_DIMS_BY_HEADS if call.by_heads else RESIDUAL_DIMS, _keys_dims(ids)
+    out_dims = (HEADS, kept_dims if call.by_heads else RESIDUAL_DIMS.lse)
+    residuals_and_ids: Any = jax.tree.structure((Residuals(*range(5)), ids))
     in_part = functools.partial(manual, kernel=call.implementation is not XLA)
 
     def forward(ids: Keys, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         with trace_context.tracing(call.context):
             part = in_part(_forward(call), [HEADS, keys_dims], out_dims)
-            out, kept = jax.tree.map(lambda x: checkpoint_name(x, "attention"), part(q, ids._replace(k=k, v=v)))
-        kept = kept if call.by_heads else Kept(q, k, v, out, kept)
-        return out, jax.tree.leaves((kept, ids))
+            out, residuals = jax.tree.map(lambda x: checkpoint_name(x, "attention"), part(q, ids._replace(k=k, v=v)))
+        residuals = residuals if call.by_heads else Residuals(q, k, v, out, residuals)
+        return out, jax.tree.leaves((residuals, ids))
 
     def tangent(leaves: Any, tangents: Any) -> Any:
         with trace_context.tracing(call.context):
             part = in_part(_tangent(call), [kept_dims, keys_dims, HEADS, HEADS, HEADS], HEADS)
-            return part(*kept_and_ids.unflatten(leaves), *tangents)
+            return part(*residuals_and_ids.unflatten(leaves), *tangents)
 
     def backward(leaves: Any, dout: jax.Array) -> Any:
         with trace_context.tracing(call.context):
             part = in_part(_backward(call), [kept_dims, keys_dims, HEADS], (HEADS, HEADS, HEADS))
-            return part(*kept_and_ids.unflatten(leaves), dout)
+            return part(*residuals_and_ids.unflatten(leaves), dout)
 
     return both_modes(forward, tangent, backward)
 
@@ -173,20 +173,20 @@ def _forward(call: _Call) -> Any:
 def _tangent(call: _Call) -> Any:
     """Returns the forward-mode derivative on shards: the JVP of the forward pass."""
 
-    def attention_tangent(kept: Kept, ids: Keys, *tangents: jax.Array) -> Any:
+    def attention_tangent(residuals: Residuals, ids: Keys, *tangents: jax.Array) -> Any:
         if call.by_heads:
-            return all_to_all_attention.tangent(*call.fixed, kept, ids, tangents)
+            return all_to_all_attention.tangent(*call.fixed, residuals, ids, tangents)
         attend = lambda q, k, v: _forward(call)(q, ids._replace(k=k, v=v))[0]
-        return jax.jvp(attend, kept[:3], tangents)[1]
+        return jax.jvp(attend, residuals[:3], tangents)[1]
 
     return attention_tangent
 
 
 def _backward(call: _Call) -> Any:
-    def attention_gradient(kept: Kept, ids: Keys, dout: jax.Array) -> tuple[jax.Array, ...]:
+    def attention_gradient(residuals: Residuals, ids: Keys, dout: jax.Array) -> tuple[jax.Array, ...]:
         if call.by_heads:
-            return all_to_all_attention.backward(*call.fixed, kept, ids, dout)
-        q, k, v, out, lse = kept
+            return all_to_all_attention.backward(*call.fixed, residuals, ids, dout)
+        q, k, v, out, lse = residuals
         if axis_size("sequence") > 1:
             grads = ring_attention.backward(*call.fixed, q, ids._replace(k=k, v=v), out, lse, dout)
         else:

@@ -28,7 +28,7 @@ from spmdkit.foundation.formatting import nearest
 from spmdkit.step import trace_context
 
 NAMES = ("none", "full", "dots", "dots_no_batch")
-KEPT = "spmdkit: kept by sk.manual"
+RESIDUAL_NAME = "spmdkit: kept by sk.manual"
 """The mark of unnamed residuals of a manual part."""
 
 
@@ -65,7 +65,7 @@ _GATHERED = {
 
 def _or_kept(chosen: Any) -> Any:
     return lambda prim, *args, **params: (
-        (prim.name == "name" and params["name"] == KEPT) or chosen(prim, *args, **params)
+        (prim.name == "name" and params["name"] == RESIDUAL_NAME) or chosen(prim, *args, **params)
     )
 
 
@@ -82,7 +82,7 @@ def policy_of_names(save: Sequence[str], offload: Sequence[str]) -> Remat:
     )
 
     def noting(policy: Any, prim: Any, *args: Any, **params: Any) -> Any:
-        if prim.name == "name" and params["name"] != KEPT:
+        if prim.name == "name" and params["name"] != RESIDUAL_NAME:
             trace_context.current().usage.marks.add(params["name"])
         return policy(prim, *args, **params)
 
@@ -98,7 +98,7 @@ def check_names(key: str, names: Sequence[str], marks: Collection[str], what: st
             found = f"the marks there are {', '.join(marked)}" if marked else "there are no marks"
             raise ConfigError(
                 f"remat.{key} names '{name}', and no rematerialised part of {what} marks it ({found}), so it has no "
-                f"effect.{nearest(name, marked)} Write jax.ad_checkpoint.checkpoint_name(x, '{name}') inside of "
+                f"effect.{nearest(name, marked)} Write jax.ad_checkpoint.checkpoint_name(x, '{name}') inside "
                 "sk.remat, or remove the name."
             )
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from spmdkit import compat
 from spmdkit.foundation.jaxprs import needed
-from spmdkit.ops.remat import KEPT
+from spmdkit.ops.remat import RESIDUAL_NAME
 
 _TYPES = frozenset({"pvary", "pcast"})
 _PASSES = frozenset({"reduce_precision", "optimization_barrier"})
@@ -122,8 +122,8 @@ def _dependents(jaxpr: Any) -> set[Any]:
 def _saved_name(var: Any, producer: dict[Any, Any]) -> str:
     """Returns the `checkpoint_name` of a value, also if JAX adds a `reduce_precision` or a barrier after it."""
     if not isinstance(var, jax.extend.core.Var) or var not in producer:
-        return KEPT
+        return RESIDUAL_NAME
     eqn = producer[var][2]
     if eqn.primitive.name == "name":
         return str(eqn.params["name"])
-    return _saved_name(eqn.invars[0], producer) if eqn.primitive.name in _PASSES else KEPT
+    return _saved_name(eqn.invars[0], producer) if eqn.primitive.name in _PASSES else RESIDUAL_NAME

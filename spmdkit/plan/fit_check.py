@@ -49,7 +49,7 @@ def check_state(program: Program, cluster: Cluster, limit_bytes: int | None) -> 
     """
 
     def refusal() -> str:
-        state = program.held.state_bytes
+        state = program.input_bytes.state_bytes
         if limit_bytes is None or state <= limit_bytes:
             return ""
         return (

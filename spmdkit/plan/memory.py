@@ -44,17 +44,17 @@ class Memory(StepBytes):
 
 def read_memory(program: Program, module: Module) -> Memory:
     """Returns the memory of a program's compiled step."""
-    step, held = program.step_bytes, program.held
+    step, input_bytes = program.step_bytes, program.input_bytes
     gradients = min(_gradient_bytes(program), step.temp_bytes)
     parts = {
-        **held.device,
-        "padding of the state": step.argument_bytes - held.device_bytes,
+        **input_bytes.device,
+        "padding of the state": step.argument_bytes - input_bytes.device_bytes,
         "gradients": gradients,
         "activations and work space": step.temp_bytes - gradients,
         "outputs": step.new_bytes,
         "code": step.code_bytes,
     }
-    host = {**held.host, "temporaries": step.host_temp_bytes}
+    host = {**input_bytes.host, "temporaries": step.host_temp_bytes}
     return Memory(
         **vars(step),
         parts={name: n for name, n in parts.items() if n},
@@ -66,7 +66,7 @@ def read_memory(program: Program, module: Module) -> Memory:
 def memory_without_program(program: Program) -> Memory:
     """Returns the memory of a step that the compiler rejected: its state from the layout, its temporaries from the
     message."""
-    step, inputs = program.step_bytes, program.held.device["inputs"]
+    step, inputs = program.step_bytes, program.input_bytes.device["inputs"]
     work = {"gradients, activations and work space": step.temp_bytes}
     return Memory(**vars(step), parts={"state": step.argument_bytes - inputs, "inputs": inputs, **work})
 

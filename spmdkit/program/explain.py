@@ -75,7 +75,7 @@ def _offload(task_step: TaskStep) -> str:
 
 def _form(task_step: TaskStep, context: Context, refused: str) -> str:
     replicas, model = context.sharding.num_replicas, _model_axes(context)
-    inside = "" if task_step.groups is None else " inside of each group"
+    inside = "" if task_step.groups is None else " inside each group"
     why = {
         "plain": f"one replica{inside}, so nothing is reduced; the partitioner shards the rest",
         "mapped": f"vmap over {_many(replicas, 'replica')}{inside}; the partitioner shards the "
@@ -203,7 +203,7 @@ def _sync(task_step: TaskStep) -> str:
         description = sync_of(task_step.config).description
         return f"{name}: replicas are synchronous in every step{', ' if description else ''}{description}"
     return (
-        f"{name}: {groups.num} groups along {' x '.join(groups.axes)} train alone, and are averaged after every "
+        f"{name}: {groups.num} groups along {' x '.join(groups.axes)} train separately, and are averaged after every "
         f"{_many(groups.sync.every or 1, 'step')} in a separate "
         f"program{'; ' if groups.sync.description else ''}{groups.sync.description}"
     )

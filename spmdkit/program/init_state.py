@@ -97,9 +97,9 @@ def _check_parameter(path: str, dtype: Any) -> None:
 
 def _cast_notes(dtypes: dict[str, Any], stored: Variables, config: Config) -> list[str]:
     texts = {
-        "params": f"these parameters are converted to {config.precision.params} (precision.params); init made them in "
-        "another dtype",
-        "state": "this model state is stored in 32 bits, half of what init made, since JAX uses 32 bits unless "
+        "params": f"these parameters are converted to {config.precision.params} (precision.params); init returned "
+        "them in another dtype",
+        "state": "this model state is stored in 32 bits, half of what init returned, since JAX uses 32 bits unless "
         "JAX_ENABLE_X64=1 is set",
     }
     changed: dict[str, dict[str, list[str]]] = {which: {} for which in texts}

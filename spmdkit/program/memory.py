@@ -34,7 +34,7 @@ _FIELDS = {
 }
 
 
-class Held(NamedTuple):
+class InputBytes(NamedTuple):
     """The inputs of a step, from the layout: name -> bytes, on one device and in host memory for that device."""
 
     device: Mapping[str, int]
@@ -56,7 +56,7 @@ class Held(NamedTuple):
         return sum(self.host.values())
 
 
-def held(leaves: Sequence[layout.LeafPlacement], mesh: Mesh, batch: Any = None) -> Held:
+def input_bytes(leaves: Sequence[layout.LeafPlacement], mesh: Mesh, batch: Any = None) -> InputBytes:
     """Returns the bytes of the train state, and those of an abstract batch as `inputs`."""
     device: dict[str, int] = {}
     host: dict[str, int] = {}
@@ -66,7 +66,7 @@ def held(leaves: Sequence[layout.LeafPlacement], mesh: Mesh, batch: Any = None) 
         where[name] = where.get(name, 0) + shard_bytes(leaf.shape, leaf.dtype, leaf.sharding(mesh))
     if batch is not None:
         device["inputs"] = sum(shard_bytes(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(batch))
-    return Held(device, host)
+    return InputBytes(device, host)
 
 
 def shard_bytes(shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding) -> int:
@@ -113,7 +113,7 @@ class StepBytes:
         return not self.refused and (limit_bytes is None or self.peak_bytes <= limit_bytes)
 
 
-def step_bytes(make: Callable[[], jax.stages.Compiled], given: Held, platform: str) -> StepBytes:
+def step_bytes(make: Callable[[], jax.stages.Compiled], given: InputBytes, platform: str) -> StepBytes:
     """Returns the memory of one device while a step runs, from the compiled step, the state and the batch."""
     try:
         stats = make().memory_analysis()

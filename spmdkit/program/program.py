@@ -197,15 +197,15 @@ class Program:
         return compiler.compile(lowered, self._devices, self.config.compiler_options, self.config.deterministic)
 
     @functools.cached_property
-    def held(self) -> memory.Held:
+    def input_bytes(self) -> memory.InputBytes:
         """The inputs of the step, the state and a batch, in bytes per device."""
-        return memory.held(self.layout, self.mesh, self.abstract_batch)
+        return memory.input_bytes(self.layout, self.mesh, self.abstract_batch)
 
     @functools.cached_property
     def step_bytes(self) -> memory.StepBytes:
         """The memory of one device while the step runs. Compiles the step if necessary; a step that the compiler
         rejects for its size is recorded as `refused`."""
-        return memory.step_bytes(lambda: self.compiled, self.held, self._devices[0].platform)
+        return memory.step_bytes(lambda: self.compiled, self.input_bytes, self._devices[0].platform)
 
     def with_step(self, changes: Mapping[str, Any]) -> Program:
         """Returns this program with changed `microbatches` or `remat`: only the step is traced again, everything else

@@ -47,7 +47,7 @@ class Difference(NamedTuple):
 
     leaf: int
     path: str
-    odd: tuple[int, ...]
+    outliers: tuple[int, ...]
     source: int | None
     num: int
 
@@ -102,9 +102,9 @@ class Copies:
                 if not minority:
                     continue
                 known = 2 * count > len(group)
-                odd = tuple(int(p) for p, value in zip(group, values, strict=True) if not known or value != most)
+                outliers = tuple(int(p) for p, value in zip(group, values, strict=True) if not known or value != most)
                 source = int(group[values.index(most)]) if known else None
-                found.append(Difference(leaf, path, odd, source, len(group)))
+                found.append(Difference(leaf, path, outliers, source, len(group)))
         return found
 
     def _groups(self, leaf: int) -> np.ndarray:
@@ -120,7 +120,7 @@ class Copies:
 
     # ---- repair
 
-    def mended(self, state: TrainState, differences: Sequence[Difference]) -> TrainState:
+    def repaired(self, state: TrainState, differences: Sequence[Difference]) -> TrainState:
         """Returns the state in which every differing copy has the bytes of its source. The input state is donated.
 
         Every difference must have a source.
@@ -128,7 +128,7 @@ class Copies:
         sources = {leaf: np.zeros(math.prod(self._shape), np.int32) for leaf in sorted({d.leaf for d in differences})}
         for leaf, source in sources.items():
             for group in self._groups(leaf):
-                known = [d.source for d in differences if d.leaf == leaf and d.odd[0] in group]
+                known = [d.source for d in differences if d.leaf == leaf and d.outliers[0] in group]
                 source[group] = known[0] if known else group[0]
 
         def repair(state: TrainState) -> TrainState:

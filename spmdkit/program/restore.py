@@ -51,7 +51,7 @@ def restored(checkpoints: Restorable, step: int, program: Program) -> tuple[Trai
     dropped = any(path.startswith("sync/") for path in table) and not has_sync_state
     if num != requested:
         lines.append(
-            f"note: step {step} was saved by {num or 'no'} groups of replicas that train alone, this run has "
+            f"note: step {step} was saved by {num or 'no'} groups of replicas that train separately, this run has "
             f"{requested or 'none'}: "
             + ("all continue from their mean" if num else "each begins with the same parameters")
         )

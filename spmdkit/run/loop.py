@@ -211,7 +211,7 @@ def join_cluster(job: TrainJob) -> tuple[Cluster, Config]:
         raise ConfigError(
             f"this process is an evaluator ({spec.found_by}), and does not train. `spmdkit train` starts it as one; "
             "from Python call spmdkit.run.evaluator.evaluate_each(config), or set cluster: {environment: none} to "
-            "train alone."
+            "train separately."
         )
     limit_s = config.watchdog.longest_timeout_s if config.watchdog else None
     return join(spec, config.devices, collective_timeout_s=limit_s, interface=config.cluster.interface), config

@@ -22,11 +22,11 @@ from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
 
 from spmdkit.foundation.jaxprs import needed
 
-Kept = TypeVar("Kept")
+New = TypeVar("Kept")
 Rest = TypeVar("Rest")
 
 
-def conditional_update(step: Callable[..., tuple[Kept, Rest, jax.Array]], old: Kept, *args: Any) -> tuple[Kept, Rest]:
+def conditional_update(step: Callable[..., tuple[New, Rest, jax.Array]], old: New, *args: Any) -> tuple[New, Rest]:
     """Returns (new, rest) of `step(*args) -> (new, rest, skip)`, with the leaves of `old` where `skip` is true.
 
     Args:

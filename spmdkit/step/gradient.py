@@ -173,7 +173,7 @@ def _local_gradient(loss_fn: Loss, stateful: bool, context: Context, key: Any) -
 
         if context.sharding.microbatches == 1:
             return microbatch_sums(state, rows, mask, 0)
-        micro_rows, micro_mask = jax.tree.map(lambda x: _cut_microbatches(context, x), (rows, mask))
+        micro_rows, micro_mask = jax.tree.map(lambda x: _split_microbatches(context, x), (rows, mask))
 
         def add(carry: Any, xs: Any) -> Any:
             total, state = carry
@@ -334,7 +334,7 @@ def step_examples(context: Context, examples: Any, mask: Any, key: Any, replica:
     return trace_context.Examples(num, mask, positions, key, whole=replica is None, of_step=True)
 
 
-def _cut_microbatches(context: Context, x: jax.Array) -> jax.Array:
+def _split_microbatches(context: Context, x: jax.Array) -> jax.Array:
     """Returns [F M b, ...] as [M, F b, ...]. Each inner shard keeps its rows, so no data are sent."""
     microbatches = split(x, 0, context.sharding.num_shards, context.sharding.microbatches)
     return constrain(context, microbatches, (), context.sharding.inner_axes)
@@ -372,6 +372,6 @@ SEAMS = {
     "local_gradient": _local_gradient,
     "positions": _positions,
     "loss_key": _loss_key,
-    "cut_microbatches": _cut_microbatches,
+    "split_microbatches": _split_microbatches,
 }
 """Seam name -> the function that `verify` replaces to inject a known mistake (verify/mutations.py)."""

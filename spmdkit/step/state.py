@@ -221,7 +221,7 @@ def _check_gradient(context: trace_context.Context, grads: Any, params: Any) -> 
     if bool(jax.tree.structure(grads) != jax.tree.structure(params)):  # type: ignore[operator]
         found, expected = ([path for path, _ in named_leaves(tree)] for tree in (grads, params))
         missing, extra = [p for p in expected if p not in found], [p for p in found if p not in expected]
-        words = [f"lacks {', '.join(missing[:4])}"] * bool(missing) + [f"has {', '.join(extra[:4])} more"] * bool(extra)
+        words = [f"lacks {', '.join(missing[:4])}"] * bool(missing) + [f"also has {', '.join(extra[:4])}"] * bool(extra)
         raise ConfigError(
             f"apply_gradients: the gradient {' and '.join(words) or 'is another kind of tree than the parameters'}. "
             f"It must be a tree like the parameters ({', '.join(expected[:6])}). Differentiate with respect to "

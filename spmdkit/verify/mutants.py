@@ -204,7 +204,7 @@ MUTANTS = (
     Mutant(
         "microbatch_twice",
         "the last microbatch repeats the first",
-        mutations.seam(gradient, "cut_microbatches", mutations.repeat_first_microbatch),
+        mutations.seam(gradient, "split_microbatches", mutations.repeat_first_microbatch),
         meshes=lambda num: [{"data": num}, {"fsdp": num}],
         microbatches=2,
     ),

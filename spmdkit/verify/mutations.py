@@ -271,8 +271,8 @@ def mark_padding_real(gathered_mask: Any, axes: tuple[str, ...], num: int | None
     return jnp.ones_like(gathered_mask(axes, num))
 
 
-def repeat_first_microbatch(cut_microbatches: Any, context: Any, x: jax.Array) -> jax.Array:
-    parts = cut_microbatches(context, x)
+def repeat_first_microbatch(split_microbatches: Any, context: Any, x: jax.Array) -> jax.Array:
+    parts = split_microbatches(context, x)
     return jnp.concatenate([parts[:-1], parts[:1]])
 
 

@@ -20,7 +20,7 @@ from spmdkit.verify.diagnosis import pattern
 from spmdkit.verify.pool import Pool
 from spmdkit.verify.table import print_report
 
-GROUPS = "groups train alone"
+GROUPS = "groups train separately"
 SYNCS = {"stale": "gradients are applied late"}
 """Sync -> why it differs from synchronous training."""
 MAX_NOISY = 4

@@ -9,14 +9,14 @@ import pytest
 
 from spmdkit.checkpoint import run_lock
 from tests.support.command_line import Case
-from tests.support.messages import Says
+from tests.support.messages import Parts
 
 OTHER_RUN = {
-    "another model": Case(Says(asked="run/checkpoints/2 into", found="1 leaf differs (saved 4, requested 5)", repair=("checkpoint's record", "set run_dir")), "def init(key): return {'w': jnp.zeros((4, 8)), 'b': jnp.zeros(8), 'scale': jnp.ones(())}", exit=79),
-    "another optimizer": Case(Says(asked="run/checkpoints/2 into", found="5 leaves differ (saved 4, requested 9)", repair=("checkpoint's record", "set run_dir")), task={"optimizer": "optax.adam(1e-3)"}, exit=79),
-    "another seed": Case(Says(asked="now seed is 1", found=("seed: 0", "saved at step 2"), rule="must not change during a run", repair=("Restore seed", "set run_dir to a new folder")), config={"seed": "1"}),
-    "another number of examples": Case(Says(asked="train_data", found=("batch 3", "step 2", "24 examples now"), repair=("Restore the data", "set run_dir to a new folder")), "DATA = {'x': DATA['x'][:24], 'y': DATA['y'][:24]}"),
-    "another task": Case(Says(asked="now task is task.py:make", found=("task: task.py:task", "saved at step 2"), rule="must not change during a run", repair=("Restore task", "set run_dir to a new folder")), "other = None\n@sk.task\ndef make(): return task", config={"task": "task.py:make"}),
+    "another model": Case(Parts(request="run/checkpoints/2 into", found="1 leaf differs (saved 4, requested 5)", repair=("checkpoint's record", "set run_dir")), "def init(key): return {'w': jnp.zeros((4, 8)), 'b': jnp.zeros(8), 'scale': jnp.ones(())}", exit=79),
+    "another optimizer": Case(Parts(request="run/checkpoints/2 into", found="5 leaves differ (saved 4, requested 9)", repair=("checkpoint's record", "set run_dir")), task={"optimizer": "optax.adam(1e-3)"}, exit=79),
+    "another seed": Case(Parts(request="now seed is 1", found=("seed: 0", "saved at step 2"), rule="must not change during a run", repair=("Restore seed", "set run_dir to a new folder")), config={"seed": "1"}),
+    "another number of examples": Case(Parts(request="train_data", found=("batch 3", "step 2", "24 examples now"), repair=("Restore the data", "set run_dir to a new folder")), "DATA = {'x': DATA['x'][:24], 'y': DATA['y'][:24]}"),
+    "another task": Case(Parts(request="now task is task.py:make", found=("task: task.py:task", "saved at step 2"), rule="must not change during a run", repair=("Restore task", "set run_dir to a new folder")), "other = None\n@sk.task\ndef make(): return task", config={"task": "task.py:make"}),
 }  # fmt: skip
 
 UNWRITABLE = {
@@ -33,8 +33,8 @@ def test_the_directory_of_another_run_is_not_continued(name, folder):
 @pytest.mark.parametrize("name", UNWRITABLE)
 def test_an_unwritable_directory_is_reported_before_training(name, folder):
     run_dir, found = UNWRITABLE[name]
-    says = Says(run_dir, ("cannot be written", found), "its own folder", "Set run_dir")
-    Case(says, config={"run_dir": run_dir}).run(folder)
+    assert_parts = Parts(run_dir, ("cannot be written", found), "its own folder", "Set run_dir")
+    Case(assert_parts, config={"run_dir": run_dir}).run(folder)
 
 
 def array_file(folder):
@@ -61,7 +61,7 @@ def test_a_damaged_checkpoint_stops_the_run(name, folder):
     damage, found = DAMAGE[name]
     damage(folder)
     folder.write()
-    folder.fails(79, Says("is damaged", found, repair="set run_dir to a new folder to start again"))
+    folder.fails(79, Parts("is damaged", found, repair="set run_dir to a new folder to start again"))
 
 
 def test_a_foreign_folder_of_a_step_is_quarantined(folder):
@@ -86,7 +86,7 @@ def test_an_unreadable_step_exits_with_79(folder, what, command):
     else:
         (step / "record.json").mkdir(parents=True)
     folder.write()
-    text = folder.fails(79, Says("run/checkpoints"), command.split())
+    text = folder.fails(79, Parts("run/checkpoints"), command.split())
     assert len(text.splitlines()) < 12
 
 
@@ -95,7 +95,7 @@ def test_a_file_in_the_place_of_the_checkpoints(folder):
     (folder.path / "run/checkpoints").write_text("mine")
     folder.write()
     folder.fails(
-        78, Says("checkpoints go to", "run/checkpoints'", "a folder with write permission", repair="Set run_dir")
+        78, Parts("checkpoints go to", "run/checkpoints'", "a folder with write permission", repair="Set run_dir")
     )
 
 
@@ -105,19 +105,19 @@ def test_a_folder_in_the_place_of_the_metrics(folder):
     folder.write()
     found = ("cannot be written", "Is a directory (error 21)")
     repair = ("permissions", "set run_dir", "same command again")
-    folder.fails(78, Says("run/metrics.jsonl", found, "A run needs a writable folder", repair))
+    folder.fails(78, Parts("run/metrics.jsonl", found, "A run needs a writable folder", repair))
 
 
 def test_a_directory_that_is_in_use(folder):
     folder.write()
     with run_lock(folder.path / "run"):
         repair = ("Wait for that run", "set run_dir")
-        folder.fails(78, Says("run directory", f"process {os.getpid()}", "at a time may write to it", repair))
+        folder.fails(78, Parts("run directory", f"process {os.getpid()}", "at a time may write to it", repair))
 
 
 def test_a_loss_that_is_not_finite(folder):
     Case(
-        Says(
+        Parts(
             "not finite at step 4: the loss ('loss' is inf)",
             "was 5.6",
             rule="have to be finite",
@@ -130,7 +130,7 @@ def test_a_loss_that_is_not_finite(folder):
     ).run(folder)
 
 
-DISK_FULL = Says("saving step 4 to", "are intact", repair=("Free some space", "checkpoint.keep", "set run_dir"))
+DISK_FULL = Parts("saving step 4 to", "are intact", repair=("Free some space", "checkpoint.keep", "set run_dir"))
 
 
 def test_a_disk_with_too_little_room(folder, monkeypatch):
@@ -174,4 +174,4 @@ def test_a_disk_without_a_single_byte(folder, small_disk):
             pass
     folder.write()
     found = ("cannot be written", "[Errno 28] No space left on device")
-    folder.fails(78, Says("disk/run", found, "its own folder", "Set run_dir"))
+    folder.fails(78, Parts("disk/run", found, "its own folder", "Set run_dir"))

@@ -10,7 +10,7 @@ import unicodedata
 import pytest
 
 from spmdkit.cluster.join import num_threads
-from tests.support.messages import Says
+from tests.support.messages import Parts
 
 DEEP = "[" * 100_000
 CALLBACK = """
@@ -28,8 +28,8 @@ def train_step(state, batch):
 def test_an_error_of_a_callback_is_the_users(folder, raised):
     one = {"steps": "8", "devices": "cpu:1", "mesh": None}  # of several: tests/system/test_callbacks.py
     folder.write(CALLBACK.format(raised), {"train_step": "train_step"}, one)
-    says = Says(("a callback in the step raised at ", "task.py:", ", in told: ", "the newest checkpoint"))
-    told = folder.fails(70, says, may_train=True)
+    assert_parts = Parts(("a callback in the step raised at ", "task.py:", ", in told: ", "the newest checkpoint"))
+    told = folder.fails(70, assert_parts, may_train=True)
     assert any(name in told for name in ("ValueError: mine", "SystemExit: 0"))
 
 
@@ -38,7 +38,7 @@ def test_a_record_of_other_types(folder, content):
     folder.write()
     (folder.path / "run/checkpoints/2/record.json").write_text(content)
     assert folder.leaves("checkpoint", "ls", "run") == 0
-    folder.fails(79, Says(("record.json",)), command=("checkpoint", "inspect", "run", "--step", "2"))
+    folder.fails(79, Parts(("record.json",)), command=("checkpoint", "inspect", "run", "--step", "2"))
 
 
 @pytest.mark.parametrize(
@@ -53,28 +53,28 @@ def test_a_plan_of_other_types(folder, change, capfd):
     changed = change(json.loads((folder.path / "run/plan.json").read_text()))
     (folder.path / "plan.json").write_text(changed if isinstance(changed, str) else json.dumps(changed))
     (folder.path / "run/plan.json").write_bytes((folder.path / "plan.json").read_bytes())
-    folder.fails(78, Says(("plan.json",)), command=("plan", "plan.json"))
+    folder.fails(78, Parts(("plan.json",)), command=("plan", "plan.json"))
     assert folder.leaves("report", "run") == 0
     assert (folder.path / "run/report.html").exists()
 
 
 def test_a_name_that_is_too_long(folder):
     folder.write()
-    folder.fails(74, Says(("File name too long",)), command=("checkpoint", "export", "run", "a" * 300))
-    folder.fails(78, Says("at most 255 bytes in each part"), command=("train", "run.yaml", f"run_dir={'a' * 300}"))
-    folder.fails(78, Says(("File name too long",)), command=("train", "a" * 300 + ".yaml"))
+    folder.fails(74, Parts(("File name too long",)), command=("checkpoint", "export", "run", "a" * 300))
+    folder.fails(78, Parts("at most 255 bytes in each part"), command=("train", "run.yaml", f"run_dir={'a' * 300}"))
+    folder.fails(78, Parts(("File name too long",)), command=("train", "a" * 300 + ".yaml"))
 
 
 def test_an_argument_of_a_megabyte_is_not_echoed(folder):
     big = "x" * 1_000_000
     folder.write()
     (folder.path / "big.yaml").write_text(f"task: task.py:task\ntask_args: {{text: {big}}}\n")
-    folder.fails(78, Says(("task_args",)), command=("train", "big.yaml"))
+    folder.fails(78, Parts(("task_args",)), command=("train", "big.yaml"))
     (folder.path / "big.yaml").write_text(f"task: task.py:make\ntask_args: {{text: {big}}}\n")
     folder.write("@sk.task\ndef make(width): return task\n")
-    folder.fails(78, Says(("task_args", "do not fit")), command=("train", "big.yaml"))
+    folder.fails(78, Parts(("task_args", "do not fit")), command=("train", "big.yaml"))
     folder.write("@sk.task\ndef make(text): raise ValueError(text)\n")
-    folder.fails(78, Says(("raised ValueError",)), command=("train", "big.yaml"))
+    folder.fails(78, Parts(("raised ValueError",)), command=("train", "big.yaml"))
 
 
 def test_an_unreadable_folder_is_no_bug(folder, monkeypatch):
@@ -87,7 +87,7 @@ def test_an_unreadable_folder_is_no_bug(folder, monkeypatch):
         return real(path)
 
     monkeypatch.setattr(os, "listdir", listdir)
-    folder.fails(78, Says(("checkpoints", "Permission denied")), command=("checkpoint", "ls", "run"))
+    folder.fails(78, Parts(("checkpoints", "Permission denied")), command=("checkpoint", "ls", "run"))
 
 
 def test_thousands_of_fake_devices_are_there_in_seconds():
@@ -154,4 +154,4 @@ def test_checkpoints_that_are_deleted_while_one_is_written(empty):
         {"hooks": "HOOKS"},
         {"steps": "4", "checkpoint": "{every_steps: 2}"},
     )
-    empty.fails(74, Says(("saving step", "checkpoints")), may_train=True)
+    empty.fails(74, Parts(("saving step", "checkpoints")), may_train=True)

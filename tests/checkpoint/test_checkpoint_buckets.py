@@ -23,7 +23,7 @@ from spmdkit.checkpoint import (
     verify,
 )
 from spmdkit.config.retention import Best, Retention
-from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError, Unreachable
+from spmdkit.errors import CheckpointError, CheckpointWriteError, ConfigError, UnreachableError
 from tests.support.buckets import CutOff, InMemory
 
 URL = "s3://bucket-one/runs/first"
@@ -230,7 +230,7 @@ def test_unreachable_storage_error_is_no_damage_or_secret(client, tmp_path, monk
         lambda: verify(URL),
         lambda: inspect(URL),
     ):
-        with pytest.raises(Unreachable, match=r"could not be read: RuntimeError: signed with \*\*\*: 403") as told:
+        with pytest.raises(UnreachableError, match=r"could not be read: RuntimeError: signed with \*\*\*: 403") as told:
             ask()
         assert told.value.exit_code == 79 and "AWS_PROFILE" in str(told.value)
     checkpoints.close()

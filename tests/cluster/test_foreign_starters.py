@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster.starter_environments import SLURM_BATCH, torchrun
 from tests.support.environment import environment_of_a_user
-from tests.support.messages import says
+from tests.support.messages import assert_parts
 
 pytestmark = pytest.mark.processes
 
@@ -70,7 +70,7 @@ def alone(tmp_path_factory):
     """The losses of one process, in an allocation of Slurm that starts none."""
     [output], losses = train(tmp_path_factory.mktemp("alone"), [SLURM_BATCH])
     found = ("Slurm job 2 of 4 tasks", "not in one of its steps")
-    says(output, "note: one process", found=found, repair="start it with srun")
+    assert_parts(output, "note: one process", found=found, repair="start it with srun")
     assert losses[0] > losses[-1] > 0 and len(losses) == 3
     return losses
 

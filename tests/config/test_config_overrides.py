@@ -4,7 +4,7 @@ import pytest
 
 from spmdkit.config import load_config
 from spmdkit.errors import ConfigError
-from tests.support.messages import Says, says
+from tests.support.messages import Parts, assert_parts
 
 BASE = """task: a.py:t
 steps: 7
@@ -51,25 +51,25 @@ def test_the_last_override_of_a_mapping_wins(path):
 
 
 BAD = {
-    "mesh.dtaa=4": Says("mesh.dtaa:", "unknown key", repair="'data'?"),
-    "stepps=4": Says("stepps:", "unknown key", repair="'steps'?"),
-    "steps='4'": Says("steps:", "found '4' (text)", "integer", "Write steps: 4"),
-    "steps=4.0": Says("steps:", "found 4.0 (a number)", "integer", "Try steps: 100"),
-    "steps": Says(found="no `=`", rule="key=value", repair="steps=..."),
-    "=4": Says(found="found ''", rule="a dotted key before `=`", repair="mesh.data=8"),
-    "mesh..data=4": Says(found="found 'mesh..data'", rule="a dotted key before `=`"),
-    "steps=": Says("steps", "no value", repair="steps=null"),
-    "steps.every=3": Says("key every", "steps is 7 (a whole number)"),
-    "precision.reduce=bfloat16": Says(
+    "mesh.dtaa=4": Parts("mesh.dtaa:", "unknown key", repair="'data'?"),
+    "stepps=4": Parts("stepps:", "unknown key", repair="'steps'?"),
+    "steps='4'": Parts("steps:", "found '4' (text)", "integer", "Write steps: 4"),
+    "steps=4.0": Parts("steps:", "found 4.0 (a number)", "integer", "Try steps: 100"),
+    "steps": Parts(found="no `=`", rule="key=value", repair="steps=..."),
+    "=4": Parts(found="found ''", rule="a dotted key before `=`", repair="mesh.data=8"),
+    "mesh..data=4": Parts(found="found 'mesh..data'", rule="a dotted key before `=`"),
+    "steps=": Parts("steps", "no value", repair="steps=null"),
+    "steps.every=3": Parts("key every", "steps is 7 (a whole number)"),
+    "precision.reduce=bfloat16": Parts(
         "key reduce", "precision is 'bfloat16' (text)", "keys of mappings", "precision='{reduce: ...}'"
     ),
-    "mesh={data: 1": Says(found="not YAML", rule="expected ',' or '}'"),
-    "mesh={data: 1, data: 2}": Says("data", "given twice, first on line 1", repair="Keep one"),
-    "task_args.x=!!python/name:os.system": Says("!!python/name:os.system", "is refused"),
-    "task_args.x=*a": Says("*a", "is refused"),
-    "task_args.x=.nan": Says("task_args.x:", "found nan", "a finite number"),
-    "mesh={data: -1, fsdp: -1}": Says("mesh.fsdp:", ("is -1", "mesh.data")),
-    "a\nb=1": Says("'a\\nb':", "unknown key"),
+    "mesh={data: 1": Parts(found="not YAML", rule="expected ',' or '}'"),
+    "mesh={data: 1, data: 2}": Parts("data", "given twice, first on line 1", repair="Keep one"),
+    "task_args.x=!!python/name:os.system": Parts("!!python/name:os.system", "is refused"),
+    "task_args.x=*a": Parts("*a", "is refused"),
+    "task_args.x=.nan": Parts("task_args.x:", "found nan", "a finite number"),
+    "mesh={data: -1, fsdp: -1}": Parts("mesh.fsdp:", ("is -1", "mesh.data")),
+    "a\nb=1": Parts("'a\\nb':", "unknown key"),
 }
 
 
@@ -78,7 +78,7 @@ def test_a_bad_override_is_named(override, path):
     text = message(path, override)
     shown = override if override.isprintable() else repr(override)
     assert text.startswith(f"override {shown}: ")
-    says(text, *BAD[override])
+    assert_parts(text, *BAD[override])
 
 
 def test_a_broken_rule_names_the_override(path):

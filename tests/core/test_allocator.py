@@ -9,7 +9,7 @@ import pytest
 
 from spmdkit.program import allocator
 from tests.support.command_line import Folder
-from tests.support.messages import refused
+from tests.support.messages import raises
 
 needs_glibc = pytest.mark.skipif(allocator.glibc() is None, reason="another C library")
 
@@ -52,9 +52,9 @@ def test_another_c_library_is_unchanged(calls, monkeypatch):
 
 
 def test_an_unknown_choice_names_those_that_there_are():
-    with refused("SPMDKIT_ALLOCATOR", found="'sytem'", rule="one of keep, system", repair="'system'?"):
+    with raises("SPMDKIT_ALLOCATOR", found="'sytem'", rule="one of keep, system", repair="'system'?"):
         allocator.one_arena("cpu:8", {"SPMDKIT_ALLOCATOR": "sytem"})
-    with refused("SPMDKIT_ALLOCATOR", found="'sytem'", repair="'system'?"):
+    with raises("SPMDKIT_ALLOCATOR", found="'sytem'", repair="'system'?"):
         allocator.describe({"SPMDKIT_ALLOCATOR": "sytem"})
 
 

@@ -9,7 +9,7 @@ import spmdkit as sk
 from spmdkit.errors import ConfigError
 from spmdkit.foundation import user_code
 from spmdkit.program.task import load_task
-from tests.support.messages import refused
+from tests.support.messages import raises
 
 KINDS = ("task", "hook", "reducer", "sync", "tracker")
 
@@ -30,7 +30,7 @@ def mine(tmp_path, monkeypatch):
 
 def test_a_function_of_python_is_never_called(tmp_path):
     proof = tmp_path / "proof"
-    with refused("os:system", found="is a function of", rule="@sk.task", repair="in a file of yours"):
+    with raises("os:system", found="is a function of", rule="@sk.task", repair="in a file of yours"):
         load_task("os", "system", tmp_path, {"command": f"touch {proof}"})
     with pytest.raises(ConfigError, match=r"subprocess:Popen is the class subprocess\.Popen"):
         load_task("subprocess", "Popen", tmp_path, {"args": ["touch", str(proof)]})
@@ -43,10 +43,10 @@ def test_a_function_is_found_by_its_decorator(kind, mine):
     assert mine(f"@sk.{name}\ndef made(): return 3", kind)() == 3
     assert getattr(sk, name) is getattr(user_code, name) and getattr(sk, name).__name__ == name
     sys.modules.pop("spmdkit_task_mine")
-    with refused(found=f"with @sk.{other}", repair=f"@sk.{name} above its definition"):
+    with raises(found=f"with @sk.{other}", repair=f"@sk.{name} above its definition"):
         mine(f"@sk.{other}\ndef made(): return 3", kind)
     sys.modules.pop("spmdkit_task_mine")
-    with refused(found="a function of mine", rule="its module registers"):
+    with raises(found="a function of mine", rule="its module registers"):
         mine("def made(): return 3", kind)
 
 
@@ -70,7 +70,7 @@ def test_decorated_functions_and_partials_are_registered(mine):
     sys.modules.pop("spmdkit_task_mine")
     found = mine("import functools\nmade = sk.hook(functools.partial(max, 2))", "hook")
     assert isinstance(found, functools.partial)
-    with refused("@sk.hook", found="a function of builtins", rule="registers a function"):
+    with raises("@sk.hook", found="a function of builtins", rule="registers a function"):
         sk.hook(max)
 
 

@@ -20,7 +20,7 @@ from spmdkit.mesh.mesh import AXES, canonical, resolve
 from spmdkit.step import trace_context
 from tests.support.core_models import regression, regression_loss
 from tests.support.core_runs import assert_close, one_device, program_of, train
-from tests.support.messages import refused
+from tests.support.messages import raises
 
 PARAMS = {"block": {"up": (64, 256), "down": (256, 64), "bias": (6,)}, "head": (64, 10)}
 SIZES = {"data": 1, "fsdp": 2, "tensor": 4}
@@ -277,54 +277,54 @@ def test_the_table_lists_every_leaf_with_reason():
 
 
 def test_a_rule_without_match_names_the_nearest():
-    with refused("layout.rules: pattern 'block/upp'", "none of the 4 parameters", "whole path", "'block/up'?"):
+    with raises("layout.rules: pattern 'block/upp'", "none of the 4 parameters", "whole path", "'block/up'?"):
         lay_out([("block/upp", [None, None])])
-    with refused("the task's rules: pattern 'q'", repair="block/bias, block/down"):
+    with raises("the task's rules: pattern 'q'", repair="block/bias, block/down"):
         lay_out((), [("q", [None])])
-    with refused("pattern 'up' matches none"):
+    with raises("pattern 'up' matches none"):
         lay_out([("up", [None, None])])  # a part of a path is not a match
 
 
 def test_a_parameter_has_one_rule():
     rules = [("block/.*p", ["embed", None]), ("block/up", [None, None])]
-    with refused("parameter 'block/up'", "'block/.*p' and 'block/up'", "A parameter has one rule", "narrower"):
+    with raises("parameter 'block/up'", "'block/.*p' and 'block/up'", "A parameter has one rule", "narrower"):
         lay_out(rules)
     lay_out([rules[0]], [rules[1]])  # in two tables the config's wins
 
 
 def test_a_rule_names_every_dim():
-    with refused("rule 'head' names 1 dims ['embed']", "shape (64, 10)", repair="each of the 2 dims"):
+    with raises("rule 'head' names 1 dims ['embed']", "shape (64, 10)", repair="each of the 2 dims"):
         lay_out([("head", ["embed"])])
 
 
 def test_an_indivisible_dim_is_reported():
-    asked, repair = "rule 'head' shards dim 1 of 'head'", ("length 12", "null")
-    with refused(asked, ("length 10", "tensor = 4"), "10 is not divisible by 4", repair):
+    request, repair = "rule 'head' shards dim 1 of 'head'", ("length 12", "null")
+    with raises(request, ("length 10", "tensor = 4"), "10 is not divisible by 4", repair):
         lay_out([("head", [None, "mlp"])])
-    with refused(found="fsdp x tensor = 8", rule="10 is not divisible"):
+    with raises(found="fsdp x tensor = 8", rule="10 is not divisible"):
         lay_out([("head", [None, ["fsdp", "tensor"]])])
 
 
 def test_a_mesh_axis_on_two_dims_says_which():
-    asked = "rule 'block/up' uses mesh axis 'tensor' twice on 'block/up'"
-    with refused(asked, "dims 0 and 1", "one dim of a leaf", "null"):
+    request = "rule 'block/up' uses mesh axis 'tensor' twice on 'block/up'"
+    with raises(request, "dims 0 and 1", "one dim of a leaf", "null"):
         lay_out([("block/up", ["mlp", "heads"])])
 
 
 def test_an_unknown_axis_names_the_nearest():
     found = ("neither a mesh axis", "nor a logical axis")
-    with refused("rule 'head' shards dim 0 of 'head' by 'embd'", found, "embed", ("'embed'?", "layout.axes")):
+    with raises("rule 'head' shards dim 0 of 'head' by 'embd'", found, "embed", ("'embed'?", "layout.axes")):
         lay_out([("head", ["embd", None])])
 
 
 def test_a_large_copy_has_to_be_asked_for():
     tree = params({"table": (1001, 33)})
     options = {"tree": tree, "sizes": {"fsdp": 4}, "replicate_above_bytes": 1000}
-    asked, found = "parameter 'table' (129.0 KiB, shape (1001, 33))", ("all 4 fsdp devices", "replicated: no dim")
-    with refused(asked, found, "replicate_above_bytes (1000 B)", "['table', [null, null]]"):
+    request, found = "parameter 'table' (129.0 KiB, shape (1001, 33))", ("all 4 fsdp devices", "replicated: no dim")
+    with raises(request, found, "replicate_above_bytes (1000 B)", "['table', [null, null]]"):
         lay_out(**options)
     assert lay_out([("table", [None, None])], **options)["table"].reason == "rule 'table'"
-    with refused("layout.fsdp is off"):
+    with raises("layout.fsdp is off"):
         lay_out(tree=params({"w": (64, 64)}), sizes={"fsdp": 4}, fsdp="off", replicate_above_bytes=1)
 
 
@@ -347,9 +347,9 @@ def test_a_mesh_axis_that_cuts_nothing_is_refused(axis):
         ({"data": 4}, 8, r"= 4 devices, found 8.*Try data: 8, or data: -1"),
     ],
 )
-def test_a_mesh_that_does_not_fit_is_reported(asked, devices, match):
+def test_a_mesh_that_does_not_fit_is_reported(request, devices, match):
     with pytest.raises(ConfigError, match=match):
-        resolve(asked, devices)
+        resolve(request, devices)
 
 
 def test_one_axis_fills_the_mesh():

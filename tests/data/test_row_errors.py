@@ -56,7 +56,7 @@ def in_two_threads(sources, right):
 
 
 def read_together(threads):
-    """Returns what is wrong of two sources with one handle, and the most threads that were inside of it."""
+    """Returns what is wrong of two sources with one handle, and the most threads that were inside it."""
     handle = Handle()
     sources = [open_source(Rows(handle), name, ReadPolicy(threads)) for name in ("train_data", "eval_data")]
     return in_two_threads(sources, lambda source, i: np.array_equal(source.gather(i), i)), handle.most

@@ -43,13 +43,13 @@ def test_state_returns_bitwise_on_another_mesh():
 
 
 def test_two_newest_snapshots_are_kept_as_copies():
-    kept, copier = HostMemory(), Copier(mesh(2, 2))
+    memory, copier = HostMemory(), Copier(mesh(2, 2))
     current = state(mesh(2, 2))
     for step in (1, 2, 3):
-        kept.put(copier.take(step, current, {}))
+        memory.put(copier.take(step, current, {}))
         current = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(current)
-    assert [each.step for each in kept.kept] == [2, 3]
-    assert [int(each.leaves["step"].parts[()]) for each in kept.kept] == [8, 9]
+    assert [each.step for each in memory.snapshots] == [2, 3]
+    assert [int(each.leaves["step"].parts[()]) for each in memory.snapshots] == [8, 9]
 
 
 def test_devices_send_to_another_process():

@@ -15,7 +15,7 @@ from spmdkit.foundation import plugins
 from spmdkit.metrics import trackers
 from spmdkit.metrics.trackers.base import KINDS, Tracker
 from spmdkit.metrics.trackers.queue import Trackers
-from tests.support.messages import refused, says
+from tests.support.messages import assert_parts, raises
 
 NAMES = plugins.names("trackers")
 
@@ -158,7 +158,7 @@ def test_a_tracker_that_raises_costs_one_warning():
         pipe.write({"step": step})
     pipe.close()
     assert len(said) == 1
-    says(said[0], "tracker dead", found="OSError: no route to host", rule="training continues")
+    assert_parts(said[0], "tracker dead", found="OSError: no route to host", rule="training continues")
     assert [step for _, step in alive.seen] == [0, 1, 2, 3, 4]
 
 
@@ -169,7 +169,7 @@ def test_a_tracker_that_hangs_delays_no_step():
     for step in range(100):
         pipe.write({"step": step})  # returns at once, though nothing is taken
     pipe.close()
-    says(said[0], "trackers: slow", found="slower than the steps", rule=("dropped", "training continues"))
+    assert_parts(said[0], "trackers: slow", found="slower than the steps", rule=("dropped", "training continues"))
     assert "slow did not take its last records within 0.05 s" in said[1]
     assert "records were dropped" in said[2] and len(said) == 3
     slow.gate.set()
@@ -204,15 +204,15 @@ def test_a_missing_service_costs_a_warning():
     said = []
     pipe = Trackers(said.append)
 
-    def refused():
+    def raises():
         raise ConnectionError("refused")
 
     def wrong():
         raise ConfigError("no such project")
 
-    pipe.add("service", refused)
+    pipe.add("service", raises)
     assert len(said) == 1
-    says(said[0], "tracker service", found="ConnectionError: refused", rule="training continues")
+    assert_parts(said[0], "tracker service", found="ConnectionError: refused", rule="training continues")
     with pytest.raises(ConfigError, match="no such project"):
         pipe.add("service", wrong)
     with pytest.raises(ConfigError, match=r"tracker mine: open returned int\. .* Return sk\.Tracker"):
@@ -243,7 +243,7 @@ def test_a_users_tracker_needs_one_file(tmp_path, monkeypatch):
     pipe.write({"step": 4})
     pipe.close()
     assert sys.modules["spmdkit_task_my_tracker"].seen == [("x", 3), ("scalars", 4)]
-    with refused("log.trackers", found="'tensorbord'", rule=("jsonl", "tensorboard"), repair="'tensorboard'?"):
+    with raises("log.trackers", found="'tensorbord'", rule=("jsonl", "tensorboard"), repair="'tensorboard'?"):
         trackers.chosen(["tensorbord"], tmp_path)
     with pytest.raises(ConfigError, match="tensorboard is named twice"):
         trackers.chosen(["tensorboard", "tensorboard"], tmp_path)

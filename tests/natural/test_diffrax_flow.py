@@ -1,4 +1,4 @@
-"""A continuous normalizing flow, as diffrax's own example writes it: an ODE whose field takes a vjp inside of the
+"""A continuous normalizing flow, as diffrax's own example writes it: an ODE whose field takes a vjp inside the
 solver.
 
 Source: diffrax, examples/continuous_normalising_flow (FFJORD, Grathwohl et al. 2019).

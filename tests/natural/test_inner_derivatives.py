@@ -1,4 +1,4 @@
-"""A derivative inside of the loss with respect to a constant: PINNs, adversarial examples, unrolled optimisation,
+"""A derivative inside the loss with respect to a constant: PINNs, adversarial examples, unrolled optimisation,
 contexts.
 
 Where arrays are typed, JAX adds the cotangent of whatever is the same on all replicas over them. So each of these

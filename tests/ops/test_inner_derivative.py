@@ -30,7 +30,7 @@ def by_own(w, x):
 
 
 def by_own_with_sums(w, x):
-    """Its own sums over devices, also inside of the derivative, are no fault."""
+    """Its own sums over devices, also inside the derivative, are no fault."""
     total = lambda t: all_reduce(jnp.tanh(x * (1 + t[:, None]) @ w).sum(), "batch")
     return jax.grad(total)(x[:, 0] * 0) + all_reduce(x.sum(), "batch") / B
 

@@ -94,7 +94,7 @@ def test_page_lists_all_unchecked_shard_maps():
     assert not [path for path in found if path.startswith("spmdkit/ops/")]
 
 
-# ---- in the global view, inside of sk.manual, on one device
+# ---- in the global view, inside sk.manual, on one device
 
 
 class Example(NamedTuple):
@@ -189,7 +189,7 @@ def test_op_is_the_same_in_every_view(name):
 
 
 def check_same(example):
-    """Fails unless value and gradients are those of one device in the global view of a mesh, and inside of a manual
+    """Fails unless value and gradients are those of one device in the global view of a mesh, and inside a manual
     part."""
     inside = sk.manual(example.fn, example.in_dims, example.out_dims)
     expected = value_and_grad(example.fn, example.args, None)

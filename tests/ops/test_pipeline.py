@@ -314,7 +314,7 @@ def test_pipeline_inside_manual_is_rejected():
         )
         return params, batch
 
-    with pytest.raises(ConfigError, match=r"sk\.pipeline was called inside of sk\.manual"):
+    with pytest.raises(ConfigError, match=r"sk\.pipeline was called inside sk\.manual"):
         program_of(run_with(change=change), mesh={"pipeline": 2, "tensor": 2, "fsdp": 2})
 
 

@@ -23,7 +23,7 @@ D, F, LAYERS = 16, 32, 3
 
 @functools.cache
 def task(wraps=True, within_manual=False):
-    """Returns a task of pairs whose hidden values are marked `hidden` (inside of a manual part if asked), results
+    """Returns a task of pairs whose hidden values are marked `hidden` (inside a manual part if asked), results
     `block`."""
 
     def init(key):

@@ -12,7 +12,7 @@ from spmdkit import compat
 from spmdkit.foundation import jaxprs
 from spmdkit.mesh.mesh import make_mesh, resolve
 from spmdkit.ops.collectives import all_gather, reduce_scatter
-from spmdkit.ops.remat import KEPT, everything_but_gathered, policy, policy_of_names
+from spmdkit.ops.remat import RESIDUAL_NAME, everything_but_gathered, policy, policy_of_names
 from spmdkit.ops.residuals import Linearized
 from spmdkit.step import trace_context
 from tests.support.ops_mesh import step
@@ -64,7 +64,7 @@ def test_what_is_kept_is_what_the_policy_says():
     assert (kept["names"].marks, [x.shape for x in kept["names"].kept]) == (["hidden"], [(4, 6)])
     assert [x.shape for x in kept["dots"].kept] == [(4, 6), (4, 6)]
     assert "all_gather" not in {name for _, _, name in kept["none"].made_by}
-    assert set(kept["none"].marks) <= {KEPT, "hidden"}
+    assert set(kept["none"].marks) <= {RESIDUAL_NAME, "hidden"}
     assert (4, 4) not in [x.shape for x in kept["none"].kept], "the mask needs no input: it is computed again"
 
 

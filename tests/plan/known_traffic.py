@@ -194,7 +194,7 @@ def groups_of_one():
     return lambda w: lax.psum(w, "data", axis_index_groups=[[0], [1]]), [P()], P(), [F32]
 
 
-@program(all_reduce_fsdp=W)  # pairs inside of the axis: 2 (2-1)/2 W
+@program(all_reduce_fsdp=W)  # pairs inside the axis: 2 (2-1)/2 W
 def part_of_an_axis():
     return lambda w: lax.psum(w, "fsdp", axis_index_groups=[[0, 1], [2, 3]]), [P()], P(), [F32]
 

@@ -99,7 +99,7 @@ def test_plan_and_auto_count_the_same_bytes():
     requested = config(**settings, microbatches="auto")
     found = open_program(requested, task_of(requested), jax.devices(), peak)
     assert found.step_bytes.peak_bytes == peak and found.config.microbatches == 1
-    assert found.step_bytes.argument_bytes == found.held.device_bytes and found.held.host_bytes > 0
+    assert found.step_bytes.argument_bytes == found.input_bytes.device_bytes and found.input_bytes.host_bytes > 0
     assert found.step_bytes.fits(peak) and not found.step_bytes.fits(peak - 1)
 
 

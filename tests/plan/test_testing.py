@@ -25,7 +25,7 @@ def test_the_number_of_collectives_can_be_asserted(mirrored):
     [
         ({"all_reduce": 2}, "all_reduce 1 times, expected 2"),
         ({"all_gather": 1}, "all_gather 0 times, expected 1"),
-        ({"in_loop": 1}, "0 inside of loops, expected 1"),
+        ({"in_loop": 1}, "0 inside loops, expected 1"),
         ({"total": 3}, "1 in all, expected 3"),
         ({"max_bytes": 1000}, "sent per device in a step, expected at most 1000"),
     ],

@@ -66,7 +66,7 @@ def test_explanation_names_groups_and_the_form():
     alone = {"mesh": {"replica": 2, "data": 4}, "sync": {"local_sgd": {"every": 16}}}
     found = said(program(alone, own=task(optax.sgd(0.1), num=64)))
     has(found["sync"], "local_sgd: 2 groups along replica", "averaged after every 16 steps")
-    has(found["form"], "mapped: vmap over 4 replicas inside of each group")
+    has(found["form"], "mapped: vmap over 4 replicas inside each group")
     has(found["reducer"], "over data (4 replicas)")
 
     def names_an_axis(params, batch, key):

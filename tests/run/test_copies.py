@@ -48,12 +48,12 @@ def test_odd_copy_is_found_and_repaired(mesh):
     bad = state.replace(params=state.params | {"w": flipped(leaf, device)})
     (found,) = copies.differences(copies.hashes(bad))
     assert (found.path, found.num) == ("params/w", num)
-    devices = {copies.device(place).id for place in found.odd}
+    devices = {copies.device(place).id for place in found.outliers}
     if num == 2:  # nobody knows which: both are named, and nothing is mended
         assert found.source is None and device in devices and len(devices) == 2
         return
     assert devices == {device}
-    good = copies.mended(bad, [found])
+    good = copies.repaired(bad, [found])
     assert copies.differences(copies.hashes(good)) == []
     for ours, theirs in zip(jax.tree.leaves(good), jax.tree.leaves(program.init()), strict=True):
         np.testing.assert_array_equal(ours, theirs)

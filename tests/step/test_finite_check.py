@@ -1,4 +1,4 @@
-"""The guard inside of a step: what it sees on every mesh, and what a skipped step leaves."""
+"""The guard inside a step: what it sees on every mesh, and what a skipped step leaves."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from spmdkit import cli
 from spmdkit.faults import exit_handler
-from tests.support.messages import Says
+from tests.support.messages import Parts
 
 TASK = """
 import jax
@@ -137,11 +137,11 @@ class Folder:
 class Case(NamedTuple):
     """One mistake: the difference from valid files, and the expected message.
 
-    `says`: the parts of the message. `code`: Python after the valid functions. `task`: arguments of `Task`. `config`:
-        lines.
+    `expected`: the parts of the message. `code`: Python after the valid functions. `task`: arguments of `Task`.
+        `config`: lines.
     """
 
-    says: Says
+    expected: Parts
     code: str = ""
     task: Mapping[str, str | None] = NOTHING
     config: Mapping[str, str | None] = NOTHING
@@ -153,4 +153,4 @@ class Case(NamedTuple):
         """Asserts that `spmdkit train` prints the message in this folder, and returns it."""
         folder.write(self.code, self.task, self.config)
         command = ("train", "run.yaml", *self.overrides)
-        return folder.fails(self.exit, self.says, command=command, may_train=self.may_train)
+        return folder.fails(self.exit, self.expected, command=command, may_train=self.may_train)

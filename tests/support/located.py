@@ -116,7 +116,7 @@ ON_FSDP = {
 
 OTHERS = {f"long {name}": ("long", name, CONTEXT) for name in OF_LONG}
 OTHERS |= {f"{task} {name}": (task, name, FSDP) for task, names in ON_FSDP.items() for name in names}
-"""Task and kind on meshes with more than replicas -> the arguments of `told`."""
+"""Task and kind on meshes with more than replicas -> the arguments of `locate_line`."""
 
 TOOLKITS = {
     "reduction_dropped": [mutations._first_only],
@@ -138,35 +138,35 @@ TOOLKITS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Told:
+class Result:
     """The report of `verify` on a mistake: `right`, `silent`, `wrong` line, or `missed`, with its text."""
 
     verdict: str
-    words: str
+    text: str
 
 
-def told(task: str, name: str, mesh: dict[str, int] | None = None) -> Told:
+def locate_line(task: str, name: str, mesh: dict[str, int] | None = None) -> Result:
     """Returns the reported location of a mistake in a task, on its mesh or another mesh."""
     if name in TOOLKITS:
-        return _told_of_mutant(_judge_of(task), name)
+        return _locate_mutant(_judge_of(task), name)
     mistake, mesh = (OF_LONG[name], mesh or CONTEXT) if task == "long" else (USERS[name], mesh or USERS[name].mesh)
     text, wrong = changed(text_of(task), mistake)
     task_runner = runner_of(task, text, mistake.short).task_runner
     setting = Setting(mesh, mistake.microbatches, mistake.short)
     found = Locator(task_runner)(setting, task_runner.program(setting), "gradient", int(mistake.short))
     if found is None:
-        return Told("silent", "")
+        return Result("silent", "")
     file, _, number = found.line.partition(" ")[0].rpartition(":")
-    return Told("right" if file.endswith(f"{task}_task.py") and int(number) in wrong else "wrong", found.text)
+    return Result("right" if file.endswith(f"{task}_task.py") and int(number) in wrong else "wrong", found.text)
 
 
-def _told_of_mutant(case_runner: CaseRunner, name: str) -> Told:
+def _locate_mutant(case_runner: CaseRunner, name: str) -> Result:
     found = case_runner.mutant(name, 4)
     if not found.get("caught"):
-        return Told("missed", str(found.get("not_applicable", found)))
+        return Result("missed", str(found.get("not_applicable", found)))
     if (located := found["located"]) is None:
-        return Told("silent", found["not_located"])
-    return Told("right" if any(_is_in(located["line"], fn) for fn in TOOLKITS[name]) else "wrong", located["text"])
+        return Result("silent", found["not_located"])
+    return Result("right" if any(_is_in(located["line"], fn) for fn in TOOLKITS[name]) else "wrong", located["text"])
 
 
 def _is_in(line: str, function: Any) -> bool:
@@ -212,7 +212,7 @@ def runner_of(task: str, text: str, short: bool = False) -> CaseRunner:
 # ---- the table
 
 
-def _write(found: dict[str, dict[str, Told]], others: dict[str, Told]) -> None:
+def _write(found: dict[str, dict[str, Result]], others: dict[str, Result]) -> None:
     what = {name: f"`{mistake.line.splitlines()[0]}`" for name, mistake in USERS.items()}
     what |= {mutant.name: f"in the toolkit: {mutant.description}" for mutant in MUTANTS}
     rows = [["mistake", "line", *TASKS], ["---"] * (2 + len(TASKS))]
@@ -221,9 +221,9 @@ def _write(found: dict[str, dict[str, Told]], others: dict[str, Told]) -> None:
     rows.append(["right", "", *(f"{verdicts.count('right')} of {len(verdicts)}" for verdicts in total.values())])
     lines = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     says = "\n".join(
-        f"- {name}, {task}: {_words(told)}"
+        f"- {name}, {task}: {_words(result)}"
         for name, row in found.items()
-        for task, told in row.items()
+        for task, result in row.items()
         if task == "gpt"
     )
     found_on = f"Found on {datetime.date.today().isoformat()}, all kinds with one text of package and tasks.\n\n"
@@ -239,8 +239,8 @@ def _write(found: dict[str, dict[str, Told]], others: dict[str, Told]) -> None:
     PAGE.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
 
 
-def _words(told: Told) -> str:
-    return told.words.partition("_task.py:")[2] or told.words
+def _words(result: Result) -> str:
+    return result.text.partition("_task.py:")[2] or result.text
 
 
 HEAD = """# Where a mistake is
@@ -253,7 +253,7 @@ toolkit itself with a mutant in it. `right`: `verify` names the statement that w
 
 OTHER_HEAD = """## On other meshes
 
-Where parameters are cut too, and in a part of `sk.manual` that is cut over `context`, with its own attention ([long](../tests/verify/located/long.py)): values are looked at inside of the part.
+Where parameters are cut too, and in a part of `sk.manual` that is cut over `context`, with its own attention ([long](../tests/verify/located/long.py)): values are looked at inside the part.
 
 """  # noqa: E501
 
@@ -269,8 +269,8 @@ def main(arguments: list[str]) -> None:
         cases |= {(case, "other meshes"): given for case, given in OTHERS.items()}
     found = {}
     for (task, name), given in cases.items():
-        said = found[task, name] = told(*given)
-        print(f"{task:12} {name:28} {said.verdict:7} {said.words[-150:]}", flush=True)
+        said = found[task, name] = locate_line(*given)
+        print(f"{task:12} {name:28} {said.verdict:7} {said.text[-150:]}", flush=True)
     if "--write" in arguments:
         others = {case: found[case, "other meshes"] for case in OTHERS}
         _write({name: {task: found[task, name] for task in TASKS} for name in names}, others)

@@ -18,10 +18,10 @@ from spmdkit.errors import ConfigError
 Part = str | tuple[str, ...]
 
 
-class Says(NamedTuple):
+class Parts(NamedTuple):
     """Text that a message must contain; for a tuple, each item."""
 
-    asked: Part = ()
+    request: Part = ()
     found: Part = ()
     rule: Part = ()
     repair: Part = ()
@@ -33,17 +33,17 @@ class Says(NamedTuple):
         return [f"{name}: {text}" for name, texts in parts.items() for text in texts if text not in folded]
 
 
-def says(text: object, asked: Part = (), found: Part = (), rule: Part = (), repair: Part = ()) -> None:
+def says(text: object, request: Part = (), found: Part = (), rule: Part = (), repair: Part = ()) -> None:
     """Asserts that a message, or the message of an exception, has each of these parts."""
-    missing = Says(asked, found, rule, repair).missing(str(text))
+    missing = Parts(request, found, rule, repair).missing(str(text))
     assert not missing, f"not said: {missing}\n{text}"
 
 
 @contextlib.contextmanager
 def refused(
-    asked: Part = (), found: Part = (), rule: Part = (), repair: Part = (), error: type[Exception] = ConfigError
+    request: Part = (), found: Part = (), rule: Part = (), repair: Part = (), error: type[Exception] = ConfigError
 ) -> Iterator[None]:
     """Asserts that the block raises an error with these parts in its message."""
     with pytest.raises(error) as caught:
         yield
-    says(caught.value, asked, found, rule, repair)
+    says(caught.value, request, found, rule, repair)

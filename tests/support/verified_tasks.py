@@ -16,7 +16,7 @@ import spmdkit as sk
 from spmdkit.verify.mutants import MUTANTS
 from spmdkit.verify.runner import CaseRunner
 from spmdkit.verify.task_runner import Setting, TaskRunner
-from tests.support.strangers import let_optax_promote
+from tests.support.optax_promotion import let_optax_promote
 from tests.support.tasks import natural_task, task_names
 
 ROOT = Path(__file__).parents[2]

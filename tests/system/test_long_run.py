@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.left_behind import left_behind
+from tests.support.leftover_files import leftover_files
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -97,4 +97,4 @@ def test_eight_processes_keep_their_size_and_leave_nothing(real_folder, tmp_path
     assert {row[0] for row in rows} == {f"process {i}" for i in range(8)} | {"service_process", "launcher"}
     assert all(grown < MAX_KIB and files <= 2 for _, _, grown, files in rows), rows
     assert sum(event["event"] == "saved" for event in real_folder.events()) >= steps // every
-    assert left_behind(real_folder.path, temporary, ["task.py", "run.yaml", "run", "__pycache__"]) == []
+    assert leftover_files(real_folder.path, temporary, ["task.py", "run.yaml", "run", "__pycache__"]) == []

@@ -27,29 +27,29 @@ test_verify_locate.py."""
 @pytest.mark.slow
 @pytest.mark.parametrize("case", QUICK)
 def test_line_is_located(case):
-    assert located.told(*case.split()).verdict == "right"
+    assert located.locate_line(*case.split()).verdict == "right"
 
 
 @pytest.mark.parametrize("case", slow_except(QUICK_OTHERS, located.OTHERS))
 def test_line_is_located_on_other_meshes(case):
-    found = located.told(*located.OTHERS[case])
+    found = located.locate_line(*located.OTHERS[case])
     assert found.verdict == "right", found
 
 
 @pytest.mark.forms(1)
 @pytest.mark.parametrize(("case", "says"), WORDS.items())
 def test_difference_and_axes_are_reported(case, says):
-    found = located.told(*located.OTHERS.get(case, case.split()))
+    found = located.locate_line(*located.OTHERS.get(case, case.split()))
     assert says in found.words, found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", located.TASKS)
 def test_four_in_five_kinds_are_located(task):
-    said = {name: located.told(task, name) for name in (*located.USERS, *located.TOOLKITS)}
-    verdicts = [found.verdict for found in said.values()]
-    assert len(said) >= 20 and set(verdicts) <= {"right", "silent"}, said
-    assert verdicts.count("right") >= 0.8 * len(verdicts), said
+    outcomes = {name: located.locate_line(task, name) for name in (*located.USERS, *located.TOOLKITS)}
+    verdicts = [found.verdict for found in outcomes.values()]
+    assert len(outcomes) >= 20 and set(verdicts) <= {"right", "silent"}, outcomes
+    assert verdicts.count("right") >= 0.8 * len(verdicts), outcomes
 
 
 @pytest.mark.slow

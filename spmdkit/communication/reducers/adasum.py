@@ -75,11 +75,11 @@ def _check(added: Sequence[ReducedLeaf]) -> None:
                 f"reducer: adasum combines replicas in pairs, and {leaf.path!r} is reduced over {axes}: {leaf.num} "
                 f"replicas are not a power of two. Try {below} replicas, or {2 * below}, or reducer: sum."
             )
-        if leaf.before:
+        if leaf.reduced_before:
             raise ConfigError(
                 f"reducer: adasum needs the mean of each replica, and layout.zero: 2 reduces {leaf.path!r} over "
-                f"{leaf.before[0]} before it, so that mean is not available. Write layout: {{zero: 1}}, or reducer: "
-                "sum."
+                f"{leaf.reduced_before[0]} before it, so that mean is not available. Write layout: {{zero: 1}}, or "
+                "reducer: sum."
             )
 
 

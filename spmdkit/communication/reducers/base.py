@@ -63,8 +63,8 @@ class ReducedLeaf(NamedTuple):
     path: str
     shape: tuple[int, ...]
     axes: Mapping[str, int]
-    cut: tuple[str, ...]
-    before: tuple[str, ...] = ()
+    sharded_over: tuple[str, ...]
+    reduced_before: tuple[str, ...] = ()
     value_bytes: int = 4
 
     @property

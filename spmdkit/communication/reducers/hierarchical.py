@@ -166,7 +166,7 @@ def _as_shards(leaves: Sequence[ReducedLeaf]) -> list[ReducedLeaf]:
         dim = shard_dim(leaf.shape, num)
         if "replica" in leaf.axes and dim is not None:
             shape = tuple(n // num if i == dim else n for i, n in enumerate(leaf.shape))
-            shards.append(leaf._replace(shape=shape, axes={"replica": leaf.axes["replica"]}, before=()))
+            shards.append(leaf._replace(shape=shape, axes={"replica": leaf.axes["replica"]}, reduced_before=()))
     return shards
 
 

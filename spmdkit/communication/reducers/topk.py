@@ -73,7 +73,7 @@ def make(fraction: float = 0.01, most: float | None = 0.5) -> Reducer:
     def check(leaves: Sequence[ReducedLeaf]) -> None:
         together: Counter[tuple[tuple[str, ...], tuple[str, ...], int]] = Counter()
         for leaf in leaves:
-            together[tuple(leaf.axes), leaf.cut, leaf.num] += leaf.size
+            together[tuple(leaf.axes), leaf.sharded_over, leaf.num] += leaf.size
         sizes = [(values, num) for (_, _, num), values in together.items()]
         if most is not None and not any(_num_sent(values, num, fraction, most) for values, num in sizes):
             raise ConfigError(_refusal(fraction, most, *max(sizes)))

@@ -24,7 +24,7 @@ def check_place(context: trace_context.Context) -> None:
     """Raises ConfigError inside `sk.manual`."""
     if context.in_manual:
         raise ConfigError(
-            "sk.pipeline was called inside of sk.manual. Its stages may hold manual parts, not the other way. Call "
+            "sk.pipeline was called inside sk.manual. Its stages may hold manual parts, not the other way. Call "
             "it outside."
         )
 

@@ -140,7 +140,7 @@ def _of_mesh(
         program = Program(replace_keys(config, plain), task, target.devices)
     except (ConfigError, UserCodeError) as error:
         return [Candidate(changes, sizes, "refused", str(error).splitlines()[0])]
-    state = program.held.state_bytes
+    state = program.input_bytes.state_bytes
     if state > target.memory_limit_bytes:
         reason = (
             f"parameters and optimizer state alone need {format_bytes(state)} of "
@@ -173,7 +173,7 @@ def _work(program: Program, target: Target) -> Mapping[str, float]:
     chip, arithmetic = target.chip, count_flops(program.traced.jaxpr)
     by_dtype = arithmetic.by_dtype or {"float32": arithmetic.elementwise}
     bytes_sent = lower_bound_bytes(program)
-    state = program.held.state_bytes + program.held.host_bytes
+    state = program.input_bytes.state_bytes + program.input_bytes.host_bytes
     over_replicas = _over(target, program, REPLICA_AXES, bytes_sent.get("replica x data", 0))
     return {
         "arithmetic": chip.products_s(by_dtype) / program.mesh.devices.size,

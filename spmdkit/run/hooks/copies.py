@@ -41,7 +41,7 @@ def make(config: Any) -> Hook | None:
         if not is_known:
             differences = _audited(run, copies, step, state, differences)
             is_known = all(d.source is not None for d in differences)
-        bad = sorted({place for d in differences for place in d.odd})
+        bad = sorted({place for d in differences for place in d.outliers})
         paths = list(dict.fromkeys(d.path for d in differences))
         what = f"silent corruption at step {step}: {_names(copies, bad)} {_held(paths, differences[0].num, is_known)}."
         if run.cluster.is_main:
@@ -49,7 +49,7 @@ def make(config: Any) -> Hook | None:
             run.events.write("replicas_differ", step=step, leaves=[d.path for d in differences], devices=devices)
         if options.action == "repair" and is_known:
             run.message(f"{what} It has the bits of the others again.")
-            return ReplaceState(copies.mended(state, differences))
+            return ReplaceState(copies.repaired(state, differences))
         if options.action in ("continue", "rollback"):
             run.message(what)
             return Rollback(same["step"], known=True) if options.action == "rollback" else None
@@ -88,9 +88,9 @@ def _audited(
     run.message(f"an audit of step {step}, the same inputs twice: {again}")
     audited = []
     for d in differences:
-        right = [place for place in d.odd if place not in wrong]
-        if d.source is None and wrong & set(d.odd) and right:
-            d = d._replace(odd=tuple(place for place in d.odd if place in wrong), source=right[0])
+        right = [place for place in d.outliers if place not in wrong]
+        if d.source is None and wrong & set(d.outliers) and right:
+            d = d._replace(outliers=tuple(place for place in d.outliers if place in wrong), source=right[0])
         audited.append(d)
     return audited
 

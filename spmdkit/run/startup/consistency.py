@@ -38,7 +38,7 @@ OWN_DATA = (
 )
 PHASES = {
     "warmup": "program of a step while the reducer warms up",
-    "start": "program of a step before groups train alone",
+    "start": "program of a step before groups train separately",
     "agreement": "program in which groups agree",
 }
 

@@ -2,7 +2,7 @@
 
 On a shared machine only ratios of adjacent blocks are meaningful. Every second round runs in reverse order. A block is
 a multiple of the period of a sync, so that syncs are as frequent in it as in a long run. Not counted: the first block
-(cold caches), blocks in which a reducer warms up or groups do not train alone yet, and a shorter last one.
+(cold caches), blocks in which a reducer warms up or groups do not train separately yet, and a shorter last one.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def period(program: Program) -> int:
 
 
 def first_lasting(program: Program) -> int:
-    """Returns the last step that differs from those of a long run: in a warm-up, or before groups train alone."""
+    """Returns the last step that differs from those of a long run: in a warm-up, or before groups train separately."""
     return max((phase.until for phase in program.phases if phase.until is not None), default=0)
 
 

@@ -116,5 +116,5 @@ def side_by_side(opened: Sequence[Opened], devices: Sequence[jax.Device]) -> Ite
 
 def _fit(together: Sequence[Opened], limit: int | None) -> bool:
     programs = [x.program for x in together if x.program is not None]
-    states = sum(program.held.state_bytes for program in programs)
-    return limit is None or states + max(p.step_bytes.peak_bytes - p.held.state_bytes for p in programs) <= limit
+    states = sum(program.input_bytes.state_bytes for program in programs)
+    return limit is None or states + max(p.step_bytes.peak_bytes - p.input_bytes.state_bytes for p in programs) <= limit

@@ -10,7 +10,7 @@ from spmdkit.communication.reducers import adasum
 from spmdkit.communication.reducers.base import ReducedLeaf
 from tests.support.core_runs import assert_close
 from tests.support.forms import slow_except
-from tests.support.messages import refused
+from tests.support.messages import raises
 from tests.support.reducer_runs import alone, program, task, train
 
 
@@ -85,12 +85,12 @@ def test_batch_with_empty_replicas_is_finite():
 
 
 def test_unsupported_configs_are_rejected_with_reason():
-    with refused(
+    with raises(
         ("adasum combines replicas in pairs", "'up'"),
         ("data 3", "3 replicas"),
         "not a power of two",
         ("2 replicas, or 4", "reducer: sum"),
     ):
         adasum.make().check([ReducedLeaf("up", (8,), {"data": 3}, ())])
-    with refused("needs the mean of each replica", "zero: 2 reduces", "over fsdp before", "{zero: 1}"):
+    with raises("needs the mean of each replica", "zero: 2 reduces", "over fsdp before", "{zero: 1}"):
         program("data 2 x fsdp 2 zero 2", "adasum")

@@ -8,7 +8,7 @@ import pytest
 import spmdkit as sk
 from spmdkit.communication.reducers import coded, float8, int8, sign
 from spmdkit.communication.reducers.base import PAD
-from tests.support.messages import refused
+from tests.support.messages import raises
 
 E4M3 = ml_dtypes.float8_e4m3fn
 
@@ -67,5 +67,5 @@ def test_non_finite_value_affects_only_its_block(name, bad):
 
 @pytest.mark.parametrize("block", [0, 1.5, True])
 def test_a_block_that_is_none_is_refused(block):
-    with refused(f"sign.block is {block!r}", "values that share a scale", "Write block: 256"):
+    with raises(f"sign.block is {block!r}", "values that share a scale", "Write block: 256"):
         sk.Config(task="t.py:t", reducer={"sign": {"block": block}})

@@ -13,7 +13,7 @@ from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.hlo.text import parse
 from tests.support.core_runs import assert_close
 from tests.support.forms import slow_except
-from tests.support.messages import refused
+from tests.support.messages import raises
 from tests.support.reducer_runs import (
     NUM_VALUES,
     added_up,
@@ -115,7 +115,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_mesh_without_two_levels_is_refused(case):
     mesh, options, parts = REFUSED[case]
-    with refused(parts):
+    with raises(parts):
         program(mesh, {"hierarchical": options} if options else "hierarchical")
 
 
@@ -133,5 +133,5 @@ def test_a_mesh_without_two_levels_is_refused(case):
     ids=str,
 )
 def test_a_level_that_is_none_is_refused(options, parts):
-    with refused(parts):
+    with raises(parts):
         sk.Config(task="t.py:t", reducer={"hierarchical": options})

@@ -9,7 +9,7 @@ from spmdkit.foundation import plugins
 from spmdkit.program import source_digest
 from spmdkit.verify.cases import exact_reducer, reducer_note
 from tests.support.core_runs import assert_close
-from tests.support.messages import Says, refused
+from tests.support.messages import Parts, raises
 from tests.support.own_files import config_by_choice
 from tests.support.reducer_runs import owed, train
 
@@ -91,42 +91,42 @@ def test_user_reducer_state_is_saved_and_complete(config):
 
 
 def test_config_check_does_not_import_the_reducer(config, tmp_path):
-    asked = config("mine.py:coarse")
+    request = config("mine.py:coarse")
     assert not (tmp_path / "imported").exists()
-    assert exact_reducer(asked) == "sum"
-    assert reducer_note(asked).startswith("reducer mine.py:coarse is not exact and declares no exact options")
+    assert exact_reducer(request) == "sum"
+    assert reducer_note(request).startswith("reducer mine.py:coarse is not exact and declares no exact options")
     assert exact_reducer(config("mine.py:scaled")) == "mine.py:scaled"
     assert (tmp_path / "imported").read_text() == "1"
 
 
 def test_reducer_text_is_part_of_source_digest(config, tmp_path):
-    asked = config("mine.py:scaled")
-    before = source_digest.digests(asked)
+    request = config("mine.py:scaled")
+    before = source_digest.digests(request)
     (tmp_path / "mine.py").write_text(MINE.replace("scale * x", "scale * 2 * x"))
-    assert source_digest.digests(asked) != before
+    assert source_digest.digests(request) != before
     assert source_digest.digests(config("sum")) == source_digest.digests(config("ordered")) != before
 
 
 DECLARED = "A config names objects that its module registers"
 WRONG = {
-    "os:system": Says("reducer: os:system", "is a function of", DECLARED, "in a file of yours"),
-    "mine.py:undeclared": Says(
+    "os:system": Parts("reducer: os:system", "is a function of", DECLARED, "in a file of yours"),
+    "mine.py:undeclared": Parts(
         "reducer: mine.py:undeclared", "a function of mine", DECLARED, "@sk.reducer above its definition"
     ),
-    "mine.py:scale": Says("reducer: mine.py", "no 'scale'", repair="'scaled'?"),
-    "nowhere.py:made": Says("reducer: file", "nowhere.py does not exist", "config's folder"),
-    "mine.py:number": Says("reducer: mine.py:number(...)", "returned int", "a spmdkit.Reducer", "return sk.Reducer"),
-    "{mine.py:scaled: {scael: 2}}": Says("mine.py:scaled(scale=1.0)", "do not fit", repair="'scale'?"),
-    "{mine.py:made: {scale: 2}}": Says(
+    "mine.py:scale": Parts("reducer: mine.py", "no 'scale'", repair="'scaled'?"),
+    "nowhere.py:made": Parts("reducer: file", "nowhere.py does not exist", "config's folder"),
+    "mine.py:number": Parts("reducer: mine.py:number(...)", "returned int", "a spmdkit.Reducer", "return sk.Reducer"),
+    "{mine.py:scaled: {scael: 2}}": Parts("mine.py:scaled(scale=1.0)", "do not fit", repair="'scale'?"),
+    "{mine.py:made: {scale: 2}}": Parts(
         "reducer: mine.py:made", ("is a reducer", "['scale']"), "no effect", "Write one"
     ),
-    "mine.py": Says("config.yaml:6: reducer", rule=f"one of {', '.join(plugins.names('reducers'))}"),
-    "'mine.py:3'": Says("config.yaml:6: reducer", "'3'", "no name of Python", "reducer: mine.py:reducer"),
-    "{mine.py:scaled: 3}": Says("config.yaml:6: reducer", "found 3", "a mapping", "{mine.py:scaled: {OPTION: VALUE}}"),
+    "mine.py": Parts("config.yaml:6: reducer", rule=f"one of {', '.join(plugins.names('reducers'))}"),
+    "'mine.py:3'": Parts("config.yaml:6: reducer", "'3'", "no name of Python", "reducer: mine.py:reducer"),
+    "{mine.py:scaled: 3}": Parts("config.yaml:6: reducer", "found 3", "a mapping", "{mine.py:scaled: {OPTION: VALUE}}"),
 }
 
 
 @pytest.mark.parametrize("choice", WRONG)
 def test_what_is_wrong_with_a_reducer_is_said(choice, config):
-    with refused(*WRONG[choice]):
+    with raises(*WRONG[choice]):
         program(config(choice))

@@ -8,7 +8,7 @@ import pytest
 import spmdkit as sk
 from spmdkit.communication.reducers import powersgd
 from spmdkit.communication.reducers.base import ReducedLeaf
-from tests.support.messages import refused
+from tests.support.messages import raises
 from tests.support.reducer_runs import alone, program, task
 
 
@@ -169,7 +169,7 @@ def test_the_formula_gives_the_papers_compression_of_resnet18():
 
 def test_a_model_without_a_large_matrix_is_refused():
     small = task(init=lambda key: {"up": jnp.ones((128, 6)), "down": jnp.ones((6, 8)), "bias": jnp.zeros(8)}, rules=[])
-    with refused("powersgd with rank: 8", ("'up'", "[128, 6]"), "no leaf of the gradient", "reducer: int8"):
+    with raises("powersgd with rank: 8", ("'up'", "[128, 6]"), "no leaf of the gradient", "reducer: int8"):
         program("data 8", {"powersgd": {"rank": 8}}, small)
 
 
@@ -185,5 +185,5 @@ def test_a_model_without_a_large_matrix_is_refused():
     ids=str,
 )
 def test_options_that_are_none_are_refused(options, parts):
-    with refused(parts):
+    with raises(parts):
         sk.Config(task="t.py:t", reducer={"powersgd": options})

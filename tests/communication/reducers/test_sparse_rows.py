@@ -16,7 +16,7 @@ from spmdkit.plan.collectives_bill import read_bill
 from spmdkit.plan.hlo.text import parse
 from tests.support.core_runs import assert_close
 from tests.support.forms import slow_except
-from tests.support.messages import refused
+from tests.support.messages import raises
 from tests.support.reducer_runs import program, train
 
 NUM_ROWS, WIDTH, TOKENS = 1000, 16, 3
@@ -125,7 +125,7 @@ def test_a_number_that_is_not_finite_crosses():
 def test_dense_table_is_rejected_after_first_batch_only():
     made = program({"mesh": {"data": 8}}, ROWS, embedding(tied_loss))
     state, (_, batch) = made.init(), next(iter(made.batches(1, 1)))
-    with refused(
+    with raises(
         ("sparse_rows", "first batch", "'table'"),
         ("993 touched rows of 1,000 or more", "125 rounds of 8 rows"),
         "most: 1",
@@ -143,8 +143,8 @@ def test_dense_table_is_rejected_after_first_batch_only():
         ({"rows": 512}, ("rows: 512 on 8 replicas", "[1000, 16]", "(most)", "rows: 128, or remove it from")),
     ],
 )
-def test_unsuitable_tables_are_rejected_before_first_step(options, says):
-    with refused(*says):
+def test_unsuitable_tables_are_rejected_before_first_step(options, assert_parts):
+    with raises(*assert_parts):
         program({"mesh": {"data": 8}}, {"sparse_rows": ROWS["sparse_rows"] | options}, TASK)
 
 
@@ -157,15 +157,15 @@ def test_unsuitable_tables_are_rejected_before_first_step(options, says):
         ({"most": 0}, ("sparse_rows.most is 0", "or null", "Write most: 1")),
     ],
 )
-def test_options_that_are_none_are_refused(options, says):
-    with refused(says):
+def test_options_that_are_none_are_refused(options, assert_parts):
+    with raises(assert_parts):
         sk.Config(task="t.py:t", reducer={"sparse_rows": ROWS["sparse_rows"] | options})
 
 
 def test_it_is_refused_where_nobody_hears_its_rounds():
-    with refused(("hierarchical.outer is sparse_rows", "metric", "outer: int8")):
+    with raises(("hierarchical.outer is sparse_rows", "metric", "outer: int8")):
         sk.Config(task="t.py:t", reducer={"hierarchical": {"outer": ROWS}})
-    with refused(("diloco: its reducer sparse_rows", "outer reducer cannot be logged", "reducer: int8")):
+    with raises(("diloco: its reducer sparse_rows", "outer reducer cannot be logged", "reducer: int8")):
         program({"mesh": {"data": 8}}, "sum", TASK, sync={"diloco": {"every": 4, "reducer": ROWS}})
 
 

@@ -19,7 +19,7 @@ from spmdkit.program.restore import restored
 from tests.support.core_hlo import collectives
 from tests.support.core_runs import assert_close, leaf_errors
 from tests.support.forms import slow_except
-from tests.support.messages import refused, says
+from tests.support.messages import assert_parts, raises
 from tests.support.reducer_runs import bits
 from tests.support.sync_runs import MESHES, NESTEROV, diloco_by_hand, group, mean_of_groups, program, train
 
@@ -155,7 +155,7 @@ def test_switches_between_syncs_keep_parameters(saved, tmp_path):
     for folder, sync in (("plain", "every_step"), ("local", {"local_sgd": {"every": 3}})):
         other = program(sync)
         state, _, lines = restored(checkpoints, 6, other)
-        says(" ".join(lines), "the sync state of step 6 is dropped")
+        assert_parts(" ".join(lines), "the sync state of step 6 is dropped")
         found = group(state.params, 1) if other.groups else jax.device_get(state.params)
         assert_close(found, mean_of_groups(at_6.params), 1e-6)
         state, _ = train(other, 2, state, 7)
@@ -166,7 +166,9 @@ def test_switches_between_syncs_keep_parameters(saved, tmp_path):
         state, _, lines = restored(later, 8, on_data())
         later.close()
         begun = mean_of_groups(before) if other.groups else before
-        says(" ".join(lines), "this one's is initialized" if other.groups else "each begins with the same parameters")
+        assert_parts(
+            " ".join(lines), "this one's is initialized" if other.groups else "each begins with the same parameters"
+        )
         assert_close(jax.device_get(state.sync["agreed"]), begun, 1e-6)
         assert all(np.all(x == 0) for x in jax.tree.leaves(jax.device_get(state.sync["outer"])))
         assert bits(state.params) == bits(before) or not other.groups
@@ -195,5 +197,5 @@ def test_what_is_wrong_with_its_options_is_said(options, said):
 @pytest.mark.parametrize("reducer", [{"bfloat16": {"error_feedback": True}}, {"ordered": {"warmup": 2}}])
 def test_a_reducer_with_a_memory_is_refused(reducer):
     name = next(iter(reducer))
-    with refused("sync: diloco", name, "without a state", "reducer: int8"):
+    with raises("sync: diloco", name, "without a state", "reducer: int8"):
         diloco(reducer=reducer)

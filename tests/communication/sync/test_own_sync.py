@@ -115,7 +115,7 @@ def test_config_check_does_not_import_the_sync(config, tmp_path):
     asked = config("{mine.py:slow: {every: 2}}")
     assert not (tmp_path / "imported").exists()
     assert (
-        "mine.py:slow: 4 groups along data train alone, and are averaged after every 2 steps"
+        "mine.py:slow: 4 groups along data train separately, and are averaged after every 2 steps"
         in program(asked).explain()
     )
     assert (tmp_path / "imported").read_text() == "1"

@@ -15,7 +15,7 @@ from spmdkit.program.restore import restored
 from spmdkit.testing import bill_of
 from tests.support.core_runs import assert_close, program_of
 from tests.support.forms import slow_except
-from tests.support.messages import refused, says
+from tests.support.messages import assert_parts, raises
 from tests.support.reducer_runs import bits, loss_fn, task
 from tests.support.sync_runs import adam, loss_by_hand, program, train
 
@@ -106,7 +106,7 @@ def test_other_delays_keep_optimizer_and_report_dropped_gradients(k, saved):
     checkpoints, at_3, _ = saved
     state, _, lines = restored(checkpoints, 3, on_data(k))
     assert len(lines) == 1
-    says(lines[0], f"{k or 0} steps", "2 pending gradients of step 3 are dropped")
+    assert_parts(lines[0], f"{k or 0} steps", "2 pending gradients of step 3 are dropped")
     assert bits(state.params) == bits(at_3.params)
     alone = state.opt_state if k is None else state.opt_state.optimizer
     assert bits(alone) == bits(at_3.opt_state.optimizer)
@@ -123,7 +123,7 @@ def test_from_synchronous_training_the_line_begins_empty(tmp_path):
     before = jax.device_get(state)
     state, _, lines = restored(Checkpoints(tmp_path), 3, on_data(2))
     assert len(lines) == 1
-    says(lines[0], "2 steps", "no pending gradients")
+    assert_parts(lines[0], "2 steps", "no pending gradients")
     assert bits(state.opt_state.optimizer) == bits(before.opt_state) and int(state.opt_state.waiting) == 0
     later, _ = train(on_data(2), 2, state, 4)
     assert bits(later.params) == bits(before.params)
@@ -138,7 +138,7 @@ def test_k_is_a_whole_number_of_steps(k):
 
 
 def test_line_search_optimizer_is_rejected():
-    with refused("sync: stale", "line search", repair="sync: every_step"):
+    with raises("sync: stale", "line search", repair="sync: every_step"):
         late(2, optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(4)))
 
 
@@ -147,5 +147,5 @@ def test_step_without_the_optimizer_is_rejected():
         (loss, _), grads = sk.value_and_grad(loss_fn)(state.params, batch, state.key)
         return state.replace(params=jax.tree.map(lambda p, g: p - 0.1 * g, state.params, grads)), {"loss": loss}
 
-    with refused("sync: stale", "no effect", repair="state.apply_gradients"):
+    with raises("sync: stale", "no effect", repair="state.apply_gradients"):
         program_of(task(adam(), num=64, loss_fn=None, train_step=step), sync={"stale": 1}, mesh={"data": 4})

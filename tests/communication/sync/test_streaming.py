@@ -18,7 +18,7 @@ from spmdkit.program.restore import restored
 from tests.support.core_hlo import collectives
 from tests.support.core_runs import assert_close
 from tests.support.forms import slow_except
-from tests.support.messages import refused
+from tests.support.messages import raises
 from tests.support.reducer_runs import bits
 from tests.support.sync_runs import SIZES, diloco_by_hand, group, program, train
 
@@ -135,8 +135,8 @@ def test_what_is_wrong_with_its_options_is_said(options, said):
 
 
 def test_too_many_fragments_and_warmup_overlap_are_rejected():
-    with refused("diloco.fragments is 5", "3 arrays", repair="fragments: 3"):
+    with raises("diloco.fragments is 5", "3 arrays", repair="fragments: 3"):
         program({"diloco": {"every": 8, "fragments": 5}})
-    with refused("sync: diloco", "warmup", repair="warmup: 0"):
+    with raises("sync: diloco", "warmup", repair="warmup: 0"):
         reducer = {"bfloat16": {"error_feedback": False, "warmup": 3}}
         program({"diloco": {"every": 8, "overlap": 1}}, "replica 2 x data 2", reducer=reducer)

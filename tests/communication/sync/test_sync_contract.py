@@ -32,7 +32,7 @@ ROWS = {
     "diloco": {"every": 3, "optimizer": {"name": "sgd", "learning_rate": 1.0}},
     OWN: {"every": 3},
 }
-"""Sync -> options under which groups train alone for a while and then take their mean, or None where there are no
+"""Sync -> options under which groups train separately for a while and then take their mean, or None where there are no
 groups. A user's own is held to the same."""
 
 DELAYED = [name for name, options in ROWS.items() if options and name != OWN]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.environment import environment_of_a_user
 from tests.support.forks import Forks, Process
-from tests.support.left_behind import left_behind
+from tests.support.leftover_files import leftover_files
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -61,9 +61,9 @@ class Drills:
         self._temporary = path / "temporary"
         self._temporary.mkdir()
 
-    def left_behind(self) -> list[str]:
+    def leftover_files(self) -> list[str]:
         """Returns the files that the drills left outside their folders."""
-        return left_behind(self.path, self._temporary, ["task.py", "run.yaml", "run_drill", "cache", "__pycache__"])
+        return leftover_files(self.path, self._temporary, ["task.py", "run.yaml", "run_drill", "cache", "__pycache__"])
 
     def run(self, *arguments: str, timeout_s: float = 240, cache: str = "off") -> tuple[int, str]:
         """Returns (exit code, output) of `spmdkit drill run.yaml ARGUMENTS`, all of whose processes are forked.

@@ -36,7 +36,7 @@ def test_random_kill_ends_bitwise_equal(drills):
     result = drills.result()
     print(figures(result))
     assert result["fired"] == 1 and result["same_parameters"] and result["same_metrics"]
-    assert result["attempts"] == 2 and drills.left_behind() == []
+    assert result["attempts"] == 2 and drills.leftover_files() == []
 
 
 @pytest.mark.slow
@@ -49,7 +49,7 @@ def test_hundred_random_kills_end_bitwise_equal(drills):
     result = drills.result()
     print(figures(result))
     assert result["fired"] == KILLS and result["same_parameters"] and result["same_metrics"]
-    assert drills.left_behind() == []
+    assert drills.leftover_files() == []
     if KILLS >= 20:
         drawn = [fault["drawn_at"] for fault in result["faults"]]
         assert all(drawn.count(at) >= KILLS / 10 for at in ("start", "save", "step")), drawn
@@ -65,7 +65,7 @@ def test_restart_takes_about_as_long_as_a_start(drills):
     result = json.loads(done.stdout)
     print(figures(result))
     assert result["recovery_s"]["median"] < 3 * result["undisturbed_start_s"]
-    assert drills.left_behind() == []
+    assert drills.leftover_files() == []
 
 
 @pytest.mark.slow

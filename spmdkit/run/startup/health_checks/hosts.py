@@ -19,7 +19,7 @@ from typing import Any
 from spmdkit.checkpoint import Remote, prepare_run_dir
 from spmdkit.checkpoint.location import Location
 from spmdkit.cluster import Cluster
-from spmdkit.errors import ConfigError, Unreachable
+from spmdkit.errors import ConfigError, UnreachableError
 from spmdkit.foundation.timeouts import HOST_CHECK_S, HOST_CONNECT_S
 from spmdkit.metrics.environment import package_versions
 
@@ -113,14 +113,14 @@ def write_test(cluster: Cluster, run_dir: Path, checkpoints: Location) -> tuple[
         if remote is not None:
             remote.write_bytes(b"spmdkit")
             assert remote.read_bytes() == b"spmdkit"
-    except (ConfigError, Unreachable, OSError) as error:
+    except (ConfigError, UnreachableError, OSError) as error:
         mine["error"] = str(error)
     try:
         gathered = cluster.gather("doctor files", mine, HOST_CHECK_S)
         seen = [process for process, one in enumerate(gathered) if os.path.exists(run_dir / one["file"])]
         views = cluster.gather("doctor views", seen, HOST_CHECK_S)
     finally:
-        with contextlib.suppress(OSError, Unreachable):
+        with contextlib.suppress(OSError, UnreachableError):
             path.unlink(missing_ok=True)
             if remote is not None:
                 remote.parent.remove([name])

@@ -8,7 +8,7 @@ from pathlib import Path
 HALF_WRITTEN = (".partial", ".orbax-checkpoint-tmp", ".tmp")
 
 
-def left_behind(folder: Path, temporary: Path, known: Collection[str]) -> list[str]:
+def leftover_files(folder: Path, temporary: Path, known: Collection[str]) -> list[str]:
     """Returns unexpected paths. `known`: expected names in `folder`. `temporary` was empty before the job."""
     beside = [path for path in folder.iterdir() if path.name not in known and path != temporary]
     half = [path for path in folder.rglob("*") if path.name.endswith(HALF_WRITTEN)]
