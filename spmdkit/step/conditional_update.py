@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr, Literal, Var, jaxpr_as_fun
 
 from spmdkit.foundation.jaxprs import needed
 
-New = TypeVar("Kept")
+New = TypeVar("New")
 Rest = TypeVar("Rest")
 
 
