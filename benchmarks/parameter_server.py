@@ -220,9 +220,9 @@ class Plain:
 
 def wire(options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of each, the median of 15 in turn, and the ratios of rates."""
-    from spmdkit.parameter_server.actors import Actors, imported
+    from spmdkit.parameter_server.actors import Actors, import_ray
     from spmdkit.parameter_server.messages import Push
-    from spmdkit.parameter_server.transport import ask
+    from spmdkit.parameter_server.transport import call
 
     random = np.random.default_rng(0)
     arrays = {f"w{i}": random.normal(size=FLOATS).astype(np.float32) for i in range(LEAVES)}
@@ -235,23 +235,23 @@ def wire(options: argparse.Namespace) -> dict[str, Any]:
         )
         transport = Actors(sk.load_config(path), Path(folder), "local", 2, num_bytes)
         try:
-            ray = imported()
+            ray = import_ray()
             server, plain = transport.server(0), ray.remote(num_cpus=0)(Plain).remote()
             ray.get(plain.keep.remote(arrays))
-            ask(server, "install", 1, {"params": arrays}, {"applied": 0}, {0: 0})
+            call(server, "install", 1, {"params": arrays}, {"applied": 0}, {0: 0})
             for number in range(18):
                 push = Push(0, 0, number, 1, number, number + 1, arrays)
                 calls: dict[str, Callable[[], Any]] = {
                     "plain to": lambda: ray.get(plain.take.remote(arrays)),
-                    "push": lambda push=push: ask(server, "push", push),
+                    "push": lambda push=push: call(server, "push", push),
                     "plain from": lambda: ray.get(plain.give.remote()),
-                    "pull": lambda: ask(server, "pull"),
+                    "pull": lambda: call(server, "pull"),
                 }
                 for name, call in calls.items():
                     begin = time.perf_counter()
                     call()
                     found[name].append(time.perf_counter() - begin)
-            assert ask(server, "pull").version == 18
+            assert call(server, "pull").version == 18
         finally:
             transport.close()
     seconds = {name: statistics.median(values[3:]) for name, values in found.items()}

@@ -80,7 +80,7 @@ def test_a_step_refused_for_its_size_fits_nowhere():
     def refused():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in hbm. Used 20.50G of 15.75G hbm.")
 
-    given = memory.Held({"parameters": 1000, "inputs": 10}, {})
+    given = memory.InputBytes({"parameters": 1000, "inputs": 10}, {})
     found = memory.step_bytes(refused, given, "tpu")
     assert found.temp_bytes == int(20.5 * 2**30) and found.peak_bytes == found.temp_bytes + 1010
     assert not found.fits(None) and not found.fits(2**50)
