@@ -5,27 +5,27 @@ import pytest
 from tests.support.messages import Parts
 
 NEVER_TRAINED = {
-    "eval without a checkpoint": (79, ("eval", "run.yaml"), Parts(request="run/checkpoints", found="no checkpoint", rule="Evaluation needs one", repair="spmdkit train")),
-    "a config that is not there": (78, ("train", "nowhere.yaml"), Parts(request="nowhere.yaml", found="no such file")),
-    "report of no run": (78, ("report", "."), Parts(request="report of .", found=("no metrics.jsonl", "found 2 other entries"), rule="a run's", repair="run_dir")),
-    "report of nothing": (78, ("report", "nowhere"), Parts(request="report of nowhere", found=("no metrics.jsonl", "found no such folder"), rule="a run's", repair="run_dir")),
-    "checkpoints of nothing": (78, ("checkpoint", "ls", "nowhere"), Parts(request="nowhere", found="not a directory", repair="checkpoints/")),
-    "inspect what is not there": (79, ("checkpoint", "inspect", "."), Parts(request="a checkpoint is requested", found="holds none", rule="a record.json in it", repair="Train first")),
-    "launch nothing": (78, ("launch", "-n", "2"), Parts(request="launch", found="nothing to run", rule="two dashes", repair="spmdkit launch -n 2 -- train CONFIG")),
-    "launch no process": (78, ("launch", "-n", "0", "--", "train", "run.yaml"), Parts(request="launch -n 0", rule="at least one process", repair="-n 2")),
-    "launch processes without devices": (78, ("launch", "-n", "2", "--devices-per-process", "0", "--", "train", "run.yaml"), Parts(request="--devices-per-process 0", rule="at least one device", repair="Try 1")),
-    "show a config": (78, ("config", "show", "run.yaml", "mesh.dtaa=3"), Parts(request="override mesh.dtaa=3: mesh.dtaa:", found="unknown key", repair="'data'")),
-    "layout of a config": (78, ("layout", "run.yaml", "mesh={data: 2}"), Parts(request="mesh needs data(2) = 2 devices", found="found 4", rule="equal the device count", repair="data: 4, or data: -1")),
+    "eval without a checkpoint": (79, ("eval", "run.yaml"), Parts(requested="run/checkpoints", found="no checkpoint", rule="Evaluation needs one", repair="spmdkit train")),
+    "a config that is not there": (78, ("train", "nowhere.yaml"), Parts(requested="nowhere.yaml", found="no such file")),
+    "report of no run": (78, ("report", "."), Parts(requested="report of .", found=("no metrics.jsonl", "found 2 other entries"), rule="a run's", repair="run_dir")),
+    "report of nothing": (78, ("report", "nowhere"), Parts(requested="report of nowhere", found=("no metrics.jsonl", "found no such folder"), rule="a run's", repair="run_dir")),
+    "checkpoints of nothing": (78, ("checkpoint", "ls", "nowhere"), Parts(requested="nowhere", found="not a directory", repair="checkpoints/")),
+    "inspect what is not there": (79, ("checkpoint", "inspect", "."), Parts(requested="a checkpoint is requested", found="holds none", rule="a record.json in it", repair="Train first")),
+    "launch nothing": (78, ("launch", "-n", "2"), Parts(requested="launch", found="nothing to run", rule="two dashes", repair="spmdkit launch -n 2 -- train CONFIG")),
+    "launch no process": (78, ("launch", "-n", "0", "--", "train", "run.yaml"), Parts(requested="launch -n 0", rule="at least one process", repair="-n 2")),
+    "launch processes without devices": (78, ("launch", "-n", "2", "--devices-per-process", "0", "--", "train", "run.yaml"), Parts(requested="--devices-per-process 0", rule="at least one device", repair="Try 1")),
+    "show a config": (78, ("config", "show", "run.yaml", "mesh.dtaa=3"), Parts(requested="override mesh.dtaa=3: mesh.dtaa:", found="unknown key", repair="'data'")),
+    "layout of a config": (78, ("layout", "run.yaml", "mesh={data: 2}"), Parts(requested="mesh needs data(2) = 2 devices", found="found 4", rule="equal the device count", repair="data: 4, or data: -1")),
 }  # fmt: skip
 
 TRAINED = {
-    "eval without data": (78, ("eval", "run.yaml"), Parts(request="evaluation needs data", found="no eval_data", repair="Task(eval_data=...)")),
-    "eval of another model": (79, ("eval", "run.yaml", "ema=0.5"), Parts(request="run/checkpoints/2 into", found="2 leaves differ (saved 4, requested 6)", repair=("checkpoint's record", "set run_dir"))),
-    "inspect a step that is not there": (79, ("checkpoint", "inspect", "run", "--step", "7"), Parts(request="step 7", found="run/checkpoints has steps 2", rule="a record.json in it", repair="step 2.")),
-    "export over a file": (78, ("checkpoint", "export", "run", "task.py"), Parts(request="task.py", found="exists", rule="Nothing is overwritten", repair="another name")),
-    "export in an unknown format": (78, ("checkpoint", "export", "run", "out", "--format", "safetensor"), Parts(request="'safetensor'", rule="safetensors, orbax", repair="Did you mean 'safetensors'")),
-    "export of what was not kept": (79, ("checkpoint", "export", "run", "out", "--which", "ema"), Parts(request="export of ema", found=("params, rng, step", "no ema"), repair="Set ema")),
-    "export below a file": (74, ("checkpoint", "export", "run", "task.py/out"), Parts(request="task.py/out", found="FileExistsError: [Errno 17]", rule="writable", repair="another place")),
+    "eval without data": (78, ("eval", "run.yaml"), Parts(requested="evaluation needs data", found="no eval_data", repair="Task(eval_data=...)")),
+    "eval of another model": (79, ("eval", "run.yaml", "ema=0.5"), Parts(requested="run/checkpoints/2 into", found="2 leaves differ (saved 4, requested 6)", repair=("checkpoint's record", "set run_dir"))),
+    "inspect a step that is not there": (79, ("checkpoint", "inspect", "run", "--step", "7"), Parts(requested="step 7", found="run/checkpoints has steps 2", rule="a record.json in it", repair="step 2.")),
+    "export over a file": (78, ("checkpoint", "export", "run", "task.py"), Parts(requested="task.py", found="exists", rule="Nothing is overwritten", repair="another name")),
+    "export in an unknown format": (78, ("checkpoint", "export", "run", "out", "--format", "safetensor"), Parts(requested="'safetensor'", rule="safetensors, orbax", repair="Did you mean 'safetensors'")),
+    "export of what was not kept": (79, ("checkpoint", "export", "run", "out", "--which", "ema"), Parts(requested="export of ema", found=("params, rng, step", "no ema"), repair="Set ema")),
+    "export below a file": (74, ("checkpoint", "export", "run", "task.py/out"), Parts(requested="task.py/out", found="FileExistsError: [Errno 17]", rule="writable", repair="another place")),
 }  # fmt: skip
 
 TYPER = {

@@ -298,16 +298,16 @@ def test_a_rule_names_every_dim():
 
 
 def test_an_indivisible_dim_is_reported():
-    request, repair = "rule 'head' shards dim 1 of 'head'", ("length 12", "null")
-    with raises(request, ("length 10", "tensor = 4"), "10 is not divisible by 4", repair):
+    requested, repair = "rule 'head' shards dim 1 of 'head'", ("length 12", "null")
+    with raises(requested, ("length 10", "tensor = 4"), "10 is not divisible by 4", repair):
         lay_out([("head", [None, "mlp"])])
     with raises(found="fsdp x tensor = 8", rule="10 is not divisible"):
         lay_out([("head", [None, ["fsdp", "tensor"]])])
 
 
 def test_a_mesh_axis_on_two_dims_says_which():
-    request = "rule 'block/up' uses mesh axis 'tensor' twice on 'block/up'"
-    with raises(request, "dims 0 and 1", "one dim of a leaf", "null"):
+    requested = "rule 'block/up' uses mesh axis 'tensor' twice on 'block/up'"
+    with raises(requested, "dims 0 and 1", "one dim of a leaf", "null"):
         lay_out([("block/up", ["mlp", "heads"])])
 
 
@@ -320,8 +320,8 @@ def test_an_unknown_axis_names_the_nearest():
 def test_a_large_copy_has_to_be_asked_for():
     tree = params({"table": (1001, 33)})
     options = {"tree": tree, "sizes": {"fsdp": 4}, "replicate_above_bytes": 1000}
-    request, found = "parameter 'table' (129.0 KiB, shape (1001, 33))", ("all 4 fsdp devices", "replicated: no dim")
-    with raises(request, found, "replicate_above_bytes (1000 B)", "['table', [null, null]]"):
+    requested, found = "parameter 'table' (129.0 KiB, shape (1001, 33))", ("all 4 fsdp devices", "replicated: no dim")
+    with raises(requested, found, "replicate_above_bytes (1000 B)", "['table', [null, null]]"):
         lay_out(**options)
     assert lay_out([("table", [None, None])], **options)["table"].reason == "rule 'table'"
     with raises("layout.fsdp is off"):
@@ -339,7 +339,7 @@ def test_a_mesh_axis_that_cuts_nothing_is_refused(axis):
 
 
 @pytest.mark.parametrize(
-    ("asked", "devices", "match"),
+    ("requested", "devices", "match"),
     [
         ({"data": 4, "tensor": 3}, 8, r"needs data\(4\) x tensor\(3\) = 12 devices, found 8.*Try tensor: 2|Try data: "),
         ({"data": -1, "tensor": 3}, 8, r"3 does not divide 8.*Try tensor: 2\."),
@@ -347,9 +347,9 @@ def test_a_mesh_axis_that_cuts_nothing_is_refused(axis):
         ({"data": 4}, 8, r"= 4 devices, found 8.*Try data: 8, or data: -1"),
     ],
 )
-def test_a_mesh_that_does_not_fit_is_reported(request, devices, match):
+def test_a_mesh_that_does_not_fit_is_reported(requested, devices, match):
     with pytest.raises(ConfigError, match=match):
-        resolve(request, devices)
+        resolve(requested, devices)
 
 
 def test_one_axis_fills_the_mesh():

@@ -21,7 +21,7 @@ Part = str | tuple[str, ...]
 class Parts(NamedTuple):
     """Text that a message must contain; for a tuple, each item."""
 
-    request: Part = ()
+    requested: Part = ()
     found: Part = ()
     rule: Part = ()
     repair: Part = ()
@@ -33,17 +33,17 @@ class Parts(NamedTuple):
         return [f"{name}: {text}" for name, texts in parts.items() for text in texts if text not in folded]
 
 
-def assert_parts(text: object, request: Part = (), found: Part = (), rule: Part = (), repair: Part = ()) -> None:
+def assert_parts(text: object, requested: Part = (), found: Part = (), rule: Part = (), repair: Part = ()) -> None:
     """Asserts that a message, or the message of an exception, has each of these parts."""
-    missing = Parts(request, found, rule, repair).missing(str(text))
+    missing = Parts(requested, found, rule, repair).missing(str(text))
     assert not missing, f"missing: {missing}\n{text}"
 
 
 @contextlib.contextmanager
 def raises(
-    request: Part = (), found: Part = (), rule: Part = (), repair: Part = (), error: type[Exception] = ConfigError
+    requested: Part = (), found: Part = (), rule: Part = (), repair: Part = (), error: type[Exception] = ConfigError
 ) -> Iterator[None]:
     """Asserts that the block raises an error with these parts in its message."""
     with pytest.raises(error) as caught:
         yield
-    assert_parts(caught.value, request, found, rule, repair)
+    assert_parts(caught.value, requested, found, rule, repair)

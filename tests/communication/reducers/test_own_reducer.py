@@ -91,19 +91,19 @@ def test_user_reducer_state_is_saved_and_complete(config):
 
 
 def test_config_check_does_not_import_the_reducer(config, tmp_path):
-    request = config("mine.py:coarse")
+    requested = config("mine.py:coarse")
     assert not (tmp_path / "imported").exists()
-    assert exact_reducer(request) == "sum"
-    assert reducer_note(request).startswith("reducer mine.py:coarse is not exact and declares no exact options")
+    assert exact_reducer(requested) == "sum"
+    assert reducer_note(requested).startswith("reducer mine.py:coarse is not exact and declares no exact options")
     assert exact_reducer(config("mine.py:scaled")) == "mine.py:scaled"
     assert (tmp_path / "imported").read_text() == "1"
 
 
 def test_reducer_text_is_part_of_source_digest(config, tmp_path):
-    request = config("mine.py:scaled")
-    before = source_digest.digests(request)
+    requested = config("mine.py:scaled")
+    before = source_digest.digests(requested)
     (tmp_path / "mine.py").write_text(MINE.replace("scale * x", "scale * 2 * x"))
-    assert source_digest.digests(request) != before
+    assert source_digest.digests(requested) != before
     assert source_digest.digests(config("sum")) == source_digest.digests(config("ordered")) != before
 
 
