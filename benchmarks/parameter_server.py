@@ -247,9 +247,9 @@ def wire(options: argparse.Namespace) -> dict[str, Any]:
                     "plain from": lambda: ray.get(plain.give.remote()),
                     "pull": lambda: call(server, "pull"),
                 }
-                for name, call in calls.items():
+                for name, timed in calls.items():
                     begin = time.perf_counter()
-                    call()
+                    timed()
                     found[name].append(time.perf_counter() - begin)
             assert call(server, "pull").version == 18
         finally:
