@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ from spmdkit.step.dataflow.analysis import Usage
 from spmdkit.step.groups import groups
 from spmdkit.step.metrics.base import is_metric
 from spmdkit.step.model_state import agreement
-from spmdkit.step.state import TrainState, check_not_donated
+from spmdkit.step.state import TrainState, check_not_donated, without_aliases
 from spmdkit.step.step import Batch
 
 
@@ -83,6 +84,7 @@ class Program:
         task.check_functions(self.stateful)
         self.groups = program_groups.groups_of(config, self.sizes, task.view == "replica")
         self._stepped: tuple[Any, int] | None = None
+        self._returned: weakref.ref[TrainState] | None = None
         self._state_groups = state_groups(config, self.stateful, task.view == "replica", self.num_replicas)
         self.state_reduction = agreement.declared_reductions(task.state_reduction, abstract_model_state)
         self._abstract_state = jax.eval_shape(self._create_one, jax.random.key(0))  # one copy
@@ -251,14 +253,17 @@ class Program:
     def step(self, state: TrainState, batch: Batch | Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Returns the state after one step, and its metrics as device scalars. The input state is donated.
 
-        `batch` is an item of `batches` or a result of `put`. Does not wait for the device, except the first time: for
-        short batches, groups that train separately, a reducer's warm-up or validation.
+        Leaves of the state that share memory are copied first. `batch` is an item of `batches` or a result of `put`.
+        Does not wait for the device, except the first time: for short batches, groups that train separately, a
+        reducer's warm-up or validation.
 
         Raises:
             ConfigError: padding rows of a short batch would count, or the reducer rejects the first step.
         """
         if self.may_be_donated:
             check_not_donated(state, "program.step")
+        if self._returned is None or self._returned() is not state:  # from `init`, a checkpoint or user code
+            state = without_aliases(state)
         batch = (batch if isinstance(batch, Batch) else self.put(batch)).limited(self.limit)
         if batch.mask is not None and self.probe_padding and not self._probed:
             self.check_padding(state, batch)
@@ -274,7 +279,7 @@ class Program:
         self._validate_first(metrics, self.metrics)
         for program in (program for in_its_place, program in due if not in_its_place):
             state = program(state)
-        self._stepped = (state.step, number)
+        self._stepped, self._returned = (state.step, number), weakref.ref(state)
         return state, metrics
 
     @property

@@ -14,7 +14,7 @@ from spmdkit.foundation.trees import first_difference
 from spmdkit.run.hooks.base import Decision, ReplaceState, Rollback, Stop
 from spmdkit.run.recovery import rollback
 from spmdkit.run.run import Run
-from spmdkit.step.state import TrainState
+from spmdkit.step.state import TrainState, check_not_donated
 
 
 def perform(
@@ -32,8 +32,10 @@ def perform(
     if decision.evaluate:
         evaluate(run, step, state)
     more = run.hook_runner.more()  # requested in after_eval: save a best loss, stop early
-    if isinstance(more.turn, Rollback | ReplaceState) or (isinstance(more.turn, Stop) and not more.turn.saves):
+    if isinstance(more.turn, Rollback) or (isinstance(more.turn, Stop) and not more.turn.saves):
         return perform(run, step, state, batches, more)
+    if isinstance(more.turn, ReplaceState):
+        state = replaced(run, step, state, more.turn.state)
     turn = next((t for t in (turn, more.turn) if isinstance(t, Stop)), None)
     if turn is not None and turn.code == 0:
         run.mark_finished(turn.why or "a hook")
@@ -60,7 +62,7 @@ def save(run: Run, step: int, state: TrainState) -> None:
         NonFiniteError: the state is not finite.
         CheckpointWriteError: this or the previous save failed, `checkpoint.max_failures` times in a row.
     """
-    if run.saves is None or run.saved_step == step:
+    if run.saves is None or run.has_saved(step):
         return
     jax.block_until_ready(state.step)
     with run.reporter.throughput.paused(), phase.during("save"):
@@ -100,15 +102,15 @@ def check_last(run: Run, state: TrainState) -> None:
 
 def replaced(run: Run, step: int, state: TrainState, new: Any) -> TrainState:
     """Returns the state that a hook requested, in the layout of the program. Raises ConfigError if its leaves, shapes
-    or dtypes differ."""
+    or dtypes differ, or if it was donated."""
     if not isinstance(new, TrainState) or (difference := first_difference(state, new)):
         found = difference if isinstance(new, TrainState) else f"it is {type(new).__name__}"
         raise ConfigError(
             f"sk.ReplaceState at step {step}: the new state differs in shape: {found}. Shapes and dtypes of the state "
             "are the same for all steps. Write sk.ReplaceState(state.replace(params=...))."
         )
-    if run.checkpoints is not None:
-        run.checkpoints.saved_step = 0
+    check_not_donated(new, f"sk.ReplaceState at step {step}")
+    run.forget_evaluation()
     placed: TrainState = jax.device_put(new, run.program.state_sharding)
     return placed
 

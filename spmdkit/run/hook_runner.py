@@ -15,7 +15,8 @@ from spmdkit.run.hooks.base import Action, Decision, Hook, ReplaceState, RunView
 
 
 class HookRunner:
-    """The hooks of a run. `decision` returns the actions that they requested by the end of a step.
+    """The hooks of a run. `decision` returns the actions that they requested by the end of a step, `more` the ones that
+    need no agreement between processes.
 
     Args:
         lag: maximum number of steps in flight.
@@ -99,8 +100,17 @@ class HookRunner:
             self._pending.clear()
         return self.more()
 
+    def decision_at_start(self) -> Decision:
+        """Returns the decision before the first step, for the actions requested in `begin`, the same on every
+        process."""
+        if self._cluster.num_processes > 1 and any(h.begin and h.name not in self._ours for h in self._hooks):
+            self._now += self._actions_of_all()
+            self._pending.clear()
+        return self.more()
+
     def more(self) -> Decision:
-        """Returns the decision for the actions requested since the last one, in `after_eval` and `after_save`."""
+        """Returns the decision for the actions requested since the last one, in `before_step`, `after_eval` and
+        `after_save`."""
         if not self._now:
             return NOTHING
         requested, self._now = self._now, []

@@ -161,6 +161,13 @@ class Run:
         """The step of the newest state that is committed or being written; 0: none."""
         return 0 if self.checkpoints is None else self.checkpoints.saved_step
 
+    def has_saved(self, step: int) -> bool:
+        """Returns whether the state of `step` is committed or being written, the same on every process."""
+        if step or self.checkpoints is None:
+            return self.saved_step == step
+        steps = self.checkpoints.steps
+        return self.checkpoints.owed == 0 or self.cluster.from_main("saved step", lambda: 0 in steps())
+
     @property
     def is_complete(self) -> bool:
         """Whether the restored state is that of the last step, or of a run that a hook ended."""
@@ -312,6 +319,10 @@ class Run:
         """Stores the metrics of an evaluation and writes them."""
         self.last_eval = (step, values)
         self.write({"step": step, "split": "eval", **values})
+
+    def forget_evaluation(self) -> None:
+        """Drops the last evaluation: it is of another state than the one with which training continues."""
+        self.last_eval = None
 
     def record_metrics(self, step: int, numbers: Metrics, speed: Mapping[str, float]) -> None:
         """Stores and writes the metrics of a log step, without the speed of the first step of a process."""

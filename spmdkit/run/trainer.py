@@ -96,15 +96,22 @@ def run_steps(run: Run, state: TrainState, batches: DeviceBatches) -> tuple[Trai
     that stopped training."""
     program, hooks, stop = run.program, run.hook_runner, None
     run.reporter.throughput.start()
-    hooks.call("begin", run, run.step, state)
     # Only user-defined hooks may hold a state that the next step donates.
     looks, program.may_be_donated = program.may_be_donated, program.may_be_donated and hooks.has_own
     try:
+        hooks.call("begin", run, run.step, state)
+        if (decision := hooks.decision_at_start()) is not NOTHING:
+            state, batches, stop = perform(run, run.step, state, batches, decision)
         run.driver.after_step(run, run.step, state)
         with callbacks_that_raise(partial(leave_stuck_callback, run)):
             while stop is None and (item := next(batches, None)) is not None:
                 step, batch, wait_s = item
                 hooks.call("before_step", run, step, state)
+                if (decision := hooks.more()) is not NOTHING:
+                    state, following, stop = perform(run, run.step, state, batches, decision)
+                    if stop is not None or following is not batches:  # a rollback: this batch belongs to a later step
+                        batches = following
+                        continue
                 state, metrics = program.step(state, batch)
                 run.dispatched(step, metrics, wait_s)
                 hooks.after_step(run, step, state, metrics)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from spmdkit.errors import ConfigError
-from spmdkit.foundation.trees import common_dtype, describe, named_leaves
+from spmdkit.foundation.trees import common_dtype, describe, is_key, named_leaves
 from spmdkit.step import rng as step_rng
 from spmdkit.step import trace_context
 
@@ -210,6 +210,29 @@ def check_not_donated(state: Any, what: str) -> None:
             "the state that it returns can be used. Write `state, metrics = program.step(state, batch)`, and copy "
             "what you still need (jax.tree.map(jnp.copy, state)) before the step."
         )
+
+
+def without_aliases(state: TrainState) -> TrainState:
+    """Returns the state with a copy of each leaf that shares the memory of an earlier leaf (`params=state.ema`). A step
+    donates the memory of each leaf, and memory that is donated twice ends the process."""
+    leaves, structure = jax.tree.flatten(state)
+    seen, aliases = set[Any](), list[int]()
+    for i, leaf in enumerate(leaves):
+        if (memory := _memory(leaf)) in seen:
+            aliases.append(i)
+        elif memory is not None:
+            seen.add(memory)
+    for i in aliases:
+        leaves[i] = jnp.copy(leaves[i])
+    return jax.tree.unflatten(structure, leaves) if aliases else state
+
+
+def _memory(leaf: Any) -> Any:
+    """Returns the address of an array's first shard in this process; None for other objects and empty arrays."""
+    if not isinstance(leaf, jax.Array) or not leaf.size:
+        return None
+    data = jax.random.key_data(leaf) if is_key(leaf) else leaf
+    return data.addressable_data(0).unsafe_buffer_pointer()
 
 
 def without_copies(state: TrainState) -> TrainState:

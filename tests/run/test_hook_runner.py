@@ -58,6 +58,17 @@ def test_request_of_one_process_reaches_all(who):
     assert others == [first] * (NUM - 1)
 
 
+def test_request_at_the_start_is_performed_before_the_first_step():
+    def body(due, decisions, process, dispatched):
+        due.call("begin", None, 0, None)
+        decisions[0] = due.decision_at_start()
+
+    def hook(process):
+        return [sk.Hook("mine", begin=lambda run, step, state: sk.Stop(42) if process == 2 else None)]
+
+    assert [d[0].turn for d in processes(hook, body)] == [sk.Stop(42)] * NUM
+
+
 def test_all_processes_take_the_strongest_request():
     actions = [sk.Save(), sk.Rollback(to_step=3), sk.Stop(77, "the strongest")]
     found = processes(lambda process: [asks(5, actions[process])(process)])
