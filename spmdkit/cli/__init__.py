@@ -280,6 +280,8 @@ def migrate(
         repair = "The top of the config lists them with the repairs. Set them by hand, or accept it with --accept-lost."
         names = ", ".join(migrated.lost)
         print(visible(f"migrate {file}: {found} and have no counterpart: {names}. {repair}"), file=sys.stderr)
+    if migrated.problem:
+        print(visible(f"migrate {file}: the config is not accepted yet: {migrated.problem}"), file=sys.stderr)
     raise SystemExit(int(bool(migrated.problem) or (bool(migrated.lost) and not accept_lost)))
 
 

@@ -130,7 +130,7 @@ def to(path: str, of: Callable[[Any], Any] = lambda value: value, note: str = ""
 def external(migration: Migration, key: str, path: str, written: Mapping[str, Any]) -> None:
     """Reports an "auto", which stands for a value outside of the file. `written`: the values in the config until the
     user sets `path`."""
-    values = ", ".join(f"{name}: {shown(value)}" for name, value in written.items())
+    values = ", ".join(f"{name}: {shown(value)}" for name, value in written.items()) or "nothing"
     why = f"the trainer's own value, which is not in this file: set {path} ({values} is written)"
     migration.report(LOST, key, "auto", why)
 
@@ -167,11 +167,10 @@ def lost_if_set(why: str) -> Rule:
 
 
 def is_set(value: Any) -> bool:
-    """Returns whether a setting is neither off, empty, 0, -1 nor "auto"; of a section, whether one of its switches is
-    on."""
+    """Returns whether a setting is neither off, empty, 0, -1 nor "auto"; of a section, whether `enabled` or, without
+    it, any of its settings is."""
     if isinstance(value, Mapping):
-        switches = [v for k, v in value.items() if "enabled" in str(k) or isinstance(v, Mapping)]
-        return any(is_set(v) for v in switches)
+        return is_set(value["enabled"]) if "enabled" in value else any(is_set(inner) for inner in value.values())
     return value not in (None, False, 0, -1, "", "none", "None", "false", "False", [], "auto")
 
 

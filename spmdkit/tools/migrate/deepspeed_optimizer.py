@@ -59,7 +59,10 @@ _IMPLEMENTATION = re.compile(
 def optimizer(migration: Migration, key: str, value: Any) -> None:
     """An optax optimizer with the same update, and the learning rate as a separate key. The arguments of optax that
     have another default are written out."""
+    if not value:
+        return migration.report(AUTOMATIC, key, value, "the task's optimizer")
     kind, params = str(value.get("type", "")), dict(value.get("params") or {})
+    _others(migration, key, value)
     plain = kind.lower().removeprefix("onebit").removeprefix("zeroone")
     is_torch, is_decoupled = is_on(params.pop("torch_adam", False)), is_on(params.pop("adam_w_mode", True))
     name = "adamw" if plain == "adam" and is_decoupled else plain
@@ -76,7 +79,7 @@ def optimizer(migration: Migration, key: str, value: Any) -> None:
         if option == "lr":
             _rate(migration, path, argument, note)
         elif argument == "auto" and option in _OPTIONS[name]:
-            new = _arguments(name, option, AUTO[option]) or {"weight_decay": 0.0}
+            new = _arguments(name, option, AUTO[option]) if option in AUTO else {}
             chosen |= new
             external(migration, path, f"optimizer.{option}", new)
         elif option in _OPTIONS[name]:
@@ -102,6 +105,14 @@ def optimizer(migration: Migration, key: str, value: Any) -> None:
         )
         migration.report(LOST, f"{key}.type", kind, f"{why}variance and corrects no bias, optax.{name} does")
     return None
+
+
+def _others(migration: Migration, key: str, value: Mapping[str, Any]) -> None:
+    for name in [name for name in value if name not in ("type", "params")]:
+        if name == "legacy_fusion":
+            migration.report(AUTOMATIC, f"{key}.{name}", value[name], "an implementation detail of DeepSpeed")
+        else:
+            unknown(migration, f"{key}.{name}", value[name])
 
 
 def _rate(migration: Migration, path: str, value: Any, note: str) -> None:
@@ -138,10 +149,11 @@ def _without_counterpart(migration: Migration, path: str, option: str, value: An
 
 def scheduler(migration: Migration, key: str, value: Any) -> None:
     """A learning rate with the same value at each step."""
-    kind, params = str(value.get("type") or ""), dict(value.get("params") or {})
-    rate = migration.config.get("learning_rate")
-    if not kind:
+    if not value or not value.get("type"):
         return migration.report(AUTOMATIC, key, value, "no scheduler")
+    kind, params = str(value["type"]), dict(value.get("params") or {})
+    rate = migration.config.get("learning_rate")
+    _others(migration, key, value)
     if kind not in _SCHEDULERS:
         why = "a scheduler of torch: set learning_rate to an optax schedule"
         return migration.report(LOST, key, value, f"{why}{'' if rate is None else f' ({shown(rate)} is written)'}")
@@ -157,7 +169,18 @@ def scheduler(migration: Migration, key: str, value: Any) -> None:
         repair = f"set learning_rate to a schedule ({shown(constant)} is written)"
         return migration.report(LOST, key, value, f"{why}: {repair}")
     given = {o: v[0] if isinstance(v, list) and len(v) == 1 else v for o, v in given.items()}
+    needed = [o for o in ("total_num_steps", "cycle_min_lr", "cycle_max_lr") if given.get(o, 0) is None]
+    uses_rate = kind == "WarmupCosineLR" or (kind == "WarmupLR" and given["warmup_max_lr"] is None)
+    needed += ["the optimizer's lr"] if uses_rate and rate is None else []
+    needed += [f"one value for all parameters, {o}" for o, v in given.items() if isinstance(v, list)]
+    if needed:
+        return migration.report(LOST, key, value, f"it needs {' and '.join(needed)}: set learning_rate to a schedule")
     migration.mapped(key, value, "learning_rate", form(given, rate))
+    if not uses_rate:
+        other = {"kind": AUTOMATIC, "why": "the scheduler sets the rate"}
+        migration.lines = [
+            line._replace(**other) if line.key == "optimizer.params.lr" else line for line in migration.lines
+        ]
     if any(given.get(f"cycle_{half}_stair_count") for half in ("first", "second")):
         migration.report(
             LOST, f"{key}.params.cycle_first_stair_count", given, "the rate rises and falls without stairs"
@@ -217,6 +240,8 @@ def _one_cycle(given: Mapping[str, Any], rate: Any) -> Any:
     low, high = float(given["cycle_min_lr"]), float(given["cycle_max_lr"])
     rise = int(given["cycle_first_step_size"])
     fall = rise if given["cycle_second_step_size"] is None else int(given["cycle_second_step_size"])
+    if rise <= 0:
+        raise ValueError("cycle_first_step_size is positive")
     pieces: dict[int, Any] = {0: _linear(low, high, rise)} | ({rise: _linear(high, low, fall)} if fall else {})
     interval, growth = given["decay_step_size"], float(given["decay_lr_rate"])
     decay = {"name": "power_schedule", "init_value": low, "transition_steps": interval, "growth": growth}

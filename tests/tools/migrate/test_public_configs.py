@@ -195,12 +195,16 @@ def test_maxtext_has_the_same_rate_at_each_step(tmp_path, settings):
     assert lost == [] and len(steps) == (settings["steps"] if settings["steps"] > 0 else 50)
 
 
-def torch_updates(kind, lr, steps, p, betas=(0.9, 0.999), eps=1e-8, decay=0.0, momentum=0.0, nesterov=False, **_):
-    """The parameter after some steps with the gradient p: csrc/adam/multi_tensor_adam.cu and
+FACTORS = [1.0, 0.5, -0.002, -0.004, 0.3, -0.02]
+"""The gradient of each step, as a multiple of the parameter."""
+
+
+def torch_updates(kind, lr, p, betas=(0.9, 0.999), eps=1e-8, decay=0.0, momentum=0.0, nesterov=False, **_):
+    """The parameter after the steps: csrc/adam/multi_tensor_adam.cu and
     csrc/lion/multi_tensor_lion.cu of DeepSpeed, torch.optim.SGD and Adagrad."""
     m = v = np.zeros_like(p)
-    for t in range(1, steps + 1):
-        g = p.copy()
+    for t, factor in enumerate(FACTORS, 1):
+        g = factor * p
         if kind in ("adam_l2", "sgd", "adagrad"):
             g = g + decay * p
         if kind in ("adam_l2", "adamw"):
@@ -245,11 +249,11 @@ def test_deepspeed_optimizer_makes_the_same_updates(tmp_path, kind, name, params
     transformation = build_optimizer(config["optimizer"], 0.05)
     params = jnp.array([0.5, -2.0, 3.0])
     state = transformation.init(params)
-    for _ in range(4):
-        update, state = transformation.update(params, state, params)
+    for factor in FACTORS:
+        update, state = transformation.update(factor * params, state, params)
         params = optax.apply_updates(params, update)
     start = np.array([0.5, -2.0, 3.0])
-    np.testing.assert_allclose(params, torch_updates(kind, 0.05, 4, start, **reference), rtol=2e-5)
+    np.testing.assert_allclose(params, torch_updates(kind, 0.05, start, **reference), rtol=2e-5)
     assert lost == []
 
 
@@ -268,6 +272,8 @@ def test_deepspeed_optimizer_makes_the_same_updates(tmp_path, kind, name, params
         ({"type": "Adagrad", "params": {"lr_decay": 0.1, "eps": 0.1}}, ["optimizer.params.eps", "optimizer.params.lr_decay"]),
         ({"type": "AdamW", "params": {"lr": "auto"}}, ["optimizer.params.lr"]),
         ({"type": "AdamW", "params": {"decay": 0.1}}, ["optimizer.params.decay"]),
+        ({"type": "SGD", "params": {"momentum": "auto"}}, ["optimizer.params.momentum"]),
+        (None, []),
         ({"type": "Adam", "params": {"max_grad_norm": 1.0}}, []),
     ],
 )  # fmt: skip
@@ -281,6 +287,9 @@ def test_what_changes_an_update_of_deepspeed_is_lost(tmp_path, optimizer, lost):
         ({"type": "CosineAnnealingLR", "params": {"T_max": 10}}, ["scheduler"]),
         ({"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}, ["scheduler"]),
         ({"type": "WarmupDecayLR", "params": {}}, ["scheduler"]),
+        ({"type": "WarmupLR", "params": {"warmup_min_lr": [0.0, 0.1]}}, ["scheduler"]),
+        ({"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_first_step_size": 0}}, ["scheduler"]),
+        (None, []),
         ({"type": "WarmupLR", "params": {"cooldown": 3}}, ["scheduler.params.cooldown"]),
         ({"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}}, ["scheduler.params.cycle_momentum"]),
         (
@@ -292,6 +301,40 @@ def test_what_changes_an_update_of_deepspeed_is_lost(tmp_path, optimizer, lost):
 def test_what_changes_a_rate_of_deepspeed_is_lost(tmp_path, scheduler, lost):
     adam = {"type": "AdamW", "params": {"lr": 0.1}}
     assert migrated(tmp_path, {"train_batch_size": 8, "optimizer": adam, "scheduler": scheduler})[1] == lost
+
+
+@pytest.mark.parametrize(("highest", "lost"), [(0.1, []), (None, ["optimizer.params.lr"])])
+def test_a_rate_that_the_scheduler_replaces_is_not_lost(tmp_path, highest, lost):
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": highest, "warmup_num_steps": 5}}
+    settings = {"train_batch_size": 8, "scheduler": scheduler}
+    config, found = migrated(tmp_path, {**settings, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
+    assert (config["learning_rate"]["peak_value"], found) == (highest or 5e-5, lost)
+
+
+@pytest.mark.parametrize(
+    ("settings", "lost"),
+    [
+        ({}, []),
+        ({"zero_optimization": {"stage": 3, "zenflow": {"topk_ratio": 0.1}}}, ["zero_optimization.zenflow"]),
+        ({"data_efficiency": {"enabled": False, "seed": 3}, "compression_training": {"layer_reduction": {"enabled": False, "keep": 5}}}, []),
+        ({"compression_training": {"layer_reduction": {"enabled": True}}, "elasticity": {"enabled": True}}, ["compression_training", "elasticity"]),
+        ({"train_batch_size": "auto", "gradient_clipping": "auto"}, ["train_batch_size", "gradient_clipping"]),
+        ({"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 9}}}, ["scheduler"]),
+    ],
+)  # fmt: skip
+def test_sections_that_change_training_are_lost(tmp_path, settings, lost):
+    assert sorted(migrated(tmp_path, {"train_batch_size": 8, **settings})[1]) == sorted(lost)
+
+
+def test_a_missing_batch_size_is_lost(tmp_path):
+    assert migrated(tmp_path, {"gradient_accumulation_steps": 2})[1] == ["batch size"]
+
+
+def test_every_setting_of_the_two_sections_has_a_line(tmp_path):
+    optimizer = {"type": "AdamW", "params": {"lr": 0.1}, "legacy_fusion": True, "groups": 2}
+    scheduler = {"type": "WarmupLR", "params": {}, "interval": "epoch"}
+    lost = migrated(tmp_path, {"train_batch_size": 8, "optimizer": optimizer, "scheduler": scheduler})[1]
+    assert lost == ["optimizer.groups", "scheduler.interval"]
 
 
 @pytest.mark.parametrize(
