@@ -28,11 +28,13 @@ _ACROSS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. All fields are text: `name` of the leaf or metric, `rows`: how rows enter, `old`: how the
-    old value of a leaf enters, `replicas`, `microbatches`, `padding`: what happens over them, `why`."""
+    """One line of the table. All fields are text: `name` of the leaf or metric, `rows`: how rows enter, `keys`: how a
+    loss uses its keys, `old`: how the old value of a leaf enters, `replicas`, `microbatches`, `padding`: what happens
+    over them, `why`."""
 
     name: str
     rows: str
+    keys: str
     old: str
     replicas: str
     microbatches: str
@@ -40,7 +42,16 @@ class Row:
     why: str
 
 
-COLUMNS = ("leaf or metric", "rows enter", "old value", "over replicas", "over microbatches", "padding rows", "why")
+COLUMNS = (
+    "leaf or metric",
+    "rows enter",
+    "keys",
+    "old value",
+    "over replicas",
+    "over microbatches",
+    "padding rows",
+    "why",
+)
 
 
 def row_table(usages: Sequence[Usage], declared: Kinds, microbatches: int, padded: bool) -> list[Row]:
@@ -65,11 +76,11 @@ def _row(usage: Usage, declared: Kinds, microbatches: int, padded: bool) -> Row:
     padding = "none" if not padded else "checked by a second run" if is_state else "excluded"
     if not is_state:
         name = usage.what if usage.what == "loss" else f"metric {usage.name}"
-        return Row(name, usage.rows, "", _ACROSS[usage.rows], over, padding, why)
+        return Row(name, usage.rows, usage.keys, "", _ACROSS[usage.rows], over, padding, why)
     reduction = declared.get(usage.name) or reduction_of(usage)
     over_replicas = reduction or "not defined: needs Task(state_reduction=...)"
     why = "declared in Task.state_reduction" if usage.name in declared else why or _why(reduction)
-    return Row(f"state {usage.name}", usage.rows, usage.old, over_replicas, over, padding, why)
+    return Row(f"state {usage.name}", usage.rows, "", usage.old, over_replicas, over, padding, why)
 
 
 def _why(reduction: str | None) -> str:

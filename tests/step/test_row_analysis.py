@@ -191,3 +191,48 @@ def test_everything_that_differs_between_meshes_is_reported(first):
         assert reported or not differs, (seed, names, one, four)
         assert mixes or not (differs or reported), (seed, names, one, four)
         assert reported == mixes, (seed, names, one, four)
+
+
+def noise(key, batch):
+    return jax.random.normal(key, batch["y"].shape)
+
+
+def looped_noise(key_of, batch, xs):
+    return jax.lax.scan(lambda c, i: (c + noise(key_of(i), batch), None), batch["y"], xs)[0]
+
+
+def example_noise(keys):
+    return jax.vmap(lambda key: jax.random.normal(key, (CLASSES,)))(keys)
+
+
+ONCE, AGAIN, LOOP = "once", "several times: ", "once for all iterations of a loop: "
+KEYS = {
+    "no draw": (lambda b, k: b["y"], "not used"),
+    "one draw": (lambda b, k: noise(k, b), ONCE),
+    "two draws": (lambda b, k: noise(k, b) + noise(k, b), AGAIN),
+    "split": (lambda b, k: (lambda a, c: noise(a, b) + noise(c, b))(*jax.random.split(k)), ONCE),
+    "one half twice": (lambda b, k: noise(jax.random.split(k)[0], b) * noise(jax.random.split(k)[0], b), AGAIN),
+    "folded": (lambda b, k: noise(jax.random.fold_in(k, 1), b) + noise(jax.random.fold_in(k, 2), b), ONCE),
+    "folded alike": (lambda b, k: noise(jax.random.fold_in(k, 1), b) + noise(jax.random.fold_in(k, 1), b), AGAIN),
+    "loop": (lambda b, k: looped_noise(lambda i: k, b, jnp.arange(3)), LOOP),
+    "loop with the iteration": (lambda b, k: looped_noise(lambda i: jax.random.fold_in(k, i), b, jnp.arange(3)), ONCE),
+    "loop over keys": (lambda b, k: looped_noise(lambda key: key, b, jax.random.split(k, 3)), ONCE),
+    "carried": (
+        lambda b, k: jax.lax.fori_loop(0, 3, lambda i, c: (jax.random.split(c[0])[0], noise(c[0], b)), (k, b["y"]))[1],
+        ONCE,
+    ),
+    "example keys": (lambda b, k: example_noise(sk.example_keys()), ONCE),
+    "example keys twice": (
+        lambda b, k: (lambda keys: example_noise(keys) + example_noise(keys))(sk.example_keys()),
+        AGAIN,
+    ),
+    "jit": (lambda b, k: jax.jit(noise)(k, b) + jax.jit(noise)(k, b), AGAIN),
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_uses_of_keys_are_counted(name):
+    draw, expected = KEYS[name]
+    program = build(lambda p, b, k: sk.mean(errors(p, b)) + 0 * sk.mean(draw(b, k)))
+    [row] = program.row_table
+    assert row.keys == expected if expected in (ONCE, "not used") else row.keys.startswith(f"{expected}tests/step/")

@@ -47,7 +47,7 @@ def rows_of_example(name: str) -> list[Row]:
 def without_lines(row: Row) -> tuple[str, ...]:
     """Returns the fields of a row; `why` without the line."""
     *fields, why = vars(row).values()
-    return (*(field.strip() for field in fields), why.partition(" at ")[0])
+    return (*(field.partition(": ")[0].strip() for field in fields), why.partition(" at ")[0])
 
 
 def page(names: list[str], examples: tuple[str, ...]) -> str:
@@ -55,7 +55,12 @@ def page(names: list[str], examples: tuple[str, ...]) -> str:
     sections = [("Tasks", names, rows_of_task), ("Examples", examples, rows_of_example)]
     text = [HEAD]
     for title, items, rows_of in sections:
-        text += [f"## {title}", "", f"| {title[:-1].lower()} | {' | '.join(COLUMNS)} |", "| --- " * 8 + "|"]
+        text += [
+            f"## {title}",
+            "",
+            f"| {title[:-1].lower()} | {' | '.join(COLUMNS)} |",
+            "| --- " * (1 + len(COLUMNS)) + "|",
+        ]
         for name in items:
             for row in rows_of(name):
                 cells = " | ".join(cell.replace("|", "\\|") for cell in without_lines(row))

@@ -19,6 +19,7 @@ import numpy as np
 from spmdkit import compat
 from spmdkit.foundation.trees import named_leaves
 from spmdkit.step.dataflow.flow import NONE, Flow
+from spmdkit.step.dataflow.keys import key_uses
 from spmdkit.step.dataflow.walk import flows_of
 from spmdkit.step.metrics.aggregates import Max
 from spmdkit.step.metrics.base import Metric, is_metric
@@ -51,6 +52,7 @@ class Usage:
         mixed: line of the user's code at which the rows of a replica were mixed, or None.
         whole: line at which rows of other replicas were read, or None.
         unknown: (primitive, line) of the first operation without a rule, or None.
+        keys: how a loss uses its keys.
         flow: of a leaf of the model state.
         old: how the old value of a leaf of the model state enters.
         per_replica: whether a leaf depends on the rows or the key of a replica.
@@ -64,6 +66,7 @@ class Usage:
     mixed: str | None = None
     whole: str | None = None
     unknown: tuple[str, str | None] | None = None
+    keys: str = ""
     flow: Flow = NONE
     old: Literal["", "not at all", "retained", "affine", "other"] = ""
     per_replica: bool = False
@@ -133,7 +136,9 @@ def _usages(
     given = [*lead, *of_rows, *[NONE] * len(jax.tree.leaves(replica))]
     flows = iter(flows_of(traced, given, num, math.prod(bound.values()), unique, axes, needed))
     loss_flows, metric_flows = (jax.tree.map(lambda _: next(flows), part) for part in shapes[:2])
-    usages = [_usage("loss", "", shapes[0], loss_flows)]
+    leaves_in = jax.tree.leaves((inputs.state, inputs.shared, rows, replica))
+    keys = key_uses(traced, [i for i, x in enumerate(leaves_in) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)])
+    usages = [replace(_usage("loss", "", shapes[0], loss_flows), keys=keys.text)]
     usages += [_usage("metric", name, shapes[1][name], metric_flows[name]) for name in shapes[1]]
     leaves = named_leaves(shapes[2])
     if leaves:
@@ -249,4 +254,4 @@ def _with_lines(
         lines[mark] = None if eqn is None else compat.user_line(eqn)
     eqn = next((f.unknown for f in flows if f.unknown is not None), None)
     unknown: tuple[str, str | None] | None = None if eqn is None else (eqn.primitive.name, compat.user_line(eqn))
-    return Usage(what, name, rows, lines["mixed"], lines["whole"], unknown, *rest)
+    return Usage(what, name, rows, lines["mixed"], lines["whole"], unknown, "", *rest)
