@@ -175,7 +175,10 @@ def scheduler(migration: Migration, key: str, value: Any) -> None:
     needed += [f"one value for all parameters, {o}" for o, v in given.items() if isinstance(v, list)]
     if needed:
         return migration.report(LOST, key, value, f"it needs {' and '.join(needed)}: set learning_rate to a schedule")
-    migration.mapped(key, value, "learning_rate", form(given, rate))
+    notes = {"WarmupLR": "up to the optimizer's lr; DeepSpeed before June 2025: up to 0.001"}
+    notes["WarmupDecayLR"] = "up to DeepSpeed's default, 0.001, and not the optimizer's lr"
+    note = "" if params.get("warmup_max_lr") is not None else notes.get(kind, "")
+    migration.mapped(key, value, "learning_rate", form(given, rate), note)
     if not uses_rate:
         other = {"kind": AUTOMATIC, "why": "the scheduler sets the rate"}
         migration.lines = [

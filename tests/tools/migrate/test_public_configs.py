@@ -309,6 +309,7 @@ def test_a_rate_that_the_scheduler_replaces_is_not_lost(tmp_path, highest, lost)
     settings = {"train_batch_size": 8, "scheduler": scheduler}
     config, found = migrated(tmp_path, {**settings, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
     assert (config["learning_rate"]["peak_value"], found) == (highest or 5e-5, lost)
+    assert ("before June 2025" in (tmp_path / "config.yaml").read_text()) == (highest is None)
 
 
 @pytest.mark.parametrize(
