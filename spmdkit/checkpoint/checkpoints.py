@@ -406,7 +406,7 @@ def refusal_reason(directory: Location, written: Location, step: int, num_bytes:
     except OSError as error:
         return (
             f"saving step {step} to {folder}: {written} cannot be used ({records.first_line(error)}). "
-            "It must stay in place while the run lives. Bring it back and start again."
+            "It must exist until the run ends. Restore it and start again."
         )
     free, needed = disk.f_bavail * disk.f_frsize, num_bytes + FREE_MARGIN_BYTES
     if free >= needed:
@@ -414,7 +414,7 @@ def refusal_reason(directory: Location, written: Location, step: int, num_bytes:
     return (
         f"saving step {step} to {folder} needs about {format_bytes(needed)}, {format_bytes(free)} are free. A save "
         "that would fill the disk is not started; earlier checkpoints are intact. Free some space, lower "
-        "checkpoint.keep, or set run_dir on another disk."
+        "checkpoint.keep, or set run_dir to a folder on another disk."
     )
 
 

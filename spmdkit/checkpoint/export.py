@@ -44,7 +44,7 @@ def export(
     directory, out = location.resolve(directory), Path(out).absolute()
     for value, options in ((format, FORMATS), (which, PARTS)):
         if value not in options:
-            raise ConfigError(f"export knows {', '.join(options)}, not {value!r}.{nearest(value, options)}")
+            raise ConfigError(f"export: unknown {value!r}. Valid: {', '.join(options)}.{nearest(value, options)}")
     if os.path.lexists(out):
         raise ConfigError(f"export to {out}: it exists. Nothing is overwritten. Choose another name or remove it.")
     with listing.hold_step(directory, lambda: listing.newest_step(directory) if step is None else step) as chosen:
@@ -67,8 +67,8 @@ def export(
                 )
     except OSError as error:
         raise CheckpointWriteError(
-            f"export to {out} failed ({record.first_line(error)}). Its folder must be writable and have room for "
-            "the parameters. Choose another place."
+            f"export to {out} failed ({record.first_line(error)}). Its folder must be writable and have space "
+            "for the parameters. Choose another path."
         ) from error
     return saved.step
 

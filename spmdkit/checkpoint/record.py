@@ -182,16 +182,16 @@ def check_files(directory: Location, record: Record) -> None:
         except (KeyError, OSError):
             wrong.append(f"{name} is missing")
     if wrong:
-        raise damaged_error(directory, record.step, f"{wrong[0]} ({len(wrong)} of {len(record.files)} files are wrong)")
+        raise damaged_error(directory, record.step, f"{wrong[0]} ({len(wrong)} of {len(record.files)} files damaged)")
 
 
 def damaged_error(directory: Location, step: int, found: str) -> DamagedError:
     """Returns the error for a damaged checkpoint, with the steps to return to an earlier one."""
     earlier = [other for other in committed_steps(directory) if other < step]
-    back = f"to go back to step {earlier[-1]}" if earlier else "to start again from step 0; there is no earlier step"
+    back = f"to return to step {earlier[-1]}" if earlier else "to start again from step 0; there is no earlier step"
     return DamagedError(
         f"the checkpoint {directory / str(step)} is damaged: {found}. "
-        f"It is used completely or not at all. Delete or rename {directory / str(step)} {back}.",
+        f"A checkpoint must be intact. Delete or rename {directory / str(step)} {back}.",
         found,
     )
 

@@ -38,8 +38,8 @@ def prepare_run_dir(run_dir: Path | str) -> Path:
             os.fsync(file.fileno())
     except OSError as error:
         raise ConfigError(
-            f"run_dir is {path}, which cannot be written ({first_line(error)}). A run needs its own folder that "
-            "it may write to. Set run_dir to one."
+            f"run_dir is {path}, which cannot be written ({first_line(error)}). A run needs its own folder "
+            "with write permission. Set run_dir to one."
         ) from error
     return path
 

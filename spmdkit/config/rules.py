@@ -56,8 +56,8 @@ def _batch(config: Settings) -> Iterator[Problem]:
         near = [str(d) for d in (max(d for d in divisors if d < parts), min([d for d in divisors if d > parts] or [0]))]
         yield Problem(
             ("microbatches",),
-            f"splits batch_size {config.batch_size} into {parts} parts, found a rest of {rest}. microbatches divides "
-            f"batch_size. Try microbatches: {' or '.join(d for d in near if d != '0')}, or batch_size: "
+            f"splits batch_size {config.batch_size} into {parts} parts, found a remainder of {rest}. microbatches must "
+            f"divide batch_size. Try microbatches: {' or '.join(d for d in near if d != '0')}, or batch_size: "
             f"{_multiples(config.batch_size, parts)}.",
         )
     elif all(config.mesh.sizes().get(axis, 1) > 0 for axis in LOGICAL_AXES["batch"]):
@@ -83,8 +83,8 @@ def _batch_on_mesh(config: Settings, sizes: Mapping[str, int]) -> Iterator[Probl
         cut = f"{cut} = {shards}" if cut else "1"
         yield Problem(
             ("batch_size",),
-            f"is {config.batch_size}; the mesh splits a batch into {cut}{also}, found a rest of "
-            f"{config.batch_size % unit}. batch_size is a multiple of {unit}. Try batch_size: "
+            f"is {config.batch_size}; the mesh splits a batch into {cut}{also}, found a remainder of "
+            f"{config.batch_size % unit}. batch_size must be a multiple of {unit}. Try batch_size: "
             f"{_multiples(config.batch_size, unit)}.",
         )
 

@@ -91,7 +91,7 @@ def _no_file(path: Path) -> str:
         return f"no such file, and no folder {path.parent}. Check the path."
     near = sorted(p.name for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml"))
     hint = nearest(path.name, near) or (f" {path.parent} holds {', '.join(near[:5])}." if near else "")
-    return f"no such file.{hint} A config is named by its path."
+    return f"no such file.{hint} CONFIG is the path of a YAML file."
 
 
 def parse(text: str, place: Callable[[int], Location], name: str) -> Document:

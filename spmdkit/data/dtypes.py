@@ -33,8 +33,8 @@ def device_dtype(where: str, dtype: Any) -> np.dtype:
     canonical = np.dtype(jax.dtypes.canonicalize_dtype(native))
     if canonical != native and native.kind in "fc":
         raise ConfigError(
-            f"{where} has dtype {native}, and JAX without x64 computes in {canonical}. spmdkit does not drop digits "
-            f"silently. Convert it yourself: .astype(np.{canonical})."
+            f"{where} has dtype {native}, but JAX without x64 computes in {canonical}. spmdkit does not "
+            f"reduce precision silently. Convert it: .astype(np.{canonical})."
         )
     return canonical
 

@@ -94,9 +94,8 @@ def of_callback(error: BaseException) -> tuple[int, str] | None:
 def _callback_words(frames: Sequence[tuple[Any, ...]], last: str) -> str:
     where = " at {}:{}, in {}".format(*frames[-1]) if frames else ""
     return (
-        f"a callback in the step raised{where}: {last[:500]}\nThe step that it stood in is lost, and the state that it "
-        "was given with it: what is kept is the newest checkpoint. Catch it in the callback, or look there for what is "
-        "wrong."
+        f"a callback in the step raised{where}: {last[:500]}\nThe step and its state are lost; the run resumes "
+        "from the newest checkpoint. Fix the callback, or catch the exception in it."
     )
 
 
@@ -115,6 +114,6 @@ def _of_file_system(error: BaseException) -> tuple[int, str] | None:
     what = "standard output" if error.filename is None else str(error.filename)
     code = ExitCode.NOT_WRITTEN if error.errno in NO_ROOM else ExitCode.CONFIG
     return code, (
-        f"{what[:300]} cannot be used: {error.strerror} (error {error.errno}). spmdkit has to read and write the files "
-        "that it is given. Fix the permissions, free some room, or name another."
+        f"{what[:300]} cannot be used: {error.strerror} (error {error.errno}). spmdkit needs access to it. "
+        "Fix the permissions, free some space, or choose another path."
     )

@@ -213,8 +213,8 @@ def call_declared(fn: Any, text: str, kind: str, options: Mapping[str, Any], ret
         else:
             hint = f" Set {options_key}: {{{', '.join(f'{name}: ...' for name in known)}}}."
         raise ConfigError(
-            f"{options_key} {dict(options)} do not fit {text}{signature}: {error}. They are its keyword "
-            f"arguments.{hint}"
+            f"{options_key} {dict(options)} do not fit {text}{signature}: {error}. They are passed as its "
+            f"keyword arguments.{hint}"
         ) from None
     try:
         result = fn(**options)
@@ -307,4 +307,4 @@ def _raised(kind: str, what: str, error: BaseException) -> str:
     elif (frame := user_frame(error)) is not None:
         where = f" at {frame.filename}:{frame.lineno}"
     key = KEYS.get(kind, kind)
-    return f"{key}: {what} raised {type(error).__name__}{where}: {text}. It must run to its end. Fix that line."
+    return f"{key}: {what} raised {type(error).__name__}{where}: {text}. It must run without an error. Fix that line."

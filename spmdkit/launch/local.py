@@ -156,7 +156,7 @@ def _check_numbers(num_processes: int, devices_per_process: int | None, grace_s:
     if num_processes < 1:
         raise ConfigError(f"launch -n {num_processes}: at least one process is needed. Try -n 2.")
     if devices_per_process is not None and devices_per_process < 1:
-        raise ConfigError(f"--devices-per-process {devices_per_process}: at least one device. Try 1.")
+        raise ConfigError(f"--devices-per-process {devices_per_process}: at least one device is needed. Try 1.")
     if not 0 <= grace_s < 86400:
         raise ConfigError(f"--grace-s {grace_s:g}: seconds, from 0 to less than a day. Try 60.")
     if max_restarts < 0:

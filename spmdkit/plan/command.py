@@ -166,7 +166,7 @@ def _write_config(best: Config, config: Config, document: Document, path: Path) 
         files.replace(path, (head + to_short_yaml(best, absolute_paths=not same_folder, hide_secrets=True)).encode())
     except OSError as error:
         raise ConfigError(
-            f"--write {path} cannot be written ({error.strerror}). Name a file in a folder that can."
+            f"--write {path} cannot be written ({error.strerror}). Choose a file in a writable folder."
         ) from error
 
 

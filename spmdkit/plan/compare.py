@@ -51,9 +51,9 @@ def as_written(*paths: Path) -> Iterator[None]:
             raise
         named = " or ".join(map(str, paths))
         raise ConfigError(
-            f"{named} has the keys of a plan, and values that are not those of a plan ({type(error).__name__}: "
-            f"{str(error)[:120]}). A plan is shown as spmdkit wrote it. Write it again: spmdkit plan CONFIG "
-            "--json."
+            f"{named} has the keys of a plan, but invalid values ({type(error).__name__}: "
+            f"{str(error)[:120]}). A plan must be unchanged since spmdkit wrote it. Write it again: "
+            "spmdkit plan CONFIG --json."
         ) from error
 
 

@@ -159,7 +159,7 @@ def _function(
         return task.eval_fn, False, None
     loss_fn = task.loss_fn
     if loss_fn is None:
-        raise ConfigError("evaluation needs Task.eval_fn or Task.loss_fn; this task has only train_step. Give eval_fn.")
+        raise ConfigError("evaluation needs Task.eval_fn or Task.loss_fn; this task has only train_step. Pass eval_fn.")
     model_state: tuple[Any, ...] = ()
     if stateful:
         single_copy = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if groups is not None else x
@@ -199,6 +199,6 @@ def check_best(options: Checkpoint | None, names: Sequence[str]) -> None:
     best = options and options.best
     if best and best.metric not in names:
         raise ConfigError(
-            f"checkpoint.best.metric is {best.metric}, and the evaluation has {', '.join(names)}. The best checkpoint "
+            f"checkpoint.best.metric is {best.metric}, but the evaluation has {', '.join(names)}. The best checkpoint "
             f"is selected by a metric of the evaluation.{nearest(best.metric, names)} Use one of them."
         )

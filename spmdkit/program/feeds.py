@@ -33,7 +33,7 @@ def open_feeds(config: Config, task: Task, on: Mesh, sizes: Mapping[str, int]) -
     options = config.data
     if task.train_data is None:
         raise ConfigError(
-            "Task.train_data is missing. train reads it. Pass a mapping of arrays, a source or a grain dataset."
+            "Task.train_data is missing. Training needs it. Pass a mapping of arrays, a source or a grain dataset."
         )
     access = functools.partial(data.ReadPolicy, options.threads, options.retries)
     ledger = data.SkippedRows(options.max_bad_examples)

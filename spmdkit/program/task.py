@@ -74,13 +74,16 @@ class Task:
                 what = f"Task.{name} is {type(value).__name__}"
                 raise ConfigError(f"{what}. It must be a function. Pass the function itself.")
         if self.loss_fn is None and self.train_step is None:
-            raise ConfigError("Task has neither loss_fn nor train_step. One of them is the training. Pass loss_fn.")
+            raise ConfigError("Task has neither loss_fn nor train_step. A task needs one of them. Pass loss_fn.")
         if self.row_mixing not in (None, "allow"):
             raise ConfigError(f"Task.row_mixing is {self.row_mixing!r}. Valid: 'allow', None.")
         if self.view not in ("global", "replica"):
             raise ConfigError(f"Task.view is {self.view!r}. Valid: 'global', 'replica'.")
         if self.view == "replica" and self.train_step is None:
-            raise ConfigError("Task.view is 'replica', but there is no train_step. The view is that of train_step.")
+            raise ConfigError(
+                "Task.view is 'replica', but there is no train_step. It applies to train_step only. Pass a train_step, "
+                "or remove view."
+            )
         for name, args in (("init", ("key",)), ("train_step", ("state", "batch"))):
             check_arity(name, getattr(self, name), args)
         for rule in self.rules:

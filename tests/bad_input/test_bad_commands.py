@@ -25,7 +25,7 @@ TRAINED = {
     "export over a file": (78, ("checkpoint", "export", "run", "task.py"), Parts(requested="task.py", found="exists", rule="Nothing is overwritten", repair="another name")),
     "export in an unknown format": (78, ("checkpoint", "export", "run", "out", "--format", "safetensor"), Parts(requested="'safetensor'", rule="safetensors, orbax", repair="Did you mean 'safetensors'")),
     "export of what was not kept": (79, ("checkpoint", "export", "run", "out", "--which", "ema"), Parts(requested="export of ema", found=("params, rng, step", "no ema"), repair="Set ema")),
-    "export below a file": (74, ("checkpoint", "export", "run", "task.py/out"), Parts(requested="task.py/out", found="FileExistsError: [Errno 17]", rule="writable", repair="another place")),
+    "export below a file": (74, ("checkpoint", "export", "run", "task.py/out"), Parts(requested="task.py/out", found="FileExistsError: [Errno 17]", rule="writable", repair="another path")),
 }  # fmt: skip
 
 TYPER = {

@@ -62,7 +62,7 @@ def test_every_damaged_file_is_detected_or_harmless(saved, directory, tmp_path, 
             restored, _ = checkpoints.restore(40, abstract_on(state, mesh_of(4)))
         except CheckpointError as error:
             assert str(directory / "40") in str(error) or "has steps 20" in str(error), (name, error)
-            assert "to go back to step 20" in str(error) or "Request step 20" in str(error), (name, error)
+            assert "to return to step 20" in str(error) or "Request step 20" in str(error), (name, error)
             assert "\n" not in str(error)
         else:
             assert_same(restored, state)
@@ -99,7 +99,7 @@ def test_garbage_of_the_right_size_gives_damaged_error(saved, directory):
     for path in (directory / "40" / "state").rglob("*"):
         if path.is_file():
             overwrite(path)
-    with pytest.raises(CheckpointError, match=r"40 is damaged: .*Delete or rename .*/40 to go back to step 20"):
+    with pytest.raises(CheckpointError, match=r"40 is damaged: .*Delete or rename .*/40 to return to step 20"):
         checkpoints.restore(40, abstract_on(state, mesh_of(1)))
     with pytest.raises(CheckpointError, match="40 is damaged"):
         export(directory, 40, directory.parent / "out.safetensors")

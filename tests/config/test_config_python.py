@@ -147,7 +147,7 @@ def test_check_batch_judges_the_resolved_mesh():
     config = Config(task="a.py:t", mesh={"data": -1}, batch_size=12)
     check_batch(config, {"data": 4})
     with pytest.raises(
-        ConfigError, match=r"^batch_size: is 12; .*data\(8\) = 8, found a rest of 4\..*Try batch_size: 8 or 16"
+        ConfigError, match=r"^batch_size: is 12; .*data\(8\) = 8, found a remainder of 4\..*Try batch_size: 8 or 16"
     ):
         check_batch(config, {"data": 8})
     with pytest.raises(ConfigError, match=r"Try batch_size: 16\.$"):

@@ -136,7 +136,7 @@ tf.distribute: OneDeviceStrategy; MirroredStrategy; MirroredStrategy with device
     CentralStorageStrategy; MultiWorkerMirroredStrategy; TPUStrategy; ParameterServerStrategy, synchronous use;
     ParameterServerStrategy, asynchronous use
 tf.train.Supervisor and MonitoredTrainingSession: Supervisor; MonitoredTrainingSession with hooks;
-    A hook of your own (SessionRunHook)
+    A user-defined hook (SessionRunHook)
 Horovod in six steps: The six steps with hvd's names; 4: wrap the optimizer; 6: save on rank 0 only
 PyTorch DDP: no_sync; Communication hooks; Uneven inputs (join)
 Accelerate: Your own loop; Metrics over all processes

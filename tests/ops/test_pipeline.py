@@ -302,7 +302,7 @@ def test_sum_of_means_is_rejected_where_unsupported():
 def test_indivisible_layers_are_rejected_with_repair():
     with pytest.raises(
         ConfigError,
-        match=r"12 layers over 4 stages x 2 chunks = 8, found a rest of 4\..*Try 8 or 16 layers, or mesh.pipeline: 3",
+        match=r"12 layers over 4 stages x 2 chunks = 8, found a remainder of 4\..*Try 8 or 16 layers, or mesh.*: 3",
     ):
         program_of(model(layers=12), mesh={"pipeline": 4}, pipeline={"schedule": "interleaved"})
 

@@ -334,7 +334,7 @@ def test_bincounts_are_written_to_their_own_file(tmp_path):
     above = int((X[:40] > 0).sum())
     assert found[-1]["signs"] == [120 - above, above] and all(sum(r["signs"]) == 48 for r in found if "split" not in r)
     best = {"checkpoint": {"best": {"metric": "signs", "mode": "min"}}, "eval": {"every_steps": 2}}
-    with pytest.raises(ConfigError, match=r"best\.metric is signs, and the evaluation has largest, loss"):
+    with pytest.raises(ConfigError, match=r"best\.metric is signs, but the evaluation has largest, loss"):
         train(
             tmp_path / "best", task=lambda: sk.Task(init, counted, optax.sgd(0.05), train_data=X, eval_data=X), **best
         )

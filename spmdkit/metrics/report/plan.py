@@ -48,7 +48,7 @@ def write_page(document: Mapping[str, Any], path: Path) -> Path:
         write_text(path, plan_page(document))
     except OSError as error:
         raise ConfigError(
-            f"--html {path} cannot be written ({error.strerror}). Name a file in a folder that can."
+            f"--html {path} cannot be written ({error.strerror}). Choose a file in a writable folder."
         ) from error
     return path
 

@@ -45,8 +45,8 @@ def check_layers(layers: Any, stacked_dims: int, num_stages: int, num_chunks: in
         chunks = f" x {num_chunks} chunks = {cut}" if cut > num_stages else ""
         below = max((d for d in range(1, num_stages) if num % (d * cut // num_stages) == 0), default=1)
         raise ConfigError(
-            f"sk.pipeline: {num} layers over {num_stages} stages{chunks}, found a rest of {num % cut}. Each holds the "
-            f"same number of layers. Try {num // cut * cut or cut} or {-(-num // cut) * cut} layers, or "
+            f"sk.pipeline: {num} layers over {num_stages} stages{chunks}, found a remainder of {num % cut}. Each must "
+            f"hold the same number of layers. Try {num // cut * cut or cut} or {-(-num // cut) * cut} layers, or "
             f"mesh.pipeline: {below}."
         )
 

@@ -127,8 +127,8 @@ def _parse_gpu(text: str, chip: Chip, shape: str) -> Target:
     hosts, rest = divmod(total, chip.devices_per_host)
     if hosts and rest:
         raise ConfigError(
-            f"target {text!r} puts {total} GPUs into hosts of {chip.devices_per_host}, found a rest of {rest}. Hosts "
-            f"are full. Try gpu:{chip.name}:{total - rest}, or gpu:{chip.name}:HOSTSxGPUS."
+            f"target {text!r} puts {total} GPUs into hosts of {chip.devices_per_host}, found a remainder of {rest}. "
+            f"Every host must be full. Try gpu:{chip.name}:{total - rest}, or gpu:{chip.name}:HOSTSxGPUS."
         )
     note = (
         f"No GPU compiler runs without a GPU: the step was compiled by XLA for {total} fake CPU devices. The "

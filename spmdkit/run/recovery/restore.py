@@ -93,7 +93,7 @@ def require_checkpoint(cluster: Cluster, checkpoints: Checkpoints, run_dir: Path
         if not last or (saved is None and read_lines(run_dir / "events.jsonl")):
             return ""
         left = quarantine.steps_without_record(checkpoints.directory)
-        damaged = f" but {', '.join(left)} without a record" if left else ""
+        damaged = f" ({', '.join(left)}: no record)" if left else ""
         newest = f", and step {saved} was saved" if saved else ""
         return (
             f"{checkpoints.directory} holds no checkpoint{damaged}; a run was trained here up to step {last} "

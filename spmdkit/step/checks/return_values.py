@@ -16,8 +16,7 @@ from spmdkit.step.metrics.mean import Mean, Means
 from spmdkit.step.metrics.user_metric import CustomMetric, as_metric
 
 RULE = (
-    "A metric is a sk.mean, sk.sum, sk.max or sk.bincount, a sk.derived of them, a class of yours with merge and "
-    "compute"
+    "A metric is a sk.mean, sk.sum, sk.max or sk.bincount, a sk.derived of them, your own class with merge and compute"
 )
 
 
@@ -33,7 +32,7 @@ def checked_loss(out: Any, stateful: bool) -> tuple[Mean | Means, dict[str, Metr
     if isinstance(loss, tuple) and loss and isinstance(loss[0], Mean | Means):
         raise ConfigError(
             f"loss_fn returned {shape_of(loss)}. It must return {form}. Only a task with an init that returns "
-            "sk.Variables(params, state) also returns a model state. Drop the third value, or return a state from "
+            "sk.Variables(params, state) also returns a model state. Remove the third value, or return a state from "
             "init."
         )
     if not isinstance(loss, Mean | Means):
