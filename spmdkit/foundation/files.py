@@ -27,6 +27,14 @@ FILE_MODE, FOLDER_MODE = 0o640, 0o750
 """Maximum permissions of a file or folder of a run."""
 
 
+def user_cache(environ: Mapping[str, str]) -> Path:
+    """Returns the user's cache folder of spmdkit. It cannot be created for a user without a home directory."""
+    base, home = environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~")
+    if not os.path.isabs(base):
+        base = os.path.join(home if os.path.isabs(home) and home != os.sep else "/nonexistent", ".cache")
+    return Path(base) / "spmdkit"
+
+
 @contextlib.contextmanager
 def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary path for a file or folder, which replaces `path` at the end, or is deleted after an exception.

@@ -38,6 +38,7 @@ import jaxlib
 
 from spmdkit.compat import cache as compat_cache
 from spmdkit.foundation.constants import COMPILE_CACHE
+from spmdkit.foundation.files import user_cache
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 SUFFIX = ".executable"
@@ -121,7 +122,7 @@ def place(folder: str | Path | None, environ: Mapping[str, str]) -> tuple[Path |
         return None, f"off ({COMPILE_CACHE}={setting})"
     if decided := [name for name in JAX_SETTINGS if environ.get(name)]:
         return None, f"JAX's own, as {decided[0]} says"
-    parent = Path(folder or setting or _users(environ))
+    parent = Path(folder or setting or user_cache(environ) / "compile")
     try:
         parent.mkdir(parents=True, exist_ok=True, mode=FOLDER_MODE)
         if why := _not_private(parent):
@@ -133,11 +134,6 @@ def place(folder: str | Path | None, environ: Mapping[str, str]) -> tuple[Path |
     except (OSError, RuntimeError, ValueError) as error:
         return None, f"off: {parent} cannot be created ({error}). Name another folder in compile_cache.directory"
     return machine_folder, str(machine_folder)
-
-
-def _users(environ: Mapping[str, str]) -> Path:
-    base = environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "spmdkit" / "compile"
 
 
 def _not_private(folder: Path) -> str:

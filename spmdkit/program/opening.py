@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
 
+from spmdkit.cluster import Cluster, ClusterSpec, detect_cluster, join
 from spmdkit.config import Config, check_batch, load_config, replace_keys
+from spmdkit.errors import ConfigError
 from spmdkit.mesh import mesh
 from spmdkit.program import auto, memory
 from spmdkit.program.program import Program
@@ -21,24 +24,56 @@ def build(
     devices: Sequence[jax.Device] | None = None,
     overrides: Sequence[str] = (),
 ) -> Program:
-    """Returns the program of a config: a path to YAML or a `Config`.
+    """Returns the program of a config: a path to YAML or a `Config`. Joins the processes of the environment (`spmdkit
+    launch`, srun, mpirun, a pod), as `sk.train` does: a custom loop is one job.
 
     Args:
         task: replaces the config's task.
-        devices: used instead of all of JAX's devices.
+        devices: used instead of all of JAX's devices; JAX has then joined the processes already.
         overrides: `key=value` strings, as on the command line; only with a path.
 
     Raises:
-        ConfigError: the config, the task or the data are invalid; raised before any array exists.
+        ConfigError: the config, the task or the data are invalid; raised before any array exists. Or the environment
+            has several processes, and JAX has not joined them.
+        RendezvousError: processes did not start in time.
         UserCodeError: a function of the task raised an exception.
     """
     if not isinstance(config, Config):
         config = load_config(config, overrides)
     if devices is None:
-        from spmdkit.cluster import detect_cluster, join
-
-        devices = join(detect_cluster({}), config.devices).devices
+        devices = join_processes(config).devices
+    else:
+        _check_joined(detect_cluster(os.environ, config.cluster.environment), jax.process_count())
     return open_program(config, task_of(config) if task is None else task, devices)
+
+
+def join_processes(config: Config) -> Cluster:
+    """Returns the processes of the environment, joined as the config requests.
+
+    Raises:
+        ConfigError: the process is an evaluator, or its variables are wrong.
+    """
+    spec = detect_cluster(os.environ, config.cluster.environment)
+    if spec.role == "evaluator":
+        raise ConfigError(
+            f"this process is an evaluator ({spec.found_by}), and does not train. `spmdkit train` starts it as one; "
+            "from Python call spmdkit.run.evaluator.evaluate_each(config), or set cluster: {environment: none} to "
+            "train separately."
+        )
+    limit_s = config.watchdog.longest_timeout_s if config.watchdog else None
+    cluster = join(spec, config.devices, collective_timeout_s=limit_s, interface=config.cluster.interface)
+    _check_joined(spec, cluster.num_processes)
+    return cluster
+
+
+def _check_joined(spec: ClusterSpec, num_joined: int) -> None:
+    """Raises ConfigError if the environment names several processes and each would train a separate model."""
+    if spec.num_processes > 1 and num_joined == 1:
+        raise ConfigError(
+            f"the job has {spec.num_processes} processes ({spec.found_by}), but JAX has joined 1: each process would "
+            "train a separate model. Omit `devices`: sk.build(config) joins them. Or set cluster: {environment: none} "
+            "to train alone."
+        )
 
 
 def task_of(config: Config) -> Task:

@@ -30,6 +30,7 @@ from spmdkit.mesh import mesh
 from spmdkit.program import auto, compile_log, compiler, memory, padding_check, phases
 from spmdkit.program import groups as program_groups
 from spmdkit.program.choose_lowering import choose_form
+from spmdkit.program.dispatch_limit import most_in_flight
 from spmdkit.program.evaluation import Evaluator, check_best
 from spmdkit.program.explain import explain
 from spmdkit.program.feeds import limited, open_feeds
@@ -70,6 +71,7 @@ class Program:
         self.probe_padding, self._probed = probe_padding, False
         self.compile_log, self.code, self.may_be_donated = list[str](), None, devices[0].platform == "cpu"
         self._devices = devices
+        self._waits, self._previous = most_in_flight(devices, jax.process_count()) == 1, None
         check_precision(config)
         if not isinstance(config.microbatches, int) or auto.is_auto(config):
             raise ConfigError(
@@ -276,6 +278,9 @@ class Program:
             due = [(p.in_place, program) for p, program in compiled if p.runs(number)]
         step = next((program for in_its_place, program in due if in_its_place), self.compiled)
         state, metrics, self.code = step(state, batch)
+        if self._waits:
+            jax.block_until_ready(self._previous)
+            self._previous = metrics
         self._validate_first(metrics, self.metrics)
         for program in (program for in_its_place, program in due if not in_its_place):
             state = program(state)

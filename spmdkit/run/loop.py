@@ -16,9 +16,9 @@ from typing import Any
 import jax
 
 from spmdkit.checkpoint import Checkpoints
-from spmdkit.cluster import Cluster, detect_cluster, join
+from spmdkit.cluster import Cluster
 from spmdkit.config import Config, load_config
-from spmdkit.errors import CheckpointError, ConfigError, Preempted
+from spmdkit.errors import CheckpointError, Preempted
 from spmdkit.faults import StopSignals, Watchdog, leave, report_and_leave, watching
 from spmdkit.foundation import phase
 from spmdkit.foundation.constants import COMPILE_ONLY
@@ -29,7 +29,7 @@ from spmdkit.mesh.mesh import describe_mesh
 from spmdkit.plan.fit_check import check_state, common_limit
 from spmdkit.program import allocator
 from spmdkit.program.compile_cache import Programs, kept
-from spmdkit.program.opening import open_program, task_of, with_hooks
+from spmdkit.program.opening import join_processes, open_program, task_of, with_hooks
 from spmdkit.program.program import Program
 from spmdkit.program.restore import restored
 from spmdkit.program.task import Task
@@ -206,15 +206,7 @@ def join_cluster(job: TrainJob) -> tuple[Cluster, Config]:
     config = job.config
     if job.cluster is not None:
         return job.cluster, config
-    spec = detect_cluster(os.environ, config.cluster.environment)
-    if spec.role == "evaluator":
-        raise ConfigError(
-            f"this process is an evaluator ({spec.found_by}), and does not train. `spmdkit train` starts it as one; "
-            "from Python call spmdkit.run.evaluator.evaluate_each(config), or set cluster: {environment: none} to "
-            "train separately."
-        )
-    limit_s = config.watchdog.longest_timeout_s if config.watchdog else None
-    return join(spec, config.devices, collective_timeout_s=limit_s, interface=config.cluster.interface), config
+    return join_processes(config), config
 
 
 def watched(config: Config, cluster: Cluster) -> AbstractContextManager[Watchdog | None]:

@@ -353,6 +353,13 @@ ROWS = [
         tf_config("worker", 2),
         Refused(("task worker 2", "'worker': 2", "counted from 0")),
     ),
+    Row("an empty TF_CONFIG", {"TF_CONFIG": "{}"}, Place()),
+    Row("TF_CONFIG of one worker without a cluster", {"TF_CONFIG": '{"cluster": {}, "task": {"index": 0}}'}, Place()),
+    Row(
+        "a second worker without a cluster",
+        {"TF_CONFIG": '{"task": {"type": "worker", "index": 1}}'},
+        Refused(("its cluster has no tasks that train",)),
+    ),
     Row(
         "TF_CONFIG that is no JSON", {"TF_CONFIG": "{cluster"}, Refused(("TF_CONFIG is set", "cannot be read", "JSON"))
     ),

@@ -1,6 +1,7 @@
 """Compiled programs on the disk: private, whole, one folder for each kind of machine, no more than may be."""
 
 import os
+import pwd
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from spmdkit.compat import cache as compat_cache
+from spmdkit.plan.machine.calibrate import with_measured
+from spmdkit.plan.machine.target import target_of
 from spmdkit.program import compile_cache
 from spmdkit.program.compile_cache import SUFFIX, Executables, kept, machine, place
 
@@ -67,6 +70,22 @@ def test_the_folder_is_private_and_per_machine(tmp_path):
     assert [p.stat().st_mode & 0o777 for p in (folder, folder.parent)] == [0o700, 0o700]
     assert place(None, {"SPMDKIT_COMPILE_CACHE": str(tmp_path / "c")})[0].parent == tmp_path / "c"
     assert place(tmp_path / "named", {"SPMDKIT_COMPILE_CACHE": str(tmp_path / "c")})[0].parent == tmp_path / "named"
+
+
+@pytest.mark.parametrize("home", ["/proc/missing", "/dev/null", "", None])
+def test_a_missing_home_directory_is_no_error(home, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("SPMDKIT_RATES", raising=False)
+    monkeypatch.setattr(Path, "mkdir", lambda *args, **kwargs: (_ for _ in ()).throw(PermissionError(13, "denied")))
+    if home is None:  # a container with a user id that is not in /etc/passwd
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    else:
+        monkeypatch.setenv("HOME", home)
+    folder, said = place(None, {})
+    assert folder is None and "cannot be created" in said and "compile_cache.directory" in said
+    here = target_of(jax.devices())
+    assert with_measured(here) == (here, 0.0)
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770])

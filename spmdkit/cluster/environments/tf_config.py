@@ -37,6 +37,8 @@ def read(env: Mapping[str, str]) -> Detection:
     if not text:
         return None
     task = _task(text)
+    if task is None:
+        return None
     if isinstance(task, str):
         return Partial(f"{VARIABLE} is set, and {task}", f"It is one JSON object, for example {EXAMPLE}.", "starter")
     cluster, kind, index = task
@@ -65,17 +67,20 @@ def read(env: Mapping[str, str]) -> Detection:
     return DetectedCluster(spec, "allocation", description=f"task {kind} {index} of {len(hosts)}", repair=REPAIR)
 
 
-def _task(text: str) -> tuple[dict[str, list[str]], str, int] | str:
-    """Returns (hosts by role, role, index), or a message about the error."""
+def _task(text: str) -> tuple[dict[str, list[str]], str, int] | str | None:
+    """Returns (hosts by role, role, index), a message about the error, or None for the first task without a cluster: a
+    single process, as in TensorFlow."""
     try:
         given: Any = json.loads(text)
-        cluster, task = given.get("cluster", {}), given.get("task", {})
+        cluster, task = given.get("cluster") or {}, given.get("task") or {}
         hosts = {
             str(role): [str(host) for host in named] for role, named in cluster.items() if not isinstance(named, str)
         }
         kind, index = str(task.get("type", "worker")), int(task.get("index", 0))
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         return f"cannot be read ({type(error).__name__}: {str(error)[:80]})"
+    if not cluster and index == 0 and kind in TRAINS:
+        return None
     if index < 0 or not any(hosts.get(role) for role in TRAINS) or any(len(hosts.get(role, ())) > 1 for role in FIRST):
         return f"its cluster has no tasks that train, or several chiefs: {text[:120]!r}"
     return hosts, kind, index

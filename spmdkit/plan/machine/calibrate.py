@@ -36,7 +36,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdkit import compat
 from spmdkit.errors import ConfigError
-from spmdkit.foundation.files import write_json
+from spmdkit.foundation.files import user_cache, write_json
 from spmdkit.mesh.chips import Reached
 from spmdkit.plan.machine.links import hops
 from spmdkit.plan.machine.target import Target
@@ -47,8 +47,7 @@ Rates = dict[str, Any]
 
 def rates_file() -> Path:
     """Returns the file that stores the rates of this machine."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("SPMDKIT_RATES") or Path(cache) / "spmdkit" / "rates.json")
+    return Path(os.environ.get("SPMDKIT_RATES") or user_cache(os.environ) / "rates.json")
 
 
 def calibrate(machine: Target) -> Rates:
@@ -112,7 +111,7 @@ def with_measured(target: Target) -> tuple[Target, float]:
 def _read(file: Path) -> dict[str, Any]:
     try:
         stored = json.loads(file.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # also a home directory of another user
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(

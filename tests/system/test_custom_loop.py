@@ -1,0 +1,92 @@
+"""A custom loop (`sk.build`, `program.batches`, `program.step`) in several processes is one job."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.environment import environment_of_a_user
+from tests.support.messages import says
+
+pytestmark = pytest.mark.processes
+
+TASK = """
+import jax.numpy as jnp
+import numpy as np
+import optax
+import spmdkit as sk
+
+x = np.arange(32, dtype=np.float32).reshape(16, 2) / 16
+task = sk.Task(
+    lambda key: {"w": jnp.array([1.0, -2.0])},
+    lambda params, batch, key: sk.mean((batch["x"] @ params["w"] - batch["y"]) ** 2),
+    optax.sgd(0.1),
+    train_data={"x": x, "y": x.sum(1)},
+)
+"""
+
+CONFIG = """
+task: task.py:task
+steps: 3
+batch_size: 8
+devices: cpu:2
+mesh: {data: 2}
+"""
+
+LOOP = """
+import sys
+import spmdkit as sk
+
+program = sk.build("run.yaml", overrides=sys.argv[1:])
+state = program.init()
+for step, batch in program.batches():
+    state, metrics = program.step(state, batch)
+import jax
+print("processes", jax.process_count(), "loss", float(metrics["loss"]))
+"""
+
+FOREIGN_DEVICES = """
+import sys
+import jax
+import spmdkit as sk
+from spmdkit.faults import run_process
+
+sys.exit(run_process(lambda: sk.build("run.yaml", devices=jax.devices("cpu")[:1], overrides=["mesh={data: 1}"]) and 0))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, text in {"task.py": TASK, "run.yaml": CONFIG, "loop.py": LOOP, "foreign.py": FOREIGN_DEVICES}.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def run(folder, *command):
+    """Returns (exit code, output) of a command of Python."""
+    environment = environment_of_a_user() | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def launch(folder, *command):
+    return run(folder, "-m", "spmdkit", "launch", "-n", "2", "--", *command)
+
+
+def test_custom_loop_joins_the_launched_processes(folder):
+    code, output = launch(folder, "loop.py")
+    assert code == 0, output
+    _, alone = run(folder, "loop.py")
+    loss = alone.split("loss ")[1].strip()
+    lines = sorted(line for line in output.splitlines() if "processes" in line)
+    assert lines == [f"[{process}] processes 2 loss {loss}" for process in (0, 1)]
+
+
+def test_separate_models_in_one_job_are_rejected(folder):
+    code, output = launch(folder, "foreign.py")
+    assert code == 78, output
+    says(output, "the job has 2 processes", found="JAX has joined 1", repair="cluster: {environment: none}")
