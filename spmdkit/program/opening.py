@@ -72,7 +72,7 @@ def _check_joined(spec: ClusterSpec, num_joined: int) -> None:
         raise ConfigError(
             f"the job has {spec.num_processes} processes ({spec.found_by}), but JAX has joined 1: each process would "
             "train a separate model. Omit `devices`: sk.build(config) joins them. Or set cluster: {environment: none} "
-            "to train alone."
+            "to train separately."
         )
 
 

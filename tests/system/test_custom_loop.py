@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.support.environment import environment_of_a_user
-from tests.support.messages import says
+from tests.support.messages import assert_parts
 
 pytestmark = pytest.mark.processes
 
@@ -89,4 +89,4 @@ def test_custom_loop_joins_the_launched_processes(folder):
 def test_separate_models_in_one_job_are_rejected(folder):
     code, output = launch(folder, "foreign.py")
     assert code == 78, output
-    says(output, "the job has 2 processes", found="JAX has joined 1", repair="cluster: {environment: none}")
+    assert_parts(output, "the job has 2 processes", found="JAX has joined 1", repair="cluster: {environment: none}")
