@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from spmdkit.errors import ExitCode
-from spmdkit.foundation import files
+from spmdkit.foundation import files, phase
+from spmdkit.foundation.formatting import format_bytes
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.EPIPE)
 
@@ -29,7 +30,7 @@ _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
 def of_foreign(error: BaseException) -> tuple[int, str] | None:
     """Returns (exit code, message) of an exception from user code or the machine, None for a bug in spmdkit."""
-    return of_callback(error) or _of_file_system(error)
+    return of_callback(error) or out_of_memory(error) or _of_file_system(error)
 
 
 def quiet_callbacks() -> None:
@@ -96,6 +97,25 @@ def _callback_words(frames: Sequence[tuple[Any, ...]], last: str) -> str:
     return (
         f"a callback in the step raised{where}: {last[:500]}\nThe step and its state are lost; the run resumes "
         "from the newest checkpoint. Fix the callback, or catch the exception in it."
+    )
+
+
+def out_of_memory(error: BaseException) -> tuple[int, str] | None:
+    """A device, or this process, without memory during the run: a program other than the planned step, or one for
+    which the plan knew no limit."""
+    text = str(error)
+    on_device = isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in text
+    if not on_device and not isinstance(error, MemoryError):
+        return None
+    size = re.search(r"(\d+) bytes", text)
+    allocates = f" and allocates {format_bytes(int(size[1]))} more" if size else ""
+    where = {"step": "in a step", "init": "in init", "data": "while reading data"}
+    now = phase.current_phase()
+    return ExitCode.FAILED, (
+        f"out of memory {where.get(now.phase, f'({now.phase})')}{allocates}: {text.strip().splitlines()[0][:300]}\n"
+        "The state, a batch and everything that a step computes have to fit into the memory of each device. Lower "
+        "batch_size, set microbatches or remat, or shard over more devices (mesh.fsdp). spmdkit plan CONFIG shows what "
+        "a step needs."
     )
 
 

@@ -26,7 +26,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from spmdkit.errors import ExitCode, RendezvousError, SpmdkitError, UserCodeError
-from spmdkit.faults.error_mapping import is_runtime, of_foreign
+from spmdkit.faults.error_mapping import is_runtime, of_foreign, out_of_memory
 from spmdkit.faults.signals import SIGNALS, ExitRequested
 from spmdkit.foundation import files, redact
 from spmdkit.foundation.constants import ERROR_FILE, NAMELESS, PROCESS_ID
@@ -167,6 +167,8 @@ def describe(error: BaseException) -> tuple[int, str]:
             "continue; the cause is in the output of that process."
         )
     if isinstance(error, UserCodeError) and error.__cause__ is not None:
+        if (memory := out_of_memory(error.__cause__)) is not None and not isinstance(error.__cause__, MemoryError):
+            return memory
         return error.exit_code, f"{error}\n{_users_part(error.__cause__)}".strip()
     if isinstance(error, SpmdkitError):
         return error.exit_code, str(error) or type(error).__name__

@@ -44,11 +44,11 @@ _REFUSING |= {"jax": "JAX", "jaxlib": "JAX", "opt_einsum": "einsum"}
 _LONGEST_CAUSE = 500
 
 
-def call_user(fn: Callable[[], T], what: str) -> T:
+def call_user(fn: Callable[[], T], what: str, is_model: bool = True) -> T:
     """Returns `fn()`, which runs or traces a user's function; `what` names it.
 
     Raises:
-        ConfigError: JAX, a model library or spmdkit rejects an operation of the function (shapes, dtypes, branches).
+        ConfigError: JAX, a model library or spmdkit rejects an operation of a model (shapes, dtypes, branches).
         UserCodeError: the function raised; `__cause__` has its frames.
     """
     try:
@@ -64,9 +64,10 @@ def call_user(fn: Callable[[], T], what: str) -> T:
     except (Exception, SystemExit, GeneratorExit) as error:
         frame = user_frame(error)
         where = f" at {frame.filename}:{frame.lineno}" if frame else ""
-        library = _refused_by(error) if frame else None
+        library = _refused_by(error) if frame and is_model else None
         if frame is None or library is None:
-            raise UserCodeError(f"{what} raised {type(error).__name__}{where}: {shortened(error)}") from error
+            repair = f"\n{_repair(error, what)}" if isinstance(error, jax.errors.JAXTypeError) and not is_model else ""
+            raise UserCodeError(f"{what} raised {type(error).__name__}{where}: {shortened(error)}{repair}") from error
         if library == "spmdkit":
             raise ConfigError(f"{what}: {shortened(error)}{_shown(frame)}") from error
         raise ConfigError(

@@ -232,7 +232,9 @@ class _Monitor:
         with self._turn:
             evaluate(run, run.step, state)
         if isinstance(turn := run.hook_runner.more().turn, Stop):
-            raise NonFiniteError(turn.why)
+            with self._turn:
+                save(run, run.step, state)
+            raise NonFiniteError(f"{turn.why} {run.newest_committed()}")
 
     def _placed(self, state: TrainState, tables: list[dict[str, Any]]) -> TrainState:
         """Returns a snapshot on the devices of this process, and stores its tables for the checkpoint's record."""

@@ -14,7 +14,7 @@ import optax
 
 from spmdkit.config import Config, choose_optimizer
 from spmdkit.data.dtypes import narrow
-from spmdkit.errors import ConfigError
+from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.foundation.formatting import nearest
 from spmdkit.foundation.trees import canonical_dtype, common_dtype, named_leaves, path_name
 from spmdkit.foundation.user_code import call_user
@@ -156,7 +156,7 @@ def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationEx
     optimizer = call_user(
         lambda: choose_optimizer(config.optimizer, config.learning_rate, task.optimizer, config.where), "Task.optimizer"
     )
-    inner = _with_any_extra(optimizer)
+    inner = _reporting(_with_any_extra(optimizer))
     if config.clip_norm is None:
         return inner
     clip = optax.clip_by_global_norm(config.clip_norm)
@@ -166,6 +166,42 @@ def make_optimizer(config: Config, task: Task) -> optax.GradientTransformationEx
         return inner.update(clipped, state, params, **extra)
 
     return recorded(optax.GradientTransformationExtraArgs(inner.init, update))
+
+
+def _reporting(inner: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer that raises UserCodeError if a function of it, or a schedule, raises or returns another tree
+    than optax requires."""
+
+    def init(params: Any) -> Any:
+        state = call_user(lambda: inner.init(params), "the optimizer's init", is_model=False)
+        for path, leaf in named_leaves(state):
+            if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
+                raise UserCodeError(
+                    f"the optimizer's init returned {type(leaf).__name__} at '{path}'. Its state consists of arrays, "
+                    "which a checkpoint stores. Remove that leaf."
+                )
+        return state
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        what = "the optimizer's update (or its schedule)"
+        result = call_user(lambda: inner.update(grads, state, params, **extra), what, is_model=False)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise UserCodeError(
+                f"the optimizer's update returned {type(result).__name__}. It must return (updates, state), as in "
+                "optax.GradientTransformation."
+            )
+        like = grads if params is None else params
+        if bool(jax.tree.structure(result[0]) != jax.tree.structure(like)):  # type: ignore[operator]
+            found, expected = ([path for path, _ in named_leaves(tree)] for tree in (result[0], like))
+            missing = ", ".join(sorted({*expected} - {*found})[:4])
+            raise UserCodeError(
+                f"the optimizer's update returned updates of another structure than the parameters"
+                f"{f': {missing} missing' * bool(missing)}. Each parameter needs an update. Return zeros for a "
+                "parameter that does not change."
+            )
+        return result
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def recorded(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

@@ -9,11 +9,14 @@ subtracted.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
+import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -160,5 +163,12 @@ def memory_limit(devices: Sequence[Any]) -> int | None:
 
 
 def memory_of_this_machine() -> int:
-    """Returns the bytes of main memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Returns the bytes of main memory that this process may use: the machine's, or less by `ulimit -v` or its control
+    group."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    limits += [address_space] * (address_space != resource.RLIM_INFINITY)
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # absent, or `max`
+            limits.append(int(Path(path).read_text()))
+    return min(limits)

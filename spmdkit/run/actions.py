@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -23,6 +24,9 @@ def perform(
     """Performs the actions decided at `step`; returns (state, batches, the `Stop` that ends training or None)."""
     turn = decision.turn
     if isinstance(turn, Stop) and not turn.saves:
+        if turn.save_first:
+            save(run, step, state)
+            turn = dataclasses.replace(turn, why=f"{turn.why} {run.newest_committed()}")
         raise _failure(turn)
     if isinstance(turn, Rollback):
         state, batches = go_back(run, turn, batches)

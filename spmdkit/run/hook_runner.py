@@ -77,7 +77,7 @@ class HookRunner:
                 return call(*args)
         except (Exception, SystemExit, GeneratorExit) as error:
             if hook.name not in self._ours:  # an error of a built-in hook is an error of the step
-                user_code.call_user(partial(_raise, error), f"hook '{hook.name}': {what}")
+                user_code.call_user(partial(_raise, error), f"hook '{hook.name}': {what}", is_model=False)
             raise
 
     def _everywhere(self, hook: Hook, action: ReplaceState) -> ReplaceState:

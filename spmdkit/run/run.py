@@ -286,6 +286,12 @@ class Run:
         latest = self.checkpoints.latest()
         return f"The newest checkpoint is of step {latest}." if latest else "No checkpoint was saved yet."
 
+    def newest_committed(self) -> str:
+        """Returns `newest` once all processes have committed the save in flight. All processes call it at one step."""
+        if self.saves is not None:
+            self.saves.settle()
+        return self.newest()
+
     def report_saves(self) -> None:
         """Reports committed checkpoints. Raises CheckpointWriteError after too many failures."""
         if self.saves is not None:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spmdkit.errors import ConfigError
+from spmdkit.errors import ConfigError, UserCodeError
 from spmdkit.foundation.trees import common_dtype, describe, is_key, named_leaves
 from spmdkit.step import rng as step_rng
 from spmdkit.step import trace_context
@@ -185,8 +185,9 @@ def _updated(optimizer: Any, grads: Any, opt_state: Any, params: Any, extra: dic
     """Returns (updates, state) of the optimizer; raises ConfigError if it needs a named argument that is missing."""
     try:
         return optimizer.update(grads, opt_state, params, **extra)  # type: ignore[no-any-return]
-    except TypeError as error:
-        missing = re.search(r"(\w+)\(\) missing \d+ required keyword-only arguments?: (.*)", str(error))
+    except (TypeError, UserCodeError) as error:
+        text = str(error.__cause__ if isinstance(error, UserCodeError) else error)
+        missing = re.search(r"(\w+)\(\) missing \d+ required keyword-only arguments?: (.*)", text)
         if missing is None:
             raise
         names = re.findall(r"'(\w+)'", missing[2])

@@ -52,10 +52,10 @@ def test_nonfinite_evaluation_ends_the_run_with_77(tmp_path, capfd):
     task = make_task(eval_fn=poisoned_evaluation)
     train(tmp_path / "b", task, on_nonfinite={"evaluation": "continue"})
     assert "'worst' is inf" in capfd.readouterr().out
-    with pytest.raises(NonFiniteError, match=r"evaluation .* step 12: 'worst' is inf") as caught:
-        train(tmp_path, task, checkpoint={"every_steps": 6})
+    with pytest.raises(NonFiniteError, match=r"evaluation .* step 12: 'worst' is inf.*of step 12\.") as caught:
+        train(tmp_path, task)
     assert caught.value.exit_code == 77
-    assert [row["step"] for row in checkpoint.ls(tmp_path / "run" / "checkpoints")] == [6]
+    assert [row["step"] for row in checkpoint.ls(tmp_path / "run" / "checkpoints")] == [12]  # the state is finite
     assert "fault" in [line["event"] for line in lines(tmp_path, "events.jsonl")]  # "saved" of step 6 may come after it
 
 

@@ -146,11 +146,13 @@ class Stop:
             state. Any other code of `spmdkit.errors` is a failure, and nothing is saved.
         why: the message.
         known: as in `Save`.
+        save_first: a failure that is no fault of the state: the state is saved if it is finite.
     """
 
     code: int = 0
     why: str = ""
     known: bool = False
+    save_first: bool = False
 
     @property
     def saves(self) -> bool:

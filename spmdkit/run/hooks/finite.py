@@ -72,7 +72,7 @@ def make(config: Any) -> Hook:
         if config.on_nonfinite.evaluation == "continue":
             run.message(what)
             return None
-        return Stop(NonFiniteError.exit_code, f"{what}. {EVALUATION_RULE} {run.newest()}", known=True)
+        return Stop(NonFiniteError.exit_code, f"{what}. {EVALUATION_RULE}", known=True, save_first=True)
 
     return Hook("finite", order=10, after_step=after_step, after_eval=after_eval)
 
