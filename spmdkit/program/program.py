@@ -177,6 +177,7 @@ class Program:
         )
         chosen = choose_form(task_step, self._context(), self.num_replicas, self.probe_padding)
         self._task_step, self._step_context, self._traced, self._refused = chosen
+        self._shapes, self._by_shapes = _shapes(self.abstract_batch), dict[tuple[Any, ...], Program]()
         self.form = self._step_context.sharding.form
         self._validate_first = reducer_state.FirstStepValidator(self._step_context)
         self.layout, self.state_sharding, self.abstract_state, _ = self._task_step.state
@@ -225,6 +226,22 @@ class Program:
         other._choose_form()
         return other
 
+    def _of_shapes(self, batch: Batch) -> Program:
+        """Returns the program of the shapes of a batch: this one, or one of a custom loop with other lengths, traced
+        once."""
+        shapes = _shapes(batch)
+        if shapes == self._shapes:
+            return self
+        if shapes not in self._by_shapes:
+            other = copy.copy(self)
+            for name in ("traced", "lowered", "compiled", "phases", "step_bytes", "input_bytes"):
+                other.__dict__.pop(name, None)
+            sharded: Callable[[Any], Any] = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+            other.abstract_batch, other.compile_log = jax.tree.map(sharded, batch), []
+            other._choose_form()
+            self._by_shapes[shapes] = other
+        return self._by_shapes[shapes]
+
     @property
     def computes_twice(self) -> bool:
         """Whether a step computes more than the model: with remat, or pipeline stages, which idle and recompute."""
@@ -257,7 +274,7 @@ class Program:
 
         Leaves of the state that share memory are copied first. `batch` is an item of `batches` or a result of `put`.
         Does not wait for the device, except the first time: for short batches, groups that train separately, a
-        reducer's warm-up or validation.
+        reducer's warm-up or validation. A batch of other lengths than `train_data` is traced and compiled once.
 
         Raises:
             ConfigError: padding rows of a short batch would count, or the reducer rejects the first step.
@@ -267,6 +284,10 @@ class Program:
         if self._returned is None or self._returned() is not state:  # from `init`, a checkpoint or user code
             state = without_aliases(state)
         batch = (batch if isinstance(batch, Batch) else self.put(batch)).limited(self.limit)
+        if (other := self._of_shapes(batch)) is not self:
+            state, metrics = other.step(state, batch)
+            self.code, self._stepped, self._returned = other.code, other._stepped, other._returned
+            return state, metrics
         if batch.mask is not None and self.probe_padding and not self._probed:
             self.check_padding(state, batch)
             self._probed = True
@@ -415,3 +436,7 @@ class Program:
     def non_finite_leaf(self, current: TrainState) -> str | None:
         """Returns the path of the first leaf of the state with a NaN or an infinity, or None. Waits for the device."""
         return next((path for path, ok in jax.device_get(self._finite(current)).items() if not ok), None)
+
+
+def _shapes(batch: Batch) -> tuple[Any, ...]:
+    return tuple(x.shape for x in jax.tree.leaves(batch.examples))
