@@ -77,6 +77,7 @@ ALONG = {
     "scatter-min": lambda x, axis: jnp.moveaxis(x, axis, 0).at[0].min(jnp.moveaxis(x, axis, 0)[1]),
     "scatter-max": lambda x, axis: jnp.moveaxis(x, axis, 0).at[0].max(jnp.moveaxis(x, axis, 0)[1]),
     "fft": lambda x, axis: jnp.abs(jnp.fft.fft(jnp.moveaxis(x, axis, -1))),
+    "psum": lambda x, axis: jax.vmap(lambda r: r - lax.psum(r, "i"), axis_name="i", in_axes=axis, out_axes=axis)(x),
     "scan": lambda x, axis: lax.scan(lambda c, v: (jnp.tanh(c + v), c), x.take(0, axis), jnp.moveaxis(x, axis, 0))[1],
 }
 """name -> `fn(x, axis)` of x [rows, 4, 4]."""
@@ -110,6 +111,8 @@ ROWWISE = {
     "qr": lambda x: jnp.linalg.qr(x)[0],
     "lu": lambda x: jax.scipy.linalg.lu_factor(square(x))[0],
     "triangular_solve": lambda x: lax.linalg.triangular_solve(jnp.eye(FEATURES), x.reshape(-1, FEATURES)),
+    "solve": lambda x: jnp.linalg.solve(square(x), x),
+    "mean under vmap": lambda x: jax.vmap(lambda r: r - lax.pmean(r, "i"), axis_name="i", in_axes=1, out_axes=1)(x),
     "select_n": lambda x: jnp.where(x[:, :1] > 0, x, 0),
     "random": lambda x: jax.vmap(lambda i: jax.random.normal(jax.random.fold_in(jax.random.key(0), i), (2,)))(
         x[:, 0, 0].astype(jnp.int32)

@@ -83,6 +83,18 @@ def test_mixed_losses_differ_between_meshes(name):
     assert abs(value_of(loss, PARTS) - value_of(loss, 1)) > 1e-4 * abs(value_of(loss, 1))
 
 
+def test_first_line_that_mixes_is_reported():
+    def loss(p, b, k):
+        h = logits(p, b)
+        h = h / h.max()  # here
+        h = jax.nn.relu(h) + jax.jit(jnp.sin)(h)
+        return sk.mean((h - h.mean(0) - b["y"]) ** 2)
+
+    [note] = warnings(build(loss))
+    line = loss.__code__.co_firstlineno + 2
+    assert note.startswith(f"tests/step/test_row_analysis.py:{line}: ")
+
+
 def test_row_mixing_is_an_error_or_allowed():
     loss = MIXED["batch norm"].loss
     with pytest.raises(ConfigError, match=r"row_mixing is error\. .*row_programs\.py:\d+: loss_fn mixes rows in loss"):

@@ -156,7 +156,7 @@ def _names(text: str) -> frozenset[str]:
 
 COPIES = _names(
     "copy copy_p name pvary pcast sharding_constraint stop_gradient convert_element_type reduce_precision real imag "
-    "optimization_barrier conj to_edtype from_edtype random_clone mesh_cast reshard"
+    "optimization_barrier device_put conj to_edtype from_edtype random_clone mesh_cast reshard"
 )
 LINEAR = _names("add add_any sub neg complex")
 NONLINEAR = _names(

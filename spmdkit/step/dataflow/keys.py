@@ -26,7 +26,7 @@ class Value(NamedTuple):
 
     Attributes:
         path: its derivation from a key: operations and operands, equal for equal values; None if it is no key.
-        loops: the loops whose iteration it depends on.
+        loops: the loops of which it depends on the iteration.
     """
 
     path: tuple[Any, ...] | None = None

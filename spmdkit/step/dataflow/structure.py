@@ -395,6 +395,17 @@ def triangular_solve(eqn: Any, flows: Sequence[Flow]) -> Flow:
     return leading(2)(eqn, flows)
 
 
+def linear_solve(eqn: Any, flows: Sequence[Flow]) -> Flow:
+    """custom_linear_solve, for each position of the first dim."""
+    shapes = [shape_of(eqn, i) for i in range(len(flows))]
+    rows = [(flow, shape) for flow, shape in zip(flows, shapes, strict=True) if flow.is_row]
+    if not rows:
+        return _other(eqn, flows) if any(f.enters for f in flows) else replace(NONE, **marks(flows))
+    if any(flow.span(shape) != (0, 0) for flow, shape in rows):
+        return _mixed_row(eqn, flows)
+    return nonlinear(eqn, [flow.moved(shape, result_shape(eqn), {0: 0}) for flow, shape in rows])
+
+
 def random(eqn: Any, flows: Sequence[Flow]) -> Flow:
     """Random bits and keys: one for each key. Bits of the index of a row are no more than random."""
     rows = [(i, f) for i, f in enumerate(flows) if f.is_row]
@@ -448,6 +459,7 @@ RULES: dict[str, Rule] = {
         leading(2),
     ),
     "triangular_solve": triangular_solve,
+    "custom_linear_solve": linear_solve,
     "fft": _of_last_dims,
     **dict.fromkeys(
         _names(

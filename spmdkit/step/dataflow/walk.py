@@ -80,13 +80,15 @@ class Walk:
             return {"scan": self._scan, "while": self._while, "cond": self._cond}[name](eqn, flows)
         inner = list(jaxprs.inner(eqn))
         if inner and len(inner[0].invars) == len(flows) and len(inner[0].outvars) == num and "jaxprs" not in eqn.params:
-            return [_at_call(eqn, f) for f in self.run(inner[0], flows, _consts(eqn))]
-        if name == "optimization_barrier":
+            return [_at_call(eqn, flows, f) for f in self.run(inner[0], flows, _consts(eqn))]
+        if name in ("optimization_barrier", "device_put") and len(flows) == num:
             return flows
         if name == "axis_index":
             return [replace(NONE, tag="replica" if jaxprs.axis_names(eqn) & self.axes else "")]
         if jaxprs.axis_names(eqn) & self.axes:
             return self._collective(eqn, flows)
+        if name in _SUMS and all(isinstance(axis, int) for axis in eqn.params["axes"]):  # under `vmap(axis_name=)`
+            return [structure.reduce_sum(eqn, [flow]) for flow in flows]
         if name == "iota":
             return [structure.iota(eqn, self.num if self.unique else None)]
         if name == "broadcast_in_dim":
@@ -96,7 +98,9 @@ class Walk:
         if (flow := elementwise(eqn, _aligned(eqn, flows))) is not None:
             return [flow] * num
         if rule := structure.RULES.get(name):
-            return [rule(eqn, flows)] * num
+            flow, shape = rule(eqn, flows), structure.result_shape(eqn)
+            same = {d: d for d in range(len(shape))}
+            return [flow, *(flow.moved(shape, tuple(var.aval.shape), same) for var in eqn.outvars[1:])]
         if not any(f.enters for f in flows):
             return [replace(NONE, **marks(flows))] * num
         found = marks(flows)
@@ -251,13 +255,15 @@ def _aligned(eqn: Any, flows: list[Flow]) -> list[Flow]:
     ]
 
 
-def _at_call(call: Any, flow: Flow) -> Flow:
-    """Returns a flow in which equations of a trace that JAX cached for another line are replaced by the call."""
+def _at_call(call: Any, given: Sequence[Flow], flow: Flow) -> Flow:
+    """Returns the flow of a result of a call, with the call in place of equations of its body if JAX has cached the
+    trace of the body for another line."""
     line = compat.user_line(call)
     changes = {}
     for name in ("mixed", "added", "whole", "source"):
         eqn = getattr(flow, name)
-        if eqn is not None and line is not None and line not in compat.user_lines(eqn):
+        before = any(eqn is getattr(f, mark) for f in given for mark in ("mixed", "added", "whole", "source"))
+        if eqn is not None and not before and line is not None and line not in compat.user_lines(eqn):
             changes[name] = call
     return replace(flow, **changes) if changes else flow
 
