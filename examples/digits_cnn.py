@@ -82,7 +82,7 @@ def digits() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
 
 
 def measure(logits_BK: jax.Array, labels_B: jax.Array) -> dict[str, sk.Mean]:
-    """Returns the cross-entropy in nats and the accuracy; padding rows do not count in a `sk.mean`."""
+    """Returns the cross-entropy in nats and the accuracy; padding rows do not count in an `sk.mean`."""
     logits_BK = logits_BK.astype(jnp.float32)
     loss_B = optax.softmax_cross_entropy_with_integer_labels(logits_BK, labels_B)
     return {"loss": sk.mean(loss_B), "accuracy": sk.mean(logits_BK.argmax(-1) == labels_B)}

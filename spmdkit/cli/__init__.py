@@ -269,7 +269,7 @@ def migrate(
     devices: Annotated[int, typer.Option(help="Number of devices of the job, for sizes per device.")] = 1,
     accept_lost: Annotated[bool, typer.Option("--accept-lost", help="Exit code 0 although settings are lost.")] = False,
 ) -> None:
-    """Print the config of another project as a spmdkit config, with a line for each setting: lost (changes training),
+    """Print the config of another project as an spmdkit config, with a line for each setting: lost (changes training),
     mapped or automatic. Exit code 1 if one is lost, or if the config is not accepted yet."""
     from spmdkit.tools.migrate import migrate as run
 

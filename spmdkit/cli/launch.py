@@ -35,7 +35,7 @@ def launch(
         ),
     ] = None,
 ) -> None:
-    """Run a spmdkit command, or your script (-- script.py ...), in several processes, here or on a cluster. The first
+    """Run an spmdkit command, or your script (-- script.py ...), in several processes, here or on a cluster. The first
     failure ends all processes."""
     from spmdkit.launch import launch as run
 

@@ -53,7 +53,7 @@ _owned = [False]
 
 
 def owns_process() -> bool:
-    """Returns whether this process is a spmdkit command, not a user's program that calls spmdkit."""
+    """Returns whether this process is an spmdkit command, not a user's program that calls spmdkit."""
     return _owned[0]
 
 
@@ -96,7 +96,7 @@ def run_process(main: Callable[[], int | None]) -> int:
 
 
 def _of_the_user(request: SystemExit) -> bool:
-    """Returns whether user code, or code that it called, requested the exit: a spmdkit command ends by returning."""
+    """Returns whether user code, or code that it called, requested the exit: an spmdkit command ends by returning."""
     frames = traceback.extract_tb(request.__traceback__)[1:]  # the first frame is `run_process`
     return any(not is_runtime(frame.filename) and not frame.filename.startswith("<") for frame in frames)
 

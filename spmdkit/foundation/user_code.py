@@ -163,7 +163,7 @@ def find(text: str, kind: str, folder: Path, instance: type | None = None) -> An
     if _is_registered(value, kind, module, instance):
         return value
     (found_kind, owner), decorator = _mark(value), f"@sk.{kind}"
-    rule = (f"a spmdkit.{instance.__name__} or " if instance is not None else "") + f"a function under {decorator}"
+    rule = (f"an spmdkit.{instance.__name__} or " if instance is not None else "") + f"a function under {decorator}"
     what = f"is {_described(value)}" + (f" registered in {owner} with @sk.{found_kind or kind}" if owner else "")
     if found_kind == kind:
         repair = f"Name it where it is registered: {owner}:{name}"

@@ -36,7 +36,7 @@ except OSError as error:
     sys.exit(f"{{sys.argv[2]}}: {{error.strerror}}")
 """
 """Makes the system call, checks whether the parent died in the meantime, and executes the command; -I -S: loads nothing
-else of Python. A Ctrl-C in the meantime ends it without a traceback; a spmdkit command handles Ctrl-C as early as
+else of Python. A Ctrl-C in the meantime ends it without a traceback; an spmdkit command handles Ctrl-C as early as
 possible (spmdkit/__main__.py)."""
 
 _lasting_thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="spmdkit-start")

@@ -249,7 +249,7 @@ def _unfinished_message(child: Child) -> str:
         if not json.loads(child.errors.read()).get("running"):
             return ""
     except (ValueError, AttributeError):
-        return ""  # not a spmdkit command, or not started yet
+        return ""  # not an spmdkit command, or not started yet
     step = step_of(child.step.read())
     return (
         f"process {child.process} ended with exit code 0 "

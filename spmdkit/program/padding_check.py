@@ -136,7 +136,7 @@ def _compared_leaf(first: jax.Array, second: jax.Array) -> _Compared:
 
 
 def check_first_dims(context: Context, trace: Callable[[Context, Batch], Any], batch: Batch, what: str) -> None:
-    """Rejects a `sk.mean` of values with a first dim that has the length of the examples by chance.
+    """Rejects an `sk.mean` of values with a first dim that has the length of the examples by chance.
 
     After `sk.example_mask()` no filling shows this. So `trace` traces the step again with twice the rows; the same
     number of means must exclude padding.

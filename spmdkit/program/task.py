@@ -96,7 +96,7 @@ class Task:
         for hook in self.hooks:
             if not isinstance(hook, HookLike):
                 raise ConfigError(
-                    f"Task.hooks holds {type(hook).__name__}. A hook is a sk.Hook. Write hooks=[sk.Hook('mine', ...)]."
+                    f"Task.hooks holds {type(hook).__name__}. A hook is an sk.Hook. Write hooks=[sk.Hook('mine', ...)]."
                 )
         for pattern, kind in self.state_reduction.items():
             if kind not in KINDS:

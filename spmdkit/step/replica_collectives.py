@@ -113,7 +113,7 @@ def psum(tree: Any) -> Any:
 
 
 def pmean(tree: Any) -> Any:
-    """Returns the mean of `tree` over all replicas. A `sk.mean` in it is pooled by its counts, not averaged; other
+    """Returns the mean of `tree` over all replicas. An `sk.mean` in it is pooled by its counts, not averaged; other
     metrics are merged.
 
     Wire: one all-reduce of the tree.
@@ -177,7 +177,7 @@ def reduced_twice(name: str, what: str) -> str:
     return (
         f"{name}: {what} is already the same on every replica: it was reduced twice. Another sum would make it N "
         "times too large. Remove one of the two reductions (sk.value_and_grad has already reduced; a number that is "
-        "the same on all replicas is a sk.scalar). If it is a derivative with respect to a constant, JAX has summed "
+        "the same on all replicas is an sk.scalar). If it is a derivative with respect to a constant, JAX has summed "
         "it over replicas: differentiate with respect to a varying value, `x * 0` instead of `jnp.zeros(...)`."
     )
 

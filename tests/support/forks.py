@@ -224,7 +224,7 @@ class Forked:
 
 
 def _forked(command: list[str], env: dict[str, str], pass_fds: list[int]) -> Forked:
-    """Forks a launcher's child to run a spmdkit command without a new interpreter. The launcher has no other thread at
+    """Forks a launcher's child to run an spmdkit command without a new interpreter. The launcher has no other thread at
     this point."""
     (out, out_end), (err, err_end) = os.pipe(), os.pipe()
     pid = os.fork()

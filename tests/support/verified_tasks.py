@@ -52,12 +52,13 @@ def mutants_of(name: str) -> dict[str, str]:
 
 HEAD = """# Mutants on forty tasks
 
-Written by `python -m tests.support.verified_tasks --write`: every mistake that `verify` makes on purpose, in every task of [tests/tasks](../tests/tasks), on four devices in three steps of 16 rows, float32. A
-mutant has no place in a task that does not use what it changes, with the reason in the report of `verify`. One that is not caught is a failed test
-([tests/verify/test_verify_tasks.py](../tests/verify/test_verify_tasks.py)). Those that have no place in any of these tasks are caught in others
-([tests/verify/test_verify_mutants.py](../tests/verify/test_verify_mutants.py)).
+`python -m tests.support.verified_tasks --write` writes this page. It runs every mutant of `verify` on every task of
+[tests/tasks](../tests/tasks), on four devices in three steps of 16 rows, float32. A mutant is not applicable to a task
+that does not use what it changes; the report of `verify` states the reason. A mutant that is not caught fails a test
+([tests/verify/test_verify_tasks.py](../tests/verify/test_verify_tasks.py)). Mutants that are applicable to none of
+these tasks are caught on others ([tests/verify/test_verify_mutants.py](../tests/verify/test_verify_mutants.py)).
 
-"""  # noqa: E501
+"""
 
 
 def _write(found: dict[str, dict[str, str]]) -> None:
@@ -69,7 +70,7 @@ def _write(found: dict[str, dict[str, str]]) -> None:
         others = str(len(said) - caught - len(missed))
         rows.append([f"`{mutant.name}`", mutant.description, str(caught), others, ", ".join(missed) or "none"])
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    date = f"Found on {datetime.date.today().isoformat()}, {len(found)} tasks.\n\n"
+    date = f"Run on {datetime.date.today().isoformat()}, {len(found)} tasks.\n\n"
     PAGE.write_text(HEAD + date + table + "\n", encoding="utf-8")
 
 

@@ -95,7 +95,7 @@ def refused(ended, *says):
 
 
 def other_package(hosts: Path) -> dict[str, str]:
-    """A spmdkit that divides a mean by something else."""
+    """An spmdkit that divides a mean by something else."""
     shutil.copytree(REPOSITORY / "spmdkit", hosts / "other" / "spmdkit", ignore=shutil.ignore_patterns("__pycache__"))
     with (hosts / "other" / "spmdkit" / "step" / "metrics" / "mean.py").open("a") as file:
         file.write("\n# another line\n")

@@ -66,7 +66,7 @@ def train_step(state, x):
 
 @natural
 def gan():
-    """A GAN: two networks against each other, each with its own optimizer."""
+    """A GAN: two adversarial networks, each with its own optimizer."""
 
     def check(trained):
         assert int(trained.state.step) == STEPS  # the step does not count them itself

@@ -24,7 +24,7 @@ def step_of(optimizer):
 
 @natural
 def early_stopping():
-    """Early stopping on a held-out set, the best parameters kept, in a loop of one's own."""
+    """Early stopping on a held-out set, with the best parameters stored, in a custom loop."""
     optimizer, data = optax.sgd(2.0), {"x": normal(128, 12), "y": ids(4, 128)}
     test = {"x": normal(32, 12), "y": ids(4, 32)}
 
@@ -90,7 +90,7 @@ TEST = jax.tree.map(lambda x: x[:61], DATA)
 
 @natural
 def metrics():
-    """Precision at the end: F1, AUC, accuracy by class and a confusion matrix of a whole test set, and perplexity."""
+    """Metrics of a whole test set: F1, AUC, accuracy per class, a confusion matrix, and perplexity."""
 
     def f1(c):
         """Of each class of a confusion matrix [label, prediction]."""

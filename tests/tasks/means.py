@@ -20,7 +20,7 @@ cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
 @natural
 def char_rnn():
-    """A recurrent language model over characters: an LSTM of flax under `nn.RNN`."""
+    """A character-level language model: an LSTM of flax under `nn.RNN`."""
     data = ids(10, 64, 7)
 
     class Model(nn.Module):
@@ -38,7 +38,7 @@ def char_rnn():
 
 @natural
 def diffusion():
-    """A denoising diffusion model: a time and a noise for each example."""
+    """A denoising diffusion model: a time and a noise sample per example."""
 
     def losses_of(params, batch, keys):
         def one(x, key):
@@ -118,7 +118,7 @@ def gpt():
 
 @natural
 def gradient_penalty():
-    """A critic with a penalty on its gradient at points between real and made examples (WGAN-GP)."""
+    """A critic with a penalty on its gradient at points between real and generated examples (WGAN-GP)."""
     critic = lambda params, x: mlp(params, x)[..., 0]
 
     def losses_of(params, batch, keys):
@@ -173,7 +173,7 @@ def lora():
 
 @natural
 def maml():
-    """MAML: a task for each example, an inner step of gradient descent, and the derivative through it."""
+    """MAML: one task per example, an inner gradient step, and the derivative through it."""
     error = lambda params, x, y: ((mlp(params, x) - y) ** 2).mean()
 
     def losses_of(params, batch):
@@ -247,7 +247,7 @@ def ranking():
 
 @natural
 def tagging():
-    """Tagging of sequences of different lengths: a mean over tokens, not over padding, and a short last batch."""
+    """Tagging of sequences of different lengths: a mean over tokens without padding, and a short last batch."""
     data = {"x": normal(56, 6, 8), "tag": ids(3, 56, 6), "real": np.arange(6) < 1 + ids(6, 56)[:, None]}
     losses_of = lambda params, batch: cross_entropy(mlp(params, batch["x"]), batch["tag"])
     init, optimizer = mlp_init(8, 16, 3), optax.adamw(1e-2)
@@ -274,7 +274,7 @@ two_phases = natural(two_phases, "finetuning", "pretraining")
 
 @natural
 def vae():
-    """A variational autoencoder: a draw for each example, reconstruction and divergence."""
+    """A variational autoencoder: one sample per example, reconstruction and divergence."""
 
     def init(key):
         a, b = jax.random.split(key)

@@ -96,7 +96,7 @@ def byol_ema():
 
 @natural
 def byol_params():
-    """BYOL with the teacher among the parameters, moved by hand after each update."""
+    """BYOL with the teacher among the parameters, updated by the custom step."""
 
     def init(key):
         student = net(key)
@@ -130,7 +130,7 @@ def byol_params():
 
 @natural
 def distillation():
-    """Distillation: a large teacher that stays as it is, in the model state, and a small student."""
+    """Distillation: a large frozen teacher in the model state, and a small student."""
     teacher = weights(jax.random.key(9), up=(12, 64), down=(64, 4))
 
     def losses_of(student, teacher, batch):
@@ -143,7 +143,7 @@ def distillation():
 
 @natural
 def dqn():
-    """DQN: a target network that is copied now and then, in the model state."""
+    """DQN: a target network in the model state, copied periodically."""
     data = {"s": normal(64, 6), "a": ids(3, 64), "r": normal(64), "next": normal(64, 6, seed=1)}
 
     def losses_of(params, state, batch):
@@ -235,7 +235,7 @@ def cnn_linen():
 
 @natural
 def cnn_nnx():
-    """A CNN in flax nnx with dropout: its random state travels as typed keys."""
+    """A CNN in flax nnx with dropout: typed random keys in the model state."""
 
     class CNN(nnx.Module):
         def __init__(self, rngs):

@@ -33,7 +33,7 @@ def classifier_with(optimizer):
 
 
 def optimizers(name):
-    """Eighteen optimizers of optax as they are."""
+    """Eighteen optimizers of optax, unchanged."""
     return classifier_with(OPTIMIZERS[name])
 
 
@@ -55,6 +55,6 @@ def noisy_sgd():
 
 @natural
 def plateau():
-    """An optimizer that lowers its rate where the loss stands still."""
+    """An optimizer that lowers its learning rate on a plateau of the loss."""
     on_plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=0.5, accumulation_size=1)
     return classifier_with(optax.chain(optax.sgd(0.5), on_plateau))

@@ -30,7 +30,7 @@ NO_DATA = np.zeros(1024, np.int32)
 
 @natural
 def dp_sgd():
-    """DP-SGD: each example's gradient is clipped before all are added, and noise on top."""
+    """DP-SGD: each example's gradient is clipped, the gradients are summed, and noise is added."""
 
     def clipped(grads):
         """Of all examples, each scaled to a norm of at most 0.5, their mean."""
@@ -66,7 +66,7 @@ def dp_sgd():
 
 @natural
 def pinn():
-    """A physics-informed network: no data, new collocation points in each step, shared out by the replicas."""
+    """A physics-informed network: no data, new collocation points in each step, sharded over the replicas."""
 
     def u(params, t, x):
         return mlp(params, jnp.array([t, x, 1.0]))[0]
@@ -101,7 +101,7 @@ def pinn():
 
 @natural
 def ppo():
-    """PPO: rollouts of an environment in the model state, and four updates a step."""
+    """PPO: rollouts of an environment in the model state, and four updates per step."""
     start = normal(16, 2)
 
     init_params = functools.partial(weights, up=(2, 16), down=(16, 2), v=(16, 1))

@@ -38,7 +38,7 @@ def unit(x):
 
 @natural
 def clip():
-    """CLIP: the negatives of an example are all others of the whole batch."""
+    """CLIP: the negatives of an example are all other examples of the whole batch."""
     init = lambda key: weights(key, image=(12, 8), text=(6, 8)) | {"scale": jnp.log(10.0)}
     encode = lambda params, batch: [unit(jnp.tanh(batch[k] @ params[k])) for k in ("image", "text")]
 
@@ -83,7 +83,7 @@ def mixup():
 
 @natural
 def simclr():
-    """SimCLR: each view finds the other one among all views of the whole batch, its own left out."""
+    """SimCLR: each view is matched with its other view among all views of the batch, except itself."""
 
     def views(params, batch, keys):
         noise = jax.vmap(lambda k: jax.random.normal(k, (2, 12)))(keys)
@@ -112,7 +112,7 @@ def simclr():
 
 @natural
 def detection():
-    """Detection: boxes over the objects that are there, classes over all places, and a penalty."""
+    """Detection: a box loss over the objects, a class loss over all positions, and a penalty."""
     there = normal(64, 5) < np.linspace(-1, 2, 64)[:, None]
     data = {"x": normal(64, 5, 8), "box": normal(64, 5, 4), "kind": ids(3, 64, 5) * there.astype(np.int32)}
 
@@ -175,7 +175,7 @@ def mlm_nsp():
 
 @natural
 def multi_task():
-    """Two tasks in one batch, each on the rows that have a label, weighed by what is learned about their noise."""
+    """Two tasks in one batch, each on the rows with a label, weighted by learned noise parameters."""
     data = {"x": normal(64, 12), "value": normal(64), "kind": ids(3, 64)}
     data["has_kind"] = normal(64, seed=1) < np.linspace(-1, 1, 64)
 

@@ -52,7 +52,7 @@ class ClusterJob:
         return self.options["folder"] or self.here
 
     def command(self) -> list[str]:
-        """Returns the command line of one process: a spmdkit command, or a user's script."""
+        """Returns the command line of one process: an spmdkit command, or a user's script."""
         script = [] if self.arguments[0].endswith(".py") else ["-m", "spmdkit"]
         return [self.options.get("python", "python"), *script, *self.arguments]
 

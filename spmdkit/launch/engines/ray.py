@@ -1,4 +1,4 @@
-"""Ray: a placement group with one bundle per process, by default on different hosts; an actor in each starts a spmdkit
+"""Ray: a placement group with one bundle per process, by default on different hosts; an actor in each starts an spmdkit
 process.
 
 The rendered driver runs on a machine of the cluster. It sets the rank of each process (SPMDKIT_*; process 0 is on the

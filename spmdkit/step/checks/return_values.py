@@ -15,9 +15,7 @@ from spmdkit.step.metrics.base import Metric, is_metric
 from spmdkit.step.metrics.mean import Mean, Means
 from spmdkit.step.metrics.user_metric import CustomMetric, as_metric
 
-RULE = (
-    "A metric is a sk.mean, sk.sum, sk.max or sk.bincount, a sk.derived of them, your own class with merge and compute"
-)
+RULE = "A metric is an sk.mean, sk.sum, sk.max or sk.bincount, an sk.derived of them, your own class with merge and compute"
 
 
 def checked_loss(out: Any, stateful: bool) -> tuple[Mean | Means, dict[str, Metric], Any]:
@@ -42,7 +40,7 @@ def checked_loss(out: Any, stateful: bool) -> tuple[Mean | Means, dict[str, Metr
         )
     for mean in loss.parts if isinstance(loss, Means) else (loss,):
         if jnp.ndim(mean.sum) != 0:
-            raise ConfigError(f"loss_fn returned a sk.mean of shape {jnp.shape(mean.sum)}. A loss is one number.")
+            raise ConfigError(f"loss_fn returned an sk.mean of shape {jnp.shape(mean.sum)}. A loss is one number.")
     if not isinstance(metrics, dict):
         raise ConfigError(f"loss_fn returned {shape_of(metrics)} as its metrics. Return a dict {{name: sk.mean(...)}}.")
     if "loss" in metrics:
@@ -62,7 +60,7 @@ def checked_metrics(metrics: Any, who: str) -> dict[str, Metric]:
     for name, metric in checked.items():
         if not is_metric(metric) or is_array(metric):
             raise ConfigError(
-                f"{who} returned metric '{name}' as {shape_of(metric)}. {RULE}, or a sk.scalar, so that it adds over "
+                f"{who} returned metric '{name}' as {shape_of(metric)}. {RULE}, or an sk.scalar, so that it adds over "
                 f"replicas and steps. Write '{name}': sk.mean(...)."
             )
     if who == "eval_fn" and not metrics:
@@ -94,11 +92,11 @@ def shape_of(x: Any) -> str:
     if x is None:
         return "None"
     if isinstance(x, Mean):
-        return f"a sk.mean of shape {jnp.shape(x.sum)}"
+        return f"an sk.mean of shape {jnp.shape(x.sum)}"
     if isinstance(x, Means):
         return f"a sum of {len(x.parts)} sk.mean"
     if isinstance(x, Metric):
-        return f"a sk.{type(x).__name__.lower()} of shape {jnp.shape(jax.tree.leaves(x)[0])}"
+        return f"an sk.{type(x).__name__.lower()} of shape {jnp.shape(jax.tree.leaves(x)[0])}"
     if isinstance(x, tuple):
         return f"a tuple of {len(x)} ({', '.join(shape_of(y) for y in x)})"
     return describe(x)

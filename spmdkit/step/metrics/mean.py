@@ -140,7 +140,7 @@ def _scalar(x: ArrayLike) -> jax.Array:
     if isinstance(x, Metric) or jnp.ndim(x) != 0:
         found = "another metric" if isinstance(x, Metric) else f"an array of shape {jnp.shape(x)}"
         raise TypeError(
-            f"a sk.mean is one number and combines with scalars only, found {found}. Put it inside the sk.mean(...)."
+            f"an sk.mean is one number and combines with scalars only, found {found}. Put it inside the sk.mean(...)."
         )
     x = jnp.asarray(x)
     return x.astype(common_dtype(x.dtype, jnp.float32))
@@ -162,7 +162,7 @@ def mean(values: ArrayLike, where: ArrayLike | None = None, weights: ArrayLike |
     """
     if isinstance(values, Mean):
         raise TypeError(
-            "sk.mean of a sk.mean: it is a mean already. Return it unchanged, or pass the values to sk.mean."
+            "sk.mean of an sk.mean: it is a mean already. Return it unchanged, or pass the values to sk.mean."
         )
     values = as_float(values)
     included = inclusion_mask("sk.mean", values, where)
@@ -237,7 +237,7 @@ def inclusion_mask(name: str, values: jax.Array, where: ArrayLike | None) -> jax
                 f"{name} got values of shape {values.shape} while some of the {examples.num} examples are padding. "
                 "The first dim must be the examples, so that padding rows can be excluded. Pass one value per "
                 "example (or per example and token), or apply sk.example_mask() yourself. A number that is not a "
-                "mean of examples (a norm, a penalty) is a sk.scalar."
+                "mean of examples (a norm, a penalty) is an sk.scalar."
             )
     return None if included is None else jnp.broadcast_to(_left(included, values.ndim), values.shape)
 

@@ -115,7 +115,7 @@ WRONG = {
     ),
     "mine.py:scale": Parts("reducer: mine.py", "no 'scale'", repair="'scaled'?"),
     "nowhere.py:made": Parts("reducer: file", "nowhere.py does not exist", "config's folder"),
-    "mine.py:number": Parts("reducer: mine.py:number(...)", "returned int", "a spmdkit.Reducer", "return sk.Reducer"),
+    "mine.py:number": Parts("reducer: mine.py:number(...)", "returned int", "an spmdkit.Reducer", "return sk.Reducer"),
     "{mine.py:scaled: {scael: 2}}": Parts("mine.py:scaled(scale=1.0)", "do not fit", repair="'scale'?"),
     "{mine.py:made: {scale: 2}}": Parts(
         "reducer: mine.py:made", ("is a reducer", "['scale']"), "no effect", "Write one"

@@ -134,7 +134,7 @@ WRONG = {
     "mine.py:undeclared": r"sync: mine\.py:undeclared is a function of mine\. .* Write @sk\.sync above its definition",
     "mine.py:slwo": r"sync: mine\.py has no 'slwo'\. Did you mean 'slow'",
     "nowhere.py:made": r"sync: file .*nowhere\.py does not exist\. Paths are relative to the config's folder",
-    "mine.py:number": r"sync: mine\.py:number\(\.\.\.\) returned int\. It must return a spmdkit\.Sync\. Write return "
+    "mine.py:number": r"sync: mine\.py:number\(\.\.\.\) returned int\. It must return an spmdkit\.Sync\. Write return "
     r"sk\.Sync",
     "{mine.py:slow: {evry: 2}}": r"do not fit mine\.py:slow\(every, rate=0\.5\).* Did you mean 'every'",
     "{mine.py:made: {every: 3}}": r"sync: mine\.py:made is a sync, and the options \['every'\] have no effect\. "
