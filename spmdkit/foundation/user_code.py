@@ -225,7 +225,7 @@ def call_declared(fn: Any, text: str, kind: str, options: Mapping[str, Any], ret
         raise _not_to_its_end(kind, f"{text}(...)", error) from error
     if not isinstance(result, returns):
         raise ConfigError(
-            f"{KEYS.get(kind, kind)}: {text}(...) returned {type(result).__name__}. It must return a "
+            f"{KEYS.get(kind, kind)}: {text}(...) returned {type(result).__name__}. It must return an "
             f"spmdkit.{returns.__name__}. Write return sk.{returns.__name__}(...) at its end."
         )
     return result

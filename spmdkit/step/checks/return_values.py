@@ -15,7 +15,10 @@ from spmdkit.step.metrics.base import Metric, is_metric
 from spmdkit.step.metrics.mean import Mean, Means
 from spmdkit.step.metrics.user_metric import CustomMetric, as_metric
 
-RULE = "A metric is an sk.mean, sk.sum, sk.max or sk.bincount, an sk.derived of them, your own class with merge and compute"
+RULE = (
+    "A metric is an sk.mean, sk.sum, sk.max or sk.bincount, an sk.derived of them, your own class with merge and "
+    "compute"
+)
 
 
 def checked_loss(out: Any, stateful: bool) -> tuple[Mean | Means, dict[str, Metric], Any]:
