@@ -251,6 +251,14 @@ def jaxpr_of_result(closed: Any, index: int) -> str:
     return str(partial_eval.dce_jaxpr(closed.jaxpr, wanted)[0])
 
 
+def used_inputs(closed: Any) -> list[bool]:
+    """Returns for each input of a jaxpr whether a result depends on it."""
+    from jax.interpreters import partial_eval
+
+    used: list[bool] = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))[1]
+    return used
+
+
 def carried_inputs(scan: Any) -> tuple[int, int]:
     """Returns (first index, number) of the carry inputs of a `scan` equation: after its constants, before its sliced
     inputs."""

@@ -53,6 +53,12 @@ def check_task(config: Config, task: Task) -> None:
             "sync: parameter_server: the task has a train_step. Workers send the gradient of loss_fn, and servers "
             "update. Pass loss_fn only, or use sync: every_step."
         )
+    for name in ("frozen", "overwritten"):
+        if getattr(task, name):
+            raise ConfigError(
+                f"sync: parameter_server: the task has {name} parameters. Servers update all parameters from the "
+                f"gradients of workers. Remove Task.{name}, or use sync: every_step."
+            )
     if any(getattr(hook, "name", "") for hook in task.hooks):
         raise ConfigError(
             f"sync: parameter_server: the task or the config has hooks ({task.hooks[0].name}). They run around the "

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from spmdkit.foundation.trees import named_leaves
 from spmdkit.plan.hlo.liveness import Buffer, live_at_peak
 from spmdkit.plan.hlo.text import Module
 from spmdkit.program.memory import StepBytes, shard_bytes
@@ -76,9 +77,10 @@ def _gradient_bytes(program: Program) -> int:
     context = program._step_context
     if context.sharding.placements is None:
         return 0
-    params = jax.tree.leaves(program.abstract_state.params)
+    params = named_leaves(program.abstract_state.params)
     specs = jax.tree.leaves(context.sharding.placements.gradient, is_leaf=lambda x: isinstance(x, PartitionSpec))
     return sum(
         shard_bytes(x.shape, context.options.reduce_dtype or x.dtype, NamedSharding(program.mesh, spec))
-        for x, spec in zip(params, specs, strict=True)
+        for (path, x), spec in zip(params, specs, strict=True)
+        if path not in context.options.roles
     )

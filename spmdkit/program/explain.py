@@ -42,6 +42,7 @@ def explain(task_step: TaskStep, context: Context, refused: str, rows: Sequence[
         ("microbatches", _microbatches(context, task_step.config.batch_size)),
         ("remat", _remat(task_step, context)),
         *_parts(task_step, context),
+        *_roles(task_step, context),
         *_count(context),
         ("reducer", _reducer(task_step, context)),
         *_model_state(task_step, context),
@@ -128,6 +129,19 @@ def _parts(task_step: TaskStep, context: Context) -> Iterator[Line]:
     if context.usage.has_called("attention"):
         around = f", {context.options.attention.context} over context" if task_step.sizes["context"] > 1 else ""
         yield "attention", f"{context.options.attention.implementation}{around}"
+
+
+def _roles(task_step: TaskStep, context: Context) -> Iterator[Line]:
+    texts = {
+        "frozen": "not differentiated, reduced or checked",
+        "overwritten": "the gradient is the new value: the maximum over replicas and microbatches",
+    }
+    placed = {p.path.removeprefix("params/"): p for p in task_step.state.table if p.path.startswith("params/")}
+    for role, text in texts.items():
+        if paths := [path for path, found in context.options.roles.items() if found == role]:
+            size = format_bytes(sum(placed[path].num_bytes for path in paths if path in placed))
+            more = f" and {len(paths) - LARGEST} more" if len(paths) > LARGEST else ""
+            yield role, f"{', '.join(paths[:LARGEST])}{more} ({size}): {text}"
 
 
 def _count(context: Context) -> Iterator[Line]:

@@ -25,6 +25,7 @@ from spmdkit.program.state_layout import StateLayout, laid_out
 from spmdkit.program.step_context import reducer_of
 from spmdkit.program.task import Task
 from spmdkit.step.groups.groups import GROUPED, Groups, agreement_fn, mean, stack_state
+from spmdkit.step.leaf_roles import declared_role, for_trained
 
 
 def groups_of(config: Config, sizes: Mapping[str, int], per_replica: bool) -> Groups | None:
@@ -106,9 +107,13 @@ def sync_of(config: Config) -> Sync:
 
 
 def optimizer_of(config: Config, task: Task) -> optax.GradientTransformationExtraArgs:
-    """Returns the optimizer of a config and its task: unchanged, or wrapped in a delay line if the sync requires it."""
+    """Returns the optimizer of a config and its task, in a delay line if the sync requires it. It updates only the
+    parameters that the task does not declare as frozen or overwritten."""
     optimizer, sync = make_optimizer(config, task), sync_of(config)
-    return optimizer if sync.optimizer is None else recorded(sync.optimizer(optimizer))
+    optimizer = optimizer if sync.optimizer is None else recorded(sync.optimizer(optimizer))
+    if not (task.frozen or task.overwritten):
+        return optimizer
+    return for_trained(optimizer, functools.partial(declared_role, task.frozen, task.overwritten))
 
 
 def check_agreement(groups: Groups, params: Any, name: str) -> Any:

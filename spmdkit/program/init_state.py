@@ -21,6 +21,7 @@ from spmdkit.foundation.user_code import call_user
 from spmdkit.program.task import Task
 from spmdkit.step import trace_context
 from spmdkit.step.gradient import is_cast
+from spmdkit.step.leaf_roles import declared_role
 from spmdkit.step.state import Variables
 
 
@@ -54,7 +55,9 @@ def abstract_init(task: Task, config: Config) -> tuple[Callable[[jax.Array], Var
 
     def init_as_stored(key: jax.Array) -> Variables:
         variables, _ = init(key)
-        return variables._replace(params=jax.tree.map(lambda x: x.astype(config.precision.params), variables.params))
+        is_stored: Callable[[Any], bool] = lambda path: declared_role((), task.overwritten, path_name(path)) is not None
+        stored = lambda path, x: x if is_stored(path) else x.astype(config.precision.params)
+        return variables._replace(params=jax.tree.map_with_path(stored, variables.params))
 
     shapes, dtypes = call_user(lambda: jax.eval_shape(init, jax.random.key(config.seed)), "init")
     if not jax.tree.leaves(shapes.params):

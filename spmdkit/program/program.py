@@ -41,7 +41,7 @@ from spmdkit.program.state_layout import place_state, state_groups, to_device
 from spmdkit.program.step_context import step_context
 from spmdkit.program.task import Task
 from spmdkit.program.task_step import TaskStep
-from spmdkit.step import reducer_state, state, trace_context
+from spmdkit.step import leaf_roles, reducer_state, state, trace_context
 from spmdkit.step.dataflow.analysis import Usage
 from spmdkit.step.groups import groups
 from spmdkit.step.metrics.base import is_metric
@@ -90,6 +90,7 @@ class Program:
         self._state_groups = state_groups(config, self.stateful, task.view == "replica", self.num_replicas)
         self.state_reduction = agreement.declared_reductions(task.state_reduction, abstract_model_state)
         self._abstract_state = jax.eval_shape(self._create_one, jax.random.key(0))  # one copy
+        self._roles, self._unread = self._leaf_roles(abstract_params)
         self._single = place_state(config, task.rules, self._abstract_state, abstract_params, self.mesh, self.sizes)
         self._placed = self._single  # before the reducer's state is added
         if self.groups is not None:
@@ -161,7 +162,18 @@ class Program:
             placements=self._placed.placements,
             state_groups=self._state_groups,
             state_reduction=self.state_reduction,
+            roles=self._roles,
+            unread=self._unread,
         )
+
+    def _leaf_roles(self, params: Any) -> tuple[leaf_roles.Roles, frozenset[str]]:
+        """Returns (roles of the parameters, those with a gradient that the optimizer does not read). Under the default
+        step, which uses the gradient for nothing else, the latter are frozen."""
+        roles = leaf_roles.declared_roles(self.task.frozen, self.task.overwritten, params)
+        unread = leaf_roles.unread_gradients(self.optimizer, params, self._abstract_state.opt_state) - roles.keys()
+        if self.task.train_step is None:
+            roles |= dict.fromkeys(sorted(unread), "frozen")
+        return roles, frozenset(unread)
 
     def _choose_form(self) -> None:
         task_step = TaskStep(

@@ -19,6 +19,7 @@ from spmdkit.mesh.mesh import MODEL_AXES, REPLICA_AXES
 from spmdkit.ops.remat import policy, policy_of_names
 from spmdkit.program.xla_defects import MANUAL
 from spmdkit.step import finite_check, trace_context
+from spmdkit.step.leaf_roles import Roles
 
 
 def step_context(
@@ -30,6 +31,8 @@ def step_context(
     placements: trace_context.Placements,
     state_groups: int | None,
     state_reduction: Mapping[str, Any],
+    roles: Roles,
+    unread: frozenset[str],
 ) -> trace_context.Context:
     """Returns the step context of a config with a fixed number of microbatches, without a form."""
     dtypes, remat, pipeline = config.precision, config.remat, config.pipeline
@@ -41,6 +44,8 @@ def step_context(
         reducer=reducer_of(config),
         remat=policy(remat) if isinstance(remat, str) else policy_of_names(remat.save, remat.offload),
         state_reduction=state_reduction,
+        roles=roles,
+        unread=unread,
         logical_axes=layout.logical_axes(config.layout.axes),
         attention=trace_context.AttentionSettings(**config.attention.model_dump()),
         pipeline=trace_context.PipelineSettings(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +48,11 @@ class Task:
         state_reduction: reduction of the model state over replicas: pattern of a leaf's full path -> `mean`, `sum` (of
             the increments of all replicas), `max`, or `identical` (checked). By default derived as `identical` or
             `mean`; other leaves need an entry. See `spmdkit.step.model_state.agreement`.
+        frozen: patterns of full paths of parameters that stay as `init` made them. They are not differentiated, reduced
+            or checked, and have no optimizer state. Parameters with a gradient that the optimizer does not read
+            (`optax.set_to_zero` in `optax.partition`) are detected for a `loss_fn`.
+        overwritten: patterns of full paths of parameters that their gradient overwrites, as in flax's FP8 layers: the
+            new value is the maximum over replicas and microbatches, without the optimizer.
         row_mixing: `allow` accepts a loss that mixes the rows of a replica (batch norm per replica) without a warning;
             None: the config's `row_mixing`.
         hooks: `sk.Hook`s, in addition to logging, evaluation and saving; see `spmdkit/run/hooks/base.py`.
@@ -63,6 +69,8 @@ class Task:
     view: Literal["global", "replica"] = "global"
     rules: Sequence[tuple[str, Sequence[Any]]] = ()
     state_reduction: Mapping[str, str] = field(default_factory=dict)
+    frozen: Sequence[str] = ()
+    overwritten: Sequence[str] = ()
     row_mixing: Literal["allow"] | None = None
     hooks: Sequence[Any] = ()
     unit: str = "examples"
@@ -75,6 +83,8 @@ class Task:
                 raise ConfigError(f"{what}. It must be a function. Pass the function itself.")
         if self.loss_fn is None and self.train_step is None:
             raise ConfigError("Task has neither loss_fn nor train_step. A task needs one of them. Pass loss_fn.")
+        for name in ("frozen", "overwritten"):
+            check_patterns(f"Task.{name}", getattr(self, name))
         if self.row_mixing not in (None, "allow"):
             raise ConfigError(f"Task.row_mixing is {self.row_mixing!r}. Valid: 'allow', None.")
         if self.view not in ("global", "replica"):
@@ -110,6 +120,17 @@ class Task:
         state = ("state",) if stateful else ()
         check_arity("loss_fn", self.loss_fn, ("params", *state, "batch", "key"))
         check_arity("eval_fn", self.eval_fn, ("params", *state, "batch"))
+
+
+def check_patterns(name: str, patterns: Any) -> None:
+    """Raises ConfigError unless `patterns` is a sequence of regular expressions."""
+    if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
+        raise ConfigError(f"{name} is {patterns!r}. It is a list of patterns of full paths. Write ['encoder/.*'].")
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"{name} holds {pattern!r}, no regular expression ({error}). Fix it.") from None
 
 
 def check_arity(name: str, fn: Callable[..., Any] | None, args: tuple[str, ...]) -> None:

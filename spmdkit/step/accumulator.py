@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
+from spmdkit.step.metrics.aggregates import Max
 from spmdkit.step.metrics.base import Metric
 from spmdkit.step.metrics.mean import Mean, Means
 
@@ -66,6 +67,7 @@ class Sums:
             evaluation.
         count_gradient: of `loss.count` if the count depends on the parameters, otherwise None.
         facts: static facts about the loss; None in an evaluation.
+        overwritten: path of a parameter that its gradient overwrites -> the largest value.
     """
 
     loss: Mean | Means | None
@@ -73,6 +75,7 @@ class Sums:
     gradient: Any = None
     count_gradient: Any = None
     facts: LossFacts | None = None
+    overwritten: dict[str, Max] = field(default_factory=dict)
 
     def mean_gradient(self, loss: Mean | Means) -> Any:
         """Returns the gradient of `S / C`, with S and C from `loss`: `G_s / C - S / C^2 G_c`. It divides once, because

@@ -24,12 +24,13 @@ from jax import lax
 from spmdkit.errors import ConfigError
 from spmdkit.foundation.trees import abstract, describe, first_difference, named_leaves, path_name
 from spmdkit.mesh.mesh import REPLICA_AXES
-from spmdkit.step import rng, trace_context
+from spmdkit.step import leaf_roles, rng, trace_context
 from spmdkit.step.accumulator import LossFacts, Sums
 from spmdkit.step.checks.return_values import checked_loss, checked_metrics
 from spmdkit.step.dataflow.analysis import ANALYZED_REPLICAS, Inputs, Usage, analyze
+from spmdkit.step.leaf_roles import Role
 from spmdkit.step.lowering import as_local, constrain, map_replicas
-from spmdkit.step.metrics.aggregates import Bincount, Derived
+from spmdkit.step.metrics.aggregates import Bincount, Derived, Max
 from spmdkit.step.metrics.base import Metric, empty_parts, merge_trees
 from spmdkit.step.metrics.mean import Means
 from spmdkit.step.metrics.user_metric import CustomMetric
@@ -83,11 +84,14 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
                 "key), with model state (params, model_state, batch, key). The key is state.key."
             )
         model_state, batch, key = args if len(args) == 3 else (None, *args)
+        roles = leaf_roles.roles_in(context, params)
+        leaf_roles.check_overwritten(roles, params)
         _check_differentiable(params)
         usages = _analysis(loss_fn, len(args) == 3, context, params, model_state, batch, key)
         kinds = _state_reductions(context, model_state, usages) if len(args) == 3 else {}
         local = _local_gradient(loss_fn, len(args) == 3, context, key)
-        call = Call(context.slots.take(_gradient_shapes(context, params)), key)
+        trained = leaf_roles.select(params, lambda path: path not in roles)
+        call = Call(context.slots.take(_gradient_shapes(context, trained)), key)
         sums, new_state, reducer_state = map_replicas(context, local, params, model_state, batch, kinds, call)
         context.slots.put(reducer_state)
         facts = sums.facts
@@ -98,6 +102,10 @@ def means_and_grad(loss_fn: Loss) -> Callable[..., Any]:
         context.slots.add_metrics({name: m.value for name, m in sums.metrics.items() if name not in facts.names})
         metrics = {name: total(m, name) for name, m in sums.metrics.items() if name in facts.names}
         grads = sums.mean_gradient(loss) if context.reducer_returns_sums else sums.gradient
+        if roles:
+            new_values = {path: largest.value for path, largest in sums.overwritten.items()}
+            others = lambda path, p: new_values.get(path_name(path), jnp.zeros_like(p))
+            grads = leaf_roles.fill(grads, jax.tree.map_with_path(others, params))
         return (loss, metrics, new_state)[: len(args)], grads
 
     return means_and_gradient
@@ -118,7 +126,7 @@ def evaluate(eval_fn: Loss, stateful: bool) -> Callable[..., dict[str, Metric]]:
             positions = _positions(context, index, 0, num) + number * (num * replicas)
             with trace_context.with_examples(trace_context.Examples(num, mask, positions, key)):
                 metrics = eval_fn(
-                    _cast(params, context.options.compute_dtype),
+                    _cast_params(context, params),
                     *((state,) if stateful else ()),
                     _cast_inputs(context, rows),
                     *(() if key is None else (_loss_key(rng.batch_key(key, number), index, 0),)),
@@ -149,8 +157,13 @@ def _local_gradient(loss_fn: Loss, stateful: bool, context: Context, key: Any) -
         return loss, metrics, new_state, LossFacts.of({**metrics, "loss": loss})
 
     def local(index: Any, params: Any, state: Any, rows: Any, mask: Any) -> Any:
-        options = context.options
-        computed = _cast(params, options.compute_dtype)
+        options, roles = context.options, leaf_roles.roles_in(context, params)
+        computed = _cast_params(context, params)
+        select: Callable[[Any, Callable[[Role | None], bool]], Any] = lambda tree, keep: leaf_roles.select(
+            tree, lambda path: keep(roles.get(path))
+        )
+        moving = select(computed, lambda role: role != "frozen") if roles else computed
+        overwrites = "overwritten" in roles.values()
 
         def sum_and_count(*args: Any) -> Any:
             loss, *rest = one_microbatch(*args)
@@ -162,14 +175,21 @@ def _local_gradient(loss_fn: Loss, stateful: bool, context: Context, key: Any) -
         def microbatch_sums(
             state: Any, rows: Any, mask: Any, micro: Any, whole: Means | None = None, divided: bool | None = None
         ) -> Any:
-            loss_of: Callable[[Any], Any] = lambda params: body(params, state, rows, mask, index, micro)
-            primals, pull, (loss, metrics, new_state, facts), depends = _vjp(loss_of, computed)
+            whole_params: Callable[[Any], Any] = lambda part: leaf_roles.fill(part, computed) if roles else part
+            loss_of: Callable[[Any], Any] = lambda part: body(whole_params(part), state, rows, mask, index, micro)
+            primals, pull, (loss, metrics, new_state, facts), depends = _vjp(loss_of, moving)
             if divided is None:
-                divided = divides_first(context, loss, lambda: jax.make_jaxpr(lambda p: loss_of(p)[0])(computed))
-            parts = microbatch_gradients(context, loss, divided, whole, primals, pull, depends)
+                trace = lambda: jax.make_jaxpr(lambda part: loss_of(part)[0])(moving)
+                divided = overwrites or divides_first(context, loss, trace)
+            parts: Any = microbatch_gradients(context, loss, divided, whole, primals, pull, depends)
+            new_values = dict[str, Max]()
+            if roles:
+                leaves = named_leaves(select(parts[0], lambda role: role == "overwritten"))
+                new_values = {path: Max(x, jnp.isnan(x).astype(x.dtype)) for path, x in leaves}
+                parts = tuple(None if tree is None else select(tree, lambda role: role is None) for tree in parts)
             grads, of_count = (None if tree is None else _in_reduce_dtype(context, tree, params) for tree in parts)
             facts = dataclasses.replace(facts, count_has_gradient=depends, divided=divided)
-            return Sums(loss, metrics, grads, of_count, facts), new_state
+            return Sums(loss, metrics, grads, of_count, facts, new_values), new_state
 
         if context.sharding.microbatches == 1:
             return microbatch_sums(state, rows, mask, 0)
@@ -231,7 +251,8 @@ def _gradient_shapes(context: Context, params: Any) -> Any:
 
 
 def _in_reduce_dtype(context: Context, grads: Any, params: Any) -> Any:
-    grads = jax.tree.map(lambda g, p: g.astype(context.options.reduce_dtype or p.dtype), grads, params)
+    dtypes = {path: context.options.reduce_dtype or p.dtype for path, p in named_leaves(params)}
+    grads = jax.tree.map_with_path(lambda path, g: g.astype(dtypes[path_name(path)]), grads)
     return trace_context.shard_like_params(context, grads, "compute")
 
 
@@ -272,7 +293,7 @@ def _analysis(
             examples = trace_context.Examples(_num_rows(rows), mask, positions, key)
             with trace_context.tracing(inner), trace_context.with_examples(examples):
                 model_state = (state,) if stateful else ()
-                cast = _cast(params, context.options.compute_dtype)
+                cast = _cast_params(context, params)
                 out = loss_fn(cast, *model_state, _cast_inputs(context, rows), loss_key)
             loss, metrics, new_state = checked_loss(out, stateful)
             return loss, metrics, _checked_state(state, new_state) if stateful else None
@@ -343,6 +364,13 @@ def _split_microbatches(context: Context, x: jax.Array) -> jax.Array:
 def _cast(tree: Any, dtype: Any) -> Any:
     cast = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
     return tree if dtype is None else jax.tree.map(cast, tree)
+
+
+def _cast_params(context: Context, params: Any) -> Any:
+    """Returns parameters in the compute dtype; those that their gradient overwrites are unchanged."""
+    roles = leaf_roles.roles_in(context, params)
+    cast = lambda path, x: x if roles.get(path_name(path)) == "overwritten" else _cast(x, context.options.compute_dtype)
+    return params if context.options.compute_dtype is None else jax.tree.map_with_path(cast, params)
 
 
 def _cast_inputs(context: Context, rows: Any) -> Any:

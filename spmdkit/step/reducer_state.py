@@ -69,6 +69,8 @@ def reduced_leaves(context: Context) -> list[ReducedLeaf]:
     sharding, leaves, itemsize = context.sharding, [], value_bytes(context.options.reduce_dtype or "float32")
     specs: list[Any] = jax.tree.leaves(context.sharding.placements.gradient)
     for (path, shape), spec in zip(context.sharding.placements.shapes.items(), specs, strict=True):
+        if path in context.options.roles:
+            continue
         if sizes := {a: sharding.size(a) for a in replica_axes_of(context, spec)}:
             axes = sharding.larger(spec_axes(spec))
             before = tuple(a for a in axes if a in sharding.data_axes)

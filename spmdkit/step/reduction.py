@@ -51,11 +51,12 @@ def reduced(
         if call is None:
             sums, added = _exact(reducer, (sums, added), axes)
             return sums, added, None
-        loss, metrics, added = _exact(reducer, (sums.loss, sums.metrics, added), axes)
+        loss, metrics, new, added = _exact(reducer, (sums.loss, sums.metrics, sums.overwritten, added), axes)
         gradients = _scaled(context, reducer, sums, loss)
         (gradient, of_count), state, reported = _by_reducer(context, reducer, gradients, axes, call, dims)
         metrics |= {f"{METRIC_PREFIX}{name}": Sum(number) for name, number in reported.items()}
         sums = dataclasses.replace(sums, loss=loss, metrics=metrics, gradient=gradient, count_gradient=of_count)
+        sums = dataclasses.replace(sums, overwritten=new)
         return sums, added, state
 
 

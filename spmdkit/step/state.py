@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import optax
 
 from spmdkit.errors import ConfigError, UserCodeError
-from spmdkit.foundation.trees import common_dtype, describe, is_key, named_leaves
+from spmdkit.foundation.trees import common_dtype, describe, is_key, named_leaves, path_name
+from spmdkit.step import leaf_roles, trace_context
 from spmdkit.step import rng as step_rng
-from spmdkit.step import trace_context
 
 
 class Variables(NamedTuple):
@@ -134,13 +134,21 @@ class TrainState:
         _check_gradient(context, grads, params)
         as_stored: Callable[[Any], Any] = lambda tree: jax.tree.map(lambda g, p: g.astype(p.dtype), tree, params)
         grads = trace_context.shard_like_params(context, as_stored(grads), "update")
-        context.slots.record_update(grads)
+        roles = leaf_roles.roles_in(context, params)
+        is_read: Callable[[str], bool] = lambda path: roles.get(path) != "frozen" and path not in context.options.unread
+        context.slots.record_update(leaf_roles.select(grads, is_read))
         if "grad" in extra:
             extra["grad"] = trace_context.shard_like_params(context, as_stored(extra["grad"]), "update")
         params = trace_context.shard_like_params(context, params, "update")
         with jax.named_scope(trace_context.OPTIMIZER):
             updates, opt_state = _updated(self.optimizer, grads, self.opt_state, params, extra)
         new_params = optax.apply_updates(params, updates)
+        if roles:
+            of_role: Callable[[Any, Any, Any, Any], Any] = lambda path, new, grad, old: {
+                "overwritten": grad,  # exact, unlike the sum of the parameter and an update
+                "frozen": old,
+            }.get(roles.get(path_name(path), ""), new)
+            new_params = jax.tree.map_with_path(of_role, new_params, grads, params)
         ema = self.ema
         if self.ema_decay is not None:
             decay = self.ema_decay

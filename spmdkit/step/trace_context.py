@@ -59,17 +59,22 @@ class Placements:
 
     def of(self, part: Any) -> Placements:
         """Returns the placements of a subtree of the parameters, from leaves with the same shape and path suffix. A
-        leaf with no match, or with matches that have different shardings, is replicated."""
+        leaf with no match, or with matches that have different shardings, is replicated. `part` may also be the tree of
+        the parameters with None for some leaves."""
         shapes = {path: jnp.shape(x) for path, x in named_leaves(part)}
         structure: Any = jax.tree.structure(part)
         if shapes == self.shapes and structure == jax.tree.structure(self.compute):
             return self
         placed = zip(*map(jax.tree.leaves, (self.compute, self.gradient, self.update)), strict=True)
         table = list(zip(self.shapes.items(), placed, strict=True))
+        with_none: Any = jax.tree.structure(part, is_leaf=lambda x: x is None)
+        is_whole = with_none == jax.tree.structure(self.compute)
 
         def matching_specs(path: str, shape: tuple[int, ...]) -> tuple[PartitionSpec, ...]:
             names = path.split("/")
             ends = (f"/{'/'.join(names[i:])}" for i in range(len(names)))
+            if is_whole:
+                return next(specs for (key, _), specs in table if key == path)
             hits = ({specs for (key, size), specs in table if f"/{key}".endswith(e) and size == shape} for e in ends)
             specs_of_match = next(filter(None, hits), set())
             return specs_of_match.pop() if len(specs_of_match) == 1 else (PartitionSpec(),) * 3
@@ -185,6 +190,8 @@ class StepOptions:
         remat: values that `sk.remat` saves (`ops.remat.Remat`); None: nothing is recomputed.
         remat_whole: `remat` applies to the complete loss, since the task does not call `sk.remat`.
         state_reduction: path of a model state leaf -> its declared reduction (step/model_state/agreement.py).
+        roles: path of a parameter that the optimizer does not train -> `frozen` or `overwritten` (leaf_roles.py).
+        unread: paths of parameters with a gradient that the optimizer does not read.
         logical_axes: name of a dim -> mesh axes that shard it.
         attention: settings of `sk.attention`.
         pipeline: settings of `sk.pipeline`, if the mesh has a pipeline axis.
@@ -199,6 +206,8 @@ class StepOptions:
     remat: Any = None
     remat_whole: bool = False
     state_reduction: Mapping[str, Any] = field(default_factory=dict)
+    roles: Mapping[str, Literal["frozen", "overwritten"]] = field(default_factory=dict)
+    unread: frozenset[str] = frozenset()
     logical_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     attention: AttentionSettings = field(default_factory=AttentionSettings)
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)

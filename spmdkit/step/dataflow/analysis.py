@@ -58,6 +58,7 @@ class Usage:
         per_replica: whether a leaf depends on the rows or the key of a replica.
         counted: whether a leaf depends on the number of rows only.
         inexact: whether a leaf is a float.
+        unchanged: whether the loss returns a leaf of the model state as it was.
     """
 
     what: Literal["loss", "metric", "model state"]
@@ -72,6 +73,7 @@ class Usage:
     per_replica: bool = False
     counted: bool = False
     inexact: bool = False
+    unchanged: bool = False
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,8 @@ def _of_state(
         old = "retained" if of_leaf.retained & 1 << i else old
         of_rows = bool(of_leaf.all & replica_bit)
         inexact = bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
-        usages.append(_with_lines("model state", path, rows, [flow], flow, old, of_rows, counted, inexact))
+        unchanged = traced.jaxpr.outvars[start + i] is traced.jaxpr.invars[i]
+        usages.append(_with_lines("model state", path, rows, [flow], flow, old, of_rows, counted, inexact, unchanged))
     return usages
 
 

@@ -4,6 +4,7 @@
     sum        old + sum_r (new_r - old)  the increments of all replicas; integers modulo 2^bits
     max        max_r new_r
     identical  new_0                      provably the same on every replica
+    unchanged  old                        the loss returns the leaf as it was: never declared, and nothing is sent
 
 Without `Task.state_reduction`, a leaf that does not depend on a replica's rows is `identical`, and a float that is
 linear in its old value is a `mean`. Every other leaf must be declared: the mean of maxima is not a maximum.
@@ -25,8 +26,9 @@ from spmdkit.foundation.formatting import nearest
 from spmdkit.foundation.trees import common_dtype, describe, is_key, named_leaves
 from spmdkit.step.dataflow.analysis import Usage
 
-Kind = Literal["mean", "sum", "max", "identical"]
+Kind = Literal["mean", "sum", "max", "identical", "unchanged"]
 KINDS: tuple[Kind, ...] = ("mean", "sum", "max", "identical")
+"""The reductions that a task can declare."""
 
 Kinds = Mapping[str, Kind]
 """Path of a model state leaf -> its reduction over replicas."""
@@ -82,6 +84,8 @@ def state_reductions(declared: Kinds, leaves: Sequence[tuple[str, Any]], usages:
 
 
 def _reduction(declared: Kinds, path: str, leaf: Any, usage: Usage | None) -> Kind:
+    if usage is not None and usage.unchanged:
+        return "unchanged"
     if usage is None:  # the trace of the step reports why the loss cannot be traced
         return declared.get(path, "identical")
     if path in declared:
@@ -98,6 +102,8 @@ def _reduction(declared: Kinds, path: str, leaf: Any, usage: Usage | None) -> Ki
 def reduction_of(usage: Usage) -> Kind | None:
     """Returns the reduction that follows from how rows and the old value enter a leaf, or None."""
     flow = usage.flow
+    if usage.unchanged:
+        return "unchanged"
     if not usage.per_replica and not usage.counted:
         return "identical"
     if usage.old == "retained" and flow.degree == 1 and flow.how in ("none", "total") and not flow.mixed:
@@ -164,7 +170,7 @@ def values_to_reduce(
             added[path] = _wide(x) - _wide(before[path])
         elif kind == "max":
             largest[path] = x
-        else:
+        elif kind == "identical":
             bits = _bits(x)
             is_first = first.reshape(first.shape + (1,) * (bits.ndim - first.ndim))
             added[path] = jnp.where(is_first, bits, jnp.zeros_like(bits))
@@ -181,6 +187,8 @@ def reduced_state(
         kind = kinds[path]
         if kind == "max":
             return largest[path]
+        if kind == "unchanged":
+            return before[path]  # type: ignore[no-any-return]
         if kind == "identical":
             return _from_bits(added[path], like)
         total = added[path] / num if kind == "mean" else _wide(before[path]) + added[path]
@@ -196,7 +204,7 @@ def reduce_by_group(kinds: Kinds, old: Any, new: Any, groups: int) -> Any:
     def leaf(path: str, x: jax.Array) -> jax.Array:
         grouped = x.reshape(groups, -1, *x.shape[1:])
         kind, size = kinds[path], grouped.shape[1]
-        if size == 1 or kind == "identical":
+        if size == 1 or kind in ("identical", "unchanged"):
             return grouped[:, 0]
         if kind == "max":
             return grouped.max(1)
